@@ -1,0 +1,226 @@
+"""Named architectures as configs only: no weights are downloaded, every value is the published one.
+
+Memory and speed do not depend on the values of the weights, so models are built from their
+config.json with seeded random weights. Each name has a tiny twin, `<name>-tiny`: the same family,
+2 layers, a narrow hidden size, the same grouping of attention heads and the same dropout.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import socket
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+import torch
+from huggingface_hub.constants import ENDPOINT
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers.models.auto import modeling_auto
+
+# name -> fields of the published config.json that differ from the defaults of its model_type, and
+# `hub`, where that config.json is published
+_PUBLISHED = json.loads((Path(__file__).parent / "data" / "models.json").read_text())
+# Everything `config` knows by name, with the hub name of the config it stands for.
+MODELS: dict[str, str] = {name: fields.pop("hub") for name, fields in _PUBLISHED.items()}
+MODELS |= {f"{name}-tiny": f"a tiny twin of {hub}" for name, hub in list(MODELS.items())}
+
+TASKS = ("sequence-classification", "causal-lm", "masked-lm", "seq2seq-lm")
+_CLASSES = {
+    "sequence-classification": modeling_auto.AutoModelForSequenceClassification,
+    "causal-lm": modeling_auto.AutoModelForCausalLM,
+    "masked-lm": modeling_auto.AutoModelForMaskedLM,
+    "seq2seq-lm": modeling_auto.AutoModelForSeq2SeqLM,
+}
+
+
+def config(model) -> PretrainedConfig:
+    """A fresh config of a named model, a config.json (or its folder), a config or a hub name.
+
+    Raises ValueError, in one line, for an unknown name, a file that is no model config, or a hub
+    name that cannot be had here.
+    """
+    if isinstance(model, PretrainedConfig):
+        return copy.deepcopy(model)
+    name = str(model)
+    if name in _PUBLISHED:
+        fields = copy.deepcopy(_PUBLISHED[name])
+        return CONFIG_MAPPING[fields.pop("model_type")](**fields)
+    if name in MODELS:
+        return twin(name.removesuffix("-tiny"))
+    if Path(name).exists() or name.endswith(".json"):
+        return _read_file(Path(name))
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
+        return _read_hub(name)
+    raise ValueError(
+        f"unknown model {name!r}: known are {', '.join(_PUBLISHED)} (each also as <name>-tiny), "
+        "or a path to a config.json, or a hub name like org/name"
+    )
+
+
+def _read_file(path: Path) -> PretrainedConfig:
+    """The config in a config.json; only its values are used, no code that it names is run."""
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: there is no such file") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: not a readable JSON file ({_one_line(error)})") from None
+    family = values.get("model_type") if isinstance(values, dict) else None
+    if not isinstance(family, str) or family not in CONFIG_MAPPING:
+        raise ValueError(f"{path}: model_type is {family!r}: allowed are those of transformers")
+    try:
+        return CONFIG_MAPPING[family].from_dict(values)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path}: not a valid {family} config ({_one_line(error)})") from None
+
+
+def _read_hub(name: str) -> PretrainedConfig:
+    problem = "there is no network"
+    for cached_only in (True, False):
+        if cached_only or hub_reachable():
+            try:
+                return AutoConfig.from_pretrained(name, local_files_only=cached_only)
+            except (OSError, ValueError, RuntimeError, KeyError) as error:
+                problem = problem if cached_only else _one_line(error)
+    raise ValueError(
+        f"cannot get the config of {name!r} from the hub ({problem}): "
+        f"known without it are {', '.join(_PUBLISHED)}, or a path to a config.json"
+    )
+
+
+def hub_reachable() -> bool:
+    """Whether the hub's name resolves here; asked first, because its client retries for 20 s."""
+    if urllib.request.getproxies():
+        return True  # the proxy resolves the name
+    try:
+        socket.getaddrinfo(urllib.parse.urlparse(ENDPOINT).hostname, 443)
+    except OSError:
+        return False
+    return True
+
+
+def _one_line(error: BaseException, limit: int = 160) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def twin(model) -> PretrainedConfig:
+    """The tiny twin of a model: 2 layers, hidden size 96 to 256, vocabulary of at most 4,096.
+
+    Query heads per key-value head, the ratio of the feed-forward width to the hidden size, experts,
+    dropout, positions and tied embeddings stay as they are.
+
+    Raises ValueError for a family that has no rule for its twin.
+    """
+    tiny = config(model)
+    families = sorted({fields["model_type"] for fields in _PUBLISHED.values()})
+    if tiny.model_type not in families:
+        raise ValueError(
+            f"no tiny twin for model type {tiny.model_type!r}: allowed are {', '.join(families)}"
+        )
+    heads, wide, layers = tiny.num_attention_heads, tiny.hidden_size, tiny.num_hidden_layers
+    key_value_heads = getattr(tiny, "num_key_value_heads", None) or heads
+    grouped = key_value_heads < heads
+    new_heads = 2 * (heads // key_value_heads) if grouped else 4
+    new_wide = new_heads * (16 if grouped else 32)
+    values = {
+        "vocab_size": min(tiny.vocab_size, 4096),
+        "num_attention_heads": new_heads,
+        "num_key_value_heads": 2 if grouped else new_heads,
+        "head_dim": new_wide // new_heads,
+        "hidden_size": new_wide,
+        "pooler_hidden_size": new_wide,
+        "num_hidden_layers": 2,
+        "num_decoder_layers": 2,
+        "max_window_layers": 2,
+    }
+    for name in ("intermediate_size", "hidden_dim", "d_ff", "n_inner"):
+        values[name] = round((getattr(tiny, name, None) or 0) * new_wide / wide / 16) * 16
+    values["d_kv"] = (getattr(tiny, "d_kv", None) or 0) * heads * new_wide // (wide * new_heads)
+    values = {name: new for name, new in values.items() if getattr(tiny, name, None) is not None}
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        old = getattr(tiny, name, None)
+        if isinstance(old, int) and old >= values["vocab_size"]:
+            values[name] = values["vocab_size"] - 1
+    types = getattr(tiny, "layer_types", None)
+    if types is not None and len(types) == layers:
+        values["layer_types"] = types[:2]
+    for name, new in values.items():
+        setattr(tiny, name, new)
+    return tiny
+
+
+def tasks(model) -> tuple[str, ...]:
+    """The tasks of `TASKS` that an architecture has, its usual one first."""
+    family = config(model).model_type
+    names = {
+        "seq2seq-lm": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        "masked-lm": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "causal-lm": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "sequence-classification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    }
+    has = [task for task, families in names.items() if family in families]
+    if "seq2seq-lm" in has:
+        # Its classifier looks for end-of-sequence tokens in the input, which dummy data lacks.
+        return ("seq2seq-lm",)
+    if "masked-lm" in has:  # an encoder; as a decoder it would be another architecture
+        return tuple(t for t in ("sequence-classification", "masked-lm") if t in has)
+    if not has:
+        raise ValueError(f"model type {family!r} has none of the tasks {', '.join(TASKS)}")
+    return tuple(has)
+
+
+def default_task(model) -> str:
+    """The usual task of an architecture: classification for encoders, else language modelling."""
+    return tasks(model)[0]
+
+
+def max_length(model) -> int | None:
+    """The longest sequence in tokens, None where positions are only relative (T5, DeBERTa-v3)."""
+    values = config(model)
+    if not getattr(values, "position_biased_input", True):
+        return None
+    longest = getattr(values, "max_position_embeddings", None)
+    if longest is not None and values.model_type in ("roberta", "xlm-roberta", "camembert"):
+        longest -= values.pad_token_id + 1  # positions are counted from the padding index on
+    return longest
+
+
+def build(model, task: str | None = None, dtype=torch.float32, attention="eager", seed=0):
+    """A model with seeded random weights, in train mode, without a key-value cache.
+
+    model: anything that `config` takes. dtype: of parameters and buffers. attention: an attention
+    implementation of transformers. The weights are where the current default device says; inside a
+    FakeTensorMode nothing is allocated. Sets the global torch seed.
+
+    Raises ValueError for a task or an attention that the architecture does not have.
+    """
+    values = config(model)
+    allowed = tasks(values)
+    task = allowed[0] if task is None else task
+    if task not in allowed:
+        raise ValueError(
+            f"task {task!r} is not one of model type {values.model_type!r}: "
+            f"allowed are {', '.join(allowed)}"
+        )
+    values.use_cache = False
+    if task == "sequence-classification":
+        values.problem_type = "single_label_classification"  # else DeBERTa looks at the labels
+        if values.pad_token_id is None:  # a decoder needs one to find each last token
+            values.pad_token_id = values.eos_token_id or 0
+    torch.manual_seed(seed)
+    try:
+        built = _CLASSES[task].from_config(values, dtype=dtype, attn_implementation=attention)
+    except (ValueError, ImportError) as error:  # from here on only the attention can be wrong
+        raise ValueError(
+            f"attention {attention!r} cannot be had for model type {values.model_type!r}: "
+            f"allowed is eager ({_one_line(error)})"
+        ) from None
+    if task == "causal-lm" and getattr(built, "loss_type", None) is None:
+        built.loss_type = "ForCausalLM"  # what transformers takes anyway, after a warning (GPT-2)
+    return built.train()

@@ -1,0 +1,199 @@
+"""Named architectures: published sizes, tiny twins, tasks, bad input."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from torch._subclasses import FakeTensorMode
+
+from memlab import models
+
+# Parameters of the published checkpoint with the usual head of this package: what
+# `from_pretrained(hub name).num_parameters()` says; for the decoders and T5 also the element count
+# that the model's page on the Hugging Face hub shows for its safetensors files. Classifiers have
+# two labels. Papers and model cards round the same numbers (110M, 340M, 1.5B, 69B ...).
+PUBLISHED = {
+    "bert-base": 109_483_778,
+    "bert-large": 335_143_938,
+    "distilbert": 66_955_010,
+    "roberta-base": 124_647_170,
+    "deberta-v3-base": 184_423_682,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "t5-3b": 2_851_598_336,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3-8b": 8_030_261_248,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-70b": 68_976_648_192,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+}
+FULL = [name for name in models.MODELS if not name.endswith("-tiny")]
+
+
+def one_line(error) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def batch(config, task, length=16):
+    ids = torch.randint(0, config.vocab_size - 1, (2, length))
+    labels = torch.zeros(2, dtype=torch.long) if task == "sequence-classification" else ids
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def test_every_named_model_is_checked():
+    assert set(FULL) == set(PUBLISHED)
+    assert {f"{name}-tiny" for name in FULL} <= set(models.MODELS)
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_parameters_are_those_of_the_published_checkpoint(name):
+    with torch.device("meta"):
+        assert models.build(name).num_parameters() == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_twin_is_small_and_of_the_same_kind(name):
+    full, tiny = models.config(name), models.config(f"{name}-tiny")
+    assert tiny.model_type == full.model_type
+    assert tiny.num_hidden_layers == 2
+    assert 96 <= tiny.hidden_size <= 256
+    assert 1_000 <= tiny.vocab_size <= 5_000
+    assert tiny.vocab_size > max(tiny.pad_token_id or 0, tiny.eos_token_id or 0)
+    heads = full.num_attention_heads, tiny.num_attention_heads
+    groups = getattr(full, "num_key_value_heads", None), getattr(tiny, "num_key_value_heads", None)
+    if groups[0] is not None:
+        assert heads[0] // groups[0] == heads[1] // groups[1]
+    assert getattr(full, "num_local_experts", None) == getattr(tiny, "num_local_experts", None)
+    longest = models.max_length(f"{name}-tiny")
+    assert longest == models.max_length(name)
+    assert longest is None or longest >= 512
+    assert models.build(tiny).num_parameters() < 5_000_000
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_twin_trains_on_every_task(name):
+    for task in models.tasks(name):
+        model = models.build(f"{name}-tiny", task)
+        assert model.training
+        loss = model(**batch(model.config, task)).loss
+        loss.backward()
+        assert torch.isfinite(loss)
+
+
+@pytest.mark.parametrize("name", ["bert-large", "deberta-v3-base", "gpt2", "t5-3b", "llama-3-8b"])
+def test_full_model_is_built_on_fake_tensors(name):
+    with FakeTensorMode():
+        for task in models.tasks(name):
+            model = models.build(f"{name}-tiny", task)
+            model(**batch(model.config, task)).loss.backward()
+        assert models.build(name).num_parameters() == PUBLISHED[name]
+
+
+def test_the_longest_sequence_runs_and_one_more_token_does_not():
+    for name in ("bert-base-tiny", "roberta-base-tiny", "distilbert-tiny"):
+        model, longest = models.build(name), models.max_length(name)
+        assert longest == 512
+        model(input_ids=torch.full((1, longest), 7))
+        with pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=torch.full((1, longest + 1), 7))
+    relative = models.build("deberta-v3-base-tiny")
+    assert models.max_length("deberta-v3-base") is None
+    relative(input_ids=torch.full((1, 600), 7))
+    assert models.max_length("gpt2") == 1024
+    assert models.max_length("t5-3b") is None
+
+
+def test_default_tasks():
+    assert models.default_task(models.config("bert-large")) == "sequence-classification"
+    assert models.default_task("gpt2") == "causal-lm"
+    assert models.default_task("t5-3b") == "seq2seq-lm"
+    assert set(models.TASKS) >= {"sequence-classification", "causal-lm", "masked-lm"}
+
+
+def test_weights_follow_the_seed_and_dtype():
+    first, same, other = (models.build("bert-base-tiny", seed=seed) for seed in (3, 3, 4))
+    weight = "bert.encoder.layer.0.output.dense.weight"
+    assert torch.equal(first.get_parameter(weight), same.get_parameter(weight))
+    assert not torch.equal(first.get_parameter(weight), other.get_parameter(weight))
+    half = models.build("llama-3-8b-tiny", dtype=torch.bfloat16, attention="sdpa")
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    assert half.config._attn_implementation == "sdpa"
+    assert half.config.use_cache is False
+
+
+def test_config_is_a_fresh_copy():
+    models.config("qwen2.5-7b").rope_parameters["rope_theta"] = 1.0
+    assert models.config("qwen2.5-7b").rope_parameters["rope_theta"] == 1e6
+    given = transformers.BertConfig(hidden_size=64, num_attention_heads=4)
+    assert models.config(given) is not given
+    assert models.config(given).to_dict() == given.to_dict()
+
+
+def test_config_from_a_file_or_its_folder(tmp_path):
+    models.config("llama-3.2-1b").save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "config.json", str(tmp_path / "config.json")):
+        read = models.config(path)
+        assert read.num_key_value_heads == 8
+        assert read.rope_parameters["rope_type"] == "llama3"
+        assert models.twin(path).num_hidden_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("{", "JSON"),
+        ("[1, 2]", "model_type"),
+        ("{}", "model_type"),
+        ('{"model_type": "resnet-of-mine"}', "resnet-of-mine"),
+        (json.dumps({"model_type": "bert", "hidden_size": "many"}), "hidden_size"),
+    ],
+)
+def test_broken_config_file(tmp_path, text, wrong):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        models.config(path)
+    assert str(path) in one_line(error)
+    assert wrong in str(error.value)
+
+
+def test_unknown_names():
+    with pytest.raises(ValueError) as error:
+        models.config("bert-huge")
+    text = one_line(error)
+    assert text.startswith("unknown model 'bert-huge': known are bert-base")
+    assert text.endswith("or a path to a config.json, or a hub name like org/name")
+    with pytest.raises(ValueError, match="no such file"):
+        models.config("nowhere/config.json")
+
+
+def test_hub_name_without_a_network(monkeypatch):
+    monkeypatch.setattr(models, "hub_reachable", lambda: False)
+    with pytest.raises(ValueError) as error:
+        models.config("nobody/no-such-model-at-all")
+    assert "'nobody/no-such-model-at-all'" in one_line(error)
+    assert "no network" in str(error.value)
+
+
+def test_task_or_attention_that_the_model_lacks():
+    with pytest.raises(ValueError) as error:
+        models.build("bert-base-tiny", "causal-lm")
+    assert "allowed are sequence-classification, masked-lm" in one_line(error)
+    with pytest.raises(ValueError) as error:
+        models.build("gpt2-tiny", "translation")
+    assert "'translation'" in one_line(error)
+    with pytest.raises(ValueError) as error:
+        models.build("deberta-v3-base-tiny", attention="sdpa")
+    assert "allowed is eager" in one_line(error)
+    with pytest.raises(ValueError, match="no tiny twin for model type 'opt'"):
+        models.twin(transformers.OPTConfig())
