@@ -1,0 +1,90 @@
+# make book    environment, execute every chapter, render the book
+# make test    the same, and every test
+# make help    all targets
+PYTHON ?= python3
+VENV := .venv
+BIN := $(abspath $(VENV))/bin
+READY := $(VENV)/.ready
+WORK := _build/work
+PAGE := _build/html/index.html
+NOTEBOOKS = $(wildcard chapters/*.ipynb)
+STRIP := nbstripout --keep-id --extra-keys "metadata.widgets metadata.language_info"
+
+# Nothing here asks a model hub; an attempt fails at once instead of waiting for a network.
+export HF_HUB_OFFLINE := 1
+export PYDEVD_DISABLE_FILE_VALIDATION := 1
+
+.PHONY: help env book serve test lint stripped units pages bench format strip address clean
+
+help:
+	@echo "make book      make the environment, execute every chapter, render the book"
+	@echo "make serve     open the rendered book in the browser"
+	@echo "make test      style, stored outputs, unit tests, chapters, book, rendered pages"
+	@echo "make lint      style of modules and notebooks, stored outputs"
+	@echo "make units     the tests that need no rendered book"
+	@echo "make pages     the tests of the rendered book as it stands in _build"
+	@echo "make format    put modules and notebooks into style, drop stored outputs"
+	@echo "make bench     benchmarks"
+	@echo "make address URL=https://github.com/you/fork   set the repository's address everywhere"
+	@echo "make clean     remove what was built; rm -rf $(VENV) removes the environment"
+
+env: $(READY)
+
+$(READY): requirements.txt pyproject.toml
+	@command -v "$(PYTHON)" >/dev/null || { echo "No $(PYTHON) here: install Python 3.11 or newer, or say make PYTHON=/path/to/python3.11"; exit 1; }
+	@"$(PYTHON)" -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"$(PYTHON) is Python {v[0]}.{v[1]}: the book needs 3.11 or newer. Say make PYTHON=/path/to/python3.11")'
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments: install its venv package (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
+	"$(PYTHON)" -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps -e .
+	@touch $@
+
+# Every chapter is executed once, in a copy, by nbmake: the first failing cell ends the build with its traceback.
+# Jupyter Book then renders the copy as it is; any warning fails.
+book: stripped
+	@rm -rf $(WORK) _build/html _build/.doctrees
+	@mkdir -p $(WORK)
+	@cp -R _toc.yml references.bib chapters _ext _static vendor $(WORK)
+	@sed 's/execute_notebooks: force/execute_notebooks: "off"/' _config.yml > $(WORK)/_config.yml
+	cd $(WORK) && $(BIN)/python -m pytest --nbmake --overwrite --durations=0 -p no:cacheprovider chapters
+	$(BIN)/jupyter-book build $(WORK) --path-output . -W --keep-going --quiet
+	@echo
+	@echo "The book is ready. Open $(abspath $(PAGE)), or say: make serve"
+
+serve:
+	@test -f $(PAGE) || { echo "There is no book yet: make book"; exit 1; }
+	$(BIN)/python -m webbrowser "file://$(abspath $(PAGE))"
+
+test: lint
+	$(MAKE) units
+	$(MAKE) book
+	$(MAKE) pages
+
+lint: stripped
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+stripped: $(READY)
+	@$(if $(NOTEBOOKS),$(BIN)/$(STRIP) --verify $(NOTEBOOKS) || { echo "Chapters are stored without outputs: make strip"; exit 1; },:)
+
+units: $(READY)
+	$(BIN)/python -m pytest -m "not rendered" --durations=10
+
+pages: $(READY)
+	$(BIN)/python -m pytest -m rendered
+
+bench: $(READY)
+	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
+
+format: $(READY) strip
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+strip: $(READY)
+	$(if $(NOTEBOOKS),$(BIN)/$(STRIP) $(NOTEBOOKS),@:)
+
+address:
+	@"$(PYTHON)" tools/set_address.py "$(URL)"
+
+clean:
+	rm -rf _build .pytest_cache .ruff_cache

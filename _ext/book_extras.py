@@ -1,0 +1,115 @@
+"""What this book adds to Jupyter Book 1: a Kaggle button, scripts of its own, two checks.
+
+A check speaks through Sphinx's warnings, and the build treats warnings as errors.
+"""
+
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import quote, unquote, urlsplit
+
+from docutils import nodes
+from sphinx.util import logging
+
+ROOT = Path(__file__).resolve().parent.parent
+PICTURES = (".png", ".svg", ".jpg", ".jpeg", ".gif", ".webp")
+logger = logging.getLogger(__name__)
+
+
+def add_vendored_scripts(app, config):
+    # Jupyter Book loads every script below the static folders named in _config.yml on every page.
+    # A folder added here, after it has looked, is copied and nothing more.
+    config.html_static_path.append(str(ROOT / "vendor"))
+
+
+def add_kaggle_button(app, pagename, templatename, context, doctree):
+    if doctree is None or Path(app.env.doc2path(pagename)).suffix != ".ipynb":
+        return
+    theme = app.config.html_theme_options
+    folder = theme.get("path_to_docs", "").strip("/")
+    path = f"{folder}/{pagename}.ipynb".lstrip("/")
+    source = f"{theme['repository_url'].rstrip('/')}/blob/{theme['repository_branch']}/{path}"
+    button = {
+        "type": "link",
+        "text": "Kaggle",
+        "tooltip": "Launch on Kaggle",
+        "icon": "fa-brands fa-kaggle",
+        "url": "https://kaggle.com/kernels/welcome?src=" + quote(source, safe=""),
+    }
+    for group in context.get("header_buttons", []):
+        if group.get("label") == "launch-buttons":
+            group["buttons"].append(button)
+
+
+def drop_doubled_scripts(app, pagename, templatename, context, doctree):
+    # sphinx-thebe 0.3.1 declares the same `const` twice, an error in the console of every page.
+    seen, kept = set(), []
+    for script in context.get("script_files", []):
+        body = getattr(script, "attributes", {}).get("body")
+        if body is None or body not in seen:
+            kept.append(script)
+        seen.add(body)
+    context["script_files"] = kept
+
+
+def says_something(alt):
+    """Alternative text that is there and is not the picture's file name."""
+    return bool(alt and alt.strip()) and not alt.strip().lower().endswith(PICTURES)
+
+
+def check_alt_texts(app, doctree):
+    for image in doctree.findall(nodes.image):
+        alt, uri = image.get("alt"), image.get("uri", "?")
+        if not says_something(alt) or alt.strip() == Path(uri).stem:
+            logger.warning(
+                "image without alternative text: %s", Path(uri).name, location=image, type="book"
+            )
+
+
+class Links(HTMLParser):
+    """The targets a page offers (ids) and the ones it points to (hrefs)."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.ids, self.hrefs = {""}, []
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.ids.update(attributes[key] for key in ("id", "name") if attributes.get(key))
+        if tag == "a" and "href" in attributes:
+            self.hrefs.append(attributes["href"] or "")
+
+
+def dead_links(folder):
+    """(page, link) for every link inside a rendered book that leads nowhere."""
+    folder = Path(folder).resolve()
+    pages = {page: Links(page) for page in sorted(folder.rglob("*.html"))}
+    dead = []
+    for page, links in pages.items():
+        for href in dict.fromkeys(links.hrefs):
+            target = urlsplit(href)
+            if target.scheme or target.netloc:
+                continue
+            path = (page.parent / unquote(target.path)).resolve() if target.path else page
+            found = path.is_file() and path.is_relative_to(folder)
+            if found and path in pages:
+                found = unquote(target.fragment) in pages[path].ids
+            if not found:
+                dead.append((page.relative_to(folder).as_posix(), href))
+    return dead
+
+
+def check_links(app, exception):
+    if exception is None and app.builder.format == "html":
+        for page, href in dead_links(app.outdir):
+            logger.warning("%s: dead link %r", page, href, type="book")
+
+
+def setup(app):
+    app.connect("config-inited", add_vendored_scripts)
+    app.connect("doctree-read", check_alt_texts)
+    # The theme adds its own buttons at priority 501.
+    app.connect("html-page-context", add_kaggle_button, priority=900)
+    app.connect("html-page-context", drop_doubled_scripts, priority=901)
+    app.connect("build-finished", check_links)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

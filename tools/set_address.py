@@ -1,0 +1,66 @@
+"""Rewrite the repository's address: set_address.py https://github.com/you/fork
+
+The address that counts stands in _config.yml; every other tracked text file holds copies of its
+owner/name part (install lines, Colab and Kaggle links), and this changes them all.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ADDRESS = re.compile(r"https://github\.com/([\w.-]+/[\w.-]+?)(?:\.git)?/?")
+LEFT_ALONE = ("_build/", ".venv/", ".git/", "vendor/")
+
+
+def configured(root=ROOT):
+    """The owner/name that _config.yml names."""
+    text = (root / "_config.yml").read_text()
+    found = re.search(r"^  url: (\S+)$", text, re.MULTILINE)
+    return ADDRESS.fullmatch(found.group(1)).group(1)
+
+
+def files(root):
+    """Tracked and new files; without git, every file below the root."""
+    command = ["git", "-C", str(root), "ls-files", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        names = listed.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        names = [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()]
+    return [name for name in names if not name.startswith(LEFT_ALONE)]
+
+
+def rewrite(url, root=ROOT):
+    """Change every copy of the address below root; returns the changed files."""
+    match = ADDRESS.fullmatch(url)
+    if not match:
+        raise ValueError(f"not an address: {url!r} (wanted: https://github.com/owner/name)")
+    old, new = configured(root), match.group(1)
+    pattern = re.compile(rf"(?<![\w.-]){re.escape(old)}(?![\w-])(?!\.(?!git\b)\w)")
+    quoted = re.compile(rf"(?<=%2F){re.escape(old.replace('/', '%2F'))}(?![\w.-])")
+    changed = []
+    for name in files(root):
+        path = root / name
+        try:
+            with open(path, encoding="utf-8", newline="") as file:  # keeps line ends as they are
+                text = file.read()
+        except (UnicodeDecodeError, OSError):
+            continue
+        after = quoted.sub(new.replace("/", "%2F"), pattern.sub(new, text))
+        if after != text:
+            with open(path, "w", encoding="utf-8", newline="") as file:
+                file.write(after)
+            changed.append(name)
+    return changed
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or not sys.argv[1]:
+        sys.exit("usage: make address URL=https://github.com/owner/name")
+    try:
+        done = rewrite(sys.argv[1])
+    except ValueError as error:
+        sys.exit(str(error))
+    print(f"{len(done)} files changed" + "".join(f"\n  {name}" for name in done))
