@@ -1,0 +1,137 @@
+"""The cards the book speaks of, and what a training finds on each.
+
+Three figures decide what fits. `total_memory` is what `torch.cuda.get_device_properties` reports
+and what an out-of-memory message calls "total capacity": less than the label on the box, because
+the driver and error correction keep some. `context` is what the process holds outside PyTorch's
+allocator: the CUDA context, loaded kernels, library handles. `workspace` is cuBLAS's, which PyTorch
+allocates once for each thread that multiplies matrices, out of its own allocator.
+
+Totals differ by a few MiB, and up to 1 %, between drivers and clouds; each one here is of a recent
+driver, and its thread is named. Contexts other than the T4's are derived from an out-of-memory
+message of PyTorch 2: "this process has A memory in use. Of the allocated memory B is allocated,
+and C is reserved but unallocated" gives A - B - C. The message rounds to 0.01 GiB, so such a figure
+is right to about 15 MiB for that process; another program loads other kernels, so two messages of
+the same kind of card differ by up to 100 MiB. Before PyTorch 1.13 with CUDA 11.7 all kernels were
+loaded at the start, and a context took 0.7 to 1.3 GiB (pytorch/pytorch#86509, #107667).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 2**20
+
+
+def cublas_workspace(capability: tuple[int, int]) -> int:
+    """Bytes of one cuBLAS workspace: 8,519,680 (2 x 4 MiB + 8 x 16 KiB), or 32 MiB from Hopper on.
+
+    PyTorch's `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp (":4096:2:16:8
+    default, 32MiB for Hopper and Blackwell"), when CUBLAS_WORKSPACE_CONFIG is not set.
+    """
+    return 32 * MIB if capability[0] >= 9 else (2 * 4096 + 8 * 16) * 1024
+
+
+def native_dtypes(capability: tuple[int, int]) -> tuple[str, ...]:
+    """Number formats that a compute capability multiplies at full speed, by PyTorch's names.
+
+    CUDA C++ Programming Guide, table of arithmetic instructions by compute capability: fp16 from
+    5.3, bf16 and tf32 from 8.0, fp8 (E4M3, E5M2) from 8.9. bf16 also runs on older cards, emulated.
+    """
+    names = ["float32", "float16"]
+    names += ["bfloat16", "tf32"] if capability >= (8, 0) else []
+    names += ["float8_e4m3fn", "float8_e5m2"] if capability >= (8, 9) else []
+    return tuple(names)
+
+
+@dataclass(frozen=True)
+class GPU:
+    """One kind of card. total_memory, context and workspace are bytes; capability (major, minor).
+
+    sources says where total_memory and context come from.
+    """
+
+    name: str
+    total_memory: int
+    context: int
+    capability: tuple[int, int]
+    sources: str
+
+    @property
+    def usable(self) -> int:
+        """Bytes left to PyTorch's allocator: the total less the context."""
+        return self.total_memory - self.context
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of one cuBLAS workspace."""
+        return cublas_workspace(self.capability)
+
+    @property
+    def native_dtypes(self) -> tuple[str, ...]:
+        """Number formats that the card multiplies at full speed."""
+        return native_dtypes(self.capability)
+
+
+_UNNAMED = "context: a training's message in a public log, no thread to name"
+# fmt: off
+_CARDS = (  # name, total in MiB, context in MiB, capability, sources
+    ("T4", 14912, 140.875, (7, 5),
+     "measured: both, in 69 LoRA runs; total: 14.56 GiB in Zheng-Chong/CatVTON#133; "
+     "context: 128 in facebookresearch/tribev2#28"),
+    ("P100", 16269, 317, (6, 0),
+     "total: 16269 MiB printed by Ultralytics with torch 2.11; "
+     "total 15.89 GiB and context: vllm-project/vllm#13255, one of two cards"),
+    ("V100", 16149, 366, (7, 0),
+     "total 15.77 GiB and context: meta-llama/llama#918, one of eight cards; "
+     "16160 MiB with the driver of January 2022, and 1,343 MB of context, in the nine runs"),
+    ("L4", 22563, 323, (8, 9),
+     "total: 22563 MiB printed by Ultralytics with torch 2.11 on Colab; " + _UNNAMED),
+    ("A10G", 22587, 307, (8, 6),
+     "total: 22587 MB in get_device_properties in TorchCodec's documentation; " + _UNNAMED),
+    ("RTX-3090", 24123, 307, (8, 6),
+     "total: 23.56 GiB, 25,294,995,456 bytes with torch 2.12; " + _UNNAMED),
+    ("RTX-4090", 24210, 416, (8, 9),
+     "total 23.64 GiB and context: eosphoros-ai/DB-GPT-Hub#248"),
+    ("L40S", 45466, 507, (8, 9),
+     "total 44.40 GiB and context: QwenLM/Qwen3-VL#2097, an L40, which has the same chip"),
+    ("A100-40GB", 40441, 501, (8, 0),
+     "total: 40441 MiB printed by Ultralytics with torch 2.11; context: TianheWu/CoSeR#10"),
+    ("A100-80GB", 81153, 503, (8, 0),
+     "total: 79.25 GiB in levihsu/OOTDiffusion#235; context: lianqi1008/Control-GIC#6"),
+    ("H100", 81090, 601, (9, 0),
+     "total: 81090 MB in get_device_properties in Stanford CS336, lecture 6; " + _UNNAMED),
+    ("H200", 143156, 525, (9, 0),
+     "total: 143156 MiB printed by Ultralytics with torch 2.11; " + _UNNAMED),
+)
+# fmt: on
+GPUS: dict[str, GPU] = {
+    name: GPU(name, total * MIB, int(context * MIB), capability, sources)
+    for name, total, context, capability, sources in _CARDS
+}
+
+
+def _key(name: str) -> str:
+    kept = "".join(letter for letter in name.lower() if letter.isalnum())
+    for word in ("nvidia", "geforce", "tesla", "16gb"):
+        kept = kept.replace(word, "")
+    return kept
+
+
+def gpu(card: str | int | float | GPU) -> GPU:
+    """The card of a name ("T4", "rtx 4090", "a100-80gb"), of so many bytes, or as it is.
+
+    A number of bytes is what PyTorch's allocator may take, so its context is 0; the other rules are
+    those of compute capability 8.0. Raises ValueError for an unknown name and for less than 1 byte.
+    """
+    if isinstance(card, GPU):
+        return card
+    if isinstance(card, (int, float)) and not isinstance(card, bool) and 1 <= card < float("inf"):
+        size = f"{card / MIB:,.0f} MiB" if card >= MIB else f"{card} bytes"
+        return GPU(size, int(card), 0, (8, 0), "given by the caller")
+    if isinstance(card, str):
+        named = {_key(name): known for name, known in GPUS.items()}
+        if _key(card) in named:
+            return named[_key(card)]
+    raise ValueError(
+        f"gpu is {card!r}: allowed are {', '.join(GPUS)}, or a number of bytes above 0"
+    )

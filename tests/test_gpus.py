@@ -1,0 +1,99 @@
+"""Cards: figures in a sane relation to each other and to published messages; bad input."""
+
+import dataclasses
+
+import pytest
+
+from memlab.gpus import GPUS, MIB, cublas_workspace, gpu, native_dtypes
+
+# "GPU 0 has a total capacity of ... GiB", as PyTorch 2 printed it in the threads that the records
+# name.
+PRINTED_GIB = {
+    "T4": "14.56",
+    "P100": "15.89",
+    "V100": "15.77",
+    "L4": "22.03",
+    "A10G": "22.06",
+    "RTX-3090": "23.56",
+    "RTX-4090": "23.64",
+    "L40S": "44.40",
+    "A100-40GB": "39.49",
+    "A100-80GB": "79.25",
+    "H100": "79.19",
+    "H200": "139.80",
+}
+
+
+@pytest.mark.parametrize("name", PRINTED_GIB)
+def test_total_memory_prints_as_pytorch_printed_it(name):
+    assert f"{GPUS[name].total_memory / 2**30:.2f}" == PRINTED_GIB[name]
+
+
+def test_every_card_has_sources_and_a_context_of_a_lazily_loaded_pytorch():
+    assert set(GPUS) == set(PRINTED_GIB)
+    for card in GPUS.values():
+        assert "total" in card.sources
+        assert "context" in card.sources
+        assert 100 * MIB < card.context < 700 * MIB
+        assert card.usable == card.total_memory - card.context
+
+
+def test_the_t4():
+    card = gpu("T4")
+    assert card.total_memory == 14912 * MIB
+    assert card.context == int(140.875 * MIB)
+    assert card.workspace == 8_519_680
+    assert "bfloat16" not in card.native_dtypes
+
+
+def test_rules_by_capability():
+    assert cublas_workspace((8, 9)) == 8_519_680
+    assert cublas_workspace((9, 0)) == 32 * MIB
+    assert gpu("H200").workspace == 32 * MIB
+    assert native_dtypes((7, 0)) == ("float32", "float16")
+    assert {"bfloat16", "tf32"} <= set(native_dtypes((8, 0)))
+    assert "float8_e4m3fn" in native_dtypes((8, 9))
+    assert "float8_e4m3fn" not in native_dtypes((8, 6))
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("t4", "T4"),
+        ("Tesla T4", "T4"),
+        ("rtx 4090", "RTX-4090"),
+        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
+        ("a100_80gb", "A100-80GB"),
+        (" h200 ", "H200"),
+        ("V100 16GB", "V100"),
+        ("NVIDIA A10G", "A10G"),
+    ],
+)
+def test_names_are_forgiven_case_spaces_and_maker(given, name):
+    assert gpu(given) is GPUS[name]
+
+
+def test_a_number_of_bytes_is_all_for_the_allocator():
+    card = gpu(16 * 2**30)
+    assert card.total_memory == card.usable == 16 * 2**30
+    assert card.name == "16,384 MiB"
+    assert gpu(5e8).total_memory == 500_000_000
+    assert gpu(card) is card
+
+
+def test_a_card_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        gpu("T4").total_memory = 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["T5", "", "A100", "TITAN", "RTX", 0, -1, 0.5, float("nan"), float("inf"), True, None, [1]],
+)
+def test_what_is_no_card(wrong):
+    with pytest.raises(ValueError) as error:
+        gpu(wrong)
+    text = str(error.value)
+    assert "\n" not in text
+    assert repr(wrong) in text
+    assert "T4, P100" in text
