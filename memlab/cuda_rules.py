@@ -1,0 +1,220 @@
+"""What CUDA kernels keep in memory where CPU kernels keep something else.
+
+The simulated GPU runs on fake CPU tensors. Their shapes are right, but some CPU kernels save
+other tensors for the backward pass than the CUDA kernels do. `cuda_kernels()` registers, for
+as long as it is entered, PyTorch's own CUDA choice at PyTorch's own dispatcher. Each rule is one
+function that names its source in the PyTorch repository; nothing here is fitted to a figure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import torch
+
+KERNELS = []  # (operator, dispatch key, function)
+
+
+def cuda_kernel(operator, key="AutogradCPU"):
+    """Register the decorated function for `operator` while `cuda_kernels()` is entered."""
+
+    def register(function):
+        KERNELS.append((operator, key, function))
+        return function
+
+    return register
+
+
+@contextlib.contextmanager
+def cuda_kernels(sdpa_backend=None):
+    """Let operations on CPU tensors keep what CUDA keeps.
+
+    sdpa_backend: `flash`, `efficient` or `math` to force one; None chooses as CUDA does.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    for operator, key, function in KERNELS:
+        library.impl(operator, function, key)
+    library.impl(
+        "scaled_dot_product_attention",
+        functools.partial(scaled_dot_product_attention, sdpa_backend),
+        "AutogradCPU",
+    )
+    for operator in AUTOCAST_FP32:
+        _register_autocast(library, operator, _run_in_fp32)
+    for operator in AUTOCAST_FP32_DTYPE:
+        _register_autocast(library, operator, _ask_for_fp32)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+# ---------------------------------------------------------------------- kernels
+
+
+@cuda_kernel("dropout")
+def dropout(input, p, train):
+    """CUDA keeps a mask of one byte an element; the CPU keeps one as wide as the input.
+
+    aten/src/ATen/native/Dropout.cpp: `is_fused_kernel_acceptable` sends CUDA tensors with
+    0 < p < 1 to `native_dropout`.
+    """
+    if not train or p == 0:
+        return input
+    return torch.native_dropout(input, p, train)[0]
+
+
+@cuda_kernel("softmax.int")
+def softmax(input, dim, dtype=None):
+    """softmax(half, dtype=float32) makes no fp32 copy of its input on CUDA.
+
+    aten/src/ATen/native/SoftMax.cpp: `softmax` passes half_to_float to the kernel for CUDA.
+    """
+    return _fused_softmax(torch._softmax, input, dim, dtype)
+
+
+@cuda_kernel("log_softmax.int")
+def log_softmax(input, dim, dtype=None):
+    """The same for log_softmax, the first half of the cross-entropy."""
+    return _fused_softmax(torch._log_softmax, input, dim, dtype)
+
+
+def _fused_softmax(kernel, input, dim, dtype):
+    if dtype == torch.float32 and input.dtype == torch.float16:
+        return kernel(input, dim, True)
+    return kernel(input if dtype is None else input.to(dtype), dim, False)
+
+
+def sdpa_route(query, key, attn_mask, dropout_p) -> str:
+    """The backend that `scaled_dot_product_attention` takes on CUDA, by PyTorch's order.
+
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: flash needs half precision, no mask,
+    a head size of 256 or less; the memory-efficient kernel takes masks and fp32; math is last.
+    """
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if half and attn_mask is None and query.size(-1) <= 256:
+        return "flash"
+    return "efficient"
+
+
+def scaled_dot_product_attention(
+    backend,
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    *,
+    scale=None,
+    enable_gqa=False,
+):
+    """Attention as CUDA's flash and memory-efficient kernels run it: no matrix of weights kept.
+
+    aten/src/ATen/native/transformers/attention.cpp, `scaled_dot_product_attention`.
+    """
+    backend = backend or sdpa_route(query, key, attn_mask, dropout_p)
+    if backend == "math":
+        return torch._scaled_dot_product_attention_math(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )[0]
+    if key.size(-3) != query.size(-3):  # the kernels see as many key heads as query heads
+        groups = query.size(-3) // key.size(-3)
+        key = key.repeat_interleave(groups, dim=-3)
+        value = value.repeat_interleave(groups, dim=-3)
+    if backend == "flash":
+        return torch._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            bias = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
+        shape = (*query.shape[:-1], key.size(-2))
+        attn_mask = attn_mask.to(query.dtype).expand(shape)
+    keeps_lse = query.requires_grad or key.requires_grad or value.requires_grad
+    return torch._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, keeps_lse, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+# ---------------------------------------------------------------------- autocast
+
+# Operations that autocast runs in fp32 on CUDA and leaves alone on a CPU. Source: the macro
+# AT_FORALL_FP32 in aten/src/ATen/autocast_mode.h. The losses of that list are in the CPU's too.
+AUTOCAST_FP32 = (
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan "
+    "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm group_norm "
+    "cosine_similarity dist renorm"
+).split()
+# Operations that take a dtype, which autocast sets to fp32: AT_FORALL_FP32_SET_OPT_DTYPE.
+AUTOCAST_FP32_DTYPE = ("softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList").split()
+
+
+def _register_autocast(library, operator, how):
+    packet, _, overload = operator.partition(".")
+    function = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    library.impl(operator, functools.partial(how, function), "AutocastCPU")
+
+
+def _run_in_fp32(function, *args, **kwargs):
+    with _no_autocast():
+        return function(*map(_to_fp32, args), **{k: _to_fp32(v) for k, v in kwargs.items()})
+
+
+def _ask_for_fp32(function, *args, **kwargs):
+    if any(isinstance(a, torch.Tensor) and _is_half(a) for a in args):
+        if kwargs.get("dtype") is None:
+            kwargs["dtype"] = torch.float32
+    with _no_autocast():
+        return function(*args, **kwargs)
+
+
+def _no_autocast():
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    return torch._C._ExcludeDispatchKeyGuard(key)
+
+
+def _is_half(value):
+    return value.dtype in (torch.float16, torch.bfloat16)
+
+
+def _to_fp32(value):
+    return value.float() if isinstance(value, torch.Tensor) and _is_half(value) else value
+
+
+# ---------------------------------------------------------------------- memory of the libraries
+
+
+def kernel_scratch(func, args) -> int:
+    """Bytes that the CUDA kernel of an operation takes and gives back inside the operation.
+
+    Softmax's backward computes `grad * output` into a temporary tensor before the kernel runs:
+    aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`.
+    """
+    if func is torch.ops.aten._softmax_backward_data.default:
+        return args[0].numel() * args[1].element_size()
+    return 0
+
+
+# Of cards before Hopper, whose size `memlab.gpus` gives: CublasHandlePool.cpp, `:4096:2:16:8` KiB.
+CUBLAS_WORKSPACE = (2 * 4096 + 8 * 16) * 2**10
+CUBLASLT_WORKSPACE = 2**20  # addmm with a bias: aten/src/ATen/cuda/CUDABlas.cpp
+
+
+def uses_cublas(func) -> bool:
+    """Whether an operation is a matrix product, which needs cuBLAS's workspace."""
+    return func in _MATRIX_PRODUCTS
+
+
+_MATRIX_PRODUCTS = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm")
+)

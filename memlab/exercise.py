@@ -1,0 +1,46 @@
+"""Self-checked exercises."""
+
+import math
+
+
+def check(answer, truth, tolerance: float = 0.01) -> bool:
+    """Say whether `answer` is right, without giving the truth away.
+
+    Numbers may differ by `tolerance`, relative to the truth; anything else must be equal.
+    `None` or `...` is an exercise not begun. Prints one line and returns whether it was right.
+    """
+    if answer is None or answer is ...:
+        print("Not answered yet: replace ... by your answer.")
+        return False
+    number = isinstance(truth, (int, float)) and not isinstance(truth, bool)
+    if not number:
+        right = type(answer) is type(truth) and answer == truth
+        print("Right." if right else f"Not yet: {answer!r} is not it.")
+        return right
+    if isinstance(answer, bool) or not isinstance(answer, (int, float)):
+        print(f"A number is wanted, and this is {answer!r}.")
+        return False
+    right = math.isclose(answer, truth, rel_tol=tolerance, abs_tol=1e-12)
+    if right:
+        print("Right.")
+    else:
+        ratio = answer / truth if truth else math.inf
+        print(f"Not yet: {answer:,} is too {'large' if answer > truth else 'small'}{_hint(ratio)}.")
+    return right
+
+
+def _hint(ratio: float) -> str:
+    """A nudge for the usual slips of units."""
+    for factor, hint in (
+        (2**20, "bytes were taken for MiB"),
+        (2**30, "bytes were taken for GiB"),
+        (1024, "one step of units too far"),
+        (1.048576, "10**6 and 2**20 were mixed up"),
+        (1.073741824, "10**9 and 2**30 were mixed up"),
+        (8, "bits and bytes were mixed up"),
+    ):
+        if math.isclose(ratio, factor, rel_tol=0.005) or math.isclose(
+            ratio, 1 / factor, rel_tol=0.005
+        ):
+            return f" (perhaps {hint})"
+    return ""

@@ -1,0 +1,156 @@
+"""One training recipe: which model is trained how. A recipe is a value; it runs nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from memlab import models
+
+PRECISIONS = ("fp32", "fp16-amp", "bf16-amp", "bf16")
+# `adamw_torch` is what `torch.optim.AdamW(params)` does on CUDA: the multi-tensor ("foreach")
+# step. The plain loop over parameters, PyTorch's choice on a CPU, has a name of its own, because
+# the two differ by a whole copy of the gradients.
+OPTIMIZERS = ("adamw_torch", "adamw_torch_loop", "adamw_torch_fused", "sgd")
+CHECKPOINTING = ("none", "reentrant", "non-reentrant")
+ATTENTION = ("eager", "sdpa")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the memory of one training run on one GPU.
+
+    model: a name of `memlab.models.MODELS`, a path to a config.json, a hub name, or a
+        transformers `PretrainedConfig`.
+    task: one of `memlab.models.TASKS`; None takes the model's usual one.
+    batch_size: sequences of one micro-batch.
+    seq_len: tokens of each sequence; every token is real (no padding mask).
+    accumulation: micro-batches per optimizer step; the effective batch is
+        batch_size * accumulation.
+    precision: `fp32`; `fp16-amp` and `bf16-amp` (fp32 parameters under autocast, fp16 with loss
+        scaling); `bf16` (parameters, gradients and states in bfloat16).
+    optimizer: `adamw_torch` (multi-tensor), `adamw_torch_loop`, `adamw_torch_fused`, or `sgd`
+        (momentum 0.9, multi-tensor).
+    checkpointing: `none`, `non-reentrant` (every layer, PyTorch's recommended form) or
+        `reentrant`. True stands for `non-reentrant`, False for `none`.
+    attention: transformers' `eager` or `sdpa`.
+    set_to_none: whether `zero_grad` frees the gradients (PyTorch's default since 2.0) or keeps
+        them filled with zeros, as trainings did before.
+
+    Raises ValueError in one line that names the field, the value and what is allowed.
+    """
+
+    model: Any = "bert-large"
+    task: str | None = None
+    batch_size: int = 1
+    seq_len: int = 512
+    accumulation: int = 1
+    precision: str = "fp32"
+    optimizer: str = "adamw_torch"
+    checkpointing: str | bool = "none"
+    attention: str = "eager"
+    set_to_none: bool = True
+
+    def __post_init__(self):
+        for field in ("batch_size", "seq_len", "accumulation"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field} is {value!r}: allowed are whole numbers from 1")
+        if isinstance(self.checkpointing, bool):
+            chosen = "non-reentrant" if self.checkpointing else "none"
+            object.__setattr__(self, "checkpointing", chosen)
+        for field, allowed in (
+            ("precision", PRECISIONS),
+            ("optimizer", OPTIMIZERS),
+            ("checkpointing", CHECKPOINTING),
+            ("attention", ATTENTION),
+            ("set_to_none", (True, False)),
+        ):
+            value = getattr(self, field)
+            if value not in allowed:
+                names = ", ".join(map(str, allowed))
+                raise ValueError(f"{field} is {value!r}: allowed are {names}")
+        config = models.config(self.model)
+        if self.task is None:
+            object.__setattr__(self, "task", models.default_task(config))
+        if self.task not in models.TASKS:
+            raise ValueError(f"task is {self.task!r}: allowed are {', '.join(models.TASKS)}")
+        longest = models.max_length(config)
+        if longest is not None and self.seq_len > longest:
+            raise ValueError(
+                f"seq_len is {self.seq_len}: {self.model_name} allows whole numbers from 1 to {longest}"
+            )
+
+    @property
+    def model_name(self) -> str:
+        """The model as a short text for tables."""
+        return self.model if isinstance(self.model, str) else self.model.model_type
+
+    def but(self, **changes) -> Recipe:
+        """The same recipe with some fields changed: `recipe.but(batch_size=1, accumulation=4)`."""
+        known = {field.name for field in dataclasses.fields(self)}
+        for name in changes:
+            if name not in known:
+                raise ValueError(f"a recipe has no field {name!r}: allowed are {', '.join(known)}")
+        if "model" in changes and "task" not in changes:
+            changes["task"] = None  # another model may have another usual task
+        return dataclasses.replace(self, **changes)
+
+    def twin(self, **changes) -> Recipe:
+        """The same recipe on the model's tiny twin, small enough to measure on a laptop.
+
+        Sequences are cut to 128 tokens, unless `changes` says otherwise.
+        """
+        if not isinstance(self.model, str) or f"{self.model}-tiny" not in models.MODELS:
+            tiny = models.twin(self.model)
+        else:
+            tiny = f"{self.model}-tiny"
+        changes = {"model": tiny, "task": self.task, "seq_len": min(self.seq_len, 128)} | changes
+        return self.but(**changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as plain JSON values."""
+        values = dataclasses.asdict(self) if isinstance(self.model, str) else vars(self).copy()
+        return values | {"model": self.model_name}
+
+    def training_arguments(self, output_dir: str = "output", **more):
+        """The same recipe as `transformers.TrainingArguments`, for `Trainer`.
+
+        The Trainer always drops gradients (`set_to_none`), and its `adamw_torch` lets PyTorch
+        choose the step, so a recipe that asks for kept gradients or for the loop raises
+        ValueError. Its SGD has no momentum unless told so.
+        """
+        from transformers import TrainingArguments
+
+        if not self.set_to_none or self.optimizer == "adamw_torch_loop":
+            raise ValueError(
+                "the Trainer has no set_to_none=False and no adamw_torch_loop: "
+                "allowed are set_to_none=True and adamw_torch, adamw_torch_fused, sgd"
+            )
+        if self.optimizer == "sgd":
+            more.setdefault("optim_args", "momentum=0.9")
+        if self.checkpointing != "none":
+            more["gradient_checkpointing"] = True
+            more["gradient_checkpointing_kwargs"] = {
+                "use_reentrant": self.checkpointing == "reentrant"
+            }
+        return TrainingArguments(
+            output_dir=output_dir,
+            per_device_train_batch_size=self.batch_size,
+            gradient_accumulation_steps=self.accumulation,
+            fp16=self.precision == "fp16-amp",
+            bf16=self.precision == "bf16-amp",
+            optim=self.optimizer,
+            report_to="none",
+            **more,
+        )
+
+    def __str__(self) -> str:
+        shown = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("model", "task") or value != field.default:
+                value = self.model_name if field.name == "model" else value
+                shown.append(f"{field.name}={value}")
+        return f"Recipe({', '.join(shown)})"

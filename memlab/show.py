@@ -1,0 +1,143 @@
+"""Tables, bars and timelines in one style, legible on white and on black."""
+
+from __future__ import annotations
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+from matplotlib import pyplot as plt
+
+from memlab.footprint import CATEGORIES, MiB
+
+GREY = "#808080"  # halfway between white and black: text that reads on both
+# A hue a category that keeps apart for the colour-blind (after Okabe and Ito) and has contrast
+# against both grounds.
+COLOURS = dict(
+    zip(
+        CATEGORIES,
+        "#0072b2 #e69f00 #009e73 #cc79a7 #d55e00 #56b4e9 #8c8c8c #b0a000 #a6a6a6".split(),
+        strict=True,
+    )
+)
+STYLE = {
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.transparent": True,
+    "figure.dpi": 110,
+    "font.size": 10,
+    "text.color": GREY,
+    "axes.labelcolor": GREY,
+    "axes.edgecolor": GREY,
+    "axes.titlecolor": GREY,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "grid.color": GREY,
+    "grid.alpha": 0.25,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "legend.labelcolor": GREY,
+}
+
+
+def figure(width: float = 7.0, height: float = 3.2, **subplots):
+    """`plt.subplots` in the book's style: returns (figure, axes)."""
+    mpl.rcParams.update(STYLE)
+    return plt.subplots(figsize=(width, height), layout="constrained", **subplots)
+
+
+def compare(rows: dict, against: str | None = None) -> pd.DataFrame:
+    """Runs side by side, a row each, in MiB.
+
+    rows: label -> Footprint or Measurement.
+    against: the label that the last columns relate the others to: `ratio`, and `error` for a
+        prediction set against what was measured.
+
+    Returns a DataFrame whose figures are numbers in MiB (2**20 bytes).
+    """
+    from memlab.measure import Measurement
+
+    table = {}
+    for label, run in rows.items():
+        footprint = run.footprint if isinstance(run, Measurement) else run
+        row = {"peak": footprint.peak_allocated / MiB}
+        if footprint.peak_reserved is not None:
+            row["reserved"] = footprint.peak_reserved / MiB
+        for name in CATEGORIES[:5]:
+            row[name.replace("_", " ")] = footprint.breakdown.get(name, 0) / MiB
+        row["peak in"] = footprint.peak_phase
+        if isinstance(run, Measurement):
+            row["ms a step"] = run.step_seconds["median"] * 1e3
+            row["samples/s"] = run.samples_per_second
+        table[label] = row
+    frame = pd.DataFrame.from_dict(table, orient="index")
+    if against is not None:
+        if against not in rows:
+            raise ValueError(f"against is {against!r}: allowed are {', '.join(rows)}")
+        frame.insert(1, f"error against {against}", frame["peak"] / frame["peak"][against] - 1)
+    return frame
+
+
+def table(frame: pd.DataFrame, caption: str = ""):
+    """A DataFrame as a table of the book: MiB with thousands separators, errors in per cent."""
+    formats = {}
+    for column in frame.columns:
+        if frame[column].dtype.kind == "f":
+            formats[column] = "{:+.2%}" if str(column).startswith("error") else "{:,.1f}"
+        elif frame[column].dtype.kind == "i":
+            formats[column] = "{:,}"
+    styled = frame.style.format(formats, na_rep="—")
+    return styled.set_caption(caption) if caption else styled
+
+
+def bars(rows: dict, limit: int | None = None, title: str = ""):
+    """Stacked horizontal bars of the peaks by category, a bar a run, in GiB.
+
+    rows: label -> Footprint or Measurement; limit: bytes of a card, drawn as a line.
+    """
+    footprints = {name: getattr(run, "footprint", run) for name, run in rows.items()}
+    fig, ax = figure(height=0.9 + 0.42 * len(rows))
+    left = np.zeros(len(rows))
+    for name in CATEGORIES:
+        values = np.array([f.breakdown.get(name, 0) for f in footprints.values()]) / 2**30
+        if values.max() > 0.002 * max(left.max(), 1e-9) and values.max() > 0:
+            label = name.replace("_", " ")
+            ax.barh(list(footprints), values, left=left, color=COLOURS[name], label=label)
+            left += values
+    for y, total in enumerate(left):
+        ax.text(total, y, f" {total:,.1f}", va="center")
+    if limit:
+        ax.axvline(limit / 2**30, color=GREY, linestyle="--")
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    ax.set(xlabel="GiB", title=title, xlim=(0, max(left.max(), (limit or 0) / 2**30) * 1.12))
+    fig.legend(loc="outside lower center", ncols=4)
+    return fig
+
+
+def timeline(footprint, title: str = ""):
+    """Memory over one step, by category, with the phases shaded; time counts events."""
+    line = footprint.timeline
+    fig, ax = figure(height=3.6)
+    shown = [
+        name for name in CATEGORIES if max(line.levels[name]) > 0.004 * footprint.peak_allocated
+    ]
+    stack = [np.array(line.levels[name]) / 2**30 for name in shown]
+    ax.stackplot(
+        range(len(line.phases)),
+        *stack,
+        labels=[name.replace("_", " ") for name in shown],
+        colors=[COLOURS[name] for name in shown],
+    )
+    for phase, start, end in line.spans():
+        ax.axvline(end, color=GREY, linewidth=0.6)
+        if end - start > 0.06 * len(line.phases):
+            ax.annotate(
+                phase, ((start + end) / 2, 1.01), xycoords=("data", "axes fraction"), ha="center"
+            )
+    ax.set(xlabel="events: a tensor is born or dies", ylabel="GiB", xlim=(0, len(line.phases)))
+    ax.set_title(title, pad=18)
+    fig.legend(loc="outside lower center", ncols=4)
+    return fig

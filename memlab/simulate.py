@@ -1,0 +1,302 @@
+"""A GPU that is not there: real training loops on fake tensors, under CUDA's rules.
+
+Inside `SimulatedGPU` every tensor is a fake one: it has a shape, a dtype and a lifetime, but no
+data. What CUDA's kernels would keep, what its libraries would take and how its allocator would
+serve it is followed byte by byte, so a full-size model runs in seconds on a laptop and runs out
+of memory where the card would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from dataclasses import replace
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from transformers import masking_utils
+
+from memlab import cuda_rules
+from memlab.allocator import CachingAllocator, CapacityError
+from memlab.footprint import Footprint
+from memlab.gpus import GPU
+from memlab.gpus import gpu as find_gpu
+from memlab.recipe import Recipe
+from memlab.tracer import BACKWARD, Tracer
+from memlab.training import Training
+
+# The module: the name torch.optim.optimizer is taken away from the package after its import.
+optimizers = importlib.import_module("torch.optim.optimizer")
+
+
+def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
+    """The memory of one optimizer step of `recipe` on a GPU that need not be there.
+
+    gpu: a name of `memlab.gpus.GPUS`, a number of bytes, or None for a card without a limit.
+
+    Two steps run; the second is counted, because optimizer states appear in the first. Raises
+    torch.OutOfMemoryError in PyTorch's own words when the card is too small, and ValueError
+    when it does not have the recipe's number format.
+    """
+    with SimulatedGPU(gpu) as simulated:
+        simulated.require(recipe.precision)
+        training = Training(recipe, simulated.device)
+        simulated.tracer.watch(training.model, inputs=_tensors(training.batches))
+        training.step()
+        simulated.reset_peak()
+        training.step()
+        return simulated.footprint_of(training)
+
+
+def _tensors(batches):
+    return [tensor for batch in batches for tensor in batch.values()]
+
+
+class SimulatedGPU:
+    """A context in which training loops run on a card that need not be there.
+
+        with SimulatedGPU("T4") as gpu:
+            ...build the model, train two steps...
+        print(gpu.footprint)
+
+    gpu: a name of `memlab.gpus.GPUS`, a number of bytes, or None for a card without a limit.
+
+    Code written for CUDA runs unchanged as far as it places tensors (`.to("cuda")`, `.cuda()`,
+    `device="cuda"`), uses `torch.autocast("cuda")` and `torch.amp.GradScaler("cuda")`, and asks
+    `torch.cuda` for memory figures. What it assumes:
+
+    - Everything made inside lives on the card, except scalars made by `torch.tensor(number)`,
+      which stay on the host as they do with CUDA (AdamW's step counters).
+    - Tensors hold no data: `loss.item()` gives 1.0, and code that branches on values follows
+      one branch. The gradient scaler never skips a step.
+    - One stream, the allocator's default settings, no other process on the card.
+
+    Raises torch.OutOfMemoryError, with PyTorch's message, where the card would.
+    """
+
+    def __init__(self, gpu: GPU | str | int | None = None):
+        self.gpu = None if gpu is None else find_gpu(gpu)
+        capacity = None if gpu is None else self.gpu.total_memory - self.gpu.context
+        self.tracer = CudaTracer(self.gpu, CachingAllocator(capacity))
+        self.device = torch.device("cpu")  # what fake tensors say of themselves
+
+    def __enter__(self) -> SimulatedGPU:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(cuda_rules.cuda_kernels())
+            for patch in self._patches():
+                stack.enter_context(patch)
+            stack.enter_context(CudaNames())
+            stack.enter_context(self.tracer)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error):
+        return self._stack.__exit__(*error)
+
+    def reset_peak(self) -> None:
+        """Count from here, as `torch.cuda.reset_peak_memory_stats()` does."""
+        self.tracer.reset_peak()
+
+    def require(self, precision: str) -> None:
+        """Raise ValueError if the card computes a recipe's precision by emulation only."""
+        if self.gpu and "bf16" in precision and self.gpu.capability < (8, 0):
+            raise ValueError(
+                f"precision is {precision!r}: {self.gpu.name} has no native bfloat16 and allows "
+                "fp32, fp16-amp"
+            )
+
+    @property
+    def footprint(self) -> Footprint:
+        """The peak since the last `reset_peak`, or since the beginning."""
+        return self.footprint_of(None)
+
+    def footprint_of(self, training: Training | None) -> Footprint:
+        """The same with the parameter counts of `training`."""
+        footprint = self.tracer.footprint()
+        context = self.gpu.context if self.gpu else None
+        return replace(
+            footprint,
+            parameters=training and training.parameters,
+            trainable_parameters=training and training.trainable_parameters,
+            context=context,
+            device_used=None if context is None else footprint.peak_reserved + context,
+        )
+
+    def _patches(self):
+        tracer, allocator = self.tracer, self.tracer.allocator
+        answers = {
+            "memory_allocated": lambda device=None: allocator.allocated,
+            "memory_reserved": lambda device=None: allocator.reserved,
+            "max_memory_allocated": lambda device=None: tracer.peak()[0],
+            "max_memory_reserved": lambda device=None: tracer.peak()[1],
+            "reset_peak_memory_stats": lambda device=None: tracer.reset_peak(),
+            "empty_cache": allocator.empty_cache,
+            "synchronize": lambda device=None: None,
+            "mem_get_info": lambda device=None: tracer.free_and_total(),
+        }
+        for name, answer in answers.items():
+            yield mock.patch.object(torch.cuda, name, answer)
+        # Fake tensors call themselves cpu tensors: names that mean CUDA are turned into cpu.
+        yield mock.patch.object(torch.autocast, "__init__", _autocast_on_cpu(torch.autocast))
+        yield mock.patch.object(torch.amp.GradScaler, "__init__", _scaler_on_cpu)
+        yield mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step", _always_step)
+        yield mock.patch.object(torch.nn.Module, "_apply", _apply)
+        # The multi-tensor step is the default on CUDA only.
+        foreach_devices = mock.Mock(return_value=["cpu"])
+        for module in (optimizers, torch.utils._foreach_utils):
+            yield mock.patch.object(
+                module, "_get_foreach_kernels_supported_devices", foreach_devices
+            )
+        yield mock.patch.object(
+            optimizers,
+            "_foreach_supported_types",
+            [*optimizers._foreach_supported_types, FakeTensor],
+        )
+        # transformers takes a fake tensor for tracing and then builds masks that CUDA never sees.
+        yield mock.patch.object(masking_utils, "is_tracing", lambda *a, **k: False)
+        yield mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda *a, **k: None)
+
+
+class CudaTracer(Tracer):
+    """A tracer that serves memory as a CUDA device does, with its workspaces and its limit."""
+
+    def __init__(self, gpu: GPU | None, allocator: CachingAllocator):
+        super().__init__(allocator)
+        self.gpu = gpu
+        self.workspace = gpu.workspace if gpu else cuda_rules.CUBLAS_WORKSPACE
+        self._handles_used = set()
+        self._host_scalars = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
+        if func is torch.ops.prim.device.default:  # asked very often, touches no memory
+            return func(*args)
+        self._take_workspaces(func)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        scratch = cuda_rules.kernel_scratch(func, args)
+        if scratch:
+            self._death(self._birth(scratch, "temporary"))
+        return out
+
+    def _take_workspaces(self, func) -> None:
+        """cuBLAS takes a workspace at a thread's first product and keeps it.
+
+        The backward pass has a thread, and so a handle and a workspace, of its own
+        (aten/src/ATen/cuda/CublasHandlePool.cpp); so has cublasLt, which addmm uses for the
+        bias.
+        """
+        if not cuda_rules.uses_cublas(func):
+            return
+        thread = self._phase() == BACKWARD
+        for handle, nbytes in (
+            ("cublas", self.workspace),
+            ("cublasLt", cuda_rules.CUBLASLT_WORKSPACE),
+        ):
+            wanted = handle == "cublas" or func is torch.ops.aten.addmm.default
+            if wanted and (handle, thread) not in self._handles_used:
+                self._handles_used.add((handle, thread))
+                self._birth(nbytes, "workspaces")
+
+    def _see(self, tensor, category=None, existed=False) -> None:
+        # A number made by torch.tensor() without a device stays on the host.
+        if tensor.dim() == 0 and (self._stepping or category == "optimizer_states"):
+            return
+        super()._see(tensor, category, existed)
+
+    def _birth(self, nbytes, category) -> int:
+        try:
+            return super()._birth(nbytes, category)
+        except CapacityError as error:
+            raise torch.OutOfMemoryError(self._message(error.segment)) from None
+
+    def free_and_total(self) -> tuple[int, int]:
+        """Bytes free on the card and its size, as `torch.cuda.mem_get_info` gives them."""
+        if self.gpu is None:
+            raise ValueError("mem_get_info needs a card: SimulatedGPU was given none")
+        used = self.gpu.context + self.allocator.reserved
+        return self.gpu.total_memory - used, self.gpu.total_memory
+
+    def _message(self, segment) -> str:
+        """PyTorch's words: c10/cuda/CUDACachingAllocator.cpp."""
+        free, total = self.free_and_total()
+        allocated, reserved = self.allocator.allocated, self.allocator.reserved
+        return (
+            f"CUDA out of memory. Tried to allocate {_size(segment)}. GPU 0 has a total capacity "
+            f"of {_size(total)} of which {_size(free)} is free. Including non-PyTorch memory, "
+            f"this process has {_size(total - free)} memory in use. Of the allocated memory "
+            f"{_size(allocated)} is allocated by PyTorch, and {_size(reserved - allocated)} is "
+            "reserved by PyTorch but unallocated. If reserved but unallocated memory is large "
+            "try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  "
+            "See documentation for Memory Management  "
+            "(https://docs.pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+        )
+
+
+def _size(nbytes: int) -> str:
+    """Bytes in the words of the allocator's `format_size`."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes > unit or (unit == 2**10 and nbytes == unit):
+            return f"{nbytes / unit:.2f} {name}"
+    return f"{nbytes} bytes"
+
+
+class CudaNames(TorchFunctionMode):
+    """Turns every device argument that names CUDA into the cpu of the fake tensors."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        args = [_cpu_for_cuda(value) for value in args]
+        return func(*args, **{name: _cpu_for_cuda(value) for name, value in kwargs.items()})
+
+
+def _cpu_for_cuda(value):
+    if isinstance(value, str) and value.split(":")[0] == "cuda":
+        return "cpu"
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    return value
+
+
+def _autocast_on_cpu(autocast):
+    original = autocast.__init__
+
+    def init(self, device_type, dtype=None, enabled=True, cache_enabled=None):
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.float16  # CUDA's default
+        original(self, device_type, dtype, enabled, cache_enabled)
+
+    return init
+
+
+_original_scaler_init = torch.amp.GradScaler.__init__
+
+
+def _scaler_on_cpu(self, device="cuda", *args, **kwargs):
+    _original_scaler_init(self, _cpu_for_cuda(device), *args, **kwargs)
+
+
+def _apply(self, function, recurse=True):
+    """`Module._apply` without `swap_tensors`, which refuses fake tensors."""
+    if recurse:
+        for module in self.children():
+            module._apply(function)
+    for parameter in self._parameters.values():
+        if parameter is not None:
+            with torch.no_grad():
+                applied = function(parameter)
+            if applied is not parameter:
+                parameter.data = applied
+    for name, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[name] = function(buffer)
+    return self
+
+
+def _always_step(self, optimizer, optimizer_state, *args, **kwargs):
+    return optimizer.step(*args, **kwargs)

@@ -1,0 +1,96 @@
+"""Builds what a recipe says and runs its optimizer steps.
+
+The same loop runs on a real device and on the simulated GPU; only the place of the tensors
+differs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from memlab import models
+from memlab.recipe import Recipe
+
+LEARNING_RATE = 1e-5
+AUTOCAST = {"fp16-amp": torch.float16, "bf16-amp": torch.bfloat16}
+
+
+class Training:
+    """A model, its optimizer and one optimizer step's micro-batches, ready to `step()`.
+
+    device: where everything lives, a torch device or its name.
+    seed: of the weights, the data and the dropout.
+
+    Attributes: model (torch.nn.Module), optimizer (torch.optim.Optimizer), batches (a list of
+    `recipe.accumulation` dictionaries of int64 tensors, input_ids of shape
+    [batch_size, seq_len]), scaler (torch.amp.GradScaler, at work for fp16-amp only).
+    """
+
+    def __init__(self, recipe: Recipe, device="cpu", seed: int = 0):
+        self.recipe, self.device = recipe, torch.device(device)
+        config = models.config(recipe.model)
+        dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+        self.model = models.build(config, recipe.task, dtype, recipe.attention, seed)
+        self.model.to(self.device)
+        if recipe.checkpointing != "none":
+            enable = getattr(self.model, "activation_checkpointing_enable", None)
+            enable = enable or self.model.gradient_checkpointing_enable  # transformers before 5.?
+            enable({"use_reentrant": recipe.checkpointing == "reentrant"})
+        self.optimizer = make_optimizer(recipe, self.model.parameters())
+        self.batches = make_batches(recipe, config, self.device, seed)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=recipe.precision == "fp16-amp")
+
+    def step(self) -> float:
+        """One optimizer step over all micro-batches; returns the mean loss."""
+        recipe, losses = self.recipe, []
+        for batch in self.batches:
+            with self.autocast():
+                loss = self.model(**batch).loss / recipe.accumulation
+            self.scaler.scale(loss).backward()
+            losses.append(loss.detach())
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=recipe.set_to_none)
+        return sum(loss.item() for loss in losses)
+
+    def autocast(self):
+        dtype = AUTOCAST.get(self.recipe.precision)
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+
+    @property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def trainable_parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+
+def make_optimizer(recipe: Recipe, parameters) -> torch.optim.Optimizer:
+    """The optimizer that `recipe.optimizer` names, over `parameters`."""
+    if recipe.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9, foreach=True)
+    kind = {
+        "adamw_torch": {"foreach": True},
+        "adamw_torch_loop": {"foreach": False},
+        "adamw_torch_fused": {"fused": True},
+    }[recipe.optimizer]
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, **kind)
+
+
+def make_batches(recipe: Recipe, config, device, seed: int = 0) -> list[dict]:
+    """Seeded random tokens and labels, one dictionary a micro-batch."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(high, *shape):
+        return torch.randint(0, high, shape, generator=generator).to(device)
+
+    batches = []
+    for _ in range(recipe.accumulation):
+        tokens = integers(config.vocab_size, recipe.batch_size, recipe.seq_len)
+        if recipe.task == "sequence-classification":
+            labels = integers(config.num_labels, recipe.batch_size)
+        else:
+            labels = tokens
+        batches.append({"input_ids": tokens, "labels": labels})
+    return batches
