@@ -1,0 +1,56 @@
+"""What the source documents state, and the verdicts that the chapters' cells reach."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One statement of a source, decided. `word` is one of the three of `WORDS`."""
+
+    id: str
+    says: str
+    source: str
+    word: str
+    because: str
+
+    def __str__(self) -> str:
+        return f"{self.id} ({self.source}): “{self.says}”\n{self.word}: {self.because}"
+
+    def _repr_markdown_(self) -> str:
+        return (
+            f"**{self.id}** “{self.says}” *({self.source})*\n\n"
+            f"**{self.word[0].upper()}{self.word[1:]}**: {self.because}"
+        )
+
+
+WORDS = ("holds", "holds with a condition", "does not hold")
+
+
+def verdict(id: str, holds: bool, because: str, condition: bool = False) -> Verdict:
+    """Decide a statement: `holds` is what a cell computed, `because` the figures behind it.
+
+    condition: the statement is true in some cases only, which `because` names.
+
+    Raises ValueError for an unknown id.
+    """
+    known = claims()
+    if id not in known:
+        raise ValueError(f"no claim has the id {id!r}: allowed are {', '.join(known)}")
+    word = WORDS[condition] if holds else WORDS[2]
+    return Verdict(id, known[id]["says"], known[id]["source"], word, because)
+
+
+@cache
+def claims() -> dict[str, dict]:
+    """id -> {"says", "topic", "source"} of every statement, in the order of the sources."""
+    text = resources.files("memlab.data").joinpath("claims.json").read_text(encoding="utf8")
+    data = json.loads(text)
+    return {
+        claim["id"]: claim | {"source": data["sources"][claim["id"][0]]["title"]}
+        for claim in data["claims"]
+    }
