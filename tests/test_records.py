@@ -1,0 +1,162 @@
+"""Recorded and published runs: one schema, whole files, the nine runs of the source."""
+
+import dataclasses
+import json
+import os
+
+import pytest
+
+from memlab.records import FOLDER, Record, load, records, save
+
+GOOD = Record(
+    kind="recorded",
+    name="one",
+    recipe={"model": "bert-base", "batch_size": 2, "set_to_none": True, "task": None},
+    figures={"peak_allocated_bytes": 1024, "step_seconds": 0.5, "samples_per_second": 4.0},
+    device="NVIDIA L4",
+    driver=None,
+    versions={"torch": "2.13.0"},
+    date="2026-11-20",
+    source="commit 0123abc",
+)
+
+
+def one_line(error) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+def test_the_nine_published_runs():
+    """Hugging Face transformers v4.20.1, "Efficient Training on a Single GPU", in its order."""
+    nine = records(kind="published", device="V100", model="bert-large")
+    assert [run.figures["device_used_bytes"] / 2**20 for run in nine] == [
+        14949, 8681, 6775, 13939, 7275, 12295, 4847, 13085, 5363,
+    ]  # fmt: skip
+    assert [run.figures["samples_per_second"] for run in nine] == [
+        8.86, 7.75, 5.99, 18.64, 10.09, 7.96, 9.06, 9.15, 10.35,
+    ]  # fmt: skip
+    for run in nine:
+        assert run.figures["context_bytes"] == 1343 * 2**20
+        # 512 sequences a run: time and throughput, printed apart, say the same
+        speed = 512 / run.figures["run_seconds"]
+        assert speed == pytest.approx(run.figures["samples_per_second"], abs=0.006)
+        assert run.recipe["batch_size"] * run.recipe["accumulation"] == 4
+        assert run.recipe["set_to_none"] is False
+        assert "v4.20.1" in run.source
+        assert run.date == "2022-01-11"
+    assert len({json.dumps(run.recipe, sort_keys=True) for run in nine}) == 9
+
+
+def test_every_file_of_the_package_is_valid():
+    assert list(FOLDER.glob("*.json"))
+    for path in FOLDER.glob("*.json"):
+        assert load(path)
+
+
+def test_selection():
+    assert len(records(optimizer="adafactor")) == 2
+    (run,) = records(precision="fp16-amp", checkpointing="none")
+    assert run.name == "fp16"
+    assert records(device="no such card") == []
+    assert records(no_such_field=1) == []
+    assert records(kind="recorded", model="bert-large", device="V100") == []
+
+
+def test_round_trip(tmp_path):
+    other = dataclasses.replace(GOOD, name="two", figures={"out_of_memory": True})
+    path = tmp_path / "new" / "runs.json"
+    save(path, [GOOD, other])
+    assert load(path) == [GOOD, other]
+    assert records(folder=path.parent, model="bert-base") == [GOOD, other]
+    assert os.listdir(path.parent) == ["runs.json"]
+
+
+def test_interrupted_writing_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "runs.json"
+    save(path, [GOOD])
+    before = path.read_bytes()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    for moment in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, moment, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                save(path, [dataclasses.replace(GOOD, name="new")])
+        assert path.read_bytes() == before
+        assert os.listdir(tmp_path) == ["runs.json"]
+
+
+def test_what_cannot_be_saved_leaves_the_old_file(tmp_path):
+    path = tmp_path / "runs.json"
+    save(path, [GOOD])
+    with pytest.raises(ValueError) as error:
+        save(path, [GOOD, GOOD])
+    assert "'one'" in one_line(error)
+    with pytest.raises(ValueError) as error:
+        save(path, [GOOD, {"kind": "recorded"}])
+    assert "no record" in one_line(error)
+    assert load(path) == [GOOD]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("kind", "guessed", "allowed are recorded, published"),
+        ("name", " ", "name is ' '"),
+        ("device", None, "device is None"),
+        ("driver", 460, "driver is 460"),
+        ("recipe", [], "recipe is []"),
+        ("recipe", {"model": {"a": 1}}, "recipe model"),
+        ("figures", {}, "at least one"),
+        ("figures", {"peak": 3}, "'peak' has no unit"),
+        ("figures", {"peak_bytes": -1}, "peak_bytes is -1"),
+        ("figures", {"peak_bytes": 0.5}, "whole bytes"),
+        ("figures", {"step_seconds": float("nan")}, "step_seconds is nan"),
+        ("figures", {"step_seconds": True}, "step_seconds is True"),
+        ("figures", {"out_of_memory": 1}, "out_of_memory is 1"),
+        ("versions", {1: "2"}, "versions is"),
+        ("date", "January 2022", "date is 'January 2022'"),
+        ("date", None, "date is None"),
+        ("source", "", "source is ''"),
+    ],
+)
+def test_a_field_that_does_not_hold_what_it_should(field, value, says):
+    with pytest.raises(ValueError) as error:
+        dataclasses.replace(GOOD, **{field: value})
+    assert says in one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda content: "{", "not a readable JSON file"),
+        (lambda content: [], "a list named records"),
+        (lambda content: {"schema": 1}, "a list named records"),
+        (lambda content: content | {"schema": 2}, "schema is 2: allowed is 1"),
+        (lambda content: content | {"records": [3]}, "record 0 is 3"),
+        (lambda content: content["records"][1].pop("date") and content, "record 1 has no date"),
+        (lambda content: content["records"][0].update(gpu="x") or content, "unknown 'gpu'"),
+        (lambda content: content["records"][1].update(kind="x") or content, "record 1: kind"),
+        (lambda content: content["records"][1].update(name="one") or content, "'one'"),
+    ],
+)
+def test_corrupt_file(tmp_path, change, says):
+    path = tmp_path / "runs.json"
+    save(path, [GOOD, dataclasses.replace(GOOD, name="two")])
+    content = change(json.loads(path.read_text()))
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(ValueError) as error:
+        load(path)
+    assert str(path) in one_line(error)
+    assert says in str(error.value)
+
+
+def test_no_file_and_unknown_kind(tmp_path):
+    with pytest.raises(ValueError, match="no such file"):
+        load(tmp_path / "none.json")
+    with pytest.raises(ValueError) as error:
+        records(kind="measured")
+    assert "allowed are recorded, published" in one_line(error)
