@@ -1,0 +1,202 @@
+"""The rendered book, as a reader opens it: from the disk, without a network, in a real browser."""
+
+import os
+import re
+import sys
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+import yaml
+from browser import Browser
+
+ROOT = Path(__file__).parent.parent
+HTML = ROOT / "_build" / "html"
+sys.path.insert(0, str(ROOT / "_ext"))
+from book_extras import dead_links, says_something  # noqa: E402
+
+PHONE, DESKTOP = 390, 1280
+REPORT = (Path(__file__).parent / "page_report.js").read_text()
+CONFIG = yaml.safe_load((ROOT / "_config.yml").read_text())
+# search.html and genindex.html belong to the book as well. The outer index.html only points on.
+PAGES = sorted(
+    path.relative_to(HTML).as_posix()
+    for path in HTML.rglob("*.html")
+    if path != HTML / "index.html" and "_static" not in path.parts
+)
+CHAPTERS = [page for page in PAGES if (ROOT / page).with_suffix(".ipynb").exists()]
+VIEWS = [(PHONE, "light"), (PHONE, "dark"), (DESKTOP, "light"), (DESKTOP, "dark")]
+
+pytestmark = pytest.mark.rendered
+every_page = pytest.mark.parametrize("page", PAGES)
+every_chapter = pytest.mark.parametrize("page", CHAPTERS)
+every_view = pytest.mark.parametrize("width, theme", VIEWS)
+
+
+def url(page):
+    return (HTML / page).as_uri()
+
+
+def toc_files():
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text())
+    return [toc["root"]] + [entry["file"] for part in toc["parts"] for entry in part["chapters"]]
+
+
+@pytest.fixture(scope="session")
+def visit(chromium: Browser):
+    """visit(page, width, theme): what that page is like there; each is opened once."""
+
+    @cache
+    def look(page, width, theme):
+        tab = chromium.open(url(page), width=width, theme=theme)
+        try:
+            report = tab.run(REPORT.replace("SCREEN_WIDTH", str(width)))
+            return report | {"requests": tab.requests, "complaints": tab.complaints}
+        finally:
+            tab.close()
+
+    return look
+
+
+def test_the_book_is_built():
+    if not PAGES:
+        why = "there is no rendered book: make book"
+        pytest.fail(why) if os.environ.get("CI") else pytest.skip(why)
+    assert {f"{file}.html" for file in toc_files()} <= set(PAGES)
+
+
+@every_page
+@every_view
+def test_no_request_leaves_the_machine(visit, page, width, theme):
+    away = [
+        r for r in visit(page, width, theme)["requests"] if not r.startswith(("file:", "data:"))
+    ]
+    assert away == []
+
+
+@every_page
+@every_view
+def test_the_console_is_silent(visit, page, width, theme):
+    assert visit(page, width, theme)["complaints"] == []
+
+
+@every_page
+@every_view
+def test_nothing_is_wider_than_the_screen(visit, page, width, theme):
+    report = visit(page, width, theme)
+    assert report["wide"] == []
+    assert report["scroll_width"] <= width
+
+
+@every_page
+@every_view
+def test_the_theme_follows_the_system_and_every_text_is_readable(visit, page, width, theme):
+    report = visit(page, width, theme)
+    assert report["theme"] == theme
+    assert report["texts"] > 10
+    assert report["pale"] == [], "contrast below 4.5 (large text: 3)"
+
+
+@every_page
+def test_every_image_is_there_and_described(visit, page):
+    images = visit(page, PHONE, "light")["images"]
+    assert [i for i in images if i["broken"] or not says_something(i["alt"])] == []
+
+
+@every_page
+def test_formulas_are_set(visit, page):
+    report = visit(page, PHONE, "light")
+    assert report["unset_formulas"] == report["wrong_formulas"] == report["raw_formulas"] == []
+
+
+@every_page
+def test_no_page_shows_a_path_of_the_machine_it_was_built_on(visit, page):
+    text = visit(page, DESKTOP, "light")["text"]
+    for path in {str(ROOT), sys.prefix, str(Path.home()) + os.sep}:
+        assert path not in text
+
+
+def test_links_inside_the_book_lead_somewhere():
+    assert dead_links(HTML) == []
+
+
+def test_a_dead_link_is_found(tmp_path):
+    (tmp_path / "a.html").write_text(
+        '<h1 id="top">A</h1><a href="b.html">1</a><a href="b.html#there">2</a><a href="#top">3</a>'
+        '<a href="c.html">4</a><a href="b.html#gone">5</a><a href="https://example.org/x">6</a>'
+        '<a href="../outside.html">7</a>'
+    )
+    (tmp_path / "b.html").write_text('<p id="there">B</p>')
+    (tmp_path.parent / "outside.html").write_text("outside the book")
+    assert dead_links(tmp_path) == [
+        ("a.html", "c.html"),
+        ("a.html", "b.html#gone"),
+        ("a.html", "../outside.html"),
+    ]
+
+
+class Hrefs(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.found = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.found.add(dict(attributes).get("href"))
+
+
+@every_chapter
+def test_launch_buttons_name_this_chapter(page):
+    address = CONFIG["repository"]["url"]
+    slug = address.removeprefix("https://github.com/")
+    chapter = page.replace(".html", ".ipynb")
+    hrefs = Hrefs((HTML / page).read_text()).found
+    assert f"https://colab.research.google.com/github/{slug}/blob/main/{chapter}" in hrefs
+    source = quote(f"{address}/blob/main/{chapter}", safe="")
+    assert f"https://kaggle.com/kernels/welcome?src={source}" in hrefs
+
+
+def test_reading_on_from_the_first_page_reaches_every_page(chromium):
+    start = re.search(
+        r'http-equiv="Refresh" content="0; url=(.*?)"', (HTML / "index.html").read_text()
+    )
+    tab = chromium.open(url(start.group(1)))
+    seen = [tab.run("location.href")]
+    while tab.run("!!document.querySelector('a.right-next')"):
+        tab.run("document.querySelector('a.right-next').click()")
+        tab.loaded()
+        seen.append(tab.run("location.href"))
+    complaints = tab.complaints
+    tab.close()
+    assert [href.split("#")[0] for href in seen] == [url(f"{file}.html") for file in toc_files()]
+    assert complaints == []
+
+
+def test_search_finds_every_chapter_from_the_disk(chromium):
+    for page in CHAPTERS or ["chapters/references.html"]:
+        heading = re.search(r"<h1>(.*?)<a ", (HTML / page).read_text(), re.DOTALL).group(1)
+        word = max(re.findall(r"[A-Za-z]+", re.sub("<.*?>", "", heading)), key=len)
+        tab = chromium.open(url("search.html") + f"?q={word}")
+        tab.run("""new Promise(done => {
+            const look = () => document.querySelector('#search-results .search-summary')
+                ?.textContent.match(/found|finished/i) ? done() : setTimeout(look, 50);
+            look(); setTimeout(done, 5000);
+        })""")
+        hits = tab.run("[...document.querySelectorAll('#search-results a')].map(a => a.href)")
+        complaints = tab.complaints
+        tab.close()
+        assert any(hit.split("?")[0].split("#")[0] == url(page) for hit in hits), (word, hits)
+        assert complaints == []
+
+
+def test_the_theme_button_changes_the_theme(chromium):
+    page = (CHAPTERS or ["chapters/references.html"])[0]
+    tab = chromium.open(url(page), theme="light")
+    themes = set()
+    for _ in range(3):
+        tab.run("document.querySelector('.theme-switch-button').click()")
+        themes.add(tab.run("document.documentElement.dataset.theme"))
+    tab.close()
+    assert themes == {"light", "dark"}

@@ -1,0 +1,156 @@
+"""The chapters as they are stored: what a reader of the source, of Colab and of a diff sees."""
+
+import ast
+import json
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+import set_address  # noqa: E402
+
+CONFIG = yaml.safe_load((ROOT / "_config.yml").read_text())
+ADDRESS = CONFIG["repository"]["url"]
+NOTEBOOKS = sorted((ROOT / "chapters").glob("*.ipynb"))
+FIRST_CELL = f"""\
+# Colab and Kaggle: installs memlab beside their own torch.
+try:
+    import memlab
+except ImportError:
+    %pip install -q git+{ADDRESS}
+    import memlab"""
+
+each_chapter = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def code_cells(path):
+    notebook = nbformat.read(path, as_version=4)
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def lines(cell):
+    return [line for line in cell.source.splitlines() if line.strip()]
+
+
+def test_the_table_of_contents_and_the_folder_agree():
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text())
+    listed = [toc["root"]] + [entry["file"] for part in toc["parts"] for entry in part["chapters"]]
+    pages = [*NOTEBOOKS, *(ROOT / "chapters").glob("*.md")]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {path.relative_to(ROOT).with_suffix("").as_posix() for path in pages}
+
+
+@each_chapter
+def test_no_output_is_stored(path):
+    for cell in code_cells(path):
+        assert cell.outputs == [] and cell.execution_count is None, cell.source[:60]
+
+
+@each_chapter
+def test_kernel_is_plain_python(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec == {
+        "display_name": "Python 3",
+        "language": "python",
+        "name": "python3",
+    }
+    assert set(notebook.metadata) <= {"kernelspec", "execution", "mystnb", "accelerator", "colab"}
+
+
+@each_chapter
+def test_first_code_cell_is_the_install_cell(path):
+    assert code_cells(path)[0].source == FIRST_CELL
+
+
+@each_chapter
+def test_cells_are_short(path):
+    sizes = [len(lines(cell)) for cell in code_cells(path)]
+    assert statistics.median(sizes) <= 6
+    assert max(sizes) <= 30
+    assert sum(size >= 20 for size in sizes) <= len(sizes) / 10
+    long = [line for cell in code_cells(path) for line in lines(cell) if len(line) > 78]
+    assert long == []
+
+
+@each_chapter
+def test_a_title_prose_before_code_and_a_checked_exercise(path):
+    cells = nbformat.read(path, as_version=4).cells
+    assert cells[0].cell_type == "markdown" and re.match(r"# \S", cells[0].source)
+    assert any(re.search(r"\bcheck\(", cell.source) for cell in code_cells(path))
+
+
+def test_no_function_is_written_out_in_two_chapters():
+    homes = {}
+    for path in NOTEBOOKS:
+        for cell in code_cells(path):
+            plain = re.sub(r"^(\s*)[%!].*$", r"\1pass", cell.source, flags=re.MULTILINE)
+            for node in ast.walk(ast.parse(plain)):
+                if isinstance(node, ast.FunctionDef) and len(node.body) > 1:
+                    homes.setdefault(ast.dump(node), set()).add(f"{path.stem}: {node.name}")
+    assert [sorted(where) for where in homes.values() if len(where) > 1] == []
+
+
+def tracked_texts():
+    for name in set_address.files(ROOT):
+        try:
+            yield name, (ROOT / name).read_text(encoding="utf-8")
+        except (UnicodeDecodeError, FileNotFoundError):
+            continue
+
+
+def test_every_copy_of_the_address_is_the_configured_one():
+    slug = re.escape(set_address.configured())
+    copies = re.compile(
+        r"(?:git\+https://github\.com|colab\.research\.google\.com/github)/([\w./-]+)"
+    )
+    wrong = [
+        (name, match.group(0))
+        for name, text in tracked_texts()
+        if not name.startswith("tests/")
+        for match in copies.finditer(text)
+        if not re.match(rf"{slug}(?![\w-])", match.group(1))
+    ]
+    assert wrong == []
+
+
+def test_no_path_of_one_machine_is_stored():
+    # Split so that this file does not hold what it looks for.
+    homes = "|".join(["work", "root", "tmp", r"home/\w+", r"Users/\w+"])
+    path = re.compile(rf"(?<![\w.~/$)}}-])/(?:{homes})/\w")
+    found = [(name, m.group(0)) for name, text in tracked_texts() for m in path.finditer(text)]
+    assert found == []
+
+
+def test_setting_the_address_changes_every_copy(tmp_path):
+    for name, text in tracked_texts():
+        if not name.startswith("memlab/"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+    old = set_address.configured()
+    changed = set_address.rewrite("https://github.com/someone/their-fork", tmp_path)
+    assert "_config.yml" in changed and len(changed) >= 1 + len(NOTEBOOKS)
+    assert set_address.configured(tmp_path) == "someone/their-fork"
+    left = [p.name for p in tmp_path.rglob("*") if p.is_file() and old in p.read_text()]
+    assert left == []
+    for notebook in tmp_path.glob("chapters/*.ipynb"):
+        json.loads(notebook.read_text())
+    assert set_address.rewrite("https://github.com/someone/their-fork.git", tmp_path) == []
+
+
+@pytest.mark.parametrize("url", ["", "github.com/a/b", "https://github.com/a", "https://x.org/a/b"])
+def test_a_wrong_address_is_refused_in_one_line(url):
+    command = [sys.executable, str(ROOT / "tools" / "set_address.py"), url]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert (
+        len(done.stderr.strip().splitlines()) == 1
+        and "https://github.com/owner/name" in done.stderr
+    )
