@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(abspath $(VENV))/bin
 READY := $(VENV)/.ready
-WORK := _build/work
+WORK := .book
 PAGE := _build/html/index.html
 NOTEBOOKS = $(wildcard chapters/*.ipynb)
 STRIP := nbstripout --keep-id --extra-keys "metadata.widgets metadata.language_info"
@@ -35,12 +35,12 @@ $(READY): requirements.txt pyproject.toml
 	@"$(PYTHON)" -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"$(PYTHON) is Python {v[0]}.{v[1]}: the book needs 3.11 or newer. Say make PYTHON=/path/to/python3.11")'
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments: install its venv package (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
 	"$(PYTHON)" -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -r requirements.txt
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -r requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps -e .
 	@touch $@
 
-# Every chapter is executed once, in a copy, by nbmake: the first failing cell ends the build with its traceback.
-# Jupyter Book then renders the copy as it is; any warning fails.
+# Every chapter is executed once, by nbmake, in a copy: a failing cell ends the build with its traceback.
+# Jupyter Book then renders the copy as it is, and any warning fails. (nbmake passes over a folder named _build.)
 book: stripped
 	@rm -rf $(WORK) _build/html _build/.doctrees
 	@mkdir -p $(WORK)
@@ -87,4 +87,4 @@ address:
 	@"$(PYTHON)" tools/set_address.py "$(URL)"
 
 clean:
-	rm -rf _build .pytest_cache .ruff_cache
+	rm -rf _build $(WORK) .pytest_cache .ruff_cache

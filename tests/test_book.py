@@ -60,10 +60,14 @@ def visit(chromium: Browser):
     return look
 
 
-def test_the_book_is_built():
+@pytest.fixture(autouse=True)
+def built():
     if not PAGES:
         why = "there is no rendered book: make book"
         pytest.fail(why) if os.environ.get("CI") else pytest.skip(why)
+
+
+def test_every_page_of_the_table_of_contents_is_there():
     assert {f"{file}.html" for file in toc_files()} <= set(PAGES)
 
 
@@ -116,6 +120,7 @@ def test_no_page_shows_a_path_of_the_machine_it_was_built_on(visit, page):
     text = visit(page, DESKTOP, "light")["text"]
     for path in {str(ROOT), sys.prefix, str(Path.home()) + os.sep}:
         assert path not in text
+    assert re.findall(r"\S*ipykernel_\d+\S*", text) == [], "a warning names the file of a cell"
 
 
 def test_links_inside_the_book_lead_somewhere():
@@ -176,7 +181,9 @@ def test_reading_on_from_the_first_page_reaches_every_page(chromium):
 
 def test_search_finds_every_chapter_from_the_disk(chromium):
     for page in CHAPTERS or ["chapters/references.html"]:
-        heading = re.search(r"<h1>(.*?)<a ", (HTML / page).read_text(), re.DOTALL).group(1)
+        heading = re.search(
+            r"<h1>((?:(?!</h1>).)*)<a ", (HTML / page).read_text(), re.DOTALL
+        ).group(1)
         word = max(re.findall(r"[A-Za-z]+", re.sub("<.*?>", "", heading)), key=len)
         tab = chromium.open(url("search.html") + f"?q={word}")
         tab.run("""new Promise(done => {

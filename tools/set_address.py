@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ADDRESS = re.compile(r"https://github\.com/([\w.-]+/[\w.-]+?)(?:\.git)?/?")
-LEFT_ALONE = ("_build/", ".venv/", ".git/", "vendor/")
+LEFT_ALONE = ("_build/", ".book/", ".venv/", ".git/", "vendor/")
 
 
 def configured(root=ROOT):
