@@ -1,0 +1,265 @@
+"""Real text on any machine: offline corpora, tokenizers trained on the spot, blocks of tokens.
+
+Offline, the text is documentation that is installed anyway: the docstrings of the packages this
+book works with (label: the package) and the long topics of Python's own help. All of it is read
+from source files, imports nothing, stays in memory, and takes one to two seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import itertools
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import datasets
+import numpy as np
+import tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from memlab.models import hub_reachable
+
+PACKAGES = ("torch", "transformers", "datasets", "numpy", "pandas", "matplotlib")
+SPLITS = ("train", "validation", "test", "all")
+SMALLEST_VOCABULARY = 512
+# A docstring in three double quotes right after the colon of a `def` or `class`. Parsing the files
+# instead finds 5 to 10 % more and takes twenty times as long.
+_DOCSTRING = re.compile(r':[ \t]*\n[ \t]*[rR]?"""(.*?)"""', re.DOTALL)
+_SKIPPED_FOLDERS = {"test", "tests", "testing", "_vendor", "__pycache__"}
+
+
+def docstrings(
+    packages: Iterable[str] = PACKAGES, split: str = "train", min_words: int = 8
+) -> datasets.Dataset:
+    """Docstrings of installed packages. Columns: text (str), label (ClassLabel, the package).
+
+    Each text occurs once, under the first of its packages. split: one of `SPLITS`, by the hash of
+    the text (80, 10 and 10 %), so that a text never moves between splits. Raises ValueError for a
+    package that is not installed.
+    """
+    packages = [packages] if isinstance(packages, str) else list(packages)
+    if not packages:
+        raise ValueError("packages is empty: allowed are names of installed packages")
+    found = {}
+    for package in packages:
+        for path in _python_files(package):
+            for text in _DOCSTRING.findall(path.read_text(encoding="utf-8", errors="replace")):
+                found.setdefault(inspect.cleandoc(text), package)
+    return _dataset(found, packages, split, min_words)
+
+
+def topics(split: str = "all", min_words: int = 8) -> datasets.Dataset:
+    """The 78 or so long topics of Python's `help()`. Columns: text (str), label (its title).
+
+    They differ from one version of Python to the next. split as for `docstrings`.
+    """
+    from pydoc_data.topics import topics as by_title
+
+    texts = {text.strip(): title for title, text in sorted(by_title.items())}
+    return _dataset(texts, sorted(by_title), split, min_words)
+
+
+def _python_files(package: str) -> list[Path]:
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f"package {package!r} is not installed: allowed are installed packages")
+    paths = []
+    for folder, folders, files in os.walk(spec.submodule_search_locations[0]):
+        folders[:] = sorted(set(folders) - _SKIPPED_FOLDERS)
+        paths += [Path(folder, name) for name in sorted(files) if name.endswith(".py")]
+    return paths
+
+
+def _dataset(label_of: dict[str, str], names: list[str], split: str, min_words: int):
+    if split not in SPLITS:
+        raise ValueError(f"split is {split!r}: allowed are {', '.join(SPLITS)}")
+    texts = [t for t in label_of if len(t.split()) >= min_words and split in ("all", split_of(t))]
+    if not texts:
+        raise ValueError(f"no text of {min_words} words or more in split {split!r}: allow shorter")
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)}
+    )
+    columns = {"text": texts, "label": [label_of[text] for text in texts]}
+    return datasets.Dataset.from_dict(columns, features=features)
+
+
+def split_of(text: str) -> str:
+    """The split of a text: decided by its hash alone."""
+    place = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % 100
+    return "train" if place < 80 else "validation" if place < 90 else "test"
+
+
+def content_hash(dataset: datasets.Dataset) -> str:
+    """Hexadecimal SHA-256 of a data set's texts and labels, in their order."""
+    names, digest = dataset.features["label"].names, hashlib.sha256()
+    for row in dataset:
+        digest.update(f"{names[row['label']]}\0{row['text']}\0".encode())
+    return digest.hexdigest()
+
+
+def public(name: str, split: str = "train", text: str | None = None, label: str | None = None):
+    """A public data set of the Hugging Face hub with the columns text and label, as above.
+
+    name: on the hub, like "stanfordnlp/imdb". text, label: its columns, found by their type if not
+    given (the first of strings, the first ClassLabel; without one there is no label).
+
+    Raises ValueError, in one line, when it cannot be had.
+    """
+    problem = "there is no network"
+    if Path(name).exists() or hub_reachable():
+        try:
+            data = datasets.load_dataset(name, split=split)
+            return _renamed(data, name, text, label)
+        except Exception as error:  # the hub, the network and the data set's files all can fail
+            problem = " ".join(str(error).split())[:200]
+    raise ValueError(
+        f"cannot get the data set {name!r} ({problem}): without it there are docstrings() "
+        "and topics()"
+    )
+
+
+def _renamed(data: datasets.Dataset, name: str, text: str | None, label: str | None):
+    kinds = data.features.items()
+    strings = [column for column, kind in kinds if getattr(kind, "dtype", None) == "string"]
+    labels = [column for column, kind in kinds if isinstance(kind, datasets.ClassLabel)]
+    text, label = text or next(iter(strings), None), label or next(iter(labels), None)
+    for column in (text, label):
+        if column is not None and column not in data.features:
+            raise ValueError(f"{column!r} is no column: allowed are {', '.join(data.features)}")
+    if text is None:
+        raise ValueError(f"{name} has no column of strings")
+    data = data.select_columns([column for column in (text, label) if column])
+    wanted = {text: "text", label: "label"}
+    return data.rename_columns({old: new for old, new in wanted.items() if old and old != new})
+
+
+def tokenizer(
+    texts: Iterable[str], vocab_size: int = 4000, kind: str = "wordpiece"
+) -> PreTrainedTokenizerFast:
+    """A tokenizer trained on texts: BERT's pipeline (`wordpiece`) or GPT-2's (`bpe`).
+
+    wordpiece: lower case, words and punctuation apart, `[CLS] text [SEP]`. bpe: bytes, nothing
+    unknown, `text<|endoftext|>`. Both pad, and have at most vocab_size entries, fewer when the
+    texts have no more pieces. The same texts give the same tokenizer.
+
+    Raises ValueError for texts that are none or blank, and a vocabulary below 512.
+    """
+    texts = _checked(texts)
+    whole = isinstance(vocab_size, int) and not isinstance(vocab_size, bool)
+    if not whole or vocab_size < SMALLEST_VOCABULARY:
+        allowed = f"whole numbers from {SMALLEST_VOCABULARY}"
+        raise ValueError(f"vocab_size is {vocab_size!r}: allowed are {allowed}")
+    if kind not in ("wordpiece", "bpe"):
+        raise ValueError(f"kind is {kind!r}: allowed are wordpiece, bpe")
+    return (
+        _train_wordpiece(texts, vocab_size)
+        if kind == "wordpiece"
+        else _train_bpe(texts, vocab_size)
+    )
+
+
+def _train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    normalizer = normalizers.BertNormalizer(lowercase=True)
+    pieces = special + _wordpieces(texts, vocab_size - len(special), normalizer)
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    trained = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+    trained.normalizer = normalizer
+    trained.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trained.decoder = decoders.WordPiece()
+    trained.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    tokens = dict(zip(names, special, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=trained, **tokens)
+
+
+def _wordpieces(texts: list[str], count: int, normalizer) -> list[str]:
+    """The first `count` pieces of a WordPiece vocabulary, single characters first.
+
+    The library's WordPiece trainer breaks ties by a random order. Its BPE trainer does not, if it
+    is given its alphabet; so this is BPE over words with a mark in front: a piece with the mark
+    begins a word, one without it goes on, which WordPiece writes as `##piece`.
+    """
+    mark = "\u2581"
+    letters = Counter(itertools.chain.from_iterable(map(normalizer.normalize_str, texts)))
+    letters = [x for x in sorted(letters, key=lambda x: (-letters[x], x)) if x not in (" ", mark)]
+    alphabet = sorted(letters[:200])
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trained.normalizer = normalizer
+    marks = pre_tokenizers.Metaspace(mark, prepend_scheme="always", split=False)
+    trained.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.BertPreTokenizer(), marks])
+    trainer = trainers.BpeTrainer(
+        vocab_size=count + len(alphabet),
+        initial_alphabet=[*alphabet, mark],
+        limit_alphabet=len(alphabet) + 1,
+        show_progress=False,
+    )
+    trained.train_from_iterator(texts, trainer)
+    vocabulary = trained.get_vocab()
+    merged = sorted(vocabulary, key=vocabulary.get)
+    pieces = alphabet + [f"##{letter}" for letter in alphabet]
+    pieces += [p.removeprefix(mark) if p.startswith(mark) else f"##{p}" for p in merged]
+    return [piece for piece in dict.fromkeys(pieces) if piece][:count]
+
+
+def _train_bpe(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    end, pad = "<|endoftext|>", "<|padding|>"
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[end, pad],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    trained.train_from_iterator(texts, trainer)
+    template = processors.TemplateProcessing(
+        single=f"$A {end}",
+        pair=f"$A {end} $B:1 {end}:1",
+        special_tokens=[(end, trained.token_to_id(end))],
+    )
+    trained.post_processor = processors.Sequence(
+        [processors.ByteLevel(trim_offsets=False), template]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=trained, bos_token=end, eos_token=end, pad_token=pad
+    )
+
+
+def language_model_blocks(
+    texts: Iterable[str], tokenizer: PreTrainedTokenizerFast, length: int
+) -> datasets.Dataset:
+    """All texts in one stream of tokens, cut into blocks: input_ids and labels, `length` ids each.
+
+    The labels are the ids themselves (transformers shifts them); a rest shorter than a block is
+    dropped. Raises ValueError for blank texts and when there is not one whole block.
+    """
+    encoded = tokenizer(_checked(texts), truncation=False, padding=False)["input_ids"]
+    stream = np.fromiter(itertools.chain.from_iterable(encoded), dtype=np.int64)
+    if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= len(stream):
+        raise ValueError(f"length is {length!r}: allowed are whole numbers from 1 to {len(stream)}")
+    blocks = list(stream[: len(stream) // length * length].reshape(-1, length))
+    return datasets.Dataset.from_dict({"input_ids": blocks, "labels": blocks})
+
+
+def _checked(texts: Iterable[str]) -> list[str]:
+    if isinstance(texts, str):
+        raise ValueError("texts is one text: allowed is a list of texts")
+    texts = list(texts)
+    if not texts:
+        raise ValueError("texts is empty: allowed is a list of one text or more")
+    for i, text in enumerate(texts):
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"text {i} is {text!r}: allowed are texts with at least one word")
+    return texts
