@@ -9,10 +9,12 @@ from torch._subclasses import FakeTensorMode
 
 from memlab import models
 
-# Parameters of the published checkpoint with the usual head of this package: what
-# `from_pretrained(hub name).num_parameters()` says; for the decoders and T5 also the element count
-# that the model's page on the Hugging Face hub shows for its safetensors files. Classifiers have
-# two labels. Papers and model cards round the same numbers (110M, 340M, 1.5B, 69B ...).
+# Parameters of the published checkpoints with this package's usual head, two labels for
+# classifiers. Sources: the element counts that the Hugging Face hub shows for the safetensors files
+# of Llama 3.x, Qwen2.5, Mistral and Mixtral (`HfApi().model_info(name).safetensors.total`);
+# KerasHub's presets for T5-3B and GPT-2 medium and large; AuroraGPT's log and the LoRAM paper for
+# Llama-2-70B; for BERT, DistilBERT, RoBERTa and DeBERTa-v3 `model.num_parameters()` after
+# `from_pretrained`, as training logs print it. Papers round them (110M, 340M, 1.5B, 8B, 46.7B).
 PUBLISHED = {
     "bert-base": 109_483_778,
     "bert-large": 335_143_938,
