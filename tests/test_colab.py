@@ -66,11 +66,8 @@ def colab(tmp_path_factory):
     python = home / "env" / "bin" / "python"
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = subprocess.run([python, "-c", where], capture_output=True, text=True, check=True).stdout
-    for pattern in (
-        "setuptools*",
-        "pkg_resources",
-        "_distutils_hack",
-    ):  # older than the preinstalled
+    # The new environment's own setuptools is older than the preinstalled one, and would hide it.
+    for pattern in ("setuptools*", "pkg_resources", "_distutils_hack"):
         for entry in Path(site.strip()).glob(pattern):
             shutil.rmtree(entry)
     (Path(site.strip()) / "distutils-precedence.pth").unlink(missing_ok=True)
