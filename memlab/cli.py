@@ -63,6 +63,10 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"memlab: {message}\n")
 
 
+def _card(text: str) -> str | int:
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
 def _parser() -> argparse.ArgumentParser:
     from memlab.recipe import ATTENTION, CHECKPOINTING, OPTIMIZERS, PRECISIONS, Recipe
 
@@ -103,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     simulate = commands.add_parser(
         "simulate", parents=[recipe], help="predict a step on a GPU that need not be there"
     )
-    simulate.add_argument("--gpu", help="a card's name or a number of bytes; none means no limit")
+    simulate.add_argument("--gpu", type=_card, help="a card's name or a number of bytes; none means no limit")
     simulate.set_defaults(run=_simulate)
     measure = commands.add_parser(
         "measure", parents=[recipe], help="measure a step on this machine"

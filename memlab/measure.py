@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from tqdm.auto import tqdm
 
-from memlab.footprint import Footprint, mib
+from memlab.footprint import Footprint
 from memlab.recipe import Recipe
 from memlab.tracer import Tracer
 from memlab.training import Training
@@ -119,15 +119,17 @@ class Meter:
     counters: the memory functions to ask on CUDA, `torch.cuda` unless a test brings its own.
 
     On CUDA the block runs undisturbed and the figures are the caching allocator's, so the
-    breakdown has one entry, `temporary`, next to what was there at the start. On a CPU every
-    storage is traced; the time then includes the tracing.
+    breakdown knows only what was there at the start (`inputs`) and what came on top
+    (`temporary`). Its context is what the whole card uses beyond this process's reserved memory,
+    so another process on the card counts in. On a CPU every storage is traced; the time then
+    includes the tracing.
 
     Attributes after the block: footprint, seconds, and already_there: (bytes, description) of
     the largest tensors that were alive on the device when it began.
     """
 
     def __init__(self, device=None, model=None, optimizer=None, inputs=(), counters=torch.cuda):
-        self.device = pick_device(device)
+        self.device = pick_device(device, counters)
         self.counters = counters
         self._watched = model, optimizer, inputs
         self.already_there = []
@@ -217,18 +219,18 @@ def _quartiles(seconds: list[float]) -> tuple[float, float, float]:
     return tuple(statistics.quantiles(seconds, n=4, method="inclusive"))
 
 
-def pick_device(device=None) -> torch.device:
+def pick_device(device=None, cuda=torch.cuda) -> torch.device:
     """The device asked for, or CUDA where there is one, or the CPU.
 
     Raises ValueError for a device that is not here.
     """
     if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
     except RuntimeError:
         chosen = None
-    here = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+    here = ["cpu"] + ["cuda"] * cuda.is_available()
     if chosen is None or chosen.type not in here:
         raise ValueError(f"device is {str(device)!r}: this machine has {', '.join(here)}")
     return chosen

@@ -79,7 +79,8 @@ class Recipe:
         longest = models.max_length(config)
         if longest is not None and self.seq_len > longest:
             raise ValueError(
-                f"seq_len is {self.seq_len}: {self.model_name} allows whole numbers from 1 to {longest}"
+                f"seq_len is {self.seq_len}: {self.model_name} allows whole numbers from 1 to "
+                f"{longest}"
             )
 
     @property
@@ -89,7 +90,7 @@ class Recipe:
 
     def but(self, **changes) -> Recipe:
         """The same recipe with some fields changed: `recipe.but(batch_size=1, accumulation=4)`."""
-        known = {field.name for field in dataclasses.fields(self)}
+        known = [field.name for field in dataclasses.fields(self)]
         for name in changes:
             if name not in known:
                 raise ValueError(f"a recipe has no field {name!r}: allowed are {', '.join(known)}")
@@ -131,8 +132,11 @@ class Recipe:
         if self.optimizer == "sgd":
             more.setdefault("optim_args", "momentum=0.9")
         if self.checkpointing != "none":
-            more["gradient_checkpointing"] = True
-            more["gradient_checkpointing_kwargs"] = {
+            fields = TrainingArguments.__dataclass_fields__
+            # The old name, `gradient`, goes with transformers 6 and warns before.
+            name = "activation" if "activation_checkpointing" in fields else "gradient"
+            more[f"{name}_checkpointing"] = True
+            more[f"{name}_checkpointing_kwargs"] = {
                 "use_reentrant": self.checkpointing == "reentrant"
             }
         return TrainingArguments(

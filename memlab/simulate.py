@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import weakref
 from dataclasses import replace
 from unittest import mock
 
@@ -43,7 +44,10 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     with SimulatedGPU(gpu) as simulated:
         simulated.require(recipe.precision)
         training = Training(recipe, simulated.device)
-        simulated.tracer.watch(training.model, inputs=_tensors(training.batches))
+        held = training.batches
+        simulated.tracer.watch(training.model, inputs=_tensors(held))
+        # From the third micro-batch on, each repeats the bytes of the second.
+        training.batches = held[:2]
         training.step()
         simulated.reset_peak()
         training.step()
@@ -168,13 +172,17 @@ class CudaTracer(Tracer):
         self.gpu = gpu
         self.workspace = gpu.workspace if gpu else cuda_rules.CUBLAS_WORKSPACE
         self._handles_used = set()
-        self._host_scalars = {}
+        self._host_scalars = weakref.WeakValueDictionary()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
+        if func is torch.ops.aten._local_scalar_dense.default:  # loss.item()
+            return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
         if func is torch.ops.prim.device.default:  # asked very often, touches no memory
             return func(*args)
+        if func is torch.ops.aten.lift_fresh.default and args[0].dim() == 0:
+            scalar = func(*args)
+            self._host_scalars[id(scalar.untyped_storage())] = scalar.untyped_storage()
+            return scalar
         self._take_workspaces(func)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         scratch = cuda_rules.kernel_scratch(func, args)
@@ -203,9 +211,8 @@ class CudaTracer(Tracer):
 
     def _see(self, tensor, category=None, existed=False) -> None:
         # A number made by torch.tensor() without a device stays on the host.
-        if tensor.dim() == 0 and (self._stepping or category == "optimizer_states"):
-            return
-        super()._see(tensor, category, existed)
+        if id(tensor.untyped_storage()) not in self._host_scalars:
+            super()._see(tensor, category, existed)
 
     def _birth(self, nbytes, category) -> int:
         try:

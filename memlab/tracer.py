@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memlab.footprint import CATEGORIES, Footprint, Timeline
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
+ZERO_GRAD = "zero_grad"  # after a step, until the next tensor is born
 
 
 class Tracer(TorchDispatchMode):
@@ -52,7 +53,7 @@ class Tracer(TorchDispatchMode):
         self._live: dict[int, tuple[int, weakref.ref]] = {}
         self._addresses: dict[int, int] = {}
         self._awaiting_backward: set[int] = set()
-        self._stepping = False
+        self._stepping = self._stepped = False
         self._token = object()  # marks parameters whose gradient is followed
         self._handles = []
 
@@ -129,10 +130,12 @@ class Tracer(TorchDispatchMode):
     def _phase(self) -> str:
         if self._stepping:
             return STEP
-        return BACKWARD if torch._C._current_graph_task_id() != -1 else FORWARD
+        if torch._C._current_graph_task_id() != -1:
+            return BACKWARD
+        return ZERO_GRAD if self._stepped else FORWARD
 
     def _see(self, tensor, category=None, existed=False) -> None:
-        """Log a storage at first sight, or when it was resized; name it when `category` is given."""
+        """Log a storage at first sight or when it was resized; give it a category."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         known = self._live.get(key)
@@ -159,6 +162,7 @@ class Tracer(TorchDispatchMode):
             self.categories.append(category or "inputs")
             self._before += nbytes
             return len(self.sizes) - 1
+        self._stepped = False
         phase = self._phase()
         recomputed = phase == BACKWARD and torch.is_grad_enabled()
         number = self._birth(nbytes, category or ("activations" if recomputed else "temporary"))
@@ -191,7 +195,7 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        for argument in args:
+        for argument in args if func is not torch.ops.aten.lift_fresh.default else ():
             if isinstance(argument, torch.Tensor):
                 self._see_argument(argument)
             elif isinstance(argument, (list, tuple)):
@@ -273,7 +277,7 @@ class Tracer(TorchDispatchMode):
 
     def _after_step(self, optimizer, args, kwargs) -> None:
         self._label_states(optimizer)
-        self._stepping = False
+        self._stepping, self._stepped = False, True
 
     def _label_states(self, optimizer) -> None:
         for state in optimizer.state.values():

@@ -34,7 +34,7 @@ class Training:
         self.model.to(self.device)
         if recipe.checkpointing != "none":
             enable = getattr(self.model, "activation_checkpointing_enable", None)
-            enable = enable or self.model.gradient_checkpointing_enable  # transformers before 5.?
+            enable = enable or self.model.gradient_checkpointing_enable  # its older name
             enable({"use_reentrant": recipe.checkpointing == "reentrant"})
         self.optimizer = make_optimizer(recipe, self.model.parameters())
         self.batches = make_batches(recipe, config, self.device, seed)

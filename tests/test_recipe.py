@@ -1,0 +1,93 @@
+"""Recipes: values that check themselves."""
+
+import json
+
+import pytest
+
+from memlab import Recipe
+from memlab.models import config
+
+
+def test_defaults_are_named_in_the_dictionary():
+    recipe = Recipe()
+    assert recipe.task == "sequence-classification"
+    assert json.loads(json.dumps(recipe.as_dict()))["checkpointing"] == "none"
+
+
+def test_but_changes_only_what_is_asked():
+    recipe = Recipe(batch_size=4).but(accumulation=2)
+    assert (recipe.batch_size, recipe.accumulation) == (4, 2)
+    assert recipe == Recipe(batch_size=4, accumulation=2)
+
+
+def test_another_model_takes_its_own_usual_task():
+    assert Recipe().but(model="gpt2").task == "causal-lm"
+
+
+def test_checkpointing_by_yes_and_no():
+    assert Recipe(checkpointing=True).checkpointing == "non-reentrant"
+    assert Recipe(checkpointing=False) == Recipe()
+
+
+def test_the_twin_keeps_everything_but_the_size():
+    twin = Recipe(model="bert-large", batch_size=4, accumulation=3).twin()
+    assert (twin.model, twin.seq_len) == ("bert-large-tiny", 128)
+    assert (twin.batch_size, twin.accumulation) == (4, 3)
+
+
+def test_a_config_is_a_model():
+    recipe = Recipe(model=config("gpt2-tiny"), seq_len=64)
+    assert recipe.as_dict()["model"] == "gpt2"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("model", "bert-huge", "bert-large"),
+        ("task", "translation", "causal-lm"),
+        ("batch_size", 0, "from 1"),
+        ("batch_size", 2.5, "from 1"),
+        ("batch_size", True, "from 1"),
+        ("seq_len", -1, "from 1"),
+        ("seq_len", 513, "512"),
+        ("accumulation", 0, "from 1"),
+        ("precision", "fp8", "bf16-amp"),
+        ("optimizer", "adamw", "adamw_torch_fused"),
+        ("checkpointing", "sometimes", "reentrant"),
+        ("attention", "flash", "sdpa"),
+        ("set_to_none", "yes", "True"),
+    ],
+)
+def test_bad_values_are_told_in_one_line(field, value, allowed):
+    with pytest.raises(ValueError) as error:
+        Recipe(**{field: value})
+    message = str(error.value)
+    assert repr(value) in message or str(value) in message
+    assert allowed in message
+    assert "\n" not in message
+
+
+def test_an_unknown_field_is_told():
+    with pytest.raises(ValueError, match="no field 'batch': allowed are model"):
+        Recipe().but(batch=1)
+
+
+def test_training_arguments_say_the_same(tmp_path):
+    recipe = Recipe(
+        batch_size=2,
+        accumulation=3,
+        precision="bf16-amp",
+        optimizer="adamw_torch_fused",
+        checkpointing="reentrant",
+    )
+    arguments = recipe.training_arguments(str(tmp_path), use_cpu=True)
+    assert arguments.per_device_train_batch_size == 2
+    assert arguments.gradient_accumulation_steps == 3
+    assert arguments.bf16 and not arguments.fp16
+    assert arguments.optim == "adamw_torch_fused"
+    assert arguments.activation_checkpointing_kwargs == {"use_reentrant": True}
+
+
+def test_what_the_trainer_cannot_do_is_refused():
+    with pytest.raises(ValueError, match="adamw_torch_loop"):
+        Recipe(optimizer="adamw_torch_loop").training_arguments()

@@ -1,0 +1,183 @@
+"""The tracer against two other ways of counting the same bytes: MemTracker and the profiler."""
+
+import gc
+
+import pytest
+import torch
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from memlab import Recipe
+from memlab.tracer import Tracer
+from memlab.training import Training
+
+RECIPES = {
+    "plain": {},
+    "loop": {"optimizer": "adamw_torch_loop"},
+    "accumulation": {"accumulation": 3},
+    "non-reentrant": {"checkpointing": "non-reentrant"},
+    "reentrant": {"checkpointing": "reentrant"},
+    "bf16 autocast": {"precision": "bf16-amp"},
+    "sdpa": {"attention": "sdpa"},
+    "causal": {"model": "gpt2-tiny"},
+    "grouped heads in bf16": {"model": "llama-3-8b-tiny", "precision": "bf16"},
+    "masked": {"task": "masked-lm"},
+}
+
+
+def prepared(name):
+    base = {"model": "bert-large-tiny", "batch_size": 4, "seq_len": 128}
+    if "model" not in RECIPES[name]:
+        base["task"] = "sequence-classification"
+    training = Training(Recipe(**(base | RECIPES[name])))
+    if training.recipe.checkpointing != "none":
+        # A checkpoint keeps the state of the CPU's random numbers, a tensor made without any
+        # operation, which only the profiler sees. On CUDA it stays on the host.
+        training.model.activation_checkpointing_enable(
+            {
+                "use_reentrant": training.recipe.checkpointing == "reentrant",
+                "preserve_rng_state": False,
+            }
+        )
+    training.step()
+    gc.collect()
+    return training
+
+
+def inputs(training):
+    return [tensor for batch in training.batches for tensor in batch.values()]
+
+
+def traced(training):
+    tracer = Tracer()
+    tracer.watch(training.model, training.optimizer, inputs(training))
+    with tracer:
+        training.step()
+    return tracer.footprint()
+
+
+def memtracker_peak(training):
+    tracker = MemTracker()
+    tracker.track_external(training.model, training.optimizer, *inputs(training))
+    autocast = training.autocast
+
+    def before_each_micro_batch():
+        tracker.reset_mod_stats()  # it accepts one forward pass otherwise
+        return autocast()
+
+    training.autocast = before_each_micro_batch
+    with tracker:
+        training.step()
+    (device,) = tracker.get_tracker_snapshot("peak")
+    return tracker.get_tracker_snapshot("peak")[device]["Total"]
+
+
+def profiler_peak(training):
+    tensors = [*training.model.parameters(), *training.model.buffers(), *inputs(training)]
+    tensors += [v for state in training.optimizer.state.values() for v in state.values()]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        training.step()
+    level = peak = sum(storages.values())
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            level += event.nbytes()
+            peak = max(peak, level)
+    return peak
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_peak_equals_memtracker_to_the_byte(name):
+    assert traced(prepared(name)).peak_allocated == memtracker_peak(prepared(name))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_peak_equals_the_profiler_after_rounding(name):
+    # The profiler sees the CPU allocator's requests, which tensors of a few bytes round up to 64.
+    difference = profiler_peak(prepared(name)) - traced(prepared(name)).peak_allocated
+    assert 0 <= difference <= 128
+
+
+def test_breakdown_sums_to_the_peak_and_states_are_exact():
+    training = prepared("plain")
+    footprint = traced(training)
+    assert sum(footprint.breakdown.values()) == footprint.peak_allocated
+    nbytes = 4 * training.parameters
+    assert footprint.breakdown["parameters"] == nbytes
+    steps = 4 * len(list(training.model.parameters()))  # AdamW counts steps in one fp32 each
+    assert footprint.breakdown["optimizer_states"] == 2 * nbytes + steps
+
+
+def test_categories_without_being_told():
+    weight = torch.nn.Parameter(torch.ones(1000))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    x = torch.ones(1000)
+    with Tracer() as tracer:
+        y = (weight * x).sin()
+        y.sum().backward()
+        optimizer.step()
+    assert tracer.categories.count("parameters") == 1
+    sizes = dict.fromkeys(set(tracer.categories), 0)
+    for size, category in zip(tracer.sizes, tracer.categories, strict=True):
+        sizes[category] += size
+    assert sizes["parameters"] == sizes["gradients"] == sizes["optimizer_states"] == 4000
+    assert sizes["inputs"] == 4000
+    assert sizes["activations"] == 4000 + 4000 + 4 + 4  # weight * x, its sine, the sum, its gradient 1
+
+
+def test_a_gradient_that_meets_another_is_added_in_place():
+    x = torch.ones(1000, requires_grad=True)
+    with Tracer() as tracer:
+        y = x * 2
+        (y.sin() + y.cos()).sum().backward()
+    # At no time are there more than these: y, sin, cos kept by nobody but the sums, and the two
+    # gradients that meet in y. Adding out of place would need one more.
+    assert 0 <= profiled_peak_of_the_same() - tracer.peak()[0] <= 64
+
+
+def profiled_peak_of_the_same():
+    x = torch.ones(1000, requires_grad=True)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        y = x * 2
+        (y.sin() + y.cos()).sum().backward()
+    level = peak = x.nbytes
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            level += event.nbytes()
+            peak = max(peak, level)
+    return peak
+
+
+def test_views_share_their_storage_and_resizing_is_seen():
+    with Tracer() as tracer:
+        x = torch.zeros(1000)
+        view = x.view(10, 100)[2:]
+        assert tracer.peak()[0] == 4000
+        x.untyped_storage().resize_(0)
+        view = view.detach()
+        y = torch.zeros(500)
+    assert tracer.peak()[0] == 4000 and y.numel() == 500
+
+
+def test_reset_peak_begins_a_new_stretch():
+    with Tracer() as tracer:
+        x = torch.zeros(1000)
+        del x
+        tracer.reset_peak()
+        y = torch.zeros(10)
+    assert tracer.footprint().peak_allocated == y.nbytes
+
+
+def test_phases_are_in_order():
+    spans = traced(prepared("plain")).timeline.spans()
+    order = [phase for phase, start, end in spans if end - start > 20]
+    assert order == ["forward", "backward", "optimizer step", "zero_grad"]
+
+
+def test_the_tracer_keeps_nothing_alive():
+    with Tracer():
+        x = torch.zeros(1000)
+        storage = torch.multiprocessing.reductions.StorageWeakRef(x.untyped_storage())
+        del x
+        assert storage.expired()
