@@ -107,7 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     simulate = commands.add_parser(
         "simulate", parents=[recipe], help="predict a step on a GPU that need not be there"
     )
-    simulate.add_argument("--gpu", type=_card, help="a card's name or a number of bytes; none means no limit")
+    simulate.add_argument(
+        "--gpu", type=_card, help="a card's name or a number of bytes; none means no limit"
+    )
     simulate.set_defaults(run=_simulate)
     measure = commands.add_parser(
         "measure", parents=[recipe], help="measure a step on this machine"

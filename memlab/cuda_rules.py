@@ -205,8 +205,6 @@ def kernel_scratch(func, args) -> int:
     return 0
 
 
-# Of cards before Hopper, whose size `memlab.gpus` gives: CublasHandlePool.cpp, `:4096:2:16:8` KiB.
-CUBLAS_WORKSPACE = (2 * 4096 + 8 * 16) * 2**10
 CUBLASLT_WORKSPACE = 2**20  # addmm with a bias: aten/src/ATen/cuda/CUDABlas.cpp
 
 

@@ -22,7 +22,7 @@ from transformers import masking_utils
 from memlab import cuda_rules
 from memlab.allocator import CachingAllocator, CapacityError
 from memlab.footprint import Footprint
-from memlab.gpus import GPU
+from memlab.gpus import GPU, cublas_workspace
 from memlab.gpus import gpu as find_gpu
 from memlab.recipe import Recipe
 from memlab.tracer import BACKWARD, Tracer
@@ -46,7 +46,8 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
         training = Training(recipe, simulated.device)
         held = training.batches
         simulated.tracer.watch(training.model, inputs=_tensors(held))
-        # From the third micro-batch on, each repeats the bytes of the second.
+        # From the third micro-batch on, each repeats the bytes of the second; only its loss, a
+        # number of 512 bytes as an allocator's block, would be added.
         training.batches = held[:2]
         training.step()
         simulated.reset_peak()
@@ -82,7 +83,7 @@ class SimulatedGPU:
 
     def __init__(self, gpu: GPU | str | int | None = None):
         self.gpu = None if gpu is None else find_gpu(gpu)
-        capacity = None if gpu is None else self.gpu.total_memory - self.gpu.context
+        capacity = self.gpu.usable if self.gpu else None
         self.tracer = CudaTracer(self.gpu, CachingAllocator(capacity))
         self.device = torch.device("cpu")  # what fake tensors say of themselves
 
@@ -170,7 +171,7 @@ class CudaTracer(Tracer):
     def __init__(self, gpu: GPU | None, allocator: CachingAllocator):
         super().__init__(allocator)
         self.gpu = gpu
-        self.workspace = gpu.workspace if gpu else cuda_rules.CUBLAS_WORKSPACE
+        self.workspace = gpu.workspace if gpu else cublas_workspace((8, 0))
         self._handles_used = set()
         self._host_scalars = weakref.WeakValueDictionary()
 

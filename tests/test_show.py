@@ -1,0 +1,53 @@
+"""Tables and figures."""
+
+import pytest
+from matplotlib import pyplot as plt
+
+from memlab import Recipe, compare, measure, show, simulate
+
+TINY = Recipe(model="bert-large-tiny", batch_size=2, seq_len=32)
+MiB = 2**20
+
+
+@pytest.fixture(scope="module")
+def runs():
+    return {"simulated": simulate(TINY, "T4"), "measured": measure(TINY, "cpu", steps=1)}
+
+
+def test_compare_is_in_mib_with_the_error_beside(runs):
+    frame = compare(runs, against="measured")
+    predicted, seen = runs["simulated"], runs["measured"].footprint
+    assert frame.loc["simulated", "peak"] == predicted.peak_allocated / MiB
+    error = predicted.peak_allocated / seen.peak_allocated - 1
+    assert frame.loc["simulated", "error against measured"] == pytest.approx(error)
+    assert frame.loc["measured", "error against measured"] == 0
+    assert frame.loc["measured", "samples/s"] == runs["measured"].samples_per_second
+
+
+def test_compare_needs_a_row_to_compare_with(runs):
+    with pytest.raises(ValueError, match="against is 'truth': allowed are simulated, measured"):
+        compare(runs, against="truth")
+
+
+def test_table_formats_mib_and_per_cent(runs):
+    html = show.table(compare(runs, against="measured"), "Twin").to_html()
+    assert "Twin" in html and "+0.00%" in html
+    assert "nan" not in html
+
+
+def test_bars_draw_every_category_of_weight(runs):
+    fig = show.bars(runs, limit=10 * MiB)
+    drawn = sum(bar.get_width() for bar in fig.axes[0].patches) * 2**30
+    wanted = sum(getattr(run, "footprint", run).peak_allocated for run in runs.values())
+    assert drawn == pytest.approx(wanted, rel=0.02)
+    plt.close(fig)
+
+
+def test_timeline_reaches_the_peak(runs):
+    footprint = runs["simulated"]
+    fig = show.timeline(footprint)
+    levels = footprint.timeline.levels
+    totals = [sum(level[i] for level in levels.values()) for i in range(len(levels["inputs"]))]
+    without_rounding = footprint.peak_allocated - footprint.breakdown["rounding"]
+    assert max(totals) == pytest.approx(without_rounding, rel=0.01)
+    plt.close(fig)

@@ -1,0 +1,104 @@
+"""The training loop that is simulated and measured: it trains, and it does what its recipe says."""
+
+import pytest
+import torch
+
+from memlab import Recipe
+from memlab.training import Training, make_optimizer
+
+TINY = Recipe(model="bert-large-tiny", batch_size=4, seq_len=32)
+
+
+def gradients(recipe):
+    """Gradients of one effective batch in float64, dropout off."""
+    torch.manual_seed(0)
+    training = Training(recipe)
+    training.model.double().eval()
+    training.optimizer.step = lambda *a, **k: None
+    training.optimizer.zero_grad = lambda *a, **k: None
+    return training
+
+
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [("bert-large-tiny", "fp32"), ("gpt2-tiny", "bf16-amp"), ("llama-3-8b-tiny", "bf16")],
+)
+def test_losses_go_down(model, precision):
+    training = Training(Recipe(model=model, batch_size=4, seq_len=32, precision=precision))
+    for group in training.optimizer.param_groups:
+        group["lr"] = 1e-3
+    losses = [training.step() for _ in range(8)]
+    assert losses[-1] < losses[0] * 0.98
+
+
+def test_the_seed_decides_everything():
+    assert Training(TINY, seed=1).step() == Training(TINY, seed=1).step()
+    assert Training(TINY, seed=1).step() != Training(TINY, seed=2).step()
+
+
+def test_accumulation_gives_the_gradient_of_the_big_batch():
+    small = gradients(TINY.but(batch_size=2, accumulation=2))
+    big = gradients(TINY.but(batch_size=4))
+    big.batches = [
+        {key: torch.cat([batch[key] for batch in small.batches]) for key in small.batches[0]}
+    ]
+    assert small.step() == pytest.approx(big.step(), rel=1e-12)
+    for one, other in zip(small.model.parameters(), big.model.parameters(), strict=True):
+        if other.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
+def test_checkpointing_gives_the_gradient_of_none(how):
+    plain, checkpointed = gradients(TINY), gradients(TINY.but(checkpointing=how))
+    checkpointed.model.train()
+    for module in checkpointed.model.modules():  # in train mode, where checkpoints are taken
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    assert plain.step() == pytest.approx(checkpointed.step(), rel=1e-12)
+    pairs = zip(plain.model.parameters(), checkpointed.model.parameters(), strict=True)
+    for one, other in pairs:
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_sdpa_gives_the_gradient_of_eager():
+    eager, sdpa = gradients(TINY), gradients(TINY.but(attention="sdpa"))
+    assert eager.step() == pytest.approx(sdpa.step(), rel=1e-9)
+    for one, other in zip(eager.model.parameters(), sdpa.model.parameters(), strict=True):
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=1e-9)
+
+
+def test_the_three_adamw_take_the_same_step():
+    results = []
+    for name in ("adamw_torch", "adamw_torch_loop", "adamw_torch_fused"):
+        training = Training(TINY.but(optimizer=name))
+        training.step()
+        results.append(torch.cat([p.detach().flatten() for p in training.model.parameters()]))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(results[0], results[2], rtol=1e-5, atol=1e-7)
+
+
+def test_zero_grad_keeps_or_frees():
+    kept, freed = Training(TINY.but(set_to_none=False)), Training(TINY)
+    kept.step()
+    freed.step()
+    assert all(p.grad is None for p in freed.model.parameters())
+    grads = [p.grad for p in kept.model.parameters() if p.grad is not None]
+    assert grads and all(not grad.any() for grad in grads)
+
+
+def test_precision_decides_the_dtypes():
+    assert next(Training(TINY.but(precision="bf16")).model.parameters()).dtype == torch.bfloat16
+    amp = Training(TINY.but(precision="fp16-amp"))
+    assert next(amp.model.parameters()).dtype == torch.float32
+    assert amp.scaler.is_enabled() and not Training(TINY).scaler.is_enabled()
+
+
+def test_sgd_has_momentum():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = make_optimizer(Recipe(optimizer="sgd"), [weight])
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    assert "momentum_buffer" in optimizer.state[weight]
