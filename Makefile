@@ -74,7 +74,7 @@ pages: $(READY)
 	$(BIN)/python -m pytest -m rendered
 
 bench: $(READY)
-	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
+	@for file in $(sort $(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
 
 format: $(READY) strip
 	$(BIN)/ruff check --fix .

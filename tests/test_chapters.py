@@ -107,18 +107,22 @@ def tracked_texts():
 
 
 def test_every_copy_of_the_address_is_the_configured_one():
-    slug = re.escape(set_address.configured())
-    copies = re.compile(
-        r"(?:git\+https://github\.com|colab\.research\.google\.com/github)/([\w./-]+)"
-    )
-    wrong = [
-        (name, match.group(0))
+    """Install lines, Colab links and Kaggle links; other links to GitHub are other projects."""
+    slug = set_address.configured()
+    forms = [
+        (r"git\+https://github\.com/([\w-]+/[\w-]+)", slug),
+        (r"colab\.research\.google\.com/github/([\w-]+/[\w-]+)", slug),
+        (r"src=https%3A%2F%2Fgithub\.com%2F([\w-]+?%2F[\w-]+?)%2F", slug.replace("/", "%2F")),
+    ]
+    copies = [
+        (name, found, wanted)
         for name, text in tracked_texts()
         if not name.startswith("tests/")
-        for match in copies.finditer(text)
-        if not re.match(rf"{slug}(?![\w-])", match.group(1))
+        for form, wanted in forms
+        for found in re.findall(form, text)
     ]
-    assert wrong == []
+    assert len(copies) >= 2 + len(NOTEBOOKS)
+    assert [copy for copy in copies if copy[1] != copy[2]] == []
 
 
 def test_no_path_of_one_machine_is_stored():
