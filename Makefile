@@ -14,7 +14,7 @@ STRIP := nbstripout --keep-id --extra-keys "metadata.widgets metadata.language_i
 export HF_HUB_OFFLINE := 1
 export PYDEVD_DISABLE_FILE_VALIDATION := 1
 
-.PHONY: help env book serve test lint stripped units pages bench format strip address clean
+.PHONY: help env book serve test lint stripped units pages bench format strip address cover clean
 
 help:
 	@echo "make book      make the environment, execute every chapter, render the book"
@@ -26,6 +26,7 @@ help:
 	@echo "make format    put modules and notebooks into style, drop stored outputs"
 	@echo "make bench     benchmarks"
 	@echo "make address URL=https://github.com/you/fork   set the repository's address everywhere"
+	@echo "make cover     draw the picture of the README and the landing page anew"
 	@echo "make clean     remove what was built; rm -rf $(VENV) removes the environment"
 
 env: $(READY)
@@ -85,6 +86,9 @@ strip: $(READY)
 
 address:
 	@"$(PYTHON)" tools/set_address.py "$(URL)"
+
+cover: $(READY)
+	$(BIN)/python tools/draw_cover.py
 
 clean:
 	rm -rf _build $(WORK) .pytest_cache .ruff_cache

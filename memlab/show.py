@@ -8,6 +8,7 @@ import pandas as pd
 from matplotlib import pyplot as plt
 
 from memlab.footprint import CATEGORIES, MiB
+from memlab.gpus import gpu
 
 GREY = "#808080"  # halfway between white and black: text that reads on both
 # A hue a category that keeps apart for the colour-blind (after Okabe and Ito) and has contrast
@@ -92,10 +93,11 @@ def table(frame: pd.DataFrame, caption: str = ""):
     return styled.set_caption(caption) if caption else styled
 
 
-def bars(rows: dict, limit: int | None = None, title: str = ""):
+def bars(rows: dict, limit: str | int | None = None, title: str = ""):
     """Stacked horizontal bars of the peaks by category, a bar a run, in GiB.
 
-    rows: label -> Footprint or Measurement; limit: bytes of a card, drawn as a line.
+    rows: label -> Footprint or Measurement.
+    limit: a card's name or a number of bytes, drawn as a line where its memory ends.
     """
     footprints = {name: getattr(run, "footprint", run) for name, run in rows.items()}
     fig, ax = figure(height=0.9 + 0.42 * len(rows))
@@ -108,12 +110,23 @@ def bars(rows: dict, limit: int | None = None, title: str = ""):
             left += values
     for y, total in enumerate(left):
         ax.text(total, y, f" {total:,.1f}", va="center")
+    right = left.max()
     if limit:
-        ax.axvline(limit / 2**30, color=GREY, linestyle="--")
+        card = gpu(limit)
+        right = max(right, card.usable / 2**30)
+        ax.axvline(card.usable / 2**30, color=GREY, linestyle="--")
+        ax.annotate(
+            f"{card.name} ",
+            (card.usable / 2**30, 1),
+            ha="right",
+            va="bottom",
+            xycoords=("data", "axes fraction"),
+        )
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
-    ax.set(xlabel="GiB", title=title, xlim=(0, max(left.max(), (limit or 0) / 2**30) * 1.12))
-    fig.legend(loc="outside lower center", ncols=4)
+    ax.set(xlabel="GiB", xlim=(0, right * 1.12))
+    ax.set_title(title, loc="left")
+    fig.legend(loc="outside lower center", ncols=5)
     return fig
 
 

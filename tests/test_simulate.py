@@ -58,8 +58,6 @@ def test_it_takes_little_memory_of_its_own():
 def test_more_micro_batches_hold_what_two_hold(checkpointing):
     tiny = Recipe(model="bert-large-tiny", batch_size=2, seq_len=64, checkpointing=checkpointing)
     with SimulatedGPU() as gpu:
-        from memlab.training import Training
-
         training = Training(tiny.but(accumulation=5), gpu.device)
         gpu.tracer.watch(training.model, inputs=[t for b in training.batches for t in b.values()])
         training.step()

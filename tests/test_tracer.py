@@ -122,7 +122,9 @@ def test_categories_without_being_told():
         sizes[category] += size
     assert sizes["parameters"] == sizes["gradients"] == sizes["optimizer_states"] == 4000
     assert sizes["inputs"] == 4000
-    assert sizes["activations"] == 4000 + 4000 + 4 + 4  # weight * x, its sine, the sum, its gradient 1
+    assert (
+        sizes["activations"] == 4000 + 4000 + 4 + 4
+    )  # weight * x, its sine, the sum, its gradient 1
 
 
 def test_a_gradient_that_meets_another_is_added_in_place():
