@@ -12,6 +12,8 @@ STRIP := nbstripout --keep-id --extra-keys "metadata.widgets metadata.language_i
 
 # Nothing here asks a model hub; an attempt fails at once instead of waiting for a network.
 export HF_HUB_OFFLINE := 1
+# Progress bars are for a reader who waits, not for a page.
+export TQDM_DISABLE := 1
 export PYDEVD_DISABLE_FILE_VALIDATION := 1
 
 .PHONY: help env book serve test lint stripped units pages bench format strip address cover clean

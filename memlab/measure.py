@@ -71,7 +71,7 @@ def measure(recipe: Recipe, device=None, steps: int = 5, seed: int = 0) -> Measu
     progress = tqdm(total=steps + 3, desc=f"measuring {recipe.model_name}", leave=False)
     training.step()  # optimizer states and kernels appear in the first step
     progress.update()
-    with Meter(device, training.model, training.optimizer, _tensors(training.batches)) as meter:
+    with Meter(device, training.model, training.optimizer, training.inputs) as meter:
         loss = training.step()
     progress.update()
     training.step()
@@ -91,7 +91,7 @@ def measure(recipe: Recipe, device=None, steps: int = 5, seed: int = 0) -> Measu
         trainable_parameters=training.trainable_parameters,
     )
     if device.type == "cuda":
-        footprint = replace(footprint, breakdown=_traced_breakdown(training, footprint))
+        footprint = _explained(footprint, training)
     lower, median, upper = _quartiles(seconds)
     return Measurement(
         footprint=footprint,
@@ -194,23 +194,25 @@ def alive_tensors(device, most: int = 5) -> list[tuple[int, str]]:
     return sorted(found.values(), reverse=True)[:most]
 
 
-def _traced_breakdown(training: Training, footprint: Footprint) -> dict[str, int]:
-    """The counters' peak, shared out by a second, traced step.
+def _explained(footprint: Footprint, training: Training) -> Footprint:
+    """The counters' figures with a breakdown, a phase and a timeline from a traced step.
 
     Tracing makes autograd add some gradients out of place, so the peak itself is taken from the
     undisturbed step; what the tensors do not explain is the libraries' and the allocator's.
     """
     tracer = Tracer()
-    tracer.watch(training.model, training.optimizer, _tensors(training.batches))
+    tracer.watch(training.model, training.optimizer, training.inputs)
     with tracer:
         training.step()
-    breakdown = tracer.footprint().breakdown
+    traced = tracer.footprint()
+    breakdown = dict(traced.breakdown)
     breakdown["rounding"] = footprint.peak_allocated - sum(breakdown.values())
-    return breakdown
-
-
-def _tensors(batches):
-    return [tensor for batch in batches for tensor in batch.values()]
+    return replace(
+        footprint,
+        breakdown=breakdown,
+        peak_phase=traced.peak_phase,
+        timeline=traced.timeline,
+    )
 
 
 def _quartiles(seconds: list[float]) -> tuple[float, float, float]:

@@ -9,17 +9,14 @@ of memory where the card would.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import weakref
 from dataclasses import replace
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from transformers import masking_utils
+from tqdm.auto import tqdm
 
-from memlab import cuda_rules
+from memlab import cuda_rules, fake
 from memlab.allocator import CachingAllocator, CapacityError
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, cublas_workspace
@@ -27,9 +24,6 @@ from memlab.gpus import gpu as find_gpu
 from memlab.recipe import Recipe
 from memlab.tracer import BACKWARD, Tracer
 from memlab.training import Training
-
-# The module: the name torch.optim.optimizer is taken away from the package after its import.
-optimizers = importlib.import_module("torch.optim.optimizer")
 
 
 def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
@@ -44,19 +38,16 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     with SimulatedGPU(gpu) as simulated:
         simulated.require(recipe.precision)
         training = Training(recipe, simulated.device)
-        held = training.batches
-        simulated.tracer.watch(training.model, inputs=_tensors(held))
+        simulated.tracer.watch(training.model, inputs=training.inputs)
         # From the third micro-batch on, each repeats the bytes of the second; only its loss, a
         # number of 512 bytes as an allocator's block, would be added.
-        training.batches = held[:2]
-        training.step()
-        simulated.reset_peak()
-        training.step()
+        held, training.batches = training.batches, training.batches[:2]
+        label = f"simulating {recipe.model_name}"
+        for _ in tqdm(range(2), label, leave=False, delay=2):
+            simulated.reset_peak()
+            training.step()
+        training.batches = held
         return simulated.footprint_of(training)
-
-
-def _tensors(batches):
-    return [tensor for batch in batches for tensor in batch.values()]
 
 
 class SimulatedGPU:
@@ -89,11 +80,11 @@ class SimulatedGPU:
 
     def __enter__(self) -> SimulatedGPU:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(fake.tensors_without_data())
+            stack.enter_context(fake.cuda_code_on_cpu_tensors())
             stack.enter_context(cuda_rules.cuda_kernels())
-            for patch in self._patches():
-                stack.enter_context(patch)
-            stack.enter_context(CudaNames())
+            for name, answer in self._memory_functions().items():
+                stack.enter_context(mock.patch.object(torch.cuda, name, answer))
             stack.enter_context(self.tracer)
             self._stack = stack.pop_all()
         return self
@@ -130,9 +121,10 @@ class SimulatedGPU:
             device_used=None if context is None else footprint.peak_reserved + context,
         )
 
-    def _patches(self):
+    def _memory_functions(self):
+        """What `torch.cuda` answers inside."""
         tracer, allocator = self.tracer, self.tracer.allocator
-        answers = {
+        return {
             "memory_allocated": lambda device=None: allocator.allocated,
             "memory_reserved": lambda device=None: allocator.reserved,
             "max_memory_allocated": lambda device=None: tracer.peak()[0],
@@ -142,27 +134,6 @@ class SimulatedGPU:
             "synchronize": lambda device=None: None,
             "mem_get_info": lambda device=None: tracer.free_and_total(),
         }
-        for name, answer in answers.items():
-            yield mock.patch.object(torch.cuda, name, answer)
-        # Fake tensors call themselves cpu tensors: names that mean CUDA are turned into cpu.
-        yield mock.patch.object(torch.autocast, "__init__", _autocast_on_cpu(torch.autocast))
-        yield mock.patch.object(torch.amp.GradScaler, "__init__", _scaler_on_cpu)
-        yield mock.patch.object(torch.amp.GradScaler, "_maybe_opt_step", _always_step)
-        yield mock.patch.object(torch.nn.Module, "_apply", _apply)
-        # The multi-tensor step is the default on CUDA only.
-        foreach_devices = mock.Mock(return_value=["cpu"])
-        for module in (optimizers, torch.utils._foreach_utils):
-            yield mock.patch.object(
-                module, "_get_foreach_kernels_supported_devices", foreach_devices
-            )
-        yield mock.patch.object(
-            optimizers,
-            "_foreach_supported_types",
-            [*optimizers._foreach_supported_types, FakeTensor],
-        )
-        # transformers takes a fake tensor for tracing and then builds masks that CUDA never sees.
-        yield mock.patch.object(masking_utils, "is_tracing", lambda *a, **k: False)
-        yield mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda *a, **k: None)
 
 
 class CudaTracer(Tracer):
@@ -176,8 +147,6 @@ class CudaTracer(Tracer):
         self._host_scalars = weakref.WeakValueDictionary()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default:  # loss.item()
-            return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
         if func is torch.ops.prim.device.default:  # asked very often, touches no memory
             return func(*args)
         if func is torch.ops.aten.lift_fresh.default and args[0].dim() == 0:
@@ -250,61 +219,3 @@ def _size(nbytes: int) -> str:
         if nbytes > unit or (unit == 2**10 and nbytes == unit):
             return f"{nbytes / unit:.2f} {name}"
     return f"{nbytes} bytes"
-
-
-class CudaNames(TorchFunctionMode):
-    """Turns every device argument that names CUDA into the cpu of the fake tensors."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
-            return args[0]
-        args = [_cpu_for_cuda(value) for value in args]
-        return func(*args, **{name: _cpu_for_cuda(value) for name, value in kwargs.items()})
-
-
-def _cpu_for_cuda(value):
-    if isinstance(value, str) and value.split(":")[0] == "cuda":
-        return "cpu"
-    if isinstance(value, torch.device) and value.type == "cuda":
-        return torch.device("cpu")
-    return value
-
-
-def _autocast_on_cpu(autocast):
-    original = autocast.__init__
-
-    def init(self, device_type, dtype=None, enabled=True, cache_enabled=None):
-        if device_type == "cuda":
-            device_type, dtype = "cpu", dtype or torch.float16  # CUDA's default
-        original(self, device_type, dtype, enabled, cache_enabled)
-
-    return init
-
-
-_original_scaler_init = torch.amp.GradScaler.__init__
-
-
-def _scaler_on_cpu(self, device="cuda", *args, **kwargs):
-    _original_scaler_init(self, _cpu_for_cuda(device), *args, **kwargs)
-
-
-def _apply(self, function, recurse=True):
-    """`Module._apply` without `swap_tensors`, which refuses fake tensors."""
-    if recurse:
-        for module in self.children():
-            module._apply(function)
-    for parameter in self._parameters.values():
-        if parameter is not None:
-            with torch.no_grad():
-                applied = function(parameter)
-            if applied is not parameter:
-                parameter.data = applied
-    for name, buffer in self._buffers.items():
-        if buffer is not None:
-            self._buffers[name] = function(buffer)
-    return self
-
-
-def _always_step(self, optimizer, optimizer_state, *args, **kwargs):
-    return optimizer.step(*args, **kwargs)

@@ -58,6 +58,11 @@ class Training:
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
     @property
+    def inputs(self) -> list[torch.Tensor]:
+        """Every tensor of the micro-batches."""
+        return [tensor for batch in self.batches for tensor in batch.values()]
+
+    @property
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 

@@ -7,7 +7,8 @@ import torch
 
 from memlab import Meter, Recipe, measure
 from memlab.allocator import CachingAllocator
-from memlab.measure import _traced_breakdown, alive_tensors, pick_device, require
+from memlab.footprint import Footprint
+from memlab.measure import _explained, alive_tensors, pick_device, require
 from memlab.training import Training
 
 MiB = 2**20
@@ -144,10 +145,12 @@ def test_cuda_figures_come_from_the_counters():
 def test_a_traced_step_shares_out_the_counters_peak():
     training = Training(TINY)
     training.step()
-    footprint = measure(TINY, "cpu", steps=1).footprint
-    breakdown = _traced_breakdown(training, footprint)
-    assert sum(breakdown.values()) == footprint.peak_allocated
-    assert breakdown["parameters"] == 4 * training.parameters
+    counted = Footprint(10**8, 2 * 10**8, {"temporary": 10**8}, "unknown")
+    explained = _explained(counted, training)
+    assert sum(explained.breakdown.values()) == explained.peak_allocated == 10**8
+    assert explained.breakdown["parameters"] == 4 * training.parameters
+    assert explained.peak_phase in ("forward", "backward", "optimizer step")
+    assert explained.peak_reserved == counted.peak_reserved
 
 
 @pytest.mark.parametrize("device", ["tpu", "nonsense", 3.5])

@@ -43,13 +43,9 @@ def prepared(name):
     return training
 
 
-def inputs(training):
-    return [tensor for batch in training.batches for tensor in batch.values()]
-
-
 def traced(training):
     tracer = Tracer()
-    tracer.watch(training.model, training.optimizer, inputs(training))
+    tracer.watch(training.model, training.optimizer, training.inputs)
     with tracer:
         training.step()
     return tracer.footprint()
@@ -57,7 +53,7 @@ def traced(training):
 
 def memtracker_peak(training):
     tracker = MemTracker()
-    tracker.track_external(training.model, training.optimizer, *inputs(training))
+    tracker.track_external(training.model, training.optimizer, *training.inputs)
     autocast = training.autocast
 
     def before_each_micro_batch():
@@ -72,7 +68,7 @@ def memtracker_peak(training):
 
 
 def profiler_peak(training):
-    tensors = [*training.model.parameters(), *training.model.buffers(), *inputs(training)]
+    tensors = [*training.model.parameters(), *training.model.buffers(), *training.inputs]
     tensors += [v for state in training.optimizer.state.values() for v in state.values()]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     activities = [torch.profiler.ProfilerActivity.CPU]

@@ -1,0 +1,117 @@
+"""Training loops on tensors without data, and CUDA's names for a machine without CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from transformers import masking_utils
+
+# The module: the name torch.optim.optimizer is taken away from the package after its import.
+optimizers = importlib.import_module("torch.optim.optimizer")
+
+
+@contextlib.contextmanager
+def tensors_without_data():
+    """Make every tensor a fake one: with a shape, a dtype and a lifetime, but no data.
+
+    What a training loop asks of values is answered: `.item()` gives 1, the gradient scaler
+    always steps. What branches on values in another way raises PyTorch's own error.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(NoData(allow_non_fake_inputs=True))
+        for target, name, replacement in (
+            (torch.nn.Module, "_apply", _apply),
+            (torch.amp.GradScaler, "_maybe_opt_step", _always_step),
+            # transformers takes a fake tensor for tracing and then builds masks that a run
+            # never builds.
+            (masking_utils, "is_tracing", lambda *a, **k: False),
+            (masking_utils, "find_packed_sequence_indices", lambda *a, **k: None),
+        ):
+            stack.enter_context(mock.patch.object(target, name, replacement))
+        yield
+
+
+class NoData(FakeTensorMode):
+    """PyTorch's fake tensors, which refuse to be read, with an answer to `.item()`."""
+
+    def dispatch(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
+        return super().dispatch(func, types, args, kwargs)
+
+
+@contextlib.contextmanager
+def cuda_code_on_cpu_tensors():
+    """Let code written for CUDA run on fake tensors, which call themselves cpu tensors."""
+    foreach_devices = mock.Mock(return_value=["cpu"])  # elsewhere the default on CUDA only
+    types = [*optimizers._foreach_supported_types, FakeTensor]
+    with contextlib.ExitStack() as stack:
+        for target, name, replacement in (
+            (torch.autocast, "__init__", _autocast_on_cpu),
+            (torch.amp.GradScaler, "__init__", _scaler_on_cpu),
+            (optimizers, "_get_foreach_kernels_supported_devices", foreach_devices),
+            (torch.utils._foreach_utils, "_get_foreach_kernels_supported_devices", foreach_devices),
+            (optimizers, "_foreach_supported_types", types),
+        ):
+            stack.enter_context(mock.patch.object(target, name, replacement))
+        stack.enter_context(CudaNames())
+        yield
+
+
+class CudaNames(TorchFunctionMode):
+    """Turns every device argument that names CUDA into the cpu of the fake tensors."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        args = [_cpu_for_cuda(value) for value in args]
+        return func(*args, **{name: _cpu_for_cuda(value) for name, value in kwargs.items()})
+
+
+def _cpu_for_cuda(value):
+    if isinstance(value, str) and value.split(":")[0] == "cuda":
+        return "cpu"
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    return value
+
+
+_original_autocast_init = torch.autocast.__init__
+_original_scaler_init = torch.amp.GradScaler.__init__
+
+
+def _autocast_on_cpu(self, device_type, dtype=None, enabled=True, cache_enabled=None):
+    if device_type == "cuda":
+        device_type, dtype = "cpu", dtype or torch.float16  # CUDA's default
+    _original_autocast_init(self, device_type, dtype, enabled, cache_enabled)
+
+
+def _scaler_on_cpu(self, device="cuda", *args, **kwargs):
+    _original_scaler_init(self, _cpu_for_cuda(device), *args, **kwargs)
+
+
+def _apply(self, function, recurse=True):
+    """`Module._apply` without `swap_tensors`, which refuses fake tensors."""
+    if recurse:
+        for module in self.children():
+            module._apply(function)
+    for parameter in self._parameters.values():
+        if parameter is not None:
+            with torch.no_grad():
+                applied = function(parameter)
+            if applied is not parameter:
+                parameter.data = applied
+    for name, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[name] = function(buffer)
+    return self
+
+
+def _always_step(self, optimizer, optimizer_state, *args, **kwargs):
+    return optimizer.step(*args, **kwargs)

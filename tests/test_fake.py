@@ -1,0 +1,70 @@
+"""Fake tensors live and die as real ones: the same log on both, in every category."""
+
+import contextlib
+import gc
+
+import pytest
+import torch
+
+from memlab import Recipe
+from memlab.fake import cuda_code_on_cpu_tensors, tensors_without_data
+from memlab.tracer import Tracer
+from memlab.training import Training
+
+RECIPES = [
+    Recipe(model="bert-large-tiny", batch_size=2, seq_len=64),
+    Recipe(model="bert-large-tiny", batch_size=2, seq_len=64, accumulation=3, attention="sdpa"),
+    Recipe(model="bert-base-tiny", task="masked-lm", seq_len=64, precision="bf16-amp"),
+    Recipe(model="gpt2-tiny", batch_size=2, seq_len=64, checkpointing=True),
+    Recipe(model="gpt2-tiny", seq_len=64, checkpointing="reentrant", precision="fp16-amp"),
+    Recipe(model="llama-3-8b-tiny", batch_size=2, seq_len=64, precision="bf16"),
+    Recipe(model="qwen2.5-0.5b-tiny", seq_len=64, optimizer="sgd"),
+    Recipe(model="distilbert-tiny", seq_len=64, optimizer="adamw_torch_loop"),
+    Recipe(model="deberta-v3-base-tiny", seq_len=64, optimizer="adamw_torch_fused"),
+]
+
+
+def footprint(recipe, context):
+    with context, Tracer() as tracer:
+        training = Training(recipe)
+        tracer.watch(training.model, inputs=training.inputs)
+        training.step()
+        gc.collect()
+        tracer.reset_peak()
+        training.step()
+    return tracer.footprint()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_the_fake_run_holds_what_the_real_run_holds(recipe):
+    real = footprint(recipe, contextlib.nullcontext())
+    fake = footprint(recipe, tensors_without_data())
+    assert fake.peak_allocated == pytest.approx(real.peak_allocated, rel=1e-5)
+    assert fake.peak_phase == real.peak_phase
+    for category, nbytes in real.breakdown.items():
+        assert fake.breakdown[category] == pytest.approx(nbytes, rel=1e-3, abs=2048), category
+
+
+def test_item_has_an_answer():
+    with tensors_without_data():
+        assert torch.zeros(3).sum().item() == 1.0
+        assert torch.zeros(3, dtype=torch.long).sum().item() == 1
+        assert torch.zeros(3).sum().bool().item() is True
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda:1")])
+def test_cuda_names_place_fake_tensors(device):
+    with tensors_without_data(), cuda_code_on_cpu_tensors():
+        x = torch.ones(3, device=device)
+        assert x.to(device).untyped_storage()._cdata == x.untyped_storage()._cdata
+        assert torch.ones(3).to(device, torch.float16).dtype == torch.float16
+        module = torch.nn.Linear(2, 2, device=device).to(device)
+        assert module(torch.ones(1, 2, device=device)).shape == (1, 2)
+
+
+def test_half_moves_a_module_and_keeps_its_parameters():
+    with tensors_without_data():
+        module = torch.nn.Linear(2, 2)
+        weight = module.weight
+        module.half()
+        assert module.weight is weight and weight.dtype == torch.float16
