@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from transformers import masking_utils
 
@@ -33,6 +34,10 @@ def tensors_without_data():
             (masking_utils, "find_packed_sequence_indices", lambda *a, **k: None),
         ):
             stack.enter_context(mock.patch.object(target, name, replacement))
+        if "bitsandbytes" in sys.modules:
+            functional = sys.modules["bitsandbytes.functional"]
+            create = _with_data(functional.create_dynamic_map)
+            stack.enter_context(mock.patch.object(functional, "create_dynamic_map", create))
         yield
 
 
@@ -60,6 +65,27 @@ def cuda_code_on_cpu_tensors():
         ):
             stack.enter_context(mock.patch.object(target, name, replacement))
         stack.enter_context(CudaNames())
+        yield
+
+
+@contextlib.contextmanager
+def paged_states(zeros_on_host):
+    """Let bitsandbytes' paged optimizers page, which they do on CUDA only.
+
+    zeros_on_host: makes each state that is paged, those of 100,000 elements and more
+    (`Optimizer8bit.get_state_buffer` in bitsandbytes/optim/optimizer.py).
+    """
+    if "bitsandbytes" not in sys.modules:
+        yield
+        return
+    optimizer_class = sys.modules["bitsandbytes.optim.optimizer"].Optimizer8bit
+
+    def get_state_buffer(self, p, dtype=torch.float32):
+        if self.is_paged and p.numel() >= 100_000:
+            return zeros_on_host(p, dtype)
+        return torch.zeros_like(p, dtype=dtype, device=p.device)
+
+    with mock.patch.object(optimizer_class, "get_state_buffer", get_state_buffer):
         yield
 
 
@@ -111,6 +137,16 @@ def _apply(self, function, recurse=True):
         if buffer is not None:
             self._buffers[name] = function(buffer)
     return self
+
+
+def _with_data(function):
+    """bitsandbytes reads the table of its 8-bit numbers while it makes it."""
+
+    def run(*args, **kwargs):
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def _always_step(self, optimizer, optimizer_state, *args, **kwargs):

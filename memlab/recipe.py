@@ -12,7 +12,16 @@ PRECISIONS = ("fp32", "fp16-amp", "bf16-amp", "bf16")
 # `adamw_torch` is what `torch.optim.AdamW(params)` does on CUDA: the multi-tensor ("foreach")
 # step. The plain loop over parameters, PyTorch's choice on a CPU, has a name of its own, because
 # the two differ by a whole copy of the gradients.
-OPTIMIZERS = ("adamw_torch", "adamw_torch_loop", "adamw_torch_fused", "sgd")
+OPTIMIZERS = (
+    "adamw_torch",
+    "adamw_torch_loop",
+    "adamw_torch_fused",
+    "sgd",
+    "adafactor",
+    "adamw_8bit",
+    "paged_adamw_8bit",
+    "lion_8bit",
+)
 CHECKPOINTING = ("none", "reentrant", "non-reentrant")
 ATTENTION = ("eager", "sdpa")
 
@@ -30,8 +39,10 @@ class Recipe:
         batch_size * accumulation.
     precision: `fp32`; `fp16-amp` and `bf16-amp` (fp32 parameters under autocast, fp16 with loss
         scaling); `bf16` (parameters, gradients and states in bfloat16).
-    optimizer: `adamw_torch` (multi-tensor), `adamw_torch_loop`, `adamw_torch_fused`, or `sgd`
-        (momentum 0.9, multi-tensor).
+    optimizer: `adamw_torch` (multi-tensor), `adamw_torch_loop`, `adamw_torch_fused`, `sgd`
+        (momentum 0.9, multi-tensor), transformers' `adafactor` (a given learning rate, no
+        momentum), or bitsandbytes' `adamw_8bit`, `paged_adamw_8bit` and `lion_8bit`, with the
+        embeddings' states in 32 bit as the Trainer sets them.
     checkpointing: `none`, `non-reentrant` (every layer, PyTorch's recommended form) or
         `reentrant`. True stands for `non-reentrant`, False for `none`.
     attention: transformers' `eager` or `sdpa`.

@@ -146,7 +146,7 @@ def timeline(footprint, title: str = ""):
     )
     for phase, start, end in line.spans():
         ax.axvline(end, color=GREY, linewidth=0.6)
-        if end - start > 0.06 * len(line.phases):
+        if end - start > 0.016 * len(phase) * len(line.phases):  # a label that has room
             ax.annotate(
                 phase, ((start + end) / 2, 1.01), xycoords=("data", "axes fraction"), ha="center"
             )

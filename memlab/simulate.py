@@ -23,7 +23,7 @@ from memlab.gpus import GPU, cublas_workspace
 from memlab.gpus import gpu as find_gpu
 from memlab.recipe import Recipe
 from memlab.tracer import BACKWARD, Tracer
-from memlab.training import Training
+from memlab.training import Training, import_bitsandbytes
 
 
 def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
@@ -35,6 +35,8 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     torch.OutOfMemoryError in PyTorch's own words when the card is too small, and ValueError
     when it does not have the recipe's number format.
     """
+    if recipe.optimizer.endswith("8bit"):
+        import_bitsandbytes(recipe.optimizer)  # SimulatedGPU prepares it if it is there
     with SimulatedGPU(gpu) as simulated:
         simulated.require(recipe.precision)
         training = Training(recipe, simulated.device)
@@ -64,7 +66,10 @@ class SimulatedGPU:
     `torch.cuda` for memory figures. What it assumes:
 
     - Everything made inside lives on the card, except scalars made by `torch.tensor(number)`,
-      which stay on the host as they do with CUDA (AdamW's step counters).
+      which stay on the host as they do with CUDA (AdamW's step counters), and the states of
+      paged optimizers, which lie in managed memory outside PyTorch's allocator. How much of
+      those the driver keeps on the card at a time is not simulated.
+    - bitsandbytes, where the loop uses it, is imported before.
     - Tensors hold no data: `loss.item()` gives 1.0, and code that branches on values follows
       one branch. The gradient scaler never skips a step.
     - One stream, the allocator's default settings, no other process on the card.
@@ -76,12 +81,14 @@ class SimulatedGPU:
         self.gpu = None if gpu is None else find_gpu(gpu)
         capacity = self.gpu.usable if self.gpu else None
         self.tracer = CudaTracer(self.gpu, CachingAllocator(capacity))
+        self._at_exit = None
         self.device = torch.device("cpu")  # what fake tensors say of themselves
 
     def __enter__(self) -> SimulatedGPU:
         with contextlib.ExitStack() as stack:
             stack.enter_context(fake.tensors_without_data())
             stack.enter_context(fake.cuda_code_on_cpu_tensors())
+            stack.enter_context(fake.paged_states(self.tracer.zeros_on_host))
             stack.enter_context(cuda_rules.cuda_kernels())
             for name, answer in self._memory_functions().items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, answer))
@@ -90,6 +97,7 @@ class SimulatedGPU:
         return self
 
     def __exit__(self, *error):
+        self._at_exit = self.footprint  # what dies later is no part of it
         return self._stack.__exit__(*error)
 
     def reset_peak(self) -> None:
@@ -107,7 +115,7 @@ class SimulatedGPU:
     @property
     def footprint(self) -> Footprint:
         """The peak since the last `reset_peak`, or since the beginning."""
-        return self.footprint_of(None)
+        return self._at_exit or self.footprint_of(None)
 
     def footprint_of(self, training: Training | None) -> Footprint:
         """The same with the parameter counts of `training`."""
@@ -144,21 +152,34 @@ class CudaTracer(Tracer):
         self.gpu = gpu
         self.workspace = gpu.workspace if gpu else cublas_workspace((8, 0))
         self._handles_used = set()
-        self._host_scalars = weakref.WeakValueDictionary()
+        self._unseen = False
+        self._on_host = weakref.WeakValueDictionary()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:  # asked very often, touches no memory
             return func(*args)
+        # A number made by torch.tensor() without a device stays on the host.
         if func is torch.ops.aten.lift_fresh.default and args[0].dim() == 0:
-            scalar = func(*args)
-            self._host_scalars[id(scalar.untyped_storage())] = scalar.untyped_storage()
-            return scalar
+            return self.keep_on_host(func(*args))
         self._take_workspaces(func)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         scratch = cuda_rules.kernel_scratch(func, args)
         if scratch:
             self._death(self._birth(scratch, "temporary"))
         return out
+
+    def zeros_on_host(self, like, dtype):
+        """Zeros of the shape of `like` that the card never holds."""
+        self._unseen = True
+        zeros = torch.zeros_like(like, dtype=dtype)
+        self._unseen = False
+        return self.keep_on_host(zeros)
+
+    def keep_on_host(self, tensor):
+        """Count a new tensor's storage as the host's from now on."""
+        storage = tensor.untyped_storage()
+        self._on_host[id(storage)] = storage
+        return tensor
 
     def _take_workspaces(self, func) -> None:
         """cuBLAS takes a workspace at a thread's first product and keeps it.
@@ -180,8 +201,7 @@ class CudaTracer(Tracer):
                 self._birth(nbytes, "workspaces")
 
     def _see(self, tensor, category=None, existed=False) -> None:
-        # A number made by torch.tensor() without a device stays on the host.
-        if id(tensor.untyped_storage()) not in self._host_scalars:
+        if not self._unseen and id(tensor.untyped_storage()) not in self._on_host:
             super()._see(tensor, category, existed)
 
     def _birth(self, nbytes, category) -> int:

@@ -6,6 +6,9 @@ differs.
 
 from __future__ import annotations
 
+import importlib
+import logging
+
 import torch
 
 from memlab import models
@@ -36,7 +39,7 @@ class Training:
             enable = getattr(self.model, "activation_checkpointing_enable", None)
             enable = enable or self.model.gradient_checkpointing_enable  # its older name
             enable({"use_reentrant": recipe.checkpointing == "reentrant"})
-        self.optimizer = make_optimizer(recipe, self.model.parameters())
+        self.optimizer = make_optimizer(recipe, self.model)
         self.batches = make_batches(recipe, config, self.device, seed)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=recipe.precision == "fp16-amp")
 
@@ -71,8 +74,18 @@ class Training:
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
 
-def make_optimizer(recipe: Recipe, parameters) -> torch.optim.Optimizer:
-    """The optimizer that `recipe.optimizer` names, over `parameters`."""
+def make_optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that `recipe.optimizer` names, over the trainable parameters of `model`.
+
+    Raises ValueError for an 8-bit optimizer where bitsandbytes is not installed.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if recipe.optimizer.endswith("8bit"):
+        return _bitsandbytes_optimizer(recipe.optimizer, parameters, model)
+    if recipe.optimizer == "adafactor":
+        from transformers.optimization import Adafactor
+
+        return Adafactor(parameters, LEARNING_RATE, scale_parameter=False, relative_step=False)
     if recipe.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9, foreach=True)
     kind = {
@@ -81,6 +94,33 @@ def make_optimizer(recipe: Recipe, parameters) -> torch.optim.Optimizer:
         "adamw_torch_fused": {"fused": True},
     }[recipe.optimizer]
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, **kind)
+
+
+def import_bitsandbytes(wanted_by: str):
+    """The package bitsandbytes, or a ValueError that says what needs it."""
+    # It warns of an optional kernel for 4-bit products on CPUs.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    try:
+        return importlib.import_module("bitsandbytes")
+    except ImportError:
+        raise ValueError(
+            f"{wanted_by} needs the package bitsandbytes, which is not here: pip install it"
+        ) from None
+
+
+def _bitsandbytes_optimizer(name, parameters, model):
+    bitsandbytes = import_bitsandbytes(name)
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    manager.initialize()  # overrides of earlier optimizers of the process would stay otherwise
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
+    kinds = {
+        "adamw_8bit": bitsandbytes.optim.AdamW8bit,
+        "paged_adamw_8bit": bitsandbytes.optim.PagedAdamW8bit,
+        "lion_8bit": bitsandbytes.optim.Lion8bit,
+    }
+    return kinds[name](parameters, lr=LEARNING_RATE)
 
 
 def make_batches(recipe: Recipe, config, device, seed: int = 0) -> list[dict]:

@@ -10,6 +10,7 @@ from transformers import BertForSequenceClassification
 
 from memlab import Recipe, SimulatedGPU, measure, simulate
 from memlab.models import config
+from memlab.records import records
 from memlab.training import Training
 
 MiB = 2**20
@@ -75,6 +76,44 @@ def test_states_and_gradients_equal_a_real_run():
     simulated, real = simulate(recipe), measure(recipe, "cpu", steps=1)
     for category in ("parameters", "optimizer_states"):
         assert simulated.breakdown[category] == real.footprint.breakdown[category]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_a_weight"),
+    [("adamw_8bit", 2), ("lion_8bit", 1), ("paged_adamw_8bit", 0), ("adafactor", 0), ("sgd", 4)],
+)
+def test_states_of_the_lean_optimizers(optimizer, bytes_a_weight):
+    recipe = Recipe(model="bert-base", seq_len=64, optimizer=optimizer)
+    footprint = simulate(recipe)
+    embeddings = (30522 + 512 + 2) * 768
+    expected = bytes_a_weight * footprint.parameters
+    if "8bit" in optimizer:  # the embeddings' states stay in 32 bit, except where they are paged
+        expected += (4 - 1) * bytes_a_weight * embeddings
+        expected += bytes_a_weight * (footprint.parameters - embeddings) * 4 / 256  # constants
+    slack = 0.05 * footprint.parameters  # rows and columns of Adafactor, small tensors in 32 bit
+    assert footprint.breakdown["optimizer_states"] == pytest.approx(expected, abs=slack)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "lion_8bit", "adafactor"])
+def test_states_of_the_lean_optimizers_equal_a_real_run(optimizer):
+    recipe = Recipe(model="bert-base-tiny", batch_size=2, seq_len=64, optimizer=optimizer)
+    simulated, real = simulate(recipe), measure(recipe, "cpu", steps=1)
+    for category in ("parameters", "optimizer_states"):
+        there = real.footprint.breakdown[category]
+        assert simulated.breakdown[category] == pytest.approx(there, abs=4096)
+
+
+def test_the_nine_published_runs():
+    """Source: the Hugging Face guide of transformers 4.20.1, on a V100 in January 2022."""
+    published, predicted = {}, {}
+    for record in records(kind="published"):
+        footprint = simulate(Recipe(**record.recipe), "V100")
+        published[record.name] = record.figures["device_used_bytes"]
+        predicted[record.name] = footprint.peak_reserved + record.figures["context_bytes"]
+    assert len(published) == 9
+    for name, used in published.items():
+        assert predicted[name] == pytest.approx(used, rel=0.15), name
+    assert sorted(published, key=published.get) == sorted(predicted, key=predicted.get)
 
 
 def reader_loop(batch_size, steps, halve=False):
@@ -214,3 +253,11 @@ def test_everything_is_put_back_after_an_error():
     if not torch.cuda.is_available():
         with pytest.raises((RuntimeError, AssertionError)):
             torch.zeros(1, device="cuda")
+
+
+def test_the_footprint_stays_as_it_was_at_the_end():
+    with SimulatedGPU() as gpu:
+        x = torch.zeros(MiB, device="cuda")
+    before = gpu.footprint
+    del x
+    assert gpu.footprint == before and before.breakdown["temporary"] == 4 * MiB

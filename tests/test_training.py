@@ -1,10 +1,12 @@
 """The training loop that is simulated and measured: it trains, and it does what its recipe says."""
 
+import sys
+
 import pytest
 import torch
 
 from memlab import Recipe
-from memlab.training import Training, make_optimizer
+from memlab.training import Training
 
 TINY = Recipe(model="bert-large-tiny", batch_size=4, seq_len=32)
 
@@ -96,9 +98,25 @@ def test_precision_decides_the_dtypes():
     assert amp.scaler.is_enabled() and not Training(TINY).scaler.is_enabled()
 
 
-def test_sgd_has_momentum():
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = make_optimizer(Recipe(optimizer="sgd"), [weight])
-    weight.grad = torch.ones(3)
-    optimizer.step()
-    assert "momentum_buffer" in optimizer.state[weight]
+@pytest.mark.parametrize(
+    ("optimizer", "state"),
+    [
+        ("sgd", "momentum_buffer"),
+        ("adafactor", "exp_avg_sq_row"),
+        ("adamw_8bit", "absmax2"),
+        ("lion_8bit", "absmax1"),
+    ],
+)
+def test_other_optimizers_take_a_step(optimizer, state):
+    training = Training(TINY.but(optimizer=optimizer))
+    before = [p.detach().clone() for p in training.model.parameters()]
+    training.step()
+    changed = zip(before, training.model.parameters(), strict=True)
+    assert any(not torch.equal(old, new) for old, new in changed)
+    assert any(state in values for values in training.optimizer.state.values())
+
+
+def test_an_8_bit_optimizer_without_bitsandbytes_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ValueError, match="adamw_8bit needs the package bitsandbytes"):
+        Training(TINY.but(optimizer="adamw_8bit"))
