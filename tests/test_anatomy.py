@@ -1,0 +1,86 @@
+"""The anatomy chapter: what it shows is what memlab runs, and its tools give the known figures."""
+
+import ast
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from memlab import Recipe, check, simulate
+from memlab.training import Training
+
+CHAPTER = Path(__file__).parent.parent / "chapters" / "03-anatomy.ipynb"
+
+
+@pytest.fixture(scope="module")
+def shown():
+    """The names that the chapter's imports and definitions make, without running the rest."""
+    names, kept = {}, (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+    for cell in nbformat.read(CHAPTER, as_version=4).cells:
+        if cell.cell_type != "code" or cell.id == "install":
+            continue
+        tree = ast.parse(cell.source)
+        if cell.id != "imports":
+            tree.body = [node for node in tree.body if isinstance(node, kept)]
+        exec(compile(tree, cell.id, "exec"), names)
+    return names
+
+
+def test_the_shown_loop_and_the_recipe_give_the_same_losses(shown):
+    recipe = Recipe(batch_size=2, optimizer="adamw_torch_loop").twin(seq_len=32)
+    plain = shown["train"](*shown["plain_training"](recipe, "cpu", 3))
+    training = Training(recipe)
+    assert plain == [training.step() for _ in range(3)]
+
+
+def test_the_shown_loop_and_the_recipe_have_the_same_peak(shown):
+    recipe = Recipe(batch_size=4, optimizer="adamw_torch_loop").twin()
+    with shown["SimulatedGPU"]() as gpu:
+        model, adamw, batches = shown["plain_training"](recipe, "cuda", 1)
+        shown["train"](model, adamw, batches)
+        gpu.reset_peak()
+        shown["train"](model, adamw, batches)
+        peak = gpu.footprint.peak_allocated
+    assert peak == simulate(recipe).peak_allocated
+
+
+@pytest.mark.parametrize(
+    "model, precision, attention, expected",
+    [
+        ("bert-large", "bf16", "eager", (34, 5)),  # Korthikanti and others, section 4.1
+        ("bert-large", "fp32", "eager", (66, 9)),
+        ("gpt2", "bf16", "sdpa", (58, 0)),
+    ],
+)
+def test_coefficients_of_a_layer(shown, model, precision, attention, expected):
+    found = shown["coefficients"](model, precision=precision, attention=attention)
+    assert found == pytest.approx(expected, abs=0.1)
+
+
+def test_two_depths_give_the_peak_of_any_depth(shown):
+    assert shown["at_depth"]("gpt2", 6, seq_len=64) == shown["kept"](
+        shown["cut"]("gpt2", 6, seq_len=64)
+    )
+
+
+def test_the_loss_in_parts_is_the_loss_with_the_same_gradient(shown):
+    torch = shown["torch"]
+    results = []
+    for loss_of in (shown["whole"], shown["in_parts"]):
+        torch.manual_seed(0)
+        x = torch.randn(48, 16, requires_grad=True)
+        head = torch.randn(100, 16, requires_grad=True)
+        more = {} if loss_of is shown["whole"] else {"rows": 10}
+        loss = loss_of(x, head, torch.arange(48), **more)
+        loss.backward()
+        results.append((loss, x.grad, head.grad))
+    for whole, parts in zip(*results, strict=True):
+        torch.testing.assert_close(whole, parts)
+
+
+def test_the_buggy_estimate_is_told_so_and_the_mended_one_passes(shown, capsys):
+    truth = simulate(Recipe(model="bert-large-tiny", seq_len=32))
+    waiting = shown["kept"](Recipe(model="bert-large-tiny", seq_len=32))
+    assert not check(shown["estimate"](truth.parameters, waiting), truth.peak_tensors, 0.02)
+    assert "too small" in capsys.readouterr().out
+    assert check(shown["mended"](truth.parameters, waiting), truth.peak_tensors, 0.02)
