@@ -100,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_false",
         help="zero_grad(set_to_none=False): gradients are zeroed, not freed",
     )
+    add("--freeze", default="", help="embeddings, a number of layers, backbone or module names")
     recipe.add_argument("--json", action="store_true", help="bytes and seconds as JSON")
 
     parser = _Parser(prog="memlab", description="The GPU memory of training a transformer.")

@@ -49,6 +49,10 @@ class Recipe:
     set_to_none: whether `zero_grad` frees the gradients (PyTorch's default since 2.0) or keeps
         them filled with zeros, as trainings did before.
 
+    freeze: what is not trained, a tuple of `embeddings`, a number (that many first layers),
+        `backbone` (everything but the head) and names of modules; or one text with commas, as in
+        "embeddings,2". The optimizer gets the rest only.
+
     Raises ValueError in one line that names the field, the value and what is allowed.
     """
 
@@ -62,6 +66,7 @@ class Recipe:
     checkpointing: str | bool = "none"
     attention: str = "eager"
     set_to_none: bool = True
+    freeze: tuple | str = ()
 
     def __post_init__(self):
         for field in ("batch_size", "seq_len", "accumulation"):
@@ -71,6 +76,7 @@ class Recipe:
         if isinstance(self.checkpointing, bool):
             chosen = "non-reentrant" if self.checkpointing else "none"
             object.__setattr__(self, "checkpointing", chosen)
+        object.__setattr__(self, "freeze", _frozen_parts(self.freeze))
         for field, allowed in (
             ("precision", PRECISIONS),
             ("optimizer", OPTIMIZERS),
@@ -169,3 +175,20 @@ class Recipe:
                 value = self.model_name if field.name == "model" else value
                 shown.append(f"{field.name}={value}")
         return f"Recipe({', '.join(shown)})"
+
+
+def _frozen_parts(parts) -> tuple:
+    """`freeze` in its one form: a tuple of whole numbers and names."""
+    if isinstance(parts, str):
+        parts = [part.strip() for part in parts.split(",") if part.strip()]
+    elif isinstance(parts, int):
+        parts = [parts]
+    parts = tuple(int(p) if isinstance(p, str) and p.isdigit() else p for p in parts)
+    for part in parts:
+        number = isinstance(part, int) and not isinstance(part, bool) and part >= 0
+        if not number and not (isinstance(part, str) and part[:1] not in "-+"):
+            raise ValueError(
+                f"freeze holds {part!r}: allowed are embeddings, backbone, a number of layers "
+                "from 0, and names of modules"
+            )
+    return parts

@@ -7,6 +7,7 @@ differs.
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 
 import torch
@@ -35,6 +36,7 @@ class Training:
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
         self.model = models.build(config, recipe.task, dtype, recipe.attention, seed)
         self.model.to(self.device)
+        freeze(self.model, recipe.freeze)
         if recipe.checkpointing != "none":
             enable = getattr(self.model, "activation_checkpointing_enable", None)
             enable = enable or self.model.gradient_checkpointing_enable  # its older name
@@ -72,6 +74,43 @@ class Training:
     @property
     def trainable_parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+
+def freeze(model: torch.nn.Module, parts) -> None:
+    """Switch off the gradients of parts of a transformers model.
+
+    parts: `embeddings` (what stands before the first layer), whole numbers (that many first
+        layers), `backbone` (everything but the head), or names of modules.
+
+    Raises ValueError for a part that the model does not have.
+    """
+    base = model.base_model
+    stacks = [module for module in base.modules() if isinstance(module, torch.nn.ModuleList)]
+    layers = max(stacks, key=len)
+    in_layers = {id(parameter) for parameter in layers.parameters()}
+    for part in parts:
+        if part == "backbone":
+            frozen = base.parameters()
+        elif part == "embeddings":
+            before = lambda parameter: id(parameter) not in in_layers  # noqa: E731
+            frozen = itertools.takewhile(before, base.parameters())
+        elif isinstance(part, int):
+            if part > len(layers):
+                raise ValueError(f"freeze holds {part}: the model has {len(layers)} layers")
+            frozen = layers[:part].parameters()
+        else:
+            named = dict(model.named_modules()) | dict(base.named_modules())
+            if part not in named:
+                names = ", ".join(name for name, _ in base.named_children())
+                raise ValueError(
+                    f"freeze holds {part!r}: allowed are embeddings, backbone, a number of "
+                    f"layers, and names of modules such as {names}"
+                )
+            frozen = named[part].parameters()
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"freeze holds {', '.join(map(str, parts))}: nothing is left to train")
 
 
 def make_optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -120,3 +120,36 @@ def test_an_8_bit_optimizer_without_bitsandbytes_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ValueError, match="adamw_8bit needs the package bitsandbytes"):
         Training(TINY.but(optimizer="adamw_8bit"))
+
+
+@pytest.mark.parametrize(
+    ("model", "parts", "trained"),
+    [
+        ("bert-large-tiny", "backbone", {"classifier.weight", "classifier.bias"}),
+        ("bert-large-tiny", "bert.encoder,embeddings,pooler", {"classifier.weight"}),
+        ("bert-large-tiny", "embeddings,2", {"bert.pooler.dense.weight"}),
+        ("gpt2-tiny", "embeddings,1", {"transformer.h.1.mlp.c_fc.weight"}),
+        ("llama-3-8b-tiny", (2,), {"model.embed_tokens.weight", "lm_head.weight"}),
+        ("deberta-v3-base-tiny", "embeddings,1", {"deberta.encoder.layer.1.output.dense.weight"}),
+    ],
+)
+def test_freezing(model, parts, trained):
+    training = Training(Recipe(model=model, seq_len=16, freeze=parts))
+    names = {n for n, p in training.model.named_parameters() if p.requires_grad}
+    assert trained <= names and training.trainable_parameters < training.parameters
+    frozen = [p.detach().clone() for p in training.model.parameters() if not p.requires_grad]
+    training.step()
+    after = [p for p in training.model.parameters() if not p.requires_grad]
+    assert all(torch.equal(one, other) for one, other in zip(frozen, after, strict=True))
+    assert len(training.optimizer.param_groups[0]["params"]) == len(names)
+
+
+def test_backbone_leaves_the_head_alone():
+    training = Training(TINY.but(freeze="backbone"))
+    assert training.trainable_parameters == 128 * 2 + 2
+
+
+@pytest.mark.parametrize("parts", ["encoder.layers", (3,), "backbone,classifier"])
+def test_what_cannot_be_frozen_is_told(parts):
+    with pytest.raises(ValueError, match="freeze holds"):
+        Training(TINY.but(freeze=parts))
