@@ -41,7 +41,7 @@ def verdict(id: str, holds: bool, because: str, condition: bool = False) -> Verd
     known = claims()
     if id not in known:
         raise ValueError(f"no claim has the id {id!r}: allowed are {', '.join(known)}")
-    word = WORDS[condition] if holds else WORDS[2]
+    word = WORDS[bool(condition)] if holds else WORDS[2]
     return Verdict(id, known[id]["says"], known[id]["source"], word, because)
 
 

@@ -101,6 +101,15 @@ def _parser() -> argparse.ArgumentParser:
         help="zero_grad(set_to_none=False): gradients are zeroed, not freed",
     )
     add("--freeze", default="", help="embeddings, a number of layers, backbone or module names")
+    add("--lora-rank", type=int, default=0, help="rank of LoRA adapters; 0 for none")
+    add("--lora-targets", default=default["lora_targets"], help="all-linear, or module names")
+    add("--lora-dropout", type=float, default=0.0, help="dropout on the adapters' input")
+    add(
+        "--lora-half",
+        dest="lora_fp32",
+        action="store_false",
+        help="adapters in the model's dtype instead of fp32",
+    )
     recipe.add_argument("--json", action="store_true", help="bytes and seconds as JSON")
 
     parser = _Parser(prog="memlab", description="The GPU memory of training a transformer.")

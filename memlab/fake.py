@@ -49,6 +49,9 @@ class NoData(FakeTensorMode):
             return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
         return super().dispatch(func, types, args, kwargs)
 
+    def __deepcopy__(self, memo):
+        return self  # a copied module's tensors stay tensors of this mode
+
 
 @contextlib.contextmanager
 def cuda_code_on_cpu_tensors():

@@ -53,6 +53,13 @@ class Recipe:
         `backbone` (everything but the head) and names of modules; or one text with commas, as in
         "embeddings,2". The optimizer gets the rest only.
 
+    lora_rank: rank of peft's LoRA adapters, 0 for none; the rest of the model is frozen, but for
+        a classification head.
+    lora_targets: names of the linear modules that get adapters, a tuple or one text with commas;
+        peft's `all-linear` means every one but the head.
+    lora_dropout: probability on the adapters' input, from 0 to below 1.
+    lora_fp32: adapters in fp32 also where the model is in half precision, as peft does by default.
+
     Raises ValueError in one line that names the field, the value and what is allowed.
     """
 
@@ -67,6 +74,10 @@ class Recipe:
     attention: str = "eager"
     set_to_none: bool = True
     freeze: tuple | str = ()
+    lora_rank: int = 0
+    lora_targets: tuple | str = "all-linear"
+    lora_dropout: float = 0.0
+    lora_fp32: bool = True
 
     def __post_init__(self):
         for field in ("batch_size", "seq_len", "accumulation"):
@@ -77,12 +88,14 @@ class Recipe:
             chosen = "non-reentrant" if self.checkpointing else "none"
             object.__setattr__(self, "checkpointing", chosen)
         object.__setattr__(self, "freeze", _frozen_parts(self.freeze))
+        self._check_lora()
         for field, allowed in (
             ("precision", PRECISIONS),
             ("optimizer", OPTIMIZERS),
             ("checkpointing", CHECKPOINTING),
             ("attention", ATTENTION),
             ("set_to_none", (True, False)),
+            ("lora_fp32", (True, False)),
         ):
             value = getattr(self, field)
             if value not in allowed:
@@ -98,6 +111,22 @@ class Recipe:
             raise ValueError(
                 f"seq_len is {self.seq_len}: {self.model_name} allows whole numbers from 1 to "
                 f"{longest}"
+            )
+
+    def _check_lora(self):
+        rank, dropout, targets = self.lora_rank, self.lora_dropout, self.lora_targets
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+            raise ValueError(f"lora_rank is {rank!r}: allowed are whole numbers from 0")
+        if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+            raise ValueError(f"lora_dropout is {dropout!r}: allowed are numbers from 0 to below 1")
+        if isinstance(targets, str) and targets != "all-linear":
+            targets = tuple(target.strip() for target in targets.split(",") if target.strip())
+            object.__setattr__(self, "lora_targets", targets)
+        elif not isinstance(targets, str):
+            object.__setattr__(self, "lora_targets", tuple(targets))
+        if not self.lora_targets or not all(isinstance(t, str) for t in self.lora_targets):
+            raise ValueError(
+                f"lora_targets is {targets!r}: allowed are all-linear or names of modules"
             )
 
     @property

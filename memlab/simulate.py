@@ -77,6 +77,8 @@ class SimulatedGPU:
     Raises torch.OutOfMemoryError, with PyTorch's message, where the card would.
     """
 
+    entered = False  # one card at a time
+
     def __init__(self, gpu: GPU | str | int | None = None):
         self.gpu = None if gpu is None else find_gpu(gpu)
         capacity = self.gpu.usable if self.gpu else None
@@ -85,6 +87,9 @@ class SimulatedGPU:
         self.device = torch.device("cpu")  # what fake tensors say of themselves
 
     def __enter__(self) -> SimulatedGPU:
+        if SimulatedGPU.entered:
+            raise ValueError("a SimulatedGPU is entered already: leave it before the next")
+        SimulatedGPU.entered = True
         with contextlib.ExitStack() as stack:
             stack.enter_context(fake.tensors_without_data())
             stack.enter_context(fake.cuda_code_on_cpu_tensors())
@@ -97,6 +102,7 @@ class SimulatedGPU:
         return self
 
     def __exit__(self, *error):
+        SimulatedGPU.entered = False
         self._at_exit = self.footprint  # what dies later is no part of it
         return self._stack.__exit__(*error)
 

@@ -11,6 +11,7 @@ import itertools
 import logging
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from memlab import models
 from memlab.recipe import Recipe
@@ -37,9 +38,12 @@ class Training:
         self.model = models.build(config, recipe.task, dtype, recipe.attention, seed)
         self.model.to(self.device)
         freeze(self.model, recipe.freeze)
+        if recipe.lora_rank:
+            self.model = add_lora(self.model, recipe)
         if recipe.checkpointing != "none":
-            enable = getattr(self.model, "activation_checkpointing_enable", None)
-            enable = enable or self.model.gradient_checkpointing_enable  # its older name
+            model = self.model.get_base_model() if recipe.lora_rank else self.model
+            enable = getattr(model, "activation_checkpointing_enable", None)
+            enable = enable or model.gradient_checkpointing_enable  # its older name
             enable({"use_reentrant": recipe.checkpointing == "reentrant"})
         self.optimizer = make_optimizer(recipe, self.model)
         self.batches = make_batches(recipe, config, self.device, seed)
@@ -111,6 +115,54 @@ def freeze(model: torch.nn.Module, parts) -> None:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"freeze holds {', '.join(map(str, parts))}: nothing is left to train")
+
+
+def add_lora(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
+    """The model with peft's LoRA adapters, which alone are trained with the head, if any.
+
+    Raises ValueError for targets that the model does not have and ranks above a layer's size.
+    """
+    try:
+        import peft
+    except ImportError:
+        raise ValueError("lora_rank needs the package peft, which is not here") from None
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, (torch.nn.Linear, Conv1D))}
+    names = {name.split(".")[-1] for name in linear}
+    targets = recipe.lora_targets
+    unknown = set() if targets == "all-linear" else set(targets) - names
+    if unknown:
+        raise ValueError(
+            f"lora_targets holds {', '.join(sorted(unknown))}: {recipe.model_name} has "
+            f"{', '.join(sorted(names))}"
+        )
+    chosen = [
+        min(module.weight.shape)
+        for name, module in linear.items()
+        if targets == "all-linear" or name.split(".")[-1] in targets
+    ]
+    if recipe.lora_rank > max(chosen):
+        raise ValueError(
+            f"lora_rank is {recipe.lora_rank}: {recipe.model_name} allows whole numbers up to "
+            f"{max(chosen)}"
+        )
+    config = peft.LoraConfig(
+        r=recipe.lora_rank,
+        lora_alpha=2 * recipe.lora_rank,
+        lora_dropout=recipe.lora_dropout,
+        target_modules=targets if targets == "all-linear" else list(targets),
+        task_type=PEFT_TASKS.get(recipe.task),
+        fan_in_fan_out=isinstance(next(iter(linear.values())), Conv1D),
+    )
+    model = peft.get_peft_model(model, config, autocast_adapter_dtype=recipe.lora_fp32)
+    return model.train()
+
+
+# Named so, peft also trains the new classification head; a masked LM has no name there.
+PEFT_TASKS = {
+    "sequence-classification": "SEQ_CLS",
+    "causal-lm": "CAUSAL_LM",
+    "seq2seq-lm": "SEQ_2_SEQ_LM",
+}
 
 
 def make_optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:

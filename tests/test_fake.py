@@ -20,6 +20,9 @@ RECIPES = [
     Recipe(model="llama-3-8b-tiny", batch_size=2, seq_len=64, precision="bf16"),
     Recipe(model="qwen2.5-0.5b-tiny", seq_len=64, optimizer="sgd"),
     Recipe(model="distilbert-tiny", seq_len=64, optimizer="adamw_torch_loop"),
+    Recipe(model="llama-3-8b-tiny", seq_len=64, precision="bf16", lora_rank=4, checkpointing=True),
+    Recipe(model="bert-large-tiny", seq_len=64, lora_rank=4, lora_dropout=0.1),
+    Recipe(model="bert-large-tiny", seq_len=64, freeze="embeddings,1", optimizer="adafactor"),
     Recipe(model="deberta-v3-base-tiny", seq_len=64, optimizer="adamw_torch_fused"),
 ]
 

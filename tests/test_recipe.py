@@ -65,13 +65,19 @@ def test_a_config_is_a_model():
         ("freeze", (-1,), "embeddings"),
         ("freeze", "-1", "embeddings"),
         ("freeze", (2.5,), "embeddings"),
+        ("lora_rank", -1, "from 0"),
+        ("lora_rank", 1.5, "from 0"),
+        ("lora_dropout", 1.0, "below 1"),
+        ("lora_dropout", "much", "below 1"),
+        ("lora_targets", (), "all-linear"),
+        ("lora_targets", (3,), "all-linear"),
     ],
 )
 def test_bad_values_are_told_in_one_line(field, value, allowed):
     with pytest.raises(ValueError) as error:
         Recipe(**{field: value})
     message = str(error.value)
-    shown = value[0] if isinstance(value, tuple) else value
+    shown = value[0] if isinstance(value, tuple) and value else value
     assert str(shown) in message
     assert allowed in message
     assert "\n" not in message

@@ -261,3 +261,10 @@ def test_the_footprint_stays_as_it_was_at_the_end():
     before = gpu.footprint
     del x
     assert gpu.footprint == before and before.breakdown["temporary"] == 4 * MiB
+
+
+def test_one_card_at_a_time():
+    with SimulatedGPU("T4"):
+        with pytest.raises(ValueError, match="entered already"):
+            simulate(Recipe(model="bert-base-tiny", seq_len=16))
+    assert simulate(Recipe(model="bert-base-tiny", seq_len=16)).peak_allocated > 0

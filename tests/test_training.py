@@ -153,3 +153,53 @@ def test_backbone_leaves_the_head_alone():
 def test_what_cannot_be_frozen_is_told(parts):
     with pytest.raises(ValueError, match="freeze holds"):
         Training(TINY.but(freeze=parts))
+
+
+@pytest.mark.parametrize(
+    ("model", "targets", "task"),
+    [
+        ("llama-3-8b-tiny", "q_proj,v_proj", "causal-lm"),
+        ("gpt2-tiny", "c_attn", "causal-lm"),
+        ("bert-large-tiny", "all-linear", "sequence-classification"),
+        ("bert-large-tiny", ("query",), "masked-lm"),
+    ],
+)
+def test_lora_trains_adapters_and_a_new_head_only(model, targets, task):
+    recipe = Recipe(model=model, task=task, seq_len=16, lora_rank=4, lora_targets=targets)
+    training = Training(recipe)
+    before = [p.detach().clone() for p in training.model.parameters()]
+    training.step()
+    training.step()  # the second adapter matrix begins with zeros
+    for (name, after), old in zip(training.model.named_parameters(), before, strict=True):
+        trained = "lora_" in name or "modules_to_save" in name
+        assert after.requires_grad == trained, name
+        assert torch.equal(after, old) != trained, name
+    heads = [n for n, p in training.model.named_parameters() if "modules_to_save" in n]
+    assert bool(heads) == (task == "sequence-classification")
+
+
+def test_lora_counts_are_rank_times_both_sides():
+    recipe = Recipe(model="llama-3-8b-tiny", lora_rank=4, lora_targets="q_proj", seq_len=16)
+    training = Training(recipe)
+    linear = [m for n, m in training.model.named_modules() if n.endswith("q_proj")]
+    sides = sum(m.in_features + m.out_features for m in linear)
+    assert training.trainable_parameters == 4 * sides
+
+
+@pytest.mark.parametrize("fp32", [True, False])
+def test_adapters_are_in_the_dtype_asked_for(fp32):
+    recipe = Recipe(model="gpt2-tiny", precision="bf16", lora_rank=2, lora_fp32=fp32, seq_len=16)
+    adapters = [p for p in Training(recipe).model.parameters() if p.requires_grad]
+    assert {p.dtype for p in adapters} == {torch.float32 if fp32 else torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lora_targets": "q_proj"}, "bert-large-tiny has .*query"),
+        ({"lora_rank": 100_000}, "allows whole numbers up to"),
+    ],
+)
+def test_lora_that_does_not_fit_the_model_is_told(changes, said):
+    with pytest.raises(ValueError, match=said):
+        Training(TINY.but(**({"lora_rank": 4} | changes)))
