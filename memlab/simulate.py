@@ -89,7 +89,6 @@ class SimulatedGPU:
     def __enter__(self) -> SimulatedGPU:
         if SimulatedGPU.entered:
             raise ValueError("a SimulatedGPU is entered already: leave it before the next")
-        SimulatedGPU.entered = True
         with contextlib.ExitStack() as stack:
             stack.enter_context(fake.tensors_without_data())
             stack.enter_context(fake.cuda_code_on_cpu_tensors())
@@ -99,6 +98,7 @@ class SimulatedGPU:
                 stack.enter_context(mock.patch.object(torch.cuda, name, answer))
             stack.enter_context(self.tracer)
             self._stack = stack.pop_all()
+        SimulatedGPU.entered = True
         return self
 
     def __exit__(self, *error):
