@@ -14,6 +14,8 @@ STRIP := nbstripout --keep-id --extra-keys "metadata.widgets metadata.language_i
 export HF_HUB_OFFLINE := 1
 # Progress bars are for a reader who waits, not for a page.
 export TQDM_DISABLE := 1
+# Threads that wait sleep instead of spinning, which on a busy machine costs small models most of their time.
+export OMP_WAIT_POLICY := PASSIVE
 export PYDEVD_DISABLE_FILE_VALIDATION := 1
 
 .PHONY: help env book serve test lint stripped units pages bench format strip address cover clean
