@@ -68,12 +68,15 @@ def _card(text: str) -> str | int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from memlab.recipe import ATTENTION, CHECKPOINTING, OPTIMIZERS, PRECISIONS, Recipe
+    from memlab.recipe import ATTENTION, BASES, CHECKPOINTING, OPTIMIZERS, PRECISIONS, Recipe
 
     default = {field.name: field.default for field in dataclasses.fields(Recipe)}
     recipe = argparse.ArgumentParser(add_help=False)
-    add = recipe.add_argument_group("recipe").add_argument
-    add("--model", default=default["model"], help="a name, a path to a config.json or a hub name")
+    add_group = recipe.add_argument_group("recipe")
+    add = add_group.add_argument
+    which = add_group.add_mutually_exclusive_group()
+    which.add_argument("--model", default=default["model"], help="a name, a path or a hub name")
+    which.add_argument("--config", dest="model", metavar="PATH", help="a config.json")
     add("--task", help="sequence-classification, causal-lm or masked-lm")
     for name, text in (
         ("batch-size", "sequences of one micro-batch"),
@@ -109,6 +112,16 @@ def _parser() -> argparse.ArgumentParser:
         dest="lora_fp32",
         action="store_false",
         help="adapters in the model's dtype instead of fp32",
+    )
+    add("--base", default="none", help=f"{', '.join(BASES)}: the frozen weights under LoRA")
+    add("--block-size", type=int, default=64, help="weights that share a scale, for 4 bits")
+    add("--double-quant", action="store_true", help="those scales in 8 bits")
+    add("--compute-dtype", help="fp32, fp16 or bf16, of a base's products")
+    add(
+        "--no-upcast",
+        dest="upcast",
+        action="store_false",
+        help="what is not quantized stays in the compute dtype instead of fp32",
     )
     recipe.add_argument("--json", action="store_true", help="bytes and seconds as JSON")
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import sys
+from unittest import mock
 
 import torch
 
@@ -27,12 +30,14 @@ def cuda_kernel(operator, key="AutogradCPU"):
 
 
 @contextlib.contextmanager
-def cuda_kernels(sdpa_backend=None):
+def cuda_kernels(sdpa_backend=None, gpu=None):
     """Let operations on CPU tensors keep what CUDA keeps.
 
     sdpa_backend: `flash`, `efficient` or `math` to force one; None chooses as CUDA does.
+    gpu: the `memlab.gpus.GPU` whose choices count where kernels differ between cards.
     """
     library = torch.library.Library("aten", "IMPL")
+    libraries = [library]
     for operator, key, function in KERNELS:
         library.impl(operator, function, key)
     library.impl(
@@ -44,10 +49,17 @@ def cuda_kernels(sdpa_backend=None):
         _register_autocast(library, operator, _run_in_fp32)
     for operator in AUTOCAST_FP32_DTYPE:
         _register_autocast(library, operator, _ask_for_fp32)
+    if "bitsandbytes" in sys.modules:
+        libraries.append(torch.library.Library("bitsandbytes", "IMPL"))
+        for function in (int8_vectorwise_quant, int8_mixed_scaled_mm, int8_scaled_mm):
+            libraries[-1].impl(function.__name__, function, "AutogradCPU")
+        fused = functools.partial(_fuses_4bit_product, gpu)
+        libraries[-1].impl("gemm_4bit", functools.partial(gemm_4bit, fused), "AutogradCPU")
     try:
         yield
     finally:
-        library._destroy()
+        for library in libraries:
+            library._destroy()
 
 
 # ---------------------------------------------------------------------- kernels
@@ -144,6 +156,91 @@ def scaled_dot_product_attention(
     return torch._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, keeps_lse, dropout_p, is_causal, scale=scale
     )[0]
+
+
+# ---------------------------------------------------------------------- bitsandbytes
+
+
+def gemm_4bit(
+    fused,
+    A,
+    B,
+    shapeB,
+    absmax,
+    blocksize,
+    quant_type,
+    bias=None,
+    absmax_8bit=None,
+    absmax_code=None,
+    absmax_offset=None,
+):
+    """A product with a 4-bit weight writes the whole weight out first, except for few tokens.
+
+    bitsandbytes/backends/cuda/ops.py: `_dequant_linear_fallback`, or the fused kernel.
+    """
+    columns = A.size(-1)
+    rows = A.numel() // columns
+    if columns % blocksize == 0 and fused(A.dtype, rows, *shapeB):
+        return A.new_empty(*A.shape[:-1], shapeB[0])
+    if absmax_8bit is not None:
+        scales = torch.empty_like(absmax_8bit, dtype=torch.float32)
+        scales = scales, scales + absmax_offset  # both stay to the end, as there
+    weight = A.new_empty(shapeB)
+    return torch.nn.functional.linear(A, weight, bias)
+
+
+def _fuses_4bit_product(gpu, dtype, rows, n, k) -> bool:
+    """bitsandbytes' own rule, a table of measured cases, asked for the card."""
+    module = _bitsandbytes_cuda_module()
+    if rows > module._gemm_4bit_custom_max_m:
+        return False
+    processors, capability = (gpu.processors, gpu.capability) if gpu else (108, (8, 0))
+    with mock.patch.object(module, "_gpu_dispatch_props", lambda _: (processors, *capability)):
+        return module._gemm_4bit_use_custom_cuda.__wrapped__(0, dtype, rows, n, k)
+
+
+@functools.cache
+def _bitsandbytes_cuda_module():
+    """bitsandbytes.backends.cuda.ops, which looks for CUDA's library while it is imported."""
+    extension = importlib.import_module("bitsandbytes.cextension")
+    operators = importlib.import_module("bitsandbytes._ops")
+    with (
+        mock.patch.object(extension, "lib", mock.MagicMock()),
+        mock.patch.object(operators, "register_kernel", lambda *names: lambda function: function),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", None, create=True),
+        mock.patch.dict(sys.modules),
+    ):
+        sys.modules.pop("bitsandbytes.backends.cuda.ops", None)
+        return importlib.import_module("bitsandbytes.backends.cuda.ops")
+
+
+def int8_vectorwise_quant(A, threshold=0.0):
+    """Rows in 8 bits, and a search for outliers, which tensors without data do not have.
+
+    bitsandbytes/backends/cuda/ops.py, as the two below.
+    """
+    stats = A.new_empty(A.numel() // A.size(-1), dtype=torch.float32)
+    rows = A.new_empty(A.shape, dtype=torch.int8)
+    if not threshold:
+        return rows, stats, None
+    outliers = A.abs() >= threshold
+    outliers.any()
+    return rows, stats, A.new_empty(0, dtype=torch.int64)
+
+
+def int8_mixed_scaled_mm(A, CA, CB, SCA, SCB, outlier_cols=None, bias=None):
+    """The product in 8 bits, and an empty one of the outliers."""
+    product = torch.ops.bitsandbytes.int8_scaled_mm.default(CA, CB, SCA, SCB, bias, A.dtype)
+    return product, A.new_empty(0)
+
+
+def int8_scaled_mm(A, B, row_stats, col_stats, bias=None, dtype=None):
+    """An int32 product, then fp16, then the dtype that was asked for."""
+    integers = A.new_empty(*A.shape[:-1], B.size(0), dtype=torch.int32)
+    out = torch.empty_like(integers, dtype=torch.float16)
+    if bias is not None and bias.dtype != torch.float16:
+        out.add_(bias)
+    return out.to(dtype or torch.float16)
 
 
 # ---------------------------------------------------------------------- autocast

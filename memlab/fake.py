@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.overrides import TorchFunctionMode
 from transformers import masking_utils
 
+from memlab import quantized
+
 # The module: the name torch.optim.optimizer is taken away from the package after its import.
 optimizers = importlib.import_module("torch.optim.optimizer")
 
@@ -25,6 +27,7 @@ def tensors_without_data():
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(NoData(allow_non_fake_inputs=True))
+        stack.enter_context(quantized.weights_without_data())
         for target, name, replacement in (
             (torch.nn.Module, "_apply", _apply),
             (torch.amp.GradScaler, "_maybe_opt_step", _always_step),
@@ -59,6 +62,7 @@ def cuda_code_on_cpu_tensors():
     foreach_devices = mock.Mock(return_value=["cpu"])  # elsewhere the default on CUDA only
     types = [*optimizers._foreach_supported_types, FakeTensor]
     with contextlib.ExitStack() as stack:
+        stack.enter_context(quantized.int8_products_of_cuda())
         for target, name, replacement in (
             (torch.autocast, "__init__", _autocast_on_cpu),
             (torch.amp.GradScaler, "__init__", _scaler_on_cpu),
@@ -131,7 +135,7 @@ def _apply(self, function, recurse=True):
         for module in self.children():
             module._apply(function)
     for parameter in self._parameters.values():
-        if parameter is not None:
+        if parameter is not None and not quantized.quantized(parameter, parameter.device):
             with torch.no_grad():
                 applied = function(parameter)
             if applied is not parameter:

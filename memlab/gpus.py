@@ -47,13 +47,15 @@ def native_dtypes(capability: tuple[int, int]) -> tuple[str, ...]:
 class GPU:
     """One kind of card. total_memory, context and workspace are bytes; capability (major, minor).
 
-    sources says where total_memory and context come from.
+    processors is the number of streaming multiprocessors, as NVIDIA's data sheets give it; some
+    libraries choose kernels by it. sources says where total_memory and context come from.
     """
 
     name: str
     total_memory: int
     context: int
     capability: tuple[int, int]
+    processors: int
     sources: str
 
     @property
@@ -74,39 +76,39 @@ class GPU:
 
 _UNNAMED = "context: a training's message in a public log, no thread to name"
 # fmt: off
-_CARDS = (  # name, total in MiB, context in MiB, capability, sources
-    ("T4", 14912, 140.875, (7, 5),
+_CARDS = (  # name, total in MiB, context in MiB, capability, multiprocessors, sources
+    ("T4", 14912, 140.875, (7, 5), 40,
      "measured: both, in 69 LoRA runs; total: 14.56 GiB in Zheng-Chong/CatVTON#133; "
      "context: 128 in facebookresearch/tribev2#28"),
-    ("P100", 16269, 317, (6, 0),
+    ("P100", 16269, 317, (6, 0), 56,
      "total: 16269 MiB printed by Ultralytics with torch 2.11; "
      "total 15.89 GiB and context: vllm-project/vllm#13255, one of two cards"),
-    ("V100", 16149, 366, (7, 0),
+    ("V100", 16149, 366, (7, 0), 80,
      "total 15.77 GiB and context: meta-llama/llama#918, one of eight cards; "
      "16160 MiB with the driver of January 2022, and 1,343 MB of context, in the nine runs"),
-    ("L4", 22563, 323, (8, 9),
+    ("L4", 22563, 323, (8, 9), 58,
      "total: 22563 MiB printed by Ultralytics with torch 2.11 on Colab; " + _UNNAMED),
-    ("A10G", 22587, 307, (8, 6),
+    ("A10G", 22587, 307, (8, 6), 80,
      "total: 22587 MB in get_device_properties in TorchCodec's documentation; " + _UNNAMED),
-    ("RTX-3090", 24123, 307, (8, 6),
+    ("RTX-3090", 24123, 307, (8, 6), 82,
      "total: 23.56 GiB, 25,294,995,456 bytes with torch 2.12; " + _UNNAMED),
-    ("RTX-4090", 24210, 416, (8, 9),
+    ("RTX-4090", 24210, 416, (8, 9), 128,
      "total 23.64 GiB and context: eosphoros-ai/DB-GPT-Hub#248"),
-    ("L40S", 45466, 507, (8, 9),
+    ("L40S", 45466, 507, (8, 9), 142,
      "total 44.40 GiB and context: QwenLM/Qwen3-VL#2097, an L40, which has the same chip"),
-    ("A100-40GB", 40441, 501, (8, 0),
+    ("A100-40GB", 40441, 501, (8, 0), 108,
      "total: 40441 MiB printed by Ultralytics with torch 2.11; context: TianheWu/CoSeR#10"),
-    ("A100-80GB", 81153, 503, (8, 0),
+    ("A100-80GB", 81153, 503, (8, 0), 108,
      "total: 79.25 GiB in levihsu/OOTDiffusion#235; context: lianqi1008/Control-GIC#6"),
-    ("H100", 81090, 601, (9, 0),
+    ("H100", 81090, 601, (9, 0), 132,
      "total: 81090 MB in get_device_properties in Stanford CS336, lecture 6; " + _UNNAMED),
-    ("H200", 143156, 525, (9, 0),
+    ("H200", 143156, 525, (9, 0), 132,
      "total: 143156 MiB printed by Ultralytics with torch 2.11; " + _UNNAMED),
 )
 # fmt: on
 GPUS: dict[str, GPU] = {
-    name: GPU(name, total * MIB, int(context * MIB), capability, sources)
-    for name, total, context, capability, sources in _CARDS
+    name: GPU(name, total * MIB, int(context * MIB), capability, processors, sources)
+    for name, total, context, capability, processors, sources in _CARDS
 }
 
 
@@ -121,13 +123,13 @@ def gpu(card: str | int | float | GPU) -> GPU:
     """The card of a name ("T4", "rtx 4090", "a100-80gb"), of so many bytes, or as it is.
 
     A number of bytes is what PyTorch's allocator may take, so its context is 0; the other rules are
-    those of compute capability 8.0. Raises ValueError for an unknown name and for less than 1 byte.
+    those of an A100. Raises ValueError for an unknown name and for less than 1 byte.
     """
     if isinstance(card, GPU):
         return card
     if isinstance(card, (int, float)) and not isinstance(card, bool) and 1 <= card < float("inf"):
         size = f"{card / MIB:,.0f} MiB" if card >= MIB else f"{card} bytes"
-        return GPU(size, int(card), 0, (8, 0), "given by the caller")
+        return GPU(size, int(card), 0, (8, 0), 108, "given by the caller")
     if isinstance(card, str):
         named = {_key(name): known for name, known in GPUS.items()}
         if _key(card) in named:

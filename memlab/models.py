@@ -191,6 +191,12 @@ def max_length(model) -> int | None:
     return longest
 
 
+def has_experts(model) -> bool:
+    """Whether the architecture is a mixture of experts."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return any(getattr(config(model), name, None) for name in names)
+
+
 def build(model, task: str | None = None, dtype=torch.float32, attention="eager", seed=0):
     """A model with seeded random weights, in train mode, without a key-value cache.
 

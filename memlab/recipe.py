@@ -24,6 +24,9 @@ OPTIMIZERS = (
 )
 CHECKPOINTING = ("none", "reentrant", "non-reentrant")
 ATTENTION = ("eager", "sdpa")
+BASES = ("none", "nf4", "fp4", "int8")
+BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+COMPUTE_DTYPES = {"fp32": "fp32", "fp16-amp": "fp16", "bf16-amp": "bf16", "bf16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,14 @@ class Recipe:
     lora_dropout: probability on the adapters' input, from 0 to below 1.
     lora_fp32: adapters in fp32 also where the model is in half precision, as peft does by default.
 
+    base: the frozen linear layers under LoRA as they are (`none`) or in bitsandbytes' `nf4`, `fp4`
+        or `int8` (LLM.int8 with transformers' outlier threshold); never the head.
+    block_size: weights that share one scale, for 4 bits. double_quant: those scales in 8 bits.
+    compute_dtype: `fp32`, `fp16` or `bf16`, in which the base is loaded and its products are
+        computed; None takes the half precision of `precision`, or fp32.
+    upcast: peft's `prepare_model_for_kbit_training`, which casts what is not quantized (norms,
+        embeddings, head) to fp32.
+
     Raises ValueError in one line that names the field, the value and what is allowed.
     """
 
@@ -78,6 +89,11 @@ class Recipe:
     lora_targets: tuple | str = "all-linear"
     lora_dropout: float = 0.0
     lora_fp32: bool = True
+    base: str = "none"
+    block_size: int = 64
+    double_quant: bool = False
+    compute_dtype: str | None = None
+    upcast: bool = True
 
     def __post_init__(self):
         for field in ("batch_size", "seq_len", "accumulation"):
@@ -89,6 +105,8 @@ class Recipe:
             object.__setattr__(self, "checkpointing", chosen)
         object.__setattr__(self, "freeze", _frozen_parts(self.freeze))
         self._check_lora()
+        if self.compute_dtype is None and self.base != "none":
+            object.__setattr__(self, "compute_dtype", COMPUTE_DTYPES.get(self.precision))
         for field, allowed in (
             ("precision", PRECISIONS),
             ("optimizer", OPTIMIZERS),
@@ -96,11 +114,21 @@ class Recipe:
             ("attention", ATTENTION),
             ("set_to_none", (True, False)),
             ("lora_fp32", (True, False)),
+            ("base", BASES),
+            ("block_size", BLOCK_SIZES),
+            ("double_quant", (True, False)),
+            ("compute_dtype", ("fp32", "fp16", "bf16", None)),
+            ("upcast", (True, False)),
         ):
             value = getattr(self, field)
             if value not in allowed:
                 names = ", ".join(map(str, allowed))
                 raise ValueError(f"{field} is {value!r}: allowed are {names}")
+        if self.base != "none" and not self.lora_rank:
+            raise ValueError(
+                f"base is {self.base!r} and lora_rank is 0: a quantized base cannot be trained, "
+                "allowed is a lora_rank from 1"
+            )
         config = models.config(self.model)
         if self.task is None:
             object.__setattr__(self, "task", models.default_task(config))

@@ -16,14 +16,15 @@ from unittest import mock
 import torch
 from tqdm.auto import tqdm
 
-from memlab import cuda_rules, fake
+from memlab import cuda_rules, fake, models
 from memlab.allocator import CachingAllocator, CapacityError
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, cublas_workspace
 from memlab.gpus import gpu as find_gpu
+from memlab.quantized import import_bitsandbytes
 from memlab.recipe import Recipe
 from memlab.tracer import BACKWARD, Tracer
-from memlab.training import Training, import_bitsandbytes
+from memlab.training import Training
 
 
 def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
@@ -33,13 +34,22 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
 
     Two steps run; the second is counted, because optimizer states appear in the first. Raises
     torch.OutOfMemoryError in PyTorch's own words when the card is too small, and ValueError
-    when it does not have the recipe's number format.
+    when it does not have the recipe's number format, or for a mixture of experts in another
+    format than bf16.
     """
-    if recipe.optimizer.endswith("8bit"):
-        import_bitsandbytes(recipe.optimizer)  # SimulatedGPU prepares it if it is there
+    half = recipe.precision == "bf16" and not (recipe.base != "none" and recipe.upcast)
+    if models.has_experts(recipe.model) and not half:
+        raise ValueError(
+            f"precision is {recipe.precision!r}: a mixture of experts is simulated in bf16 only "
+            "(with a base: upcast=False), for PyTorch gives torch._grouped_mm shapes in no other"
+        )
+    if recipe.optimizer.endswith("8bit") or recipe.base != "none":
+        # SimulatedGPU prepares it if it is there
+        import_bitsandbytes(f"optimizer {recipe.optimizer}, base {recipe.base}")
     with SimulatedGPU(gpu) as simulated:
         simulated.require(recipe.precision)
-        training = Training(recipe, simulated.device)
+        simulated.require(recipe.compute_dtype or "")
+        training = Training(recipe, simulated.device, on_host=simulated.tracer.on_host)
         simulated.tracer.watch(training.model, inputs=training.inputs)
         # From the third micro-batch on, each repeats the bytes of the second; only its loss, a
         # number of 512 bytes as an allocator's block, would be added.
@@ -93,7 +103,7 @@ class SimulatedGPU:
             stack.enter_context(fake.tensors_without_data())
             stack.enter_context(fake.cuda_code_on_cpu_tensors())
             stack.enter_context(fake.paged_states(self.tracer.zeros_on_host))
-            stack.enter_context(cuda_rules.cuda_kernels())
+            stack.enter_context(cuda_rules.cuda_kernels(gpu=self.gpu))
             for name, answer in self._memory_functions().items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, answer))
             stack.enter_context(self.tracer)
@@ -176,10 +186,18 @@ class CudaTracer(Tracer):
 
     def zeros_on_host(self, like, dtype):
         """Zeros of the shape of `like` that the card never holds."""
-        self._unseen = True
-        zeros = torch.zeros_like(like, dtype=dtype)
-        self._unseen = False
+        with self.on_host():
+            zeros = torch.zeros_like(like, dtype=dtype)
         return self.keep_on_host(zeros)
+
+    @contextlib.contextmanager
+    def on_host(self):
+        """What is made inside is not on the card until an operation on the card needs it."""
+        self._unseen = True
+        try:
+            yield
+        finally:
+            self._unseen = False
 
     def keep_on_host(self, tensor):
         """Count a new tensor's storage as the host's from now on."""

@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.footprint import CATEGORIES, Footprint, Timeline
+from memlab.quantized import constants
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
 ZERO_GRAD = "zero_grad"  # after a step, until the next tensor is born
@@ -63,7 +64,7 @@ class Tracer(TorchDispatchMode):
         """Count these from now on, also the parts that no operation touches."""
         if model is not None:
             for parameter in model.parameters():
-                self._see(parameter, "parameters", existed=True)
+                self._see_parameter(parameter)
             for buffer in model.buffers():
                 self._see(buffer, "buffers", existed=True)
         if optimizer is not None:
@@ -226,10 +227,14 @@ class Tracer(TorchDispatchMode):
             if getattr(tensor, "_memlab_token", None) is self._token:
                 return
         if isinstance(tensor, torch.nn.Parameter):
-            self._see(tensor, "parameters", existed=True)
+            self._see_parameter(tensor)
             self._follow_gradient(tensor)
         else:
             self._see(tensor, existed=True)
+
+    def _see_parameter(self, parameter) -> None:
+        for tensor in (parameter, *constants(parameter)):
+            self._see(tensor, "parameters", existed=True)
 
     def _see_result(self, out) -> None:
         if isinstance(out, torch.Tensor):

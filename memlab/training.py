@@ -6,14 +6,14 @@ differs.
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import itertools
-import logging
+import operator
 
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from memlab import models
+from memlab import models, quantized
 from memlab.recipe import Recipe
 
 LEARNING_RATE = 1e-5
@@ -25,19 +25,30 @@ class Training:
 
     device: where everything lives, a torch device or its name.
     seed: of the weights, the data and the dropout.
+    on_host: makes a context for what happens in the host's memory: a base is built there, and
+        quantized weight by weight when it moves to the device.
 
     Attributes: model (torch.nn.Module), optimizer (torch.optim.Optimizer), batches (a list of
     `recipe.accumulation` dictionaries of int64 tensors, input_ids of shape
     [batch_size, seq_len]), scaler (torch.amp.GradScaler, at work for fp16-amp only).
     """
 
-    def __init__(self, recipe: Recipe, device="cpu", seed: int = 0):
+    def __init__(self, recipe: Recipe, device="cpu", seed: int = 0, on_host=contextlib.nullcontext):
         self.recipe, self.device = recipe, torch.device(device)
         config = models.config(recipe.model)
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
-        self.model = models.build(config, recipe.task, dtype, recipe.attention, seed)
+        if recipe.base != "none":
+            dtype = quantized.COMPUTE_DTYPES[recipe.compute_dtype]
+            with on_host():
+                self.model = models.build(config, recipe.task, dtype, recipe.attention, seed)
+                quantized.quantize_base(self.model, recipe)
+        else:
+            self.model = models.build(config, recipe.task, dtype, recipe.attention, seed)
         self.model.to(self.device)
-        freeze(self.model, recipe.freeze)
+        if recipe.base != "none" and recipe.upcast:
+            quantized.cast_the_rest(self.model)
+        if recipe.freeze:
+            freeze(self.model, recipe.freeze)
         if recipe.lora_rank:
             self.model = add_lora(self.model, recipe)
         if recipe.checkpointing != "none":
@@ -73,7 +84,7 @@ class Training:
 
     @property
     def parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        return sum(map(quantized.numel, self.model.parameters()))
 
     @property
     def trainable_parameters(self) -> int:
@@ -135,8 +146,9 @@ def add_lora(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
             f"lora_targets holds {', '.join(sorted(unknown))}: {recipe.model_name} has "
             f"{', '.join(sorted(names))}"
         )
+    sides = operator.attrgetter("in_features", "out_features")  # packed weights have other shapes
     chosen = [
-        min(module.weight.shape)
+        min(module.weight.shape if isinstance(module, Conv1D) else sides(module))
         for name, module in linear.items()
         if targets == "all-linear" or name.split(".")[-1] in targets
     ]
@@ -187,20 +199,8 @@ def make_optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimi
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, **kind)
 
 
-def import_bitsandbytes(wanted_by: str):
-    """The package bitsandbytes, or a ValueError that says what needs it."""
-    # It warns of an optional kernel for 4-bit products on CPUs.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    try:
-        return importlib.import_module("bitsandbytes")
-    except ImportError:
-        raise ValueError(
-            f"{wanted_by} needs the package bitsandbytes, which is not here: pip install it"
-        ) from None
-
-
 def _bitsandbytes_optimizer(name, parameters, model):
-    bitsandbytes = import_bitsandbytes(name)
+    bitsandbytes = quantized.import_bitsandbytes(name)
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
     manager.initialize()  # overrides of earlier optimizers of the process would stay otherwise
     for module in model.modules():

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from memlab import models
 from memlab.cli import main
 
 TINY = ["--model", "bert-large-tiny", "--seq-len", "32", "--batch-size", "2"]
@@ -91,3 +92,15 @@ def test_out_of_memory_is_status_3(capsys):
     status, out, err = run(capsys, "simulate", *TINY, "--gpu", 30 * 2**20)
     assert (status, out) == (3, "")
     assert "CUDA out of memory. Tried to allocate" in err
+
+
+def test_a_quantized_base_and_a_config_file(capsys, tmp_path):
+    models.config("llama-3-8b-tiny").save_pretrained(tmp_path)
+    options = ["--config", tmp_path / "config.json", "--seq-len", 16, "--lora-rank", 2]
+    options += ["--base", "nf4", "--double-quant", "--no-upcast", "--json"]
+    status, out, _ = run(capsys, "simulate", *options)
+    assert status == 0
+    result = json.loads(out)
+    recipe = result["recipe"]
+    assert (recipe["base"], recipe["double_quant"], recipe["upcast"]) == ("nf4", True, False)
+    assert sum(result["breakdown"].values()) == result["peak_allocated"]

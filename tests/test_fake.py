@@ -8,6 +8,7 @@ import torch
 
 from memlab import Recipe
 from memlab.fake import cuda_code_on_cpu_tensors, tensors_without_data
+from memlab.quantized import import_bitsandbytes
 from memlab.tracer import Tracer
 from memlab.training import Training
 
@@ -24,7 +25,15 @@ RECIPES = [
     Recipe(model="bert-large-tiny", seq_len=64, lora_rank=4, lora_dropout=0.1),
     Recipe(model="bert-large-tiny", seq_len=64, freeze="embeddings,1", optimizer="adafactor"),
     Recipe(model="deberta-v3-base-tiny", seq_len=64, optimizer="adamw_torch_fused"),
+    Recipe(model="llama-3-8b-tiny", seq_len=64, lora_rank=4, base="nf4", precision="bf16-amp"),
+    Recipe(model="qwen2.5-0.5b-tiny", seq_len=64, lora_rank=4, base="fp4", double_quant=True),
+    Recipe(model="gpt2-tiny", seq_len=64, lora_rank=4, base="nf4", upcast=False, precision="bf16"),
+    Recipe(model="bert-large-tiny", seq_len=64, lora_rank=4, base="nf4", checkpointing=True),
+    Recipe(model="llama-3-8b-tiny", seq_len=64, lora_rank=4, base="int8", checkpointing=True),
 ]
+
+
+import_bitsandbytes("this test")  # it is prepared for fake tensors if it is there
 
 
 def footprint(recipe, context):

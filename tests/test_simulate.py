@@ -268,3 +268,9 @@ def test_one_card_at_a_time():
         with pytest.raises(ValueError, match="entered already"):
             simulate(Recipe(model="bert-base-tiny", seq_len=16))
     assert simulate(Recipe(model="bert-base-tiny", seq_len=16)).peak_allocated > 0
+
+
+def test_experts_in_fp32_are_refused_by_name():
+    with pytest.raises(ValueError, match="mixture of experts is simulated in bf16 only"):
+        simulate(Recipe(model="mixtral-8x7b-tiny", seq_len=16))
+    assert simulate(Recipe(model="mixtral-8x7b-tiny", seq_len=16, precision="bf16"))

@@ -1,0 +1,124 @@
+"""4-bit and 8-bit bases: what is quantized, what it takes, and what CUDA adds for a moment."""
+
+import pytest
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from memlab import Recipe, SimulatedGPU, models, simulate
+from memlab.cuda_rules import _fuses_4bit_product
+from memlab.gpus import gpu
+from memlab.quantized import constants, import_bitsandbytes, numel
+from memlab.training import Training
+
+bitsandbytes = import_bitsandbytes("this test")
+QLORA = Recipe(model="llama-3-8b-tiny", seq_len=16, lora_rank=2, base="nf4", precision="bf16-amp")
+
+
+def layers(model, kind):
+    return {name for name, module in model.named_modules() if isinstance(module, kind)}
+
+
+@pytest.mark.parametrize("base", ["nf4", "fp4", "int8"])
+@pytest.mark.parametrize("model", ["llama-3-8b-tiny", "gpt2-tiny", "bert-large-tiny"])
+def test_every_linear_layer_but_the_head_is_quantized(model, base):
+    plain = models.build(model)
+    linear = layers(plain, (torch.nn.Linear, Conv1D)) - {"lm_head", "classifier"}
+    training = Training(QLORA.but(model=model, base=base))
+    kind = bitsandbytes.nn.Linear8bitLt if base == "int8" else bitsandbytes.nn.Linear4bit
+    quantized = {
+        name.removeprefix("base_model.model.").removesuffix(".base_layer")
+        for name in layers(training.model.get_base_model(), kind)
+    }
+    assert quantized == linear
+    assert training.parameters == Training(QLORA.but(model=model, base="none")).parameters
+
+
+def bits_per_weight(**changes):
+    weights, nbytes = 0, 0
+    recipe = QLORA.but(**changes)
+    for parameter in Training(recipe).model.parameters():
+        if isinstance(parameter, bitsandbytes.nn.Params4bit):
+            tables = 16 * 4 + (256 * 4 + 4 if recipe.double_quant else 0)
+            weights += numel(parameter)
+            nbytes += sum(t.nbytes for t in (parameter, *constants(parameter))) - tables
+    return 8 * nbytes / weights
+
+
+def test_bits_per_weight():
+    """4 bits and 32 for each block of 64; doubly quantized 8, and 32 for each 256 of these."""
+    assert bits_per_weight() == 4 + 32 / 64
+    assert bits_per_weight(block_size=256) == 4 + 32 / 256
+    assert bits_per_weight(double_quant=True) == pytest.approx(
+        4 + 8 / 64 + 32 / (64 * 256), rel=2e-3
+    )
+
+
+def test_the_rest_is_cast_to_fp32_unless_told_not_to():
+    for upcast, dtype in ((True, torch.float32), (False, torch.bfloat16)):
+        model = Training(QLORA.but(upcast=upcast)).model
+        kept = [p for n, p in model.named_parameters() if "norm" in n or "embed" in n]
+        assert {p.dtype for p in kept} == {dtype}
+
+
+def test_a_product_writes_the_weight_out_except_for_few_tokens():
+    def highest(tokens, nested=False):
+        with SimulatedGPU("T4"):
+            layer = bitsandbytes.nn.Linear4bit(1024, 1024, False, torch.float16, nested)
+            layer = layer.to("cuda")
+            x = torch.randn(tokens, 1024, device="cuda", dtype=torch.float16)
+            layer(x)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            layer(x)
+            return torch.cuda.max_memory_allocated() - before - 2 * tokens * 1024
+
+    assert highest(4) == 0
+    assert highest(2048) == 2 * 1024 * 1024
+    scales = 4 * 1024 * 1024 // 64
+    assert highest(2048, nested=True) == 2 * 1024 * 1024 + 2 * scales
+
+
+def test_bitsandbytes_own_rule_is_asked_for_the_card():
+    """_gemm_4bit_use_custom_cuda: up to 4 rows always, above 1,536 never, by the card between."""
+    half = torch.float16
+    for name in ("T4", "A100-40GB", "H200"):
+        assert _fuses_4bit_product(gpu(name), half, 4, 4096, 4096)
+        assert not _fuses_4bit_product(gpu(name), half, 2048, 4096, 4096)
+    assert not _fuses_4bit_product(gpu("V100"), half, 8, 4096, 4096)
+    assert _fuses_4bit_product(gpu("T4"), half, 8, 4096, 4096)
+
+
+def test_the_base_does_not_exist_in_half_precision_on_the_card():
+    """Weights are quantized one by one: the whole in bf16 is never there."""
+    config = models.config("llama-3-8b")
+    config.num_hidden_layers, config.vocab_size = 4, 1000
+    config.bos_token_id = config.eos_token_id = 1
+    recipe = QLORA.but(model=config)
+    half = 2 * simulate(recipe).parameters
+    assert simulate(recipe).peak_reserved < 0.9 * half
+
+
+def test_nothing_of_bitsandbytes_stays_changed():
+    new = bitsandbytes.nn.Params4bit.__dict__["__new__"], bitsandbytes.matmul
+    simulate(QLORA)
+    assert new == (bitsandbytes.nn.Params4bit.__dict__["__new__"], bitsandbytes.matmul)
+    Training(QLORA).step()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"base": "int3"}, "base is 'int3': allowed are none, nf4, fp4, int8"),
+        ({"lora_rank": 0}, "base is 'nf4' and lora_rank is 0"),
+        ({"block_size": 100}, "block_size is 100: allowed are 32, 64"),
+        ({"compute_dtype": "int8"}, "compute_dtype is 'int8': allowed are fp32, fp16, bf16"),
+    ],
+)
+def test_bad_input_is_told(changes, said):
+    with pytest.raises(ValueError, match=said):
+        QLORA.but(**changes)
+
+
+def test_bfloat16_products_need_a_card_that_has_them():
+    with pytest.raises(ValueError, match="T4 has no native bfloat16"):
+        simulate(QLORA.but(precision="fp32", compute_dtype="bf16"), "T4")
