@@ -6,6 +6,7 @@ by `record`, which keeps every finished row at once and goes on where it was sto
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import itertools
@@ -30,10 +31,10 @@ from memlab.recipe import ATTENTION, OPTIMIZERS, PRECISIONS, Recipe
 from memlab.records import FOLDER, Record, load, records, save
 from memlab.training import Training, import_bitsandbytes
 
-# A row: model, micro-batch x length, and what differs from Recipe's defaults (fp32, eager attention,
+# A row: model, micro-batch x length, and what differs from Recipe's defaults (fp32, eager,
 # adamw_torch, nothing frozen). The rows that say most come first, for a card that is lent for
-# minutes; from there on each block turns one switch after the other. More rows are more lines here:
-# names of a precision, an attention or an optimizer stand alone, other fields as field=value.
+# minutes; the others are ordered by model. Another row is another line: names of a precision, an
+# attention or an optimizer stand alone, other fields as field=value.
 ROWS = """
 bert-large 8x512
 llama-3.2-1b 1x1024 bf16 sdpa
@@ -104,7 +105,7 @@ llama-3-8b 1x512 bf16 sdpa adafactor
 llama-3-8b 1x2048 bf16 sdpa freeze=backbone
 llama-3-8b 1x512 sdpa adamw_torch checkpointing
 """
-# Cores from which on the next process may start while one is measured, without disturbing its clock.
+# Cores from which on the next process starts while one is measured: fewer would disturb its clock.
 ROOMY = 8
 
 
@@ -208,14 +209,9 @@ def record(
     device = pick_device(device)
     runs = grid(tiny=device.type == "cpu") if runs is None else runs
     started = time.monotonic()
-    about = Worker()
-    about.begin({"device": str(device)})
-    here = about.answer(run_seconds)
-    if "failed" in here:
-        raise OSError(f"no process can be started for {device}: {here['failed']}")
-    path = Path(out) / f"{re.sub('[^a-z0-9]+', '-', here['device_name'].lower()).strip('-')}.json"
-    report = Report(path, here["device_name"])
-    finished = {run.name: Recipe(**run.recipe) for run in _load(path)}
+    here = _machine(device)
+    report = Report(file_of(here["device_name"], out), here["device_name"])
+    finished = {run.name: Recipe(**run.recipe) for run in _load(report.path)}
     report.kept = [name for name in runs if finished.get(name) == runs[name]]
     todo = [name for name in runs if name not in report.kept]
     roomy = device.type == "cuda" and (os.cpu_count() or 1) >= ROOMY
@@ -252,6 +248,26 @@ def record(
             worker.end()
         report.seconds = time.monotonic() - started
     return report
+
+
+def file_of(device_name: str, folder: Path | str = FOLDER) -> Path:
+    """The file of a device's records."""
+    return Path(folder) / f"{re.sub('[^a-z0-9]+', '-', device_name.lower()).strip('-')}.json"
+
+
+def _machine(device: torch.device) -> dict:
+    """What the machine is; CUDA is asked in another process, for its context takes memory."""
+    if device.type == "cpu":
+        return _about({"device": "cpu"})
+    worker = Worker()
+    try:
+        worker.begin({"device": str(device)})
+        here = worker.answer(120.0)
+    finally:
+        worker.end()
+    if "failed" in here:
+        raise OSError(f"{device} cannot be asked what it is: {here['failed']}")
+    return here
 
 
 def _enter(report: Report, here: dict, name: str, recipe: Recipe, answer: dict) -> None:
@@ -310,7 +326,9 @@ def cannot_fit(recipe: Recipe, total_memory: int | None) -> str:
         return ""  # the run itself says what is wrong
     if least <= total_memory:
         return ""
-    return f"weights, gradients and states alone take {mib(least)}, the card has {mib(total_memory)}"
+    return (
+        f"weights, gradients and states alone take {mib(least)}, the card has {mib(total_memory)}"
+    )
 
 
 # Bytes of optimizer states for each byte of the weights; the others take less, or vary.
@@ -360,7 +378,6 @@ class Worker:
         try:
             status = self._process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
-            self.end()
             return {"failed": f"stopped after {seconds:,.0f} s", "stopped": True}
         lines = _lines(self._out)
         if status == 0 and lines:
@@ -371,6 +388,10 @@ class Worker:
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._out.close()
+        self._errors.close()
 
 
 def _lines(file) -> list[str]:
@@ -392,7 +413,7 @@ def _end_with_parent() -> None:
 
 
 def _about(order: dict) -> dict:
-    """What the machine is. Asked in a process of its own, because CUDA's context takes memory."""
+    """The machine's name, memory in bytes (None for a CPU), driver and versions."""
     device, total = torch.device(order["device"]), None
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
