@@ -1,4 +1,4 @@
-"""The `memlab` command: simulate, measure, record."""
+"""The `memlab` command: simulate, measure, record, accuracy."""
 
 from __future__ import annotations
 
@@ -67,6 +67,19 @@ def _record(options) -> dict:
     except KeyboardInterrupt:
         raise KeyboardInterrupt("what was finished is kept; start again to go on") from None
     return dataclasses.asdict(report) | {"path": str(report.path), "text": str(report)}
+
+
+def _accuracy(options) -> dict:
+    from memlab.accuracy import compare_records, report, summary
+    from memlab.records import load, records
+
+    runs = records() + [run for path in options.files for run in load(path)]
+    compared = compare_records(runs)
+    return {
+        "rows": [one.as_dict() for one in compared],
+        "summary": summary(compared),
+        "text": report(compared, runs),
+    }
 
 
 def _result(options, recipe, values, shown) -> dict:
@@ -147,7 +160,9 @@ def _parser() -> argparse.ArgumentParser:
     recipe.add_argument("--json", action="store_true", help="bytes and seconds as JSON")
 
     parser = _Parser(prog="memlab", description="The GPU memory of training a transformer.")
-    commands = parser.add_subparsers(required=True, metavar="simulate | measure | record")
+    commands = parser.add_subparsers(
+        required=True, metavar="simulate | measure | record | accuracy"
+    )
     simulate = commands.add_parser(
         "simulate", parents=[recipe], help="predict a step on a GPU that need not be there"
     )
@@ -172,7 +187,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--list", action="store_true", help="the names of the runs, without running them")
     add("--json", action="store_true", help="what became of each run as JSON")
     record.set_defaults(run=_record)
-    for command in (simulate, measure, record):
+    accuracy = commands.add_parser("accuracy", help="set the predictions against every record")
+    accuracy.add_argument("files", nargs="*", help="record files beside those of the package")
+    accuracy.add_argument("--json", action="store_true", help="every row and the summary as JSON")
+    accuracy.set_defaults(run=_accuracy)
+    for command in (simulate, measure, record, accuracy):
         command.error = parser.error
     logging.getLogger("transformers").setLevel(logging.ERROR)
     return parser
