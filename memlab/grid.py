@@ -113,15 +113,20 @@ def grid(tiny: bool = False) -> dict[str, Recipe]:
     """Name -> recipe of every run, in the order of running.
 
     tiny: the same runs on the models' tiny twins, sequences cut to a sixteenth (32 tokens at
-        least), for machines without a GPU.
+        least) and one layer of two frozen, for machines without a GPU.
     """
     runs = {" ".join(line.split()): _recipe(line) for line in ROWS.splitlines() if line}
     nine = {f"published: {run.name}": Recipe(**run.recipe) for run in records("published")}
     first = dict(list(runs.items())[:10])
     runs = first | nine | runs
     if tiny:
-        return {n: r.twin(seq_len=max(32, r.seq_len // 16)) for n, r in runs.items()}
+        return {name: _twin(recipe) for name, recipe in runs.items()}
     return runs
+
+
+def _twin(recipe: Recipe) -> Recipe:
+    frozen = tuple(min(part, 1) if isinstance(part, int) else part for part in recipe.freeze)
+    return recipe.twin(seq_len=max(32, recipe.seq_len // 16), freeze=frozen)
 
 
 def _recipe(line: str) -> Recipe:

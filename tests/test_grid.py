@@ -55,7 +55,9 @@ def test_the_twins_are_the_same_grid():
     for name, recipe in tiny.items():
         assert recipe.model == f"{whole[name].model}-tiny"
         assert 32 <= recipe.seq_len <= 512
-        same = {"seq_len": recipe.seq_len, "model": recipe.model, "task": recipe.task}
+        assert all(part <= 1 for part in recipe.freeze if isinstance(part, int))  # of 2 layers
+        assert len(recipe.freeze) == len(whole[name].freeze)
+        same = {n: getattr(recipe, n) for n in ("seq_len", "model", "task", "freeze")}
         assert whole[name].but(**same) == recipe
 
 
