@@ -4,7 +4,6 @@ from memlab.exercise import check
 from memlab.footprint import Footprint
 from memlab.measure import Measurement, Meter, measure
 from memlab.recipe import Recipe
-from memlab.show import compare
 from memlab.simulate import SimulatedGPU, simulate
 
 __all__ = [
@@ -18,3 +17,12 @@ __all__ = [
     "measure",
     "simulate",
 ]
+
+
+def __getattr__(name):
+    """`compare` brings matplotlib and pandas along, so it is loaded by whoever asks for it."""
+    if name == "compare":
+        from memlab.show import compare
+
+        return compare
+    raise AttributeError(f"module 'memlab' has no attribute {name!r}")

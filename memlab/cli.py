@@ -1,4 +1,4 @@
-"""The `memlab` command: `memlab simulate` and `memlab measure`."""
+"""The `memlab` command: simulate, measure, record, accuracy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import torch
 
 
 def main(argv=None) -> int:
-    """Run the command; returns the exit status: 0, 2 for bad input, 3 for out of memory."""
+    """Run the command; returns the exit status.
+
+    0, 1 if runs of a grid failed, 2 for bad input, 3 for out of memory, 130 for Ctrl-C.
+    """
     options = _parser().parse_args(argv)
     try:
         result = options.run(options)
@@ -22,8 +25,11 @@ def main(argv=None) -> int:
     except torch.OutOfMemoryError as error:
         print(f"memlab: {error}", file=sys.stderr)
         return 3
+    except KeyboardInterrupt as interrupt:
+        print(f"memlab: interrupted; {interrupt or 'nothing was written'}", file=sys.stderr)
+        return 130
     print(json.dumps(result, indent=2) if options.json else result["text"])
-    return 0
+    return 1 if result.get("failed") else 0
 
 
 def _simulate(options) -> dict:
@@ -44,6 +50,36 @@ def _measure(options) -> dict:
     return _result(
         options, recipe, measurement.as_dict() | {"recipe": recipe.as_dict()}, measurement
     )
+
+
+def _record(options) -> dict:
+    from memlab import grid
+    from memlab.measure import pick_device
+
+    device = pick_device(options.device)
+    runs = grid.select(grid.grid(tiny=device.type == "cpu"), options.only)
+    if options.list:
+        recipes = {name: recipe.as_dict() for name, recipe in runs.items()}
+        return {"runs": recipes, "text": "\n".join(runs)}
+    limits = options.limit_minutes * 60, options.run_minutes * 60
+    try:
+        report = grid.record(device, options.out, runs, *limits, options.steps)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("what was finished is kept; start again to go on") from None
+    return dataclasses.asdict(report) | {"path": str(report.path), "text": str(report)}
+
+
+def _accuracy(options) -> dict:
+    from memlab.accuracy import compare_records, report, summary
+    from memlab.records import load, records
+
+    runs = records() + [run for path in options.files for run in load(path)]
+    compared = compare_records(runs)
+    return {
+        "rows": [one.as_dict() for one in compared],
+        "summary": summary(compared),
+        "text": report(compared, runs),
+    }
 
 
 def _result(options, recipe, values, shown) -> dict:
@@ -67,8 +103,19 @@ def _card(text: str) -> str | int:
     return int(text) if text.lstrip("-").isdigit() else text
 
 
+def _minutes(text: str) -> float:
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not minutes > 0:
+        raise argparse.ArgumentTypeError(f"it is {text!r}: allowed are numbers above 0")
+    return minutes
+
+
 def _parser() -> argparse.ArgumentParser:
     from memlab.recipe import ATTENTION, BASES, CHECKPOINTING, OPTIMIZERS, PRECISIONS, Recipe
+    from memlab.records import FOLDER
 
     default = {field.name: field.default for field in dataclasses.fields(Recipe)}
     recipe = argparse.ArgumentParser(add_help=False)
@@ -126,7 +173,9 @@ def _parser() -> argparse.ArgumentParser:
     recipe.add_argument("--json", action="store_true", help="bytes and seconds as JSON")
 
     parser = _Parser(prog="memlab", description="The GPU memory of training a transformer.")
-    commands = parser.add_subparsers(required=True, metavar="simulate | measure")
+    commands = parser.add_subparsers(
+        required=True, metavar="simulate | measure | record | accuracy"
+    )
     simulate = commands.add_parser(
         "simulate", parents=[recipe], help="predict a step on a GPU that need not be there"
     )
@@ -140,7 +189,22 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument("--device", help="cuda or cpu; CUDA where there is one")
     measure.add_argument("--steps", type=int, default=5, help="timed steps")
     measure.set_defaults(run=_measure)
-    for command in (simulate, measure):
+    record = commands.add_parser("record", help="run the grid of recipes here and keep the records")
+    add = record.add_argument
+    add("--device", help="cuda or cpu, which runs tiny twins; CUDA where there is one")
+    add("--out", default=FOLDER, help="folder for the file, one a device (the package's own)")
+    add("--only", default="", metavar="WORDS", help="runs whose name has all of these words")
+    add("--limit-minutes", type=_minutes, default=float("inf"), help="for all runs together")
+    add("--run-minutes", type=_minutes, default=5.0, help="for one run")
+    add("--steps", type=int, default=3, help="timed steps of a run")
+    add("--list", action="store_true", help="the names of the runs, without running them")
+    add("--json", action="store_true", help="what became of each run as JSON")
+    record.set_defaults(run=_record)
+    accuracy = commands.add_parser("accuracy", help="set the predictions against every record")
+    accuracy.add_argument("files", nargs="*", help="record files beside those of the package")
+    accuracy.add_argument("--json", action="store_true", help="every row and the summary as JSON")
+    accuracy.set_defaults(run=_accuracy)
+    for command in (simulate, measure, record, accuracy):
         command.error = parser.error
     logging.getLogger("transformers").setLevel(logging.ERROR)
     return parser

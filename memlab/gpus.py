@@ -137,3 +137,13 @@ def gpu(card: str | int | float | GPU) -> GPU:
     raise ValueError(
         f"gpu is {card!r}: allowed are {', '.join(GPUS)}, or a number of bytes above 0"
     )
+
+
+def gpu_of_device(device: str) -> GPU | None:
+    """The card that a driver's name means: "Tesla V100-SXM2-16GB" is V100. None if unknown.
+
+    A card is meant where all words of its name are among the driver's; of two, the longer one.
+    """
+    words = set(device.lower().replace("-", " ").split())
+    meant = [name for name in GPUS if set(name.lower().split("-")) <= words]
+    return GPUS[max(meant, key=len)] if meant else None

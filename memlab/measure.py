@@ -59,7 +59,8 @@ def measure(recipe: Recipe, device=None, steps: int = 5, seed: int = 0) -> Measu
     steps: timed steps, after two that warm up.
 
     On CUDA the peaks are the allocator's counters and device_used is what the driver reports; on
-    a CPU the peak is the exact sum of the tensors alive (a CPU has no caching allocator).
+    a CPU the peak is the exact sum of the tensors alive (a CPU has no caching allocator). The
+    cache is emptied before the model is built and then left alone, as a training leaves it.
 
     Raises ValueError when the device does not have the recipe's number format.
     """
@@ -67,11 +68,16 @@ def measure(recipe: Recipe, device=None, steps: int = 5, seed: int = 0) -> Measu
     require(recipe.precision, device)
     if steps < 1:
         raise ValueError(f"steps is {steps!r}: allowed are whole numbers from 1")
-    training = Training(recipe, device, seed)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    built_in = device if recipe.base == "none" else None
+    training = Training(recipe, device, seed, built_in)
     progress = tqdm(total=steps + 3, desc=f"measuring {recipe.model_name}", leave=False)
     training.step()  # optimizer states and kernels appear in the first step
     progress.update()
-    with Meter(device, training.model, training.optimizer, training.inputs) as meter:
+    watched = training.model, training.optimizer, training.inputs
+    with Meter(device, *watched, empty_cache=False) as meter:
         loss = training.step()
     progress.update()
     training.step()
@@ -117,6 +123,8 @@ class Meter:
     model, optimizer, inputs: on a CPU, what counts from the start even if the block never
         touches it. What the block does touch is found by itself.
     counters: the memory functions to ask on CUDA, `torch.cuda` unless a test brings its own.
+    empty_cache: whether cached blocks that nobody uses go back to the device first. Without, the
+        reserved memory has them in it, as it has after the steps of a training.
 
     On CUDA the block runs undisturbed and the figures are the caching allocator's, so the
     breakdown knows only what was there at the start (`inputs`) and what came on top
@@ -128,17 +136,27 @@ class Meter:
     the largest tensors that were alive on the device when it began.
     """
 
-    def __init__(self, device=None, model=None, optimizer=None, inputs=(), counters=torch.cuda):
+    def __init__(
+        self,
+        device=None,
+        model=None,
+        optimizer=None,
+        inputs=(),
+        counters=torch.cuda,
+        empty_cache=True,
+    ):
         self.device = pick_device(device, counters)
         self.counters = counters
         self._watched = model, optimizer, inputs
+        self._empty_cache = empty_cache
         self.already_there = []
 
     def __enter__(self) -> Meter:
         gc.collect()
         self.already_there = alive_tensors(self.device)
         if self.device.type == "cuda":
-            self.counters.empty_cache()
+            if self._empty_cache:
+                self.counters.empty_cache()
             self.counters.synchronize()
             self.counters.reset_peak_memory_stats()
             self._at_start = self.counters.memory_allocated()
@@ -198,12 +216,16 @@ def _explained(footprint: Footprint, training: Training) -> Footprint:
     """The counters' figures with a breakdown, a phase and a timeline from a traced step.
 
     Tracing makes autograd add some gradients out of place, so the peak itself is taken from the
-    undisturbed step; what the tensors do not explain is the libraries' and the allocator's.
+    undisturbed step; what the tensors do not explain is the libraries' and the allocator's. A card
+    that is too full for the traced step gets no breakdown.
     """
     tracer = Tracer()
     tracer.watch(training.model, training.optimizer, training.inputs)
-    with tracer:
-        training.step()
+    try:
+        with tracer:
+            training.step()
+    except torch.OutOfMemoryError:
+        return footprint
     traced = tracer.footprint()
     breakdown = dict(traced.breakdown)
     breakdown["rounding"] = footprint.peak_allocated - sum(breakdown.values())
@@ -263,6 +285,7 @@ def device_name(device: torch.device) -> str:
 
 def versions() -> dict[str, str]:
     """Versions that a figure depends on."""
-    names = ("torch", "transformers", "memlab")
-    found = {name: importlib.metadata.version(name) for name in names}
+    names = ("torch", "transformers", "memlab", "peft", "bitsandbytes")
+    installed = {known.name.lower() for known in importlib.metadata.distributions()}
+    found = {name: importlib.metadata.version(name) for name in names if name in installed}
     return found | {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}

@@ -49,7 +49,8 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     with SimulatedGPU(gpu) as simulated:
         simulated.require(recipe.precision)
         simulated.require(recipe.compute_dtype or "")
-        training = Training(recipe, simulated.device, on_host=simulated.tracer.on_host)
+        on_host = simulated.tracer.on_host() if recipe.base != "none" else None
+        training = Training(recipe, simulated.device, built_in=on_host)
         simulated.tracer.watch(training.model, inputs=training.inputs)
         # From the third micro-batch on, each repeats the bytes of the second; only its loss, a
         # number of 512 bytes as an allocator's block, would be added.

@@ -104,3 +104,62 @@ def test_a_quantized_base_and_a_config_file(capsys, tmp_path):
     recipe = result["recipe"]
     assert (recipe["base"], recipe["double_quant"], recipe["upcast"]) == ("nf4", True, False)
     assert sum(result["breakdown"].values()) == result["peak_allocated"]
+
+
+def test_record_lists_and_selects(capsys):
+    status, out, _ = run(capsys, "record", "--device", "cpu", "--list", "--only", "bert-large sgd")
+    assert (status, out) == (0, "bert-large 4x512 sgd\n")
+    status, out, _ = run(capsys, "record", "--device", "cpu", "--list", "--json")
+    runs = json.loads(out)["runs"]
+    assert status == 0 and len(runs) >= 60
+    assert all(recipe["model"].endswith("-tiny") for recipe in runs.values())
+
+
+@pytest.mark.slow
+def test_record_and_go_on(capsys, tmp_path):
+    options = ["--device", "cpu", "--out", tmp_path, "--only", "bert-large sgd", "--steps", 1]
+    status, out, _ = run(capsys, "record", *options, "--json")
+    report = json.loads(out)
+    assert (status, report["done"]) == (0, ["bert-large 4x512 sgd"])
+    assert report["path"].startswith(str(tmp_path))
+    status, out, _ = run(capsys, "record", *options)
+    assert status == 0 and "0 run in" in out and "1 kept" in out
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ["--only", "bert-huge"],
+        ["--limit-minutes", "0"],
+        ["--run-minutes", "soon"],
+        ["--steps", "0"],
+        ["--device", "tpu"],
+    ],
+)
+def test_bad_input_of_record(capsys, tmp_path, bad):
+    status, out, err = run(capsys, "record", "--device", "cpu", "--out", tmp_path, *bad)
+    assert (status, out) == (2, "")
+    assert err.startswith("memlab: ") and err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_corrupt_record_is_one_line_and_status_2(capsys, tmp_path):
+    path = tmp_path / "runs.json"
+    path.write_text('{"schema": 1, "records": [{"kind"')
+    status, out, err = run(capsys, "accuracy", path)
+    assert (status, out) == (2, "")
+    assert str(path) in err and err.count("\n") == 1
+    assert run(capsys, "accuracy", tmp_path / "none.json")[0] == 2
+
+
+def test_interrupted_recording_says_that_nothing_is_lost(capsys, tmp_path, monkeypatch):
+    from memlab import grid
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(grid.Worker, "begin", interrupt)
+    options = ["--device", "cpu", "--out", tmp_path, "--only", "bert-large sgd"]
+    status, out, err = run(capsys, "record", *options)
+    assert (status, out) == (130, "")
+    assert "start again to go on" in err.splitlines()[-1]

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from memlab.gpus import GPUS, MIB, cublas_workspace, gpu, native_dtypes
+from memlab.gpus import GPUS, MIB, cublas_workspace, gpu, gpu_of_device, native_dtypes
 
 # "GPU 0 has a total capacity of ... GiB", as PyTorch 2 printed it in the threads that the records
 # name.
@@ -97,3 +97,28 @@ def test_what_is_no_card(wrong):
     assert "\n" not in text
     assert repr(wrong) in text
     assert "T4, P100" in text
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("Tesla T4", "T4"),
+        ("Tesla V100-SXM2-16GB", "V100"),
+        ("Tesla P100-PCIE-16GB", "P100"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+    ],
+)
+def test_the_card_that_a_driver_means(device, name):
+    assert gpu_of_device(device) is GPUS[name]
+
+
+@pytest.mark.parametrize("device", ["CPU (x86_64, 2 threads)", "NVIDIA L40", "", "Tesla K80"])
+def test_a_device_that_is_no_known_card(device):
+    assert gpu_of_device(device) is None

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from memlab import Meter, Recipe, measure
+from memlab import Meter, Recipe, measure, models
 from memlab.allocator import CachingAllocator
 from memlab.footprint import Footprint
 from memlab.measure import _explained, alive_tensors, pick_device, require
@@ -140,6 +140,38 @@ def test_cuda_figures_come_from_the_counters():
     assert footprint.device_used == 320 * MiB
     assert counters.calls == ["synchronize", "reset", "synchronize"]
     assert weights != second
+
+
+def test_a_cache_that_is_kept_is_reserved_memory():
+    counters = Counters(total=1000 * MiB, context=150 * MiB)
+    counters.allocator.free(counters.allocator.allocate(50 * MiB))
+    with Meter("cuda", counters=counters, empty_cache=False) as meter:
+        counters.allocate(30 * MiB)
+    assert meter.footprint.peak_allocated == 30 * MiB
+    assert meter.footprint.peak_reserved == 50 * MiB  # the 30 were cut from the cached block
+
+
+def test_a_card_too_full_for_the_traced_step_has_figures_without_breakdown(monkeypatch):
+    def no_room():
+        raise torch.OutOfMemoryError
+
+    training = Training(TINY)
+    monkeypatch.setattr(training, "step", no_room)
+    counted = Footprint(10**8, 2 * 10**8, {"temporary": 10**8}, "unknown")
+    assert _explained(counted, training) == counted
+
+
+def test_the_weights_are_made_where_they_are_wanted(monkeypatch):
+    made_on, build = [], models.build
+
+    def seen(*arguments):
+        made_on.append(torch.get_default_device().type)
+        with torch.device("cpu"):
+            return build(*arguments)
+
+    monkeypatch.setattr(models, "build", seen)
+    Training(TINY, built_in=torch.device("meta"))
+    assert made_on == ["meta"]
 
 
 def test_a_traced_step_shares_out_the_counters_peak():

@@ -1,0 +1,83 @@
+"""Does a training fit a card? The prediction, and the margin that its known error asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from memlab.footprint import Footprint, mib
+from memlab.gpus import GPU, MIB
+from memlab.gpus import gpu as find_gpu
+from memlab.recipe import Recipe
+from memlab.simulate import simulate
+
+# The prediction is trusted to so much of what it says ...
+MARGIN = 0.05
+# ... and a context to so many bytes: those of two programs on the same kind of card differ by up
+# to that (memlab/gpus.py).
+CONTEXT_MARGIN = 100 * MIB
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The answer of `fits`, in bytes.
+
+    needed: of the card's memory, context included. margin: kept free beside it. footprint: the
+    simulated step, None where the card ran out of memory in it.
+    """
+
+    fits: bool
+    needed: int
+    margin: int
+    total_memory: int
+    footprint: Footprint | None
+
+    def __bool__(self) -> bool:
+        return self.fits
+
+    def __str__(self) -> str:
+        verdict = "fits" if self.fits else "does not fit"
+        return (
+            f"{verdict}: {mib(self.needed)} and a margin of {mib(self.margin)}, "
+            f"the card has {mib(self.total_memory)}"
+        )
+
+
+def fits(recipe: Recipe, gpu: GPU | str | int, margin: float = MARGIN) -> Fit:
+    """Whether `recipe` trains on a card, by a simulated step and a margin for its error.
+
+    gpu: a name of `memlab.gpus.GPUS` or a number of bytes. margin: the share of the predicted
+    bytes that is kept free, beside 100 MiB for what a program's context may have more.
+
+    The simulation's rules, in a prototype, were set against 69 LoRA trainings on a T4 that had no
+    part in making them: peak allocated was at most 0.37 % off, and peak reserved right to the MiB
+    without a quantized base. Full fine-tuning, autocast and other cards had no such test, so the
+    default keeps 5 %, which is also the most that this package allows its prediction to fall
+    short of a recorded run. It is meant for today's kernels: the nine published runs of January
+    2022 used up to 16 % more than today's kernels are predicted to, and software of that age
+    needs `margin=0.2`.
+
+    What passes the card only by blocks that the allocator could give back is tried again on a
+    card smaller by the margin, where it does give them back.
+
+    Raises ValueError for an unknown card, a margin below 0, and a number format that the card
+    does not have.
+    """
+    if not margin >= 0:
+        raise ValueError(f"margin is {margin!r}: allowed are numbers from 0")
+    card = find_gpu(gpu)
+    footprint = simulate(recipe, dataclasses.replace(card, total_memory=2**60))
+    needed = footprint.device_used
+    kept = int(margin * needed) + CONTEXT_MARGIN * (card.context > 0)
+    total = card.total_memory
+    fit = Fit(needed + kept <= total, needed, kept, total, footprint)
+    least = footprint.peak_allocated + card.context
+    if fit or least + kept > total:
+        return fit
+    try:
+        tight = simulate(recipe, dataclasses.replace(card, total_memory=total - kept))
+    except torch.OutOfMemoryError:
+        return fit
+    return Fit(True, tight.device_used, kept, total, tight)

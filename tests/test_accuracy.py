@@ -1,0 +1,162 @@
+"""Predictions beside records: what is compared with what, and what the report says."""
+
+import dataclasses
+
+import pytest
+
+from memlab import Meter, Recipe, grid, measure, models, simulate
+from memlab.accuracy import (
+    Comparison,
+    compare_records,
+    family,
+    report,
+    simulate_on_cpu,
+    summary,
+    technique,
+)
+from memlab.gpus import GPUS
+from memlab.records import Record, records
+from memlab.training import Training
+
+MiB = 2**20
+TINY = Recipe(model="gpt2-tiny", batch_size=2, seq_len=32)
+SAMPLE = dict(list(grid.grid(tiny=True).items())[::2])
+
+
+def a_run(figures, device="Tesla T4", kind="recorded", recipe=TINY) -> Record:
+    plain = {"model": recipe.model, "batch_size": recipe.batch_size, "seq_len": recipe.seq_len}
+    return Record(kind, "one", plain, figures, device, None, {}, "2026-11-21", "a test")
+
+
+def a_comparison(predicted, recorded, **changes) -> Comparison:
+    one = Comparison("NVIDIA L4", "one", "decoder", "full", "x", "reserved", predicted, recorded)
+    return dataclasses.replace(one, **changes)
+
+
+def test_the_sample_is_wide():
+    families = {models.config(recipe.model).model_type for recipe in SAMPLE.values()}
+    assert len(SAMPLE) >= 30 and len(families) >= 6
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_real_step_on_a_cpu_takes_what_fake_tensors_say(name):
+    """The fake path without CUDA's rules, against real tensors, over the grid's twins."""
+    training = Training(SAMPLE[name])
+    training.step()
+    with Meter("cpu", training.model, training.optimizer, training.inputs) as meter:
+        training.step()
+    said = simulate_on_cpu(SAMPLE[name]).peak_tensors
+    assert said == pytest.approx(meter.footprint.peak_tensors, rel=0.001)
+
+
+def test_a_recorded_gpu_run_is_compared_in_three_figures():
+    truth = simulate(TINY, "T4")
+    figures = {
+        "peak_allocated_bytes": truth.peak_allocated,
+        "peak_reserved_bytes": truth.peak_reserved * 2,
+        "context_bytes": 7,
+        "device_used_bytes": truth.device_used,
+        "total_memory_bytes": GPUS["T4"].total_memory,
+        "step_seconds": 1.0,
+    }
+    found = {one.figure: one for one in compare_records([a_run(figures)])}
+    assert set(found) == {"allocated", "reserved", "device used"}
+    assert found["allocated"].error == 0.0 == found["device used"].error
+    assert found["reserved"].error == -0.5
+    assert [one.missed for one in found.values()] == [False, True, False]
+    assert {one.against for one in found.values()} == {"Tesla T4"}
+
+
+def test_a_published_run_brings_its_context():
+    (run,) = [run for run in records("published") if run.name.endswith("fp16, adafactor")]
+    (one,) = compare_records([run])
+    reserved = simulate(Recipe(**run.recipe), "V100").peak_reserved
+    assert (one.against, one.figure) == ("published", "device used")
+    assert one.predicted == reserved + run.figures["context_bytes"]
+    assert one.recorded == run.figures["device_used_bytes"]
+    assert not one.missed
+
+
+def test_a_cpu_run_is_compared_with_the_cpus_own_kernels():
+    here = measure(TINY, "cpu", steps=1)
+    run = a_run(grid._figures(here), device=here.device)
+    (one,) = compare_records([run])
+    assert one.predictor == "simulate, CPU kernels" and one.figure == "tensors"
+    assert one.error == pytest.approx(0, abs=0.001)
+
+
+def test_out_of_memory_is_a_verdict():
+    ran_out, room = {"out_of_memory": True}, {"total_memory_bytes": 160 * MiB}
+    figures = {"device_used_bytes": 2**30}
+    right, false_fit, false_alarm = (
+        compare_records([a_run(values)])[0] for values in (ran_out | room, ran_out, figures | room)
+    )
+    for one, said, was in ((right, 1, 1), (false_fit, 0, 1), (false_alarm, 1, 0)):
+        assert (one.figure, one.predicted, one.recorded) == ("out of memory", said, was)
+        assert one.missed == (said != was)
+    text = report([right, false_fit, false_alarm], [])
+    assert "out of memory: 1 of 3 as recorded" in text
+    assert "a fit was predicted, out of memory recorded" in text
+    assert "out of memory was predicted, a fit recorded" in text
+
+
+def test_what_is_not_predicted_is_refused_in_its_row():
+    unknown = compare_records([a_run({"peak_reserved_bytes": 1}, device="Tesla K80")])
+    half = dataclasses.replace(a_run({"peak_reserved_bytes": 1}), recipe={"precision": "bf16"})
+    (k80,), (t4,) = unknown, compare_records([half])
+    assert "Tesla K80 is none of the cards T4" in k80.refused and k80.missed
+    assert "no native bfloat16" in t4.refused and t4.error is None
+    (row, *_) = summary([k80])
+    assert (row["runs"], row["refused"]) == (1, 1) and "median" not in row
+    assert "refused: Tesla K80" in report([k80], [])
+
+
+def test_every_predictor_of_the_mapping_is_asked():
+    def double(recipe, gpu):
+        assert gpu == GPUS["T4"]
+        return dataclasses.replace(simulate(recipe, gpu), peak_reserved=200)
+
+    run = a_run({"peak_reserved_bytes": 100})
+    (one,) = compare_records([run], {"double": double})
+    assert (one.predictor, one.error) == ("double", 1.0)
+
+
+def test_summary_by_family_and_technique_and_never_over_kinds():
+    gpu = [a_comparison(100 + error, 100) for error in (1, -2, 3, 0)]
+    gpu.append(a_comparison(80, 100, family="encoder", technique="LoRA"))
+    paper = a_comparison(200, 100, against="published", figure="device used")
+    rows = {(r["against"], r["group"]): r for r in summary([*gpu, paper])}
+    whole = rows["NVIDIA L4", "all"]
+    assert whole["runs"] == 5 and whole["refused"] == 0
+    assert whole["median"] == pytest.approx(0.02)
+    assert whole["p95"] == pytest.approx(0.03 + 0.8 * 0.17)
+    assert whole["worst_over"] == pytest.approx(0.03)
+    assert whole["worst_under"] == pytest.approx(-0.2)
+    assert rows["NVIDIA L4", "decoder"]["worst_under"] == pytest.approx(-0.02)
+    assert rows["NVIDIA L4", "LoRA"]["median"] == pytest.approx(0.2)
+    assert rows["published", "all"]["runs"] == 1
+    text = report([*gpu, paper], [])
+    assert "2 figures miss" in text and "against published" in text
+    assert "-20.00%" in text and "+100.00%" in text
+
+
+def test_the_report_says_whether_a_gpu_is_on_record():
+    on_gpu, on_cpu = a_run({"step_seconds": 1.0}), a_run({"step_seconds": 1.0}, "CPU (arm64)")
+    published = a_run({"step_seconds": 1.0}, kind="published")
+    assert report([], [on_cpu, published]).startswith("No GPU has been recorded yet")
+    assert "No GPU" not in report([], [on_cpu, on_gpu])
+
+
+@pytest.mark.parametrize(
+    ("changes", "family_of", "technique_of"),
+    [
+        ({"model": "bert-base"}, "encoder", "full"),
+        ({"model": "bert-base", "task": "masked-lm", "freeze": "embeddings"}, "encoder", "frozen"),
+        ({"model": "llama-3-8b", "lora_rank": 8}, "decoder", "LoRA"),
+        ({"model": "t5-3b"}, "encoder-decoder", "full"),
+        ({"model": "mixtral-8x7b"}, "moe", "full"),
+    ],
+)
+def test_family_and_technique(changes, family_of, technique_of):
+    recipe = Recipe(**changes)
+    assert (family(recipe), technique(recipe)) == (family_of, technique_of)
