@@ -196,6 +196,7 @@ class CudaTracer(Tracer):
         """
         if not cuda_rules.uses_cublas(func):
             return
+        self._maker = func
         thread = self._phase() == BACKWARD
         for handle, nbytes in (
             ("cublas", self.workspace),

@@ -16,7 +16,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memlab.footprint import CATEGORIES, Footprint, Timeline
+from memlab.footprint import CATEGORIES, Footprint, Life, Timeline
+from memlab.modules import ModuleWatch
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
 ZERO_GRAD = "zero_grad"  # after a step, until the next tensor is born
@@ -38,6 +39,8 @@ class Tracer(TorchDispatchMode):
       recomputed for it
     - inputs, buffers: what `watch` was given
     - temporary: everything else
+
+    With each birth goes the operation and the module that is at work; see `ModuleWatch`.
     """
 
     def __init__(self, allocator=None):
@@ -45,6 +48,8 @@ class Tracer(TorchDispatchMode):
         self.allocator = allocator
         self.sizes: list[int] = []
         self.categories: list[str] = []
+        self.makers: list = []  # the operation that made each storage
+        self.modules: list[str] = []
         # One entry an event: (change in bytes, storage number, phase, allocated, reserved).
         self.events: list[tuple[int, int, str, int, int]] = []
         self._start = 0  # the event from which peaks count
@@ -54,6 +59,8 @@ class Tracer(TorchDispatchMode):
         self._addresses: dict[int, int] = {}
         self._awaiting_backward: set[int] = set()
         self._stepping = self._stepped = False
+        self._maker = None
+        self._watch = ModuleWatch(self._belongs)
         self._token = object()  # marks parameters whose gradient is followed
         self._handles = []
 
@@ -62,6 +69,7 @@ class Tracer(TorchDispatchMode):
     def watch(self, model=None, optimizer=None, inputs=()) -> None:
         """Count these from now on, also the parts that no operation touches."""
         if model is not None:
+            self._watch.name_all(model)
             for parameter in model.parameters():
                 self._see(parameter, "parameters", existed=True)
             for buffer in model.buffers():
@@ -109,10 +117,16 @@ class Tracer(TorchDispatchMode):
         number = len(self.sizes)
         if self.allocator is not None:
             self._addresses[number] = self.allocator.allocate(nbytes)
-        self.sizes.append(nbytes)
-        self.categories.append(category)
+        self._describe(nbytes, category)
         self._log(nbytes, number)
         return number
+
+    def _describe(self, nbytes, category) -> None:
+        self.sizes.append(nbytes)
+        self.categories.append(category)
+        self.makers.append(self._maker)
+        in_backward = not self._stepping and torch._C._current_graph_task_id() != -1
+        self.modules.append(self._watch.now(in_backward))
 
     def _death(self, number) -> None:
         if self.allocator is not None:
@@ -154,12 +168,22 @@ class Tracer(TorchDispatchMode):
         if category:
             self.categories[number] = category
             self._awaiting_backward.discard(number)
+        module = getattr(tensor, "_memlab_module", None)
+        if module:
+            self.modules[number] = module
+
+    def _belongs(self, tensor, module) -> None:
+        """A parameter or buffer belongs to a module, and its gradient with it."""
+        tensor._memlab_module = module
+        for part in (tensor, tensor.grad if tensor.is_leaf else None):
+            known = part is not None and self._live.get(part.untyped_storage()._cdata)
+            if known:
+                self.modules[known[0]] = module
 
     def _first_sight(self, nbytes, category, existed) -> int:
         if existed and self.allocator is None:
             # It was there before the first event: raise the floor, log nothing.
-            self.sizes.append(nbytes)
-            self.categories.append(category or "inputs")
+            self._describe(nbytes, category or "inputs")
             self._before += nbytes
             return len(self.sizes) - 1
         self._stepped = False
@@ -184,6 +208,7 @@ class Tracer(TorchDispatchMode):
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
+            *self._watch.register(),
         ]
         return super().__enter__()
 
@@ -200,6 +225,7 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        self._maker = None  # what an operation meets and does not make
         for argument in args if func is not torch.ops.aten.lift_fresh.default else ():
             if isinstance(argument, torch.Tensor):
                 self._see_argument(argument)
@@ -212,6 +238,7 @@ class Tracer(TorchDispatchMode):
             for number in self._awaiting_backward:
                 self.categories[number] = "activations"
             self._awaiting_backward.clear()
+        self._maker = func
         out = func(*args, **kwargs)
         if in_backward and func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
             if self._accumulated_in_place(args, out):
@@ -249,6 +276,13 @@ class Tracer(TorchDispatchMode):
 
     def _accumulated(self, parameter) -> None:
         self._see(parameter.grad, "gradients")
+        self._same_module(parameter.grad, parameter)
+
+    def _same_module(self, tensor, parameter) -> None:
+        module = getattr(parameter, "_memlab_module", None)
+        known = self._live.get(tensor.untyped_storage()._cdata)
+        if module and known:
+            self.modules[known[0]] = module
 
     def _accumulated_in_place(self, args, out) -> bool:
         """Whether the engine would have added into its own buffer instead of a new tensor.
@@ -285,10 +319,11 @@ class Tracer(TorchDispatchMode):
         self._stepping, self._stepped = False, True
 
     def _label_states(self, optimizer) -> None:
-        for state in optimizer.state.values():
+        for parameter, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
                     self._see(value, "optimizer_states", existed=True)
+                    self._same_module(value, parameter)
 
     # ------------------------------------------------------------------ analysis
 
@@ -311,11 +346,40 @@ class Tracer(TorchDispatchMode):
         levels = self._breakdown(start - 1)
         steps = [dict(levels)]
         phases = [self.events[start][2] if start < len(self.events) else FORWARD]
-        for change, number, phase, *_ in self.events[start:]:
+        served = [self.events[start - 1][3] if start else 0]
+        for change, number, phase, allocated, _ in self.events[start:]:
             levels[self.categories[number]] += change
             steps.append(dict(levels))
             phases.append(phase)
-        return Timeline(phases, {name: [step[name] for step in steps] for name in CATEGORIES})
+            served.append(allocated)
+        if self.allocator is not None:
+            for step, allocated in zip(steps, served, strict=True):
+                step["rounding"] = allocated - sum(step.values())
+        levels = {name: [step[name] for step in steps] for name in CATEGORIES}
+        return Timeline(phases, levels, self._lives(start), self.peak()[3] - start + 1)
+
+    def _lives(self, start) -> list[Life]:
+        """Everything that lived from the event `start` on, in the order of birth."""
+        born, died = dict.fromkeys(range(len(self.sizes)), 0), {}
+        for moment, (change, number, *_) in enumerate(self.events, start=1 - start):
+            (born if change > 0 else died)[number] = max(0, moment)
+        return [
+            Life(
+                self.sizes[number],
+                self.categories[number],
+                self.modules[number],
+                operation_name(self.makers[number]),
+                born[number],
+                died.get(number),
+            )
+            for number in born
+            if died.get(number) != 0
+        ]
+
+
+def operation_name(maker) -> str:
+    """`aten.mm`, in PyTorch's words."""
+    return str(maker.overloadpacket) if maker is not None else "made before"
 
 
 # How many references a gradient has, seen from the dispatch of the addition, when the autograd
