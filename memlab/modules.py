@@ -17,11 +17,11 @@ OUTSIDE = "outside any module"
 class ModuleWatch:
     """Follows the calls of every module while its hooks are registered.
 
-    A module's name is its path in the outermost module that was called with it, `bert.pooler`; the
-    outermost one has its class's name, and one that was made during a call, as loss functions
-    are, its class's name after the caller's. In the backward pass a node belongs to the module whose
-    forward pass made it: PyTorch numbers the nodes as they are made, so it is enough to note
-    the next number at each call and at each return.
+    A module's name is its path in the outermost module that was called with it, `bert.pooler`;
+    the outermost one has its class's name, and one that was made during a call, as loss
+    functions are, its class's name after the caller's. In the backward pass a node belongs to
+    the module whose forward pass made it: PyTorch numbers the nodes as they are made, so it is
+    enough to note the next number at each call and at each return.
 
     named: called with each parameter or buffer and the name of its module, as soon as it is known.
     """

@@ -82,6 +82,8 @@ class Tracer(TorchDispatchMode):
     def reset_peak(self) -> None:
         """Begin a new measured stretch, as `torch.cuda.reset_peak_memory_stats` does."""
         self._start = len(self.events)
+        if self.allocator is not None:
+            self.allocator.reset_peak_stats()
 
     def peak(self) -> tuple[int, int, str, int]:
         """(allocated bytes, reserved bytes, phase, number of the event) since `reset_peak`."""
