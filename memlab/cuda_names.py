@@ -51,20 +51,11 @@ def cuda_answers(tracer, snapshot):
         properties = DeviceProperties(tracer)
         answer(
             torch.cuda,
-            is_available=lambda: True,
-            is_initialized=lambda: True,
-            init=lambda: None,
-            _lazy_init=lambda: None,
-            device_count=lambda: 1,
-            current_device=lambda: 0,
-            set_device=only_card,
+            _initialized=True,
+            _cached_device_count=None,
+            _get_device_properties=lambda device: properties,
+            _check_bf16_tensor_supported=lambda device: True,  # by emulation, on any card
             device=Selected,
-            get_device_properties=lambda device=None: only_card(device) or properties,
-            is_bf16_supported=lambda including_emulation=True: (
-                including_emulation or properties.major >= 8
-            ),
-            synchronize=only_card,
-            ipc_collect=lambda: None,
             default_generators=(torch.Generator(),),
             current_stream=default_stream,
             default_stream=default_stream,
@@ -78,6 +69,11 @@ def cuda_answers(tracer, snapshot):
             answer(module, mem_get_info=get_info)
         answer(
             torch._C,
+            _cuda_getDeviceCount=lambda: 1,
+            _cuda_getDevice=lambda: 0,
+            _cuda_setDevice=only_card,
+            _cuda_synchronize=lambda: None,
+            _cuda_ipc_collect=lambda: None,
             _cuda_memoryStats=lambda device: tracer.allocator.stats(),
             _cuda_emptyCache=tracer.allocator.empty_cache,
             _cuda_resetPeakMemoryStats=lambda device: tracer.reset_peak(),
@@ -102,7 +98,9 @@ def cuda_answers(tracer, snapshot):
             ),
             _accelerator_getMemoryInfo=lambda device: tracer.free_and_total(),
         )
-        answer(torch, compile=compiles_no_module)
+        answer(torch, compile=compiles_no_module, Generator=Generator)
+        answer(torch._C._nn, _parse_to=_parse_to)
+        answer(torch.Tensor, record_stream=lambda tensor, stream: None)
         for path, why in NOT_SIMULATED.items():
             *modules, name = path.split(".")[1:]
             target = functools.reduce(getattr, modules, torch)
@@ -160,6 +158,31 @@ class DeviceProperties:
         return f"simulated {self.name}, compute capability {self.major}.{self.minor}"
 
 
+_OriginalGenerator = torch.Generator
+_original_parse_to = torch._C._nn._parse_to
+
+
+class _AnyGenerator(type):
+    def __instancecheck__(cls, instance):
+        return isinstance(instance, _OriginalGenerator)
+
+
+class Generator(metaclass=_AnyGenerator):
+    """`torch.Generator("cuda")` too: its numbers have no value here."""
+
+    def __new__(cls, device="cpu"):
+        if torch.device(device).type == "cuda":
+            only_card(device)
+        return _OriginalGenerator()
+
+
+def _parse_to(*args, **kwargs):
+    """`Module.to(0)` names the card by its number."""
+    if args and isinstance(args[0], int):
+        args = (torch.device("cuda", args[0]), *args[1:])
+    return _original_parse_to(*args, **kwargs)
+
+
 class Selected:
     """A device or a stream that is chosen for a block: there is one of each."""
 
@@ -185,6 +208,9 @@ class DefaultStream:
 
     def query(self) -> bool:
         return True
+
+    def is_capturing(self) -> bool:
+        return False
 
     def wait_stream(self, stream) -> None:
         pass

@@ -44,9 +44,13 @@ def tensors_without_data():
 class NoData(FakeTensorMode):
     """PyTorch's fake tensors, which refuse to be read, with an answer to `.item()`."""
 
-    def dispatch(self, func, types, args=(), kwargs=None):
+    avoid_device_init = True  # also while `torch.cuda.is_available()` says yes
+
+    def dispatch(self, func, types, args=(), kwargs={}):
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
+        if "device" in kwargs:  # `torch.set_default_device` comes after every other mode
+            kwargs = kwargs | {"device": _cpu_for_cuda(kwargs["device"])}
         return super().dispatch(func, types, args, kwargs)
 
     def __deepcopy__(self, memo):
@@ -62,6 +66,8 @@ def cuda_code_on_cpu_tensors():
         for target, name, replacement in (
             (torch.autocast, "__init__", _autocast_on_cpu),
             (torch.amp.GradScaler, "__init__", _scaler_on_cpu),
+            (torch, "is_autocast_enabled", _is_autocast_enabled),
+            (torch, "get_autocast_dtype", _get_autocast_dtype),
             (optimizers, "_get_foreach_kernels_supported_devices", foreach_devices),
             (torch.utils._foreach_utils, "_get_foreach_kernels_supported_devices", foreach_devices),
             (optimizers, "_foreach_supported_types", types),
@@ -93,26 +99,66 @@ def paged_states(zeros_on_host):
 
 
 class CudaNames(TorchFunctionMode):
-    """Turns every device argument that names CUDA into the cpu of the fake tensors."""
+    """Turns every device argument that names the card into the cpu of the fake tensors."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
-            return args[0]
+        if func is torch.device:
+            return func(*args, **kwargs)
+        if func in (torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.pin_memory):
+            return _moved(func, args, kwargs)
+        if isinstance(kwargs.get("device"), int):
+            kwargs = kwargs | {"device": torch.device("cuda", kwargs["device"])}
         args = [_cpu_for_cuda(value) for value in args]
         return func(*args, **{name: _cpu_for_cuda(value) for name, value in kwargs.items()})
 
 
+def _moved(func, args, kwargs):
+    """`.cuda()`, `.to(...)` and `.pin_memory()`.
+
+    A tensor with data, one that was made outside, lies on the host until it is moved; a
+    parameter is taken to lie on the card, because a new one would not be the optimizer's.
+    """
+    tensor, *rest = args
+    if func is torch.Tensor.pin_memory:
+        return tensor
+    if func is torch.Tensor.cuda:
+        rest, kwargs = [torch.device("cuda", *rest[:1])] if rest else ["cuda"], {}
+    elif rest and isinstance(rest[0], int):
+        rest[0] = torch.device("cuda", rest[0])
+    target = kwargs.get("device", rest[0] if rest else None)
+    here = [_cpu_for_cuda(value) for value in rest]
+    options = {name: _cpu_for_cuda(value) for name, value in kwargs.items()}
+    on_host = not isinstance(tensor, (FakeTensor, torch.nn.Parameter))
+    if on_host and target is not None and _cpu_for_cuda(target) is not target:
+        tensor = torch.empty_like(tensor)
+    return torch.Tensor.to(tensor, *here, **options)
+
+
 def _cpu_for_cuda(value):
     if isinstance(value, str) and value.split(":")[0] == "cuda":
-        return "cpu"
+        value = torch.device(value)
     if isinstance(value, torch.device) and value.type == "cuda":
+        if value.index:
+            raise ValueError(
+                f"device is {str(value)!r}: the simulated card is cuda:0, and there is one"
+            )
         return torch.device("cpu")
     return value
 
 
 _original_autocast_init = torch.autocast.__init__
 _original_scaler_init = torch.amp.GradScaler.__init__
+_original_is_autocast_enabled = torch.is_autocast_enabled
+_original_get_autocast_dtype = torch.get_autocast_dtype
+
+
+def _is_autocast_enabled(device_type="cuda"):  # CUDA's, where none is named
+    return _original_is_autocast_enabled(device_type.replace("cuda", "cpu"))
+
+
+def _get_autocast_dtype(device_type):
+    return _original_get_autocast_dtype(device_type.replace("cuda", "cpu"))
 
 
 def _autocast_on_cpu(self, device_type, dtype=None, enabled=True, cache_enabled=None):

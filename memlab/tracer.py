@@ -181,6 +181,8 @@ class Tracer(TorchDispatchMode):
             known = part is not None and self._live.get(part.untyped_storage()._cdata)
             if known:
                 self.modules[known[0]] = module
+                if part is tensor and not isinstance(tensor, torch.nn.Parameter):
+                    self.categories[known[0]] = "buffers"
 
     def _first_sight(self, nbytes, category, existed) -> int:
         if existed and self.allocator is None:
