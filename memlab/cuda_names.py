@@ -99,7 +99,6 @@ def cuda_answers(tracer, snapshot):
             _accelerator_getMemoryInfo=lambda device: tracer.free_and_total(),
         )
         answer(torch, compile=compiles_no_module, Generator=Generator)
-        answer(torch._C._nn, _parse_to=_parse_to)
         answer(torch.Tensor, record_stream=lambda tensor, stream: None)
         for path, why in NOT_SIMULATED.items():
             *modules, name = path.split(".")[1:]
@@ -159,7 +158,6 @@ class DeviceProperties:
 
 
 _OriginalGenerator = torch.Generator
-_original_parse_to = torch._C._nn._parse_to
 
 
 class _AnyGenerator(type):
@@ -174,13 +172,6 @@ class Generator(metaclass=_AnyGenerator):
         if torch.device(device).type == "cuda":
             only_card(device)
         return _OriginalGenerator()
-
-
-def _parse_to(*args, **kwargs):
-    """`Module.to(0)` names the card by its number."""
-    if args and isinstance(args[0], int):
-        args = (torch.device("cuda", args[0]), *args[1:])
-    return _original_parse_to(*args, **kwargs)
 
 
 class Selected:

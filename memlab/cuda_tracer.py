@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab import cuda_rules
 from memlab.allocator import CachingAllocator, CapacityError
@@ -22,6 +23,8 @@ class CudaTracer(Tracer):
         self._handles_used = set()
         self._unseen = False
         self._on_host = weakref.WeakValueDictionary()
+        self._host_data = weakref.WeakValueDictionary()
+        self._arguments, self._met_host_data = (), False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:  # asked very often, touches no memory
@@ -30,7 +33,11 @@ class CudaTracer(Tracer):
         if func is torch.ops.aten.lift_fresh.default and args[0].dim() == 0:
             return self.keep_on_host(func(*args))
         self._take_workspaces(func)
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self._arguments, self._met_host_data = args, False
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._arguments = ()
         scratch = cuda_rules.kernel_scratch(func, args)
         if scratch:
             self._death(self._birth(scratch, "temporary"))
@@ -48,6 +55,27 @@ class CudaTracer(Tracer):
         storage = tensor.untyped_storage()
         self._on_host[id(storage)] = storage
         return tensor
+
+    def on_host(self, tensor) -> bool:
+        """Whether a tensor holds data that was made outside, or was made of such data.
+
+        A parameter with data is taken to lie on the card: a new one would not be the optimizer's.
+        """
+        if not isinstance(tensor, FakeTensor):
+            return not isinstance(tensor, torch.nn.Parameter)
+        return id(tensor.untyped_storage()) in self._host_data
+
+    def _see_result(self, out) -> None:
+        """What is made of host data alone lies on the host, too."""
+        if self._met_host_data and not any(map(self._on_card, _tensors(self._arguments))):
+            for tensor in _tensors([out]):
+                storage = tensor.untyped_storage()
+                self._host_data[id(storage)] = storage
+        else:
+            super()._see_result(out)
+
+    def _on_card(self, tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._live
 
     def _take_workspaces(self, func) -> None:
         """cuBLAS takes a workspace at a thread's first product and keeps it.
@@ -70,7 +98,9 @@ class CudaTracer(Tracer):
                 self._birth(nbytes, "workspaces")
 
     def _see(self, tensor, category=None, existed=False) -> None:
-        if not self._unseen and id(tensor.untyped_storage()) not in self._on_host:
+        if category is None and existed and self.on_host(tensor):
+            self._met_host_data = True
+        elif not self._unseen and id(tensor.untyped_storage()) not in self._on_host:
             super()._see(tensor, category, existed)
 
     def _birth(self, nbytes, category) -> int:
@@ -100,6 +130,14 @@ class CudaTracer(Tracer):
             "See documentation for Memory Management  "
             "(https://docs.pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
         )
+
+
+def _tensors(values):
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 def _size(nbytes: int) -> str:

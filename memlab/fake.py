@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
-from transformers import masking_utils
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import core_model_loading, masking_utils
 
 # The module: the name torch.optim.optimizer is taken away from the package after its import.
 optimizers = importlib.import_module("torch.optim.optimizer")
@@ -34,6 +36,10 @@ def tensors_without_data():
             (masking_utils, "find_packed_sequence_indices", lambda *a, **k: None),
         ):
             stack.enter_context(mock.patch.object(target, name, replacement))
+        # It reads weights in threads, which no mode follows.
+        stack.enter_context(mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))
+        load = mock.patch.object(core_model_loading, "_materialize_copy", _weight_of_a_file)
+        stack.enter_context(load)
         if "bitsandbytes" in sys.modules:
             functional = sys.modules["bitsandbytes.functional"]
             create = _with_data(functional.create_dynamic_map)
@@ -46,7 +52,8 @@ class NoData(FakeTensorMode):
 
     avoid_device_init = True  # also while `torch.cuda.is_available()` says yes
 
-    def dispatch(self, func, types, args=(), kwargs={}):
+    def dispatch(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
         if "device" in kwargs:  # `torch.set_default_device` comes after every other mode
@@ -58,8 +65,12 @@ class NoData(FakeTensorMode):
 
 
 @contextlib.contextmanager
-def cuda_code_on_cpu_tensors():
-    """Let code written for CUDA run on fake tensors, which call themselves cpu tensors."""
+def cuda_code_on_cpu_tensors(on_host=lambda tensor: False):
+    """Let code written for CUDA run on fake tensors, which call themselves cpu tensors.
+
+    on_host: says of a tensor whether it lies on the host, so that a move to the card makes
+        a new one.
+    """
     foreach_devices = mock.Mock(return_value=["cpu"])  # elsewhere the default on CUDA only
     types = [*optimizers._foreach_supported_types, FakeTensor]
     with contextlib.ExitStack() as stack:
@@ -73,7 +84,7 @@ def cuda_code_on_cpu_tensors():
             (optimizers, "_foreach_supported_types", types),
         ):
             stack.enter_context(mock.patch.object(target, name, replacement))
-        stack.enter_context(CudaNames())
+        stack.enter_context(CudaNames(on_host))
         yield
 
 
@@ -101,38 +112,40 @@ def paged_states(zeros_on_host):
 class CudaNames(TorchFunctionMode):
     """Turns every device argument that names the card into the cpu of the fake tensors."""
 
+    def __init__(self, on_host):
+        super().__init__()
+        self.on_host = on_host
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.device:
+        if func in (torch.device, torch._C._nn._parse_to):  # a name alone makes no tensor
+            if args and isinstance(args[0], int):
+                args = (torch.device("cuda", args[0]), *args[1:])
             return func(*args, **kwargs)
         if func in (torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.pin_memory):
-            return _moved(func, args, kwargs)
+            return self._moved(func, args, kwargs)
         if isinstance(kwargs.get("device"), int):
             kwargs = kwargs | {"device": torch.device("cuda", kwargs["device"])}
         args = [_cpu_for_cuda(value) for value in args]
         return func(*args, **{name: _cpu_for_cuda(value) for name, value in kwargs.items()})
 
-
-def _moved(func, args, kwargs):
-    """`.cuda()`, `.to(...)` and `.pin_memory()`.
-
-    A tensor with data, one that was made outside, lies on the host until it is moved; a
-    parameter is taken to lie on the card, because a new one would not be the optimizer's.
-    """
-    tensor, *rest = args
-    if func is torch.Tensor.pin_memory:
-        return tensor
-    if func is torch.Tensor.cuda:
-        rest, kwargs = [torch.device("cuda", *rest[:1])] if rest else ["cuda"], {}
-    elif rest and isinstance(rest[0], int):
-        rest[0] = torch.device("cuda", rest[0])
-    target = kwargs.get("device", rest[0] if rest else None)
-    here = [_cpu_for_cuda(value) for value in rest]
-    options = {name: _cpu_for_cuda(value) for name, value in kwargs.items()}
-    on_host = not isinstance(tensor, (FakeTensor, torch.nn.Parameter))
-    if on_host and target is not None and _cpu_for_cuda(target) is not target:
-        tensor = torch.empty_like(tensor)
-    return torch.Tensor.to(tensor, *here, **options)
+    def _moved(self, func, args, kwargs):
+        """`.cuda()`, `.to(...)` and `.pin_memory()`."""
+        tensor, *rest = args
+        if func is torch.Tensor.pin_memory:
+            return tensor
+        if func is torch.Tensor.cuda:
+            rest, kwargs = [torch.device("cuda", *rest[:1])] if rest else ["cuda"], {}
+        elif rest and isinstance(rest[0], int):
+            rest[0] = torch.device("cuda", rest[0])
+        named = [*rest, *kwargs.values()]
+        here = [_cpu_for_cuda(value) for value in rest]
+        options = {name: _cpu_for_cuda(value) for name, value in kwargs.items()}
+        to_card = any(_cpu_for_cuda(value) is not value for value in named)
+        if to_card and self.on_host(tensor):
+            dtypes = [value for value in named if isinstance(value, torch.dtype)]
+            return torch.empty(tensor.shape, dtype=dtypes[0] if dtypes else tensor.dtype)
+        return torch.Tensor.to(tensor, *here, **options)
 
 
 def _cpu_for_cuda(value):
@@ -196,6 +209,13 @@ def _with_data(function):
             return function(*args, **kwargs)
 
     return run
+
+
+def _weight_of_a_file(tensor, device=None, dtype=None):
+    """A weight of a checkpoint, of which only the shape and the dtype are wanted."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        weight = tensor[...]
+    return torch.empty(weight.shape, dtype=dtype or weight.dtype)
 
 
 def _always_step(self, optimizer, optimizer_state, *args, **kwargs):

@@ -92,7 +92,7 @@ class SimulatedGPU:
             raise ValueError("a SimulatedGPU is entered already: leave it before the next")
         with contextlib.ExitStack() as stack:
             stack.enter_context(fake.tensors_without_data())
-            stack.enter_context(fake.cuda_code_on_cpu_tensors())
+            stack.enter_context(fake.cuda_code_on_cpu_tensors(self.tracer.on_host))
             stack.enter_context(fake.paged_states(self.tracer.zeros_on_host))
             stack.enter_context(cuda_rules.cuda_kernels())
             stack.enter_context(cuda_names.cuda_answers(self.tracer, self.snapshot))
