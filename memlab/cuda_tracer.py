@@ -9,8 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab import cuda_rules
 from memlab.allocator import CachingAllocator, CapacityError
+from memlab.eventlog import BACKWARD
 from memlab.gpus import GPU, cublas_workspace
-from memlab.tracer import BACKWARD, Tracer
+from memlab.tracer import Tracer
 
 
 class CudaTracer(Tracer):

@@ -141,7 +141,10 @@ class CudaNames(TorchFunctionMode):
         named = [*rest, *kwargs.values()]
         here = [_cpu_for_cuda(value) for value in rest]
         options = {name: _cpu_for_cuda(value) for name, value in kwargs.items()}
-        to_card = any(_cpu_for_cuda(value) is not value for value in named)
+        # What fake tensors call their device is the card: `.to(model.device)` goes there, too.
+        to_card = any(
+            isinstance(value, torch.device) or _cpu_for_cuda(value) is not value for value in named
+        )
         if to_card and self.on_host(tensor):
             dtypes = [value for value in named if isinstance(value, torch.dtype)]
             return torch.empty(tensor.shape, dtype=dtypes[0] if dtypes else tensor.dtype)

@@ -62,18 +62,24 @@ class SimulatedGPU:
 
     gpu: a name of `memlab.gpus.GPUS`, a number of bytes, or None for a card without a limit.
 
-    Code written for CUDA runs unchanged as far as it places tensors (`.to("cuda")`, `.cuda()`,
-    `device="cuda"`), uses `torch.autocast("cuda")` and `torch.amp.GradScaler("cuda")`, and asks
-    `torch.cuda` for memory figures. What it assumes:
+    Code written for CUDA runs unchanged: it places tensors (`.to("cuda")`, `.cuda()`,
+    `device="cuda"`, `device_map="cuda"`), uses `torch.autocast("cuda")` and
+    `torch.amp.GradScaler("cuda")`, asks `torch.cuda` and `torch.accelerator` for the card and its
+    memory, and hands its model to peft, bitsandbytes, Accelerate or transformers' Trainer.
+    What is not simulated is refused by a ValueError that names it: a second card, streams other
+    than the default one, CUDA graphs, torch.compile, times. What it assumes:
 
     - Everything made inside lives on the card, except scalars made by `torch.tensor(number)`,
       which stay on the host as they do with CUDA (AdamW's step counters), and the states of
       paged optimizers, which lie in managed memory outside PyTorch's allocator. How much of
-      those the driver keeps on the card at a time is not simulated.
+      those the driver keeps on the card at a time is not simulated. `tensor.device` says cpu.
+    - Tensors made outside hold data and lie on the host; `.to("cuda")` makes a new one on the
+      card. Parameters made outside count as the card's from their first use on.
     - bitsandbytes, where the loop uses it, is imported before.
     - Tensors hold no data: `loss.item()` gives 1.0, and code that branches on values follows
       one branch. The gradient scaler never skips a step.
-    - One stream, the allocator's default settings, no other process on the card.
+    - One stream, the allocator's default settings, no other process on the card. Weights of a
+      checkpoint are read one after the other, where transformers takes four threads.
 
     Raises torch.OutOfMemoryError, with PyTorch's message, where the card would.
     """

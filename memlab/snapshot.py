@@ -6,7 +6,7 @@ pytorch.org/memory_viz read it. Addresses are the simulation's own, and its cloc
 
 from __future__ import annotations
 
-from memlab.tracer import operation_name
+from memlab.eventlog import operation_name
 
 
 def snapshot(tracer) -> dict:
@@ -25,7 +25,7 @@ def snapshot(tracer) -> dict:
 
 
 def _segments(tracer, allocator) -> list[dict]:
-    owners = {address: number for number, address in tracer._addresses.items()}
+    owners = {address: number for number, address in tracer.addresses.items()}
     segments = []
     for head in sorted(allocator.blocks.values(), key=lambda block: block.address):
         if head.before is not None:

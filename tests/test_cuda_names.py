@@ -145,6 +145,8 @@ def test_data_made_outside_takes_room_when_it_is_moved():
         assert torch.cuda.memory_allocated() == 2 * MiB
         assert (batch.float() + 1).shape == (2, MiB // 4)
         data[0].cuda()
+        moved = data[0].to(batch.device, torch.float16)
+        assert (moved.dtype, moved.untyped_storage().nbytes()) == (torch.float16, MiB // 2)
         assert torch.cuda.max_memory_allocated() < 8 * MiB
 
 
