@@ -91,7 +91,11 @@ class EventLog:
         allocated, reserved = self._allocated, 0
         if self.allocator is not None:
             allocated, reserved = self.allocator.allocated, self.allocator.reserved
-        self.events.append((change, number, self._phase(), allocated, reserved))
+        phase = self._phase()
+        # What dies after the backward pass, its graph, is the end of it; a birth begins a forward.
+        if change < 0 and phase == FORWARD and self.events and self.events[-1][2] == BACKWARD:
+            phase = BACKWARD
+        self.events.append((change, number, phase, allocated, reserved))
 
     # ------------------------------------------------------------------ analysis
 

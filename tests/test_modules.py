@@ -113,6 +113,13 @@ def test_the_worst_of_each_phase_includes_the_peak():
     assert max(worst.values()) == worst[footprint.peak_phase] == footprint.peak_allocated
 
 
+def test_the_end_of_the_backward_pass_is_no_forward_pass():
+    footprint = simulate(Recipe(model="bert-large-tiny", seq_len=16, optimizer="adamw_torch_fused"))
+    worst = footprint.worst_of_each_phase()
+    assert [phase for phase, *_ in footprint.timeline.spans()][:2] == ["forward", "backward"]
+    assert worst["backward"] - worst["forward"] > 3.5 * footprint.parameters  # the gradients
+
+
 @pytest.mark.parametrize("depth", [0, -1, 1.5, "all"])
 def test_a_depth_that_is_none_is_refused(depth):
     footprint = simulate(Recipe(model="bert-base-tiny", seq_len=16))
