@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 from unittest import mock
 
@@ -245,24 +246,26 @@ class Event:
 @contextlib.contextmanager
 def libraries_look_again():
     """transformers and accelerate remember whether there is CUDA: let them forget, twice."""
-    shared = []
-    if "accelerate.state" in sys.modules:
-        state = sys.modules["accelerate.state"]
-        kinds = (state.PartialState, state.AcceleratorState, state.GradientState)
-        shared = [(kind._shared_state, dict(kind._shared_state)) for kind in kinds]
+    before = [dict(shared) for shared in _accelerates_memory()]
     _forget()
-    for now, _ in shared:
-        now.clear()
     try:
         yield
     finally:
         _forget()
-        for now, before in shared:
-            now.clear()
-            now.update(before)
+        for shared, values in itertools.zip_longest(_accelerates_memory(), before, fillvalue={}):
+            shared.update(values)
+
+
+def _accelerates_memory() -> list[dict]:
+    """What accelerate's states share, where it is imported."""
+    state = sys.modules.get("accelerate.state")
+    kinds = ("PartialState", "AcceleratorState", "GradientState") if state else ()
+    return [getattr(state, kind)._shared_state for kind in kinds]
 
 
 def _forget() -> None:
+    for shared in _accelerates_memory():
+        shared.clear()
     for name, value in vars(import_utils).items():
         if name.startswith("is_") and hasattr(value, "cache_clear"):
             value.cache_clear()

@@ -1,5 +1,8 @@
 """Code written for CUDA inside a simulated GPU: what it is told, and what is refused."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -251,3 +254,15 @@ def test_accelerates_loop_runs(precision):
             parameter.numel() for parameter in model.parameters()
         )
     assert PartialState._shared_state == {}  # the next one looks for a device of its own
+
+
+def test_accelerate_imported_inside_looks_for_a_device_again_outside():
+    code = (
+        "import torch, memlab\n"
+        "with memlab.SimulatedGPU('T4'):\n"
+        "    from accelerate import Accelerator\n"
+        "    assert Accelerator().device.type == 'cuda'\n"
+        "assert (Accelerator().device.type == 'cuda') == torch.cuda.is_available()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
