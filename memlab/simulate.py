@@ -9,6 +9,7 @@ of memory where the card would.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +76,6 @@ class SimulatedGPU:
       those the driver keeps on the card at a time is not simulated. `tensor.device` says cpu.
     - Tensors made outside hold data and lie on the host; `.to("cuda")` makes a new one on the
       card. Parameters made outside count as the card's from their first use on.
-    - bitsandbytes, where the loop uses it, is imported before.
     - Tensors hold no data: `loss.item()` gives 1.0, and code that branches on values follows
       one branch. The gradient scaler never skips a step.
     - One stream, the allocator's default settings, no other process on the card. Weights of a
@@ -96,6 +96,9 @@ class SimulatedGPU:
     def __enter__(self) -> SimulatedGPU:
         if SimulatedGPU.entered:
             raise ValueError("a SimulatedGPU is entered already: leave it before the next")
+        if importlib.util.find_spec("bitsandbytes"):
+            # Other libraries import it, and inside it would look for its CUDA library.
+            import_bitsandbytes("SimulatedGPU")
         with contextlib.ExitStack() as stack:
             stack.enter_context(fake.tensors_without_data())
             stack.enter_context(fake.cuda_code_on_cpu_tensors(self.tracer.on_host))
