@@ -17,11 +17,12 @@ from tqdm.auto import tqdm
 from memlab import fake, models
 from memlab.footprint import Footprint, mib
 from memlab.gpus import GPU, GPUS, gpu_of_device
+from memlab.quantized import import_bitsandbytes
 from memlab.recipe import Recipe
 from memlab.records import Record
 from memlab.simulate import simulate
 from memlab.tracer import Tracer
-from memlab.training import Training, import_bitsandbytes
+from memlab.training import Training
 
 # name -> prediction of a recipe on a card
 PREDICTORS: dict[str, Callable[[Recipe, GPU], Footprint]] = {"simulate": simulate}

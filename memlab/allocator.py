@@ -1,7 +1,8 @@
 """PyTorch's CUDA caching allocator, in Python: from requests to reserved memory.
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp` with its default settings (no
-expandable segments, no `max_split_size_mb`, one stream). Everything is in bytes.
+expandable segments, no `max_split_size_mb`, no garbage collection threshold, one stream).
+Everything is in bytes.
 """
 
 from bisect import bisect_left, insort
@@ -26,11 +27,49 @@ class CapacityError(Exception):
 class Block:
     """A piece of a segment: used by a tensor, or free and waiting in the cache."""
 
-    __slots__ = ("address", "size", "small", "segment", "free", "before", "after")
+    __slots__ = ("address", "size", "small", "segment", "free", "before", "after", "requested")
 
     def __init__(self, address, size, small, segment):
         self.address, self.size, self.small, self.segment = address, size, small, segment
-        self.free, self.before, self.after = True, None, None
+        self.free, self.before, self.after, self.requested = True, None, None, 0
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it shares its segment with other blocks."""
+        return self.before is not None or self.after is not None
+
+
+class Counter:
+    """One of the allocator's statistics: its value now, its highest, all that came and went."""
+
+    __slots__ = ("current", "peak", "allocated", "freed")
+
+    def __init__(self):
+        self.current = self.peak = self.allocated = self.freed = 0
+
+    def add(self, change: int) -> None:
+        self.current += change
+        if change > 0:
+            self.allocated += change
+            if self.current > self.peak:
+                self.peak = self.current
+        else:
+            self.freed -= change
+
+    def as_dict(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+POOLS = ("all", "large_pool", "small_pool")
+COUNTED = (
+    "allocation",
+    "allocated_bytes",
+    "requested_bytes",
+    "segment",
+    "reserved_bytes",
+    "inactive_split",
+    "inactive_split_bytes",
+)
 
 
 class CachingAllocator:
@@ -40,54 +79,143 @@ class CachingAllocator:
 
     `allocated` counts the blocks in use, `reserved` the segments taken from the device; both in
     bytes, as `torch.cuda.memory_allocated()` and `memory_reserved()` report them.
+
+    trace: every action in its order, (action, address, bytes): `alloc` and `free` with the bytes
+    that were requested, `segment_alloc` and `segment_free`, and `oom` with the bytes left on
+    the device in the place of an address.
     """
 
     def __init__(self, capacity: int | None = None):
         self.capacity = capacity
-        self.allocated = self.reserved = self.retries = 0
+        self.allocated = self.reserved = 0
+        self.retries = self.ooms = self.flushes = self.device_allocs = self.device_frees = 0
         self.blocks: dict[int, Block] = {}
+        self.trace: list[tuple[str, int, int]] = []
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        self._counters = {name: {pool: Counter() for pool in POOLS} for name in COUNTED}
+        self._counters_of = {  # by small: the counters that a change of a statistic moves
+            small: {
+                name: (pools["all"], pools["small_pool" if small else "large_pool"])
+                for name, pools in self._counters.items()
+            }
+            for small in (True, False)
+        }
         # cudaMalloc was seen to hand out descending addresses, and best fit breaks ties by the
         # lower one; segments never touch, so only their order matters.
-        self._next_segment = 1 << 60
+        self._next_segment = 1 << 47
 
     def allocate(self, nbytes: int) -> int:
         """Reserve a block for `nbytes` bytes and return its address.
 
-        Raises CapacityError when the device is full, after emptying the cache once.
+        Raises CapacityError when the device is full: it empties the cache once, as PyTorch
+        does, and asks again. `num_alloc_retries` counts that, whether it helped or not.
         """
         size = max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
         small = size <= SMALL_REQUEST
         block = self._best_fit(size, small) or self._new_segment(size, small)
-        rest = block.size - size
+        was_split, rest = block.is_split, block.size - size
         if rest >= MIN_BLOCK if small else rest > SMALL_REQUEST:
             self._split(block, size)
-        block.free = False
+            if was_split:
+                self._count(small, "inactive_split_bytes", -size)
+            else:
+                self._count(small, "inactive_split", 1)
+                self._count(small, "inactive_split_bytes", rest)
+        elif was_split:
+            self._count(small, "inactive_split", -1)
+            self._count(small, "inactive_split_bytes", -block.size)
+        block.free, block.requested = False, nbytes
         self.allocated += block.size
+        self._count_request(block, 1)
+        self.trace.append(("alloc", block.address, nbytes))
         return block.address
 
     def free(self, address: int) -> None:
         """Give a block back to the cache and merge it with free neighbours."""
         block = self.blocks[address]
         self.allocated -= block.size
-        block.free = True
-        if block.before and block.before.free:
-            block = self._merge(block.before, block)
-        if block.after and block.after.free:
-            block = self._merge(block, block.after)
+        self._count_request(block, -1)
+        self.trace.append(("free", address, block.requested))
+        block.free, block.requested = True, 0
+        change, nbytes = 0, 0
+        for neighbour in (block.before, block.after):
+            if neighbour and neighbour.free:
+                change, nbytes = change - 1, nbytes - neighbour.size
+                block = self._merge(*sorted((block, neighbour), key=lambda b: b.address))
+        if block.is_split:
+            change, nbytes = change + 1, nbytes + block.size
+        if change:
+            self._count(block.small, "inactive_split", change)
+        if nbytes:
+            self._count(block.small, "inactive_split_bytes", nbytes)
         insort(self._free[block.small], (block.size, block.address))
 
     def empty_cache(self) -> None:
         """Return every wholly free segment to the device."""
-        for small in (True, False):
+        self.flushes += 1
+        for small in (False, True):
             kept = []
             for size, address in self._free[small]:
                 if size == self.blocks[address].segment:
                     self.reserved -= size
+                    self.device_frees += 1
+                    self._count(small, "segment", -1)
+                    self._count(small, "reserved_bytes", -size)
+                    self.trace.append(("segment_free", address, size))
                     del self.blocks[address]
                 else:
                     kept.append((size, address))
             self._free[small] = kept
+
+    # ------------------------------------------------------------------ what it can tell
+
+    def stats(self) -> dict:
+        """The statistics that `torch.cuda.memory_stats_as_nested_dict()` gives, by its names.
+
+        A block on one stream is active as long as it is allocated. There is no limit above
+        which blocks are oversize, PyTorch's default (-1).
+        """
+        stats = {
+            name: {pool: counter.as_dict() for pool, counter in pools.items()}
+            for name, pools in self._counters.items()
+        }
+        for active, name in (("active", "allocation"), ("active_bytes", "allocated_bytes")):
+            stats[active] = {pool: dict(values) for pool, values in stats[name].items()}
+        never = Counter().as_dict()
+        return stats | {
+            "oversize_allocations": never,
+            "oversize_segments": dict(never),
+            "max_split_size": -1,
+            "num_alloc_retries": self.retries,
+            "num_ooms": self.ooms,
+            "num_sync_all_streams": self.flushes,
+            "num_device_alloc": self.device_allocs,
+            "num_device_free": self.device_frees,
+        }
+
+    def reset_peak_stats(self) -> None:
+        """Let every peak of `stats` begin anew, at the value of now."""
+        for pools in self._counters.values():
+            for counter in pools.values():
+                counter.peak = counter.current
+
+    def reset_accumulated_stats(self) -> None:
+        """Let every sum of `stats` begin anew, at 0."""
+        for pools in self._counters.values():
+            for counter in pools.values():
+                counter.allocated = counter.freed = 0
+        self.retries = self.ooms = self.flushes = self.device_allocs = self.device_frees = 0
+
+    def _count(self, small, name, change):
+        for counter in self._counters_of[small][name]:
+            counter.add(change)
+
+    def _count_request(self, block, sign):
+        self._count(block.small, "allocation", sign)
+        self._count(block.small, "allocated_bytes", sign * block.size)
+        self._count(block.small, "requested_bytes", sign * block.requested)
+
+    # ------------------------------------------------------------------ blocks and segments
 
     def _best_fit(self, size, small):
         free = self._free[small]
@@ -102,14 +230,20 @@ class CachingAllocator:
         else:
             segment = -(-size // LARGE_ROUND) * LARGE_ROUND
         if self._too_full_for(segment):
-            self.retries += 1
             self.empty_cache()
+            self.retries += 1
             if self._too_full_for(segment):
+                self.ooms += 1
+                self.trace.append(("oom", self.capacity - self.reserved, size))
                 raise CapacityError(segment)
-        self._next_segment -= 1 << 42
+        self._next_segment -= segment + LARGE_ROUND
         block = Block(self._next_segment, segment, small, segment)
         self.blocks[block.address] = block
         self.reserved += segment
+        self.device_allocs += 1
+        self._count(small, "segment", 1)
+        self._count(small, "reserved_bytes", segment)
+        self.trace.append(("segment_alloc", block.address, segment))
         return block
 
     def _too_full_for(self, segment):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
-from transformers import masking_utils
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import core_model_loading, masking_utils
 
 from memlab import quantized
 
@@ -37,6 +39,10 @@ def tensors_without_data():
             (masking_utils, "find_packed_sequence_indices", lambda *a, **k: None),
         ):
             stack.enter_context(mock.patch.object(target, name, replacement))
+        # It reads weights in threads, which no mode follows.
+        stack.enter_context(mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))
+        load = mock.patch.object(core_model_loading, "_materialize_copy", _weight_of_a_file)
+        stack.enter_context(load)
         if "bitsandbytes" in sys.modules:
             functional = sys.modules["bitsandbytes.functional"]
             create = _with_data(functional.create_dynamic_map)
@@ -47,9 +53,14 @@ def tensors_without_data():
 class NoData(FakeTensorMode):
     """PyTorch's fake tensors, which refuse to be read, with an answer to `.item()`."""
 
+    avoid_device_init = True  # also while `torch.cuda.is_available()` says yes
+
     def dispatch(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
+        if "device" in kwargs:  # `torch.set_default_device` comes after every other mode
+            kwargs = kwargs | {"device": _cpu_for_cuda(kwargs["device"])}
         return super().dispatch(func, types, args, kwargs)
 
     def __deepcopy__(self, memo):
@@ -57,8 +68,12 @@ class NoData(FakeTensorMode):
 
 
 @contextlib.contextmanager
-def cuda_code_on_cpu_tensors():
-    """Let code written for CUDA run on fake tensors, which call themselves cpu tensors."""
+def cuda_code_on_cpu_tensors(on_host=lambda tensor: False):
+    """Let code written for CUDA run on fake tensors, which call themselves cpu tensors.
+
+    on_host: says of a tensor whether it lies on the host, so that a move to the card makes
+        a new one.
+    """
     foreach_devices = mock.Mock(return_value=["cpu"])  # elsewhere the default on CUDA only
     types = [*optimizers._foreach_supported_types, FakeTensor]
     with contextlib.ExitStack() as stack:
@@ -66,12 +81,14 @@ def cuda_code_on_cpu_tensors():
         for target, name, replacement in (
             (torch.autocast, "__init__", _autocast_on_cpu),
             (torch.amp.GradScaler, "__init__", _scaler_on_cpu),
+            (torch, "is_autocast_enabled", _is_autocast_enabled),
+            (torch, "get_autocast_dtype", _get_autocast_dtype),
             (optimizers, "_get_foreach_kernels_supported_devices", foreach_devices),
             (torch.utils._foreach_utils, "_get_foreach_kernels_supported_devices", foreach_devices),
             (optimizers, "_foreach_supported_types", types),
         ):
             stack.enter_context(mock.patch.object(target, name, replacement))
-        stack.enter_context(CudaNames())
+        stack.enter_context(CudaNames(on_host))
         yield
 
 
@@ -97,26 +114,71 @@ def paged_states(zeros_on_host):
 
 
 class CudaNames(TorchFunctionMode):
-    """Turns every device argument that names CUDA into the cpu of the fake tensors."""
+    """Turns every device argument that names the card into the cpu of the fake tensors."""
+
+    def __init__(self, on_host):
+        super().__init__()
+        self.on_host = on_host
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.Tensor.cuda:
-            return args[0]
+        if func in (torch.device, torch._C._nn._parse_to):  # a name alone makes no tensor
+            if args and isinstance(args[0], int):
+                args = (torch.device("cuda", args[0]), *args[1:])
+            return func(*args, **kwargs)
+        if func in (torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.pin_memory):
+            return self._moved(func, args, kwargs)
+        if isinstance(kwargs.get("device"), int):
+            kwargs = kwargs | {"device": torch.device("cuda", kwargs["device"])}
         args = [_cpu_for_cuda(value) for value in args]
         return func(*args, **{name: _cpu_for_cuda(value) for name, value in kwargs.items()})
+
+    def _moved(self, func, args, kwargs):
+        """`.cuda()`, `.to(...)` and `.pin_memory()`."""
+        tensor, *rest = args
+        if func is torch.Tensor.pin_memory:
+            return tensor
+        if func is torch.Tensor.cuda:
+            rest, kwargs = [torch.device("cuda", *rest[:1])] if rest else ["cuda"], {}
+        elif rest and isinstance(rest[0], int):
+            rest[0] = torch.device("cuda", rest[0])
+        named = [*rest, *kwargs.values()]
+        here = [_cpu_for_cuda(value) for value in rest]
+        options = {name: _cpu_for_cuda(value) for name, value in kwargs.items()}
+        # What fake tensors call their device is the card: `.to(model.device)` goes there, too.
+        to_card = any(
+            isinstance(value, torch.device) or _cpu_for_cuda(value) is not value for value in named
+        )
+        if to_card and self.on_host(tensor):
+            dtypes = [value for value in named if isinstance(value, torch.dtype)]
+            return torch.empty(tensor.shape, dtype=dtypes[0] if dtypes else tensor.dtype)
+        return torch.Tensor.to(tensor, *here, **options)
 
 
 def _cpu_for_cuda(value):
     if isinstance(value, str) and value.split(":")[0] == "cuda":
-        return "cpu"
+        value = torch.device(value)
     if isinstance(value, torch.device) and value.type == "cuda":
+        if value.index:
+            raise ValueError(
+                f"device is {str(value)!r}: the simulated card is cuda:0, and there is one"
+            )
         return torch.device("cpu")
     return value
 
 
 _original_autocast_init = torch.autocast.__init__
 _original_scaler_init = torch.amp.GradScaler.__init__
+_original_is_autocast_enabled = torch.is_autocast_enabled
+_original_get_autocast_dtype = torch.get_autocast_dtype
+
+
+def _is_autocast_enabled(device_type="cuda"):  # CUDA's, where none is named
+    return _original_is_autocast_enabled(device_type.replace("cuda", "cpu"))
+
+
+def _get_autocast_dtype(device_type):
+    return _original_get_autocast_dtype(device_type.replace("cuda", "cpu"))
 
 
 def _autocast_on_cpu(self, device_type, dtype=None, enabled=True, cache_enabled=None):
@@ -154,6 +216,13 @@ def _with_data(function):
             return function(*args, **kwargs)
 
     return run
+
+
+def _weight_of_a_file(tensor, device=None, dtype=None):
+    """A weight of a checkpoint, of which only the shape and the dtype are wanted."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        weight = tensor[...]
+    return torch.empty(weight.shape, dtype=dtype or weight.dtype)
 
 
 def _always_step(self, optimizer, optimizer_state, *args, **kwargs):

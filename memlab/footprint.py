@@ -23,11 +23,34 @@ NOT_TENSORS = ("workspaces", "rounding")
 
 
 @dataclass(frozen=True)
+class Life:
+    """One piece of memory: what it is, who made it, and from which moment to which it lived.
+
+    nbytes: of the tensor, or of the workspace. module: the path of the module that made it, or
+    that it belongs to (parameters, gradients, optimizer states). operation: PyTorch's name of the
+    operation. born, died: moments of the timeline; died is None for what outlives it.
+    """
+
+    nbytes: int
+    category: str
+    module: str
+    operation: str
+    born: int
+    died: int | None
+
+
+@dataclass(frozen=True)
 class Timeline:
-    """Bytes by category after each birth or death, and the phase each one happened in."""
+    """Bytes by category after each birth or death, and the phase each one happened in.
+
+    A moment is an index into `phases` and into each list of `levels`; 0 is the state before the
+    first event. lives: everything that lived. peak: the moment of the highest sum.
+    """
 
     phases: list[str]
     levels: dict[str, list[int]]
+    lives: list[Life] = field(default_factory=list, repr=False)
+    peak: int = 0
 
     def spans(self) -> list[tuple[str, int, int]]:
         """(phase, first event, event after the last) of each unbroken stretch."""
@@ -37,6 +60,35 @@ class Timeline:
                 spans.append((self.phases[start], start, i))
                 start = i
         return spans
+
+    def totals(self) -> list[int]:
+        """Bytes of all categories at each moment."""
+        return [sum(levels) for levels in zip(*self.levels.values(), strict=True)]
+
+    def alive(self, moment: int) -> list[Life]:
+        """What lives at a moment, the largest first."""
+        there = [
+            life
+            for life in self.lives
+            if life.born <= moment and (life.died is None or life.died > moment)
+        ]
+        return sorted(there, key=lambda life: -life.nbytes)
+
+    def by_module(self, moment: int, depth: int | None = None) -> dict[str, int]:
+        """Bytes at a moment by module, the largest first.
+
+        depth: how many parts of a path count, 2 for `bert.encoder`; None for all of them. What
+        libraries and the allocator hold stands under its category.
+        """
+        found = {"rounding": self.levels["rounding"][moment]}
+        for life in self.alive(moment):
+            name = life.module
+            if life.category in NOT_TENSORS:
+                name = life.category
+            elif depth is not None:
+                name = ".".join(name.split(".")[:depth])
+            found[name] = found.get(name, 0) + life.nbytes
+        return {name: n for name, n in sorted(found.items(), key=lambda item: -item[1]) if n}
 
 
 @dataclass(frozen=True)
@@ -68,6 +120,39 @@ class Footprint:
     def peak_tensors(self) -> int:
         """Bytes of tensors at the peak, without the allocator's rounding and workspaces."""
         return self.peak_allocated - sum(self.breakdown.get(name, 0) for name in NOT_TENSORS)
+
+    def by_module(self, depth: int | None = None) -> dict[str, int]:
+        """Bytes at the peak by module, the largest first; they sum to peak_allocated.
+
+        depth: how many parts of a module's path count, 2 for `bert.encoder`; None for all.
+        Parameters, gradients and optimizer states count for the module that the parameter belongs
+        to, everything else for the module that made it. What libraries and the allocator hold
+        stands under `workspaces` and `rounding`. Raises ValueError for a footprint without a
+        timeline, such as one of CUDA's counters, and for a depth below 1.
+        """
+        if depth is not None and (not isinstance(depth, int) or depth < 1):
+            raise ValueError(f"depth is {depth!r}: allowed are None and whole numbers from 1")
+        modules = self._traced().by_module(self.timeline.peak, depth)
+        # On CUDA the peak is the counters', and the timeline is of a step that was traced.
+        rest = self.peak_allocated - sum(modules.values())
+        if rest:
+            modules["rounding"] = modules.get("rounding", 0) + rest
+        return modules
+
+    def worst_of_each_phase(self) -> dict[str, int]:
+        """Bytes at the highest moment of each phase, in the order of the step.
+
+        Raises ValueError for a footprint without a timeline.
+        """
+        worst = {}
+        for phase, total in zip(self._traced().phases, self.timeline.totals(), strict=True):
+            worst[phase] = max(worst.get(phase, 0), total)
+        return worst
+
+    def _traced(self) -> Timeline:
+        if self.timeline is None:
+            raise ValueError("this footprint has no timeline: only its peak was counted")
+        return self.timeline
 
     def as_dict(self) -> dict:
         """Plain JSON values, without the timeline."""

@@ -27,9 +27,10 @@ from tqdm.auto import tqdm
 from memlab import fake
 from memlab.footprint import CATEGORIES, NOT_TENSORS, mib
 from memlab.measure import device_name, measure, pick_device, versions
+from memlab.quantized import import_bitsandbytes
 from memlab.recipe import ATTENTION, OPTIMIZERS, PRECISIONS, Recipe
 from memlab.records import FOLDER, Record, load, records, save
-from memlab.training import Training, import_bitsandbytes
+from memlab.training import Training
 
 # A row: model, micro-batch x length, and what differs from Recipe's defaults (fp32, eager,
 # adamw_torch, nothing frozen). The rows that say most come first, for a card that is lent for

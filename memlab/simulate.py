@@ -9,21 +9,23 @@ of memory where the card would.
 from __future__ import annotations
 
 import contextlib
-import weakref
+import importlib.util
+import pickle
 from dataclasses import replace
-from unittest import mock
+from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
 
-from memlab import cuda_rules, fake, models
-from memlab.allocator import CachingAllocator, CapacityError
+from memlab import cuda_names, cuda_rules, fake, models
+from memlab.allocator import CachingAllocator
+from memlab.cuda_tracer import CudaTracer
 from memlab.footprint import Footprint
-from memlab.gpus import GPU, cublas_workspace
+from memlab.gpus import GPU
 from memlab.gpus import gpu as find_gpu
 from memlab.quantized import import_bitsandbytes
 from memlab.recipe import Recipe
-from memlab.tracer import BACKWARD, Tracer
+from memlab.snapshot import snapshot
 from memlab.training import Training
 
 
@@ -49,8 +51,8 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     with SimulatedGPU(gpu) as simulated:
         simulated.require(recipe.precision)
         simulated.require(recipe.compute_dtype or "")
-        on_host = simulated.tracer.on_host() if recipe.base != "none" else None
-        training = Training(recipe, simulated.device, built_in=on_host)
+        unseen = simulated.tracer.unseen() if recipe.base != "none" else None
+        training = Training(recipe, simulated.device, built_in=unseen)
         simulated.tracer.watch(training.model, inputs=training.inputs)
         # From the third micro-batch on, each repeats the bytes of the second; only its loss, a
         # number of 512 bytes as an allocator's block, would be added.
@@ -72,18 +74,23 @@ class SimulatedGPU:
 
     gpu: a name of `memlab.gpus.GPUS`, a number of bytes, or None for a card without a limit.
 
-    Code written for CUDA runs unchanged as far as it places tensors (`.to("cuda")`, `.cuda()`,
-    `device="cuda"`), uses `torch.autocast("cuda")` and `torch.amp.GradScaler("cuda")`, and asks
-    `torch.cuda` for memory figures. What it assumes:
+    Code written for CUDA runs unchanged: it places tensors (`.to("cuda")`, `.cuda()`,
+    `device="cuda"`, `device_map="cuda"`), uses `torch.autocast("cuda")` and
+    `torch.amp.GradScaler("cuda")`, asks `torch.cuda` and `torch.accelerator` for the card and its
+    memory, and hands its model to peft, bitsandbytes, Accelerate or transformers' Trainer.
+    What is not simulated is refused by a ValueError that names it: a second card, streams other
+    than the default one, CUDA graphs, torch.compile, times. What it assumes:
 
     - Everything made inside lives on the card, except scalars made by `torch.tensor(number)`,
       which stay on the host as they do with CUDA (AdamW's step counters), and the states of
       paged optimizers, which lie in managed memory outside PyTorch's allocator. How much of
-      those the driver keeps on the card at a time is not simulated.
-    - bitsandbytes, where the loop uses it, is imported before.
+      those the driver keeps on the card at a time is not simulated. `tensor.device` says cpu.
+    - Tensors made outside hold data and lie on the host; `.to("cuda")` makes a new one on the
+      card. Parameters made outside count as the card's from their first use on.
     - Tensors hold no data: `loss.item()` gives 1.0, and code that branches on values follows
       one branch. The gradient scaler never skips a step.
-    - One stream, the allocator's default settings, no other process on the card.
+    - One stream, the allocator's default settings, no other process on the card. Weights of a
+      checkpoint are read one after the other, where transformers takes four threads.
 
     Raises torch.OutOfMemoryError, with PyTorch's message, where the card would.
     """
@@ -100,13 +107,15 @@ class SimulatedGPU:
     def __enter__(self) -> SimulatedGPU:
         if SimulatedGPU.entered:
             raise ValueError("a SimulatedGPU is entered already: leave it before the next")
+        if importlib.util.find_spec("bitsandbytes"):
+            # Other libraries import it, and inside it would look for its CUDA library.
+            import_bitsandbytes("SimulatedGPU")
         with contextlib.ExitStack() as stack:
             stack.enter_context(fake.tensors_without_data())
-            stack.enter_context(fake.cuda_code_on_cpu_tensors())
+            stack.enter_context(fake.cuda_code_on_cpu_tensors(self.tracer.on_host))
             stack.enter_context(fake.paged_states(self.tracer.zeros_on_host))
             stack.enter_context(cuda_rules.cuda_kernels(gpu=self.gpu))
-            for name, answer in self._memory_functions().items():
-                stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+            stack.enter_context(cuda_names.cuda_answers(self.tracer, self.snapshot))
             stack.enter_context(self.tracer)
             self._stack = stack.pop_all()
         SimulatedGPU.entered = True
@@ -146,121 +155,11 @@ class SimulatedGPU:
             device_used=None if context is None else footprint.peak_reserved + context,
         )
 
-    def _memory_functions(self):
-        """What `torch.cuda` answers inside."""
-        tracer, allocator = self.tracer, self.tracer.allocator
-        return {
-            "memory_allocated": lambda device=None: allocator.allocated,
-            "memory_reserved": lambda device=None: allocator.reserved,
-            "max_memory_allocated": lambda device=None: tracer.peak()[0],
-            "max_memory_reserved": lambda device=None: tracer.peak()[1],
-            "reset_peak_memory_stats": lambda device=None: tracer.reset_peak(),
-            "empty_cache": allocator.empty_cache,
-            "synchronize": lambda device=None: None,
-            "mem_get_info": lambda device=None: tracer.free_and_total(),
-        }
+    def snapshot(self) -> dict:
+        """What happened on the card, in the form of `torch.cuda.memory._snapshot()`."""
+        return snapshot(self.tracer)
 
-
-class CudaTracer(Tracer):
-    """A tracer that serves memory as a CUDA device does, with its workspaces and its limit."""
-
-    def __init__(self, gpu: GPU | None, allocator: CachingAllocator):
-        super().__init__(allocator)
-        self.gpu = gpu
-        self.workspace = gpu.workspace if gpu else cublas_workspace((8, 0))
-        self._handles_used = set()
-        self._unseen = False
-        self._on_host = weakref.WeakValueDictionary()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.prim.device.default:  # asked very often, touches no memory
-            return func(*args)
-        # A number made by torch.tensor() without a device stays on the host.
-        if func is torch.ops.aten.lift_fresh.default and args[0].dim() == 0:
-            return self.keep_on_host(func(*args))
-        self._take_workspaces(func)
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        scratch = cuda_rules.kernel_scratch(func, args)
-        if scratch:
-            self._death(self._birth(scratch, "temporary"))
-        return out
-
-    def zeros_on_host(self, like, dtype):
-        """Zeros of the shape of `like` that the card never holds."""
-        with self.on_host():
-            zeros = torch.zeros_like(like, dtype=dtype)
-        return self.keep_on_host(zeros)
-
-    @contextlib.contextmanager
-    def on_host(self):
-        """What is made inside is not on the card until an operation on the card needs it."""
-        self._unseen = True
-        try:
-            yield
-        finally:
-            self._unseen = False
-
-    def keep_on_host(self, tensor):
-        """Count a new tensor's storage as the host's from now on."""
-        storage = tensor.untyped_storage()
-        self._on_host[id(storage)] = storage
-        return tensor
-
-    def _take_workspaces(self, func) -> None:
-        """cuBLAS takes a workspace at a thread's first product and keeps it.
-
-        The backward pass has a thread, and so a handle and a workspace, of its own
-        (aten/src/ATen/cuda/CublasHandlePool.cpp); so has cublasLt, which addmm uses for the
-        bias.
-        """
-        if not cuda_rules.uses_cublas(func):
-            return
-        thread = self._phase() == BACKWARD
-        for handle, nbytes in (
-            ("cublas", self.workspace),
-            ("cublasLt", cuda_rules.CUBLASLT_WORKSPACE),
-        ):
-            wanted = handle == "cublas" or func is torch.ops.aten.addmm.default
-            if wanted and (handle, thread) not in self._handles_used:
-                self._handles_used.add((handle, thread))
-                self._birth(nbytes, "workspaces")
-
-    def _see(self, tensor, category=None, existed=False) -> None:
-        if not self._unseen and id(tensor.untyped_storage()) not in self._on_host:
-            super()._see(tensor, category, existed)
-
-    def _birth(self, nbytes, category) -> int:
-        try:
-            return super()._birth(nbytes, category)
-        except CapacityError as error:
-            raise torch.OutOfMemoryError(self._message(error.segment)) from None
-
-    def free_and_total(self) -> tuple[int, int]:
-        """Bytes free on the card and its size, as `torch.cuda.mem_get_info` gives them."""
-        if self.gpu is None:
-            raise ValueError("mem_get_info needs a card: SimulatedGPU was given none")
-        used = self.gpu.context + self.allocator.reserved
-        return self.gpu.total_memory - used, self.gpu.total_memory
-
-    def _message(self, segment) -> str:
-        """PyTorch's words: c10/cuda/CUDACachingAllocator.cpp."""
-        free, total = self.free_and_total()
-        allocated, reserved = self.allocator.allocated, self.allocator.reserved
-        return (
-            f"CUDA out of memory. Tried to allocate {_size(segment)}. GPU 0 has a total capacity "
-            f"of {_size(total)} of which {_size(free)} is free. Including non-PyTorch memory, "
-            f"this process has {_size(total - free)} memory in use. Of the allocated memory "
-            f"{_size(allocated)} is allocated by PyTorch, and {_size(reserved - allocated)} is "
-            "reserved by PyTorch but unallocated. If reserved but unallocated memory is large "
-            "try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  "
-            "See documentation for Memory Management  "
-            "(https://docs.pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
-        )
-
-
-def _size(nbytes: int) -> str:
-    """Bytes in the words of the allocator's `format_size`."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if nbytes > unit or (unit == 2**10 and nbytes == unit):
-            return f"{nbytes / unit:.2f} {name}"
-    return f"{nbytes} bytes"
+    def dump_snapshot(self, path: str | Path) -> None:
+        """Write the snapshot to a file that PyTorch's viewer opens (pytorch.org/memory_viz)."""
+        with open(path, "wb") as file:
+            pickle.dump(self.snapshot(), file)

@@ -16,14 +16,12 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memlab.footprint import CATEGORIES, Footprint, Timeline
+from memlab.eventlog import BACKWARD, FORWARD, STEP, ZERO_GRAD, EventLog
+from memlab.modules import ModuleWatch
 from memlab.quantized import constants
 
-FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
-ZERO_GRAD = "zero_grad"  # after a step, until the next tensor is born
 
-
-class Tracer(TorchDispatchMode):
+class Tracer(EventLog, TorchDispatchMode):
     """Log the births and deaths of storages while it is entered.
 
     allocator: a `memlab.allocator.CachingAllocator` that serves every birth and death as it
@@ -39,22 +37,17 @@ class Tracer(TorchDispatchMode):
       recomputed for it
     - inputs, buffers: what `watch` was given
     - temporary: everything else
+
+    With each birth goes the operation and the module that is at work; see `ModuleWatch`.
     """
 
     def __init__(self, allocator=None):
-        super().__init__()
-        self.allocator = allocator
-        self.sizes: list[int] = []
-        self.categories: list[str] = []
-        # One entry an event: (change in bytes, storage number, phase, allocated, reserved).
-        self.events: list[tuple[int, int, str, int, int]] = []
-        self._start = 0  # the event from which peaks count
-        self._allocated = 0
-        self._before = 0  # bytes that existed before the tracer was entered
+        EventLog.__init__(self, allocator)
+        TorchDispatchMode.__init__(self)
         self._live: dict[int, tuple[int, weakref.ref]] = {}
-        self._addresses: dict[int, int] = {}
         self._awaiting_backward: set[int] = set()
         self._stepping = self._stepped = False
+        self._watch = ModuleWatch(self._belongs)
         self._token = object()  # marks parameters whose gradient is followed
         self._handles = []
 
@@ -63,6 +56,7 @@ class Tracer(TorchDispatchMode):
     def watch(self, model=None, optimizer=None, inputs=()) -> None:
         """Count these from now on, also the parts that no operation touches."""
         if model is not None:
+            self._watch.name_all(model)
             for parameter in model.parameters():
                 self._see_parameter(parameter)
             for buffer in model.buffers():
@@ -72,61 +66,7 @@ class Tracer(TorchDispatchMode):
         for tensor in inputs:
             self._see(tensor, "inputs", existed=True)
 
-    def reset_peak(self) -> None:
-        """Begin a new measured stretch, as `torch.cuda.reset_peak_memory_stats` does."""
-        self._start = len(self.events)
-
-    def peak(self) -> tuple[int, int, str, int]:
-        """(allocated bytes, reserved bytes, phase, number of the event) since `reset_peak`."""
-        start = self._start
-        peak, reserved, phase, index = self._before, 0, FORWARD, start - 1
-        if start:
-            peak, reserved = self.events[start - 1][3] + self._before, self.events[start - 1][4]
-        for i in range(start, len(self.events)):
-            _, _, now, allocated, held = self.events[i]
-            if allocated + self._before > peak:
-                peak, phase, index = allocated + self._before, now, i
-            reserved = max(reserved, held)
-        return peak, reserved, phase, index
-
-    def footprint(self) -> Footprint:
-        """The peak since the last `reset_peak`, by category."""
-        start = self._start
-        peak, peak_reserved, phase, index = self.peak()
-        breakdown = self._breakdown(index)
-        if self.allocator is not None:
-            breakdown["rounding"] = peak - sum(breakdown.values())
-        return Footprint(
-            peak_allocated=peak,
-            peak_reserved=peak_reserved if self.allocator is not None else None,
-            breakdown=breakdown,
-            peak_phase=phase,
-            timeline=self._timeline(start),
-        )
-
-    # ------------------------------------------------------------------ the log
-
-    def _birth(self, nbytes, category) -> int:
-        number = len(self.sizes)
-        if self.allocator is not None:
-            self._addresses[number] = self.allocator.allocate(nbytes)
-        self.sizes.append(nbytes)
-        self.categories.append(category)
-        self._log(nbytes, number)
-        return number
-
-    def _death(self, number) -> None:
-        if self.allocator is not None:
-            self.allocator.free(self._addresses.pop(number))
-        self._awaiting_backward.discard(number)
-        self._log(-self.sizes[number], number)
-
-    def _log(self, change, number) -> None:
-        self._allocated += change
-        allocated, reserved = self._allocated, 0
-        if self.allocator is not None:
-            allocated, reserved = self.allocator.allocated, self.allocator.reserved
-        self.events.append((change, number, self._phase(), allocated, reserved))
+    # ------------------------------------------------------------------ what it sees
 
     def _phase(self) -> str:
         if self._stepping:
@@ -134,6 +74,13 @@ class Tracer(TorchDispatchMode):
         if torch._C._current_graph_task_id() != -1:
             return BACKWARD
         return ZERO_GRAD if self._stepped else FORWARD
+
+    def _module(self) -> str:
+        return self._watch.now(in_backward=self._phase() == BACKWARD)
+
+    def _death(self, number) -> None:
+        self._awaiting_backward.discard(number)
+        super()._death(number)
 
     def _see(self, tensor, category=None, existed=False) -> None:
         """Log a storage at first sight or when it was resized; give it a category."""
@@ -155,12 +102,24 @@ class Tracer(TorchDispatchMode):
         if category:
             self.categories[number] = category
             self._awaiting_backward.discard(number)
+        module = getattr(tensor, "_memlab_module", None)
+        if module:
+            self.modules[number] = module
+
+    def _belongs(self, tensor, module) -> None:
+        """A parameter or buffer belongs to a module, and its gradient with it."""
+        tensor._memlab_module = module
+        for part in (tensor, tensor.grad if tensor.is_leaf else None):
+            known = part is not None and self._live.get(part.untyped_storage()._cdata)
+            if known:
+                self.modules[known[0]] = module
+                if part is tensor and not isinstance(tensor, torch.nn.Parameter):
+                    self.categories[known[0]] = "buffers"
 
     def _first_sight(self, nbytes, category, existed) -> int:
         if existed and self.allocator is None:
             # It was there before the first event: raise the floor, log nothing.
-            self.sizes.append(nbytes)
-            self.categories.append(category or "inputs")
+            self._describe(nbytes, category or "inputs")
             self._before += nbytes
             return len(self.sizes) - 1
         self._stepped = False
@@ -185,6 +144,7 @@ class Tracer(TorchDispatchMode):
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
+            *self._watch.register(),
         ]
         return super().__enter__()
 
@@ -201,6 +161,7 @@ class Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        self._maker = None  # what an operation meets and does not make
         for argument in args if func is not torch.ops.aten.lift_fresh.default else ():
             if isinstance(argument, torch.Tensor):
                 self._see_argument(argument)
@@ -213,6 +174,7 @@ class Tracer(TorchDispatchMode):
             for number in self._awaiting_backward:
                 self.categories[number] = "activations"
             self._awaiting_backward.clear()
+        self._maker = func
         out = func(*args, **kwargs)
         if in_backward and func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
             if self._accumulated_in_place(args, out):
@@ -254,6 +216,13 @@ class Tracer(TorchDispatchMode):
 
     def _accumulated(self, parameter) -> None:
         self._see(parameter.grad, "gradients")
+        self._same_module(parameter.grad, parameter)
+
+    def _same_module(self, tensor, parameter) -> None:
+        module = getattr(parameter, "_memlab_module", None)
+        known = self._live.get(tensor.untyped_storage()._cdata)
+        if module and known:
+            self.modules[known[0]] = module
 
     def _accumulated_in_place(self, args, out) -> bool:
         """Whether the engine would have added into its own buffer instead of a new tensor.
@@ -290,37 +259,11 @@ class Tracer(TorchDispatchMode):
         self._stepping, self._stepped = False, True
 
     def _label_states(self, optimizer) -> None:
-        for state in optimizer.state.values():
+        for parameter, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
                     self._see(value, "optimizer_states", existed=True)
-
-    # ------------------------------------------------------------------ analysis
-
-    def _floor(self) -> dict[str, int]:
-        """Bytes by category of what existed before the first event."""
-        floor = dict.fromkeys(CATEGORIES, 0)
-        born = {number for change, number, *_ in self.events if change > 0}
-        for number, size in enumerate(self.sizes):
-            if number not in born:
-                floor[self.categories[number]] += size
-        return floor
-
-    def _breakdown(self, index) -> dict[str, int]:
-        breakdown = self._floor()
-        for change, number, *_ in self.events[: index + 1]:
-            breakdown[self.categories[number]] += change
-        return breakdown
-
-    def _timeline(self, start) -> Timeline:
-        levels = self._breakdown(start - 1)
-        steps = [dict(levels)]
-        phases = [self.events[start][2] if start < len(self.events) else FORWARD]
-        for change, number, phase, *_ in self.events[start:]:
-            levels[self.categories[number]] += change
-            steps.append(dict(levels))
-            phases.append(phase)
-        return Timeline(phases, {name: [step[name] for step in steps] for name in CATEGORIES})
+                    self._same_module(value, parameter)
 
 
 # How many references a gradient has, seen from the dispatch of the addition, when the autograd

@@ -64,7 +64,7 @@ def test_item_has_an_answer():
         assert torch.zeros(3).sum().bool().item() is True
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda:1")])
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), 0])
 def test_cuda_names_place_fake_tensors(device):
     with tensors_without_data(), cuda_code_on_cpu_tensors():
         x = torch.ones(3, device=device)

@@ -1,0 +1,271 @@
+"""What `torch.cuda` and `torch.accelerator` answer inside a simulated GPU.
+
+PyTorch's own functions run wherever they can: only what they ask of the driver and of the
+allocator, the functions of `torch._C`, is answered by the simulation. What has no answer is
+refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import sys
+from unittest import mock
+
+import torch
+from transformers.utils import import_utils
+
+ONE_CARD = "the simulated card is cuda:0, and there is one"
+NOT_SIMULATED = {
+    "torch.cuda.CUDAGraph": "CUDA graphs have memory pools of their own",
+    "torch.cuda.graph": "CUDA graphs have memory pools of their own",
+    "torch.cuda.make_graphed_callables": "CUDA graphs have memory pools of their own",
+    "torch.cuda.MemPool": "the simulation follows one memory pool",
+    "torch.cuda.Stream": "blocks belong to streams, and the simulation follows the default one",
+    "torch.cuda.memory.change_current_allocator": "the simulation is of PyTorch's own allocator",
+    "torch.cuda.memory._set_allocator_settings": "the allocator has its default settings",
+    "torch.cuda.memory.set_per_process_memory_fraction": "give SimulatedGPU the bytes instead",
+    "torch.cuda.utilization": "there is no time here",
+    "torch.cuda.temperature": "there is no time here",
+    "torch.cuda.power_draw": "there is no time here",
+    "torch.cuda.clock_rate": "there is no time here",
+    "torch.nn.DataParallel": ONE_CARD,
+    "torch.distributed.init_process_group": ONE_CARD,
+}
+
+
+@contextlib.contextmanager
+def cuda_answers(tracer, snapshot):
+    """Let `torch.cuda` and `torch.accelerator` speak of the card that `tracer` simulates.
+
+    snapshot: a function that gives what `torch.cuda.memory._snapshot()` gives.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def answer(target, **answers):
+            for name, value in answers.items():
+                # What only builds with CUDA have is made for as long as it is asked for.
+                stack.enter_context(mock.patch.object(target, name, value, create=True))
+
+        card = torch.device("cuda", 0)
+        properties = DeviceProperties(tracer)
+        answer(
+            torch.cuda,
+            _initialized=True,
+            _cached_device_count=None,
+            _get_device_properties=lambda device: properties,
+            _check_bf16_tensor_supported=lambda device: True,  # by emulation, on any card
+            device=Selected,
+            default_generators=(torch.Generator(),),
+            current_stream=default_stream,
+            default_stream=default_stream,
+            stream=Selected,
+            set_stream=lambda stream: None,
+            Event=Event,
+            is_current_stream_capturing=lambda: False,
+        )
+        for module in (torch.cuda, torch.cuda.memory):
+            get_info = lambda device=None: only_card(device) or tracer.free_and_total()  # noqa: E731
+            answer(module, mem_get_info=get_info)
+        answer(
+            torch._C,
+            _cuda_getDeviceCount=lambda: 1,
+            _cuda_getDevice=lambda: 0,
+            _cuda_setDevice=only_card,
+            _cuda_synchronize=lambda: None,
+            _cuda_ipc_collect=lambda: None,
+            _cuda_memoryStats=lambda device: tracer.allocator.stats(),
+            _cuda_emptyCache=tracer.allocator.empty_cache,
+            _cuda_resetPeakMemoryStats=lambda device: tracer.reset_peak(),
+            _cuda_resetAccumulatedMemoryStats=lambda device: (
+                tracer.allocator.reset_accumulated_stats()
+            ),
+            _cuda_memorySnapshot=lambda pool: snapshot(),
+            # The simulation always records; the export is always there.
+            _cuda_record_memory_history=lambda *settings: None,
+            _cuda_record_memory_history_legacy=lambda *settings: None,
+            _accelerator_getAccelerator=lambda: torch.device("cuda"),
+            _accelerator_getDeviceIndex=lambda: 0,
+            _accelerator_setDeviceIndex=only_card,
+            _accelerator_getStream=default_stream,
+            _accelerator_synchronizeDevice=only_card,
+            _accelerator_isAllocatorInitialized=lambda: True,
+            _accelerator_emptyCache=tracer.allocator.empty_cache,
+            _accelerator_getDeviceStats=lambda device: tracer.allocator.stats(),
+            _accelerator_resetPeakStats=lambda device: tracer.reset_peak(),
+            _accelerator_resetAccumulatedStats=lambda device: (
+                tracer.allocator.reset_accumulated_stats()
+            ),
+            _accelerator_getMemoryInfo=lambda device: tracer.free_and_total(),
+        )
+        answer(torch, compile=compiles_no_module, Generator=Generator)
+        answer(torch.Tensor, record_stream=lambda tensor, stream: None)
+        for path, why in NOT_SIMULATED.items():
+            *modules, name = path.split(".")[1:]
+            target = functools.reduce(getattr, modules, torch)
+            refused = refuse(path, why)
+            if isinstance(getattr(target, name), type):  # also a name in annotations
+                refused = type(name, (), {"__new__": refused})
+            for module in {target, torch.cuda} if "memory" in modules else {target}:
+                answer(module, **{name: refused})
+        stack.enter_context(libraries_look_again())
+        yield card
+
+
+def only_card(device=None) -> None:
+    """Raise ValueError for any device but cuda:0."""
+    if device is None or (isinstance(device, int) and device < 1):
+        return
+    named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if named.type != "cuda" or named.index:
+        raise ValueError(f"device is {str(named)!r}: {ONE_CARD}")
+
+
+def refuse(name, why):
+    """A function that stands for one that is not simulated."""
+
+    def refused(*args, **kwargs):
+        raise ValueError(f"{name} is not simulated: {why}")
+
+    return refused
+
+
+_NO_COMPILE = refuse("torch.compile", "compiled graphs plan their memory in another way")
+
+
+def compiles_no_module(model=None, **settings):
+    """`torch.compile` of a module is refused, of a function when the function is called."""
+    if isinstance(model, torch.nn.Module):
+        _NO_COMPILE()
+    # Libraries decorate functions that they may never call.
+    return _NO_COMPILE if model is not None else lambda function: _NO_COMPILE
+
+
+class DeviceProperties:
+    """What is known of the card: what `torch.cuda.get_device_properties` is asked for."""
+
+    def __init__(self, tracer):
+        self._tracer = tracer
+        self.name = tracer.gpu.name if tracer.gpu else "a card without a limit"
+        self.major, self.minor = tracer.gpu.capability if tracer.gpu else (8, 0)
+
+    @property
+    def total_memory(self) -> int:
+        return self._tracer.free_and_total()[1]
+
+    def __repr__(self):
+        return f"simulated {self.name}, compute capability {self.major}.{self.minor}"
+
+
+_OriginalGenerator = torch.Generator
+
+
+class _AnyGenerator(type):
+    def __instancecheck__(cls, instance):
+        return isinstance(instance, _OriginalGenerator)
+
+
+class Generator(metaclass=_AnyGenerator):
+    """`torch.Generator("cuda")` too: its numbers have no value here."""
+
+    def __new__(cls, device="cpu"):
+        if torch.device(device).type == "cuda":
+            only_card(device)
+        return _OriginalGenerator()
+
+
+class Selected:
+    """A device or a stream that is chosen for a block: there is one of each."""
+
+    def __init__(self, chosen=None):
+        if not isinstance(chosen, DefaultStream):
+            only_card(chosen)
+
+    def __enter__(self):
+        return None
+
+    def __exit__(self, *error):
+        return False
+
+
+class DefaultStream:
+    """The one stream, in which nothing waits."""
+
+    device = torch.device("cuda", 0)
+    device_index = stream_id = cuda_stream = 0
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def wait_stream(self, stream) -> None:
+        pass
+
+    def wait_event(self, event) -> None:
+        pass
+
+    def record_event(self, event=None):
+        return event or Event()
+
+
+_STREAM = DefaultStream()
+
+
+def default_stream(device=None) -> DefaultStream:
+    only_card(device)
+    return _STREAM
+
+
+class Event:
+    """A mark in the stream. Nothing takes time here, so the time between two is refused."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def record(self, stream=None) -> None:
+        pass
+
+    def wait(self, stream=None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    elapsed_time = staticmethod(refuse("torch.cuda.Event.elapsed_time", "there is no time here"))
+
+
+@contextlib.contextmanager
+def libraries_look_again():
+    """transformers and accelerate remember whether there is CUDA: let them forget, twice."""
+    before = [dict(shared) for shared in _accelerates_memory()]
+    _forget()
+    try:
+        yield
+    finally:
+        _forget()
+        for shared, values in itertools.zip_longest(_accelerates_memory(), before, fillvalue={}):
+            shared.update(values)
+
+
+def _accelerates_memory() -> list[dict]:
+    """What accelerate's states share, where it is imported."""
+    state = sys.modules.get("accelerate.state")
+    kinds = ("PartialState", "AcceleratorState", "GradientState") if state else ()
+    return [getattr(state, kind)._shared_state for kind in kinds]
+
+
+def _forget() -> None:
+    for shared in _accelerates_memory():
+        shared.clear()
+    for name, value in vars(import_utils).items():
+        if name.startswith("is_") and hasattr(value, "cache_clear"):
+            value.cache_clear()

@@ -1,0 +1,158 @@
+"""Memory served as a CUDA device serves it: workspaces, rounding, host tensors and a limit."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memlab import cuda_rules
+from memlab.allocator import CachingAllocator, CapacityError
+from memlab.eventlog import BACKWARD
+from memlab.gpus import GPU, cublas_workspace
+from memlab.tracer import Tracer
+
+
+class CudaTracer(Tracer):
+    """A tracer that serves memory as a CUDA device does, with its workspaces and its limit."""
+
+    def __init__(self, gpu: GPU | None, allocator: CachingAllocator):
+        super().__init__(allocator)
+        self.gpu = gpu
+        self.workspace = gpu.workspace if gpu else cublas_workspace((8, 0))
+        self._handles_used = set()
+        self._unseen = False
+        self._on_host = weakref.WeakValueDictionary()
+        self._host_data = weakref.WeakValueDictionary()
+        self._arguments, self._met_host_data = (), False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default:  # asked very often, touches no memory
+            return func(*args)
+        # A number made by torch.tensor() without a device stays on the host.
+        if func is torch.ops.aten.lift_fresh.default and args[0].dim() == 0:
+            return self.keep_on_host(func(*args))
+        self._take_workspaces(func)
+        self._arguments, self._met_host_data = args, False
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._arguments = ()
+        scratch = cuda_rules.kernel_scratch(func, args)
+        if scratch:
+            self._death(self._birth(scratch, "temporary"))
+        return out
+
+    def zeros_on_host(self, like, dtype):
+        """Zeros of the shape of `like` that the card never holds."""
+        with self.unseen():
+            zeros = torch.zeros_like(like, dtype=dtype)
+        return self.keep_on_host(zeros)
+
+    @contextlib.contextmanager
+    def unseen(self):
+        """What is made inside is not on the card until an operation outside needs it."""
+        self._unseen = True
+        try:
+            yield
+        finally:
+            self._unseen = False
+
+    def keep_on_host(self, tensor):
+        """Count a new tensor's storage as the host's from now on."""
+        storage = tensor.untyped_storage()
+        self._on_host[id(storage)] = storage
+        return tensor
+
+    def on_host(self, tensor) -> bool:
+        """Whether a tensor holds data that was made outside, or was made of such data.
+
+        A parameter with data is taken to lie on the card: a new one would not be the optimizer's.
+        """
+        if not isinstance(tensor, FakeTensor):
+            return not isinstance(tensor, torch.nn.Parameter)
+        return id(tensor.untyped_storage()) in self._host_data
+
+    def _see_result(self, out) -> None:
+        """What is made of host data alone lies on the host, too."""
+        if self._met_host_data and not any(map(self._on_card, _tensors(self._arguments))):
+            for tensor in _tensors([out]):
+                storage = tensor.untyped_storage()
+                self._host_data[id(storage)] = storage
+        else:
+            super()._see_result(out)
+
+    def _on_card(self, tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._live
+
+    def _take_workspaces(self, func) -> None:
+        """cuBLAS takes a workspace at a thread's first product and keeps it.
+
+        The backward pass has a thread, and so a handle and a workspace, of its own
+        (aten/src/ATen/cuda/CublasHandlePool.cpp); so has cublasLt, which addmm uses for the
+        bias.
+        """
+        if not cuda_rules.uses_cublas(func):
+            return
+        self._maker = func
+        thread = self._phase() == BACKWARD
+        for handle, nbytes in (
+            ("cublas", self.workspace),
+            ("cublasLt", cuda_rules.CUBLASLT_WORKSPACE),
+        ):
+            wanted = handle == "cublas" or func is torch.ops.aten.addmm.default
+            if wanted and (handle, thread) not in self._handles_used:
+                self._handles_used.add((handle, thread))
+                self._birth(nbytes, "workspaces")
+
+    def _see(self, tensor, category=None, existed=False) -> None:
+        if category is None and existed and self.on_host(tensor):
+            self._met_host_data = True
+        elif not self._unseen and id(tensor.untyped_storage()) not in self._on_host:
+            super()._see(tensor, category, existed)
+
+    def _birth(self, nbytes, category) -> int:
+        try:
+            return super()._birth(nbytes, category)
+        except CapacityError as error:
+            raise torch.OutOfMemoryError(self._message(error.segment)) from None
+
+    def free_and_total(self) -> tuple[int, int]:
+        """Bytes free on the card and its size, as `torch.cuda.mem_get_info` gives them."""
+        if self.gpu is None:
+            raise ValueError("mem_get_info needs a card: SimulatedGPU was given none")
+        used = self.gpu.context + self.allocator.reserved
+        return self.gpu.total_memory - used, self.gpu.total_memory
+
+    def _message(self, segment) -> str:
+        """PyTorch's words: c10/cuda/CUDACachingAllocator.cpp."""
+        free, total = self.free_and_total()
+        allocated, reserved = self.allocator.allocated, self.allocator.reserved
+        return (
+            f"CUDA out of memory. Tried to allocate {_size(segment)}. GPU 0 has a total capacity "
+            f"of {_size(total)} of which {_size(free)} is free. Including non-PyTorch memory, "
+            f"this process has {_size(total - free)} memory in use. Of the allocated memory "
+            f"{_size(allocated)} is allocated by PyTorch, and {_size(reserved - allocated)} is "
+            "reserved by PyTorch but unallocated. If reserved but unallocated memory is large "
+            "try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  "
+            "See documentation for Memory Management  "
+            "(https://docs.pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+        )
+
+
+def _tensors(values):
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _size(nbytes: int) -> str:
+    """Bytes in the words of the allocator's `format_size`."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes > unit or (unit == 2**10 and nbytes == unit):
+            return f"{nbytes / unit:.2f} {name}"
+    return f"{nbytes} bytes"

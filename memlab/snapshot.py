@@ -1,0 +1,97 @@
+"""The event log in the form of PyTorch's memory snapshots, which its viewer opens.
+
+The form is described at `torch.cuda.memory._snapshot`; `torch.cuda._memory_viz` and the page
+pytorch.org/memory_viz read it. Addresses are the simulation's own, and its clock counts actions.
+"""
+
+from __future__ import annotations
+
+from memlab.eventlog import operation_name
+
+
+def snapshot(tracer) -> dict:
+    """Segments as they are now, and every action of the allocator from the beginning.
+
+    tracer: one with an allocator. In the place of a stack, the frames of a piece of memory are
+    the operation that made it, the module and its path, and the phase and the category.
+    """
+    allocator = tracer.allocator
+    return {
+        "segments": _segments(tracer, allocator),
+        "device_traces": [_trace(tracer, allocator)],
+        "allocator_settings": {},
+        "external_annotations": [],
+    }
+
+
+def _segments(tracer, allocator) -> list[dict]:
+    owners = {address: number for number, address in tracer.addresses.items()}
+    segments = []
+    for head in sorted(allocator.blocks.values(), key=lambda block: block.address):
+        if head.before is not None:
+            continue
+        blocks, block = [], head
+        while block is not None:
+            blocks.append(
+                {
+                    "address": block.address,
+                    "size": block.size,
+                    "requested_size": block.requested,
+                    "state": "inactive" if block.free else "active_allocated",
+                    "frames": [] if block.free else _frames(tracer, owners[block.address]),
+                }
+            )
+            block = block.after
+        allocated = sum(b["size"] for b in blocks if b["state"] == "active_allocated")
+        segments.append(
+            {
+                "device": 0,
+                "address": head.address,
+                "total_size": sum(block["size"] for block in blocks),
+                "allocated_size": allocated,
+                "active_size": allocated,
+                "requested_size": sum(block["requested_size"] for block in blocks),
+                "stream": 0,
+                "segment_type": "small" if head.small else "large",
+                "segment_pool_id": (0, 0),
+                "is_expandable": False,
+                "frames": [],
+                "blocks": blocks,
+            }
+        )
+    return segments
+
+
+def _trace(tracer, allocator) -> list[dict]:
+    entries, number, owners = [], 0, {}
+
+    def add(action, address, nbytes, frames, **more):
+        place = {"device_free": address} if action == "oom" else {"addr": address}
+        entries.append(
+            {"action": action, "size": nbytes, "stream": 0, "frames": frames} | place | more
+            | {"time_us": len(entries), "pool_id": (0, 0)}
+        )  # fmt: skip
+
+    for action, address, nbytes in allocator.trace:
+        if action == "alloc":  # the n-th is storage number n
+            owners[address] = number
+            frames, category = _frames(tracer, number), tracer.categories[number]
+            add(action, address, nbytes, frames, category=category)
+            number += 1
+        elif action == "free":
+            frames = _frames(tracer, owners.pop(address))
+            add("free_requested", address, nbytes, frames)
+            add("free_completed", address, nbytes, frames)
+        else:
+            add(action, address, nbytes, [])
+    return entries
+
+
+def _frames(tracer, number) -> list[dict]:
+    """The innermost first, as in a stack."""
+    names = (
+        ("operation", operation_name(tracer.makers[number])),
+        ("module", tracer.modules[number]),
+        ("category", tracer.categories[number]),
+    )
+    return [{"filename": kind, "line": 0, "name": name} for kind, name in names]
