@@ -16,14 +16,14 @@ from unittest import mock
 import torch
 from tqdm.auto import tqdm
 
-from memlab import cuda_rules, fake
+from memlab import cuda_rules, depth, fake
 from memlab.allocator import CachingAllocator, CapacityError
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, cublas_workspace
 from memlab.gpus import gpu as find_gpu
 from memlab.recipe import Recipe
-from memlab.tracer import BACKWARD, Tracer
-from memlab.training import Training, import_bitsandbytes
+from memlab.tracer import BACKWARD, FORWARD, Tracer
+from memlab.training import Training, import_bitsandbytes, import_peft
 
 
 def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
@@ -31,25 +31,46 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
 
     gpu: a name of `memlab.gpus.GPUS`, a number of bytes, or None for a card without a limit.
 
-    Two steps run; the second is counted, because optimizer states appear in the first. Raises
-    torch.OutOfMemoryError in PyTorch's own words when the card is too small, and ValueError
-    when it does not have the recipe's number format.
+    Two steps run; the second is counted, because optimizer states appear in the first. Of a model
+    with many equal layers only a few run, and `memlab.depth` writes the others into the log.
+
+    Raises torch.OutOfMemoryError in PyTorch's own words when the card is too small, and
+    ValueError when it does not have the recipe's number format.
     """
+    # Outside, because packages make tensors when they are imported.
     if recipe.optimizer.endswith("8bit"):
-        import_bitsandbytes(recipe.optimizer)  # SimulatedGPU prepares it if it is there
-    with SimulatedGPU(gpu) as simulated:
-        simulated.require(recipe.precision)
-        training = Training(recipe, simulated.device)
-        simulated.tracer.watch(training.model, inputs=training.inputs)
-        # From the third micro-batch on, each repeats the bytes of the second; only its loss, a
-        # number of 512 bytes as an allocator's block, would be added.
-        held, training.batches = training.batches, training.batches[:2]
-        label = f"simulating {recipe.model_name}"
-        for _ in tqdm(range(2), label, leave=False, delay=2):
-            simulated.reset_peak()
-            training.step()
-        training.batches = held
-        return simulated.footprint_of(training)
+        import_bitsandbytes(recipe.optimizer)
+    if recipe.lora_rank:
+        import_peft()
+    simulated = SimulatedGPU(gpu)
+    simulated.require(recipe.precision)
+    log = depth.log_at_full_depth(recipe, lambda shallow: _log(shallow, simulated.gpu))
+    if log:
+        return simulated.replay(log)
+    with simulated:
+        return simulated.footprint_of(_two_steps(recipe, simulated))
+
+
+def _two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
+    training = Training(recipe, simulated.device)
+    simulated.tracer.watch(training.model, inputs=training.inputs)
+    # From the third micro-batch on, each repeats the bytes of the second; only its loss, a
+    # number of 512 bytes as an allocator's block, would be added.
+    held, training.batches = training.batches, training.batches[:2]
+    for _ in tqdm(range(2), f"simulating {recipe.model_name}", leave=False, delay=2):
+        simulated.reset_peak()
+        training.step()
+    training.batches = held
+    return training
+
+
+def _log(recipe: Recipe, gpu: GPU | None) -> depth.Log:
+    """What `recipe` does on a card like `gpu` that has no limit."""
+    simulated = SimulatedGPU(gpu and replace(gpu, total_memory=2**60))
+    tracer, emptied = simulated.tracer, []
+    tracer.allocator.empty_cache = lambda: emptied.append(len(tracer.events))
+    with simulated:
+        return depth.Log.of(tracer, emptied, _two_steps(recipe, simulated))
 
 
 class SimulatedGPU:
@@ -118,12 +139,18 @@ class SimulatedGPU:
                 "fp32, fp16-amp"
             )
 
+    def replay(self, log: depth.Log) -> Footprint:
+        """The footprint of a log, served by this card's allocator."""
+        self.tracer = Replay(self.gpu, self.tracer.allocator)
+        log.replay(self.tracer)
+        return self.footprint_of(log)
+
     @property
     def footprint(self) -> Footprint:
         """The peak since the last `reset_peak`, or since the beginning."""
         return self._at_exit or self.footprint_of(None)
 
-    def footprint_of(self, training: Training | None) -> Footprint:
+    def footprint_of(self, training: Training | depth.Log | None) -> Footprint:
         """The same with the parameter counts of `training`."""
         footprint = self.tracer.footprint()
         context = self.gpu.context if self.gpu else None
@@ -237,6 +264,15 @@ class CudaTracer(Tracer):
             "See documentation for Memory Management  "
             "(https://docs.pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
         )
+
+
+class Replay(CudaTracer):
+    """A tracer that is told what happens; `phase` says when."""
+
+    phase = FORWARD
+
+    def _phase(self) -> str:
+        return self.phase
 
 
 def _size(nbytes: int) -> str:
