@@ -20,6 +20,7 @@ import torch
 
 from memlab import models
 from memlab.recipe import Recipe
+from memlab.tracer import BACKWARD, FORWARD
 
 SHALLOW = (2, 3, 4)  # first and last layers are often special; 3 has one ordinary layer, 4 two
 DEEP = 12  # up to so many layers the model itself is as quick
@@ -35,8 +36,9 @@ class Log:
 
     steps: ("birth", bytes, category, phase); ("death", birth, phase, which), where `birth` is
         how the dying storage was born and `which` its place among the living ones born like it,
-        from the oldest (0, 1, ...) or the youngest (-1, -2, ...), whichever is nearer; RESET,
-        where the measured stretch begins; EMPTY_CACHE.
+        from the oldest (0, 1, ...) or the youngest (-1, -2, ...), whichever is nearer, but what the
+        forward pass left to the backward pass always from the youngest; RESET, where the measured
+        stretch begins; EMPTY_CACHE.
     parameters, trainable_parameters: counts.
     """
 
@@ -55,7 +57,8 @@ class Log:
             for number, phase in sorted(dying):
                 alike = living[births[number]]
                 which = alike.index(number)
-                if which > len(alike) - which:
+                undone = phase == BACKWARD and births[number][3] == FORWARD
+                if undone or which > len(alike) - which:
                     which -= len(alike)
                 alike.pop(which)
                 steps.append(("death", births[number], phase, which))
@@ -199,7 +202,7 @@ def growth(short: np.ndarray, long: np.ndarray) -> list[tuple[int, np.ndarray]] 
 
     Both are walked together. Where they part, `long` goes on with a block that it has just had
     and `short` with what comes after; of several such blocks it is the one after which they
-    agree longest. None if there is no such block.
+    agree to the end, or else longest. None if there is no such block.
     """
     blocks, i, j = [], 0, 0
     while True:
@@ -208,12 +211,13 @@ def growth(short: np.ndarray, long: np.ndarray) -> list[tuple[int, np.ndarray]] 
         if i == len(short) and j == len(long):
             return blocks
         spare = (len(long) - j) - (len(short) - i)
-        best, size = 0, None
+        best, size = (False, -1), None
         for p in range(1, min(spare, j) + 1):
             if np.array_equal(long[j - p : j], long[j : j + p]):
-                after = _agreement(short[i:], long[j + p :]) + 1
-                if after > best:
-                    best, size = after, p
+                after = _agreement(short[i:], long[j + p :])
+                ends = i + after == len(short) and j + p + after == len(long)
+                if (ends, after) > best:
+                    best, size = (ends, after), p
         if size is None:
             return None
         blocks.append((i, long[j : j + size]))
