@@ -13,6 +13,7 @@ model has to run at its full depth.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,12 +40,19 @@ class Log:
         from the oldest (0, 1, ...) or the youngest (-1, -2, ...), whichever is nearer, but what the
         forward pass left to the backward pass always from the youngest; RESET, where the measured
         stretch begins; EMPTY_CACHE.
-    parameters, trainable_parameters: counts.
+    weights: how many parameters there are of (so many elements, trainable or not).
     """
 
     steps: list[tuple]
-    parameters: int
-    trainable_parameters: int
+    weights: Counter
+
+    @property
+    def parameters(self) -> int:
+        return sum(elements * times for (elements, _), times in self.weights.items())
+
+    @property
+    def trainable_parameters(self) -> int:
+        return sum(elements * times for (elements, free), times in self.weights.items() if free)
 
     @classmethod
     def of(cls, tracer, emptied, training) -> Log:
@@ -77,7 +85,8 @@ class Log:
                 dying.append((number, phase))
         bury()
         steps += [mark for _, mark in reversed(marks)]
-        return cls(steps, training.parameters, training.trainable_parameters)
+        weights = Counter((p.numel(), p.requires_grad) for p in training.model.parameters())
+        return cls(steps, weights)
 
     def replay(self, tracer) -> None:
         """Let a `Replay` tracer live through it. Raises what its allocator raises."""
@@ -179,22 +188,31 @@ def alike(full, layers: int, short, number: int) -> bool:
 
 def extended(logs: list[Log], layers: int) -> Log | None:
     """The log with so many layers, from those with 2, 3 and 4; None where they disagree."""
-    numbers: dict[tuple, int] = {}
-    two, three, four = (
-        np.array([numbers.setdefault(step, len(numbers)) for step in log.steps]) for log in logs
-    )
-    blocks = growth(three, four)
-    if blocks is None or not np.array_equal(repeated(three, blocks, -1), two):
+    blocks, (_, three, _), kinds = agreed_growth(logs)
+    if blocks is None:
         return None
-    steps = list(numbers)
     more = layers - SHALLOW[1]
-    counts = {}
-    for name in ("parameters", "trainable_parameters"):
-        least, middle, most = (getattr(log, name) for log in logs)
-        if most - middle != middle - least:
-            return None
-        counts[name] = middle + more * (most - middle)
-    return Log([steps[i] for i in repeated(three, blocks, more)], **counts)
+    steps = [kinds[i] for i in repeated(three, blocks, more)]
+    two, three, four = (log.weights for log in logs)
+    if any(four[kind] - three[kind] != three[kind] - two[kind] for kind in four):
+        return None
+    return Log(steps, Counter({k: three[k] + more * (four[k] - three[k]) for k in four}))
+
+
+def agreed_growth(logs: list[Log]):
+    """(blocks, the steps of each log as an array of numbers, the steps they stand for).
+
+    The blocks are what the log with 4 layers has more than the one with 3, and the one with 3 more
+    than the one with 2; None where these differ.
+    """
+    numbers: dict[tuple, int] = {}
+    two, three, four = steps = [
+        np.array([numbers.setdefault(step, len(numbers)) for step in log.steps]) for log in logs
+    ]
+    blocks = growth(three, four)
+    if blocks is not None and not np.array_equal(repeated(three, blocks, -1), two):
+        blocks = None
+    return blocks, steps, list(numbers)
 
 
 def growth(short: np.ndarray, long: np.ndarray) -> list[tuple[int, np.ndarray]] | None:

@@ -44,7 +44,7 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
         import_peft()
     simulated = SimulatedGPU(gpu)
     simulated.require(recipe.precision)
-    log = depth.log_at_full_depth(recipe, lambda shallow: _log(shallow, simulated.gpu))
+    log = depth.log_at_full_depth(recipe, lambda shallow: trace(shallow, simulated.gpu))
     if log:
         return simulated.replay(log)
     with simulated:
@@ -64,8 +64,12 @@ def _two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
     return training
 
 
-def _log(recipe: Recipe, gpu: GPU | None) -> depth.Log:
-    """What `recipe` does on a card like `gpu` that has no limit."""
+def trace(recipe: Recipe, gpu: GPU | None = None) -> depth.Log:
+    """What `recipe` does to memory, at its own depth, on a card like `gpu` without a limit."""
+    if recipe.optimizer.endswith("8bit"):  # outside: packages make tensors when imported
+        import_bitsandbytes(recipe.optimizer)
+    if recipe.lora_rank:
+        import_peft()
     simulated = SimulatedGPU(gpu and replace(gpu, total_memory=2**60))
     tracer, emptied = simulated.tracer, []
     tracer.allocator.empty_cache = lambda: emptied.append(len(tracer.events))

@@ -1,11 +1,13 @@
 """Deep models from shallow logs: byte for byte what their full depth gives."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
 
 from memlab import Recipe, depth, models, simulate
-from memlab.simulate import SimulatedGPU, _log, _two_steps
+from memlab.simulate import SimulatedGPU, _two_steps, trace
 
 FULL = {"optimizer": "adamw_torch_loop", "accumulation": 2}
 FROZEN = {"freeze": "embeddings", "optimizer": "adamw_torch_fused"}
@@ -44,7 +46,7 @@ def at_full_depth(recipe, gpu=None):
 )
 def test_it_equals_full_depth(model, changes):
     recipe = Recipe(model=deep(model), seq_len=64, **changes)
-    log = depth.log_at_full_depth(recipe, lambda shallow: _log(shallow, None))
+    log = depth.log_at_full_depth(recipe, trace)
     extended, full = SimulatedGPU().replay(log), at_full_depth(recipe)
     assert extended == full
     assert extended.timeline.phases == full.timeline.phases
@@ -89,7 +91,7 @@ def test_what_it_leaves_to_the_full_depth(changes):
 
 
 def log(letters):
-    return depth.Log(list(letters), 10 + 5 * letters.count("f"), 5 * letters.count("f"))
+    return depth.Log(list(letters), Counter({(10, False): 1, (5, True): letters.count("f")}))
 
 
 def test_blocks_are_repeated():
