@@ -40,7 +40,7 @@ def at_full_depth(recipe, gpu=None):
         ("llama-3.2-3b", LORA),
         ("llama-3.2-3b", CHECKPOINTED | {"lora_rank": 8}),
         ("qwen2.5-1.5b", {"checkpointing": "reentrant", "optimizer": "sgd"}),
-        ("deberta-v3-base", {"precision": "bf16-amp"}),
+        ("deberta-v3-base", {}),
         ("mixtral-8x7b", LORA | {"lora_targets": "q_proj"}),
     ],
 )
