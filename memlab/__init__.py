@@ -2,6 +2,7 @@
 
 from memlab.exercise import check
 from memlab.footprint import Footprint
+from memlab.formula import formula
 from memlab.measure import Measurement, Meter, measure
 from memlab.recipe import Recipe
 from memlab.simulate import SimulatedGPU, simulate
@@ -14,6 +15,7 @@ __all__ = [
     "SimulatedGPU",
     "check",
     "compare",
+    "formula",
     "measure",
     "simulate",
 ]

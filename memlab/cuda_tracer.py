@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab import cuda_rules
 from memlab.allocator import CachingAllocator, CapacityError
-from memlab.eventlog import BACKWARD
+from memlab.eventlog import BACKWARD, FORWARD
 from memlab.gpus import GPU, cublas_workspace
 from memlab.tracer import Tracer
 
@@ -148,6 +148,18 @@ def _tensors(values):
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
+
+
+class Replay(CudaTracer):
+    """A tracer that is told what happens; `phase` and `module` say when and where."""
+
+    phase, module = FORWARD, ""
+
+    def _phase(self) -> str:
+        return self.phase
+
+    def _module(self) -> str:
+        return self.module
 
 
 def _size(nbytes: int) -> str:

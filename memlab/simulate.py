@@ -17,16 +17,16 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
-from memlab import cuda_names, cuda_rules, fake, models
+from memlab import cuda_names, cuda_rules, depth, fake, models
 from memlab.allocator import CachingAllocator
-from memlab.cuda_tracer import CudaTracer
+from memlab.cuda_tracer import CudaTracer, Replay
 from memlab.footprint import Footprint
 from memlab.gpus import GPU
 from memlab.gpus import gpu as find_gpu
 from memlab.quantized import import_bitsandbytes
 from memlab.recipe import Recipe
 from memlab.snapshot import snapshot
-from memlab.training import Training
+from memlab.training import Training, import_peft
 
 
 def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
@@ -34,35 +34,60 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
 
     gpu: a name of `memlab.gpus.GPUS`, a number of bytes, or None for a card without a limit.
 
-    Two steps run; the second is counted, because optimizer states appear in the first. Raises
-    torch.OutOfMemoryError in PyTorch's own words when the card is too small, and ValueError
+    Two steps run; the second is counted, because optimizer states appear in the first. Of a model
+    with many equal layers only a few run, and `memlab.depth` writes the others into the log.
+
+    Raises torch.OutOfMemoryError in PyTorch's own words when the card is too small, and ValueError
     when it does not have the recipe's number format, or for a mixture of experts in another
     format than bf16.
     """
+    simulated = SimulatedGPU(gpu)
+    simulated.require(recipe.precision)
+    simulated.require(recipe.compute_dtype or "")
     half = recipe.precision == "bf16" and not (recipe.base != "none" and recipe.upcast)
     if models.has_experts(recipe.model) and not half:
         raise ValueError(
             f"precision is {recipe.precision!r}: a mixture of experts is simulated in bf16 only "
             "(with a base: upcast=False), for PyTorch gives torch._grouped_mm shapes in no other"
         )
+    _import_outside(recipe)
+    log = depth.log_at_full_depth(recipe, lambda shallow: trace(shallow, simulated.gpu))
+    if log:
+        return simulated.replay(log)
+    with simulated:
+        return simulated.footprint_of(_two_steps(recipe, simulated))
+
+
+def trace(recipe: Recipe, gpu: GPU | None = None) -> depth.Log:
+    """What `recipe` does to memory, at its own depth, on a card like `gpu` without a limit."""
+    _import_outside(recipe)
+    simulated = SimulatedGPU(gpu and replace(gpu, total_memory=2**60))
+    tracer, emptied = simulated.tracer, []
+    tracer.allocator.empty_cache = lambda: emptied.append(len(tracer.events))
+    with simulated:
+        return depth.Log.of(tracer, emptied, _two_steps(recipe, simulated))
+
+
+def _import_outside(recipe: Recipe) -> None:
+    """Packages that make tensors when they are imported, which would count as the card's."""
     if recipe.optimizer.endswith("8bit") or recipe.base != "none":
-        # SimulatedGPU prepares it if it is there
         import_bitsandbytes(f"optimizer {recipe.optimizer}, base {recipe.base}")
-    with SimulatedGPU(gpu) as simulated:
-        simulated.require(recipe.precision)
-        simulated.require(recipe.compute_dtype or "")
-        unseen = simulated.tracer.unseen() if recipe.base != "none" else None
-        training = Training(recipe, simulated.device, built_in=unseen)
-        simulated.tracer.watch(training.model, inputs=training.inputs)
-        # From the third micro-batch on, each repeats the bytes of the second; only its loss, a
-        # number of 512 bytes as an allocator's block, would be added.
-        held, training.batches = training.batches, training.batches[:2]
-        label = f"simulating {recipe.model_name}"
-        for _ in tqdm(range(2), label, leave=False, delay=2):
-            simulated.reset_peak()
-            training.step()
-        training.batches = held
-        return simulated.footprint_of(training)
+    if recipe.lora_rank:
+        import_peft()
+
+
+def _two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
+    unseen = simulated.tracer.unseen() if recipe.base != "none" else None
+    training = Training(recipe, simulated.device, built_in=unseen)
+    simulated.tracer.watch(training.model, inputs=training.inputs)
+    # From the third micro-batch on, each repeats the bytes of the second; only its loss, a
+    # number of 512 bytes as an allocator's block, would be added.
+    held, training.batches = training.batches, training.batches[:2]
+    for _ in tqdm(range(2), f"simulating {recipe.model_name}", leave=False, delay=2):
+        simulated.reset_peak()
+        training.step()
+    training.batches = held
+    return training
 
 
 class SimulatedGPU:
@@ -138,12 +163,18 @@ class SimulatedGPU:
                 "fp32, fp16-amp"
             )
 
+    def replay(self, log: depth.Log) -> Footprint:
+        """The footprint of a log, served by this card's allocator."""
+        self.tracer = Replay(self.gpu, self.tracer.allocator)
+        log.replay(self.tracer)
+        return self.footprint_of(log)
+
     @property
     def footprint(self) -> Footprint:
         """The peak since the last `reset_peak`, or since the beginning."""
         return self._at_exit or self.footprint_of(None)
 
-    def footprint_of(self, training: Training | None) -> Footprint:
+    def footprint_of(self, training: Training | depth.Log | None) -> Footprint:
         """The same with the parameter counts of `training`."""
         footprint = self.tracer.footprint()
         context = self.gpu.context if self.gpu else None

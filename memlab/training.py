@@ -7,6 +7,7 @@ differs.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import operator
 
@@ -133,10 +134,7 @@ def add_lora(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
 
     Raises ValueError for targets that the model does not have and ranks above a layer's size.
     """
-    try:
-        import peft
-    except ImportError:
-        raise ValueError("lora_rank needs the package peft, which is not here") from None
+    peft = import_peft()
     linear = {n: m for n, m in model.named_modules() if isinstance(m, (torch.nn.Linear, Conv1D))}
     names = {name.split(".")[-1] for name in linear}
     targets = recipe.lora_targets
@@ -167,6 +165,14 @@ def add_lora(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
     )
     model = peft.get_peft_model(model, config, autocast_adapter_dtype=recipe.lora_fp32)
     return model.train()
+
+
+def import_peft():
+    """The package peft, or a ValueError that says what needs it."""
+    try:
+        return importlib.import_module("peft")
+    except ImportError:
+        raise ValueError("lora_rank needs the package peft, which is not here") from None
 
 
 # Named so, peft also trains the new classification head; a masked LM has no name there.

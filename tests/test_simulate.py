@@ -55,6 +55,16 @@ def test_it_takes_little_memory_of_its_own():
     assert int(out.stdout) * unit < 2**30
 
 
+def test_the_first_run_of_a_process_is_like_the_second():
+    """peft imports bitsandbytes, which makes tables: on the card, if it came too late."""
+    code = (
+        "import memlab\n"
+        "recipe = memlab.Recipe(model='gpt2-tiny', seq_len=16, lora_rank=2)\n"
+        "assert memlab.simulate(recipe) == memlab.simulate(recipe)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.parametrize("checkpointing", ["none", "non-reentrant"])
 def test_more_micro_batches_hold_what_two_hold(checkpointing):
     tiny = Recipe(model="bert-large-tiny", batch_size=2, seq_len=64, checkpointing=checkpointing)

@@ -1,0 +1,380 @@
+"""The memory of a training step in closed form: sums of products of a model's dimensions.
+
+Every tensor of a training step has a size like 4 * b * s * f bytes. `derive` finds these products
+for a family of models and a way of training: it lets `memlab.simulate` run a model whose
+dimensions are distinct primes (times powers of two), so that each storage's bytes can be factored
+back into dimensions, with two, three and four layers, which says what each further layer adds. What
+is kept are the moments at which the peak can be, each a list of tensors. Nothing is fitted.
+
+The coefficients (memlab/data/coefficients.json) are plain JSON: `cases` by key, each with `tensors`
+as [category, coefficient, {symbol: power}] (sizes in bytes) and `moments` with their phase and
+`counts` as [tensor, how many in a model of three layers, how many more with each further layer].
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from memlab import depth, models
+from memlab.allocator import (
+    LARGE_ROUND,
+    MEDIUM_REQUEST,
+    MEDIUM_SEGMENT,
+    MIN_BLOCK,
+    SMALL_REQUEST,
+    SMALL_SEGMENT,
+)
+from memlab.footprint import CATEGORIES, Footprint
+from memlab.gpus import GPU, cublas_workspace
+from memlab.gpus import gpu as find_gpu
+from memlab.recipe import Recipe
+from memlab.simulate import trace
+
+# Symbol: (prime, multiplier). b sequences of s tokens; g key-value heads with m query heads each,
+# of size d; h hidden size where it is not g * m * d; f feed-forward width; V vocabulary; P
+# positions; r LoRA rank. The multipliers are what kernels round a dimension up to.
+SYMBOLS = {
+    "b": (13, 1),
+    "s": (37, 64),
+    "g": (17, 1),
+    "m": (19, 1),
+    "d": (29, 8),
+    "h": (31, 16),
+    "f": (53, 16),
+    "V": (41, 64),
+    "P": (43, 64),
+    "r": (47, 1),
+}
+PRIMED = {name: prime * times for name, (prime, times) in SYMBOLS.items()}
+WIDTHS = ("intermediate_size", "hidden_dim", "d_ff", "n_inner")
+HEAD_SIZES = ("head_dim", "d_kv")
+FILE = Path(__file__).parent / "data" / "coefficients.json"
+
+
+def formula(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
+    """The footprint of one optimizer step of `recipe`, by arithmetic alone, without a timeline.
+
+    gpu: as for `simulate`; it decides the size of the workspaces and the context.
+
+    Domain: models of at least 2 equal layers (in an encoder-decoder as many in both), frozen as a
+    whole or not at all, trained in a way for which coefficients were derived. Sizes are free.
+    Tensors are exact, each in the block that the allocator would give it in a fresh segment; what a
+    reused block has over is not in it. Reserved memory is what the largest moments need in
+    segments, without fragmentation. No out-of-memory error: compare with `gpu.usable` yourself.
+
+    Raises ValueError outside the domain and where there are no coefficients; `derive` makes them.
+    """
+    card = None if gpu is None else find_gpu(gpu)
+    case, dimensions, layers = _read(recipe)
+    if case not in coefficients():
+        raise ValueError(
+            f"no coefficients for {recipe}: memlab.formula.derive(recipe) makes them in seconds"
+        )
+    workspace = card.workspace if card else cublas_workspace((8, 0))
+    return _evaluate(_tables(case), dimensions | {"W": workspace}, layers, card)
+
+
+@functools.cache
+def _tables(key: str):
+    """A case with its moments as arrays: rows are moments, columns tensors."""
+    case = coefficients()[key]
+    once, each = np.zeros((2, len(case["moments"]), len(case["tensors"])))
+    for row, moment in enumerate(case["moments"]):
+        for column, first, more in moment["counts"]:
+            once[row, column], each[row, column] = first, more
+    return case, once, each
+
+
+def _evaluate(tables, dimensions: dict[str, int], layers: int, card) -> Footprint:
+    case, once, each = tables
+    more = layers - depth.SHALLOW[1]
+    sizes = [_product(term, dimensions) for term in case["tensors"]]
+    blocks = np.array([_block(nbytes) for nbytes in sizes])
+    counts = once + more * each
+    allocated = counts @ blocks
+    worst = int(allocated.argmax())
+    peak = int(allocated[worst])
+    breakdown = dict.fromkeys(CATEGORIES, 0)
+    for (category, *_), size, count in zip(case["tensors"], sizes, counts[worst], strict=True):
+        breakdown[category] += round(count * size)
+    breakdown["rounding"] = peak - sum(breakdown.values())
+    small, large = blocks <= SMALL_REQUEST, blocks >= MEDIUM_REQUEST
+    reserved = 0
+    for held, segment in (
+        (blocks * small, SMALL_SEGMENT),
+        (blocks * (~small & ~large), MEDIUM_SEGMENT),
+        (_up(blocks, LARGE_ROUND) * large, LARGE_ROUND),
+    ):
+        reserved += _up(int((counts @ held).max()), segment)
+    numbers = {
+        name: sum(
+            (first + more * extra) * round(_product(term, dimensions))
+            for term, first, extra in case[name]
+        )
+        for name in ("parameters", "trainable_parameters")
+    }
+    return Footprint(
+        peak_allocated=peak,
+        peak_reserved=reserved,
+        breakdown=breakdown,
+        peak_phase=case["moments"][worst]["phase"],
+        context=card and card.context,
+        device_used=card and reserved + card.context,
+        **numbers,
+    )
+
+
+def _block(nbytes: float) -> int:
+    """The allocator's block for a tensor; in a segment of its own, a rest up to 1 MiB included."""
+    block = _up(math.ceil(nbytes), MIN_BLOCK)
+    segment = _up(block, LARGE_ROUND)
+    return segment if block >= MEDIUM_REQUEST and segment - block <= SMALL_REQUEST else block
+
+
+def _up(nbytes, unit):
+    return -(-nbytes // unit) * unit
+
+
+def _product(term, dimensions) -> float:
+    """Bytes of a tensor; a dimension's power times a coefficient with a power of 2 below."""
+    _, value, powers = term
+    for symbol, power in powers.items():
+        value *= dimensions[symbol] ** power
+    return value
+
+
+@functools.cache
+def coefficients() -> dict[str, dict]:
+    """Every case that is known, by its key; `derive` adds to it."""
+    return json.loads(FILE.read_text(encoding="utf-8"))["cases"] if FILE.exists() else {}
+
+
+# ---------------------------------------------------------------------- what a recipe says
+
+
+def key(recipe: Recipe) -> str:
+    """Which case of the coefficients a recipe needs. Raises ValueError outside the domain."""
+    return _read(recipe)[0]
+
+
+def _read(recipe: Recipe) -> tuple[str, dict[str, int], int]:
+    """The key of a recipe's case, its dimensions and its number of layers."""
+    if not set(recipe.freeze) <= {"embeddings", "backbone"}:
+        raise ValueError(
+            f"freeze holds {', '.join(map(str, recipe.freeze))}: the formula allows embeddings and "
+            "backbone"
+        )
+    named = isinstance(recipe.model, str) and recipe.model in models.MODELS
+    structure, dimensions, layers = (_named if named else _structure)(recipe.model)
+    way = {
+        "task": recipe.task,
+        "precision": recipe.precision,
+        "optimizer": recipe.optimizer,
+        "checkpointing": recipe.checkpointing,
+        "attention": recipe.attention,
+        "accumulated": recipe.accumulation > 1,
+        "set_to_none": recipe.set_to_none,
+        "freeze": sorted(recipe.freeze),
+    }
+    if recipe.lora_rank:
+        targets = recipe.lora_targets
+        way["lora"] = [
+            targets if isinstance(targets, str) else sorted(targets),
+            recipe.lora_dropout > 0,
+            recipe.lora_fp32,
+        ]
+    case = f"{structure} {json.dumps(way, sort_keys=True)}"
+    sizes = {"b": recipe.batch_size, "s": recipe.seq_len, "r": recipe.lora_rank}
+    return case, dimensions | sizes, layers
+
+
+@functools.cache
+def _named(model: str):
+    return _structure(model)
+
+
+def _structure(model) -> tuple[str, dict[str, int], int]:
+    """What is special about a config apart from sizes, as a text; its dimensions; its layers."""
+    config = models.config(model)
+    layers = config.num_hidden_layers
+    if layers < 2 or (getattr(config, "num_decoder_layers", None) or layers) != layers:
+        raise ValueError(
+            f"{config.model_type} with {layers} layers: the formula allows models of at least 2 "
+            "layers, in a decoder as many as in the encoder"
+        )
+    primed, dimensions = _primed(config)
+    kept = {}
+    for name, value in vars(primed).items():
+        if isinstance(value, (list, tuple)) and value and len(set(map(str, value))) == 1:
+            value = value[0]  # a kind of layer, named for each of them
+        if isinstance(value, float):
+            value = bool(value) if "drop" in name else None
+        if isinstance(value, dict):
+            value = value.get("rope_type")
+        hidden = name.startswith("_") or name.endswith("token_id") or "layers" in name
+        if not hidden and isinstance(value, (bool, int, str)):
+            kept[name] = value
+    kept |= {"model_type": config.model_type}
+    return json.dumps(kept, sort_keys=True), dimensions, layers
+
+
+def _primed(config):
+    """The config with dimensions that are distinct primes, and its real dimensions."""
+    primed, get = models.config(config), functools.partial(getattr, config)
+    heads = config.num_attention_heads
+    groups = get("num_key_value_heads", None) or heads
+    size = next((get(name) for name in HEAD_SIZES if get(name, None)), None)
+    real = {"V": config.vocab_size, "g": groups, "m": heads // groups, "h": config.hidden_size}
+    real["d"] = size or config.hidden_size // heads
+    new = dict(PRIMED)
+    if groups == heads:
+        new["m"] = 1
+    if size is None:
+        new["h"] = new["g"] * new["m"] * new["d"]
+    values = {
+        "vocab_size": new["V"],
+        "hidden_size": new["h"],
+        "pooler_hidden_size": new["h"],
+        "embedding_size": new["h"],
+        "num_attention_heads": new["g"] * new["m"],
+        "num_key_value_heads": new["g"],
+    }
+    values |= dict.fromkeys(HEAD_SIZES, new["d"])
+    for name in WIDTHS:
+        if get(name, None):
+            real["f"], values[name] = get(name), new["f"]
+    if get("max_position_embeddings", None):
+        real["P"], values["max_position_embeddings"] = config.max_position_embeddings, new["P"]
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if isinstance(get(name, None), int) and get(name) >= new["V"]:
+            values[name] = new["V"] - 1
+    for name, value in values.items():
+        if get(name, None) is not None:
+            setattr(primed, name, value)
+    return primed, real
+
+
+# ---------------------------------------------------------------------- derivation
+
+
+def derive(recipe: Recipe) -> dict:
+    """The coefficients of a recipe's family and way of training; `formula` knows them afterwards.
+
+    Three small traces, some seconds. Raises ValueError where layers are unlike or the traces do not
+    agree on what a layer adds; `simulate` can still run such a recipe.
+    """
+    name = key(recipe)
+    primed, _ = _primed(models.config(recipe.model))
+    changes = {"batch_size": PRIMED["b"], "seq_len": PRIMED["s"]}
+    changes["accumulation"] = min(recipe.accumulation, 2)
+    if recipe.lora_rank:
+        changes["lora_rank"] = PRIMED["r"]
+    logs = [
+        trace(replace(recipe, model=depth.with_layers(primed, number), **changes))
+        for number in depth.SHALLOW
+    ]
+    blocks, (_, three, four), kinds = depth.agreed_growth(logs)
+    if blocks is None:
+        raise ValueError(f"no formula for {recipe}: its layers have no common pattern")
+    tensors, moments = _moments(three, four, blocks, kinds)
+    case = {"tensors": tensors, "moments": moments}
+    few, many = logs[1].weights, logs[2].weights
+    case["parameters"] = [
+        [_factored("", elements), few[kind], many[kind] - few[kind]]
+        for kind in many
+        for elements in kind[:1]
+    ]
+    case["trainable_parameters"] = [
+        term for term, kind in zip(case["parameters"], many, strict=True) if kind[1]
+    ]
+    coefficients()[name] = case
+    _tables.cache_clear()
+    return case
+
+
+def _factored(category: str, nbytes: int) -> list:
+    """[category, coefficient, {symbol: power}] of a size in primed dimensions."""
+    if category == "workspaces" and nbytes == cublas_workspace((8, 0)):
+        return [category, 1, {"W": 1}]
+    if nbytes % (PRIMED["s"] + 1) == 0:  # shifted labels are padded by one token for a moment
+        nbytes = nbytes // (PRIMED["s"] + 1) * PRIMED["s"]
+    powers, scale = {}, 1
+    for symbol, (prime, times) in SYMBOLS.items():
+        while nbytes % prime == 0:
+            nbytes, scale = nbytes // prime, scale * times
+            powers[symbol] = powers.get(symbol, 0) + 1
+    coefficient = nbytes / scale  # exact: the multipliers are powers of two
+    return [category, int(coefficient) if coefficient.is_integer() else coefficient, powers]
+
+
+def _moments(three, four, blocks, kinds):
+    """The tensors of a case and the moments at which a peak of allocated or reserved can be."""
+    tensors, places = [], {}
+    changes = np.zeros(len(kinds), int), np.zeros(len(kinds), int)  # tensor, +1 or -1
+    for i, kind in enumerate(kinds):
+        birth = kind[1] if kind[0] == "death" else kind
+        if birth[0] == "birth":
+            tensor = _factored(birth[2], birth[1])
+            name = json.dumps(tensor)
+            if name not in places:
+                places[name] = len(tensors)
+                tensors.append(tensor)
+            changes[0][i], changes[1][i] = places[name], 1 if kind is birth else -1
+
+    def levels(steps):
+        change = np.zeros((len(steps), len(tensors)), np.int32)
+        change[np.arange(len(steps)), changes[0][steps]] = changes[1][steps]
+        return change.cumsum(axis=0)
+
+    low, high = levels(three), levels(four)
+    start = int(np.flatnonzero(three == kinds.index(depth.RESET))[-1])
+    pairs, shift, waiting = [], 0, list(blocks)  # (place in three, the like place in four)
+    for t in range(len(three)):
+        while waiting and waiting[0][0] <= t:
+            place, block = waiting.pop(0)
+            size = len(block)
+            # The last of a stage's blocks; the others, when they differ, lie in between.
+            pairs += [(place - size + u, place + shift + u) for u in range(size)]
+            shift += size
+        pairs.append((t, t + shift))
+    pairs = [p for p in pairs if p[0] >= start and kinds[three[p[0]]][0] == "birth"]
+    at, like = np.array(pairs).T
+    once, each = low[at], high[like] - low[at]
+    chosen = _largest(tensors, once, each)
+    moments = [
+        {
+            "phase": kinds[three[at[i]]][3],
+            "counts": [
+                [int(t), int(once[i, t]), int(each[i, t])]
+                for t in np.flatnonzero((once[i] != 0) | (each[i] != 0))
+            ],
+        }
+        for i in chosen
+    ]
+    used = sorted({t for moment in moments for t, *_ in moment["counts"]})
+    renamed = {t: i for i, t in enumerate(used)}
+    for moment in moments:
+        moment["counts"] = [[renamed[t], *counts] for t, *counts in moment["counts"]]
+    return [tensors[t] for t in used], moments
+
+
+def _largest(tensors, once, each, draws=400) -> list[int]:
+    """The moments that are the largest for some model: of random sizes, over a wide range."""
+    random, chosen = np.random.default_rng(0), set()
+    ranges = {"b": (1, 128), "s": (16, 16384), "g": (1, 96), "m": (1, 8), "d": (32, 256)}
+    ranges |= {"h": (256, 16384), "f": (512, 65536), "V": (1000, 260000)}
+    ranges |= {"P": (512, 131072), "r": (1, 256), "W": (2**23, 2**25), "layers": (2, 128)}
+    for _ in range(draws):
+        drawn = {n: float(np.exp(random.uniform(*np.log(ends)))) for n, ends in ranges.items()}
+        sizes = np.array([_product(term, drawn) for term in tensors])
+        counts = once + (drawn["layers"] - 3) * each
+        small, large = sizes <= SMALL_REQUEST, sizes >= MEDIUM_REQUEST
+        for pool in (True, small, ~small & ~large, large):
+            chosen.add(int((counts @ (sizes * pool)).argmax()))
+    return sorted(chosen)

@@ -1,0 +1,126 @@
+"""Deep models from shallow logs: byte for byte what their full depth gives."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from memlab import Recipe, depth, models, simulate
+from memlab.simulate import SimulatedGPU, _two_steps, trace
+
+FULL = {"optimizer": "adamw_torch_loop", "accumulation": 2}
+FROZEN = {"freeze": "embeddings", "optimizer": "adamw_torch_fused"}
+LORA = {"lora_rank": 8, "lora_dropout": 0.1, "precision": "bf16", "attention": "sdpa"}
+CHECKPOINTED = {"checkpointing": True, "precision": "fp16-amp"}
+
+
+@pytest.fixture(autouse=True)
+def six_layers_are_deep(monkeypatch):
+    monkeypatch.setattr(depth, "DEEP", 5)
+
+
+def deep(model, layers=6):
+    return depth.with_layers(models.config(model), layers)
+
+
+def at_full_depth(recipe, gpu=None):
+    with SimulatedGPU(gpu) as simulated:
+        return simulated.footprint_of(_two_steps(recipe, simulated))
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("gpt2-xl", FULL),
+        ("gpt2-xl", {"lora_rank": 8}),
+        ("gpt2-xl", CHECKPOINTED),
+        ("bert-large", FROZEN),
+        ("bert-large", {"optimizer": "adamw_8bit"}),
+        ("llama-3.2-3b", LORA),
+        ("llama-3.2-3b", CHECKPOINTED | {"lora_rank": 8}),
+        ("qwen2.5-1.5b", {"checkpointing": "reentrant", "optimizer": "sgd"}),
+        ("deberta-v3-base", {}),
+        ("mixtral-8x7b", LORA | {"lora_targets": "q_proj"}),
+    ],
+)
+def test_it_equals_full_depth(model, changes):
+    recipe = Recipe(model=deep(model), seq_len=64, **changes)
+    log = depth.log_at_full_depth(recipe, trace)
+    extended, full = SimulatedGPU().replay(log), at_full_depth(recipe)
+    assert extended == full
+    assert extended.timeline.phases == full.timeline.phases
+
+
+def test_an_encoder_and_a_decoder_grow_together():
+    recipe = Recipe(model=deep("t5-3b"), seq_len=64, checkpointing=True)
+    assert simulate(recipe) == at_full_depth(recipe)
+    assert depth.shallow_recipes(recipe)
+    uneven = models.config(recipe.model)
+    uneven.num_decoder_layers = 2
+    assert depth.shallow_recipes(Recipe(model=uneven, seq_len=64)) is None
+
+
+def test_it_runs_out_of_memory_on_the_same_request():
+    recipe = Recipe(model=deep("gpt2-medium"), seq_len=128)
+    messages = []
+    for run in (simulate, at_full_depth):
+        with pytest.raises(torch.OutOfMemoryError) as error:
+            run(recipe, 2**30)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+    assert simulate(recipe, 8 * 2**30).peak_reserved <= 8 * 2**30
+
+
+def unequal_layers():
+    config = models.config("qwen2.5-0.5b")
+    config.layer_types = ["full_attention", "sliding_attention"] * 12
+    return config
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": deep("bert-base", 5)},  # not deep
+        {"model": "bert-large", "freeze": "embeddings,3"},  # three layers are not like the others
+        {"model": unequal_layers()},
+    ],
+)
+def test_what_it_leaves_to_the_full_depth(changes):
+    assert depth.shallow_recipes(Recipe(**{"seq_len": 64} | changes)) is None
+
+
+def log(letters):
+    return depth.Log(list(letters), Counter({(10, False): 1, (5, True): letters.count("f")}))
+
+
+def test_blocks_are_repeated():
+    shallow = [log("o" + n * "fa" + "h" + n * "b" + "(" + n * "xx" + ")") for n in (2, 3, 4)]
+    five = depth.extended(shallow, 5)
+    assert "".join(five.steps) == "o" + 5 * "fa" + "h" + 5 * "b" + "(" + 5 * "xx" + ")"
+    assert (five.parameters, five.trainable_parameters) == (35, 25)
+
+
+@pytest.mark.parametrize(
+    "logs",
+    [
+        ("ofh", "offh", "offgh"),  # another event than before
+        ("ofh", "offh", "offffh"),  # two more at once
+        ("ofxh", "offh", "offfh"),  # two layers do what three do not
+    ],
+)
+def test_no_log_without_a_pattern(logs):
+    assert depth.extended([log(letters) for letters in logs], 9) is None
+
+
+def test_taking_away_undoes_repeating():
+    # The last block ends in a repetition of its own.
+    short, long = (np.array(list(text)) for text in ("oababcxyy", "oabababcxyyxyy"))
+    blocks = depth.growth(short, long)
+    assert "".join(depth.repeated(short, blocks, 1)) == "oabababcxyyxyy"
+    assert "".join(depth.repeated(short, blocks, -1)) == "oabc"
+
+
+def test_a_refusal_speaks_of_the_model_that_was_asked_for():
+    with pytest.raises(ValueError, match="llama-3.2-3b has"):
+        simulate(Recipe(model="llama-3.2-3b", lora_rank=4, lora_targets="c_attn"))

@@ -1,0 +1,80 @@
+"""The closed form against the simulation."""
+
+import sys
+
+import pytest
+
+from memlab import Recipe, formula, simulate
+from memlab.formula import coefficients, derive
+from memlab.gpus import gpu
+
+
+def assert_close(recipe, card=None):
+    quick, whole = formula(recipe, card), simulate(recipe, card)
+    assert quick.peak_allocated == pytest.approx(whole.peak_allocated, rel=0.01)
+    assert quick.peak_reserved == pytest.approx(whole.peak_reserved, rel=0.2)
+    assert quick.peak_phase == whole.peak_phase
+    assert sum(quick.breakdown.values()) == quick.peak_allocated
+    for category in ("parameters", "optimizer_states", "activations"):
+        there = whole.breakdown[category]
+        assert quick.breakdown[category] == pytest.approx(there, rel=1e-3), category
+    assert quick.parameters == whole.parameters
+    assert quick.trainable_parameters == whole.trainable_parameters
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe("bert-large", batch_size=4),
+        Recipe("bert-base", batch_size=16, seq_len=128),  # the same coefficients
+        Recipe("gpt2-xl", seq_len=512),
+    ],
+)
+def test_it_agrees_with_the_simulation(recipe):
+    assert_close(recipe)
+
+
+def test_it_derives_what_it_does_not_know(monkeypatch):
+    recipe = Recipe(
+        "gpt2-medium", batch_size=2, seq_len=256, lora_rank=4, optimizer="sgd", accumulation=3
+    )
+    known = {}
+    monkeypatch.setattr(sys.modules["memlab.formula"], "coefficients", lambda: known)
+    with pytest.raises(ValueError, match="derive") as error:
+        formula(recipe)
+    assert "\n" not in str(error.value)
+    derive(recipe)
+    assert_close(recipe, "T4")
+    assert_close(recipe.but(seq_len=64, batch_size=8, lora_rank=16))
+
+
+def test_the_card_decides_workspaces_and_context():
+    recipe = Recipe("bert-large")
+    small, large = formula(recipe, "T4"), formula(recipe, "H200")
+    assert large.breakdown["workspaces"] > small.breakdown["workspaces"] > 0
+    assert small.device_used == small.peak_reserved + gpu("T4").context
+    assert formula(recipe).device_used is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"freeze": "embeddings,2"}, "freeze holds embeddings, 2"),
+        ({"model": "mixtral-8x7b", "optimizer": "adafactor"}, "derive"),
+    ],
+)
+def test_what_it_refuses(changes, said):
+    with pytest.raises(ValueError, match=said) as error:
+        formula(Recipe(**{"seq_len": 64} | changes))
+    assert "\n" not in str(error.value)
+
+
+def test_the_coefficients_are_plain():
+    assert coefficients()
+    for case in coefficients().values():
+        for category, coefficient, powers in case["tensors"]:
+            assert isinstance(category, str) and coefficient > 0
+            assert all(isinstance(power, int) and power > 0 for power in powers.values())
+        for moment in case["moments"]:
+            assert moment["phase"] in ("forward", "backward", "optimizer step")
+            assert all(first + 2**20 * more >= 0 for _, first, more in moment["counts"])
