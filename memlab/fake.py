@@ -9,7 +9,7 @@ import sys
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import core_model_loading, masking_utils
@@ -47,6 +47,7 @@ def tensors_without_data():
             functional = sys.modules["bitsandbytes.functional"]
             create = _with_data(functional.create_dynamic_map)
             stack.enter_context(mock.patch.object(functional, "create_dynamic_map", create))
+            stack.enter_context(mock.patch.dict(functional.name2qmap, clear=True))  # a cache
         yield
 
 
@@ -212,7 +213,7 @@ def _with_data(function):
     """bitsandbytes reads the table of its 8-bit numbers while it makes it."""
 
     def run(*args, **kwargs):
-        with unset_fake_temporarily():
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
             return function(*args, **kwargs)
 
     return run

@@ -98,6 +98,15 @@ def test_the_base_does_not_exist_in_half_precision_on_the_card():
     assert simulate(recipe).peak_reserved < 0.9 * half
 
 
+def test_the_first_run_of_a_process_is_like_the_second():
+    """bitsandbytes keeps the table of the scales' codes, once made."""
+    recipe = QLORA.but(double_quant=True)
+    bitsandbytes.functional.name2qmap.clear()
+    first, second = simulate(recipe), simulate(recipe)
+    assert first == second
+    Training(recipe).step()  # with data, the table is a real one
+
+
 def test_nothing_of_bitsandbytes_stays_changed():
     new = bitsandbytes.nn.Params4bit.__dict__["__new__"], bitsandbytes.matmul
     simulate(QLORA)
