@@ -37,7 +37,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def chapter():
-    names = "imports types value-of truth truth-run truth-table step nearest-code nearest-check"
+    names = "imports types value-of truth-run truth-table step nearest-code nearest-check"
     return run(names, {"where": "here"})
 
 
@@ -211,7 +211,7 @@ def test_only_dtype_changes_what_is_stored(readers):
 
 def test_the_verdicts(readers):
     names = """absorb-run exact-run half-run cast-time cast-run int8 tf32-code tf32-run tf32-card
-        tf32-time peaks peaks-table published e1-facts e1-because e1 e2-because e2 b16-because b16
+        tf32-time peaks published e1-facts e1-because e1 e2-because e2 b16-because b16
         b17-because b17 e13-because e13"""
     words = {}
     for name in names.split():
