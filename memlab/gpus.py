@@ -34,12 +34,17 @@ def cublas_workspace(capability: tuple[int, int]) -> int:
 def native_dtypes(capability: tuple[int, int]) -> tuple[str, ...]:
     """Number formats that a compute capability multiplies at full speed, by PyTorch's names.
 
-    CUDA C++ Programming Guide, table of arithmetic instructions by compute capability: fp16 from
-    5.3, bf16 and tf32 from 8.0, fp8 (E4M3, E5M2) from 8.9. bf16 also runs on older cards, emulated.
+    CUDA Programming Guide, appendix "Compute Capabilities", table of the input types of tensor
+    cores by compute capability: bf16 and tf32 from 8.0; fp8 (E4M3, E5M2) from 8.9; fp4 (E2M1) from
+    10.0; int8 from 7.5; int4 from 7.5 to 8.9. fp16 and fp32: table of arithmetic instructions,
+    fp16 from 5.3. bf16 also runs on older cards, emulated.
     """
     names = ["float32", "float16"]
     names += ["bfloat16", "tf32"] if capability >= (8, 0) else []
     names += ["float8_e4m3fn", "float8_e5m2"] if capability >= (8, 9) else []
+    names += ["float4_e2m1fn"] if capability >= (10, 0) else []
+    names += ["int8"] if capability >= (7, 5) else []
+    names += ["int4"] if (7, 5) <= capability <= (8, 9) else []
     return tuple(names)
 
 

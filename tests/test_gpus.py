@@ -54,6 +54,10 @@ def test_rules_by_capability():
     assert {"bfloat16", "tf32"} <= set(native_dtypes((8, 0)))
     assert "float8_e4m3fn" in native_dtypes((8, 9))
     assert "float8_e4m3fn" not in native_dtypes((8, 6))
+    has = {c: set(native_dtypes(c)) for c in ((7, 0), (7, 5), (8, 9), (9, 0), (10, 0))}
+    assert {c for c, names in has.items() if "int8" in names} == set(has) - {(7, 0)}
+    assert {c for c, names in has.items() if "int4" in names} == {(7, 5), (8, 9)}
+    assert {c for c, names in has.items() if "float4_e2m1fn" in names} == {(10, 0)}
 
 
 @pytest.mark.parametrize(
