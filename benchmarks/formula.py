@@ -4,31 +4,25 @@ Prints the error of allocated and reserved over a grid: median, 95th percentile,
 recipes that the formula refuses.
 """
 
-import itertools
 import time
 
 import numpy as np
 
-from memlab import Recipe, formula, simulate
+from memlab import formula, simulate
+from memlab.grid import grid
 
-MODELS = ("bert-base", "bert-large", "gpt2", "gpt2-xl", "llama-3-8b", "qwen2.5-1.5b", "t5-3b")
-SIZES = ((1, 512), (8, 128), (2, 1024))
-WAYS = (
-    {},
-    {"precision": "fp16-amp", "attention": "sdpa"},
-    {"precision": "bf16", "attention": "sdpa", "lora_rank": 16, "checkpointing": True},
-    {"precision": "bf16-amp", "checkpointing": True},
-    {"lora_rank": 8},
-)
+
+def recipes():
+    """The runs of `memlab record`, and each with half the length and with twice the batch."""
+    for recipe in grid().values():
+        yield recipe
+        yield recipe.but(seq_len=recipe.seq_len // 2)
+        yield recipe.but(batch_size=2 * recipe.batch_size)
 
 
 def main():
     errors, refused, seconds = [], [], []
-    for model, (batch_size, seq_len), way in itertools.product(MODELS, SIZES, WAYS):
-        try:
-            recipe = Recipe(model=model, batch_size=batch_size, seq_len=seq_len, **way)
-        except ValueError:
-            continue  # longer than the model allows
+    for recipe in recipes():
         try:
             formula(recipe)
         except ValueError as error:

@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 
 from memlab import fake, models
 from memlab.footprint import Footprint, mib
+from memlab.formula import formula
 from memlab.gpus import GPU, GPUS, gpu_of_device
 from memlab.quantized import import_bitsandbytes
 from memlab.recipe import Recipe
@@ -24,8 +25,20 @@ from memlab.simulate import simulate
 from memlab.tracer import Tracer
 from memlab.training import Training
 
+
+def formula_on_card(recipe: Recipe, card: GPU) -> Footprint:
+    """`memlab.formula`, which knows no limit, with torch.OutOfMemoryError above the card's."""
+    footprint = formula(recipe, card)
+    if footprint.peak_allocated > card.usable:
+        raise torch.OutOfMemoryError(f"{footprint.peak_allocated} bytes are too many")
+    return footprint
+
+
 # name -> prediction of a recipe on a card
-PREDICTORS: dict[str, Callable[[Recipe, GPU], Footprint]] = {"simulate": simulate}
+PREDICTORS: dict[str, Callable[[Recipe, GPU], Footprint]] = {
+    "simulate": simulate,
+    "formula": formula_on_card,
+}
 # What a row may be off before it is listed: as today's kernels, on the card, and where a document
 # of another time is all there is.
 ALLOWED = {"tensors": 0.001, "allocated": 0.01, "reserved": 0.05, "device used": 0.05}

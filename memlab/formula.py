@@ -63,7 +63,8 @@ def formula(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     gpu: as for `simulate`; it decides the size of the workspaces and the context.
 
     Domain: models of at least 2 equal layers (in an encoder-decoder as many in both), frozen as a
-    whole or not at all, trained in a way for which coefficients were derived. Sizes are free.
+    whole or not at all, without 4-bit or 8-bit numbers, trained in a way for which coefficients
+    were derived. Sizes are free.
     Tensors are exact, each in the block that the allocator would give it in a fresh segment; what a
     reused block has over is not in it. Reserved memory is what the largest moments need in
     segments, without fragmentation. No out-of-memory error: compare with `gpu.usable` yourself.
@@ -169,6 +170,11 @@ def _read(recipe: Recipe) -> tuple[str, dict[str, int], int]:
         raise ValueError(
             f"freeze holds {', '.join(map(str, recipe.freeze))}: the formula allows embeddings and "
             "backbone"
+        )
+    if recipe.base != "none" or recipe.optimizer.endswith("8bit"):
+        raise ValueError(
+            f"base is {recipe.base!r}, optimizer {recipe.optimizer!r}: the formula allows neither "
+            "quantized bases nor 8-bit optimizers, whose blocks make sizes that are no products"
         )
     named = isinstance(recipe.model, str) and recipe.model in models.MODELS
     structure, dimensions, layers = (_named if named else _structure)(recipe.model)
@@ -365,7 +371,10 @@ def _moments(three, four, blocks, kinds):
 
 
 def _largest(tensors, once, each, draws=400) -> list[int]:
-    """The moments that are the largest for some model: of random sizes, over a wide range."""
+    """The moments that are the largest for some model: of random sizes, over a wide range.
+
+    Of all tensors, for the peak, and of those with segments of their own, for what is reserved.
+    """
     random, chosen = np.random.default_rng(0), set()
     ranges = {"b": (1, 128), "s": (16, 16384), "g": (1, 96), "m": (1, 8), "d": (32, 256)}
     ranges |= {"h": (256, 16384), "f": (512, 65536), "V": (1000, 260000)}
@@ -374,7 +383,6 @@ def _largest(tensors, once, each, draws=400) -> list[int]:
         drawn = {n: float(np.exp(random.uniform(*np.log(ends)))) for n, ends in ranges.items()}
         sizes = np.array([_product(term, drawn) for term in tensors])
         counts = once + (drawn["layers"] - 3) * each
-        small, large = sizes <= SMALL_REQUEST, sizes >= MEDIUM_REQUEST
-        for pool in (True, small, ~small & ~large, large):
+        for pool in (True, sizes >= MEDIUM_REQUEST):
             chosen.add(int((counts @ (sizes * pool)).argmax()))
     return sorted(chosen)

@@ -105,6 +105,13 @@ llama-3-8b 1x1024 bf16 sdpa checkpointing
 llama-3-8b 1x512 bf16 sdpa adafactor
 llama-3-8b 1x2048 bf16 sdpa freeze=backbone
 llama-3-8b 1x512 sdpa adamw_torch checkpointing
+
+llama-3.2-1b 2x512 fp16-amp sdpa lora_rank=16 base=nf4
+llama-3.2-3b 1x1024 bf16 eager lora_rank=16 base=fp4 no_upcast
+qwen2.5-7b 1x1024 bf16-amp sdpa lora_rank=16 base=int8 checkpointing
+mistral-7b 2x512 bf16 sdpa lora_rank=64 base=nf4 double_quant no_upcast
+llama-3-8b 1x2048 bf16-amp sdpa lora_rank=16 base=nf4 checkpointing paged_adamw_8bit
+llama-3-8b 4x512 bf16-amp sdpa lora_rank=16 lora_dropout=0.05 base=nf4 double_quant checkpointing
 """
 # Cores from which on the next process starts while one is measured: fewer would disturb its clock.
 ROOMY = 8
@@ -134,7 +141,12 @@ def _recipe(line: str) -> Recipe:
     model, size, *words = line.split()
     batch, length = size.split("x")
     fields = {"model": model, "batch_size": int(batch), "seq_len": int(length)}
-    alone = {"checkpointing": ("checkpointing", True), "lora_half": ("lora_fp32", False)}
+    alone = {
+        "checkpointing": ("checkpointing", True),
+        "lora_half": ("lora_fp32", False),
+        "double_quant": ("double_quant", True),
+        "no_upcast": ("upcast", False),
+    }
     for name, allowed in (
         ("precision", PRECISIONS),
         ("attention", ATTENTION),

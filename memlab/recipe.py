@@ -71,6 +71,8 @@ class Recipe:
     upcast: peft's `prepare_model_for_kbit_training`, which casts what is not quantized (norms,
         embeddings, head) to fp32.
 
+    The loss is the model's own: no label smoothing, no cross-entropy in chunks.
+
     Raises ValueError in one line that names the field, the value and what is allowed.
     """
 

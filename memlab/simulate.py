@@ -37,6 +37,10 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     Two steps run; the second is counted, because optimizer states appear in the first. Of a model
     with many equal layers only a few run, and `memlab.depth` writes the others into the log.
 
+    A quantized base moves to the card weight by weight, in one thread. `from_pretrained` loads with
+    several, and what the allocator has reserved afterwards differs from run to run; the peak of
+    what is allocated does not.
+
     Raises torch.OutOfMemoryError in PyTorch's own words when the card is too small, and ValueError
     when it does not have the recipe's number format, or for a mixture of experts in another
     format than bf16.

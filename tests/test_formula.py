@@ -59,6 +59,8 @@ def test_the_card_decides_workspaces_and_context():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"optimizer": "adamw_8bit"}, "optimizer 'adamw_8bit': the formula allows neither"),
+        ({"lora_rank": 4, "base": "nf4"}, "base is 'nf4'"),
         ({"freeze": "embeddings,2"}, "freeze holds embeddings, 2"),
         ({"model": "mixtral-8x7b", "optimizer": "adafactor"}, "derive"),
     ],
