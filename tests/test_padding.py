@@ -180,9 +180,6 @@ def test_padded_and_packed_texts_get_the_scores_of_the_text_alone(small):
     torch.testing.assert_close(padded, torch.stack(alone), rtol=1e-4, atol=1e-5)
     order = sum(rows, [])
     torch.testing.assert_close(packed, torch.stack(alone)[order], rtol=1e-4, atol=1e-5)
-    inputs = small["collate_rows"](rows, texts)
-    inputs["owner"] = inputs["owner"].clamp(0, 0) + 0 * inputs["ids"]
-    assert model(**inputs).shape[0] == 1  # all one text: what a forgotten border does
 
 
 def test_fixed_and_dynamic_padding_are_the_same_training(small):
@@ -208,7 +205,8 @@ def test_sorting_hurts_and_grouping_does_not(small):
     }
     losses = {kind: [loss for loss, _ in runs] for kind, runs in results.items()}
     assert min(losses["sorted"]) > max(losses["shuffled"])
-    assert max(losses["grouped, ours"] + losses["packed"]) < min(losses["sorted"])
+    mean = sum(losses["sorted"]) / len(losses["sorted"])
+    assert max(losses["grouped, ours"] + losses["packed"]) < mean - 0.05
     assert min(accuracy for _, accuracy in results["shuffled"]) > 0.7
 
 
@@ -259,11 +257,20 @@ def test_packed_texts_leak_unless_their_borders_are_told(chapter):
         assert (difference < 1e-4) if name in right else (difference > 1e-3), name
 
 
-def test_grouping_in_the_trainer_and_our_batches_in_accelerate(chapter):
-    run([*COLLATORS, *SMALL[3:4], "trainer-old", "trainer", "trainer-run"], chapter)
+def test_the_trainers_grouping_starts_with_the_widest_and_computes_less(chapter):
+    run(
+        [*COLLATORS, *SMALL[3:4], "trainer-old", "trainer-rename", "trainer", "trainer-run"],
+        chapter,
+    )
     at_random, by_group = chapter["at_random"], chapter["by_group"]
     assert sum(by_group) < 0.95 * sum(at_random)
     assert by_group[0] == max(by_group) == max(at_random)
+
+
+def test_accelerate_keeps_our_batches(chapter):
+    run(COLLATORS, chapter)
+    names = ("DataLoader", DataLoader), ("ones", {"grouped": chapter["grouped"]})
+    run(["plans", "trainer-old", "accelerate"], chapter | dict(names))  # asserts its widths
 
 
 @pytest.mark.parametrize("number, wrong", [(1, 0.3), (3, 12345)])
