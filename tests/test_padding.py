@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from memlab import SimulatedGPU
+
 CHAPTER = Path(__file__).parent.parent / "chapters" / "10-padding.ipynb"
 STRATEGIES = "imports cut orders grouped packed".split()
 TEXTS = "corpus lengths".split()
@@ -47,7 +49,7 @@ def plain():
 @pytest.fixture(scope="module")
 def chapter():
     namespace = run(["imports", *TEXTS, *STRATEGIES[1:], "one-a-row"], {})
-    namespace["device"] = torch.device("cpu")
+    namespace |= {"device": torch.device("cpu"), "SimulatedGPU": SimulatedGPU}
     quiet = namespace["models"].config("bert-base-tiny")
     quiet.hidden_dropout_prob = quiet.attention_probs_dropout_prob = 0.0
     namespace["quiet"] = quiet
