@@ -50,7 +50,7 @@ class Comparison:
     """One figure of one run, predicted and recorded.
 
     against: what it is compared with: `published`, or the device of the recorded run.
-    family: encoder, decoder, encoder-decoder or moe. technique: full, frozen or LoRA.
+    family: encoder, decoder, encoder-decoder or moe. technique: full, frozen, LoRA or QLoRA.
     figure: `allocated`, `reserved` or `device used` (reserved and context) on a GPU; `tensors` on
         a CPU, where the run is predicted with the CPU's own kernels instead of CUDA's;
         `out of memory`, where the run or its prediction ended so.
@@ -164,8 +164,8 @@ def simulate_on_cpu(recipe: Recipe) -> Footprint:
     None of CUDA's rules is in it, so a measured run on a CPU must give the same bytes. That tests
     the fake tensors, the tracer and the loop, and says nothing of a GPU.
     """
-    if recipe.optimizer.endswith("8bit"):
-        import_bitsandbytes(recipe.optimizer)
+    if recipe.optimizer.endswith("8bit") or recipe.base != "none":
+        import_bitsandbytes(f"optimizer {recipe.optimizer}, base {recipe.base}")
     with fake.tensors_without_data(), Tracer() as tracer:
         training = Training(recipe)
         tracer.watch(training.model, inputs=training.inputs)
@@ -185,7 +185,9 @@ def family(recipe: Recipe) -> str:
 
 
 def technique(recipe: Recipe) -> str:
-    """full, frozen or LoRA."""
+    """full, frozen, LoRA or QLoRA."""
+    if recipe.base != "none":
+        return "QLoRA"
     return "LoRA" if recipe.lora_rank else "frozen" if recipe.freeze else "full"
 
 

@@ -150,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_false",
         help="zero_grad(set_to_none=False): gradients are zeroed, not freed",
     )
+    add("--padded", action="store_true", help="batches carry an attention mask")
     add("--freeze", default="", help="embeddings, a number of layers, backbone or module names")
     add("--lora-rank", type=int, default=0, help="rank of LoRA adapters; 0 for none")
     add("--lora-targets", default=default["lora_targets"], help="all-linear, or module names")

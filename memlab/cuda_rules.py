@@ -150,8 +150,11 @@ def scaled_dot_product_attention(
         if attn_mask.dtype == torch.bool:
             bias = torch.zeros_like(attn_mask, dtype=query.dtype)
             attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
-        shape = (*query.shape[:-1], key.size(-2))
-        attn_mask = attn_mask.to(query.dtype).expand(shape)
+        attn_mask = attn_mask.to(query.dtype)
+        columns = key.size(-2)
+        if columns % 8 and attn_mask.size(-1) == columns:  # `preprocess_mask`: rows in eights
+            attn_mask = torch.nn.functional.pad(attn_mask, (0, 8 - columns % 8))[..., :columns]
+        attn_mask = attn_mask.expand(*query.shape[:-1], columns)
     keeps_lse = query.requires_grad or key.requires_grad or value.requires_grad
     return torch._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, keeps_lse, dropout_p, is_causal, scale=scale

@@ -37,6 +37,7 @@ def tensors_without_data():
             # never builds.
             (masking_utils, "is_tracing", lambda *a, **k: False),
             (masking_utils, "find_packed_sequence_indices", lambda *a, **k: None),
+            *((masking_utils, name, _only_without_mask(name)) for name in MASK_SKIPS),
         ):
             stack.enter_context(mock.patch.object(target, name, replacement))
         # It reads weights in threads, which no mode follows.
@@ -49,6 +50,20 @@ def tensors_without_data():
             stack.enter_context(mock.patch.object(functional, "create_dynamic_map", create))
             stack.enter_context(mock.patch.dict(functional.name2qmap, clear=True))  # a cache
         yield
+
+
+# Where transformers asks whether a mask hides anything at all, and drops it if not.
+MASK_SKIPS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
+
+
+def _only_without_mask(name):
+    """A padding mask without data counts as one that hides something: that is what it is for."""
+    original = getattr(masking_utils, name)
+
+    def ignore(padding_mask, *args, **kwargs):
+        return padding_mask is None and original(padding_mask, *args, **kwargs)
+
+    return ignore
 
 
 class NoData(FakeTensorMode):

@@ -188,6 +188,8 @@ def _read(recipe: Recipe) -> tuple[str, dict[str, int], int]:
         "set_to_none": recipe.set_to_none,
         "freeze": sorted(recipe.freeze),
     }
+    if recipe.padded:
+        way["padded"] = True
     if recipe.lora_rank:
         targets = recipe.lora_targets
         way["lora"] = [
@@ -223,7 +225,8 @@ def _structure(model) -> tuple[str, dict[str, int], int]:
             value = bool(value) if "drop" in name else None
         if isinstance(value, dict):
             value = value.get("rope_type")
-        hidden = name.startswith("_") or name.endswith("token_id") or "layers" in name
+        hidden = name.startswith("_") or name.endswith("token_id")
+        hidden |= "layers" in name or name == "n_layer"
         if not hidden and isinstance(value, (bool, int, str)):
             kept[name] = value
     kept |= {"model_type": config.model_type}

@@ -356,8 +356,8 @@ STATES = {"adamw_torch": 2, "adamw_torch_loop": 2, "adamw_torch_fused": 2, "sgd"
 @functools.lru_cache(maxsize=4)
 def least_bytes(recipe: Recipe) -> int:
     """Bytes of weights, gradients and optimizer states, a lower bound of any run's peak."""
-    if recipe.optimizer.endswith("8bit"):
-        import_bitsandbytes(recipe.optimizer)
+    if recipe.optimizer.endswith("8bit") or recipe.base != "none":
+        import_bitsandbytes(f"optimizer {recipe.optimizer}, base {recipe.base}")
     with fake.tensors_without_data():
         model = Training(recipe.but(batch_size=1, accumulation=1)).model
         weights = {id(p): p.nbytes for p in model.parameters()}

@@ -37,7 +37,9 @@ class Recipe:
         transformers `PretrainedConfig`.
     task: one of `memlab.models.TASKS`; None takes the model's usual one.
     batch_size: sequences of one micro-batch.
-    seq_len: tokens of each sequence; every token is real (no padding mask).
+    seq_len: tokens of each sequence, padding included.
+    padded: whether batches carry an attention mask, as those of texts of unequal lengths do; the
+        last token of every sequence is then padding. Else every token is real.
     accumulation: micro-batches per optimizer step; the effective batch is
         batch_size * accumulation.
     precision: `fp32`; `fp16-amp` and `bf16-amp` (fp32 parameters under autocast, fp16 with loss
@@ -80,6 +82,7 @@ class Recipe:
     task: str | None = None
     batch_size: int = 1
     seq_len: int = 512
+    padded: bool = False
     accumulation: int = 1
     precision: str = "fp32"
     optimizer: str = "adamw_torch"
@@ -114,6 +117,7 @@ class Recipe:
             ("optimizer", OPTIMIZERS),
             ("checkpointing", CHECKPOINTING),
             ("attention", ATTENTION),
+            ("padded", (True, False)),
             ("set_to_none", (True, False)),
             ("lora_fp32", (True, False)),
             ("base", BASES),

@@ -234,5 +234,18 @@ def make_batches(recipe: Recipe, config, device, seed: int = 0) -> list[dict]:
             labels = integers(config.num_labels, recipe.batch_size)
         else:
             labels = tokens
-        batches.append({"input_ids": tokens, "labels": labels})
+        batch = {"input_ids": tokens, "labels": labels}
+        batches.append(_padded(batch, config) if recipe.padded else batch)
     return batches
+
+
+def _padded(batch, config):
+    """The batch with padding for the last token of every sequence, and the mask that says so."""
+    mask = torch.ones_like(batch["input_ids"])
+    mask[:, -1] = 0
+    padding = config.pad_token_id or 0
+    tokens = batch["input_ids"].masked_fill(mask == 0, padding)
+    labels = batch["labels"]
+    if labels.dim() == 2:  # a label a token
+        labels = labels.masked_fill(mask == 0, -100)
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}

@@ -22,6 +22,8 @@ MiB = 2**20
 TINY = Recipe(model="gpt2-tiny", batch_size=2, seq_len=32)
 SAMPLE = dict(list(grid.grid(tiny=True).items())[::2])
 
+SIMULATE = {"simulate": simulate}
+
 
 def a_run(figures, device="Tesla T4", kind="recorded", recipe=TINY) -> Record:
     plain = {"model": recipe.model, "batch_size": recipe.batch_size, "seq_len": recipe.seq_len}
@@ -59,7 +61,7 @@ def test_a_recorded_gpu_run_is_compared_in_three_figures():
         "total_memory_bytes": GPUS["T4"].total_memory,
         "step_seconds": 1.0,
     }
-    found = {one.figure: one for one in compare_records([a_run(figures)])}
+    found = {one.figure: one for one in compare_records([a_run(figures)], SIMULATE)}
     assert set(found) == {"allocated", "reserved", "device used"}
     assert found["allocated"].error == 0.0 == found["device used"].error
     assert found["reserved"].error == -0.5
@@ -69,7 +71,7 @@ def test_a_recorded_gpu_run_is_compared_in_three_figures():
 
 def test_a_published_run_brings_its_context():
     (run,) = [run for run in records("published") if run.name.endswith("fp16, adafactor")]
-    (one,) = compare_records([run])
+    (one,) = compare_records([run], SIMULATE)
     reserved = simulate(Recipe(**run.recipe), "V100").peak_reserved
     assert (one.against, one.figure) == ("published", "device used")
     assert one.predicted == reserved + run.figures["context_bytes"]
@@ -89,7 +91,8 @@ def test_out_of_memory_is_a_verdict():
     ran_out, room = {"out_of_memory": True}, {"total_memory_bytes": 160 * MiB}
     figures = {"device_used_bytes": 2**30}
     right, false_fit, false_alarm = (
-        compare_records([a_run(values)])[0] for values in (ran_out | room, ran_out, figures | room)
+        compare_records([a_run(values)], SIMULATE)[0]
+        for values in (ran_out | room, ran_out, figures | room)
     )
     for one, said, was in ((right, 1, 1), (false_fit, 0, 1), (false_alarm, 1, 0)):
         assert (one.figure, one.predicted, one.recorded) == ("out of memory", said, was)
@@ -101,14 +104,22 @@ def test_out_of_memory_is_a_verdict():
 
 
 def test_what_is_not_predicted_is_refused_in_its_row():
-    unknown = compare_records([a_run({"peak_reserved_bytes": 1}, device="Tesla K80")])
+    unknown = compare_records([a_run({"peak_reserved_bytes": 1}, device="Tesla K80")], SIMULATE)
     half = dataclasses.replace(a_run({"peak_reserved_bytes": 1}), recipe={"precision": "bf16"})
-    (k80,), (t4,) = unknown, compare_records([half])
+    (k80,), (t4,) = unknown, compare_records([half], SIMULATE)
     assert "Tesla K80 is none of the cards T4" in k80.refused and k80.missed
     assert "no native bfloat16" in t4.refused and t4.error is None
     (row, *_) = summary([k80])
     assert (row["runs"], row["refused"]) == (1, 1) and "median" not in row
     assert "refused: Tesla K80" in report([k80], [])
+
+
+def test_the_formula_runs_out_where_the_simulation_does():
+    recipe = Recipe(model="bert-large", batch_size=8, seq_len=512)
+    run = dataclasses.replace(a_run({"out_of_memory": True}), recipe=recipe.as_dict())
+    found = {one.predictor: one for one in compare_records([run])}
+    assert set(found) == {"simulate", "formula"}
+    assert all(one.predicted is True and not one.missed for one in found.values())
 
 
 def test_every_predictor_of_the_mapping_is_asked():

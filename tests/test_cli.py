@@ -21,7 +21,7 @@ def run(capsys, *arguments):
 
 def test_simulate_as_json(capsys):
     options = [*TINY, "--accumulation", 2, "--precision", "fp32", "--optimizer", "adamw_torch"]
-    options += ["--checkpointing", "--attention", "eager"]
+    options += ["--checkpointing", "--attention", "eager", "--padded"]
     status, out, _ = run(capsys, "simulate", *options, "--json")
     result = json.loads(out)
     assert status == 0
@@ -29,6 +29,7 @@ def test_simulate_as_json(capsys):
     assert result["peak_phase"] in ("forward", "backward", "optimizer step")
     assert result["parameters"] == result["trainable_parameters"] > 0
     assert result["recipe"]["checkpointing"] == "non-reentrant"
+    assert result["recipe"]["padded"] is True
     assert {"torch", "transformers"} <= set(result["versions"])
 
 

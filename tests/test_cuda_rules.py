@@ -80,6 +80,18 @@ def test_fused_attention_is_linear_in_length_and_math_is_quadratic(dtype):
     assert bytes_kept(2048, "math") / bytes_kept(1024, "math") > 3.3
 
 
+@pytest.mark.parametrize("columns, kept_columns", [(504, 504), (505, 512), (509, 512)])
+def test_a_mask_is_kept_in_rows_of_a_multiple_of_eight(columns, kept_columns):
+    with FakeTensorMode(), cuda_kernels():
+        q, k, v = (torch.zeros(2, 4, columns, 64, requires_grad=True) for _ in range(3))
+        hide = torch.zeros(2, 1, columns, columns, dtype=torch.bool)
+        with Tracer() as tracer:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=hide)
+        sizes = {event[0] for event in tracer.events}
+    assert out.shape == (2, 4, columns, 64)
+    assert 2 * columns * kept_columns * 4 in sizes
+
+
 def test_attention_with_fewer_key_heads_repeats_them():
     with FakeTensorMode(), cuda_kernels():
         query = torch.zeros(1, 8, 16, 64, dtype=torch.bfloat16, requires_grad=True)

@@ -6,11 +6,12 @@ import sys
 
 import pytest
 import torch
-from transformers import BertForSequenceClassification
+from transformers import BertForSequenceClassification, DataCollatorWithPadding
 
 from memlab import Recipe, SimulatedGPU, measure, simulate
-from memlab.models import config
+from memlab.models import build, config
 from memlab.records import records
+from memlab.text import tokenizer
 from memlab.training import Training
 
 MiB = 2**20
@@ -42,6 +43,33 @@ def test_bert_large_with_less_in_flight(changes, tensors, phase):
     footprint = simulate(BERT.but(**changes))
     assert footprint.peak_tensors / MiB == pytest.approx(tensors, rel=0.005)
     assert footprint.peak_phase == phase
+
+
+def test_every_layer_keeps_a_padding_mask_of_its_own():
+    recipe = Recipe(model="bert-base", batch_size=16, seq_len=256, attention="sdpa")
+    full, padded = simulate(recipe), simulate(recipe.but(padded=True))
+    more = padded.breakdown["activations"] - full.breakdown["activations"]
+    masks = 12 * 16 * 256 * 256 * 4
+    assert more == pytest.approx(masks, rel=0.01)
+
+
+def test_a_collated_batch_takes_what_its_recipe_says():
+    """DataCollatorWithPadding's batch in the reader's own loop, against a recipe of its shape."""
+    words = tokenizer(["one two three four five six"], vocab_size=512)
+    texts = [dict(input_ids=[7] * n, labels=n % 2) for n in (77, 30, 12, 50)]
+    recipe = Recipe("bert-base-tiny", batch_size=4, seq_len=77, padded=True, attention="sdpa")
+    with SimulatedGPU() as gpu:
+        model = build(recipe.model, attention="sdpa")
+        optimizer = torch.optim.AdamW(model.parameters())
+        batch = DataCollatorWithPadding(words)(texts).to("cuda")
+        for _ in range(2):
+            gpu.reset_peak()
+            loss = model(**batch).loss
+            loss.backward()
+            loss = loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert gpu.footprint.peak_allocated == simulate(recipe).peak_allocated
 
 
 def test_it_takes_little_memory_of_its_own():

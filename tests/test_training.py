@@ -38,6 +38,21 @@ def test_the_seed_decides_everything():
     assert Training(TINY, seed=1).step() != Training(TINY, seed=2).step()
 
 
+@pytest.mark.parametrize("model", ["bert-large-tiny", "gpt2-tiny", "t5-3b-tiny"])
+def test_padding_is_hidden_from_attention_and_loss(model):
+    training = Training(Recipe(model=model, batch_size=2, seq_len=16, padded=True))
+    (batch,) = training.batches
+    assert batch["attention_mask"].sum(1).tolist() == [15, 15]
+    if batch["labels"].dim() == 2:
+        assert (batch["labels"] == -100).sum(1).tolist() == [1, 1]
+    training.model.eval()
+    loss = training.model(**batch).loss
+    batch["input_ids"][:, -1] = 17
+    torch.testing.assert_close(training.model(**batch).loss, loss)
+    batch["input_ids"][:, 5] = 17
+    assert training.model(**batch).loss != loss
+
+
 def test_accumulation_gives_the_gradient_of_the_big_batch():
     small = gradients(TINY.but(batch_size=2, accumulation=2))
     big = gradients(TINY.but(batch_size=4))

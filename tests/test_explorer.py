@@ -1,0 +1,113 @@
+"""The panel on padding counts what Python counts, in a real browser and without a network."""
+
+import json
+import random
+
+import pytest
+
+from memlab.explorer import PaddingExplorer
+
+LENGTHS = [random.Random(i).randrange(1, 700) for i in range(300)]
+
+
+@pytest.fixture
+def page(chromium, tmp_path):
+    file = tmp_path / "panel.html"
+    panel = PaddingExplorer({"one": LENGTHS, "two <b>": [5, 5, 5, 10]})
+    head = "<!doctype html><meta charset=utf-8><meta name=viewport content=width=device-width>"
+    file.write_text(f"{head}<body>{panel._repr_html_()}", encoding="utf8")
+    tab = chromium.open(file.as_uri(), width=390)
+    yield tab
+    assert tab.complaints == []
+    assert all(request.startswith("file:") for request in tab.requests)
+    tab.close()
+
+
+def count(tab, lengths, size, limit):
+    call = f"({json.dumps(lengths)}, {size}, {limit})"
+    return tab.run(f"document.querySelector('.memlab-padding').memlabCount{call}")
+
+
+def padded(lengths, size):
+    batches = [lengths[i : i + size] for i in range(0, len(lengths), size)]
+    return sum(len(batch) * max(batch) for batch in batches)
+
+
+def rows(lengths, limit):
+    free = []
+    for n in sorted(lengths, reverse=True):
+        row = next((i for i, left in enumerate(free) if left >= n), None)
+        if row is None:
+            free.append(limit - n)
+        else:
+            free[row] -= n
+    return len(free)
+
+
+def set_value(tab, name, value):
+    tab.run(f"""(() => {{
+        const field = document.querySelector('.memlab-padding {name}');
+        field.value = {json.dumps(value)};
+        field.dispatchEvent(new Event('input', {{bubbles: true}}));
+    }})()""")
+
+
+def shown(tab):
+    rows = "[...document.querySelectorAll('.memlab-padding tbody tr')]"
+    return dict(tab.run(f"{rows}.map(r => [r.dataset.name, Number(r.dataset.tokens)])"))
+
+
+@pytest.mark.parametrize("size, limit", [(1, 512), (8, 512), (16, 128), (512, 1000)])
+def test_it_counts_what_python_counts(page, size, limit):
+    cut = [min(n, limit) for n in LENGTHS]
+    found = count(page, LENGTHS, size, limit)
+    assert found["needed"] == sum(cut)
+    assert found["fixed"] == len(cut) * limit
+    assert found["sorted"] == padded(sorted(cut), size)
+    assert found["packed"] == rows(cut, limit) * limit
+    mixed = padded(random.Random(0).sample(cut, len(cut)), size)
+    assert found["dynamic"] == pytest.approx(mixed, rel=0.06)
+    assert found["sorted"] <= found["grouped"] <= found["dynamic"] <= found["fixed"]
+
+
+def test_the_fields_change_what_is_shown(page):
+    assert shown(page) == {k: v for k, v in count(page, LENGTHS, 16, 512).items() if k != "needed"}
+    set_value(page, ".own", "10, 2 3; 4")
+    set_value(page, ".size", "1")
+    set_value(page, ".limit", "10")
+    assert page.run("document.querySelector('.memlab-padding output').textContent") == "2"
+    assert shown(page)["sorted"] == 2 * 3 + 2 * 10
+    assert shown(page)["packed"] == 20
+    assert page.run("document.documentElement.scrollWidth") <= 390
+
+
+@pytest.mark.parametrize(
+    "field, value, says",
+    [
+        (".own", "10 twenty", "“twenty” is no length"),
+        (".own", "0", "whole numbers from 1"),
+        (".own", "1 " * 20001, "20000 at most"),
+        (".limit", "0", "the fixed length is 0"),
+        (".limit", "", "the fixed length is empty"),
+    ],
+)
+def test_bad_input_is_told_in_a_line(page, field, value, says):
+    set_value(page, field, value)
+    assert says in page.run("document.querySelector('.memlab-padding .say').textContent")
+    assert shown(page) == {}
+
+
+@pytest.mark.parametrize(
+    "lengths, says",
+    [({}, "lengths is empty"), ({"a": []}, "is empty"), ({"a": [3, 0]}, "holds 0")],
+)
+def test_bad_lengths_raise(lengths, says):
+    with pytest.raises(ValueError, match=says):
+        PaddingExplorer(lengths)
+
+
+def test_a_name_cannot_be_markup(page):
+    page_text = PaddingExplorer({"</script><b>": [1]})._repr_html_()
+    assert "</script><b>" not in page_text
+    names = page.run("[...document.querySelectorAll('.which option')].map(o => o.textContent)")
+    assert names == ["one", "two <b>"]
