@@ -82,7 +82,6 @@ class Recipe:
     task: str | None = None
     batch_size: int = 1
     seq_len: int = 512
-    padded: bool = False
     accumulation: int = 1
     precision: str = "fp32"
     optimizer: str = "adamw_torch"
@@ -99,6 +98,7 @@ class Recipe:
     double_quant: bool = False
     compute_dtype: str | None = None
     upcast: bool = True
+    padded: bool = False
 
     def __post_init__(self):
         for field in ("batch_size", "seq_len", "accumulation"):

@@ -1,7 +1,16 @@
 import os
+import sys
 
 import browser
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def accelerate_forgets():
+    """Accelerate keeps its settings for the whole process, and refuses others."""
+    state = sys.modules.get("accelerate.state")
+    if state:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="session")

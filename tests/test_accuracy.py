@@ -115,8 +115,8 @@ def test_what_is_not_predicted_is_refused_in_its_row():
 
 
 def test_the_formula_runs_out_where_the_simulation_does():
-    recipe = Recipe(model="bert-large", batch_size=8, seq_len=512)
-    run = dataclasses.replace(a_run({"out_of_memory": True}), recipe=recipe.as_dict())
+    recipe = {"model": "bert-large", "batch_size": 8, "seq_len": 512}
+    run = dataclasses.replace(a_run({"out_of_memory": True}), recipe=recipe)
     found = {one.predictor: one for one in compare_records([run])}
     assert set(found) == {"simulate", "formula"}
     assert all(one.predicted is True and not one.missed for one in found.values())
