@@ -51,7 +51,7 @@ book: stripped
 	@mkdir -p $(WORK)
 	@cp -R _toc.yml references.bib chapters _ext _static vendor $(WORK)
 	@sed 's/execute_notebooks: force/execute_notebooks: "off"/' _config.yml > $(WORK)/_config.yml
-	cd $(WORK) && $(BIN)/python -m pytest --nbmake --overwrite --durations=0 -p no:cacheprovider chapters
+	cd $(WORK) && $(BIN)/python -m pytest --nbmake --overwrite -n 2 --durations=0 -p no:cacheprovider chapters
 	$(BIN)/jupyter-book build $(WORK) --path-output . -W --keep-going --quiet
 	@echo
 	@echo "The book is ready. Open $(abspath $(PAGE)), or say: make serve"
