@@ -12,7 +12,8 @@ from memlab.training import Training
 
 CHAPTER = Path(__file__).parent.parent / "chapters" / "08-checkpointing.ipynb"
 SMALL = """imports from-scratch chain ways-code on-demand-code trial-code held passes by-hand corpus
-    reader kinds gradients double lora-code cache selective""".split()
+    corpus-ids reader kinds gradient-of gradients double lora-code cache wrappers
+    selective""".split()
 
 
 def cells():
@@ -122,7 +123,7 @@ def test_selective_checkpointing_lies_between(chapter):
 
 
 def test_offloaded_checkpoints_free_memory_and_keep_the_gradient(chapter):
-    run(["offload-code", "offload-run", "offload-show"], chapter)  # asserts both
+    run(["offload-code", "to-file", "hooks", "offload-run", "offload-show"], chapter)  # asserts both
     assert chapter["sent"] == pytest.approx(16 * 8192 * 64 * 4 / 2**20, rel=0.01)
 
 
