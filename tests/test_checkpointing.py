@@ -123,7 +123,9 @@ def test_selective_checkpointing_lies_between(chapter):
 
 
 def test_offloaded_checkpoints_free_memory_and_keep_the_gradient(chapter):
-    run(["offload-code", "to-file", "hooks", "offload-run", "offload-show"], chapter)  # asserts both
+    run(
+        ["offload-code", "to-file", "hooks", "offload-run", "offload-show"], chapter
+    )  # asserts both
     assert chapter["sent"] == pytest.approx(16 * 8192 * 64 * 4 / 2**20, rel=0.01)
 
 
