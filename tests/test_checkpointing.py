@@ -172,3 +172,23 @@ def test_verdicts(chapter):
     assert abs(chapter["off_by"]) < 0.02
     real = chapter["real"]
     assert real[1] < real[3] < chapter["everything"]  # every layer is the best length
+
+
+@pytest.mark.parametrize("kind", ["none", "non-reentrant", "reentrant"])
+def test_prediction_and_measurement_agree_in_every_category(chapter, kind):
+    run(["same"], chapter)
+    recipe = chapter["kept_recipe"].but(checkpointing=kind)
+    training = Training(recipe)
+    for _ in range(2):
+        training.step()
+    tracer = Tracer()
+    tracer.watch(training.model, training.optimizer, training.inputs)
+    with tracer:
+        training.step()
+    found, guess = tracer.footprint(), simulate(recipe)
+    # Beyond the tensors: AdamW's step counters, which CUDA keeps on the host, and losses.
+    for name in ("parameters", "gradients", "activations", "temporary", "inputs", "buffers"):
+        assert abs(guess.breakdown[name] - found.breakdown[name]) < 64, name
+    counters = 4 * len(list(training.model.parameters()))
+    states = found.breakdown["optimizer_states"] - guess.breakdown["optimizer_states"]
+    assert states == counters
