@@ -1,0 +1,182 @@
+"""Chapter 5: what its cells show is true, and its frozen training is the one that memlab runs."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+
+from memlab import Recipe, models, simulate
+from memlab.tracer import Tracer
+from memlab.training import Training
+
+CHAPTER = Path(__file__).parent.parent / "chapters" / "05-freezing.ipynb"
+# Cells that train tiny models only, in the order of the chapter.
+TINY = """imports published-freezing train-step toy kept toy-run reached small-deberta ask
+    mended-freezing vanilla-start corpus corpus-tokens examples reader fit accuracy pretrain tasks
+    data fine-tune
+    norms stacks bert-norms tied late-freeze late-freeze-run late-thaw late-thaw-run asleep
+    asleep-run""".split()
+
+
+def cells():
+    notebook = nbformat.read(CHAPTER, as_version=4)
+    return {cell.id: cell.source for cell in notebook.cells if cell.cell_type == "code"}
+
+
+def run(names, namespace):
+    for name in names:
+        exec(compile(cells()[name], f"cell {name}", "exec"), namespace)
+    return namespace
+
+
+@pytest.fixture(scope="module")
+def chapter():
+    before = torch.get_num_threads()
+    yield run(TINY, {"device": torch.device("cpu")})
+    torch.set_num_threads(before)  # the chapter takes one
+
+
+@pytest.mark.parametrize("model", ["bert-large-tiny", "deberta-v3-base-tiny"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_shown_code_and_the_recipe_agree(chapter, model, layers):
+    recipe = Recipe(model, batch_size=2, seq_len=32)
+    shown = Training(recipe)
+    shown.optimizer = chapter["frozen_start"](shown.model, layers)
+    library = Training(recipe.but(freeze=("embeddings", layers)))
+
+    def shown_step():
+        return chapter["train_step"](shown.model, shown.optimizer, shown.batches[0])
+
+    found = []
+    for training, step in ((shown, shown_step), (library, library.step)):
+        torch.manual_seed(1)
+        losses = [step(), step()]
+        tracer = Tracer()
+        tracer.watch(training.model, training.optimizer)
+        with tracer:
+            losses.append(step())
+        found.append((losses, tracer.footprint().peak_allocated, tracer.footprint().breakdown))
+    assert found[0] == found[1]
+
+
+def test_a_layer_keeps_by_what_trains_below_it(chapter):
+    kept = chapter["kept"]
+    whole = kept["all train"][0]
+    assert kept["all train"] == [whole] * 6
+    assert kept["lower half frozen"] == [0] * 3 + [whole] * 3
+    upper = kept["upper half frozen"]
+    assert upper[:3] == [whole] * 3 and 0 < upper[3] < whole and upper[3:] == [upper[3]] * 3
+    assert kept["all but the lowest frozen"] == [whole] + [upper[3]] * 5
+
+
+def test_the_published_code_leaves_backward_to_the_first_layer(chapter):
+    reached, deberta = chapter["reached_in"], chapter["deberta"]
+    assert reached(deberta(chapter["freeze_as_published"])) == [True] * 4
+    assert reached(deberta(chapter["freeze_low"])) == [False, False, True, True]
+
+
+def test_the_relative_positions_decide_about_the_activations_of_frozen_layers():
+    recipe = Recipe("deberta-v3-base-tiny", batch_size=4, seq_len=64)
+    shared = ("encoder.rel_embeddings", "encoder.LayerNorm")
+    parts = {"nothing": (), "published": ("embeddings", 1), "mended": ("embeddings", 1, *shared)}
+    kept = {
+        name: simulate(recipe.but(freeze=freeze)).breakdown["activations"]
+        for name, freeze in parts.items()
+    }
+    saved = {name: kept["nothing"] - kept[name] for name in ("published", "mended")}
+    assert saved["mended"] > 0.3 * kept["nothing"] and saved["mended"] > 1.4 * saved["published"]
+
+
+def test_lower_layers_save_more_than_upper_ones_in_memory_and_operations(chapter):
+    config = models.config("bert-large-tiny")
+    config.num_hidden_layers = 4
+    recipe = Recipe(config, batch_size=4, seq_len=64)
+    names = ("embeddings", "encoder.layer.2", "encoder.layer.3")
+    none, lower, upper = (
+        simulate(recipe.but(freeze=parts)) for parts in ("embeddings", ("embeddings", 2), names)
+    )
+    assert lower.trainable_parameters == upper.trainable_parameters
+    assert lower.breakdown["activations"] < 0.6 * none.breakdown["activations"]
+    assert upper.breakdown["activations"] > 0.75 * none.breakdown["activations"]
+
+
+def test_operations_fall_to_the_forward_pass(chapter):
+    run(["flops"], chapter)
+    operations = chapter["operations"]
+    full = operations(lambda base: base.embeddings.requires_grad_(False))
+    assert operations(lambda base: base.requires_grad_(False)) / full == pytest.approx(1 / 3, 0.01)
+
+
+def test_gradients_vanish_only_without_residual_connections(chapter):
+    norms = chapter["norms"]
+    assert norms["sigmoid stack"][0] < 1e-6 * norms["sigmoid stack"][-1]
+    for name, found in norms.items():
+        if name != "sigmoid stack":
+            assert found[0] > (0.5 if "BERT" in name else 0.01) * found[-1], name
+
+
+def test_under_adamw_the_lowest_layer_moves_about_as_much_as_the_top(chapter):
+    run(["change-run", "change-table"], chapter)
+    low, *_, high = chapter["moved"]["AdamW"]
+    assert low > 0.5 * high and low > 0.01
+
+
+def test_freezing_costs_nothing_on_the_near_task_and_much_on_the_far_one(chapter):
+    run(["learn-run"], chapter)
+    mean = {key: sum(found) / len(found) for key, found in chapter["scores"].items()}
+    assert all(len(found) == 3 for found in chapter["scores"].values())
+    assert mean["near", "nothing"] > 0.7
+    assert mean["near", "nothing"] - mean["near", "all 3 layers"] < 0.06
+    assert mean["far", "nothing"] - mean["far", "all 3 layers"] > 0.06
+
+
+def test_tied_embeddings_bring_backward_to_the_bottom(chapter):
+    reached, head_only = chapter["reached_in_gpt2"], chapter["gpt2_head_only"]
+    assert reached(head_only(tied=True)) == [True, True]
+    assert reached(head_only(tied=False)) == [False, False]
+
+
+def test_zeros_for_gradients_move_a_weight_frozen_late(chapter):
+    drift = chapter["drift"]
+    assert drift["zeros, no decay"] > 0.05 and drift["zeros, decay 0.1"] > 0.05
+    assert drift["dropped (mended)"] == 0
+
+
+def test_a_thawed_layer_must_be_given_to_the_optimizer(chapter):
+    assert chapter["thaws"][False] == (0, True)
+    moved, left = chapter["thaws"][True]
+    assert moved > 0.01 and not left
+
+
+def test_frozen_batch_statistics_drift_and_dropout_draws_until_eval(chapter):
+    apart, drifted = chapter["restless"][False]
+    assert apart > 0.1 and drifted > 0.1
+    assert chapter["restless"][True] == (0, 0)
+
+
+def test_the_trainer_moves_what_is_not_frozen(chapter):
+    chapter |= {"silent": Recipe("bert-large-tiny")}
+    run(["trainer-run", "trainer-data", "trainer-train", "accelerate", "accelerate-run"], chapter)
+    assert chapter["still"] == chapter["frozen"] and chapter["given"] == chapter["free"]
+    embeddings = chapter["model"].bert.embeddings
+    assert all(weight.grad is None for weight in embeddings.parameters())
+
+
+@pytest.mark.parametrize(
+    "number, before, wrong", [(1, [], 375.3), (2, ["first-layers"], 0.75), (3, ["buggy"], 16)]
+)
+def test_solutions_pass_their_check_and_wrong_answers_are_told_so(
+    chapter, capsys, number, before, wrong
+):
+    if number == 2:
+        run(["flops"], chapter)
+        chapter["work"] = {
+            0: chapter["operations"](lambda base: base.embeddings.requires_grad_(False))
+        }
+    run([*before, f"exercise-{number}"], chapter)
+    assert "Not answered yet" in capsys.readouterr().out
+    run([f"solution-{number}"], chapter)  # asserts that its own check passes
+    source = cells()[f"exercise-{number}"].replace("answer = ...", f"answer = {wrong!r}")
+    exec(source, chapter)
+    assert "Not yet" in capsys.readouterr().out
