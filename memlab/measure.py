@@ -52,6 +52,15 @@ class Measurement:
         )
 
 
+def step_seconds(training: Training) -> float:
+    """Seconds of one optimizer step, from an idle device to an idle device."""
+    synchronize(training.device)
+    began = time.perf_counter()
+    training.step()
+    synchronize(training.device)
+    return time.perf_counter() - began
+
+
 def measure(recipe: Recipe, device=None, steps: int = 5, seed: int = 0) -> Measurement:
     """Train `recipe` for a few steps on the device that is here and report what it took.
 
@@ -84,11 +93,7 @@ def measure(recipe: Recipe, device=None, steps: int = 5, seed: int = 0) -> Measu
     progress.update()
     seconds = []
     for _ in range(steps):
-        synchronize(device)
-        start = time.perf_counter()
-        training.step()
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(step_seconds(training))
         progress.update()
     progress.close()
     footprint = replace(
