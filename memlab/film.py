@@ -88,7 +88,7 @@ class Film:
             f'<polygon class="held" points="{" ".join(points)}"/>'
             f'<line class="turn" x1="{LEFT + turn * scale:.2f}" x2="{LEFT + turn * scale:.2f}" '
             f'y1="0" y2="{bottom}"/><line class="head" y1="0" y2="{bottom + 2}"/>'
-            f'</svg><p>at most {most:.0f} units</p></figure>'
+            f"</svg><p>at most {most:.0f} units</p></figure>"
         )
 
     def _repr_html_(self) -> str:
