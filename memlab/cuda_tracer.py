@@ -51,6 +51,26 @@ class CudaTracer(Tracer):
             zeros = torch.zeros_like(like, dtype=dtype)
         return self.keep_on_host(zeros)
 
+    def copy_to_host(self, tensor, make):
+        """A copy that the card does not hold.
+
+        make: `torch.empty_like`, or `torch.empty` for one without the strides of `tensor`. Where
+        strides differ, a copy in the right order is made on the card first
+        (`copy_requires_temporaries` in aten/src/ATen/native/cuda/Copy.cu).
+        """
+        with self.unseen():
+            like = tensor if make is torch.empty_like else tensor.shape
+            copy = self.keep_on_host(make(like, dtype=tensor.dtype))
+        if copy.stride() != tensor.stride():
+            self._death(self._birth(copy.nbytes, "temporary"))
+        return copy
+
+    def copy_to_card(self, tensor):
+        """A copy on the card of what `copy_to_host` gave."""
+        copy = torch.empty_like(tensor)
+        self._see(copy, "activations")
+        return copy
+
     @contextlib.contextmanager
     def unseen(self):
         """What is made inside is not on the card until an operation outside needs it."""

@@ -129,6 +129,23 @@ def paged_states(zeros_on_host):
         yield
 
 
+@contextlib.contextmanager
+def saved_on_host(tracer):
+    """Let `torch.autograd.graph.save_on_cpu` move what autograd saves off the card and back.
+
+    Its own hooks would find every tensor on the cpu already and leave it there.
+    """
+
+    def init(self, pin_memory=False, device_type="cuda"):
+        def pack(tensor):
+            return tracer.copy_to_host(tensor, torch.empty if pin_memory else torch.empty_like)
+
+        torch.autograd.graph.saved_tensors_hooks.__init__(self, pack, tracer.copy_to_card)
+
+    with mock.patch.object(torch.autograd.graph.save_on_cpu, "__init__", init):
+        yield
+
+
 class CudaNames(TorchFunctionMode):
     """Turns every device argument that names the card into the cpu of the fake tensors."""
 

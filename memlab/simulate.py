@@ -114,6 +114,7 @@ class SimulatedGPU:
       which stay on the host as they do with CUDA (AdamW's step counters), and the states of
       paged optimizers, which lie in managed memory outside PyTorch's allocator. How much of
       those the driver keeps on the card at a time is not simulated. `tensor.device` says cpu.
+    - What `torch.autograd.graph.save_on_cpu` saves lies on the host, the weights among it, too.
     - Tensors made outside hold data and lie on the host; `.to("cuda")` makes a new one on the
       card. Parameters made outside count as the card's from their first use on.
     - Tensors hold no data: `loss.item()` gives 1.0, and code that branches on values follows
@@ -143,6 +144,7 @@ class SimulatedGPU:
             stack.enter_context(fake.tensors_without_data())
             stack.enter_context(fake.cuda_code_on_cpu_tensors(self.tracer.on_host))
             stack.enter_context(fake.paged_states(self.tracer.zeros_on_host))
+            stack.enter_context(fake.saved_on_host(self.tracer))
             stack.enter_context(cuda_rules.cuda_kernels(gpu=self.gpu))
             stack.enter_context(cuda_names.cuda_answers(self.tracer, self.snapshot))
             stack.enter_context(self.tracer)

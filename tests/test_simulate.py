@@ -1,5 +1,6 @@
 """The simulated GPU: full-size figures, the reader's own loops, and running out of memory."""
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -235,6 +236,39 @@ def test_the_default_step_is_the_one_of_cuda():
             return gpu.footprint.peak_tensors
 
     assert peak() == peak(foreach=True) > peak(foreach=False)
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_what_autograd_saves_on_the_cpu_leaves_the_card_until_it_is_wanted(pin_memory):
+    peaks = []
+    for offload in (False, True):
+        with SimulatedGPU() as gpu:
+            x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+            gpu.reset_peak()
+            context = torch.autograd.graph.save_on_cpu(pin_memory=pin_memory)
+            with context if offload else contextlib.nullcontext():
+                y = x
+                for _ in range(8):
+                    y = y.tanh()  # each keeps its output
+            last = gpu.footprint.timeline.totals()[-1]
+            y.sum().backward()
+        peaks.append((last, gpu.footprint.peak_allocated))
+    size = 4 * 2**20
+    assert peaks[0][0] - peaks[1][0] == 7 * size  # y itself is still held
+    assert peaks[1][1] < peaks[0][1] - 4 * size
+
+
+def test_a_pinned_copy_of_a_view_in_another_order_needs_memory_on_the_card_for_a_moment():
+    for pin_memory, more in ((False, 0), (True, 1)):
+        with SimulatedGPU() as gpu:
+            x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+            turned = x.t()
+            gpu.reset_peak()
+            with torch.autograd.graph.save_on_cpu(pin_memory=pin_memory):
+                y = turned.tanh()
+            peak = gpu.footprint.peak_allocated
+            del y
+        assert peak == (2 + more) * 4 * 2**20
 
 
 def test_step_counters_live_on_the_host_unless_the_step_is_fused():
