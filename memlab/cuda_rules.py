@@ -51,7 +51,13 @@ def cuda_kernels(sdpa_backend=None, gpu=None):
         _register_autocast(library, operator, _ask_for_fp32)
     if "bitsandbytes" in sys.modules:
         libraries.append(torch.library.Library("bitsandbytes", "IMPL"))
-        for function in (int8_vectorwise_quant, int8_mixed_scaled_mm, int8_scaled_mm):
+        for function in (
+            quantize_4bit,
+            quantize_blockwise,
+            int8_vectorwise_quant,
+            int8_mixed_scaled_mm,
+            int8_scaled_mm,
+        ):
             libraries[-1].impl(function.__name__, function, "AutogradCPU")
         fused = functools.partial(_fuses_4bit_product, gpu)
         libraries[-1].impl("gemm_4bit", functools.partial(gemm_4bit, fused), "AutogradCPU")
@@ -215,6 +221,22 @@ def _bitsandbytes_cuda_module():
     ):
         sys.modules.pop("bitsandbytes.backends.cuda.ops", None)
         return importlib.import_module("bitsandbytes.backends.cuda.ops")
+
+
+def quantize_4bit(A, blocksize, quant_type, quant_storage):
+    """The scales take their memory before the weights do, the other way round than on a CPU.
+
+    bitsandbytes/backends/cuda/ops.py, as the next one, for the scales of the scales.
+    """
+    numbers = A.numel()
+    absmax = A.new_empty(-(numbers // -blocksize), dtype=torch.float32)
+    packed = (numbers + 1) // (quant_storage.itemsize * 2)
+    return A.new_empty(packed, 1, dtype=quant_storage), absmax
+
+
+def quantize_blockwise(A, code, blocksize):
+    absmax = A.new_empty(-(A.numel() // -blocksize), dtype=torch.float32)
+    return torch.empty_like(A, dtype=torch.uint8), absmax
 
 
 def int8_vectorwise_quant(A, threshold=0.0):

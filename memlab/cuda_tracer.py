@@ -27,6 +27,8 @@ class CudaTracer(Tracer):
         self._on_host = weakref.WeakValueDictionary()
         self._host_data = weakref.WeakValueDictionary()
         self._arguments, self._met_host_data = (), False
+        self._loading = False
+        self.loaded: dict[int, tuple[int, torch.nn.Parameter]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:  # asked very often, touches no memory
@@ -59,6 +61,24 @@ class CudaTracer(Tracer):
             yield
         finally:
             self._unseen = False
+
+    @contextlib.contextmanager
+    def loading(self):
+        """Weights that move inside come to the card one after the other, even if nothing is
+        computed with them; `loaded` notes each with the number of the event after its last.
+        """
+        self._loading = True
+        try:
+            yield
+        finally:
+            self._loading = False
+
+    def moved(self, parameter) -> None:
+        """A parameter has moved to the card, and been quantized on the way if it is to be."""
+        if self._loading:
+            self._maker = None
+            self._see_parameter(parameter)
+            self.loaded.setdefault(id(parameter), (len(self.events), parameter))
 
     def keep_on_host(self, tensor):
         """Count a new tensor's storage as the host's from now on."""
@@ -108,6 +128,8 @@ class CudaTracer(Tracer):
                 self._birth(nbytes, "workspaces")
 
     def _see(self, tensor, category=None, existed=False) -> None:
+        if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta":
+            return  # made with device="meta": it takes no memory anywhere
         if category is None and existed and self.on_host(tensor):
             self._met_host_data = True
         elif not self._unseen and id(tensor.untyped_storage()) not in self._on_host:

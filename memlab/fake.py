@@ -21,8 +21,10 @@ optimizers = importlib.import_module("torch.optim.optimizer")
 
 
 @contextlib.contextmanager
-def tensors_without_data():
+def tensors_without_data(moved=lambda parameter: None):
     """Make every tensor a fake one: with a shape, a dtype and a lifetime, but no data.
+
+    moved: called with each parameter of a module that `.to()` and its like have gone through.
 
     What a training loop asks of values is answered: `.item()` gives 1, the gradient scaler
     always steps. What branches on values in another way raises PyTorch's own error.
@@ -31,7 +33,7 @@ def tensors_without_data():
         stack.enter_context(NoData(allow_non_fake_inputs=True))
         stack.enter_context(quantized.weights_without_data())
         for target, name, replacement in (
-            (torch.nn.Module, "_apply", _apply),
+            (torch.nn.Module, "_apply", _apply_and_tell(moved)),
             (torch.amp.GradScaler, "_maybe_opt_step", _always_step),
             # transformers takes a fake tensor for tracing and then builds masks that a run
             # never builds.
@@ -165,6 +167,8 @@ class CudaNames(TorchFunctionMode):
         to_card = any(
             isinstance(value, torch.device) or _cpu_for_cuda(value) is not value for value in named
         )
+        if to_card and quantized.quantized(tensor, tensor.device):
+            return tensor
         if to_card and self.on_host(tensor):
             dtypes = [value for value in named if isinstance(value, torch.dtype)]
             return torch.empty(tensor.shape, dtype=dtypes[0] if dtypes else tensor.dtype)
@@ -207,21 +211,28 @@ def _scaler_on_cpu(self, device="cuda", *args, **kwargs):
     _original_scaler_init(self, _cpu_for_cuda(device), *args, **kwargs)
 
 
-def _apply(self, function, recurse=True):
+def _apply_and_tell(moved):
     """`Module._apply` without `swap_tensors`, which refuses fake tensors."""
-    if recurse:
-        for module in self.children():
-            module._apply(function)
-    for parameter in self._parameters.values():
-        if parameter is not None and not quantized.quantized(parameter, parameter.device):
-            with torch.no_grad():
-                applied = function(parameter)
-            if applied is not parameter:
-                parameter.data = applied
-    for name, buffer in self._buffers.items():
-        if buffer is not None:
-            self._buffers[name] = function(buffer)
-    return self
+
+    def _apply(self, function, recurse=True):
+        if recurse:
+            for module in self.children():
+                module._apply(function)
+        for parameter in self._parameters.values():
+            if parameter is None:
+                continue
+            if not quantized.quantized(parameter, parameter.device):
+                with torch.no_grad():
+                    applied = function(parameter)
+                if applied is not parameter:
+                    parameter.data = applied
+            moved(parameter)
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = function(buffer)
+        return self
+
+    return _apply
 
 
 def _with_data(function):

@@ -69,6 +69,7 @@ def _quantized_linear(bitsandbytes, module, recipe: Recipe):
             module=layer,
         )
     layer.bias = module.bias
+    layer.source_cls = type(module)  # as transformers notes it
     layer.out_features, layer.in_features = weight.shape
     return layer
 

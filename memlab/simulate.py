@@ -23,6 +23,7 @@ from memlab.cuda_tracer import CudaTracer, Replay
 from memlab.footprint import Footprint
 from memlab.gpus import GPU
 from memlab.gpus import gpu as find_gpu
+from memlab.loading import reserved_range
 from memlab.quantized import import_bitsandbytes
 from memlab.recipe import Recipe
 from memlab.snapshot import snapshot
@@ -37,9 +38,10 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     Two steps run; the second is counted, because optimizer states appear in the first. Of a model
     with many equal layers only a few run, and `memlab.depth` writes the others into the log.
 
-    A quantized base moves to the card weight by weight, in one thread. `from_pretrained` loads with
-    several, and what the allocator has reserved afterwards differs from run to run; the peak of
-    what is allocated does not.
+    A quantized base moves to the card weight by weight, as in `memlab.measure`; this decides
+    peak_reserved, but not what is allocated. Loaded by `from_pretrained` it leaves another cache
+    behind: `reserved_range` holds the lowest and the highest figure of the orders of loading
+    that `memlab.loading` tries, which are a sample and no proven bound.
 
     Raises torch.OutOfMemoryError in PyTorch's own words when the card is too small, and ValueError
     when it does not have the recipe's number format, or for a mixture of experts in another
@@ -56,6 +58,12 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
         )
     _import_outside(recipe)
     log = depth.log_at_full_depth(recipe, lambda shallow: trace(shallow, simulated.gpu))
+    if recipe.base != "none":
+        log = log or trace(recipe, simulated.gpu)
+        footprint = simulated.replay(log)
+        card = simulated.gpu
+        room = (card.usable, card.total_memory) if card else (None, None)
+        return replace(footprint, reserved_range=reserved_range(log, *room))
     if log:
         return simulated.replay(log)
     with simulated:
@@ -81,8 +89,10 @@ def _import_outside(recipe: Recipe) -> None:
 
 
 def _two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
-    unseen = simulated.tracer.unseen() if recipe.base != "none" else None
-    training = Training(recipe, simulated.device, built_in=unseen)
+    built_in = moved_in = None
+    if recipe.base != "none":
+        built_in, moved_in = simulated.tracer.unseen(), simulated.tracer.loading()
+    training = Training(recipe, simulated.device, built_in=built_in, moved_in=moved_in)
     simulated.tracer.watch(training.model, inputs=training.inputs)
     # From the third micro-batch on, each repeats the bytes of the second; only its loss, a
     # number of 512 bytes as an allocator's block, would be added.
@@ -119,7 +129,8 @@ class SimulatedGPU:
     - Tensors hold no data: `loss.item()` gives 1.0, and code that branches on values follows
       one branch. The gradient scaler never skips a step.
     - One stream, the allocator's default settings, no other process on the card. Weights of a
-      checkpoint are read one after the other, where transformers takes four threads.
+      checkpoint are read one after the other, where transformers takes four threads unless it
+      quantizes them.
 
     Raises torch.OutOfMemoryError, with PyTorch's message, where the card would.
     """
@@ -140,7 +151,7 @@ class SimulatedGPU:
             # Other libraries import it, and inside it would look for its CUDA library.
             import_bitsandbytes("SimulatedGPU")
         with contextlib.ExitStack() as stack:
-            stack.enter_context(fake.tensors_without_data())
+            stack.enter_context(fake.tensors_without_data(self.tracer.moved))
             stack.enter_context(fake.cuda_code_on_cpu_tensors(self.tracer.on_host))
             stack.enter_context(fake.paged_states(self.tracer.zeros_on_host))
             stack.enter_context(cuda_rules.cuda_kernels(gpu=self.gpu))
