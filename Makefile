@@ -73,7 +73,7 @@ stripped: $(READY)
 	@$(if $(NOTEBOOKS),$(BIN)/$(STRIP) --verify $(NOTEBOOKS) || { echo "Chapters are stored without outputs: make strip"; exit 1; },:)
 
 units: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not rendered" --durations=10
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not rendered" --durations=10
 
 pages: $(READY)
 	$(BIN)/python -m pytest -m rendered

@@ -77,8 +77,8 @@ def measure(recipe: Recipe, device=None, steps: int = 5, seed: int = 0) -> Measu
     require(recipe.precision, device)
     if steps < 1:
         raise ValueError(f"steps is {steps!r}: allowed are whole numbers from 1")
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
     built_in = device if recipe.base == "none" else None
     training = Training(recipe, device, seed, built_in)

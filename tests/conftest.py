@@ -4,6 +4,9 @@ import sys
 import browser
 import pytest
 
+# Models this small gain nothing from more threads, and lose much where cores are shared.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 @pytest.fixture(autouse=True)
 def accelerate_forgets():

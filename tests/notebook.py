@@ -20,3 +20,14 @@ class Notebook:
         for name in names.split():
             exec(compile(self.code[name], f"cell {name}", "exec"), namespace)
         return namespace
+
+    def check_exercise(self, number, wrong, namespace, capsys):
+        """An exercise waits for an answer, takes its own solution, and tells a wrong one so."""
+        *before, asked = [name for name in self.code if name.startswith(f"exercise-{number}")]
+        self.run(" ".join([*before, asked]), namespace)
+        assert "Not answered yet" in capsys.readouterr().out
+        self.run(f"solution-{number}", namespace)  # asserts that its own check passes
+        capsys.readouterr()
+        source = self.code[asked].replace("answer = ...", f"answer = {wrong!r}")
+        exec(source, namespace)
+        assert "Not yet" in capsys.readouterr().out

@@ -1,46 +1,24 @@
 """Chapter 4: what its cells show is true, and its loop is the loop that memlab runs."""
 
-from pathlib import Path
-
-import nbformat
 import pytest
 import torch
+from notebook import Notebook
 
 from memlab import Recipe, models, simulate
 from memlab.tracer import Tracer
 from memlab.training import Training
 
-CHAPTER = Path(__file__).parent.parent / "chapters" / "04-accumulation.ipynb"
+CHAPTER = Notebook("04-accumulation")
 # Cells that train tiny models only, in the order of the chapter.
 TINY = """imports vanilla-loop accumulated-loop idea-whole idea-parts corpus corpus-ids reader split
     gradient-function distance gradient-run gradient-table paragraphs ragged unequal summed-loss
     by-tokens unequal-mended bad-fix-code leftover shares leftover-run dropout batch-norm
-    batch-norm-run slip slip-run slip-mended""".split()
-
-
-def cells():
-    notebook = nbformat.read(CHAPTER, as_version=4)
-    return {cell.id: cell.source for cell in notebook.cells if cell.cell_type == "code"}
-
-
-def run(names, namespace):
-    for name in names:
-        exec(compile(cells()[name], f"cell {name}", "exec"), namespace)
-    return namespace
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Models this small gain nothing from more, and lose much where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    batch-norm-run slip slip-run slip-mended"""
 
 
 @pytest.fixture(scope="module")
 def chapter():
-    return run(TINY, {"device": torch.device("cpu"), "models": models})
+    return CHAPTER.run(TINY, {"device": torch.device("cpu"), "models": models})
 
 
 def traced(training, step):
@@ -159,7 +137,7 @@ def test_slips_of_the_loop_fail_and_are_mended(chapter):
 
 
 def test_adamw_hides_the_missing_division(chapter):
-    run(["adam-hides"], chapter)
+    CHAPTER.run("adam-hides", chapter)
     kinds = torch.optim.SGD, torch.optim.AdamW
     longer = [chapter["update"](k, False) / chapter["update"](k, True) for k in kinds]
     assert longer[0] == pytest.approx(4, abs=1e-2)
@@ -167,16 +145,16 @@ def test_adamw_hides_the_missing_division(chapter):
 
 
 def test_a_scheduler_inside_the_loop_runs_four_times_too_fast(chapter):
-    run(["scheduler"], chapter)
+    CHAPTER.run("scheduler", chapter)
     rate = chapter["rate_after"]
     assert rate(25, 4) == 0 and rate(25, 1) == pytest.approx(0.75)
 
 
 def test_trainer_counts_tokens_but_does_not_divide_for_a_bert_classifier(chapter):
     chapter |= {"fp32": {}, "vanilla": Recipe("bert-large", batch_size=4)}
-    run(["trainer-arguments", "trainer", "trainer-rows", "trainer-run"], chapter)
+    CHAPTER.run("trainer-arguments trainer trainer-rows trainer-run", chapter)
     assert chapter["at_once"] == pytest.approx(chapter["in_four"], abs=1e-3)
-    run(["quiet", "reviews", "trainer-bert-run", "trainer-bert-mended"], chapter)
+    CHAPTER.run("quiet reviews trainer-bert-run trainer-bert-mended", chapter)
     right, factor_too_large, mended = chapter["classified"].values()
     assert mended == pytest.approx(right, rel=1e-3)
     # Once transformers divides here, this fails: then the chapter's words can go.
@@ -191,9 +169,9 @@ def test_accelerate_gives_the_same_losses_and_scales_a_short_window_wrongly(chap
         batches = chapter["split"]({"input_ids": window, "labels": window}, 4)
         losses.append(chapter["accumulated_step"](plain, optimizer, batches))
     chapter["curves"] = {"4 x 4": losses}
-    run(["accelerate-prepare", "accelerate-run", "accelerate-same"], chapter)
+    CHAPTER.run("accelerate-prepare accelerate-run accelerate-same", chapter)
     assert chapter["theirs"] == pytest.approx(losses, rel=1e-4)
-    run(["accelerate-leftover", "accelerate-leftover-run"], chapter)
+    CHAPTER.run("accelerate-leftover accelerate-leftover-run", chapter)
     left, mended = (
         chapter["shares"](chapter["window_shares"](factor), chapter["wholes"])
         for factor in chapter["factors"].values()
@@ -206,10 +184,6 @@ def test_accelerate_gives_the_same_losses_and_scales_a_short_window_wrongly(chap
 def test_solutions_pass_their_check_and_wrong_answers_are_told_so(chapter, capsys, number, wrong):
     chapter["fp32"] = dict(optimizer="adamw_torch_loop")
     chapter["three"] = ("parameters", "gradients", "optimizer_states")
-    before = {1: ["distil"], 3: ["buggy", "counting"], 4: ["distil"]}[number]
-    run([*before, f"exercise-{number}"], chapter)
-    assert "Not answered yet" in capsys.readouterr().out
-    run([f"solution-{number}"], chapter)  # asserts that its own check passes
-    source = cells()[f"exercise-{number}"].replace("answer = ...", f"answer = {wrong!r}")
-    exec(source, chapter)
-    assert "Not yet" in capsys.readouterr().out
+    before = {1: "distil", 3: "buggy counting", 4: "distil"}[number]
+    CHAPTER.run(before, chapter)
+    CHAPTER.check_exercise(number, wrong, chapter, capsys)

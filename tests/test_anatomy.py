@@ -1,28 +1,27 @@
 """The anatomy chapter: what it shows is what memlab runs, and its tools give the known figures."""
 
 import ast
-from pathlib import Path
 
-import nbformat
 import pytest
+from notebook import Notebook
 
 from memlab import Recipe, check, simulate
 from memlab.training import Training
 
-CHAPTER = Path(__file__).parent.parent / "chapters" / "03-anatomy.ipynb"
+CHAPTER = Notebook("03-anatomy")
 
 
 @pytest.fixture(scope="module")
 def shown():
     """The names that the chapter's imports and definitions make, without running the rest."""
     names, kept = {}, (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-    for cell in nbformat.read(CHAPTER, as_version=4).cells:
-        if cell.cell_type != "code" or cell.id == "install":
+    for id, source in CHAPTER.code.items():
+        if id == "install":
             continue
-        tree = ast.parse(cell.source)
-        if cell.id != "imports":
+        tree = ast.parse(source)
+        if id != "imports":
             tree.body = [node for node in tree.body if isinstance(node, kept)]
-        exec(compile(tree, cell.id, "exec"), names)
+        exec(compile(tree, id, "exec"), names)
     return names
 
 

@@ -1,39 +1,24 @@
 """Chapter 8: its from-scratch checkpoint is right, its laws are counted, its verdicts stand."""
 
 import ast
-from pathlib import Path
 
-import nbformat
 import pytest
 import torch
+from notebook import Notebook
 
 from memlab import Recipe, simulate
 from memlab.tracer import Tracer
 from memlab.training import Training
 
-CHAPTER = Path(__file__).parent.parent / "chapters" / "08-checkpointing.ipynb"
+CHAPTER = Notebook("08-checkpointing")
 SMALL = """imports from-scratch chain ways-code on-demand-code trial-code held passes by-hand corpus
     corpus-ids reader kinds gradient-of gradients double lora-code cache wrappers
-    selective""".split()
-
-
-def cells():
-    notebook = nbformat.read(CHAPTER, as_version=4)
-    return {cell.id: cell.source for cell in notebook.cells if cell.cell_type == "code"}
-
-
-def run(names, namespace):
-    for name in names:
-        exec(compile(cells()[name], f"cell {name}", "exec"), namespace)
-    return namespace
+    selective"""
 
 
 @pytest.fixture(scope="module")
 def chapter():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield run(SMALL, {})
-    torch.set_num_threads(threads)
+    return CHAPTER.run(SMALL)
 
 
 def gradients(forward, layers, x):
@@ -117,16 +102,14 @@ def test_a_cache_fails_under_wrapped_layers_and_is_mended(chapter):
 
 
 def test_selective_checkpointing_lies_between(chapter):
-    run(["selective-run", "selective-table"], chapter)
+    CHAPTER.run("selective-run selective-table", chapter)
     (kept, work), (selective, some), (every, most) = chapter["finer"].values()
     assert kept > selective > every
     assert work < some < most and some < 1.1 * work
 
 
 def test_offloaded_checkpoints_free_memory_and_keep_the_gradient(chapter):
-    run(
-        ["offload-code", "to-file", "hooks", "offload-run", "offload-show"], chapter
-    )  # asserts both
+    CHAPTER.run("offload-code to-file hooks offload-run offload-show", chapter)  # asserts both
     assert chapter["sent"] == pytest.approx(16 * 8192 * 64 * 4 / 2**20, rel=0.01)
 
 
@@ -139,33 +122,27 @@ def test_checkpointing_learns_the_same_over_three_seeds(chapter):
 
 
 def run_short(chapter, seed, switch):
-    run(["learn"], chapter)
+    CHAPTER.run("learn", chapter)
     return chapter["learn"](seed, switch, steps=6)
 
 
 @pytest.mark.parametrize("number, wrong", [(1, 4), (2, 10.07), (3, 4)])
 def test_solutions_pass_their_check_and_wrong_answers_are_told_so(chapter, capsys, number, wrong):
-    run(["exercise-3-code"] if number == 3 else [], chapter)
     if number == 2:
         changes = {"precision": "bf16", "attention": "sdpa", "checkpointing": True}
         chapter["short"] = simulate(Recipe("gpt2-xl", None, 32, 1024, **changes))
-    run([f"exercise-{number}"], chapter)
-    assert "Not answered yet" in capsys.readouterr().out
-    run([f"solution-{number}"], chapter)  # asserts that its own check passes
-    capsys.readouterr()
-    exec(cells()[f"exercise-{number}"].replace("answer = ...", f"answer = {wrong!r}"), chapter)
-    assert "Not yet" in capsys.readouterr().out
+    CHAPTER.check_exercise(number, wrong, chapter, capsys)
 
 
 def test_verdicts(chapter):
-    run("depths law-run law-slopes price-ways price price-table".split(), chapter)
-    run("real-layers real-run real-ratio flops flops-run published published-run".split(), chapter)
+    CHAPTER.run("depths law-run law-slopes price-ways price price-table", chapter)
+    CHAPTER.run("real-layers real-run real-ratio flops flops-run published published-run", chapter)
     before, after = chapter["alone"].figures, chapter["marked"].figures
     chapter["seconds"] = after["run_seconds"] / before["run_seconds"]
     chapter["rate"] = after["samples_per_second"] / before["samples_per_second"]
     words = {"a10": "holds with a condition", "b13": "holds with a condition", "e24": "holds"}
     for id, word in words.items():
-        tree = ast.parse(cells()[f"verdict-{id}"])
+        tree = ast.parse(CHAPTER.code[f"verdict-{id}"])
         *before, last = tree.body
         exec(compile(ast.Module(before, []), id, "exec"), chapter)
         assert eval(compile(ast.Expression(last.value), id, "eval"), chapter).word == word
@@ -176,7 +153,7 @@ def test_verdicts(chapter):
 
 @pytest.mark.parametrize("kind", ["none", "non-reentrant", "reentrant"])
 def test_prediction_and_measurement_agree_in_every_category(chapter, kind):
-    run(["same"], chapter)
+    CHAPTER.run("same", chapter)
     recipe = chapter["kept_recipe"].but(checkpointing=kind)
     training = Training(recipe)
     for _ in range(2):

@@ -2,48 +2,27 @@
 
 import math
 import statistics
-from pathlib import Path
 
-import nbformat
 import pytest
 import torch
+from notebook import Notebook
 from test_bits import exact_code, finite, interesting, value
 
 from memlab.bits import FORMATS
 
-CHAPTER = Path(__file__).parent.parent / "chapters" / "02-dtypes.ipynb"
+CHAPTER = Notebook("02-dtypes")
 SMALL = [name for name, known in FORMATS.items() if known.bits <= 16]
-
-
-def cells():
-    notebook = nbformat.read(CHAPTER, as_version=4)
-    return {cell.id: cell.source for cell in notebook.cells if cell.cell_type == "code"}
-
-
-def run(names, namespace):
-    for name in names.split():
-        exec(compile(cells()[name], f"cell {name}", "exec"), namespace)
-    return namespace
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Models this small gain nothing from more, and lose much where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
 def chapter():
     names = "imports types value-of truth-run truth-table step nearest-code nearest-check"
-    return run(names, {"where": "here"})
+    return CHAPTER.run(names, {"where": "here"})
 
 
 @pytest.fixture(scope="module")
 def readers(chapter):
-    return run("corpus train train-loop train-run store store-run", chapter)
+    return CHAPTER.run("corpus train train-loop train-run store store-run", chapter)
 
 
 def test_the_formula_gives_what_the_libraries_give_and_counts_what_is_no_number(chapter):
@@ -76,22 +55,22 @@ def test_the_shown_rounding_to_tf32_adds_half_a_unit_and_cuts(chapter):
 
 
 def test_the_first_model_fits_a_t4_in_16_bits_only(chapter):
-    run("load", chapter)
+    CHAPTER.run("load", chapter)
     assert "out of memory" in chapter["load"]("qwen2.5-7b", torch.float32)
     taken = chapter["load"]("qwen2.5-7b", torch.float16)
-    run("sizes", chapter)
+    CHAPTER.run("sizes", chapter)
     assert taken == pytest.approx(2 * chapter["counts"]["qwen2.5-7b"], rel=0.01)
 
 
 @pytest.mark.parametrize("width", [2, 0.5])
 def test_arithmetic_is_what_the_allocator_gives_out(chapter, width):
-    run("sizes sizes-simulate", chapter)
+    CHAPTER.run("sizes sizes-simulate", chapter)
     given = chapter["weights_on_card"]("bert-large", width)
     assert 0 <= given / (width * chapter["counts"]["bert-large"]) - 1 < 0.02
 
 
 def test_converting_afterwards_needs_the_large_model_first(chapter):
-    run("sizes measure-code measure-run", chapter)
+    CHAPTER.run("sizes measure-code measure-run", chapter)
     rows = chapter["rows"]
     assert rows["fp16"]["stays"] == rows["bf16"]["stays"] == rows["fp32"]["stays"] / 2
     assert rows["fp32, then fp16"]["stays"] == rows["fp16"]["stays"]
@@ -100,7 +79,7 @@ def test_converting_afterwards_needs_the_large_model_first(chapter):
 
 
 def test_8_bit_types_take_a_byte(chapter):
-    assert set(run("measure-8bit", chapter)["small"].values()) == {1.0}
+    assert set(CHAPTER.run("measure-8bit", chapter)["small"].values()) == {1.0}
 
 
 def test_range_decides_what_storing_a_trained_model_costs(readers):
@@ -116,7 +95,7 @@ def test_range_decides_what_storing_a_trained_model_costs(readers):
 
 
 def test_updates_are_lost_in_bf16_at_a_small_rate(readers):
-    run("absorb-run lost lost-run", readers)
+    CHAPTER.run("absorb-run lost lost-run", readers)
     lost = readers["lost"]
     assert lost["lr = 1e-05"]["fp32"] < 0.01
     assert lost["lr = 1e-05"]["bf16"] > 0.7
@@ -125,14 +104,14 @@ def test_updates_are_lost_in_bf16_at_a_small_rate(readers):
 
 
 def test_an_update_is_swallowed_and_a_master_copy_keeps_it(chapter):
-    reached = run("absorb-run", chapter)["reached"]
+    reached = CHAPTER.run("absorb-run", chapter)["reached"]
     assert reached["bf16"] == 1
     assert reached["fp32"] == pytest.approx(2, abs=1e-3)
     assert torch.tensor(reached["fp32"]).bfloat16() == 2
 
 
 def test_attention_overflows_and_is_mended_by_order_or_by_range(chapter):
-    tried = run("overflow overflow-run", chapter)["tried"]
+    tried = CHAPTER.run("overflow overflow-run", chapter)["tried"]
     finite = {name: bool(result.isfinite().all()) for name, result in tried.items()}
     assert finite == {
         "fp16, scaled last": False,
@@ -142,21 +121,21 @@ def test_attention_overflows_and_is_mended_by_order_or_by_range(chapter):
 
 
 def test_two_libraries_overflow_e4m3_differently_and_a_scale_mends_it(chapter, capsys):
-    run("fp8-overflow", chapter)
+    CHAPTER.run("fp8-overflow", chapter)
     said = capsys.readouterr().out.split()
     # Once ml_dtypes holds at the largest number too, this fails: then the chapter's words can go.
     assert said == ["torch:", "448.0", "ml_dtypes:", "nan", "scaled:", "1000.0"]
 
 
 def test_a_gradient_underflows_and_a_power_of_two_saves_it(chapter):
-    small = run("underflow-run", chapter)["small"]
+    small = CHAPTER.run("underflow-run", chapter)["small"]
     assert small["fp16"][0] == 0 and small["fp16"][1] != 0
     torch.testing.assert_close(small["fp16, scaled"], small["fp32"], rtol=1e-3, atol=0)
     torch.testing.assert_close(small["bf16"].float(), small["fp32"], rtol=4e-3, atol=0)
 
 
 def test_sums_stop_at_two_to_the_mantissa_plus_one(chapter, capsys):
-    run("absorb-run stall-run stall-mend", chapter)
+    CHAPTER.run("absorb-run stall-run stall-mend", chapter)
     stops = {name: totals[-1] for name, totals in chapter["counted"].items()}
     assert stops == {"fp32": 10_000, "fp16": 2.0**11, "bf16": 2.0**8}
     lines = capsys.readouterr().out.splitlines()[-2:]
@@ -164,18 +143,18 @@ def test_sums_stop_at_two_to_the_mantissa_plus_one(chapter, capsys):
 
 
 def test_bf16_to_fp32_is_exact_and_to_fp16_is_not(chapter):
-    run("exact-run half-run", chapter)
+    CHAPTER.run("exact-run half-run", chapter)
     assert chapter["exact"] is True
     assert chapter["too_large"] > 0.3 and chapter["gone"] > 0.3
 
 
 def test_int8_holds_no_products(chapter):
-    run("int8", chapter)
+    CHAPTER.run("int8", chapter)
     assert chapter["outside"] > 0.9 and chapter["wrong"] > 0.9
 
 
 def test_rounding_the_inputs_makes_the_predicted_error(chapter):
-    run("absorb-run tf32-code tf32-run", chapter)
+    CHAPTER.run("absorb-run tf32-code tf32-run", chapter)
     errors = chapter["errors"]
     ratio = errors["inputs rounded"] / errors["rule: 0.3 steps"]
     assert all(abs(ratio[name] - 1) < 0.05 for name in ("tf32", "fp16", "bf16", "fp8 E4M3"))
@@ -184,7 +163,7 @@ def test_rounding_the_inputs_makes_the_predicted_error(chapter):
 
 
 def test_the_tf32_switch_is_put_back(chapter):
-    run("absorb-run cast-time tf32-code tf32-run tf32-card tf32-time", chapter)
+    CHAPTER.run("absorb-run cast-time tf32-code tf32-run tf32-card tf32-time", chapter)
     assert chapter["has_tf32"] == (
         torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
     )
@@ -193,7 +172,7 @@ def test_the_tf32_switch_is_put_back(chapter):
 
 
 def test_the_table_of_cards(chapter):
-    rows = run("who-table", chapter)["rows"]
+    rows = CHAPTER.run("who-table", chapter)["rows"]
     has = {name: {d for d, said in row.items() if said == "yes"} for name, row in rows.items()}
     assert has["T4"] == {"float16", "int8", "int4"}
     assert has["A100-80GB"] == {"tf32", "bfloat16", "float16", "int8", "int4"}
@@ -201,7 +180,7 @@ def test_the_table_of_cards(chapter):
 
 
 def test_only_dtype_changes_what_is_stored(readers):
-    run("frameworks-run trainer-run", readers)
+    CHAPTER.run("frameworks-run trainer-run", readers)
     assert readers["kept_in"] == {
         "dtype=bfloat16": torch.bfloat16,
         "Accelerate, bf16": torch.float32,
@@ -215,7 +194,7 @@ def test_the_verdicts(readers):
         b17-because b17 e13-because e13"""
     words = {}
     for name in names.split():
-        source = cells()[name].replace("verdict(", "found = verdict(")
+        source = CHAPTER.code[name].replace("verdict(", "found = verdict(")
         exec(compile(source, f"cell {name}", "exec"), readers)
         if "found = " in source:
             words[readers["found"].id] = readers["found"].word
@@ -230,10 +209,5 @@ def test_the_verdicts(readers):
 
 @pytest.mark.parametrize("number, wrong", [(1, 240), (2, 8), (3, 1.0), (4, 1e-8)])
 def test_solutions_pass_their_check_and_wrong_answers_are_told_so(chapter, capsys, number, wrong):
-    run({2: "packed", 3: "buggy"}.get(number, ""), chapter)
-    run(f"exercise-{number}", chapter)
-    assert "Not answered yet" in capsys.readouterr().out
-    run(f"solution-{number}", chapter)  # asserts that its own check passes
-    source = cells()[f"exercise-{number}"].replace("answer = ...", f"answer = {wrong!r}")
-    exec(source, chapter)
-    assert "Not yet" in capsys.readouterr().out
+    CHAPTER.run({2: "packed", 3: "buggy"}.get(number, ""), chapter)
+    CHAPTER.check_exercise(number, wrong, chapter, capsys)

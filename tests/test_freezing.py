@@ -1,40 +1,25 @@
 """Chapter 5: what its cells show is true, and its frozen training is the one that memlab runs."""
 
-from pathlib import Path
-
-import nbformat
 import pytest
 import torch
+from notebook import Notebook
 
 from memlab import Recipe, models, simulate
 from memlab.tracer import Tracer
 from memlab.training import Training
 
-CHAPTER = Path(__file__).parent.parent / "chapters" / "05-freezing.ipynb"
+CHAPTER = Notebook("05-freezing")
 # Cells that train tiny models only, in the order of the chapter.
 TINY = """imports published-freezing train-step toy kept toy-run reached small-deberta ask
     mended-freezing vanilla-start corpus corpus-tokens examples reader fit accuracy pretrain tasks
     data fine-tune
     norms stacks bert-norms tied late-freeze late-freeze-run late-thaw late-thaw-run asleep
-    asleep-run""".split()
-
-
-def cells():
-    notebook = nbformat.read(CHAPTER, as_version=4)
-    return {cell.id: cell.source for cell in notebook.cells if cell.cell_type == "code"}
-
-
-def run(names, namespace):
-    for name in names:
-        exec(compile(cells()[name], f"cell {name}", "exec"), namespace)
-    return namespace
+    asleep-run"""
 
 
 @pytest.fixture(scope="module")
 def chapter():
-    before = torch.get_num_threads()
-    yield run(TINY, {"device": torch.device("cpu")})
-    torch.set_num_threads(before)  # the chapter takes one
+    return CHAPTER.run(TINY, {"device": torch.device("cpu")})
 
 
 @pytest.mark.parametrize("model", ["bert-large-tiny", "deberta-v3-base-tiny"])
@@ -102,7 +87,7 @@ def test_lower_layers_save_more_than_upper_ones_in_memory_and_operations(chapter
 
 
 def test_operations_fall_to_the_forward_pass(chapter):
-    run(["flops"], chapter)
+    CHAPTER.run("flops", chapter)
     operations = chapter["operations"]
     full = operations(lambda base: base.embeddings.requires_grad_(False))
     assert operations(lambda base: base.requires_grad_(False)) / full == pytest.approx(1 / 3, 0.01)
@@ -117,13 +102,13 @@ def test_gradients_vanish_only_without_residual_connections(chapter):
 
 
 def test_under_adamw_the_lowest_layer_moves_about_as_much_as_the_top(chapter):
-    run(["change-run", "change-table"], chapter)
+    CHAPTER.run("change-run change-table", chapter)
     low, *_, high = chapter["moved"]["AdamW"]
     assert low > 0.5 * high and low > 0.01
 
 
 def test_freezing_costs_nothing_on_the_near_task_and_much_on_the_far_one(chapter):
-    run(["learn-run"], chapter)
+    CHAPTER.run("learn-run", chapter)
     mean = {key: sum(found) / len(found) for key, found in chapter["scores"].items()}
     assert all(len(found) == 3 for found in chapter["scores"].values())
     assert mean["near", "nothing"] > 0.7
@@ -157,26 +142,22 @@ def test_frozen_batch_statistics_drift_and_dropout_draws_until_eval(chapter):
 
 def test_the_trainer_moves_what_is_not_frozen(chapter):
     chapter |= {"silent": Recipe("bert-large-tiny")}
-    run(["trainer-run", "trainer-data", "trainer-train", "accelerate", "accelerate-run"], chapter)
+    CHAPTER.run("trainer-run trainer-data trainer-train accelerate accelerate-run", chapter)
     assert chapter["still"] == chapter["frozen"] and chapter["given"] == chapter["free"]
     embeddings = chapter["model"].bert.embeddings
     assert all(weight.grad is None for weight in embeddings.parameters())
 
 
 @pytest.mark.parametrize(
-    "number, before, wrong", [(1, [], 375.3), (2, ["first-layers"], 0.75), (3, ["buggy"], 16)]
+    "number, before, wrong", [(1, "", 375.3), (2, "first-layers", 0.75), (3, "buggy", 16)]
 )
 def test_solutions_pass_their_check_and_wrong_answers_are_told_so(
     chapter, capsys, number, before, wrong
 ):
     if number == 2:
-        run(["flops"], chapter)
+        CHAPTER.run("flops", chapter)
         chapter["work"] = {
             0: chapter["operations"](lambda base: base.embeddings.requires_grad_(False))
         }
-    run([*before, f"exercise-{number}"], chapter)
-    assert "Not answered yet" in capsys.readouterr().out
-    run([f"solution-{number}"], chapter)  # asserts that its own check passes
-    source = cells()[f"exercise-{number}"].replace("answer = ...", f"answer = {wrong!r}")
-    exec(source, chapter)
-    assert "Not yet" in capsys.readouterr().out
+    CHAPTER.run(before, chapter)
+    CHAPTER.check_exercise(number, wrong, chapter, capsys)

@@ -1,28 +1,21 @@
 """What the chapter on measuring says of itself: its toy tracer, its verdicts, its wrong answers."""
 
-from pathlib import Path
+import weakref
 
-import nbformat
 import pytest
 import torch
+from notebook import Notebook
 
 from memlab import Meter, Recipe, SimulatedGPU, models
 from memlab.training import Training
 
-CHAPTER = Path(__file__).parent.parent / "chapters" / "01-measuring.ipynb"
+CHAPTER = Notebook("01-measuring")
 
 
 @pytest.fixture(scope="module")
-def cells():
-    return {cell.id: cell for cell in nbformat.read(CHAPTER, as_version=4).cells}
-
-
-@pytest.fixture(scope="module")
-def toy(cells):
+def toy():
     """The class as the chapter shows it."""
-    names = {}
-    exec("import torch, weakref\n" + cells["toy"].source, names)
-    return names["ToyTracer"]
+    return CHAPTER.run("toy", {"torch": torch, "weakref": weakref})["ToyTracer"]
 
 
 @pytest.mark.parametrize("model", ["bert-large-tiny", "gpt2-tiny"])
@@ -42,11 +35,10 @@ def test_the_toy_tracer_equals_memlabs(toy, model):
     assert tracer.peak == meter.footprint.peak_allocated
 
 
-def test_a_t4_runs_out_in_the_second_step_and_goes_on_with_half(cells):
+def test_a_t4_runs_out_in_the_second_step_and_goes_on_with_half():
     names = {"torch": torch, "models": models, "SimulatedGPU": SimulatedGPU, "MiB": 2**20}
     names["tqdm"] = lambda steps, leave: steps
-    exec(cells["t4-step"].source, names)
-    exec(cells["t4-loop"].source, names)
+    CHAPTER.run("t4-step t4-loop", names)
     assert [(batch, outcome) for _, batch, outcome, _ in names["log"][1:]] == [
         (8, "trained"),
         (8, "out of memory"),
@@ -56,14 +48,14 @@ def test_a_t4_runs_out_in_the_second_step_and_goes_on_with_half(cells):
 
 
 @pytest.mark.parametrize("claim", ["b2", "b24", "b25"])
-def test_verdicts_are_computed(cells, claim):
-    source = cells[f"claim-{claim}"].source
+def test_verdicts_are_computed(claim):
+    source = CHAPTER.code[f"claim-{claim}"]
     assert f'"{claim.upper()}"' in source
     assert "holds=True" not in source and "holds=False" not in source
 
 
-def test_every_solution_passes_its_own_check_and_refuses_a_wrong_answer(cells):
-    solutions = [cell for name, cell in cells.items() if name.endswith("-solution")]
+def test_every_solution_passes_its_own_check_and_refuses_a_wrong_answer():
+    solutions = [cell for cell in CHAPTER.cells if cell.id.endswith("-solution")]
     assert len(solutions) == 4
     for cell in solutions:
         assert "hide-cell" in cell.metadata.tags

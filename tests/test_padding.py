@@ -1,54 +1,33 @@
 """Chapter 10: what its cells show is true, and its batches are those that memlab simulates."""
 
 import random
-from pathlib import Path
 
-import nbformat
 import pytest
 import torch
+from notebook import Notebook
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from memlab import SimulatedGPU
 
-CHAPTER = Path(__file__).parent.parent / "chapters" / "10-padding.ipynb"
-STRATEGIES = "imports cut orders grouped packed".split()
-TEXTS = "corpus lengths".split()
-COLLATORS = "vanilla-collate changed-collate".split()
-SMALL = "classifier mean-of-each collate-rows learn-data learn-orders".split()
+CHAPTER = Notebook("10-padding")
+STRATEGIES = "cut orders grouped packed"
+TEXTS = "corpus lengths"
+COLLATORS = "vanilla-collate changed-collate"
+SMALL = "classifier mean-of-each collate-rows learn-data learn-orders"
 LENGTHS = [random.Random(i).randrange(1, 400) for i in range(331)]
-
-
-def cells():
-    notebook = nbformat.read(CHAPTER, as_version=4)
-    return {cell.id: cell.source for cell in notebook.cells if cell.cell_type == "code"}
-
-
-def run(names, namespace):
-    for name in names:
-        exec(compile(cells()[name], f"cell {name}", "exec"), namespace)
-    return namespace
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Models this small gain nothing from more, and lose much where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
 def plain():
     """The strategies alone, without texts."""
-    return run(STRATEGIES, {})
+    return CHAPTER.run(f"imports {STRATEGIES}")
 
 
 @pytest.fixture(scope="module")
 def chapter():
-    namespace = run(["imports", *TEXTS, *STRATEGIES[1:], "one-a-row"], {})
+    namespace = CHAPTER.run(f"imports {TEXTS} {STRATEGIES} one-a-row")
     namespace |= {"device": torch.device("cpu"), "SimulatedGPU": SimulatedGPU}
     quiet = namespace["models"].config("bert-base-tiny")
     quiet.hidden_dropout_prob = quiet.attention_probs_dropout_prob = 0.0
@@ -102,7 +81,7 @@ def test_packed_rows_hold_every_text_once_and_are_full(plain):
 
 
 def test_our_collator_gives_the_librarys_tensors(chapter):
-    run(COLLATORS, chapter)
+    CHAPTER.run(COLLATORS, chapter)
     texts = chapter["data"][:16]
     library = DataCollatorWithPadding(chapter["tokenizer"])([{"input_ids": t} for t in texts])
     ours = chapter["collate"](texts)
@@ -115,13 +94,13 @@ def test_our_collator_gives_the_librarys_tensors(chapter):
 
 
 def test_an_empty_text_is_refused(chapter):
-    run(COLLATORS, chapter)
+    CHAPTER.run(COLLATORS, chapter)
     with pytest.raises(ValueError, match="a text has no token"):
         chapter["collate"]([[1, 2], []])
 
 
 def test_the_loader_computes_the_tokens_that_were_counted(chapter):
-    run(COLLATORS, chapter)
+    CHAPTER.run(COLLATORS, chapter)
     epoch = chapter["epoch"]
     order = chapter["grouped"](epoch, 16)
     loader = DataLoader(chapter["data"], batch_sampler=order, collate_fn=chapter["collate"])
@@ -149,7 +128,7 @@ def test_the_librarys_epoch_ends_with_short_texts_and_ours_does_not(chapter):
 
 
 def test_the_worst_batch_in_a_loop_takes_what_its_recipe_takes(chapter):
-    run([*COLLATORS, "own-loop"], chapter)
+    CHAPTER.run(f"{COLLATORS} own-loop", chapter)
     chapter["theirs"] = DataCollatorWithPadding(chapter["tokenizer"])
     texts = sorted(chapter["data"], key=len)[-200:-196]
     features = [{"input_ids": t, "labels": 0} for t in texts]
@@ -161,7 +140,7 @@ def test_the_worst_batch_in_a_loop_takes_what_its_recipe_takes(chapter):
 
 
 def test_the_formula_of_operations_meets_the_counter(chapter):
-    run(["flops", "flops-fit"], chapter)
+    CHAPTER.run("flops flops-fit", chapter)
     assert abs(chapter["off"]) < 1e-3
 
 
@@ -169,7 +148,7 @@ def test_the_formula_of_operations_meets_the_counter(chapter):
 def small(chapter):
     chapter["LengthGroupedSampler"] = LengthGroupedSampler
     chapter["labels"] = chapter["corpus"]["label"][:]
-    return run(SMALL, chapter)
+    return CHAPTER.run(SMALL, chapter)
 
 
 def test_padded_and_packed_texts_get_the_scores_of_the_text_alone(small):
@@ -185,7 +164,7 @@ def test_padded_and_packed_texts_get_the_scores_of_the_text_alone(small):
 
 
 def test_fixed_and_dynamic_padding_are_the_same_training(small):
-    run(["learn-strategies", "learn-function"], small)
+    CHAPTER.run("learn-strategies learn-function", small)
 
     def few(*a):
         return small["one_a_row"](small["shuffled"](*a)[:6])
@@ -197,7 +176,7 @@ def test_fixed_and_dynamic_padding_are_the_same_training(small):
 
 @pytest.mark.slow
 def test_sorting_hurts_and_grouping_does_not(small):
-    run(["learn-strategies", "learn-function", "judge"], small)
+    CHAPTER.run("learn-strategies learn-function judge", small)
     kinds = ("shuffled", "sorted", "grouped, ours", "packed")
     results = {
         kind: [
@@ -213,14 +192,14 @@ def test_sorting_hurts_and_grouping_does_not(small):
 
 
 def test_padding_without_a_mask_moves_the_answer_and_with_it_does_not(chapter):
-    run(["mask-wrong", "mask-run"], chapter)
+    CHAPTER.run("mask-wrong mask-run", chapter)
     assert all(found > 1e-4 for found in chapter["drift"][1:])
     assert max(chapter["still"]) < 1e-5
 
 
 def test_counted_padding_lowers_the_reported_loss_and_turns_the_gradient(chapter):
     chapter["topics"] = chapter["text"].topics()["text"][:]
-    run(["loss-data", "loss-model", "loss-gradient", "loss-train"], chapter)
+    CHAPTER.run("loss-data loss-model loss-gradient loss-train", chapter)
     assert chapter["off"] > 0.5
     wrong, right = (
         [chapter["write"](chapter[name], seed)[0] for seed in (3, 4, 5)]
@@ -231,20 +210,20 @@ def test_counted_padding_lowers_the_reported_loss_and_turns_the_gradient(chapter
 
 def test_a_padding_token_that_is_the_end_of_text_takes_the_end_away(chapter):
     chapter["topics"] = chapter["text"].topics()["text"][:]
-    run(["loss-data", "eos", "eos-run"], chapter)
+    CHAPTER.run("loss-data eos eos-run", chapter)
     assert chapter["ends"] == [0, 4]
 
 
 def test_a_late_long_batch_runs_out_and_both_mends_hold(chapter):
     chapter["theirs"] = DataCollatorWithPadding(chapter["tokenizer"])
-    run(["late-data", "late-loop", "late-run", "late-first", "budget", "budget-run"], chapter)
+    CHAPTER.run("late-data late-loop late-run late-first budget budget-run", chapter)
     assert 0 < chapter["late"][0] < len(chapter["order"])
     assert chapter["first"][0] == 0 and "CUDA out of memory" in chapter["first"][1]
     assert chapter["held_to"] == (len(chapter["budget"]), "the whole epoch")
 
 
 def test_a_token_budget_holds_for_every_batch(chapter):
-    run(["budget"], chapter)
+    CHAPTER.run("budget", chapter)
     batches = chapter["token_budget"](LENGTHS, 1000)
     assert sorted(sum(batches, [])) == list(range(len(LENGTHS)))
     assert max(len(b) * max(LENGTHS[i] for i in b) for b in batches) <= 1000
@@ -253,37 +232,29 @@ def test_a_token_budget_holds_for_every_batch(chapter):
 
 
 def test_packed_texts_leak_unless_their_borders_are_told(chapter):
-    run(["leak-data", "leak-function", "leak-run", "leak-blocks", "leak-bert-run"], chapter)
+    CHAPTER.run("leak-data leak-function leak-run leak-blocks leak-bert-run", chapter)
     right = {"positions", "BERT, sdpa, yes and no", "BERT, sdpa, added", "BERT, eager, added"}
     for name, difference in chapter["leaks"].items():
         assert (difference < 1e-4) if name in right else (difference > 1e-3), name
 
 
 def test_the_trainers_grouping_starts_with_the_widest_and_computes_less(chapter):
-    run(
-        [*COLLATORS, *SMALL[3:4], "trainer-old", "trainer-rename", "trainer", "trainer-run"],
-        chapter,
-    )
+    CHAPTER.run(f"{COLLATORS} learn-data trainer-old trainer-rename trainer trainer-run", chapter)
     at_random, by_group = chapter["at_random"], chapter["by_group"]
     assert sum(by_group) < 0.95 * sum(at_random)
     assert by_group[0] == max(by_group) == max(at_random)
 
 
 def test_accelerate_keeps_our_batches(chapter):
-    run(COLLATORS, chapter)
+    CHAPTER.run(COLLATORS, chapter)
     names = ("DataLoader", DataLoader), ("ones", {"grouped": chapter["grouped"]})
-    run(["plans", "trainer-old", "accelerate"], chapter | dict(names))  # asserts its widths
+    CHAPTER.run("plans trainer-old accelerate", chapter | dict(names))  # asserts its widths
 
 
 @pytest.mark.parametrize("number, wrong", [(1, 0.3), (3, 12345)])
 def test_solutions_pass_their_check_and_wrong_answers_are_told_so(chapter, capsys, number, wrong):
-    run(COLLATORS, chapter)
+    CHAPTER.run(COLLATORS, chapter)
     chapter["DataLoader"] = DataLoader
     sorted_tokens = tokens(chapter["by_length"](chapter["epoch"], 16), chapter["epoch"])
     chapter["table"] = {"tokens": {"sorted": sorted_tokens}}
-    names = {1: ["exercise-1"], 3: ["exercise-3", "exercise-3-check"]}[number]
-    run(names, chapter)
-    assert "Not answered yet" in capsys.readouterr().out
-    run([f"solution-{number}"], chapter)  # asserts that its own check passes
-    exec(cells()[names[-1]].replace("answer = ...", f"answer = {wrong!r}"), chapter)
-    assert "Not yet" in capsys.readouterr().out
+    CHAPTER.check_exercise(number, wrong, chapter, capsys)

@@ -1,0 +1,101 @@
+"""What a log of births and deaths gives: peaks, breakdowns, timelines and lives."""
+
+import pytest
+
+from memlab.allocator import CachingAllocator
+from memlab.eventlog import BACKWARD, FORWARD, STEP, EventLog
+
+MiB = 2**20
+
+
+class Told(EventLog):
+    """A log that is told phase and module."""
+
+    phase, module = FORWARD, "layer"
+
+    def _phase(self):
+        return self.phase
+
+    def _module(self):
+        return self.module
+
+
+@pytest.fixture
+def log():
+    """Two activations of 3 and 5 bytes, a gradient of 2 in the backward pass, a state of 4."""
+    log = Told()
+    small = log._birth(3, "activations")
+    large = log._birth(5, "activations")
+    log.phase, log.module = BACKWARD, "head"
+    log._birth(2, "gradients")
+    log._death(large)
+    log._death(small)
+    log.phase = STEP
+    log._birth(4, "optimizer_states")
+    return log
+
+
+def test_the_peak_is_the_highest_sum_and_is_broken_down_where_it_was(log):
+    found = log.footprint()
+    assert (found.peak_allocated, found.peak_phase, found.peak_reserved) == (10, BACKWARD, None)
+    held = {name: nbytes for name, nbytes in found.breakdown.items() if nbytes}
+    assert held == {"activations": 8, "gradients": 2}
+
+
+def test_the_first_of_equal_peaks_is_the_peak(log):
+    log._birth(4, "temporary")  # 10 again
+    assert log.peak()[2:] == (BACKWARD, 2)
+
+
+def test_after_a_reset_the_peak_begins_with_what_is_there(log):
+    log.reset_peak()
+    assert log.peak() == (6, 0, FORWARD, 5)
+    log._birth(1, "temporary")
+    assert log.footprint().peak_allocated == 7
+    assert log.footprint().timeline.totals() == [6, 7]
+
+
+def test_what_was_there_before_counts_in_every_moment(log):
+    log._describe(100, "parameters")
+    log._before = 100
+    found = log.footprint()
+    assert found.peak_allocated == 110 and found.breakdown["parameters"] == 100
+    assert found.timeline.totals() == [100, 103, 108, 110, 105, 102, 106]
+
+
+def test_lives_say_from_when_to_when_and_whose(log):
+    lives = log.footprint().timeline.lives
+    rows = [(life.nbytes, life.module, life.born, life.died) for life in lives]
+    assert rows == [
+        (3, "layer", 1, 5),
+        (5, "layer", 2, 4),
+        (2, "head", 3, None),
+        (4, "head", 6, None),
+    ]
+    log.reset_peak()
+    # What died before the reset is not in the stretch; what lived through it was there at 0.
+    lives = log.footprint().timeline.lives
+    assert [(life.nbytes, life.born) for life in lives] == [(2, 0), (4, 0)]
+
+
+def test_a_graph_that_dies_after_the_backward_pass_still_belongs_to_it():
+    log = Told()
+    kept = log._birth(3, "activations")
+    log.phase = BACKWARD
+    log._birth(2, "gradients")
+    log.phase = FORWARD  # the engine has ended
+    log._death(kept)
+    log._birth(1, "activations")
+    assert [phase for *_, phase, _, _ in log.events] == [FORWARD, BACKWARD, BACKWARD, FORWARD]
+
+
+def test_with_an_allocator_blocks_and_segments_count():
+    log = Told(CachingAllocator())
+    first = log._birth(1000, "activations")
+    log._birth(3 * MiB + 1, "gradients")
+    log._death(first)
+    found = log.footprint()
+    assert found.peak_allocated == 1024 + 3 * MiB + 512
+    assert found.breakdown["rounding"] == 24 + 511
+    assert found.peak_reserved == 2 * MiB + 20 * MiB
+    assert found.timeline.levels["rounding"] == [0, 24, 24 + 511, 511]
