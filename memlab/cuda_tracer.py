@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab import cuda_rules
 from memlab.allocator import CachingAllocator, CapacityError
+from memlab.cuda_rules import RULES
 from memlab.eventlog import BACKWARD, FORWARD
 from memlab.gpus import GPU, cublas_workspace
 from memlab.tracer import Tracer
@@ -18,9 +19,10 @@ from memlab.tracer import Tracer
 class CudaTracer(Tracer):
     """A tracer that serves memory as a CUDA device does, with its workspaces and its limit."""
 
-    def __init__(self, gpu: GPU | None, allocator: CachingAllocator):
+    def __init__(self, gpu: GPU | None, allocator: CachingAllocator, rules=frozenset(RULES)):
         super().__init__(allocator)
-        self.gpu = gpu
+        self.gpu, self.rules = gpu, rules
+        self.met_rules: set[str] = set()
         self.workspace = gpu.workspace if gpu else cublas_workspace((8, 0))
         self._handles_used = set()
         self._unseen = False
@@ -35,7 +37,7 @@ class CudaTracer(Tracer):
             return func(*args)
         # A number made by torch.tensor() without a device stays on the host.
         if func is torch.ops.aten.lift_fresh.default and args[0].dim() == 0:
-            return self.keep_on_host(func(*args))
+            return self._by_rule("numbers on the host", func(*args))
         self._take_workspaces(func)
         self._arguments, self._met_host_data = args, False
         try:
@@ -44,6 +46,8 @@ class CudaTracer(Tracer):
             self._arguments = ()
         scratch = cuda_rules.kernel_scratch(func, args)
         if scratch:
+            self.met_rules.add("softmax backward")
+        if scratch and "softmax backward" in self.rules:
             self._death(self._birth(scratch, "temporary"))
         return out
 
@@ -51,7 +55,12 @@ class CudaTracer(Tracer):
         """Zeros of the shape of `like` that the card never holds."""
         with self.unseen():
             zeros = torch.zeros_like(like, dtype=dtype)
-        return self.keep_on_host(zeros)
+        return self._by_rule("paged states", zeros)
+
+    def _by_rule(self, rule, tensor):
+        """A tensor that lies on the host if the rule holds."""
+        self.met_rules.add(rule)
+        return self.keep_on_host(tensor) if rule in self.rules else tensor
 
     @contextlib.contextmanager
     def unseen(self):

@@ -95,7 +95,6 @@ def cuda_code_on_cpu_tensors(on_host=lambda tensor: False):
     foreach_devices = mock.Mock(return_value=["cpu"])  # elsewhere the default on CUDA only
     types = [*optimizers._foreach_supported_types, FakeTensor]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(quantized.int8_products_of_cuda())
         for target, name, replacement in (
             (torch.autocast, "__init__", _autocast_on_cpu),
             (torch.amp.GradScaler, "__init__", _scaler_on_cpu),

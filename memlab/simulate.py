@@ -56,7 +56,7 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
             f"precision is {recipe.precision!r}: a mixture of experts is simulated in bf16 only "
             "(with a base: upcast=False), for PyTorch gives torch._grouped_mm shapes in no other"
         )
-    _import_outside(recipe)
+    import_outside(recipe)
     log = depth.log_at_full_depth(recipe, lambda shallow: trace(shallow, simulated.gpu))
     if recipe.base != "none":
         log = log or trace(recipe, simulated.gpu)
@@ -67,20 +67,20 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     if log:
         return simulated.replay(log)
     with simulated:
-        return simulated.footprint_of(_two_steps(recipe, simulated))
+        return simulated.footprint_of(two_steps(recipe, simulated))
 
 
 def trace(recipe: Recipe, gpu: GPU | None = None) -> depth.Log:
     """What `recipe` does to memory, at its own depth, on a card like `gpu` without a limit."""
-    _import_outside(recipe)
+    import_outside(recipe)
     simulated = SimulatedGPU(gpu and replace(gpu, total_memory=2**60))
     tracer, emptied = simulated.tracer, []
     tracer.allocator.empty_cache = lambda: emptied.append(len(tracer.events))
     with simulated:
-        return depth.Log.of(tracer, emptied, _two_steps(recipe, simulated))
+        return depth.Log.of(tracer, emptied, two_steps(recipe, simulated))
 
 
-def _import_outside(recipe: Recipe) -> None:
+def import_outside(recipe: Recipe) -> None:
     """Packages that make tensors when they are imported, which would count as the card's."""
     if recipe.optimizer.endswith("8bit") or recipe.base != "none":
         import_bitsandbytes(f"optimizer {recipe.optimizer}, base {recipe.base}")
@@ -88,7 +88,7 @@ def _import_outside(recipe: Recipe) -> None:
         import_peft()
 
 
-def _two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
+def two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
     built_in = moved_in = None
     if recipe.base != "none":
         built_in, moved_in = simulated.tracer.unseen(), simulated.tracer.loading()
@@ -112,6 +112,7 @@ class SimulatedGPU:
         print(gpu.footprint)
 
     gpu: a name of `memlab.gpus.GPUS`, a number of bytes, or None for a card without a limit.
+    rules: which of `memlab.cuda_rules.RULES` hold; all do on a card.
 
     Code written for CUDA runs unchanged: it places tensors (`.to("cuda")`, `.cuda()`,
     `device="cuda"`, `device_map="cuda"`), uses `torch.autocast("cuda")` and
@@ -137,10 +138,10 @@ class SimulatedGPU:
 
     entered = False  # one card at a time
 
-    def __init__(self, gpu: GPU | str | int | None = None):
+    def __init__(self, gpu: GPU | str | int | None = None, rules=frozenset(cuda_rules.RULES)):
         self.gpu = None if gpu is None else find_gpu(gpu)
         capacity = self.gpu.usable if self.gpu else None
-        self.tracer = CudaTracer(self.gpu, CachingAllocator(capacity))
+        self.tracer = CudaTracer(self.gpu, CachingAllocator(capacity), rules)
         self._at_exit = None
         self.device = torch.device("cpu")  # what fake tensors say of themselves
 
@@ -154,7 +155,8 @@ class SimulatedGPU:
             stack.enter_context(fake.tensors_without_data(self.tracer.moved))
             stack.enter_context(fake.cuda_code_on_cpu_tensors(self.tracer.on_host))
             stack.enter_context(fake.paged_states(self.tracer.zeros_on_host))
-            stack.enter_context(cuda_rules.cuda_kernels(gpu=self.gpu))
+            rules, met = self.tracer.rules, self.tracer.met_rules
+            stack.enter_context(cuda_rules.cuda_kernels(gpu=self.gpu, rules=rules, met=met))
             stack.enter_context(cuda_names.cuda_answers(self.tracer, self.snapshot))
             stack.enter_context(self.tracer)
             self._stack = stack.pop_all()
