@@ -55,8 +55,8 @@ class Comparison:
         a CPU, where the run is predicted with the CPU's own kernels instead of CUDA's;
         `out of memory`, where the run or its prediction ended so.
     bounds: (lowest, highest) prediction of a figure that is predicted as a range, else None.
-    predicted, recorded: bytes; for `out of memory` whether it did; predicted is None where
-        `refused` says why there is no prediction.
+    predicted, recorded: bytes, of a predictor that gives a range alone its upper end; for
+        `out of memory` whether it did; predicted is None where `refused` says why there is no prediction.
     """
 
     against: str
@@ -137,8 +137,10 @@ def _compare(run: Record, predictor: str, predict) -> list[Comparison]:
         return [Comparison(*begin, name, None, value, why) for name, value in recorded.items()]
     if ran_out:
         return [Comparison(*begin, "out of memory", False, True)]
-    predicted = _predicted(run, footprint, card)
     low, high = footprint.reserved_range or (None, None)
+    if footprint.peak_reserved is None:
+        footprint = dataclasses.replace(footprint, peak_reserved=high)
+    predicted = _predicted(run, footprint, card)
     found = []
     for name, value in _recorded(run).items():
         bounds = None

@@ -98,10 +98,11 @@ class Footprint:
     peak_allocated: bytes of tensors (CPU) or of allocator blocks (CUDA and simulated) at the
         worst moment.
     peak_reserved: bytes that the caching allocator has taken from the device; None on a CPU,
-        which has no caching allocator.
+        which has no caching allocator, and from `memlab.formula`, which gives a range only.
     breakdown: bytes by category at that moment; sums to peak_allocated.
     reserved_range: (lowest, highest) peak_reserved, where it is not one number: a 4-bit or 8-bit
-        base leaves more or less behind, by the way it was loaded (`memlab.loading`); else None.
+        base leaves more or less behind, by the way it was loaded (`memlab.loading`), and
+        `memlab.formula` knows no order of events; else None.
     peak_phase: `forward`, `backward` or `optimizer step`.
     parameters, trainable_parameters: counts, not bytes.
     context: bytes of the CUDA context; device_used: bytes in use on the whole device, by all
@@ -187,7 +188,7 @@ class Footprint:
         lines = [f"{label:<{width}}  {mib(n):>12}" for label, n in rows]
         if self.reserved_range:
             low, high = map(mib, self.reserved_range)
-            lines.append(f"reserved by the way the base is loaded: {low} to {high}")
+            lines.append(f"peak reserved, as a range: {low} to {high}")
         return "\n".join(lines)
 
 

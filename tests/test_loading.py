@@ -130,4 +130,4 @@ def test_the_range_is_the_same_every_time_and_only_a_base_has_one():
     assert simulate(QLORA.but(base="none")).reserved_range is None
     footprint = simulate(QLORA)
     assert footprint.as_dict()["reserved_range"] == list(footprint.reserved_range)
-    assert "reserved by the way the base is loaded: " in str(footprint)
+    assert "peak reserved, as a range: " in str(footprint)
