@@ -56,7 +56,7 @@ class Comparison:
         `out of memory`, where the run or its prediction ended so.
     bounds: (lowest, highest) prediction of a figure that is predicted as a range, else None.
     predicted, recorded: bytes, of a predictor that gives a range alone its upper end; for
-        `out of memory` whether it did; predicted is None where `refused` says why there is no prediction.
+        `out of memory` whether it did; predicted is None where `refused` says why there is none.
     """
 
     against: str

@@ -95,6 +95,14 @@ class CudaTracer(Tracer):
         self._on_host[id(storage)] = storage
         return tensor
 
+    def to_host(self, tensor):
+        """A copy of a tensor that the host holds."""
+        with self.unseen():
+            copy = torch.empty_like(tensor)
+        storage = copy.untyped_storage()
+        self._host_data[id(storage)] = storage
+        return copy
+
     def on_host(self, tensor) -> bool:
         """Whether a tensor holds data that was made outside, or was made of such data.
 
@@ -139,7 +147,8 @@ class CudaTracer(Tracer):
     def _see(self, tensor, category=None, existed=False) -> None:
         if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta":
             return  # made with device="meta": it takes no memory anywhere
-        if category is None and existed and self.on_host(tensor):
+        known_here = category is not None and not isinstance(tensor, FakeTensor)
+        if existed and not known_here and self.on_host(tensor):
             self._met_host_data = True
         elif not self._unseen and id(tensor.untyped_storage()) not in self._on_host:
             super()._see(tensor, category, existed)

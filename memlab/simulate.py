@@ -125,8 +125,12 @@ class SimulatedGPU:
       which stay on the host as they do with CUDA (AdamW's step counters), and the states of
       paged optimizers, which lie in managed memory outside PyTorch's allocator. How much of
       those the driver keeps on the card at a time is not simulated. `tensor.device` says cpu.
-    - Tensors made outside hold data and lie on the host; `.to("cuda")` makes a new one on the
-      card. Parameters made outside count as the card's from their first use on.
+    - Tensors made outside, or by a DataLoader's workers, hold data and lie on the host;
+      `.to("cuda")` makes a new one on the card, `.cpu()` and `.to("cpu")` one on the host,
+      except of a tensor with a gradient. Parameters made outside count as the card's from their
+      first use on.
+    - Several sequences packed into one row are told apart by position_ids that hold data when
+      they move to the card; position_ids made inside count as those of one sequence a row.
     - Tensors hold no data: `loss.item()` gives 1.0, and code that branches on values follows
       one branch. The gradient scaler never skips a step.
     - One stream, the allocator's default settings, no other process on the card. Weights of a
@@ -151,9 +155,10 @@ class SimulatedGPU:
         if importlib.util.find_spec("bitsandbytes"):
             # Other libraries import it, and inside it would look for its CUDA library.
             import_bitsandbytes("SimulatedGPU")
+        tracer = self.tracer
         with contextlib.ExitStack() as stack:
             stack.enter_context(fake.tensors_without_data(self.tracer.moved))
-            stack.enter_context(fake.cuda_code_on_cpu_tensors(self.tracer.on_host))
+            stack.enter_context(fake.cuda_code_on_cpu_tensors(tracer.on_host, tracer.to_host))
             stack.enter_context(fake.paged_states(self.tracer.zeros_on_host))
             rules, met = self.tracer.rules, self.tracer.met_rules
             stack.enter_context(cuda_rules.cuda_kernels(gpu=self.gpu, rules=rules, met=met))
