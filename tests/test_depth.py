@@ -34,7 +34,6 @@ def at_full_depth(recipe, gpu=None):
     [
         ("gpt2-xl", FULL),
         ("gpt2-xl", {"lora_rank": 8}),
-        ("gpt2-xl", CHECKPOINTED),
         ("bert-large", FROZEN),
         ("bert-large", {"optimizer": "adamw_8bit"}),
         ("llama-3.2-3b", LORA),

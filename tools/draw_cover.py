@@ -24,11 +24,6 @@ RECIPES = {
 }
 
 
-def figures() -> dict[str, int]:
-    """Label -> peak allocated, in whole MiB, of each recipe on a card without a limit."""
-    return {label: round(simulate(r).peak_allocated / MiB) for label, r in RECIPES.items()}
-
-
 def main() -> None:
     footprints = {label: simulate(recipe) for label, recipe in RECIPES.items()}
     mpl.rcParams["svg.hashsalt"] = "cover"  # the same figures give the same file
