@@ -54,6 +54,7 @@ def memtracked(recipe) -> None:
         tracker.track_external(training.model, training.optimizer)
         stack.enter_context(tracker)
         training.step()
+        tracker.reset_mod_stats()  # it follows one step at a time
         training.step()
 
 
