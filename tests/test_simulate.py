@@ -330,3 +330,53 @@ def test_experts_in_fp32_are_refused_by_name():
     with pytest.raises(ValueError, match="mixture of experts is simulated in bf16 only"):
         simulate(Recipe(model="mixtral-8x7b-tiny", seq_len=16))
     assert simulate(Recipe(model="mixtral-8x7b-tiny", seq_len=16, precision="bf16"))
+
+
+def test_a_copy_on_the_host_keeps_nothing_on_the_card():
+    with SimulatedGPU():
+        for to_host in (torch.Tensor.cpu, lambda x: x.to("cpu"), lambda x: x.detach().cpu() * 2):
+            tensor = torch.zeros(MiB, device="cuda")
+            copy = to_host(tensor)
+            assert torch.cuda.memory_allocated() == 4 * MiB
+            del tensor
+            assert copy.shape == (MiB,)
+            assert torch.cuda.memory_allocated() == 0
+            back = copy.to("cuda")
+            assert torch.cuda.memory_allocated() == 4 * MiB
+            del back
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return {"input_ids": torch.full((512,), i)}
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_workers_of_a_data_loader_make_tensors_on_the_host(pinned):
+    with SimulatedGPU():
+        loader = torch.utils.data.DataLoader(Rows(), 2, num_workers=1, pin_memory=pinned)
+        for batch in loader:
+            tokens = batch["input_ids"]
+            assert torch.cuda.memory_allocated() == 0
+            tokens = tokens.to("cuda", non_blocking=True)
+            assert tokens.shape == (2, 512)
+            assert torch.cuda.memory_allocated() == 2 * 512 * 8
+            del tokens
+
+
+def test_packed_sequences_need_a_mask_where_their_positions_are_known():
+    tokens = torch.zeros(1, 64, dtype=torch.long)
+    one, two = torch.arange(64)[None], torch.cat([torch.arange(32), torch.arange(32)])[None]
+
+    def operations(**positions):
+        with SimulatedGPU() as gpu:
+            model = build("llama-3-8b-tiny", attention="sdpa").to("cuda")
+            batch = {"input_ids": tokens} | positions
+            model(**{name: values.to("cuda") for name, values in batch.items()}, use_cache=False)
+        return {life.operation for life in gpu.footprint.timeline.lives}
+
+    alone, packed = operations(position_ids=one), operations(position_ids=two)
+    assert "aten.cumsum" in packed and "aten.cumsum" not in alone
