@@ -168,7 +168,7 @@ def test_small_tensors_stay_in_32_bit_until_told(chapter):
 def test_rows_of_an_embedding_differ_more_and_blocks_mend_most_of_it(chapter):
     embedding, linear = (chapter["embedding_rows"][n] for n in ("embedding", "linear"))
     assert embedding["spread of the rows"] > 5 * linear["spread of the rows"]
-    assert embedding["error %, one scale"] > 2 * embedding["error %, blocks"]
+    assert embedding["per cent off, one scale"] > 2 * embedding["per cent off, blocks"]
 
 
 def test_an_override_leaks_into_the_next_optimizer_and_is_mended(chapter):
