@@ -11,11 +11,11 @@ from memlab.training import LEARNING_RATE, Training
 
 CHAPTER = Notebook("07-optimizers")
 # Cells that need no simulation, in the order of the chapter.
-TINY = """imports train-step ruled remembered sgd adam-printed adamw adam-steps lion adafactor pairs
-    ten-steps same-run zoo dynamic-map quantize dequantize compare-run outlier adamw-8bit
-    adamw-8bit-run dtypes corpus reader learn count-calls heaps calls-run small-tensors
+TINY = """imports train-step ruled remembered sgd adam-printed adamw adam-steps lion adafactor fixed
+    pairs ten-steps same-run zoo dynamic-map quantize dequantize compare-run compare-theirs outlier
+    adamw-8bit adamw-8bit-run dtypes corpus reader learn count-calls heaps calls-run small-tensors
     small-tensors-run trained-states step-error embedding-rows two-models leak leak-memory
-    late-run"""
+    leak-mended late-run"""
 
 
 @pytest.fixture(scope="module")
