@@ -13,6 +13,7 @@ CHAPTER = Notebook("07-optimizers")
 # Cells that need no simulation, in the order of the chapter.
 TINY = """imports train-step ruled remembered sgd adam-printed adamw adam-steps lion adafactor fixed
     pairs ten-steps same-run zoo dynamic-map quantize dequantize compare-run compare-theirs outlier
+    outlier-run
     adamw-8bit adamw-8bit-run dtypes corpus reader learn count-calls heaps calls-run small-tensors
     small-tensors-run trained-states step-error embedding-rows two-models leak leak-memory
     leak-mended late-run"""
