@@ -5,7 +5,8 @@ import pytest
 import torch
 from notebook import Notebook
 
-from memlab import Recipe
+from memlab import Recipe, models
+from memlab.records import records
 from memlab.tracer import Tracer
 from memlab.training import LEARNING_RATE, Training
 
@@ -197,6 +198,15 @@ def test_full_size_bytes_a_weight_and_what_the_step_borrows(chapter):
     assert found["AdamW, fused"] == pytest.approx([8, 0], abs=0.01)
     assert found["8-bit AdamW"] == pytest.approx([2 + 8 / 256, 0], abs=0.02)
     assert found["Adafactor"][0] < 0.05 < 1 < found["Adafactor"][1]
+
+
+def test_the_published_table_leaves_adafactor_no_four_bytes():
+    used = {run.name: run.figures["device_used_bytes"] for run in records("published")}
+    with torch.device("meta"):
+        count = sum(p.numel() for p in models.build("bert-large").parameters())
+    saved = [(used["vanilla"] - used[name]) / count for name in ("adafactor", "8-bit adam")]
+    assert 7.5 < saved[0] < 8.5  # of AdamW's 8
+    assert 5 < saved[1] < 6.1
 
 
 @pytest.mark.parametrize("number, wrong", [(1, 6), (2, 1000), (3, 0.989)])
