@@ -208,17 +208,21 @@ def make_optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimi
 
 def _bitsandbytes_optimizer(name, parameters, model):
     bitsandbytes = quantized.import_bitsandbytes(name)
-    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
-    manager.initialize()  # overrides of earlier optimizers of the process would stay otherwise
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
-            manager.register_module_override(module, "weight", {"optim_bits": 32})
     kinds = {
         "adamw_8bit": bitsandbytes.optim.AdamW8bit,
         "paged_adamw_8bit": bitsandbytes.optim.PagedAdamW8bit,
         "lion_8bit": bitsandbytes.optim.Lion8bit,
     }
-    return kinds[name](parameters, lr=LEARNING_RATE)
+    optimizer = kinds[name](parameters, lr=LEARNING_RATE)
+    # The process's one manager would hand these overrides to later optimizers, by the position of
+    # the weight, and hold the model for ever: this optimizer gets a manager of its own.
+    manager = object.__new__(bitsandbytes.optim.GlobalOptimManager)
+    manager.initialize()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
+    optimizer.mng = manager
+    return optimizer
 
 
 def make_batches(recipe: Recipe, config, device, seed: int = 0) -> list[dict]:
