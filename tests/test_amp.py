@@ -131,7 +131,7 @@ def test_a_scaler_backs_off_skips_and_grows(chapter):
 def test_without_zero_grad_the_first_overflow_ends_the_training(chapter):
     NOTEBOOK.run("published-loop published-loop-run", chapter)
     (_, right), (_, stuck) = (chapter["loops"][f"fp16, {n}"] for n in ("cleared", "not cleared"))
-    assert stuck < 2**12 < right
+    assert stuck[-1] < 1 < min(right)
     model = chapter["reader"]()
     scaler = torch.amp.GradScaler("cpu")
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
