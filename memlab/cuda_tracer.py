@@ -62,22 +62,8 @@ class CudaTracer(Tracer):
         self.met_rules.add(rule)
         return self.keep_on_host(tensor) if rule in self.rules else tensor
 
-    def copy_to_host(self, tensor, make):
-        """A copy that the card does not hold.
-
-        make: `torch.empty_like`, or `torch.empty` for one without the strides of `tensor`. Where
-        strides differ, a copy in the right order is made on the card first
-        (`copy_requires_temporaries` in aten/src/ATen/native/cuda/Copy.cu).
-        """
-        with self.unseen():
-            like = tensor if make is torch.empty_like else tensor.shape
-            copy = self.keep_on_host(make(like, dtype=tensor.dtype))
-        if copy.stride() != tensor.stride():
-            self._death(self._birth(copy.nbytes, "temporary"))
-        return copy
-
     def copy_to_card(self, tensor):
-        """A copy on the card of what `copy_to_host` gave."""
+        """A copy on the card of what `to_host` gave."""
         copy = torch.empty_like(tensor)
         self._see(copy, "activations")
         return copy
@@ -115,12 +101,20 @@ class CudaTracer(Tracer):
         self._on_host[id(storage)] = storage
         return tensor
 
-    def to_host(self, tensor):
-        """A copy of a tensor that the host holds."""
+    def to_host(self, tensor, make=torch.empty_like):
+        """A copy of a tensor that the host holds.
+
+        make: `torch.empty_like`, or `torch.empty` for one without the strides of `tensor`. Where
+        strides differ, a copy in the right order is made on the card first
+        (`copy_requires_temporaries` in aten/src/ATen/native/cuda/Copy.cu).
+        """
         with self.unseen():
-            copy = torch.empty_like(tensor)
+            like = tensor if make is torch.empty_like else tensor.shape
+            copy = make(like, dtype=tensor.dtype)
         storage = copy.untyped_storage()
         self._host_data[id(storage)] = storage
+        if copy.stride() != tensor.stride():
+            self._death(self._birth(copy.nbytes, "temporary"))
         return copy
 
     def on_host(self, tensor) -> bool:

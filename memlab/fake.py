@@ -165,7 +165,7 @@ def saved_on_host(tracer):
 
     def init(self, pin_memory=False, device_type="cuda"):
         def pack(tensor):
-            return tracer.copy_to_host(tensor, torch.empty if pin_memory else torch.empty_like)
+            return tracer.to_host(tensor, torch.empty if pin_memory else torch.empty_like)
 
         torch.autograd.graph.saved_tensors_hooks.__init__(self, pack, tracer.copy_to_card)
 

@@ -15,7 +15,7 @@ def assert_close(recipe, card=None):
     assert quick.peak_reserved is quick.device_used is None
     low, high = quick.reserved_range
     assert low == quick.peak_allocated <= high
-    assert low <= whole.peak_reserved <= 1.08 * high  # the upper end is no bound
+    assert low <= whole.peak_reserved  # the upper end is no bound
     assert quick.peak_phase == whole.peak_phase
     assert sum(quick.breakdown.values()) == quick.peak_allocated
     for category in ("parameters", "optimizer_states", "activations"):
