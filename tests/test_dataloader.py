@@ -68,14 +68,14 @@ def test_every_sample_is_loaded_once_and_by_whom_it_says(loading, workers):
 
 
 def test_workers_change_neither_order_nor_losses(loading):
-    data = loading["Texts"](loading["ids"][:24])
+    data = loading["Texts"](loading["ids"][:16])
     orders = []
     for seed in (0, 1, 2):
         results = [
             loading["train"](loading["load"](data, workers, seed), *loading["start"](seed))[:2]
-            for workers in (0, 1, 3)
+            for workers in (0, 3)
         ]
-        assert results[0] == results[1] == results[2]  # to the last bit
+        assert results[0] == results[1]  # to the last bit
         orders.append(results[0][1])
     assert orders[0] != orders[1] != orders[2]
 
@@ -90,7 +90,7 @@ def test_random_numbers_by_index_do_not_depend_on_the_workers(loading):
 
 def test_so_many_batches_are_under_way_as_counted(loading):
     CHAPTER.run("ahead ahead-asked", loading)
-    for workers, prefetch in [(1, 1), (2, 3), (3, 2)]:
+    for workers, prefetch in [(1, 1), (2, 3)]:
         assert loading["asked_for"](workers, prefetch) == 1 + workers * prefetch
     assert loading["asked_for"](0) == 1
 
@@ -108,7 +108,7 @@ def test_persistent_workers_stay(loading):
 @pytest.fixture(scope="module")
 def memory():
     namespace = CHAPTER.run("imports store reader reader-take private")
-    count = 40_000
+    count = 20_000
     namespace |= {"count": count, "strings": [f"{i} {'x' * 200}" for i in range(count)]}
     return namespace
 
@@ -263,6 +263,7 @@ def test_verdicts():
 
 @pytest.mark.parametrize("number, wrong", [(1, 3), (2, 100), (3, 12345)])
 def test_solutions_pass_their_check_and_wrong_answers_are_told_so(loading, capsys, number, wrong):
-    CHAPTER.run("chance-wrong chance-masked chance-mended chance-compared", loading)
+    if number == 3:
+        CHAPTER.run("chance-wrong chance-masked chance-mended chance-compared", loading)
     loading["batches"] = {"images, 64 x 3 x 224 x 224, fp32": 64 * 3 * 224 * 224 * 4}
     CHAPTER.check_exercise(number, wrong, loading, capsys)
