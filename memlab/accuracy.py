@@ -240,7 +240,10 @@ def summary(comparisons: Iterable[Comparison]) -> list[dict]:
     return rows
 
 
-NO_GPU = "No GPU has been recorded yet: `memlab record` on a machine with one makes the record."
+NO_GPU = (
+    "No GPU has been recorded yet: the grid has run on a CPU only, as tiny twins. `memlab record` on "
+    "a machine with a card makes the record."
+)
 
 
 def report(comparisons: list[Comparison], runs: Iterable[Record]) -> str:
