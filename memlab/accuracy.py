@@ -241,8 +241,8 @@ def summary(comparisons: Iterable[Comparison]) -> list[dict]:
 
 
 NO_GPU = (
-    "No GPU has been recorded yet: the grid has run on a CPU only, as tiny twins. `memlab record` on "
-    "a machine with a card makes the record."
+    "No GPU has been recorded yet: the grid has run on a CPU only, as tiny twins. `memlab record` "
+    "on a machine with a card makes the record."
 )
 
 
