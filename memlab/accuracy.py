@@ -54,8 +54,9 @@ class Comparison:
     figure: `allocated`, `reserved` or `device used` (reserved and context) on a GPU; `tensors` on
         a CPU, where the run is predicted with the CPU's own kernels instead of CUDA's;
         `out of memory`, where the run or its prediction ended so.
-    predicted, recorded: bytes; for `out of memory` whether it did; predicted is None where
-        `refused` says why there is no prediction.
+    bounds: (lowest, highest) prediction of a figure that is predicted as a range, else None.
+    predicted, recorded: bytes, of a predictor that gives a range alone its upper end; for
+        `out of memory` whether it did; predicted is None where `refused` says why there is none.
     """
 
     against: str
@@ -67,6 +68,7 @@ class Comparison:
     predicted: int | bool | None
     recorded: int | bool
     refused: str = ""
+    bounds: tuple[int, int] | None = None
 
     @property
     def error(self) -> float | None:
@@ -77,14 +79,25 @@ class Comparison:
 
     @property
     def missed(self) -> bool:
-        """Whether the prediction is wrong by more than is allowed, or was refused."""
+        """Whether the prediction is wrong by more than is allowed, or was refused.
+
+        A figure that is predicted as a range may be anywhere in it.
+        """
         if self.figure == "out of memory":
             return self.predicted is not self.recorded
+        if self.bounds:
+            return not self.inside
         allowed = ALLOWED_PUBLISHED if self.against == "published" else ALLOWED[self.figure]
         return self.error is None or abs(self.error) > allowed
 
+    @property
+    def inside(self) -> bool | None:
+        """Whether what was recorded is inside the reported range; None without a range."""
+        return self.bounds and self.bounds[0] <= self.recorded <= self.bounds[1]
+
     def as_dict(self) -> dict:
-        return dataclasses.asdict(self) | {"error": self.error, "missed": self.missed}
+        more = {"error": self.error, "missed": self.missed, "inside": self.inside}
+        return dataclasses.asdict(self) | more
 
 
 def compare_records(runs: Iterable[Record], predictors=None) -> list[Comparison]:
@@ -124,8 +137,18 @@ def _compare(run: Record, predictor: str, predict) -> list[Comparison]:
         return [Comparison(*begin, name, None, value, why) for name, value in recorded.items()]
     if ran_out:
         return [Comparison(*begin, "out of memory", False, True)]
+    low, high = footprint.reserved_range or (None, None)
+    if footprint.peak_reserved is None:
+        footprint = dataclasses.replace(footprint, peak_reserved=high)
     predicted = _predicted(run, footprint, card)
-    return [Comparison(*begin, n, predicted[n], value) for n, value in _recorded(run).items()]
+    found = []
+    for name, value in _recorded(run).items():
+        bounds = None
+        if high and name in ("reserved", "device used"):
+            beside = predicted[name] - footprint.peak_reserved
+            bounds = low + beside, high + beside
+        found.append(Comparison(*begin, name, predicted[name], value, bounds=bounds))
+    return found
 
 
 def _card(run: Record) -> GPU | None:
@@ -217,7 +240,10 @@ def summary(comparisons: Iterable[Comparison]) -> list[dict]:
     return rows
 
 
-NO_GPU = "No GPU has been recorded yet: `memlab record` on a machine with one makes the record."
+NO_GPU = (
+    "No GPU has been recorded yet: the grid has run on a CPU only, as tiny twins. `memlab record` "
+    "on a machine with a card makes the record."
+)
 
 
 def report(comparisons: list[Comparison], runs: Iterable[Record]) -> str:
@@ -240,6 +266,9 @@ def report(comparisons: list[Comparison], runs: Iterable[Record]) -> str:
     if ran_out:
         right = sum(not one.missed for one in ran_out)
         lines.append(f"\nout of memory: {right} of {len(ran_out)} as recorded")
+    ranges = [one.inside for one in comparisons if one.bounds]
+    if ranges:
+        lines.append(f"\ninside the reported range: {sum(ranges)} of {len(ranges)} figures")
     missed = [one for one in comparisons if one.missed]
     lines.append(f"\n{len(missed)} figures miss what is allowed" + ":" * bool(missed))
     lines += [f"  {_miss(one)}" for one in missed]
@@ -254,4 +283,6 @@ def _miss(one: Comparison) -> str:
         ends = {True: "out of memory", False: "a fit"}
         return f"{place}{ends[one.predicted]} was predicted, {ends[one.recorded]} recorded"
     predicted, recorded = mib(one.predicted), mib(one.recorded)
+    if one.bounds:
+        predicted = " to ".join(map(mib, one.bounds))
     return f"{place}{one.figure} {predicted} against {recorded}, {one.error:+.2%}"

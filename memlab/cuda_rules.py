@@ -16,56 +16,85 @@ from unittest import mock
 
 import torch
 
-KERNELS = []  # (operator, dispatch key, function)
+from memlab import quantized
+
+# Every rule by name, with where it is written down. `memlab.changes` says what each one changes.
+RULES = {
+    "dropout": "PyTorch, aten/src/ATen/native/Dropout.cpp",
+    "softmax to fp32": "PyTorch, aten/src/ATen/native/SoftMax.cpp",
+    "attention": "PyTorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp",
+    "autocast": "PyTorch, aten/src/ATen/autocast_mode.h",
+    "4-bit numbers": "bitsandbytes, bitsandbytes/backends/cuda/ops.py",
+    "8-bit products": "bitsandbytes, bitsandbytes/backends/cuda/ops.py",
+    "softmax backward": "PyTorch, aten/src/ATen/native/cuda/SoftMax.cu",
+    "numbers on the host": "PyTorch, torch/optim/adam.py, and torch.tensor's documentation",
+    "paged states": "bitsandbytes, bitsandbytes/optim/optimizer.py",
+}
+KERNELS = []  # (rule, operator, function)
 
 
-def cuda_kernel(operator, key="AutogradCPU"):
+def cuda_kernel(rule, operator):
     """Register the decorated function for `operator` while `cuda_kernels()` is entered."""
 
     def register(function):
-        KERNELS.append((operator, key, function))
+        KERNELS.append((rule, operator, function))
         return function
 
     return register
 
 
 @contextlib.contextmanager
-def cuda_kernels(sdpa_backend=None, gpu=None):
+def cuda_kernels(sdpa_backend=None, gpu=None, rules=frozenset(RULES), met=None):
     """Let operations on CPU tensors keep what CUDA keeps.
 
     sdpa_backend: `flash`, `efficient` or `math` to force one; None chooses as CUDA does.
     gpu: the `memlab.gpus.GPU` whose choices count where kernels differ between cards.
+    rules: which of `RULES` hold. met: a set that gets the name of every rule that was at work.
     """
-    library = torch.library.Library("aten", "IMPL")
-    libraries = [library]
-    for operator, key, function in KERNELS:
-        library.impl(operator, function, key)
-    library.impl(
-        "scaled_dot_product_attention",
-        functools.partial(scaled_dot_product_attention, sdpa_backend),
-        "AutogradCPU",
-    )
-    for operator in AUTOCAST_FP32:
-        _register_autocast(library, operator, _run_in_fp32)
-    for operator in AUTOCAST_FP32_DTYPE:
-        _register_autocast(library, operator, _ask_for_fp32)
+    met = set() if met is None else met
+    libraries = {"aten": torch.library.Library("aten", "IMPL")}
     if "bitsandbytes" in sys.modules:
-        libraries.append(torch.library.Library("bitsandbytes", "IMPL"))
-        for function in (int8_vectorwise_quant, int8_mixed_scaled_mm, int8_scaled_mm):
-            libraries[-1].impl(function.__name__, function, "AutogradCPU")
-        fused = functools.partial(_fuses_4bit_product, gpu)
-        libraries[-1].impl("gemm_4bit", functools.partial(gemm_4bit, fused), "AutogradCPU")
-    try:
+        libraries["bitsandbytes"] = torch.library.Library("bitsandbytes", "IMPL")
+
+    def register(rule, operator, function, key="AutogradCPU", package="aten"):
+        if rule in rules and package in libraries:
+
+            def noted(*args, **kwargs):
+                met.add(rule)
+                return function(*args, **kwargs)
+
+            libraries[package].impl(operator, noted, key)
+
+    for kernel in KERNELS:
+        register(*kernel)
+    attention = functools.partial(scaled_dot_product_attention, sdpa_backend)
+    register("attention", "scaled_dot_product_attention", attention)
+    for operator in AUTOCAST_FP32:
+        register("autocast", operator, _autocast(operator, _run_in_fp32), "AutocastCPU")
+    for operator in AUTOCAST_FP32_DTYPE:
+        register("autocast", operator, _autocast(operator, _ask_for_fp32), "AutocastCPU")
+    fused = functools.partial(_fuses_4bit_product, gpu)
+    for rule, operator, function in (
+        ("4-bit numbers", "quantize_4bit", quantize_4bit),
+        ("4-bit numbers", "quantize_blockwise", quantize_blockwise),
+        ("4-bit numbers", "gemm_4bit", functools.partial(gemm_4bit, fused)),
+        ("8-bit products", "int8_vectorwise_quant", int8_vectorwise_quant),
+        ("8-bit products", "int8_mixed_scaled_mm", int8_mixed_scaled_mm),
+        ("8-bit products", "int8_scaled_mm", int8_scaled_mm),
+    ):
+        register(rule, operator, function, package="bitsandbytes")
+    with contextlib.ExitStack() as stack:
+        for library in libraries.values():
+            stack.callback(library._destroy)
+        if "8-bit products" in rules:
+            stack.enter_context(quantized.int8_products_of_cuda())
         yield
-    finally:
-        for library in libraries:
-            library._destroy()
 
 
 # ---------------------------------------------------------------------- kernels
 
 
-@cuda_kernel("dropout")
+@cuda_kernel("dropout", "dropout")
 def dropout(input, p, train):
     """CUDA keeps a mask of one byte an element; the CPU keeps one as wide as the input.
 
@@ -77,7 +106,7 @@ def dropout(input, p, train):
     return torch.native_dropout(input, p, train)[0]
 
 
-@cuda_kernel("softmax.int")
+@cuda_kernel("softmax to fp32", "softmax.int")
 def softmax(input, dim, dtype=None):
     """softmax(half, dtype=float32) makes no fp32 copy of its input on CUDA.
 
@@ -86,7 +115,7 @@ def softmax(input, dim, dtype=None):
     return _fused_softmax(torch._softmax, input, dim, dtype)
 
 
-@cuda_kernel("log_softmax.int")
+@cuda_kernel("softmax to fp32", "log_softmax.int")
 def log_softmax(input, dim, dtype=None):
     """The same for log_softmax, the first half of the cross-entropy."""
     return _fused_softmax(torch._log_softmax, input, dim, dtype)
@@ -217,6 +246,22 @@ def _bitsandbytes_cuda_module():
         return importlib.import_module("bitsandbytes.backends.cuda.ops")
 
 
+def quantize_4bit(A, blocksize, quant_type, quant_storage):
+    """The scales take their memory before the weights do, the other way round than on a CPU.
+
+    bitsandbytes/backends/cuda/ops.py, as the next one, for the scales of the scales.
+    """
+    numbers = A.numel()
+    absmax = A.new_empty(-(numbers // -blocksize), dtype=torch.float32)
+    packed = (numbers + 1) // (quant_storage.itemsize * 2)
+    return A.new_empty(packed, 1, dtype=quant_storage), absmax
+
+
+def quantize_blockwise(A, code, blocksize):
+    absmax = A.new_empty(-(A.numel() // -blocksize), dtype=torch.float32)
+    return torch.empty_like(A, dtype=torch.uint8), absmax
+
+
 def int8_vectorwise_quant(A, threshold=0.0):
     """Rows in 8 bits, and a search for outliers, which tensors without data do not have.
 
@@ -259,10 +304,9 @@ AUTOCAST_FP32 = (
 AUTOCAST_FP32_DTYPE = ("softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList").split()
 
 
-def _register_autocast(library, operator, how):
+def _autocast(operator, how):
     packet, _, overload = operator.partition(".")
-    function = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    library.impl(operator, functools.partial(how, function), "AutocastCPU")
+    return functools.partial(how, getattr(getattr(torch.ops.aten, packet), overload or "default"))
 
 
 def _run_in_fp32(function, *args, **kwargs):
@@ -271,11 +315,14 @@ def _run_in_fp32(function, *args, **kwargs):
 
 
 def _ask_for_fp32(function, *args, **kwargs):
-    if any(isinstance(a, torch.Tensor) and _is_half(a) for a in args):
-        if kwargs.get("dtype") is None:
-            kwargs["dtype"] = torch.float32
+    names = (argument.name for argument in function._schema.arguments)
+    named = dict(zip(names, args, strict=False)) | kwargs
+    if named.get("dtype") is None and any(
+        isinstance(a, torch.Tensor) and _is_half(a) for a in args
+    ):
+        named["dtype"] = torch.float32
     with _no_autocast():
-        return function(*args, **kwargs)
+        return function(**named)
 
 
 def _no_autocast():

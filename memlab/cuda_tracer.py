@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab import cuda_rules
 from memlab.allocator import CachingAllocator, CapacityError
+from memlab.cuda_rules import RULES
 from memlab.eventlog import BACKWARD, FORWARD
 from memlab.gpus import GPU, cublas_workspace
 from memlab.tracer import Tracer
@@ -18,22 +19,25 @@ from memlab.tracer import Tracer
 class CudaTracer(Tracer):
     """A tracer that serves memory as a CUDA device does, with its workspaces and its limit."""
 
-    def __init__(self, gpu: GPU | None, allocator: CachingAllocator):
+    def __init__(self, gpu: GPU | None, allocator: CachingAllocator, rules=frozenset(RULES)):
         super().__init__(allocator)
-        self.gpu = gpu
+        self.gpu, self.rules = gpu, rules
+        self.met_rules: set[str] = set()
         self.workspace = gpu.workspace if gpu else cublas_workspace((8, 0))
         self._handles_used = set()
         self._unseen = False
         self._on_host = weakref.WeakValueDictionary()
         self._host_data = weakref.WeakValueDictionary()
         self._arguments, self._met_host_data = (), False
+        self._loading = False
+        self.loaded: dict[int, tuple[int, torch.nn.Parameter]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:  # asked very often, touches no memory
             return func(*args)
         # A number made by torch.tensor() without a device stays on the host.
         if func is torch.ops.aten.lift_fresh.default and args[0].dim() == 0:
-            return self.keep_on_host(func(*args))
+            return self._by_rule("numbers on the host", func(*args))
         self._take_workspaces(func)
         self._arguments, self._met_host_data = args, False
         try:
@@ -42,6 +46,8 @@ class CudaTracer(Tracer):
             self._arguments = ()
         scratch = cuda_rules.kernel_scratch(func, args)
         if scratch:
+            self.met_rules.add("softmax backward")
+        if scratch and "softmax backward" in self.rules:
             self._death(self._birth(scratch, "temporary"))
         return out
 
@@ -49,7 +55,18 @@ class CudaTracer(Tracer):
         """Zeros of the shape of `like` that the card never holds."""
         with self.unseen():
             zeros = torch.zeros_like(like, dtype=dtype)
-        return self.keep_on_host(zeros)
+        return self._by_rule("paged states", zeros)
+
+    def _by_rule(self, rule, tensor):
+        """A tensor that lies on the host if the rule holds."""
+        self.met_rules.add(rule)
+        return self.keep_on_host(tensor) if rule in self.rules else tensor
+
+    def copy_to_card(self, tensor):
+        """A copy on the card of what `to_host` gave."""
+        copy = torch.empty_like(tensor)
+        self._see(copy, "activations")
+        return copy
 
     @contextlib.contextmanager
     def unseen(self):
@@ -60,11 +77,45 @@ class CudaTracer(Tracer):
         finally:
             self._unseen = False
 
+    @contextlib.contextmanager
+    def loading(self):
+        """Weights that move inside come to the card one after the other, even if nothing is
+        computed with them; `loaded` notes each with the number of the event after its last.
+        """
+        self._loading = True
+        try:
+            yield
+        finally:
+            self._loading = False
+
+    def moved(self, parameter) -> None:
+        """A parameter has moved to the card, and been quantized on the way if it is to be."""
+        if self._loading:
+            self._maker = None
+            self._see_parameter(parameter)
+            self.loaded.setdefault(id(parameter), (len(self.events), parameter))
+
     def keep_on_host(self, tensor):
         """Count a new tensor's storage as the host's from now on."""
         storage = tensor.untyped_storage()
         self._on_host[id(storage)] = storage
         return tensor
+
+    def to_host(self, tensor, make=torch.empty_like):
+        """A copy of a tensor that the host holds.
+
+        make: `torch.empty_like`, or `torch.empty` for one without the strides of `tensor`. Where
+        strides differ, a copy in the right order is made on the card first
+        (`copy_requires_temporaries` in aten/src/ATen/native/cuda/Copy.cu).
+        """
+        with self.unseen():
+            like = tensor if make is torch.empty_like else tensor.shape
+            copy = make(like, dtype=tensor.dtype)
+        storage = copy.untyped_storage()
+        self._host_data[id(storage)] = storage
+        if copy.stride() != tensor.stride():
+            self._death(self._birth(copy.nbytes, "temporary"))
+        return copy
 
     def on_host(self, tensor) -> bool:
         """Whether a tensor holds data that was made outside, or was made of such data.
@@ -108,7 +159,10 @@ class CudaTracer(Tracer):
                 self._birth(nbytes, "workspaces")
 
     def _see(self, tensor, category=None, existed=False) -> None:
-        if category is None and existed and self.on_host(tensor):
+        if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta":
+            return  # made with device="meta": it takes no memory anywhere
+        known_here = category is not None and not isinstance(tensor, FakeTensor)
+        if existed and not known_here and self.on_host(tensor):
             self._met_host_data = True
         elif not self._unseen and id(tensor.untyped_storage()) not in self._on_host:
             super()._see(tensor, category, existed)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from memlab import models
 from memlab.eventlog import BACKWARD, FORWARD
@@ -42,7 +43,9 @@ class Log:
         how the dying storage was born and `which` its place among the living ones born like it,
         from the oldest (0, 1, ...) or the youngest (-1, -2, ...), whichever is nearer, but what the
         forward pass left to the backward pass always from the youngest; RESET, where the measured
-        stretch begins; EMPTY_CACHE.
+        stretch begins; EMPTY_CACHE; ("weight", name, copies), where a weight of a base has come
+        to the card: `*` for the number of its layer, and how many copies in its first dtype are
+        there beside it while `from_pretrained` quantizes it.
     weights: how many parameters there are of (so many elements, trainable or not).
     """
 
@@ -61,6 +64,7 @@ class Log:
     def of(cls, tracer, emptied, training) -> Log:
         """The log of a `Tracer`; emptied: the numbers of events before which the cache was."""
         marks = [(at, EMPTY_CACHE) for at in emptied] + [(tracer._start, RESET)]
+        marks += _weights_loaded(tracer, training)
         marks.sort(key=lambda mark: mark[0], reverse=True)
         steps, births, living, dying = [], {}, {}, []
 
@@ -105,8 +109,25 @@ class Log:
                 tracer._death(living[step[1]].pop(step[3]))
             elif step is RESET:
                 tracer.reset_peak()
-            else:
+            elif step is EMPTY_CACHE:
                 tracer.allocator.empty_cache()
+
+
+def _weights_loaded(tracer, training) -> list[tuple]:
+    """(event, step) for every weight of a base that has come to the card."""
+    recipe, marks = training.recipe, []
+    places = {}
+    for path, module in training.model.named_modules():
+        for name, parameter in module._parameters.items():
+            places.setdefault(id(parameter), (f"{path}.{name}", module))  # of tied ones the first
+    for at, parameter in tracer.loaded.values():
+        path, module = places[id(parameter)]
+        path = re.sub(r"^base_model\.model\.|\.(base_layer|original_module)(?=\.)", "", path)
+        transposed = getattr(module, "source_cls", None) is Conv1D and path.endswith("weight")
+        int8 = hasattr(parameter, "SCB") and recipe.compute_dtype == "fp16"  # else it is converted
+        copied = int8 or transposed
+        marks.append((at, ("weight", re.sub(r"\.\d+\.", ".*.", path, count=1), int(copied))))
+    return marks[::-1]  # the later of two at the same event is the last to be taken
 
 
 def log_at_full_depth(recipe: Recipe, record) -> Log | None:

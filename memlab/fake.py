@@ -12,6 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.data import dataloader
+from torch.utils.data._utils import pin_memory, worker
 from transformers import core_model_loading, masking_utils
 
 from memlab import quantized
@@ -21,8 +23,10 @@ optimizers = importlib.import_module("torch.optim.optimizer")
 
 
 @contextlib.contextmanager
-def tensors_without_data():
+def tensors_without_data(moved=lambda parameter: None):
     """Make every tensor a fake one: with a shape, a dtype and a lifetime, but no data.
+
+    moved: called with each parameter of a module that `.to()` and its like have gone through.
 
     What a training loop asks of values is answered: `.item()` gives 1, the gradient scaler
     always steps. What branches on values in another way raises PyTorch's own error.
@@ -31,12 +35,15 @@ def tensors_without_data():
         stack.enter_context(NoData(allow_non_fake_inputs=True))
         stack.enter_context(quantized.weights_without_data())
         for target, name, replacement in (
-            (torch.nn.Module, "_apply", _apply),
+            (torch.nn.Module, "_apply", _apply_and_tell(moved)),
             (torch.amp.GradScaler, "_maybe_opt_step", _always_step),
             # transformers takes a fake tensor for tracing and then builds masks that a run
             # never builds.
             (masking_utils, "is_tracing", lambda *a, **k: False),
-            (masking_utils, "find_packed_sequence_indices", lambda *a, **k: None),
+            (masking_utils, "find_packed_sequence_indices", _packed_sequences),
+            (worker, "_worker_loop", _with_data(worker._worker_loop)),
+            (dataloader._MultiProcessingDataLoaderIter, "_try_get_data", _batch_of_a_worker),
+            (pin_memory, "pin_memory", lambda data, *a, **k: data),  # in a thread of its own
             *((masking_utils, name, _only_without_mask(name)) for name in MASK_SKIPS),
         ):
             stack.enter_context(mock.patch.object(target, name, replacement))
@@ -50,6 +57,27 @@ def tensors_without_data():
             stack.enter_context(mock.patch.object(functional, "create_dynamic_map", create))
             stack.enter_context(mock.patch.dict(functional.name2qmap, clear=True))  # a cache
         yield
+
+
+_original_find_packed = masking_utils.find_packed_sequence_indices
+_original_try_get_data = dataloader._MultiProcessingDataLoaderIter._try_get_data
+
+
+def _packed_sequences(position_ids):
+    """Which sequence each token belongs to, where the positions came from a tensor with data.
+
+    Positions without data count as those of one sequence a row.
+    """
+    data = getattr(position_ids, "_memlab_data", None)
+    if data is None or _with_data(_original_find_packed)(data) is None:
+        return None
+    with mock.patch.object(masking_utils, "is_tracing", lambda *a, **k: True):
+        return _original_find_packed(position_ids)
+
+
+def _batch_of_a_worker(*args, **kwargs):
+    """A DataLoader's workers make tensors with data, on the host."""
+    return _with_data(_original_try_get_data)(*args, **kwargs)
 
 
 # Where transformers asks whether a mask hides anything at all, and drops it if not.
@@ -84,16 +112,15 @@ class NoData(FakeTensorMode):
 
 
 @contextlib.contextmanager
-def cuda_code_on_cpu_tensors(on_host=lambda tensor: False):
+def cuda_code_on_cpu_tensors(on_host=lambda tensor: False, to_host=lambda tensor: tensor):
     """Let code written for CUDA run on fake tensors, which call themselves cpu tensors.
 
     on_host: says of a tensor whether it lies on the host, so that a move to the card makes
-        a new one.
+        a new one. to_host: makes a tensor's copy on the host.
     """
     foreach_devices = mock.Mock(return_value=["cpu"])  # elsewhere the default on CUDA only
     types = [*optimizers._foreach_supported_types, FakeTensor]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(quantized.int8_products_of_cuda())
         for target, name, replacement in (
             (torch.autocast, "__init__", _autocast_on_cpu),
             (torch.amp.GradScaler, "__init__", _scaler_on_cpu),
@@ -104,7 +131,7 @@ def cuda_code_on_cpu_tensors(on_host=lambda tensor: False):
             (optimizers, "_foreach_supported_types", types),
         ):
             stack.enter_context(mock.patch.object(target, name, replacement))
-        stack.enter_context(CudaNames(on_host))
+        stack.enter_context(CudaNames(on_host, to_host))
         yield
 
 
@@ -129,12 +156,32 @@ def paged_states(zeros_on_host):
         yield
 
 
+@contextlib.contextmanager
+def saved_on_host(tracer):
+    """Let `torch.autograd.graph.save_on_cpu` move what autograd saves off the card and back.
+
+    Its own hooks would find every tensor on the cpu already and leave it there.
+    """
+
+    def init(self, pin_memory=False, device_type="cuda"):
+        def pack(tensor):
+            return tracer.to_host(tensor, torch.empty if pin_memory else torch.empty_like)
+
+        torch.autograd.graph.saved_tensors_hooks.__init__(self, pack, tracer.copy_to_card)
+
+    with mock.patch.object(torch.autograd.graph.save_on_cpu, "__init__", init):
+        yield
+
+
+MOVES = (torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.pin_memory)
+
+
 class CudaNames(TorchFunctionMode):
     """Turns every device argument that names the card into the cpu of the fake tensors."""
 
-    def __init__(self, on_host):
+    def __init__(self, on_host, to_host):
         super().__init__()
-        self.on_host = on_host
+        self.on_host, self.to_host = on_host, to_host
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -142,7 +189,7 @@ class CudaNames(TorchFunctionMode):
             if args and isinstance(args[0], int):
                 args = (torch.device("cuda", args[0]), *args[1:])
             return func(*args, **kwargs)
-        if func in (torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.pin_memory):
+        if func in MOVES:
             return self._moved(func, args, kwargs)
         if isinstance(kwargs.get("device"), int):
             kwargs = kwargs | {"device": torch.device("cuda", kwargs["device"])}
@@ -150,24 +197,38 @@ class CudaNames(TorchFunctionMode):
         return func(*args, **{name: _cpu_for_cuda(value) for name, value in kwargs.items()})
 
     def _moved(self, func, args, kwargs):
-        """`.cuda()`, `.to(...)` and `.pin_memory()`."""
+        """`.cpu()`, `.cuda()`, `.to(...)` and `.pin_memory()`."""
         tensor, *rest = args
         if func is torch.Tensor.pin_memory:
             return tensor
-        if func is torch.Tensor.cuda:
+        if func is torch.Tensor.cpu:
+            rest, kwargs = ["cpu"], {}
+        elif func is torch.Tensor.cuda:
             rest, kwargs = [torch.device("cuda", *rest[:1])] if rest else ["cuda"], {}
         elif rest and isinstance(rest[0], int):
             rest[0] = torch.device("cuda", rest[0])
         named = [*rest, *kwargs.values()]
         here = [_cpu_for_cuda(value) for value in rest]
         options = {name: _cpu_for_cuda(value) for name, value in kwargs.items()}
+        if any(isinstance(value, str) and value == "cpu" for value in named):
+            if self.on_host(tensor) or tensor.requires_grad:  # a graph goes on where it is
+                return torch.Tensor.to(tensor, *here, **options)
+            return torch.Tensor.to(self.to_host(tensor), *here, **options)
         # What fake tensors call their device is the card: `.to(model.device)` goes there, too.
         to_card = any(
             isinstance(value, torch.device) or _cpu_for_cuda(value) is not value for value in named
         )
+        if to_card and quantized.is_to_be(tensor):
+            if self.on_host(tensor):
+                tensor.data = torch.empty(tensor.shape, dtype=quantized.source_dtype(tensor))
+            quantized.quantized(tensor, tensor.device)
+            return tensor
         if to_card and self.on_host(tensor):
             dtypes = [value for value in named if isinstance(value, torch.dtype)]
-            return torch.empty(tensor.shape, dtype=dtypes[0] if dtypes else tensor.dtype)
+            moved = torch.empty(tensor.shape, dtype=dtypes[0] if dtypes else tensor.dtype)
+            if not isinstance(tensor, FakeTensor):
+                moved._memlab_data = tensor
+            return moved
         return torch.Tensor.to(tensor, *here, **options)
 
 
@@ -207,21 +268,28 @@ def _scaler_on_cpu(self, device="cuda", *args, **kwargs):
     _original_scaler_init(self, _cpu_for_cuda(device), *args, **kwargs)
 
 
-def _apply(self, function, recurse=True):
+def _apply_and_tell(moved):
     """`Module._apply` without `swap_tensors`, which refuses fake tensors."""
-    if recurse:
-        for module in self.children():
-            module._apply(function)
-    for parameter in self._parameters.values():
-        if parameter is not None and not quantized.quantized(parameter, parameter.device):
-            with torch.no_grad():
-                applied = function(parameter)
-            if applied is not parameter:
-                parameter.data = applied
-    for name, buffer in self._buffers.items():
-        if buffer is not None:
-            self._buffers[name] = function(buffer)
-    return self
+
+    def _apply(self, function, recurse=True):
+        if recurse:
+            for module in self.children():
+                module._apply(function)
+        for parameter in self._parameters.values():
+            if parameter is None:
+                continue
+            if not quantized.quantized(parameter, parameter.device):
+                with torch.no_grad():
+                    applied = function(parameter)
+                if applied is not parameter:
+                    parameter.data = applied
+            moved(parameter)
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = function(buffer)
+        return self
+
+    return _apply
 
 
 def _with_data(function):

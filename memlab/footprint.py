@@ -98,8 +98,11 @@ class Footprint:
     peak_allocated: bytes of tensors (CPU) or of allocator blocks (CUDA and simulated) at the
         worst moment.
     peak_reserved: bytes that the caching allocator has taken from the device; None on a CPU,
-        which has no caching allocator.
+        which has no caching allocator, and from `memlab.formula`, which gives a range only.
     breakdown: bytes by category at that moment; sums to peak_allocated.
+    reserved_range: (lowest, highest) peak_reserved, where it is not one number: a 4-bit or 8-bit
+        base leaves more or less behind, by the way it was loaded (`memlab.loading`), and
+        `memlab.formula` knows no order of events; else None.
     peak_phase: `forward`, `backward` or `optimizer step`.
     parameters, trainable_parameters: counts, not bytes.
     context: bytes of the CUDA context; device_used: bytes in use on the whole device, by all
@@ -114,6 +117,7 @@ class Footprint:
     trainable_parameters: int | None = None
     context: int | None = None
     device_used: int | None = None
+    reserved_range: tuple[int, int] | None = None
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -159,6 +163,7 @@ class Footprint:
         return {
             "peak_allocated": self.peak_allocated,
             "peak_reserved": self.peak_reserved,
+            "reserved_range": self.reserved_range and list(self.reserved_range),
             "peak_tensors": self.peak_tensors,
             "breakdown": dict(self.breakdown),
             "peak_phase": self.peak_phase,
@@ -180,7 +185,11 @@ class Footprint:
     def __str__(self) -> str:
         rows = self.rows()
         width = max(len(label) for label, _ in rows)
-        return "\n".join(f"{label:<{width}}  {mib(n):>12}" for label, n in rows)
+        lines = [f"{label:<{width}}  {mib(n):>12}" for label, n in rows]
+        if self.reserved_range:
+            low, high = map(mib, self.reserved_range)
+            lines.append(f"peak reserved, as a range: {low} to {high}")
+        return "\n".join(lines)
 
 
 def mib(nbytes: int | None) -> str:

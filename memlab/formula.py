@@ -66,8 +66,14 @@ def formula(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     whole or not at all, without 4-bit or 8-bit numbers, trained in a way for which coefficients
     were derived. Sizes are free.
     Tensors are exact, each in the block that the allocator would give it in a fresh segment; what a
-    reused block has over is not in it. Reserved memory is what the largest moments need in
-    segments, without fragmentation. No out-of-memory error: compare with `gpu.usable` yourself.
+    reused block has over is not in it. No out-of-memory error: compare with `gpu.usable` yourself.
+
+    What is reserved is a matter of order, which sums do not have, and a replay of the order takes
+    a thousand times as long. So peak_reserved and device_used are None, and `reserved_range`
+    holds, in bytes, peak_allocated, below which no allocator can be, and what would be reserved
+    if no block were ever used again for another size. The upper end is usual and no bound: a
+    block that a smaller tensor has split asks for one more, and of the moments of a step only
+    those are known at which a peak can be. benchmarks/formula.py counts how often it holds.
 
     Raises ValueError outside the domain and where there are no coefficients; `derive` makes them.
     """
@@ -105,14 +111,6 @@ def _evaluate(tables, dimensions: dict[str, int], layers: int, card) -> Footprin
     for (category, *_), size, count in zip(case["tensors"], sizes, counts[worst], strict=True):
         breakdown[category] += round(count * size)
     breakdown["rounding"] = peak - sum(breakdown.values())
-    small, large = blocks <= SMALL_REQUEST, blocks >= MEDIUM_REQUEST
-    reserved = 0
-    for held, segment in (
-        (blocks * small, SMALL_SEGMENT),
-        (blocks * (~small & ~large), MEDIUM_SEGMENT),
-        (_up(blocks, LARGE_ROUND) * large, LARGE_ROUND),
-    ):
-        reserved += _up(int((counts @ held).max()), segment)
     numbers = {
         name: sum(
             (first + more * extra) * round(_product(term, dimensions))
@@ -122,13 +120,29 @@ def _evaluate(tables, dimensions: dict[str, int], layers: int, card) -> Footprin
     }
     return Footprint(
         peak_allocated=peak,
-        peak_reserved=reserved,
+        peak_reserved=None,
+        reserved_range=(peak, max(peak, _without_reuse(blocks, counts))),
         breakdown=breakdown,
         peak_phase=case["moments"][worst]["phase"],
         context=card and card.context,
-        device_used=card and reserved + card.context,
         **numbers,
     )
+
+
+def _without_reuse(blocks, counts) -> int:
+    """Bytes of the segments if every size of block had its own: the most of each, summed up."""
+    sizes, which = np.unique(blocks, return_inverse=True)
+    of_each = counts @ (which[:, None] == np.arange(len(sizes)))
+    held = of_each.max(axis=0)
+    small, large = sizes <= SMALL_REQUEST, sizes >= MEDIUM_REQUEST
+    reserved = 0
+    for sizes_of_pool, segment in (
+        (sizes * small, SMALL_SEGMENT),
+        (sizes * (~small & ~large), MEDIUM_SEGMENT),
+        (_up(sizes, LARGE_ROUND) * large, LARGE_ROUND),
+    ):
+        reserved += _up(int(held @ sizes_of_pool), segment)
+    return reserved
 
 
 def _block(nbytes: float) -> int:

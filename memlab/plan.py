@@ -15,7 +15,6 @@ from memlab.simulate import simulate
 
 # The prediction is trusted to so much of what it says ...
 MARGIN = 0.05
-BASE_MARGIN = 0.2  # with a quantized base
 # ... and a context to so many bytes: those of two programs on the same kind of card differ by up
 # to that (memlab/gpus.py).
 CONTEXT_MARGIN = 100 * MIB
@@ -25,15 +24,16 @@ CONTEXT_MARGIN = 100 * MIB
 class Fit:
     """The answer of `fits`, in bytes.
 
-    needed: of the card's memory, context included. margin: kept free beside it. footprint: the
-    simulated step, None where the card ran out of memory in it.
+    needed: of the card's memory, context included; with a quantized base the most that a way of
+    loading it asks for, unless it fits in another way only. margin: kept free beside it.
+    footprint: the simulated step.
     """
 
     fits: bool
     needed: int
     margin: int
     total_memory: int
-    footprint: Footprint | None
+    footprint: Footprint
 
     def __bool__(self) -> bool:
         return self.fits
@@ -46,12 +46,11 @@ class Fit:
         )
 
 
-def fits(recipe: Recipe, gpu: GPU | str | int, margin: float | None = None) -> Fit:
+def fits(recipe: Recipe, gpu: GPU | str | int, margin: float = MARGIN) -> Fit:
     """Whether `recipe` trains on a card, by a simulated step and a margin for its error.
 
     gpu: a name of `memlab.gpus.GPUS` or a number of bytes. margin: the share of the predicted
-    bytes that is kept free, beside 100 MiB for what a program's context may have more; None keeps
-    0.05, and 0.2 with a quantized base.
+    bytes that is kept free, beside 100 MiB for what a program's context may have more.
 
     The simulation's rules, in a prototype, were set against 69 LoRA trainings on a T4 that had no
     part in making them: peak allocated was at most 0.37 % off, and peak reserved right to the MiB
@@ -61,23 +60,23 @@ def fits(recipe: Recipe, gpu: GPU | str | int, margin: float | None = None) -> F
     2022 used up to 16 % more than today's kernels are predicted to, and software of that age
     needs `margin=0.2`.
 
-    A quantized base is loaded by several threads, and how much the allocator holds afterwards
-    differs from run to run: the prototype's reserved memory was 1.4 % off in the median and 17 %
-    at worst, hence 20 %.
+    A quantized base leaves more or less in the allocator's cache, by the way it is loaded:
+    counted is the upper end of `Footprint.reserved_range`.
 
     What passes the card only by blocks that the allocator could give back is tried again on a
-    card smaller by the margin, where it does give them back.
+    card smaller by the margin, where it does give them back. There a base comes weight by weight,
+    as today's transformers loads it; its first releases with threads (5.0, until March 2026) can
+    run out of memory while they load, and are not what this answers for.
 
     Raises ValueError for an unknown card, a margin below 0, and a number format that the card
     does not have.
     """
-    if margin is None:
-        margin = BASE_MARGIN if recipe.base != "none" else MARGIN
     if not margin >= 0:
         raise ValueError(f"margin is {margin!r}: allowed are numbers from 0")
     card = find_gpu(gpu)
     footprint = simulate(recipe, dataclasses.replace(card, total_memory=2**60))
-    needed = footprint.device_used
+    _, most = footprint.reserved_range or (None, footprint.peak_reserved)
+    needed = most + card.context
     kept = int(margin * needed) + CONTEXT_MARGIN * (card.context > 0)
     total = card.total_memory
     fit = Fit(needed + kept <= total, needed, kept, total, footprint)

@@ -69,6 +69,7 @@ def _quantized_linear(bitsandbytes, module, recipe: Recipe):
             module=layer,
         )
     layer.bias = module.bias
+    layer.source_cls = type(module)  # as transformers notes it
     layer.out_features, layer.in_features = weight.shape
     return layer
 
@@ -143,13 +144,23 @@ def int8_products_of_cuda():
         yield
 
 
+def is_to_be(parameter) -> bool:
+    """Whether a parameter of `weights_without_data` is one that is quantized, now or later."""
+    return hasattr(parameter, "_memlab_quantizes_as")
+
+
+def source_dtype(parameter) -> torch.dtype:
+    """In which it comes to the card; Int8Params converts it on the way, as `_quantize` says."""
+    converted = hasattr(parameter, "SCB") and parameter.is_floating_point()
+    return torch.float16 if converted else parameter.dtype
+
+
 def quantized(parameter, device) -> bool:
     """Quantize a parameter of `weights_without_data` that is not yet; whether it was one."""
-    kind = getattr(parameter, "_memlab_quantizes_as", None)
-    if kind is None:
+    if not is_to_be(parameter):
         return False
     if parameter.data.dtype not in (torch.uint8, torch.int8):
-        kind._quantize(parameter, device)
+        parameter._memlab_quantizes_as._quantize(parameter, device)
     return True
 
 

@@ -23,6 +23,7 @@ from memlab.cuda_tracer import CudaTracer, Replay
 from memlab.footprint import Footprint
 from memlab.gpus import GPU
 from memlab.gpus import gpu as find_gpu
+from memlab.loading import reserved_range
 from memlab.quantized import import_bitsandbytes
 from memlab.recipe import Recipe
 from memlab.snapshot import snapshot
@@ -37,9 +38,10 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     Two steps run; the second is counted, because optimizer states appear in the first. Of a model
     with many equal layers only a few run, and `memlab.depth` writes the others into the log.
 
-    A quantized base moves to the card weight by weight, in one thread. `from_pretrained` loads with
-    several, and what the allocator has reserved afterwards differs from run to run; the peak of
-    what is allocated does not.
+    A quantized base moves to the card weight by weight, as in `memlab.measure`; this decides
+    peak_reserved, but not what is allocated. Loaded by `from_pretrained` it leaves another cache
+    behind: `reserved_range` holds the lowest and the highest figure of the orders of loading
+    that `memlab.loading` tries, which are a sample and no proven bound.
 
     Raises torch.OutOfMemoryError in PyTorch's own words when the card is too small, and ValueError
     when it does not have the recipe's number format, or for a mixture of experts in another
@@ -54,25 +56,31 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
             f"precision is {recipe.precision!r}: a mixture of experts is simulated in bf16 only "
             "(with a base: upcast=False), for PyTorch gives torch._grouped_mm shapes in no other"
         )
-    _import_outside(recipe)
+    import_outside(recipe)
     log = depth.log_at_full_depth(recipe, lambda shallow: trace(shallow, simulated.gpu))
+    if recipe.base != "none":
+        log = log or trace(recipe, simulated.gpu)
+        footprint = simulated.replay(log)
+        card = simulated.gpu
+        room = (card.usable, card.total_memory) if card else (None, None)
+        return replace(footprint, reserved_range=reserved_range(log, *room))
     if log:
         return simulated.replay(log)
     with simulated:
-        return simulated.footprint_of(_two_steps(recipe, simulated))
+        return simulated.footprint_of(two_steps(recipe, simulated))
 
 
 def trace(recipe: Recipe, gpu: GPU | None = None) -> depth.Log:
     """What `recipe` does to memory, at its own depth, on a card like `gpu` without a limit."""
-    _import_outside(recipe)
+    import_outside(recipe)
     simulated = SimulatedGPU(gpu and replace(gpu, total_memory=2**60))
     tracer, emptied = simulated.tracer, []
     tracer.allocator.empty_cache = lambda: emptied.append(len(tracer.events))
     with simulated:
-        return depth.Log.of(tracer, emptied, _two_steps(recipe, simulated))
+        return depth.Log.of(tracer, emptied, two_steps(recipe, simulated))
 
 
-def _import_outside(recipe: Recipe) -> None:
+def import_outside(recipe: Recipe) -> None:
     """Packages that make tensors when they are imported, which would count as the card's."""
     if recipe.optimizer.endswith("8bit") or recipe.base != "none":
         import_bitsandbytes(f"optimizer {recipe.optimizer}, base {recipe.base}")
@@ -80,9 +88,11 @@ def _import_outside(recipe: Recipe) -> None:
         import_peft()
 
 
-def _two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
-    unseen = simulated.tracer.unseen() if recipe.base != "none" else None
-    training = Training(recipe, simulated.device, built_in=unseen)
+def two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
+    built_in = moved_in = None
+    if recipe.base != "none":
+        built_in, moved_in = simulated.tracer.unseen(), simulated.tracer.loading()
+    training = Training(recipe, simulated.device, built_in=built_in, moved_in=moved_in)
     simulated.tracer.watch(training.model, inputs=training.inputs)
     # From the third micro-batch on, each repeats the bytes of the second; only its loss, a
     # number of 512 bytes as an allocator's block, would be added.
@@ -102,6 +112,7 @@ class SimulatedGPU:
         print(gpu.footprint)
 
     gpu: a name of `memlab.gpus.GPUS`, a number of bytes, or None for a card without a limit.
+    rules: which of `memlab.cuda_rules.RULES` hold; all do on a card.
 
     Code written for CUDA runs unchanged: it places tensors (`.to("cuda")`, `.cuda()`,
     `device="cuda"`, `device_map="cuda"`), uses `torch.autocast("cuda")` and
@@ -114,22 +125,28 @@ class SimulatedGPU:
       which stay on the host as they do with CUDA (AdamW's step counters), and the states of
       paged optimizers, which lie in managed memory outside PyTorch's allocator. How much of
       those the driver keeps on the card at a time is not simulated. `tensor.device` says cpu.
-    - Tensors made outside hold data and lie on the host; `.to("cuda")` makes a new one on the
-      card. Parameters made outside count as the card's from their first use on.
+    - What `torch.autograd.graph.save_on_cpu`, made inside, saves lies on the host, weights too.
+    - Tensors made outside, or by a DataLoader's workers, hold data and lie on the host;
+      `.to("cuda")` makes a new one on the card, `.cpu()` and `.to("cpu")` one on the host,
+      except of a tensor with a gradient. Parameters made outside count as the card's from their
+      first use on.
+    - Several sequences packed into one row are told apart by position_ids that hold data when
+      they move to the card; position_ids made inside count as those of one sequence a row.
     - Tensors hold no data: `loss.item()` gives 1.0, and code that branches on values follows
       one branch. The gradient scaler never skips a step.
     - One stream, the allocator's default settings, no other process on the card. Weights of a
-      checkpoint are read one after the other, where transformers takes four threads.
+      checkpoint are read one after the other, where transformers takes four threads unless it
+      quantizes them.
 
     Raises torch.OutOfMemoryError, with PyTorch's message, where the card would.
     """
 
     entered = False  # one card at a time
 
-    def __init__(self, gpu: GPU | str | int | None = None):
+    def __init__(self, gpu: GPU | str | int | None = None, rules=frozenset(cuda_rules.RULES)):
         self.gpu = None if gpu is None else find_gpu(gpu)
         capacity = self.gpu.usable if self.gpu else None
-        self.tracer = CudaTracer(self.gpu, CachingAllocator(capacity))
+        self.tracer = CudaTracer(self.gpu, CachingAllocator(capacity), rules)
         self._at_exit = None
         self.device = torch.device("cpu")  # what fake tensors say of themselves
 
@@ -139,13 +156,16 @@ class SimulatedGPU:
         if importlib.util.find_spec("bitsandbytes"):
             # Other libraries import it, and inside it would look for its CUDA library.
             import_bitsandbytes("SimulatedGPU")
+        tracer = self.tracer
         with contextlib.ExitStack() as stack:
-            stack.enter_context(fake.tensors_without_data())
-            stack.enter_context(fake.cuda_code_on_cpu_tensors(self.tracer.on_host))
-            stack.enter_context(fake.paged_states(self.tracer.zeros_on_host))
-            stack.enter_context(cuda_rules.cuda_kernels(gpu=self.gpu))
-            stack.enter_context(cuda_names.cuda_answers(self.tracer, self.snapshot))
-            stack.enter_context(self.tracer)
+            stack.enter_context(fake.tensors_without_data(tracer.moved))
+            stack.enter_context(fake.cuda_code_on_cpu_tensors(tracer.on_host, tracer.to_host))
+            stack.enter_context(fake.paged_states(tracer.zeros_on_host))
+            stack.enter_context(fake.saved_on_host(tracer))
+            rules, met = tracer.rules, tracer.met_rules
+            stack.enter_context(cuda_rules.cuda_kernels(gpu=self.gpu, rules=rules, met=met))
+            stack.enter_context(cuda_names.cuda_answers(tracer, self.snapshot))
+            stack.enter_context(tracer)
             self._stack = stack.pop_all()
         SimulatedGPU.entered = True
         return self

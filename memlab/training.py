@@ -28,14 +28,14 @@ class Training:
     seed: of the weights, the data and the dropout.
     built_in: a context in which the model is made before it moves to `device`. On a GPU
         a large one is made in seconds, on its host in minutes; a base is made on the host, and
-        quantized weight by weight when it moves.
+        quantized weight by weight when it moves. moved_in: a context of that move.
 
     Attributes: model (torch.nn.Module), optimizer (torch.optim.Optimizer), batches (a list of
     `recipe.accumulation` dictionaries of int64 tensors, input_ids of shape
     [batch_size, seq_len]), scaler (torch.amp.GradScaler, at work for fp16-amp only).
     """
 
-    def __init__(self, recipe: Recipe, device="cpu", seed: int = 0, built_in=None):
+    def __init__(self, recipe: Recipe, device="cpu", seed: int = 0, built_in=None, moved_in=None):
         self.recipe, self.device = recipe, torch.device(device)
         config = models.config(recipe.model)
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
@@ -45,7 +45,8 @@ class Training:
             self.model = models.build(config, recipe.task, dtype, recipe.attention, seed)
             if recipe.base != "none":
                 quantized.quantize_base(self.model, recipe)
-        self.model.to(self.device)
+        with moved_in or contextlib.nullcontext():
+            self.model.to(self.device)
         if recipe.base != "none" and recipe.upcast:
             quantized.cast_the_rest(self.model)
         if recipe.freeze:
@@ -207,17 +208,21 @@ def make_optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimi
 
 def _bitsandbytes_optimizer(name, parameters, model):
     bitsandbytes = quantized.import_bitsandbytes(name)
-    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
-    manager.initialize()  # overrides of earlier optimizers of the process would stay otherwise
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
-            manager.register_module_override(module, "weight", {"optim_bits": 32})
     kinds = {
         "adamw_8bit": bitsandbytes.optim.AdamW8bit,
         "paged_adamw_8bit": bitsandbytes.optim.PagedAdamW8bit,
         "lion_8bit": bitsandbytes.optim.Lion8bit,
     }
-    return kinds[name](parameters, lr=LEARNING_RATE)
+    optimizer = kinds[name](parameters, lr=LEARNING_RATE)
+    # The process's one manager would hand these overrides to later optimizers, by the position of
+    # the weight, and hold the model for ever: this optimizer gets a manager of its own.
+    manager = object.__new__(bitsandbytes.optim.GlobalOptimManager)
+    manager.initialize()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
+    optimizer.mng = manager
+    return optimizer
 
 
 def make_batches(recipe: Recipe, config, device, seed: int = 0) -> list[dict]:

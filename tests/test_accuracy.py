@@ -171,3 +171,32 @@ def test_the_report_says_whether_a_gpu_is_on_record():
 def test_family_and_technique(changes, family_of, technique_of):
     recipe = Recipe(**changes)
     assert (family(recipe), technique(recipe)) == (family_of, technique_of)
+
+
+def test_a_base_is_right_anywhere_in_its_range():
+    recipe = TINY.but(lora_rank=2, base="nf4")
+    footprint = simulate(recipe, "T4")
+    low, high = footprint.reserved_range
+
+    def compared(name, nbytes):
+        run = a_run({name: nbytes})
+        run = dataclasses.replace(run, recipe=run.recipe | {"lora_rank": 2, "base": "nf4"})
+        (one,) = compare_records([run], {"simulate": lambda *_: footprint})
+        return one
+
+    def reserved(nbytes):
+        return compared("peak_reserved_bytes", nbytes)
+
+    assert [reserved(n).missed for n in (low - 1, low, high, high + 1)] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert reserved(low).predicted == footprint.peak_reserved and reserved(low).inside
+    assert compared("device_used_bytes", high).bounds == (
+        low + GPUS["T4"].context,
+        high + GPUS["T4"].context,
+    )
+    text = report([reserved(low), reserved(high + 1)], [])
+    assert "inside the reported range: 1 of 2 figures" in text and " MiB to " in text

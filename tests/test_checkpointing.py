@@ -11,7 +11,8 @@ from memlab.tracer import Tracer
 from memlab.training import Training
 
 CHAPTER = Notebook("08-checkpointing")
-SMALL = """imports from-scratch chain ways-code on-demand-code trial-code held passes by-hand corpus
+SMALL = """imports from-scratch chain ways-code on-demand-code trial-code held passes real-layers
+    real-ways by-hand corpus
     corpus-ids reader kinds gradient-of gradients double lora-code cache wrappers
     selective"""
 
@@ -28,12 +29,13 @@ def gradients(forward, layers, x):
     return [x.grad, *(weight.grad for weight in layers.parameters())]
 
 
-@pytest.mark.parametrize("way", ["every", "segments", "on demand", "twice"])
+@pytest.mark.parametrize("way", ["every", "every other", "segments", "on demand", "twice"])
 def test_every_way_gives_the_gradient_of_ordinary_training(chapter, way):
     torch.manual_seed(0)
     layers, x = chapter["make_layers"](7, width=8), torch.randn(5, 8)
     forward = {
         "every": chapter["segments_of"](1),
+        "every other": chapter["every_other"],
         "segments": chapter["segments_of"](3),
         "on demand": chapter["OnDemand"].apply,
         "twice": chapter["twice"],
@@ -51,6 +53,8 @@ def test_memory_follows_the_law(chapter):
     assert roots[2] - roots[1] == pytest.approx(roots[1] - roots[0], abs=0.01)
     everything = [held(trial(chapter["keep_all"], n)) for n in (4, 9)]
     assert everything[1] - everything[0] == pytest.approx(4 * 5, abs=0.01)
+    other = [held(trial(chapter["every_other"], n)) for n in (4, 8)]
+    assert other[1] - other[0] == pytest.approx((1 + 4) * 2, abs=0.01)
     assert held(trial(chapter["OnDemand"].apply, 9)) < min(every[1], roots[1])
 
 
@@ -60,6 +64,14 @@ def test_work_in_forward_passes(chapter):
     assert [passes(segments(k), 8) for k in (1, 2, 8)] == pytest.approx([4, 4, 4])
     assert passes(chapter["twice"], 8) == pytest.approx(5)
     assert passes(chapter["OnDemand"].apply, 8) == pytest.approx(3 + (8 + 1) / 2)
+
+
+def test_the_film_names_what_each_bar_is(chapter):
+    CHAPTER.run("film", chapter)
+    for way, again in ((chapter["keep_all"], False), (chapter["segments_of"](2), True)):
+        line = chapter["trial"](way, 4).timeline
+        kinds = {chapter["kind_of"](x, line) for x in line.lives if x.module[:1].isdigit()}
+        assert ("computed again" in kinds) is again and kinds <= set(chapter["KINDS"])
 
 
 @pytest.mark.parametrize("model, layers", [("bert-large", "bert.encoder.layer"), ("gpt2", None)])
@@ -113,6 +125,16 @@ def test_offloaded_checkpoints_free_memory_and_keep_the_gradient(chapter):
     assert chapter["sent"] == pytest.approx(16 * 8192 * 64 * 4 / 2**20, rel=0.01)
 
 
+def test_offloading_frees_the_card_and_counts_what_travels(chapter):
+    short = chapter | {"encoder": lambda n, **switch: chapter["encoder"](3, **switch)}
+    CHAPTER.run("host-hook", short)
+    tried = {name: short["offload_trial"](name) for name in short["OFFLOADED"]}
+    kept, moved, marked, both = (run.breakdown["activations"] for run, _ in tried.values())
+    assert moved < marked < kept and both < marked
+    assert tried["checkpointing"][1] == 3 * 32 * 512 * 768 * 4  # the inputs of three layers
+    assert tried["all kept"][1] > 20 * tried["checkpointing"][1]
+
+
 def test_checkpointing_learns_the_same_over_three_seeds(chapter):
     for seed in range(3):
         ways = [{}, chapter["RIGHT"]]
@@ -136,7 +158,8 @@ def test_solutions_pass_their_check_and_wrong_answers_are_told_so(chapter, capsy
 
 def test_verdicts(chapter):
     CHAPTER.run("depths law-run law-slopes price-ways price price-table", chapter)
-    CHAPTER.run("real-layers real-run real-ratio flops flops-run published published-run", chapter)
+    chapter |= {"sizes": (2, 4)}  # the chapter goes further
+    CHAPTER.run("real-run real-ratio flops flops-run published published-run", chapter)
     before, after = chapter["alone"].figures, chapter["marked"].figures
     chapter["seconds"] = after["run_seconds"] / before["run_seconds"]
     chapter["rate"] = after["samples_per_second"] / before["samples_per_second"]
@@ -147,8 +170,9 @@ def test_verdicts(chapter):
         exec(compile(ast.Module(before, []), id, "exec"), chapter)
         assert eval(compile(ast.Expression(last.value), id, "eval"), chapter).word == word
     assert abs(chapter["off_by"]) < 0.02
-    real = chapter["real"]
-    assert real[1] < real[3] < chapter["everything"]  # every layer is the best length
+    keep, every_second, every, segments = (held[-1] for held in chapter["real"].values())
+    assert every < min(every_second, segments) and max(every_second, segments) < keep
+    assert chapter["each"]["every second layer"] < 0.7 * chapter["each"]["keep everything"]
 
 
 @pytest.mark.parametrize("kind", ["none", "non-reentrant", "reentrant"])

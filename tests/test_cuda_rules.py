@@ -110,6 +110,7 @@ def autocast_dtype(function, *inputs):
     [
         lambda x: F.softmax(x, -1),
         lambda x: F.log_softmax(x, -1),
+        lambda x: F.softmax(x, -1, dtype=torch.float32),
         lambda x: F.layer_norm(x, (8,)),
         lambda x: x.exp(),
         lambda x: x.pow(2),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from memlab import Recipe, depth, models, simulate
-from memlab.simulate import SimulatedGPU, _two_steps, trace
+from memlab.simulate import SimulatedGPU, trace, two_steps
 
 FULL = {"optimizer": "adamw_torch_loop", "accumulation": 2}
 FROZEN = {"freeze": "embeddings", "optimizer": "adamw_torch_fused"}
@@ -26,7 +26,7 @@ def deep(model, layers=6):
 
 def at_full_depth(recipe, gpu=None):
     with SimulatedGPU(gpu) as simulated:
-        return simulated.footprint_of(_two_steps(recipe, simulated))
+        return simulated.footprint_of(two_steps(recipe, simulated))
 
 
 @pytest.mark.parametrize(

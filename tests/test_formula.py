@@ -12,7 +12,10 @@ from memlab.gpus import gpu
 def assert_close(recipe, card=None):
     quick, whole = formula(recipe, card), simulate(recipe, card)
     assert quick.peak_allocated == pytest.approx(whole.peak_allocated, rel=0.01)
-    assert quick.peak_reserved == pytest.approx(whole.peak_reserved, rel=0.2)
+    assert quick.peak_reserved is quick.device_used is None
+    low, high = quick.reserved_range
+    assert low == quick.peak_allocated <= high
+    assert low <= whole.peak_reserved  # the upper end is no bound
     assert quick.peak_phase == whole.peak_phase
     assert sum(quick.breakdown.values()) == quick.peak_allocated
     for category in ("parameters", "optimizer_states", "activations"):
@@ -52,8 +55,7 @@ def test_the_card_decides_workspaces_and_context():
     recipe = Recipe("bert-large")
     small, large = formula(recipe, "T4"), formula(recipe, "H200")
     assert large.breakdown["workspaces"] > small.breakdown["workspaces"] > 0
-    assert small.device_used == small.peak_reserved + gpu("T4").context
-    assert formula(recipe).device_used is None
+    assert small.context == gpu("T4").context and formula(recipe).context is None
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,31 @@ def test_lower_layers_save_more_than_upper_ones_in_memory_and_operations(chapter
     assert upper.breakdown["activations"] > 0.75 * none.breakdown["activations"]
 
 
+def test_the_curve_by_addition_is_that_of_the_whole_model(chapter):
+    CHAPTER.run("choices curve-of", chapter)
+    recipe = Recipe("bert-large-tiny", batch_size=8, seq_len=64)
+    curve = chapter["curve_of"](recipe, 6)
+    assert list(curve.index) == [1, 2, 3, 4]
+    deep = models.config(recipe.model)
+    deep.num_hidden_layers = 6
+    whole = simulate(recipe.but(model=deep, freeze=("embeddings", 4))).breakdown
+    for name in ("parameters", "gradients", "optimizer_states", "activations", "temporary"):
+        assert curve[name][4] * 2**20 == pytest.approx(whole[name], abs=1), name
+
+
+def test_prediction_and_measurement_of_the_twin_agree(chapter):
+    CHAPTER.run("losses-and-peak quiet", chapter)
+    chapter["choices"] = {"first 2": ("embeddings", 2)}
+    CHAPTER.run("live", chapter)
+    guess, found = chapter["live"]["first 2"]
+    trained = [p for p in chapter["training"].model.parameters() if p.requires_grad]
+    for name in ("parameters", "gradients", "activations", "inputs", "buffers"):
+        assert guess.breakdown[name] == found.breakdown[name], name
+    # AdamW's step counters, which CUDA keeps on the host.
+    states = found.breakdown["optimizer_states"] - guess.breakdown["optimizer_states"]
+    assert states == 4 * len(trained)
+
+
 def test_operations_fall_to_the_forward_pass(chapter):
     CHAPTER.run("flops", chapter)
     operations = chapter["operations"]

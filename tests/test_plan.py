@@ -107,3 +107,11 @@ def test_bad_input(arguments, says):
 def test_a_format_that_the_card_does_not_have():
     with pytest.raises(ValueError, match="no native bfloat16"):
         fits(TINY.but(precision="bf16"), "T4")
+
+
+def test_a_base_is_counted_at_the_upper_end_of_its_range():
+    recipe = TINY.but(seq_len=32, lora_rank=2, base="nf4")
+    footprint = simulate(recipe, "T4")
+    fit = fits(recipe, "T4")
+    assert fit.needed == footprint.reserved_range[1] + GPUS["T4"].context
+    assert fit.margin == int(MARGIN * fit.needed) + CONTEXT_MARGIN

@@ -1,5 +1,6 @@
 """The simulated GPU: full-size figures, the reader's own loops, and running out of memory."""
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -237,6 +238,39 @@ def test_the_default_step_is_the_one_of_cuda():
     assert peak() == peak(foreach=True) > peak(foreach=False)
 
 
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_what_autograd_saves_on_the_cpu_leaves_the_card_until_it_is_wanted(pin_memory):
+    peaks = []
+    for offload in (False, True):
+        with SimulatedGPU() as gpu:
+            x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+            gpu.reset_peak()
+            context = torch.autograd.graph.save_on_cpu(pin_memory=pin_memory)
+            with context if offload else contextlib.nullcontext():
+                y = x
+                for _ in range(8):
+                    y = y.tanh()  # each keeps its output
+            last = gpu.footprint.timeline.totals()[-1]
+            y.sum().backward()
+        peaks.append((last, gpu.footprint.peak_allocated))
+    size = 4 * 2**20
+    assert peaks[0][0] - peaks[1][0] == 7 * size  # y itself is still held
+    assert peaks[1][1] < peaks[0][1] - 4 * size
+
+
+def test_a_pinned_copy_of_a_view_in_another_order_needs_memory_on_the_card_for_a_moment():
+    for pin_memory, more in ((False, 0), (True, 1)):
+        with SimulatedGPU() as gpu:
+            x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+            turned = x.t()
+            gpu.reset_peak()
+            with torch.autograd.graph.save_on_cpu(pin_memory=pin_memory):
+                y = turned.tanh()
+            peak = gpu.footprint.peak_allocated
+            del y
+        assert peak == (2 + more) * 4 * 2**20
+
+
 def test_step_counters_live_on_the_host_unless_the_step_is_fused():
     loop = simulate(Recipe(model="bert-large-tiny", seq_len=32, optimizer="adamw_torch_loop"))
     fused = simulate(Recipe(model="bert-large-tiny", seq_len=32, optimizer="adamw_torch_fused"))
@@ -296,3 +330,53 @@ def test_experts_in_fp32_are_refused_by_name():
     with pytest.raises(ValueError, match="mixture of experts is simulated in bf16 only"):
         simulate(Recipe(model="mixtral-8x7b-tiny", seq_len=16))
     assert simulate(Recipe(model="mixtral-8x7b-tiny", seq_len=16, precision="bf16"))
+
+
+def test_a_copy_on_the_host_keeps_nothing_on_the_card():
+    with SimulatedGPU():
+        for to_host in (torch.Tensor.cpu, lambda x: x.to("cpu"), lambda x: x.detach().cpu() * 2):
+            tensor = torch.zeros(MiB, device="cuda")
+            copy = to_host(tensor)
+            assert torch.cuda.memory_allocated() == 4 * MiB
+            del tensor
+            assert copy.shape == (MiB,)
+            assert torch.cuda.memory_allocated() == 0
+            back = copy.to("cuda")
+            assert torch.cuda.memory_allocated() == 4 * MiB
+            del back
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return {"input_ids": torch.full((512,), i)}
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_workers_of_a_data_loader_make_tensors_on_the_host(pinned):
+    with SimulatedGPU():
+        loader = torch.utils.data.DataLoader(Rows(), 2, num_workers=1, pin_memory=pinned)
+        for batch in loader:
+            tokens = batch["input_ids"]
+            assert torch.cuda.memory_allocated() == 0
+            tokens = tokens.to("cuda", non_blocking=True)
+            assert tokens.shape == (2, 512)
+            assert torch.cuda.memory_allocated() == 2 * 512 * 8
+            del tokens
+
+
+def test_packed_sequences_need_a_mask_where_their_positions_are_known():
+    tokens = torch.zeros(1, 64, dtype=torch.long)
+    one, two = torch.arange(64)[None], torch.cat([torch.arange(32), torch.arange(32)])[None]
+
+    def operations(**positions):
+        with SimulatedGPU() as gpu:
+            model = build("llama-3-8b-tiny", attention="sdpa").to("cuda")
+            batch = {"input_ids": tokens} | positions
+            model(**{name: values.to("cuda") for name, values in batch.items()}, use_cache=False)
+        return {life.operation for life in gpu.footprint.timeline.lives}
+
+    alone, packed = operations(position_ids=one), operations(position_ids=two)
+    assert "aten.cumsum" in packed and "aten.cumsum" not in alone

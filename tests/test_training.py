@@ -131,6 +131,21 @@ def test_other_optimizers_take_a_step(optimizer, state):
     assert any(state in values for values in training.optimizer.state.values())
 
 
+def test_an_8_bit_recipe_leaves_no_override_behind():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    training = Training(TINY.but(optimizer="adamw_8bit"))
+    training.step()
+    table = training.model.get_input_embeddings().weight
+    assert training.optimizer.state[table]["state1"].dtype == torch.float32
+    # The process's manager would give these bits to whatever weight comes first.
+    other = torch.nn.Linear(64, 64)
+    other(torch.ones(1, 64)).sum().backward()
+    optimizer = bitsandbytes.optim.AdamW8bit(other.parameters())
+    optimizer.step()
+    assert optimizer.state[other.weight]["state1"].dtype == torch.uint8
+    assert not optimizer.mng.module_weight_config_triple  # nor does it hold the model
+
+
 def test_an_8_bit_optimizer_without_bitsandbytes_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ValueError, match="adamw_8bit needs the package bitsandbytes"):

@@ -1,0 +1,79 @@
+"""How long does a simulation take, how much memory, and how does it compare with MemTracker?
+
+One process for each recipe, so that its peak memory is its own: CPU seconds of one `simulate` with
+everything imported, and the process's peak resident memory. Then, in one process, `simulate` in
+turn with one optimizer step under PyTorch's MemTracker on fake tensors, as their ratio.
+"""
+
+import contextlib
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+from memlab import Recipe, simulate
+
+LORA = {"precision": "bf16", "attention": "sdpa", "lora_rank": 16, "checkpointing": True}
+QLORA = LORA | {"base": "nf4", "upcast": False}
+RECIPES = {
+    "BERT-large, fp32": Recipe("bert-large", batch_size=8),
+    "BERT-large, autocast, checkpointing": Recipe(
+        "bert-large", batch_size=8, precision="fp16-amp", checkpointing=True
+    ),
+    "BERT-large, Adafactor": Recipe("bert-large", batch_size=8, optimizer="adafactor"),
+    "8B LoRA": Recipe("llama-3-8b", seq_len=2048, **LORA),
+    "8B QLoRA": Recipe("llama-3-8b", seq_len=2048, **QLORA),
+    "70B QLoRA": Recipe("llama-2-70b", seq_len=2048, **QLORA),
+}
+COMPARED = "BERT-large, fp32"
+ROUNDS = 3
+
+
+def cost(label) -> None:
+    """Print the CPU seconds and the peak memory of one simulation, in this process."""
+    simulate(Recipe("gpt2-tiny", seq_len=16, lora_rank=2, base="nf4"))  # imports
+    start = time.process_time()
+    simulate(RECIPES[label])
+    seconds = time.process_time() - start
+    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    print(f"{label:<38}{seconds:>8.2f} s{highest:>10,.0f} MiB", flush=True)
+
+
+def memtracked(recipe) -> None:
+    """Two steps under MemTracker, at full depth, with its own CPU kernels."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    from memlab.fake import tensors_without_data
+    from memlab.training import Training
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tensors_without_data())
+        training = Training(recipe)
+        tracker = MemTracker()
+        tracker.track_external(training.model, training.optimizer)
+        stack.enter_context(tracker)
+        training.step()
+        tracker.reset_mod_stats()  # it follows one step at a time
+        training.step()
+
+
+def main():
+    if len(sys.argv) > 1:
+        return cost(sys.argv[1])
+    for label in RECIPES:
+        subprocess.run([sys.executable, "-W", "ignore", __file__, label], check=True)
+    recipe, seconds = RECIPES[COMPARED], {simulate: [], memtracked: []}
+    for _ in range(ROUNDS):
+        for run, taken in seconds.items():
+            start = time.process_time()
+            run(recipe)
+            taken.append(time.process_time() - start)
+    ours, theirs = (statistics.median(taken) for taken in seconds.values())
+    print(
+        f"{COMPARED}: simulate {ours:.2f} s, MemTracker {theirs:.2f} s, {theirs / ours:.1f} times"
+    )
+
+
+if __name__ == "__main__":
+    main()

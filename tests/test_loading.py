@@ -1,0 +1,133 @@
+"""Orders in which a quantized base is loaded, against transformers' own loader."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from memlab import Recipe, SimulatedGPU, loading, models, simulate
+from memlab.depth import EMPTY_CACHE, RESET
+from memlab.gpus import gpu
+from memlab.loading import LEFT_FREE, peak_reserved, reserved_range, ways
+from memlab.quantized import import_bitsandbytes
+from memlab.simulate import trace
+
+import_bitsandbytes("this test")
+MiB = 2**20
+QLORA = Recipe("llama-3-8b-tiny", seq_len=16, lora_rank=2, base="nf4", precision="bf16")
+
+
+@pytest.fixture(scope="module")
+def log():
+    return trace(QLORA)
+
+
+def weights_of(log):
+    return loading._by_weight(log)[0]
+
+
+def births(events):
+    return sorted(event[2] for event in events if event[0] == "birth")
+
+
+def highest(events):
+    """The most bytes that live at a time."""
+    now = most = 0
+    for kind, *rest in events:
+        if kind in ("birth", "death"):
+            now += rest[1] if kind == "birth" else -rest[1]
+            most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("model, base", [("llama-3-8b", "nf4"), ("gpt2", "nf4"), ("gpt2", "int8")])
+def test_one_by_one_is_what_transformers_does(model, base, tmp_path):
+    """Its from_pretrained, run in a simulated GPU, makes the same requests in the same order."""
+    recipe = QLORA.but(model=f"{model}-tiny", base=base, compute_dtype="fp16")
+    models.build(recipe.model, dtype=torch.float16).save_pretrained(tmp_path)
+    config = BitsAndBytesConfig(load_in_8bit=True)
+    if base == "nf4":
+        config = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16
+        )
+    with SimulatedGPU("A100-40GB") as simulated:
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=config, device_map="cuda", dtype=torch.float16
+        )
+        done = [
+            (kind == "alloc", nbytes)
+            for kind, _, nbytes in simulated.tracer.allocator.trace
+            if kind in ("alloc", "free")
+        ]
+    log = trace(recipe)
+    _, one_by_one, *_ = ways(log, gpu("A100-40GB").total_memory)
+    _, afterwards = loading._by_weight(log)
+    load = one_by_one[: -len(afterwards)]
+    said = [(kind == "birth", nbytes) for kind, _, nbytes in load]
+    assert between_births(said) == between_births(done[: len(said)])
+
+
+def between_births(events):
+    """What is freed between two births, in whatever order, leaves the same behind."""
+    rounds = [[]]
+    for born, nbytes in events:
+        if born:
+            rounds.append([nbytes])
+        else:
+            rounds[-1].append(nbytes)
+    return [sorted(sizes) for sizes in rounds if sizes]
+
+
+def test_every_way_makes_the_same_base(log):
+    own, *others = ways(log)
+    allocated = {highest(events[events.index(RESET) :]) for events in (own, *others)}
+    assert len(allocated) == 1
+    for events in others:
+        warmup = events[0][2]
+        assert births(events) == sorted([*births(own), warmup])
+
+
+def test_the_ends_hold_one_weight_and_all_of_them(log):
+    whole = sum(events[0][2] for *_, events in weights_of(log))
+    largest = max(events[0][2] for *_, events in weights_of(log))
+    packed = sum(map(loading._bytes_to_hold, (events for *_, events in weights_of(log))))
+    _, first, *_, last = ([e for e in events if len(e) > 2] for events in ways(log))
+    count = sum(len(events) for *_, events in weights_of(log))
+    assert highest(last[: count + 2]) >= whole
+    assert packed <= highest(first[2 : count + 2]) <= 1.2 * packed + largest
+
+
+def test_the_warm_up_leaves_room_on_the_card(log):
+    _, unlimited, *_ = ways(log)
+    _, tight, *_ = ways(log, LEFT_FREE + MiB)
+    _, none, *_ = ways(log, LEFT_FREE)
+    assert unlimited[0][2] > MiB == tight[0][2]
+    assert none[0][1] != "warm-up"
+
+
+def test_a_way_that_runs_out_of_memory_takes_all_there_is(log):
+    whole = peak_reserved(list(ways(log))[-1])
+    assert peak_reserved(list(ways(log))[-1], 4 * MiB) is None
+    assert reserved_range(log, whole - 2 * MiB, None)[1] <= whole - 2 * MiB
+
+
+def test_an_emptied_cache_forgets_most_of_the_loading():
+    """peft's casts to fp32 end with an emptied cache; without them the highest way stays."""
+    config = models.config("llama-3-8b")
+    config.num_hidden_layers, config.vocab_size = 6, 1000
+    config.bos_token_id = config.eos_token_id = 1
+    recipe = QLORA.but(model=config)
+    kept, emptied = (simulate(recipe.but(upcast=upcast)) for upcast in (False, True))
+    assert EMPTY_CACHE not in trace(recipe.but(upcast=False)).steps
+    for footprint in (kept, emptied):
+        low, high = footprint.reserved_range
+        assert footprint.peak_allocated <= low <= footprint.peak_reserved <= high
+    half = 2 * kept.parameters
+    assert kept.reserved_range[1] >= half > emptied.reserved_range[1]
+
+
+def test_the_range_is_the_same_every_time_and_only_a_base_has_one():
+    assert simulate(QLORA).reserved_range == simulate(QLORA).reserved_range
+    assert simulate(QLORA.but(base="none")).reserved_range is None
+    footprint = simulate(QLORA)
+    assert footprint.as_dict()["reserved_range"] == list(footprint.reserved_range)
+    assert "peak reserved, as a range: " in str(footprint)
