@@ -1,0 +1,184 @@
+"""Chapter 13: what its cells show is true, and its adapters are those that memlab trains."""
+
+import pytest
+import torch
+from notebook import Notebook
+
+from memlab import Recipe, simulate
+from memlab.tracer import Tracer
+from memlab.training import Training
+
+CHAPTER = Notebook("13-lora")
+# Cells that train tiny models only, in the order of the chapter.
+TINY = """imports cut whole-function adapter-weights lora-linear vanilla-start lora-start train-step
+    agree same-start losses-and-peak agree-run merge trap trap-run trap-cases bits real-layer real-bits corpus corpus-blocks
+    reader fit loss-on pretrain full-change truncated truncated-run energy load-4bit
+    load-4bit-function adapted"""
+
+
+@pytest.fixture(scope="module")
+def chapter():
+    return CHAPTER.run(TINY, {"device": torch.device("cpu")})
+
+
+@pytest.mark.parametrize("rank", [1, 8])
+def test_the_shown_adapters_and_the_recipe_agree(chapter, rank):
+    recipe = Recipe("llama-3-8b-tiny", batch_size=2, seq_len=32)
+    shown, library = Training(recipe), Training(recipe.but(lora_rank=rank))
+    shown.optimizer = chapter["lora_start"](shown.model, rank, chapter["LINEAR"])
+    chapter["same_start"](shown.model, library.model)
+
+    def shown_step():
+        return chapter["train_step"](shown.model, shown.optimizer, shown.batches[0])
+
+    found = []
+    for training, step in ((shown, shown_step), (library, library.step)):
+        losses = [step(), step()]
+        tracer = Tracer()
+        tracer.watch(training.model, training.optimizer)
+        with tracer:
+            losses.append(step())
+        found.append((losses, tracer.footprint().peak_allocated, tracer.footprint().breakdown))
+    assert found[0] == found[1]
+
+
+def test_merge_equals_adapter_for_both(chapter):
+    recipe = Recipe("llama-3-8b-tiny", batch_size=2, seq_len=32)
+    shown, library = Training(recipe), Training(recipe.but(lora_rank=4))
+    optimizer = chapter["lora_start"](shown.model, 4, chapter["LINEAR"])
+    for start in (optimizer, library.optimizer):
+        start.param_groups[0]["lr"] = 1e-2
+    untouched = shown.model(**shown.batches[0]).logits
+    for _ in range(3):
+        chapter["train_step"](shown.model, optimizer, shown.batches[0])
+        library.step()
+    with torch.no_grad():
+        before = [m(**shown.batches[0]).logits for m in (shown.model, library.model)]
+        chapter["merge"](shown.model)
+        after = [
+            m(**shown.batches[0]).logits for m in (shown.model, library.model.merge_and_unload())
+        ]
+    assert (before[0] - untouched).abs().max() > 0.1
+    torch.testing.assert_close(before, after, rtol=1e-4, atol=1e-4)
+    assert not any(isinstance(m, chapter["LoRALinear"]) for m in shown.model.modules())
+
+
+def test_gradients_and_moments_are_the_adapters_only(chapter):
+    CHAPTER.run("states", chapter)
+    assert chapter["holds"] and all("lora_" in name for name in chapter["holds"])
+
+
+def test_two_layers_tell_what_the_whole_model_takes(chapter):
+    recipe = Recipe("llama-3-8b-tiny", seq_len=64, precision="bf16", lora_rank=4)
+    deep = chapter["cut"](recipe.but(checkpointing=True, lora_targets="q_proj,v_proj"), 5)
+    by_layers, at_once = chapter["whole"](deep), simulate(deep)
+    assert by_layers.trainable_parameters == at_once.trainable_parameters
+    for name in ("parameters", "gradients", "optimizer_states", "activations"):
+        assert by_layers.breakdown[name] == at_once.breakdown[name], name
+    assert by_layers.peak_allocated == pytest.approx(at_once.peak_allocated, rel=1e-3)
+
+
+def test_adapter_weights_are_those_that_peft_makes(chapter):
+    for targets in (None, ("q_proj", "v_proj")):
+        recipe = Recipe("llama-3-8b-tiny", seq_len=16, lora_rank=4)
+        recipe = recipe.but(lora_targets=targets or "all-linear")
+        counted = chapter["adapter_weights"]("llama-3-8b-tiny", 4, targets)
+        assert counted == Training(recipe).trainable_parameters
+
+
+def test_lora_saves_gradients_and_states_and_no_activations():
+    half = Recipe("llama-3-8b-tiny", batch_size=4, seq_len=128, precision="bf16", attention="sdpa")
+    lora = half.but(lora_rank=4, lora_fp32=False)
+    full, plain, fp32 = map(simulate, (half, lora, lora.but(lora_fp32=True)))
+    least = plain.breakdown["activations"]
+    assert least > 0.8 * max(full.timeline.levels["activations"])
+    assert fp32.breakdown["activations"] > 1.2 * least
+    assert plain.breakdown["optimizer_states"] < 0.1 * full.breakdown["optimizer_states"]
+
+
+def test_reentrant_checkpointing_needs_an_input_that_asks(chapter):
+    trapped = chapter["trapped"]
+    assert "does not require grad" in trapped["causal-lm", "reentrant"]
+    assert trapped["sequence-classification", "reentrant"].startswith("0 of")
+    mended = {said for (_, way), said in trapped.items() if way != "reentrant"}
+    assert mended == {"14 of 14 adapters have a gradient"}
+
+
+def test_casting_what_is_not_quantized_makes_qlora_take_more_than_lora(chapter):
+    lora = Recipe("llama-3.2-1b-tiny", batch_size=8, seq_len=128, precision="bf16")
+    lora = chapter["cut"](lora, 1)
+    lora = lora.but(lora_rank=4, lora_fp32=False, attention="sdpa")
+    quantized = lora.but(base="nf4", double_quant=True)
+    plain, cast, mended = map(simulate, (lora, quantized, quantized.but(upcast=False)))
+    assert mended.peak_allocated < plain.peak_allocated < cast.peak_allocated
+    assert cast.breakdown["activations"] > 1.3 * mended.breakdown["activations"]
+
+
+def test_bitsandbytes_stores_what_the_arithmetic_says(chapter):
+    assert chapter["found_bits"] == pytest.approx(
+        chapter["stored"]["NF4, scales in 8 bits"], abs=0.01
+    )
+    assert chapter["state"].blocksize == 64 and chapter["state"].state2.blocksize == 256
+    assert 0.08 < chapter["error"] < 0.1
+
+
+def test_most_of_a_change_lies_in_few_directions(chapter):
+    kept = dict(zip(chapter["ranks"], chapter["kept_gain"], strict=True))
+    assert kept[1] < 0.6 < kept[8] < kept[16] < kept[64] == pytest.approx(1, abs=1e-3)
+    assert chapter["curves"]["change"][7] > 1.5 * chapter["curves"]["random"][7]
+
+
+@pytest.fixture(scope="module")
+def learnt(chapter):
+    """The comparison of the chapter with one seed instead of three and fewer settings."""
+    CHAPTER.run("rates", chapter)
+    del chapter["rates"]["rank 64"], chapter["rates"]["head"]
+    source = CHAPTER.code["learn-run"].replace("range(3)", "range(1)")
+    exec(source, chapter)
+    return {name: found[0] for name, found in chapter["gains"].items()}
+
+
+def test_quality_rises_with_the_rank_and_qlora_learns_as_lora(learnt):
+    reached = {name: gain / learnt["all"] for name, gain in learnt.items()}
+    assert 0.15 < reached["rank 1"] < reached["rank 8"] < 1
+    assert reached["QLoRA, rank 8"] == pytest.approx(reached["rank 8"], rel=0.1)
+
+
+def test_merging_into_four_bits_makes_another_model(chapter, learnt):
+    CHAPTER.run("merge-4bit merge-4bit-run", chapter)
+    into, written = chapter["gaps"][False][0], chapter["gaps"][True][0]
+    assert into > 5 * written
+
+
+def test_peft_passes_over_what_memlab_refuses(chapter):
+    CHAPTER.run("wrong-names wrong-refused", chapter)
+    assert chapter["peft_takes"](8, ["q_proj", "value_proj"]).startswith("['q_proj']")
+    assert "lora_targets holds value_proj" in chapter["said"][0]
+    assert "lora_rank is 512" in chapter["said"][1] and len(chapter["said"]) == 2
+
+
+def test_an_optimizer_made_first_moves_no_adapter(chapter):
+    CHAPTER.run("late-optimizer late-optimizer-run", chapter)
+    assert chapter["moves"][True] == (0, 0)
+    moved, held = chapter["moves"][False]
+    assert moved > 0.1 and held > 0
+
+
+def test_dropout_of_a_frozen_base_is_awake_in_train_mode(chapter):
+    CHAPTER.run("base-dropout base-dropout-run", chapter)
+    restless = chapter["restless"]
+    assert restless["nothing"] > 0.1 and restless["layers"] > 0.1 and restless["everything"] == 0
+
+
+def test_the_trainer_and_accelerate_train_adapters(chapter):
+    CHAPTER.run("trainer-run trainer-save accelerate", chapter)
+    lines = [p for n, p in chapter["model"].named_parameters() if "lora_B" in n]
+    assert lines and all(p.norm() > 0 for p in lines)
+    assert chapter["size"] < 2**20
+
+
+@pytest.mark.parametrize("number, wrong", [(1, 5_767_168), (2, 1024), (3, "same")])
+def test_solutions_pass_their_check_and_wrong_answers_are_told_so(chapter, capsys, number, wrong):
+    if number == 3:
+        CHAPTER.run("buggy", chapter)
+    CHAPTER.check_exercise(number, wrong, chapter, capsys)
