@@ -11,7 +11,8 @@ from memlab.training import Training
 CHAPTER = Notebook("13-lora")
 # Cells that train tiny models only, in the order of the chapter.
 TINY = """imports cut whole-function adapter-weights lora-linear vanilla-start lora-start train-step
-    agree same-start losses-and-peak agree-run merge trap trap-run trap-cases bits real-layer real-bits corpus corpus-blocks
+    agree same-start losses-and-peak agree-run merge trap trap-run trap-cases bits real-layer
+    real-bits corpus corpus-blocks
     reader fit loss-on pretrain full-change truncated truncated-run energy load-4bit
     load-4bit-function adapted"""
 
@@ -70,7 +71,7 @@ def test_gradients_and_moments_are_the_adapters_only(chapter):
 
 def test_two_layers_tell_what_the_whole_model_takes(chapter):
     recipe = Recipe("llama-3-8b-tiny", seq_len=64, precision="bf16", lora_rank=4)
-    deep = chapter["cut"](recipe.but(checkpointing=True, lora_targets="q_proj,v_proj"), 5)
+    deep = chapter["cut"](recipe.but(checkpointing=True, lora_targets="q_proj,v_proj"), 3)
     by_layers, at_once = chapter["whole"](deep), simulate(deep)
     assert by_layers.trainable_parameters == at_once.trainable_parameters
     for name in ("parameters", "gradients", "optimizer_states", "activations"):
@@ -104,9 +105,8 @@ def test_reentrant_checkpointing_needs_an_input_that_asks(chapter):
     assert mended == {"14 of 14 adapters have a gradient"}
 
 
-def test_casting_what_is_not_quantized_makes_qlora_take_more_than_lora(chapter):
+def test_casting_what_is_not_quantized_makes_qlora_take_more_than_lora():
     lora = Recipe("llama-3.2-1b-tiny", batch_size=8, seq_len=128, precision="bf16")
-    lora = chapter["cut"](lora, 1)
     lora = lora.but(lora_rank=4, lora_fp32=False, attention="sdpa")
     quantized = lora.but(base="nf4", double_quant=True)
     plain, cast, mended = map(simulate, (lora, quantized, quantized.but(upcast=False)))
