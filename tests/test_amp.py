@@ -102,6 +102,10 @@ def test_checkpointing_moves_the_crossing_and_dropping_gradients_takes_the_cost_
     assert same == pytest.approx(one, rel=1e-6)  # the scaler is a few numbers
     assert all(half < full for full, half in more)
     assert {f.peak_phase for f in by_batch[0]} == {"optimizer step"}
+    fused = chapter["today"].but(optimizer="adamw_torch_fused")
+    bare, mixed = (simulate(fused.but(precision=kind)) for kind in ("fp32", "fp16-amp"))
+    assert bare.peak_phase == mixed.peak_phase == "backward"
+    assert 1 < mixed.peak_allocated / bare.peak_allocated < 1.05
 
 
 def test_live_and_predicted_differ_by_the_softmax_alone(chapter):
