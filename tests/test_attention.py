@@ -14,10 +14,10 @@ from memlab.training import Training
 
 CHAPTER = Notebook("14-attention")
 PARTS = """imports standard traffic traffic-work traffic-class traffic-run two-numbers extremes
-    extremes-run floor hbm tiles flash-forward flash-backward flash-function exact film-run bill
-    cards bound ways inputs simulated measured measure-ways routes-code see forbid mask-trap
-    mask-trap-run heads-mended gqa cache-code flex flex-run corpus corpus-ids register learn-code
-    exercise-3-code"""
+    extremes-run floor hbm tiles flash-forward flash-backward flash-function exact film-
+    run films standard-bytes bill cards bound ways inputs simulated measured measure-ways
+    routes-code see forbid mask-trap mask-trap-run heads-mended gqa cache-code flex flex-
+    run corpus corpus-ids register learn-code exercise-3-code"""
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +125,13 @@ def test_traffic_is_counted(chapter):
 
 def test_the_film_shows_every_tile_once_and_none_in_the_future(chapter):
     triangle = [(i, j) for i in range(6) for j in range(i + 1)]
-    forward, backward = chapter["film_of"]()
-    assert forward == triangle
-    assert backward == sorted(triangle, key=lambda place: (place[1], place[0]))
+    forward, backward = chapter["films"](True)
+    assert [tuple(moment[:2]) for moment in forward] == triangle
+    down = sorted(triangle, key=lambda place: (place[1], place[0]))
+    assert [tuple(moment[:2]) for moment in backward] == down
+    for film, moved in zip(chapter["films"](False), chapter["moved_by_tiles"](768), strict=True):
+        so_far = [moment[2] for moment in film]
+        assert len(film) == 36 and so_far == sorted(so_far) and so_far[-1] == moved
 
 
 def kept_bytes(attend, length):
