@@ -39,7 +39,7 @@ class PaddingExplorer:
 
 
 class TilePlayer:
-    """The tiles of an attention computed in blocks, one after the other, to drag through or to play.
+    """The tiles of an attention computed in blocks, one after the other, to drag or to play.
 
     films: name -> moments in their order, each (row, column, bytes moved so far) of one tile
         of scores; rows are tiles of queries, columns tiles of keys, both from 0.
