@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib
 import sys
+import warnings
 from unittest import mock
 
 import torch
@@ -44,10 +45,9 @@ def cuda_kernel(rule, operator):
 
 
 @contextlib.contextmanager
-def cuda_kernels(sdpa_backend=None, gpu=None, rules=frozenset(RULES), met=None):
+def cuda_kernels(gpu=None, rules=frozenset(RULES), met=None):
     """Let operations on CPU tensors keep what CUDA keeps.
 
-    sdpa_backend: `flash`, `efficient` or `math` to force one; None chooses as CUDA does.
     gpu: the `memlab.gpus.GPU` whose choices count where kernels differ between cards.
     rules: which of `RULES` hold. met: a set that gets the name of every rule that was at work.
     """
@@ -67,7 +67,7 @@ def cuda_kernels(sdpa_backend=None, gpu=None, rules=frozenset(RULES), met=None):
 
     for kernel in KERNELS:
         register(*kernel)
-    attention = functools.partial(scaled_dot_product_attention, sdpa_backend)
+    attention = functools.partial(scaled_dot_product_attention, gpu)
     register("attention", "scaled_dot_product_attention", attention)
     for operator in AUTOCAST_FP32:
         register("autocast", operator, _autocast(operator, _run_in_fp32), "AutocastCPU")
@@ -127,20 +127,99 @@ def _fused_softmax(kernel, input, dim, dtype):
     return kernel(input if dtype is None else input.to(dtype), dim, False)
 
 
-def sdpa_route(query, key, attn_mask, dropout_p) -> str:
-    """The backend that `scaled_dot_product_attention` takes on CUDA, by PyTorch's order.
+def sdpa_refusals(
+    route,
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    enable_gqa=False,
+    capability=(8, 0),
+) -> list[str]:
+    """Why a CUDA card cannot take a route of `scaled_dot_product_attention`; empty if it can.
 
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: flash needs half precision, no mask,
-    a head size of 256 or less; the memory-efficient kernel takes masks and fp32; math is last.
+    route: `flash`, `efficient` or `math`. The tensors are those of the call, [batch, heads,
+    length, head size]; capability is the card's. One short reason a rule that is not met.
+
+    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `can_use_flash_attention` and
+    `can_use_mem_efficient_attention`, without their rules for nested tensors. On Hopper and
+    Blackwell recent builds ask cuDNN's kernel first; it keeps what flash keeps and is not told
+    apart here. Raises ValueError for another route.
     """
+    if route not in SDPA_ROUTES:
+        raise ValueError(f"route is {route!r}: allowed are {', '.join(SDPA_ROUTES)}")
+    reasons = [] if SDPA_ROUTES[route]() else ["switched off by sdpa_kernel"]
+    if route == "math":
+        return reasons
     half = query.dtype in (torch.float16, torch.bfloat16)
-    if half and attn_mask is None and query.size(-1) <= 256:
-        return "flash"
-    return "efficient"
+    dtypes = [torch.float16, torch.bfloat16] if capability >= (8, 0) else [torch.float16]
+    if route == "efficient":
+        dtypes = [*dtypes, torch.float32]
+    if query.dtype not in dtypes or not query.dtype == key.dtype == value.dtype:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        given = ", ".join(str(x.dtype).removeprefix("torch.") for x in (query, key, value))
+        reasons.append(f"dtypes are {given}: allowed are {names}")
+    if {query.dim(), key.dim(), value.dim()} != {4}:
+        return [*reasons, f"the query has {query.dim()} dimensions: allowed are 4"]
+    heads = query.size(1), key.size(1), value.size(1)
+    grouped = enable_gqa and heads[1] == heads[2] and heads[0] % heads[1] == 0
+    if len(set(heads)) > 1 and not grouped:
+        reasons.append(f"heads are {heads}: allowed are equal ones")
+    if 0 in (query.size(-2), key.size(-2)):
+        reasons.append("a length is 0: allowed are lengths from 1")
+    if {query.stride(-1), key.stride(-1), value.stride(-1)} != {1}:
+        reasons.append("the last dimension is not contiguous")
+    sizes = query.size(-1), key.size(-1), value.size(-1)
+    if route == "flash":
+        if capability < (8, 0):
+            given = "{}.{}".format(*capability)
+            reasons.append(f"compute capability is {given}: allowed are 8.0 and later")
+        if attn_mask is not None:
+            reasons.append("attn_mask is given: allowed are None and is_causal")
+        if len(set(sizes)) > 1 or sizes[0] > 256:
+            reasons.append(f"head sizes are {sizes}: allowed are equal ones up to 256")
+        if is_causal and query.size(-2) != key.size(-2):
+            reasons.append("is_causal with unequal lengths: allowed are equal ones")
+        trains = any(x.requires_grad for x in (query, key, value)) and torch.is_grad_enabled()
+        small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
+        if trains and small and (192 < sizes[0] <= 224 or (sizes[0] > 224 and dropout_p > 0)):
+            given = "{}.{}".format(*capability)
+            reasons.append(f"head size is {sizes[0]}: training on {given} allows up to 192")
+        return reasons
+    multiple = (8 if half else 4) if capability >= (8, 0) else (8 if half else 1)
+    if sizes[0] != sizes[1] or any(size % multiple for size in sizes):
+        reasons.append(f"head sizes are {sizes}: allowed are multiples of {multiple}")
+    return reasons
+
+
+# In the order in which CUDA tries them; whether `torch.nn.attention.sdpa_kernel` leaves them on.
+SDPA_ROUTES = {
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "math": torch.backends.cuda.math_sdp_enabled,
+}
+
+
+def sdpa_route(query, key, value, **call) -> str:
+    """The route that `scaled_dot_product_attention` takes on CUDA: the first that can.
+
+    call: the further arguments of `sdpa_refusals`. Raises RuntimeError with PyTorch's message,
+    after a warning with the reasons, if none can.
+    """
+    refused = {}
+    for route in SDPA_ROUTES:
+        refused[route] = sdpa_refusals(route, query, key, value, **call)
+        if not refused[route]:
+            return route
+    for route, reasons in refused.items():
+        warnings.warn(f"{route} attention not used because: {'; '.join(reasons)}", stacklevel=2)
+    raise RuntimeError("No available kernel. Aborting execution.")
 
 
 def scaled_dot_product_attention(
-    backend,
+    gpu,
     query,
     key,
     value,
@@ -153,10 +232,21 @@ def scaled_dot_product_attention(
 ):
     """Attention as CUDA's flash and memory-efficient kernels run it: no matrix of weights kept.
 
-    aten/src/ATen/native/transformers/attention.cpp, `scaled_dot_product_attention`.
+    gpu: the `memlab.gpus.GPU` whose route counts, None for one of compute capability 8.0.
+
+    aten/src/ATen/native/transformers/attention.cpp, `scaled_dot_product_attention`. Flash takes
+    fewer key heads than query heads as they are, and pads head sizes to multiples of 8; for the
+    memory-efficient kernel key heads are repeated.
     """
-    backend = backend or sdpa_route(query, key, attn_mask, dropout_p)
-    if backend == "math":
+    call = {
+        "attn_mask": attn_mask,
+        "dropout_p": dropout_p,
+        "is_causal": is_causal,
+        "enable_gqa": enable_gqa,
+        "capability": gpu.capability if gpu else (8, 0),
+    }
+    route = sdpa_route(query, key, value, **call)
+    if route == "math":
         return torch._scaled_dot_product_attention_math(
             query,
             key,
@@ -167,14 +257,21 @@ def scaled_dot_product_attention(
             scale=scale,
             enable_gqa=enable_gqa,
         )[0]
-    if key.size(-3) != query.size(-3):  # the kernels see as many key heads as query heads
+    if route == "flash":
+        size = query.size(-1)
+        scale = size**-0.5 if scale is None else scale
+        if size % 8:
+            query, key, value = (
+                torch.nn.functional.pad(x, (0, 8 - size % 8)) for x in (query, key, value)
+            )
+        out = torch._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return out[..., :size] if size % 8 else out
+    if key.size(-3) != query.size(-3):
         groups = query.size(-3) // key.size(-3)
         key = key.repeat_interleave(groups, dim=-3)
         value = value.repeat_interleave(groups, dim=-3)
-    if backend == "flash":
-        return torch._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )[0]
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             bias = torch.zeros_like(attn_mask, dtype=query.dtype)
@@ -345,10 +442,21 @@ def kernel_scratch(func, args) -> int:
     """Bytes that the CUDA kernel of an operation takes and gives back inside the operation.
 
     Softmax's backward computes `grad * output` into a temporary tensor before the kernel runs:
-    aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`.
+    aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`. Flash attention's backward
+    sums the query's gradient in fp32, and computes the gradients of keys and values for every query
+    head before it adds those of a group: aten/src/ATen/native/transformers/cuda/flash_attn/
+    flash_api.cpp, `mha_bwd`.
     """
     if func is torch.ops.aten._softmax_backward_data.default:
         return args[0].numel() * args[1].element_size()
+    if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
+        query, key = args[1:3]
+        batch, heads, length, size = query.shape
+        size = -(-size // 32) * 32 if size <= 192 else 256
+        scratch = 4 * batch * heads * (-(-length // 128) * 128) * (size + 1)
+        if key.size(1) != heads:
+            scratch += 2 * batch * heads * key.size(2) * key.size(3) * key.element_size()
+        return scratch
     return 0
 
 

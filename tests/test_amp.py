@@ -88,6 +88,26 @@ def test_the_curve_crosses_between_one_and_two_sequences_by_the_weights_copies(c
     assert peak == pytest.approx(simulate(chapter["fp16"]).peak_allocated, rel=1e-4)
 
 
+def test_checkpointing_moves_the_crossing_and_dropping_gradients_takes_the_cost_away(chapter):
+    NOTEBOOK.run("published-records curve checkpointed today", chapter)
+    assert 8 < chapter["late_win"] < 20
+    by_batch = [
+        [
+            chapter["formula"](chapter["today"].but(batch_size=batch, precision=kind))
+            for kind in ("fp32", "fp16-amp")
+        ]
+        for batch in (1, 2, 4)
+    ]
+    (one, same), *more = [[f.peak_allocated for f in pair] for pair in by_batch]
+    assert same == pytest.approx(one, rel=1e-6)  # the scaler is a few numbers
+    assert all(half < full for full, half in more)
+    assert {f.peak_phase for f in by_batch[0]} == {"optimizer step"}
+    fused = chapter["today"].but(optimizer="adamw_torch_fused")
+    bare, mixed = (simulate(fused.but(precision=kind)) for kind in ("fp32", "fp16-amp"))
+    assert bare.peak_phase == mixed.peak_phase == "backward"
+    assert 1 < mixed.peak_allocated / bare.peak_allocated < 1.05
+
+
 def test_live_and_predicted_differ_by_the_softmax_alone(chapter):
     NOTEBOOK.run("curve usable live", chapter)
     for precision, (predicted, measured) in chapter["live"].items():

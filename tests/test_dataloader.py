@@ -16,7 +16,7 @@ CHAPTER = Notebook("11-dataloader")
 @pytest.fixture(scope="module")
 def loading():
     """Data set, model, loop and loader, with texts that cost nothing to load."""
-    namespace = CHAPTER.run("imports dataset corpus device start loop changed")
+    namespace = CHAPTER.run("imports dataset corpus start loop changed")
     namespace["ids"] = namespace["ids"][:64]
     return namespace
 
@@ -116,6 +116,7 @@ def memory():
 def test_a_worker_copies_a_list_that_it_reads_and_no_array(memory):
     strings = memory["strings"]
     size = sum(map(len, strings))
+    memory["private"](None)  # a process's first worker writes more pages than those after it
     own = {}
     for name, store in {
         "nothing": None,
@@ -201,7 +202,11 @@ def test_what_only_a_gpu_measures_makes_its_table(loading):
     if not torch.cuda.is_available():
         assert names["bandwidth"](2**10, pin=False, times=1) > 0
         names["bandwidth"] = lambda nbytes, pin: 24.0 if pin else 8.0
+    pins = []
+    clock = names["bandwidth"]
+    names["bandwidth"] = lambda nbytes, pin: pins.append(pin) or clock(nbytes, pin)
     table = names["copies"]()
+    assert {type(pin) for pin in pins} == {bool}  # torch.empty takes no 0 or 1 for pin_memory
     assert list(table.columns) == ["pageable", "pinned", "pageable again"]
     assert (table["pageable"] > 0).all() and list(table.index) == ["text", "images"]
     assert names["gemm_seconds"](8, times=1) > 0
@@ -248,7 +253,7 @@ def test_trainer_and_accelerate_train_the_same(loading):
 
 def test_verdicts():
     names = {"records": records, "verdict": verdict, "because": "of a test"}
-    names |= {"fast": None, "share": 3e-5}
+    names |= {"fast": None, "products": None, "share": 3e-5}
     CHAPTER.run("imports schedule verdict-ten tiles rows rows-shown", names)
     CHAPTER.run("overview overview-run", names)
     words = {}
@@ -258,11 +263,17 @@ def test_verdicts():
         words[names["final"].id] = names["final"].word
     assert words == dict.fromkeys(("D2", "D3", "B10", "D1", "B1"), "holds with a condition")
     assert names["saving"][1] < 0.05 < names["saving"][16]
+    for padded, word in ((0.5, "holds with a condition"), (1.1, "does not hold")):
+        names["products"] = {"padded": padded, "as it is, again": 1.0}
+        *body, last = CHAPTER.code["verdict-sizes"].splitlines()
+        exec("\n".join([*body, f"final = {last}"]), names)
+        assert names["final"].word == word
 
 
 @pytest.mark.parametrize("number, wrong", [(1, 3), (2, 100), (3, 12345)])
 def test_solutions_pass_their_check_and_wrong_answers_are_told_so(loading, capsys, number, wrong):
     if number == 3:
         CHAPTER.run("chance-wrong chance-masked chance-mended chance-compared", loading)
+    CHAPTER.run("schedule uneven", loading)
     loading["batches"] = {"images, 64 x 3 x 224 x 224, fp32": 64 * 3 * 224 * 224 * 4}
     CHAPTER.check_exercise(number, wrong, loading, capsys)

@@ -1,5 +1,7 @@
 """Chapter 7: what its cells show is true, and its optimizers are the ones that memlab runs."""
 
+import gc
+
 import bitsandbytes as bnb
 import pytest
 import torch
@@ -26,6 +28,7 @@ def chapter():
     torch.set_num_threads(1)
     yield CHAPTER.run(TINY, {"device": torch.device("cpu")})
     torch.set_num_threads(before)
+    gc.unfreeze()  # the chapter freezes
 
 
 @pytest.fixture(autouse=True)

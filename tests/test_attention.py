@@ -1,0 +1,288 @@
+"""Chapter 14: its from-scratch FlashAttention is exact, its counts right, its verdict stands."""
+
+import ast
+import gc
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from notebook import Notebook
+
+from memlab import Recipe, SimulatedGPU
+from memlab.tracer import Tracer
+from memlab.training import Training
+
+CHAPTER = Notebook("14-attention")
+PARTS = """imports standard traffic traffic-work traffic-class traffic-run two-numbers extremes
+    extremes-run floor hbm tiles flash-forward flash-backward flash-function exact
+    film-run films standard-bytes bill cards bound ways inputs simulated measured
+    predicted measure-ways routes-code see forbid mask-trap mask-trap-run heads-mended
+    gqa cache-code flex flex-run corpus corpus-ids register learn-code exercise-3-code"""
+
+
+@pytest.fixture(scope="module")
+def chapter():
+    return CHAPTER.run(PARTS)
+
+
+def results(attend, tensors, dout, dtype):
+    qkv = [x.to(dtype, copy=True).requires_grad_() for x in tensors]
+    out = attend(*qkv)
+    out.backward(dout.to(dtype))
+    return [out.detach(), *(x.grad for x in qkv)]
+
+
+def farthest(found, truth):
+    return max(float((a - b).abs().max()) for a, b in zip(found, truth, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length, tile", [(64, 16), (61, 16), (1, 16), (37, 1), (20, 64)])
+def test_tiles_give_attention_and_its_gradients(chapter, dtype, causal, length, tile):
+    torch.manual_seed(length)
+    *tensors, dout = (torch.randn(2, 3, length, 8).to(dtype) for _ in range(4))
+    flash = lambda q, k, v: chapter["Flash"].apply(q, k, v, causal, tile)  # noqa: E731
+    library = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal)  # noqa: E731
+    truth = results(library, tensors, dout, torch.float64)
+    found = results(flash, tensors, dout, dtype)
+    assert all(x.dtype == dtype for x in found)
+    if dtype == torch.float32:
+        assert farthest(found, truth) < 1e-5
+    else:  # no farther from the truth than the standard in the same format, but for one rounding
+        standard = lambda q, k, v: chapter["standard"](q, k, v, causal)  # noqa: E731
+        allowed = farthest(results(standard, tensors, dout, dtype), truth)
+        assert farthest(found, truth) <= allowed + 2**-8
+
+
+def test_tiles_take_other_keys_than_queries_and_other_values_than_keys(chapter):
+    torch.manual_seed(0)
+    tensors = torch.randn(2, 3, 19, 8), torch.randn(2, 3, 33, 8), torch.randn(2, 3, 33, 5)
+    dout = torch.randn(2, 3, 19, 5)
+    flash = lambda q, k, v: chapter["Flash"].apply(q, k, v, False, 8)  # noqa: E731
+    truth = results(F.scaled_dot_product_attention, tensors, dout, torch.float64)
+    assert farthest(results(flash, tensors, dout, torch.float32), truth) < 1e-5
+
+
+def test_tiles_survive_extreme_scores(chapter):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 50, 8) for _ in range(3))
+    for factor in (1e-20, 1e2, 1e4):
+        out, lse = chapter["flash_forward"](q * factor, k * factor, v, True, 8)
+        scores = (q * factor).double() @ (k * factor).double().mT * 8**-0.5
+        hidden = torch.ones(50, 50, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        torch.testing.assert_close(lse[..., 0].double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
+        assert out.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "shapes, tile",
+    [
+        (((1, 1, 4, 8), (1, 1, 4, 6)), 4),
+        (((1, 1, 0, 8), (1, 1, 4, 8)), 4),
+        (((1, 1, 4, 8), (1, 1, 4, 8)), 0),
+    ],
+)
+def test_what_the_tiles_cannot_do_is_refused_in_one_line(chapter, shapes, tile):
+    q, k = (torch.zeros(shape) for shape in shapes)
+    with pytest.raises(
+        ValueError, match="allowed are equal head sizes, lengths and tiles"
+    ) as error:
+        chapter["Flash"].apply(q, k, k, False, tile)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1000, 4096])
+def test_the_running_softmax_is_the_softmax(chapter, size):
+    for name, row in chapter["ROWS"].items():
+        m, total = chapter["two_finite_numbers"](row, size)
+        found = (m + total.log()).double()
+        torch.testing.assert_close(found, row.double().logsumexp(0), rtol=1e-6, atol=1e-5)
+        assert chapter["distances"](row, chapter["two_finite_numbers"])[1] < 1e-6, name
+
+
+def test_without_a_floor_a_hidden_beginning_is_not_a_number(chapter):
+    off = {name: chapter["distances"](row) for name, row in chapter["ROWS"].items()}
+    assert [name for name, (_, online) in off.items() if np.isnan(online)] == ["first half hidden"]
+    assert sum(np.isnan(naive) for naive, _ in off.values()) == 4
+
+
+def test_traffic_is_counted(chapter):
+    n, d = 256, 64
+    table = chapter["traffic_of"](n, d)
+    square, side = 2 * n * n, 2 * n * d  # bytes in bf16
+    assert list(table["read"]) == [2 * side, square, square, square + side]
+    assert list(table["written"]) == [square, square, square, side]
+    assert list(table["operations"]) == [2 * n * n * d, n * n, 5 * n * n, 2 * n * n * d]
+    forward, backward = chapter["moved_by_tiles"](n, 128)
+    numbers = 4 * n  # one fp32 a row
+    assert forward == 2 * side + numbers + 2 * (n // 128) * side
+    each = 3 * side + numbers + 2 * (2 * side)  # Q, dO, O, L, and dQ in fp32 there and back
+    assert backward == 4 * side + (n // 128) * each
+    assert forward < 0.25 * sum(chapter["moved_by_standard"](n)[:1])
+
+
+def test_the_film_shows_every_tile_once_and_none_in_the_future(chapter):
+    triangle = [(i, j) for i in range(6) for j in range(i + 1)]
+    forward, backward = chapter["films"](True)
+    assert [tuple(moment[:2]) for moment in forward] == triangle
+    down = sorted(triangle, key=lambda place: (place[1], place[0]))
+    assert [tuple(moment[:2]) for moment in backward] == down
+    for film, moved in zip(chapter["films"](False), chapter["moved_by_tiles"](768), strict=True):
+        so_far = [moment[2] for moment in film]
+        assert len(film) == 36 and so_far == sorted(so_far) and so_far[-1] == moved
+
+
+def kept_bytes(attend, length):
+    qkv = [torch.randn(1, 2, length, 16, requires_grad=True) for _ in range(3)]
+    with Tracer() as tracer:
+        out = attend(*qkv)
+        kept = sum(event[0] for event in tracer.events)
+    assert out.requires_grad
+    return kept
+
+
+def test_the_square_is_kept_by_the_standard_and_not_by_tiles(chapter):
+    tiled = lambda q, k, v: chapter["Flash"].apply(q, k, v, True, 32)  # noqa: E731
+    grows = {}
+    for name, way in (("standard", chapter["standard"]), ("tiles", tiled)):
+        sizes = [kept_bytes(way, n) for n in (64, 128, 256)]
+        grows[name] = (sizes[2] - sizes[1]) / (sizes[1] - sizes[0])
+    assert grows["tiles"] == pytest.approx(2, abs=0.05)
+    assert grows["standard"] > 3.5
+
+
+def test_peaks_are_predicted_to_the_byte(chapter):
+    gc.freeze()  # the Meter collects garbage; what is imported is none
+    for name, way in chapter["LIVE"].items():
+        if name == "our tiles":
+            way = lambda q, k, v: chapter["Flash"].apply(q, k, v, False, 64)  # noqa: E731
+        found = chapter["measured"](way, 256)
+        guess = chapter["predicted"](way, 256)
+        scratch = 256 * 256 * 4 if name in ("three lines", "math") else 0
+        assert guess - scratch == pytest.approx(found, abs=64), name
+    gc.unfreeze()
+
+
+def test_peaks_of_the_four_ways_at_full_size(chapter):
+    grows = {}
+    for name, way in chapter["WAYS"].items():
+        sizes = [chapter["simulated"](way, n).peak_tensors for n in (8192, 16384)]
+        grows[name] = sizes[1] / sizes[0]
+    assert all(3.8 < grows[name] < 4.1 for name in ("three lines", "math"))
+    assert all(1.9 < grows[name] < 2.1 for name in ("memory-efficient", "flash"))
+
+
+def test_a_mask_turns_flash_off_and_the_flag_mends_it(chapter):
+    masked, small = chapter["on_a100"](chapter["causal_by_mask"], 1024)
+    flagged, smaller = chapter["on_a100"](chapter["causal_by_flag"], 1024)
+    assert (masked, flagged) == ("EfficientAttention", "FlashAttention")
+    tensors = chapter["inputs"](128, "cpu", torch.float32, heads=2)
+    by_mask, by_flag = (chapter[f"causal_by_{how}"](*tensors) for how in ("mask", "flag"))
+    torch.testing.assert_close(by_mask, by_flag)
+    with SimulatedGPU("A100-40GB"):
+        qkv = chapter["inputs"](64, "cuda", torch.bfloat16)
+        assert "attn_mask is given" in chapter["forbidden"](chapter["causal_by_mask"], *qkv)[0]
+        assert chapter["forbidden"](chapter["causal_by_flag"], *qkv)[0].startswith("taken")
+    with SimulatedGPU("T4"):
+        qkv = chapter["inputs"](64, "cuda", torch.float16)
+        assert "capability is 7.5" in chapter["forbidden"](chapter["causal_by_flag"], *qkv)[0]
+
+
+def test_padding_costs_the_mask_and_the_repeated_keys(chapter):
+    def route(padded):
+        recipe = Recipe("llama-3.2-1b", precision="bf16", attention="sdpa").twin(padded=padded)
+        with SimulatedGPU("A100-40GB") as gpu:
+            training = Training(recipe, gpu.device)
+            training.step()
+        operations = {life.operation for life in gpu.footprint.timeline.lives}
+        return {name.split("product_")[-1] for name in operations if "dot_product" in name}
+
+    plain, padded = route(False), route(True)
+    assert plain == {"flash_attention", "flash_attention_backward"}
+    assert padded == {"efficient_attention", "efficient_attention_backward"}
+
+
+def test_padding_on_the_right_needs_no_mask(chapter):
+    CHAPTER.run("right-padding", chapter)  # asserts that real positions agree
+    CHAPTER.run("empty", chapter)
+    rows = {name: int(x[0, 0].isnan().any(-1).sum()) for name, x in chapter["blind"].items()}
+    assert rows == {"three lines": 14, "SDPA": 0}
+
+
+def test_head_sizes_padded_with_zeros_change_nothing(chapter):
+    for size in (5, 8, 50):
+        odd = chapter["inputs"](32, "cpu", torch.float32, heads=2, d=size)
+        expected = F.scaled_dot_product_attention(*odd, is_causal=True)
+        found = chapter["padded_heads"](*odd, is_causal=True)
+        torch.testing.assert_close(found, expected)
+
+
+def test_shared_keys(chapter, capsys):
+    CHAPTER.run("gqa-run", chapter)  # asserts that both agree
+    assert chapter["saved"] > 0
+    CHAPTER.run("cache-check", chapter)  # asserts the formula against a real cache
+    config = chapter["models"].config("llama-3-8b")
+    assert chapter["cache_bytes"](config, 1) == 2 * 32 * 8 * 128 * 2
+
+
+def test_patterns_of_tiles(chapter):
+    some = {n: b.to_dense()[0, 0].numpy() for n, b in chapter["block_masks"].items()}
+    assert some["causal"].sum() == 16 * 17 // 2
+    i, j = np.indices((16, 16))
+    assert (some["window of 512"] == ((i >= j) & (i - j <= 4))).all()
+    assert some["packed"].sum() < some["causal"].sum()
+    CHAPTER.run("flex-check", chapter)  # asserts that both agree
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_three_attentions_learn_the_same(chapter, seed):
+    eager, *others = (
+        chapter["learn_with"](kind, seed, steps=6) for kind in ("eager", "sdpa", "from_scratch")
+    )
+    for losses in others:
+        assert losses == pytest.approx(eager, abs=2e-3)
+    assert eager[-1] < eager[0] - 0.2
+
+
+@pytest.mark.parametrize("call", [{"mask": torch.ones(4, 4)}, {"mask": None, "dropout": 0.1}])
+def test_the_registered_attention_refuses_what_it_ignores(chapter, call):
+    x = torch.zeros(1, 1, 4, 8)
+    with pytest.raises(ValueError, match="neither masks nor dropout"):
+        chapter["from_scratch"](None, x, x, x, **call)
+
+
+@pytest.mark.parametrize("number, wrong", [(1, 8), (2, 1024), (3, 1)])
+def test_solutions_pass_their_check_and_wrong_answers_are_told_so(chapter, capsys, number, wrong):
+    CHAPTER.check_exercise(number, wrong, chapter, capsys)
+
+
+@pytest.mark.parametrize(
+    "speeds, square, error, word",
+    [
+        ([1.0, 1.5], 2.0, 0, "holds with a condition"),
+        ([2.1, 3.9], 2.0, 0, "holds"),
+        ([2.1, 3.9], 4.0, 0, "does not hold"),
+        ([2.1, 3.9], 2.0, 1e-2, "does not hold"),
+    ],
+)
+def test_verdict(chapter, speeds, square, error, word):
+    exact = {f"case {i}": [1e-6 if i < 4 else 1e-3] * 4 for i in range(8)}
+    exact["case 0"] = [1e-6, 1e-6, 1e-6 + error, 1e-6]
+    figures = {
+        "growth": {"three lines": 3.9, "fused": square},
+        "exact": exact,
+        "speedups": speeds,
+        "whole": speeds[0],
+        "where": "a card",
+        "worst": 2.0,
+        "best": 6.0,
+    }
+    tree = ast.parse(CHAPTER.code["verdict-e23"])
+    *before, last = tree.body
+    namespace = chapter | figures
+    exec(compile(ast.Module(before, []), "e23", "exec"), namespace)
+    found = eval(compile(ast.Expression(last.value), "e23", "eval"), namespace)
+    assert found.word == word and "a card" in found.because
