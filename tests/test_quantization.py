@@ -114,15 +114,16 @@ def test_nf4_is_bitsandbytes_table_block_by_block_and_byte_by_byte(chapter):
     assert errors[0] < errors[1] < errors[0] * 1.01
 
 
-def test_bits_a_weight_are_what_the_layers_keep(chapter):
-    CHAPTER.run("measure-run measure-8bit", chapter)
+def test_bits_a_weight_are_what_the_layers_keep_and_what_a_card_gives_out(chapter):
+    CHAPTER.run("measure-run measure-forms measure-simulated", chapter)
     assert (chapter["single"], round(chapter["double"], 3)) == (4.5, 4.127)
-    count = chapter["real_size"].numel()
+    count = 2048**2
     tables = {"nf4": 16 * 4, "nf4, double": (16 + 256) * 4 + 4, "int8": 0}
     derived = {"nf4": chapter["single"], "nf4, double": chapter["double"]}
     derived["int8"] = 8 + 32 / 2048
     for name, kept in chapter["kept"].items():
-        assert kept == pytest.approx(count * derived[name] / 8 + tables[name], abs=4)
+        assert kept == count * derived[name] / 8 + tables[name]
+        assert 0 <= chapter["given"][name] - kept < 5 * 512
 
 
 def test_the_whole_model_is_counted_and_simulated_alike(chapter):
