@@ -195,6 +195,9 @@ def test_activations_need_a_range_and_weights_do_not(patients):
     for name in ("static", "dynamic, a tensor", "dynamic, a token"):
         assert max(map(abs, cost[name])) < 0.01
     assert min(cost["static, range guessed"]) > 0.02
+    cost = {n: statistics.fmean(patients["harm_8"](kind)) for n, kind in patients["kinds_of"](4)}
+    order = ["dynamic, a token", "static, wrong set", "static"]
+    assert sorted(order, key=cost.get) == order  # with 16 codes clipping is the lesser harm
     weights = patients["harm"](lambda m: patients["with_weights"](m, patients["stored_in_8"]))
     assert max(map(abs, weights)) < 0.001
 
