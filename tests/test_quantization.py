@@ -1,0 +1,258 @@
+"""Chapter 12: its formulas are the libraries', its comparisons hold, its refusals are clear."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from notebook import Notebook
+
+CHAPTER = Notebook("12-quantization")
+SETUP = """imports checked affine symmetric error bits by-hand changed harm granularity-code
+    granularity-rounded schemes schemes-all with-inputs nf4-table nf4-same nf4-tables
+    blockwise-code calibrate static dynamic mixed-product"""
+
+
+@pytest.fixture(scope="module")
+def chapter():
+    return CHAPTER.run(SETUP)
+
+
+@pytest.fixture(scope="module")
+def patients(chapter):
+    """Two of the chapter's three trained models: a third would only take its time."""
+    CHAPTER.run("corpus patient-model teach", chapter)
+    source = CHAPTER.code["teach-run"].replace("range(3)", "range(2)")
+    exec(compile(source, "cell teach-run", "exec"), chapter)
+    assert len(chapter["patients"]) == 2 and max(chapter["base"]) < 5  # 6.24 is a guess
+    return chapter
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("shift", [0.0, 3.0, -0.4])
+def test_asymmetric_codes_come_back_within_half_a_step_as_torch_rounds_them(chapter, bits, shift):
+    torch.manual_seed(0)
+    x = torch.randn(1000) + shift
+    codes, scale, zero = chapter["affine"](x, bits)
+    lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    assert lowest <= codes.min() and codes.max() <= highest
+    assert lowest <= zero <= highest  # so that 0 is one of the codes
+    back = scale * (codes - zero)
+    at = scale.item(), int(zero.item()), lowest, highest
+    torch.testing.assert_close(back, torch.fake_quantize_per_tensor_affine(x, *at))
+    # The zero point is rounded too: at the ends half a step more.
+    assert (x - back).abs().max() <= scale.item() * 1.001
+
+
+@pytest.mark.parametrize("dim, axis", [(1, 0), (0, 1)])
+def test_symmetric_codes_are_those_of_torch_for_rows_and_columns(chapter, dim, axis):
+    torch.manual_seed(0)
+    x = torch.randn(32, 48)
+    codes, scale = chapter["symmetric"](x, 8, dim)
+    assert codes.abs().max() == 127 and scale.numel() == x.shape[axis]
+    zeros = torch.zeros(scale.numel(), dtype=torch.int32)
+    at = scale.flatten(), zeros, axis, -127, 127
+    torch.testing.assert_close(codes * scale, torch.fake_quantize_per_channel_affine(x, *at))
+    assert (x - codes * scale).abs().max() <= scale.max() / 2 * 1.001
+
+
+@pytest.mark.parametrize("value", [0.0, 0.7, -3.0])
+def test_constant_tensors_come_back(chapter, value):
+    x = torch.full((64,), value)
+    codes, scale, zero = chapter["affine"](x)
+    torch.testing.assert_close(scale * (codes - zero), x, rtol=1e-2, atol=0)
+    codes, scale = chapter["symmetric"](x)
+    torch.testing.assert_close(codes * scale, x)
+    codes, largest = chapter["blockwise"](x, chapter["NF4"])
+    back = chapter["unpacked"](codes, largest, chapter["NF4"], x.shape)
+    torch.testing.assert_close(back, x)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["affine", "symmetric", "blockwise"])
+def test_numbers_without_a_scale_are_refused_in_one_line(chapter, name, bad):
+    x = torch.ones(2, 64)
+    x[1, 3] = bad
+    more = [chapter["NF4"]] if name == "blockwise" else []
+    with pytest.raises(ValueError, match="1 of 128 numbers are NaN or infinite: ") as refused:
+        chapter[name](x, *more)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_nan_in_a_mixed_product_is_refused(chapter):
+    x = torch.full((2, 64), math.nan)
+    with pytest.raises(ValueError, match="128 of 128 numbers are NaN"):
+        chapter["mixed_product"](x, torch.ones(4, 64))
+
+
+def test_no_numbers_are_refused(chapter):
+    with pytest.raises(ValueError, match="0 of 0 numbers"):
+        chapter["symmetric"](torch.empty(0))
+
+
+@pytest.mark.parametrize("size", [0, -64, 63, 129])
+def test_block_sizes_that_do_not_fit_are_refused(chapter, size):
+    with pytest.raises(ValueError, match=f"size is {size} for 128 numbers: allowed are"):
+        chapter["blockwise"](torch.ones(2, 64), chapter["NF4"], size)
+
+
+def test_asymmetric_wins_where_the_data_is_skewed(chapter):
+    skewed = CHAPTER.run("skewed-run", chapter)["skewed"]
+    for bits in (8, 4):
+        ratio = skewed[f"{bits}: asymmetric"] / skewed[f"{bits}: symmetric"]
+        assert ratio.drop("normal").max() < 0.7 < 0.9 < ratio["normal"] < 1
+
+
+def test_nf4_is_bitsandbytes_table_block_by_block_and_byte_by_byte(chapter):
+    torch.testing.assert_close(chapter["NF4"], chapter["by_library"], rtol=0, atol=5e-7)
+    CHAPTER.run("blockwise-same blockwise-assert double-run", chapter)
+    assert chapter["same_bytes"] > 0.999
+    errors = [chapter["error"](chapter["matrix"], chapter[n]) for n in ("back", "twice")]
+    theirs = [chapter["their_back"], chapter["their_twice"]]
+    theirs = [chapter["error"](chapter["matrix"], back) for back in theirs]
+    assert errors == pytest.approx(theirs, rel=1e-3)
+    assert errors[0] < errors[1] < errors[0] * 1.01
+
+
+def test_bits_a_weight_are_what_the_layers_keep_and_what_a_card_gives_out(chapter):
+    CHAPTER.run("measure-run measure-forms measure-simulated", chapter)
+    assert (chapter["single"], round(chapter["double"], 3)) == (4.5, 4.127)
+    count = 2048**2
+    tables = {"nf4": 16 * 4, "nf4, double": (16 + 256) * 4 + 4, "int8": 0}
+    derived = {"nf4": chapter["single"], "nf4, double": chapter["double"]}
+    derived["int8"] = 8 + 32 / 2048
+    for name, kept in chapter["kept"].items():
+        assert kept == count * derived[name] / 8 + tables[name]
+        assert abs(chapter["given"][name] - kept) < 5 * 512
+
+
+def test_the_whole_model_is_counted_and_simulated_alike(chapter):
+    CHAPTER.run("on-card by-hand-run", chapter)
+    held = chapter["on_card"]("llama-3.2-1b", "nf4").breakdown["parameters"]
+    said = chapter["weight_bytes"]("llama-3.2-1b", chapter["single"])
+    assert held == pytest.approx(said, rel=1e-3)
+
+
+def test_an_outlier_spoils_its_group_only(chapter):
+    planted = CHAPTER.run("planted planted-run planted-clip", chapter)["planted"]
+    assert planted["tensor"] > 10 * planted["tensor, without it"]
+    assert planted["tensor"] > 3 * max(planted["row"], planted["column"], planted[16])
+    assert planted["tensor, clipped at 4"] < 1.1 * planted["tensor, without it"]
+
+
+def test_the_mixed_product_takes_the_outliers_out(chapter):
+    CHAPTER.run("mixed-run int8-same", chapter)
+    error, truth = chapter["error"], chapter["truth"]
+    assert chapter["sums_in"] == torch.int32
+    assert error(truth, chapter["product"]) < 0.005 < 0.02 < error(truth, chapter["naive"])
+    assert (chapter["apart"] == 0).float().mean() > 0.999 and chapter["apart"].max() <= 1
+    rounded = chapter["mixed"](chapter["x"])
+    back = rounded @ chapter["rounded"](chapter["weight"], 8, "row")[0].T
+    torch.testing.assert_close(back, chapter["product"], rtol=1e-2, atol=0.2)
+
+
+def test_grown_features_change_nothing_but_what_rounding_does(patients):
+    CHAPTER.run("grown grown-one", patients)
+    plain, grown = patients["patients"][0], patients["with_outliers"](patients["patients"][0], 256)
+    assert patients["loss_on"](grown) == pytest.approx(patients["loss_on"](plain), abs=1e-4)
+    schemes = patients["SCHEMES"]
+    cost = {name: patients["harm_of"](scheme, 256) for name, scheme in schemes.items()}
+    assert min(cost["one scale a tensor"]) > 0.1
+    assert max(map(abs, cost["mixed (LLM.int8)"])) < 0.005
+    for name in ("one a token", "one a block of 32", "clipped at 98 %"):
+        assert min(cost[name]) > max(cost["mixed (LLM.int8)"])
+
+
+def test_finer_groups_store_more_constants_and_lose_less(patients):
+    points = CHAPTER.run("granularity-run granularity-one", patients)["points"]
+    for bits in (3, 4, 5):
+        spent, errors = zip(
+            *(points[bits, g] for g in ("tensor", 256, 128, 64, 32, 16)), strict=True
+        )
+        assert list(spent) == sorted(spent) and list(errors) == sorted(errors, reverse=True)
+        assert points[bits, "row"][1] < points[bits, "tensor"][1]
+    for more, bits in ((4, 3), (5, 4)):  # a bit in the codes or in the constants
+        assert all(a < b for a, b in zip(points[more, 64], points[bits, 16], strict=True))
+    two = [statistics.fmean(patients["harm_rounded"](2, g)) for g in ("tensor", "row", 64, 16)]
+    assert two == sorted(two, reverse=True) and two[0] > 5 * two[1]
+
+
+def test_static_ranges_are_those_of_the_rows_and_clip_beyond(patients):
+    model, seen = patients["patients"][0], patients["seen"]
+    ranges = patients["calibrate"](model, seen[:32])
+    assert set(ranges) == set(patients["linears"](model))
+    name = "layers.0.mlp.down_proj"
+    low, high = ranges[name]
+    change = patients["static"](ranges, 8)
+    back = change(torch.tensor([low, 0.0, high, 10 * high]), name)
+    step = (high - low) / 255
+    torch.testing.assert_close(back, torch.tensor([low, 0.0, high, high]), rtol=0, atol=step)
+
+
+def test_activations_need_a_range_and_weights_do_not(patients):
+    CHAPTER.run("activations-run activations-one", patients)
+    cost = {name: patients["harm_8"](kind) for name, kind in patients["kinds_of"](8)}
+    for name in ("static", "dynamic, a tensor", "dynamic, a token"):
+        assert max(map(abs, cost[name])) < 0.01
+    assert min(cost["static, range guessed"]) > 0.02
+    cost = {n: statistics.fmean(patients["harm_8"](kind)) for n, kind in patients["kinds_of"](4)}
+    order = ["dynamic, a token", "static, wrong set", "static"]
+    assert sorted(order, key=cost.get) == order  # with 16 codes clipping is the lesser harm
+    weights = patients["harm"](lambda m: patients["with_weights"](m, patients["stored_in_8"]))
+    assert max(map(abs, weights)) < 0.001
+
+
+def test_the_straight_through_estimator_rounds_forward_and_not_backward(patients):
+    CHAPTER.run("ste aware in-2", patients)
+    weight = torch.randn(4, 8, requires_grad=True)
+    out = patients["StraightThrough"]()(weight)
+    torch.testing.assert_close(out, patients["in_2"](weight.detach()))
+    out.backward(upstream := torch.randn(4, 8))
+    assert torch.equal(weight.grad, upstream)
+
+
+def test_training_for_it_beats_rounding_afterwards(patients):
+    CHAPTER.run("ste aware in-2 qat-one", patients)
+    after, control, aware, full = patients["retrained"](patients["patients"][0], 0)
+    assert full < aware < control - 0.01 < after
+
+
+def test_stored_in_bytes_computed_in_bf16_and_never_quantized_again(chapter):
+    CHAPTER.run("counting stored-model stored-run stored-count", chapter)
+    assert chapter["same"] and chapter["requantized"] == 0
+    seen = chapter["counting"].seen
+    (products,) = [key for key in seen if key[0] == "gemm_4bit"]
+    assert seen[products] == 14  # seven linear layers in each of two
+    assert products[2] == "torch.uint8" and products[-1] == "torch.bfloat16"
+    # The count is no zero by blindness: an operation that quantizes is seen.
+    with chapter["Counting"]() as counting:
+        chapter["bnb"].functional.quantize_4bit(torch.randn(64), quant_type="nf4")
+    assert any(key[0].startswith("quantize") for key in counting.seen)
+
+
+def test_a_nan_fills_a_block_of_the_library_and_codes_cannot_be_trained(chapter, capsys):
+    CHAPTER.run("bad-run bad-nan bad-library bad-size-run", chapter)
+    said = capsys.readouterr().out
+    assert chapter["spread_to"] == 64
+    assert "refused:  1 of 128" in said and "invalid blocksize 63" in said
+    CHAPTER.run("counting stored-model stored-run train-codes-run wrap-run", chapter)
+    said = capsys.readouterr().out
+    assert "floating point" in said and "[127, -126]" in said and "[127, 127]" in said
+
+
+@pytest.mark.parametrize("number, wrong", [(1, 4.5), (2, 0.0), (3, 256)])
+def test_solutions_pass_their_check_and_wrong_answers_are_told_so(chapter, capsys, number, wrong):
+    CHAPTER.run({3: "buggy"}.get(number, ""), chapter)
+    CHAPTER.check_exercise(number, wrong, chapter, capsys)
+
+
+def test_the_verdicts_that_need_no_more_runs(patients):
+    names = """skewed-run e9-because e9 granularity-run e12-because e12 mixed-run counting
+        stored-model stored-run stored-count e13-because e13"""
+    words = {}
+    for name in names.split():
+        source = CHAPTER.code[name].replace("verdict(", "verdict_found = verdict(")
+        exec(compile(source, f"cell {name}", "exec"), patients)
+        if "verdict_found = " in source:
+            words[patients["verdict_found"].id] = patients["verdict_found"].word
+    assert words == {"E9": "holds", "E12": "holds", "E13": "holds"}
