@@ -6,6 +6,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import nbformat
@@ -46,6 +47,26 @@ def test_the_table_of_contents_and_the_folder_agree():
     pages = [*NOTEBOOKS, *(ROOT / "chapters").glob("*.md")]
     assert len(listed) == len(set(listed))
     assert set(listed) == {path.relative_to(ROOT).with_suffix("").as_posix() for path in pages}
+
+
+def modules_imported(path):
+    for cell in code_cells(path):
+        plain = [line for line in cell.source.splitlines() if not line.lstrip().startswith("%")]
+        for node in ast.walk(ast.parse("\n".join(plain))):
+            if isinstance(node, ast.Import):
+                yield from (alias.name.split(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield node.module.split(".")[0]
+
+
+@each_chapter
+def test_the_first_cell_brings_what_the_others_import(path):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    brought = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}
+    # Jupyter brings IPython, transformers its tokenizers.
+    there = brought | {"memlab", "IPython", "tokenizers"} | set(sys.stdlib_module_names)
+    missing = set(modules_imported(path)) - there
+    assert missing == set()
 
 
 @each_chapter
