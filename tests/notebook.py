@@ -3,6 +3,9 @@
 from pathlib import Path
 
 import nbformat
+import torch
+
+from memlab.tracer import Tracer
 
 CHAPTERS = Path(__file__).parent.parent / "chapters"
 
@@ -31,3 +34,22 @@ class Notebook:
         source = self.code[asked].replace("answer = ...", f"answer = {wrong!r}")
         exec(source, namespace)
         assert "Not yet" in capsys.readouterr().out
+
+
+def traced(training, step):
+    """Losses of three steps, and the footprint of the third."""
+    torch.manual_seed(1)
+    losses = [step(), step()]
+    tracer = Tracer()
+    tracer.watch(training.model, training.optimizer)
+    with tracer:
+        losses.append(step())
+    return losses, tracer.footprint()
+
+
+def assert_same_run(ours, theirs):
+    """Two runs of `traced` have the same losses, the same peak and the same breakdown."""
+    (losses, footprint), (their_losses, their_footprint) = ours, theirs
+    assert losses == their_losses
+    assert footprint.peak_allocated == their_footprint.peak_allocated
+    assert footprint.breakdown == their_footprint.breakdown

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from notebook import Notebook
+from notebook import Notebook, assert_same_run, traced
 
 from memlab import Recipe, models, simulate
 from memlab.tracer import Tracer
@@ -21,17 +21,6 @@ def chapter():
     return CHAPTER.run(TINY, {"device": torch.device("cpu"), "models": models})
 
 
-def traced(training, step):
-    """Losses of three steps, and the peak of the third."""
-    torch.manual_seed(1)
-    losses = [step(), step()]
-    tracer = Tracer()
-    tracer.watch(training.model, training.optimizer)
-    with tracer:
-        losses.append(step())
-    return losses, tracer.footprint()
-
-
 @pytest.mark.parametrize("model", ["bert-large-tiny", "gpt2-tiny"])
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4)])
 @pytest.mark.parametrize("optimizer", ["adamw_torch_loop", "adamw_torch", "sgd"])
@@ -43,11 +32,7 @@ def test_the_shown_loop_and_the_recipes_loop_agree(chapter, model, shape, optimi
     def shown_step():
         return chapter["accumulated_step"](shown.model, shown.optimizer, shown.batches)
 
-    ours, our_footprint = traced(shown, shown_step)
-    theirs, their_footprint = traced(library, library.step)
-    assert ours == theirs
-    assert our_footprint.peak_allocated == their_footprint.peak_allocated
-    assert our_footprint.breakdown == their_footprint.breakdown
+    assert_same_run(traced(shown, shown_step), traced(library, library.step))
 
 
 def test_with_one_micro_batch_the_changed_loop_is_the_vanilla_one(chapter):

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from notebook import Notebook
+from notebook import Notebook, assert_same_run, traced
 
 from memlab import Recipe, simulate
-from memlab.tracer import Tracer
 from memlab.training import Training
 
 NOTEBOOK = Notebook("06-amp")
@@ -30,16 +29,7 @@ def test_the_shown_step_and_the_recipes_step_agree(chapter, precision):
         parts = shown.model, shown.optimizer, shown.scaler, shown.batches[0]
         return chapter["amp_step"](*parts, DTYPES[precision])
 
-    found = []
-    for training, step in ((shown, shown_step), (library, library.step)):
-        torch.manual_seed(1)
-        losses = [step(), step()]
-        tracer = Tracer()
-        tracer.watch(training.model, training.optimizer)
-        with tracer:
-            losses.append(step())
-        found.append((losses, tracer.footprint().peak_allocated, tracer.footprint().breakdown))
-    assert found[0] == found[1]
+    assert_same_run(traced(shown, shown_step), traced(library, library.step))
 
 
 def test_small_gradients_are_lost_in_fp16_and_the_scale_brings_them_back(chapter):

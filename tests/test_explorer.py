@@ -11,16 +11,8 @@ LENGTHS = [random.Random(i).randrange(1, 700) for i in range(300)]
 
 
 @pytest.fixture
-def page(chromium, tmp_path):
-    file = tmp_path / "panel.html"
-    panel = PaddingExplorer({"one": LENGTHS, "two <b>": [5, 5, 5, 10]})
-    head = "<!doctype html><meta charset=utf-8><meta name=viewport content=width=device-width>"
-    file.write_text(f"{head}<body>{panel._repr_html_()}", encoding="utf8")
-    tab = chromium.open(file.as_uri(), width=390)
-    yield tab
-    assert tab.complaints == []
-    assert all(request.startswith("file:") for request in tab.requests)
-    tab.close()
+def page(open_panel):
+    return open_panel(PaddingExplorer({"one": LENGTHS, "two <b>": [5, 5, 5, 10]}))
 
 
 def count(tab, lengths, size, limit):
@@ -123,16 +115,8 @@ STANDARD = {"forward & <b>": 8192, "backward": 2**20}
 
 
 @pytest.fixture
-def tiles(chromium, tmp_path):
-    file = tmp_path / "tiles.html"
-    head = "<!doctype html><meta charset=utf-8><meta name=viewport content=width=device-width>"
-    panel = TilePlayer(FILMS, STANDARD)._repr_html_()
-    file.write_text(f"{head}<body>{panel}", encoding="utf8")
-    tab = chromium.open(file.as_uri(), width=390)
-    yield tab
-    assert tab.complaints == []
-    assert all(request.startswith("file:") for request in tab.requests)
-    tab.close()
+def tiles(open_panel):
+    return open_panel(TilePlayer(FILMS, STANDARD))
 
 
 def tile_kinds(tab):

@@ -33,16 +33,8 @@ def runs():
 
 
 @pytest.fixture
-def page(chromium, runs, tmp_path):
-    file = tmp_path / "film.html"
-    film = Film(runs, kind, COLOURS, UNIT)
-    head = "<!doctype html><meta charset=utf-8><meta name=viewport content=width=device-width>"
-    file.write_text(f"{head}<body>{film._repr_html_()}", encoding="utf8")
-    tab = chromium.open(file.as_uri(), width=390)
-    yield tab
-    assert tab.complaints == []
-    assert all(request.startswith("file:") for request in tab.requests)
-    tab.close()
+def page(open_panel, runs):
+    return open_panel(Film(runs, kind, COLOURS, UNIT))
 
 
 def go_to(tab, moment):

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from notebook import Notebook
+from notebook import Notebook, assert_same_run, traced
 
 from memlab import Recipe, models, simulate
-from memlab.tracer import Tracer
 from memlab.training import Training
 
 CHAPTER = Notebook("05-freezing")
@@ -33,16 +32,7 @@ def test_the_shown_code_and_the_recipe_agree(chapter, model, layers):
     def shown_step():
         return chapter["train_step"](shown.model, shown.optimizer, shown.batches[0])
 
-    found = []
-    for training, step in ((shown, shown_step), (library, library.step)):
-        torch.manual_seed(1)
-        losses = [step(), step()]
-        tracer = Tracer()
-        tracer.watch(training.model, training.optimizer)
-        with tracer:
-            losses.append(step())
-        found.append((losses, tracer.footprint().peak_allocated, tracer.footprint().breakdown))
-    assert found[0] == found[1]
+    assert_same_run(traced(shown, shown_step), traced(library, library.step))
 
 
 def test_a_layer_keeps_by_what_trains_below_it(chapter):
