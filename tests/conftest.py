@@ -30,7 +30,7 @@ def chromium():
 
 @pytest.fixture
 def open_panel(chromium, tmp_path):
-    """open_panel(panel): a tab with a panel alone, which must neither complain nor ask a network."""
+    """open_panel(panel): a tab with it alone, which must neither complain nor ask a network."""
     tabs = []
 
     def show(panel):
