@@ -9,11 +9,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)
-def accelerate_forgets():
-    """Accelerate keeps its settings for the whole process, and refuses others."""
-    state = sys.modules.get("accelerate.state")
+def libraries_forget():
+    """What a library keeps for the whole process must not reach the next test."""
+    state = sys.modules.get("accelerate.state")  # its settings; it refuses others
     if state:
         state.AcceleratorState._reset_state(reset_partial_state=True)
+    bitsandbytes = sys.modules.get("bitsandbytes")  # overrides by id, and ids come again
+    if bitsandbytes:
+        bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
 
 
 @pytest.fixture(scope="session")

@@ -31,13 +31,6 @@ def chapter():
     gc.unfreeze()  # the chapter freezes
 
 
-@pytest.fixture(autouse=True)
-def no_overrides():
-    bnb.optim.GlobalOptimManager.get_instance().initialize()
-    yield
-    bnb.optim.GlobalOptimManager.get_instance().initialize()
-
-
 def traced(training):
     torch.manual_seed(1)
     losses = [training.step(), training.step()]
