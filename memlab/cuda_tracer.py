@@ -34,7 +34,7 @@ class CudaTracer(Tracer):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:  # asked very often, touches no memory
-            return func(*args)
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         # A number made by torch.tensor() without a device stays on the host.
         if func is torch.ops.aten.lift_fresh.default and args[0].dim() == 0:
             return self._by_rule("numbers on the host", func(*args))

@@ -9,8 +9,13 @@ import sys
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data import dataloader
 from torch.utils.data._utils import pin_memory, worker
@@ -94,18 +99,48 @@ def _only_without_mask(name):
     return ignore
 
 
+aten = torch.ops.aten
+VIEWS = {  # operators that make a view of their first argument: the kernel that does so
+    **dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.view.default),
+    aten.detach.default: aten.alias.default,
+    aten.t.default: aten.t.default,
+    aten.transpose.int: aten.transpose.int,
+    aten.expand.default: aten.expand.default,
+    aten.slice.Tensor: aten.slice.Tensor,
+    aten.select.int: aten.select.int,
+    aten.unsqueeze.default: aten.unsqueeze.default,
+}
+
+
 class NoData(FakeTensorMode):
     """PyTorch's fake tensors, which refuse to be read, with an answer to `.item()`."""
 
     avoid_device_init = True  # also while `torch.cuda.is_available()` says yes
 
-    def dispatch(self, func, types, args=(), kwargs=None):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No guard against torch.compile around every operation, as in `memlab.tracer`."""
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
+        # Where the answer is plain, PyTorch's search for it, by all arguments, takes the most of a
+        # simulation's time.
+        if isinstance(func, torch._ops.OpOverload) and not func._schema.returns:
+            return None  # it writes into its arguments: the lists of multi-tensor optimizers
+        first = args[0] if args else None
+        if func in VIEWS and isinstance(first, FakeTensor) and first.constant is None:
+            with in_kernel_invocation_manager(self):
+                view = VIEWS[func](*args, **kwargs)
+            return FakeTensor(self, view, first.fake_device)
+        if func is aten.lift_fresh.default and first.dim() == 0:
+            with no_dispatch():
+                return FakeTensor(self, torch.empty((), dtype=first.dtype, device="meta"), "cpu")
         if "device" in kwargs:  # `torch.set_default_device` comes after every other mode
             kwargs = kwargs | {"device": _cpu_for_cuda(kwargs["device"])}
-        return super().dispatch(func, types, args, kwargs)
+        return self.dispatch(func, types, args, kwargs)
 
     def __deepcopy__(self, memo):
         return self  # a copied module's tensors stay tensors of this mode
@@ -193,8 +228,10 @@ class CudaNames(TorchFunctionMode):
             return self._moved(func, args, kwargs)
         if isinstance(kwargs.get("device"), int):
             kwargs = kwargs | {"device": torch.device("cuda", kwargs["device"])}
-        args = [_cpu_for_cuda(value) for value in args]
-        return func(*args, **{name: _cpu_for_cuda(value) for name, value in kwargs.items()})
+        args = [_cpu_for_cuda(v) if isinstance(v, (str, torch.device)) else v for v in args]
+        if kwargs:
+            kwargs = {name: _cpu_for_cuda(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
 
     def _moved(self, func, args, kwargs):
         """`.cpu()`, `.cuda()`, `.to(...)` and `.pin_memory()`."""

@@ -60,6 +60,43 @@ def test_the_fake_run_holds_what_the_real_run_holds(recipe):
         assert fake.breakdown[category] == pytest.approx(nbytes, rel=1e-3, abs=2048), category
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.view(6, 4),
+        lambda x: x.t(),
+        lambda x: x.transpose(0, 1)[1:],
+        lambda x: x[2, 1::2],
+        lambda x: x[:, None].expand(4, 3, 6),
+        lambda x: x.detach(),
+        lambda x: x.select(1, 2),
+    ],
+)
+def test_a_view_is_the_one_that_real_tensors_make(view):
+    def told(context):
+        with context:
+            base = torch.empty(4, 6, dtype=torch.float16)
+            made = view(base)
+            assert made.untyped_storage()._cdata == base.untyped_storage()._cdata
+            return made.shape, made.stride(), made.storage_offset(), made.dtype, made.device
+
+    assert told(tensors_without_data()) == told(contextlib.nullcontext())
+
+
+def test_an_impossible_view_is_refused_in_pytorchs_words():
+    with tensors_without_data(), pytest.raises(RuntimeError, match="is invalid for input of size"):
+        torch.empty(4, 6).view(5, 5)
+
+
+def test_numbers_and_lists_of_optimizers_keep_their_form():
+    with tensors_without_data():
+        number = torch.tensor(2.5, dtype=torch.float64)
+        assert (number.shape, number.dtype, number.device.type) == ((), torch.float64, "cpu")
+        lists = [torch.ones(2), torch.ones(3, 2)]
+        assert torch._foreach_mul_(lists, 2.0) in (None, lists)
+        assert [one.shape for one in lists] == [(2,), (3, 2)]
+
+
 def test_item_has_an_answer():
     with tensors_without_data():
         assert torch.zeros(3).sum().item() == 1.0
