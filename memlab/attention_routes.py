@@ -29,9 +29,10 @@ def sdpa_refusals(
     length, head size]; capability is the card's. One short reason a rule that is not met.
 
     aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `can_use_flash_attention` and
-    `can_use_mem_efficient_attention`, without their rules for nested tensors. On Hopper and
-    Blackwell recent builds ask cuDNN's kernel first; it keeps what flash keeps and is not told
-    apart here. Raises ValueError for another route.
+    `can_use_mem_efficient_attention`, with the checks of ../sdp_utils_cpp.h, which are the same in
+    PyTorch 2.11 to 2.13; without the rules for nested tensors. On Hopper and Blackwell recent
+    builds ask cuDNN's kernel first; it keeps what flash keeps and is not told apart here. Raises
+    ValueError for another route.
     """
     if route not in SDPA_ROUTES:
         raise ValueError(f"route is {route!r}: allowed are {', '.join(SDPA_ROUTES)}")
@@ -48,14 +49,21 @@ def sdpa_refusals(
         reasons.append(f"dtypes are {given}: allowed are {names}")
     if {query.dim(), key.dim(), value.dim()} != {4}:
         return [*reasons, f"the query has {query.dim()} dimensions: allowed are 4"]
+    batches = query.size(0), key.size(0), value.size(0)
+    if len(set(batches)) > 1:
+        reasons.append(f"batch sizes are {batches}: allowed are equal ones")
     heads = query.size(1), key.size(1), value.size(1)
-    grouped = enable_gqa and heads[1] == heads[2] and heads[0] % heads[1] == 0
+    shares = enable_gqa and route in SHARES_KEYS
+    grouped = shares and heads[1] == heads[2] and heads[0] % heads[1] == 0
     if len(set(heads)) > 1 and not grouped:
-        reasons.append(f"heads are {heads}: allowed are equal ones")
+        allowed = "key heads that divide the query's" if shares else "equal ones"
+        reasons.append(f"heads are {heads}: allowed are {allowed}")
     if 0 in (query.size(-2), key.size(-2)):
         reasons.append("a length is 0: allowed are lengths from 1")
     if {query.stride(-1), key.stride(-1), value.stride(-1)} != {1}:
         reasons.append("the last dimension is not contiguous")
+    if attn_mask is not None and attn_mask.stride(-1) != 1:
+        reasons.append("the last dimension of attn_mask is not contiguous")
     sizes = query.size(-1), key.size(-1), value.size(-1)
     if route == "flash":
         if capability < (8, 0):
@@ -85,6 +93,11 @@ SDPA_ROUTES = {
     "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
     "math": torch.backends.cuda.math_sdp_enabled,
 }
+
+# Fused kernels that take fewer key heads than query heads. PyTorch 2.13's documentation of the
+# function: "currently works only for Flash_attention and math kernel on CUDA tensor". Since 2.14
+# the memory-efficient one does, too (pytorch/pytorch#191085).
+SHARES_KEYS = {"flash", "efficient"} if torch.__version__ >= (2, 14) else {"flash"}
 
 
 def sdpa_route(query, key, value, **call) -> str:
@@ -119,9 +132,9 @@ def scaled_dot_product_attention(
 
     gpu: the `memlab.gpus.GPU` whose route counts, None for one of compute capability 8.0.
 
-    aten/src/ATen/native/transformers/attention.cpp, `scaled_dot_product_attention`. Flash takes
-    fewer key heads than query heads as they are, and pads head sizes to multiples of 8; for the
-    memory-efficient kernel key heads are repeated.
+    aten/src/ATen/native/transformers/attention.cpp, `scaled_dot_product_attention`. The kernels of
+    `SHARES_KEYS` take fewer key heads than query heads as they are, math repeats them. For flash
+    head sizes are padded to multiples of 8.
     """
     call = {
         "attn_mask": attn_mask,
@@ -153,10 +166,6 @@ def scaled_dot_product_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]
         return out[..., :size] if size % 8 else out
-    if key.size(-3) != query.size(-3):
-        groups = query.size(-3) // key.size(-3)
-        key = key.repeat_interleave(groups, dim=-3)
-        value = value.repeat_interleave(groups, dim=-3)
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             bias = torch.zeros_like(attn_mask, dtype=query.dtype)

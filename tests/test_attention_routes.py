@@ -138,16 +138,59 @@ def test_a_mask_is_kept_in_rows_of_a_multiple_of_eight(columns, kept_columns):
     assert 2 * columns * kept_columns * 4 in sizes
 
 
-@pytest.mark.parametrize("dtype, repeated", [(BF16, False), (FULL, True)])
-def test_flash_takes_fewer_key_heads_as_they_are(dtype, repeated):
+def test_flash_takes_fewer_key_heads_as_they_are():
     with FakeTensorMode(), cuda_kernels():
-        query = torch.zeros(1, 8, 16, 64, dtype=dtype, requires_grad=True)
-        key = torch.zeros(1, 2, 16, 64, dtype=dtype, requires_grad=True)
+        query = torch.zeros(1, 8, 16, 64, dtype=BF16, requires_grad=True)
+        key = torch.zeros(1, 2, 16, 64, dtype=BF16, requires_grad=True)
         with Tracer() as tracer:
             out = F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
         sizes = [event[0] for event in tracer.events]
     assert out.shape == query.shape
-    assert sizes.count(query.nbytes) == (3 if repeated else 1)  # the output, and two copies
+    assert sizes.count(query.nbytes) == 1  # the output; no key is repeated
+
+
+# The words of PyTorch 2.13's documentation: shared key heads work for flash and math only.
+@pytest.mark.parametrize(
+    ("dtype", "call"),
+    [(HALF, {"capability": (7, 5)}), (FULL, {}), (BF16, {"attn_mask": torch.ones(16, 16)})],
+    ids=["T4", "fp32", "mask"],
+)
+def test_shared_key_heads_without_flash_take_math(monkeypatch, dtype, call):
+    monkeypatch.setattr("memlab.attention_routes.SHARES_KEYS", {"flash"})
+    query, key = (torch.zeros(1, heads, 16, 64, dtype=dtype) for heads in (8, 2))
+    assert sdpa_route(query, key, key, enable_gqa=True, **call) == "math"
+    refused = sdpa_refusals("efficient", query, key, key, enable_gqa=True, **call)
+    assert refused == ["heads are (8, 2, 2): allowed are equal ones"]
+    repeated = key.repeat_interleave(4, dim=1)
+    assert sdpa_route(query, repeated, repeated, **call) == "efficient"
+    monkeypatch.setattr("memlab.attention_routes.SHARES_KEYS", {"flash", "efficient"})
+    assert sdpa_route(query, key, key, enable_gqa=True, **call) == "efficient"
+    three = torch.zeros(1, 3, 16, 64, dtype=dtype)
+    refused = sdpa_refusals("efficient", query, three, three, enable_gqa=True, **call)
+    assert refused == ["heads are (8, 3, 3): allowed are key heads that divide the query's"]
+
+
+@pytest.mark.skipif(torch.__version__ >= (2, 14), reason="the kernel takes them since 2.14")
+def test_shared_key_heads_on_a_t4_bring_the_square_back():
+    def peak(heads, length):
+        with SimulatedGPU("T4") as gpu:
+            make = lambda n: torch.zeros(1, n, length, 64, dtype=HALF, device="cuda")  # noqa: E731
+            query, key = make(8).requires_grad_(), make(heads).requires_grad_()
+            F.scaled_dot_product_attention(query, key, key, enable_gqa=True).sum().backward()
+        return gpu.footprint.peak_tensors
+
+    square = 8 * 2048 * 2048
+    assert peak(8, 2048) < 2 * square < 8 * square < peak(2, 2048)
+
+
+def test_other_batches_and_masks_that_are_not_contiguous_take_math():
+    query, one = torch.zeros(2, 4, 8, 64, dtype=BF16), torch.zeros(1, 4, 8, 64, dtype=BF16)
+    assert sdpa_route(query, one, one) == "math"
+    refused = sdpa_refusals("flash", query, one, one)
+    assert refused == ["batch sizes are (2, 1, 1): allowed are equal ones"]
+    columns = torch.ones(8, 1).expand(8, 8)  # one number for each row
+    assert sdpa_route(query, query, query, attn_mask=columns) == "math"
+    assert sdpa_route(query, query, query, attn_mask=columns.clone()) == "efficient"
 
 
 def test_flash_pads_the_head_size_to_a_multiple_of_eight():
