@@ -56,12 +56,17 @@ def test_tiles_give_attention_and_its_gradients(chapter, dtype, causal, length, 
         assert farthest(found, truth) <= allowed + 2**-8
 
 
-def test_tiles_take_other_keys_than_queries_and_other_values_than_keys(chapter):
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("queries, keys", [(19, 33), (33, 19)])
+def test_tiles_take_other_keys_than_queries_and_other_values_than_keys(
+    chapter, queries, keys, causal
+):
     torch.manual_seed(0)
-    tensors = torch.randn(2, 3, 19, 8), torch.randn(2, 3, 33, 8), torch.randn(2, 3, 33, 5)
-    dout = torch.randn(2, 3, 19, 5)
-    flash = lambda q, k, v: chapter["Flash"].apply(q, k, v, False, 8)  # noqa: E731
-    truth = results(F.scaled_dot_product_attention, tensors, dout, torch.float64)
+    tensors = torch.randn(2, 3, queries, 8), torch.randn(2, 3, keys, 8), torch.randn(2, 3, keys, 5)
+    dout = torch.randn(2, 3, queries, 5)
+    flash = lambda q, k, v: chapter["Flash"].apply(q, k, v, causal, 8)  # noqa: E731
+    library = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal)  # noqa: E731
+    truth = results(library, tensors, dout, torch.float64)
     assert farthest(results(flash, tensors, dout, torch.float32), truth) < 1e-5
 
 
@@ -74,7 +79,8 @@ def test_tiles_survive_extreme_scores(chapter):
         hidden = torch.ones(50, 50, dtype=torch.bool).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
         torch.testing.assert_close(lse[..., 0].double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
-        assert out.isfinite().all()
+        gradients = chapter["flash_backward"](q * factor, k * factor, v, out, lse, v, True, 8)
+        assert all(x.isfinite().all() for x in (out, *gradients))
 
 
 @pytest.mark.parametrize(
@@ -101,6 +107,13 @@ def test_the_running_softmax_is_the_softmax(chapter, size):
         found = (m + total.log()).double()
         torch.testing.assert_close(found, row.double().logsumexp(0), rtol=1e-6, atol=1e-5)
         assert chapter["distances"](row, chapter["two_finite_numbers"])[1] < 1e-6, name
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_running_softmax_takes_the_largest_finite_numbers(chapter, size):
+    for row in ([-3e38, 0.0, 3e38], [3e38, -3e38, 3e38], [-3e38, -3e38, -torch.inf]):
+        m, total = chapter["two_finite_numbers"](torch.tensor(row), size)
+        assert m == torch.tensor(max(row)) and total == row.count(max(row))
 
 
 def test_without_a_floor_a_hidden_beginning_is_not_a_number(chapter):
@@ -270,7 +283,7 @@ def test_three_attentions_learn_the_same(chapter, seed):
 )
 def test_the_registered_attention_refuses_what_it_ignores(chapter, call):
     x = torch.zeros(1, 1, 4, 8)
-    with pytest.raises(ValueError, match="no mask, dropout, own scale"):
+    with pytest.raises(ValueError, match="no mask, dropout, other scale"):
         chapter["from_scratch"](None, x, x, x, **call)
 
 

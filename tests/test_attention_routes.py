@@ -59,16 +59,19 @@ def test_shapes_decide_the_route():
 @pytest.mark.parametrize("dtype", [HALF, FULL])
 @pytest.mark.parametrize("head", [50, 64, 256, 320])
 @pytest.mark.parametrize("mask", [None, MASK])
-def test_routes_are_those_of_the_card(dtype, head, mask):
-    query = torch.zeros(1, 2, 8, head, dtype=dtype, device="cuda")
+@pytest.mark.parametrize("key_shape", [(1, 4), (1, 2), (2, 4)])
+def test_routes_are_those_of_the_card(dtype, head, mask, key_shape):
+    query = torch.zeros(1, 4, 8, head, dtype=dtype, device="cuda")
+    key = torch.zeros(*key_shape, 8, head, dtype=dtype, device="cuda")
     mask = mask if mask is None else mask.to(query)
-    parameters = torch.backends.cuda.SDPAParams(query, query, query, mask, 0.0, False, False)
+    parameters = torch.backends.cuda.SDPAParams(query, key, key, mask, 0.0, False, True)
     capability = torch.cuda.get_device_capability()
     for route, allows in (
         ("flash", torch.backends.cuda.can_use_flash_attention),
         ("efficient", torch.backends.cuda.can_use_efficient_attention),
     ):
-        refused = sdpa_refusals(route, query, query, query, attn_mask=mask, capability=capability)
+        call = {"attn_mask": mask, "enable_gqa": True, "capability": capability}
+        refused = sdpa_refusals(route, query, key, key, **call)
         assert allows(parameters) == (not refused)
 
 
