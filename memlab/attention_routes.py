@@ -96,7 +96,8 @@ SDPA_ROUTES = {
 
 # Fused kernels that take fewer key heads than query heads. PyTorch 2.13's documentation of the
 # function: "currently works only for Flash_attention and math kernel on CUDA tensor". Since 2.14
-# the memory-efficient one does, too (pytorch/pytorch#191085).
+# the memory-efficient one does, too (pytorch/pytorch#191085). Seen on a T4: math for shared keys,
+# memory-efficient for repeated ones (huggingface/transformers#45776, comment of 2026-08-09).
 SHARES_KEYS = {"flash", "efficient"} if torch.__version__ >= (2, 14) else {"flash"}
 
 
