@@ -12,12 +12,12 @@ import contextlib
 import functools
 import importlib
 import sys
-import warnings
 from unittest import mock
 
 import torch
 
 from memlab import quantized
+from memlab.attention_routes import scaled_dot_product_attention
 
 # Every rule by name, with where it is written down. `memlab.changes` says what each one changes.
 RULES = {
@@ -125,166 +125,6 @@ def _fused_softmax(kernel, input, dim, dtype):
     if dtype == torch.float32 and input.dtype == torch.float16:
         return kernel(input, dim, True)
     return kernel(input if dtype is None else input.to(dtype), dim, False)
-
-
-def sdpa_refusals(
-    route,
-    query,
-    key,
-    value,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    enable_gqa=False,
-    capability=(8, 0),
-) -> list[str]:
-    """Why a CUDA card cannot take a route of `scaled_dot_product_attention`; empty if it can.
-
-    route: `flash`, `efficient` or `math`. The tensors are those of the call, [batch, heads,
-    length, head size]; capability is the card's. One short reason a rule that is not met.
-
-    aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `can_use_flash_attention` and
-    `can_use_mem_efficient_attention`, without their rules for nested tensors. On Hopper and
-    Blackwell recent builds ask cuDNN's kernel first; it keeps what flash keeps and is not told
-    apart here. Raises ValueError for another route.
-    """
-    if route not in SDPA_ROUTES:
-        raise ValueError(f"route is {route!r}: allowed are {', '.join(SDPA_ROUTES)}")
-    reasons = [] if SDPA_ROUTES[route]() else ["switched off by sdpa_kernel"]
-    if route == "math":
-        return reasons
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    dtypes = [torch.float16, torch.bfloat16] if capability >= (8, 0) else [torch.float16]
-    if route == "efficient":
-        dtypes = [*dtypes, torch.float32]
-    if query.dtype not in dtypes or not query.dtype == key.dtype == value.dtype:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        given = ", ".join(str(x.dtype).removeprefix("torch.") for x in (query, key, value))
-        reasons.append(f"dtypes are {given}: allowed are {names}")
-    if {query.dim(), key.dim(), value.dim()} != {4}:
-        return [*reasons, f"the query has {query.dim()} dimensions: allowed are 4"]
-    heads = query.size(1), key.size(1), value.size(1)
-    grouped = enable_gqa and heads[1] == heads[2] and heads[0] % heads[1] == 0
-    if len(set(heads)) > 1 and not grouped:
-        reasons.append(f"heads are {heads}: allowed are equal ones")
-    if 0 in (query.size(-2), key.size(-2)):
-        reasons.append("a length is 0: allowed are lengths from 1")
-    if {query.stride(-1), key.stride(-1), value.stride(-1)} != {1}:
-        reasons.append("the last dimension is not contiguous")
-    sizes = query.size(-1), key.size(-1), value.size(-1)
-    if route == "flash":
-        if capability < (8, 0):
-            given = "{}.{}".format(*capability)
-            reasons.append(f"compute capability is {given}: allowed are 8.0 and later")
-        if attn_mask is not None:
-            reasons.append("attn_mask is given: allowed are None and is_causal")
-        if len(set(sizes)) > 1 or sizes[0] > 256:
-            reasons.append(f"head sizes are {sizes}: allowed are equal ones up to 256")
-        if is_causal and query.size(-2) != key.size(-2):
-            reasons.append("is_causal with unequal lengths: allowed are equal ones")
-        trains = any(x.requires_grad for x in (query, key, value)) and torch.is_grad_enabled()
-        small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
-        if trains and small and (192 < sizes[0] <= 224 or (sizes[0] > 224 and dropout_p > 0)):
-            given = "{}.{}".format(*capability)
-            reasons.append(f"head size is {sizes[0]}: training on {given} allows up to 192")
-        return reasons
-    multiple = (8 if half else 4) if capability >= (8, 0) else (8 if half else 1)
-    if sizes[0] != sizes[1] or any(size % multiple for size in sizes):
-        reasons.append(f"head sizes are {sizes}: allowed are multiples of {multiple}")
-    return reasons
-
-
-# In the order in which CUDA tries them; whether `torch.nn.attention.sdpa_kernel` leaves them on.
-SDPA_ROUTES = {
-    "flash": torch.backends.cuda.flash_sdp_enabled,
-    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
-    "math": torch.backends.cuda.math_sdp_enabled,
-}
-
-
-def sdpa_route(query, key, value, **call) -> str:
-    """The route that `scaled_dot_product_attention` takes on CUDA: the first that can.
-
-    call: the further arguments of `sdpa_refusals`. Raises RuntimeError with PyTorch's message,
-    after a warning with the reasons, if none can.
-    """
-    refused = {}
-    for route in SDPA_ROUTES:
-        refused[route] = sdpa_refusals(route, query, key, value, **call)
-        if not refused[route]:
-            return route
-    for route, reasons in refused.items():
-        warnings.warn(f"{route} attention not used because: {'; '.join(reasons)}", stacklevel=2)
-    raise RuntimeError("No available kernel. Aborting execution.")
-
-
-def scaled_dot_product_attention(
-    gpu,
-    query,
-    key,
-    value,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    *,
-    scale=None,
-    enable_gqa=False,
-):
-    """Attention as CUDA's flash and memory-efficient kernels run it: no matrix of weights kept.
-
-    gpu: the `memlab.gpus.GPU` whose route counts, None for one of compute capability 8.0.
-
-    aten/src/ATen/native/transformers/attention.cpp, `scaled_dot_product_attention`. Flash takes
-    fewer key heads than query heads as they are, and pads head sizes to multiples of 8; for the
-    memory-efficient kernel key heads are repeated.
-    """
-    call = {
-        "attn_mask": attn_mask,
-        "dropout_p": dropout_p,
-        "is_causal": is_causal,
-        "enable_gqa": enable_gqa,
-        "capability": gpu.capability if gpu else (8, 0),
-    }
-    route = sdpa_route(query, key, value, **call)
-    if route == "math":
-        return torch._scaled_dot_product_attention_math(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )[0]
-    if route == "flash":
-        size = query.size(-1)
-        scale = size**-0.5 if scale is None else scale
-        if size % 8:
-            query, key, value = (
-                torch.nn.functional.pad(x, (0, 8 - size % 8)) for x in (query, key, value)
-            )
-        out = torch._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )[0]
-        return out[..., :size] if size % 8 else out
-    if key.size(-3) != query.size(-3):
-        groups = query.size(-3) // key.size(-3)
-        key = key.repeat_interleave(groups, dim=-3)
-        value = value.repeat_interleave(groups, dim=-3)
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            bias = torch.zeros_like(attn_mask, dtype=query.dtype)
-            attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
-        attn_mask = attn_mask.to(query.dtype)
-        columns = key.size(-2)
-        if columns % 8 and attn_mask.size(-1) == columns:  # `preprocess_mask`: rows in eights
-            attn_mask = torch.nn.functional.pad(attn_mask, (0, 8 - columns % 8))[..., :columns]
-        attn_mask = attn_mask.expand(*query.shape[:-1], columns)
-    keeps_lse = query.requires_grad or key.requires_grad or value.requires_grad
-    return torch._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, keeps_lse, dropout_p, is_causal, scale=scale
-    )[0]
 
 
 # ---------------------------------------------------------------------- bitsandbytes

@@ -46,6 +46,7 @@ class TilePlayer:
     standard: name -> bytes that the attention with a whole matrix moves, for comparison.
 
     In a notebook and on a static page it shows itself; it needs neither a kernel nor a network.
+    Without scripts it says so, and shows no control that would do nothing.
     Raises ValueError without a film, for an empty one, for one that has no standard, and for
     moments that are not three whole numbers from 0.
     """

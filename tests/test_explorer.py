@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 
 import pytest
 
@@ -158,6 +159,19 @@ def test_the_film_plays_and_stops(tiles):
     assert tile_text(tiles, ".play") == "stop"
     tiles.run(f"{button}.click()")
     assert tile_text(tiles, ".play") == "play"
+
+
+def test_without_scripts_the_tiles_say_so_and_show_no_control(open_panel):
+    class Still(TilePlayer):
+        def _repr_html_(self):
+            return re.sub(r"<script>.*?</script>", "", super()._repr_html_(), flags=re.DOTALL)
+
+    shown = "document.querySelector('.memlab-tiles').innerText.trim()"
+    controls = "[...document.querySelectorAll('button, input, select')]"
+    still = open_panel(Still(FILMS, STANDARD))
+    assert still.run(shown) == "This panel plays with scripts only."
+    assert set(still.run(f"{controls}.map(control => control.offsetHeight)")) == {0}
+    assert "with scripts only" not in open_panel(TilePlayer(FILMS, STANDARD)).run(shown)
 
 
 @pytest.mark.parametrize(
