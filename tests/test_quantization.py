@@ -141,7 +141,7 @@ def test_the_whole_model_is_counted_and_simulated_alike(chapter):
 
 
 def test_a_whole_small_model_takes_what_the_simulation_says_by_category(chapter):
-    CHAPTER.run("whole-run whole-table", chapter)
+    CHAPTER.run("whole-run whole-show", chapter)
     assert len(chapter["rows"]) == 12
     for name, (simulated, measured) in chapter["rows"].items():
         # AdamW's step counters, 4 bytes for each of 28 adapters, lie on the host of a GPU.
@@ -287,6 +287,14 @@ def test_loading_in_4_bits_and_what_trainer_and_accelerate_do_with_it(chapter):
     assert chapter["loaded"].lm_head.weight.dtype == torch.float32
     assert "purely quantized" in chapter["refused"]
     assert chapter["count"] == 14 and chapter["same_logits"]
+
+
+def test_a_pass_has_room_for_one_unpacked_layer_at_a_time(chapter):
+    CHAPTER.run("on-card by-hand-run predict-run predict-bars copies-run", chapter)
+    largest, beside = max(chapter["sizes"]), chapter["beside"]
+    assert largest == 2 * 4096 * 14336 and sum(chapter["sizes"]) > 100 * largest
+    assert 0 < beside["NF4, double"] - beside["fp16"] <= largest
+    assert beside["NF4, double"] < 2 * largest
 
 
 def test_a_nan_fills_a_block_of_the_library_and_codes_cannot_be_trained(chapter, capsys):
