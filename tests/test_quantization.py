@@ -189,6 +189,10 @@ def test_grown_features_change_nothing_but_what_rounding_does(patients):
     assert max(map(abs, cost["mixed (LLM.int8)"])) < 0.005
     for name in ("one a token", "one a block of 32", "clipped at 98 %"):
         assert min(cost[name]) > max(cost["mixed (LLM.int8)"])
+    patients["mean"] = {name: [statistics.fmean(values)] for name, values in cost.items()}
+    CHAPTER.run("planted planted-run planted-clip published e14-facts e14-because", patients)
+    patients["verdict"] = verdict
+    assert decided("e14", patients) == ("E14", "holds with a condition")
 
 
 def test_finer_groups_store_more_constants_and_lose_less(patients):
@@ -218,7 +222,7 @@ def test_static_ranges_are_those_of_the_rows_and_clip_beyond(patients):
 
 
 def test_activations_need_a_range_and_weights_do_not(patients):
-    CHAPTER.run("activations-run activations-kinds activations-one", patients)
+    CHAPTER.run("activations-run activations-kinds activations-one activations-harm", patients)
     cost = {name: patients["harm_8"](kind) for name, kind in patients["kinds_of"](8)}
     for name in ("static", "static, clipped", "dynamic, a tensor", "dynamic, a token"):
         assert max(map(abs, cost[name])) < 0.01
@@ -228,6 +232,9 @@ def test_activations_need_a_range_and_weights_do_not(patients):
     assert cost["static, wrong set"] < cost["static"]  # with 16 codes clipping is the lesser harm
     weights = patients["harm"](lambda m: patients["with_weights"](m, patients["stored_in_8"]))
     assert max(map(abs, weights)) < 0.001
+    CHAPTER.run("activations-table activations-bound perplexity", patients)
+    assert patients["frame"].loc["static", "4 bits"] > 1.02 * math.exp(patients["level"])
+    assert decided("e10", patients | {"because": "", "verdict": verdict}) == ("E10", "holds")
 
 
 def test_the_straight_through_estimator_rounds_forward_and_not_backward(patients):
@@ -295,6 +302,9 @@ def test_a_pass_has_room_for_one_unpacked_layer_at_a_time(chapter):
     assert largest == 2 * 4096 * 14336 and sum(chapter["sizes"]) > 100 * largest
     assert 0 < beside["NF4, double"] - beside["fp16"] <= largest
     assert beside["NF4, double"] < 2 * largest
+    CHAPTER.run("counting stored-model stored-run stored-count e21-because", chapter)
+    chapter["verdict"] = verdict
+    assert decided("e21", chapter) == ("E21", "does not hold")
 
 
 def test_a_nan_fills_a_block_of_the_library_and_codes_cannot_be_trained(chapter, capsys):
