@@ -105,6 +105,14 @@ def constants(parameter: torch.nn.Parameter) -> list[torch.Tensor]:
     return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
 
 
+def constants_of_layers(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The constants that 8-bit layers have taken over from their weights, as their first product
+    does."""
+    states = [getattr(module, "state", None) for module in model.modules()]
+    found = [getattr(state, "SCB", None) for state in states]
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+
 # ---------------------------------------------------------------------- without data
 
 

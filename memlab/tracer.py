@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.eventlog import BACKWARD, FORWARD, STEP, ZERO_GRAD, EventLog
 from memlab.modules import ModuleWatch
-from memlab.quantized import constants
+from memlab.quantized import constants, constants_of_layers
 
 
 class Tracer(EventLog, TorchDispatchMode):
@@ -59,6 +59,8 @@ class Tracer(EventLog, TorchDispatchMode):
             self._watch.name_all(model)
             for parameter in model.parameters():
                 self._see_parameter(parameter)
+            for tensor in constants_of_layers(model):
+                self._see(tensor, "parameters", existed=True)
             for buffer in model.buffers():
                 self._see(buffer, "buffers", existed=True)
         if optimizer is not None:

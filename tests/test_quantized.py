@@ -8,6 +8,7 @@ from memlab import Recipe, SimulatedGPU, models, simulate
 from memlab.cuda_rules import _fuses_4bit_product
 from memlab.gpus import gpu
 from memlab.quantized import constants, import_bitsandbytes, numel
+from memlab.tracer import Tracer
 from memlab.training import Training
 
 bitsandbytes = import_bitsandbytes("this test")
@@ -131,3 +132,19 @@ def test_bad_input_is_told(changes, said):
 def test_bfloat16_products_need_a_card_that_has_them():
     with pytest.raises(ValueError, match="T4 has no native bfloat16"):
         simulate(QLORA.but(precision="fp32", compute_dtype="bf16"), "T4")
+
+
+def test_the_rows_largest_values_stay_parameters_after_the_first_product():
+    """8-bit layers take them over from their weights, where nothing else would find them."""
+    training = Training(QLORA.but(base="int8"), "cpu")
+
+    def held():
+        tracer = Tracer()
+        tracer.watch(training.model)
+        with tracer:
+            pass
+        return tracer.footprint().breakdown["parameters"]
+
+    before = held()
+    training.step()
+    assert held() == before
