@@ -4,7 +4,7 @@ import pytest
 import torch
 from notebook import Notebook, assert_same_run, traced
 
-from memlab import Recipe, simulate
+from memlab import Recipe, models, simulate
 from memlab.training import Training
 
 CHAPTER = Notebook("13-lora")
@@ -105,6 +105,60 @@ def test_casting_what_is_not_quantized_makes_qlora_take_more_than_lora():
     assert cast.breakdown["activations"] > 1.3 * mended.breakdown["activations"]
 
 
+def test_each_piece_of_qlora_does_to_the_weights_what_the_figure_shows(chapter):
+    lora = Recipe("llama-3.2-1b-tiny", batch_size=8, seq_len=128, precision="bf16")
+    chapter["half"] = lora.but(lora_rank=4, lora_fp32=False, attention="sdpa")
+    source = CHAPTER.code["pieces-recipes"].replace("llama-3.2-1b", "llama-3.2-1b-tiny")
+    exec(source + "\n" + CHAPTER.code["pieces-run"], chapter)
+    held = [run.breakdown["parameters"] for run in chapter["parts"].values()]
+    plain, nf4, double, cast, checkpointed = held
+    assert double < nf4 < plain and double < cast == checkpointed
+    linear = sum(
+        m.weight.numel()
+        for name, m in models.build("llama-3.2-1b-tiny").named_modules()
+        if isinstance(m, torch.nn.Linear) and name != "lm_head"
+    )
+    bits = chapter["stored"]
+    saved = linear * (bits["NF4"] - bits["NF4, scales in 8 bits"]) / 8
+    # Each layer has a table of 256 codes for its scales, an offset and last blocks that are short.
+    assert saved - 14 * 1280 < nf4 - double < saved
+
+
+def test_preparing_for_k_bits_doubles_embedding_head_and_norms(chapter):
+    CHAPTER.run("cast", chapter)
+    chapter["nf4"] = Recipe("llama-3-8b-tiny", seq_len=16, precision="bf16", lora_rank=4).but(
+        base="nf4", upcast=False
+    )
+    source = CHAPTER.code["cast-run"].replace('1b"', '1b-tiny"').replace('8b"', '8b-tiny"')
+    exec(source, chapter)
+    kinds = {
+        name: {kind for n, kind in chapter["cast"] if n == name} for name, _ in chapter["cast"]
+    }
+    assert kinds["llama-3.2-1b-tiny"] == {"embed_tokens", "norms"}
+    assert kinds["llama-3-8b-tiny"] == {"embed_tokens", "norms", "lm_head"}
+    for held in chapter["cast"].values():
+        assert held["after"] == 2 * held["before"] > 0
+
+
+def test_the_paged_optimizer_pages_large_states_only(chapter):
+    CHAPTER.run("states-on-card", chapter)
+    llama = Recipe("llama-3-8b", seq_len=16, precision="bf16", lora_targets="q_proj,v_proj")
+    for rank, leaves in [(16, False), (32, True)]:  # 65,536 and 131,072 numbers in q's matrices
+        recipe = chapter["cut"](llama.but(lora_rank=rank, optimizer="adamw_8bit"), 2)
+        held = chapter["states_on_card"](recipe)
+        whole = simulate(recipe)
+        assert held == pytest.approx(whole.breakdown["optimizer_states"], rel=0.01)
+        paged = chapter["states_on_card"](recipe.but(optimizer="paged_adamw_8bit"))
+        assert (paged < held) == leaves
+
+
+def test_lora_saves_a_third_of_the_operations_and_checkpointing_takes_it_back(chapter):
+    CHAPTER.run("operations operations-twin operations-run", chapter)
+    full, lora, checkpointed = chapter["work"].values()
+    assert lora / full == pytest.approx(2 / 3, abs=0.03)
+    assert checkpointed / full == pytest.approx(1, abs=0.05)
+
+
 def test_bitsandbytes_stores_what_the_arithmetic_says(chapter):
     assert chapter["found_bits"] == pytest.approx(
         chapter["stored"]["NF4, scales in 8 bits"], abs=0.01
@@ -141,11 +195,21 @@ def test_merging_into_four_bits_makes_another_model(chapter, learnt):
     assert into > 5 * written
 
 
-def test_peft_passes_over_what_memlab_refuses(chapter):
-    CHAPTER.run("wrong-names wrong-refused", chapter)
+def test_peft_passes_over_what_memlab_refuses(chapter, capsys):
+    CHAPTER.run("wrong-names", chapter)
     assert chapter["peft_takes"](8, ["q_proj", "value_proj"]).startswith("['q_proj']")
-    assert "lora_targets holds value_proj" in chapter["said"][0]
-    assert "lora_rank is 512" in chapter["said"][1] and len(chapter["said"]) == 2
+    assert chapter["peft_takes"](512, ["q_proj"]).startswith("['q_proj']")
+    for rank in (0, -1):
+        with pytest.raises(ValueError, match="positive integer"):
+            chapter["peft_takes"](rank, ["q_proj"])
+    with pytest.raises(ValueError, match="not found in the base model"):
+        chapter["peft_takes"](8, ["value_proj"])
+    capsys.readouterr()
+    CHAPTER.run("wrong-refused", chapter)
+    target, large, negative = capsys.readouterr().out.splitlines()
+    assert "lora_targets holds value_proj" in target and "q_proj" in target
+    assert "lora_rank is 512" in large and "up to 128" in large
+    assert "lora_rank is -1: allowed are whole numbers from 0" in negative
 
 
 def test_an_optimizer_made_first_moves_no_adapter(chapter):
