@@ -11,7 +11,7 @@ from memlab.footprint import Footprint, mib
 from memlab.gpus import GPU, MIB
 from memlab.gpus import gpu as find_gpu
 from memlab.recipe import Recipe
-from memlab.simulate import simulate
+from memlab.simulate import event_log, serve
 
 # The prediction is trusted to so much of what it says ...
 MARGIN = 0.05
@@ -74,7 +74,8 @@ def fits(recipe: Recipe, gpu: GPU | str | int, margin: float = MARGIN) -> Fit:
     if not margin >= 0:
         raise ValueError(f"margin is {margin!r}: allowed are numbers from 0")
     card = find_gpu(gpu)
-    footprint = simulate(recipe, dataclasses.replace(card, total_memory=2**60))
+    log = event_log(recipe, card)
+    footprint = serve(recipe, log, dataclasses.replace(card, total_memory=2**60))
     _, most = footprint.reserved_range or (None, footprint.peak_reserved)
     needed = most + card.context
     kept = int(margin * needed) + CONTEXT_MARGIN * (card.context > 0)
@@ -84,7 +85,7 @@ def fits(recipe: Recipe, gpu: GPU | str | int, margin: float = MARGIN) -> Fit:
     if fit or least + kept > total:
         return fit
     try:
-        tight = simulate(recipe, dataclasses.replace(card, total_memory=total - kept))
+        tight = serve(recipe, log, dataclasses.replace(card, total_memory=total - kept))
     except torch.OutOfMemoryError:
         return fit
     return Fit(True, tight.device_used, kept, total, tight)

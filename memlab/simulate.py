@@ -47,7 +47,13 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     when it does not have the recipe's number format, or for a mixture of experts in another
     format than bf16.
     """
-    simulated = SimulatedGPU(gpu)
+    card = None if gpu is None else find_gpu(gpu)
+    return serve(recipe, event_log(recipe, card), card)
+
+
+def event_log(recipe: Recipe, card: GPU | None) -> depth.Log:
+    """What two steps of `recipe` do to memory on a card of this kind, whatever its size."""
+    simulated = SimulatedGPU(card)
     simulated.require(recipe.precision)
     simulated.require(recipe.compute_dtype or "")
     half = recipe.precision == "bf16" and not (recipe.base != "none" and recipe.upcast)
@@ -57,17 +63,17 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
             "(with a base: upcast=False), for PyTorch gives torch._grouped_mm shapes in no other"
         )
     import_outside(recipe)
-    log = depth.log_at_full_depth(recipe, lambda shallow: trace(shallow, simulated.gpu))
-    if recipe.base != "none":
-        log = log or trace(recipe, simulated.gpu)
-        footprint = simulated.replay(log)
-        card = simulated.gpu
-        room = (card.usable, card.total_memory) if card else (None, None)
-        return replace(footprint, reserved_range=reserved_range(log, *room))
-    if log:
-        return simulated.replay(log)
-    with simulated:
-        return simulated.footprint_of(two_steps(recipe, simulated))
+    log = depth.log_at_full_depth(recipe, lambda shallow: trace(shallow, card))
+    return log or trace(recipe, card)
+
+
+def serve(recipe: Recipe, log: depth.Log, card: GPU | None) -> Footprint:
+    """The footprint of a recipe's log, served by this card's allocator."""
+    footprint = SimulatedGPU(card).replay(log)
+    if recipe.base == "none":
+        return footprint
+    room = (card.usable, card.total_memory) if card else (None, None)
+    return replace(footprint, reserved_range=reserved_range(log, *room))
 
 
 def trace(recipe: Recipe, gpu: GPU | None = None) -> depth.Log:
