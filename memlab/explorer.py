@@ -27,11 +27,11 @@ class PaddingExplorer:
             if wrong or not values:
                 given = f"holds {wrong[0]!r}" if wrong else "is empty"
                 raise ValueError(f"lengths[{name!r}] {given}: allowed are whole numbers from 1")
-            self.lengths[html.escape(name)] = values
+            self.lengths[name] = values
 
     def _repr_html_(self) -> str:
         page = resources.files("memlab.data").joinpath("padding.html").read_text(encoding="utf8")
-        data = json.dumps(self.lengths).replace("</", "<\\/")
+        data = json.dumps(self.lengths).replace("<", "\\u003c")  # no tag can begin in the script
         return page.replace("NAME", "memlab-padding-1").replace("DATA", data)
 
     def __repr__(self) -> str:

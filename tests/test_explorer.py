@@ -106,6 +106,16 @@ def test_a_name_cannot_be_markup(page):
     assert names == ["one", "two <b>"]
 
 
+def test_a_name_with_markup_finds_its_lengths(open_panel):
+    given = {"one": [7], "two <b> & 'three' &amp;": [5, 5, 5, 10], "<!--<script>": [3]}
+    panel = open_panel(PaddingExplorer(given))
+    for name, lengths in given.items():
+        set_value(panel, ".which", name)
+        assert shown(panel)["fixed"] == 512 * len(lengths)
+        assert f" {len(lengths)} texts" in panel.run("document.querySelector('.say').textContent")
+    assert "two <b> & 'three' &amp;" in repr(PaddingExplorer(given))
+
+
 # ---------------------------------------------------------------------- the tiles of attention
 
 FILMS = {
