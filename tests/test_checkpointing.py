@@ -151,7 +151,7 @@ def run_short(chapter, seed, switch):
 @pytest.mark.parametrize("number, wrong", [(1, 4), (2, 10.07), (3, 4)])
 def test_solutions_pass_their_check_and_wrong_answers_are_told_so(chapter, capsys, number, wrong):
     if number == 2:
-        changes = {"precision": "bf16", "checkpointing": True}
+        changes = {"precision": "bf16", "attention": "sdpa", "checkpointing": True}
         chapter["short"] = simulate(Recipe("gpt2-xl", None, 32, 1024, **changes))
     CHAPTER.check_exercise(number, wrong, chapter, capsys)
 
@@ -169,8 +169,7 @@ def test_verdicts(chapter):
         *before, last = tree.body
         exec(compile(ast.Module(before, []), id, "exec"), chapter)
         assert eval(compile(ast.Expression(last.value), id, "eval"), chapter).word == word
-    assert max(map(abs, chapter["off_by"])) < 0.02
-    assert chapter["off_by"][0] < 0 < chapter["off_by"][1]
+    assert abs(chapter["off_by"]) < 0.02
     keep, every_second, every, segments = (held[-1] for held in chapter["real"].values())
     assert every < min(every_second, segments) and max(every_second, segments) < keep
     assert chapter["each"]["every second layer"] < 0.7 * chapter["each"]["keep everything"]
