@@ -39,7 +39,7 @@ class Log:
     afterwards, and autocast drops its copies in the order of their addresses, another each time.
 
     steps: ("birth", bytes, category, phase, module, operation), the module with `*` for the number
-        of its layer; ("death", birth, phase, which), where `birth` is
+        of its layer unless it is to be told; ("death", birth, phase, which), where `birth` is
         how the dying storage was born and `which` its place among the living ones born like it,
         from the oldest (0, 1, ...) or the youngest (-1, -2, ...), whichever is nearer, but what the
         forward pass left to the backward pass always from the youngest; RESET, where the measured
@@ -61,8 +61,9 @@ class Log:
         return sum(elements * times for (elements, free), times in self.weights.items() if free)
 
     @classmethod
-    def of(cls, tracer, emptied, training) -> Log:
-        """The log of a `Tracer`; emptied: the numbers of events before which the cache was."""
+    def of(cls, tracer, emptied, training, numbered=False) -> Log:
+        """The log of a `Tracer`; emptied: the numbers of events before which the cache was;
+        numbered: whether modules keep the number of their layer, so that layers differ."""
         marks = [(at, EMPTY_CACHE) for at in emptied] + [(tracer._start, RESET)]
         marks += _weights_loaded(tracer, training)
         marks.sort(key=lambda mark: mark[0], reverse=True)
@@ -85,7 +86,8 @@ class Log:
             while marks and marks[-1][0] == at:
                 steps.append(marks.pop()[1])
             if change > 0:
-                module = re.sub(r"\.\d+", ".*", tracer.modules[number])
+                module = tracer.modules[number]
+                module = module if numbered else re.sub(r"\.\d+", ".*", module)
                 what = tracer.categories[number], phase, module, tracer.makers[number]
                 births[number] = birth = ("birth", change, *what)
                 living.setdefault(birth, []).append(number)

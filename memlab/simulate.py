@@ -64,7 +64,7 @@ def event_log(recipe: Recipe, card: GPU | None) -> depth.Log:
         )
     import_outside(recipe)
     log = depth.log_at_full_depth(recipe, lambda shallow: trace(shallow, card))
-    return log or trace(recipe, card)
+    return log or trace(recipe, card, numbered=True)
 
 
 def serve(recipe: Recipe, log: depth.Log, card: GPU | None) -> Footprint:
@@ -76,14 +76,17 @@ def serve(recipe: Recipe, log: depth.Log, card: GPU | None) -> Footprint:
     return replace(footprint, reserved_range=reserved_range(log, *room))
 
 
-def trace(recipe: Recipe, gpu: GPU | None = None) -> depth.Log:
-    """What `recipe` does to memory, at its own depth, on a card like `gpu` without a limit."""
+def trace(recipe: Recipe, gpu: GPU | None = None, numbered=False) -> depth.Log:
+    """What `recipe` does to memory, at its own depth, on a card like `gpu` without a limit.
+
+    numbered: whether the log tells layers apart.
+    """
     import_outside(recipe)
     simulated = SimulatedGPU(gpu and replace(gpu, total_memory=2**60))
     tracer, emptied = simulated.tracer, []
     tracer.allocator.empty_cache = lambda: emptied.append(len(tracer.events))
     with simulated:
-        return depth.Log.of(tracer, emptied, two_steps(recipe, simulated))
+        return depth.Log.of(tracer, emptied, two_steps(recipe, simulated), numbered)
 
 
 def import_outside(recipe: Recipe) -> None:
