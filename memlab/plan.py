@@ -52,13 +52,12 @@ def fits(recipe: Recipe, gpu: GPU | str | int, margin: float = MARGIN) -> Fit:
     gpu: a name of `memlab.gpus.GPUS` or a number of bytes. margin: the share of the predicted
     bytes that is kept free, beside 100 MiB for what a program's context may have more.
 
-    The simulation's rules, in a prototype, were set against 69 LoRA trainings on a T4 that had no
-    part in making them: peak allocated was at most 0.37 % off, and peak reserved right to the MiB
-    without a quantized base. Full fine-tuning, autocast and other cards had no such test, so the
-    default keeps 5 %, which is also the most that this package allows its prediction to fall
-    short of a recorded run. It is meant for today's kernels: the nine published runs of January
-    2022 used up to 16 % more than today's kernels are predicted to, and software of that age
-    needs `margin=0.2`.
+    On 61 LoRA trainings that others measured on a T4 (`benchmarks/t4.py`), peak allocated is
+    simulated to 1 % and, without a quantized base, peak reserved to 0.3 %. Full fine-tuning,
+    autocast and other cards had no such test, so the default keeps 5 %, which is also the most that
+    this package allows its prediction to fall short of a recorded run. It is meant for today's
+    kernels: the nine published runs of January 2022 used up to 16 % more than today's kernels are
+    predicted to, and software of that age needs `margin=0.2`.
 
     A quantized base leaves more or less in the allocator's cache, by the way it is loaded:
     counted is the upper end of `Footprint.reserved_range`.
