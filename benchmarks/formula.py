@@ -9,12 +9,12 @@ import time
 import numpy as np
 
 from memlab import formula, simulate
-from memlab.grid import grid
+from memlab.evidence.grid import runs
 
 
 def recipes():
     """The runs of `memlab record`, and each with half the length and with twice the batch."""
-    for recipe in grid().values():
+    for recipe in runs().values():
         yield recipe
         yield recipe.but(seq_len=recipe.seq_len // 2)
         yield recipe.but(batch_size=2 * recipe.batch_size)

@@ -24,8 +24,8 @@ import torch
 from tqdm.auto import tqdm
 
 from memlab import Recipe, models, simulate
+from memlab.evidence.records import find_records, load
 from memlab.gpus import gpu_of_device
-from memlab.records import load, records
 
 MiB = 2**20
 
@@ -168,7 +168,7 @@ def installed() -> dict:
 
 
 def main(files):
-    runs = records() + [run for path in files for run in load(path)]
+    runs = find_records() + [run for path in files for run in load(path)]
     runs = [run for run in runs if "device_used_bytes" in run.figures]
     errors, refusals = collections.defaultdict(list), collections.defaultdict(list)
     programs = installed()

@@ -44,7 +44,7 @@ def memtracked(recipe) -> None:
     """Two steps under MemTracker, at full depth, with its own CPU kernels."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from memlab.fake import tensors_without_data
+    from memlab.card.fake_tensors import tensors_without_data
     from memlab.training import Training
 
     with contextlib.ExitStack() as stack:

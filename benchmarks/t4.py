@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig
 
 from memlab import Recipe, SimulatedGPU, models
-from memlab.measure import versions
+from memlab.measuring import versions
 from memlab.quantized import quantize_base
 
 FILE = Path(models.__file__).parent / "data" / "t4.json"

@@ -1,30 +1,53 @@
-"""memlab: predict, measure and explain the GPU memory of training transformers."""
+"""memlab: predict, measure and explain the GPU memory of training transformers.
 
-from memlab.exercise import check
-from memlab.footprint import Footprint
-from memlab.formula import formula
-from memlab.measure import Measurement, Meter, measure
-from memlab.recipe import Recipe
-from memlab.simulate import SimulatedGPU, simulate
+A `Recipe` says what is trained; `simulate` and `formula` predict its memory, `measure` trains it
+here, `fits` answers for a card, and a `SimulatedGPU` takes any training loop. All of them give a
+`Footprint`. The rooms behind this door:
 
-__all__ = [
-    "Footprint",
-    "Measurement",
-    "Meter",
-    "Recipe",
-    "SimulatedGPU",
-    "check",
-    "compare",
-    "formula",
-    "measure",
-    "simulate",
-]
+- recipe, models, gpus, footprint, training, quantized: what is trained, on what, how it is said
+- measuring, simulation, closed_form, derivation, planning, cli: the verbs
+- card: the simulated GPU; trace: the log of memory, its depth and its allocator
+- evidence: records of real runs, and the predictions beside them
+- book: what the chapters share: figures, texts, exercises, claims, panels
+"""
+
+from importlib import import_module
+
+# Name -> where it is defined. Loaded when it is first asked for, as most bring torch along.
+_HOMES = {
+    "Recipe": "recipe",
+    "Footprint": "footprint",
+    "MiB": "units",
+    "Training": "training",
+    "find_gpu": "gpus",
+    "simulate": "simulation",
+    "SimulatedGPU": "card.gpu",
+    "formula": "closed_form",
+    "derive": "derivation",
+    "fits": "planning",
+    "measure": "measuring",
+    "Measurement": "measuring",
+    "Meter": "measuring",
+    "alive_tensors": "measuring",
+    "device_name": "measuring",
+    "pick_device": "measuring",
+    "step_seconds": "measuring",
+    "synchronize": "measuring",
+    "find_records": "evidence.records",
+    "check": "book.exercise",
+    "compare": "book.show",
+}
+_MODULES = ("gpus", "models")
+__all__ = sorted([*_HOMES, *_MODULES])
 
 
 def __getattr__(name):
-    """`compare` brings matplotlib and pandas along, so it is loaded by whoever asks for it."""
-    if name == "compare":
-        from memlab.show import compare
-
-        return compare
+    if name in _MODULES:
+        return import_module(f"memlab.{name}")
+    if name in _HOMES:
+        return getattr(import_module(f"memlab.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'memlab' has no attribute {name!r}")
+
+
+def __dir__():
+    return __all__

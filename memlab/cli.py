@@ -33,8 +33,8 @@ def main(argv=None) -> int:
 
 
 def _simulate(options) -> dict:
-    from memlab.measure import versions
-    from memlab.simulate import simulate
+    from memlab.measuring import versions
+    from memlab.simulation import simulate
 
     recipe = _recipe(options)
     footprint = simulate(recipe, options.gpu)
@@ -43,7 +43,7 @@ def _simulate(options) -> dict:
 
 
 def _measure(options) -> dict:
-    from memlab.measure import measure
+    from memlab.measuring import measure
 
     recipe = _recipe(options)
     measurement = measure(recipe, options.device, options.steps)
@@ -53,27 +53,27 @@ def _measure(options) -> dict:
 
 
 def _record(options) -> dict:
-    from memlab import grid
-    from memlab.measure import pick_device
+    from memlab.evidence import grid, recording
+    from memlab.measuring import pick_device
 
     device = pick_device(options.device)
-    runs = grid.select(grid.grid(tiny=device.type == "cpu"), options.only)
+    runs = grid.select(grid.grid_runs(tiny=device.type == "cpu"), options.only)
     if options.list:
         recipes = {name: recipe.as_dict() for name, recipe in runs.items()}
         return {"runs": recipes, "text": "\n".join(runs)}
     limits = options.limit_minutes * 60, options.run_minutes * 60
     try:
-        report = grid.record(device, options.out, runs, *limits, options.steps)
+        report = recording.record(device, options.out, runs, *limits, options.steps)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("what was finished is kept; start again to go on") from None
     return dataclasses.asdict(report) | {"path": str(report.path), "text": str(report)}
 
 
 def _accuracy(options) -> dict:
-    from memlab.accuracy import compare_records, report, summary
-    from memlab.records import load, records
+    from memlab.evidence.accuracy import compare_records, report, summary
+    from memlab.evidence.records import find_records, load
 
-    runs = records() + [run for path in options.files for run in load(path)]
+    runs = find_records() + [run for path in options.files for run in load(path)]
     compared = compare_records(runs)
     return {
         "rows": [one.as_dict() for one in compared],
@@ -114,8 +114,8 @@ def _minutes(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from memlab.evidence.records import FOLDER
     from memlab.recipe import ATTENTION, BASES, CHECKPOINTING, OPTIMIZERS, PRECISIONS, Recipe
-    from memlab.records import FOLDER
 
     default = {field.name: field.default for field in dataclasses.fields(Recipe)}
     recipe = argparse.ArgumentParser(add_help=False)

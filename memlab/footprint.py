@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-MiB = 2**20
+from memlab.units import mib
 
 # The order in which they are printed and drawn. `workspaces` is memory that CUDA libraries and
 # kernels take for themselves; `rounding` is what the allocator's blocks have over the tensors.
@@ -190,8 +190,3 @@ class Footprint:
             low, high = map(mib, self.reserved_range)
             lines.append(f"peak reserved, as a range: {low} to {high}")
         return "\n".join(lines)
-
-
-def mib(nbytes: int | None) -> str:
-    """Bytes as text in MiB (2**20 bytes), one decimal; an em dash for None."""
-    return "—" if nbytes is None else f"{nbytes / MiB:,.1f} MiB"

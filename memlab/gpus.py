@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MIB = 2**20
+from memlab.units import MiB
 
 
 def cublas_workspace(capability: tuple[int, int]) -> int:
@@ -28,7 +28,7 @@ def cublas_workspace(capability: tuple[int, int]) -> int:
     PyTorch's `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp (":4096:2:16:8
     default, 32MiB for Hopper and Blackwell"), when CUBLAS_WORKSPACE_CONFIG is not set.
     """
-    return 32 * MIB if capability[0] >= 9 else (2 * 4096 + 8 * 16) * 1024
+    return 32 * MiB if capability[0] >= 9 else (2 * 4096 + 8 * 16) * 1024
 
 
 def native_dtypes(capability: tuple[int, int]) -> tuple[str, ...]:
@@ -112,7 +112,7 @@ _CARDS = (  # name, total in MiB, context in MiB, capability, multiprocessors, s
 )
 # fmt: on
 GPUS: dict[str, GPU] = {
-    name: GPU(name, total * MIB, int(context * MIB), capability, processors, sources)
+    name: GPU(name, total * MiB, int(context * MiB), capability, processors, sources)
     for name, total, context, capability, processors, sources in _CARDS
 }
 
@@ -124,7 +124,7 @@ def _key(name: str) -> str:
     return kept
 
 
-def gpu(card: str | int | float | GPU) -> GPU:
+def find_gpu(card: str | int | float | GPU) -> GPU:
     """The card of a name ("T4", "rtx 4090", "a100-80gb"), of so many bytes, or as it is.
 
     A number of bytes is what PyTorch's allocator may take, so its context is 0; the other rules are
@@ -133,7 +133,7 @@ def gpu(card: str | int | float | GPU) -> GPU:
     if isinstance(card, GPU):
         return card
     if isinstance(card, (int, float)) and not isinstance(card, bool) and 1 <= card < float("inf"):
-        size = f"{card / MIB:,.0f} MiB" if card >= MIB else f"{card} bytes"
+        size = f"{card / MiB:,.0f} MiB" if card >= MiB else f"{card} bytes"
         return GPU(size, int(card), 0, (8, 0), 108, "given by the caller")
     if isinstance(card, str):
         named = {_key(name): known for name, known in GPUS.items()}

@@ -5,7 +5,7 @@ from pathlib import Path
 import nbformat
 import torch
 
-from memlab.tracer import Tracer
+from memlab.trace.tracer import Tracer
 
 CHAPTERS = Path(__file__).parent.parent / "chapters"
 

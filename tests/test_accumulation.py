@@ -5,7 +5,7 @@ import torch
 from notebook import Notebook, assert_same_run, traced
 
 from memlab import Recipe, models, simulate
-from memlab.tracer import Tracer
+from memlab.trace.tracer import Tracer
 from memlab.training import Training
 
 CHAPTER = Notebook("04-accumulation")

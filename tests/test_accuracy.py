@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
-from memlab import Meter, Recipe, grid, measure, models, simulate
-from memlab.accuracy import (
+from memlab import Meter, Recipe, measure, models, simulate
+from memlab.evidence import grid, worker
+from memlab.evidence.accuracy import (
     Comparison,
     compare_records,
     family,
@@ -14,13 +15,13 @@ from memlab.accuracy import (
     summary,
     technique,
 )
+from memlab.evidence.records import Record, find_records
 from memlab.gpus import GPUS
-from memlab.records import Record, records
 from memlab.training import Training
 
 MiB = 2**20
 TINY = Recipe(model="gpt2-tiny", batch_size=2, seq_len=32)
-SAMPLE = dict(list(grid.grid(tiny=True).items())[::2])
+SAMPLE = dict(list(grid.grid_runs(tiny=True).items())[::2])
 
 SIMULATE = {"simulate": simulate}
 
@@ -70,7 +71,7 @@ def test_a_recorded_gpu_run_is_compared_in_three_figures():
 
 
 def test_a_published_run_brings_its_context():
-    (run,) = [run for run in records("published") if run.name.endswith("fp16, adafactor")]
+    (run,) = [run for run in find_records("published") if run.name.endswith("fp16, adafactor")]
     used, context = (run.figures[f"{name}_bytes"] for name in ("device_used", "context"))
     said = dataclasses.replace(simulate(TINY, "V100"), peak_reserved=used - context)
     (one,) = compare_records([run], {"said": lambda recipe, gpu: said})
@@ -81,7 +82,7 @@ def test_a_published_run_brings_its_context():
 
 def test_a_cpu_run_is_compared_with_the_cpus_own_kernels():
     here = measure(TINY, "cpu", steps=1)
-    run = a_run(grid._figures(here), device=here.device)
+    run = a_run(worker._figures(here), device=here.device)
     (one,) = compare_records([run])
     assert one.predictor == "simulate, CPU kernels" and one.figure == "tensors"
     assert one.error == pytest.approx(0, abs=0.001)

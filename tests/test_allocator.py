@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from memlab.allocator import CachingAllocator, CapacityError
+from memlab.trace.allocator import CachingAllocator, CapacityError
 
 KiB, MiB = 2**10, 2**20
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from notebook import Notebook
 
 from memlab import Recipe, SimulatedGPU
-from memlab.tracer import Tracer
+from memlab.trace.tracer import Tracer
 from memlab.training import Training
 
 CHAPTER = Notebook("14-attention")

@@ -7,9 +7,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memlab import SimulatedGPU
-from memlab.attention_routes import sdpa_refusals, sdpa_route
-from memlab.cuda_rules import cuda_kernels
-from memlab.tracer import Tracer
+from memlab.card.attention import sdpa_refusals, sdpa_route
+from memlab.card.kernels import cuda_kernels
+from memlab.trace.tracer import Tracer
 
 HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
 MASK = torch.ones(8, 8)
@@ -159,14 +159,14 @@ def test_flash_takes_fewer_key_heads_as_they_are():
     ids=["T4", "fp32", "mask"],
 )
 def test_shared_key_heads_without_flash_take_math(monkeypatch, dtype, call):
-    monkeypatch.setattr("memlab.attention_routes.SHARES_KEYS", {"flash"})
+    monkeypatch.setattr("memlab.card.attention.SHARES_KEYS", {"flash"})
     query, key = (torch.zeros(1, heads, 16, 64, dtype=dtype) for heads in (8, 2))
     assert sdpa_route(query, key, key, enable_gqa=True, **call) == "math"
     refused = sdpa_refusals("efficient", query, key, key, enable_gqa=True, **call)
     assert refused == ["heads are (8, 2, 2): allowed are equal ones"]
     repeated = key.repeat_interleave(4, dim=1)
     assert sdpa_route(query, repeated, repeated, **call) == "efficient"
-    monkeypatch.setattr("memlab.attention_routes.SHARES_KEYS", {"flash", "efficient"})
+    monkeypatch.setattr("memlab.card.attention.SHARES_KEYS", {"flash", "efficient"})
     assert sdpa_route(query, key, key, enable_gqa=True, **call) == "efficient"
     three = torch.zeros(1, 3, 16, 64, dtype=dtype)
     refused = sdpa_refusals("efficient", query, three, three, enable_gqa=True, **call)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from memlab.bits import FORMATS, Explorer
+from memlab.book.bits import FORMATS, BitExplorer
 
 TORCH = {
     "fp32": (torch.float32, torch.int32),
@@ -171,7 +171,7 @@ def test_the_definition_gives_every_code_the_value_that_torch_gives_it(name):
 @pytest.fixture(scope="module")
 def tab(chromium, tmp_path_factory):
     page = tmp_path_factory.mktemp("bits") / "bits.html"
-    body = Explorer()._repr_html_()
+    body = BitExplorer()._repr_html_()
     phone = '<meta name="viewport" content="width=device-width">'
     page.write_text(f"<!doctype html><meta charset=utf8>{phone}<title>bits</title>{body}{body}")
     opened = chromium.open(page.as_uri(), width=390)
@@ -397,6 +397,6 @@ def test_every_pick_works_and_two_explorers_live_side_by_side(tab):
 
 
 def test_without_a_page_it_says_what_it_is():
-    assert "bit explorer" in repr(Explorer())
-    html = Explorer()._repr_html_()
+    assert "bit explorer" in repr(BitExplorer())
+    html = BitExplorer()._repr_html_()
     assert "http" not in html and "/* " not in html.replace("/* script */", "")

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from memlab import Recipe, SimulatedGPU, models
-from memlab.accuracy import simulate_on_cpu
-from memlab.changes import changed_bytes
-from memlab.cuda_rules import RULES, _bitsandbytes_cuda_module
+from memlab.card.kernels import RULES, _bitsandbytes_cuda_module
+from memlab.evidence.accuracy import simulate_on_cpu
+from memlab.evidence.effects import changed_bytes
 from memlab.quantized import import_bitsandbytes
-from memlab.simulate import two_steps
+from memlab.simulation import two_steps
 
 import_bitsandbytes("this test")
 TINY = Recipe("bert-base-tiny", batch_size=8, seq_len=256)

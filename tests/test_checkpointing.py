@@ -7,7 +7,7 @@ import torch
 from notebook import Notebook
 
 from memlab import Recipe, simulate
-from memlab.tracer import Tracer
+from memlab.trace.tracer import Tracer
 from memlab.training import Training
 
 CHAPTER = Notebook("08-checkpointing")

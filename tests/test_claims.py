@@ -2,11 +2,11 @@
 
 import pytest
 
-from memlab.claims import claims, verdict
+from memlab.book.claims import all_claims, verdict
 
 
 def test_every_statement_has_its_words_and_source():
-    known = claims()
+    known = all_claims()
     assert len(known) == 76
     assert all(claim["says"] and claim["source"] for claim in known.values())
 

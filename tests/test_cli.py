@@ -154,12 +154,12 @@ def test_a_corrupt_record_is_one_line_and_status_2(capsys, tmp_path):
 
 
 def test_interrupted_recording_says_that_nothing_is_lost(capsys, tmp_path, monkeypatch):
-    from memlab import grid
+    from memlab.evidence import worker
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(grid.Worker, "begin", interrupt)
+    monkeypatch.setattr(worker.Worker, "begin", interrupt)
     options = ["--device", "cpu", "--out", tmp_path, "--only", "bert-large sgd"]
     status, out, err = run(capsys, "record", *options)
     assert (status, out) == (130, "")

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memlab.cuda_rules import AUTOCAST_FP32, cuda_kernels, kernel_scratch
-from memlab.tracer import Tracer
+from memlab.card.kernels import AUTOCAST_FP32, cuda_kernels, kernel_scratch
+from memlab.trace.tracer import Tracer
 
 
 def kept(function, *shapes, dtype=torch.float32):

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from memlab import SimulatedGPU
-from memlab.allocator import CachingAllocator
-from memlab.cuda_rules import CUBLASLT_WORKSPACE
-from memlab.cuda_tracer import Replay
-from memlab.eventlog import BACKWARD
-from memlab.gpus import cublas_workspace, gpu
+from memlab.card.kernels import CUBLASLT_WORKSPACE
+from memlab.card.memory import Replay
+from memlab.gpus import cublas_workspace, find_gpu
+from memlab.trace.allocator import CachingAllocator
+from memlab.trace.ledger import BACKWARD
 
 MiB = 2**20
 
@@ -68,7 +68,7 @@ def test_what_is_freed_is_given_again_and_a_full_card_says_so_in_pytorchs_words(
 
 
 def test_a_replay_is_told_when_and_where():
-    replay = Replay(gpu("T4"), CachingAllocator())
+    replay = Replay(find_gpu("T4"), CachingAllocator())
     replay.phase, replay.module = BACKWARD, "encoder"
     replay._death(replay._birth(1000, "temporary"))
     found = replay.footprint()

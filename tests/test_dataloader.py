@@ -7,8 +7,8 @@ import pytest
 import torch
 from notebook import Notebook
 
-from memlab import records, simulate
-from memlab.claims import verdict
+from memlab import find_records, simulate
+from memlab.book.claims import verdict
 
 CHAPTER = Notebook("11-dataloader")
 
@@ -252,7 +252,7 @@ def test_trainer_and_accelerate_train_the_same(loading):
 
 
 def test_verdicts():
-    names = {"records": records, "verdict": verdict, "because": "of a test"}
+    names = {"find_records": find_records, "verdict": verdict, "because": "of a test"}
     names |= {"fast": None, "products": None, "share": 3e-5}
     CHAPTER.run("imports schedule verdict-ten tiles rows rows-shown", names)
     CHAPTER.run("overview overview-run", names)

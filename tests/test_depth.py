@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from memlab import Recipe, depth, models, simulate
-from memlab.simulate import SimulatedGPU, trace, two_steps
+from memlab import Recipe, models, simulate
+from memlab.card.gpu import SimulatedGPU
+from memlab.simulation import trace, two_steps
+from memlab.trace import depth
 
 FULL = {"optimizer": "adamw_torch_loop", "accumulation": 2}
 FROZEN = {"freeze": "embeddings", "optimizer": "adamw_torch_fused"}

@@ -8,7 +8,7 @@ import torch
 from notebook import Notebook
 from test_bits import exact_code, finite, interesting, value
 
-from memlab.bits import FORMATS
+from memlab.book.bits import FORMATS
 
 CHAPTER = Notebook("02-dtypes")
 SMALL = [name for name, known in FORMATS.items() if known.bits <= 16]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from memlab.allocator import CachingAllocator
-from memlab.eventlog import BACKWARD, FORWARD, STEP, EventLog
+from memlab.trace.allocator import CachingAllocator
+from memlab.trace.ledger import BACKWARD, FORWARD, STEP, EventLog
 
 MiB = 2**20
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from memlab.explorer import PaddingExplorer, TilePlayer
+from memlab.book.panels import PaddingExplorer, TilePlayer
 
 LENGTHS = [random.Random(i).randrange(1, 700) for i in range(300)]
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from memlab import Recipe
-from memlab.fake import cuda_code_on_cpu_tensors, tensors_without_data
+from memlab.card.fake_tensors import cuda_code_on_cpu_tensors, tensors_without_data
 from memlab.quantized import import_bitsandbytes
-from memlab.tracer import Tracer
+from memlab.trace.tracer import Tracer
 from memlab.training import Training
 
 RECIPES = [

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memlab import SimulatedGPU, show
-from memlab.film import Film
+from memlab import SimulatedGPU
+from memlab.book import show
+from memlab.book.film import Film
 
 UNIT = 64 * 32 * 4
 COLOURS = {"forward": show.COLOURS["activations"], "backward": show.COLOURS["gradients"]}

@@ -2,7 +2,8 @@
 
 import json
 
-from memlab.footprint import Footprint, Timeline, mib
+from memlab.footprint import Footprint, Timeline
+from memlab.units import mib
 
 MiB = 2**20
 BREAKDOWN = {"parameters": 3 * MiB, "activations": 2 * MiB, "workspaces": MiB, "rounding": 512}

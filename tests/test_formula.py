@@ -1,12 +1,11 @@
 """The closed form against the simulation."""
 
-import sys
-
 import pytest
 
-from memlab import Recipe, formula, simulate
-from memlab.formula import coefficients, derive
-from memlab.gpus import gpu
+from memlab import Recipe, closed_form, derivation, formula, simulate
+from memlab.closed_form import coefficients
+from memlab.derivation import derive
+from memlab.gpus import find_gpu
 
 
 def assert_close(recipe, card=None):
@@ -42,7 +41,8 @@ def test_it_derives_what_it_does_not_know(monkeypatch):
         "gpt2-medium", batch_size=2, seq_len=256, lora_rank=4, optimizer="sgd", accumulation=3
     )
     known = {}
-    monkeypatch.setattr(sys.modules["memlab.formula"], "coefficients", lambda: known)
+    for module in (closed_form, derivation):
+        monkeypatch.setattr(module, "coefficients", lambda: known)
     with pytest.raises(ValueError, match="derive") as error:
         formula(recipe)
     assert "\n" not in str(error.value)
@@ -55,7 +55,7 @@ def test_the_card_decides_workspaces_and_context():
     recipe = Recipe("bert-large")
     small, large = formula(recipe, "T4"), formula(recipe, "H200")
     assert large.breakdown["workspaces"] > small.breakdown["workspaces"] > 0
-    assert small.context == gpu("T4").context and formula(recipe).context is None
+    assert small.context == find_gpu("T4").context and formula(recipe).context is None
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from memlab.gpus import GPUS, MIB, cublas_workspace, gpu, gpu_of_device, native_dtypes
+from memlab.gpus import GPUS, cublas_workspace, find_gpu, gpu_of_device, native_dtypes
+from memlab.units import MiB
 
 # "GPU 0 has a total capacity of ... GiB", as PyTorch 2 printed it in the threads that the records
 # name.
@@ -34,22 +35,22 @@ def test_every_card_has_sources_and_a_context_of_a_lazily_loaded_pytorch():
     for card in GPUS.values():
         assert "total" in card.sources
         assert "context" in card.sources
-        assert 100 * MIB < card.context < 700 * MIB
+        assert 100 * MiB < card.context < 700 * MiB
         assert card.usable == card.total_memory - card.context
 
 
 def test_the_t4():
-    card = gpu("T4")
-    assert card.total_memory == 14912 * MIB
-    assert card.context == int(140.875 * MIB)
+    card = find_gpu("T4")
+    assert card.total_memory == 14912 * MiB
+    assert card.context == int(140.875 * MiB)
     assert card.workspace == 8_519_680
     assert "bfloat16" not in card.native_dtypes
 
 
 def test_rules_by_capability():
     assert cublas_workspace((8, 9)) == 8_519_680
-    assert cublas_workspace((9, 0)) == 32 * MIB
-    assert gpu("H200").workspace == 32 * MIB
+    assert cublas_workspace((9, 0)) == 32 * MiB
+    assert find_gpu("H200").workspace == 32 * MiB
     assert native_dtypes((7, 0)) == ("float32", "float16")
     assert {"bfloat16", "tf32"} <= set(native_dtypes((8, 0)))
     assert "float8_e4m3fn" in native_dtypes((8, 9))
@@ -74,20 +75,20 @@ def test_rules_by_capability():
     ],
 )
 def test_names_are_forgiven_case_spaces_and_maker(given, name):
-    assert gpu(given) is GPUS[name]
+    assert find_gpu(given) is GPUS[name]
 
 
 def test_a_number_of_bytes_is_all_for_the_allocator():
-    card = gpu(16 * 2**30)
+    card = find_gpu(16 * 2**30)
     assert card.total_memory == card.usable == 16 * 2**30
     assert card.name == "16,384 MiB"
-    assert gpu(5e8).total_memory == 500_000_000
-    assert gpu(card) is card
+    assert find_gpu(5e8).total_memory == 500_000_000
+    assert find_gpu(card) is card
 
 
 def test_a_card_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        gpu("T4").total_memory = 1
+        find_gpu("T4").total_memory = 1
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_a_card_cannot_be_changed():
 )
 def test_what_is_no_card(wrong):
     with pytest.raises(ValueError) as error:
-        gpu(wrong)
+        find_gpu(wrong)
     text = str(error.value)
     assert "\n" not in text
     assert repr(wrong) in text

@@ -10,9 +10,11 @@ import time
 import psutil
 import pytest
 
-from memlab import Recipe, grid, measure, models
-from memlab.footprint import MiB
-from memlab.records import load, records
+from memlab import Recipe, measure, models
+from memlab.evidence import grid, recording
+from memlab.evidence import worker as worker_module
+from memlab.evidence.records import find_records, load
+from memlab.units import MiB
 
 TINY = Recipe(model="gpt2-tiny", batch_size=1, seq_len=16)
 # 2**53 bytes of tokens are more than any host can address.
@@ -30,7 +32,7 @@ def values(runs, field):
 
 
 def test_the_grid_is_wide():
-    runs = grid.grid()
+    runs = grid.grid_runs()
     assert len(runs) >= 60
     assert len({json.dumps(run.as_dict()) for run in runs.values()}) == len(runs)
     assert values(runs, "precision") == {"fp32", "fp16-amp", "bf16-amp", "bf16"}
@@ -44,13 +46,13 @@ def test_the_grid_is_wide():
 
 
 def test_the_published_runs_are_in_it_at_their_real_size():
-    runs = list(grid.grid().values())
-    for published in records("published"):
+    runs = list(grid.grid_runs().values())
+    for published in find_records("published"):
         assert Recipe(**published.recipe) in runs
 
 
 def test_the_twins_are_the_same_grid():
-    whole, tiny = grid.grid(), grid.grid(tiny=True)
+    whole, tiny = grid.grid_runs(), grid.grid_runs(tiny=True)
     assert list(whole) == list(tiny)
     for name, recipe in tiny.items():
         assert recipe.model == f"{whole[name].model}-tiny"
@@ -77,7 +79,7 @@ def test_a_row_says_what_its_recipe_is():
 
 
 def test_selection_by_words():
-    runs = grid.grid()
+    runs = grid.grid_runs()
     chosen = grid.select(runs, "bert-large fp16-amp")
     assert chosen and all("bert-large" in n and "fp16-amp" in n for n in chosen)
     assert grid.select(runs, "") == runs
@@ -89,31 +91,32 @@ def test_selection_by_words():
 def test_the_least_a_run_takes_is_weights_gradients_and_states():
     recipe = Recipe(model="gpt2")
     weights = 124_439_808 * 4
-    assert grid.least_bytes(recipe) == 4 * weights
-    assert grid.least_bytes(recipe.but(optimizer="sgd")) == 3 * weights
-    assert grid.least_bytes(recipe.but(optimizer="adamw_8bit")) == 2 * weights
-    assert grid.least_bytes(recipe.but(precision="bf16")) == 2 * weights
+    assert recording.least_bytes(recipe) == 4 * weights
+    assert recording.least_bytes(recipe.but(optimizer="sgd")) == 3 * weights
+    assert recording.least_bytes(recipe.but(optimizer="adamw_8bit")) == 2 * weights
+    assert recording.least_bytes(recipe.but(precision="bf16")) == 2 * weights
     head_only = recipe.but(lora_rank=1, lora_targets="c_attn")
     adapters = 12 * (768 + 3 * 768) * 4
-    assert grid.least_bytes(head_only) == weights + 4 * adapters
+    assert recording.least_bytes(head_only) == weights + 4 * adapters
 
 
 def test_what_cannot_fit_is_said_before_it_runs():
     recipe = Recipe(model="gpt2-xl")
-    why = grid.cannot_fit(recipe, 15 * 2**30)
+    why = recording.cannot_fit(recipe, 15 * 2**30)
     assert "states alone take" in why and "15,360.0 MiB" in why
-    assert grid.cannot_fit(recipe, 80 * 2**30) == ""
-    assert grid.cannot_fit(recipe, None) == ""
+    assert recording.cannot_fit(recipe, 80 * 2**30) == ""
+    assert recording.cannot_fit(recipe, None) == ""
     # A recipe that is wrong in itself is left to the run, which says so.
-    assert grid.cannot_fit(recipe.but(lora_rank=10**6), 1) == ""
+    assert recording.cannot_fit(recipe.but(lora_rank=10**6), 1) == ""
 
 
 START = """
 import sys
-from memlab import Recipe, grid
+from memlab import Recipe
+from memlab.evidence import recording
 tiny = Recipe(model="gpt2-tiny", batch_size=1, seq_len=16)
 runs = {"one": tiny, "too large": tiny.but(batch_size=2**40, seq_len=1024)}
-grid.record("cpu", sys.argv[1], runs, steps=1)
+recording.record("cpu", sys.argv[1], runs, steps=1)
 """
 
 
@@ -139,7 +142,7 @@ def test_a_killed_grid_goes_on_and_loses_nothing(tmp_path):
     assert [run.name for run in before] == ["one"]
 
     runs = {"one": TINY, "too large": TOO_LARGE}
-    report = grid.record("cpu", tmp_path, runs, steps=1)
+    report = recording.record("cpu", tmp_path, runs, steps=1)
     after = load(path)
     assert [run.name for run in after] == ["one", "too large"]
     assert after[0] == before[0]
@@ -150,12 +153,12 @@ def test_a_killed_grid_goes_on_and_loses_nothing(tmp_path):
     assert Recipe(**after[0].recipe) == TINY
     assert os.listdir(tmp_path) == [path.name]
     again = path.read_bytes()
-    assert grid.record("cpu", tmp_path, runs).done == []
+    assert recording.record("cpu", tmp_path, runs).done == []
     assert path.read_bytes() == again
 
 
 def test_a_run_has_a_time_limit_and_is_no_record(tmp_path):
-    report = grid.record("cpu", tmp_path, {"one": TINY}, run_seconds=0.2)
+    report = recording.record("cpu", tmp_path, {"one": TINY}, run_seconds=0.2)
     assert report.done == [] and list(report.failed) == ["one"]
     assert report.failed["one"].startswith("stopped after")
     assert list(tmp_path.iterdir()) == []
@@ -163,7 +166,7 @@ def test_a_run_has_a_time_limit_and_is_no_record(tmp_path):
 
 def test_the_whole_has_a_time_limit(tmp_path):
     runs = {"one": TINY, "two": TINY}
-    report = grid.record("cpu", tmp_path, runs, limit_seconds=0.2)
+    report = recording.record("cpu", tmp_path, runs, limit_seconds=0.2)
     assert (report.done, report.failed, report.left) == ([], {}, ["one", "two"])
     assert "2 left" in str(report)
     assert list(tmp_path.iterdir()) == []
@@ -172,26 +175,26 @@ def test_the_whole_has_a_time_limit(tmp_path):
 @pytest.mark.slow
 def test_what_is_refused_or_fails_is_said_and_no_record(tmp_path):
     runs = {"refused": TINY.but(lora_rank=10**6)}
-    report = grid.record("cpu", tmp_path, runs, steps=1)
+    report = recording.record("cpu", tmp_path, runs, steps=1)
     assert "lora_rank is 1000000" in report.skipped["refused"]
     assert report.done == [] and list(tmp_path.iterdir()) == []
     assert "skipped  refused: lora_rank" in str(report)
 
 
 def test_a_file_that_is_not_whole_is_refused_and_left_alone(tmp_path):
-    name = grid._machine(grid.pick_device("cpu"))["device_name"]
-    path = grid.file_of(name, tmp_path)
+    name = recording._machine(recording.pick_device("cpu"))["device_name"]
+    path = recording.file_of(name, tmp_path)
     path.write_text('{"schema": 1, "records": [{"kind": "rec')
     before = path.read_bytes()
     with pytest.raises(ValueError) as error:
-        grid.record("cpu", tmp_path, {"one": TINY})
+        recording.record("cpu", tmp_path, {"one": TINY})
     assert str(path) in one_line(error)
     assert path.read_bytes() == before
 
 
 @pytest.mark.slow
 def test_a_process_that_breaks_says_its_last_line():
-    worker = grid.Worker()
+    worker = worker_module.Worker()
     try:
         worker.begin({"device": "cpu", "recipe": {"model": "gpt2-tiny", "colour": "red"}})
         answer = worker.answer(300)
@@ -202,7 +205,7 @@ def test_a_process_that_breaks_says_its_last_line():
 
 def test_steps_that_are_none(tmp_path):
     with pytest.raises(ValueError, match="steps is 0"):
-        grid.record("cpu", tmp_path, {"one": TINY}, steps=0)
+        recording.record("cpu", tmp_path, {"one": TINY}, steps=0)
 
 
 def test_figures_of_a_gpu_keep_the_four_apart():
@@ -210,9 +213,9 @@ def test_figures_of_a_gpu_keep_the_four_apart():
     footprint = dataclasses.replace(
         result.footprint, peak_reserved=40 * MiB, context=100 * MiB, device_used=150 * MiB
     )
-    figures = grid._figures(dataclasses.replace(result, footprint=footprint))
+    figures = worker_module._figures(dataclasses.replace(result, footprint=footprint))
     assert figures["peak_allocated_bytes"] == footprint.peak_allocated
     assert figures["peak_reserved_bytes"] == 40 * MiB
     assert figures["device_used_bytes"] == 150 * MiB
     assert "peak_tensors_bytes" not in figures
-    assert "peak_reserved_bytes" not in grid._figures(result)
+    assert "peak_reserved_bytes" not in worker_module._figures(result)

@@ -4,12 +4,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from memlab import Recipe, SimulatedGPU, loading, models, simulate
-from memlab.depth import EMPTY_CACHE, RESET
-from memlab.gpus import gpu
-from memlab.loading import LEFT_FREE, peak_reserved, reserved_range, ways
+from memlab import Recipe, SimulatedGPU, models, simulate
+from memlab.card import loading
+from memlab.card.loading import LEFT_FREE, peak_reserved, reserved_range, ways
+from memlab.gpus import find_gpu
 from memlab.quantized import import_bitsandbytes
-from memlab.simulate import trace
+from memlab.simulation import trace
+from memlab.trace.depth import EMPTY_CACHE, RESET
 
 import_bitsandbytes("this test")
 MiB = 2**20
@@ -59,7 +60,7 @@ def test_one_by_one_is_what_transformers_does(model, base, tmp_path):
             if kind in ("alloc", "free")
         ]
     log = trace(recipe)
-    _, one_by_one, *_ = ways(log, gpu("A100-40GB").total_memory)
+    _, one_by_one, *_ = ways(log, find_gpu("A100-40GB").total_memory)
     _, afterwards = loading._by_weight(log)
     load = one_by_one[: -len(afterwards)]
     said = [(kind == "birth", nbytes) for kind, _, nbytes in load]

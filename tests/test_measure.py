@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from memlab import Meter, Recipe, measure, models
-from memlab.allocator import CachingAllocator
 from memlab.footprint import Footprint
-from memlab.measure import _explained, alive_tensors, pick_device, require
+from memlab.measuring import _explained, alive_tensors, pick_device, require
+from memlab.trace.allocator import CachingAllocator
 from memlab.training import Training
 
 MiB = 2**20

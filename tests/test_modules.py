@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab import Recipe, SimulatedGPU, simulate
 from memlab.footprint import Footprint
-from memlab.tracer import Tracer
+from memlab.trace.tracer import Tracer
 
 
 class Branches(torch.nn.Module):

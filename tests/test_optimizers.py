@@ -8,8 +8,8 @@ import torch
 from notebook import Notebook
 
 from memlab import Recipe, models
-from memlab.records import records
-from memlab.tracer import Tracer
+from memlab.evidence.records import find_records
+from memlab.trace.tracer import Tracer
 from memlab.training import LEARNING_RATE, Training
 
 CHAPTER = Notebook("07-optimizers")
@@ -197,7 +197,7 @@ def test_full_size_bytes_a_weight_and_what_the_step_borrows(chapter):
 
 
 def test_the_published_table_leaves_adafactor_no_four_bytes():
-    used = {run.name: run.figures["device_used_bytes"] for run in records("published")}
+    used = {run.name: run.figures["device_used_bytes"] for run in find_records("published")}
     with torch.device("meta"):
         count = sum(p.numel() for p in models.build("bert-large").parameters())
     saved = [(used["vanilla"] - used[name]) / count for name in ("adafactor", "8-bit adam")]

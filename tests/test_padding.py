@@ -198,7 +198,7 @@ def test_padding_without_a_mask_moves_the_answer_and_with_it_does_not(chapter):
 
 
 def test_counted_padding_lowers_the_reported_loss_and_turns_the_gradient(chapter):
-    chapter["topics"] = chapter["text"].topics()["text"][:]
+    chapter["topics"] = chapter["corpora"].topics()["text"][:]
     CHAPTER.run("loss-data loss-model loss-gradient loss-train", chapter)
     assert chapter["off"] > 0.5
     wrong, right = (
@@ -209,7 +209,7 @@ def test_counted_padding_lowers_the_reported_loss_and_turns_the_gradient(chapter
 
 
 def test_a_padding_token_that_is_the_end_of_text_takes_the_end_away(chapter):
-    chapter["topics"] = chapter["text"].topics()["text"][:]
+    chapter["topics"] = chapter["corpora"].topics()["text"][:]
     CHAPTER.run("loss-data eos eos-run", chapter)
     assert chapter["ends"] == [0, 4]
 

@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 
 from memlab import Recipe, simulate
+from memlab.evidence.records import find_records
 from memlab.gpus import GPUS, gpu_of_device
-from memlab.plan import CONTEXT_MARGIN, MARGIN, fits
-from memlab.records import records
+from memlab.planning import CONTEXT_MARGIN, MARGIN, fits
 
 MiB = 2**20
 TINY = Recipe(model="gpt2-tiny", batch_size=2, seq_len=64)
-ON_RECORD = [run for run in records() if gpu_of_device(run.device)]
+ON_RECORD = [run for run in find_records() if gpu_of_device(run.device)]
 
 
 def test_a_small_training_fits_and_says_what_it_needs():
@@ -72,7 +72,7 @@ def test_no_false_yes_on_a_run_on_record(answers):
 
 def test_the_nine_published_runs(answers):
     """Source: the Hugging Face guide of transformers 4.20.1, on a V100 in January 2022."""
-    published = {run.name: run.figures["device_used_bytes"] for run in records("published")}
+    published = {run.name: run.figures["device_used_bytes"] for run in find_records("published")}
     assert len(published) == 9
     for name, used in published.items():
         assert answers[name].needed == pytest.approx(used, rel=0.15), name
@@ -83,7 +83,7 @@ def test_the_nine_published_runs(answers):
 
 def test_kernels_of_2022_need_the_wider_margin():
     """With the margin for today's kernels, some published runs would get a false yes."""
-    (run,) = [run for run in records("published") if run.name == "vanilla"]
+    (run,) = [run for run in find_records("published") if run.name == "vanilla"]
     figures = run.figures
     used, context = (figures[f"{name}_bytes"] for name in ("device_used", "context"))
     smaller = dataclasses.replace(GPUS["V100"], total_memory=used - 1, context=context)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from notebook import Notebook
 
-from memlab.claims import verdict
+from memlab.book.claims import verdict
 
 CHAPTER = Notebook("12-quantization")
 SETUP = """imports checked affine symmetric error bits by-hand changed harm granularity-code

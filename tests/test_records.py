@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from memlab.records import FOLDER, Record, load, records, save
+from memlab.evidence.records import FOLDER, Record, find_records, load, save
 
 GOOD = Record(
     kind="recorded",
@@ -29,7 +29,7 @@ def one_line(error) -> str:
 
 def test_the_nine_published_runs():
     """Hugging Face transformers v4.20.1, "Efficient Training on a Single GPU", in its order."""
-    nine = records(kind="published", device="V100", model="bert-large")
+    nine = find_records(kind="published", device="V100", model="bert-large")
     assert [run.figures["device_used_bytes"] / 2**20 for run in nine] == [
         14949, 8681, 6775, 13939, 7275, 12295, 4847, 13085, 5363,
     ]  # fmt: skip
@@ -55,12 +55,12 @@ def test_every_file_of_the_package_is_valid():
 
 
 def test_selection():
-    assert len(records(optimizer="adafactor")) == 2
-    (run,) = records(precision="fp16-amp", checkpointing="none")
+    assert len(find_records(optimizer="adafactor")) == 2
+    (run,) = find_records(precision="fp16-amp", checkpointing="none")
     assert run.name == "fp16"
-    assert records(device="no such card") == []
-    assert records(no_such_field=1) == []
-    assert records(kind="recorded", model="bert-large", device="V100") == []
+    assert find_records(device="no such card") == []
+    assert find_records(no_such_field=1) == []
+    assert find_records(kind="recorded", model="bert-large", device="V100") == []
 
 
 def test_round_trip(tmp_path):
@@ -68,7 +68,7 @@ def test_round_trip(tmp_path):
     path = tmp_path / "new" / "runs.json"
     save(path, [GOOD, other])
     assert load(path) == [GOOD, other]
-    assert records(folder=path.parent, model="bert-base") == [GOOD, other]
+    assert find_records(folder=path.parent, model="bert-base") == [GOOD, other]
     assert os.listdir(path.parent) == ["runs.json"]
 
 
@@ -158,5 +158,5 @@ def test_no_file_and_unknown_kind(tmp_path):
     with pytest.raises(ValueError, match="no such file"):
         load(tmp_path / "none.json")
     with pytest.raises(ValueError) as error:
-        records(kind="measured")
+        find_records(kind="measured")
     assert "allowed are recorded, published" in one_line(error)

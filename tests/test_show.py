@@ -3,7 +3,8 @@
 import pytest
 from matplotlib import pyplot as plt
 
-from memlab import Recipe, compare, measure, show, simulate
+from memlab import Recipe, compare, measure, simulate
+from memlab.book import show
 
 TINY = Recipe(model="bert-large-tiny", batch_size=2, seq_len=32)
 MiB = 2**20

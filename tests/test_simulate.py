@@ -10,8 +10,8 @@ import torch
 from transformers import BertForSequenceClassification, DataCollatorWithPadding
 
 from memlab import Recipe, SimulatedGPU, measure, simulate
+from memlab.book.corpora import tokenizer
 from memlab.models import build, config
-from memlab.text import tokenizer
 from memlab.training import Training
 
 MiB = 2**20

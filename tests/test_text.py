@@ -9,12 +9,12 @@ import sys
 import pytest
 from tokenizers import normalizers, pre_tokenizers
 
-from memlab import text
+from memlab.book import corpora
 
 
 @pytest.fixture(scope="module")
 def corpus():
-    return text.docstrings("datasets", split="all")
+    return corpora.docstrings("datasets", split="all")
 
 
 def one_line(error) -> str:
@@ -29,23 +29,23 @@ def test_docstrings_are_those_of_the_pinned_packages():
     installed = {name: importlib.metadata.version(name) for name in pinned}
     if installed != pinned:
         pytest.skip(f"the hash is of {pinned}, installed are {installed}")
-    data = text.docstrings(pinned, split="all")
+    data = corpora.docstrings(pinned, split="all")
     assert data.features["label"].names == ["transformers", "datasets"]
     assert len(data) == 9851
-    assert text.content_hash(data) == (
+    assert corpora.content_hash(data) == (
         "8fd05cc22203a222cac962151a280b6bee72596373d84ee07a8e9ce76a4c0168"
     )
 
 
 def test_corpora_are_unique_labelled_and_long_enough(corpus):
-    for data in (corpus, text.topics()):
+    for data in (corpus, corpora.topics()):
         assert data.column_names == ["text", "label"]
         assert len(set(data["text"])) == len(data)
         assert min(len(words.split()) for words in data["text"]) >= 8
         assert set(data["label"]) <= set(range(data.features["label"].num_classes))
-    assert 0 < len(text.docstrings("datasets", "all", min_words=40)) < len(corpus)
-    assert len(text.topics()) > 50
-    assert max(len(words.split()) for words in text.topics()["text"]) > 1000
+    assert 0 < len(corpora.docstrings("datasets", "all", min_words=40)) < len(corpus)
+    assert len(corpora.topics()) > 50
+    assert max(len(words.split()) for words in corpora.topics()["text"]) > 1000
 
 
 def test_nothing_is_imported_and_nothing_is_cached_on_disk(corpus, tmp_path, monkeypatch):
@@ -55,28 +55,28 @@ def test_nothing_is_imported_and_nothing_is_cached_on_disk(corpus, tmp_path, mon
     words = "one two three four five six seven eight"
     (package / "__init__.py").write_text(f'raise RuntimeError\n\n\ndef f(x):\n    """{words}"""\n')
     monkeypatch.syspath_prepend(tmp_path)
-    assert text.docstrings("raises_on_import", "all")[:] == {"text": [words], "label": [0]}
+    assert corpora.docstrings("raises_on_import", "all")[:] == {"text": [words], "label": [0]}
 
 
 def test_a_text_stays_in_its_split(corpus):
-    parts = {name: text.docstrings("datasets", name)["text"] for name in text.SPLITS[:3]}
+    parts = {name: corpora.docstrings("datasets", name)["text"] for name in corpora.SPLITS[:3]}
     assert sorted(sum(map(list, parts.values()), [])) == sorted(corpus["text"])
     assert 0.75 < len(parts["train"]) / len(corpus) < 0.85
-    longer = text.docstrings("datasets", "test", min_words=40)["text"]
+    longer = corpora.docstrings("datasets", "test", min_words=40)["text"]
     assert set(longer) <= set(parts["test"])
-    wider = text.docstrings(["datasets", "numpy"], "validation")["text"]
+    wider = corpora.docstrings(["datasets", "numpy"], "validation")["text"]
     assert set(parts["validation"]) <= set(wider)
 
 
 def test_content_hash_sees_texts_labels_and_order(corpus):
     first = corpus.select([0, 1])
-    assert text.content_hash(first) == text.content_hash(corpus.select([0, 1]))
-    assert text.content_hash(first) != text.content_hash(corpus.select([1, 0]))
-    assert text.content_hash(first) != text.content_hash(corpus.select([0]))
+    assert corpora.content_hash(first) == corpora.content_hash(corpus.select([0, 1]))
+    assert corpora.content_hash(first) != corpora.content_hash(corpus.select([1, 0]))
+    assert corpora.content_hash(first) != corpora.content_hash(corpus.select([0]))
 
 
 def test_wordpiece(corpus):
-    trained = text.tokenizer(corpus["text"], vocab_size=1000)
+    trained = corpora.tokenizer(corpus["text"], vocab_size=1000)
     assert len(trained) == 1000
     encoded = trained("Returns the DATASET.", "Second")
     tokens = trained.convert_ids_to_tokens(encoded["input_ids"])
@@ -95,7 +95,7 @@ def test_wordpiece(corpus):
 
 def test_wordpiece_covers_the_words_it_was_trained_on(corpus):
     """Every letter is a piece at a word's start and inside, so few words stay unknown."""
-    trained = text.tokenizer(corpus["text"], vocab_size=1000)
+    trained = corpora.tokenizer(corpus["text"], vocab_size=1000)
     ids = [i for row in trained(list(corpus["text"]))["input_ids"] for i in row]
     assert ids.count(trained.unk_token_id) < len(ids) / 1000
     words = pre_tokenizers.BertPreTokenizer().pre_tokenize_str(
@@ -107,7 +107,7 @@ def test_wordpiece_covers_the_words_it_was_trained_on(corpus):
 
 
 def test_bpe(corpus):
-    trained = text.tokenizer(corpus["text"], vocab_size=1000, kind="bpe")
+    trained = corpora.tokenizer(corpus["text"], vocab_size=1000, kind="bpe")
     assert len(trained) == 1000
     strange = "naïve \N{SNOWMAN} text\n  with 3 spaces"
     ids = trained(strange)["input_ids"]
@@ -119,50 +119,50 @@ def test_bpe(corpus):
 def test_the_same_texts_give_the_same_tokenizer_in_every_process():
     script = """
 import hashlib, json
-from memlab import text
+from memlab.book import corpora
 for kind in ("wordpiece", "bpe"):
-    trained = text.tokenizer(text.docstrings("datasets")["text"], 800, kind)
+    trained = corpora.tokenizer(corpora.docstrings("datasets")["text"], 800, kind)
     vocabulary = json.dumps(trained.get_vocab(), sort_keys=True)
     print(kind, hashlib.sha256(vocabulary.encode()).hexdigest())
 """
     run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     for kind in ("wordpiece", "bpe"):
-        trained = text.tokenizer(text.docstrings("datasets")["text"], 800, kind)
+        trained = corpora.tokenizer(corpora.docstrings("datasets")["text"], 800, kind)
         vocabulary = json.dumps(trained.get_vocab(), sort_keys=True)
         assert f"{kind} {hashlib.sha256(vocabulary.encode()).hexdigest()}" in run.stdout
 
 
 def test_language_model_blocks(corpus):
-    trained = text.tokenizer(corpus["text"], vocab_size=1000, kind="bpe")
+    trained = corpora.tokenizer(corpus["text"], vocab_size=1000, kind="bpe")
     texts = corpus["text"][:20]
     stream = [i for row in trained(list(texts))["input_ids"] for i in row]
     trained("a truncated call before changes nothing", truncation=True, max_length=3)
-    blocks = text.language_model_blocks(texts, trained, 64)
+    blocks = corpora.language_model_blocks(texts, trained, 64)
     assert len(blocks) == len(stream) // 64
     assert [i for row in blocks["input_ids"] for i in row] == stream[: 64 * len(blocks)]
     assert blocks["labels"][:] == blocks["input_ids"][:]
     with pytest.raises(ValueError) as error:
-        text.language_model_blocks(texts, trained, len(stream) + 1)
+        corpora.language_model_blocks(texts, trained, len(stream) + 1)
     assert f"from 1 to {len(stream)}" in one_line(error)
     with pytest.raises(ValueError, match="length is 0"):
-        text.language_model_blocks(texts, trained, 0)
+        corpora.language_model_blocks(texts, trained, 0)
 
 
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: text.docstrings("no_such_package"), "'no_such_package' is not installed"),
-        (lambda: text.docstrings("../etc"), "'../etc' is not installed"),
-        (lambda: text.docstrings([]), "packages is empty"),
-        (lambda: text.docstrings("datasets", "dev"), "allowed are train, validation, test, all"),
-        (lambda: text.docstrings("datasets", min_words=10**6), "no text of 1000000 words"),
-        (lambda: text.tokenizer([]), "texts is empty"),
-        (lambda: text.tokenizer("one text"), "texts is one text"),
-        (lambda: text.tokenizer(["some words", " \n"]), "text 1 is ' \\n'"),
-        (lambda: text.tokenizer(["some words", None]), "text 1 is None"),
-        (lambda: text.tokenizer(["some words"], vocab_size=100), "whole numbers from 512"),
-        (lambda: text.tokenizer(["some words"], vocab_size=1e3), "vocab_size is 1000.0"),
-        (lambda: text.tokenizer(["some words"], kind="unigram"), "allowed are wordpiece, bpe"),
+        (lambda: corpora.docstrings("no_such_package"), "'no_such_package' is not installed"),
+        (lambda: corpora.docstrings("../etc"), "'../etc' is not installed"),
+        (lambda: corpora.docstrings([]), "packages is empty"),
+        (lambda: corpora.docstrings("datasets", "dev"), "allowed are train, validation, test, all"),
+        (lambda: corpora.docstrings("datasets", min_words=10**6), "no text of 1000000 words"),
+        (lambda: corpora.tokenizer([]), "texts is empty"),
+        (lambda: corpora.tokenizer("one text"), "texts is one text"),
+        (lambda: corpora.tokenizer(["some words", " \n"]), "text 1 is ' \\n'"),
+        (lambda: corpora.tokenizer(["some words", None]), "text 1 is None"),
+        (lambda: corpora.tokenizer(["some words"], vocab_size=100), "whole numbers from 512"),
+        (lambda: corpora.tokenizer(["some words"], vocab_size=1e3), "vocab_size is 1000.0"),
+        (lambda: corpora.tokenizer(["some words"], kind="unigram"), "allowed are wordpiece, bpe"),
     ],
 )
 def test_bad_input(call, says):
@@ -172,9 +172,9 @@ def test_bad_input(call, says):
 
 
 def test_public_data_set_without_a_network(monkeypatch):
-    monkeypatch.setattr(text, "hub_reachable", lambda: False)
+    monkeypatch.setattr(corpora, "hub_reachable", lambda: False)
     with pytest.raises(ValueError) as error:
-        text.public("nobody/no-such-data")
+        corpora.public("nobody/no-such-data")
     assert "'nobody/no-such-data'" in one_line(error)
     assert "no network" in str(error.value)
     assert "docstrings()" in str(error.value)
@@ -183,10 +183,10 @@ def test_public_data_set_without_a_network(monkeypatch):
 def test_public_data_set_has_the_same_interface(tmp_path):
     """A folder of files is loaded by the same call as a name on the hub."""
     (tmp_path / "train.jsonl").write_text('{"id": 1, "review": "good", "stars": 5}\n')
-    data = text.public(str(tmp_path), text="review", label="stars")
+    data = corpora.public(str(tmp_path), text="review", label="stars")
     assert data.column_names == ["text", "label"]
     assert data[0] == {"text": "good", "label": 5}
-    assert text.public(str(tmp_path)).column_names == ["text"]
+    assert corpora.public(str(tmp_path)).column_names == ["text"]
     with pytest.raises(ValueError) as error:
-        text.public(str(tmp_path), text="body")
+        corpora.public(str(tmp_path), text="body")
     assert "allowed are id, review, stars" in one_line(error)

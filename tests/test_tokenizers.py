@@ -6,7 +6,8 @@ import pytest
 import torch
 from notebook import Notebook
 
-from memlab import Recipe, models, simulate, text
+from memlab import Recipe, models, simulate
+from memlab.book import corpora
 
 NOTEBOOK = Notebook("09-tokenizers")
 run = NOTEBOOK.run
@@ -122,7 +123,7 @@ def test_more_entries_make_fewer_tokens(trained):
 
 @pytest.fixture(scope="module", autouse=True)
 def long_text(chapter):
-    chapter["stream"] = "\n".join(text.topics()["text"][:5])
+    chapter["stream"] = "\n".join(corpora.topics()["text"][:5])
 
 
 def gpt2(entries):
@@ -179,7 +180,7 @@ def test_the_ids_of_both_tokenizers_train_alike(chapter):
 
 
 def test_loss_a_token_and_bits_a_character_rank_two_vocabularies_differently(trained):
-    trained["unseen"] = text.docstrings("numpy", "validation")["text"][:12]
+    trained["unseen"] = corpora.docstrings("numpy", "validation")["text"][:12]
     run("bits-data bits-judge bits-train", trained)
     small, large = (trained["bits"](trained["smaller"](n), seed=7) for n in (512, 2048))
     assert small[0] < large[0] and small[1] > large[1]

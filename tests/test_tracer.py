@@ -7,7 +7,7 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from memlab import Recipe
-from memlab.tracer import Tracer
+from memlab.trace.tracer import Tracer
 from memlab.training import Training
 
 RECIPES = {

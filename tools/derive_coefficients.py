@@ -13,8 +13,9 @@ import transformers
 from tqdm import tqdm
 
 from memlab import Recipe
-from memlab.formula import FILE, coefficients, derive, key
-from memlab.grid import grid
+from memlab.closed_form import FILE, coefficients, key
+from memlab.derivation import derive
+from memlab.evidence.grid import runs
 
 # What readers ask for, beside the runs that are recorded.
 COMMON = [
@@ -30,7 +31,7 @@ COMMON = [
 
 
 def main():
-    for recipe in tqdm([*grid().values(), *COMMON]):
+    for recipe in tqdm([*runs().values(), *COMMON]):
         try:
             if key(recipe) not in coefficients():
                 derive(recipe)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import matplotlib as mpl
 
-from memlab import Recipe, show, simulate
+from memlab import Recipe, simulate
+from memlab.book import show
 
 COVER = Path(__file__).resolve().parents[1] / "_static" / "cover.svg"
 MiB = 2**20

@@ -16,9 +16,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memlab.eventlog import BACKWARD, FORWARD, STEP, ZERO_GRAD, EventLog
-from memlab.modules import ModuleWatch
 from memlab.quantized import constants, constants_of_layers
+from memlab.trace.ledger import BACKWARD, FORWARD, STEP, ZERO_GRAD, EventLog
+from memlab.trace.module_names import ModuleWatch
 
 
 class Tracer(EventLog, TorchDispatchMode):

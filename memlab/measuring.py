@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from memlab.footprint import Footprint
 from memlab.recipe import Recipe
-from memlab.tracer import Tracer
+from memlab.trace.tracer import Tracer
 from memlab.training import Training
 
 

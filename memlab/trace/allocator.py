@@ -7,7 +7,8 @@ Everything is in bytes.
 
 from bisect import bisect_left, insort
 
-MiB = 2**20
+from memlab.units import MiB
+
 MIN_BLOCK = 512  # kMinBlockSize: every request is rounded up to a multiple of it
 SMALL_REQUEST = 1 * MiB  # kSmallSize: requests up to here share 2 MiB segments
 SMALL_SEGMENT = 2 * MiB  # kSmallBuffer

@@ -17,7 +17,7 @@ from pathlib import Path
 
 SCHEMA = 1
 KINDS = ("recorded", "published")
-FOLDER = Path(__file__).parent / "data" / "records"
+FOLDER = Path(__file__).parent.parent / "data" / "records"
 UNITS = ("_bytes", "_seconds", "_per_second")
 
 
@@ -87,7 +87,7 @@ def _check_figure(name: str, value) -> None:
         raise ValueError(f"figure {name} is {value!r}: allowed are whole bytes")
 
 
-def records(
+def find_records(
     kind: str | None = None, device: str | None = None, folder: Path | str = FOLDER, **recipe
 ) -> list[Record]:
     """The records of a folder's files, in the order of the files and within them.

@@ -91,7 +91,7 @@ _FORMATS = (
 FORMATS: dict[str, Format] = {known.name: known for known in _FORMATS}
 
 
-class Explorer:
+class BitExplorer:
     """Type a number or flip a bit, and see it in every format: HTML with its own script.
 
     It needs no kernel and no network.

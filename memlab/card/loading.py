@@ -26,8 +26,8 @@ from collections.abc import Iterator
 
 from transformers.core_model_loading import dot_natural_key
 
-from memlab.allocator import CachingAllocator, CapacityError
-from memlab.depth import EMPTY_CACHE, RESET, Log
+from memlab.trace.allocator import CachingAllocator, CapacityError
+from memlab.trace.depth import EMPTY_CACHE, RESET, Log
 
 # How often of ten times a loader thread and not the quantization is next, where both could be: 0 is
 # one by one, as today, 10 loads everything first. A draw each.

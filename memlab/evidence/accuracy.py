@@ -14,16 +14,18 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from memlab import fake, models
-from memlab.footprint import Footprint, mib
-from memlab.formula import formula
+from memlab import models
+from memlab.card import fake_tensors
+from memlab.closed_form import formula
+from memlab.evidence.records import Record
+from memlab.footprint import Footprint
 from memlab.gpus import GPU, GPUS, gpu_of_device
 from memlab.quantized import import_bitsandbytes
 from memlab.recipe import Recipe
-from memlab.records import Record
-from memlab.simulate import simulate
-from memlab.tracer import Tracer
+from memlab.simulation import simulate
+from memlab.trace.tracer import Tracer
 from memlab.training import Training
+from memlab.units import mib
 
 
 def formula_on_card(recipe: Recipe, card: GPU) -> Footprint:
@@ -189,7 +191,7 @@ def simulate_on_cpu(recipe: Recipe) -> Footprint:
     """
     if recipe.optimizer.endswith("8bit") or recipe.base != "none":
         import_bitsandbytes(f"optimizer {recipe.optimizer}, base {recipe.base}")
-    with fake.tensors_without_data(), Tracer() as tracer:
+    with fake_tensors.tensors_without_data(), Tracer() as tracer:
         training = Training(recipe)
         tracer.watch(training.model, inputs=training.inputs)
         training.step()

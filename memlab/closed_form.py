@@ -16,13 +16,16 @@ from __future__ import annotations
 import functools
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from memlab import depth, models
-from memlab.allocator import (
+from memlab import models
+from memlab.footprint import CATEGORIES, Footprint
+from memlab.gpus import GPU, cublas_workspace, find_gpu
+from memlab.recipe import Recipe
+from memlab.trace import depth
+from memlab.trace.allocator import (
     LARGE_ROUND,
     MEDIUM_REQUEST,
     MEDIUM_SEGMENT,
@@ -30,11 +33,6 @@ from memlab.allocator import (
     SMALL_REQUEST,
     SMALL_SEGMENT,
 )
-from memlab.footprint import CATEGORIES, Footprint
-from memlab.gpus import GPU, cublas_workspace
-from memlab.gpus import gpu as find_gpu
-from memlab.recipe import Recipe
-from memlab.simulate import trace
 
 # Symbol: (prime, multiplier). b sequences of s tokens; g key-value heads with m query heads each,
 # of size d; h hidden size where it is not g * m * d; f feed-forward width; V vocabulary; P
@@ -81,14 +79,14 @@ def formula(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     case, dimensions, layers = _read(recipe)
     if case not in coefficients():
         raise ValueError(
-            f"no coefficients for {recipe}: memlab.formula.derive(recipe) makes them in seconds"
+            f"no coefficients for {recipe}: memlab.derive(recipe) makes them in seconds"
         )
     workspace = card.workspace if card else cublas_workspace((8, 0))
-    return _evaluate(_tables(case), dimensions | {"W": workspace}, layers, card)
+    return _evaluate(tables(case), dimensions | {"W": workspace}, layers, card)
 
 
 @functools.cache
-def _tables(key: str):
+def tables(key: str):
     """A case with its moments as arrays: rows are moments, columns tensors."""
     case = coefficients()[key]
     once, each = np.zeros((2, len(case["moments"]), len(case["tensors"])))
@@ -98,10 +96,10 @@ def _tables(key: str):
     return case, once, each
 
 
-def _evaluate(tables, dimensions: dict[str, int], layers: int, card) -> Footprint:
-    case, once, each = tables
+def _evaluate(case_tables, dimensions: dict[str, int], layers: int, card) -> Footprint:
+    case, once, each = case_tables
     more = layers - depth.SHALLOW[1]
-    sizes = [_product(term, dimensions) for term in case["tensors"]]
+    sizes = [product(term, dimensions) for term in case["tensors"]]
     blocks = np.array([_block(nbytes) for nbytes in sizes])
     counts = once + more * each
     allocated = counts @ blocks
@@ -113,7 +111,7 @@ def _evaluate(tables, dimensions: dict[str, int], layers: int, card) -> Footprin
     breakdown["rounding"] = peak - sum(breakdown.values())
     numbers = {
         name: sum(
-            (first + more * extra) * round(_product(term, dimensions))
+            (first + more * extra) * round(product(term, dimensions))
             for term, first, extra in case[name]
         )
         for name in ("parameters", "trainable_parameters")
@@ -156,7 +154,7 @@ def _up(nbytes, unit):
     return -(-nbytes // unit) * unit
 
 
-def _product(term, dimensions) -> float:
+def product(term, dimensions) -> float:
     """Bytes of a tensor; a dimension's power times a coefficient with a power of 2 below."""
     _, value, powers = term
     for symbol, power in powers.items():
@@ -230,9 +228,9 @@ def _structure(model) -> tuple[str, dict[str, int], int]:
             f"{config.model_type} with {layers} layers: the formula allows models of at least 2 "
             "layers, in a decoder as many as in the encoder"
         )
-    primed, dimensions = _primed(config)
+    prime, dimensions = primed(config)
     kept = {}
-    for name, value in vars(primed).items():
+    for name, value in vars(prime).items():
         if isinstance(value, (list, tuple)) and value and len(set(map(str, value))) == 1:
             value = value[0]  # a kind of layer, named for each of them
         if isinstance(value, float):
@@ -247,9 +245,9 @@ def _structure(model) -> tuple[str, dict[str, int], int]:
     return json.dumps(kept, sort_keys=True), dimensions, layers
 
 
-def _primed(config):
+def primed(config):
     """The config with dimensions that are distinct primes, and its real dimensions."""
-    primed, get = models.config(config), functools.partial(getattr, config)
+    small, get = models.config(config), functools.partial(getattr, config)
     heads = config.num_attention_heads
     groups = get("num_key_value_heads", None) or heads
     size = next((get(name) for name in HEAD_SIZES if get(name, None)), None)
@@ -279,127 +277,5 @@ def _primed(config):
             values[name] = new["V"] - 1
     for name, value in values.items():
         if get(name, None) is not None:
-            setattr(primed, name, value)
-    return primed, real
-
-
-# ---------------------------------------------------------------------- derivation
-
-
-def derive(recipe: Recipe) -> dict:
-    """The coefficients of a recipe's family and way of training; `formula` knows them afterwards.
-
-    Three small traces, some seconds. Raises ValueError where layers are unlike or the traces do not
-    agree on what a layer adds; `simulate` can still run such a recipe.
-    """
-    name = key(recipe)
-    primed, _ = _primed(models.config(recipe.model))
-    changes = {"batch_size": PRIMED["b"], "seq_len": PRIMED["s"]}
-    changes["accumulation"] = min(recipe.accumulation, 2)
-    if recipe.lora_rank:
-        changes["lora_rank"] = PRIMED["r"]
-    logs = [
-        trace(replace(recipe, model=depth.with_layers(primed, number), **changes))
-        for number in depth.SHALLOW
-    ]
-    blocks, (_, three, four), kinds = depth.agreed_growth(logs)
-    if blocks is None:
-        raise ValueError(f"no formula for {recipe}: its layers have no common pattern")
-    tensors, moments = _moments(three, four, blocks, kinds)
-    case = {"tensors": tensors, "moments": moments}
-    few, many = logs[1].weights, logs[2].weights
-    case["parameters"] = [
-        [_factored("", elements), few[kind], many[kind] - few[kind]]
-        for kind in many
-        for elements in kind[:1]
-    ]
-    case["trainable_parameters"] = [
-        term for term, kind in zip(case["parameters"], many, strict=True) if kind[1]
-    ]
-    coefficients()[name] = case
-    _tables.cache_clear()
-    return case
-
-
-def _factored(category: str, nbytes: int) -> list:
-    """[category, coefficient, {symbol: power}] of a size in primed dimensions."""
-    if category == "workspaces" and nbytes == cublas_workspace((8, 0)):
-        return [category, 1, {"W": 1}]
-    if nbytes % (PRIMED["s"] + 1) == 0:  # shifted labels are padded by one token for a moment
-        nbytes = nbytes // (PRIMED["s"] + 1) * PRIMED["s"]
-    powers, scale = {}, 1
-    for symbol, (prime, times) in SYMBOLS.items():
-        while nbytes % prime == 0:
-            nbytes, scale = nbytes // prime, scale * times
-            powers[symbol] = powers.get(symbol, 0) + 1
-    coefficient = nbytes / scale  # exact: the multipliers are powers of two
-    return [category, int(coefficient) if coefficient.is_integer() else coefficient, powers]
-
-
-def _moments(three, four, blocks, kinds):
-    """The tensors of a case and the moments at which a peak of allocated or reserved can be."""
-    tensors, places = [], {}
-    changes = np.zeros(len(kinds), int), np.zeros(len(kinds), int)  # tensor, +1 or -1
-    for i, kind in enumerate(kinds):
-        birth = kind[1] if kind[0] == "death" else kind
-        if birth[0] == "birth":
-            tensor = _factored(birth[2], birth[1])
-            name = json.dumps(tensor)
-            if name not in places:
-                places[name] = len(tensors)
-                tensors.append(tensor)
-            changes[0][i], changes[1][i] = places[name], 1 if kind is birth else -1
-
-    def levels(steps):
-        change = np.zeros((len(steps), len(tensors)), np.int32)
-        change[np.arange(len(steps)), changes[0][steps]] = changes[1][steps]
-        return change.cumsum(axis=0)
-
-    low, high = levels(three), levels(four)
-    start = int(np.flatnonzero(three == kinds.index(depth.RESET))[-1])
-    pairs, shift, waiting = [], 0, list(blocks)  # (place in three, the like place in four)
-    for t in range(len(three)):
-        while waiting and waiting[0][0] <= t:
-            place, block = waiting.pop(0)
-            size = len(block)
-            # The last of a stage's blocks; the others, when they differ, lie in between.
-            pairs += [(place - size + u, place + shift + u) for u in range(size)]
-            shift += size
-        pairs.append((t, t + shift))
-    pairs = [p for p in pairs if p[0] >= start and kinds[three[p[0]]][0] == "birth"]
-    at, like = np.array(pairs).T
-    once, each = low[at], high[like] - low[at]
-    chosen = _largest(tensors, once, each)
-    moments = [
-        {
-            "phase": kinds[three[at[i]]][3],
-            "counts": [
-                [int(t), int(once[i, t]), int(each[i, t])]
-                for t in np.flatnonzero((once[i] != 0) | (each[i] != 0))
-            ],
-        }
-        for i in chosen
-    ]
-    used = sorted({t for moment in moments for t, *_ in moment["counts"]})
-    renamed = {t: i for i, t in enumerate(used)}
-    for moment in moments:
-        moment["counts"] = [[renamed[t], *counts] for t, *counts in moment["counts"]]
-    return [tensors[t] for t in used], moments
-
-
-def _largest(tensors, once, each, draws=400) -> list[int]:
-    """The moments that are the largest for some model: of random sizes, over a wide range.
-
-    Of all tensors, for the peak, and of those with segments of their own, for what is reserved.
-    """
-    random, chosen = np.random.default_rng(0), set()
-    ranges = {"b": (1, 128), "s": (16, 16384), "g": (1, 96), "m": (1, 8), "d": (32, 256)}
-    ranges |= {"h": (256, 16384), "f": (512, 65536), "V": (1000, 260000)}
-    ranges |= {"P": (512, 131072), "r": (1, 256), "W": (2**23, 2**25), "layers": (2, 128)}
-    for _ in range(draws):
-        drawn = {n: float(np.exp(random.uniform(*np.log(ends)))) for n, ends in ranges.items()}
-        sizes = np.array([_product(term, drawn) for term in tensors])
-        counts = once + (drawn["layers"] - 3) * each
-        for pool in (True, sizes >= MEDIUM_REQUEST):
-            chosen.add(int((counts @ (sizes * pool)).argmax()))
-    return sorted(chosen)
+            setattr(small, name, value)
+    return small, real

@@ -22,9 +22,9 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from memlab import models
-from memlab.eventlog import BACKWARD, FORWARD
 from memlab.quantized import numel
 from memlab.recipe import Recipe
+from memlab.trace.ledger import BACKWARD, FORWARD
 
 SHALLOW = (2, 3, 4)  # first and last layers are often special; 3 has one ordinary layer, 4 two
 DEEP = 12  # up to so many layers the model itself is as quick

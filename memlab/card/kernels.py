@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from memlab import quantized
-from memlab.attention_routes import scaled_dot_product_attention
+from memlab.card.attention import scaled_dot_product_attention
 
 # Every rule by name, with where it is written down. `memlab.changes` says what each one changes.
 RULES = {

@@ -8,12 +8,12 @@ import weakref
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab import cuda_rules
-from memlab.allocator import CachingAllocator, CapacityError
-from memlab.cuda_rules import RULES
-from memlab.eventlog import BACKWARD, FORWARD
+from memlab.card import kernels
+from memlab.card.kernels import RULES
 from memlab.gpus import GPU, cublas_workspace
-from memlab.tracer import Tracer
+from memlab.trace.allocator import CachingAllocator, CapacityError
+from memlab.trace.ledger import BACKWARD, FORWARD
+from memlab.trace.tracer import Tracer
 
 
 class CudaTracer(Tracer):
@@ -44,7 +44,7 @@ class CudaTracer(Tracer):
             out = super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self._arguments = ()
-        scratch = cuda_rules.kernel_scratch(func, args)
+        scratch = kernels.kernel_scratch(func, args)
         if scratch:
             self.met_rules.add("softmax backward")
         if scratch and "softmax backward" in self.rules:
@@ -145,13 +145,13 @@ class CudaTracer(Tracer):
         (aten/src/ATen/cuda/CublasHandlePool.cpp); so has cublasLt, which addmm uses for the
         bias.
         """
-        if not cuda_rules.uses_cublas(func):
+        if not kernels.uses_cublas(func):
             return
         self._maker = func
         thread = self._phase() == BACKWARD
         for handle, nbytes in (
             ("cublas", self.workspace),
-            ("cublasLt", cuda_rules.CUBLASLT_WORKSPACE),
+            ("cublasLt", kernels.CUBLASLT_WORKSPACE),
         ):
             wanted = handle == "cublas" or func is torch.ops.aten.addmm.default
             if wanted and (handle, thread) not in self._handles_used:

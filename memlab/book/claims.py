@@ -38,7 +38,7 @@ def verdict(id: str, holds: bool, because: str, condition: bool = False) -> Verd
 
     Raises ValueError for an unknown id.
     """
-    known = claims()
+    known = all_claims()
     if id not in known:
         raise ValueError(f"no claim has the id {id!r}: allowed are {', '.join(known)}")
     word = WORDS[bool(condition)] if holds else WORDS[2]
@@ -46,7 +46,7 @@ def verdict(id: str, holds: bool, because: str, condition: bool = False) -> Verd
 
 
 @cache
-def claims() -> dict[str, dict]:
+def all_claims() -> dict[str, dict]:
     """id -> {"says", "topic", "source"} of every statement, in the order of the sources."""
     text = resources.files("memlab.data").joinpath("claims.json").read_text(encoding="utf8")
     data = json.loads(text)

@@ -7,8 +7,9 @@ import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
 
-from memlab.footprint import CATEGORIES, MiB
-from memlab.gpus import gpu
+from memlab.footprint import CATEGORIES
+from memlab.gpus import find_gpu
+from memlab.units import MiB
 
 GREY = "#808080"  # halfway between white and black: text that reads on both
 # A hue a category that keeps apart for the colour-blind (after Okabe and Ito) and has contrast
@@ -58,7 +59,7 @@ def compare(rows: dict, against: str | None = None) -> pd.DataFrame:
 
     Returns a DataFrame whose figures are numbers in MiB (2**20 bytes).
     """
-    from memlab.measure import Measurement
+    from memlab.measuring import Measurement
 
     table = {}
     for label, run in rows.items():
@@ -112,7 +113,7 @@ def bars(rows: dict, limit: str | int | None = None, title: str = ""):
         ax.text(total, y, f" {total:,.1f}", va="center")
     right = left.max()
     if limit:
-        card = gpu(limit)
+        card = find_gpu(limit)
         right = max(right, card.usable / 2**30)
         ax.axvline(card.usable / 2**30, color=GREY, linestyle="--")
         ax.annotate(

@@ -6,10 +6,10 @@ pytorch.org/memory_viz read it. Addresses are the simulation's own, and its cloc
 
 from __future__ import annotations
 
-from memlab.eventlog import operation_name
+from memlab.trace.ledger import operation_name
 
 
-def snapshot(tracer) -> dict:
+def take_snapshot(tracer) -> dict:
     """Segments as they are now, and every action of the allocator from the beginning.
 
     tracer: one with an allocator. In the place of a stack, the frames of a piece of memory are

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memlab.cuda_rules import RULES
+from memlab.card.gpu import SimulatedGPU
+from memlab.card.kernels import RULES
 from memlab.gpus import GPU
 from memlab.recipe import Recipe
-from memlab.simulate import SimulatedGPU, import_outside, two_steps
+from memlab.simulation import import_outside, two_steps
 
 LIBRARIES = "PyTorch, aten/src/ATen/cuda/CublasHandlePool.cpp and CUDABlas.cpp"
 BLOCKS = "PyTorch, c10/cuda/CUDACachingAllocator.cpp"

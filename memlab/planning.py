@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-from memlab.footprint import Footprint, mib
-from memlab.gpus import GPU, MIB
-from memlab.gpus import gpu as find_gpu
+from memlab.footprint import Footprint
+from memlab.gpus import GPU, find_gpu
 from memlab.recipe import Recipe
-from memlab.simulate import event_log, serve
+from memlab.simulation import event_log, serve
+from memlab.units import MiB, mib
 
 # The prediction is trusted to so much of what it says ...
 MARGIN = 0.05
 # ... and a context to so many bytes: those of two programs on the same kind of card differ by up
 # to that (memlab/gpus.py).
-CONTEXT_MARGIN = 100 * MIB
+CONTEXT_MARGIN = 100 * MiB
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Runs on real cards, recorded and published, and how near the predictions come."""

@@ -1,0 +1,225 @@
+"""`memlab record`: the grid on the machine that is here, a process a run, each row kept at once.
+
+A new start goes on where the last was stopped.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import itertools
+import json
+import os
+import re
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+
+from memlab.card import fake_tensors
+from memlab.evidence.grid import grid_runs
+from memlab.evidence.records import FOLDER, Record, load, save
+from memlab.evidence.worker import Worker, about
+from memlab.measuring import pick_device, versions
+from memlab.quantized import import_bitsandbytes
+from memlab.recipe import Recipe
+from memlab.training import Training
+from memlab.units import mib
+
+# Cores from which on the next process starts while one is measured: fewer would disturb its clock.
+ROOMY = 8
+
+
+@dataclass
+class Report:
+    """What became of a grid's runs: names, or name -> why in one line.
+
+    path: the file with the records. kept: there before. done: run now, `out_of_memory` among
+    them. skipped: cannot run on this machine. failed: ended with an error or beyond its time.
+    left: not begun because the time was up.
+    """
+
+    path: Path
+    device: str
+    kept: list[str] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
+    out_of_memory: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        lines = [f"{self.device}: {len(self.done)} run in {self.seconds:,.0f} s"]
+        lines[0] += f" ({len(self.out_of_memory)} out of memory), {len(self.kept)} kept"
+        lines += [f"skipped  {name}: {why}" for name, why in self.skipped.items()]
+        lines += [f"failed   {name}: {why}" for name, why in self.failed.items()]
+        if self.left:
+            lines.append(f"{len(self.left)} left when the time was up; start again to go on")
+        return "\n".join([*lines, f"records: {self.path}"])
+
+
+def record(
+    device=None,
+    out: Path | str = FOLDER,
+    runs: dict[str, Recipe] | None = None,
+    limit_seconds: float = float("inf"),
+    run_seconds: float = 300.0,
+    steps: int = 3,
+) -> Report:
+    """Measure every run of the grid that `out` has no record of yet, and keep each at once.
+
+    device: `cuda` or `cpu`; None takes CUDA where there is one. A CPU runs the tiny twins.
+    out: the folder for the file, one a device.
+    runs: name -> recipe; None takes `grid_runs()`.
+    limit_seconds: for all runs together; what is running then is stopped and not kept.
+    run_seconds: for one run. steps: timed steps of each, after the warm-up of `measure`.
+
+    Each run has a process of its own, which ends with the one that started it. Running out of
+    memory is a result and recorded; what the device cannot do is skipped and said. Raises
+    ValueError for a file of `out` that is not whole, before anything runs.
+    """
+    if steps < 1:
+        raise ValueError(f"steps is {steps!r}: allowed are whole numbers from 1")
+    device = pick_device(device)
+    runs = grid_runs(tiny=device.type == "cpu") if runs is None else runs
+    started = time.monotonic()
+    here = _machine(device)
+    report = Report(file_of(here["device_name"], out), here["device_name"])
+    finished = {run.name: Recipe(**run.recipe) for run in _load(report.path)}
+    report.kept = [name for name in runs if finished.get(name) == runs[name]]
+    todo = [name for name in runs if name not in report.kept]
+    roomy = device.type == "cuda" and (os.cpu_count() or 1) >= ROOMY
+    bar = tqdm(total=len(runs), initial=len(report.kept), desc=report.device, unit="run")
+    worker = None
+    try:
+        for name, following in itertools.zip_longest(todo, todo[1:]):
+            bar.set_postfix_str(name)
+            why = cannot_fit(runs[name], here["total_memory"])
+            remaining = limit_seconds - (time.monotonic() - started)
+            if why:
+                report.skipped[name] = why
+            elif remaining <= 0:
+                report.left.append(name)
+            else:
+                running, worker = worker or Worker(), None
+                order = {"device": str(device), "recipe": runs[name].as_dict(), "steps": steps}
+                try:
+                    running.begin(order)
+                    if roomy and following:
+                        worker = Worker()
+                        cannot_fit(runs[following], here["total_memory"])  # kept for its turn
+                    answer = running.answer(min(run_seconds, remaining))
+                finally:
+                    running.end()
+                if answer.get("stopped") and remaining < run_seconds:
+                    report.left.append(name)
+                else:
+                    _enter(report, here, name, runs[name], answer)
+            bar.update()
+    finally:
+        bar.close()
+        if worker:
+            worker.end()
+        report.seconds = time.monotonic() - started
+    return report
+
+
+def file_of(device_name: str, folder: Path | str = FOLDER) -> Path:
+    """The file of a device's records."""
+    return Path(folder) / f"{re.sub('[^a-z0-9]+', '-', device_name.lower()).strip('-')}.json"
+
+
+def _machine(device: torch.device) -> dict:
+    """What the machine is; CUDA is asked in another process, for its context takes memory."""
+    if device.type == "cpu":
+        return about({"device": "cpu"})
+    worker = Worker()
+    try:
+        worker.begin({"device": str(device)})
+        here = worker.answer(120.0)
+    finally:
+        worker.end()
+    if "failed" in here:
+        raise OSError(f"{device} cannot be asked what it is: {here['failed']}")
+    return here
+
+
+def _enter(report: Report, here: dict, name: str, recipe: Recipe, answer: dict) -> None:
+    """Sort one run's answer into the report, and its figures into the file."""
+    if "refused" in answer:
+        report.skipped[name] = answer["refused"]
+    elif "figures" not in answer:
+        report.failed[name] = answer["failed"]
+    else:
+        if here["total_memory"]:
+            answer["figures"]["total_memory_bytes"] = here["total_memory"]
+        run = Record(
+            kind="recorded",
+            name=name,
+            recipe=json.loads(json.dumps(recipe.as_dict())),
+            figures=answer["figures"],
+            device=here["device_name"],
+            driver=here["driver"],
+            versions=here["versions"],
+            date=datetime.date.today().isoformat(),
+            source=_source(),
+        )
+        # Read anew, so that what another start of the same grid has written stays.
+        save(report.path, [*(old for old in _load(report.path) if old.name != name), run])
+        report.done.append(name)
+        if "out_of_memory" in answer["figures"]:
+            report.out_of_memory.append(name)
+
+
+def _load(path: Path) -> list[Record]:
+    return load(path) if path.exists() else []
+
+
+@functools.cache
+def _source() -> str:
+    """The commit of memlab, or its version where it is not in a repository."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        out = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        return f"commit {out}"
+    except (OSError, subprocess.CalledProcessError):
+        return f"memlab {versions()['memlab']}"
+
+
+def cannot_fit(recipe: Recipe, total_memory: int | None) -> str:
+    """Why a recipe surely does not fit into so many bytes, in one line; empty if it may.
+
+    Weights, gradients and optimizer states are together on the card in the optimizer's step: what
+    passes the card with these alone is not worth the minute of trying.
+    """
+    if total_memory is None:
+        return ""
+    try:
+        least = least_bytes(recipe)
+    except ValueError:
+        return ""  # the run itself says what is wrong
+    if least <= total_memory:
+        return ""
+    return (
+        f"weights, gradients and states alone take {mib(least)}, the card has {mib(total_memory)}"
+    )
+
+
+# Bytes of optimizer states for each byte of the weights; the others take less, or vary.
+STATES = {"adamw_torch": 2, "adamw_torch_loop": 2, "adamw_torch_fused": 2, "sgd": 1}
+
+
+@functools.lru_cache(maxsize=4)
+def least_bytes(recipe: Recipe) -> int:
+    """Bytes of weights, gradients and optimizer states, a lower bound of any run's peak."""
+    if recipe.optimizer.endswith("8bit") or recipe.base != "none":
+        import_bitsandbytes(f"optimizer {recipe.optimizer}, base {recipe.base}")
+    with fake_tensors.tensors_without_data():
+        model = Training(recipe.but(batch_size=1, accumulation=1)).model
+        weights = {id(p): p.nbytes for p in model.parameters()}
+        trained = {id(p): p.nbytes for p in model.parameters() if p.requires_grad}
+    return sum(weights.values()) + sum(trained.values()) * (1 + STATES.get(recipe.optimizer, 0))
