@@ -70,8 +70,9 @@ def _record(options) -> dict:
 
 
 def _accuracy(options) -> dict:
-    from memlab.evidence.accuracy import compare_records, report, summary
+    from memlab.evidence.accuracy import compare_records
     from memlab.evidence.records import find_records, load
+    from memlab.evidence.report import report, summary
 
     runs = find_records() + [run for path in options.files for run in load(path)]
     compared = compare_records(runs)

@@ -40,11 +40,15 @@ _CLASSES = {
 def config(model) -> PretrainedConfig:
     """A fresh config of a named model, a config.json (or its folder), a config or a hub name.
 
-    Raises ValueError, in one line, for an unknown name, a file that is no model config, or a hub
-    name that cannot be had here.
+    Also of a dictionary with the values of a config.json, `model_type` among them.
+
+    Raises ValueError, in one line, for an unknown name, a file or values that are no model config,
+    or a hub name that cannot be had here.
     """
     if isinstance(model, PretrainedConfig):
         return copy.deepcopy(model)
+    if isinstance(model, dict):
+        return _from_values(model, "model")
     name = str(model)
     if name in _PUBLISHED:
         fields = copy.deepcopy(_PUBLISHED[name])
@@ -70,13 +74,18 @@ def _read_file(path: Path) -> PretrainedConfig:
         raise ValueError(f"{path}: there is no such file") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: not a readable JSON file ({_one_line(error)})") from None
+    return _from_values(values, path)
+
+
+def _from_values(values, place) -> PretrainedConfig:
+    """The config with the values of a config.json; `place` begins the words of an error."""
     family = values.get("model_type") if isinstance(values, dict) else None
     if not isinstance(family, str) or family not in CONFIG_MAPPING:
-        raise ValueError(f"{path}: model_type is {family!r}: allowed are those of transformers")
+        raise ValueError(f"{place}: model_type is {family!r}: allowed are those of transformers")
     try:
         return CONFIG_MAPPING[family].from_dict(values)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path}: not a valid {family} config ({_one_line(error)})") from None
+        raise ValueError(f"{place}: not a valid {family} config ({_one_line(error)})") from None
 
 
 def _read_hub(name: str) -> PretrainedConfig:

@@ -52,7 +52,7 @@ def fits(recipe: Recipe, gpu: GPU | str | int, margin: float = MARGIN) -> Fit:
     gpu: a name of `memlab.gpus.GPUS` or a number of bytes. margin: the share of the predicted
     bytes that is kept free, beside 100 MiB for what a program's context may have more.
 
-    On 61 LoRA trainings that others measured on a T4 (`benchmarks/t4.py`), peak allocated is
+    On 61 LoRA trainings that others measured on a T4 (`memlab.evidence`), peak allocated is
     simulated to 1 % and, without a quantized base, peak reserved to 0.3 %. Full fine-tuning,
     autocast and other cards had no such test, so the default keeps 5 %, which is also the most that
     this package allows its prediction to fall short of a recorded run. It is meant for today's

@@ -33,8 +33,8 @@ COMPUTE_DTYPES = {"fp32": "fp32", "fp16-amp": "fp16", "bf16-amp": "bf16", "bf16"
 class Recipe:
     """Everything that decides the memory of one training run on one GPU.
 
-    model: a name of `memlab.models.MODELS`, a path to a config.json, a hub name, or a
-        transformers `PretrainedConfig`.
+    model: a name of `memlab.models.MODELS`, a path to a config.json, a hub name, a transformers
+        `PretrainedConfig`, or a dictionary with the values of a config.json.
     task: one of `memlab.models.TASKS`; None takes the model's usual one.
     batch_size: sequences of one micro-batch.
     seq_len: tokens of each sequence, padding included.
@@ -136,6 +136,8 @@ class Recipe:
                 "allowed is a lora_rank from 1"
             )
         config = models.config(self.model)
+        if isinstance(self.model, dict):
+            object.__setattr__(self, "model", config)
         if self.task is None:
             object.__setattr__(self, "task", models.default_task(config))
         if self.task not in models.TASKS:

@@ -38,8 +38,11 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     return serve(recipe, event_log(recipe, card), card)
 
 
-def event_log(recipe: Recipe, card: GPU | None) -> depth.Log:
-    """What two steps of `recipe` do to memory on a card of this kind, whatever its size."""
+def event_log(recipe: Recipe, card: GPU | None, loop=None) -> depth.Log:
+    """What two steps of `recipe` do to memory on a card of this kind, whatever its size.
+
+    loop: another training loop than memlab's own, a function like `two_steps`.
+    """
     simulated = SimulatedGPU(card)
     simulated.require(recipe.precision)
     simulated.require(recipe.compute_dtype or "")
@@ -50,8 +53,8 @@ def event_log(recipe: Recipe, card: GPU | None) -> depth.Log:
             "(with a base: upcast=False), for PyTorch gives torch._grouped_mm shapes in no other"
         )
     import_outside(recipe)
-    log = depth.log_at_full_depth(recipe, lambda shallow: trace(shallow, card))
-    return log or trace(recipe, card, numbered=True)
+    log = depth.log_at_full_depth(recipe, lambda shallow: trace(shallow, card, loop=loop))
+    return log or trace(recipe, card, numbered=True, loop=loop)
 
 
 def serve(recipe: Recipe, log: depth.Log, card: GPU | None) -> Footprint:
@@ -63,17 +66,18 @@ def serve(recipe: Recipe, log: depth.Log, card: GPU | None) -> Footprint:
     return replace(footprint, reserved_range=reserved_range(log, *room))
 
 
-def trace(recipe: Recipe, gpu: GPU | None = None, numbered=False) -> depth.Log:
+def trace(recipe: Recipe, gpu: GPU | None = None, numbered=False, loop=None) -> depth.Log:
     """What `recipe` does to memory, at its own depth, on a card like `gpu` without a limit.
 
-    numbered: whether the log tells layers apart.
+    numbered: whether the log tells layers apart. loop: as in `event_log`.
     """
     import_outside(recipe)
     simulated = SimulatedGPU(gpu and replace(gpu, total_memory=2**60))
     tracer, emptied = simulated.tracer, []
     tracer.allocator.empty_cache = lambda: emptied.append(len(tracer.events))
     with simulated:
-        return depth.Log.of(tracer, emptied, two_steps(recipe, simulated), numbered)
+        training = (loop or two_steps)(recipe, simulated)
+        return depth.Log.of(tracer, emptied, training, numbered)
 
 
 def import_outside(recipe: Recipe) -> None:

@@ -11,8 +11,7 @@ import psutil
 import pytest
 
 from memlab import Recipe, measure, models
-from memlab.evidence import grid, recording
-from memlab.evidence import worker as worker_module
+from memlab.evidence import grid, recording, worker
 from memlab.evidence.records import find_records, load
 from memlab.units import MiB
 
@@ -47,7 +46,7 @@ def test_the_grid_is_wide():
 
 def test_the_published_runs_are_in_it_at_their_real_size():
     runs = list(grid.grid_runs().values())
-    for published in find_records("published"):
+    for published in find_records("published", loop=""):
         assert Recipe(**published.recipe) in runs
 
 
@@ -65,7 +64,7 @@ def test_the_twins_are_the_same_grid():
 
 def test_a_row_says_what_its_recipe_is():
     row = "llama-3.2-1b 2x2048 bf16 sdpa adafactor lora_rank=8 lora_dropout=0.1 checkpointing"
-    assert grid._recipe(row) == Recipe(
+    assert grid.recipe_of(row) == Recipe(
         model="llama-3.2-1b",
         batch_size=2,
         seq_len=2048,
@@ -182,7 +181,7 @@ def test_what_is_refused_or_fails_is_said_and_no_record(tmp_path):
 
 
 def test_a_file_that_is_not_whole_is_refused_and_left_alone(tmp_path):
-    name = recording._machine(recording.pick_device("cpu"))["device_name"]
+    name = recording.machine(recording.pick_device("cpu"))["device_name"]
     path = recording.file_of(name, tmp_path)
     path.write_text('{"schema": 1, "records": [{"kind": "rec')
     before = path.read_bytes()
@@ -194,12 +193,9 @@ def test_a_file_that_is_not_whole_is_refused_and_left_alone(tmp_path):
 
 @pytest.mark.slow
 def test_a_process_that_breaks_says_its_last_line():
-    worker = worker_module.Worker()
-    try:
-        worker.begin({"device": "cpu", "recipe": {"model": "gpt2-tiny", "colour": "red"}})
-        answer = worker.answer(300)
-    finally:
-        worker.end()
+    with worker.Worker() as process:
+        process.begin({"device": "cpu", "recipe": {"model": "gpt2-tiny", "colour": "red"}})
+        answer = process.answer(300)
     assert "colour" in answer["failed"] and "\n" not in answer["failed"]
 
 
@@ -213,9 +209,9 @@ def test_figures_of_a_gpu_keep_the_four_apart():
     footprint = dataclasses.replace(
         result.footprint, peak_reserved=40 * MiB, context=100 * MiB, device_used=150 * MiB
     )
-    figures = worker_module._figures(dataclasses.replace(result, footprint=footprint))
+    figures = worker.figures_of(dataclasses.replace(result, footprint=footprint))
     assert figures["peak_allocated_bytes"] == footprint.peak_allocated
     assert figures["peak_reserved_bytes"] == 40 * MiB
     assert figures["device_used_bytes"] == 150 * MiB
     assert "peak_tensors_bytes" not in figures
-    assert "peak_reserved_bytes" not in worker_module._figures(result)
+    assert "peak_reserved_bytes" not in worker.figures_of(result)

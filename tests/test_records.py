@@ -109,7 +109,7 @@ def test_what_cannot_be_saved_leaves_the_old_file(tmp_path):
         ("device", None, "device is None"),
         ("driver", 460, "driver is 460"),
         ("recipe", [], "recipe is []"),
-        ("recipe", {"model": {"a": 1}}, "recipe model"),
+        ("recipe", {"freeze": {"a": 1}}, "recipe freeze"),
         ("figures", {}, "at least one"),
         ("figures", {"peak": 3}, "'peak' has no unit"),
         ("figures", {"peak_bytes": -1}, "peak_bytes is -1"),
@@ -121,6 +121,7 @@ def test_what_cannot_be_saved_leaves_the_old_file(tmp_path):
         ("date", "January 2022", "date is 'January 2022'"),
         ("date", None, "date is None"),
         ("source", "", "source is ''"),
+        ("loop", None, "loop is None"),
     ],
 )
 def test_a_field_that_does_not_hold_what_it_should(field, value, says):

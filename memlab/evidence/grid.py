@@ -94,8 +94,9 @@ def grid_runs(tiny: bool = False) -> dict[str, Recipe]:
     tiny: the same runs on the models' tiny twins, sequences cut to a sixteenth (32 tokens at
         least) and one layer of two frozen, for machines without a GPU.
     """
-    runs = {" ".join(line.split()): _recipe(line) for line in ROWS.splitlines() if line}
-    nine = {f"published: {run.name}": Recipe(**run.recipe) for run in find_records("published")}
+    runs = {" ".join(line.split()): recipe_of(line) for line in ROWS.splitlines() if line}
+    published = find_records("published", loop="")
+    nine = {f"published: {run.name}": Recipe(**run.recipe) for run in published}
     first = dict(list(runs.items())[:10])
     runs = first | nine | runs
     if tiny:
@@ -108,7 +109,8 @@ def _twin(recipe: Recipe) -> Recipe:
     return recipe.twin(seq_len=max(32, recipe.seq_len // 16), freeze=frozen)
 
 
-def _recipe(line: str) -> Recipe:
+def recipe_of(line: str) -> Recipe:
+    """The recipe that a row of `ROWS` says."""
     model, size, *words = line.split()
     batch, length = size.split("x")
     fields = {"model": model, "batch_size": int(batch), "seq_len": int(length)}

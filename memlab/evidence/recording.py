@@ -87,14 +87,13 @@ def record(
     device = pick_device(device)
     runs = grid_runs(tiny=device.type == "cpu") if runs is None else runs
     started = time.monotonic()
-    here = _machine(device)
+    here = machine(device)
     report = Report(file_of(here["device_name"], out), here["device_name"])
-    finished = {run.name: Recipe(**run.recipe) for run in _load(report.path)}
-    report.kept = [name for name in runs if finished.get(name) == runs[name]]
+    report.kept = _finished(report.path, runs)
     todo = [name for name in runs if name not in report.kept]
     roomy = device.type == "cuda" and (os.cpu_count() or 1) >= ROOMY
     bar = tqdm(total=len(runs), initial=len(report.kept), desc=report.device, unit="run")
-    worker = None
+    ready = None  # the next run's process, started while one is measured
     try:
         for name, following in itertools.zip_longest(todo, todo[1:]):
             bar.set_postfix_str(name)
@@ -105,16 +104,14 @@ def record(
             elif remaining <= 0:
                 report.left.append(name)
             else:
-                running, worker = worker or Worker(), None
                 order = {"device": str(device), "recipe": runs[name].as_dict(), "steps": steps}
-                try:
+                with ready or Worker() as running:
+                    ready = None
                     running.begin(order)
                     if roomy and following:
-                        worker = Worker()
+                        ready = Worker()
                         cannot_fit(runs[following], here["total_memory"])  # kept for its turn
                     answer = running.answer(min(run_seconds, remaining))
-                finally:
-                    running.end()
                 if answer.get("stopped") and remaining < run_seconds:
                     report.left.append(name)
                 else:
@@ -122,10 +119,16 @@ def record(
             bar.update()
     finally:
         bar.close()
-        if worker:
-            worker.end()
+        if ready:
+            ready.end()
         report.seconds = time.monotonic() - started
     return report
+
+
+def _finished(path: Path, runs: dict[str, Recipe]) -> list[str]:
+    """The names of the runs that a file has a record of, with the same recipe."""
+    recorded = {run.name: Recipe(**run.recipe) for run in _load(path)}
+    return [name for name in runs if recorded.get(name) == runs[name]]
 
 
 def file_of(device_name: str, folder: Path | str = FOLDER) -> Path:
@@ -133,16 +136,13 @@ def file_of(device_name: str, folder: Path | str = FOLDER) -> Path:
     return Path(folder) / f"{re.sub('[^a-z0-9]+', '-', device_name.lower()).strip('-')}.json"
 
 
-def _machine(device: torch.device) -> dict:
+def machine(device: torch.device) -> dict:
     """What the machine is; CUDA is asked in another process, for its context takes memory."""
     if device.type == "cpu":
         return about({"device": "cpu"})
-    worker = Worker()
-    try:
+    with Worker() as worker:
         worker.begin({"device": str(device)})
         here = worker.answer(120.0)
-    finally:
-        worker.end()
     if "failed" in here:
         raise OSError(f"{device} cannot be asked what it is: {here['failed']}")
     return here

@@ -27,12 +27,15 @@ class Record:
 
     kind: `recorded` (by memlab, on the device named) or `published` (in `source`).
     name: short and unique within its file.
-    recipe: field of `memlab.Recipe` -> plain value.
+    recipe: field of `memlab.Recipe` -> plain value; `model` may be an object, the values of a
+        config.json.
     figures: name -> number, the unit at the end of the name (`device_used_bytes`,
         `step_seconds`, `samples_per_second`), or `out_of_memory` -> bool.
     device: the card as its driver names it. driver: its version, None where not known.
     versions: library -> version, as far as known. date: of the run, ISO (2022-01-11).
     source: a citation, or the commit of memlab that measured.
+    loop: the training loop that ran, a name of `memlab.evidence.loops.LOOPS`; empty for memlab's
+        own. Other loops' runs may differ from their recipe in what it has no field for.
 
     Raises ValueError, in one line, for a field that does not hold what it should.
     """
@@ -46,6 +49,7 @@ class Record:
     versions: dict
     date: str
     source: str
+    loop: str = ""
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -54,6 +58,8 @@ class Record:
             value = getattr(self, field)
             if not isinstance(value, str) or not value.strip():
                 raise ValueError(f"{field} is {value!r}: allowed is a text that is not empty")
+        if not isinstance(self.loop, str):
+            raise ValueError(f"loop is {self.loop!r}: allowed is a text, empty for memlab's own")
         if self.driver is not None and not isinstance(self.driver, str):
             raise ValueError(f"driver is {self.driver!r}: allowed are a text or null")
         for field in ("recipe", "figures", "versions"):
@@ -61,7 +67,8 @@ class Record:
             if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
                 raise ValueError(f"{field} is {value!r}: allowed is an object with named values")
         for name, value in self.recipe.items():
-            if value is not None and not isinstance(value, (str, int, float, bool, list)):
+            plain = (str, int, float, bool, list) + (dict,) * (name == "model")
+            if value is not None and not isinstance(value, plain):
                 raise ValueError(f"recipe {name} is {value!r}: allowed are plain JSON values")
         if not self.figures:
             raise ValueError("figures is {}: allowed is at least one figure")
@@ -88,12 +95,17 @@ def _check_figure(name: str, value) -> None:
 
 
 def find_records(
-    kind: str | None = None, device: str | None = None, folder: Path | str = FOLDER, **recipe
+    kind: str | None = None,
+    device: str | None = None,
+    folder: Path | str = FOLDER,
+    loop: str | None = None,
+    **recipe,
 ) -> list[Record]:
     """The records of a folder's files, in the order of the files and within them.
 
-    kind: one of `KINDS`; device: a part of the device's name, upper or lower case alike; further
-    keywords are fields of the recipe: `records(device="v100", precision="fp16-amp")`.
+    kind: one of `KINDS`; device: a part of the device's name, upper or lower case alike; loop: the
+    name of a training loop, empty for memlab's own; further keywords are fields of the recipe:
+    `find_records(device="v100", precision="fp16-amp")`.
     """
     if kind is not None and kind not in KINDS:
         raise ValueError(f"kind is {kind!r}: allowed are {', '.join(KINDS)}")
@@ -103,6 +115,7 @@ def find_records(
         for record in found
         if kind in (None, record.kind)
         and (device or "").lower() in record.device.lower()
+        and loop in (None, record.loop)
         and all(field in record.recipe for field in recipe)
         and all(record.recipe[field] == value for field, value in recipe.items())
     ]
@@ -130,7 +143,7 @@ def _record(values, place: str) -> Record:
         raise ValueError(f"{place} is {values!r}: allowed is an object")
     fields = [field.name for field in dataclasses.fields(Record)]
     for name in fields:
-        if name not in values:
+        if name not in values and name != "loop":
             raise ValueError(f"{place} has no {name}: needed are {', '.join(fields)}")
     for name in values:
         if name not in fields:
@@ -139,6 +152,14 @@ def _record(values, place: str) -> Record:
         return Record(**values)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
+
+
+def _values(record: Record) -> dict:
+    """The fields of a record as its file holds them, without a loop that is memlab's own."""
+    values = dataclasses.asdict(record)
+    if not record.loop:
+        del values["loop"]
+    return values
 
 
 def _check_names(found: list[Record], path) -> None:
@@ -159,7 +180,7 @@ def save(path: Path | str, records: Iterable[Record]) -> None:
         if not isinstance(record, Record):
             raise ValueError(f"{record!r} is no record: allowed are memlab.records.Record")
     _check_names(kept, path)
-    rows = ",\n".join(json.dumps(dataclasses.asdict(record)) for record in kept)
+    rows = ",\n".join(json.dumps(_values(record)) for record in kept)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

@@ -13,12 +13,12 @@ import threading
 import torch
 
 from memlab.footprint import CATEGORIES, NOT_TENSORS
-from memlab.measuring import device_name, measure, versions
+from memlab.measuring import Measurement, device_name, measure, versions
 from memlab.recipe import Recipe
 
 
 class Worker:
-    """A fresh process that imports what it needs, answers one order and ends."""
+    """A fresh process that imports what it needs, answers one order and ends with the context."""
 
     def __init__(self):
         # Files instead of pipes: nobody has to read while the process runs.
@@ -51,6 +51,12 @@ class Worker:
             return json.loads(lines[-1])
         lines = _lines(self._errors)
         return {"failed": lines[-1] if lines and status > 0 else f"ended with status {status}"}
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.end()
 
     def end(self) -> None:
         self._process.kill()
@@ -117,10 +123,10 @@ def _measured(order: dict) -> dict:
         if any(words in str(error) for words in NO_ROOM):
             return {"figures": {"out_of_memory": True}}
         raise
-    return {"figures": _figures(result)}
+    return {"figures": figures_of(result)}
 
 
-def _figures(result) -> dict[str, float]:
+def figures_of(result: Measurement) -> dict[str, float]:
     """A measurement in the names of a record. A CPU's peak is of tensors, not of blocks."""
     footprint, seconds = result.footprint, result.step_seconds
     if footprint.peak_reserved is None:

@@ -1,0 +1,110 @@
+"""Training loops of others, rebuilt from their descriptions, on the simulated card.
+
+A record that names one of them (`Record.loop`) is predicted by it instead of by memlab's own loop.
+Another one is another function like `memlab.simulation.two_steps`, and its name in `LOOPS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from memlab import models
+from memlab.card.gpu import SimulatedGPU
+from memlab.footprint import Footprint
+from memlab.gpus import GPU
+from memlab.quantized import COMPUTE_DTYPES, quantize_base
+from memlab.recipe import Recipe
+from memlab.simulation import event_log, serve
+from memlab.training import import_peft
+
+PREDICTIONS = Path(models.__file__).parent / "data" / "predictions.json"
+
+
+def simulate_loop(name: str, recipe: Recipe, card: GPU) -> Footprint:
+    """`memlab.simulate` with the loop of that name in place of memlab's own.
+
+    Raises ValueError for an unknown name, torch.OutOfMemoryError if the card is too small.
+    """
+    if name not in LOOPS:
+        raise ValueError(f"loop is {name!r}: known are {', '.join(LOOPS)}")
+    return serve(recipe, event_log(recipe, card, LOOPS[name]), card)
+
+
+def kept_predictions() -> dict:
+    """What `simulate_loop` said of every record with a loop, for those who cannot wait for minutes.
+
+    `runs`: file of the records -> name of the run -> figures in bytes, named as in the records,
+    and `reserved_range_bytes`, (lowest, highest) or None. `date` and `versions`: when they were
+    simulated, and by which software. `tools/keep_predictions.py` writes them.
+    """
+    return json.loads(PREDICTIONS.read_text(encoding="utf-8"))
+
+
+@dataclass
+class Trained:
+    """What a loop leaves: the model that it has trained, and its recipe."""
+
+    recipe: Recipe
+    model: torch.nn.Module
+
+
+def fitcheck(recipe: Recipe, gpu: SimulatedGPU) -> Trained:
+    """The loop of fitcheck-llm's measurements: LoRA on a decoder in fp16 or NF4.
+
+    AdamW, checkpointing, one batch of random ids, `out` alive until the step ends; with sdpa the
+    memory-efficient kernel alone. The weights are in the compute dtype, which no `precision` says.
+    """
+    peft = import_peft()
+    with gpu.host():
+        dtype = COMPUTE_DTYPES[recipe.compute_dtype]
+        model = models.build(recipe.model, dtype=dtype, attention=recipe.attention)
+        if recipe.base != "none":
+            quantize_base(model, recipe)
+    model.to("cuda")
+    if recipe.base != "none":
+        model = peft.prepare_model_for_kbit_training(model)
+    targets = list(recipe.lora_targets)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=recipe.lora_rank, target_modules=targets))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    batch = torch.randint(0, 100, (recipe.batch_size, recipe.seq_len), device="cuda")
+
+    def step():
+        optimizer.zero_grad()
+        out = model(input_ids=batch, labels=batch)
+        out.loss.backward()
+        optimizer.step()
+
+    with efficient_kernel() if recipe.attention == "sdpa" else contextlib.nullcontext():
+        step()
+        gpu.reset_peak()
+        step()
+    return Trained(recipe, model)
+
+
+@contextlib.contextmanager
+def efficient_kernel():
+    """The memory-efficient kernel alone, with keys repeated by hand: it takes no shared ones."""
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(query, key, value, *args, enable_gqa=False, **kwargs):
+        groups = query.size(-3) // key.size(-3)
+        if groups > 1:
+            key, value = (t.repeat_interleave(groups, dim=-3) for t in (key, value))
+        return original(query, key, value, *args, **kwargs)
+
+    patched = mock.patch.object(torch.nn.functional, original.__name__, attention)
+    with patched, sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        yield
+
+
+# name -> what builds a recipe's model on a simulated card and trains it for two steps
+LOOPS = {"fitcheck": fitcheck}

@@ -1,0 +1,110 @@
+"""Loops of others: what is kept is what the simulation says, and how near that is to their runs."""
+
+import dataclasses
+
+import pytest
+
+from memlab import Recipe, find_gpu, models
+from memlab.evidence import loops
+from memlab.evidence.accuracy import compare_records
+from memlab.evidence.records import FOLDER, find_records, load
+
+KEPT = loops.kept_predictions()
+T4 = find_records("published", "T4", loop="fitcheck")
+SAID = KEPT["runs"]["published-fitcheck-t4.json"]
+
+
+def errors(base, kind):
+    """The sizes of the kept predictions' errors, the smallest first."""
+    figure = f"peak_{kind}_bytes"
+    runs = [run for run in T4 if run.recipe["base"] == base]
+    return sorted(abs(SAID[run.name][figure] / run.figures[figure] - 1) for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("base", "attention"), [("none", "eager"), ("none", "sdpa"), ("nf4", "eager"), ("nf4", "sdpa")]
+)
+def test_the_simulation_says_what_is_kept(base, attention):
+    like = {"base": base, "attention": attention}
+    some = find_records(loop="fitcheck", **like)
+    smallest = min(some, key=lambda run: run.figures["peak_allocated_bytes"])
+    said = loops.simulate_loop("fitcheck", Recipe(**smallest.recipe), find_gpu("T4"))
+    kept = SAID[smallest.name]
+    assert said.peak_allocated == kept["peak_allocated_bytes"]
+    assert said.peak_reserved == kept["peak_reserved_bytes"]
+    assert list(said.reserved_range or ()) == (kept["reserved_range_bytes"] or [])
+
+
+def test_every_record_with_a_loop_has_a_prediction_and_no_other():
+    found = {path.name: [run for run in load(path) if run.loop] for path in FOLDER.glob("*.json")}
+    names = {file: {run.name for run in runs} for file, runs in found.items() if runs}
+    assert names == {file: set(said) for file, said in KEPT["runs"].items()}
+    assert {run.loop for runs in found.values() for run in runs} <= set(loops.LOOPS)
+
+
+def test_without_a_base_allocated_is_exact_and_reserved_nearly():
+    allocated, reserved = errors("none", "allocated"), errors("none", "reserved")
+    assert len(allocated) == 20
+    assert allocated[-1] < 1e-6
+    assert reserved[10] < 0.005 and reserved[-1] < 0.01
+
+
+def test_with_nf4_allocated_is_near_and_reserved_a_matter_of_loading():
+    allocated, reserved = errors("nf4", "allocated"), errors("nf4", "reserved")
+    assert len(allocated) == 41
+    assert allocated[20] < 0.0025 and allocated[-1] < 0.0105
+    assert reserved[20] < 0.03 and reserved[-1] < 0.16
+
+
+def test_a_run_with_a_loop_is_predicted_by_it_and_as_todays_kernels(monkeypatch):
+    run = T4[0]
+    asked = []
+
+    def said(name, recipe, card):
+        asked.append((name, recipe, card))
+        return footprint
+
+    footprint = loops.simulate_loop("fitcheck", small(run), find_gpu("T4"))
+    monkeypatch.setattr("memlab.evidence.accuracy.simulate_loop", said)
+    found = compare_records([run])
+    assert [(name, card.name) for name, _, card in asked] == [("fitcheck", "T4")]
+    assert asked[0][1].batch_size == run.recipe["batch_size"]
+    assert {one.figure for one in found} == {"allocated", "reserved"}
+    assert {(one.against, one.predictor) for one in found} == {
+        ("published, Tesla T4", "loop of fitcheck")
+    }
+    near = dataclasses.replace(found[0], predicted=98, recorded=100, bounds=None)
+    assert near.figure == "allocated" and near.missed
+    assert not dataclasses.replace(near, old=True).missed
+
+
+def small(run) -> Recipe:
+    """The recipe of a run on the tiny twin of its model."""
+    recipe = Recipe(**run.recipe)
+    return recipe.but(model=models.twin(recipe.model), seq_len=32)
+
+
+def test_the_loop_is_not_memlabs_own():
+    """The same recipe: fp32 weights in memlab's loop, fp16 ones in theirs."""
+    recipe = small(next(run for run in T4 if run.recipe["base"] == "none"))
+    theirs = loops.simulate_loop("fitcheck", recipe, find_gpu("T4"))
+    assert theirs.breakdown["parameters"] < 0.6 * 4 * theirs.parameters
+    assert theirs.trainable_parameters < theirs.parameters
+
+
+def test_a_loop_that_is_not_known_is_refused_in_its_row():
+    unknown = dataclasses.replace(T4[0], loop="nobody's")
+    assert {one.refused for one in compare_records([unknown])} == {
+        'loop is "nobody\'s": known are fitcheck'
+    }
+
+
+def test_a_model_as_an_object():
+    values = T4[0].recipe["model"]
+    recipe = Recipe(**T4[0].recipe)
+    assert recipe.model.hidden_size == values["hidden_size"]
+    assert recipe.model_name == values["model_type"] and recipe.task == "causal-lm"
+    with pytest.raises(ValueError, match="model: model_type is 'none': allowed are"):
+        Recipe(model={"model_type": "none"})
+    with pytest.raises(ValueError, match="model: not a valid llama config"):
+        models.config({"model_type": "llama", "hidden_size": "wide"})
