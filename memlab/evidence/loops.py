@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -34,7 +35,9 @@ def simulate_loop(name: str, recipe: Recipe, card: GPU) -> Footprint:
     """
     if name not in LOOPS:
         raise ValueError(f"loop is {name!r}: known are {', '.join(LOOPS)}")
-    return serve(recipe, event_log(recipe, card, LOOPS[name]), card)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of names that transformers has changed
+        return serve(recipe, event_log(recipe, card, LOOPS[name]), card)
 
 
 def kept_predictions() -> dict:
