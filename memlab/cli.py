@@ -1,7 +1,5 @@
 """The `memlab` command: simulate, measure, record, accuracy."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -3,8 +3,6 @@
 A check gives the value in its one form, or raises ValueError: field, value, what is allowed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import textwrap
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The grid of runs that `memlab record` makes: fixed, so that records of cards can be compared."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from memlab.evidence.records import find_records
