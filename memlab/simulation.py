@@ -1,7 +1,5 @@
 """The memory of a recipe's step on a card that need not be there."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tqdm.auto import tqdm
@@ -11,7 +9,7 @@ from memlab.card.gpu import SimulatedGPU
 from memlab.card.loading import loaded_weights, reserved_range
 from memlab.card.memory import CardMemory, card_footprint
 from memlab.footprint import Footprint
-from memlab.gpus import ANY_CARD, GPU, find_gpu
+from memlab.gpus import ANY_CARD, GPU, find_gpu, require_native
 from memlab.recipe import Recipe
 from memlab.trace.depth import log_at_full_depth
 from memlab.trace.ledger import Ledger
@@ -45,9 +43,8 @@ def event_log(recipe: Recipe, card: GPU, loop=None) -> Log:
 
     loop: another training loop than memlab's own, a function like `two_steps`.
     """
-    simulated = SimulatedGPU(card)
-    simulated.require(recipe.precision)
-    simulated.require(recipe.compute_dtype or "")
+    for precision in (recipe.precision, recipe.compute_dtype or ""):
+        require_native(precision, card.name, "bfloat16" in card.native_dtypes)
     half = recipe.precision == "bf16" and not (recipe.base != "none" and recipe.upcast)
     if models.has_experts(recipe.model) and not half:
         raise ValueError(

@@ -4,8 +4,6 @@ Kinds of records are never mixed: what a GPU was recorded to take, what others h
 one, and what a CPU's own kernels keep are three questions.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A process of its own for each run of the grid, so that one run leaves nothing to the next."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -52,7 +50,7 @@ class Worker:
         lines = _lines(self._errors)
         return {"failed": lines[-1] if lines and status > 0 else f"ended with status {status}"}
 
-    def __enter__(self) -> Worker:
+    def __enter__(self):
         return self
 
     def __exit__(self, *error) -> None:
