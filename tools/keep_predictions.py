@@ -1,4 +1,4 @@
-"""Write memlab/data/predictions.json: what the simulation says of every record with a loop.
+"""Write memlab/data/predictions.json: what the simulation says of every published run.
 
     python tools/keep_predictions.py
 
@@ -11,7 +11,7 @@ from datetime import date
 
 from tqdm import tqdm
 
-from memlab import Recipe
+from memlab import Recipe, simulate
 from memlab.evidence.loops import PREDICTIONS, simulate_loop
 from memlab.evidence.records import FOLDER, load
 from memlab.gpus import gpu_of_device
@@ -19,7 +19,8 @@ from memlab.measuring import versions
 
 
 def said_of(run) -> dict:
-    footprint = simulate_loop(run.loop, Recipe(**run.recipe), gpu_of_device(run.device))
+    recipe, card = Recipe(**run.recipe), gpu_of_device(run.device)
+    footprint = simulate_loop(run.loop, recipe, card) if run.loop else simulate(recipe, card)
     return {
         "peak_allocated_bytes": footprint.peak_allocated,
         "peak_reserved_bytes": footprint.peak_reserved,
@@ -30,7 +31,7 @@ def said_of(run) -> dict:
 def main():
     found = {}
     for path in sorted(FOLDER.glob("*.json")):
-        runs = [run for run in load(path) if run.loop]
+        runs = [run for run in load(path) if run.kind == "published"]
         if runs:
             found[path.name] = {run.name: said_of(run) for run in tqdm(runs, path.stem)}
     rows = ",\n".join(f"{json.dumps(file)}: {_lines(runs)}" for file, runs in found.items())

@@ -4,8 +4,6 @@ A record that names one of them (`Record.loop`) is predicted by it instead of by
 Another one is another function like `memlab.simulation.two_steps`, and its name in `LOOPS`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import warnings
@@ -41,10 +39,10 @@ def simulate_loop(name: str, recipe: Recipe, card: GPU) -> Footprint:
 
 
 def kept_predictions() -> dict:
-    """What `simulate_loop` said of every record with a loop, for those who cannot wait for minutes.
+    """What the simulation said of every published run, in its loop, for who cannot wait minutes.
 
-    `runs`: file of the records -> name of the run -> figures in bytes, named as in the records,
-    and `reserved_range_bytes`, (lowest, highest) or None. `date` and `versions`: when they were
+    `runs`: file of the records -> name of the run -> peak_allocated_bytes, peak_reserved_bytes,
+    and reserved_range_bytes, (lowest, highest) or None. `date` and `versions`: when they were
     simulated, and by which software. `tools/keep_predictions.py` writes them.
     """
     return json.loads(PREDICTIONS.read_text(encoding="utf-8"))

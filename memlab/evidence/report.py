@@ -1,7 +1,5 @@
 """Predictions beside records in short: the summary of their errors, and the text of a report."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np
