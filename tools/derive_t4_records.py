@@ -30,26 +30,18 @@ def config_of(model: str, dimensions: dict) -> dict:
 
 
 def record_of(row: dict, session: dict) -> Record:
-    run, measured = row["run"], row["measured"]
-    model, date = row["model_id"], session["measured_on"]
-    recipe = {
-        "model": config_of(model, row["model_config"]),
-        "batch_size": run["batch_size"],
-        "seq_len": run["seq_len"],
-        "checkpointing": "non-reentrant",
-        "attention": run["attn_impl"],
-        "lora_rank": run["lora_rank"],
-        "lora_targets": run["lora_targets"],
-        "base": run["quantization"],
-        "compute_dtype": "fp16",
-    }
-    figures = {
-        f"peak_{k}_bytes": round(measured[f"peak_{k}_mib"] * MiB) for k in ("allocated", "reserved")
-    }
+    run, measured, date = row["run"], row["measured"], session["measured_on"]
+    same = ("batch_size", "seq_len", "lora_rank", "lora_targets")
+    recipe = {"model": config_of(row["model_id"], row["model_config"])}
+    recipe |= {field: run[field] for field in same}
+    recipe |= {"attention": run["attn_impl"], "base": run["quantization"]}
+    recipe |= {"checkpointing": "non-reentrant", "compute_dtype": "fp16"}
+    peaks = {k: round(measured[f"{k}_mib"] * MiB) for k in ("peak_allocated", "peak_reserved")}
+    figures = {f"{name}_bytes": nbytes for name, nbytes in peaks.items()}
     figures["step_seconds"] = round(measured["step_seconds"], 4)
-    size = f"{recipe['batch_size']}x{recipe['seq_len']} r{recipe['lora_rank']}"
     base = run["quantization"].replace("none", "fp16")
-    name = f"{model} {base} {recipe['attention']} {size} {date}"
+    size = f"{run['batch_size']}x{run['seq_len']} r{run['lora_rank']}"
+    name = f"{row['model_id']} {base} {run['attn_impl']} {size} {date}"
     packages = ("torch", "transformers", "peft", "bitsandbytes")
     versions = {package: session[package] for package in packages if session[package]}
     where = session["gpu_name"], None, versions, date
