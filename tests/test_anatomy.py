@@ -77,9 +77,9 @@ def test_the_loss_in_parts_is_the_loss_with_the_same_gradient(shown):
         torch.testing.assert_close(whole, parts)
 
 
-def test_the_buggy_estimate_is_told_so_and_the_mended_one_passes(shown, capsys):
+def test_the_buggy_estimate_is_told_so_and_the_fixed_one_passes(shown, capsys):
     truth = simulate(Recipe(model="bert-large-tiny", seq_len=32))
     waiting = shown["kept"](Recipe(model="bert-large-tiny", seq_len=32))
     assert not check(shown["estimate"](truth.parameters, waiting), truth.peak_tensors, 0.02)
     assert "too small" in capsys.readouterr().out
-    assert check(shown["mended"](truth.parameters, waiting), truth.peak_tensors, 0.02)
+    assert check(shown["fixed"](truth.parameters, waiting), truth.peak_tensors, 0.02)

@@ -205,7 +205,7 @@ def test_peaks_of_the_four_ways_at_full_size(chapter):
     assert all(1.9 < grows[name] < 2.1 for name in ("memory-efficient", "flash"))
 
 
-def test_a_mask_turns_flash_off_and_the_flag_mends_it(chapter):
+def test_a_mask_turns_flash_off_and_the_flag_fixes_it(chapter):
     masked, small = chapter["on_card"](chapter["causal_by_mask"], 1024)
     flagged, smaller = chapter["on_card"](chapter["causal_by_flag"], 1024)
     assert (masked, flagged) == ("EfficientAttention", "FlashAttention")

@@ -92,17 +92,17 @@ def test_reentrant_checkpointing_needs_an_input_that_asks(chapter):
     trapped = chapter["trapped"]
     assert "does not require grad" in trapped["causal-lm", "reentrant"]
     assert trapped["sequence-classification", "reentrant"].startswith("0 of")
-    mended = {said for (_, way), said in trapped.items() if way != "reentrant"}
-    assert mended == {"14 of 14 adapters have a gradient"}
+    fixed = {said for (_, way), said in trapped.items() if way != "reentrant"}
+    assert fixed == {"14 of 14 adapters have a gradient"}
 
 
 def test_casting_what_is_not_quantized_makes_qlora_take_more_than_lora():
     lora = Recipe("llama-3.2-1b-tiny", batch_size=8, seq_len=128, precision="bf16")
     lora = lora.but(lora_rank=4, lora_fp32=False, attention="sdpa")
     quantized = lora.but(base="nf4", double_quant=True)
-    plain, cast, mended = map(simulate, (lora, quantized, quantized.but(upcast=False)))
-    assert mended.peak_allocated < plain.peak_allocated < cast.peak_allocated
-    assert cast.breakdown["activations"] > 1.3 * mended.breakdown["activations"]
+    plain, cast, fixed = map(simulate, (lora, quantized, quantized.but(upcast=False)))
+    assert fixed.peak_allocated < plain.peak_allocated < cast.peak_allocated
+    assert cast.breakdown["activations"] > 1.3 * fixed.breakdown["activations"]
 
 
 def test_each_piece_of_qlora_does_to_the_weights_what_the_figure_shows(chapter):
