@@ -1,4 +1,4 @@
-"""What the chapters share: figures and tables, texts, exercises, claims, panels."""
+"""What the chapters share: figures and tables, texts, exercises, claims, panels, lessons."""
 
 from importlib import import_module
 
@@ -10,6 +10,8 @@ _HOMES = {
     "TilePlayer": "panels",
     "verdict": "claims",
 }
+_LOOPS = "QUIET in_turns shuffled_blocks small_config three_steps train_on train_step"
+_HOMES |= dict.fromkeys([*_LOOPS.split(), "trainer_losses"], "lessons")
 _MODULES = ("corpora", "show")
 __all__ = sorted([*_HOMES, *_MODULES])
 
