@@ -10,7 +10,7 @@ from memlab.training import Training
 
 CHAPTER = Notebook("04-accumulation")
 # Cells that train tiny models only, in the order of the chapter.
-TINY = """imports vanilla-loop accumulated-loop idea-whole idea-parts corpus corpus-ids reader split
+TINY = """imports vanilla-loop accumulated-loop idea-whole idea-parts corpus reader split
     gradient-function distance gradient-run gradient-table paragraphs ragged unequal summed-loss
     by-tokens unequal-mended bad-fix-code leftover shares leftover-run dropout batch-norm
     batch-norm-run slip slip-run slip-mended"""
@@ -137,7 +137,7 @@ def test_a_scheduler_inside_the_loop_runs_four_times_too_fast(chapter):
 
 def test_trainer_counts_tokens_but_does_not_divide_for_a_bert_classifier(chapter):
     chapter |= {"fp32": {}, "vanilla": Recipe("bert-large", batch_size=4)}
-    CHAPTER.run("trainer-arguments trainer trainer-rows trainer-run", chapter)
+    CHAPTER.run("trainer-arguments trainer-rows trainer-run", chapter)
     assert chapter["at_once"] == pytest.approx(chapter["in_four"], abs=1e-3)
     CHAPTER.run("quiet reviews trainer-bert-run trainer-bert-mended", chapter)
     right, factor_too_large, fixed = chapter["classified"].values()

@@ -27,15 +27,16 @@ def shown():
 
 def test_the_shown_loop_and_the_recipe_give_the_same_losses(shown):
     recipe = Recipe(batch_size=2, optimizer="adamw_torch_loop").twin(seq_len=32)
-    plain = shown["train"](*shown["plain_training"](recipe, "cpu", 3))
     training = Training(recipe)
+    plain = shown["train"](*shown["plain_training"](training, "cpu", 3))
     assert plain == [training.step() for _ in range(3)]
 
 
 def test_the_shown_loop_and_the_recipe_have_the_same_peak(shown):
     recipe = Recipe(batch_size=4, optimizer="adamw_torch_loop").twin()
+    training = Training(recipe)
     with shown["SimulatedGPU"]() as gpu:
-        model, adamw, batches = shown["plain_training"](recipe, "cuda", 1)
+        model, adamw, batches = shown["plain_training"](training, "cuda", 1)
         shown["train"](model, adamw, batches)
         gpu.reset_peak()
         shown["train"](model, adamw, batches)

@@ -18,7 +18,7 @@ PARTS = """imports standard traffic traffic-work traffic-class traffic-run two-n
     extremes-run floor hbm tiles flash-forward row-sums flash-backward flash-function exact
     film-run films standard-bytes bill cards bound ways inputs simulated measured
     predicted measure-ways routes-code see forbid mask-trap mask-trap-run heads-mended
-    gqa cache-code flex flex-run corpus corpus-ids register learn-code exercise-3-code"""
+    gqa cache-code flex flex-run corpus-ids register learn-code exercise-3-code"""
 
 
 @pytest.fixture(scope="module")

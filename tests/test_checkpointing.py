@@ -12,8 +12,7 @@ from memlab.training import Training
 
 CHAPTER = Notebook("08-checkpointing")
 SMALL = """imports from-scratch chain ways-code on-demand-code trial-code held passes real-layers
-    real-ways by-hand corpus
-    corpus-ids reader kinds gradient-of gradients double lora-code cache wrappers
+    real-ways by-hand corpus reader kinds gradient-of gradients double lora-code cache wrappers
     selective"""
 
 

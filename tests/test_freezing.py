@@ -89,7 +89,7 @@ def test_the_curve_by_addition_is_that_of_the_whole_model(chapter):
 
 
 def test_prediction_and_measurement_of_the_twin_agree(chapter):
-    CHAPTER.run("losses-and-peak quiet", chapter)
+    CHAPTER.run("quiet", chapter)
     chapter["choices"] = {"first 2": ("embeddings", 2)}
     CHAPTER.run("live", chapter)
     guess, found = chapter["live"]["first 2"]
