@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from memlab import models
-from memlab.footprint import CATEGORIES, Footprint
-from memlab.gpus import GPU, cublas_workspace, find_gpu
+from memlab.footprint import Category, Footprint, Phase
+from memlab.gpus import GPU, find_gpu
 from memlab.recipe import Recipe
 from memlab.trace import depth
 from memlab.trace.allocator import (
@@ -50,7 +50,6 @@ SYMBOLS = {
     "r": (47, 1),
 }
 PRIMED = {name: prime * times for name, (prime, times) in SYMBOLS.items()}
-WIDTHS = ("intermediate_size", "hidden_dim", "d_ff", "n_inner")
 HEAD_SIZES = ("head_dim", "d_kv")
 FILE = Path(__file__).parent / "data" / "coefficients.json"
 
@@ -75,14 +74,13 @@ def formula(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
 
     Raises ValueError outside the domain and where there are no coefficients; `derive` makes them.
     """
-    card = None if gpu is None else find_gpu(gpu)
+    card = find_gpu(gpu)
     case, dimensions, layers = _read(recipe)
     if case not in coefficients():
         raise ValueError(
             f"no coefficients for {recipe}: memlab.derive(recipe) makes them in seconds"
         )
-    workspace = card.workspace if card else cublas_workspace((8, 0))
-    return _evaluate(tables(case), dimensions | {"W": workspace}, layers, card)
+    return _evaluate(tables(case), dimensions | {"W": card.workspace}, layers, card)
 
 
 @functools.cache
@@ -105,10 +103,10 @@ def _evaluate(case_tables, dimensions: dict[str, int], layers: int, card) -> Foo
     allocated = counts @ blocks
     worst = int(allocated.argmax())
     peak = int(allocated[worst])
-    breakdown = dict.fromkeys(CATEGORIES, 0)
+    breakdown = dict.fromkeys(Category, 0)
     for (category, *_), size, count in zip(case["tensors"], sizes, counts[worst], strict=True):
-        breakdown[category] += round(count * size)
-    breakdown["rounding"] = peak - sum(breakdown.values())
+        breakdown[Category(category)] += round(count * size)
+    breakdown[Category.ROUNDING] = peak - sum(breakdown.values())
     numbers = {
         name: sum(
             (first + more * extra) * round(product(term, dimensions))
@@ -121,8 +119,8 @@ def _evaluate(case_tables, dimensions: dict[str, int], layers: int, card) -> Foo
         peak_reserved=None,
         reserved_range=(peak, max(peak, _without_reuse(blocks, counts))),
         breakdown=breakdown,
-        peak_phase=case["moments"][worst]["phase"],
-        context=card and card.context,
+        peak_phase=Phase(case["moments"][worst]["phase"]),
+        context=card.context,
         **numbers,
     )
 
@@ -247,7 +245,7 @@ def _structure(model) -> tuple[str, dict[str, int], int]:
 
 def primed(config):
     """The config with dimensions that are distinct primes, and its real dimensions."""
-    small, get = models.config(config), functools.partial(getattr, config)
+    get = functools.partial(getattr, config)
     heads = config.num_attention_heads
     groups = get("num_key_value_heads", None) or heads
     size = next((get(name) for name in HEAD_SIZES if get(name, None)), None)
@@ -267,15 +265,9 @@ def primed(config):
         "num_key_value_heads": new["g"],
     }
     values |= dict.fromkeys(HEAD_SIZES, new["d"])
-    for name in WIDTHS:
+    for name in models.WIDTHS:
         if get(name, None):
             real["f"], values[name] = get(name), new["f"]
     if get("max_position_embeddings", None):
         real["P"], values["max_position_embeddings"] = config.max_position_embeddings, new["P"]
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        if isinstance(get(name, None), int) and get(name) >= new["V"]:
-            values[name] = new["V"] - 1
-    for name, value in values.items():
-        if get(name, None) is not None:
-            setattr(small, name, value)
-    return small, real
+    return models.resized(config, **values), real

@@ -14,11 +14,13 @@ import numpy as np
 
 from memlab import models
 from memlab.closed_form import PRIMED, SYMBOLS, coefficients, key, primed, product, tables
-from memlab.gpus import cublas_workspace
+from memlab.footprint import Category
+from memlab.gpus import ANY_CARD
 from memlab.recipe import Recipe
-from memlab.simulation import trace
+from memlab.simulation import log_of
 from memlab.trace import depth
 from memlab.trace.allocator import MEDIUM_REQUEST
+from memlab.trace.events import Birth, Death, Mark
 
 
 def derive(recipe: Recipe) -> dict:
@@ -34,7 +36,7 @@ def derive(recipe: Recipe) -> dict:
     if recipe.lora_rank:
         changes["lora_rank"] = PRIMED["r"]
     logs = [
-        trace(replace(recipe, model=depth.with_layers(prime, number), **changes))
+        log_of(replace(recipe, model=models.with_layers(prime, number), **changes))
         for number in depth.SHALLOW
     ]
     blocks, (_, three, four), kinds = depth.agreed_growth(logs)
@@ -58,7 +60,7 @@ def derive(recipe: Recipe) -> dict:
 
 def _factored(category: str, nbytes: int) -> list:
     """[category, coefficient, {symbol: power}] of a size in primed dimensions."""
-    if category == "workspaces" and nbytes == cublas_workspace((8, 0)):
+    if category == Category.WORKSPACES and nbytes == ANY_CARD.workspace:
         return [category, 1, {"W": 1}]
     if nbytes % (PRIMED["s"] + 1) == 0:  # shifted labels are padded by one token for a moment
         nbytes = nbytes // (PRIMED["s"] + 1) * PRIMED["s"]
@@ -76,9 +78,9 @@ def _moments(three, four, blocks, kinds):
     tensors, places = [], {}
     changes = np.zeros(len(kinds), int), np.zeros(len(kinds), int)  # tensor, +1 or -1
     for i, kind in enumerate(kinds):
-        birth = kind[1] if kind[0] == "death" else kind
-        if birth[0] == "birth":
-            tensor = _factored(birth[2], birth[1])
+        birth = kind.birth if type(kind) is Death else kind
+        if type(birth) is Birth:
+            tensor = _factored(birth.category, birth.nbytes)
             name = json.dumps(tensor)
             if name not in places:
                 places[name] = len(tensors)
@@ -91,7 +93,7 @@ def _moments(three, four, blocks, kinds):
         return change.cumsum(axis=0)
 
     low, high = levels(three), levels(four)
-    start = int(np.flatnonzero(three == kinds.index(depth.RESET))[-1])
+    start = int(np.flatnonzero(three == kinds.index(Mark.RESET))[-1])
     pairs, shift, waiting = [], 0, list(blocks)  # (place in three, the like place in four)
     for t in range(len(three)):
         while waiting and waiting[0][0] <= t:
@@ -101,13 +103,13 @@ def _moments(three, four, blocks, kinds):
             pairs += [(place - size + u, place + shift + u) for u in range(size)]
             shift += size
         pairs.append((t, t + shift))
-    pairs = [p for p in pairs if p[0] >= start and kinds[three[p[0]]][0] == "birth"]
+    pairs = [p for p in pairs if p[0] >= start and type(kinds[three[p[0]]]) is Birth]
     at, like = np.array(pairs).T
     once, each = low[at], high[like] - low[at]
     chosen = _largest(tensors, once, each)
     moments = [
         {
-            "phase": kinds[three[at[i]]][3],
+            "phase": str(kinds[three[at[i]]].phase),
             "counts": [
                 [int(t), int(once[i, t]), int(each[i, t])]
                 for t in np.flatnonzero((once[i] != 0) | (each[i] != 0))

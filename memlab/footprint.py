@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from memlab.units import mib
 
-# The order in which they are printed and drawn. `workspaces` is memory that CUDA libraries and
-# kernels take for themselves; `rounding` is what the allocator's blocks have over the tensors.
-CATEGORIES = (
-    "parameters",
-    "gradients",
-    "optimizer_states",
-    "activations",
-    "temporary",
-    "inputs",
-    "buffers",
-    "workspaces",
-    "rounding",
-)
-NOT_TENSORS = ("workspaces", "rounding")
+
+class _Word(StrEnum):
+    """A text with a closed list of values, which prints as the text that it is."""
+
+    __repr__ = str.__repr__
+
+
+class Category(_Word):
+    """What memory is for, in the order of printing and drawing.
+
+    Workspaces are memory that CUDA libraries and kernels take for themselves; rounding is what
+    the allocator's blocks have over the tensors.
+    """
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATES = "optimizer_states"
+    ACTIVATIONS = "activations"
+    TEMPORARY = "temporary"
+    INPUTS = "inputs"
+    BUFFERS = "buffers"
+    WORKSPACES = "workspaces"
+    ROUNDING = "rounding"
+
+
+NOT_TENSORS = (Category.WORKSPACES, Category.ROUNDING)
+
+
+class Phase(_Word):
+    """What a training step is at: zero_grad is after a step, until the next tensor is born."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "optimizer step"
+    ZERO_GRAD = "zero_grad"
+    UNKNOWN = "unknown"  # CUDA's counters tell no phase
 
 
 @dataclass(frozen=True)
@@ -32,7 +55,7 @@ class Life:
     """
 
     nbytes: int
-    category: str
+    category: Category
     module: str
     operation: str
     born: int
@@ -47,12 +70,12 @@ class Timeline:
     first event. lives: everything that lived. peak: the moment of the highest sum.
     """
 
-    phases: list[str]
-    levels: dict[str, list[int]]
+    phases: list[Phase]
+    levels: dict[Category, list[int]]
     lives: list[Life] = field(default_factory=list, repr=False)
     peak: int = 0
 
-    def spans(self) -> list[tuple[str, int, int]]:
+    def spans(self) -> list[tuple[Phase, int, int]]:
         """(phase, first event, event after the last) of each unbroken stretch."""
         spans, start = [], 0
         for i in range(1, len(self.phases) + 1):
@@ -80,7 +103,7 @@ class Timeline:
         depth: how many parts of a path count, 2 for `bert.encoder`; None for all of them. What
         libraries and the allocator hold stands under its category.
         """
-        found = {"rounding": self.levels["rounding"][moment]}
+        found = {Category.ROUNDING: self.levels[Category.ROUNDING][moment]}
         for life in self.alive(moment):
             name = life.module
             if life.category in NOT_TENSORS:
@@ -101,7 +124,7 @@ class Footprint:
         which has no caching allocator, and from `memlab.formula`, which gives a range only.
     breakdown: bytes by category at that moment; sums to peak_allocated.
     reserved_range: (lowest, highest) peak_reserved, where it is not one number: a 4-bit or 8-bit
-        base leaves more or less behind, by the way it was loaded (`memlab.loading`), and
+        base leaves more or less behind, by the way it was loaded (`memlab.card.loading`), and
         `memlab.formula` knows no order of events; else None.
     peak_phase: `forward`, `backward` or `optimizer step`.
     parameters, trainable_parameters: counts, not bytes.
@@ -111,8 +134,8 @@ class Footprint:
 
     peak_allocated: int
     peak_reserved: int | None
-    breakdown: dict[str, int]
-    peak_phase: str
+    breakdown: dict[Category, int]
+    peak_phase: Phase
     parameters: int | None = None
     trainable_parameters: int | None = None
     context: int | None = None
@@ -140,10 +163,10 @@ class Footprint:
         # On CUDA the peak is the counters', and the timeline is of a step that was traced.
         rest = self.peak_allocated - sum(modules.values())
         if rest:
-            modules["rounding"] = modules.get("rounding", 0) + rest
+            modules[Category.ROUNDING] = modules.get(Category.ROUNDING, 0) + rest
         return modules
 
-    def worst_of_each_phase(self) -> dict[str, int]:
+    def worst_of_each_phase(self) -> dict[Phase, int]:
         """Bytes at the highest moment of each phase, in the order of the step.
 
         Raises ValueError for a footprint without a timeline.

@@ -17,6 +17,7 @@ loaded at the start, and a context took 0.7 to 1.3 GiB (pytorch/pytorch#86509, #
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from memlab.units import MiB
@@ -52,26 +53,32 @@ def native_dtypes(capability: tuple[int, int]) -> tuple[str, ...]:
 class GPU:
     """One kind of card. total_memory, context and workspace are bytes; capability (major, minor).
 
+    total_memory is None for a card without a limit, context where it is not known.
+
     processors is the number of streaming multiprocessors, as NVIDIA's data sheets give it; some
     libraries choose kernels by it. sources says where total_memory and context come from.
     """
 
     name: str
-    total_memory: int
-    context: int
+    total_memory: int | None
+    context: int | None
     capability: tuple[int, int]
     processors: int
     sources: str
 
     @property
-    def usable(self) -> int:
+    def usable(self) -> int | None:
         """Bytes left to PyTorch's allocator: the total less the context."""
-        return self.total_memory - self.context
+        return None if self.total_memory is None else self.total_memory - self.context
 
     @property
     def workspace(self) -> int:
         """Bytes of one cuBLAS workspace."""
         return cublas_workspace(self.capability)
+
+    def without_limit(self) -> GPU:
+        """The same card with as much memory as it is asked for."""
+        return dataclasses.replace(self, total_memory=None)
 
     @property
     def native_dtypes(self) -> tuple[str, ...]:
@@ -117,6 +124,10 @@ GPUS: dict[str, GPU] = {
 }
 
 
+# Where no card is named: no limit, and the other rules of an A100.
+ANY_CARD = GPU("a card without a limit", None, None, (8, 0), 108, "no card was named")
+
+
 def _key(name: str) -> str:
     kept = "".join(letter for letter in name.lower() if letter.isalnum())
     for word in ("nvidia", "geforce", "tesla", "16gb"):
@@ -124,17 +135,19 @@ def _key(name: str) -> str:
     return kept
 
 
-def find_gpu(card: str | int | float | GPU) -> GPU:
+def find_gpu(card: str | int | float | GPU | None) -> GPU:
     """The card of a name ("T4", "rtx 4090", "a100-80gb"), of so many bytes, or as it is.
 
-    A number of bytes is what PyTorch's allocator may take, so its context is 0; the other rules are
-    those of an A100. Raises ValueError for an unknown name and for less than 1 byte.
+    None is `ANY_CARD`. A number of bytes is what PyTorch's allocator may take, so its context is
+    0; the other rules are those of `ANY_CARD`. Raises ValueError for an unknown name and for less
+    than 1 byte.
     """
-    if isinstance(card, GPU):
-        return card
+    if card is None or isinstance(card, GPU):
+        return card or ANY_CARD
     if isinstance(card, (int, float)) and not isinstance(card, bool) and 1 <= card < float("inf"):
         size = f"{card / MiB:,.0f} MiB" if card >= MiB else f"{card} bytes"
-        return GPU(size, int(card), 0, (8, 0), 108, "given by the caller")
+        given = {"total_memory": int(card), "context": 0, "sources": "given by the caller"}
+        return dataclasses.replace(ANY_CARD, name=size, **given)
     if isinstance(card, str):
         named = {_key(name): known for name, known in GPUS.items()}
         if _key(card) in named:

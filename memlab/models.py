@@ -28,6 +28,8 @@ _PUBLISHED = json.loads((Path(__file__).parent / "data" / "models.json").read_te
 MODELS: dict[str, str] = {name: fields.pop("hub") for name, fields in _PUBLISHED.items()}
 MODELS |= {f"{name}-tiny": f"a tiny twin of {hub}" for name, hub in list(MODELS.items())}
 
+# How architectures call the width of their feed-forward layers.
+WIDTHS = ("intermediate_size", "hidden_dim", "d_ff", "n_inner")
 TASKS = ("sequence-classification", "causal-lm", "masked-lm", "seq2seq-lm")
 _CLASSES = {
     "sequence-classification": modeling_auto.AutoModelForSequenceClassification,
@@ -123,7 +125,7 @@ def twin(model) -> PretrainedConfig:
         raise ValueError(
             f"no tiny twin for model type {tiny.model_type!r}: allowed are {', '.join(families)}"
         )
-    heads, wide, layers = tiny.num_attention_heads, tiny.hidden_size, tiny.num_hidden_layers
+    heads, wide = tiny.num_attention_heads, tiny.hidden_size
     key_value_heads = getattr(tiny, "num_key_value_heads", None) or heads
     grouped = key_value_heads < heads
     new_heads = 2 * (heads // key_value_heads) if grouped else 4
@@ -135,24 +137,39 @@ def twin(model) -> PretrainedConfig:
         "head_dim": new_wide // new_heads,
         "hidden_size": new_wide,
         "pooler_hidden_size": new_wide,
-        "num_hidden_layers": 2,
-        "num_decoder_layers": 2,
         "max_window_layers": 2,
     }
-    for name in ("intermediate_size", "hidden_dim", "d_ff", "n_inner"):
+    for name in WIDTHS:
         values[name] = round((getattr(tiny, name, None) or 0) * new_wide / wide / 16) * 16
     values["d_kv"] = (getattr(tiny, "d_kv", None) or 0) * heads * new_wide // (wide * new_heads)
-    values = {name: new for name, new in values.items() if getattr(tiny, name, None) is not None}
+    return resized(with_layers(tiny, 2), **values)
+
+
+def resized(model, **values) -> PretrainedConfig:
+    """A copy of a config with these values, as far as the architecture has such fields.
+
+    Special tokens beyond a smaller vocabulary become its last entry.
+    """
+    small = config(model)
+    for name, value in values.items():
+        if getattr(small, name, None) is not None:
+            setattr(small, name, value)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        old = getattr(tiny, name, None)
-        if isinstance(old, int) and old >= values["vocab_size"]:
-            values[name] = values["vocab_size"] - 1
-    types = getattr(tiny, "layer_types", None)
-    if types is not None and len(types) == layers:
-        values["layer_types"] = types[:2]
-    for name, new in values.items():
-        setattr(tiny, name, new)
-    return tiny
+        token = getattr(small, name, None)
+        if isinstance(token, int) and token >= small.vocab_size:
+            setattr(small, name, small.vocab_size - 1)
+    return small
+
+
+def with_layers(model, layers: int) -> PretrainedConfig:
+    """A copy of a config with so many layers (in an encoder and in a decoder)."""
+    full = config(model)
+    lists = {
+        name: value[:layers]
+        for name, value in vars(full).items()
+        if isinstance(value, (list, tuple)) and len(value) == full.num_hidden_layers
+    }
+    return resized(full, num_hidden_layers=layers, num_decoder_layers=layers, **lists)
 
 
 def tasks(model) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from memlab.footprint import Footprint
-from memlab.gpus import GPU, find_gpu
+from memlab.gpus import GPU, GPUS, find_gpu
 from memlab.recipe import Recipe
 from memlab.simulation import event_log, serve
 from memlab.units import MiB, mib
@@ -73,8 +73,10 @@ def fits(recipe: Recipe, gpu: GPU | str | int, margin: float = MARGIN) -> Fit:
     if not margin >= 0:
         raise ValueError(f"margin is {margin!r}: allowed are numbers from 0")
     card = find_gpu(gpu)
+    if card.total_memory is None:
+        raise ValueError(f"gpu is {gpu!r}: allowed are {', '.join(GPUS)}, or a number of bytes")
     log = event_log(recipe, card)
-    footprint = serve(recipe, log, dataclasses.replace(card, total_memory=2**60))
+    footprint = serve(recipe, log, card.without_limit())
     _, most = footprint.reserved_range or (None, footprint.peak_reserved)
     needed = most + card.context
     kept = int(margin * needed) + CONTEXT_MARGIN * (card.context > 0)

@@ -1,13 +1,10 @@
-"""Frozen 4-bit and 8-bit bases for LoRA (QLoRA), by bitsandbytes, real and without data."""
+"""Frozen 4-bit and 8-bit bases for LoRA (QLoRA), by bitsandbytes."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
-import sys
 import warnings
-from unittest import mock
 
 import torch
 from transformers.pytorch_utils import Conv1D
@@ -111,93 +108,3 @@ def constants_of_layers(model: torch.nn.Module) -> list[torch.Tensor]:
     states = [getattr(module, "state", None) for module in model.modules()]
     found = [getattr(state, "SCB", None) for state in states]
     return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
-
-
-# ---------------------------------------------------------------------- without data
-
-
-@contextlib.contextmanager
-def weights_without_data():
-    """Let bitsandbytes' quantized layers be built, moved and trained on fake tensors.
-
-    Its parameter classes wrap a tensor in a subclass, which a fake tensor refuses; an ordinary
-    parameter with the same attributes serves, and `quantized` stands for its `.to(device)`.
-    """
-    if "bitsandbytes" not in sys.modules:
-        yield
-        return
-    bitsandbytes = sys.modules["bitsandbytes"]
-    with contextlib.ExitStack() as stack:
-        for target, name, replacement in (
-            (bitsandbytes.nn.Params4bit, "__new__", _params4bit),
-            (bitsandbytes.nn.Int8Params, "__new__", _int8_params),
-            (bitsandbytes.nn.modules, "has_avx512bf16", lambda: False),
-        ):
-            stack.enter_context(mock.patch.object(target, name, replacement))
-        yield
-
-
-@contextlib.contextmanager
-def int8_products_of_cuda():
-    """Let 8-bit layers multiply 8-bit numbers on cpu tensors, which they do on CUDA only."""
-    if "bitsandbytes" not in sys.modules:
-        yield
-        return
-    autograd = sys.modules["bitsandbytes.autograd._functions"]
-
-    def matmul(A, B, out=None, state=None, threshold=0.0, bias=None):
-        return autograd.MatMul8bitLt.apply(A, B, out, bias, state)
-
-    with mock.patch.object(sys.modules["bitsandbytes"], "matmul", matmul):
-        yield
-
-
-def is_to_be(parameter) -> bool:
-    """Whether a parameter of `weights_without_data` is one that is quantized, now or later."""
-    return hasattr(parameter, "_memlab_quantizes_as")
-
-
-def source_dtype(parameter) -> torch.dtype:
-    """In which it comes to the card; Int8Params converts it on the way, as `_quantize` says."""
-    converted = hasattr(parameter, "SCB") and parameter.is_floating_point()
-    return torch.float16 if converted else parameter.dtype
-
-
-def quantized(parameter, device) -> bool:
-    """Quantize a parameter of `weights_without_data` that is not yet; whether it was one."""
-    if not is_to_be(parameter):
-        return False
-    if parameter.data.dtype not in (torch.uint8, torch.int8):
-        parameter._memlab_quantizes_as._quantize(parameter, device)
-    return True
-
-
-def _params4bit(
-    cls,
-    data=None,
-    requires_grad=False,
-    quant_state=None,
-    blocksize=None,
-    compress_statistics=True,
-    quant_type="fp4",
-    quant_storage=torch.uint8,
-    module=None,
-    bnb_quantized=False,
-    **kwargs,
-):
-    parameter = torch.nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
-    parameter._memlab_quantizes_as = cls
-    parameter.blocksize, parameter.quant_type = blocksize or 64, quant_type
-    parameter.compress_statistics, parameter.quant_storage = compress_statistics, quant_storage
-    parameter.quant_state, parameter.bnb_quantized = quant_state, bnb_quantized
-    parameter.module = module
-    return parameter
-
-
-def _int8_params(
-    cls, data=None, requires_grad=True, has_fp16_weights=False, CB=None, SCB=None, **_
-):
-    parameter = torch.nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
-    parameter._memlab_quantizes_as = cls
-    parameter.has_fp16_weights, parameter.CB, parameter.SCB = has_fp16_weights, CB, SCB
-    return parameter

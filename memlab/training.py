@@ -28,14 +28,14 @@ class Training:
     seed: of the weights, the data and the dropout.
     built_in: a context in which the model is made before it moves to `device`. On a GPU
         a large one is made in seconds, on its host in minutes; a base is made on the host, and
-        quantized weight by weight when it moves. moved_in: a context of that move.
+        quantized weight by weight when it moves.
 
     Attributes: model (torch.nn.Module), optimizer (torch.optim.Optimizer), batches (a list of
     `recipe.accumulation` dictionaries of int64 tensors, input_ids of shape
     [batch_size, seq_len]), scaler (torch.amp.GradScaler, at work for fp16-amp only).
     """
 
-    def __init__(self, recipe: Recipe, device="cpu", seed: int = 0, built_in=None, moved_in=None):
+    def __init__(self, recipe: Recipe, device="cpu", seed: int = 0, built_in=None):
         self.recipe, self.device = recipe, torch.device(device)
         config = models.config(recipe.model)
         dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
@@ -45,8 +45,7 @@ class Training:
             self.model = models.build(config, recipe.task, dtype, recipe.attention, seed)
             if recipe.base != "none":
                 quantized.quantize_base(self.model, recipe)
-        with moved_in or contextlib.nullcontext():
-            self.model.to(self.device)
+        self.model.to(self.device)
         if recipe.base != "none" and recipe.upcast:
             quantized.cast_the_rest(self.model)
         if recipe.freeze:
@@ -166,6 +165,18 @@ def add_lora(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
     )
     model = peft.get_peft_model(model, config, autocast_adapter_dtype=recipe.lora_fp32)
     return model.train()
+
+
+def import_libraries(recipe: Recipe) -> None:
+    """Import what a recipe needs beside torch and transformers.
+
+    Done before a simulation, because some packages make tensors when they are imported. Raises
+    ValueError for one that is not installed.
+    """
+    if recipe.optimizer.endswith("8bit") or recipe.base != "none":
+        quantized.import_bitsandbytes(f"optimizer {recipe.optimizer}, base {recipe.base}")
+    if recipe.lora_rank:
+        import_peft()
 
 
 def import_peft():

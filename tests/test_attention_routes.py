@@ -8,7 +8,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memlab import SimulatedGPU
 from memlab.card.attention import sdpa_refusals, sdpa_route
-from memlab.card.kernels import cuda_kernels
+from memlab.card.rules import cuda_kernels
+from memlab.gpus import ANY_CARD
 from memlab.trace.tracer import Tracer
 
 HALF, BF16, FULL = torch.float16, torch.bfloat16, torch.float32
@@ -114,12 +115,12 @@ def test_a_simulated_card_takes_its_own_route():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_attention_is_linear_in_length_and_math_is_quadratic(dtype):
     def bytes_kept(length, *backends):
-        with FakeTensorMode(), cuda_kernels(), sdpa_kernel(list(backends)):
+        with FakeTensorMode(), cuda_kernels(ANY_CARD), sdpa_kernel(list(backends)):
             shape = (1, 4, length, 64)
             qkv = [torch.zeros(shape, dtype=dtype, requires_grad=True) for _ in range(3)]
             with Tracer() as tracer:
                 out = F.scaled_dot_product_attention(*qkv)
-                kept = sum(event[0] for event in tracer.events)
+                kept = sum(entry.change for entry in tracer.entries)
         assert out.requires_grad
         return kept
 
@@ -131,23 +132,23 @@ def test_fused_attention_is_linear_in_length_and_math_is_quadratic(dtype):
 
 @pytest.mark.parametrize("columns, kept_columns", [(504, 504), (505, 512), (509, 512)])
 def test_a_mask_is_kept_in_rows_of_a_multiple_of_eight(columns, kept_columns):
-    with FakeTensorMode(), cuda_kernels():
+    with FakeTensorMode(), cuda_kernels(ANY_CARD):
         q, k, v = (torch.zeros(2, 4, columns, 64, requires_grad=True) for _ in range(3))
         hide = torch.zeros(2, 1, columns, columns, dtype=torch.bool)
         with Tracer() as tracer:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=hide)
-        sizes = {event[0] for event in tracer.events}
+        sizes = {entry.change for entry in tracer.entries}
     assert out.shape == (2, 4, columns, 64)
     assert 2 * columns * kept_columns * 4 in sizes
 
 
 def test_flash_takes_fewer_key_heads_as_they_are():
-    with FakeTensorMode(), cuda_kernels():
+    with FakeTensorMode(), cuda_kernels(ANY_CARD):
         query = torch.zeros(1, 8, 16, 64, dtype=BF16, requires_grad=True)
         key = torch.zeros(1, 2, 16, 64, dtype=BF16, requires_grad=True)
         with Tracer() as tracer:
             out = F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
-        sizes = [event[0] for event in tracer.events]
+        sizes = [entry.change for entry in tracer.entries]
     assert out.shape == query.shape
     assert sizes.count(query.nbytes) == 1  # the output; no key is repeated
 
@@ -197,10 +198,10 @@ def test_other_batches_and_masks_that_are_not_contiguous_take_math():
 
 
 def test_flash_pads_the_head_size_to_a_multiple_of_eight():
-    with FakeTensorMode(), cuda_kernels():
+    with FakeTensorMode(), cuda_kernels(ANY_CARD):
         query = torch.zeros(1, 2, 128, 50, dtype=BF16, requires_grad=True)
         with Tracer() as tracer:
             out = F.scaled_dot_product_attention(query, query, query)
     assert out.shape == query.shape
     padded = 2 * 128 * 56 * 2
-    assert [event[0] for event in tracer.events].count(padded) == 4
+    assert [entry.change for entry in tracer.entries].count(padded) == 4

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from memlab import Recipe, SimulatedGPU, models
-from memlab.card.kernels import RULES, _bitsandbytes_cuda_module
+from memlab.card.bitsandbytes import cuda_module
+from memlab.card.rules import RULES
 from memlab.evidence.accuracy import simulate_on_cpu
 from memlab.evidence.effects import changed_bytes
 from memlab.quantized import import_bitsandbytes
@@ -44,7 +45,8 @@ def test_the_rows_lead_from_the_cpu_to_the_card(recipe, changing):
     plain = simulate_on_cpu(recipe).peak_tensors
     assert rows["the CPU's kernels"].nbytes == pytest.approx(plain, rel=1e-4)
     with SimulatedGPU("T4") as gpu:
-        whole = gpu.footprint_of(two_steps(recipe, gpu))
+        two_steps(recipe, gpu)
+    whole = gpu.footprint
     assert sum(row.nbytes for row in rows.values()) == whole.peak_allocated
     met = {name for name in RULES if rows[name].nbytes}
     assert changing <= met, {name: rows[name].nbytes for name in RULES}
@@ -54,7 +56,7 @@ def test_the_rows_lead_from_the_cpu_to_the_card(recipe, changing):
 
 def source_of(operator):
     """bitsandbytes' CUDA kernel of an operator, as Python text."""
-    text = inspect.getsource(_bitsandbytes_cuda_module())
+    text = inspect.getsource(cuda_module())
     return re.split(r"\n@register_kernel|\ndef ", text.split(f'"bitsandbytes::{operator}"')[1])[1]
 
 

@@ -5,10 +5,10 @@ import torch
 
 from memlab import SimulatedGPU
 from memlab.card.kernels import CUBLASLT_WORKSPACE
-from memlab.card.memory import Replay
+from memlab.card.memory import CardMemory, card_footprint
+from memlab.footprint import Phase
 from memlab.gpus import cublas_workspace, find_gpu
-from memlab.trace.allocator import CachingAllocator
-from memlab.trace.ledger import BACKWARD
+from memlab.trace.ledger import Ledger
 
 MiB = 2**20
 
@@ -68,9 +68,10 @@ def test_what_is_freed_is_given_again_and_a_full_card_says_so_in_pytorchs_words(
 
 
 def test_a_replay_is_told_when_and_where():
-    replay = Replay(find_gpu("T4"), CachingAllocator())
-    replay.phase, replay.module = BACKWARD, "encoder"
-    replay._death(replay._birth(1000, "temporary"))
-    found = replay.footprint()
-    assert (found.peak_allocated, found.peak_phase) == (1024, BACKWARD)
+    ledger = Ledger(CardMemory(find_gpu("T4")))
+    storage = ledger.birth(1000, "temporary", Phase.BACKWARD, "encoder")
+    ledger.death(storage, Phase.BACKWARD)
+    found = card_footprint(ledger)
+    assert (found.peak_allocated, found.peak_phase) == (1024, "backward")
+    assert found.device_used == found.peak_reserved + find_gpu("T4").context
     assert [life.module for life in found.timeline.lives] == ["encoder"]

@@ -8,8 +8,11 @@ import torch
 
 from memlab import Recipe, models, simulate
 from memlab.card.gpu import SimulatedGPU
-from memlab.simulation import trace, two_steps
+from memlab.card.memory import card_footprint
+from memlab.gpus import ANY_CARD
+from memlab.simulation import log_of, serve, two_steps
 from memlab.trace import depth
+from memlab.trace.log import Log
 
 FULL = {"optimizer": "adamw_torch_loop", "accumulation": 2}
 FROZEN = {"freeze": "embeddings", "optimizer": "adamw_torch_fused"}
@@ -23,12 +26,12 @@ def six_layers_are_deep(monkeypatch):
 
 
 def deep(model, layers=6):
-    return depth.with_layers(models.config(model), layers)
+    return models.with_layers(model, layers)
 
 
 def at_full_depth(recipe, gpu=None):
     with SimulatedGPU(gpu) as simulated:
-        return simulated.footprint_of(two_steps(recipe, simulated))
+        return card_footprint(simulated.tracer, two_steps(recipe, simulated))
 
 
 @pytest.mark.parametrize(
@@ -47,8 +50,8 @@ def at_full_depth(recipe, gpu=None):
 )
 def test_it_equals_full_depth(model, changes):
     recipe = Recipe(model=deep(model), seq_len=64, **changes)
-    log = depth.log_at_full_depth(recipe, trace)
-    extended, full = SimulatedGPU().replay(log), at_full_depth(recipe)
+    log = depth.log_at_full_depth(recipe, log_of)
+    extended, full = serve(recipe, log, ANY_CARD), at_full_depth(recipe)
     assert extended == full
     assert extended.timeline.phases == full.timeline.phases
 
@@ -92,7 +95,7 @@ def test_what_it_leaves_to_the_full_depth(changes):
 
 
 def log(letters):
-    return depth.Log(list(letters), Counter({(10, False): 1, (5, True): letters.count("f")}))
+    return Log(list(letters), Counter({(10, False): 1, (5, True): letters.count("f")}))
 
 
 def test_blocks_are_repeated():

@@ -2,36 +2,26 @@
 
 import pytest
 
+from memlab.footprint import Phase
 from memlab.trace.allocator import CachingAllocator
-from memlab.trace.ledger import BACKWARD, FORWARD, STEP, EventLog
+from memlab.trace.ledger import Ledger
 
 MiB = 2**20
 
 
-class Told(EventLog):
-    """A log that is told phase and module."""
-
-    phase, module = FORWARD, "layer"
-
-    def _phase(self):
-        return self.phase
-
-    def _module(self):
-        return self.module
+FORWARD, BACKWARD, STEP = Phase.FORWARD, Phase.BACKWARD, Phase.STEP
 
 
 @pytest.fixture
 def log():
     """Two activations of 3 and 5 bytes, a gradient of 2 in the backward pass, a state of 4."""
-    log = Told()
-    small = log._birth(3, "activations")
-    large = log._birth(5, "activations")
-    log.phase, log.module = BACKWARD, "head"
-    log._birth(2, "gradients")
-    log._death(large)
-    log._death(small)
-    log.phase = STEP
-    log._birth(4, "optimizer_states")
+    log = Ledger()
+    small = log.birth(3, "activations", FORWARD, "layer")
+    large = log.birth(5, "activations", FORWARD, "layer")
+    log.birth(2, "gradients", BACKWARD, "head")
+    log.death(large, BACKWARD)
+    log.death(small, BACKWARD)
+    log.birth(4, "optimizer_states", STEP, "head")
     return log
 
 
@@ -43,21 +33,20 @@ def test_the_peak_is_the_highest_sum_and_is_broken_down_where_it_was(log):
 
 
 def test_the_first_of_equal_peaks_is_the_peak(log):
-    log._birth(4, "temporary")  # 10 again
+    log.birth(4, "temporary", STEP)  # 10 again
     assert log.peak()[2:] == (BACKWARD, 2)
 
 
 def test_after_a_reset_the_peak_begins_with_what_is_there(log):
     log.reset_peak()
     assert log.peak() == (6, 0, FORWARD, 5)
-    log._birth(1, "temporary")
+    log.birth(1, "temporary", STEP)
     assert log.footprint().peak_allocated == 7
     assert log.footprint().timeline.totals() == [6, 7]
 
 
 def test_what_was_there_before_counts_in_every_moment(log):
-    log._describe(100, "parameters")
-    log._before = 100
+    log.existed(100, "parameters")
     found = log.footprint()
     assert found.peak_allocated == 110 and found.breakdown["parameters"] == 100
     assert found.timeline.totals() == [100, 103, 108, 110, 105, 102, 106]
@@ -79,21 +68,19 @@ def test_lives_say_from_when_to_when_and_whose(log):
 
 
 def test_a_graph_that_dies_after_the_backward_pass_still_belongs_to_it():
-    log = Told()
-    kept = log._birth(3, "activations")
-    log.phase = BACKWARD
-    log._birth(2, "gradients")
-    log.phase = FORWARD  # the engine has ended
-    log._death(kept)
-    log._birth(1, "activations")
-    assert [phase for *_, phase, _, _ in log.events] == [FORWARD, BACKWARD, BACKWARD, FORWARD]
+    log = Ledger()
+    kept = log.birth(3, "activations", FORWARD)
+    log.birth(2, "gradients", BACKWARD)
+    log.death(kept, FORWARD)  # the engine has ended
+    log.birth(1, "activations", FORWARD)
+    assert [entry.phase for entry in log.entries] == [FORWARD, BACKWARD, BACKWARD, FORWARD]
 
 
 def test_with_an_allocator_blocks_and_segments_count():
-    log = Told(CachingAllocator())
-    first = log._birth(1000, "activations")
-    log._birth(3 * MiB + 1, "gradients")
-    log._death(first)
+    log = Ledger(CachingAllocator())
+    first = log.birth(1000, "activations", FORWARD)
+    log.birth(3 * MiB + 1, "gradients", BACKWARD)
+    log.death(first, BACKWARD)
     found = log.footprint()
     assert found.peak_allocated == 1024 + 3 * MiB + 512
     assert found.breakdown["rounding"] == 24 + 511

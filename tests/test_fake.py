@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from memlab import Recipe
-from memlab.card.fake_tensors import cuda_code_on_cpu_tensors, tensors_without_data
+from memlab.card.fake_tensors import tensors_without_data
+from memlab.card.moves import cuda_code_on_cpu_tensors
 from memlab.quantized import import_bitsandbytes
 from memlab.trace.tracer import Tracer
 from memlab.training import Training

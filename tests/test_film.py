@@ -25,7 +25,7 @@ def runs():
         with SimulatedGPU() as gpu:
             steps = [(torch.nn.Linear(32, 32), torch.nn.Tanh()) for _ in range(layers)]
             chain = torch.nn.Sequential(*(torch.nn.Sequential(*step) for step in steps))
-            gpu.tracer.watch(chain)
+            gpu.watch(chain)
             x = torch.randn(64, 32, device="cuda", requires_grad=True)
             gpu.reset_peak()
             chain(x).sum().backward()

@@ -86,6 +86,12 @@ def test_a_number_of_bytes_is_all_for_the_allocator():
     assert find_gpu(card) is card
 
 
+def test_no_card_is_one_without_a_limit():
+    card = find_gpu(None)
+    assert card.usable is card.total_memory is card.context is None
+    assert card.workspace == cublas_workspace((8, 0))
+
+
 def test_a_card_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         find_gpu("T4").total_memory = 1
@@ -93,7 +99,7 @@ def test_a_card_cannot_be_changed():
 
 @pytest.mark.parametrize(
     "wrong",
-    ["T5", "", "A100", "TITAN", "RTX", 0, -1, 0.5, float("nan"), float("inf"), True, None, [1]],
+    ["T5", "", "A100", "TITAN", "RTX", 0, -1, 0.5, float("nan"), float("inf"), True, [1]],
 )
 def test_what_is_no_card(wrong):
     with pytest.raises(ValueError) as error:

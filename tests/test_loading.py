@@ -9,8 +9,8 @@ from memlab.card import loading
 from memlab.card.loading import LEFT_FREE, peak_reserved, reserved_range, ways
 from memlab.gpus import find_gpu
 from memlab.quantized import import_bitsandbytes
-from memlab.simulation import trace
-from memlab.trace.depth import EMPTY_CACHE, RESET
+from memlab.simulation import log_of
+from memlab.trace.events import Birth, Death, Mark
 
 import_bitsandbytes("this test")
 MiB = 2**20
@@ -19,24 +19,26 @@ QLORA = Recipe("llama-3-8b-tiny", seq_len=16, lora_rank=2, base="nf4", precision
 
 @pytest.fixture(scope="module")
 def log():
-    return trace(QLORA)
+    return log_of(QLORA)
 
 
 def weights_of(log):
-    return loading._by_weight(log)[0]
+    return loading.by_weight(log)[0]
 
 
 def births(events):
-    return sorted(event[2] for event in events if event[0] == "birth")
+    return sorted(step.nbytes for _, step in events if type(step) is Birth)
 
 
 def highest(events):
     """The most bytes that live at a time."""
     now = most = 0
-    for kind, *rest in events:
-        if kind in ("birth", "death"):
-            now += rest[1] if kind == "birth" else -rest[1]
+    for _, step in events:
+        if type(step) is Birth:
+            now += step.nbytes
             most = max(most, now)
+        elif type(step) is Death:
+            now -= step.birth.nbytes
     return most
 
 
@@ -59,11 +61,14 @@ def test_one_by_one_is_what_transformers_does(model, base, tmp_path):
             for kind, _, nbytes in simulated.tracer.allocator.trace
             if kind in ("alloc", "free")
         ]
-    log = trace(recipe)
+    log = log_of(recipe)
     _, one_by_one, *_ = ways(log, find_gpu("A100-40GB").total_memory)
-    _, afterwards = loading._by_weight(log)
+    _, afterwards = loading.by_weight(log)
     load = one_by_one[: -len(afterwards)]
-    said = [(kind == "birth", nbytes) for kind, _, nbytes in load]
+    said = [
+        (type(step) is Birth, (step if type(step) is Birth else step.birth).nbytes)
+        for _, step in load
+    ]
     assert between_births(said) == between_births(done[: len(said)])
 
 
@@ -80,18 +85,18 @@ def between_births(events):
 
 def test_every_way_makes_the_same_base(log):
     own, *others = ways(log)
-    allocated = {highest(events[events.index(RESET) :]) for events in (own, *others)}
+    allocated = {highest(events[events.index((None, Mark.RESET)) :]) for events in (own, *others)}
     assert len(allocated) == 1
     for events in others:
-        warmup = events[0][2]
+        warmup = events[0][1].nbytes
         assert births(events) == sorted([*births(own), warmup])
 
 
 def test_the_ends_hold_one_weight_and_all_of_them(log):
-    whole = sum(events[0][2] for *_, events in weights_of(log))
-    largest = max(events[0][2] for *_, events in weights_of(log))
+    whole = sum(events[0][1].nbytes for *_, events in weights_of(log))
+    largest = max(events[0][1].nbytes for *_, events in weights_of(log))
     packed = sum(map(loading._bytes_to_hold, (events for *_, events in weights_of(log))))
-    _, first, *_, last = ([e for e in events if len(e) > 2] for events in ways(log))
+    _, first, *_, last = ([e for e in events if e[0] is not None] for events in ways(log))
     count = sum(len(events) for *_, events in weights_of(log))
     assert highest(last[: count + 2]) >= whole
     assert packed <= highest(first[2 : count + 2]) <= 1.2 * packed + largest
@@ -101,8 +106,8 @@ def test_the_warm_up_leaves_room_on_the_card(log):
     _, unlimited, *_ = ways(log)
     _, tight, *_ = ways(log, LEFT_FREE + MiB)
     _, none, *_ = ways(log, LEFT_FREE)
-    assert unlimited[0][2] > MiB == tight[0][2]
-    assert none[0][1] != "warm-up"
+    assert unlimited[0][1].nbytes > MiB == tight[0][1].nbytes
+    assert none[0][0] != "warm-up"
 
 
 def test_a_way_that_runs_out_of_memory_takes_all_there_is(log):
@@ -118,7 +123,7 @@ def test_an_emptied_cache_forgets_most_of_the_loading():
     config.bos_token_id = config.eos_token_id = 1
     recipe = QLORA.but(model=config)
     kept, emptied = (simulate(recipe.but(upcast=upcast)) for upcast in (False, True))
-    assert EMPTY_CACHE not in trace(recipe.but(upcast=False)).steps
+    assert Mark.EMPTY_CACHE not in log_of(recipe.but(upcast=False)).steps
     for footprint in (kept, emptied):
         low, high = footprint.reserved_range
         assert footprint.peak_allocated <= low <= footprint.peak_reserved <= high

@@ -57,7 +57,7 @@ def test_a_failing_forward_is_left():
         with pytest.raises(RuntimeError):
             Branches()(torch.randn(1, 3))
         kept = torch.ones(8)
-    assert tracer.modules[-1] == "outside any module"
+    assert tracer.storages[-1].module == "outside any module"
     del kept
 
 

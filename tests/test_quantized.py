@@ -5,7 +5,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from memlab import Recipe, SimulatedGPU, models, simulate
-from memlab.card.kernels import _fuses_4bit_product
+from memlab.card.bitsandbytes import fuses_4bit_product
 from memlab.gpus import find_gpu
 from memlab.quantized import constants, import_bitsandbytes, numel
 from memlab.trace.tracer import Tracer
@@ -83,10 +83,10 @@ def test_bitsandbytes_own_rule_is_asked_for_the_card():
     """_gemm_4bit_use_custom_cuda: up to 4 rows always, above 1,536 never, by the card between."""
     half = torch.float16
     for name in ("T4", "A100-40GB", "H200"):
-        assert _fuses_4bit_product(find_gpu(name), half, 4, 4096, 4096)
-        assert not _fuses_4bit_product(find_gpu(name), half, 2048, 4096, 4096)
-    assert not _fuses_4bit_product(find_gpu("V100"), half, 8, 4096, 4096)
-    assert _fuses_4bit_product(find_gpu("T4"), half, 8, 4096, 4096)
+        assert fuses_4bit_product(find_gpu(name), half, 4, 4096, 4096)
+        assert not fuses_4bit_product(find_gpu(name), half, 2048, 4096, 4096)
+    assert not fuses_4bit_product(find_gpu("V100"), half, 8, 4096, 4096)
+    assert fuses_4bit_product(find_gpu("T4"), half, 8, 4096, 4096)
 
 
 def test_the_base_does_not_exist_in_half_precision_on_the_card():

@@ -96,7 +96,7 @@ def test_more_micro_batches_hold_what_two_hold(checkpointing):
     tiny = Recipe(model="bert-large-tiny", batch_size=2, seq_len=64, checkpointing=checkpointing)
     with SimulatedGPU() as gpu:
         training = Training(tiny.but(accumulation=5), gpu.device)
-        gpu.tracer.watch(training.model, inputs=training.inputs)
+        gpu.watch(training.model, inputs=training.inputs)
         training.step()
         gpu.reset_peak()
         training.step()

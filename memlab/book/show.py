@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
 
-from memlab.footprint import CATEGORIES
+from memlab.footprint import Category
 from memlab.gpus import find_gpu
 from memlab.units import MiB
 
@@ -16,7 +16,7 @@ GREY = "#808080"  # halfway between white and black: text that reads on both
 # against both grounds.
 COLOURS = dict(
     zip(
-        CATEGORIES,
+        Category,
         "#0072b2 #e69f00 #009e73 #cc79a7 #d55e00 #56b4e9 #8c8c8c #b0a000 #a6a6a6".split(),
         strict=True,
     )
@@ -67,7 +67,7 @@ def compare(rows: dict, against: str | None = None) -> pd.DataFrame:
         row = {"peak": footprint.peak_allocated / MiB}
         if footprint.peak_reserved is not None:
             row["reserved"] = footprint.peak_reserved / MiB
-        for name in CATEGORIES[:5]:
+        for name in list(Category)[:5]:
             row[name.replace("_", " ")] = footprint.breakdown.get(name, 0) / MiB
         row["peak in"] = footprint.peak_phase
         if isinstance(run, Measurement):
@@ -123,7 +123,7 @@ def bars(rows: dict, limit: str | int | None = None, title: str = ""):
     footprints = {name: getattr(run, "footprint", run) for name, run in rows.items()}
     fig, ax = figure(height=0.9 + 0.42 * len(rows))
     left = np.zeros(len(rows))
-    for name in CATEGORIES:
+    for name in Category:
         values = np.array([f.breakdown.get(name, 0) for f in footprints.values()]) / 2**30
         if values.max() > 0.002 * max(left.max(), 1e-9) and values.max() > 0:
             label = name.replace("_", " ")
@@ -155,9 +155,7 @@ def timeline(footprint, title: str = ""):
     """Memory over one step, by category, with the phases shaded; time counts events."""
     line = footprint.timeline
     fig, ax = figure(height=3.6)
-    shown = [
-        name for name in CATEGORIES if max(line.levels[name]) > 0.004 * footprint.peak_allocated
-    ]
+    shown = [name for name in Category if max(line.levels[name]) > 0.004 * footprint.peak_allocated]
     stack = [np.array(line.levels[name]) / 2**30 for name in shown]
     ax.stackplot(
         range(len(line.phases)),

@@ -1,7 +1,7 @@
 """Which kernel `scaled_dot_product_attention` takes on a CUDA card, and what that kernel keeps.
 
 PyTorch decides by the card, the dtypes, the shapes and the mask, and says nothing about it. The
-rules here are its own, read from its source; `memlab.cuda_rules` puts the kernels in place of the
+rules here are its own, read from its source; `memlab.card.rules` puts the kernels in place of the
 CPU's while a card is simulated.
 """
 
@@ -10,6 +10,8 @@ from __future__ import annotations
 import warnings
 
 import torch
+
+from memlab.card.kernels import Kernel
 
 
 def sdpa_refusals(
@@ -39,31 +41,10 @@ def sdpa_refusals(
     reasons = [] if SDPA_ROUTES[route]() else ["switched off by sdpa_kernel"]
     if route == "math":
         return reasons
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    dtypes = [torch.float16, torch.bfloat16] if capability >= (8, 0) else [torch.float16]
-    if route == "efficient":
-        dtypes = [*dtypes, torch.float32]
-    if query.dtype not in dtypes or not query.dtype == key.dtype == value.dtype:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        given = ", ".join(str(x.dtype).removeprefix("torch.") for x in (query, key, value))
-        reasons.append(f"dtypes are {given}: allowed are {names}")
+    reasons += _wrong_dtypes(route, query, key, value, capability)
     if {query.dim(), key.dim(), value.dim()} != {4}:
         return [*reasons, f"the query has {query.dim()} dimensions: allowed are 4"]
-    batches = query.size(0), key.size(0), value.size(0)
-    if len(set(batches)) > 1:
-        reasons.append(f"batch sizes are {batches}: allowed are equal ones")
-    heads = query.size(1), key.size(1), value.size(1)
-    shares = enable_gqa and route in SHARES_KEYS
-    grouped = shares and heads[1] == heads[2] and heads[0] % heads[1] == 0
-    if len(set(heads)) > 1 and not grouped:
-        allowed = "key heads that divide the query's" if shares else "equal ones"
-        reasons.append(f"heads are {heads}: allowed are {allowed}")
-    if 0 in (query.size(-2), key.size(-2)):
-        reasons.append("a length is 0: allowed are lengths from 1")
-    if {query.stride(-1), key.stride(-1), value.stride(-1)} != {1}:
-        reasons.append("the last dimension is not contiguous")
-    if attn_mask is not None and attn_mask.stride(-1) != 1:
-        reasons.append("the last dimension of attn_mask is not contiguous")
+    reasons += _wrong_shapes(route, query, key, value, attn_mask, enable_gqa)
     sizes = query.size(-1), key.size(-1), value.size(-1)
     if route == "flash":
         if capability < (8, 0):
@@ -81,9 +62,41 @@ def sdpa_refusals(
             given = "{}.{}".format(*capability)
             reasons.append(f"head size is {sizes[0]}: training on {given} allows up to 192")
         return reasons
+    half = query.dtype in (torch.float16, torch.bfloat16)
     multiple = (8 if half else 4) if capability >= (8, 0) else (8 if half else 1)
     if sizes[0] != sizes[1] or any(size % multiple for size in sizes):
         reasons.append(f"head sizes are {sizes}: allowed are multiples of {multiple}")
+    return reasons
+
+
+def _wrong_dtypes(route, query, key, value, capability) -> list[str]:
+    dtypes = [torch.float16, torch.bfloat16] if capability >= (8, 0) else [torch.float16]
+    if route == "efficient":
+        dtypes = [*dtypes, torch.float32]
+    if query.dtype in dtypes and query.dtype == key.dtype == value.dtype:
+        return []
+    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    given = ", ".join(str(x.dtype).removeprefix("torch.") for x in (query, key, value))
+    return [f"dtypes are {given}: allowed are {names}"]
+
+
+def _wrong_shapes(route, query, key, value, attn_mask, enable_gqa) -> list[str]:
+    reasons = []
+    batches = query.size(0), key.size(0), value.size(0)
+    if len(set(batches)) > 1:
+        reasons.append(f"batch sizes are {batches}: allowed are equal ones")
+    heads = query.size(1), key.size(1), value.size(1)
+    shares = enable_gqa and route in SHARES_KEYS
+    grouped = shares and heads[1] == heads[2] and heads[0] % heads[1] == 0
+    if len(set(heads)) > 1 and not grouped:
+        allowed = "key heads that divide the query's" if shares else "equal ones"
+        reasons.append(f"heads are {heads}: allowed are {allowed}")
+    if 0 in (query.size(-2), key.size(-2)):
+        reasons.append("a length is 0: allowed are lengths from 1")
+    if {query.stride(-1), key.stride(-1), value.stride(-1)} != {1}:
+        reasons.append("the last dimension is not contiguous")
+    if attn_mask is not None and attn_mask.stride(-1) != 1:
+        reasons.append("the last dimension of attn_mask is not contiguous")
     return reasons
 
 
@@ -131,7 +144,7 @@ def scaled_dot_product_attention(
 ):
     """Attention as CUDA's flash and memory-efficient kernels run it: no matrix of weights kept.
 
-    gpu: the `memlab.gpus.GPU` whose route counts, None for one of compute capability 8.0.
+    gpu: the `memlab.gpus.GPU` whose route counts.
 
     aten/src/ATen/native/transformers/attention.cpp, `scaled_dot_product_attention`. The kernels of
     `SHARES_KEYS` take fewer key heads than query heads as they are, math repeats them. For flash
@@ -142,19 +155,12 @@ def scaled_dot_product_attention(
         "dropout_p": dropout_p,
         "is_causal": is_causal,
         "enable_gqa": enable_gqa,
-        "capability": gpu.capability if gpu else (8, 0),
+        "capability": gpu.capability,
     }
     route = sdpa_route(query, key, value, **call)
     if route == "math":
         return torch._scaled_dot_product_attention_math(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
     if route == "flash":
         size = query.size(-1)
@@ -168,15 +174,25 @@ def scaled_dot_product_attention(
         )[0]
         return out[..., :size] if size % 8 else out
     if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            bias = torch.zeros_like(attn_mask, dtype=query.dtype)
-            attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
-        attn_mask = attn_mask.to(query.dtype)
-        columns = key.size(-2)
-        if columns % 8 and attn_mask.size(-1) == columns:  # `preprocess_mask`: rows in eights
-            attn_mask = torch.nn.functional.pad(attn_mask, (0, 8 - columns % 8))[..., :columns]
-        attn_mask = attn_mask.expand(*query.shape[:-1], columns)
+        attn_mask = _mask_of_efficient_kernel(attn_mask, query, key)
     keeps_lse = query.requires_grad or key.requires_grad or value.requires_grad
     return torch._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, keeps_lse, dropout_p, is_causal, scale=scale
     )[0]
+
+
+def _mask_of_efficient_kernel(attn_mask, query, key):
+    """The mask in the query's dtype, a row for each query, its rows in eights in memory."""
+    if attn_mask.dtype == torch.bool:
+        bias = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = bias.masked_fill_(attn_mask.logical_not(), float("-inf"))
+    attn_mask = attn_mask.to(query.dtype)
+    columns = key.size(-2)
+    if columns % 8 and attn_mask.size(-1) == columns:  # `preprocess_mask`
+        attn_mask = torch.nn.functional.pad(attn_mask, (0, 8 - columns % 8))[..., :columns]
+    return attn_mask.expand(*query.shape[:-1], columns)
+
+
+KERNELS = [
+    Kernel("attention", "scaled_dot_product_attention", scaled_dot_product_attention, of_card=True)
+]

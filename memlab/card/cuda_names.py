@@ -42,75 +42,94 @@ def cuda_answers(tracer, snapshot):
     snapshot: a function that gives what `torch.cuda.memory._snapshot()` gives.
     """
     with contextlib.ExitStack() as stack:
-
-        def answer(target, **answers):
+        for target, answers in (
+            (torch.cuda, _of_the_card(tracer)),
+            (torch.cuda.memory, {"mem_get_info": _free_and_total(tracer)}),
+            (torch._C, _of_the_driver(tracer, snapshot)),
+            (torch._C, _of_the_accelerator(tracer)),
+            (torch, {"compile": compiles_no_module, "Generator": Generator}),
+            (torch.Tensor, {"record_stream": lambda tensor, stream: None}),
+            *_refusals(),
+        ):
             for name, value in answers.items():
                 # What only builds with CUDA have is made for as long as it is asked for.
                 stack.enter_context(mock.patch.object(target, name, value, create=True))
-
-        card = torch.device("cuda", 0)
-        properties = DeviceProperties(tracer)
-        answer(
-            torch.cuda,
-            _initialized=True,
-            _cached_device_count=None,
-            _get_device_properties=lambda device: properties,
-            _check_bf16_tensor_supported=lambda device: True,  # by emulation, on any card
-            device=Selected,
-            default_generators=(torch.Generator(),),
-            current_stream=default_stream,
-            default_stream=default_stream,
-            stream=Selected,
-            set_stream=lambda stream: None,
-            Event=Event,
-            is_current_stream_capturing=lambda: False,
-        )
-        for module in (torch.cuda, torch.cuda.memory):
-            get_info = lambda device=None: only_card(device) or tracer.free_and_total()  # noqa: E731
-            answer(module, mem_get_info=get_info)
-        answer(
-            torch._C,
-            _cuda_getDeviceCount=lambda: 1,
-            _cuda_getDevice=lambda: 0,
-            _cuda_setDevice=only_card,
-            _cuda_synchronize=lambda: None,
-            _cuda_ipc_collect=lambda: None,
-            _cuda_memoryStats=lambda device: tracer.allocator.stats(),
-            _cuda_emptyCache=tracer.allocator.empty_cache,
-            _cuda_resetPeakMemoryStats=lambda device: tracer.reset_peak(),
-            _cuda_resetAccumulatedMemoryStats=lambda device: (
-                tracer.allocator.reset_accumulated_stats()
-            ),
-            _cuda_memorySnapshot=lambda pool: snapshot(),
-            # The simulation always records; the export is always there.
-            _cuda_record_memory_history=lambda *settings: None,
-            _cuda_record_memory_history_legacy=lambda *settings: None,
-            _accelerator_getAccelerator=lambda: torch.device("cuda"),
-            _accelerator_getDeviceIndex=lambda: 0,
-            _accelerator_setDeviceIndex=only_card,
-            _accelerator_getStream=default_stream,
-            _accelerator_synchronizeDevice=only_card,
-            _accelerator_isAllocatorInitialized=lambda: True,
-            _accelerator_emptyCache=tracer.allocator.empty_cache,
-            _accelerator_getDeviceStats=lambda device: tracer.allocator.stats(),
-            _accelerator_resetPeakStats=lambda device: tracer.reset_peak(),
-            _accelerator_resetAccumulatedStats=lambda device: (
-                tracer.allocator.reset_accumulated_stats()
-            ),
-            _accelerator_getMemoryInfo=lambda device: tracer.free_and_total(),
-        )
-        answer(torch, compile=compiles_no_module, Generator=Generator)
-        answer(torch.Tensor, record_stream=lambda tensor, stream: None)
-        for path, why in NOT_SIMULATED.items():
-            *modules, name = path.split(".")[1:]
-            target = functools.reduce(getattr, modules, torch)
-            refused = refuse(path, why)
-            if isinstance(getattr(target, name), type):  # also a name in annotations
-                refused = type(name, (), {"__new__": refused})
-            for module in {target, torch.cuda} if "memory" in modules else {target}:
-                answer(module, **{name: refused})
         stack.enter_context(libraries_look_again())
-        yield card
+        yield torch.device("cuda", 0)
+
+
+def _free_and_total(tracer):
+    return lambda device=None: only_card(device) or tracer.allocator.free_and_total()
+
+
+def _of_the_card(tracer) -> dict:
+    """What `torch.cuda` itself holds or decides."""
+    properties = DeviceProperties(tracer)
+    return {
+        "_initialized": True,
+        "_cached_device_count": None,
+        "_get_device_properties": lambda device: properties,
+        "_check_bf16_tensor_supported": lambda device: True,  # by emulation, on any card
+        "device": Selected,
+        "default_generators": (torch.Generator(),),
+        "current_stream": default_stream,
+        "default_stream": default_stream,
+        "stream": Selected,
+        "set_stream": lambda stream: None,
+        "Event": Event,
+        "is_current_stream_capturing": lambda: False,
+        "mem_get_info": _free_and_total(tracer),
+    }
+
+
+def _of_the_driver(tracer, snapshot) -> dict:
+    """What `torch.cuda` asks of the driver and of the allocator."""
+    memory = tracer.allocator
+    return {
+        "_cuda_getDeviceCount": lambda: 1,
+        "_cuda_getDevice": lambda: 0,
+        "_cuda_setDevice": only_card,
+        "_cuda_synchronize": lambda: None,
+        "_cuda_ipc_collect": lambda: None,
+        "_cuda_memoryStats": lambda device: memory.stats(),
+        "_cuda_emptyCache": tracer.empty_cache,
+        "_cuda_resetPeakMemoryStats": lambda device: tracer.reset_peak(),
+        "_cuda_resetAccumulatedMemoryStats": lambda device: memory.reset_accumulated_stats(),
+        "_cuda_memorySnapshot": lambda pool: snapshot(),
+        # The simulation always records; the export is always there.
+        "_cuda_record_memory_history": lambda *settings: None,
+        "_cuda_record_memory_history_legacy": lambda *settings: None,
+    }
+
+
+def _of_the_accelerator(tracer) -> dict:
+    """What `torch.accelerator` asks."""
+    memory = tracer.allocator
+    return {
+        "_accelerator_getAccelerator": lambda: torch.device("cuda"),
+        "_accelerator_getDeviceIndex": lambda: 0,
+        "_accelerator_setDeviceIndex": only_card,
+        "_accelerator_getStream": default_stream,
+        "_accelerator_synchronizeDevice": only_card,
+        "_accelerator_isAllocatorInitialized": lambda: True,
+        "_accelerator_emptyCache": tracer.empty_cache,
+        "_accelerator_getDeviceStats": lambda device: memory.stats(),
+        "_accelerator_resetPeakStats": lambda device: tracer.reset_peak(),
+        "_accelerator_resetAccumulatedStats": lambda device: memory.reset_accumulated_stats(),
+        "_accelerator_getMemoryInfo": lambda device: memory.free_and_total(),
+    }
+
+
+def _refusals():
+    """(module, {name: a function that refuses}) of everything that is not simulated."""
+    for path, why in NOT_SIMULATED.items():
+        *modules, name = path.split(".")[1:]
+        target = functools.reduce(getattr, modules, torch)
+        refused = refuse(path, why)
+        if isinstance(getattr(target, name), type):  # also a name in annotations
+            refused = type(name, (), {"__new__": refused})
+        for module in {target, torch.cuda} if "memory" in modules else {target}:
+            yield module, {name: refused}
 
 
 def only_card(device=None) -> None:
@@ -146,13 +165,13 @@ class DeviceProperties:
     """What is known of the card: what `torch.cuda.get_device_properties` is asked for."""
 
     def __init__(self, tracer):
-        self._tracer = tracer
-        self.name = tracer.gpu.name if tracer.gpu else "a card without a limit"
-        self.major, self.minor = tracer.gpu.capability if tracer.gpu else (8, 0)
+        self._memory = tracer.allocator
+        self.name = tracer.gpu.name
+        self.major, self.minor = tracer.gpu.capability
 
     @property
     def total_memory(self) -> int:
-        return self._tracer.free_and_total()[1]
+        return self._memory.free_and_total()[1]
 
     def __repr__(self):
         return f"simulated {self.name}, compute capability {self.major}.{self.minor}"

@@ -11,20 +11,18 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import pickle
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from memlab.card import cuda_names, fake_tensors, kernels
-from memlab.card.memory import CudaTracer, Replay
+from memlab.card import bitsandbytes, cuda_names, fake_tensors, moves
+from memlab.card.memory import card_footprint
+from memlab.card.rules import RULES, cuda_kernels
+from memlab.card.tracer import CardTracer
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, find_gpu
 from memlab.quantized import import_bitsandbytes
-from memlab.trace import depth
-from memlab.trace.allocator import CachingAllocator
 from memlab.trace.snapshot import take_snapshot
-from memlab.training import Training
 
 
 class SimulatedGPU:
@@ -35,7 +33,7 @@ class SimulatedGPU:
         print(gpu.footprint)
 
     gpu: a name of `memlab.gpus.GPUS`, a number of bytes, or None for a card without a limit.
-    rules: which of `memlab.card.kernels.RULES` hold; all do on a card.
+    rules: which of `memlab.card.rules.RULES` hold; all do on a card.
 
     Code written for CUDA runs unchanged: it places tensors (`.to("cuda")`, `.cuda()`,
     `device="cuda"`, `device_map="cuda"`), uses `torch.autocast("cuda")` and
@@ -49,6 +47,7 @@ class SimulatedGPU:
       paged optimizers, which lie in managed memory outside PyTorch's allocator. How much of
       those the driver keeps on the card at a time is not simulated. `tensor.device` says cpu.
     - What `torch.autograd.graph.save_on_cpu`, made inside, saves lies on the host, weights too.
+    - What is made in `host()`, a model above all, lies on the host until it moves.
     - Tensors made outside, or by a DataLoader's workers, hold data and lie on the host;
       `.to("cuda")` makes a new one on the card, `.cpu()` and `.to("cpu")` one on the host,
       except of a tensor with a gradient. Parameters made outside count as the card's from their
@@ -66,10 +65,9 @@ class SimulatedGPU:
 
     entered = False  # one card at a time
 
-    def __init__(self, gpu: GPU | str | int | None = None, rules=frozenset(kernels.RULES)):
-        self.gpu = None if gpu is None else find_gpu(gpu)
-        capacity = self.gpu.usable if self.gpu else None
-        self.tracer = CudaTracer(self.gpu, CachingAllocator(capacity), rules)
+    def __init__(self, gpu: GPU | str | int | None = None, rules=frozenset(RULES)):
+        self.gpu = find_gpu(gpu)
+        self.tracer = CardTracer(self.gpu, rules)
         self._at_exit = None
         self.device = torch.device("cpu")  # what fake tensors say of themselves
 
@@ -81,16 +79,16 @@ class SimulatedGPU:
             import_bitsandbytes("SimulatedGPU")
         tracer = self.tracer
         with contextlib.ExitStack() as stack:
-            stack.enter_context(fake_tensors.tensors_without_data(tracer.moved))
-            stack.enter_context(
-                fake_tensors.cuda_code_on_cpu_tensors(tracer.on_host, tracer.to_host)
-            )
-            stack.enter_context(fake_tensors.paged_states(tracer.zeros_on_host))
-            stack.enter_context(fake_tensors.saved_on_host(tracer))
-            rules, met = tracer.rules, tracer.met_rules
-            stack.enter_context(kernels.cuda_kernels(gpu=self.gpu, rules=rules, met=met))
-            stack.enter_context(cuda_names.cuda_answers(tracer, self.snapshot))
-            stack.enter_context(tracer)
+            for context in (
+                fake_tensors.tensors_without_data(tracer),
+                moves.cuda_code_on_cpu_tensors(tracer.on_host, tracer.copy_to_host),
+                bitsandbytes.paged_states(tracer.zeros_on_host),
+                moves.saved_on_host(tracer),
+                cuda_kernels(self.gpu, tracer.rules, tracer.met_rules),
+                cuda_names.cuda_answers(tracer, self.snapshot),
+                tracer,
+            ):
+                stack.enter_context(context)
             self._stack = stack.pop_all()
         SimulatedGPU.entered = True
         return self
@@ -100,40 +98,33 @@ class SimulatedGPU:
         self._at_exit = self.footprint  # what dies later is no part of it
         return self._stack.__exit__(*error)
 
+    def host(self):
+        """A context: what is made inside lies on the host.
+
+        A model's weights come to the card with `.to("cuda")`, one after the other.
+        """
+        return self.tracer.host()
+
+    def watch(self, model=None, optimizer=None, inputs=()) -> None:
+        """Name and count these from now on, also the parts that no operation touches."""
+        self.tracer.watch(model, optimizer, inputs)
+
     def reset_peak(self) -> None:
         """Count from here, as `torch.cuda.reset_peak_memory_stats()` does."""
         self.tracer.reset_peak()
 
     def require(self, precision: str) -> None:
         """Raise ValueError if the card computes a recipe's precision by emulation only."""
-        if self.gpu and "bf16" in precision and self.gpu.capability < (8, 0):
+        if "bf16" in precision and self.gpu.capability < (8, 0):
             raise ValueError(
                 f"precision is {precision!r}: {self.gpu.name} has no native bfloat16 and allows "
                 "fp32, fp16-amp"
             )
 
-    def replay(self, log: depth.Log) -> Footprint:
-        """The footprint of a log, served by this card's allocator."""
-        self.tracer = Replay(self.gpu, self.tracer.allocator)
-        log.replay(self.tracer)
-        return self.footprint_of(log)
-
     @property
     def footprint(self) -> Footprint:
         """The peak since the last `reset_peak`, or since the beginning."""
-        return self._at_exit or self.footprint_of(None)
-
-    def footprint_of(self, training: Training | depth.Log | None) -> Footprint:
-        """The same with the parameter counts of `training`."""
-        footprint = self.tracer.footprint()
-        context = self.gpu.context if self.gpu else None
-        return replace(
-            footprint,
-            parameters=training and training.parameters,
-            trainable_parameters=training and training.trainable_parameters,
-            context=context,
-            device_used=None if context is None else footprint.peak_reserved + context,
-        )
+        return self._at_exit or card_footprint(self.tracer)
 
     def snapshot(self) -> dict:
         """What happened on the card, in the form of `torch.cuda.memory._snapshot()`."""

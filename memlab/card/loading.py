@@ -21,20 +21,45 @@ the draws is one of orders that were tried and no proof.
 from __future__ import annotations
 
 import random
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 
 from transformers.core_model_loading import dot_natural_key
+from transformers.pytorch_utils import Conv1D
 
+from memlab.card.tracer import CardTracer
+from memlab.footprint import Category, Phase
 from memlab.trace.allocator import CachingAllocator, CapacityError
-from memlab.trace.depth import EMPTY_CACHE, RESET, Log
+from memlab.trace.events import Birth, Death, Loaded, Mark
+from memlab.trace.log import Log
+from memlab.training import Training
 
 # How often of ten times a loader thread and not the quantization is next, where both could be: 0 is
 # one by one, as today, 10 loads everything first. A draw each.
 SHARES = (0, 3, 5, 6, 7, 8, 8, 9, 9, 9.5, 9.5, 10)
 LEFT_FREE = int(1.2 * 2**30)  # what the warm-up leaves of a card: caching_allocator_warmup
 
-# An event is ("birth", number, bytes), ("death", number, bytes), RESET or EMPTY_CACHE.
+# What happens to which storage: a number, or ("file", number) for a weight as the file has it.
+Event = tuple[object, Birth | Death | Mark]
+
+
+def loaded_weights(tracer: CardTracer, training: Training) -> list[tuple[int, Loaded]]:
+    """(number of the entry, step) for every weight of a base that has come to the card."""
+    places, marks = {}, []
+    for path, module in training.model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            path_of = f"{path}.{name}"
+            places.setdefault(id(parameter), (path_of, module, parameter))  # of tied ones the first
+    for number, at in tracer.loaded.items():
+        path, module, parameter = places[number]
+        path = re.sub(r"^base_model\.model\.|\.(base_layer|original_module)(?=\.)", "", path)
+        transposed = getattr(module, "source_cls", None) is Conv1D and path.endswith("weight")
+        fp16 = training.recipe.compute_dtype == "fp16"
+        int8 = hasattr(parameter, "SCB") and fp16  # else it is converted
+        copied = int8 or transposed
+        marks.append((at, Loaded(re.sub(r"\.\d+\.", ".*.", path, count=1), int(copied))))
+    return marks
 
 
 def reserved_range(log: Log, capacity: int | None, total: int | None) -> tuple[int, int]:
@@ -48,66 +73,57 @@ def reserved_range(log: Log, capacity: int | None, total: int | None) -> tuple[i
     return min(peaks), max(peaks)
 
 
-def ways(log: Log, total: int | None = None) -> Iterator[list[tuple]]:
+def ways(log: Log, total: int | None = None) -> Iterator[list[Event]]:
     """The events of a log for each way of loading: first its own, then those of `SHARES`."""
-    weights, rest = _by_weight(log)
+    weights, rest = by_weight(log)
     yield [event for _, _, events in weights for event in events] + rest
     warmup = sum(_bytes_to_hold(events) for _, _, events in weights)
     if total is not None:
         warmup = min(warmup, total - LEFT_FREE)
     weights.sort(key=lambda weight: dot_natural_key(weight[0]))
+    block = _block("warm-up", warmup) if warmup > 0 else []
     for seed, share in enumerate(SHARES):
-        block = [("birth", "warm-up", warmup), ("death", "warm-up", warmup)] if warmup > 0 else []
         yield block + _from_pretrained(weights, share, random.Random(seed)) + rest
 
 
-def peak_reserved(events: list[tuple], capacity: int | None = None) -> int | None:
+def peak_reserved(events: list[Event], capacity: int | None = None) -> int | None:
     """The peak reserved since RESET; None where the allocator runs out of memory."""
-    allocator, addresses, peak = _WithoutStatistics(capacity), {}, 0
+    allocator, addresses, peak = CachingAllocator(capacity, statistics=False), {}, 0
     try:
-        for event in events:
-            if event[0] == "birth":
-                addresses[event[1]] = allocator.allocate(event[2])
+        for which, step in events:
+            if type(step) is Birth:
+                addresses[which] = allocator.allocate(step.nbytes)
                 peak = max(peak, allocator.reserved)
-            elif event[0] == "death":
-                allocator.free(addresses.pop(event[1]))
-            elif event is RESET:
+            elif type(step) is Death:
+                allocator.free(addresses.pop(which))
+            elif step is Mark.RESET:
                 peak = allocator.reserved
-            elif event is EMPTY_CACHE:
+            elif step is Mark.EMPTY_CACHE:
                 allocator.empty_cache()
     except CapacityError:
         return None
     return peak
 
 
-class _WithoutStatistics(CachingAllocator):
-    def _count(self, small, name, change):
-        """They take half the time, and nobody asks."""
-
-    def _count_request(self, block, sign):
-        pass
-
-
-def _by_weight(log: Log) -> tuple[list[tuple], list[tuple]]:
+def by_weight(log: Log) -> tuple[list[tuple[str, int, list[Event]]], list[Event]]:
     """[(name, copies, events) of each weight], the events after the last weight."""
     weights, events, living, layers = [], [], defaultdict(list), defaultdict(int)
     for number, step in enumerate(log.steps):
-        if step[0] == "birth":
+        if type(step) is Birth:
             living[step].append(number)
-            events.append(("birth", number, step[1]))
-        elif step[0] == "death":
-            events.append(("death", living[step[1]].pop(step[3]), step[1][1]))
-        elif step[0] == "weight":
-            _, name, copies = step
-            weights.append((name.replace("*", str(layers[name])), copies, events))
-            layers[name] += 1
+            events.append((number, step))
+        elif type(step) is Death:
+            events.append((living[step.birth].pop(step.which), step))
+        elif type(step) is Loaded:
+            weights.append((step.name.replace("*", str(layers[step.name])), step.copies, events))
+            layers[step.name] += 1
             events = []
         else:
-            events.append(step)
+            events.append((None, step))
     return weights, events
 
 
-def _from_pretrained(weights, share, draw) -> list[tuple]:
+def _from_pretrained(weights, share, draw) -> list[Event]:
     """Every weight is made in its first dtype, by whoever is next, and quantized in order."""
     events, made, done = [], 0, 0
     while done < len(weights):
@@ -120,21 +136,27 @@ def _from_pretrained(weights, share, draw) -> list[tuple]:
     return events
 
 
-def _made(copies, events) -> list[tuple]:
+def _made(copies, events) -> list[Event]:
     """A weight as the file has it. Where it is copied to be quantized, that is one more."""
-    (_, number, nbytes), *_ = events
-    return [("birth", ("file", number), nbytes)] if copies else events[:1]
+    number, birth = events[0]
+    return [(("file", number), birth)] if copies else events[:1]
 
 
-def _quantized(copies, events) -> list[tuple]:
+def _quantized(copies, events) -> list[Event]:
     """What follows; a weight that is not quantized is there already."""
     if not copies:
         return events[1:]
-    _, number, nbytes = events[0]
-    return [*events, ("death", ("file", number), nbytes)]
+    number, birth = events[0]
+    return [*events, (("file", number), Death(birth, birth.phase, 0))]
+
+
+def _block(name, nbytes) -> list[Event]:
+    """One block that is taken and given back."""
+    birth = Birth(nbytes, Category.TEMPORARY, Phase.FORWARD, "", None)
+    return [(name, birth), (name, Death(birth, birth.phase, 0))]
 
 
 def _bytes_to_hold(events) -> int:
     """What the warm-up reckons for a weight: without its scales, or as it is if it stays so."""
-    gone = {number for kind, number, _ in events if kind == "death"}
-    return max(nbytes for kind, number, nbytes in events if kind == "birth" and number not in gone)
+    gone = {which for which, step in events if type(step) is Death}
+    return max(s.nbytes for which, s in events if type(s) is Birth and which not in gone)

@@ -20,11 +20,10 @@ from memlab.closed_form import formula
 from memlab.evidence.records import Record
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, GPUS, gpu_of_device
-from memlab.quantized import import_bitsandbytes
 from memlab.recipe import Recipe
 from memlab.simulation import simulate
 from memlab.trace.tracer import Tracer
-from memlab.training import Training
+from memlab.training import Training, import_libraries
 from memlab.units import mib
 
 
@@ -189,8 +188,7 @@ def simulate_on_cpu(recipe: Recipe) -> Footprint:
     None of CUDA's rules is in it, so a measured run on a CPU must give the same bytes. That tests
     the fake tensors, the tracer and the loop, and says nothing of a GPU.
     """
-    if recipe.optimizer.endswith("8bit") or recipe.base != "none":
-        import_bitsandbytes(f"optimizer {recipe.optimizer}, base {recipe.base}")
+    import_libraries(recipe)
     with fake_tensors.tensors_without_data(), Tracer() as tracer:
         training = Training(recipe)
         tracer.watch(training.model, inputs=training.inputs)

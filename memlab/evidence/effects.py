@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memlab.card.gpu import SimulatedGPU
-from memlab.card.kernels import RULES
+from memlab.card.rules import RULES
 from memlab.gpus import GPU
 from memlab.recipe import Recipe
-from memlab.simulation import import_outside, two_steps
+from memlab.simulation import two_steps
+from memlab.training import import_libraries
 
 LIBRARIES = "PyTorch, aten/src/ATen/cuda/CublasHandlePool.cpp and CUDABlas.cpp"
 BLOCKS = "PyTorch, c10/cuda/CUDACachingAllocator.cpp"
@@ -27,11 +28,11 @@ def changed_bytes(recipe: Recipe, gpu: GPU | str | int | None = None) -> list[Ch
     """From the peak with the CPU's kernels to the peak allocated on a card, rule by rule.
 
     The first row is the tensors at the peak with no rule at all. Each further one is what a rule
-    of `memlab.cuda_rules.RULES` changes on top of those before it, 0 for one that the recipe
+    of `memlab.card.rules.RULES` changes on top of those before it, 0 for one that the recipe
     does not meet; then the libraries' workspaces, and what the allocator's blocks have over. The
     rows sum to `peak_allocated`. Every rule that is met takes a simulation at full depth.
     """
-    import_outside(recipe)
+    import_libraries(recipe)
     whole, met = _run(recipe, gpu, frozenset(RULES))
     before = first = _run(recipe, gpu, frozenset())[0].peak_tensors
     rows, rules = [Change("the CPU's kernels", first, "")], set()
@@ -51,5 +52,5 @@ def changed_bytes(recipe: Recipe, gpu: GPU | str | int | None = None) -> list[Ch
 def _run(recipe, gpu, rules):
     """The footprint of the second step, and the rules that were met."""
     with SimulatedGPU(gpu, rules) as simulated:
-        footprint = simulated.footprint_of(two_steps(recipe, simulated))
-    return footprint, simulated.tracer.met_rules
+        two_steps(recipe, simulated)
+    return simulated.footprint, simulated.tracer.met_rules

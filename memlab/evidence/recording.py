@@ -24,9 +24,8 @@ from memlab.evidence.grid import grid_runs
 from memlab.evidence.records import FOLDER, Record, load, save
 from memlab.evidence.worker import Worker, about
 from memlab.measuring import pick_device, versions
-from memlab.quantized import import_bitsandbytes
 from memlab.recipe import Recipe
-from memlab.training import Training
+from memlab.training import Training, import_libraries
 from memlab.units import mib
 
 # Cores from which on the next process starts while one is measured: fewer would disturb its clock.
@@ -216,8 +215,7 @@ STATES = {"adamw_torch": 2, "adamw_torch_loop": 2, "adamw_torch_fused": 2, "sgd"
 @functools.lru_cache(maxsize=4)
 def least_bytes(recipe: Recipe) -> int:
     """Bytes of weights, gradients and optimizer states, a lower bound of any run's peak."""
-    if recipe.optimizer.endswith("8bit") or recipe.base != "none":
-        import_bitsandbytes(f"optimizer {recipe.optimizer}, base {recipe.base}")
+    import_libraries(recipe)
     with fake_tensors.tensors_without_data():
         model = Training(recipe.but(batch_size=1, accumulation=1)).model
         weights = {id(p): p.nbytes for p in model.parameters()}

@@ -12,7 +12,7 @@ import threading
 
 import torch
 
-from memlab.footprint import CATEGORIES, NOT_TENSORS
+from memlab.footprint import NOT_TENSORS, Category
 from memlab.measuring import device_name, measure, versions
 from memlab.recipe import Recipe
 
@@ -133,7 +133,7 @@ def _figures(result) -> dict[str, float]:
             "device_used_bytes": footprint.device_used,
         }
     if footprint.peak_phase != "unknown":
-        shown = [name for name in CATEGORIES if name not in NOT_TENSORS]
+        shown = [name for name in Category if name not in NOT_TENSORS]
         figures |= {f"{name}_at_peak_bytes": footprint.breakdown.get(name, 0) for name in shown}
     return figures | {
         "step_seconds": seconds["median"],

@@ -13,126 +13,23 @@ model has to run at its full depth.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
-from transformers.pytorch_utils import Conv1D
 
 from memlab import models
-from memlab.quantized import numel
 from memlab.recipe import Recipe
-from memlab.trace.ledger import BACKWARD, FORWARD
+from memlab.trace.events import Step
+from memlab.trace.log import Log
 
 SHALLOW = (2, 3, 4)  # first and last layers are often special; 3 has one ordinary layer, 4 two
 DEEP = 12  # up to so many layers the model itself is as quick
-RESET, EMPTY_CACHE = ("reset",), ("empty cache",)
 
 
-@dataclass(frozen=True)
-class Log:
-    """What happened to memory, told without storage numbers.
-
-    Deaths between two births stand in the order of the births: nobody can tell the difference
-    afterwards, and autocast drops its copies in the order of their addresses, another each time.
-
-    steps: ("birth", bytes, category, phase, module, operation), the module with `*` for the number
-        of its layer unless it is to be told; ("death", birth, phase, which), where `birth` is
-        how the dying storage was born and `which` its place among the living ones born like it,
-        from the oldest (0, 1, ...) or the youngest (-1, -2, ...), whichever is nearer, but what the
-        forward pass left to the backward pass always from the youngest; RESET, where the measured
-        stretch begins; EMPTY_CACHE; ("weight", name, copies), where a weight of a base has come
-        to the card: `*` for the number of its layer, and how many copies in its first dtype are
-        there beside it while `from_pretrained` quantizes it.
-    weights: how many parameters there are of (so many elements, trainable or not).
-    """
-
-    steps: list[tuple]
-    weights: Counter
-
-    @property
-    def parameters(self) -> int:
-        return sum(elements * times for (elements, _), times in self.weights.items())
-
-    @property
-    def trainable_parameters(self) -> int:
-        return sum(elements * times for (elements, free), times in self.weights.items() if free)
-
-    @classmethod
-    def of(cls, tracer, emptied, training, numbered=False) -> Log:
-        """The log of a `Tracer`; emptied: the numbers of events before which the cache was;
-        numbered: whether modules keep the number of their layer, so that layers differ."""
-        marks = [(at, EMPTY_CACHE) for at in emptied] + [(tracer._start, RESET)]
-        marks += _weights_loaded(tracer, training)
-        marks.sort(key=lambda mark: mark[0], reverse=True)
-        steps, births, living, dying = [], {}, {}, []
-
-        def bury():
-            for number, phase in sorted(dying):
-                alike = living[births[number]]
-                which = alike.index(number)
-                undone = phase == BACKWARD and births[number][3] == FORWARD
-                if undone or which > len(alike) - which:
-                    which -= len(alike)
-                alike.pop(which)
-                steps.append(("death", births[number], phase, which))
-            dying.clear()
-
-        for at, (change, number, phase, *_) in enumerate(tracer.events):
-            if dying and (change > 0 or phase != dying[-1][1] or marks and marks[-1][0] == at):
-                bury()
-            while marks and marks[-1][0] == at:
-                steps.append(marks.pop()[1])
-            if change > 0:
-                module = tracer.modules[number]
-                module = module if numbered else re.sub(r"\.\d+", ".*", module)
-                what = tracer.categories[number], phase, module, tracer.makers[number]
-                births[number] = birth = ("birth", change, *what)
-                living.setdefault(birth, []).append(number)
-                steps.append(birth)
-            else:
-                dying.append((number, phase))
-        bury()
-        steps += [mark for _, mark in reversed(marks)]
-        weights = Counter((numel(p), p.requires_grad) for p in training.model.parameters())
-        return cls(steps, weights)
-
-    def replay(self, tracer) -> None:
-        """Let a `Replay` tracer live through it. Raises what its allocator raises."""
-        living = {}
-        for step in self.steps:
-            if step[0] == "birth":
-                tracer.phase, tracer.module, tracer._maker = step[3:]
-                living.setdefault(step, []).append(tracer._birth(step[1], step[2]))
-            elif step[0] == "death":
-                tracer.phase = step[2]
-                tracer._death(living[step[1]].pop(step[3]))
-            elif step is RESET:
-                tracer.reset_peak()
-            elif step is EMPTY_CACHE:
-                tracer.allocator.empty_cache()
-
-
-def _weights_loaded(tracer, training) -> list[tuple]:
-    """(event, step) for every weight of a base that has come to the card."""
-    recipe, marks = training.recipe, []
-    places = {}
-    for path, module in training.model.named_modules():
-        for name, parameter in module._parameters.items():
-            places.setdefault(id(parameter), (f"{path}.{name}", module))  # of tied ones the first
-    for at, parameter in tracer.loaded.values():
-        path, module = places[id(parameter)]
-        path = re.sub(r"^base_model\.model\.|\.(base_layer|original_module)(?=\.)", "", path)
-        transposed = getattr(module, "source_cls", None) is Conv1D and path.endswith("weight")
-        int8 = hasattr(parameter, "SCB") and recipe.compute_dtype == "fp16"  # else it is converted
-        copied = int8 or transposed
-        marks.append((at, ("weight", re.sub(r"\.\d+\.", ".*.", path, count=1), int(copied))))
-    return marks[::-1]  # the later of two at the same event is the last to be taken
-
-
-def log_at_full_depth(recipe: Recipe, record) -> Log | None:
+def log_at_full_depth(recipe: Recipe, record: Callable[[Recipe], Log]) -> Log | None:
     """The log of a deep recipe, or None where the model has to run itself.
 
     record: runs a recipe and returns its `Log`.
@@ -157,24 +54,12 @@ def shallow_recipes(recipe: Recipe) -> list[Recipe] | None:
         return None  # single layers may be named
     with torch.device("meta"):
         full = layer_stacks(models.build(config, recipe.task))
-        configs = [with_layers(config, number) for number in SHALLOW]
+        configs = [models.with_layers(config, number) for number in SHALLOW]
         for number, short in zip(SHALLOW, configs, strict=True):
             stacks = layer_stacks(models.build(short, recipe.task))
             if not alike(full, layers, stacks, number):
                 return None
     return [replace(recipe, model=short) for short in configs]
-
-
-def with_layers(config, layers: int):
-    """A copy of a transformers config with so many layers (in an encoder and in a decoder)."""
-    short, full = models.config(config), config.num_hidden_layers
-    for name, value in vars(config).items():
-        if isinstance(value, (list, tuple)) and len(value) == full:
-            setattr(short, name, value[:layers])
-    short.num_hidden_layers = layers
-    if getattr(short, "num_decoder_layers", None) is not None:
-        short.num_decoder_layers = layers
-    return short
 
 
 def layer_stacks(model) -> dict[str, list]:
@@ -233,7 +118,7 @@ def agreed_growth(logs: list[Log]):
     The blocks are what the log with 4 layers has more than the one with 3, and the one with 3 more
     than the one with 2; None where these differ.
     """
-    numbers: dict[tuple, int] = {}
+    numbers: dict[Step, int] = {}
     two, three, four = steps = [
         np.array([numbers.setdefault(step, len(numbers)) for step in log.steps]) for log in logs
     ]

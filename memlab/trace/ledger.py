@@ -1,154 +1,185 @@
-"""The log of births and deaths, and what can be read from it: peak, breakdown, timeline."""
+"""The ledger of births and deaths, and what can be read from it: peak, breakdown, timeline."""
 
 from __future__ import annotations
 
-from memlab.footprint import CATEGORIES, Footprint, Life, Timeline
+from dataclasses import dataclass
+from typing import NamedTuple
 
-FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
-ZERO_GRAD = "zero_grad"  # after a step, until the next tensor is born
+import numpy as np
+
+from memlab.footprint import Category, Footprint, Life, Phase, Timeline
 
 
-class EventLog:
-    """Storages by number: how large, what for, made by what, and when they came and went.
+@dataclass(slots=True, eq=False)
+class Storage:
+    """One piece of memory: how large, what for, where and by which operation it was made.
 
-    allocator: a `memlab.allocator.CachingAllocator` that serves every birth and death as it
-        happens, or None to count the tensors' own bytes.
+    address: its block in the allocator while it lives, if there is one.
+    """
 
-    A subclass says what is going on at each event: `_phase`, `_module` and `_maker`.
+    number: int
+    nbytes: int
+    category: Category
+    module: str
+    operation: object
+    address: int | None = None
+
+
+class Entry(NamedTuple):
+    """A storage is born or dies; allocated and reserved are bytes afterwards."""
+
+    storage: Storage
+    change: int
+    phase: Phase
+    allocated: int
+    reserved: int
+
+
+class Ledger:
+    """Storages in the order of birth, and when they came and went.
+
+    allocator: a `CachingAllocator` that serves every birth and death as it happens, or None to
+        count the tensors' own bytes.
     """
 
     def __init__(self, allocator=None):
         self.allocator = allocator
-        self.sizes: list[int] = []
-        self.categories: list[str] = []
-        self.makers: list = []  # the operation that made each storage
-        self.modules: list[str] = []
-        # One entry an event: (change in bytes, storage number, phase, allocated, reserved).
-        self.events: list[tuple[int, int, str, int, int]] = []
-        self._start = 0  # the event from which peaks count
+        self.storages: list[Storage] = []
+        self.entries: list[Entry] = []
+        self.emptied: list[int] = []  # the entries before which the cache was emptied
+        self.start = 0  # the entry from which peaks count
         self._allocated = 0
-        self._before = 0  # bytes that existed before the first event
-        self.addresses: dict[int, int] = {}  # of what lives
-        self._maker = None
+        self._before = 0  # bytes that existed before the first entry
+
+    # ------------------------------------------------------------------ what happens
+
+    def birth(self, nbytes, category, phase, module="", operation=None) -> Storage:
+        """Enter a new storage of so many bytes."""
+        address = None if self.allocator is None else self.allocator.allocate(nbytes)
+        storage = self._describe(nbytes, category, module, operation)
+        storage.address = address
+        self._enter(storage, nbytes, phase)
+        return storage
+
+    def existed(self, nbytes, category, module="", operation=None) -> Storage:
+        """Count a storage that was there before the first entry, and log nothing."""
+        self._before += nbytes
+        return self._describe(nbytes, category, module, operation)
+
+    def death(self, storage: Storage, phase) -> None:
+        """Enter the end of a storage."""
+        if self.allocator is not None:
+            self.allocator.free(storage.address)
+            storage.address = None
+        # What dies after the backward pass, its graph, is the end of it; a birth begins a forward.
+        if phase == Phase.FORWARD and self.entries and self.entries[-1].phase == Phase.BACKWARD:
+            phase = Phase.BACKWARD
+        self._enter(storage, -storage.nbytes, phase)
 
     def reset_peak(self) -> None:
         """Begin a new measured stretch, as `torch.cuda.reset_peak_memory_stats` does."""
-        self._start = len(self.events)
+        self.start = len(self.entries)
         if self.allocator is not None:
             self.allocator.reset_peak_stats()
 
-    def peak(self) -> tuple[int, int, str, int]:
-        """(allocated bytes, reserved bytes, phase, number of the event) since `reset_peak`."""
-        start = self._start
-        peak, reserved, phase, index = self._before, 0, FORWARD, start - 1
-        if start:
-            peak, reserved = self.events[start - 1][3] + self._before, self.events[start - 1][4]
-        for i in range(start, len(self.events)):
-            _, _, now, allocated, held = self.events[i]
-            if allocated + self._before > peak:
-                peak, phase, index = allocated + self._before, now, i
+    def empty_cache(self) -> None:
+        """Give cached blocks back to the device, as `torch.cuda.empty_cache` does."""
+        self.emptied.append(len(self.entries))
+        if self.allocator is not None:
+            self.allocator.empty_cache()
+
+    def _describe(self, nbytes, category, module, operation) -> Storage:
+        storage = Storage(len(self.storages), nbytes, category, module, operation)
+        self.storages.append(storage)
+        return storage
+
+    def _enter(self, storage, change, phase) -> None:
+        self._allocated += change
+        allocated, reserved = self._allocated, 0
+        if self.allocator is not None:
+            allocated, reserved = self.allocator.allocated, self.allocator.reserved
+        self.entries.append(Entry(storage, change, phase, allocated, reserved))
+
+    # ------------------------------------------------------------------ what it tells
+
+    def peak(self) -> tuple[int, int, Phase, int]:
+        """(allocated bytes, reserved bytes, phase, number of the entry) since `reset_peak`."""
+        peak, reserved, phase, index = 0, 0, Phase.FORWARD, self.start - 1
+        if self.start:
+            peak, reserved = self.entries[index].allocated, self.entries[index].reserved
+        for i in range(self.start, len(self.entries)):
+            _, _, now, allocated, held = self.entries[i]
+            if allocated > peak:
+                peak, phase, index = allocated, now, i
             reserved = max(reserved, held)
-        return peak, reserved, phase, index
+        return peak + self._before, reserved, phase, index
 
     def footprint(self) -> Footprint:
         """The peak since the last `reset_peak`, by category."""
-        start = self._start
         peak, peak_reserved, phase, index = self.peak()
         breakdown = self._breakdown(index)
         if self.allocator is not None:
-            breakdown["rounding"] = peak - sum(breakdown.values())
+            breakdown[Category.ROUNDING] = peak - sum(breakdown.values())
         return Footprint(
             peak_allocated=peak,
             peak_reserved=peak_reserved if self.allocator is not None else None,
             breakdown=breakdown,
             peak_phase=phase,
-            timeline=self._timeline(start),
+            timeline=self._timeline(index),
         )
 
-    # ------------------------------------------------------------------ the log
-
-    def _birth(self, nbytes, category) -> int:
-        number = len(self.sizes)
-        if self.allocator is not None:
-            self.addresses[number] = self.allocator.allocate(nbytes)
-        self._describe(nbytes, category)
-        self._log(nbytes, number)
-        return number
-
-    def _describe(self, nbytes, category) -> None:
-        self.sizes.append(nbytes)
-        self.categories.append(category)
-        self.makers.append(self._maker)
-        self.modules.append(self._module())
-
-    def _death(self, number) -> None:
-        if self.allocator is not None:
-            self.allocator.free(self.addresses.pop(number))
-        self._log(-self.sizes[number], number)
-
-    def _log(self, change, number) -> None:
-        self._allocated += change
-        allocated, reserved = self._allocated, 0
-        if self.allocator is not None:
-            allocated, reserved = self.allocator.allocated, self.allocator.reserved
-        phase = self._phase()
-        # What dies after the backward pass, its graph, is the end of it; a birth begins a forward.
-        if change < 0 and phase == FORWARD and self.events and self.events[-1][2] == BACKWARD:
-            phase = BACKWARD
-        self.events.append((change, number, phase, allocated, reserved))
-
-    # ------------------------------------------------------------------ analysis
-
-    def _floor(self) -> dict[str, int]:
-        """Bytes by category of what existed before the first event."""
-        floor = dict.fromkeys(CATEGORIES, 0)
-        born = {number for change, number, *_ in self.events if change > 0}
-        for number, size in enumerate(self.sizes):
-            if number not in born:
-                floor[self.categories[number]] += size
-        return floor
-
-    def _breakdown(self, index) -> dict[str, int]:
-        breakdown = self._floor()
-        for change, number, *_ in self.events[: index + 1]:
-            breakdown[self.categories[number]] += change
+    def _breakdown(self, index) -> dict[Category, int]:
+        """Bytes by category after the entry `index`, with what existed before the first."""
+        breakdown = dict.fromkeys(Category, 0)
+        born = {entry.storage.number for entry in self.entries if entry.change > 0}
+        for storage in self.storages:
+            if storage.number not in born:
+                breakdown[storage.category] += storage.nbytes
+        for entry in self.entries[: index + 1]:
+            breakdown[entry.storage.category] += entry.change
         return breakdown
 
-    def _timeline(self, start) -> Timeline:
-        levels = self._breakdown(start - 1)
-        steps = [dict(levels)]
-        phases = [self.events[start][2] if start < len(self.events) else FORWARD]
-        served = [self.events[start - 1][3] if start else 0]
-        for change, number, phase, allocated, _ in self.events[start:]:
-            levels[self.categories[number]] += change
-            steps.append(dict(levels))
-            phases.append(phase)
-            served.append(allocated)
+    def _timeline(self, peak_index) -> Timeline:
+        entries, columns = self.entries[self.start :], {name: i for i, name in enumerate(Category)}
+        levels = np.zeros((len(entries) + 1, len(columns)), np.int64)
+        levels[0] = list(self._breakdown(self.start - 1).values())
+        for row, entry in enumerate(entries, start=1):
+            levels[row, columns[entry.storage.category]] = entry.change
+        levels = levels.cumsum(axis=0)
         if self.allocator is not None:
-            for step, allocated in zip(steps, served, strict=True):
-                step["rounding"] = allocated - sum(step.values())
-        levels = {name: [step[name] for step in steps] for name in CATEGORIES}
-        return Timeline(phases, levels, self._lives(start), self.peak()[3] - start + 1)
+            served = [self.entries[self.start - 1].allocated if self.start else 0]
+            served += [entry.allocated for entry in entries]
+            levels[:, columns[Category.ROUNDING]] = served - levels.sum(axis=1)
+        phases = [entry.phase for entry in entries]
+        return Timeline(
+            phases[:1] + phases if phases else [Phase.FORWARD],
+            dict(zip(columns, levels.T.tolist(), strict=True)),
+            self._lives(),
+            peak_index - self.start + 1,
+        )
 
-    def _lives(self, start) -> list[Life]:
-        """Everything that lived from the event `start` on, in the order of birth."""
-        born, died = dict.fromkeys(range(len(self.sizes)), 0), {}
-        for moment, (change, number, *_) in enumerate(self.events, start=1 - start):
-            (born if change > 0 else died)[number] = max(0, moment)
+    def _lives(self) -> list[Life]:
+        """Everything that lived from the entry `start` on, in the order of birth."""
+        born, died = [0] * len(self.storages), {}
+        for moment, (storage, change, *_) in enumerate(self.entries, start=1 - self.start):
+            if change > 0:
+                born[storage.number] = max(0, moment)
+            else:
+                died[storage.number] = max(0, moment)
         return [
             Life(
-                self.sizes[number],
-                self.categories[number],
-                self.modules[number],
-                operation_name(self.makers[number]),
-                born[number],
-                died.get(number),
+                storage.nbytes,
+                storage.category,
+                storage.module,
+                operation_name(storage.operation),
+                born[storage.number],
+                died.get(storage.number),
             )
-            for number in born
-            if died.get(number) != 0
+            for storage in self.storages
+            if died.get(storage.number) != 0
         ]
 
 
-def operation_name(maker) -> str:
+def operation_name(operation) -> str:
     """`aten.mm`, in PyTorch's words."""
-    return str(maker.overloadpacket) if maker is not None else "made before"
+    return str(operation.overloadpacket) if operation is not None else "made before"

@@ -6,28 +6,27 @@ pytorch.org/memory_viz read it. Addresses are the simulation's own, and its cloc
 
 from __future__ import annotations
 
-from memlab.trace.ledger import operation_name
+from memlab.trace.ledger import Ledger, operation_name
 
 
-def take_snapshot(tracer) -> dict:
+def take_snapshot(ledger: Ledger) -> dict:
     """Segments as they are now, and every action of the allocator from the beginning.
 
-    tracer: one with an allocator. In the place of a stack, the frames of a piece of memory are
-    the operation that made it, the module and its path, and the phase and the category.
+    ledger: one with an allocator. In the place of a stack, the frames of a piece of memory are
+    the operation that made it, the module and its path, and the category.
     """
-    allocator = tracer.allocator
     return {
-        "segments": _segments(tracer, allocator),
-        "device_traces": [_trace(tracer, allocator)],
+        "segments": _segments(ledger),
+        "device_traces": [_trace(ledger)],
         "allocator_settings": {},
         "external_annotations": [],
     }
 
 
-def _segments(tracer, allocator) -> list[dict]:
-    owners = {address: number for number, address in tracer.addresses.items()}
+def _segments(ledger) -> list[dict]:
+    owners = {s.address: s for s in ledger.storages if s.address is not None}
     segments = []
-    for head in sorted(allocator.blocks.values(), key=lambda block: block.address):
+    for head in sorted(ledger.allocator.blocks.values(), key=lambda block: block.address):
         if head.before is not None:
             continue
         blocks, block = [], head
@@ -38,7 +37,7 @@ def _segments(tracer, allocator) -> list[dict]:
                     "size": block.size,
                     "requested_size": block.requested,
                     "state": "inactive" if block.free else "active_allocated",
-                    "frames": [] if block.free else _frames(tracer, owners[block.address]),
+                    "frames": [] if block.free else _frames(owners[block.address]),
                 }
             )
             block = block.after
@@ -62,8 +61,9 @@ def _segments(tracer, allocator) -> list[dict]:
     return segments
 
 
-def _trace(tracer, allocator) -> list[dict]:
-    entries, number, owners = [], 0, {}
+def _trace(ledger) -> list[dict]:
+    entries, owners = [], {}
+    allocated = iter(ledger.storages)  # in the order of their requests
 
     def add(action, address, nbytes, frames, **more):
         place = {"device_free": address} if action == "oom" else {"addr": address}
@@ -72,14 +72,12 @@ def _trace(tracer, allocator) -> list[dict]:
             | {"time_us": len(entries), "pool_id": (0, 0)}
         )  # fmt: skip
 
-    for action, address, nbytes in allocator.trace:
-        if action == "alloc":  # the n-th is storage number n
-            owners[address] = number
-            frames, category = _frames(tracer, number), tracer.categories[number]
-            add(action, address, nbytes, frames, category=category)
-            number += 1
+    for action, address, nbytes in ledger.allocator.trace:
+        if action == "alloc":
+            owners[address] = storage = next(allocated)
+            add(action, address, nbytes, _frames(storage), category=str(storage.category))
         elif action == "free":
-            frames = _frames(tracer, owners.pop(address))
+            frames = _frames(owners.pop(address))
             add("free_requested", address, nbytes, frames)
             add("free_completed", address, nbytes, frames)
         else:
@@ -87,11 +85,11 @@ def _trace(tracer, allocator) -> list[dict]:
     return entries
 
 
-def _frames(tracer, number) -> list[dict]:
+def _frames(storage) -> list[dict]:
     """The innermost first, as in a stack."""
     names = (
-        ("operation", operation_name(tracer.makers[number])),
-        ("module", tracer.modules[number]),
-        ("category", tracer.categories[number]),
+        ("operation", operation_name(storage.operation)),
+        ("module", storage.module),
+        ("category", storage.category),
     )
-    return [{"filename": kind, "line": 0, "name": name} for kind, name in names]
+    return [{"filename": kind, "line": 0, "name": str(name)} for kind, name in names]

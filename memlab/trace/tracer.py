@@ -16,15 +16,16 @@ from torch.optim.optimizer import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memlab.footprint import Category, Phase
 from memlab.quantized import constants, constants_of_layers
-from memlab.trace.ledger import BACKWARD, FORWARD, STEP, ZERO_GRAD, EventLog
+from memlab.trace.ledger import Ledger, Storage
 from memlab.trace.module_names import ModuleWatch
 
 
-class Tracer(EventLog, TorchDispatchMode):
+class Tracer(Ledger, TorchDispatchMode):
     """Log the births and deaths of storages while it is entered.
 
-    allocator: a `memlab.allocator.CachingAllocator` that serves every birth and death as it
+    allocator: a `CachingAllocator` that serves every birth and death as it
         happens, or None to count the tensors' own bytes.
 
     A storage that existed before and is touched inside counts from the beginning. Categories
@@ -42,10 +43,11 @@ class Tracer(EventLog, TorchDispatchMode):
     """
 
     def __init__(self, allocator=None):
-        EventLog.__init__(self, allocator)
+        Ledger.__init__(self, allocator)
         TorchDispatchMode.__init__(self)
-        self._live: dict[int, tuple[int, weakref.ref]] = {}
-        self._awaiting_backward: set[int] = set()
+        self._live: dict[int, tuple[Storage, weakref.ref]] = {}
+        self._awaiting_backward: set[Storage] = set()
+        self.operation = None  # the one at work, which makes what is born
         self._stepping = self._stepped = False
         self._watch = ModuleWatch(self._belongs)
         self._token = object()  # marks parameters whose gradient is followed
@@ -58,55 +60,61 @@ class Tracer(EventLog, TorchDispatchMode):
         if model is not None:
             self._watch.name_all(model)
             for parameter in model.parameters():
-                self._see_parameter(parameter)
+                self.see_parameter(parameter)
             for tensor in constants_of_layers(model):
-                self._see(tensor, "parameters", existed=True)
+                self.see(tensor, Category.PARAMETERS, existed=True)
             for buffer in model.buffers():
-                self._see(buffer, "buffers", existed=True)
+                self.see(buffer, Category.BUFFERS, existed=True)
         if optimizer is not None:
             self._label_states(optimizer)
         for tensor in inputs:
-            self._see(tensor, "inputs", existed=True)
+            self.see(tensor, Category.INPUTS, existed=True)
 
     # ------------------------------------------------------------------ what it sees
 
-    def _phase(self) -> str:
+    def phase(self) -> Phase:
+        """What the training is at."""
         if self._stepping:
-            return STEP
+            return Phase.STEP
         if torch._C._current_graph_task_id() != -1:
-            return BACKWARD
-        return ZERO_GRAD if self._stepped else FORWARD
+            return Phase.BACKWARD
+        return Phase.ZERO_GRAD if self._stepped else Phase.FORWARD
 
-    def _module(self) -> str:
-        return self._watch.now(in_backward=self._phase() == BACKWARD)
+    def born(self, nbytes, category) -> Storage:
+        """Enter a storage that the operation at work makes now."""
+        phase = self.phase()
+        module = self._watch.now(in_backward=phase == Phase.BACKWARD)
+        return self.birth(nbytes, category, phase, module, self.operation)
 
-    def _death(self, number) -> None:
-        self._awaiting_backward.discard(number)
-        super()._death(number)
+    def died(self, storage) -> None:
+        """Enter the end of a storage."""
+        self._awaiting_backward.discard(storage)
+        self.death(storage, self.phase())
 
-    def _see(self, tensor, category=None, existed=False) -> None:
+    def see(self, tensor, category=None, existed=False) -> None:
         """Log a storage at first sight or when it was resized; give it a category."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+        data = tensor.untyped_storage()
+        key, nbytes = data._cdata, data.nbytes()
         known = self._live.get(key)
-        nbytes = storage.nbytes()
         if known is None:
             if nbytes == 0:
                 return
-            number = self._first_sight(nbytes, category, existed)
-            self._follow(storage, key, number)
+            storage = self._first_sight(nbytes, category, existed)
+            self._follow(data, key, storage)
         else:
-            number = known[0]
-            if nbytes != self.sizes[number]:  # resize_ frees the old memory and takes new
-                self._death(number)
-                number = self._birth(nbytes, self.categories[number])
-                self._follow(storage, key, number)
+            storage = known[0]
+            if nbytes != storage.nbytes:  # resize_ frees the old memory and takes new
+                self.died(storage)
+                storage = self.born(nbytes, storage.category)
+                self._follow(data, key, storage)
         if category:
-            self.categories[number] = category
-            self._awaiting_backward.discard(number)
-        module = getattr(tensor, "_memlab_module", None)
-        if module:
-            self.modules[number] = module
+            storage.category = category
+            self._awaiting_backward.discard(storage)
+        storage.module = getattr(tensor, "_memlab_module", None) or storage.module
+
+    def is_counted(self, tensor) -> bool:
+        """Whether a tensor's storage is in the log and alive."""
+        return tensor.untyped_storage()._cdata in self._live
 
     def _belongs(self, tensor, module) -> None:
         """A parameter or buffer belongs to a module, and its gradient with it."""
@@ -114,31 +122,31 @@ class Tracer(EventLog, TorchDispatchMode):
         for part in (tensor, tensor.grad if tensor.is_leaf else None):
             known = part is not None and self._live.get(part.untyped_storage()._cdata)
             if known:
-                self.modules[known[0]] = module
+                known[0].module = module
                 if part is tensor and not isinstance(tensor, torch.nn.Parameter):
-                    self.categories[known[0]] = "buffers"
+                    known[0].category = Category.BUFFERS
 
-    def _first_sight(self, nbytes, category, existed) -> int:
+    def _first_sight(self, nbytes, category, existed) -> Storage:
         if existed and self.allocator is None:
-            # It was there before the first event: raise the floor, log nothing.
-            self._describe(nbytes, category or "inputs")
-            self._before += nbytes
-            return len(self.sizes) - 1
+            # It was there before the first entry: raise the floor, log nothing.
+            module = self._watch.now(in_backward=self.phase() == Phase.BACKWARD)
+            return self.existed(nbytes, category or Category.INPUTS, module, self.operation)
         self._stepped = False
-        phase = self._phase()
-        recomputed = phase == BACKWARD and torch.is_grad_enabled()
-        number = self._birth(nbytes, category or ("activations" if recomputed else "temporary"))
-        if category is None and phase == FORWARD and not existed:
-            self._awaiting_backward.add(number)
-        return number
+        phase = self.phase()
+        recomputed = phase == Phase.BACKWARD and torch.is_grad_enabled()
+        usual = Category.ACTIVATIONS if recomputed else Category.TEMPORARY
+        storage = self.born(nbytes, category or usual)
+        if category is None and phase == Phase.FORWARD and not existed:
+            self._awaiting_backward.add(storage)
+        return storage
 
-    def _follow(self, storage, key, number) -> None:
-        def died(_, key=key, number=number):
-            if self._live.get(key, (None,))[0] == number:
+    def _follow(self, data, key, storage) -> None:
+        def died(_, key=key, storage=storage):
+            if self._live.get(key, (None,))[0] is storage:
                 del self._live[key]
-            self._death(number)
+            self.died(storage)
 
-        self._live[key] = (number, weakref.ref(storage, died))
+        self._live[key] = (storage, weakref.ref(data, died))
 
     # ------------------------------------------------------------------ the dispatch mode
 
@@ -163,7 +171,7 @@ class Tracer(EventLog, TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        self._maker = None  # what an operation meets and does not make
+        self.operation = None  # what an operation meets and does not make
         for argument in args if func is not torch.ops.aten.lift_fresh.default else ():
             if isinstance(argument, torch.Tensor):
                 self._see_argument(argument)
@@ -173,58 +181,58 @@ class Tracer(EventLog, TorchDispatchMode):
                         self._see_argument(item)
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward and self._awaiting_backward and not torch.is_grad_enabled():
-            for number in self._awaiting_backward:
-                self.categories[number] = "activations"
+            for storage in self._awaiting_backward:
+                storage.category = Category.ACTIVATIONS
             self._awaiting_backward.clear()
-        self._maker = func
+        self.operation = func
         out = func(*args, **kwargs)
         if in_backward and func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
             if self._accumulated_in_place(args, out):
                 return out
-        self._see_result(out)
+        self.see_result(out)
         return out
 
     def _see_argument(self, tensor) -> None:
-        if tensor.untyped_storage()._cdata in self._live:
+        if self.is_counted(tensor):
             if not isinstance(tensor, torch.nn.Parameter):
                 return
             if getattr(tensor, "_memlab_token", None) is self._token:
                 return
         if isinstance(tensor, torch.nn.Parameter):
-            self._see_parameter(tensor)
+            self.see_parameter(tensor)
             self._follow_gradient(tensor)
         else:
-            self._see(tensor, existed=True)
+            self.see(tensor, existed=True)
 
-    def _see_parameter(self, parameter) -> None:
+    def see_parameter(self, parameter) -> None:
         for tensor in (parameter, *constants(parameter)):
-            self._see(tensor, "parameters", existed=True)
+            self.see(tensor, Category.PARAMETERS, existed=True)
 
-    def _see_result(self, out) -> None:
+    def see_result(self, out) -> None:
         if isinstance(out, torch.Tensor):
-            self._see(out)
+            self.see(out)
         elif isinstance(out, (list, tuple)):
             for item in out:
-                self._see_result(item)
+                self.see_result(item)
 
     def _follow_gradient(self, parameter) -> None:
         # An attribute, because a weak reference would forbid Module.to() to swap the tensor.
         parameter._memlab_token = self._token
         if parameter.requires_grad and parameter.is_leaf:
             if parameter.grad is not None:
-                self._see(parameter.grad, "gradients", existed=True)
+                self.see(parameter.grad, Category.GRADIENTS, existed=True)
             hook = parameter.register_post_accumulate_grad_hook(self._accumulated)
             self._handles.append(hook)
 
     def _accumulated(self, parameter) -> None:
-        self._see(parameter.grad, "gradients")
+        self.see(parameter.grad, Category.GRADIENTS)
         self._same_module(parameter.grad, parameter)
 
     def _same_module(self, tensor, parameter) -> None:
         module = getattr(parameter, "_memlab_module", None)
         known = self._live.get(tensor.untyped_storage()._cdata)
         if module and known:
-            self.modules[known[0]] = module
+            known[0].module = module
 
     def _accumulated_in_place(self, args, out) -> bool:
         """Whether the engine would have added into its own buffer instead of a new tensor.
@@ -264,7 +272,7 @@ class Tracer(EventLog, TorchDispatchMode):
         for parameter, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
-                    self._see(value, "optimizer_states", existed=True)
+                    self.see(value, Category.OPTIMIZER_STATES, existed=True)
                     self._same_module(value, parameter)
 
 

@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memlab.card.kernels import AUTOCAST_FP32, cuda_kernels, kernel_scratch
+from memlab.card.kernels import AUTOCAST_FP32, kernel_scratch
+from memlab.card.rules import cuda_kernels
+from memlab.gpus import ANY_CARD
 from memlab.trace.tracer import Tracer
 
 
@@ -15,7 +17,7 @@ def kept(function, *shapes, dtype=torch.float32):
     with Tracer() as tracer:
         before = sum(x.nbytes for x in inputs)
         out = function(*inputs)
-        levels = sum(event[0] for event in tracer.events)
+        levels = sum(entry.change for entry in tracer.entries)
     assert out is not None
     return levels, before
 
@@ -23,7 +25,7 @@ def kept(function, *shapes, dtype=torch.float32):
 def test_dropout_keeps_a_mask_of_one_byte_an_element():
     levels, _ = kept(lambda x: F.dropout(x, 0.1), (1000,))
     assert levels == 4000 + 4000  # CPU: the output and a mask as wide as the input
-    with cuda_kernels():
+    with cuda_kernels(ANY_CARD):
         levels, _ = kept(lambda x: F.dropout(x, 0.1), (1000,))
     assert levels == 4000 + 1000  # documented by torch.native_dropout: (output, bool mask)
 
@@ -31,7 +33,7 @@ def test_dropout_keeps_a_mask_of_one_byte_an_element():
 @pytest.mark.parametrize(("p", "training"), [(0.0, True), (0.5, False)])
 def test_dropout_that_does_nothing_keeps_nothing(p, training):
     x = torch.ones(10, requires_grad=True)
-    with cuda_kernels():
+    with cuda_kernels(ANY_CARD):
         assert F.dropout(x, p, training) is x
 
 
@@ -39,7 +41,7 @@ def test_softmax_to_fp32_makes_no_copy_of_a_half_input():
     with FakeTensorMode():
         function = lambda x: F.softmax(x, -1, dtype=torch.float32)  # noqa: E731
         before, _ = kept(function, (10, 100), dtype=torch.float16)
-        with cuda_kernels():
+        with cuda_kernels(ANY_CARD):
             now, _ = kept(function, (10, 100), dtype=torch.float16)
     assert now == 4000 and before >= now
 
@@ -48,13 +50,13 @@ def test_softmax_to_fp32_makes_no_copy_of_a_half_input():
 def test_softmax_gives_the_same_values(dtype):
     x = torch.randn(4, 5, dtype=dtype, requires_grad=True)
     expected = F.softmax(x, -1)
-    with cuda_kernels():
+    with cuda_kernels(ANY_CARD):
         torch.testing.assert_close(F.softmax(x, -1), expected)
         torch.testing.assert_close(F.log_softmax(x, -1).exp(), expected)
 
 
 def autocast_dtype(function, *inputs):
-    with FakeTensorMode(), cuda_kernels(), torch.autocast("cpu", dtype=torch.float16):
+    with FakeTensorMode(), cuda_kernels(ANY_CARD), torch.autocast("cpu", dtype=torch.float16):
         return function(*(torch.zeros(*shape, dtype=torch.float16) for shape in inputs)).dtype
 
 
@@ -113,7 +115,7 @@ def test_flash_backward_sums_the_gradient_of_the_query_in_fp32(key_heads):
 def test_everything_is_put_back():
     x = torch.randn(100, requires_grad=True)
     with pytest.raises(KeyError):
-        with cuda_kernels():
+        with cuda_kernels(ANY_CARD):
             raise KeyError
     assert "NativeDropout" not in type(F.dropout(x, 0.5).grad_fn).__name__
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,0 +1,58 @@
+"""Every rule by which the simulated card differs from the CPU, in one registry."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import torch
+
+from memlab.card import attention, bitsandbytes, kernels
+from memlab.gpus import GPU
+
+# Every rule by name, with where it is written down. `memlab.evidence.effects` says what each one
+# changes.
+RULES = {
+    "dropout": "PyTorch, aten/src/ATen/native/Dropout.cpp",
+    "softmax to fp32": "PyTorch, aten/src/ATen/native/SoftMax.cpp",
+    "attention": "PyTorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp",
+    "autocast": "PyTorch, aten/src/ATen/autocast_mode.h",
+    "4-bit numbers": "bitsandbytes, bitsandbytes/backends/cuda/ops.py",
+    "8-bit products": "bitsandbytes, bitsandbytes/backends/cuda/ops.py",
+    "softmax backward": "PyTorch, aten/src/ATen/native/cuda/SoftMax.cu",
+    "numbers on the host": "PyTorch, torch/optim/adam.py, and torch.tensor's documentation",
+    "paged states": "bitsandbytes, bitsandbytes/optim/optimizer.py",
+}
+KERNELS = [*kernels.KERNELS, *attention.KERNELS, *bitsandbytes.KERNELS]
+
+
+@contextlib.contextmanager
+def cuda_kernels(gpu: GPU, rules=frozenset(RULES), met=None):
+    """Let operations on CPU tensors keep what CUDA keeps.
+
+    gpu: the card whose choices count where kernels differ between cards.
+    rules: which of `RULES` hold. met: a set that gets the name of every rule that was at work.
+    """
+    met = set() if met is None else met
+    packages = {"aten"} | ({"bitsandbytes"} if bitsandbytes.is_imported() else set())
+    libraries = {package: torch.library.Library(package, "IMPL") for package in packages}
+
+    def noted(rule, function):
+        def run(*args, **kwargs):
+            met.add(rule)
+            return function(*args, **kwargs)
+
+        return run
+
+    for kernel in KERNELS:
+        if kernel.rule in rules and kernel.package in libraries:
+            function = kernel.function
+            function = functools.partial(function, gpu) if kernel.of_card else function
+            function = noted(kernel.rule, function)
+            libraries[kernel.package].impl(kernel.operator, function, kernel.key)
+    with contextlib.ExitStack() as stack:
+        for library in libraries.values():
+            stack.callback(library._destroy)
+        if "8-bit products" in rules:
+            stack.enter_context(bitsandbytes.int8_products())
+        yield

@@ -1,0 +1,56 @@
+"""The words of a log of memory that knows no storages: what one is like when it is born, and
+which of its like dies."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from memlab.footprint import Category, Phase
+
+
+class Birth(NamedTuple):
+    """A storage of `nbytes` bytes is made, by an operation of PyTorch and in a module.
+
+    module: its path, with `*` for the number of its layer unless layers are told apart.
+    """
+
+    nbytes: int
+    category: Category
+    phase: Phase
+    module: str
+    operation: object
+
+
+class Death(NamedTuple):
+    """One of the storages born like `birth` dies.
+
+    which: its place among those that live, from the oldest (0, 1, ...) or the youngest (-1, -2,
+        ...), whichever is nearer, but of what the forward pass left to the backward pass always
+        from the youngest.
+    """
+
+    birth: Birth
+    phase: Phase
+    which: int
+
+
+class Loaded(NamedTuple):
+    """A weight of a quantized base has come to the card.
+
+    name: its path, with `*` for the number of its layer. copies: how many copies in its first dtype
+        are there beside it while `from_pretrained` quantizes it, 0 or 1.
+    """
+
+    name: str
+    copies: int
+
+
+class Mark(Enum):
+    """RESET: the measured stretch begins. EMPTY_CACHE: cached blocks go back to the device."""
+
+    RESET = "reset"
+    EMPTY_CACHE = "empty cache"
+
+
+Step = Birth | Death | Loaded | Mark

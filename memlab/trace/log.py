@@ -1,0 +1,94 @@
+"""What happened to memory, told without storage numbers, so that logs can be compared."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from memlab.footprint import Phase
+from memlab.quantized import numel
+from memlab.trace.events import Birth, Death, Mark, Step
+from memlab.trace.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class Log:
+    """The steps of two optimizer steps, of which the second is measured.
+
+    Deaths between two births stand in the order of the births: nobody can tell the difference
+    afterwards, and autocast drops its copies in the order of their addresses, another each time.
+
+    weights: how many parameters there are of (so many elements, trainable or not).
+    """
+
+    steps: list[Step]
+    weights: Counter
+
+    @property
+    def parameters(self) -> int:
+        """How many weights the model has."""
+        return sum(elements * times for (elements, _), times in self.weights.items())
+
+    @property
+    def trainable_parameters(self) -> int:
+        """How many of them are trained."""
+        return sum(elements * times for (elements, free), times in self.weights.items() if free)
+
+    @classmethod
+    def of(cls, ledger: Ledger, model: torch.nn.Module, marks=(), numbered=False) -> Log:
+        """The log of a ledger in which `model` was trained.
+
+        marks: (number of an entry, step that comes before it), in their order. numbered: whether
+        modules keep the number of their layer, so that layers differ.
+        """
+        marks = [*marks, (ledger.start, Mark.RESET)]
+        marks += [(at, Mark.EMPTY_CACHE) for at in ledger.emptied]
+        marks.sort(key=lambda mark: mark[0])
+        marks.reverse()  # the next is the last
+        steps, births, living, dying = [], {}, {}, []
+
+        def bury():
+            for number, phase in sorted(dying):
+                birth = births[number]
+                alike = living[birth]
+                which = alike.index(number)
+                undone = phase == Phase.BACKWARD and birth.phase == Phase.FORWARD
+                if undone or which > len(alike) - which:
+                    which -= len(alike)
+                alike.pop(which)
+                steps.append(Death(birth, phase, which))
+            dying.clear()
+
+        for at, (storage, change, phase, *_) in enumerate(ledger.entries):
+            marked = marks and marks[-1][0] == at
+            if dying and (change > 0 or phase != dying[-1][1] or marked):
+                bury()
+            while marks and marks[-1][0] == at:
+                steps.append(marks.pop()[1])
+            if change > 0:
+                module = storage.module if numbered else re.sub(r"\.\d+", ".*", storage.module)
+                birth = Birth(change, storage.category, phase, module, storage.operation)
+                births[storage.number] = birth
+                living.setdefault(birth, []).append(storage.number)
+                steps.append(birth)
+            else:
+                dying.append((storage.number, phase))
+        bury()
+        steps += [mark for _, mark in reversed(marks)]
+        return cls(steps, Counter((numel(p), p.requires_grad) for p in model.parameters()))
+
+    def replay(self, ledger: Ledger) -> None:
+        """Let a ledger live through it. Raises what its allocator raises."""
+        living = {}
+        for step in self.steps:
+            if type(step) is Birth:
+                living.setdefault(step, []).append(ledger.birth(*step))
+            elif type(step) is Death:
+                ledger.death(living[step.birth].pop(step.which), step.phase)
+            elif step is Mark.RESET:
+                ledger.reset_peak()
+            elif step is Mark.EMPTY_CACHE:
+                ledger.empty_cache()
