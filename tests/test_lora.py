@@ -5,14 +5,15 @@ import torch
 from notebook import Notebook, assert_same_run, traced
 
 from memlab import Recipe, models, simulate
+from memlab.book import small_config
 from memlab.training import Training
 
 CHAPTER = Notebook("13-lora")
 # Cells that train tiny models only, in the order of the chapter.
-TINY = """imports adapter-weights lora-linear lora-start train-step agree same-start agree-run
-    merge trap trap-run trap-cases bits real-layer real-bits corpus corpus-blocks reader fit
-    loss-on pretrain full-change truncated truncated-run energy load-4bit load-4bit-function
-    adapted"""
+TINY = """imports whole-function adapter-weights lora-linear lora-start train-step agree
+    same-start agree-run merge trap trap-run trap-cases bits real-layer real-bits corpus
+    corpus-blocks reader fit loss-on pretrain full-change truncated truncated-run energy
+    load-4bit load-4bit-function adapted"""
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,17 @@ def test_merge_equals_adapter_for_both(chapter):
 def test_gradients_and_moments_are_the_adapters_only(chapter):
     CHAPTER.run("states", chapter)
     assert chapter["holds"] and all("lora_" in name for name in chapter["holds"])
+
+
+def test_two_layers_tell_what_the_whole_model_takes(chapter):
+    recipe = Recipe("llama-3-8b-tiny", seq_len=64, precision="bf16", lora_rank=4)
+    recipe = recipe.but(checkpointing=True, lora_targets="q_proj,v_proj")
+    deep = recipe.but(model=small_config(recipe.model, num_hidden_layers=3))
+    by_layers, at_once = chapter["whole"](deep), simulate(deep)
+    assert by_layers.trainable_parameters == at_once.trainable_parameters
+    for name in ("parameters", "gradients", "optimizer_states", "activations"):
+        assert by_layers.breakdown[name] == at_once.breakdown[name], name
+    assert by_layers.peak_allocated == pytest.approx(at_once.peak_allocated, rel=1e-3)
 
 
 def test_adapter_weights_are_those_that_peft_makes(chapter):
