@@ -1,14 +1,14 @@
 """The `memlab` command: simulate, measure, record, accuracy."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json
 import logging
 import sys
 
-import torch
+from memlab.evidence.records import FOLDER
+from memlab.fields import described
+from memlab.recipe import Recipe
 
 
 def main(argv=None) -> int:
@@ -17,12 +17,17 @@ def main(argv=None) -> int:
     0, 1 if runs of a grid failed, 2 for bad input, 3 for out of memory, 130 for Ctrl-C.
     """
     options = _parser().parse_args(argv)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         result = options.run(options)
     except (ValueError, OSError) as error:
         print(f"memlab: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        import torch  # loaded with the command, and not for a question for help
+
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
         print(f"memlab: {error}", file=sys.stderr)
         return 3
     except KeyboardInterrupt as interrupt:
@@ -87,8 +92,6 @@ def _result(options, recipe, values, shown) -> dict:
 
 
 def _recipe(options):
-    from memlab.recipe import Recipe
-
     fields = [field.name for field in dataclasses.fields(Recipe)]
     return Recipe(**{name: getattr(options, name) for name in fields})
 
@@ -113,85 +116,60 @@ def _minutes(text: str) -> float:
     return minutes
 
 
-def _parser() -> argparse.ArgumentParser:
-    from memlab.evidence.records import FOLDER
-    from memlab.recipe import ATTENTION, BASES, CHECKPOINTING, OPTIMIZERS, PRECISIONS, Recipe
+def _recipe_options() -> argparse.ArgumentParser:
+    """The options of a recipe, made from its fields."""
+    parser = argparse.ArgumentParser(add_help=False)
+    group = parser.add_argument_group("recipe")
+    for field in dataclasses.fields(Recipe):
+        if field.name == "model":
+            _add_model(group, field)
+        else:
+            _add_field(group, field)
+    parser.add_argument("--json", action="store_true", help="bytes and seconds as JSON")
+    return parser
 
-    default = {field.name: field.default for field in dataclasses.fields(Recipe)}
-    recipe = argparse.ArgumentParser(add_help=False)
-    add_group = recipe.add_argument_group("recipe")
-    add = add_group.add_argument
-    which = add_group.add_mutually_exclusive_group()
-    which.add_argument("--model", default=default["model"], help="a name, a path or a hub name")
+
+def _add_model(group, field) -> None:
+    which = group.add_mutually_exclusive_group()
+    which.add_argument("--model", default=field.default, help=field.metadata["help"])
     which.add_argument("--config", dest="model", metavar="PATH", help="a config.json")
-    add("--task", help="sequence-classification, causal-lm or masked-lm")
-    for name, text in (
-        ("batch-size", "sequences of one micro-batch"),
-        ("seq-len", "tokens of a sequence"),
-        ("accumulation", "micro-batches of one optimizer step"),
-    ):
-        add(f"--{name}", type=int, default=default[name.replace("-", "_")], help=text)
-    for name, allowed in (
-        ("precision", PRECISIONS),
-        ("optimizer", OPTIMIZERS),
-        ("attention", ATTENTION),
-    ):
-        add(f"--{name}", default=default[name], help=", ".join(allowed))
-    add(
-        "--checkpointing",
-        nargs="?",
-        const="non-reentrant",
-        default="none",
-        help=f"{', '.join(CHECKPOINTING)}; alone it means non-reentrant",
-    )
-    add(
-        "--keep-gradients",
-        dest="set_to_none",
-        action="store_false",
-        help="zero_grad(set_to_none=False): gradients are zeroed, not freed",
-    )
-    add("--padded", action="store_true", help="batches carry an attention mask")
-    add("--freeze", default="", help="embeddings, a number of layers, backbone or module names")
-    add("--lora-rank", type=int, default=0, help="rank of LoRA adapters; 0 for none")
-    add("--lora-targets", default=default["lora_targets"], help="all-linear, or module names")
-    add("--lora-dropout", type=float, default=0.0, help="dropout on the adapters' input")
-    add(
-        "--lora-half",
-        dest="lora_fp32",
-        action="store_false",
-        help="adapters in the model's dtype instead of fp32",
-    )
-    add("--base", default="none", help=f"{', '.join(BASES)}: the frozen weights under LoRA")
-    add("--block-size", type=int, default=64, help="weights that share a scale, for 4 bits")
-    add("--double-quant", action="store_true", help="those scales in 8 bits")
-    add("--compute-dtype", help="fp32, fp16 or bf16, of a base's products")
-    add(
-        "--no-upcast",
-        dest="upcast",
-        action="store_false",
-        help="what is not quantized stays in the compute dtype instead of fp32",
-    )
-    recipe.add_argument("--json", action="store_true", help="bytes and seconds as JSON")
 
+
+def _add_field(group, field) -> None:
+    said, default = field.metadata, field.default
+    name, text = field.name, described(said)
+    if default is True:
+        name, text = said["off"]
+    option = f"--{name.replace('_', '-')}"
+    if isinstance(default, bool):
+        action = "store_false" if default else "store_true"
+        group.add_argument(option, dest=field.name, action=action, help=text)
+    elif name == "checkpointing":
+        group.add_argument(option, nargs="?", const="non-reentrant", default=default, help=text)
+    else:
+        kind = type(default) if isinstance(default, (int, float)) else str
+        group.add_argument(option, type=kind, default=default, help=text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    recipe = _recipe_options()
     parser = _Parser(prog="memlab", description="The GPU memory of training a transformer.")
     commands = parser.add_subparsers(
         required=True, metavar="simulate | measure | record | accuracy"
     )
-    simulate = commands.add_parser(
-        "simulate", parents=[recipe], help="predict a step on a GPU that need not be there"
-    )
-    simulate.add_argument(
-        "--gpu", type=_card, help="a card's name or a number of bytes; none means no limit"
-    )
-    simulate.set_defaults(run=_simulate)
-    measure = commands.add_parser(
-        "measure", parents=[recipe], help="measure a step on this machine"
-    )
-    measure.add_argument("--device", help="cuda or cpu; CUDA where there is one")
-    measure.add_argument("--steps", type=int, default=5, help="timed steps")
-    measure.set_defaults(run=_measure)
-    record = commands.add_parser("record", help="run the grid of recipes here and keep the records")
-    add = record.add_argument
+
+    def command(name, run, help, parents=()):
+        added = commands.add_parser(name, parents=parents, help=help)
+        added.set_defaults(run=run)
+        added.error = parser.error
+        return added.add_argument
+
+    add = command("simulate", _simulate, "predict a step on a GPU that need not be there", [recipe])
+    add("--gpu", type=_card, help="a card's name or a number of bytes; none means no limit")
+    add = command("measure", _measure, "measure a step on this machine", [recipe])
+    add("--device", help="cuda or cpu; CUDA where there is one")
+    add("--steps", type=int, default=5, help="timed steps")
+    add = command("record", _record, "run the grid of recipes here and keep the records")
     add("--device", help="cuda or cpu, which runs tiny twins; CUDA where there is one")
     add("--out", default=FOLDER, help="folder for the file, one a device (the package's own)")
     add("--only", default="", metavar="WORDS", help="runs whose name has all of these words")
@@ -200,14 +178,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=3, help="timed steps of a run")
     add("--list", action="store_true", help="the names of the runs, without running them")
     add("--json", action="store_true", help="what became of each run as JSON")
-    record.set_defaults(run=_record)
-    accuracy = commands.add_parser("accuracy", help="set the predictions against every record")
-    accuracy.add_argument("files", nargs="*", help="record files beside those of the package")
-    accuracy.add_argument("--json", action="store_true", help="every row and the summary as JSON")
-    accuracy.set_defaults(run=_accuracy)
-    for command in (simulate, measure, record, accuracy):
-        command.error = parser.error
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    add = command("accuracy", _accuracy, "set the predictions against every record")
+    add("files", nargs="*", help="record files beside those of the package")
+    add("--json", action="store_true", help="every row and the summary as JSON")
     return parser
 
 

@@ -11,8 +11,6 @@ as [category, coefficient, {symbol: power}] (sizes in bytes) and `moments` with 
 `counts` as [tensor, how many in a model of three layers, how many more with each further layer].
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

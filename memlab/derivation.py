@@ -5,8 +5,6 @@ each storage's bytes can be factored back into dimensions, with two, three and f
 says what each further layer adds. Nothing is fitted.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

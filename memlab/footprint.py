@@ -1,7 +1,5 @@
 """What a training step holds at its worst moment: bytes inside, MiB in print."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 

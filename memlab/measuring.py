@@ -103,7 +103,7 @@ def measure(recipe: Recipe, device=None, steps: int = 5, seed: int = 0) -> Measu
         trainable_parameters=training.trainable_parameters,
     )
     if device.type == "cuda":
-        footprint = _explained(footprint, training)
+        footprint = with_breakdown(footprint, training)
     lower, median, upper = _quartiles(taken)
     return Measurement(
         footprint=footprint,
@@ -218,7 +218,7 @@ def alive_tensors(device, most: int = 5) -> list[tuple[int, str]]:
     return sorted(found.values(), reverse=True)[:most]
 
 
-def _explained(footprint: Footprint, training: Training) -> Footprint:
+def with_breakdown(footprint: Footprint, training: Training) -> Footprint:
     """The counters' figures with a breakdown, a phase and a timeline from a traced step.
 
     Tracing makes autograd add some gradients out of place, so the peak itself is taken from the

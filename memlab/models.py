@@ -5,8 +5,6 @@ config.json with seeded random weights. Each name has a tiny twin, `<name>-tiny`
 2 layers, a narrow hidden size, the same grouping of attention heads and the same dropout.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re

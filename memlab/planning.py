@@ -1,7 +1,5 @@
 """Does a training fit a card? The prediction, and the margin that its known error asks for."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Frozen 4-bit and 8-bit bases for LoRA (QLoRA), by bitsandbytes."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import warnings

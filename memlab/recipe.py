@@ -1,4 +1,8 @@
-"""One training recipe: which model is trained how. A recipe is a value; it runs nothing."""
+"""One training recipe: which model is trained how. A recipe is a value; it runs nothing.
+
+What a field means, what it may hold and how the command line calls it stand with the field; the
+docstring of `Recipe`, the options of `memlab` and the words of the grid are made from there.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +10,17 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from memlab import models
-
-PRECISIONS = ("fp32", "fp16-amp", "bf16-amp", "bf16")
-# `adamw_torch` is what `torch.optim.AdamW(params)` does on CUDA: the multi-tensor ("foreach")
-# step. The plain loop over parameters, PyTorch's choice on a CPU, has a name of its own, because
-# the two differ by a whole copy of the gradients.
-OPTIMIZERS = (
-    "adamw_torch",
-    "adamw_torch_loop",
-    "adamw_torch_fused",
-    "sgd",
-    "adafactor",
-    "adamw_8bit",
-    "paged_adamw_8bit",
-    "lion_8bit",
+from memlab.fields import (
+    documentation,
+    field,
+    model_parts,
+    module_names,
+    one_of,
+    share,
+    switch,
+    whole,
 )
-CHECKPOINTING = ("none", "reentrant", "non-reentrant")
-ATTENTION = ("eager", "sdpa")
-BASES = ("none", "nf4", "fp4", "int8")
-BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+
 COMPUTE_DTYPES = {"fp32": "fp32", "fp16-amp": "fp16", "bf16-amp": "bf16", "bf16": "bf16"}
 
 
@@ -33,103 +28,131 @@ COMPUTE_DTYPES = {"fp32": "fp32", "fp16-amp": "fp16", "bf16-amp": "bf16", "bf16"
 class Recipe:
     """Everything that decides the memory of one training run on one GPU.
 
-    model: a name of `memlab.models.MODELS`, a path to a config.json, a hub name, or a
-        transformers `PretrainedConfig`.
-    task: one of `memlab.models.TASKS`; None takes the model's usual one.
-    batch_size: sequences of one micro-batch.
-    seq_len: tokens of each sequence, padding included.
-    padded: whether batches carry an attention mask, as those of texts of unequal lengths do; the
-        last token of every sequence is then padding. Else every token is real.
-    accumulation: micro-batches per optimizer step; the effective batch is
-        batch_size * accumulation.
-    precision: `fp32`; `fp16-amp` and `bf16-amp` (fp32 parameters under autocast, fp16 with loss
-        scaling); `bf16` (parameters, gradients and states in bfloat16).
-    optimizer: `adamw_torch` (multi-tensor), `adamw_torch_loop`, `adamw_torch_fused`, `sgd`
-        (momentum 0.9, multi-tensor), transformers' `adafactor` (a given learning rate, no
-        momentum), or bitsandbytes' `adamw_8bit`, `paged_adamw_8bit` and `lion_8bit`, with the
-        embeddings' states in 32 bit as the Trainer sets them.
-    checkpointing: `none`, `non-reentrant` (every layer, PyTorch's recommended form) or
-        `reentrant`. True stands for `non-reentrant`, False for `none`.
-    attention: transformers' `eager` or `sdpa`.
-    set_to_none: whether `zero_grad` frees the gradients (PyTorch's default since 2.0) or keeps
-        them filled with zeros, as trainings did before.
-
-    freeze: what is not trained, a tuple of `embeddings`, a number (that many first layers),
-        `backbone` (everything but the head) and names of modules; or one text with commas, as in
-        "embeddings,2". The optimizer gets the rest only.
-
-    lora_rank: rank of peft's LoRA adapters, 0 for none; the rest of the model is frozen, but for
-        a classification head.
-    lora_targets: names of the linear modules that get adapters, a tuple or one text with commas;
-        peft's `all-linear` means every one but the head.
-    lora_dropout: probability on the adapters' input, from 0 to below 1.
-    lora_fp32: adapters in fp32 also where the model is in half precision, as peft does by default.
-
-    base: the frozen linear layers under LoRA as they are (`none`) or in bitsandbytes' `nf4`, `fp4`
-        or `int8` (LLM.int8 with transformers' outlier threshold); never the head.
-    block_size: weights that share one scale, for 4 bits. double_quant: those scales in 8 bits.
-    compute_dtype: `fp32`, `fp16` or `bf16`, in which the base is loaded and its products are
-        computed; None takes the half precision of `precision`, or fp32.
-    upcast: peft's `prepare_model_for_kbit_training`, which casts what is not quantized (norms,
-        embeddings, head) to fp32.
-
     The loss is the model's own: no label smoothing, no cross-entropy in chunks.
-
     Raises ValueError in one line that names the field, the value and what is allowed.
     """
 
-    model: Any = "bert-large"
-    task: str | None = None
-    batch_size: int = 1
-    seq_len: int = 512
-    accumulation: int = 1
-    precision: str = "fp32"
-    optimizer: str = "adamw_torch"
-    checkpointing: str | bool = "none"
-    attention: str = "eager"
-    set_to_none: bool = True
-    freeze: tuple | str = ()
-    lora_rank: int = 0
-    lora_targets: tuple | str = "all-linear"
-    lora_dropout: float = 0.0
-    lora_fp32: bool = True
-    base: str = "none"
-    block_size: int = 64
-    double_quant: bool = False
-    compute_dtype: str | None = None
-    upcast: bool = True
-    padded: bool = False
+    model: Any = field(
+        "bert-large",
+        "a name of `memlab.models.MODELS`, a path to a config.json, a hub name, or in Python a "
+        "transformers PretrainedConfig",
+    )
+    task: str | None = field(
+        None,
+        "sequence-classification, causal-lm, masked-lm or seq2seq-lm; None takes the model's "
+        "usual one",
+    )
+    batch_size: int = field(1, "sequences of one micro-batch", check=whole(1))
+    seq_len: int = field(512, "tokens of each sequence, padding included", check=whole(1))
+    accumulation: int = field(
+        1,
+        "micro-batches of one optimizer step; the effective batch is batch_size * accumulation",
+        check=whole(1),
+    )
+    precision: str = field(
+        "fp32",
+        "number formats",
+        {
+            "fp32": "everything",
+            "fp16-amp": "fp32 parameters under autocast, with loss scaling",
+            "bf16-amp": "fp32 parameters under autocast",
+            "bf16": "parameters, gradients and states",
+        },
+    )
+    optimizer: str = field(
+        "adamw_torch",
+        "by the Trainer's names",
+        {
+            # What torch.optim.AdamW(params) does on CUDA. The plain loop over parameters, which
+            # it takes on a CPU, has a name of its own: they differ by a copy of the gradients.
+            "adamw_torch": "multi-tensor",
+            "adamw_torch_loop": "one parameter after the other",
+            "adamw_torch_fused": "",
+            "sgd": "momentum 0.9, multi-tensor",
+            "adafactor": "transformers', with a given learning rate and no momentum",
+            "adamw_8bit": "bitsandbytes', with the embeddings' states in 32 bit, as the next two",
+            "paged_adamw_8bit": "",
+            "lion_8bit": "",
+        },
+    )
+    checkpointing: str | bool = field(
+        "none",
+        "every layer; True, or no value, means non-reentrant, PyTorch's recommended form",
+        ("none", "reentrant", "non-reentrant"),
+    )
+    attention: str = field("eager", "transformers' implementation", ("eager", "sdpa"))
+    set_to_none: bool = switch(
+        True,
+        "zero_grad frees the gradients, PyTorch's default since 2.0",
+        ("keep_gradients", "zero_grad fills gradients with zeros, as trainings did before"),
+    )
+    freeze: tuple | str = field(
+        (),
+        "what is not trained: embeddings, a number (that many first layers), backbone (everything "
+        'but the head), names of modules; a tuple or one text with commas, as "embeddings,2"; '
+        "the optimizer gets the rest only",
+        check=model_parts,
+    )
+    lora_rank: int = field(
+        0,
+        "rank of peft's LoRA adapters, 0 for none; the rest of the model is frozen, but for a "
+        "classification head",
+        check=whole(0),
+    )
+    lora_targets: tuple | str = field(
+        "all-linear",
+        "names of the linear modules that get adapters, a tuple or one text with commas; "
+        "all-linear means every one but the head",
+        check=module_names,
+    )
+    lora_dropout: float = field(0.0, "on the adapters' input, from 0 to below 1", check=share)
+    lora_fp32: bool = switch(
+        True,
+        "adapters in fp32 also where the model is in half precision, as peft does by default",
+        ("lora_half", "adapters in the model's dtype"),
+    )
+    base: str = field(
+        "none",
+        "the frozen linear layers under LoRA, never the head, as they are or in bitsandbytes' "
+        "formats",
+        {"none": "", "nf4": "", "fp4": "", "int8": "LLM.int8, transformers' outlier threshold"},
+    )
+    block_size: int = field(
+        64, "weights that share one scale, for 4 bits", (32, 64, 128, 256, 512, 1024, 2048, 4096)
+    )
+    double_quant: bool = switch(False, "those scales in 8 bits")
+    compute_dtype: str | None = field(
+        None,
+        "in which a base is loaded and its products are computed; None takes the half precision "
+        "of `precision`, or fp32",
+        ("fp32", "fp16", "bf16", None),
+    )
+    upcast: bool = switch(
+        True,
+        "what is not quantized (norms, embeddings, head) is cast to fp32, as peft's "
+        "prepare_model_for_kbit_training does",
+        ("no_upcast", "what is not quantized stays in the compute dtype"),
+    )
+    padded: bool = switch(
+        False,
+        "batches carry an attention mask, as those of texts of unequal lengths do; the last token "
+        "of every sequence is then padding",
+    )
 
     def __post_init__(self):
-        for field in ("batch_size", "seq_len", "accumulation"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{field} is {value!r}: allowed are whole numbers from 1")
+        from memlab import models  # torch and transformers, which a question for help can spare
+
         if isinstance(self.checkpointing, bool):
             chosen = "non-reentrant" if self.checkpointing else "none"
             object.__setattr__(self, "checkpointing", chosen)
-        object.__setattr__(self, "freeze", _frozen_parts(self.freeze))
-        self._check_lora()
+        for one in dataclasses.fields(self):
+            value, choices = getattr(self, one.name), one.metadata["choices"]
+            if choices:
+                one_of(one.name, value, choices)
+            elif one.metadata["check"]:
+                object.__setattr__(self, one.name, one.metadata["check"](one.name, value))
         if self.compute_dtype is None and self.base != "none":
-            object.__setattr__(self, "compute_dtype", COMPUTE_DTYPES.get(self.precision))
-        for field, allowed in (
-            ("precision", PRECISIONS),
-            ("optimizer", OPTIMIZERS),
-            ("checkpointing", CHECKPOINTING),
-            ("attention", ATTENTION),
-            ("padded", (True, False)),
-            ("set_to_none", (True, False)),
-            ("lora_fp32", (True, False)),
-            ("base", BASES),
-            ("block_size", BLOCK_SIZES),
-            ("double_quant", (True, False)),
-            ("compute_dtype", ("fp32", "fp16", "bf16", None)),
-            ("upcast", (True, False)),
-        ):
-            value = getattr(self, field)
-            if value not in allowed:
-                names = ", ".join(map(str, allowed))
-                raise ValueError(f"{field} is {value!r}: allowed are {names}")
+            object.__setattr__(self, "compute_dtype", COMPUTE_DTYPES[self.precision])
         if self.base != "none" and not self.lora_rank:
             raise ValueError(
                 f"base is {self.base!r} and lora_rank is 0: a quantized base cannot be trained, "
@@ -138,29 +161,12 @@ class Recipe:
         config = models.config(self.model)
         if self.task is None:
             object.__setattr__(self, "task", models.default_task(config))
-        if self.task not in models.TASKS:
-            raise ValueError(f"task is {self.task!r}: allowed are {', '.join(models.TASKS)}")
+        one_of("task", self.task, models.TASKS)
         longest = models.max_length(config)
         if longest is not None and self.seq_len > longest:
             raise ValueError(
                 f"seq_len is {self.seq_len}: {self.model_name} allows whole numbers from 1 to "
                 f"{longest}"
-            )
-
-    def _check_lora(self):
-        rank, dropout, targets = self.lora_rank, self.lora_dropout, self.lora_targets
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
-            raise ValueError(f"lora_rank is {rank!r}: allowed are whole numbers from 0")
-        if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-            raise ValueError(f"lora_dropout is {dropout!r}: allowed are numbers from 0 to below 1")
-        if isinstance(targets, str) and targets != "all-linear":
-            targets = tuple(target.strip() for target in targets.split(",") if target.strip())
-            object.__setattr__(self, "lora_targets", targets)
-        elif not isinstance(targets, str):
-            object.__setattr__(self, "lora_targets", tuple(targets))
-        if not self.lora_targets or not all(isinstance(t, str) for t in self.lora_targets):
-            raise ValueError(
-                f"lora_targets is {targets!r}: allowed are all-linear or names of modules"
             )
 
     @property
@@ -183,6 +189,8 @@ class Recipe:
 
         Sequences are cut to 128 tokens, unless `changes` says otherwise.
         """
+        from memlab import models
+
         if not isinstance(self.model, str) or f"{self.model}-tiny" not in models.MODELS:
             tiny = models.twin(self.model)
         else:
@@ -232,26 +240,12 @@ class Recipe:
 
     def __str__(self) -> str:
         shown = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("model", "task") or value != field.default:
-                value = self.model_name if field.name == "model" else value
-                shown.append(f"{field.name}={value}")
+        for one in dataclasses.fields(self):
+            value = getattr(self, one.name)
+            if one.name in ("model", "task") or value != one.default:
+                value = self.model_name if one.name == "model" else value
+                shown.append(f"{one.name}={value}")
         return f"Recipe({', '.join(shown)})"
 
 
-def _frozen_parts(parts) -> tuple:
-    """`freeze` in its one form: a tuple of whole numbers and names."""
-    if isinstance(parts, str):
-        parts = [part.strip() for part in parts.split(",") if part.strip()]
-    elif isinstance(parts, int):
-        parts = [parts]
-    parts = tuple(int(p) if isinstance(p, str) and p.isdigit() else p for p in parts)
-    for part in parts:
-        number = isinstance(part, int) and not isinstance(part, bool) and part >= 0
-        if not number and not (isinstance(part, str) and part[:1] not in "-+"):
-            raise ValueError(
-                f"freeze holds {part!r}: allowed are embeddings, backbone, a number of layers "
-                "from 0, and names of modules"
-            )
-    return parts
+Recipe.__doc__ = f"{Recipe.__doc__}\n{documentation(Recipe)}\n"

@@ -1,7 +1,5 @@
 """The memory of a recipe's step on a card that need not be there."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tqdm.auto import tqdm

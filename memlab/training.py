@@ -4,8 +4,6 @@ The same loop runs on a real device and on the simulated GPU; only the place of 
 differs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """Bytes in print: MiB and GiB are powers of two."""
 
-from __future__ import annotations
-
 MiB = 2**20
 
 

@@ -95,7 +95,7 @@ def test_every_way_makes_the_same_base(log):
 def test_the_ends_hold_one_weight_and_all_of_them(log):
     whole = sum(events[0][1].nbytes for *_, events in weights_of(log))
     largest = max(events[0][1].nbytes for *_, events in weights_of(log))
-    packed = sum(map(loading._bytes_to_hold, (events for *_, events in weights_of(log))))
+    packed = sum(map(loading.bytes_to_hold, (events for *_, events in weights_of(log))))
     _, first, *_, last = ([e for e in events if e[0] is not None] for events in ways(log))
     count = sum(len(events) for *_, events in weights_of(log))
     assert highest(last[: count + 2]) >= whole

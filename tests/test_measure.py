@@ -7,7 +7,7 @@ import torch
 
 from memlab import Meter, Recipe, measure, models, seconds
 from memlab.footprint import Footprint
-from memlab.measuring import _explained, alive_tensors, pick_device, require
+from memlab.measuring import alive_tensors, pick_device, require, with_breakdown
 from memlab.trace.allocator import CachingAllocator
 from memlab.training import Training
 
@@ -158,7 +158,7 @@ def test_a_card_too_full_for_the_traced_step_has_figures_without_breakdown(monke
     training = Training(TINY)
     monkeypatch.setattr(training, "step", no_room)
     counted = Footprint(10**8, 2 * 10**8, {"temporary": 10**8}, "unknown")
-    assert _explained(counted, training) == counted
+    assert with_breakdown(counted, training) == counted
 
 
 def test_the_weights_are_made_where_they_are_wanted(monkeypatch):
@@ -178,7 +178,7 @@ def test_a_traced_step_shares_out_the_counters_peak():
     training = Training(TINY)
     training.step()
     counted = Footprint(10**8, 2 * 10**8, {"temporary": 10**8}, "unknown")
-    explained = _explained(counted, training)
+    explained = with_breakdown(counted, training)
     assert sum(explained.breakdown.values()) == explained.peak_allocated == 10**8
     assert explained.breakdown["parameters"] == 4 * training.parameters
     assert explained.peak_phase in ("forward", "backward", "optimizer step")

@@ -1,7 +1,5 @@
 """Number formats as bits, and a page element that shows any number in all of them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from importlib import resources

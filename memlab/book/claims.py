@@ -1,7 +1,5 @@
 """What the source documents state, and the verdicts that the chapters' cells reach."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import cache

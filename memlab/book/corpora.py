@@ -5,8 +5,6 @@ book works with (label: the package) and the long topics of Python's own help. A
 from source files, imports nothing, stays in memory, and takes one to two seconds.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import inspect

@@ -1,7 +1,5 @@
 """Forward and backward as an animation that plays on a static page, drawn from the log."""
 
-from __future__ import annotations
-
 import html
 import re
 from importlib import resources

@@ -1,7 +1,5 @@
 """Panels of a page on which readers try things out, without a kernel: padding, attention."""
 
-from __future__ import annotations
-
 import html
 import json
 from importlib import resources

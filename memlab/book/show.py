@@ -1,7 +1,5 @@
 """Tables, bars and timelines in one style, legible on white and on black."""
 
-from __future__ import annotations
-
 import matplotlib as mpl
 import numpy as np
 import pandas as pd

@@ -5,8 +5,6 @@ rules here are its own, read from its source; `memlab.card.rules` puts the kerne
 CPU's while a card is simulated.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import torch

@@ -1,7 +1,5 @@
 """bitsandbytes on the simulated card: its CUDA kernels, its layers and states without data."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

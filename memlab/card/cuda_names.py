@@ -5,8 +5,6 @@ allocator, the functions of `torch._C`, is answered by the simulation. What has 
 refused by name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

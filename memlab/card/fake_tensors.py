@@ -1,7 +1,5 @@
 """Training loops on tensors without data."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from unittest import mock

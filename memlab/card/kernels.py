@@ -5,8 +5,6 @@ other tensors for the backward pass than the CUDA kernels do. Each function here
 CUDA choice and names its source in the PyTorch repository; `memlab.card.rules` puts them in place.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import NamedTuple

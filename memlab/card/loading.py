@@ -18,8 +18,6 @@ need not bound what is reserved later, because fragments are no monotonous matte
 the draws is one of orders that were tried and no proof.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections import defaultdict
@@ -77,7 +75,7 @@ def ways(log: Log, total: int | None = None) -> Iterator[list[Event]]:
     """The events of a log for each way of loading: first its own, then those of `SHARES`."""
     weights, rest = by_weight(log)
     yield [event for _, _, events in weights for event in events] + rest
-    warmup = sum(_bytes_to_hold(events) for _, _, events in weights)
+    warmup = sum(bytes_to_hold(events) for _, _, events in weights)
     if total is not None:
         warmup = min(warmup, total - LEFT_FREE)
     weights.sort(key=lambda weight: dot_natural_key(weight[0]))
@@ -156,7 +154,7 @@ def _block(name, nbytes) -> list[Event]:
     return [(name, birth), (name, Death(birth, birth.phase, 0))]
 
 
-def _bytes_to_hold(events) -> int:
+def bytes_to_hold(events) -> int:
     """What the warm-up reckons for a weight: without its scales, or as it is if it stays so."""
     gone = {which for which, step in events if type(step) is Death}
     return max(s.nbytes for which, s in events if type(s) is Birth and which not in gone)

@@ -1,7 +1,5 @@
 """The card's memory: PyTorch's allocator with a limit, and what it says when there is no room."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

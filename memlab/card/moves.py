@@ -1,7 +1,5 @@
 """Code written for CUDA on fake cpu tensors: CUDA's names, and moves between host and card."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from unittest import mock

@@ -1,7 +1,5 @@
 """Every rule by which the simulated card differs from the CPU, in one registry."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 

@@ -1,7 +1,5 @@
 """What is on the card and what on its host, and what CUDA's libraries take beside the tensors."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 

@@ -4,8 +4,6 @@ Kinds of records are never mixed: what a GPU was recorded to take, what others h
 what a CPU's own kernels keep are three questions, and a summary answers one of them at a time.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

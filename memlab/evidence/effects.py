@@ -1,7 +1,5 @@
 """How many bytes each CUDA rule changes, against the CPU's own kernels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from memlab.card.gpu import SimulatedGPU

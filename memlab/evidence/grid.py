@@ -1,9 +1,9 @@
 """The grid of runs that `memlab record` makes: fixed, so that records of cards can be compared."""
 
-from __future__ import annotations
+import dataclasses
 
 from memlab.evidence.records import find_records
-from memlab.recipe import ATTENTION, OPTIMIZERS, PRECISIONS, Recipe
+from memlab.recipe import Recipe
 
 # A row: model, micro-batch x length, and what differs from Recipe's defaults (fp32, eager,
 # adamw_torch, nothing frozen). The rows that say most come first, for a card that is lent for
@@ -112,27 +112,31 @@ def _recipe(line: str) -> Recipe:
     model, size, *words = line.split()
     batch, length = size.split("x")
     fields = {"model": model, "batch_size": int(batch), "seq_len": int(length)}
-    alone = {
-        "checkpointing": ("checkpointing", True),
-        "lora_half": ("lora_fp32", False),
-        "double_quant": ("double_quant", True),
-        "no_upcast": ("upcast", False),
-    }
-    for name, allowed in (
-        ("precision", PRECISIONS),
-        ("attention", ATTENTION),
-        ("optimizer", OPTIMIZERS),
-    ):
-        alone |= {value: (name, value) for value in allowed}
     for word in words:
-        if word in alone:
-            name, value = alone[word]
+        if word in WORDS:
+            name, value = WORDS[word]
         else:
             name, value = word.split("=")
             value = int(value) if value.isdigit() else value
             value = float(value) if name == "lora_dropout" else value
         fields[name] = value
     return Recipe(**fields)
+
+
+def _words() -> dict[str, tuple[str, object]]:
+    """word -> (field, value) of every choice and switch; of two alike the first field's."""
+    words = {}
+    for field in reversed(dataclasses.fields(Recipe)):
+        if isinstance(field.default, bool):
+            name = field.metadata["off"][0] if field.default else field.name
+            words[name] = field.name, not field.default
+        else:
+            choices = filter(None, field.metadata["choices"])
+            words |= {str(choice): (field.name, choice) for choice in choices}
+    return words | {"checkpointing": ("checkpointing", True)}
+
+
+WORDS = _words()
 
 
 def select(runs: dict[str, Recipe], only: str) -> dict[str, Recipe]:

@@ -3,8 +3,6 @@
 A new start goes on where the last was stopped.
 """
 
-from __future__ import annotations
-
 import datetime
 import functools
 import itertools

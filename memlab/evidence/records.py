@@ -5,8 +5,6 @@ file holds `{"schema": 1, "records": [...]}`, one object of `Record`'s fields ea
 package lie in memlab/data/records. Files are written whole or not at all.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import json

@@ -1,7 +1,5 @@
 """A process of its own for each run of the grid, so that one run leaves nothing to the next."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -11,8 +11,6 @@ Where layers differ, or the three logs do not agree on the blocks, there is no a
 model has to run at its full depth.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """The words of a log of memory that knows no storages: what one is like when it is born, and
 which of its like dies."""
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The ledger of births and deaths, and what can be read from it: peak, breakdown, timeline."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

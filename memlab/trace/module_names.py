@@ -1,7 +1,5 @@
 """Which module is at work: in the forward pass by hooks, in the backward pass by its nodes."""
 
-from __future__ import annotations
-
 import weakref
 from bisect import bisect_right
 

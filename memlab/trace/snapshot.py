@@ -4,8 +4,6 @@ The form is described at `torch.cuda.memory._snapshot`; `torch.cuda._memory_viz`
 pytorch.org/memory_viz read it. Addresses are the simulation's own, and its clock counts actions.
 """
 
-from __future__ import annotations
-
 from memlab.trace.ledger import Ledger, operation_name
 
 

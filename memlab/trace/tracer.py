@@ -5,8 +5,6 @@ fake tensors alike. It looks at storages rather than tensors, because views shar
 and it keeps a weak reference to each, so it prolongs no life. Everything is in bytes.
 """
 
-from __future__ import annotations
-
 import weakref
 
 import torch
