@@ -11,7 +11,7 @@ here, `fits` answers for a card, and a `SimulatedGPU` takes any training loop. A
 - book: what the chapters share: figures, texts, exercises, claims, panels
 """
 
-from importlib import import_module
+from memlab.lazy import door
 
 # Name -> where it is defined. Loaded when it is first asked for, as most bring torch along.
 _HOMES = {
@@ -37,16 +37,7 @@ _HOMES = {
     "check": "book.exercise",
     "compare": "book.show",
 }
-_MODULES = ("gpus", "models")
-__all__ = sorted([*_HOMES, *_MODULES])
-
-
-def __getattr__(name):
-    if name in _MODULES:
-        return import_module(f"memlab.{name}")
-    if name in _HOMES:
-        return getattr(import_module(f"memlab.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'memlab' has no attribute {name!r}")
+__getattr__, __all__ = door("memlab", _HOMES, ("gpus", "models"))
 
 
 def __dir__():

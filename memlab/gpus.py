@@ -124,6 +124,14 @@ GPUS: dict[str, GPU] = {
 }
 
 
+def require_native(precision: str, device: str, has_bf16: bool) -> None:
+    """Raise ValueError if a device computes a recipe's precision by emulation only."""
+    if "bf16" in precision and not has_bf16:
+        raise ValueError(
+            f"precision is {precision!r}: {device} has no native bfloat16 and allows fp32, fp16-amp"
+        )
+
+
 # Where no card is named: no limit, and the other rules of an A100.
 ANY_CARD = GPU("a card without a limit", None, None, (8, 0), 108, "no card was named")
 

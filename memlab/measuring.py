@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from tqdm.auto import tqdm
 
-from memlab.footprint import Footprint
+from memlab.fields import whole
+from memlab.footprint import Category, Footprint, Phase
+from memlab.gpus import require_native
 from memlab.recipe import Recipe
 from memlab.trace.tracer import Tracer
 from memlab.training import Training
@@ -76,8 +78,7 @@ def measure(recipe: Recipe, device=None, steps: int = 5, seed: int = 0) -> Measu
     """
     device = pick_device(device)
     require(recipe.precision, device)
-    if steps < 1:
-        raise ValueError(f"steps is {steps!r}: allowed are whole numbers from 1")
+    whole(1)("steps", steps)
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -192,8 +193,11 @@ class Meter:
         return Footprint(
             peak_allocated=peak,
             peak_reserved=counters.max_memory_reserved(),
-            breakdown={"inputs": self._at_start, "temporary": peak - self._at_start},
-            peak_phase="unknown",
+            breakdown={
+                Category.INPUTS: self._at_start,
+                Category.TEMPORARY: peak - self._at_start,
+            },
+            peak_phase=Phase.UNKNOWN,
             context=used - reserved,
             device_used=used,
         )
@@ -234,7 +238,7 @@ def with_breakdown(footprint: Footprint, training: Training) -> Footprint:
         return footprint
     traced = tracer.footprint()
     breakdown = dict(traced.breakdown)
-    breakdown["rounding"] = footprint.peak_allocated - sum(breakdown.values())
+    breakdown[Category.ROUNDING] = footprint.peak_allocated - sum(breakdown.values())
     return replace(
         footprint,
         breakdown=breakdown,
@@ -268,12 +272,9 @@ def pick_device(device=None, cuda=torch.cuda) -> torch.device:
 
 def require(precision: str, device: torch.device) -> None:
     """Raise ValueError if a device computes a recipe's precision by emulation only."""
-    if device.type == "cuda" and "bf16" in precision:
-        if not torch.cuda.is_bf16_supported(including_emulation=False):
-            raise ValueError(
-                f"precision is {precision!r}: {device_name(device)} has no native bfloat16 and "
-                "allows fp32, fp16-amp"
-            )
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        require_native(precision, device_name(device), has_bf16)
 
 
 def synchronize(device: torch.device) -> None:

@@ -9,7 +9,7 @@ from memlab.card.gpu import SimulatedGPU
 from memlab.card.loading import loaded_weights, reserved_range
 from memlab.card.memory import CardMemory, card_footprint
 from memlab.footprint import Footprint
-from memlab.gpus import ANY_CARD, GPU, find_gpu
+from memlab.gpus import ANY_CARD, GPU, find_gpu, require_native
 from memlab.recipe import Recipe
 from memlab.trace.depth import log_at_full_depth
 from memlab.trace.ledger import Ledger
@@ -40,9 +40,8 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
 
 def event_log(recipe: Recipe, card: GPU) -> Log:
     """What two steps of `recipe` do to memory on a card of this kind, whatever its size."""
-    simulated = SimulatedGPU(card)
-    simulated.require(recipe.precision)
-    simulated.require(recipe.compute_dtype or "")
+    for precision in (recipe.precision, recipe.compute_dtype or ""):
+        require_native(precision, card.name, "bfloat16" in card.native_dtypes)
     half = recipe.precision == "bf16" and not (recipe.base != "none" and recipe.upcast)
     if models.has_experts(recipe.model) and not half:
         raise ValueError(

@@ -113,14 +113,6 @@ class SimulatedGPU:
         """Count from here, as `torch.cuda.reset_peak_memory_stats()` does."""
         self.tracer.reset_peak()
 
-    def require(self, precision: str) -> None:
-        """Raise ValueError if the card computes a recipe's precision by emulation only."""
-        if "bf16" in precision and self.gpu.capability < (8, 0):
-            raise ValueError(
-                f"precision is {precision!r}: {self.gpu.name} has no native bfloat16 and allows "
-                "fp32, fp16-amp"
-            )
-
     @property
     def footprint(self) -> Footprint:
         """The peak since the last `reset_peak`, or since the beginning."""
