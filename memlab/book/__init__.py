@@ -1,4 +1,4 @@
-"""What the chapters share: figures and tables, texts, exercises, claims, panels, lessons."""
+"""What the chapters share: figures and tables, texts, lessons, exercises, claims, panels."""
 
 from memlab.lazy import door
 
@@ -9,8 +9,13 @@ _HOMES = {
     "PaddingExplorer": "panels",
     "TilePlayer": "panels",
     "verdict": "claims",
+    "QUIET": "lessons",
+    "in_turns": "lessons",
+    "shuffled_blocks": "lessons",
+    "small_config": "lessons",
+    "three_steps": "lessons",
+    "train_on": "lessons",
+    "train_step": "lessons",
+    "trainer_losses": "lessons",
 }
-_LOOPS = "QUIET in_turns shuffled_blocks small_config three_steps train_on train_step"
-_HOMES |= dict.fromkeys([*_LOOPS.split(), "trainer_losses"], "lessons")
-
 __getattr__, __all__ = door("memlab.book", _HOMES, ("corpora", "show"))
