@@ -31,7 +31,7 @@ _HOMES = {
     "alive_tensors": "measuring",
     "device_name": "measuring",
     "pick_device": "measuring",
-    "step_seconds": "measuring",
+    "seconds": "measuring",
     "synchronize": "measuring",
     "find_records": "evidence.records",
     "check": "book.exercise",

@@ -54,13 +54,14 @@ class Measurement:
         )
 
 
-def step_seconds(training: Training) -> float:
-    """Seconds of one optimizer step, from an idle device to an idle device."""
-    synchronize(training.device)
-    began = time.perf_counter()
-    training.step()
-    synchronize(training.device)
-    return time.perf_counter() - began
+def seconds(work, *given, clock=time.perf_counter) -> float:
+    """Seconds of `work(*given)`, from an idle device to an idle device."""
+    device = pick_device()
+    synchronize(device)
+    began = clock()
+    work(*given)
+    synchronize(device)
+    return clock() - began
 
 
 def measure(recipe: Recipe, device=None, steps: int = 5, seed: int = 0) -> Measurement:
@@ -92,9 +93,9 @@ def measure(recipe: Recipe, device=None, steps: int = 5, seed: int = 0) -> Measu
     progress.update()
     training.step()
     progress.update()
-    seconds = []
+    taken = []
     for _ in range(steps):
-        seconds.append(step_seconds(training))
+        taken.append(seconds(training.step))
         progress.update()
     progress.close()
     footprint = replace(
@@ -104,7 +105,7 @@ def measure(recipe: Recipe, device=None, steps: int = 5, seed: int = 0) -> Measu
     )
     if device.type == "cuda":
         footprint = with_breakdown(footprint, training)
-    lower, median, upper = _quartiles(seconds)
+    lower, median, upper = _quartiles(taken)
     return Measurement(
         footprint=footprint,
         step_seconds={"median": median, "lower_quartile": lower, "upper_quartile": upper},

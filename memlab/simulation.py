@@ -58,7 +58,7 @@ def event_log(recipe: Recipe, card: GPU, loop=None) -> Log:
 
 def serve(recipe: Recipe, log: Log, card: GPU) -> Footprint:
     """The footprint of a recipe's log, served by this card's allocator."""
-    ledger = Ledger(CardMemory(card))
+    ledger = Ledger(CardMemory(card, statistics=False))
     log.replay(ledger)
     footprint = card_footprint(ledger, log)
     if recipe.base == "none":

@@ -10,7 +10,7 @@ from memlab.training import Training
 
 CHAPTER = Notebook("04-accumulation")
 # Cells that train tiny models only, in the order of the chapter.
-TINY = """imports vanilla-loop accumulated-loop idea-whole idea-parts corpus corpus-ids reader split
+TINY = """imports vanilla-loop accumulated-loop idea-whole idea-parts corpus reader split
     gradient-function distance gradient-run gradient-table paragraphs ragged unequal summed-loss
     by-tokens unequal-mended bad-fix-code leftover shares leftover-run dropout batch-norm
     batch-norm-run slip slip-run slip-mended"""
@@ -79,13 +79,13 @@ def test_the_accumulated_gradient_is_the_big_batchs(chapter):
     assert all(found["torch.float64"] < 1e-14 for found in apart.values())
 
 
-def test_unequal_token_counts_fail_and_are_mended(chapter):
+def test_unequal_token_counts_fail_and_are_fixed(chapter):
     assert len(set(chapter["counts"])) > 1
     assert chapter["mean_of_means"] > 0.05
     assert chapter["by_tokens"] < 1e-6
 
 
-def test_the_bad_mend_is_right_and_holds_every_graph(chapter):
+def test_the_bad_fix_is_right_and_holds_every_graph(chapter):
     peaks, gradients = {}, {}
     for name in ("backward_by_tokens", "backward_at_the_end"):
         model = chapter["reader"]()
@@ -101,12 +101,12 @@ def test_the_bad_mend_is_right_and_holds_every_graph(chapter):
     assert bad.peak_allocated > 2 * good.peak_allocated
 
 
-def test_a_short_last_window_fails_in_both_loops_and_is_mended(chapter):
+def test_a_short_last_window_fails_in_both_loops_and_is_fixed(chapter):
     assert chapter["at_end"] == pytest.approx([1, 1, 0.5] * 2, abs=1e-4)
     assert len(chapter["never"]) == 4  # no step for the third window
     assert chapter["never"][:2] == pytest.approx([1, 1], abs=1e-4)
     assert chapter["never"][2] > 1.1  # what the epoch before left behind
-    assert chapter["mended"] == pytest.approx([1] * 6, abs=1e-4)
+    assert chapter["fixed"] == pytest.approx([1] * 6, abs=1e-4)
 
 
 def test_dropout_and_batch_statistics_differ_and_their_counterparts_do_not(chapter):
@@ -115,7 +115,7 @@ def test_dropout_and_batch_statistics_differ_and_their_counterparts_do_not(chapt
     assert found["dropout, eval"] < 1e-6 and found["LayerNorm"] < 1e-6
 
 
-def test_slips_of_the_loop_fail_and_are_mended(chapter):
+def test_slips_of_the_loop_fail_and_are_fixed(chapter):
     assert chapter["long"] == pytest.approx(3, abs=1e-4)
     assert chapter["last"] > 0.1 and chapter["often"] > 0.1
     assert chapter["good"] < 1e-6 and chapter["once"] < 1e-4
@@ -137,11 +137,11 @@ def test_a_scheduler_inside_the_loop_runs_four_times_too_fast(chapter):
 
 def test_trainer_counts_tokens_but_does_not_divide_for_a_bert_classifier(chapter):
     chapter |= {"fp32": {}, "vanilla": Recipe("bert-large", batch_size=4)}
-    CHAPTER.run("trainer-arguments trainer trainer-rows trainer-run", chapter)
+    CHAPTER.run("trainer-arguments trainer-rows trainer-run", chapter)
     assert chapter["at_once"] == pytest.approx(chapter["in_four"], abs=1e-3)
     CHAPTER.run("quiet reviews trainer-bert-run trainer-bert-mended", chapter)
-    right, factor_too_large, mended = chapter["classified"].values()
-    assert mended == pytest.approx(right, rel=1e-3)
+    right, factor_too_large, fixed = chapter["classified"].values()
+    assert fixed == pytest.approx(right, rel=1e-3)
     # Once transformers divides here, this fails: then the chapter's words can go.
     assert factor_too_large[0] == pytest.approx(4 * right[0], rel=1e-3)
 
@@ -157,12 +157,12 @@ def test_accelerate_gives_the_same_losses_and_scales_a_short_window_wrongly(chap
     CHAPTER.run("accelerate-prepare accelerate-run accelerate-same", chapter)
     assert chapter["theirs"] == pytest.approx(losses, rel=1e-4)
     CHAPTER.run("accelerate-leftover accelerate-leftover-run", chapter)
-    left, mended = (
+    left, fixed = (
         chapter["shares"](chapter["window_shares"](factor), chapter["wholes"])
         for factor in chapter["factors"].values()
     )
     assert left == pytest.approx([1, 1, 0.5], abs=1e-4)
-    assert mended == pytest.approx([1, 1, 1], abs=1e-4)
+    assert fixed == pytest.approx([1, 1, 1], abs=1e-4)
 
 
 @pytest.mark.parametrize("number, wrong", [(1, 66_955_010 * 8 / 2**20), (3, 4), (4, 1022)])

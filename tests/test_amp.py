@@ -99,7 +99,7 @@ def test_checkpointing_moves_the_crossing_and_dropping_gradients_takes_the_cost_
 
 
 def test_live_and_predicted_differ_by_the_softmax_alone(chapter):
-    NOTEBOOK.run("curve usable live", chapter)
+    NOTEBOOK.run("curve live", chapter)
     for precision, (predicted, measured) in chapter["live"].items():
         quiet = chapter["quiet"]
         gap = predicted.peak_tensors - measured.footprint.peak_tensors

@@ -18,7 +18,7 @@ PARTS = """imports standard traffic traffic-work traffic-class traffic-run two-n
     extremes-run floor hbm tiles flash-forward row-sums flash-backward flash-function exact
     film-run films standard-bytes bill cards bound ways inputs simulated measured
     predicted measure-ways routes-code see forbid mask-trap mask-trap-run heads-mended
-    gqa cache-code flex flex-run corpus corpus-ids register learn-code exercise-3-code"""
+    gqa cache-code flex flex-run corpus-ids register learn-code exercise-3-code"""
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +205,7 @@ def test_peaks_of_the_four_ways_at_full_size(chapter):
     assert all(1.9 < grows[name] < 2.1 for name in ("memory-efficient", "flash"))
 
 
-def test_a_mask_turns_flash_off_and_the_flag_mends_it(chapter):
+def test_a_mask_turns_flash_off_and_the_flag_fixes_it(chapter):
     masked, small = chapter["on_card"](chapter["causal_by_mask"], 1024)
     flagged, smaller = chapter["on_card"](chapter["causal_by_flag"], 1024)
     assert (masked, flagged) == ("EfficientAttention", "FlashAttention")

@@ -1,6 +1,7 @@
 """The chapters as they are stored: what a reader of the source, of Colab and of a diff sees."""
 
 import ast
+import itertools
 import json
 import re
 import statistics
@@ -12,6 +13,10 @@ from pathlib import Path
 import nbformat
 import pytest
 import yaml
+from shapes import shape, statements
+
+import memlab
+import memlab.book
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -113,15 +118,140 @@ def test_a_numbered_chapter_has_a_checked_exercise(path):
     assert any(re.search(r"\bcheck\(", cell.source) for cell in code_cells(path))
 
 
-def test_no_function_is_written_out_in_two_chapters():
+def trees(path):
+    """The parsed code cells of a chapter, without lines that only a notebook understands."""
+    for cell in code_cells(path):
+        plain = re.sub(r"^(\s*)[%!].*$", r"\1pass", cell.source, flags=re.MULTILINE)
+        yield ast.parse(plain)
+
+
+def twins(functions, least=3):
+    """Places of functions of the same shape and `least` statements or more, a list for each shape.
+
+    functions: (place, function), a place being a chapter and a name.
+    """
     homes = {}
-    for path in NOTEBOOKS:
-        for cell in code_cells(path):
-            plain = re.sub(r"^(\s*)[%!].*$", r"\1pass", cell.source, flags=re.MULTILINE)
-            for node in ast.walk(ast.parse(plain)):
-                if isinstance(node, ast.FunctionDef) and len(node.body) > 1:
-                    homes.setdefault(ast.dump(node), set()).add(f"{path.stem}: {node.name}")
-    assert [sorted(where) for where in homes.values() if len(where) > 1] == []
+    for place, function in functions:
+        if statements(function) >= least:
+            homes.setdefault(shape(function), []).append(place)
+    return [where for where in homes.values() if len({chapter for chapter, _ in where}) > 1]
+
+
+def test_no_function_is_written_out_in_two_chapters():
+    functions = [
+        ((path.stem, node.name), node)
+        for path in NOTEBOOKS
+        for tree in trees(path)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+    ]
+    assert len(functions) > 100
+    assert twins(functions) == []
+
+
+THREE_STEPS = """
+def three_steps(training, step):
+    torch.manual_seed(1)
+    losses = [step(), step()]
+    with Meter(device, training.model) as meter:
+        losses.append(step())
+    return losses, f"{meter.footprint.peak_allocated} bytes"
+"""
+
+
+@pytest.mark.parametrize(
+    "old, new, same",
+    [
+        ("three_steps", "losses_and_peak", True),  # another name of the function
+        ("losses", "seen", True),  # of a local variable
+        ("step", "go", True),  # of an argument
+        ("manual_seed(1)", "manual_seed(7)", True),  # another constant
+        ("):\n    torch", '):\n    """With words."""\n    torch', True),
+        ("} bytes", "} B", True),  # another text
+        ("torch", "numpy", False),  # another library
+        ("training.model", "training.inputs", False),  # another part of the same thing
+        ("    torch.manual_seed(1)\n", "", False),  # a statement less
+        ("[step(), step()]", "[step()]", False),
+        ("return losses, ", "return ", False),
+    ],
+)
+def test_a_function_under_another_name_is_found(old, new, same):
+    changed = THREE_STEPS.replace(old, new)
+    assert changed != THREE_STEPS
+    pair = [ast.parse(source).body[0] for source in (THREE_STEPS, changed)]
+    chapters = [("04", pair[0].name), ("06", pair[1].name)]
+    found = twins(zip(chapters, pair, strict=True))
+    assert found == ([chapters] if same else [])
+
+
+def test_what_is_short_or_in_one_chapter_is_no_twin():
+    short = ast.parse("def peak(run):\n    return run.peak").body[0]
+    assert twins([(("04", "peak"), short), (("05", "peak"), short)]) == []
+    long = ast.parse(THREE_STEPS).body[0]
+    assert twins([(("04", "one"), long), (("04", "other"), long)]) == []
+
+
+# Rooms behind the door that a chapter names because they are its subject.
+ROOMS = {
+    "01-measuring": {"memlab.trace.allocator"},
+    "12-quantization": {"memlab.quantized"},
+    "13-lora": {"memlab.card.attention", "memlab.quantized"},
+    "14-attention": {"memlab.card.attention"},
+    "accuracy": {"memlab.evidence", "memlab.trace", "memlab.card", "memlab.planning"},
+}
+
+
+def imports_of_memlab(path):
+    """(module, name) of everything that a chapter imports from memlab; a module alone has ""."""
+    for node in itertools.chain.from_iterable(map(ast.walk, trees(path))):
+        if isinstance(node, ast.Import):
+            yield from ((a.name, "") for a in node.names if a.name.startswith("memlab"))
+        elif isinstance(node, ast.ImportFrom) and node.module.startswith("memlab"):
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+@each_chapter
+def test_a_chapter_comes_in_by_the_door(path):
+    allowed = {("memlab", ""), *(("memlab", name) for name in memlab.__all__)}
+    allowed |= {("memlab.book", name) for name in memlab.book.__all__}
+    inside = set(imports_of_memlab(path)) - allowed
+    rooms = tuple(ROOMS.get(path.stem, ()))
+    strangers = {
+        (module, name)
+        for module, name in inside
+        if not any(
+            f"{place}.".startswith(f"{room}.")
+            for room in rooms
+            for place in (module, f"{module}.{name}")
+        )
+    }
+    assert strangers == set()
+
+
+def test_every_exception_is_used():
+    for stem, rooms in ROOMS.items():
+        if stem == "accuracy":
+            continue  # its rooms are its subject, whichever it names
+        modules = {module for module, _ in imports_of_memlab(ROOT / "chapters" / f"{stem}.ipynb")}
+        modules |= {
+            f"{module}.{name}"
+            for module, name in imports_of_memlab(ROOT / "chapters" / f"{stem}.ipynb")
+        }
+        assert rooms <= modules, stem
+
+
+@pytest.mark.parametrize("path", ["README.md", "chapters/index.md"])
+def test_examples_outside_of_chapters_come_in_by_the_door(path):
+    named = re.findall(
+        r"^from (memlab[\w.]*) import (.+)$", (ROOT / path).read_text(), re.MULTILINE
+    )
+    for module, names in named:
+        assert module == "memlab" and set(names.split(", ")) <= set(memlab.__all__)
+
+
+@each_chapter
+def test_no_chapter_reaches_into_the_simulated_card(path):
+    assert [n for n in map(ast.dump, trees(path)) if "attr='tracer'" in n] == []
 
 
 def tracked_texts():

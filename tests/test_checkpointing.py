@@ -12,8 +12,7 @@ from memlab.training import Training
 
 CHAPTER = Notebook("08-checkpointing")
 SMALL = """imports from-scratch chain ways-code on-demand-code trial-code held passes real-layers
-    real-ways by-hand corpus
-    corpus-ids reader kinds gradient-of gradients double lora-code cache wrappers
+    real-ways by-hand corpus reader kinds gradient-of gradients double lora-code cache wrappers
     selective"""
 
 
@@ -98,13 +97,13 @@ def test_the_random_state_decides_the_gradient(chapter):
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs")
-def test_the_reentrant_form_trains_nothing_under_frozen_inputs_and_is_mended(chapter):
+def test_the_reentrant_form_trains_nothing_under_frozen_inputs_and_is_fixed(chapter):
     share = chapter["trained_share"]
     assert share(True) == "2 of 18"
     assert share(True, wants_gradient=True) == share(False) == "18 of 18"
 
 
-def test_a_cache_fails_under_wrapped_layers_and_is_mended(chapter):
+def test_a_cache_fails_under_wrapped_layers_and_is_fixed(chapter):
     chapter["device"] = torch.device("cpu")
     step = chapter["cached_step"]
     with pytest.raises((RuntimeError, torch.utils.checkpoint.CheckpointError)):

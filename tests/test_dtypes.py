@@ -1,4 +1,4 @@
-"""Chapter 2: what its cells show is true, fails where they say so, and is mended where they do."""
+"""Chapter 2: what its cells show is true, fails where they say so, and is fixed where they do."""
 
 import math
 import statistics
@@ -110,7 +110,7 @@ def test_an_update_is_swallowed_and_a_master_copy_keeps_it(chapter):
     assert torch.tensor(reached["fp32"]).bfloat16() == 2
 
 
-def test_attention_overflows_and_is_mended_by_order_or_by_range(chapter):
+def test_attention_overflows_and_is_fixed_by_order_or_by_range(chapter):
     tried = CHAPTER.run("overflow overflow-run", chapter)["tried"]
     finite = {name: bool(result.isfinite().all()) for name, result in tried.items()}
     assert finite == {
@@ -120,7 +120,7 @@ def test_attention_overflows_and_is_mended_by_order_or_by_range(chapter):
     }
 
 
-def test_two_libraries_overflow_e4m3_differently_and_a_scale_mends_it(chapter, capsys):
+def test_two_libraries_overflow_e4m3_differently_and_a_scale_fixes_it(chapter, capsys):
     CHAPTER.run("fp8-overflow", chapter)
     said = capsys.readouterr().out.split()
     # Once ml_dtypes holds at the largest number too, this fails: then the chapter's words can go.

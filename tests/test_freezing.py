@@ -54,13 +54,13 @@ def test_the_published_code_leaves_backward_to_the_first_layer(chapter):
 def test_the_relative_positions_decide_about_the_activations_of_frozen_layers():
     recipe = Recipe("deberta-v3-base-tiny", batch_size=4, seq_len=64)
     shared = ("encoder.rel_embeddings", "encoder.LayerNorm")
-    parts = {"nothing": (), "published": ("embeddings", 1), "mended": ("embeddings", 1, *shared)}
+    parts = {"nothing": (), "published": ("embeddings", 1), "fixed": ("embeddings", 1, *shared)}
     kept = {
         name: simulate(recipe.but(freeze=freeze)).breakdown["activations"]
         for name, freeze in parts.items()
     }
-    saved = {name: kept["nothing"] - kept[name] for name in ("published", "mended")}
-    assert saved["mended"] > 0.3 * kept["nothing"] and saved["mended"] > 1.4 * saved["published"]
+    saved = {name: kept["nothing"] - kept[name] for name in ("published", "fixed")}
+    assert saved["fixed"] > 0.3 * kept["nothing"] and saved["fixed"] > 1.4 * saved["published"]
 
 
 def test_lower_layers_save_more_than_upper_ones_in_memory_and_operations(chapter):
@@ -89,7 +89,7 @@ def test_the_curve_by_addition_is_that_of_the_whole_model(chapter):
 
 
 def test_prediction_and_measurement_of_the_twin_agree(chapter):
-    CHAPTER.run("losses-and-peak quiet", chapter)
+    CHAPTER.run("quiet", chapter)
     chapter["choices"] = {"first 2": ("embeddings", 2)}
     CHAPTER.run("live", chapter)
     guess, found = chapter["live"]["first 2"]
@@ -140,7 +140,7 @@ def test_tied_embeddings_bring_backward_to_the_bottom(chapter):
 def test_zeros_for_gradients_move_a_weight_frozen_late(chapter):
     drift = chapter["drift"]
     assert drift["zeros, no decay"] > 0.05 and drift["zeros, decay 0.1"] > 0.05
-    assert drift["dropped (mended)"] == 0
+    assert drift["dropped (fixed)"] == 0
 
 
 def test_a_thawed_layer_must_be_given_to_the_optimizer(chapter):

@@ -5,15 +5,15 @@ import torch
 from notebook import Notebook, assert_same_run, traced
 
 from memlab import Recipe, models, simulate
+from memlab.book import small_config
 from memlab.training import Training
 
 CHAPTER = Notebook("13-lora")
 # Cells that train tiny models only, in the order of the chapter.
-TINY = """imports cut whole-function adapter-weights lora-linear vanilla-start lora-start train-step
-    agree same-start losses-and-peak agree-run merge trap trap-run trap-cases bits real-layer
-    real-bits corpus corpus-blocks
-    reader fit loss-on pretrain full-change truncated truncated-run energy load-4bit
-    load-4bit-function adapted"""
+TINY = """imports whole-function adapter-weights lora-linear lora-start train-step agree
+    same-start agree-run merge trap trap-run trap-cases bits real-layer real-bits corpus
+    corpus-blocks reader fit loss-on pretrain full-change truncated truncated-run energy
+    load-4bit load-4bit-function adapted"""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,8 @@ def test_gradients_and_moments_are_the_adapters_only(chapter):
 
 def test_two_layers_tell_what_the_whole_model_takes(chapter):
     recipe = Recipe("llama-3-8b-tiny", seq_len=64, precision="bf16", lora_rank=4)
-    deep = chapter["cut"](recipe.but(checkpointing=True, lora_targets="q_proj,v_proj"), 3)
+    recipe = recipe.but(checkpointing=True, lora_targets="q_proj,v_proj")
+    deep = recipe.but(model=small_config(recipe.model, num_hidden_layers=3))
     by_layers, at_once = chapter["whole"](deep), simulate(deep)
     assert by_layers.trainable_parameters == at_once.trainable_parameters
     for name in ("parameters", "gradients", "optimizer_states", "activations"):
@@ -92,17 +93,17 @@ def test_reentrant_checkpointing_needs_an_input_that_asks(chapter):
     trapped = chapter["trapped"]
     assert "does not require grad" in trapped["causal-lm", "reentrant"]
     assert trapped["sequence-classification", "reentrant"].startswith("0 of")
-    mended = {said for (_, way), said in trapped.items() if way != "reentrant"}
-    assert mended == {"14 of 14 adapters have a gradient"}
+    fixed = {said for (_, way), said in trapped.items() if way != "reentrant"}
+    assert fixed == {"14 of 14 adapters have a gradient"}
 
 
 def test_casting_what_is_not_quantized_makes_qlora_take_more_than_lora():
     lora = Recipe("llama-3.2-1b-tiny", batch_size=8, seq_len=128, precision="bf16")
     lora = lora.but(lora_rank=4, lora_fp32=False, attention="sdpa")
     quantized = lora.but(base="nf4", double_quant=True)
-    plain, cast, mended = map(simulate, (lora, quantized, quantized.but(upcast=False)))
-    assert mended.peak_allocated < plain.peak_allocated < cast.peak_allocated
-    assert cast.breakdown["activations"] > 1.3 * mended.breakdown["activations"]
+    plain, cast, fixed = map(simulate, (lora, quantized, quantized.but(upcast=False)))
+    assert fixed.peak_allocated < plain.peak_allocated < cast.peak_allocated
+    assert cast.breakdown["activations"] > 1.3 * fixed.breakdown["activations"]
 
 
 def test_each_piece_of_qlora_does_to_the_weights_what_the_figure_shows(chapter):
@@ -140,16 +141,15 @@ def test_preparing_for_k_bits_doubles_embedding_head_and_norms(chapter):
         assert held["after"] == 2 * held["before"] > 0
 
 
-def test_the_paged_optimizer_pages_large_states_only(chapter):
-    CHAPTER.run("states-on-card", chapter)
+def test_the_paged_optimizer_pages_large_states_only():
     llama = Recipe("llama-3-8b", seq_len=16, precision="bf16", lora_targets="q_proj,v_proj")
     for rank, leaves in [(16, False), (32, True)]:  # 65,536 and 131,072 numbers in q's matrices
-        recipe = chapter["cut"](llama.but(lora_rank=rank, optimizer="adamw_8bit"), 2)
-        held = chapter["states_on_card"](recipe)
-        whole = simulate(recipe)
-        assert held == pytest.approx(whole.breakdown["optimizer_states"], rel=0.01)
-        paged = chapter["states_on_card"](recipe.but(optimizer="paged_adamw_8bit"))
-        assert (paged < held) == leaves
+        recipe = llama.but(lora_rank=rank, optimizer="adamw_8bit")
+        held, left = (
+            simulate(one).breakdown["optimizer_states"]
+            for one in (recipe, recipe.but(optimizer="paged_adamw_8bit"))
+        )
+        assert (left < held) == leaves
 
 
 def test_lora_saves_a_third_of_the_operations_and_checkpointing_takes_it_back(chapter):

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from memlab import Meter, Recipe, measure, models
+from memlab import Meter, Recipe, measure, models, seconds
 from memlab.footprint import Footprint
 from memlab.measuring import alive_tensors, pick_device, require, with_breakdown
 from memlab.trace.allocator import CachingAllocator
@@ -210,3 +210,10 @@ def test_bf16_is_refused_on_a_card_that_emulates_it(monkeypatch):
 def test_no_timed_step_is_refused():
     with pytest.raises(ValueError, match="steps is 0"):
         measure(TINY, "cpu", steps=0)
+
+
+def test_seconds_are_counted_by_the_clock_around_the_work():
+    told, ticks = [], iter([3.0, 10.0])
+    assert seconds(told.append, "once", clock=lambda: next(ticks)) == 7.0
+    assert told == ["once"]
+    assert seconds(told.clear) > 0

@@ -163,15 +163,15 @@ def test_small_tensors_stay_in_32_bit_until_told(chapter):
     assert chapter["told"] < 2.5
 
 
-def test_rows_of_an_embedding_differ_more_and_blocks_mend_most_of_it(chapter):
+def test_rows_of_an_embedding_differ_more_and_blocks_fix_most_of_it(chapter):
     embedding, linear = (chapter["embedding_rows"][n] for n in ("embedding", "linear"))
     assert embedding["spread of the rows"] > 5 * linear["spread of the rows"]
     assert embedding["per cent off, one scale"] > 2 * embedding["per cent off, blocks"]
 
 
-def test_an_override_leaks_into_the_next_optimizer_and_is_mended(chapter):
+def test_an_override_leaks_into_the_next_optimizer_and_is_fixed(chapter):
     assert chapter["asked"] == chapter["leaked"] == [32, 8]
-    assert chapter["mended"] == [8, 8]
+    assert chapter["fixed"] == [8, 8]
     assert chapter["kept"] and chapter["freed"]
     assert chapter["too_late"] == torch.uint8
 

@@ -214,7 +214,7 @@ def test_a_padding_token_that_is_the_end_of_text_takes_the_end_away(chapter):
     assert chapter["ends"] == [0, 4]
 
 
-def test_a_late_long_batch_runs_out_and_both_mends_hold(chapter):
+def test_a_late_long_batch_runs_out_and_both_fixes_hold(chapter):
     chapter["theirs"] = DataCollatorWithPadding(chapter["tokenizer"])
     CHAPTER.run("late-data late-loop late-run late-first budget budget-run", chapter)
     assert 0 < chapter["late"][0] < len(chapter["order"])

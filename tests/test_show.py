@@ -25,6 +25,20 @@ def test_compare_is_in_mib_with_the_error_beside(runs):
     assert frame.loc["measured", "samples/s"] == runs["measured"].samples_per_second
 
 
+def test_a_live_table_sets_tensors_beside_tensors(runs):
+    predicted, seen = runs["simulated"], runs["measured"].footprint
+    frame = show.live_table({"twin": (predicted, runs["measured"])}, ["optimizer_states"])
+    row = frame.loc["twin"]
+    assert row["predicted"] == predicted.peak_tensors / MiB
+    assert row["measured"] == seen.peak_tensors / MiB
+    assert row["error"] == pytest.approx(predicted.peak_tensors / seen.peak_tensors - 1)
+    assert row["difference, bytes"] == predicted.peak_tensors - seen.peak_tensors
+    assert row["optimizer states measured"] == seen.breakdown["optimizer_states"] / MiB
+    assert frame["difference, bytes"].dtype == int
+    again = show.live_table({"twin": (predicted, seen)})  # a footprint alone will do
+    assert list(again.iloc[0]) == list(row[:4])
+
+
 def test_compare_needs_a_row_to_compare_with(runs):
     with pytest.raises(ValueError, match="against is 'truth': allowed are simulated, measured"):
         compare(runs, against="truth")

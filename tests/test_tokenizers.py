@@ -204,7 +204,7 @@ def test_without_a_post_processor_a_pair_is_one_text(chapter):
     assert chapter["pair"].type_ids[0] == 0 and chapter["pair"].type_ids[-1] == 1
 
 
-def test_truncation_loses_the_end_and_two_mends_keep_it(chapter):
+def test_truncation_loses_the_end_and_two_fixes_keep_it(chapter):
     run("end end-run from-left windows", chapter)  # asserts that both keep all
     lengths = [len(ids) for ids in chapter["rust"](chapter["marked"])["input_ids"]]
     assert chapter["lost"] == sum(n > 128 for n in lengths) > 50

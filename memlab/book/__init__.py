@@ -1,6 +1,6 @@
-"""What the chapters share: figures and tables, texts, exercises, claims, panels."""
+"""What the chapters share: figures and tables, texts, lessons, exercises, claims, panels."""
 
-from importlib import import_module
+from memlab.lazy import door
 
 _HOMES = {
     "FORMATS": "bits",
@@ -9,14 +9,13 @@ _HOMES = {
     "PaddingExplorer": "panels",
     "TilePlayer": "panels",
     "verdict": "claims",
+    "QUIET": "lessons",
+    "in_turns": "lessons",
+    "shuffled_blocks": "lessons",
+    "small_config": "lessons",
+    "three_steps": "lessons",
+    "train_on": "lessons",
+    "train_step": "lessons",
+    "trainer_losses": "lessons",
 }
-_MODULES = ("corpora", "show")
-__all__ = sorted([*_HOMES, *_MODULES])
-
-
-def __getattr__(name):
-    if name in _MODULES:
-        return import_module(f"memlab.book.{name}")
-    if name in _HOMES:
-        return getattr(import_module(f"memlab.book.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'memlab.book' has no attribute {name!r}")
+__getattr__, __all__ = door("memlab.book", _HOMES, ("corpora", "show"))

@@ -93,14 +93,6 @@ def split_of(text: str) -> str:
     return "train" if place < 80 else "validation" if place < 90 else "test"
 
 
-def content_hash(dataset: datasets.Dataset) -> str:
-    """Hexadecimal SHA-256 of a data set's texts and labels, in their order."""
-    names, digest = dataset.features["label"].names, hashlib.sha256()
-    for row in dataset:
-        digest.update(f"{names[row['label']]}\0{row['text']}\0".encode())
-    return digest.hexdigest()
-
-
 def public(name: str, split: str = "train", text: str | None = None, label: str | None = None):
     """A public data set of the Hugging Face hub with the columns text and label, as above.
 

@@ -80,6 +80,26 @@ def compare(rows: dict, against: str | None = None) -> pd.DataFrame:
     return frame
 
 
+def live_table(pairs: dict, categories=()) -> pd.DataFrame:
+    """Tensors at the peak as predicted and as measured, a row a run, in MiB.
+
+    pairs: label -> (Footprint predicted, Footprint or Measurement of the device that is here).
+    categories: of the breakdown, each with two columns of its own, after the error (a share of
+        what was measured) and the difference in bytes.
+    """
+    table = {}
+    for label, (predicted, measured) in pairs.items():
+        found = getattr(measured, "footprint", measured)
+        guess, there = predicted.peak_tensors, found.peak_tensors
+        row = {"predicted": guess / MiB, "measured": there / MiB, "error": guess / there - 1}
+        row["difference, bytes"] = guess - there
+        for name in categories:
+            for side, run in (("predicted", predicted), ("measured", found)):
+                row[f"{name.replace('_', ' ')} {side}"] = run.breakdown.get(name, 0) / MiB
+        table[label] = row
+    return pd.DataFrame.from_dict(table, orient="index")
+
+
 def table(frame: pd.DataFrame, caption: str = ""):
     """A DataFrame as a table of the book: MiB with thousands separators, errors in per cent."""
     formats = {}

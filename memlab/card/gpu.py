@@ -68,7 +68,6 @@ class SimulatedGPU:
     def __init__(self, gpu: GPU | str | int | None = None, rules=frozenset(RULES)):
         self.gpu = find_gpu(gpu)
         self.tracer = CardTracer(self.gpu, rules)
-        self._at_exit = None
         self.device = torch.device("cpu")  # what fake tensors say of themselves
 
     def __enter__(self) -> SimulatedGPU:
@@ -95,7 +94,7 @@ class SimulatedGPU:
 
     def __exit__(self, *error):
         SimulatedGPU.entered = False
-        self._at_exit = self.footprint  # what dies later is no part of it
+        self.tracer.stop()  # what dies later is no part of it
         return self._stack.__exit__(*error)
 
     def host(self):
@@ -116,7 +115,7 @@ class SimulatedGPU:
     @property
     def footprint(self) -> Footprint:
         """The peak since the last `reset_peak`, or since the beginning."""
-        return self._at_exit or card_footprint(self.tracer)
+        return card_footprint(self.tracer)
 
     def snapshot(self) -> dict:
         """What happened on the card, in the form of `torch.cuda.memory._snapshot()`."""

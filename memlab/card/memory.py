@@ -13,8 +13,8 @@ from memlab.trace.ledger import Ledger
 class CardMemory(CachingAllocator):
     """The allocator of one card, whose context is not its to give."""
 
-    def __init__(self, gpu: GPU):
-        super().__init__(gpu.usable)
+    def __init__(self, gpu: GPU, statistics: bool = True):
+        super().__init__(gpu.usable, statistics)
         self.gpu = gpu
 
     def allocate(self, nbytes: int) -> int:

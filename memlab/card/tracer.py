@@ -26,7 +26,7 @@ class CardTracer(Tracer):
         self.met_rules: set[str] = set()
         self.loaded: dict[int, int] = {}  # id of a parameter that moved -> number of the next entry
         self._handles_used = set()
-        self._making_on_host = False
+        self._making_on_host = self._stopped = False
         self._kept_on_host = weakref.WeakValueDictionary()
         self._host_data = weakref.WeakValueDictionary()
         self._arguments, self._met_host_data = (), False
@@ -53,6 +53,15 @@ class CardTracer(Tracer):
     def _take_and_give_back(self, nbytes) -> None:
         self.died(self.born(nbytes, Category.TEMPORARY))
 
+    def stop(self) -> None:
+        """Enter nothing any more: what dies from now on was there to the end."""
+        self._stopped = True
+
+    def died(self, storage) -> None:
+        """As `Tracer.died`, until the card is left."""
+        if not self._stopped:
+            super().died(storage)
+
     # ------------------------------------------------------------------ the host
 
     @contextlib.contextmanager
@@ -77,7 +86,7 @@ class CardTracer(Tracer):
         """
         self.operation = None
         self.see_parameter(parameter)
-        self.loaded.setdefault(id(parameter), len(self.entries))
+        self.loaded.setdefault(id(parameter), len(self))
 
     def zeros_on_host(self, like, dtype):
         """Zeros of the shape of `like` that the card never holds."""

@@ -43,7 +43,12 @@ class Ledger:
     def __init__(self, allocator=None):
         self.allocator = allocator
         self.storages: list[Storage] = []
-        self.entries: list[Entry] = []
+        # The entries by columns: tuples by the ten thousand would keep the garbage collector busy.
+        self._numbers: list[int] = []
+        self._changes: list[int] = []
+        self._phases: list[Phase] = []
+        self._served: list[int] = []
+        self._reserved: list[int] = []
         self.emptied: list[int] = []  # the entries before which the cache was emptied
         self.start = 0  # the entry from which peaks count
         self._allocated = 0
@@ -70,19 +75,30 @@ class Ledger:
             self.allocator.free(storage.address)
             storage.address = None
         # What dies after the backward pass, its graph, is the end of it; a birth begins a forward.
-        if phase == Phase.FORWARD and self.entries and self.entries[-1].phase == Phase.BACKWARD:
+        if phase == Phase.FORWARD and self._phases and self._phases[-1] == Phase.BACKWARD:
             phase = Phase.BACKWARD
         self._enter(storage, -storage.nbytes, phase)
 
+    @property
+    def entries(self) -> list[Entry]:
+        """Every birth and death in its order."""
+        owners = (self.storages[number] for number in self._numbers)
+        columns = self._changes, self._phases, self._served, self._reserved
+        return [Entry(*values) for values in zip(owners, *columns, strict=True)]
+
+    def __len__(self) -> int:
+        """How many entries there are."""
+        return len(self._numbers)
+
     def reset_peak(self) -> None:
         """Begin a new measured stretch, as `torch.cuda.reset_peak_memory_stats` does."""
-        self.start = len(self.entries)
+        self.start = len(self)
         if self.allocator is not None:
             self.allocator.reset_peak_stats()
 
     def empty_cache(self) -> None:
         """Give cached blocks back to the device, as `torch.cuda.empty_cache` does."""
-        self.emptied.append(len(self.entries))
+        self.emptied.append(len(self))
         if self.allocator is not None:
             self.allocator.empty_cache()
 
@@ -96,21 +112,26 @@ class Ledger:
         allocated, reserved = self._allocated, 0
         if self.allocator is not None:
             allocated, reserved = self.allocator.allocated, self.allocator.reserved
-        self.entries.append(Entry(storage, change, phase, allocated, reserved))
+        self._numbers.append(storage.number)
+        self._changes.append(change)
+        self._phases.append(phase)
+        self._served.append(allocated)
+        self._reserved.append(reserved)
 
     # ------------------------------------------------------------------ what it tells
 
     def peak(self) -> tuple[int, int, Phase, int]:
         """(allocated bytes, reserved bytes, phase, number of the entry) since `reset_peak`."""
-        peak, reserved, phase, index = 0, 0, Phase.FORWARD, self.start - 1
-        if self.start:
-            peak, reserved = self.entries[index].allocated, self.entries[index].reserved
-        for i in range(self.start, len(self.entries)):
-            _, _, now, allocated, held = self.entries[i]
-            if allocated > peak:
-                peak, phase, index = allocated, now, i
-            reserved = max(reserved, held)
-        return peak + self._before, reserved, phase, index
+        served = self._since_reset(self._served)
+        moment = int(np.argmax(served))
+        index = self.start - 1 + moment
+        phase = self._phases[index] if moment else Phase.FORWARD
+        reserved = max(self._since_reset(self._reserved))
+        return served[moment] + self._before, reserved, phase, index
+
+    def _since_reset(self, column) -> list[int]:
+        """A column's values, from the state before the measured stretch on."""
+        return [column[self.start - 1] if self.start else 0, *column[self.start :]]
 
     def footprint(self) -> Footprint:
         """The peak since the last `reset_peak`, by category."""
@@ -128,27 +149,26 @@ class Ledger:
 
     def _breakdown(self, index) -> dict[Category, int]:
         """Bytes by category after the entry `index`, with what existed before the first."""
-        breakdown = dict.fromkeys(Category, 0)
-        born = {entry.storage.number for entry in self.entries if entry.change > 0}
+        breakdown, born = dict.fromkeys(Category, 0), set(self._numbers)
         for storage in self.storages:
             if storage.number not in born:
                 breakdown[storage.category] += storage.nbytes
-        for entry in self.entries[: index + 1]:
-            breakdown[entry.storage.category] += entry.change
+        changes = zip(self._numbers[: index + 1], self._changes, strict=False)
+        for number, change in changes:
+            breakdown[self.storages[number].category] += change
         return breakdown
 
     def _timeline(self, peak_index) -> Timeline:
-        entries, columns = self.entries[self.start :], {name: i for i, name in enumerate(Category)}
-        levels = np.zeros((len(entries) + 1, len(columns)), np.int64)
+        columns = {name: i for i, name in enumerate(Category)}
+        numbers, phases = self._numbers[self.start :], self._phases[self.start :]
+        levels = np.zeros((len(numbers) + 1, len(columns)), np.int64)
         levels[0] = list(self._breakdown(self.start - 1).values())
-        for row, entry in enumerate(entries, start=1):
-            levels[row, columns[entry.storage.category]] = entry.change
+        categories = [columns[self.storages[number].category] for number in numbers]
+        levels[np.arange(1, len(levels)), categories] = self._changes[self.start :]
         levels = levels.cumsum(axis=0)
         if self.allocator is not None:
-            served = [self.entries[self.start - 1].allocated if self.start else 0]
-            served += [entry.allocated for entry in entries]
+            served = self._since_reset(self._served)
             levels[:, columns[Category.ROUNDING]] = served - levels.sum(axis=1)
-        phases = [entry.phase for entry in entries]
         return Timeline(
             phases[:1] + phases if phases else [Phase.FORWARD],
             dict(zip(columns, levels.T.tolist(), strict=True)),
@@ -159,11 +179,9 @@ class Ledger:
     def _lives(self) -> list[Life]:
         """Everything that lived from the entry `start` on, in the order of birth."""
         born, died = [0] * len(self.storages), {}
-        for moment, (storage, change, *_) in enumerate(self.entries, start=1 - self.start):
-            if change > 0:
-                born[storage.number] = max(0, moment)
-            else:
-                died[storage.number] = max(0, moment)
+        changes = zip(self._numbers, self._changes, strict=True)
+        for moment, (number, change) in enumerate(changes, start=1 - self.start):
+            (born if change > 0 else died)[number] = max(0, moment)
         return [
             Life(
                 storage.nbytes,

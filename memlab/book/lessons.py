@@ -1,0 +1,96 @@
+"""What chapters need around the loop that they show: small models, text, three steps, clocks."""
+
+from __future__ import annotations
+
+import time
+
+import pandas as pd
+import torch
+from tqdm.auto import tqdm
+
+from memlab import models
+from memlab.book import corpora
+from memlab.measuring import Meter, seconds
+
+DROPOUTS = "resid_pdrop embd_pdrop attn_pdrop hidden_dropout_prob attention_probs_dropout_prob"
+# Arguments of a Trainer that prints and stores nothing. A CPU has no use for pinned memory.
+QUIET = dict(disable_tqdm=True, save_strategy="no", log_level="error")
+QUIET["dataloader_pin_memory"] = torch.cuda.is_available()
+
+
+def small_config(name: str, dropout: float = 0.0, **sizes):
+    """The config of a model of `memlab.models` with other sizes, and every dropout as given.
+
+    Raises ValueError for a size that the config does not have.
+    """
+    config = models.config(name)
+    dropouts = {field: dropout for field in DROPOUTS.split() if hasattr(config, field)}
+    for field, value in (dropouts | sizes).items():
+        if not hasattr(config, field):
+            raise ValueError(f"{field} is no size of {name}: allowed are fields of its config")
+        setattr(config, field, value)
+    return config
+
+
+def shuffled_blocks(length: int) -> tuple:
+    """(tokenizer of 512 entries, ids of shape [blocks, length]) of the topics of Python's help.
+
+    The order is random and always the same: torch's generator begins again at seed 0.
+    """
+    texts = corpora.topics()["text"]
+    tokenizer = corpora.tokenizer(texts, vocab_size=512, kind="bpe")
+    blocks = corpora.language_model_blocks(texts, tokenizer, length)
+    ids = blocks.with_format("torch")["input_ids"][:]
+    torch.manual_seed(0)
+    return tokenizer, ids[torch.randperm(len(ids))]
+
+
+def train_step(model, optimizer, batch):
+    loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def train_on(model, optimizer, batches, rates=None) -> list[float]:
+    """The losses of one `train_step` on each batch.
+
+    batches: dictionaries, or token ids [batch, length], which are then their own labels.
+    rates: a learning-rate scheduler that moves on after each step.
+    """
+    losses = []
+    for batch in tqdm(batches, leave=False, delay=2):
+        given = {"input_ids": batch, "labels": batch} if torch.is_tensor(batch) else batch
+        losses.append(train_step(model, optimizer, given))
+        if rates is not None:
+            rates.step()
+    return losses
+
+
+def three_steps(training, step=None) -> tuple:
+    """(losses of three optimizer steps, Footprint of the third), with the same dropout each time.
+
+    training: a `memlab.Training`; step: another loop over its model in place of its own.
+    """
+    step = step or training.step
+    torch.manual_seed(1)  # of the dropout
+    losses = [step(), step()]
+    with Meter(training.device, training.model, training.optimizer, training.inputs) as meter:
+        losses.append(step())
+    return losses, meter.footprint
+
+
+def trainer_losses(trainer) -> list[float]:
+    """Train with a transformers Trainer and without its printing; the losses that it logged."""
+    from transformers import PrinterCallback
+
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def in_turns(runs: dict, rounds: int, clock=time.perf_counter) -> pd.DataFrame:
+    """Seconds of each run (a column) in each round (a row); a slow moment meets all of them."""
+    turns = tqdm(range(rounds), leave=False, delay=2)
+    return pd.DataFrame([{n: seconds(run, clock=clock) for n, run in runs.items()} for _ in turns])
