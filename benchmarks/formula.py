@@ -9,12 +9,12 @@ import time
 import numpy as np
 
 from memlab import formula, simulate
-from memlab.evidence.grid import runs
+from memlab.evidence.grid import grid_runs
 
 
 def recipes():
     """The runs of `memlab record`, and each with half the length and with twice the batch."""
-    for recipe in runs().values():
+    for recipe in grid_runs().values():
         yield recipe
         yield recipe.but(seq_len=recipe.seq_len // 2)
         yield recipe.but(batch_size=2 * recipe.batch_size)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from memlab import Recipe
 from memlab.closed_form import FILE, coefficients, key
 from memlab.derivation import derive
-from memlab.evidence.grid import runs
+from memlab.evidence.grid import grid_runs
 
 # What readers ask for, beside the runs that are recorded.
 COMMON = [
@@ -31,7 +31,7 @@ COMMON = [
 
 
 def main():
-    for recipe in tqdm([*runs().values(), *COMMON]):
+    for recipe in tqdm([*grid_runs().values(), *COMMON]):
         try:
             if key(recipe) not in coefficients():
                 derive(recipe)

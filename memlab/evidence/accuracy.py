@@ -82,15 +82,14 @@ class Comparison:
     def missed(self) -> bool:
         """Whether the prediction is wrong by more than is allowed, or was refused.
 
-        A figure that is predicted as a range may be anywhere in it, and off from there.
+        A figure that is predicted as a range may be anywhere in it.
         """
         if self.figure == "out of memory":
             return self.predicted is not self.recorded
-        if self.predicted is None:
-            return True
-        low, high = self.bounds or (self.predicted, self.predicted)
-        off = max(low - self.recorded, self.recorded - high, 0)
-        return off / self.recorded > (ALLOWED_OLD if self.old else ALLOWED[self.figure])
+        if self.bounds:
+            return not self.inside
+        allowed = ALLOWED_OLD if self.old else ALLOWED[self.figure]
+        return self.error is None or abs(self.error) > allowed
 
     @property
     def inside(self) -> bool | None:

@@ -21,6 +21,7 @@ from memlab.card import fake_tensors
 from memlab.evidence.grid import grid_runs
 from memlab.evidence.records import FOLDER, Record, load, save
 from memlab.evidence.worker import Worker, about
+from memlab.fields import whole
 from memlab.measuring import pick_device, versions
 from memlab.recipe import Recipe
 from memlab.training import Training, import_libraries
@@ -79,8 +80,7 @@ def record(
     memory is a result and recorded; what the device cannot do is skipped and said. Raises
     ValueError for a file of `out` that is not whole, before anything runs.
     """
-    if steps < 1:
-        raise ValueError(f"steps is {steps!r}: allowed are whole numbers from 1")
+    whole(1)("steps", steps)
     device = pick_device(device)
     runs = grid_runs(tiny=device.type == "cpu") if runs is None else runs
     started = time.monotonic()

@@ -5,8 +5,8 @@ import statistics
 
 import pytest
 import torch
+from exact import exact_code, finite, interesting, value
 from notebook import Notebook
-from test_bits import exact_code, finite, interesting, value
 
 from memlab.book.bits import FORMATS
 

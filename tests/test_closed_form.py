@@ -2,9 +2,8 @@
 
 import pytest
 
-from memlab import Recipe, closed_form, derivation, formula, simulate
+from memlab import Recipe, formula, simulate
 from memlab.closed_form import coefficients
-from memlab.derivation import derive
 from memlab.gpus import find_gpu
 
 
@@ -34,21 +33,6 @@ def assert_close(recipe, card=None):
 )
 def test_it_agrees_with_the_simulation(recipe):
     assert_close(recipe)
-
-
-def test_it_derives_what_it_does_not_know(monkeypatch):
-    recipe = Recipe(
-        "gpt2-medium", batch_size=2, seq_len=256, lora_rank=4, optimizer="sgd", accumulation=3
-    )
-    known = {}
-    for module in (closed_form, derivation):
-        monkeypatch.setattr(module, "coefficients", lambda: known)
-    with pytest.raises(ValueError, match="derive") as error:
-        formula(recipe)
-    assert "\n" not in str(error.value)
-    derive(recipe)
-    assert_close(recipe, "T4")
-    assert_close(recipe.but(seq_len=64, batch_size=8, lora_rank=16))
 
 
 def test_the_card_decides_workspaces_and_context():

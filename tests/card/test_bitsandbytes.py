@@ -1,0 +1,70 @@
+"""bitsandbytes' kernels and layers on the simulated card."""
+
+import torch
+
+from memlab import Recipe, SimulatedGPU, models, simulate
+from memlab.card.bitsandbytes import fuses_4bit_product
+from memlab.gpus import find_gpu
+from memlab.quantized import import_bitsandbytes
+from memlab.training import Training
+
+bitsandbytes = import_bitsandbytes("this test")
+QLORA = Recipe(model="llama-3-8b-tiny", seq_len=16, lora_rank=2, base="nf4", precision="bf16-amp")
+
+
+def layers(model, kind):
+    return {name for name, module in model.named_modules() if isinstance(module, kind)}
+
+
+def test_a_product_writes_the_weight_out_except_for_few_tokens():
+    def highest(tokens, nested=False):
+        with SimulatedGPU("T4"):
+            layer = bitsandbytes.nn.Linear4bit(1024, 1024, False, torch.float16, nested)
+            layer = layer.to("cuda")
+            x = torch.randn(tokens, 1024, device="cuda", dtype=torch.float16)
+            layer(x)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            layer(x)
+            return torch.cuda.max_memory_allocated() - before - 2 * tokens * 1024
+
+    assert highest(4) == 0
+    assert highest(2048) == 2 * 1024 * 1024
+    scales = 4 * 1024 * 1024 // 64
+    assert highest(2048, nested=True) == 2 * 1024 * 1024 + 2 * scales
+
+
+def test_bitsandbytes_own_rule_is_asked_for_the_card():
+    """_gemm_4bit_use_custom_cuda: up to 4 rows always, above 1,536 never, by the card between."""
+    half = torch.float16
+    for name in ("T4", "A100-40GB", "H200"):
+        assert fuses_4bit_product(find_gpu(name), half, 4, 4096, 4096)
+        assert not fuses_4bit_product(find_gpu(name), half, 2048, 4096, 4096)
+    assert not fuses_4bit_product(find_gpu("V100"), half, 8, 4096, 4096)
+    assert fuses_4bit_product(find_gpu("T4"), half, 8, 4096, 4096)
+
+
+def test_the_base_does_not_exist_in_half_precision_on_the_card():
+    """Weights are quantized one by one: the whole in bf16 is never there."""
+    config = models.config("llama-3-8b")
+    config.num_hidden_layers, config.vocab_size = 4, 1000
+    config.bos_token_id = config.eos_token_id = 1
+    recipe = QLORA.but(model=config)
+    half = 2 * simulate(recipe).parameters
+    assert simulate(recipe).peak_reserved < 0.9 * half
+
+
+def test_the_first_run_of_a_process_is_like_the_second():
+    """bitsandbytes keeps the table of the scales' codes, once made."""
+    recipe = QLORA.but(double_quant=True)
+    bitsandbytes.functional.name2qmap.clear()
+    first, second = simulate(recipe), simulate(recipe)
+    assert first == second
+    Training(recipe).step()  # with data, the table is a real one
+
+
+def test_nothing_of_bitsandbytes_stays_changed():
+    new = bitsandbytes.nn.Params4bit.__dict__["__new__"], bitsandbytes.matmul
+    simulate(QLORA)
+    assert new == (bitsandbytes.nn.Params4bit.__dict__["__new__"], bitsandbytes.matmul)
+    Training(QLORA).step()

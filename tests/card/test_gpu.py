@@ -1,0 +1,202 @@
+"""A loop of one's own on the simulated card: where tensors lie, out of memory, what is put back."""
+
+import contextlib
+import re
+
+import pytest
+import torch
+from transformers import BertForSequenceClassification
+
+from memlab import Recipe, SimulatedGPU, simulate
+from memlab.models import build, config
+
+MiB = 2**20
+BERT = Recipe(model="bert-large", batch_size=4, seq_len=512, optimizer="adamw_torch_loop")
+
+
+def reader_loop(batch_size, steps, halve=False):
+    """A loop as a reader writes it for CUDA."""
+    model = BertForSequenceClassification._from_config(
+        config("bert-large"), attn_implementation="eager"
+    )
+    model.to("cuda").train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    done, messages = 0, []
+    while done < steps:
+        try:
+            tokens = torch.randint(0, 30000, (batch_size, 512), device="cuda")
+            labels = torch.zeros(batch_size, dtype=torch.long).cuda()
+            loss = model(input_ids=tokens, labels=labels).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            done += 1
+        except torch.OutOfMemoryError as error:
+            messages.append(str(error))
+            if not halve:
+                raise
+            batch_size //= 2
+            optimizer.zero_grad()
+    return batch_size, messages
+
+
+def test_out_of_memory_in_pytorchs_words_and_on_with_half_the_batch():
+    with SimulatedGPU("T4") as gpu:
+        batch_size, messages = reader_loop(8, steps=2, halve=True)
+        capacity = torch.cuda.mem_get_info()[1]
+    assert batch_size == 4
+    assert len(messages) == 1
+    size = r"([\d.]+) ([MG]iB)"
+    found = re.fullmatch(
+        rf"CUDA out of memory\. Tried to allocate {size}\. GPU 0 has a total capacity of {size} "
+        rf"of which {size} is free\. Including non-PyTorch memory, this process has {size} memory "
+        rf"in use\. Of the allocated memory {size} is allocated by PyTorch, and {size} is "
+        r"reserved by PyTorch but unallocated\. If reserved but unallocated memory is large try "
+        r"setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation\.  See "
+        r"documentation for Memory Management  \(https://.*#environment-variables\)",
+        messages[0],
+    )
+    values = [
+        float(number) * {"MiB": 1, "GiB": 1024}[unit]
+        for number, unit in zip(found.groups()[::2], found.groups()[1::2], strict=True)
+    ]
+    wanted, total, free, used, allocated, cached = values
+    assert total == pytest.approx(capacity / MiB, rel=0.001)
+    assert free < wanted
+    assert free + used == pytest.approx(total, rel=0.001)
+    context = gpu.gpu.context / MiB
+    assert allocated + cached + context == pytest.approx(used, rel=0.002)
+
+
+def test_code_written_for_cuda_runs_unchanged():
+    with SimulatedGPU("T4"):
+        model = torch.nn.Linear(256, 256).to("cuda")
+        optimizer = torch.optim.AdamW(model.parameters())
+        scaler = torch.amp.GradScaler("cuda")
+        x = torch.randn(8, 256, device=torch.device("cuda:0"))
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda"):
+            out = model(x)
+            loss = out.float().pow(2).mean()
+        assert out.dtype == torch.float16
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert loss.item() == 1.0
+        assert optimizer.state[model.weight]["exp_avg"].shape == (256, 256)
+        assert 0 < torch.cuda.memory_allocated() <= torch.cuda.max_memory_allocated()
+        assert torch.cuda.memory_reserved() <= torch.cuda.max_memory_reserved()
+        free, total = torch.cuda.mem_get_info()
+        assert 0 < free < total
+
+
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_what_autograd_saves_on_the_cpu_leaves_the_card_until_it_is_wanted(pin_memory):
+    peaks = []
+    for offload in (False, True):
+        with SimulatedGPU() as gpu:
+            x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+            gpu.reset_peak()
+            context = torch.autograd.graph.save_on_cpu(pin_memory=pin_memory)
+            with context if offload else contextlib.nullcontext():
+                y = x
+                for _ in range(8):
+                    y = y.tanh()  # each keeps its output
+            last = gpu.footprint.timeline.totals()[-1]
+            y.sum().backward()
+        peaks.append((last, gpu.footprint.peak_allocated))
+    size = 4 * 2**20
+    assert peaks[0][0] - peaks[1][0] == 7 * size  # y itself is still held
+    assert peaks[1][1] < peaks[0][1] - 4 * size
+
+
+def test_a_pinned_copy_of_a_view_in_another_order_needs_memory_on_the_card_for_a_moment():
+    for pin_memory, more in ((False, 0), (True, 1)):
+        with SimulatedGPU() as gpu:
+            x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+            turned = x.t()
+            gpu.reset_peak()
+            with torch.autograd.graph.save_on_cpu(pin_memory=pin_memory):
+                y = turned.tanh()
+            peak = gpu.footprint.peak_allocated
+            del y
+        assert peak == (2 + more) * 4 * 2**20
+
+
+def test_everything_is_put_back_after_an_error():
+    with pytest.raises(torch.OutOfMemoryError):
+        with SimulatedGPU(10 * MiB):
+            torch.zeros(100 * MiB)
+    assert torch.zeros(3).sum().item() == 0
+    assert torch.autocast("cpu").device == "cpu"
+    assert torch.cuda.memory_allocated() == 0
+    if not torch.cuda.is_available():
+        with pytest.raises((RuntimeError, AssertionError)):
+            torch.zeros(1, device="cuda")
+
+
+def test_the_footprint_stays_as_it_was_at_the_end():
+    with SimulatedGPU() as gpu:
+        x = torch.zeros(MiB, device="cuda")
+    before = gpu.footprint
+    del x
+    assert gpu.footprint == before and before.breakdown["temporary"] == 4 * MiB
+
+
+def test_one_card_at_a_time():
+    with SimulatedGPU("T4"):
+        with pytest.raises(ValueError, match="entered already"):
+            simulate(Recipe(model="bert-base-tiny", seq_len=16))
+    assert simulate(Recipe(model="bert-base-tiny", seq_len=16)).peak_allocated > 0
+
+
+def test_a_copy_on_the_host_keeps_nothing_on_the_card():
+    with SimulatedGPU():
+        for to_host in (torch.Tensor.cpu, lambda x: x.to("cpu"), lambda x: x.detach().cpu() * 2):
+            tensor = torch.zeros(MiB, device="cuda")
+            copy = to_host(tensor)
+            assert torch.cuda.memory_allocated() == 4 * MiB
+            del tensor
+            assert copy.shape == (MiB,)
+            assert torch.cuda.memory_allocated() == 0
+            back = copy.to("cuda")
+            assert torch.cuda.memory_allocated() == 4 * MiB
+            del back
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return {"input_ids": torch.full((512,), i)}
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_workers_of_a_data_loader_make_tensors_on_the_host(pinned):
+    with SimulatedGPU():
+        loader = torch.utils.data.DataLoader(Rows(), 2, num_workers=1, pin_memory=pinned)
+        for batch in loader:
+            tokens = batch["input_ids"]
+            assert torch.cuda.memory_allocated() == 0
+            tokens = tokens.to("cuda", non_blocking=True)
+            assert tokens.shape == (2, 512)
+            assert torch.cuda.memory_allocated() == 2 * 512 * 8
+            del tokens
+
+
+def test_packed_sequences_need_a_mask_where_their_positions_are_known():
+    tokens = torch.zeros(1, 64, dtype=torch.long)
+    one, two = torch.arange(64)[None], torch.cat([torch.arange(32), torch.arange(32)])[None]
+
+    def operations(**positions):
+        with SimulatedGPU() as gpu:
+            model = build("llama-3-8b-tiny", attention="sdpa").to("cuda")
+            batch = {"input_ids": tokens} | positions
+            model(**{name: values.to("cuda") for name, values in batch.items()}, use_cache=False)
+        return {life.operation for life in gpu.footprint.timeline.lives}
+
+    alone, packed = operations(position_ids=one), operations(position_ids=two)
+    assert "aten.cumsum" in packed and "aten.cumsum" not in alone

@@ -1,0 +1,27 @@
+"""The doors of memlab and of its book: short, lazy, and clear about what they do not have."""
+
+import subprocess
+import sys
+
+import pytest
+
+import memlab
+from memlab import book
+
+
+@pytest.mark.parametrize("package", [memlab, book])
+def test_every_name_leads_to_something_with_a_name_of_its_own(package):
+    assert len(package.__all__) <= 25
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+
+
+def test_an_unknown_name_is_told():
+    with pytest.raises(AttributeError, match="'memlab' has no attribute 'simulat'"):
+        memlab.simulat  # noqa: B018
+
+
+def test_a_question_for_help_loads_no_torch():
+    code = "import sys, memlab.cli; memlab.cli._parser(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

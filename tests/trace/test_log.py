@@ -1,0 +1,51 @@
+"""A log without storages: written from a ledger, lived through again."""
+
+from collections import Counter
+
+import torch
+
+from memlab.footprint import Phase
+from memlab.trace.allocator import CachingAllocator
+from memlab.trace.events import Birth, Death, Loaded, Mark
+from memlab.trace.ledger import Ledger
+from memlab.trace.log import Log
+
+FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
+
+
+def a_ledger():
+    """Two layers' activations, freed by the backward pass in reverse, and an emptied cache."""
+    ledger = Ledger(CachingAllocator())
+    first = ledger.birth(1000, "activations", FORWARD, "layers.0.mlp")
+    second = ledger.birth(1000, "activations", FORWARD, "layers.1.mlp")
+    ledger.reset_peak()
+    ledger.death(second, BACKWARD)
+    ledger.empty_cache()
+    ledger.death(first, BACKWARD)
+    return ledger
+
+
+def test_storages_of_like_birth_are_told_apart_by_their_place():
+    birth = Birth(1000, "activations", FORWARD, "layers.*.mlp", None)
+    steps = Log.of(a_ledger(), torch.nn.Linear(1, 1)).steps
+    freed = Death(birth, BACKWARD, -1)
+    assert steps == [birth, birth, Mark.RESET, freed, Mark.EMPTY_CACHE, freed]
+
+
+def test_numbered_layers_differ():
+    steps = Log.of(a_ledger(), torch.nn.Linear(1, 1), numbered=True).steps
+    assert [step.module for step in steps[:2]] == ["layers.0.mlp", "layers.1.mlp"]
+
+
+def test_marks_come_before_their_entries_and_weights_are_counted():
+    log = Log.of(a_ledger(), torch.nn.Linear(3, 2), marks=[(1, Loaded("a", 0))])
+    assert log.steps[1] == Loaded("a", 0)
+    assert log.weights == Counter({(6, True): 1, (2, True): 1})
+    assert log.parameters == log.trainable_parameters == 8
+
+
+def test_a_replay_gives_the_same_footprint():
+    ledger, again = a_ledger(), Ledger(CachingAllocator())
+    Log.of(ledger, torch.nn.Linear(1, 1), numbered=True).replay(again)
+    assert again.footprint() == ledger.footprint()
+    assert again.entries[-1].reserved == ledger.entries[-1].reserved
