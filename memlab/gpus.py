@@ -18,7 +18,9 @@ loaded at the start, and a context took 0.7 to 1.3 GiB (pytorch/pytorch#86509, #
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from memlab.units import MiB
 
@@ -86,41 +88,14 @@ class GPU:
         return native_dtypes(self.capability)
 
 
-_UNNAMED = "context: a training's message in a public log, no thread to name"
-# fmt: off
-_CARDS = (  # name, total in MiB, context in MiB, capability, multiprocessors, sources
-    ("T4", 14912, 140.875, (7, 5), 40,
-     "measured: both, in 69 LoRA runs; total: 14.56 GiB in Zheng-Chong/CatVTON#133; "
-     "context: 128 in facebookresearch/tribev2#28"),
-    ("P100", 16269, 317, (6, 0), 56,
-     "total: 16269 MiB printed by Ultralytics with torch 2.11; "
-     "total 15.89 GiB and context: vllm-project/vllm#13255, one of two cards"),
-    ("V100", 16149, 366, (7, 0), 80,
-     "total 15.77 GiB and context: meta-llama/llama#918, one of eight cards; "
-     "16160 MiB with the driver of January 2022, and 1,343 MB of context, in the nine runs"),
-    ("L4", 22563, 323, (8, 9), 58,
-     "total: 22563 MiB printed by Ultralytics with torch 2.11 on Colab; " + _UNNAMED),
-    ("A10G", 22587, 307, (8, 6), 80,
-     "total: 22587 MB in get_device_properties in TorchCodec's documentation; " + _UNNAMED),
-    ("RTX-3090", 24123, 307, (8, 6), 82,
-     "total: 23.56 GiB, 25,294,995,456 bytes with torch 2.12; " + _UNNAMED),
-    ("RTX-4090", 24210, 416, (8, 9), 128,
-     "total 23.64 GiB and context: eosphoros-ai/DB-GPT-Hub#248"),
-    ("L40S", 45466, 507, (8, 9), 142,
-     "total 44.40 GiB and context: QwenLM/Qwen3-VL#2097, an L40, which has the same chip"),
-    ("A100-40GB", 40441, 501, (8, 0), 108,
-     "total: 40441 MiB printed by Ultralytics with torch 2.11; context: TianheWu/CoSeR#10"),
-    ("A100-80GB", 81153, 503, (8, 0), 108,
-     "total: 79.25 GiB in levihsu/OOTDiffusion#235; context: lianqi1008/Control-GIC#6"),
-    ("H100", 81090, 601, (9, 0), 132,
-     "total: 81090 MB in get_device_properties in Stanford CS336, lecture 6; " + _UNNAMED),
-    ("H200", 143156, 525, (9, 0), 132,
-     "total: 143156 MiB printed by Ultralytics with torch 2.11; " + _UNNAMED),
-)
-# fmt: on
+def _read(name: str, said: dict) -> GPU:
+    total, context = int(said["total_mib"] * MiB), int(said["context_mib"] * MiB)
+    return GPU(name, total, context, tuple(said["capability"]), said["processors"], said["sources"])
+
+
+_FILE = Path(__file__).parent / "data" / "gpus.json"
 GPUS: dict[str, GPU] = {
-    name: GPU(name, total * MiB, int(context * MiB), capability, processors, sources)
-    for name, total, context, capability, processors, sources in _CARDS
+    name: _read(name, said) for name, said in json.loads(_FILE.read_text(encoding="utf-8")).items()
 }
 
 

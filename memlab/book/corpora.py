@@ -21,8 +21,6 @@ import tokenizers
 from tokenizers import decoders, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from memlab.models import hub_reachable
-
 PACKAGES = ("torch", "transformers", "datasets", "numpy", "pandas", "matplotlib")
 SPLITS = ("train", "validation", "test", "all")
 SMALLEST_VOCABULARY = 512
@@ -91,42 +89,6 @@ def split_of(text: str) -> str:
     """The split of a text: decided by its hash alone."""
     place = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % 100
     return "train" if place < 80 else "validation" if place < 90 else "test"
-
-
-def public(name: str, split: str = "train", text: str | None = None, label: str | None = None):
-    """A public data set of the Hugging Face hub with the columns text and label, as above.
-
-    name: on the hub, like "stanfordnlp/imdb". text, label: its columns, found by their type if not
-    given (the first of strings, the first ClassLabel; without one there is no label).
-
-    Raises ValueError, in one line, when it cannot be had.
-    """
-    problem = "there is no network"
-    if Path(name).exists() or hub_reachable():
-        try:
-            data = datasets.load_dataset(name, split=split)
-            return _renamed(data, name, text, label)
-        except Exception as error:  # the hub, the network and the data set's files all can fail
-            problem = " ".join(str(error).split())[:200]
-    raise ValueError(
-        f"cannot get the data set {name!r} ({problem}): without it there are docstrings() "
-        "and topics()"
-    )
-
-
-def _renamed(data: datasets.Dataset, name: str, text: str | None, label: str | None):
-    kinds = data.features.items()
-    strings = [column for column, kind in kinds if getattr(kind, "dtype", None) == "string"]
-    labels = [column for column, kind in kinds if isinstance(kind, datasets.ClassLabel)]
-    text, label = text or next(iter(strings), None), label or next(iter(labels), None)
-    for column in (text, label):
-        if column is not None and column not in data.features:
-            raise ValueError(f"{column!r} is no column: allowed are {', '.join(data.features)}")
-    if text is None:
-        raise ValueError(f"{name} has no column of strings")
-    data = data.select_columns([column for column in (text, label) if column])
-    wanted = {text: "text", label: "label"}
-    return data.rename_columns({old: new for old, new in wanted.items() if old and old != new})
 
 
 def tokenizer(

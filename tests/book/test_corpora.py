@@ -177,24 +177,3 @@ def test_bad_input(call, says):
     with pytest.raises(ValueError) as error:
         call()
     assert says in one_line(error)
-
-
-def test_public_data_set_without_a_network(monkeypatch):
-    monkeypatch.setattr(corpora, "hub_reachable", lambda: False)
-    with pytest.raises(ValueError) as error:
-        corpora.public("nobody/no-such-data")
-    assert "'nobody/no-such-data'" in one_line(error)
-    assert "no network" in str(error.value)
-    assert "docstrings()" in str(error.value)
-
-
-def test_public_data_set_has_the_same_interface(tmp_path):
-    """A folder of files is loaded by the same call as a name on the hub."""
-    (tmp_path / "train.jsonl").write_text('{"id": 1, "review": "good", "stars": 5}\n')
-    data = corpora.public(str(tmp_path), text="review", label="stars")
-    assert data.column_names == ["text", "label"]
-    assert data[0] == {"text": "good", "label": 5}
-    assert corpora.public(str(tmp_path)).column_names == ["text"]
-    with pytest.raises(ValueError) as error:
-        corpora.public(str(tmp_path), text="body")
-    assert "allowed are id, review, stars" in one_line(error)
