@@ -161,14 +161,16 @@ def test_a_base_is_right_anywhere_in_its_range():
     def reserved(nbytes):
         return compared("peak_reserved_bytes", nbytes)
 
-    assert [reserved(n).inside for n in (low - 1, low, high, high + 1)] == [0, 1, 1, 0]
-    # Beyond its ends as much is allowed as beside any other prediction.
-    far = [int(low / 1.051), int(low / 1.049), int(high / 0.951), int(high / 0.949)]
-    assert [reserved(n).missed for n in far] == [True, False, False, True]
+    assert [reserved(n).missed for n in (low - 1, low, high, high + 1)] == [
+        True,
+        False,
+        False,
+        True,
+    ]
     assert reserved(low).predicted == footprint.peak_reserved and reserved(low).inside
     assert compared("device_used_bytes", high).bounds == (
         low + GPUS["T4"].context,
         high + GPUS["T4"].context,
     )
-    text = report([reserved(low), reserved(2 * high)], [])
+    text = report([reserved(low), reserved(high + 1)], [])
     assert "inside the reported range: 1 of 2 figures" in text and " MiB to " in text
