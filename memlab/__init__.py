@@ -2,13 +2,16 @@
 
 A `Recipe` says what is trained; `simulate` and `formula` predict its memory, `measure` trains it
 here, `fits` answers for a card, and a `SimulatedGPU` takes any training loop. All of them give a
-`Footprint`. The rooms behind this door:
+`Footprint`. The rooms behind this door, in the order of the road that the data go:
 
-- recipe, models, gpus, footprint, training, quantized: what is trained, on what, how it is said
-- measuring, simulation, closed_form, derivation, planning, cli: the verbs
+- recipe (and its fields), models, gpus: what is trained, and on what
+- training, quantized: the one loop, and real 4-bit and 8-bit layers
 - card: the simulated GPU; trace: the log of memory, its depth and its allocator
+- footprint, units: how the answer is said
+- simulation, measuring, closed_form, derivation, planning, cli: the verbs
 - evidence: records of real runs, and the predictions beside them
-- book: what the chapters share: figures, texts, exercises, claims, panels
+- book: what the chapters share: figures, texts, lessons, exercises, claims, panels
+- data: what is read from files
 """
 
 from memlab.lazy import door
