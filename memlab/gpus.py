@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,15 +112,27 @@ def require_native(precision: str, device: str, has_bf16: bool) -> None:
 ANY_CARD = GPU("a card without a limit", None, None, (8, 0), 108, "no card was named")
 
 
-def _key(name: str) -> str:
-    kept = "".join(letter for letter in name.lower() if letter.isalnum())
-    for word in ("nvidia", "geforce", "tesla", "16gb"):
-        kept = kept.replace(word, "")
-    return kept
+# Words that tell no card from another, and the sizes that stand on boxes, in GB.
+COMMON_WORDS = {"nvidia", "geforce", "tesla", "rtx", "gb", "pcie", "sxm"}
+LABELS = (16, 24, 40, 48, 80, 141)
+
+
+def _words(name: str) -> list[str]:
+    apart = re.findall(
+        r"[a-z]*\d+(?=gb)|[a-z]*\d+[a-z]*|[a-z]+", name.lower().replace("rtx", "rtx ")
+    )
+    return [word for word in apart if word not in COMMON_WORDS]
+
+
+def _is_meant(card: GPU, words: list[str]) -> bool:
+    """Whether words name the card's model and nothing that it is not, its size included."""
+    model, *more = _words(card.name)
+    label = next(size for size in LABELS if size * 1024 >= card.total_memory / MiB)
+    return model in words and set(words) <= {model, *more, str(label)}
 
 
 def find_gpu(card: str | int | float | GPU | None) -> GPU:
-    """The card of a name ("T4", "rtx 4090", "a100-80gb"), of so many bytes, or as it is.
+    """The card of a name ("T4", "4090", "A100-80", "h100 80gb"), of so many bytes, or as it is.
 
     None is `ANY_CARD`. A number of bytes is what PyTorch's allocator may take, so its context is
     0; the other rules are those of `ANY_CARD`. Raises ValueError for an unknown name and for less
@@ -132,9 +145,9 @@ def find_gpu(card: str | int | float | GPU | None) -> GPU:
         given = {"total_memory": int(card), "context": 0, "sources": "given by the caller"}
         return dataclasses.replace(ANY_CARD, name=size, **given)
     if isinstance(card, str):
-        named = {_key(name): known for name, known in GPUS.items()}
-        if _key(card) in named:
-            return named[_key(card)]
+        meant = [known for known in GPUS.values() if _is_meant(known, _words(card))]
+        if len(meant) == 1:
+            return meant[0]
     raise ValueError(
         f"gpu is {card!r}: allowed are {', '.join(GPUS)}, or a number of bytes above 0"
     )

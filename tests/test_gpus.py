@@ -72,6 +72,13 @@ def test_rules_by_capability():
         (" h200 ", "H200"),
         ("V100 16GB", "V100"),
         ("NVIDIA A10G", "A10G"),
+        ("4090", "RTX-4090"),
+        ("RTX4090", "RTX-4090"),
+        ("A100-80", "A100-80GB"),
+        ("a100 40 gb", "A100-40GB"),
+        ("h100 80gb", "H100"),
+        ("NVIDIA H100 PCIe", "H100"),
+        ("L40S 48GB", "L40S"),
     ],
 )
 def test_names_are_forgiven_case_spaces_and_maker(given, name):
@@ -99,7 +106,23 @@ def test_a_card_cannot_be_changed():
 
 @pytest.mark.parametrize(
     "wrong",
-    ["T5", "", "A100", "TITAN", "RTX", 0, -1, 0.5, float("nan"), float("inf"), True, [1]],
+    [
+        "T5",
+        "",
+        "A100",
+        "TITAN",
+        "RTX",
+        "16GB",
+        "V100 32GB",
+        "H100 40",
+        0,
+        -1,
+        0.5,
+        float("nan"),
+        float("inf"),
+        True,
+        [1],
+    ],
 )
 def test_what_is_no_card(wrong):
     with pytest.raises(ValueError) as error:
