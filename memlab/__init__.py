@@ -7,7 +7,7 @@ here, `fits` answers for a card, and a `SimulatedGPU` takes any training loop. A
 - recipe (and its fields), models, gpus: what is trained, and on what
 - training, quantized: the one loop, and real 4-bit and 8-bit layers
 - card: the simulated GPU; trace: the log of memory, its depth and its allocator
-- footprint, units: how the answer is said
+- footprint, units: how the answer is said; lazy: how doors open
 - simulation, measuring, closed_form, derivation, planning, cli: the verbs
 - evidence: records of real runs, and the predictions beside them
 - book: what the chapters share: figures, texts, lessons, exercises, claims, panels
@@ -40,8 +40,4 @@ _HOMES = {
     "check": "book.exercise",
     "compare": "book.show",
 }
-__getattr__, __all__ = door("memlab", _HOMES, ("gpus", "models"))
-
-
-def __dir__():
-    return __all__
+__getattr__, __dir__, __all__ = door("memlab", _HOMES, ("gpus", "models"))

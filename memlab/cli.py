@@ -8,6 +8,7 @@ import sys
 
 from memlab.evidence.records import FOLDER
 from memlab.fields import described
+from memlab.gpus import find_gpu
 from memlab.recipe import Recipe
 
 
@@ -104,7 +105,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _card(text: str) -> str | int:
-    return int(text) if text.lstrip("-").isdigit() else text
+    """A card's name, which may be a number (4090), or so many bytes."""
+    try:
+        find_gpu(text)
+    except ValueError:
+        return int(text) if text.lstrip("-").isdigit() else text
+    return text
 
 
 def _minutes(text: str) -> float:
@@ -145,8 +151,8 @@ def _add_field(group, field) -> None:
     if isinstance(default, bool):
         action = "store_false" if default else "store_true"
         group.add_argument(option, dest=field.name, action=action, help=text)
-    elif name == "checkpointing":
-        group.add_argument(option, nargs="?", const="non-reentrant", default=default, help=text)
+    elif said["bare"]:
+        group.add_argument(option, nargs="?", const=said["bare"], default=default, help=text)
     else:
         kind = type(default) if isinstance(default, (int, float)) else str
         group.add_argument(option, type=kind, default=default, help=text)

@@ -8,13 +8,14 @@ import textwrap
 from collections.abc import Callable
 
 
-def field(default, help: str, choices=(), check: Callable | None = None, off=None):
+def field(default, help: str, choices=(), check: Callable | None = None, off=None, bare=None):
     """A dataclass field that carries what is said of it.
 
     choices: the values that are allowed, or value -> what it means. off: of a switch that is on by
-    default, the name of the option that turns it off, and what that means.
+    default, the name of the option that turns it off, and what that means. bare: the choice that
+    is meant by True, and by the option or the word alone; False means the default.
     """
-    said = {"help": help, "choices": choices, "check": check, "off": off}
+    said = {"help": help, "choices": choices, "check": check, "off": off, "bare": bare}
     return dataclasses.field(default=default, metadata=said)
 
 
@@ -41,7 +42,9 @@ def documentation(recipe) -> str:
     lines = []
     for one in dataclasses.fields(recipe):
         text = f"{one.name}: {described(one.metadata)} (default {one.default!r})."
-        lines += textwrap.wrap(text, 92, initial_indent="    ", subsequent_indent="        ")
+        lines += textwrap.wrap(
+            text, 92, initial_indent="    ", subsequent_indent="        ", break_on_hyphens=False
+        )
     return "\n".join(lines)
 
 
@@ -55,7 +58,7 @@ def wrong(name, value, allowed) -> ValueError:
 
 def one_of(name, value, choices):
     """A value that is one of the choices."""
-    if value not in choices:
+    if value not in tuple(choices):  # a list is in no dictionary
         raise wrong(name, value, ", ".join(map(str, choices)))
     return value
 

@@ -72,7 +72,7 @@ class GPU:
     @property
     def usable(self) -> int | None:
         """Bytes left to PyTorch's allocator: the total less the context."""
-        return None if self.total_memory is None else self.total_memory - self.context
+        return None if self.total_memory is None else self.total_memory - (self.context or 0)
 
     @property
     def workspace(self) -> int:
@@ -113,7 +113,7 @@ ANY_CARD = GPU("a card without a limit", None, None, (8, 0), 108, "no card was n
 
 
 # Words that tell no card from another, and the sizes that stand on boxes, in GB.
-COMMON_WORDS = {"nvidia", "geforce", "tesla", "rtx", "gb", "pcie", "sxm"}
+COMMON_WORDS = re.compile(r"nvidia|geforce|tesla|rtx|gb|pcie|sxm\d*|hbm\d*e?")
 LABELS = (16, 24, 40, 48, 80, 141)
 
 
@@ -121,7 +121,7 @@ def _words(name: str) -> list[str]:
     apart = re.findall(
         r"[a-z]*\d+(?=gb)|[a-z]*\d+[a-z]*|[a-z]+", name.lower().replace("rtx", "rtx ")
     )
-    return [word for word in apart if word not in COMMON_WORDS]
+    return [word for word in apart if not COMMON_WORDS.fullmatch(word)]
 
 
 def _is_meant(card: GPU, words: list[str]) -> bool:

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from importlib import import_module
 
 
-def door(package: str, homes: dict[str, str], modules: tuple[str, ...]) -> tuple[Callable, list]:
-    """`__getattr__` and `__all__` of a package (PEP 562).
+def door(
+    package: str, homes: dict[str, str], modules: tuple[str, ...]
+) -> tuple[Callable, Callable, list]:
+    """`__getattr__`, `__dir__` and `__all__` of a package (PEP 562).
 
     homes: name -> the module below the package that defines it. modules: its own modules that are
     names, too.
@@ -18,4 +20,5 @@ def door(package: str, homes: dict[str, str], modules: tuple[str, ...]) -> tuple
             return getattr(import_module(f"{package}.{homes[name]}"), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
-    return load, sorted([*homes, *modules])
+    names = sorted([*homes, *modules])
+    return load, lambda: names, names

@@ -54,9 +54,9 @@ class Measurement:
         )
 
 
-def seconds(work, *given, clock=time.perf_counter) -> float:
-    """Seconds of `work(*given)`, from an idle device to an idle device."""
-    device = pick_device()
+def seconds(work, *given, clock=time.perf_counter, device=None) -> float:
+    """Seconds of `work(*given)`, from an idle device to an idle device (None: as `pick_device`)."""
+    device = pick_device(device)
     synchronize(device)
     began = clock()
     work(*given)
@@ -95,7 +95,7 @@ def measure(recipe: Recipe, device=None, steps: int = 5, seed: int = 0) -> Measu
     progress.update()
     taken = []
     for _ in range(steps):
-        taken.append(seconds(training.step))
+        taken.append(seconds(training.step, device=device))
         progress.update()
     progress.close()
     footprint = replace(

@@ -8,7 +8,7 @@ import torch
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, GPUS, find_gpu
 from memlab.recipe import Recipe
-from memlab.simulation import event_log, serve
+from memlab.simulation import full_log, serve
 from memlab.units import MiB, mib
 
 # The prediction is trusted to so much of what it says ...
@@ -73,14 +73,15 @@ def fits(recipe: Recipe, gpu: GPU | str | int, margin: float = MARGIN) -> Fit:
     card = find_gpu(gpu)
     if card.total_memory is None:
         raise ValueError(f"gpu is {gpu!r}: allowed are {', '.join(GPUS)}, or a number of bytes")
-    log = event_log(recipe, card)
+    log = full_log(recipe, card)
     footprint = serve(recipe, log, card.without_limit())
     _, most = footprint.reserved_range or (None, footprint.peak_reserved)
-    needed = most + card.context
-    kept = int(margin * needed) + CONTEXT_MARGIN * (card.context > 0)
+    context = card.total_memory - card.usable
+    needed = most + context
+    kept = int(margin * needed) + CONTEXT_MARGIN * (context > 0)
     total = card.total_memory
     fit = Fit(needed + kept <= total, needed, kept, total, footprint)
-    least = footprint.peak_allocated + card.context
+    least = footprint.peak_allocated + context
     if fit or least + kept > total:
         return fit
     try:

@@ -21,7 +21,7 @@ from memlab.fields import (
     whole,
 )
 
-COMPUTE_DTYPES = {"fp32": "fp32", "fp16-amp": "fp16", "bf16-amp": "bf16", "bf16": "bf16"}
+COMPUTED_IN = {"fp32": "fp32", "fp16-amp": "fp16", "bf16-amp": "bf16", "bf16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,16 @@ class Recipe:
     )
     checkpointing: str | bool = field(
         "none",
-        "every layer; True, or no value, means non-reentrant, PyTorch's recommended form",
+        "every layer; non-reentrant is PyTorch's recommended form, and what is meant if none is "
+        "named",
         ("none", "reentrant", "non-reentrant"),
+        bare="non-reentrant",
     )
     attention: str = field("eager", "transformers' implementation", ("eager", "sdpa"))
     set_to_none: bool = switch(
         True,
         "zero_grad frees the gradients, PyTorch's default since 2.0",
-        ("keep_gradients", "zero_grad fills gradients with zeros, as trainings did before"),
+        ("keep_gradients", "zero_grad fills gradients with zeros, as it did before PyTorch 2.0"),
     )
     freeze: tuple | str = field(
         (),
@@ -115,12 +117,17 @@ class Recipe:
         "none",
         "the frozen linear layers under LoRA, never the head, as they are or in bitsandbytes' "
         "formats",
-        {"none": "", "nf4": "", "fp4": "", "int8": "LLM.int8, transformers' outlier threshold"},
+        {
+            "none": "",
+            "nf4": "4 bits",
+            "fp4": "4 bits",
+            "int8": "LLM.int8, transformers' outlier threshold",
+        },
     )
     block_size: int = field(
         64, "weights that share one scale, for 4 bits", (32, 64, 128, 256, 512, 1024, 2048, 4096)
     )
-    double_quant: bool = switch(False, "those scales in 8 bits")
+    double_quant: bool = switch(False, "the scales of 4-bit blocks in 8 bits")
     compute_dtype: str | None = field(
         None,
         "in which a base is loaded and its products are computed; None takes the half precision "
@@ -142,17 +149,17 @@ class Recipe:
     def __post_init__(self):
         from memlab import models  # torch and transformers, which a question for help can spare
 
-        if isinstance(self.checkpointing, bool):
-            chosen = "non-reentrant" if self.checkpointing else "none"
-            object.__setattr__(self, "checkpointing", chosen)
         for one in dataclasses.fields(self):
             value, choices = getattr(self, one.name), one.metadata["choices"]
+            if one.metadata["bare"] and isinstance(value, bool):
+                value = one.metadata["bare"] if value else one.default
+                object.__setattr__(self, one.name, value)
             if choices:
                 one_of(one.name, value, choices)
             elif one.metadata["check"]:
                 object.__setattr__(self, one.name, one.metadata["check"](one.name, value))
         if self.compute_dtype is None and self.base != "none":
-            object.__setattr__(self, "compute_dtype", COMPUTE_DTYPES[self.precision])
+            object.__setattr__(self, "compute_dtype", COMPUTED_IN[self.precision])
         if self.base != "none" and not self.lora_rank:
             raise ValueError(
                 f"base is {self.base!r} and lora_rank is 0: a quantized base cannot be trained, "

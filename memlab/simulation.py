@@ -35,10 +35,10 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     format than bf16.
     """
     card = find_gpu(gpu)
-    return serve(recipe, event_log(recipe, card), card)
+    return serve(recipe, full_log(recipe, card), card)
 
 
-def event_log(recipe: Recipe, card: GPU, loop=None) -> Log:
+def full_log(recipe: Recipe, card: GPU, loop=None) -> Log:
     """What two steps of `recipe` do to memory on a card of this kind, whatever its size.
 
     loop: another training loop than memlab's own, a function like `two_steps`.
@@ -69,7 +69,7 @@ def serve(recipe: Recipe, log: Log, card: GPU) -> Footprint:
 def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None) -> Log:
     """What `recipe` does to memory, at its own depth, on a card like `gpu` without a limit.
 
-    numbered: whether the log tells layers apart. loop: as in `event_log`.
+    numbered: whether the log tells layers apart. loop: as in `full_log`.
     """
     import_libraries(recipe)
     with SimulatedGPU(gpu.without_limit()) as simulated:

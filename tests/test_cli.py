@@ -95,6 +95,13 @@ def test_out_of_memory_is_status_3(capsys):
     assert "CUDA out of memory. Tried to allocate" in err
 
 
+def test_a_card_by_its_number_and_by_bytes(capsys):
+    status, out, _ = run(capsys, "simulate", *TINY, "--gpu", "4090", "--json")
+    assert (status, json.loads(out)["gpu"]) == (0, "4090")
+    status, out, _ = run(capsys, "simulate", *TINY, "--gpu", 2**30, "--json")
+    assert (status, json.loads(out)["gpu"]) == (0, 2**30)
+
+
 def test_a_quantized_base_and_a_config_file(capsys, tmp_path):
     models.config("llama-3-8b-tiny").save_pretrained(tmp_path)
     options = ["--config", tmp_path / "config.json", "--seq-len", 16, "--lora-rank", 2]

@@ -29,7 +29,7 @@ def test_the_docstring_and_the_options_name_every_field_and_every_choice(capsys)
 def test_the_grid_knows_every_switch_by_its_option_and_every_choice_by_itself():
     assert WORDS["no_upcast"] == ("upcast", False) and WORDS["padded"] == ("padded", True)
     assert WORDS["bf16"] == ("precision", "bf16") and WORDS["sdpa"] == ("attention", "sdpa")
-    assert WORDS["checkpointing"] == ("checkpointing", True)
+    assert WORDS["checkpointing"] == ("checkpointing", "non-reentrant")
 
 
 def test_a_description_lists_choices_with_their_meanings():

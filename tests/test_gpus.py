@@ -78,6 +78,9 @@ def test_rules_by_capability():
         ("a100 40 gb", "A100-40GB"),
         ("h100 80gb", "H100"),
         ("NVIDIA H100 PCIe", "H100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("Tesla V100-SXM2-16GB", "V100"),
         ("L40S 48GB", "L40S"),
     ],
 )

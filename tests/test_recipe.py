@@ -58,6 +58,7 @@ def test_a_config_is_a_model():
         ("seq_len", 513, "512"),
         ("accumulation", 0, "from 1"),
         ("precision", "fp8", "bf16-amp"),
+        ("precision", ["bf16"], "bf16-amp"),
         ("optimizer", "adamw", "adamw_torch_fused"),
         ("checkpointing", "sometimes", "reentrant"),
         ("attention", "flash", "sdpa"),

@@ -18,4 +18,4 @@ _HOMES = {
     "train_step": "lessons",
     "trainer_losses": "lessons",
 }
-__getattr__, __all__ = door("memlab.book", _HOMES, ("corpora", "show"))
+__getattr__, __dir__, __all__ = door("memlab.book", _HOMES, ("corpora", "show"))

@@ -13,7 +13,7 @@ from memlab.card.kernels import Kernel
 
 def is_imported() -> bool:
     """Whether the package is in use; it makes tensors when it is imported, so never inside."""
-    return "bitsandbytes" in sys.modules
+    return sys.modules.get("bitsandbytes") is not None
 
 
 @contextlib.contextmanager
@@ -189,7 +189,7 @@ def paged_states(zeros_on_host):
 
 
 def is_to_be(parameter) -> bool:
-    """Whether a parameter of `weights_without_data` is one that is quantized, now or later."""
+    """Whether a parameter of `without_data` is one that is quantized, now or later."""
     return hasattr(parameter, "_memlab_quantizes_as")
 
 
@@ -200,7 +200,7 @@ def source_dtype(parameter) -> torch.dtype:
 
 
 def quantize(parameter, device) -> bool:
-    """Quantize a parameter of `weights_without_data` that is not yet; whether it was one."""
+    """Quantize a parameter of `without_data` that is not yet; whether it was one."""
     if not is_to_be(parameter):
         return False
     if parameter.data.dtype not in (torch.uint8, torch.int8):

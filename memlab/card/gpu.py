@@ -47,7 +47,7 @@ class SimulatedGPU:
       paged optimizers, which lie in managed memory outside PyTorch's allocator. How much of
       those the driver keeps on the card at a time is not simulated. `tensor.device` says cpu.
     - What `torch.autograd.graph.save_on_cpu`, made inside, saves lies on the host, weights too.
-    - What is made in `host()`, a model above all, lies on the host until it moves.
+    - A model that is made in `host()` lies on the host until it moves.
     - Tensors made outside, or by a DataLoader's workers, hold data and lie on the host;
       `.to("cuda")` makes a new one on the card, `.cpu()` and `.to("cpu")` one on the host,
       except of a tensor with a gradient. Parameters made outside count as the card's from their
@@ -68,11 +68,14 @@ class SimulatedGPU:
     def __init__(self, gpu: GPU | str | int | None = None, rules=frozenset(RULES)):
         self.gpu = find_gpu(gpu)
         self.tracer = CardTracer(self.gpu, rules)
+        self._stack = None  # of what is patched while it is entered
         self.device = torch.device("cpu")  # what fake tensors say of themselves
 
     def __enter__(self) -> SimulatedGPU:
         if SimulatedGPU.entered:
             raise ValueError("a SimulatedGPU is entered already: leave it before the next")
+        if self._stack is not None:
+            raise ValueError("this SimulatedGPU was entered before: make another for another run")
         if importlib.util.find_spec("bitsandbytes"):
             # Other libraries import it, and inside it would look for its CUDA library.
             import_bitsandbytes("SimulatedGPU")
@@ -98,9 +101,10 @@ class SimulatedGPU:
         return self._stack.__exit__(*error)
 
     def host(self):
-        """A context: what is made inside lies on the host.
+        """A context in which a model is made on the host.
 
-        A model's weights come to the card with `.to("cuda")`, one after the other.
+        Its weights come to the card one after the other when the model moves (`.to()`, `.cuda()`
+        and what else goes through every parameter), or when an operation outside needs them.
         """
         return self.tracer.host()
 

@@ -44,20 +44,22 @@ Event = tuple[object, Birth | Death | Mark]
 
 def loaded_weights(tracer: CardTracer, training: Training) -> list[tuple[int, Loaded]]:
     """(number of the entry, step) for every weight of a base that has come to the card."""
-    places, marks = {}, []
+    marks, seen = [], set()  # of tied weights the first counts
     for path, module in training.model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            path_of = f"{path}.{name}"
-            places.setdefault(id(parameter), (path_of, module, parameter))  # of tied ones the first
-    for number, at in tracer.loaded.items():
-        path, module, parameter = places[number]
-        path = re.sub(r"^base_model\.model\.|\.(base_layer|original_module)(?=\.)", "", path)
-        transposed = getattr(module, "source_cls", None) is Conv1D and path.endswith("weight")
-        fp16 = training.recipe.compute_dtype == "fp16"
-        int8 = hasattr(parameter, "SCB") and fp16  # else it is converted
-        copied = int8 or transposed
-        marks.append((at, Loaded(re.sub(r"\.\d+\.", ".*.", path, count=1), int(copied))))
-    return marks
+            at = getattr(parameter, "_memlab_loaded", None)
+            if at is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            full = re.sub(
+                r"^base_model\.model\.|\.(base_layer|original_module)(?=\.)", "", f"{path}.{name}"
+            )
+            transposed = getattr(module, "source_cls", None) is Conv1D and name == "weight"
+            fp16 = training.recipe.compute_dtype == "fp16"
+            int8 = hasattr(parameter, "SCB") and fp16  # else it is converted
+            one_of_many = re.sub(r"\.\d+\.", ".*.", full, count=1)
+            marks.append((at, Loaded(one_of_many, int(int8 or transposed))))
+    return sorted(marks, key=lambda mark: mark[0])
 
 
 def reserved_range(log: Log, capacity: int | None, total: int | None) -> tuple[int, int]:

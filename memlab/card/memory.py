@@ -27,7 +27,7 @@ class CardMemory(CachingAllocator):
     def free_and_total(self) -> tuple[int, int]:
         """Bytes free on the card and its size, as `torch.cuda.mem_get_info` gives them."""
         if self.gpu.total_memory is None:
-            raise ValueError("mem_get_info needs a card: SimulatedGPU was given none")
+            raise ValueError("mem_get_info needs a card with a limit: this simulation has none")
         return self.gpu.usable - self.reserved, self.gpu.total_memory
 
     def _message(self, segment) -> str:

@@ -24,7 +24,6 @@ class CardTracer(Tracer):
         super().__init__(CardMemory(gpu))
         self.gpu, self.rules = gpu, rules
         self.met_rules: set[str] = set()
-        self.loaded: dict[int, int] = {}  # id of a parameter that moved -> number of the next entry
         self._handles_used = set()
         self._making_on_host = self._stopped = False
         self._kept_on_host = weakref.WeakValueDictionary()
@@ -67,11 +66,11 @@ class CardTracer(Tracer):
     @contextlib.contextmanager
     def host(self):
         """What is made inside is not on the card until an operation outside needs it."""
-        self._making_on_host = True
+        before, self._making_on_host = self._making_on_host, True
         try:
             yield
         finally:
-            self._making_on_host = False
+            self._making_on_host = before
 
     def is_still_on_host(self, parameter) -> bool:
         """Whether a parameter was made in `host` and nothing has brought it to the card yet."""
@@ -80,13 +79,10 @@ class CardTracer(Tracer):
         return not self._making_on_host and not self.is_counted(parameter)
 
     def moved(self, parameter) -> None:
-        """A parameter has come to the card, and been quantized on the way if it is to be.
-
-        `loaded` notes the number of the entry after its last.
-        """
+        """A parameter has come to the card, and been quantized on the way if it is to be."""
         self.operation = None
         self.see_parameter(parameter)
-        self.loaded.setdefault(id(parameter), len(self))
+        parameter._memlab_loaded = len(self)  # the number of the entry after its last
 
     def zeros_on_host(self, like, dtype):
         """Zeros of the shape of `like` that the card never holds."""

@@ -203,11 +203,10 @@ def simulate_on_cpu(recipe: Recipe) -> Footprint:
 
 def family(recipe: Recipe) -> str:
     """encoder, decoder, encoder-decoder or moe."""
-    config = models.config(recipe.model)
-    if getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
+    if models.has_experts(recipe.model):
         return "moe"
     by_task = {"sequence-classification": "encoder", "seq2seq-lm": "encoder-decoder"}
-    return by_task.get(models.default_task(config), "decoder")
+    return by_task.get(models.default_task(recipe.model), "decoder")
 
 
 def technique(recipe: Recipe) -> str:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from memlab.card.gpu import SimulatedGPU
 from memlab.card.rules import RULES
+from memlab.footprint import Category
 from memlab.gpus import GPU
 from memlab.recipe import Recipe
 from memlab.simulation import two_steps
@@ -41,7 +42,7 @@ def changed_bytes(recipe: Recipe, gpu: GPU | str | int | None = None) -> list[Ch
             after = _run(recipe, gpu, frozenset(rules))[0].peak_tensors
         rows.append(Change(rule, after - before, source))
         before = after
-    workspaces = whole.breakdown["workspaces"]
+    workspaces = whole.breakdown[Category.WORKSPACES]
     rows.append(Change("workspaces", workspaces, LIBRARIES))
     rows.append(Change("rounding", whole.peak_allocated - before - workspaces, BLOCKS))
     return rows

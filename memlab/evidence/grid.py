@@ -65,7 +65,9 @@ def _words() -> dict[str, tuple[str, object]]:
         else:
             choices = filter(None, field.metadata["choices"])
             words |= {str(choice): (field.name, choice) for choice in choices}
-    return words | {"checkpointing": ("checkpointing", True)}
+            if field.metadata["bare"]:
+                words[field.name] = field.name, field.metadata["bare"]
+    return words
 
 
 WORDS = _words()

@@ -20,7 +20,7 @@ from memlab.footprint import Footprint
 from memlab.gpus import GPU
 from memlab.quantized import COMPUTE_DTYPES, quantize_base
 from memlab.recipe import Recipe
-from memlab.simulation import event_log, serve
+from memlab.simulation import full_log, serve
 from memlab.training import import_peft
 
 PREDICTIONS = Path(models.__file__).parent / "data" / "predictions.json"
@@ -35,7 +35,7 @@ def simulate_loop(name: str, recipe: Recipe, card: GPU) -> Footprint:
         raise ValueError(f"loop is {name!r}: known are {', '.join(LOOPS)}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of names that transformers has changed
-        return serve(recipe, event_log(recipe, card, LOOPS[name]), card)
+        return serve(recipe, full_log(recipe, card, LOOPS[name]), card)
 
 
 def kept_predictions() -> dict:

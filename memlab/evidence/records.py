@@ -176,7 +176,7 @@ def save(path: Path | str, records: Iterable[Record]) -> None:
     path, kept = Path(path), list(records)
     for record in kept:
         if not isinstance(record, Record):
-            raise ValueError(f"{record!r} is no record: allowed are memlab.records.Record")
+            raise ValueError(f"{record!r} is no record: allowed are memlab.evidence.records.Record")
     _check_names(kept, path)
     rows = ",\n".join(json.dumps(_values(record)) for record in kept)
     path.parent.mkdir(parents=True, exist_ok=True)

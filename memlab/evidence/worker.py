@@ -10,7 +10,7 @@ import threading
 
 import torch
 
-from memlab.footprint import NOT_TENSORS, Category
+from memlab.footprint import NOT_TENSORS, Category, Phase
 from memlab.measuring import Measurement, device_name, measure, versions
 from memlab.recipe import Recipe
 
@@ -136,7 +136,7 @@ def figures_of(result: Measurement) -> dict[str, float]:
             "context_bytes": footprint.context,
             "device_used_bytes": footprint.device_used,
         }
-    if footprint.peak_phase != "unknown":
+    if footprint.peak_phase != Phase.UNKNOWN:
         shown = [name for name in Category if name not in NOT_TENSORS]
         figures |= {f"{name}_at_peak_bytes": footprint.breakdown.get(name, 0) for name in shown}
     return figures | {

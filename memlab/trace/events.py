@@ -1,5 +1,8 @@
-"""The words of a log of memory that knows no storages: what one is like when it is born, and
-which of its like dies."""
+"""The words of a log without storage numbers.
+
+A birth is described by size, category, phase, module and operation; a death names that description,
+and which of the equal ones dies.
+"""
 
 from enum import Enum
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The event log in the form of PyTorch's memory snapshots, which its viewer opens.
+"""The ledger in the form of PyTorch's memory snapshots, which its viewer opens.
 
 The form is described at `torch.cuda.memory._snapshot`; `torch.cuda._memory_viz` and the page
 pytorch.org/memory_viz read it. Addresses are the simulation's own, and its clock counts actions.

@@ -276,6 +276,6 @@ class Tracer(Ledger, TorchDispatchMode):
 
 # How many references a gradient has, seen from the dispatch of the addition, when the autograd
 # engine alone holds it: the engine's buffer and the dispatcher's copies of the argument.
-# tests/test_tracer.py compares the result with the profiler's log, in which no mode is active.
+# tests/trace/test_tracer.py compares the result with the profiler, under which no mode is active.
 SOLE_TENSOR_USES = 4
 SOLE_STORAGE_USES = 2

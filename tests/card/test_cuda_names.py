@@ -46,7 +46,7 @@ def test_there_is_one_card_inside_and_none_after():
 def test_a_card_without_a_limit_has_no_size():
     with SimulatedGPU():
         assert torch.cuda.get_device_capability() == (8, 0)
-        with pytest.raises(ValueError, match="given none"):
+        with pytest.raises(ValueError, match="has none"):
             print(torch.cuda.get_device_properties().total_memory)
 
 

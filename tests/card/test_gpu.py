@@ -145,6 +145,15 @@ def test_the_footprint_stays_as_it_was_at_the_end():
     assert gpu.footprint == before and before.breakdown["temporary"] == 4 * MiB
 
 
+def test_a_card_is_entered_once():
+    with SimulatedGPU("T4") as card:
+        pass
+    with pytest.raises(ValueError, match="make another"):
+        card.__enter__()
+    with SimulatedGPU("T4"):
+        pass
+
+
 def test_one_card_at_a_time():
     with SimulatedGPU("T4"):
         with pytest.raises(ValueError, match="entered already"):

@@ -1,9 +1,12 @@
 """Memory served as a CUDA device serves it: workspaces, the host's tensors, the limit."""
 
+from types import SimpleNamespace
+
 import torch
 
-from memlab import SimulatedGPU
+from memlab import Recipe, SimulatedGPU
 from memlab.card.kernels import CUBLASLT_WORKSPACE
+from memlab.card.loading import loaded_weights
 from memlab.gpus import cublas_workspace
 
 MiB = 2**20
@@ -50,3 +53,27 @@ def test_host_tensors_take_no_room_until_they_are_needed_on_the_card():
         del moved
         assert torch.cuda.memory_allocated() == 0
         assert card.footprint.peak_allocated == outside.nbytes
+
+
+def test_host_blocks_nest_and_a_copy_to_the_host_ends_none():
+    with SimulatedGPU("T4") as card:
+        x = torch.ones(8, device="cuda")
+        with card.host():
+            x.cpu()
+            with card.host():
+                pass
+            model = torch.nn.Linear(1024, 1024)
+        assert torch.cuda.memory_allocated() == 512
+        model.to("cuda")
+        assert torch.cuda.memory_allocated() == 512 + 4 * MiB + 4096
+
+
+def test_a_moved_weight_may_be_replaced_before_the_end():
+    with SimulatedGPU("T4") as card:
+        with card.host():
+            model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        model.to("cuda")
+        model[1] = torch.nn.Identity()
+        training = SimpleNamespace(model=model, recipe=Recipe("gpt2-tiny"))
+        names = [step.name for _, step in loaded_weights(card.tracer, training)]
+    assert names == ["0.weight", "0.bias"]
