@@ -6,7 +6,7 @@ from tqdm.auto import tqdm
 
 from memlab import models
 from memlab.card.gpu import SimulatedGPU
-from memlab.card.loading import loaded_weights, reserved_range
+from memlab.card.loading import loaded_by_transformers, loaded_weights, replay, reserved_range
 from memlab.card.memory import CardMemory, card_footprint
 from memlab.footprint import Footprint
 from memlab.gpus import ANY_CARD, GPU, find_gpu, require_native
@@ -25,10 +25,10 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     Two steps run; the second is counted, because optimizer states appear in the first. Of a model
     with many equal layers only a few run, and `memlab.trace.depth` writes the others into the log.
 
-    A quantized base moves to the card weight by weight, as in `memlab.measure`; this decides
-    peak_reserved, but not what is allocated. Loaded by `from_pretrained` it leaves another cache
-    behind: `reserved_range` holds the lowest and the highest figure of the orders of loading
-    that `memlab.card.loading` tries, which are a sample and no proven bound.
+    A quantized base comes to the card as today's `from_pretrained` loads it. The order leaves
+    other free blocks behind, and so other rests of split ones, than a model that is moved whole,
+    as `memlab.measure` moves it: `reserved_range` holds the lowest and the highest peak reserved of
+    the orders that `memlab.card.loading` tries, which are a sample and no proven bound.
 
     Raises torch.OutOfMemoryError in PyTorch's own words when the card is too small, and ValueError
     when it does not have the recipe's number format, or for a mixture of experts in another
@@ -59,10 +59,11 @@ def full_log(recipe: Recipe, card: GPU, loop=None) -> Log:
 def serve(recipe: Recipe, log: Log, card: GPU) -> Footprint:
     """The footprint of a recipe's log, served by this card's allocator."""
     ledger = Ledger(CardMemory(card, statistics=False))
-    log.replay(ledger)
-    footprint = card_footprint(ledger, log)
     if recipe.base == "none":
-        return footprint
+        log.replay(ledger)
+        return card_footprint(ledger, log)
+    replay(loaded_by_transformers(log, card.total_memory), ledger)
+    footprint = card_footprint(ledger, log)
     return replace(footprint, reserved_range=reserved_range(log, card.usable, card.total_memory))
 
 

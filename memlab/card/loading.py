@@ -4,7 +4,7 @@ Each weight comes to the card in its first dtype, is quantized there, and leaves
 for the next. What stays reserved follows from the order of these events, and there are several:
 
 - a built model is moved to the card, weight by weight in the order of its modules, as
-  `memlab.measure` does;
+  `memlab.measure` does, and any loop inside a `SimulatedGPU` that moves one;
 - transformers' `from_pretrained` first takes and frees one block as large as the quantized model
   (`caching_allocator_warmup` in modeling_utils.py), then loads weight by weight in the order of
   their names (`convert_and_load_state_dict_in_model` in core_model_loading.py);
@@ -12,10 +12,10 @@ for the next. What stays reserved follows from the order of these events, and th
   ahead of the quantization as far as they could; from pull request 44576 on, of March 2026, it
   waits for each weight.
 
-The first two are certain. With threads the order is another each time: `ways` draws some, between
-its two ends, no weight ahead and all of them. The ends bound what is allocated while loading. They
-need not bound what is reserved later, because fragments are no monotonous matter, so a range over
-the draws is one of orders that were tried and no proof.
+The first two are certain, and `memlab.simulate` takes the second. With threads the order is another
+each time: `ways` draws some, between its two ends, no weight ahead and all of them. The ends bound
+what is allocated while loading. They need not bound what is reserved later, because fragments are
+no monotonous matter, so a range over the draws is one of orders that were tried and no proof.
 """
 
 import random
@@ -30,6 +30,7 @@ from memlab.card.tracer import CardTracer
 from memlab.footprint import Category, Phase
 from memlab.trace.allocator import CachingAllocator, CapacityError
 from memlab.trace.events import Birth, Death, Loaded, Mark
+from memlab.trace.ledger import Ledger
 from memlab.trace.log import Log
 from memlab.training import Training
 
@@ -84,6 +85,29 @@ def ways(log: Log, total: int | None = None) -> Iterator[list[Event]]:
     block = _block("warm-up", warmup) if warmup > 0 else []
     for seed, share in enumerate(SHARES):
         yield block + _from_pretrained(weights, share, random.Random(seed)) + rest
+
+
+def loaded_by_transformers(log: Log, total: int | None = None) -> list[Event]:
+    """The events of a log in the order of today's `from_pretrained`.
+
+    total: the card's bytes, of which the warm-up leaves some; None means no limit.
+    """
+    _, today, *_ = ways(log, total)
+    return today
+
+
+def replay(events: list[Event], ledger: Ledger) -> None:
+    """Let a ledger live through events. Raises what its allocator raises."""
+    living = {}
+    for which, step in events:
+        if type(step) is Birth:
+            living[which] = ledger.birth(*step)
+        elif type(step) is Death:
+            ledger.death(living.pop(which), step.phase)
+        elif step is Mark.RESET:
+            ledger.reset_peak()
+        elif step is Mark.EMPTY_CACHE:
+            ledger.empty_cache()
 
 
 def peak_reserved(events: list[Event], capacity: int | None = None) -> int | None:

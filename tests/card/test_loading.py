@@ -9,7 +9,7 @@ from memlab.card import loading
 from memlab.card.loading import LEFT_FREE, peak_reserved, reserved_range, ways
 from memlab.gpus import find_gpu
 from memlab.quantized import import_bitsandbytes
-from memlab.simulation import log_of
+from memlab.simulation import log_of, two_steps
 from memlab.trace.events import Birth, Death, Mark
 
 import_bitsandbytes("this test")
@@ -108,6 +108,14 @@ def test_the_warm_up_leaves_room_on_the_card(log):
     _, none, *_ = ways(log, LEFT_FREE)
     assert unlimited[0][1].nbytes > MiB == tight[0][1].nbytes
     assert none[0][0] != "warm-up"
+
+
+def test_a_recipe_is_loaded_as_transformers_does_and_a_moved_model_is_not(log):
+    moved, today, *_ = ways(log)
+    assert simulate(QLORA).peak_reserved == peak_reserved(today)
+    with SimulatedGPU() as card:
+        two_steps(QLORA, card)
+    assert card.footprint.peak_reserved == peak_reserved(moved)
 
 
 def test_a_way_that_runs_out_of_memory_takes_all_there_is(log):

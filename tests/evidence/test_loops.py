@@ -60,7 +60,7 @@ def test_without_a_base_allocated_is_exact_and_reserved_nearly():
 def test_with_nf4_allocated_is_near_and_reserved_a_matter_of_loading():
     allocated, reserved = errors("nf4", "allocated"), errors("nf4", "reserved")
     assert len(allocated) == 41
-    assert allocated[20] < 0.0025 and allocated[-1] < 0.0105
+    assert allocated[20] < 0.001 and allocated[38] < 0.003 and allocated[-1] < 0.005
     assert reserved[20] < 0.03 and reserved[-1] < 0.16
 
 
