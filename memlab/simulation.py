@@ -6,14 +6,14 @@ from tqdm.auto import tqdm
 
 from memlab import models
 from memlab.card.gpu import SimulatedGPU
-from memlab.card.loading import loaded_by_transformers, loaded_weights, replay, reserved_range
+from memlab.card.loading import loaded_by_transformers, loaded_weights, reserved_range
 from memlab.card.memory import CardMemory, card_footprint
 from memlab.footprint import Footprint
 from memlab.gpus import ANY_CARD, GPU, find_gpu, require_native
 from memlab.recipe import Recipe
 from memlab.trace.depth import log_at_full_depth
 from memlab.trace.ledger import Ledger
-from memlab.trace.log import Log
+from memlab.trace.log import Log, replay
 from memlab.training import Training, import_libraries
 
 
@@ -60,7 +60,7 @@ def serve(recipe: Recipe, log: Log, card: GPU) -> Footprint:
     """The footprint of a recipe's log, served by this card's allocator."""
     ledger = Ledger(CardMemory(card, statistics=False))
     if recipe.base == "none":
-        log.replay(ledger)
+        replay(log.events(), ledger)
         return card_footprint(ledger, log)
     replay(loaded_by_transformers(log, card.total_memory), ledger)
     footprint = card_footprint(ledger, log)

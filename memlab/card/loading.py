@@ -20,7 +20,7 @@ no monotonous matter, so a range over the draws is one of orders that were tried
 
 import random
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 
 from transformers.core_model_loading import dot_natural_key
@@ -30,17 +30,13 @@ from memlab.card.tracer import CardTracer
 from memlab.footprint import Category, Phase
 from memlab.trace.allocator import CachingAllocator, CapacityError
 from memlab.trace.events import Birth, Death, Loaded, Mark
-from memlab.trace.ledger import Ledger
-from memlab.trace.log import Log
+from memlab.trace.log import Event, Log
 from memlab.training import Training
 
 # How often of ten times a loader thread and not the quantization is next, where both could be: 0 is
 # one by one, as today, 10 loads everything first. A draw each.
 SHARES = (0, 3, 5, 6, 7, 8, 8, 9, 9, 9.5, 9.5, 10)
 LEFT_FREE = int(1.2 * 2**30)  # what the warm-up leaves of a card: caching_allocator_warmup
-
-# What happens to which storage: a number, or ("file", number) for a weight as the file has it.
-Event = tuple[object, Birth | Death | Mark]
 
 
 def loaded_weights(tracer: CardTracer, training: Training) -> list[tuple[int, Loaded]]:
@@ -96,20 +92,6 @@ def loaded_by_transformers(log: Log, total: int | None = None) -> list[Event]:
     return today
 
 
-def replay(events: list[Event], ledger: Ledger) -> None:
-    """Let a ledger live through events. Raises what its allocator raises."""
-    living = {}
-    for which, step in events:
-        if type(step) is Birth:
-            living[which] = ledger.birth(*step)
-        elif type(step) is Death:
-            ledger.death(living.pop(which), step.phase)
-        elif step is Mark.RESET:
-            ledger.reset_peak()
-        elif step is Mark.EMPTY_CACHE:
-            ledger.empty_cache()
-
-
 def peak_reserved(events: list[Event], capacity: int | None = None) -> int | None:
     """The peak reserved since RESET; None where the allocator runs out of memory."""
     allocator, addresses, peak = CachingAllocator(capacity, statistics=False), {}, 0
@@ -131,19 +113,14 @@ def peak_reserved(events: list[Event], capacity: int | None = None) -> int | Non
 
 def by_weight(log: Log) -> tuple[list[tuple[str, int, list[Event]]], list[Event]]:
     """[(name, copies, events) of each weight], the events after the last weight."""
-    weights, events, living, layers = [], [], defaultdict(list), defaultdict(int)
-    for number, step in enumerate(log.steps):
-        if type(step) is Birth:
-            living[step].append(number)
-            events.append((number, step))
-        elif type(step) is Death:
-            events.append((living[step.birth].pop(step.which), step))
-        elif type(step) is Loaded:
+    weights, events, layers = [], [], Counter()
+    for number, step in log.events():
+        if type(step) is Loaded:
             weights.append((step.name.replace("*", str(layers[step.name])), step.copies, events))
             layers[step.name] += 1
             events = []
         else:
-            events.append((None, step))
+            events.append((number, step))
     return weights, events
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,9 @@ from memlab.footprint import Phase
 from memlab.quantized import numel
 from memlab.trace.events import Birth, Death, Mark, Step
 from memlab.trace.ledger import Ledger
+
+# What happens, and to which storage: a number, or another name of one that a log does not have.
+Event = tuple[object, Step]
 
 
 @dataclass(frozen=True)
@@ -80,15 +84,28 @@ class Log:
         steps += [mark for _, mark in reversed(marks)]
         return cls(steps, Counter((numel(p), p.requires_grad) for p in model.parameters()))
 
-    def replay(self, ledger: Ledger) -> None:
-        """Let a ledger live through it. Raises what its allocator raises."""
+    def events(self) -> Iterator[Event]:
+        """Every step with the number of the birth that it is, or that it ends; None for marks."""
         living = {}
-        for step in self.steps:
+        for number, step in enumerate(self.steps):
             if type(step) is Birth:
-                living.setdefault(step, []).append(ledger.birth(*step))
+                living.setdefault(step, []).append(number)
+                yield number, step
             elif type(step) is Death:
-                ledger.death(living[step.birth].pop(step.which), step.phase)
-            elif step is Mark.RESET:
-                ledger.reset_peak()
-            elif step is Mark.EMPTY_CACHE:
-                ledger.empty_cache()
+                yield living[step.birth].pop(step.which), step
+            else:
+                yield None, step
+
+
+def replay(events: Iterable[Event], ledger: Ledger) -> None:
+    """Let a ledger live through events. Raises what its allocator raises."""
+    living = {}
+    for which, step in events:
+        if type(step) is Birth:
+            living[which] = ledger.birth(*step)
+        elif type(step) is Death:
+            ledger.death(living.pop(which), step.phase)
+        elif step is Mark.RESET:
+            ledger.reset_peak()
+        elif step is Mark.EMPTY_CACHE:
+            ledger.empty_cache()

@@ -8,7 +8,7 @@ from memlab.footprint import Phase
 from memlab.trace.allocator import CachingAllocator
 from memlab.trace.events import Birth, Death, Loaded, Mark
 from memlab.trace.ledger import Ledger
-from memlab.trace.log import Log
+from memlab.trace.log import Log, replay
 
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 
@@ -46,6 +46,6 @@ def test_marks_come_before_their_entries_and_weights_are_counted():
 
 def test_a_replay_gives_the_same_footprint():
     ledger, again = a_ledger(), Ledger(CachingAllocator())
-    Log.of(ledger, torch.nn.Linear(1, 1), numbered=True).replay(again)
+    replay(Log.of(ledger, torch.nn.Linear(1, 1), numbered=True).events(), again)
     assert again.footprint() == ledger.footprint()
     assert again.entries[-1].reserved == ledger.entries[-1].reserved
