@@ -3,17 +3,17 @@
 import dataclasses
 
 import pytest
+from helpers import a_run
 
 from memlab import Meter, Recipe, measure, models, simulate
 from memlab.evidence import grid, worker
 from memlab.evidence.accuracy import (
-    Comparison,
     compare_records,
     family,
     simulate_on_cpu,
     technique,
 )
-from memlab.evidence.records import Record, find_records
+from memlab.evidence.records import find_records
 from memlab.evidence.report import report, summary
 from memlab.gpus import GPUS
 from memlab.training import Training
@@ -23,16 +23,6 @@ TINY = Recipe(model="gpt2-tiny", batch_size=2, seq_len=32)
 SAMPLE = dict(list(grid.grid_runs(tiny=True).items())[::2])
 
 SIMULATE = {"simulate": simulate}
-
-
-def a_run(figures, device="Tesla T4", kind="recorded", recipe=TINY) -> Record:
-    plain = {"model": recipe.model, "batch_size": recipe.batch_size, "seq_len": recipe.seq_len}
-    return Record(kind, "one", plain, figures, device, None, {}, "2026-11-21", "a test")
-
-
-def a_comparison(predicted, recorded, **changes) -> Comparison:
-    one = Comparison("NVIDIA L4", "one", "decoder", "full", "x", "reserved", predicted, recorded)
-    return dataclasses.replace(one, **changes)
 
 
 def test_the_sample_is_wide():

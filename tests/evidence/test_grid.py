@@ -3,20 +3,11 @@
 import json
 
 import pytest
+from helpers import one_line
 
 from memlab import Recipe, models
 from memlab.evidence import grid
 from memlab.evidence.records import find_records
-
-TINY = Recipe(model="gpt2-tiny", batch_size=1, seq_len=16)
-# 2**53 bytes of tokens are more than any host can address.
-TOO_LARGE = TINY.but(batch_size=2**40, seq_len=1024)
-
-
-def one_line(error) -> str:
-    text = str(error.value)
-    assert "\n" not in text
-    return text
 
 
 def values(runs, field):

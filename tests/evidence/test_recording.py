@@ -7,20 +7,14 @@ import time
 
 import psutil
 import pytest
+from helpers import TINY, one_line
 
 from memlab import Recipe
 from memlab.evidence import recording
 from memlab.evidence.records import load
 
-TINY = Recipe(model="gpt2-tiny", batch_size=1, seq_len=16)
 # 2**53 bytes of tokens are more than any host can address.
 TOO_LARGE = TINY.but(batch_size=2**40, seq_len=1024)
-
-
-def one_line(error) -> str:
-    text = str(error.value)
-    assert "\n" not in text
-    return text
 
 
 def test_the_least_a_run_takes_is_weights_gradients_and_states():

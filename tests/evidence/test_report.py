@@ -1,32 +1,9 @@
 """The summary of errors and the text of the report."""
 
-import dataclasses
-
 import pytest
+from helpers import a_comparison, a_run
 
-from memlab import Recipe, simulate
-from memlab.evidence import grid
-from memlab.evidence.accuracy import (
-    Comparison,
-)
-from memlab.evidence.records import Record
 from memlab.evidence.report import report, summary
-
-MiB = 2**20
-TINY = Recipe(model="gpt2-tiny", batch_size=2, seq_len=32)
-SAMPLE = dict(list(grid.grid_runs(tiny=True).items())[::2])
-
-SIMULATE = {"simulate": simulate}
-
-
-def a_run(figures, device="Tesla T4", kind="recorded", recipe=TINY) -> Record:
-    plain = {"model": recipe.model, "batch_size": recipe.batch_size, "seq_len": recipe.seq_len}
-    return Record(kind, "one", plain, figures, device, None, {}, "2026-11-21", "a test")
-
-
-def a_comparison(predicted, recorded, **changes) -> Comparison:
-    one = Comparison("NVIDIA L4", "one", "decoder", "full", "x", "reserved", predicted, recorded)
-    return dataclasses.replace(one, **changes)
 
 
 def test_summary_by_family_and_technique_and_never_over_kinds():

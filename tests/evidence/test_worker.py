@@ -3,20 +3,11 @@
 import dataclasses
 
 import pytest
+from helpers import TINY
 
-from memlab import Recipe, measure
+from memlab import measure
 from memlab.evidence import worker
 from memlab.units import MiB
-
-TINY = Recipe(model="gpt2-tiny", batch_size=1, seq_len=16)
-# 2**53 bytes of tokens are more than any host can address.
-TOO_LARGE = TINY.but(batch_size=2**40, seq_len=1024)
-
-
-def one_line(error) -> str:
-    text = str(error.value)
-    assert "\n" not in text
-    return text
 
 
 @pytest.mark.slow
