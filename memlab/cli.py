@@ -1,4 +1,4 @@
-"""The `memlab` command: simulate, measure, record, accuracy."""
+"""The `memlab` command: simulate, run, measure, record, accuracy."""
 
 import argparse
 import dataclasses
@@ -17,7 +17,10 @@ def main(argv=None) -> int:
 
     0, 1 if runs of a grid failed, 2 for bad input, 3 for out of memory, 130 for Ctrl-C.
     """
-    options = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    cut = argv.index("--") if argv[:1] == ["run"] and "--" in argv else len(argv)
+    options = _parser().parse_args(argv[:cut])
+    options.arguments = argv[cut + 1 :]  # a script's own
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
         result = options.run(options)
@@ -35,7 +38,7 @@ def main(argv=None) -> int:
         print(f"memlab: interrupted; {interrupt or 'nothing was written'}", file=sys.stderr)
         return 130
     print(json.dumps(result, indent=2) if options.json else result["text"])
-    return 1 if result.get("failed") else 0
+    return result.get("status", 1 if result.get("failed") else 0)
 
 
 def _simulate(options) -> dict:
@@ -46,6 +49,18 @@ def _simulate(options) -> dict:
     footprint = simulate(recipe, options.gpu)
     more = {"recipe": recipe.as_dict(), "gpu": options.gpu, "versions": versions()}
     return _result(options, recipe, footprint.as_dict() | more, footprint)
+
+
+def _run(options) -> dict:
+    from memlab.running import run_script
+
+    ran = run_script(
+        options.script, options.arguments, options.gpu, options.steps, options.snapshot
+    )
+    if ran.error:
+        print(f"memlab: {ran.line}: {ran.error}", file=sys.stderr)
+    values = ran.as_dict() if options.json else {"text": str(ran)}
+    return values | {"status": 3 if ran.error else 0}
 
 
 def _measure(options) -> dict:
@@ -162,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     recipe = _recipe_options()
     parser = _Parser(prog="memlab", description="The GPU memory of training a transformer.")
     commands = parser.add_subparsers(
-        required=True, metavar="simulate | measure | record | accuracy"
+        required=True, metavar="simulate | run | measure | record | accuracy"
     )
 
     def command(name, run, help, parents=()):
@@ -173,6 +188,12 @@ def _parser() -> argparse.ArgumentParser:
 
     add = command("simulate", _simulate, "predict a step on a GPU that need not be there", [recipe])
     add("--gpu", type=_card, help="a card's name or a number of bytes; none means no limit")
+    add = command("run", _run, "run a training script on a GPU that need not be there")
+    add("script", help="a Python script, as it is; its own arguments come last, after --")
+    add("--gpu", type=_card, help="a card's name or a number of bytes; none means no limit")
+    add("--steps", type=int, default=2, help="optimizer steps after which it ends")
+    add("--snapshot", metavar="FILE", help="for pytorch.org/memory_viz")
+    add("--json", action="store_true", help="bytes as JSON")
     add = command("measure", _measure, "measure a step on this machine", [recipe])
     add("--device", help="cuda or cpu; CUDA where there is one")
     add("--steps", type=int, default=5, help="timed steps")

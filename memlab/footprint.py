@@ -49,7 +49,8 @@ class Life:
 
     nbytes: of the tensor, or of the workspace. module: the path of the module that made it, or
     that it belongs to (parameters, gradients, optimizer states). operation: PyTorch's name of the
-    operation. born, died: moments of the timeline; died is None for what outlives it.
+    operation. born, died: moments of the timeline; died is None for what outlives it. line: the
+    line of the reader's script that made it, where one is followed.
     """
 
     nbytes: int
@@ -58,6 +59,7 @@ class Life:
     operation: str
     born: int
     died: int | None
+    line: str = ""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ class Footprint:
         `memlab.formula` knows no order of events; else None.
     peak_phase: `forward`, `backward` or `optimizer step`.
     parameters, trainable_parameters: counts, not bytes.
+    assumptions: what stands in for values that only a real card has, where the shape of a tensor
+        follows from them; a line each.
     context: bytes of the CUDA context; device_used: bytes in use on the whole device, by all
         processes; None where the machine has none.
     """
@@ -139,6 +143,7 @@ class Footprint:
     context: int | None = None
     device_used: int | None = None
     reserved_range: tuple[int, int] | None = None
+    assumptions: tuple[str, ...] = ()
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -163,6 +168,19 @@ class Footprint:
         if rest:
             modules[Category.ROUNDING] = modules.get(Category.ROUNDING, 0) + rest
         return modules
+
+    def by_line(self) -> dict[str, int]:
+        """Bytes at the peak by the line of the script that made them, the largest first.
+
+        What libraries and the allocator hold stands under `workspaces` and `rounding`, what no line
+        of a script made under an empty name. Raises ValueError for a footprint without a timeline.
+        """
+        moment = self._traced().peak
+        found = {Category.ROUNDING: self.timeline.levels[Category.ROUNDING][moment]}
+        for life in self.timeline.alive(moment):
+            name = life.category if life.category in NOT_TENSORS else life.line
+            found[name] = found.get(name, 0) + life.nbytes
+        return {name: n for name, n in sorted(found.items(), key=lambda item: -item[1]) if n}
 
     def worst_of_each_phase(self) -> dict[Phase, int]:
         """Bytes at the highest moment of each phase, in the order of the step.
@@ -192,6 +210,7 @@ class Footprint:
             "trainable_parameters": self.trainable_parameters,
             "context": self.context,
             "device_used": self.device_used,
+            "assumptions": list(self.assumptions),
         }
 
     def rows(self) -> list[tuple[str, int]]:
@@ -210,4 +229,5 @@ class Footprint:
         if self.reserved_range:
             low, high = map(mib, self.reserved_range)
             lines.append(f"peak reserved, as a range: {low} to {high}")
+        lines += [f"assumed: {assumption}" for assumption in self.assumptions]
         return "\n".join(lines)

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from tqdm.auto import tqdm
 
-from memlab import models
 from memlab.card.gpu import SimulatedGPU
 from memlab.card.loading import loaded_by_transformers, loaded_weights, reserved_range
 from memlab.card.memory import CardMemory, card_footprint
@@ -31,8 +30,7 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     the orders that `memlab.card.loading` tries, which are a sample and no proven bound.
 
     Raises torch.OutOfMemoryError in PyTorch's own words when the card is too small, and ValueError
-    when it does not have the recipe's number format, or for a mixture of experts in another
-    format than bf16.
+    when it does not have the recipe's number format.
     """
     card = find_gpu(gpu)
     return serve(recipe, full_log(recipe, card), card)
@@ -45,12 +43,6 @@ def full_log(recipe: Recipe, card: GPU, loop=None) -> Log:
     """
     for precision in (recipe.precision, recipe.compute_dtype or ""):
         require_native(precision, card.name, "bfloat16" in card.native_dtypes)
-    half = recipe.precision == "bf16" and not (recipe.base != "none" and recipe.upcast)
-    if models.has_experts(recipe.model) and not half:
-        raise ValueError(
-            f"precision is {recipe.precision!r}: a mixture of experts is simulated in bf16 only "
-            "(with a base: upcast=False), for PyTorch gives torch._grouped_mm shapes in no other"
-        )
     import_libraries(recipe)
     log = log_at_full_depth(recipe, lambda shallow: log_of(shallow, card, loop=loop))
     return log or log_of(recipe, card, numbered=True, loop=loop)
@@ -81,7 +73,8 @@ def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None) -> Lo
 
 def two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
     """Train two steps on a card that is entered, and count the second."""
-    built_in = None if recipe.base == "none" else simulated.host()
+    # A base is made on the host, and quantized weight by weight when it moves.
+    built_in = simulated.device if recipe.base == "none" else None
     training = Training(recipe, simulated.device, built_in=built_in)
     simulated.watch(training.model, inputs=training.inputs)
     # From the third micro-batch on, each repeats the bytes of the second; only its loss, a

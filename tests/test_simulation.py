@@ -58,7 +58,8 @@ def test_a_collated_batch_takes_what_its_recipe_says():
     texts = [dict(input_ids=[7] * n, labels=n % 2) for n in (77, 30, 12, 50)]
     recipe = Recipe("bert-base-tiny", batch_size=4, seq_len=77, padded=True, attention="sdpa")
     with SimulatedGPU() as gpu:
-        model = build(recipe.model, attention="sdpa")
+        with gpu.device:
+            model = build(recipe.model, attention="sdpa")
         optimizer = torch.optim.AdamW(model.parameters())
         batch = DataCollatorWithPadding(words)(texts).to("cuda")
         for _ in range(2):
@@ -94,7 +95,7 @@ def test_a_new_process_says_the_same_twice_and_takes_little_memory():
 def test_more_micro_batches_hold_what_two_hold(checkpointing):
     tiny = Recipe(model="bert-large-tiny", batch_size=2, seq_len=64, checkpointing=checkpointing)
     with SimulatedGPU() as gpu:
-        training = Training(tiny.but(accumulation=5), gpu.device)
+        training = Training(tiny.but(accumulation=5), gpu.device, built_in=gpu.device)
         gpu.watch(training.model, inputs=training.inputs)
         training.step()
         gpu.reset_peak()
@@ -147,7 +148,8 @@ def test_the_recipe_runs_out_where_the_loop_does():
 def test_the_default_step_is_the_one_of_cuda():
     def peak(**choice):
         with SimulatedGPU() as gpu:
-            weights = [torch.nn.Parameter(torch.zeros(256, 1024)) for _ in range(8)]
+            zeros = [torch.zeros(256, 1024, device="cuda") for _ in range(8)]
+            weights = [torch.nn.Parameter(values) for values in zeros]
             optimizer = torch.optim.AdamW(weights, **choice)
             for _ in range(2):
                 gpu.reset_peak()
@@ -187,7 +189,13 @@ def test_a_precision_that_the_card_lacks_is_refused():
         simulate(Recipe(precision="bf16"), gpu="T4")
 
 
-def test_experts_in_fp32_are_refused_by_name():
-    with pytest.raises(ValueError, match="mixture of experts is simulated in bf16 only"):
-        simulate(Recipe(model="mixtral-8x7b-tiny", seq_len=16))
-    assert simulate(Recipe(model="mixtral-8x7b-tiny", seq_len=16, precision="bf16"))
+@pytest.mark.parametrize("gpu", ["T4", "A100-40GB"])  # a kernel of transformers, and PyTorch's
+def test_experts_are_simulated_in_every_precision(gpu):
+    recipe = Recipe(model="mixtral-8x7b-tiny", seq_len=64, optimizer="sgd")
+    fp32, amp = simulate(recipe, gpu), simulate(recipe.but(precision="fp16-amp"), gpu)
+    assert fp32.breakdown["parameters"] == amp.breakdown["parameters"] == 4 * fp32.parameters
+    assert any("chosen evenly" in assumption for assumption in fp32.assumptions)
+    if gpu != "T4":
+        half = simulate(recipe.but(precision="bf16"), gpu)
+        # Weights and gradients, and nearly all of what the layers keep.
+        assert half.peak_tensors == pytest.approx(fp32.peak_tensors / 2, rel=0.02)

@@ -182,21 +182,22 @@ def paged_states(zeros_on_host):
 
     def get_state_buffer(self, p, dtype=torch.float32):
         if self.is_paged and p.numel() >= 100_000:
-            return zeros_on_host(p, dtype)
+            paged = zeros_on_host(p, dtype)
+            paged.is_paged = True
+            return paged
         return torch.zeros_like(p, dtype=dtype, device=p.device)
 
-    return _replaced({"optim.optimizer.Optimizer8bit.get_state_buffer": get_state_buffer})
+    return _replaced(
+        {
+            "optim.optimizer.Optimizer8bit.get_state_buffer": get_state_buffer,
+            "functional.prefetch_tensor": lambda *args, **kwargs: None,
+        }
+    )
 
 
 def is_to_be(parameter) -> bool:
     """Whether a parameter of `without_data` is one that is quantized, now or later."""
     return hasattr(parameter, "_memlab_quantizes_as")
-
-
-def source_dtype(parameter) -> torch.dtype:
-    """In which it comes to the card; Int8Params converts it on the way, as `_quantize` says."""
-    converted = hasattr(parameter, "SCB") and parameter.is_floating_point()
-    return torch.float16 if converted else parameter.dtype
 
 
 def quantize(parameter, device) -> bool:

@@ -14,6 +14,8 @@ from unittest import mock
 import torch
 from transformers.utils import import_utils
 
+from memlab.card.places import NotSimulated
+
 ONE_CARD = "the simulated card is cuda:0, and there is one"
 NOT_SIMULATED = {
     "torch.cuda.CUDAGraph": "CUDA graphs have memory pools of their own",
@@ -28,8 +30,10 @@ NOT_SIMULATED = {
     "torch.cuda.temperature": "there is no time here",
     "torch.cuda.power_draw": "there is no time here",
     "torch.cuda.clock_rate": "there is no time here",
-    "torch.nn.DataParallel": ONE_CARD,
     "torch.distributed.init_process_group": ONE_CARD,
+    "torch.nested.nested_tensor": "what it takes depends on its lengths: pad the sequences instead",
+    "torch.nested.as_nested_tensor": "what it takes depends on its lengths: pad instead",
+    "torch.nested.nested_tensor_from_jagged": "what it takes depends on its lengths: pad instead",
 }
 
 
@@ -47,6 +51,9 @@ def cuda_answers(tracer, snapshot):
             (torch._C, _of_the_accelerator(tracer)),
             (torch, {"compile": compiles_no_module, "Generator": Generator}),
             (torch.Tensor, {"record_stream": lambda tensor, stream: None}),
+            # DataParallel over one card moves the batch there and runs the module.
+            (torch.nn.parallel.comm, {"scatter": lambda tensor, *where: (tensor.to("cuda"),)}),
+            (torch.nn.parallel._functions, {"_get_stream": lambda device: None}),
             *_refusals(),
         ):
             for name, value in answers.items():
@@ -131,19 +138,19 @@ def _refusals():
 
 
 def only_card(device=None) -> None:
-    """Raise ValueError for any device but cuda:0."""
+    """Raise NotSimulated for any device but cuda:0."""
     if device is None or (isinstance(device, int) and device < 1):
         return
     named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if named.type != "cuda" or named.index:
-        raise ValueError(f"device is {str(named)!r}: {ONE_CARD}")
+        raise NotSimulated(f"device is {str(named)!r}: {ONE_CARD}")
 
 
 def refuse(name, why):
     """A function that stands for one that is not simulated."""
 
     def refused(*args, **kwargs):
-        raise ValueError(f"{name} is not simulated: {why}")
+        raise NotSimulated(f"{name} is not simulated: {why}")
 
     return refused
 
@@ -166,6 +173,7 @@ class DeviceProperties:
         self._memory = tracer.allocator
         self.name = tracer.gpu.name
         self.major, self.minor = tracer.gpu.capability
+        self.multi_processor_count = tracer.gpu.processors
 
     @property
     def total_memory(self) -> int:

@@ -17,23 +17,22 @@ from torch.utils.data._utils import pin_memory, worker
 from transformers import core_model_loading, masking_utils
 
 from memlab.card import bitsandbytes
-from memlab.card.moves import cpu_for_cuda
+from memlab.card.places import HOST, names_card
+from memlab.card.values import values_of
 
 
 @contextlib.contextmanager
-def tensors_without_data(tracer=None):
+def tensors_without_data():
     """Make every tensor a fake one: with a shape, a dtype and a lifetime, but no data.
-
-    tracer: a `CardTracer` that is told of each parameter that `Module.to()` brings to the card.
 
     What a training loop asks of values is answered: `.item()` gives 1, the gradient scaler
     always steps. What branches on values in another way raises PyTorch's own error.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(NoData(allow_non_fake_inputs=True))
+        mode = stack.enter_context(NoData(allow_non_fake_inputs=True))
         stack.enter_context(bitsandbytes.without_data(_with_data))
         for target, name, replacement in (
-            (torch.nn.Module, "_apply", _apply_and_tell(tracer)),
+            (torch.nn.Module, "_apply", apply_by(_move)),
             (torch.amp.GradScaler, "_maybe_opt_step", _always_step),
             # transformers takes a fake tensor for tracing and then builds masks that a run
             # never builds.
@@ -49,7 +48,7 @@ def tensors_without_data(tracer=None):
         stack.enter_context(mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))
         load = mock.patch.object(core_model_loading, "_materialize_copy", _weight_of_a_file)
         stack.enter_context(load)
-        yield
+        yield mode
 
 
 _original_find_packed = masking_utils.find_packed_sequence_indices
@@ -57,11 +56,11 @@ _original_try_get_data = dataloader._MultiProcessingDataLoaderIter._try_get_data
 
 
 def _packed_sequences(position_ids):
-    """Which sequence each token belongs to, where the positions came from a tensor with data.
+    """Which sequence each token belongs to, where the values of the positions are known.
 
     Positions without data count as those of one sequence a row.
     """
-    data = getattr(position_ids, "_memlab_data", None)
+    data = values_of(position_ids)
     if data is None or _with_data(_original_find_packed)(data) is None:
         return None
     with mock.patch.object(masking_utils, "is_tracing", lambda *a, **k: True):
@@ -78,11 +77,12 @@ MASK_SKIPS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 
 def _only_without_mask(name):
-    """A padding mask without data counts as one that hides something: that is what it is for."""
+    """A padding mask of unknown values hides something: that is what it is for."""
     original = getattr(masking_utils, name)
 
     def ignore(padding_mask, *args, **kwargs):
-        return padding_mask is None and original(padding_mask, *args, **kwargs)
+        known = padding_mask is None or values_of(padding_mask) is not None
+        return known and original(padding_mask, *args, **kwargs)
 
     return ignore
 
@@ -104,6 +104,7 @@ class NoData(FakeTensorMode):
     """PyTorch's fake tensors, which refuse to be read, with an answer to `.item()`."""
 
     avoid_device_init = True  # also while `torch.cuda.is_available()` says yes
+    dispatching = False  # whether PyTorch works out what an operation gives
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -126,36 +127,59 @@ class NoData(FakeTensorMode):
         if func is aten.lift_fresh.default and first.dim() == 0:
             with no_dispatch():
                 return FakeTensor(self, torch.empty((), dtype=first.dtype, device="meta"), "cpu")
-        if "device" in kwargs:  # `torch.set_default_device` comes after every other mode
-            kwargs = kwargs | {"device": cpu_for_cuda(kwargs["device"])}
-        return self.dispatch(func, types, args, kwargs)
+        device = kwargs.get("device")
+        if device is not None and device.type != "meta":
+            names_card(device)  # or refuses
+            kwargs = kwargs | {"device": HOST}  # PyTorch takes all for cpu tensors
+            if func is aten._to_copy.default:
+                del kwargs["device"]  # given one and no dtype, it makes no copy
+        before, self.dispatching = self.dispatching, True
+        try:
+            if func is aten._grouped_mm.default:
+                return self._grouped_product(func, types, args, kwargs)
+            return self.dispatch(func, types, args, kwargs)
+        finally:
+            self.dispatching = before
+
+    def _grouped_product(self, func, types, args, kwargs):
+        """Products of groups in any dtype, of which PyTorch gives the shape in bf16 only.
+
+        aten/src/ATen/native/cuda/GroupedBlas.cpp multiplies other dtypes group by group into the
+        same output; autocast does not know the operation (pytorch/pytorch#174763).
+        """
+        dtype = args[0].dtype
+        args = tuple(arg.to(torch.bfloat16) if arg.dtype == dtype else arg for arg in args)
+        product = self.dispatch(func, types, args, kwargs)
+        return product if dtype == torch.bfloat16 else product.to(dtype)
 
     def __deepcopy__(self, memo):
         return self  # a copied module's tensors stay tensors of this mode
 
 
-def _apply_and_tell(tracer):
-    """`Module._apply` without `swap_tensors`, which refuses fake tensors."""
+def apply_by(move):
+    """`Module._apply` without `swap_tensors`, which refuses fake tensors.
+
+    move: a function that changes a parameter as the function that it is given says.
+    """
 
     def _apply(self, function, recurse=True):
         if recurse:
             for module in self.children():
                 module._apply(function)
         for parameter in filter(lambda p: p is not None, self._parameters.values()):
-            comes = tracer is not None and tracer.is_still_on_host(parameter)
-            if not bitsandbytes.quantize(parameter, parameter.device):
-                with torch.no_grad():
-                    applied = function(parameter)
-                if applied is not parameter:
-                    parameter.data = applied
-            if comes:
-                tracer.moved(parameter)
+            with torch.no_grad():
+                move(parameter, function)
         for name, buffer in self._buffers.items():
             if buffer is not None:
                 self._buffers[name] = function(buffer)
         return self
 
     return _apply
+
+
+def _move(parameter, function) -> None:
+    if not bitsandbytes.quantize(parameter, parameter.device):
+        parameter.data = function(parameter)
 
 
 def _with_data(function):
@@ -172,7 +196,7 @@ def _weight_of_a_file(tensor, device=None, dtype=None):
     """A weight of a checkpoint, of which only the shape and the dtype are wanted."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         weight = tensor[...]
-    return torch.empty(weight.shape, dtype=dtype or weight.dtype)
+    return torch.empty(weight.shape, dtype=dtype or weight.dtype, device=device)
 
 
 def _always_step(self, optimizer, optimizer_state, *args, **kwargs):

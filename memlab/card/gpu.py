@@ -13,12 +13,12 @@ import importlib.util
 import pickle
 from pathlib import Path
 
-import torch
-
-from memlab.card import bitsandbytes, cuda_names, fake_tensors, moves
+from memlab.card import bitsandbytes, cuda_names, fake_tensors, files, moves
 from memlab.card.memory import card_footprint
+from memlab.card.places import CARD, tensors_name_their_place
 from memlab.card.rules import RULES, cuda_kernels
 from memlab.card.tracer import CardTracer
+from memlab.card.values import host_copy
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, find_gpu
 from memlab.quantized import import_bitsandbytes
@@ -34,6 +34,7 @@ class SimulatedGPU:
 
     gpu: a name of `memlab.gpus.GPUS`, a number of bytes, or None for a card without a limit.
     rules: which of `memlab.card.rules.RULES` hold; all do on a card.
+    script: a pathlib.Path; `Footprint.by_line` then tells which of its lines made what.
 
     Code written for CUDA runs unchanged: it places tensors (`.to("cuda")`, `.cuda()`,
     `device="cuda"`, `device_map="cuda"`), uses `torch.autocast("cuda")` and
@@ -65,11 +66,11 @@ class SimulatedGPU:
 
     entered = False  # one card at a time
 
-    def __init__(self, gpu: GPU | str | int | None = None, rules=frozenset(RULES)):
+    def __init__(self, gpu: GPU | str | int | None = None, rules=frozenset(RULES), script=None):
         self.gpu = find_gpu(gpu)
-        self.tracer = CardTracer(self.gpu, rules)
+        self.tracer = CardTracer(self.gpu, rules, script)
         self._stack = None  # of what is patched while it is entered
-        self.device = torch.device("cpu")  # what fake tensors say of themselves
+        self.device = CARD
 
     def __enter__(self) -> SimulatedGPU:
         if SimulatedGPU.entered:
@@ -81,13 +82,15 @@ class SimulatedGPU:
             import_bitsandbytes("SimulatedGPU")
         tracer = self.tracer
         with contextlib.ExitStack() as stack:
+            tracer.mode = stack.enter_context(fake_tensors.tensors_without_data())
+            names = stack.enter_context(moves.cuda_code(tracer))
             for context in (
-                fake_tensors.tensors_without_data(tracer),
-                moves.cuda_code_on_cpu_tensors(tracer.on_host, tracer.copy_to_host),
+                tensors_name_their_place(host_copy),
+                moves.threads_come_along(tracer.mode, tracer, names),
                 bitsandbytes.paged_states(tracer.zeros_on_host),
-                moves.saved_on_host(tracer),
                 cuda_kernels(self.gpu, tracer.rules, tracer.met_rules),
                 cuda_names.cuda_answers(tracer, self.snapshot),
+                files.checkpoints(),
                 tracer,
             ):
                 stack.enter_context(context)
@@ -99,14 +102,6 @@ class SimulatedGPU:
         SimulatedGPU.entered = False
         self.tracer.stop()  # what dies later is no part of it
         return self._stack.__exit__(*error)
-
-    def host(self):
-        """A context in which a model is made on the host.
-
-        Its weights come to the card one after the other when the model moves (`.to()`, `.cuda()`
-        and what else goes through every parameter), or when an operation outside needs them.
-        """
-        return self.tracer.host()
 
     def watch(self, model=None, optimizer=None, inputs=()) -> None:
         """Name and count these from now on, also the parts that no operation touches."""

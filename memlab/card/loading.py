@@ -40,12 +40,16 @@ LEFT_FREE = int(1.2 * 2**30)  # what the warm-up leaves of a card: caching_alloc
 
 
 def loaded_weights(tracer: CardTracer, training: Training) -> list[tuple[int, Loaded]]:
-    """(number of the entry, step) for every weight of a base that has come to the card."""
-    marks, seen = [], set()  # of tied weights the first counts
+    """(number of the entry, step) for every weight of a base that has come to the card.
+
+    What comes between two weights, a module's buffers, has a step without a name.
+    """
+    found, seen = [], set()  # of tied weights the first counts
     for path, module in training.model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            at = getattr(parameter, "_memlab_loaded", None)
-            if at is None or id(parameter) in seen:
+            entries = getattr(parameter, "_memlab_loaded", None)
+            adapter = ".lora_" in path  # made on the host and moved, after the base
+            if entries is None or adapter or id(parameter) in seen:
                 continue
             seen.add(id(parameter))
             full = re.sub(
@@ -55,8 +59,14 @@ def loaded_weights(tracer: CardTracer, training: Training) -> list[tuple[int, Lo
             fp16 = training.recipe.compute_dtype == "fp16"
             int8 = hasattr(parameter, "SCB") and fp16  # else it is converted
             one_of_many = re.sub(r"\.\d+\.", ".*.", full, count=1)
-            marks.append((at, Loaded(one_of_many, int(int8 or transposed))))
-    return sorted(marks, key=lambda mark: mark[0])
+            found.append((*entries, Loaded(one_of_many, int(int8 or transposed))))
+    marks, last = [], 0
+    for start, end, step in sorted(found, key=lambda entry: entry[:2]):
+        if start > last:
+            marks.append((start, Loaded("", 0)))
+        marks.append((end, step))
+        last = end
+    return marks
 
 
 def reserved_range(log: Log, capacity: int | None, total: int | None) -> tuple[int, int]:
@@ -112,16 +122,19 @@ def peak_reserved(events: list[Event], capacity: int | None = None) -> int | Non
 
 
 def by_weight(log: Log) -> tuple[list[tuple[str, int, list[Event]]], list[Event]]:
-    """[(name, copies, events) of each weight], the events after the last weight."""
-    weights, events, layers = [], [], Counter()
+    """[(name, copies, events) of each weight], all other events."""
+    weights, events, others, layers = [], [], [], Counter()
     for number, step in log.events():
-        if type(step) is Loaded:
+        if type(step) is not Loaded:
+            events.append((number, step))
+            continue
+        if step.name:
             weights.append((step.name.replace("*", str(layers[step.name])), step.copies, events))
             layers[step.name] += 1
-            events = []
         else:
-            events.append((number, step))
-    return weights, events
+            others += events
+        events = []
+    return weights, others + events
 
 
 def _from_pretrained(weights, share, draw) -> list[Event]:

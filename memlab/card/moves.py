@@ -1,69 +1,93 @@
-"""Code written for CUDA on fake cpu tensors: CUDA's names, and moves between host and card."""
+"""Code written for CUDA on a machine without: its names, and moves between host and card."""
 
 import contextlib
+import functools
 import importlib
+import threading
+import weakref
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from memlab.card import bitsandbytes
+from memlab.card.fake_tensors import apply_by
+from memlab.card.places import CARD, HOST, device_of, names_card, names_host, on_card
+from memlab.card.tracer import Call
 
 # The module: the name torch.optim.optimizer is taken away from the package after its import.
 optimizers = importlib.import_module("torch.optim.optimizer")
 
 
 @contextlib.contextmanager
-def cuda_code_on_cpu_tensors(on_host=lambda tensor: False, to_host=lambda tensor: tensor):
-    """Let code written for CUDA run on fake tensors, which call themselves cpu tensors.
-
-    on_host: says of a tensor whether it lies on the host, so that a move to the card makes
-        a new one. to_host: makes a tensor's copy on the host.
-    """
-    foreach_devices = mock.Mock(return_value=["cpu"])  # elsewhere the default on CUDA only
+def cuda_code(tracer):
+    """Let code written for CUDA run, and tell a `CardTracer` what Python calls."""
+    names = CudaNames(tracer)
     types = [*optimizers._foreach_supported_types, FakeTensor]
+    init_hooks = torch.autograd.graph.saved_tensors_hooks.__init__
     with contextlib.ExitStack() as stack:
         for target, name, replacement in (
             (torch.autocast, "__init__", _autocast_on_cpu),
-            (torch.amp.GradScaler, "__init__", _scaler_on_cpu),
             (torch, "is_autocast_enabled", _is_autocast_enabled),
             (torch, "get_autocast_dtype", _get_autocast_dtype),
-            (optimizers, "_get_foreach_kernels_supported_devices", foreach_devices),
-            (torch.utils._foreach_utils, "_get_foreach_kernels_supported_devices", foreach_devices),
             (optimizers, "_foreach_supported_types", types),
+            (torch.utils._foreach_utils, "_foreach_supported_types", types),
+            (torch.nn.Module, "_apply", apply_by(_move_by(tracer, names))),
+            # PyTorch calls these from within, where no mode is.
+            (torch.autograd, "_engine_run_backward", names.entered(_run_backward)),
+            (torch.autograd.graph.saved_tensors_hooks, "__init__", names.hooks(init_hooks)),
         ):
             stack.enter_context(mock.patch.object(target, name, replacement))
-        stack.enter_context(CudaNames(on_host, to_host))
+        stack.callback(names.give_back)
+        stack.enter_context(names)
+        yield names
+
+
+@contextlib.contextmanager
+def threads_come_along(without_data, tracer, names):
+    """Let the threads that are started inside follow these modes: PyTorch keeps them by thread."""
+    start = threading.Thread.start
+
+    def start_inside(thread):
+        run = thread.run
+
+        def run_inside():
+            with _dispatch_mode(without_data), _dispatch_mode(tracer), names:
+                run()
+
+        thread.run = run_inside
+        start(thread)
+
+    with mock.patch.object(threading.Thread, "start", start_inside):
         yield
 
 
 @contextlib.contextmanager
-def saved_on_host(tracer):
-    """Let `torch.autograd.graph.save_on_cpu` move what autograd saves off the card and back.
-
-    Its own hooks would find every tensor on the cpu already and leave it there.
-    """
-
-    def init(self, pin_memory=False, device_type="cuda"):
-        def pack(tensor):
-            return tracer.copy_to_host(tensor, torch.empty if pin_memory else torch.empty_like)
-
-        torch.autograd.graph.saved_tensors_hooks.__init__(self, pack, tracer.copy_to_card)
-
-    with mock.patch.object(torch.autograd.graph.save_on_cpu, "__init__", init):
+def _dispatch_mode(mode):
+    """The mode in one more thread, without what entering it does once."""
+    _push_mode(mode)
+    try:
         yield
+    finally:
+        _pop_mode(getattr(mode, "_mode_key", None))
 
 
+_run_backward = torch.autograd._engine_run_backward
 MOVES = (torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.pin_memory)
+SET_DATA = torch.Tensor.data.__set__
+RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+CUDNN = "recurrent layers: PyTorch's own operations, where a card may take one kernel of cuDNN"
 
 
 class CudaNames(TorchFunctionMode):
-    """Turns every device argument that names the card into the cpu of the fake tensors."""
+    """Moves tensors between host and card, and notes what Python calls."""
 
-    def __init__(self, on_host, to_host):
+    def __init__(self, tracer):
         super().__init__()
-        self.on_host, self.to_host = on_host, to_host
+        self.tracer = tracer
+        self._from_outside = []  # (what moved in, its data)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -73,12 +97,59 @@ class CudaNames(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in MOVES:
             return self._moved(func, args, kwargs)
-        if isinstance(kwargs.get("device"), int):
-            kwargs = kwargs | {"device": torch.device("cuda", kwargs["device"])}
-        args = [cpu_for_cuda(v) if isinstance(v, (str, torch.device)) else v for v in args]
-        if kwargs:
-            kwargs = {name: cpu_for_cuda(value) for name, value in kwargs.items()}
-        return func(*args, **kwargs)
+        if func == SET_DATA:
+            return self.become(*args)
+        device = kwargs.get("device")
+        if isinstance(device, int):
+            device = torch.device("cuda", device)
+            kwargs = kwargs | {"device": device}
+        names_card(device)  # or refuses
+        if func in RECURRENT and any(map(on_card, args[0:1])):
+            self.tracer.assumptions[CUDNN] = None
+        return self._called(Call((args, kwargs), names_host(device)), func, args, kwargs)
+
+    def _called(self, call, func, args, kwargs):
+        before, self.tracer.call = self.tracer.call, call
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.tracer.call = before
+
+    # ------------------------------------------------------------------ where no mode is
+
+    def entered(self, function):
+        """The function, run under this mode."""
+
+        @functools.wraps(function)
+        def run(*args, **kwargs):
+            before, self.tracer.call = self.tracer.call, None
+            here = self in _get_current_function_mode_stack()
+            try:
+                with contextlib.nullcontext() if here else self:
+                    return function(*args, **kwargs)
+            finally:
+                self.tracer.call = before
+
+        return run
+
+    def hooks(self, init):
+        """`saved_tensors_hooks.__init__`, whose hooks run under this mode."""
+
+        def unpack_here(unpack):
+            def run(packed):
+                tensor = self.entered(unpack)(packed)
+                if isinstance(tensor, torch.Tensor):
+                    self.tracer.came_back(tensor)
+                return tensor
+
+            return run
+
+        def hooked(this, pack_hook, unpack_hook):
+            init(this, self.entered(pack_hook), unpack_here(unpack_hook))
+
+        return hooked
+
+    # ------------------------------------------------------------------ moves
 
     def _moved(self, func, args, kwargs):
         """`.cpu()`, `.cuda()`, `.to(...)` and `.pin_memory()`."""
@@ -86,51 +157,120 @@ class CudaNames(TorchFunctionMode):
         if func is torch.Tensor.pin_memory:
             return tensor
         if func is torch.Tensor.cpu:
-            rest, kwargs = ["cpu"], {}
+            rest, kwargs = [HOST], {}
         elif func is torch.Tensor.cuda:
-            rest, kwargs = [torch.device("cuda", *rest[:1])] if rest else ["cuda"], {}
-        elif rest and isinstance(rest[0], int):
-            rest[0] = torch.device("cuda", rest[0])
-        named = [*rest, *kwargs.values()]
-        here = [cpu_for_cuda(value) for value in rest]
-        options = {name: cpu_for_cuda(value) for name, value in kwargs.items()}
-        if any(isinstance(value, str) and value == "cpu" for value in named):
-            if self.on_host(tensor) or tensor.requires_grad:  # a graph goes on where it is
-                return torch.Tensor.to(tensor, *here, **options)
-            return torch.Tensor.to(self.to_host(tensor), *here, **options)
-        # What fake tensors call their device is the card: `.to(model.device)` goes there, too.
-        to_card = any(
-            isinstance(value, torch.device) or cpu_for_cuda(value) is not value for value in named
-        )
-        if to_card and bitsandbytes.is_to_be(tensor):
-            if self.on_host(tensor):
-                tensor.data = torch.empty(tensor.shape, dtype=bitsandbytes.source_dtype(tensor))
-            bitsandbytes.quantize(tensor, tensor.device)
+            index = rest[0] if rest else kwargs.get("device")
+            rest, kwargs = [CARD if index is None else index], {}
+        goal, options = _asked(rest, kwargs)
+        there = device_of(tensor)
+        if goal == CARD and bitsandbytes.is_to_be(tensor):
+            self.entered(bitsandbytes.quantize)(tensor, CARD)
             return tensor
-        if to_card and self.on_host(tensor):
-            dtypes = [value for value in named if isinstance(value, torch.dtype)]
-            moved = torch.empty(tensor.shape, dtype=dtypes[0] if dtypes else tensor.dtype)
-            if not isinstance(tensor, FakeTensor):
-                moved._memlab_data = tensor
-            return moved
-        return torch.Tensor.to(tensor, *here, **options)
+        call = Call(([tensor], {}), names_host=goal == HOST)
+        if goal in (None, there) or "meta" in (goal.type, there.type):
+            if goal not in (None, there):
+                options["device"] = goal
+            if not options:
+                return tensor
+            return self._called(call, torch.Tensor.to, (tensor,), options)
+        options.pop("copy", None)
+        options["device"] = goal
+        return self._called(call, torch.ops.aten._to_copy.default, (tensor,), options)
+
+    def become(self, tensor, data) -> None:
+        """`tensor.data = data`, also where one holds data and the other does not."""
+        if _kind(tensor) == _kind(data):
+            SET_DATA(tensor, data)
+            return
+        parameter = isinstance(tensor, torch.nn.Parameter)
+        new = data.detach().requires_grad_(tensor.requires_grad)
+        new = torch.nn.Parameter(new, tensor.requires_grad) if parameter else new
+        if not isinstance(tensor, FakeTensor):
+            self._from_outside.append((weakref.ref(tensor), new))
+        _swap(tensor, new)
+
+    def give_back(self) -> None:
+        """What had data before it moved has them again."""
+        for reference, data in reversed(self._from_outside):
+            tensor = reference()
+            if isinstance(tensor, FakeTensor):
+                _swap(tensor, data)
+        self._from_outside.clear()
 
 
-def cpu_for_cuda(value):
-    """A device or its name, with the cpu of the fake tensors for the card."""
-    if isinstance(value, str) and value.split(":")[0] == "cuda":
-        value = torch.device(value)
-    if isinstance(value, torch.device) and value.type == "cuda":
-        if value.index:
-            raise ValueError(
-                f"device is {str(value)!r}: the simulated card is cuda:0, and there is one"
-            )
-        return torch.device("cpu")
-    return value
+def _kind(tensor) -> str:
+    """Tensors of one kind can take each other's data."""
+    if device_of(tensor).type == "meta":
+        return "meta"
+    return "without data" if isinstance(tensor, FakeTensor) else "with data"
+
+
+def _swap(one, other) -> None:
+    """Let two tensors exchange what they are; what others have noted on them stays.
+
+    `torch.utils.swap_tensors` does the same and refuses tensors that something refers to weakly.
+    """
+    inner, noted = {}, {}
+    for name, value in one.__dict__.items():
+        (inner if name in FAKE_ATTRIBUTES else noted)[name] = value
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = noted | other.__dict__, inner
+    torch._C._swap_tensor_impl(one, other)
+
+
+with FakeTensorMode():
+    FAKE_ATTRIBUTES = {"_is_param", *torch.empty(0).__dict__}
+
+
+def _asked(rest, kwargs) -> tuple[torch.device | None, dict]:
+    """What `.to(...)` was asked for: a device or None, and the options that matter here."""
+    rest, options = list(rest), dict(kwargs)
+    first = rest[0] if rest else None
+    if "other" in options or isinstance(first, torch.Tensor):
+        other = options.pop("other") if "other" in options else rest.pop(0)
+        options |= {"device": device_of(other), "dtype": other.dtype}
+    elif rest and not isinstance(first, torch.dtype):
+        options["device"] = rest.pop(0)
+    for name, value in zip(
+        ("dtype", "non_blocking", "copy") if rest and _is_dtype(rest[0]) else TO_REST,
+        rest,
+        strict=False,
+    ):
+        options[name] = value
+    device = options.pop("device", None)
+    options.pop("non_blocking", None)
+    if isinstance(device, int):
+        device = torch.device("cuda", device)
+    if device is not None:
+        device = CARD if names_card(device) else torch.device(device)
+    return device, {name: value for name, value in options.items() if value}
+
+
+TO_REST = ("non_blocking", "copy")
+
+
+def _is_dtype(value) -> bool:
+    return value is None or isinstance(value, torch.dtype)
+
+
+def _move_by(tracer, names):
+    """Moves a parameter of a module, and tells of each that comes to the card."""
+
+    def move(parameter, function):
+        was_here = on_card(parameter)
+        if was_here and bitsandbytes.is_to_be(parameter):
+            return
+        start = len(tracer)
+        applied = function(parameter)
+        if applied is not parameter:
+            names.become(parameter, applied)
+        if on_card(parameter) and not was_here:
+            tracer.moved(parameter, start)
+
+    return move
 
 
 _original_autocast_init = torch.autocast.__init__
-_original_scaler_init = torch.amp.GradScaler.__init__
 _original_is_autocast_enabled = torch.is_autocast_enabled
 _original_get_autocast_dtype = torch.get_autocast_dtype
 
@@ -147,7 +287,3 @@ def _autocast_on_cpu(self, device_type, dtype=None, enabled=True, cache_enabled=
     if device_type == "cuda":
         device_type, dtype = "cpu", dtype or torch.float16  # CUDA's default
     _original_autocast_init(self, device_type, dtype, enabled, cache_enabled)
-
-
-def _scaler_on_cpu(self, device="cuda", *args, **kwargs):
-    _original_scaler_init(self, cpu_for_cuda(device), *args, **kwargs)

@@ -18,7 +18,6 @@ RULES = {
     "4-bit numbers": "bitsandbytes, bitsandbytes/backends/cuda/ops.py",
     "8-bit products": "bitsandbytes, bitsandbytes/backends/cuda/ops.py",
     "softmax backward": "PyTorch, aten/src/ATen/native/cuda/SoftMax.cu",
-    "numbers on the host": "PyTorch, torch/optim/adam.py, and torch.tensor's documentation",
     "paged states": "bitsandbytes, bitsandbytes/optim/optimizer.py",
 }
 KERNELS = [*kernels.KERNELS, *attention.KERNELS, *bitsandbytes.KERNELS]

@@ -1,56 +1,101 @@
 """What is on the card and what on its host, and what CUDA's libraries take beside the tensors."""
 
-import contextlib
-import weakref
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_map_only
 
-from memlab.card import kernels
+from memlab.card import kernels, values
 from memlab.card.memory import CardMemory
+from memlab.card.places import NotSimulated, keep_on_host, names_card, on_card
 from memlab.card.rules import RULES
 from memlab.footprint import Category, Phase
 from memlab.gpus import GPU
+from memlab.trace.ledger import Storage
 from memlab.trace.tracer import Tracer
+
+aten = torch.ops.aten
+SMALL = 2**20  # bytes up to which numbers on the host hold data
+ORDINARY = 2**28  # the same for integers and booleans
+
+
+class Call(NamedTuple):
+    """What Python code called: its arguments, and whether it named the host as the device."""
+
+    arguments: tuple
+    names_host: bool = False
 
 
 class CardTracer(Tracer):
     """A tracer of one card: it knows the host's tensors and takes the libraries' workspaces.
 
     rules: which of `memlab.card.rules.RULES` hold; met_rules: those that were at work.
+    script: whose lines are noted with what they make; files beside it count as its own.
+    assumptions: what stands in for values that only a real card has, where a shape follows them.
     """
 
-    def __init__(self, gpu: GPU, rules=frozenset(RULES)):
+    def __init__(self, gpu: GPU, rules=frozenset(RULES), script: Path | None = None):
         super().__init__(CardMemory(gpu))
-        self.gpu, self.rules = gpu, rules
+        self.gpu, self.rules, self.script = gpu, rules, script
         self.met_rules: set[str] = set()
+        self.assumptions: dict[str, None] = {}  # in their order
+        self._of_thread = threading.local()
         self._handles_used = set()
-        self._making_on_host = self._stopped = False
-        self._kept_on_host = weakref.WeakValueDictionary()
-        self._host_data = weakref.WeakValueDictionary()
-        self._arguments, self._met_host_data = (), False
+        self._stopped = False
+        self._lock = threading.RLock()  # the reader's threads
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:  # asked very often, touches no memory
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
-        # A number made by torch.tensor() without a device stays on the host.
-        if func is torch.ops.aten.lift_fresh.default and args[0].dim() == 0:
-            return self._by_rule("numbers on the host", func(*args))
-        self._take_workspaces(func)
-        self._arguments, self._met_host_data = args, False
-        try:
-            out = super().__torch_dispatch__(func, types, args, kwargs)
-        finally:
-            self._arguments = ()
-        scratch = kernels.kernel_scratch(func, args)
-        if scratch:
-            self.met_rules.add("softmax backward")
-        if scratch and "softmax backward" in self.rules:
-            self._take_and_give_back(scratch)
-        return out
+        kwargs = kwargs or {}
+        tensors = _tensors(args) if not kwargs else _tensors((*args, *kwargs.values()))
+        with self._lock:
+            try:
+                if self._goes_to_card(tensors, kwargs.get("device")):
+                    return self._on_card(func, types, args, kwargs, tensors)
+                return self._on_host(func, args, kwargs, tensors)
+            except NotImplementedError as error:
+                if "storage" not in str(error):
+                    raise
+                raise NotSimulated(
+                    f"{func} is not simulated: it takes or makes a sparse tensor. Use a dense one; "
+                    "embeddings have sparse=False"
+                ) from None
 
-    def _take_and_give_back(self, nbytes) -> None:
-        self.died(self.born(nbytes, Category.TEMPORARY))
+    @property
+    def call(self) -> Call | None:
+        """What Python code has called in this thread; None in the autograd engine."""
+        return getattr(self._of_thread, "call", None)
+
+    @call.setter
+    def call(self, call: Call | None) -> None:
+        self._of_thread.call = call
+
+    def _goes_to_card(self, tensors, device) -> bool:
+        """Whether an operation's result is the card's."""
+        if device is not None:
+            if device.type == "meta":
+                return False
+            if names_card(device):
+                return True
+            if self.call is not None and self.call.names_host:
+                return False
+        if tensors:
+            return any(map(on_card, tensors))
+        # PyTorch's own code makes a tensor beside others, whose device it takes for the cpu.
+        if self.call is not None:
+            return any(map(on_card, _tensors(self.call.arguments)))
+        return self.phase() == Phase.BACKWARD
 
     def stop(self) -> None:
         """Enter nothing any more: what dies from now on was there to the end."""
@@ -61,92 +106,216 @@ class CardTracer(Tracer):
         if not self._stopped:
             super().died(storage)
 
-    # ------------------------------------------------------------------ the host
-
-    @contextlib.contextmanager
-    def host(self):
-        """What is made inside is not on the card until an operation outside needs it."""
-        before, self._making_on_host = self._making_on_host, True
-        try:
-            yield
-        finally:
-            self._making_on_host = before
-
-    def is_still_on_host(self, parameter) -> bool:
-        """Whether a parameter was made in `host` and nothing has brought it to the card yet."""
-        if not isinstance(parameter, FakeTensor) or parameter.fake_device.type == "meta":
-            return False
-        return not self._making_on_host and not self.is_counted(parameter)
-
-    def moved(self, parameter) -> None:
-        """A parameter has come to the card, and been quantized on the way if it is to be."""
-        self.operation = None
-        self.see_parameter(parameter)
-        parameter._memlab_loaded = len(self)  # the number of the entry after its last
-
-    def zeros_on_host(self, like, dtype):
-        """Zeros of the shape of `like` that the card never holds."""
-        with self.host():
-            zeros = torch.zeros_like(like, dtype=dtype)
-        return self._by_rule("paged states", zeros)
-
-    def _by_rule(self, rule, tensor):
-        """A new tensor whose storage counts as the host's from now on, if the rule holds."""
-        self.met_rules.add(rule)
-        if rule in self.rules:
-            storage = tensor.untyped_storage()
-            self._kept_on_host[id(storage)] = storage
-        return tensor
-
-    def copy_to_card(self, tensor):
-        """A copy on the card of what `copy_to_host` gave."""
-        copy = torch.empty_like(tensor)
-        self.see(copy, Category.ACTIVATIONS)
-        return copy
-
-    def copy_to_host(self, tensor, make=torch.empty_like):
-        """A copy of a tensor that the host holds.
-
-        make: `torch.empty_like`, or `torch.empty` for one without the strides of `tensor`. Where
-        strides differ, a copy in the right order is made on the card first
-        (`copy_requires_temporaries` in aten/src/ATen/native/cuda/Copy.cu).
-        """
-        with self.host():
-            like = tensor if make is torch.empty_like else tensor.shape
-            copy = make(like, dtype=tensor.dtype)
-        storage = copy.untyped_storage()
-        self._host_data[id(storage)] = storage
-        if copy.stride() != tensor.stride():
-            self._take_and_give_back(copy.nbytes)
-        return copy
-
-    def on_host(self, tensor) -> bool:
-        """Whether a tensor holds data that was made outside, or was made of such data.
-
-        A parameter with data is taken to lie on the card: a new one would not be the optimizer's.
-        """
-        if not isinstance(tensor, FakeTensor):
-            return not isinstance(tensor, torch.nn.Parameter)
-        return id(tensor.untyped_storage()) in self._host_data
-
-    def see_result(self, out) -> None:
-        """What is made of host data alone lies on the host, too."""
-        if self._met_host_data and not any(map(self.is_counted, _tensors(self._arguments))):
-            for tensor in _tensors([out]):
-                storage = tensor.untyped_storage()
-                self._host_data[id(storage)] = storage
-        else:
-            super().see_result(out)
+    def born(self, nbytes, category) -> Storage:
+        """As `Tracer.born`, with the line of the script that is at work."""
+        storage = super().born(nbytes, category)
+        if self.script is not None:
+            storage.line = line_of(self.script, sys._getframe())
+        return storage
 
     def see(self, tensor, category=None, existed=False) -> None:
         """As `Tracer.see`, for what is on the card."""
-        if isinstance(tensor, FakeTensor) and tensor.fake_device.type == "meta":
-            return  # made with device="meta": it takes no memory anywhere
-        known_here = category is not None and not isinstance(tensor, FakeTensor)
-        if existed and not known_here and self.on_host(tensor):
-            self._met_host_data = True
-        elif not self._making_on_host and id(tensor.untyped_storage()) not in self._kept_on_host:
+        if on_card(tensor):
             super().see(tensor, category, existed)
+
+    # ------------------------------------------------------------------ the card
+
+    def _on_card(self, func, types, args, kwargs, tensors):
+        if func is aten._local_scalar_dense.default:
+            return values.reading(args[0])
+        if func is aten.copy_.default and not on_card(args[0]):
+            return self._write_on_host(*args[:2])
+        if func is aten.masked_select.default:
+            return self._select_by_mask(*args)
+        if func is aten._pack_padded_sequence.default:
+            return self._pack(*args)
+        if func in values.BY_MASK:
+            args = self._without_masks(args, values.BY_MASK[func])
+        _refuse_two_devices(func, tensors)
+        if func in values.LARGEST:
+            return self._shaped_by_values(func, args, kwargs, tensors)
+        if func in (aten.equal.default, aten.allclose.default):
+            return values.compare(func, args, kwargs)
+        here, options = self._without_data((args, kwargs))
+        self._take_workspaces(func)
+        try:
+            out = super().__torch_dispatch__(func, types, here, options)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            raise NotSimulated(
+                f"{func} is not simulated: what it gives depends on values that only a real card "
+                "has. Do it on the host, with .cpu(), or without it"
+            ) from None
+        scratch = kernels.kernel_scratch(func, here)
+        if scratch:
+            self.met_rules.add("softmax backward")
+        if scratch and "softmax backward" in self.rules:
+            self._take_and_give_back(scratch)
+        values.learn(func, args, kwargs, out)
+        return out
+
+    def _take_and_give_back(self, nbytes) -> None:
+        self.died(self.born(nbytes, Category.TEMPORARY))
+
+    def moved(self, parameter, start) -> None:
+        """A parameter has come to the card, and been quantized on the way if it is to be.
+
+        start: the number of its first entry.
+        """
+        self.operation = None
+        self.see_parameter(parameter)
+        parameter._memlab_loaded = start, len(self)
+
+    def _without_data(self, arguments):
+        """The arguments, with a fake tensor of the host for each that has data."""
+
+        def fake(tensor):
+            if isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
+                return tensor
+            return self._fake(tensor, on_host=True)
+
+        return tree_map_only(torch.Tensor, fake, arguments)
+
+    def _fake(self, like, on_host=False) -> FakeTensor:
+        """A new fake tensor with the shape, the strides and the dtype of another."""
+        with no_dispatch():
+            shape, strides = like.shape, like.stride()
+            meta = torch.empty_strided(shape, strides, dtype=like.dtype, device="meta")
+            made = FakeTensor(self.mode, meta, torch.device("cpu"))
+        if on_host:
+            keep_on_host(made)
+        return made
+
+    def _shaped_by_values(self, func, args, kwargs, tensors):
+        """The result of an operation whose shape follows from values."""
+        self.operation = func
+        if all(values.values_of(tensor) is not None for tensor in tensors):
+            results = values.run_on_values(func, args, kwargs)
+            assumed = values.assumed_of(tensors)
+        else:
+            results, assumed = values.largest(func, args, kwargs)
+        if assumed:
+            self.assumptions[assumed] = None
+
+        def card_tensor(result):
+            made = self._fake(result)
+            self.see_result(made)
+            if result.device.type != "meta":
+                values.know(made, result, assumed)
+            return made
+
+        return tree_map_only(torch.Tensor, card_tensor, results)
+
+    def _without_masks(self, args, position):
+        """The arguments of an indexing, with the places where a mask is true for every mask.
+
+        As CUDA's kernels have it: `expandTensors` in aten/src/ATen/native/IndexingUtils.h.
+        """
+        indices = []
+        for index in args[position]:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                indices.append(index)
+                continue
+            places = self.__torch_dispatch__(aten.nonzero.default, (), (index,))
+            for column in range(index.dim()):
+                one = self.__torch_dispatch__(aten.select.int, (), (places, 1, column))
+                indices.append(one)
+        return (*args[:position], indices, *args[position + 1 :])
+
+    def _select_by_mask(self, tensor, mask):
+        """aten/src/ATen/native/cuda/IndexKernel.cpp: `masked_select_out_cuda_impl`."""
+        shape = list(torch.broadcast_shapes(tensor.shape, mask.shape))
+        tensor, mask = (
+            self.__torch_dispatch__(aten.expand.default, (), (each, shape))
+            for each in (tensor, mask)
+        )
+        return self.__torch_dispatch__(aten.index.Tensor, (), (tensor, [mask]))
+
+    def _pack(self, tensor, lengths, batch_first):
+        """The tokens of padded sequences one after the other, and how many there are at each step.
+
+        aten/src/ATen/native/PackedSequence.cpp: a copy of each step's, then one of all. The lengths
+        lie on the host, in falling order.
+        """
+        with no_dispatch():
+            steps = [int((lengths > step).sum()) for step in range(int(lengths.max()))]
+        rest = tensor.shape[2:]
+        shape = (sum(steps), *rest)
+        with no_dispatch():
+            like = torch.empty(shape, dtype=tensor.dtype, device="meta")
+            sizes = torch.tensor(steps)
+        self.operation = aten._pack_padded_sequence.default
+        self._take_and_give_back(like.nbytes)
+        packed = self._fake(like)
+        self.see_result(packed)
+        return packed, sizes
+
+    # ------------------------------------------------------------------ the host
+
+    def _on_host(self, func, args, kwargs, tensors):
+        if kwargs.get("pin_memory"):
+            kwargs = kwargs | {"pin_memory": False}
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            # What a factory makes has data if it is small; what is made of data has some.
+            made = None if tensors else func(*args, **kwargs)
+            if isinstance(made, FakeTensor) and not _holds_data(made):
+                keep_on_host(made)
+                return made
+            with no_dispatch():
+                return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            return values.reading(args[0])
+        if func is aten._to_copy.default and on_card(args[0]):
+            return self.copy_to_host(args[0], kwargs.get("dtype"))
+        here, options = self._without_data((args, kwargs))
+        made = func(*here, **options)
+        if any(map(on_card, tensors)) and all(map(_holds_data, _tensors([made]))):
+            here = tree_map_only(FakeTensor, values.host_copy, (args, kwargs))
+            with no_dispatch():
+                return func(*here[0], **here[1])
+        if func._schema.is_mutable and not isinstance(args[0], FakeTensor):
+            return args[0]  # its numbers stay what they were
+        for tensor in _tensors([made]):
+            if tensor.device.type != "meta":
+                keep_on_host(tensor)
+        return made
+
+    def copy_to_host(self, tensor, dtype=None):
+        """A copy on the host of a tensor on the card: with data if it is small.
+
+        Where strides differ, a copy in the right order is made on the card first
+        (`copy_requires_temporaries` in aten/src/ATen/native/cuda/Copy.cu).
+        """
+        copy = aten.empty_like.default(self._fake(tensor), dtype=dtype)
+        keep_on_host(copy)
+        if copy.stride() != tensor.stride():
+            self._take_and_give_back(tensor.nbytes)
+        if _holds_data(copy):
+            data = values.host_copy(tensor)
+            with no_dispatch():
+                copy = data.to(copy.dtype)
+        return copy
+
+    def _write_on_host(self, target, source):
+        """`target.copy_(source)` from the card into a tensor of the host."""
+        if target.stride() != source.stride():
+            self._take_and_give_back(source.nbytes)
+        if not isinstance(target, FakeTensor):
+            copy = values.host_copy(source)
+            with no_dispatch():
+                target.copy_(copy)
+        return target
+
+    def zeros_on_host(self, like, dtype):
+        """Zeros of the shape of `like` that the card never holds."""
+        self.met_rules.add("paged states")
+        where = {"device": "cpu"} if "paged states" in self.rules else {}
+        return torch.zeros_like(like, dtype=dtype, **where)
+
+    def came_back(self, tensor) -> None:
+        """A saved tensor is wanted again, which a hook may have moved or made anew."""
+        known = self._live.get(tensor.untyped_storage()._cdata) if on_card(tensor) else None
+        if known and known[0].category == Category.TEMPORARY:
+            known[0].category = Category.ACTIVATIONS
 
     # ------------------------------------------------------------------ the libraries
 
@@ -171,9 +340,50 @@ class CardTracer(Tracer):
                 self.born(nbytes, Category.WORKSPACES)
 
 
-def _tensors(values):
+MAY_MIX = {  # where CUDA takes tensors of both
+    aten.copy_.default,
+    aten._to_copy.default,
+    aten.set_.source_Tensor,
+    aten.set_.source_Storage,
+    *values.BY_MASK,
+}
+
+
+def _refuse_two_devices(func, tensors) -> None:
+    """Raise CUDA's own error where a tensor of the host meets one of the card."""
+    if len(tensors) < 2 or func.namespace != "aten" or func in MAY_MIX:
+        return
+    if func._opname.startswith(("_foreach", "_pack_padded", "_ctc_loss", "ctc_loss")):
+        return
+    for tensor in tensors:
+        if tensor.dim() and tensor.numel() and tensor.device.type != "meta" and not on_card(tensor):
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"cuda:0 and cpu! (in {func})"
+            )
+
+
+def line_of(script: Path, frame) -> str:
+    """`train.py:57`, the innermost line of a script, or of a file beside it, that is at work."""
+    folder = f"{script.parent}{os.sep}"
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(folder) and "site-packages" not in name:
+            return f"{name.removeprefix(folder)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _holds_data(tensor) -> bool:
+    """Whether a tensor of this size and dtype is an ordinary one on the host."""
+    return tensor.nbytes <= (SMALL if tensor.is_floating_point() else ORDINARY)
+
+
+def _tensors(values) -> list:
+    found = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            found += _tensors(value)
+    return found

@@ -63,11 +63,10 @@ def fitcheck(recipe: Recipe, gpu: SimulatedGPU) -> Trained:
     memory-efficient kernel alone. The weights are in the compute dtype, which no `precision` says.
     """
     peft = import_peft()
-    with gpu.host():
-        dtype = COMPUTE_DTYPES[recipe.compute_dtype]
-        model = models.build(recipe.model, dtype=dtype, attention=recipe.attention)
-        if recipe.base != "none":
-            quantize_base(model, recipe)
+    dtype = COMPUTE_DTYPES[recipe.compute_dtype]
+    model = models.build(recipe.model, dtype=dtype, attention=recipe.attention)
+    if recipe.base != "none":
+        quantize_base(model, recipe)
     model.to("cuda")
     if recipe.base != "none":
         model = peft.prepare_model_for_kbit_training(model)

@@ -107,7 +107,8 @@ def extended(logs: list[Log], layers: int) -> Log | None:
     two, three, four = (log.weights for log in logs)
     if any(four[kind] - three[kind] != three[kind] - two[kind] for kind in four):
         return None
-    return Log(steps, Counter({k: three[k] + more * (four[k] - three[k]) for k in four}))
+    weights = Counter({k: three[k] + more * (four[k] - three[k]) for k in four})
+    return Log(steps, weights, logs[-1].assumptions)
 
 
 def agreed_growth(logs: list[Log]):

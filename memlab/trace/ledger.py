@@ -13,6 +13,7 @@ class Storage:
     """One piece of memory: how large, what for, where and by which operation it was made.
 
     address: its block in the allocator while it lives, if there is one.
+    line: the line of the reader's script that made it, where one is followed.
     """
 
     number: int
@@ -21,6 +22,7 @@ class Storage:
     module: str
     operation: object
     address: int | None = None
+    line: str = ""
 
 
 class Entry(NamedTuple):
@@ -190,6 +192,7 @@ class Ledger:
                 operation_name(storage.operation),
                 born[storage.number],
                 died.get(storage.number),
+                storage.line,
             )
             for storage in self.storages
             if died.get(storage.number) != 0

@@ -26,10 +26,12 @@ class Log:
     afterwards, and autocast drops its copies in the order of their addresses, another each time.
 
     weights: how many parameters there are of (so many elements, trainable or not).
+    assumptions: those of the run, as `memlab.footprint.Footprint` has them.
     """
 
     steps: list[Step]
     weights: Counter
+    assumptions: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -82,7 +84,8 @@ class Log:
                 dying.append((storage.number, phase))
         bury()
         steps += [mark for _, mark in reversed(marks)]
-        return cls(steps, Counter((numel(p), p.requires_grad) for p in model.parameters()))
+        weights = Counter((numel(p), p.requires_grad) for p in model.parameters())
+        return cls(steps, weights, tuple(getattr(ledger, "assumptions", ())))
 
     def events(self) -> Iterator[Event]:
         """Every step with the number of the birth that it is, or that it ends; None for marks."""

@@ -223,6 +223,8 @@ class Tracer(Ledger, TorchDispatchMode):
             self._handles.append(hook)
 
     def _accumulated(self, parameter) -> None:
+        if parameter.grad is None:  # an earlier hook has used it up
+            return
         self.see(parameter.grad, Category.GRADIENTS)
         self._same_module(parameter.grad, parameter)
 

@@ -106,7 +106,7 @@ def test_out_of_memory_is_counted():
         (lambda: torch.cuda.MemPool(), "torch.cuda.MemPool"),
         (lambda: torch.cuda.set_per_process_memory_fraction(0.5), "set_per_process_memory"),
         (lambda: torch.cuda.utilization(), "torch.cuda.utilization"),
-        (lambda: torch.nn.DataParallel(torch.nn.Linear(1, 1)), "torch.nn.DataParallel"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2)]), "torch.nested.nested_tensor"),
         (lambda: torch.distributed.init_process_group("nccl"), "init_process_group"),
     ],
 )

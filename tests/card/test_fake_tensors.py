@@ -8,7 +8,6 @@ import torch
 
 from memlab import Recipe
 from memlab.card.fake_tensors import tensors_without_data
-from memlab.card.moves import cuda_code_on_cpu_tensors
 from memlab.quantized import import_bitsandbytes
 from memlab.trace.tracer import Tracer
 from memlab.training import Training
@@ -103,16 +102,6 @@ def test_item_has_an_answer():
         assert torch.zeros(3).sum().item() == 1.0
         assert torch.zeros(3, dtype=torch.long).sum().item() == 1
         assert torch.zeros(3).sum().bool().item() is True
-
-
-@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), 0])
-def test_cuda_names_place_fake_tensors(device):
-    with tensors_without_data(), cuda_code_on_cpu_tensors():
-        x = torch.ones(3, device=device)
-        assert x.to(device).untyped_storage()._cdata == x.untyped_storage()._cdata
-        assert torch.ones(3).to(device, torch.float16).dtype == torch.float16
-        module = torch.nn.Linear(2, 2, device=device).to(device)
-        assert module(torch.ones(1, 2, device=device)).shape == (1, 2)
 
 
 def test_half_moves_a_module_and_keeps_its_parameters():

@@ -128,7 +128,7 @@ def test_a_pinned_copy_of_a_view_in_another_order_needs_memory_on_the_card_for_a
 def test_everything_is_put_back_after_an_error():
     with pytest.raises(torch.OutOfMemoryError):
         with SimulatedGPU(10 * MiB):
-            torch.zeros(100 * MiB)
+            torch.zeros(100 * MiB, device="cuda")
     assert torch.zeros(3).sum().item() == 0
     assert torch.autocast("cpu").device == "cpu"
     assert torch.cuda.memory_allocated() == 0

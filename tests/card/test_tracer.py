@@ -55,14 +55,11 @@ def test_host_tensors_take_no_room_until_they_are_needed_on_the_card():
         assert card.footprint.peak_allocated == outside.nbytes
 
 
-def test_host_blocks_nest_and_a_copy_to_the_host_ends_none():
-    with SimulatedGPU("T4") as card:
+def test_a_model_made_without_naming_the_card_lies_on_the_host_until_it_moves():
+    with SimulatedGPU("T4"):
         x = torch.ones(8, device="cuda")
-        with card.host():
-            x.cpu()
-            with card.host():
-                pass
-            model = torch.nn.Linear(1024, 1024)
+        x.cpu()
+        model = torch.nn.Linear(1024, 1024)
         assert torch.cuda.memory_allocated() == 512
         model.to("cuda")
         assert torch.cuda.memory_allocated() == 512 + 4 * MiB + 4096
@@ -70,8 +67,7 @@ def test_host_blocks_nest_and_a_copy_to_the_host_ends_none():
 
 def test_a_moved_weight_may_be_replaced_before_the_end():
     with SimulatedGPU("T4") as card:
-        with card.host():
-            model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
         model.to("cuda")
         model[1] = torch.nn.Identity()
         training = SimpleNamespace(model=model, recipe=Recipe("gpt2-tiny"))

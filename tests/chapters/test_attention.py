@@ -225,7 +225,7 @@ def test_padding_costs_the_mask_and_the_repeated_keys(chapter):
     def route(padded):
         recipe = Recipe("llama-3.2-1b", precision="bf16", attention="sdpa").twin(padded=padded)
         with SimulatedGPU("A100-40GB") as gpu:
-            training = Training(recipe, gpu.device)
+            training = Training(recipe, gpu.device, built_in=gpu.device)
             training.step()
         operations = {life.operation for life in gpu.footprint.timeline.lives}
         return {name.split("product_")[-1] for name in operations if "dot_product" in name}

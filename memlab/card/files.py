@@ -1,0 +1,135 @@
+"""Checkpoints: written with zeros that take no room on the disk, read with what is in them."""
+
+import contextlib
+import json
+import sys
+from unittest import mock
+
+import torch
+from safetensors import torch as safetensors
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from memlab.card.places import on_card
+from memlab.card.values import values_of
+
+
+@contextlib.contextmanager
+def checkpoints():
+    """Let torch.save, torch.load and safetensors' save_file take tensors without data.
+
+    A fake tensor is written as zeros, or as its values where they are known. With torch.save it is
+    one zero that is expanded to the tensor's shape, with safetensors a hole in the file: neither
+    takes room. What lay on the card comes back to the card, unless map_location says otherwise.
+    """
+    with contextlib.ExitStack() as stack:
+        for target, name, replacement in (
+            (FakeTensor, "__reduce_ex__", _as_zeros),
+            (torch.serialization, "location_tag", _location_of),
+            (torch, "load", _load),
+            # What lies nowhere has an address of its own all the same: libraries tell by it
+            # which weights are tied.
+            (torch.UntypedStorage, "data_ptr", lambda storage: _address(storage) or storage._cdata),
+            *((module, name, _save_file) for module, name in _who_has(_write)),
+            *((module, name, _load_file) for module, name in _who_has(_read_file)),
+        ):
+            stack.enter_context(mock.patch.object(target, name, replacement))
+        yield
+
+
+_read = torch.load
+_write, _read_file = safetensors.save_file, safetensors.load_file
+_tag, _address = torch.serialization.location_tag, torch.UntypedStorage.data_ptr
+
+
+def _who_has(function):
+    """(module, name) of every name that a library has given a function of safetensors."""
+    names = ("save_file", "load_file", "safe_save_file", "safe_load_file")
+    for module in list(sys.modules.values()):
+        for name in names:
+            if getattr(module, "__dict__", {}).get(name) is function:
+                yield module, name
+
+
+def _plain(tensor):
+    """An ordinary tensor for a fake one, which takes no memory; its storage notes the card."""
+    values = values_of(tensor)
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        if values is None:
+            values = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+        values = values.clone() if values.numel() == 1 else values
+        values.untyped_storage()._memlab_from_card = on_card(tensor)
+    return values
+
+
+def _as_zeros(tensor, protocol):
+    plain = _plain(tensor)
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        if getattr(tensor, "_is_param", False):
+            plain = torch.nn.Parameter(plain, tensor.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+
+def _location_of(storage):
+    untyped = getattr(storage, "_untyped_storage", storage)
+    return "cuda:0" if getattr(untyped, "_memlab_from_card", False) else _tag(storage)
+
+
+def _load(f, map_location=None, *args, **kwargs):
+    """torch.load, which would ask a card that is not there for memory."""
+    for_card = []  # storages, kept so that no other takes the place of one
+
+    def place(storage, location):
+        mapped = map_location
+        if isinstance(mapped, dict):
+            mapped = mapped.get(location, location)
+        elif mapped is None:
+            mapped = location
+        if not callable(mapped) and str(mapped).startswith("cuda"):
+            for_card.append(storage)
+        return storage
+
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        loaded = _read(f, place, *args, **kwargs)
+    card = {storage._cdata for storage in for_card}
+
+    def move(tensor):
+        return tensor.to("cuda") if tensor.untyped_storage()._cdata in card else tensor
+
+    return tree_map_only(torch.Tensor, move, loaded)
+
+
+def _load_file(filename, device="cpu", **kwargs):
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        loaded = _read_file(filename, **kwargs)
+    return {name: tensor.to(device) for name, tensor in loaded.items()}
+
+
+def _save_file(tensors, filename, metadata=None):
+    """safetensors' save_file, of tensors of which some have no data.
+
+    The format: github.com/huggingface/safetensors, README.md.
+    """
+    if not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
+        return _write(tensors, filename, metadata)
+    header, end = {"__metadata__": metadata} if metadata else {}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        where = {"shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": _KINDS[tensor.dtype], **where}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(filename, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            data = values_of(tensor)
+            if data is None:
+                file.seek(tensor.nbytes, 1)
+                continue
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                file.write(data.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        file.truncate(8 + len(text) + end)
+
+
+_KINDS = {dtype: name for name, dtype in safetensors._TYPES.items()}

@@ -1,0 +1,126 @@
+"""Where a tensor lies, on the card or on its host, and what it says of itself.
+
+On the host small tensors and integers are ordinary ones with data; weights are fake ones, which are
+marked. Every other fake tensor is the card's. PyTorch itself takes both for cpu tensors, so that
+its CPU kernels answer for their shapes; what Python code asks is answered here.
+"""
+
+import contextlib
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+class NotSimulated(ValueError):
+    """What code asked for is not simulated; the message says what to do instead."""
+
+
+CARD, HOST, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("meta")
+
+
+def on_card(tensor) -> bool:
+    """Whether a tensor's memory is the card's."""
+    return (
+        isinstance(tensor, FakeTensor)
+        and tensor._fake_device.type != "meta"
+        and not hasattr(tensor.untyped_storage(), "_memlab_on_host")
+    )
+
+
+def keep_on_host(tensor) -> None:
+    """From now on a fake tensor's storage, and every view of it, lies on the host."""
+    tensor.untyped_storage()._memlab_on_host = True
+
+
+def device_of(tensor) -> torch.device:
+    """What `tensor.device` is on a machine with the card."""
+    if not isinstance(tensor, FakeTensor):
+        return HOST if tensor.device.type == "cpu" else tensor.device
+    if tensor._fake_device.type == "meta":
+        return META
+    return CARD if on_card(tensor) else HOST
+
+
+def names_card(value) -> bool:
+    """Whether a device, or its name, is the card.
+
+    Raises NotSimulated for another card than the first.
+    """
+    if isinstance(value, str) and value.partition(":")[0] == "cuda":
+        value = torch.device(value)
+    if not isinstance(value, torch.device) or value.type != "cuda":
+        return False
+    if value.index:
+        raise NotSimulated(
+            f"device is {str(value)!r}: the simulated card is cuda:0, and there is one"
+        )
+    return True
+
+
+def names_host(value) -> bool:
+    """Whether a device, or its name, is the host."""
+    if isinstance(value, str):
+        return value.partition(":")[0] == "cpu"
+    return isinstance(value, torch.device) and value.type == "cpu"
+
+
+@contextlib.contextmanager
+def tensors_name_their_place(host_copy):
+    """Let fake tensors answer Python code as tensors of a card and of its host do.
+
+    host_copy: a function that gives an ordinary tensor for a fake one.
+    """
+
+    def device(self):
+        mode = self.fake_mode
+        if mode.in_kernel_invocation:
+            return META
+        return self._fake_device if mode.dispatching else device_of(self)
+
+    def numpy(self, *, force=False):
+        if on_card(self) and not force:
+            raise TypeError(
+                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the "
+                "tensor to host memory first."
+            )
+        return host_copy(self).numpy()
+
+    def as_array(self, dtype=None, copy=None):
+        array = numpy(self)
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def as_text(self, spec):
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    def represent(self, *, tensor_contents=None):
+        shown = f"{self.item()}" if self.dim() == 0 else "..."
+        place = f", device='{self.device}'" if on_card(self) else ""
+        size = "" if self.dim() == 0 else f", size={tuple(self.shape)}"
+        dtype = "" if self.dtype in (torch.float32, torch.int64, torch.bool) else f", {self.dtype}"
+        grad = f", grad_fn=<{type(self.grad_fn).__name__}>" if self.grad_fn is not None else ""
+        text = f"tensor({shown}{size}{place}{dtype}{grad})"
+        return f"Parameter containing:\n{text}" if getattr(self, "_is_param", False) else text
+
+    def kind(self, dtype=None, non_blocking=False, **kwargs):
+        if dtype is not None:
+            return self.to(dtype, non_blocking)
+        name = torch.empty(0, dtype=self.dtype).type()
+        return name.replace("torch.", "torch.cuda.") if on_card(self) else name
+
+    answers = {
+        "device": property(device),
+        "is_cuda": property(on_card),
+        "is_cpu": property(lambda self: device_of(self) == HOST),
+        "get_device": lambda self: 0 if on_card(self) else -1,
+        "numpy": numpy,
+        "__array__": as_array,
+        "tolist": lambda self: host_copy(self).tolist(),
+        "type": kind,
+        "__format__": as_text,
+        "__repr__": represent,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(FakeTensor, name, answer, create=True))
+        yield

@@ -1,0 +1,355 @@
+"""What is known of the values of tensors on the card, and what stands for the rest.
+
+Integers and booleans that come from the host keep their values on the card, through every operation
+on such alone. Everything else has a stand-in value: a number reads as 1, a comparison as it would
+come out of that, isnan and isinf as False. Where the shape of a result depends on values that are
+not known, the largest that can come out is taken and said, or the operation is refused.
+"""
+
+import math
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from memlab.card.places import NotSimulated
+
+aten = torch.ops.aten
+LARGEST_KNOWN = 64 * 2**20  # bytes: masks of long sequences; more would cost time
+
+
+# ---------------------------------------------------------------------- known values
+
+
+def values_of(tensor):
+    """An ordinary tensor with the values of one on the card; None where they are not known.
+
+    It shares their memory: what is written into it, is written. An ordinary tensor is its own.
+    """
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    flat = getattr(tensor.untyped_storage(), "_memlab_values", None)
+    if flat is None or flat.dtype != tensor.dtype:
+        return None
+    with no_dispatch():
+        return torch.as_strided(flat, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def know(tensor, values, assumed="") -> None:
+    """From now on the values of a fake tensor are known, if they are integers and not too many.
+
+    values: an ordinary tensor of its shape. assumed: what they rest on, where they are not the
+    reader's own.
+    """
+    storage = tensor.untyped_storage()
+    if tensor.is_floating_point() or tensor.is_complex() or storage.nbytes() > LARGEST_KNOWN:
+        return
+    with no_dispatch():
+        flat = torch.zeros(storage.nbytes() // tensor.itemsize, dtype=tensor.dtype)
+        part = torch.as_strided(flat, tensor.shape, tensor.stride(), tensor.storage_offset())
+        part.copy_(values)
+    storage._memlab_values, storage._memlab_assumed = flat, assumed
+
+
+def forget(tensor) -> None:
+    """The values of a fake tensor are not known any more."""
+    storage = tensor.untyped_storage()
+    if hasattr(storage, "_memlab_values"):
+        del storage._memlab_values
+
+
+def assumed_of(tensors) -> str:
+    """What the values of these rest on; empty where they are all the reader's own."""
+    for tensor in tensors:
+        if isinstance(tensor, FakeTensor):
+            assumed = getattr(tensor.untyped_storage(), "_memlab_assumed", "")
+            if assumed:
+                return assumed
+    return ""
+
+
+def run_on_values(func, args, kwargs):
+    """The operation on the values of its arguments, which are all known, without the card."""
+    args, kwargs = tree_map_only(torch.Tensor, values_of, (args, kwargs))
+    kwargs = {name: "cpu" if name == "device" else value for name, value in kwargs.items()}
+    kwargs.pop("pin_memory", None)
+    with no_dispatch():
+        if func is aten.histc.default:  # of integers: the CPU has none
+            return args[0].double().histc(*args[1:], **kwargs).to(args[0].dtype)
+        if "generator" in kwargs or func in RANDOM:
+            before = torch.get_rng_state()  # the host's own draws stay what they are
+            try:
+                return func(*args, **kwargs)
+            finally:
+                torch.set_rng_state(before)
+        return func(*args, **kwargs)
+
+
+RANDOM = {
+    aten.randperm.default,
+    aten.randint.default,
+    aten.randint.low,
+    aten.random_.default,
+    aten.random_.to,
+    getattr(aten.random_, "from"),
+}
+
+
+def learn(func, args, kwargs, out) -> None:
+    """Take down what is known of the values of an operation's result, or of what it wrote into."""
+    writes = func._schema.is_mutable
+    outs = out if isinstance(out, (list, tuple)) else (out,)
+    if writes:
+        _written(func, args, kwargs)
+        return
+    new = [
+        (number, made)
+        for number, made in enumerate(outs)
+        if isinstance(made, FakeTensor)
+        and not made.is_floating_point()
+        and not hasattr(made.untyped_storage(), "_memlab_values")
+    ]
+    if not new:
+        return
+    if _all_known(args, kwargs) and all(m.nbytes <= LARGEST_KNOWN for _, m in new):
+        results = run_on_values(func, args, kwargs)
+        results = results if isinstance(results, (list, tuple)) else (results,)
+        assumed = assumed_of(_tensors(args, kwargs))
+        for number, made in new:
+            know(made, results[number], assumed)
+        return
+    if func is aten.topk.default:
+        even_routing(args, kwargs, outs[1])
+    for _, made in new:
+        if made.dtype == torch.bool:
+            made.untyped_storage()._memlab_reads = stand_in(func, args)
+
+
+def _written(func, args, kwargs) -> None:
+    """What was written into is known if all that took part is."""
+    written = []
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            written += tree_leaves(value) if isinstance(value, (list, tuple)) else [value]
+    known = [t for t in written if isinstance(t, FakeTensor) and values_of(t) is not None]
+    if not known:
+        return
+    if _all_known(args, kwargs):
+        run_on_values(func, args, kwargs)
+    else:
+        for tensor in known:
+            forget(tensor)
+
+
+def _tensors(*arguments):
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+
+
+def _all_known(args, kwargs) -> bool:
+    """Whether all values are known and integers, or single numbers."""
+    return all(
+        values_of(tensor) is not None and (not tensor.is_floating_point() or tensor.numel() == 1)
+        for tensor in _tensors(args, kwargs)
+    )
+
+
+# ---------------------------------------------------------------------- stand-in values
+
+
+def reading(tensor):
+    """What `.item()` gives: the value if it is known, else the one that stands for it."""
+    values = values_of(tensor)
+    if values is None:
+        return _unknown(tensor)
+    with no_dispatch():
+        return values.item()
+
+
+SCALAR_COMPARISONS = {
+    aten.eq.Scalar: lambda other: 1 == other,
+    aten.ne.Scalar: lambda other: 1 != other,
+    aten.lt.Scalar: lambda other: 1 < other,
+    aten.le.Scalar: lambda other: 1 <= other,
+    aten.gt.Scalar: lambda other: 1 > other,
+    aten.ge.Scalar: lambda other: 1 >= other,
+}
+FIXED = {
+    aten.isnan.default: False,
+    aten.isinf.default: False,
+    aten.isposinf.default: False,
+    aten.isneginf.default: False,
+}
+COMPARISONS = {
+    aten.eq.Tensor: lambda a, b: a == b,
+    aten.ne.Tensor: lambda a, b: a != b,
+    aten.lt.Tensor: lambda a, b: a < b,
+    aten.le.Tensor: lambda a, b: a <= b,
+    aten.gt.Tensor: lambda a, b: a > b,
+    aten.ge.Tensor: lambda a, b: a >= b,
+    aten.logical_and.default: lambda a, b: bool(a and b),
+    aten.bitwise_and.Tensor: lambda a, b: a and b,
+    aten.mul.Tensor: lambda a, b: a and b,
+    aten.logical_or.default: lambda a, b: bool(a or b),
+    aten.bitwise_or.Tensor: lambda a, b: a or b,
+    aten.logical_xor.default: lambda a, b: bool(a) != bool(b),
+    aten.bitwise_xor.Tensor: lambda a, b: a != b,
+}
+NEGATIONS = {aten.logical_not.default, aten.bitwise_not.default}
+
+
+def stand_in(func, args) -> bool:
+    """What a boolean result reads as that is not known."""
+    first = args[0] if args else None
+    if func in FIXED:
+        return FIXED[func]
+    if func in SCALAR_COMPARISONS:
+        return SCALAR_COMPARISONS[func](args[1])
+    if func in COMPARISONS and all(isinstance(arg, torch.Tensor) for arg in args[:2]):
+        return COMPARISONS[func](*map(_counts_as, args[:2]))
+    if func in NEGATIONS:
+        return not _counts_as(first)
+    return _counts_as(first) if getattr(first, "dtype", None) == torch.bool else True
+
+
+def _counts_as(tensor):
+    """What an element of a tensor of any size counts as."""
+    if tensor.numel() == 1:
+        return reading(tensor)
+    return _unknown(tensor) if isinstance(tensor, FakeTensor) else 1
+
+
+def _unknown(tensor):
+    if tensor.dtype == torch.bool:
+        return getattr(tensor.untyped_storage(), "_memlab_reads", True)
+    if tensor.is_complex():
+        return 1 + 0j
+    return 1.0 if tensor.is_floating_point() else 1
+
+
+def compare(func, args, kwargs) -> bool:
+    """What `torch.equal` and `torch.allclose` give."""
+    if _all_known(args, kwargs):
+        return run_on_values(func, args, kwargs)
+    return args[0].shape == args[1].shape
+
+
+def host_copy(tensor):
+    """An ordinary tensor for a fake one: its values if they are known, else what stands for them.
+
+    Large ones hold zeros, whose memory the system does not take before they are read.
+    """
+    known = values_of(tensor)
+    with no_dispatch():
+        if known is not None:
+            return known.clone()
+        if tensor.nbytes > 2**24:
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return torch.full(tensor.shape, _unknown(tensor), dtype=tensor.dtype)
+
+
+# ---------------------------------------------------------------------- shapes that follow values
+
+
+def largest(func, args, kwargs) -> tuple:
+    """(results on `meta`, what is assumed) of an operation whose result's shape follows values.
+
+    Raises NotSimulated where no largest one follows from the shapes.
+    """
+    with no_dispatch():
+        return LARGEST[func](*args, **kwargs)
+
+
+def _long(*shape):
+    return torch.empty(shape, dtype=torch.long, device="meta")
+
+
+def _like(tensor):
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _nonzero(tensor):
+    said = "nonzero and boolean masks: where values are not known, every element counts as true"
+    return _long(tensor.numel(), tensor.dim()), said
+
+
+def _unique(tensor, sorted=True, return_inverse=False, return_counts=False):
+    n = tensor.numel()
+    inverse = _long(*tensor.shape) if return_inverse else _long(0)
+    flat = torch.empty(n, dtype=tensor.dtype, device="meta")
+    return (flat, inverse, _long(n if return_counts else 0)), EACH_ONCE
+
+
+def _unique_along(tensor, dim, sorted=True, return_inverse=False, return_counts=False):
+    n = tensor.size(dim)
+    inverse, counts = _long(n if return_inverse else 0), _long(n if return_counts else 0)
+    return (_like(tensor), inverse, counts), EACH_ONCE
+
+
+def _unique_consecutive(tensor, return_inverse=False, return_counts=False, dim=None):
+    if dim is None:
+        return _unique(tensor, True, return_inverse, return_counts)
+    return _unique_along(tensor, dim, True, return_inverse, return_counts)
+
+
+EACH_ONCE = "unique: where values are not known, every one counts as different"
+
+
+def _bincount(tensor, weights=None, minlength=0):
+    if not minlength:
+        raise NotSimulated(
+            "torch.bincount of values that only a real card has: how many bins there are depends "
+            "on them. Give minlength, which is then taken"
+        )
+    dtype = torch.long if weights is None else torch.float64
+    if weights is not None and weights.dtype == torch.float32:
+        dtype = torch.float32
+    said = "bincount: where values are not known, there are minlength bins"
+    return torch.empty(minlength, dtype=dtype, device="meta"), said
+
+
+def _repeat_interleave(repeats, *, output_size=None):
+    if output_size is None:
+        raise NotSimulated(
+            "torch.repeat_interleave with repeats that only a real card knows: how long the result "
+            "is depends on them. Give output_size, or make repeats on the host"
+        )
+    return _long(output_size), ""
+
+
+def _histc(tensor, bins=100, min=0, max=0):
+    return torch.empty(bins, dtype=tensor.dtype, device="meta"), ""
+
+
+LARGEST = {
+    aten.histc.default: _histc,
+    aten.nonzero.default: _nonzero,
+    aten._unique2.default: _unique,
+    aten.unique_dim.default: _unique_along,
+    aten.unique_consecutive.default: _unique_consecutive,
+    aten.bincount.default: _bincount,
+    aten.repeat_interleave.Tensor: _repeat_interleave,
+}
+BY_MASK = {  # operations whose indices may be boolean masks: the position of the indices
+    aten.index.Tensor: 1,
+    aten._unsafe_index.Tensor: 1,
+    aten.index_put.default: 1,
+    aten.index_put_.default: 1,
+    aten._index_put_impl_.default: 1,
+}
+
+
+def even_routing(args, kwargs, indices) -> None:
+    """Let the indices of a top-k of unknown values spread evenly over what can be chosen.
+
+    The router of an expert mixture is such a top-k: every expert gets its share of the tokens.
+    """
+    tensor, k = args[0], args[1]
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+    if tensor.dim() == 0 or math.prod(indices.shape) * 8 > LARGEST_KNOWN:
+        return
+    with no_dispatch():
+        order = torch.arange(indices.numel()) % tensor.size(dim)
+        rows = order.view(*indices.movedim(dim, -1).shape) if k else order
+        know(indices, rows.movedim(-1, dim), "top-k of values that are not known: chosen evenly")
