@@ -156,10 +156,11 @@ class NoData(FakeTensorMode):
         return self  # a copied module's tensors stay tensors of this mode
 
 
-def apply_by(move):
+def apply_by(move, replaces=lambda module, name, buffer: None):
     """`Module._apply` without `swap_tensors`, which refuses fake tensors.
 
     move: a function that changes a parameter as the function that it is given says.
+    replaces: is told of each buffer before it.
     """
 
     def _apply(self, function, recurse=True):
@@ -171,6 +172,7 @@ def apply_by(move):
                 move(parameter, function)
         for name, buffer in self._buffers.items():
             if buffer is not None:
+                replaces(self, name, buffer)
                 self._buffers[name] = function(buffer)
         return self
 

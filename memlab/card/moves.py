@@ -34,7 +34,7 @@ def cuda_code(tracer):
             (torch, "get_autocast_dtype", _get_autocast_dtype),
             (optimizers, "_foreach_supported_types", types),
             (torch.utils._foreach_utils, "_foreach_supported_types", types),
-            (torch.nn.Module, "_apply", apply_by(_move_by(tracer, names))),
+            (torch.nn.Module, "_apply", apply_by(_move_by(tracer, names), names.replaces)),
             # PyTorch calls these from within, where no mode is.
             (torch.autograd, "_engine_run_backward", names.entered(_run_backward)),
             (torch.autograd.graph.saved_tensors_hooks, "__init__", names.hooks(init_hooks)),
@@ -88,6 +88,7 @@ class CudaNames(TorchFunctionMode):
         super().__init__()
         self.tracer = tracer
         self._from_outside = []  # (what moved in, its data)
+        self._buffers = []  # (the module, the name, the buffer)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -189,8 +190,18 @@ class CudaNames(TorchFunctionMode):
             self._from_outside.append((weakref.ref(tensor), new))
         _swap(tensor, new)
 
+    def replaces(self, module, name, buffer) -> None:
+        """A module gets another buffer."""
+        if not isinstance(buffer, FakeTensor):
+            self._buffers.append((weakref.ref(module), name, buffer))
+
     def give_back(self) -> None:
         """What had data before it moved has them again."""
+        for reference, name, buffer in reversed(self._buffers):
+            module = reference()
+            if module is not None and isinstance(module._buffers.get(name), FakeTensor):
+                module._buffers[name] = buffer
+        self._buffers.clear()
         for reference, data in reversed(self._from_outside):
             tensor = reference()
             if isinstance(tensor, FakeTensor):

@@ -209,3 +209,36 @@ def test_packed_sequences_need_a_mask_where_their_positions_are_known():
 
     alone, packed = operations(position_ids=one), operations(position_ids=two)
     assert "aten.cumsum" in packed and "aten.cumsum" not in alone
+
+
+def train_two_steps(model, device):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(4, 8, device=device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("end", [None, ZeroDivisionError, KeyboardInterrupt, "out of memory"])
+def test_a_model_that_moved_in_has_its_data_again_outside_whatever_ended_it(end):
+    """Trained outside afterwards, it comes to the bytes of one that never was inside."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)
+        models.append(torch.nn.Sequential(*layers))
+    inside, never = models
+    with contextlib.suppress(ZeroDivisionError, KeyboardInterrupt, torch.OutOfMemoryError):
+        with SimulatedGPU(1024 * MiB):
+            inside.cuda()
+            train_two_steps(inside, "cuda")
+            assert inside[0].weight.is_cuda
+            if end == "out of memory":
+                torch.zeros(2048 * MiB, device="cuda")
+            elif end:
+                raise end
+    for model in models:
+        train_two_steps(model, "cpu")
+    for name, value in never.state_dict().items():
+        assert torch.equal(inside.state_dict()[name], value), name
+    assert torch.tensor(2.0).device.type == "cpu" and f"{torch.tensor(2.0):.1f}" == "2.0"

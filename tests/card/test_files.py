@@ -1,0 +1,59 @@
+"""Checkpoints inside a simulated card: written with zeros, read back to where they belong."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from memlab import SimulatedGPU, models
+
+MiB = 2**20
+
+
+def trained():
+    model = torch.nn.Linear(1024, 1024).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    "map_location, place",
+    [("cpu", "cpu"), (None, "cuda"), ("cuda", "cuda"), ({"cuda:0": "cpu"}, "cpu")],
+)
+def test_a_checkpoint_comes_back_to_where_it_is_sent(map_location, place, tmp_path):
+    with SimulatedGPU():
+        model, optimizer = trained()
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+        torch.save(state, tmp_path / "last.pt")
+        held = torch.cuda.memory_allocated()
+        loaded = torch.load(tmp_path / "last.pt", map_location=map_location)
+        here = 3 * (1024 * 1024 + 1024) * 4 if place == "cuda" else 0  # with AdamW's two states
+        counters = 2 * 512 if map_location == "cuda" else 0  # of AdamW; they were on the host
+        assert torch.cuda.memory_allocated() - held == here + counters
+        assert loaded["model"]["weight"].device.type == place
+        assert loaded["epoch"] == 3 and loaded["optimizer"]["state"][0]["step"] == 1
+        model.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        assert optimizer.state[model.weight]["exp_avg"].is_cuda
+    assert (tmp_path / "last.pt").stat().st_size < MiB
+
+
+def test_what_is_saved_inside_is_read_outside_as_zeros(tmp_path):
+    with SimulatedGPU():
+        model, _ = trained()
+        save_file(model.state_dict() | {"ids": torch.arange(5).cuda()}, tmp_path / "a.safetensors")
+        torch.save(model.cpu().state_dict(), tmp_path / "a.pt")
+        on_card = load_file(tmp_path / "a.safetensors", device="cuda")
+        assert on_card["weight"].is_cuda
+    for loaded in (load_file(tmp_path / "a.safetensors"), torch.load(tmp_path / "a.pt")):
+        assert loaded["weight"].shape == (1024, 1024) and loaded["weight"].count_nonzero() == 0
+    assert load_file(tmp_path / "a.safetensors")["ids"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_transformers_model_is_saved_and_loaded_with_its_tied_weights(tmp_path):
+    with SimulatedGPU("T4"):
+        model = models.build("gpt2-tiny").to("cuda")
+        model.save_pretrained(tmp_path)
+        again = type(model).from_pretrained(tmp_path, device_map="cuda")
+        assert again.lm_head.weight is again.transformer.wte.weight and again.device.type == "cuda"
