@@ -19,7 +19,9 @@ number formats that they lack, streams, and time. Autocast for "cuda" casts by t
 
 import collections
 import contextlib
+import math
 import os
+import sys
 import threading
 import time
 import weakref
@@ -66,7 +68,7 @@ class StandInCard:
 
     def holds(self, tensor) -> bool:
         """Whether the tensor's data would be on the card."""
-        if not is_real(tensor):
+        if not is_real(tensor) or getattr(self._now, "in_kernel", False):
             return False
         return tensor.untyped_storage()._cdata in self._blocks
 
@@ -107,6 +109,15 @@ class StandInCard:
             yield
         finally:
             self._now.making = before
+
+    @contextlib.contextmanager
+    def kernel(self):
+        """Inside, every tensor is the CPU's: kernels written in Python ask where theirs lie."""
+        self._now.in_kernel = True
+        try:
+            yield
+        finally:
+            self._now.in_kernel = False
 
     def copy(self, tensor, to_card: bool) -> torch.Tensor:
         """The tensor's copy on the card or on the host."""
@@ -172,6 +183,16 @@ INDEXING = {  # indices may lie on the host
     aten._index_put_impl_.default,
 }
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+TOO_MANY_OPERATIONS = 5e11  # seconds of a CPU, milliseconds of a card
+
+
+def product_or_none(func, left, right):
+    """The operator, or one that leaves a product's result as the memory lies: a benchmark of a
+    card's size, whose numbers nobody reads, would keep a CPU for minutes."""
+    shape = (*left.shape[:-1], right.shape[-1])
+    if 2 * math.prod(shape) * left.shape[-1] < TOO_MANY_OPERATIONS:
+        return func
+    return lambda *args, **kwargs: left.new_empty(shape)
 
 
 class Places(TorchDispatchMode):
@@ -195,7 +216,7 @@ class Places(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload):  # an operator made of others
             with self:
                 return func(*args, **kwargs)
-        card, making = self.card, self.card.making
+        card, making, kernel = self.card, self.card.making, func
         given = list(tensors_of((args, kwargs)))
         on_card = any(map(card.holds, given))
         if place_named(kwargs.get("device")):
@@ -206,10 +227,12 @@ class Places(TorchDispatchMode):
             self._refuse_mixed(func, args, given)
             if func in PRODUCTS:
                 card.take_workspace()
+                kernel = product_or_none(func, *args[-2:])
         pinned = kwargs.get("pin_memory")
         if pinned:
             kwargs = kwargs | {"pin_memory": False}
-        out = func(*args, **kwargs)
+        with contextlib.nullcontext() if func.namespace == "aten" else card.kernel():
+            out = kernel(*args, **kwargs)
         if pinned:
             card.note_pinned(out)
         if on_card if making is None else making:
@@ -251,6 +274,8 @@ class Calls(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if SimulatedGPU.entered or getattr(func, "__name__", "") == "__get__":
+            return func(*args, **kwargs)
+        if isinstance(func, torch._ops.OpOverload):  # a mode's, amid another call
             return func(*args, **kwargs)
         if func in (torch.device, torch._C._nn._parse_to):
             if args and isinstance(args[0], int):
@@ -363,8 +388,11 @@ def stand_in(name: str):
     card = StandInCard(replace(find_gpu(name), name=DRIVERS_NAMES[name]))
     compiles = torch.compile
     run_backward = torch.autograd._engine_run_backward
+    profile = torch.autograd.profiler.profile.__init__
     autocast, is_autocast_enabled = torch.autocast.__init__, torch.is_autocast_enabled
     get_autocast_dtype = torch.get_autocast_dtype
+    serialization = torch.serialization
+    packages = serialization._package_registry
     clone, fake_of = torch.UntypedStorage.clone, FakeTensorConverter.from_real_tensor
     to_and_fro = mock.patch.multiple(torch.Tensor, **moves(card))
     enter, leave = SimulatedGPU.__enter__, SimulatedGPU.__exit__
@@ -388,6 +416,9 @@ def stand_in(name: str):
         with card.makes(any(map(card.holds, tensors_of([outputs])))), Calls(card):
             return run_backward(outputs, *args, **kwargs)
 
+    def profiles_the_cpu(self, *args, use_device=None, **kwargs):
+        profile(self, *args, **kwargs)
+
     def cpu_autocast(self, device_type, dtype=None, enabled=True, cache_enabled=None):
         if device_type == "cuda":
             device_type, dtype = "cpu", dtype or torch.float16
@@ -398,6 +429,14 @@ def stand_in(name: str):
         if storage._cdata in card._blocks:
             card.take(new)
         return new
+
+    def location(storage):
+        return str(CUDA) if storage._cdata in card._blocks else None
+
+    def restored(storage, where):
+        if place_named(where):
+            card.take(storage)
+            return storage
 
     def fake(converter, mode, tensor, *args, **kwargs):
         if card.holds(tensor):
@@ -412,9 +451,12 @@ def stand_in(name: str):
             (torch.Tensor, attributes(card)),
             (SimulatedGPU, {"__enter__": step_aside, "__exit__": step_back}),
             (torch.UntypedStorage, {"clone": cloned}),
+            # What a file says of a storage's place, asked before the CPU's own entry.
+            (serialization, {"_package_registry": [(0, location, restored), *packages]}),
             (FakeTensorConverter, {"from_real_tensor": fake}),
             (torch.autograd, {"_engine_run_backward": backward}),
             (torch.autocast, {"__init__": cpu_autocast}),
+            (torch.autograd.profiler.profile, {"__init__": profiles_the_cpu}),
             (torch, {"is_autocast_enabled": lambda kind="cuda": is_autocast_enabled("cpu")}),
             (torch, {"get_autocast_dtype": lambda kind: get_autocast_dtype("cpu")}),
             (torch, {"compile": compiles}),
@@ -433,9 +475,8 @@ def stand_in(name: str):
         yield card
 
 
-_until_the_end = contextlib.ExitStack()
+if __name__ == "__main__":  # as a notebook's kernel: the card's name, then what Jupyter hands over
+    from ipykernel.kernelapp import launch_new_instance
 
-
-def stay(name: str) -> None:
-    """Let there be that card as long as this process lives."""
-    _until_the_end.enter_context(stand_in(name))
+    with stand_in(sys.argv.pop(1)):
+        launch_new_instance()
