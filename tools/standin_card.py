@@ -70,7 +70,11 @@ class StandInCard:
         """Whether the tensor's data would be on the card."""
         if not is_real(tensor) or getattr(self._now, "in_kernel", False):
             return False
-        return tensor.untyped_storage()._cdata in self._blocks
+        return self.holds_storage(tensor.untyped_storage())
+
+    def holds_storage(self, storage) -> bool:
+        """Whether a storage would be on the card."""
+        return storage._cdata in self._blocks
 
     def take(self, storage) -> None:
         """Give a storage its place on the card, as large as it is now, until it dies."""
@@ -381,21 +385,68 @@ class Event:
         return True
 
 
-@contextlib.contextmanager
-def stand_in(name: str):
-    """Let there be the card of a name, "T4" or "H100", in this process; gives the card."""
-    import_bitsandbytes("the stand-in")  # its CPU library, while there is no card to look for
-    card = StandInCard(replace(find_gpu(name), name=DRIVERS_NAMES[name]))
-    compiles = torch.compile
-    run_backward = torch.autograd._engine_run_backward
-    profile = torch.autograd.profiler.profile.__init__
-    autocast, is_autocast_enabled = torch.autocast.__init__, torch.is_autocast_enabled
-    get_autocast_dtype = torch.get_autocast_dtype
-    serialization = torch.serialization
-    packages = serialization._package_registry
-    clone, fake_of = torch.UntypedStorage.clone, FakeTensorConverter.from_real_tensor
-    to_and_fro = mock.patch.multiple(torch.Tensor, **moves(card))
+def storages(card):
+    """How a storage is copied, and what a file says of its place."""
+    clone = torch.UntypedStorage.clone
+    packages = torch.serialization._package_registry
+
+    def cloned(storage):
+        new = clone(storage)
+        if card.holds_storage(storage):
+            card.take(new)
+        return new
+
+    def place_of(storage):
+        return str(CUDA) if card.holds_storage(storage) else None
+
+    def put_back(storage, place):
+        if place_named(place):
+            card.take(storage)
+            return storage
+
+    yield torch.UntypedStorage, {"clone": cloned}
+    # Asked before the CPU's own entry.
+    yield torch.serialization, {"_package_registry": [(0, place_of, put_back), *packages]}
+
+
+def autograd(card):
+    """The backward pass in which hooks and recomputation are followed, too."""
+    run_backward, profile = torch.autograd._engine_run_backward, torch.autograd.profiler.profile
+    profile_init = profile.__init__
+
+    def backward(outputs, *args, **kwargs):
+        with card.makes(any(map(card.holds, tensors_of([outputs])))), Calls(card):
+            return run_backward(outputs, *args, **kwargs)
+
+    def profiles_the_cpu(self, *args, use_device=None, **kwargs):
+        profile_init(self, *args, **kwargs)
+
+    yield torch.autograd, {"_engine_run_backward": backward}
+    yield profile, {"__init__": profiles_the_cpu}
+
+
+def half_precision():
+    """CUDA's autocast is the CPU's, with CUDA's default."""
+    init, enabled, dtype_of = (
+        torch.autocast.__init__,
+        torch.is_autocast_enabled,
+        torch.get_autocast_dtype,
+    )
+
+    def autocast(self, device_type, dtype=None, enabled=True, cache_enabled=None):
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.float16
+        init(self, device_type, dtype, enabled, cache_enabled)
+
+    yield torch.autocast, {"__init__": autocast}
+    yield torch, {"is_autocast_enabled": lambda device_type="cuda": enabled("cpu")}
+    yield torch, {"get_autocast_dtype": lambda device_type: dtype_of("cpu")}
+
+
+def simulations(card, to_and_fro):
+    """A `SimulatedGPU` finds PyTorch's own moves, and no tensor of the card."""
     enter, leave = SimulatedGPU.__enter__, SimulatedGPU.__exit__
+    fake_of = FakeTensorConverter.from_real_tensor
 
     def step_aside(simulation):
         to_and_fro.stop()
@@ -411,57 +462,33 @@ def stand_in(name: str):
         finally:
             to_and_fro.start()
 
-    def backward(outputs, *args, **kwargs):
-        # What the caller's mode does not follow: hooks and recomputation call, too.
-        with card.makes(any(map(card.holds, tensors_of([outputs])))), Calls(card):
-            return run_backward(outputs, *args, **kwargs)
-
-    def profiles_the_cpu(self, *args, use_device=None, **kwargs):
-        profile(self, *args, **kwargs)
-
-    def cpu_autocast(self, device_type, dtype=None, enabled=True, cache_enabled=None):
-        if device_type == "cuda":
-            device_type, dtype = "cpu", dtype or torch.float16
-        autocast(self, device_type, dtype, enabled, cache_enabled)
-
-    def cloned(storage):
-        new = clone(storage)
-        if storage._cdata in card._blocks:
-            card.take(new)
-        return new
-
-    def location(storage):
-        return str(CUDA) if storage._cdata in card._blocks else None
-
-    def restored(storage, where):
-        if place_named(where):
-            card.take(storage)
-            return storage
-
     def fake(converter, mode, tensor, *args, **kwargs):
         if card.holds(tensor):
-            raise RuntimeError(
-                f"a tensor on the card, of shape {list(tensor.shape)}, meets a SimulatedGPU"
-            )
+            shape = list(tensor.shape)
+            raise RuntimeError(f"a tensor on the card, of shape {shape}, meets a SimulatedGPU")
         return fake_of(converter, mode, tensor, *args, **kwargs)
 
+    yield SimulatedGPU, {"__enter__": step_aside, "__exit__": step_back}
+    yield FakeTensorConverter, {"from_real_tensor": fake}
+
+
+@contextlib.contextmanager
+def stand_in(name: str):
+    """Let there be the card of a name, "T4" or "H100", in this process; gives the card."""
+    import_bitsandbytes("the stand-in")  # its CPU library, while there is no card to look for
+    card = StandInCard(replace(find_gpu(name), name=DRIVERS_NAMES[name]))
+    compiles, to_and_fro = torch.compile, mock.patch.multiple(torch.Tensor, **moves(card))
     with contextlib.ExitStack() as stack:
         stack.enter_context(cuda_answers(card, lambda: {"segments": [], "device_traces": [[]]}))
         for target, names in (
             (torch.Tensor, attributes(card)),
-            (SimulatedGPU, {"__enter__": step_aside, "__exit__": step_back}),
-            (torch.UntypedStorage, {"clone": cloned}),
-            # What a file says of a storage's place, asked before the CPU's own entry.
-            (serialization, {"_package_registry": [(0, location, restored), *packages]}),
-            (FakeTensorConverter, {"from_real_tensor": fake}),
-            (torch.autograd, {"_engine_run_backward": backward}),
-            (torch.autocast, {"__init__": cpu_autocast}),
-            (torch.autograd.profiler.profile, {"__init__": profiles_the_cpu}),
-            (torch, {"is_autocast_enabled": lambda kind="cuda": is_autocast_enabled("cpu")}),
-            (torch, {"get_autocast_dtype": lambda kind: get_autocast_dtype("cpu")}),
+            *storages(card),
+            *autograd(card),
+            *half_precision(),
+            *simulations(card, to_and_fro),
+            # What a simulation refuses, and the CPU has.
             (torch, {"compile": compiles}),
             (torch.cuda, {"Event": Event, "_is_in_bad_fork": card.is_forked}),
-            # The card's numbers come from the CPU's generator.
             (torch.cuda, {"default_generators": (torch.default_generator,)}),
         ):
             for attribute, value in names.items():
