@@ -23,11 +23,13 @@ TWO_PLACES = pytest.raises(RuntimeError, match="found at least two devices, cuda
 
 @pytest.fixture(autouse=True)
 def card():
+    before = torch.cuda.is_available(), torch.Tensor.to, torch.Tensor.device
     with stand_in("T4") as card:
         yield card
+    assert before == (torch.cuda.is_available(), torch.Tensor.to, torch.Tensor.device)
 
 
-def test_it_answers_as_the_card_and_is_gone_afterwards():
+def test_it_answers_as_the_card():
     assert torch.cuda.is_available() and torch.cuda.get_device_name() == "Tesla T4"
     assert torch.cuda.get_device_capability() == (7, 5)
     assert torch.cuda.mem_get_info()[1] == gpus.GPUS["T4"].total_memory
@@ -108,6 +110,28 @@ def test_what_is_saved_on_the_host_is_on_the_host():
         y.exp()
     y.sum().backward()
     assert saved[0].is_cuda and x.grad.is_cuda
+
+
+def test_a_file_brings_a_tensor_back_to_where_it_was(tmp_path):
+    kept = {"card": torch.ones(2, device="cuda"), "host": torch.ones(2)}
+    torch.save(kept, tmp_path / "kept")
+    back = torch.load(tmp_path / "kept")
+    assert back["card"].is_cuda and not back["host"].is_cuda
+    assert not torch.load(tmp_path / "kept", map_location="cpu")["card"].is_cuda
+
+
+def test_a_kernel_written_in_python_runs():
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    weight = torch.randn(64, 64, device="cuda")
+    codes, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+    assert codes.is_cuda and state.absmax.is_cuda
+    assert (dequantize_4bit(codes, state) - weight).norm() < 0.2 * weight.norm()
+
+
+def test_a_product_of_a_cards_size_takes_no_time_of_the_cpu():
+    left = torch.empty(2**17, 2**10, device="cuda", dtype=torch.float16)
+    assert (left @ left[: 2**10].T).shape == (2**17, 2**10)
 
 
 def test_numpy_does_not_read_the_card():

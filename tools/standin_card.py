@@ -89,7 +89,7 @@ class StandInCard:
             weakref.finalize(storage, self._give_back, key).atexit = False
 
     def _give_back(self, key):
-        address, _ = self._blocks.pop(key)
+        address, _ = self._blocks.pop(key, (None, 0))  # none, where it grew and the card was full
         if address is not None and not self.is_forked():
             self.allocator.free(address)
 
@@ -127,6 +127,7 @@ class StandInCard:
         """The tensor's copy on the card or on the host."""
         if self.is_forked():
             torch.cuda._lazy_init()  # raises
+        # Without the mode that reads a call: it would put the copy where the tensor is.
         with self.makes(to_card), torch.no_grad(), torch._C.DisableTorchFunction():
             new = tensor.clone()
         if to_card:
@@ -187,7 +188,7 @@ INDEXING = {  # indices may lie on the host
     aten._index_put_impl_.default,
 }
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
-TOO_MANY_OPERATIONS = 5e11  # seconds of a CPU, milliseconds of a card
+TOO_MANY_OPERATIONS = 1e11  # seconds of a CPU, milliseconds of a card
 
 
 def product_or_none(func, left, right):
