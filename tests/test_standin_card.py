@@ -134,6 +134,12 @@ def test_a_product_of_a_cards_size_takes_no_time_of_the_cpu():
     assert (left @ left[: 2**10].T).shape == (2**17, 2**10)
 
 
+def test_a_function_over_a_dimension_knows_its_place():
+    table, rows = torch.arange(4, device="cuda"), torch.arange(4, device="cuda")
+    found = torch.vmap(lambda row: table[row] + torch.ones((), device=row.device))(rows)
+    assert found.is_cuda and found.tolist() == [1, 2, 3, 4]
+
+
 def test_numpy_does_not_read_the_card():
     with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
         torch.ones(2, device="cuda").numpy()

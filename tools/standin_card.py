@@ -29,9 +29,11 @@ from dataclasses import replace
 from unittest import mock
 
 import torch
+from torch._C import _functorch as functorch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter
+from torch.nn.attention import flex_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memlab import SimulatedGPU
 from memlab.card.cuda_names import cuda_answers
@@ -68,6 +70,8 @@ class StandInCard:
 
     def holds(self, tensor) -> bool:
         """Whether the tensor's data would be on the card."""
+        while functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = functorch.get_unwrapped(tensor)
         if not is_real(tensor) or getattr(self._now, "in_kernel", False):
             return False
         return self.holds_storage(tensor.untyped_storage())
@@ -154,7 +158,9 @@ class StandInCard:
 
 def is_real(tensor) -> bool:
     """Whether a tensor has a storage with data."""
-    return tensor.layout == torch.strided and not isinstance(tensor, FakeTensor)
+    if functorch.is_functorch_wrapped_tensor(tensor) or isinstance(tensor, FakeTensor):
+        return False
+    return tensor.layout == torch.strided
 
 
 def tensors_of(things):
@@ -218,9 +224,6 @@ class Places(TorchDispatchMode):
         kwargs = kwargs or {}
         if SimulatedGPU.entered:
             return func(*args, **kwargs)
-        if not isinstance(func, torch._ops.OpOverload):  # an operator made of others
-            with self:
-                return func(*args, **kwargs)
         card, making, kernel = self.card, self.card.making, func
         given = list(tensors_of((args, kwargs)))
         on_card = any(map(card.holds, given))
@@ -426,6 +429,21 @@ def autograd(card):
     yield profile, {"__init__": profiles_the_cpu}
 
 
+def compiled(card):
+    """What PyTorch itself compiles runs as the CPU's: the compiler would trace the modes."""
+    plain = flex_attention.flex_attention
+
+    def attention(query, *args, **kwargs):
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), card.kernel():
+            out = plain(query, *args, **kwargs)
+        if card.holds(query):
+            for tensor in tensors_of([out]):
+                card.take(tensor.untyped_storage())
+        return out
+
+    yield flex_attention, {"flex_attention": attention}
+
+
 def half_precision():
     """CUDA's autocast is the CPU's, with CUDA's default."""
     init, enabled, dtype_of = (
@@ -464,7 +482,7 @@ def simulations(card, to_and_fro):
             to_and_fro.start()
 
     def fake(converter, mode, tensor, *args, **kwargs):
-        if card.holds(tensor):
+        if SimulatedGPU.entered and card.holds(tensor):
             shape = list(tensor.shape)
             raise RuntimeError(f"a tensor on the card, of shape {shape}, meets a SimulatedGPU")
         return fake_of(converter, mode, tensor, *args, **kwargs)
@@ -485,6 +503,7 @@ def stand_in(name: str):
             (torch.Tensor, attributes(card)),
             *storages(card),
             *autograd(card),
+            *compiled(card),
             *half_precision(),
             *simulations(card, to_and_fro),
             # What a simulation refuses, and the CPU has.
