@@ -140,6 +140,22 @@ def test_a_function_over_a_dimension_knows_its_place():
     assert found.is_cuda and found.tolist() == [1, 2, 3, 4]
 
 
+def test_what_pytorch_compiles_itself_runs():
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    document = torch.arange(256, device="cuda") // 100
+    mask = create_block_mask(
+        lambda batch, head, i, j: document[i] == document[j], None, None, 256, 256, "cuda"
+    )
+    query = torch.randn(1, 1, 256, 16, device="cuda")
+    out = flex_attention(query, query, query, block_mask=mask)
+    whole = torch.nn.functional.scaled_dot_product_attention(
+        query, query, query, attn_mask=document[:, None] == document
+    )
+    assert out.is_cuda
+    torch.testing.assert_close(out, whole)
+
+
 def test_numpy_does_not_read_the_card():
     with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
         torch.ones(2, device="cuda").numpy()

@@ -32,7 +32,7 @@ import torch
 from torch._C import _functorch as functorch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter
 from torch.nn.attention import flex_attention
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memlab import SimulatedGPU
@@ -434,7 +434,7 @@ def compiled(card):
     plain = flex_attention.flex_attention
 
     def attention(query, *args, **kwargs):
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), card.kernel():
+        with _disable_current_modes(), _pop_mode_temporarily(), card.kernel():
             out = plain(query, *args, **kwargs)
         if card.holds(query):
             for tensor in tensors_of([out]):
