@@ -18,7 +18,7 @@ export TQDM_DISABLE := 1
 export OMP_WAIT_POLICY := PASSIVE
 export PYDEVD_DISABLE_FILE_VALIDATION := 1
 
-.PHONY: help env book serve test lint stripped units pages bench format strip address cover clean
+.PHONY: help env book serve test lint stripped units standin pages bench format strip address cover clean
 
 help:
 	@echo "make book      make the environment, execute every chapter, render the book"
@@ -28,6 +28,7 @@ help:
 	@echo "make units     the tests that need no rendered book"
 	@echo "make pages     the tests of the rendered book as it stands in _build"
 	@echo "make format    put modules and notebooks into style, drop stored outputs"
+	@echo "make standin   execute every chapter on a stand-in for a T4, then for an H100"
 	@echo "make bench     benchmarks"
 	@echo "make address URL=https://github.com/you/fork   set the repository's address everywhere"
 	@echo "make cover     draw the picture of the README and the landing page anew"
@@ -62,6 +63,7 @@ serve:
 
 test: lint
 	$(MAKE) units
+	$(MAKE) standin CARDS=T4 CHAPTERS="$(FEW)"
 	$(MAKE) book
 	$(MAKE) pages
 
@@ -77,6 +79,16 @@ units: $(READY)
 
 pages: $(READY)
 	$(BIN)/python -m pytest -m rendered
+
+# Chapters on a card that stands in for a reader's (tools/standin_card.py), all of them unless some are named.
+CARDS := T4 H100
+CHAPTERS :=
+# Those of every test: the same at each run, so that a failure is the change's. Between them they recompute,
+# save on the host and in files, quantize and load a base, hand it to the Trainer and to Accelerate, and
+# compare tensors and counters. The rest of what a card refuses has its unit tests.
+FEW := 08-checkpointing 13-lora
+standin: $(READY)
+	@for card in $(CARDS); do $(BIN)/python tools/run_on_standin.py $$card $(CHAPTERS) || exit 1; done
 
 bench: $(READY)
 	@for file in $(sort $(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done

@@ -1,0 +1,529 @@
+"""A stand-in for a CUDA card: code written for "cuda" runs on a machine that has none.
+
+    with stand_in("T4"):
+        ...
+
+Every tensor holds its data in the host's memory, and each storage remembers whether CUDA would
+have put it on the card. So what a reader with a card meets first is met here:
+
+- `torch.cuda` and `torch.accelerator` answer as that card; `tensor.device` says cuda:0.
+- An operation on tensors of both places raises CUDA's error. So do `.numpy()` of a card tensor,
+  pinning one, and touching one in a forked worker.
+- memlab's copy of PyTorch's allocator serves the card's storages and cuBLAS's workspaces: the
+  counters count, and a card that is full runs out of memory.
+- A card tensor that meets a `SimulatedGPU` raises. Otherwise the stand-in steps aside there.
+
+What only a card shows is not here: CUDA's kernels with what they take for themselves and the
+number formats that they lack, streams, and time. Autocast for "cuda" casts by the CPU's list.
+"""
+
+import collections
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+import weakref
+from dataclasses import replace
+from unittest import mock
+
+import torch
+from torch._C import _functorch as functorch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter
+from torch.nn.attention import flex_attention
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from memlab import SimulatedGPU
+from memlab.card.cuda_names import cuda_answers
+from memlab.card.memory import CardMemory
+from memlab.gpus import find_gpu
+from memlab.quantized import import_bitsandbytes
+
+DRIVERS_NAMES = {"T4": "Tesla T4", "H100": "NVIDIA H100 80GB HBM3"}
+CUDA, HOST = torch.device("cuda", 0), torch.device("cpu")
+aten = torch.ops.aten
+
+
+class StandInCard:
+    """The card's memory, and which storages lie in it."""
+
+    def __init__(self, gpu):
+        self.gpu, self.allocator = gpu, CardMemory(gpu)
+        self.allocator.trace = collections.deque(maxlen=0)  # a chapter allocates millions of times
+        self._blocks = {}  # of each storage on the card: its address and its bytes
+        self._pinned = weakref.WeakSet()
+        self._handles = set()  # of cuBLAS: one a thread, and autograd has a thread of its own
+        self._process = os.getpid()
+        self._now = threading.local()
+
+    def empty_cache(self) -> None:
+        self.allocator.empty_cache()
+
+    def reset_peak(self) -> None:
+        self.allocator.reset_peak_stats()
+
+    def is_forked(self) -> bool:
+        """Whether this process is another one's child, which CUDA does not serve."""
+        return os.getpid() != self._process
+
+    def holds(self, tensor) -> bool:
+        """Whether the tensor's data would be on the card."""
+        while functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = functorch.get_unwrapped(tensor)
+        if not is_real(tensor) or getattr(self._now, "in_kernel", False):
+            return False
+        return self.holds_storage(tensor.untyped_storage())
+
+    def holds_storage(self, storage) -> bool:
+        """Whether a storage would be on the card."""
+        return storage._cdata in self._blocks
+
+    def take(self, storage) -> None:
+        """Give a storage its place on the card, as large as it is now, until it dies."""
+        key, nbytes = storage._cdata, storage.nbytes()
+        known = key in self._blocks
+        if known and self._blocks[key][1] == nbytes:
+            return
+        if known:  # it was resized
+            self._give_back(key)
+        self._blocks[key] = self.allocator.allocate(nbytes) if nbytes else None, nbytes
+        if not known:
+            weakref.finalize(storage, self._give_back, key).atexit = False
+
+    def _give_back(self, key):
+        address, _ = self._blocks.pop(key, (None, 0))  # none, where it grew and the card was full
+        if address is not None and not self.is_forked():
+            self.allocator.free(address)
+
+    def take_workspace(self) -> None:
+        """What cuBLAS takes once a thread: the backward pass runs in another thread on a card."""
+        handle = torch._C._current_graph_task_id() != -1
+        if handle not in self._handles:
+            self._handles.add(handle)
+            self.allocator.allocate(self.gpu.workspace)
+
+    @property
+    def making(self) -> bool | None:
+        """Where the call at work makes new tensors; None: where its arguments are."""
+        return getattr(self._now, "making", None)
+
+    @contextlib.contextmanager
+    def makes(self, on_card: bool | None):
+        """What is made inside is on the card, on the host, or where its arguments are."""
+        before, self._now.making = self.making, on_card
+        try:
+            yield
+        finally:
+            self._now.making = before
+
+    @contextlib.contextmanager
+    def kernel(self):
+        """Inside, every tensor is the CPU's: kernels written in Python ask where theirs lie."""
+        self._now.in_kernel = True
+        try:
+            yield
+        finally:
+            self._now.in_kernel = False
+
+    def copy(self, tensor, to_card: bool) -> torch.Tensor:
+        """The tensor's copy on the card or on the host."""
+        if self.is_forked():
+            torch.cuda._lazy_init()  # raises
+        # Without the mode that reads a call: it would put the copy where the tensor is.
+        with self.makes(to_card), torch.no_grad(), torch._C.DisableTorchFunction():
+            new = tensor.clone()
+        if to_card:
+            self.take(new.untyped_storage())  # by hand, where no mode follows this thread
+        return new
+
+    def pin(self, tensor) -> torch.Tensor:
+        """The tensor in pinned memory, which the machine without a card does not have."""
+        if self.holds(tensor):
+            kind = tensor.type().replace("torch.", "torch.cuda.")
+            raise RuntimeError(f"cannot pin '{kind}' only dense CPU tensors can be pinned")
+        if self.is_pinned(tensor):
+            return tensor
+        new = self.copy(tensor, to_card=False)
+        self.note_pinned(new)
+        return new
+
+    def note_pinned(self, tensor) -> None:
+        self._pinned.add(tensor.untyped_storage())
+
+    def is_pinned(self, tensor) -> bool:
+        return is_real(tensor) and tensor.untyped_storage() in self._pinned
+
+
+def is_real(tensor) -> bool:
+    """Whether a tensor has a storage with data."""
+    if functorch.is_functorch_wrapped_tensor(tensor) or isinstance(tensor, FakeTensor):
+        return False
+    return tensor.layout == torch.strided
+
+
+def tensors_of(things):
+    """Every tensor of nested arguments."""
+    for thing in things:
+        if isinstance(thing, torch.Tensor):
+            yield thing
+        elif isinstance(thing, (list, tuple)):
+            yield from tensors_of(thing)
+        elif isinstance(thing, dict):
+            yield from tensors_of(thing.values())
+
+
+def place_named(value) -> bool | None:
+    """Whether a device argument names the card; None where it names neither card nor host."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return True
+    if isinstance(value, (str, torch.device)):
+        kind = str(value).split(":")[0]
+        return {"cuda": True, "cpu": False}.get(kind)
+    return None
+
+
+# Operators in which card and host tensors meet on CUDA, too.
+COPIES = {aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default}
+INDEXING = {  # indices may lie on the host
+    aten.index.Tensor,
+    aten._unsafe_index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+}
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+TOO_MANY_OPERATIONS = 1e11  # seconds of a CPU, milliseconds of a card
+
+
+def product_or_none(func, left, right):
+    """The operator, or one that leaves a product's result as the memory lies: a benchmark of a
+    card's size, whose numbers nobody reads, would keep a CPU for minutes."""
+    shape = (*left.shape[:-1], right.shape[-1])
+    if 2 * math.prod(shape) * left.shape[-1] < TOO_MANY_OPERATIONS:
+        return func
+    return lambda *args, **kwargs: left.new_empty(shape)
+
+
+class Places(TorchDispatchMode):
+    """Gives every new storage a place, and refuses what CUDA refuses."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, card):
+        super().__init__()
+        self.card = card
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No guard against torch.compile around every operation: it asks for a CUDA build."""
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if SimulatedGPU.entered:
+            return func(*args, **kwargs)
+        card, making, kernel = self.card, self.card.making, func
+        given = list(tensors_of((args, kwargs)))
+        on_card = any(map(card.holds, given))
+        if place_named(kwargs.get("device")):
+            kwargs, making = kwargs | {"device": HOST}, True
+        if (on_card or making) and card.is_forked():
+            torch.cuda._lazy_init()  # raises
+        if on_card:
+            self._refuse_mixed(func, args, given)
+            if func in PRODUCTS:
+                card.take_workspace()
+                kernel = product_or_none(func, *args[-2:])
+        pinned = kwargs.get("pin_memory")
+        if pinned:
+            kwargs = kwargs | {"pin_memory": False}
+        with contextlib.nullcontext() if func.namespace == "aten" else card.kernel():
+            out = kernel(*args, **kwargs)
+        if pinned:
+            card.note_pinned(out)
+        if on_card if making is None else making:
+            # `torch.tensor(...)` gives its new tensor to an operator that returns it.
+            lifted = func is aten.lift_fresh.default
+            old = () if lifted else {t.untyped_storage()._cdata for t in given if is_real(t)}
+            for tensor in tensors_of([out]):
+                if is_real(tensor) and (
+                    tensor.untyped_storage()._cdata not in old or card.holds(tensor)
+                ):
+                    card.take(tensor.untyped_storage())
+        return out
+
+    def _refuse_mixed(self, func, args, given):
+        """CUDA's error where an operation meets tensors of both places. Numbers may meet."""
+        if func in COPIES or func.namespace not in ("aten", "bitsandbytes"):
+            return
+        if func in INDEXING:
+            given = [args[0], *args[2:3]]
+        hosts = [t for t in given if t.dim() and is_real(t) and not self.card.holds(t)]
+        if hosts:
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"{CUDA} and cpu! ({func})"
+            )
+
+
+class Calls(TorchFunctionMode):
+    """Reads from each call of a program where its new tensors belong.
+
+    An operation alone does not tell: inside `torch.nn.functional` or autograd a tensor of zeros
+    is made for tensors that it never sees.
+    """
+
+    def __init__(self, card):
+        super().__init__()
+        self.card = card
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if SimulatedGPU.entered or getattr(func, "__name__", "") == "__get__":
+            return func(*args, **kwargs)
+        if isinstance(func, torch._ops.OpOverload):  # a mode's, amid another call
+            return func(*args, **kwargs)
+        if func in (torch.device, torch._C._nn._parse_to):
+            if args and isinstance(args[0], int):
+                args = (torch.device("cuda", args[0]), *args[1:])
+            return func(*args, **kwargs)
+        making = place_named(kwargs["device"]) if "device" in kwargs else None
+        if making is not None:
+            kwargs = kwargs | {"device": HOST}
+        elif any(map(self.card.holds, tensors_of((args, kwargs)))):
+            making = True
+        with self.card.makes(making):
+            return func(*args, **kwargs)
+
+
+class Moved(torch.autograd.Function):
+    """A tensor's copy in the other place, whose gradient comes back."""
+
+    @staticmethod
+    def forward(ctx, tensor, card, to_card):
+        ctx.card, ctx.to_card = card, to_card
+        return card.copy(tensor, to_card)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Moved.apply(gradient, ctx.card, not ctx.to_card), None, None
+
+
+def attributes(card) -> dict:
+    """What a tensor says of its place."""
+    device, is_cuda, is_cpu = torch.Tensor.device, torch.Tensor.is_cuda, torch.Tensor.is_cpu
+    get_device = torch.Tensor.get_device
+
+    def says(there, getter):
+        return property(lambda tensor: there if card.holds(tensor) else getter.__get__(tensor))
+
+    return {
+        "device": says(CUDA, device),
+        "is_cuda": says(True, is_cuda),
+        "is_cpu": says(False, is_cpu),
+        "get_device": lambda tensor: 0 if card.holds(tensor) else get_device(tensor),
+    }
+
+
+def moves(card) -> dict:
+    """How a tensor comes to the card and back. As methods: hooks of autograd, and threads, call
+    them where no mode follows."""
+    tensor_to, tensor_numpy = torch.Tensor.to, torch.Tensor.numpy
+
+    def plain(tensor, *args, **kwargs):
+        with card.makes(card.holds(tensor)), torch._C.DisableTorchFunction():
+            return tensor_to(tensor, *args, **kwargs)
+
+    def to(tensor, *args, **kwargs):
+        first = args[0] if args else kwargs.get("device", kwargs.get("other"))
+        other = isinstance(first, torch.Tensor)
+        goal = card.holds(first) if other else place_named(first)
+        if goal is None or not is_real(tensor) or tensor.is_meta:
+            return plain(tensor, *args, **kwargs)
+        options = {k: v for k, v in kwargs.items() if k not in ("device", "other")}
+        args = (HOST, *([first.dtype] if other else []), *args[1:])
+        if goal != card.holds(tensor):
+            options.pop("copy", None)
+            tensor = Moved.apply(tensor, card, goal)
+        return plain(tensor, *args, **options)
+
+    def numpy(tensor, *args, **kwargs):
+        if card.holds(tensor):
+            raise TypeError(
+                f"can't convert {CUDA} device type tensor to numpy. Use Tensor.cpu() to copy the "
+                "tensor to host memory first."
+            )
+        return tensor_numpy(tensor, *args, **kwargs)
+
+    return {
+        "to": to,
+        "cuda": lambda tensor, *options, **more: to(tensor, "cuda"),
+        "cpu": lambda tensor, *options, **more: to(tensor, "cpu"),
+        "numpy": numpy,
+        "pin_memory": lambda tensor, *device: card.pin(tensor),
+        "is_pinned": lambda tensor, *device: card.is_pinned(tensor),
+    }
+
+
+class Event:
+    """A moment on this machine's clock."""
+
+    def __init__(self, *args, **kwargs):
+        self._seconds = None
+
+    def record(self, stream=None) -> None:
+        self._seconds = time.perf_counter()
+
+    def elapsed_time(self, other) -> float:
+        return (other._seconds - self._seconds) * 1e3
+
+    def wait(self, stream=None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+def storages(card):
+    """How a storage is copied, and what a file says of its place."""
+    clone = torch.UntypedStorage.clone
+    packages = torch.serialization._package_registry
+
+    def cloned(storage):
+        new = clone(storage)
+        if card.holds_storage(storage):
+            card.take(new)
+        return new
+
+    def place_of(storage):
+        return str(CUDA) if card.holds_storage(storage) else None
+
+    def put_back(storage, place):
+        if place_named(place):
+            card.take(storage)
+            return storage
+
+    yield torch.UntypedStorage, {"clone": cloned}
+    # Asked before the CPU's own entry.
+    yield torch.serialization, {"_package_registry": [(0, place_of, put_back), *packages]}
+
+
+def autograd(card):
+    """The backward pass in which hooks and recomputation are followed, too."""
+    run_backward, profile = torch.autograd._engine_run_backward, torch.autograd.profiler.profile
+    profile_init = profile.__init__
+
+    def backward(outputs, *args, **kwargs):
+        with card.makes(any(map(card.holds, tensors_of([outputs])))), Calls(card):
+            return run_backward(outputs, *args, **kwargs)
+
+    def profiles_the_cpu(self, *args, use_device=None, **kwargs):
+        profile_init(self, *args, **kwargs)
+
+    yield torch.autograd, {"_engine_run_backward": backward}
+    yield profile, {"__init__": profiles_the_cpu}
+
+
+def compiled(card):
+    """What PyTorch itself compiles runs as the CPU's: the compiler would trace the modes."""
+    plain = flex_attention.flex_attention
+
+    def attention(query, *args, **kwargs):
+        with _disable_current_modes(), _pop_mode_temporarily(), card.kernel():
+            out = plain(query, *args, **kwargs)
+        if card.holds(query):
+            for tensor in tensors_of([out]):
+                card.take(tensor.untyped_storage())
+        return out
+
+    yield flex_attention, {"flex_attention": attention}
+
+
+def half_precision():
+    """CUDA's autocast is the CPU's, with CUDA's default."""
+    init, enabled, dtype_of = (
+        torch.autocast.__init__,
+        torch.is_autocast_enabled,
+        torch.get_autocast_dtype,
+    )
+
+    def autocast(self, device_type, dtype=None, enabled=True, cache_enabled=None):
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.float16
+        init(self, device_type, dtype, enabled, cache_enabled)
+
+    yield torch.autocast, {"__init__": autocast}
+    yield torch, {"is_autocast_enabled": lambda device_type="cuda": enabled("cpu")}
+    yield torch, {"get_autocast_dtype": lambda device_type: dtype_of("cpu")}
+
+
+def simulations(card, to_and_fro):
+    """A `SimulatedGPU` finds PyTorch's own moves, and no tensor of the card."""
+    enter, leave = SimulatedGPU.__enter__, SimulatedGPU.__exit__
+    fake_of = FakeTensorConverter.from_real_tensor
+
+    def step_aside(simulation):
+        to_and_fro.stop()
+        try:
+            return enter(simulation)
+        except BaseException:
+            to_and_fro.start()
+            raise
+
+    def step_back(simulation, *error):
+        try:
+            return leave(simulation, *error)
+        finally:
+            to_and_fro.start()
+
+    def fake(converter, mode, tensor, *args, **kwargs):
+        if SimulatedGPU.entered and card.holds(tensor):
+            shape = list(tensor.shape)
+            raise RuntimeError(f"a tensor on the card, of shape {shape}, meets a SimulatedGPU")
+        return fake_of(converter, mode, tensor, *args, **kwargs)
+
+    yield SimulatedGPU, {"__enter__": step_aside, "__exit__": step_back}
+    yield FakeTensorConverter, {"from_real_tensor": fake}
+
+
+@contextlib.contextmanager
+def stand_in(name: str):
+    """Let there be the card of a name, "T4" or "H100", in this process; gives the card."""
+    import_bitsandbytes("the stand-in")  # its CPU library, while there is no card to look for
+    card = StandInCard(replace(find_gpu(name), name=DRIVERS_NAMES[name]))
+    compiles, to_and_fro = torch.compile, mock.patch.multiple(torch.Tensor, **moves(card))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(cuda_answers(card, lambda: {"segments": [], "device_traces": [[]]}))
+        for target, names in (
+            (torch.Tensor, attributes(card)),
+            *storages(card),
+            *autograd(card),
+            *compiled(card),
+            *half_precision(),
+            *simulations(card, to_and_fro),
+            # What a simulation refuses, and the CPU has.
+            (torch, {"compile": compiles}),
+            (torch.cuda, {"Event": Event, "_is_in_bad_fork": card.is_forked}),
+            (torch.cuda, {"default_generators": (torch.default_generator,)}),
+        ):
+            for attribute, value in names.items():
+                stack.enter_context(mock.patch.object(target, attribute, value))
+        # Weights that transformers reads in threads would be made where no mode follows.
+        stack.enter_context(mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))
+        to_and_fro.start()
+        stack.callback(to_and_fro.stop)
+        stack.enter_context(Calls(card))
+        stack.enter_context(Places(card))
+        yield card
+
+
+if __name__ == "__main__":  # as a notebook's kernel: the card's name, then what Jupyter hands over
+    from ipykernel.kernelapp import launch_new_instance
+
+    with stand_in(sys.argv.pop(1)):
+        launch_new_instance()
