@@ -49,7 +49,7 @@ class ScriptRun:
         others = sum(n for _, n in made[LINES:])
         shown = [(mib(n), name, self._code(name)) for name, n in made[:LINES]]
         shown += [(mib(others), "other lines", "")] if others else []
-        width = max(len(name) for _, name, _ in shown)
+        width = max((len(name) for _, name, _ in shown), default=0)
         rows = [f"{n:>12}  {name:<{width}}  {code}".rstrip() for n, name, code in shown]
         return "\n".join(
             [ran, str(self.footprint), "", "at the peak, by the line that made it", *rows]

@@ -65,10 +65,16 @@ def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None) -> Lo
     numbered: whether the log tells layers apart. loop: as in `full_log`.
     """
     import_libraries(recipe)
-    with SimulatedGPU(gpu.without_limit()) as simulated:
+    with _OwnLoop(gpu.without_limit()) as simulated:
         training = (loop or two_steps)(recipe, simulated)
         marks = loaded_weights(simulated.tracer, training)
         return Log.of(simulated.tracer, training.model, marks, numbered)
+
+
+class _OwnLoop(SimulatedGPU):
+    """A card for loops whose recipe says which libraries they need: bitsandbytes takes a second."""
+
+    imports_bitsandbytes = False
 
 
 def two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:

@@ -60,7 +60,7 @@ def test_the_command_gives_the_exit_status_of_simulate(script, tmp_path, capsys)
     out = capsys.readouterr().out
     assert json.loads(out[out.index("\n{") :])["steps"] == 2
     snapshot = tmp_path / "memory.pickle"
-    tight = ["run", str(script), "--gpu", str(2**26), "--snapshot", str(snapshot)]
+    tight = ["run", str(script), "--gpu", str(2**27), "--snapshot", str(snapshot)]
     assert main([*tight, "--", "--width", "8192"]) == 3
     said = capsys.readouterr()
     assert said.err.startswith(

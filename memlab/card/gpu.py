@@ -65,6 +65,7 @@ class SimulatedGPU:
     """
 
     entered = False  # one card at a time
+    imports_bitsandbytes = True
 
     def __init__(self, gpu: GPU | str | int | None = None, rules=frozenset(RULES), script=None):
         self.gpu = find_gpu(gpu)
@@ -77,7 +78,7 @@ class SimulatedGPU:
             raise ValueError("a SimulatedGPU is entered already: leave it before the next")
         if self._stack is not None:
             raise ValueError("this SimulatedGPU was entered before: make another for another run")
-        if importlib.util.find_spec("bitsandbytes"):
+        if self.imports_bitsandbytes and importlib.util.find_spec("bitsandbytes"):
             # Other libraries import it, and inside it would look for its CUDA library.
             import_bitsandbytes("SimulatedGPU")
         tracer = self.tracer
