@@ -77,6 +77,7 @@ def _dispatch_mode(mode):
 _run_backward = torch.autograd._engine_run_backward
 MOVES = (torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.pin_memory)
 SET_DATA = torch.Tensor.data.__set__
+PROPERTY = type(SET_DATA)
 RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 CUDNN = "recurrent layers: PyTorch's own operations, where a card may take one kernel of cuDNN"
 
@@ -92,29 +93,31 @@ class CudaNames(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if type(func) is PROPERTY:  # a property; asked very often
+            return self.become(*args) if func == SET_DATA else func(*args, **kwargs)
         if func in (torch.device, torch._C._nn._parse_to):  # a name alone makes no tensor
             if args and isinstance(args[0], int):
                 args = (torch.device("cuda", args[0]), *args[1:])
             return func(*args, **kwargs)
         if func in MOVES:
             return self._moved(func, args, kwargs)
-        if func == SET_DATA:
-            return self.become(*args)
         device = kwargs.get("device")
-        if isinstance(device, int):
-            device = torch.device("cuda", device)
-            kwargs = kwargs | {"device": device}
-        names_card(device)  # or refuses
-        if func in RECURRENT and any(map(on_card, args[0:1])):
+        if device is not None:
+            if isinstance(device, int):
+                device = torch.device("cuda", device)
+                kwargs = kwargs | {"device": device}
+            names_card(device)  # or refuses
+        if func in RECURRENT and on_card(args[0]):
             self.tracer.assumptions[CUDNN] = None
-        return self._called(Call((args, kwargs), names_host(device)), func, args, kwargs)
+        return self._called(Call(args, kwargs, names_host(device)), func, args, kwargs)
 
     def _called(self, call, func, args, kwargs):
-        before, self.tracer.call = self.tracer.call, call
+        thread = self.tracer.thread
+        before, thread.call = thread.call, call
         try:
             return func(*args, **kwargs)
         finally:
-            self.tracer.call = before
+            thread.call = before
 
     # ------------------------------------------------------------------ where no mode is
 
@@ -123,13 +126,14 @@ class CudaNames(TorchFunctionMode):
 
         @functools.wraps(function)
         def run(*args, **kwargs):
-            before, self.tracer.call = self.tracer.call, None
+            thread = self.tracer.thread
+            before, thread.call = thread.call, None
             here = self in _get_current_function_mode_stack()
             try:
                 with contextlib.nullcontext() if here else self:
                     return function(*args, **kwargs)
             finally:
-                self.tracer.call = before
+                thread.call = before
 
         return run
 
@@ -167,7 +171,7 @@ class CudaNames(TorchFunctionMode):
         if goal == CARD and bitsandbytes.is_to_be(tensor):
             self.entered(bitsandbytes.quantize)(tensor, CARD)
             return tensor
-        call = Call(([tensor], {}), names_host=goal == HOST)
+        call = Call((tensor,), {}, names_host=goal == HOST)
         if goal in (None, there) or "meta" in (goal.type, there.type):
             if goal not in (None, there):
                 options["device"] = goal

@@ -32,8 +32,15 @@ ORDINARY = 2**28  # the same for integers and booleans
 class Call(NamedTuple):
     """What Python code called: its arguments, and whether it named the host as the device."""
 
-    arguments: tuple
+    args: tuple
+    kwargs: dict
     names_host: bool = False
+
+
+class _Thread(threading.local):
+    """call: what Python code has called in this thread; None in the autograd engine."""
+
+    call: Call | None = None
 
 
 class CardTracer(Tracer):
@@ -49,7 +56,7 @@ class CardTracer(Tracer):
         self.gpu, self.rules, self.script = gpu, rules, script
         self.met_rules: set[str] = set()
         self.assumptions: dict[str, None] = {}  # in their order
-        self._of_thread = threading.local()
+        self.thread = _Thread()
         self._handles_used = set()
         self._stopped = False
         self._lock = threading.RLock()  # the reader's threads
@@ -59,7 +66,7 @@ class CardTracer(Tracer):
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         kwargs = kwargs or {}
         tensors = _tensors(args) if not kwargs else _tensors((*args, *kwargs.values()))
-        with self._lock:
+        with self._lock, torch._C.DisableTorchFunction():  # what is asked here is asked by nobody
             try:
                 if self._goes_to_card(tensors, kwargs.get("device")):
                     return self._on_card(func, types, args, kwargs, tensors)
@@ -72,15 +79,6 @@ class CardTracer(Tracer):
                     "embeddings have sparse=False"
                 ) from None
 
-    @property
-    def call(self) -> Call | None:
-        """What Python code has called in this thread; None in the autograd engine."""
-        return getattr(self._of_thread, "call", None)
-
-    @call.setter
-    def call(self, call: Call | None) -> None:
-        self._of_thread.call = call
-
     def _goes_to_card(self, tensors, device) -> bool:
         """Whether an operation's result is the card's."""
         if device is not None:
@@ -88,13 +86,14 @@ class CardTracer(Tracer):
                 return False
             if names_card(device):
                 return True
-            if self.call is not None and self.call.names_host:
+            if self.thread.call is not None and self.thread.call.names_host:
                 return False
         if tensors:
             return any(map(on_card, tensors))
         # PyTorch's own code makes a tensor beside others, whose device it takes for the cpu.
-        if self.call is not None:
-            return any(map(on_card, _tensors(self.call.arguments)))
+        call = self.thread.call
+        if call is not None:
+            return any(map(on_card, _tensors((*call.args, *call.kwargs.values()))))
         return self.phase() == Phase.BACKWARD
 
     def stop(self) -> None:
@@ -136,7 +135,7 @@ class CardTracer(Tracer):
             return self._shaped_by_values(func, args, kwargs, tensors)
         if func in (aten.equal.default, aten.allclose.default):
             return values.compare(func, args, kwargs)
-        here, options = self._without_data((args, kwargs))
+        here, options = self._without_data(args, kwargs, tensors)
         self._take_workspaces(func)
         try:
             out = super().__torch_dispatch__(func, types, here, options)
@@ -165,15 +164,17 @@ class CardTracer(Tracer):
         self.see_parameter(parameter)
         parameter._memlab_loaded = start, len(self)
 
-    def _without_data(self, arguments):
+    def _without_data(self, args, kwargs, tensors):
         """The arguments, with a fake tensor of the host for each that has data."""
+        if all(type(tensor) is FakeTensor for tensor in tensors):
+            return args, kwargs
 
         def fake(tensor):
             if isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
                 return tensor
             return self._fake(tensor, on_host=True)
 
-        return tree_map_only(torch.Tensor, fake, arguments)
+        return tree_map_only(torch.Tensor, fake, (args, kwargs))
 
     def _fake(self, like, on_host=False) -> FakeTensor:
         """A new fake tensor with the shape, the strides and the dtype of another."""
@@ -266,7 +267,7 @@ class CardTracer(Tracer):
             return values.reading(args[0])
         if func is aten._to_copy.default and on_card(args[0]):
             return self.copy_to_host(args[0], kwargs.get("dtype"))
-        here, options = self._without_data((args, kwargs))
+        here, options = self._without_data(args, kwargs, tensors)
         made = func(*here, **options)
         if any(map(on_card, tensors)) and all(map(_holds_data, _tensors([made]))):
             here = tree_map_only(FakeTensor, values.host_copy, (args, kwargs))
@@ -356,7 +357,7 @@ def _refuse_two_devices(func, tensors) -> None:
     if func._opname.startswith(("_foreach", "_pack_padded", "_ctc_loss", "ctc_loss")):
         return
     for tensor in tensors:
-        if tensor.dim() and tensor.numel() and tensor.device.type != "meta" and not on_card(tensor):
+        if not on_card(tensor) and tensor.dim() and tensor.numel() and not tensor.is_meta:
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, "
                 f"cuda:0 and cpu! (in {func})"

@@ -98,6 +98,8 @@ RANDOM = {
 
 def learn(func, args, kwargs, out) -> None:
     """Take down what is known of the values of an operation's result, or of what it wrote into."""
+    if isinstance(out, FakeTensor) and out.dtype.is_floating_point:
+        return  # the most
     writes = func._schema.is_mutable
     outs = out if isinstance(out, (list, tuple)) else (out,)
     if writes:
