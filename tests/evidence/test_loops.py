@@ -28,7 +28,7 @@ def test_the_simulation_says_what_is_kept(base, attention):
     like = {"base": base, "attention": attention}
     some = find_records(loop="fitcheck", **like)
     smallest = min(some, key=lambda run: run.figures["peak_allocated_bytes"])
-    said = loops.simulate_loop("fitcheck", Recipe(**smallest.recipe), find_gpu("T4"))
+    said = loops.simulate_loop(smallest, find_gpu("T4"))
     kept = SAID[smallest.name]
     assert said.peak_allocated == kept["peak_allocated_bytes"]
     assert said.peak_reserved == kept["peak_reserved_bytes"]
@@ -68,15 +68,14 @@ def test_a_run_with_a_loop_is_predicted_by_it_and_as_todays_kernels(monkeypatch)
     run = T4[0]
     asked = []
 
-    def said(name, recipe, card):
-        asked.append((name, recipe, card))
+    def said(run, card):
+        asked.append((run, card))
         return footprint
 
-    footprint = loops.simulate_loop("fitcheck", small(run), find_gpu("T4"))
+    footprint = loops.simulate_loop(small(run), find_gpu("T4"))
     monkeypatch.setattr("memlab.evidence.accuracy.simulate_loop", said)
     found = compare_records([run])
-    assert [(name, card.name) for name, _, card in asked] == [("fitcheck", "T4")]
-    assert asked[0][1].batch_size == run.recipe["batch_size"]
+    assert [(run, card.name) for run, card in asked] == [(T4[0], "T4")]
     assert {one.figure for one in found} == {"allocated", "reserved"}
     assert {(one.against, one.predictor) for one in found} == {
         ("published, Tesla T4", "loop of fitcheck")
@@ -86,16 +85,16 @@ def test_a_run_with_a_loop_is_predicted_by_it_and_as_todays_kernels(monkeypatch)
     assert not dataclasses.replace(near, old=True).missed
 
 
-def small(run) -> Recipe:
-    """The recipe of a run on the tiny twin of its model."""
-    recipe = Recipe(**run.recipe)
-    return recipe.but(model=models.twin(recipe.model), seq_len=32)
+def small(run):
+    """The run on the tiny twin of its model."""
+    tiny = models.twin(run.recipe["model"]).to_dict()
+    return dataclasses.replace(run, recipe=run.recipe | {"model": tiny, "seq_len": 32})
 
 
 def test_the_loop_is_not_memlabs_own():
     """The same recipe: fp32 weights in memlab's loop, fp16 ones in theirs."""
-    recipe = small(next(run for run in T4 if run.recipe["base"] == "none"))
-    theirs = loops.simulate_loop("fitcheck", recipe, find_gpu("T4"))
+    run = small(next(run for run in T4 if run.recipe["base"] == "none"))
+    theirs = loops.simulate_loop(run, find_gpu("T4"))
     assert theirs.breakdown["parameters"] < 0.6 * 4 * theirs.parameters
     assert theirs.trainable_parameters < theirs.parameters
 
@@ -103,7 +102,7 @@ def test_the_loop_is_not_memlabs_own():
 def test_a_loop_that_is_not_known_is_refused_in_its_row():
     unknown = dataclasses.replace(T4[0], loop="nobody's")
     assert {one.refused for one in compare_records([unknown])} == {
-        'loop is "nobody\'s": known are fitcheck'
+        'loop is "nobody\'s": known are ' + ", ".join(loops.LOOPS)
     }
 
 
