@@ -1,9 +1,7 @@
 """Write the records of PEFT's method comparison, Llama-3.2-3B on MetaMathQA, on an L40S.
 
-    git clone https://github.com/huggingface/peft                          (Apache-2.0)
-    python tools/derive_peft_records.py peft/method_comparison/MetaMathQA/results
-
-Taken is every run, one a method where several differ in nothing that changes memory.
+git clone https://github.com/huggingface/peft                          (Apache-2.0)
+python tools/derive_peft_records.py peft/method_comparison/MetaMathQA/results
 """
 
 import json
@@ -21,8 +19,8 @@ LONGEST = 698  # tokens: memlab/evidence/loops/peft_comparison.py
 KEPT_BY_THEIR_CHECK = 2 * MiB  # reserved before they begin to count, and taken off their figure
 # What of a TrainConfig changes memory and no recipe says; the rest is alike in all runs.
 TRAINING = ("autocast_adapter_dtype", "optimizer_type", "optimizer_kwargs")
-# Of an adapter's config, what the run has put there itself, and the names of files and releases.
-AFTERWARDS = ("rank_pattern", "peft_version", "base_model_name_or_path", "inference_mode")
+# Of an adapter's config, what is no setting: names of files and releases.
+NAMES = ("peft_version", "base_model_name_or_path", "inference_mode")
 LIBRARIES = ("torch", "transformers", "peft")
 
 
@@ -37,10 +35,13 @@ def record_of(name: str, run: dict) -> Record:
     adapter = about["peft_config"] and {
         field: value
         for field, value in about["peft_config"].items()
-        if value not in (None, {}, []) and field not in AFTERWARDS
+        if value not in (None, {}, []) and field not in NAMES
     }
-    method = name.partition("--")[0].replace("-", " ")
-    settings = {"family": "decoder", "technique": method, "adapter": adapter}
+    if adapter and adapter["peft_type"] == "ADALORA":
+        del adapter["rank_pattern"]  # which ranks the run has kept in the end
+    technique = "other adapters" if adapter else "full"
+    technique = "LoRA" if name.startswith("lora--") else technique
+    settings = {"family": "decoder", "technique": technique, "adapter": adapter}
     settings["training"] = {field: told[field] for field in TRAINING}
     peak = run["train_info"]["accelerator_memory_max"] + KEPT_BY_THEIR_CHECK
     packages = run["meta_info"]["package_info"]
@@ -62,14 +63,10 @@ def record_of(name: str, run: dict) -> Record:
 
 
 def main(folder: Path):
-    found = {}
+    found = []
     for path in sorted(folder.glob("*.json")):
-        record = record_of(path.stem, json.loads(path.read_text(encoding="utf-8")))
-        alike = {**(record.settings["adapter"] or {}), **record.settings["training"]}
-        del alike["optimizer_kwargs"]
-        alike.pop("init_weights", None)
-        found.setdefault(json.dumps([alike, record.figures], sort_keys=True), record)
-    save(FOLDER / "published-peft-l40s.json", found.values())
+        found.append(record_of(path.stem, json.loads(path.read_text(encoding="utf-8"))))
+    save(FOLDER / "published-peft-l40s.json", found)
 
 
 if __name__ == "__main__":

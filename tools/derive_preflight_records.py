@@ -30,7 +30,7 @@ def record_of(run: dict) -> Record:
     figures = {
         "peak_allocated_bytes": run["measured_allocated_bytes"],
         "peak_reserved_bytes": run["measured_reserved_bytes"],
-        "context_bytes": run["cuda_context_bytes"],
+        "device_used_bytes": run["measured_peak_bytes"],
     }
     return Record(
         "published",

@@ -15,9 +15,9 @@ from tqdm.auto import tqdm
 from memlab import models
 from memlab.card import fake_tensors
 from memlab.closed_form import formula
-from memlab.evidence.loops import simulate_loop
-from memlab.evidence.records import Record
-from memlab.footprint import Footprint
+from memlab.evidence.loops import kept_predictions, simulate_loop
+from memlab.evidence.records import FOLDER, Record, load
+from memlab.footprint import Footprint, Phase
 from memlab.gpus import GPU, GPUS, gpu_of_device
 from memlab.recipe import Recipe
 from memlab.simulation import simulate
@@ -128,6 +128,24 @@ def compare_records(runs: Iterable[Record], predictors=None) -> list[Comparison]
             for name, predict in predictors.items():
                 found += _compare(run, name, partial(_of_recipe, predict))
     return found
+
+
+def compare_kept(file: str, release: bool = False) -> list[Comparison]:
+    """The published runs of a file of records beside the predictions that are kept of them.
+
+    release: those by a library's release of the runs, where it says something else than today's.
+    """
+    said = kept_predictions()["runs"][file]
+
+    def predict(run, _):
+        kept = said[run.name]
+        kept = kept.get("of_release", kept) if release else kept
+        if "refused" in kept:
+            raise ValueError(kept["refused"])
+        peaks = kept["peak_allocated_bytes"], kept["peak_reserved_bytes"]
+        return Footprint(*peaks, {}, Phase.UNKNOWN, reserved_range=kept["reserved_range_bytes"])
+
+    return [one for run in load(FOLDER / file) for one in _compare(run, "kept", predict)]
 
 
 def _of_recipe(predict, run: Record, card: GPU | None) -> Footprint:

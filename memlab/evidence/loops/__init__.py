@@ -47,6 +47,7 @@ def kept_predictions() -> dict:
 
     `runs`: file of the records -> name of the run -> peak_allocated_bytes, peak_reserved_bytes,
     and reserved_range_bytes, (lowest, highest) or None; or `refused`, why there is no prediction.
+    `of_release`: the same with a library's release of the runs, where that says something else.
     `date` and `versions`: when they were simulated, and by which software.
     `tools/keep_predictions.py` writes them.
     """
