@@ -78,7 +78,7 @@ OTHERS = {
 }
 # A run of each, quick ones; PEFT's at its full depth, for the peak in the cache is one of order.
 SAMPLE = {
-    "PEFT": ["lora rank32"],
+    "PEFT": ["lora rank32-lorafa"],
     "torchtune": ["LoRA"],
     "preflight": ["distilbert 8 x 256", "resnet50 16 x 224"],
 }

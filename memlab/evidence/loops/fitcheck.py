@@ -2,7 +2,9 @@
 
 fitcheck-llm 0.3.1, data/measurements (https://github.com/Anassbzdd/fitcheck, MIT).
 
-Assumptions: none beside the description, which names every switch.
+Assumptions:
+
+- **None**: its description names every switch.
 """
 
 import contextlib

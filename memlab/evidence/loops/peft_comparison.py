@@ -20,6 +20,7 @@ Assumptions, written down before any prediction was compared:
 - **The evaluations in between need less than a step**, and the learning rate's schedule nothing.
 """
 
+import importlib
 import inspect
 
 import torch
@@ -40,8 +41,7 @@ def footprint_of(run: Record, card: GPU) -> Footprint:
     """The step of the longest batch. `run.settings`: `adapter`, the values of a PeftConfig or None,
     and `training`, those of the comparison's TrainConfig that change memory."""
     peft, recipe, told = import_peft(), Recipe(**run.recipe), run.settings["training"]
-    if run.settings["adapter"]:
-        __import__("peft.optimizers")
+    importlib.import_module("peft.optimizers")  # before a card is entered
     with SimulatedGPU(card) as gpu:
         torch.nn.Linear(1, 1).to("cuda")  # as there, to see what an empty card holds
         model = loaded(recipe, gpu)
@@ -50,6 +50,9 @@ def footprint_of(run: Record, card: GPU) -> Footprint:
             cast = told["autocast_adapter_dtype"]
             model = peft.get_peft_model(model, adapter, autocast_adapter_dtype=cast)
         optimizer = make_optimizer(model, told["optimizer_type"], told["optimizer_kwargs"])
+        if adapter:
+            with model.disable_adapter():
+                pass  # their evaluation of the base; after it the whole adapter is trained again
         model.train()
 
         outputs = loss = None
