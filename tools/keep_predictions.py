@@ -52,6 +52,10 @@ def main(files, release=False):
         }
     if not release:
         about = {"date": date.today().isoformat(), "versions": versions()}
+    write(about, found)
+
+
+def write(about: dict, found: dict):
     rows = ",\n".join(f"{json.dumps(file)}: {_lines(found[file])}" for file in sorted(found))
     text = f'{json.dumps(about)[:-1]}, "runs": {{\n{rows}\n}}}}\n'
     PREDICTIONS.write_text(text, encoding="utf-8")

@@ -79,7 +79,7 @@ OTHERS = {
 # A run of each, quick ones; PEFT's at its full depth, for the peak in the cache is one of order.
 SAMPLE = {
     "PEFT": ["lora rank32-lorafa"],
-    "torchtune": ["LoRA"],
+    "torchtune": ["+ Activation Checkpointing"],
     "preflight": ["distilbert 8 x 256", "resnet50 16 x 224"],
 }
 
@@ -133,7 +133,7 @@ def test_adalora_of_today_trains_its_constant():
     """Why its prediction is above what an older release took: see the page on accuracy."""
     peft = import_peft()
     adapter = peft.AdaLoraConfig(total_step=2, init_r=4, target_modules=["q_proj"])
-    model = peft.get_peft_model(models.build("llama-2-7b-tiny"), adapter)
+    model = peft.get_peft_model(models.build("llama-2-7b-tiny", dtype=torch.bfloat16), adapter)
     constants = [p for name, p in model.named_parameters() if "ranknum" in name]
     assert constants and all(p.requires_grad for p in constants)
 
