@@ -168,7 +168,7 @@ def installed() -> dict:
 
 
 def main(files):
-    runs = find_records() + [run for path in files for run in load(path)]
+    runs = find_records(loop="") + [run for path in files for run in load(path)]
     runs = [run for run in runs if "device_used_bytes" in run.figures]
     errors, refusals = collections.defaultdict(list), collections.defaultdict(list)
     programs = installed()

@@ -58,8 +58,8 @@ def formula(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     gpu: as for `simulate`; it decides the size of the workspaces and the context.
 
     Domain: models of at least 2 equal layers (in an encoder-decoder as many in both), frozen as a
-    whole or not at all, without 4-bit or 8-bit numbers, trained in a way for which coefficients
-    were derived. Sizes are free.
+    whole or not at all, without 4-bit or 8-bit numbers and without clipping, trained in a way for
+    which coefficients were derived. Sizes are free.
     Tensors are exact, each in the block that the allocator would give it in a fresh segment; what a
     reused block has over is not in it. No out-of-memory error: compare with `gpu.usable` yourself.
 
@@ -183,6 +183,11 @@ def _read(recipe: Recipe) -> tuple[str, dict[str, int], int]:
         raise ValueError(
             f"base is {recipe.base!r}, optimizer {recipe.optimizer!r}: the formula allows neither "
             "quantized bases nor 8-bit optimizers, whose blocks make sizes that are no products"
+        )
+    if recipe.max_grad_norm:
+        raise ValueError(
+            f"max_grad_norm is {recipe.max_grad_norm!r}: the formula allows 0, because clipping "
+            "lays the norms of all weights side by side, and their number is no dimension"
         )
     named = isinstance(recipe.model, str) and recipe.model in models.MODELS
     structure, dimensions, layers = (_named if named else _structure)(recipe.model)

@@ -4,6 +4,7 @@ A check gives the value in its one form, or raises ValueError: field, value, wha
 """
 
 import dataclasses
+import math
 import textwrap
 from collections.abc import Callable
 
@@ -78,6 +79,14 @@ def share(name, value):
     """A number from 0 to below 1."""
     if not isinstance(value, (int, float)) or not 0 <= value < 1:
         raise wrong(name, value, "numbers from 0 to below 1")
+    return value
+
+
+def from_zero(name, value):
+    """A finite number from 0."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= value < math.inf:
+        raise wrong(name, value, "numbers from 0")
     return value
 
 

@@ -104,7 +104,8 @@ def require_native(precision: str, device: str, has_bf16: bool) -> None:
     """Raise ValueError if a device computes a recipe's precision by emulation only."""
     if "bf16" in precision and not has_bf16:
         raise ValueError(
-            f"precision is {precision!r}: {device} has no native bfloat16 and allows fp32, fp16-amp"
+            f"precision is {precision!r}: {device} has no native bfloat16 and allows fp32, fp16, "
+            "fp16-amp"
         )
 
 

@@ -205,11 +205,23 @@ def default_task(model) -> str:
 
 
 def max_length(model) -> int | None:
-    """The longest sequence in tokens, None where positions are only relative (T5, DeBERTa-v3)."""
+    """The longest sequence in tokens, None where positions are only relative (T5, DeBERTa-v3).
+
+    Rotary positions can be stretched. A `rope_type` of linear or dynamic does so by its `factor`
+    on top of `max_position_embeddings`; yarn from `original_max_position_embeddings` on, which
+    many a config.json leaves as the maximum; llama3 and longrope have it in the maximum already
+    (transformers, modeling_rope_utils.py; so does vLLM derive its longest sequence).
+    """
     values = config(model)
     if not getattr(values, "position_biased_input", True):
         return None
     longest = getattr(values, "max_position_embeddings", None)
+    rope = getattr(values, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("linear", "dynamic"):
+        longest = round(longest * rope["factor"])
+    if rope.get("rope_type") == "yarn":
+        original = rope.get("original_max_position_embeddings") or longest
+        longest = max(longest, round(original * rope["factor"]))
     if longest is not None and values.model_type in ("roberta", "xlm-roberta", "camembert"):
         longest -= values.pad_token_id + 1  # positions are counted from the padding index on
     return longest

@@ -51,11 +51,13 @@ def fits(recipe: Recipe, gpu: GPU | str | int, margin: float = MARGIN) -> Fit:
     bytes that is kept free, beside 100 MiB for what a program's context may have more.
 
     On 61 LoRA trainings that others measured on a T4 (`memlab.evidence`), peak allocated is
-    simulated to 0.5 % and, without a quantized base, peak reserved to 0.3 %. Full fine-tuning,
-    autocast and other cards had no such test, so the default keeps 5 %, which is also the most that
-    this package allows its prediction to fall short of a recorded run. It is meant for today's
-    kernels: the nine published runs of January 2022 used up to 16 % more than today's kernels are
-    predicted to, and software of that age needs `margin=0.2`.
+    simulated to 0.5 % and, without a quantized base, peak reserved to 0.3 %. Runs that others
+    measured of full fine-tuning, autocast, PEFT's methods and torchtune's techniques, on a T4, an
+    L40S and an A100, are simulated to 2 %, but for some that the book's page on accuracy explains.
+    The default keeps 5 %, which is also the most that this package allows its prediction to fall
+    short of a recorded run. It is meant for today's kernels: the nine published runs of January
+    2022 used up to 16 % more than today's kernels are predicted to, and software of that age needs
+    `margin=0.2`.
 
     A quantized base leaves more or less in the allocator's cache, by the way it is loaded:
     counted is the upper end of `Footprint.reserved_range`.

@@ -13,6 +13,7 @@ from typing import Any
 from memlab.fields import (
     documentation,
     field,
+    from_zero,
     model_parts,
     module_names,
     one_of,
@@ -21,7 +22,14 @@ from memlab.fields import (
     whole,
 )
 
-COMPUTED_IN = {"fp32": "fp32", "fp16-amp": "fp16", "bf16-amp": "bf16", "bf16": "bf16"}
+# precision -> the format of its products
+COMPUTED_IN = {
+    "fp32": "fp32",
+    "fp16-amp": "fp16",
+    "bf16-amp": "bf16",
+    "fp16": "fp16",
+    "bf16": "bf16",
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ class Recipe:
             "fp32": "everything",
             "fp16-amp": "fp32 parameters under autocast, with loss scaling",
             "bf16-amp": "fp32 parameters under autocast",
+            "fp16": "parameters, gradients and states, without loss scaling",
             "bf16": "parameters, gradients and states",
         },
     )
@@ -87,6 +96,12 @@ class Recipe:
         True,
         "zero_grad frees the gradients, PyTorch's default since 2.0",
         ("keep_gradients", "zero_grad fills gradients with zeros, as it did before PyTorch 2.0"),
+    )
+    max_grad_norm: float = field(
+        0.0,
+        "the largest norm of all gradients together, to which torch.nn.utils.clip_grad_norm_ "
+        "shrinks them before the step; 0 for no clipping",
+        check=from_zero,
     )
     freeze: tuple | str = field(
         (),
@@ -243,6 +258,7 @@ class Recipe:
             fp16=self.precision == "fp16-amp",
             bf16=self.precision == "bf16-amp",
             optim=self.optimizer,
+            max_grad_norm=self.max_grad_norm,  # the Trainer's own default is 1
             report_to="none",
             **more,
         )

@@ -17,6 +17,7 @@ from memlab.recipe import Recipe
 
 LEARNING_RATE = 1e-5
 AUTOCAST = {"fp16-amp": torch.float16, "bf16-amp": torch.bfloat16}
+PURE = {"fp16": torch.float16, "bf16": torch.bfloat16}  # no fp32 copy of anything
 
 
 class Training:
@@ -36,7 +37,7 @@ class Training:
     def __init__(self, recipe: Recipe, device="cpu", seed: int = 0, built_in=None):
         self.recipe, self.device = recipe, torch.device(device)
         config = models.config(recipe.model)
-        dtype = torch.bfloat16 if recipe.precision == "bf16" else torch.float32
+        dtype = PURE.get(recipe.precision, torch.float32)
         if recipe.base != "none":
             dtype = quantized.COMPUTE_DTYPES[recipe.compute_dtype]
         with built_in or contextlib.nullcontext():
@@ -67,6 +68,9 @@ class Training:
                 loss = self.model(**batch).loss / recipe.accumulation
             self.scaler.scale(loss).backward()
             losses.append(loss.detach())
+        if recipe.max_grad_norm:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.max_grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=recipe.set_to_none)

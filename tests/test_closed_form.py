@@ -33,6 +33,7 @@ def test_the_card_decides_workspaces_and_context():
         ({"optimizer": "adamw_8bit"}, "optimizer 'adamw_8bit': the formula allows neither"),
         ({"lora_rank": 4, "base": "nf4"}, "base is 'nf4'"),
         ({"freeze": "embeddings,2"}, "freeze holds embeddings, 2"),
+        ({"max_grad_norm": 1.0}, "max_grad_norm is 1.0: the formula allows 0"),
         ({"model": "mixtral-8x7b", "optimizer": "adafactor"}, "derive"),
     ],
 )

@@ -41,6 +41,30 @@ def test_the_twin_keeps_everything_but_the_size():
     assert (twin.batch_size, twin.accumulation) == (4, 3)
 
 
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        (None, 4096),
+        ({"rope_type": "linear", "factor": 2.0}, 8192),
+        ({"rope_type": "dynamic", "factor": 2.5}, 10240),
+        ({"rope_type": "yarn", "factor": 4.0}, 16384),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+    ],
+)
+def test_sequences_may_be_as_long_as_stretched_positions(scaling, longest):
+    """Words of a config.json: 4,096 positions and a way to stretch them, or none."""
+    model = {"model_type": "llama", "max_position_embeddings": 4096, "rope_scaling": scaling}
+    assert Recipe(model, seq_len=longest).seq_len == longest
+    with pytest.raises(ValueError, match=f"from 1 to {longest}"):
+        Recipe(model, seq_len=longest + 1)
+
+
+def test_llama_3_1_has_its_scaling_in_its_maximum():
+    assert Recipe("llama-3.1-8b", seq_len=131_072)
+    with pytest.raises(ValueError, match="from 1 to 131072"):
+        Recipe("llama-3.1-8b", seq_len=131_073)
+
+
 def test_a_config_is_a_model():
     recipe = Recipe(model=config("gpt2-tiny"), seq_len=64)
     assert recipe.as_dict()["model"] == "gpt2"
@@ -63,6 +87,9 @@ def test_a_config_is_a_model():
         ("checkpointing", "sometimes", "reentrant"),
         ("attention", "flash", "sdpa"),
         ("set_to_none", "yes", "True"),
+        ("max_grad_norm", -1.0, "from 0"),
+        ("max_grad_norm", float("inf"), "from 0"),
+        ("max_grad_norm", "1", "from 0"),
         ("freeze", (-1,), "embeddings"),
         ("freeze", "-1", "embeddings"),
         ("freeze", (2.5,), "embeddings"),
@@ -101,6 +128,7 @@ def test_training_arguments_say_the_same(tmp_path):
     assert arguments.per_device_train_batch_size == 2
     assert arguments.gradient_accumulation_steps == 3
     assert arguments.bf16 and not arguments.fp16
+    assert arguments.max_grad_norm == 0
     assert arguments.optim == "adamw_torch_fused"
     assert arguments.activation_checkpointing_kwargs == {"use_reentrant": True}
 

@@ -184,6 +184,22 @@ def test_unknown_cards_are_refused(gpu, allowed):
     assert "\n" not in str(error.value)
 
 
+def test_pure_fp16_takes_what_pure_bf16_takes():
+    half = Recipe("gpt2-tiny", seq_len=64, precision="fp16", max_grad_norm=1.0)
+    bfloat = half.but(precision="bf16")
+    assert simulate(half, "T4").parameters
+    assert simulate(half).peak_tensors == simulate(bfloat).peak_tensors
+
+
+def test_clipping_makes_no_second_copy_of_the_gradients():
+    """Only norms are made, of 512 bytes each as blocks; the gradients shrink in place."""
+    plain = Recipe("gpt2-tiny", batch_size=1, seq_len=8, optimizer="sgd")
+    clipped = simulate(plain.but(max_grad_norm=1.0))
+    weights = 2 * 12 + 4  # 12 in a layer, two embeddings, the last norm's two
+    more = clipped.peak_allocated - simulate(plain).peak_allocated
+    assert 0 <= more <= 512 * (2 * weights + 8)
+
+
 def test_a_precision_that_the_card_lacks_is_refused():
     with pytest.raises(ValueError, match="T4 has no native bfloat16"):
         simulate(Recipe(precision="bf16"), gpu="T4")

@@ -106,8 +106,29 @@ def test_zero_grad_keeps_or_frees():
     assert grads and all(not grad.any() for grad in grads)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16-amp"])
+def test_gradients_are_unscaled_and_clipped_before_the_step(precision):
+    """On CPU tensors; loss scaling is at work there, too."""
+    recipe = TINY.but(precision=precision, max_grad_norm=1e-3, set_to_none=False)
+    training = Training(recipe)
+    norms = []
+
+    def before_the_step(optimizer, *_):
+        grads = [p.grad.norm() for group in optimizer.param_groups for p in group["params"]]
+        norms.append(torch.stack(grads).norm().item())
+
+    training.optimizer.register_step_pre_hook(before_the_step)
+    training.step()
+    assert norms == [pytest.approx(1e-3, rel=1e-3)]
+
+
 def test_precision_decides_the_dtypes():
-    assert next(Training(TINY.but(precision="bf16")).model.parameters()).dtype == torch.bfloat16
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        pure = Training(TINY.but(precision=precision))
+        pure.step()
+        state = next(iter(pure.optimizer.state.values()))
+        assert {p.dtype for p in pure.model.parameters()} == {dtype} == {state["exp_avg"].dtype}
+        assert not pure.scaler.is_enabled()
     amp = Training(TINY.but(precision="fp16-amp"))
     assert next(amp.model.parameters()).dtype == torch.float32
     assert amp.scaler.is_enabled() and not Training(TINY).scaler.is_enabled()

@@ -1,26 +1,37 @@
 """Write memlab/data/predictions.json: what the simulation says of every published run.
 
-    python tools/keep_predictions.py
+    python tools/keep_predictions.py [published-torchtune-a100.json ...]
 
-It takes minutes; the book's page on accuracy reads the file instead. Run it after an update of
-torch, transformers, peft or bitsandbytes, and where a change of memlab changes a figure.
+Of the files named, or of all. It takes a quarter of an hour; the book's page on accuracy reads the
+file instead. Run it after an update of torch, transformers, peft or bitsandbytes, and where a
+change of memlab changes a figure. A run that cannot be simulated is kept with the reason.
+
+    PYTHONPATH=older-peft/src python tools/keep_predictions.py --release published-peft-l40s.json
+
+adds what is said with a library's release of the runs in place of today's, where that differs:
+`of_release`. Of PEFT's comparison it is commit 6a832dec2 of huggingface/peft.
 """
 
 import json
+import sys
+import textwrap
 from datetime import date
 
 from tqdm import tqdm
 
 from memlab import Recipe, simulate
-from memlab.evidence.loops import PREDICTIONS, simulate_loop
+from memlab.evidence.loops import PREDICTIONS, kept_predictions, simulate_loop
 from memlab.evidence.records import FOLDER, load
 from memlab.gpus import gpu_of_device
 from memlab.measuring import versions
 
 
 def said_of(run) -> dict:
-    recipe, card = Recipe(**run.recipe), gpu_of_device(run.device)
-    footprint = simulate_loop(run.loop, recipe, card) if run.loop else simulate(recipe, card)
+    card = gpu_of_device(run.device)
+    try:
+        footprint = simulate_loop(run, card) if run.loop else simulate(Recipe(**run.recipe), card)
+    except (ValueError, RuntimeError, ImportError) as error:
+        return {"refused": textwrap.shorten(str(error), 160)}
     return {
         "peak_allocated_bytes": footprint.peak_allocated,
         "peak_reserved_bytes": footprint.peak_reserved,
@@ -28,16 +39,33 @@ def said_of(run) -> dict:
     }
 
 
-def main():
-    found = {}
-    for path in sorted(FOLDER.glob("*.json")):
-        runs = [run for run in load(path) if run.kind == "published"]
-        if runs:
-            found[path.name] = {run.name: said_of(run) for run in tqdm(runs, path.stem)}
-    rows = ",\n".join(f"{json.dumps(file)}: {_lines(runs)}" for file, runs in found.items())
-    about = {"date": date.today().isoformat(), "versions": versions()}
+def main(files, release=False):
+    kept = kept_predictions()
+    found, about = kept.pop("runs"), kept
+    for path in sorted(FOLDER.glob("published-*.json")):
+        if path.name not in (files or [path.name]):
+            continue
+        before = found.get(path.name, {})
+        found[path.name] = {
+            run.name: _joined(before.get(run.name, {}), said_of(run), release)
+            for run in tqdm(load(path), path.stem)
+        }
+    if not release:
+        about = {"date": date.today().isoformat(), "versions": versions()}
+    write(about, found)
+
+
+def write(about: dict, found: dict):
+    rows = ",\n".join(f"{json.dumps(file)}: {_lines(found[file])}" for file in sorted(found))
     text = f'{json.dumps(about)[:-1]}, "runs": {{\n{rows}\n}}}}\n'
     PREDICTIONS.write_text(text, encoding="utf-8")
+
+
+def _joined(before: dict, said: dict, release: bool) -> dict:
+    """What is kept of a run, once it was simulated anew with today's libraries or a release."""
+    today = {k: v for k, v in before.items() if k != "of_release"} if release else said
+    of_release = said if release else before.get("of_release", today)
+    return today if of_release == today else today | {"of_release": of_release}
 
 
 def _lines(runs: dict) -> str:
@@ -47,4 +75,5 @@ def _lines(runs: dict) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    named = sys.argv[1:]
+    main([name for name in named if name != "--release"], "--release" in named)

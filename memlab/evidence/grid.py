@@ -50,7 +50,7 @@ def recipe_of(line: str) -> Recipe:
         else:
             name, value = word.split("=")
             value = int(value) if value.isdigit() else value
-            value = float(value) if name == "lora_dropout" else value
+            value = float(value) if isinstance(getattr(Recipe, name), float) else value
         fields[name] = value
     return Recipe(**fields)
 

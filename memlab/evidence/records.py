@@ -16,6 +16,7 @@ from pathlib import Path
 SCHEMA = 1
 KINDS = ("recorded", "published")
 FOLDER = Path(__file__).parent.parent / "data" / "records"
+SPARED = ("loop", "settings")  # not written where they are empty
 UNITS = ("_bytes", "_seconds", "_per_second")
 
 
@@ -34,6 +35,8 @@ class Record:
     source: a citation, or the commit of memlab that measured.
     loop: the training loop that ran, a name of `memlab.evidence.loops.LOOPS`; empty for memlab's
         own. Other loops' runs may differ from their recipe in what it has no field for.
+    settings: what such a loop is told beside the recipe, name -> plain JSON value; `family` and
+        `technique` are for tables, where they do not follow from the recipe.
 
     Raises ValueError, in one line, for a field that does not hold what it should.
     """
@@ -48,6 +51,7 @@ class Record:
     date: str
     source: str
     loop: str = ""
+    settings: dict = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -60,7 +64,7 @@ class Record:
             raise ValueError(f"loop is {self.loop!r}: allowed is a text, empty for memlab's own")
         if self.driver is not None and not isinstance(self.driver, str):
             raise ValueError(f"driver is {self.driver!r}: allowed are a text or null")
-        for field in ("recipe", "figures", "versions"):
+        for field in ("recipe", "figures", "versions", "settings"):
             value = getattr(self, field)
             if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
                 raise ValueError(f"{field} is {value!r}: allowed is an object with named values")
@@ -141,7 +145,7 @@ def _record(values, place: str) -> Record:
         raise ValueError(f"{place} is {values!r}: allowed is an object")
     fields = [field.name for field in dataclasses.fields(Record)]
     for name in fields:
-        if name not in values and name != "loop":
+        if name not in values and name not in SPARED:
             raise ValueError(f"{place} has no {name}: needed are {', '.join(fields)}")
     for name in values:
         if name not in fields:
@@ -153,11 +157,9 @@ def _record(values, place: str) -> Record:
 
 
 def _values(record: Record) -> dict:
-    """The fields of a record as its file holds them, without a loop that is memlab's own."""
+    """The fields of a record as its file holds them, without those of memlab's own loop."""
     values = dataclasses.asdict(record)
-    if not record.loop:
-        del values["loop"]
-    return values
+    return {name: value for name, value in values.items() if value or name not in SPARED}
 
 
 def _check_names(found: list[Record], path) -> None:

@@ -61,6 +61,12 @@ def test_a_row_says_what_its_recipe_is():
     )
 
 
+def test_a_number_with_a_point_is_a_value():
+    row = "gpt2 1x16 fp16 max_grad_norm=0.5 lora_rank=2 lora_dropout=0.25"
+    recipe = grid.recipe_of(row)
+    assert (recipe.precision, recipe.max_grad_norm, recipe.lora_dropout) == ("fp16", 0.5, 0.25)
+
+
 def test_selection_by_words():
     runs = grid.grid_runs()
     chosen = grid.select(runs, "bert-large fp16-amp")

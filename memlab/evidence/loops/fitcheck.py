@@ -1,14 +1,14 @@
-"""Training loops of others, rebuilt from their descriptions, on the simulated card.
+"""The loop of fitcheck-llm's measurements: LoRA on a decoder in fp16 or NF4, on a T4.
 
-A record that names one of them (`Record.loop`) is predicted by it instead of by memlab's own loop.
-Another one is another function like `memlab.simulation.two_steps`, and its name in `LOOPS`.
+fitcheck-llm 0.3.1, data/measurements (https://github.com/Anassbzdd/fitcheck, MIT).
+
+Assumptions:
+
+- **None**: its description names every switch.
 """
 
 import contextlib
-import json
-import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memlab import models
 from memlab.card.gpu import SimulatedGPU
+from memlab.evidence.records import Record
 from memlab.footprint import Footprint
 from memlab.gpus import GPU
 from memlab.quantized import COMPUTE_DTYPES, quantize_base
@@ -23,29 +24,11 @@ from memlab.recipe import Recipe
 from memlab.simulation import full_log, serve
 from memlab.training import import_peft
 
-PREDICTIONS = Path(models.__file__).parent / "data" / "predictions.json"
 
-
-def simulate_loop(name: str, recipe: Recipe, card: GPU) -> Footprint:
-    """`memlab.simulate` with the loop of that name in place of memlab's own.
-
-    Raises ValueError for an unknown name, torch.OutOfMemoryError if the card is too small.
-    """
-    if name not in LOOPS:
-        raise ValueError(f"loop is {name!r}: known are {', '.join(LOOPS)}")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of names that transformers has changed
-        return serve(recipe, full_log(recipe, card, LOOPS[name]), card)
-
-
-def kept_predictions() -> dict:
-    """What the simulation said of every published run, in its loop, for who cannot wait minutes.
-
-    `runs`: file of the records -> name of the run -> peak_allocated_bytes, peak_reserved_bytes,
-    and reserved_range_bytes, (lowest, highest) or None. `date` and `versions`: when they were
-    simulated, and by which software. `tools/keep_predictions.py` writes them.
-    """
-    return json.loads(PREDICTIONS.read_text(encoding="utf-8"))
+def footprint_of(run: Record, card: GPU) -> Footprint:
+    """The second step of a run."""
+    recipe = Recipe(**run.recipe)
+    return serve(recipe, full_log(recipe, card, two_steps), card)
 
 
 @dataclass
@@ -56,8 +39,8 @@ class Trained:
     model: torch.nn.Module
 
 
-def fitcheck(recipe: Recipe, gpu: SimulatedGPU) -> Trained:
-    """The loop of fitcheck-llm's measurements: LoRA on a decoder in fp16 or NF4.
+def two_steps(recipe: Recipe, gpu: SimulatedGPU) -> Trained:
+    """Train two steps on a card that is entered, and count the second.
 
     AdamW, checkpointing, one batch of random ids, `out` alive until the step ends; with sdpa the
     memory-efficient kernel alone. The weights are in the compute dtype, which no `precision` says.
@@ -104,7 +87,3 @@ def efficient_kernel():
     patched = mock.patch.object(torch.nn.functional, original.__name__, attention)
     with patched, sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         yield
-
-
-# name -> what builds a recipe's model on a simulated card and trains it for two steps
-LOOPS = {"fitcheck": fitcheck}

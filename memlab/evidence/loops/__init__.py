@@ -1,0 +1,54 @@
+"""Training loops of others, rebuilt from their descriptions, on the simulated card.
+
+A record that names one of them (`Record.loop`) is predicted by it instead of by memlab's own loop.
+Each is a module here that says where its runs are published and what had to be assumed of them,
+and ends in `footprint_of(run, card)`. Another loop is another module, and its name in `LOOPS`.
+"""
+
+import importlib
+import json
+import warnings
+
+from memlab.evidence.records import FOLDER, Record
+from memlab.footprint import Footprint
+from memlab.gpus import GPU
+
+PREDICTIONS = FOLDER.parent / "predictions.json"
+# name, as records say it -> module of this package
+LOOPS = {
+    "fitcheck": "fitcheck",
+    "PEFT's comparison": "peft_comparison",
+    "torch-preflight": "torch_preflight",
+    "torchtune": "torchtune",
+}
+
+
+def simulate_loop(run: Record, card: GPU) -> Footprint:
+    """What the loop of a published run takes on a card, as `memlab.simulate` says it of memlab's.
+
+    Raises ValueError for an unknown loop, torch.OutOfMemoryError if the card is too small.
+    """
+    if run.loop not in LOOPS:
+        raise ValueError(f"loop is {run.loop!r}: known are {', '.join(LOOPS)}")
+    loop = importlib.import_module(f"{__name__}.{LOOPS[run.loop]}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of names and defaults that libraries have changed
+        return loop.footprint_of(run, card)
+
+
+def assumptions(loop: str) -> str:
+    """What had to be assumed of the runs of a loop, as its module writes it down: markdown."""
+    said = importlib.import_module(f"{__name__}.{LOOPS[loop]}").__doc__
+    return said.partition("Assumptions")[2].partition(":\n")[2].strip()
+
+
+def kept_predictions() -> dict:
+    """What the simulation said of every published run, in its loop, for who cannot wait minutes.
+
+    `runs`: file of the records -> name of the run -> peak_allocated_bytes, peak_reserved_bytes,
+    and reserved_range_bytes, (lowest, highest) or None; or `refused`, why there is no prediction.
+    `of_release`: the same with a library's release of the runs, where that says something else.
+    `date` and `versions`: when they were simulated, and by which software.
+    `tools/keep_predictions.py` writes them.
+    """
+    return json.loads(PREDICTIONS.read_text(encoding="utf-8"))

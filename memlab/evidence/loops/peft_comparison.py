@@ -1,0 +1,107 @@
+"""PEFT's comparison of fine-tuning methods: Llama-3.2-3B on MetaMathQA, on an L40S.
+
+huggingface/peft, method_comparison/MetaMathQA (Apache-2.0): run.py is the loop, results/*.json hold
+the figures, the versions and every setting of each run.
+
+Assumptions, written down before any prediction was compared:
+
+- **One length for all.** All runs see the same batches, 4 sequences each, but their lengths are not
+  published. The longest batch's was read off one run, LoRA of rank 32: 698 tokens. That run is no
+  evidence for the prediction; the others are.
+- **The longest batch comes after an emptied cache.** The loop sorts 80 samples from long to short
+  and empties the cache after every tenth step. So the peak is that of one step of the longest batch
+  after two short ones and `empty_cache()`; outputs, loss and batch of the step before are alive
+  until their names are bound anew. What a second batch adds, of a length nobody knows, is left
+  out.
+- **Batches carry a padding mask**, attention is transformers' default (sdpa), and `use_cache` is
+  on, as in the config, so that the outputs hold keys and values.
+- **The weights come as `from_pretrained` loads them** onto a device: it takes and frees one block
+  of the model's size first.
+- **The evaluations in between need less than a step**, and the learning rate's schedule nothing.
+"""
+
+import importlib
+import inspect
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from memlab import models
+from memlab.card.gpu import SimulatedGPU
+from memlab.evidence.records import Record
+from memlab.footprint import Footprint
+from memlab.gpus import GPU
+from memlab.recipe import Recipe
+from memlab.training import import_peft
+
+SHORT = 100  # tokens of a bucket's last batches, about
+
+
+def footprint_of(run: Record, card: GPU) -> Footprint:
+    """The step of the longest batch. `run.settings`: `adapter`, the values of a PeftConfig or None,
+    and `training`, those of the comparison's TrainConfig that change memory."""
+    peft, recipe, told = import_peft(), Recipe(**run.recipe), run.settings["training"]
+    importlib.import_module("peft.optimizers")  # before a card is entered
+    with SimulatedGPU(card) as gpu:
+        torch.nn.Linear(1, 1).to("cuda")  # as there, to see what an empty card holds
+        model = loaded(recipe, gpu)
+        adapter = run.settings["adapter"] and config_of(run.settings["adapter"])
+        if adapter:
+            cast = told["autocast_adapter_dtype"]
+            model = peft.get_peft_model(model, adapter, autocast_adapter_dtype=cast)
+        optimizer = make_optimizer(model, told["optimizer_type"], told["optimizer_kwargs"])
+        if adapter:
+            with model.disable_adapter():
+                pass  # their evaluation of the base; after it the whole adapter is trained again
+        model.train()
+
+        outputs = loss = None
+        for number, length in enumerate((SHORT, SHORT, recipe.seq_len), 1):
+            if length == recipe.seq_len:
+                torch.cuda.empty_cache()
+                gpu.reset_peak()
+            tokens = torch.zeros(recipe.batch_size, length, dtype=torch.long, device="cuda")
+            batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+            batch["labels"] = tokens.clone()
+            counted = batch["attention_mask"].sum().item()
+            optimizer.zero_grad()
+            outputs = model(**batch, num_items_in_batch=counted)
+            loss = outputs.loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
+            optimizer.step()
+            if adapter and adapter.peft_type in ("ADALORA", "ADAMSS"):
+                model.base_model.update_and_allocate(number)
+        return gpu.footprint
+
+
+def loaded(recipe: Recipe, gpu: SimulatedGPU):
+    """The model in bf16 on the card, after transformers' warm-up of the allocator."""
+    with gpu.host():
+        config = models.config(recipe.model)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    warm_up = torch.empty(numbers, dtype=torch.bfloat16, device="cuda")
+    del warm_up
+    return model.to("cuda")
+
+
+def config_of(values: dict):
+    """The PeftConfig with these values, as far as the installed peft knows them."""
+    mapping = import_peft().PEFT_TYPE_TO_CONFIG_MAPPING
+    known = inspect.signature(mapping[values["peft_type"]]).parameters
+    return mapping[values["peft_type"]](**{k: v for k, v in values.items() if k in known})
+
+
+def make_optimizer(model, kind: str, settings: dict):
+    """An optimizer of torch by its name, or one of PEFT's three."""
+    if hasattr(torch.optim, kind):
+        return getattr(torch.optim, kind)(model.parameters(), **settings)
+    optimizers = import_peft().optimizers
+    if kind == "lora-fa":
+        return optimizers.create_lorafa_optimizer(model, **settings)
+    make = {
+        "lora+": optimizers.create_loraplus_optimizer,
+        "riemannian": optimizers.create_riemannian_optimizer,
+    }[kind]
+    return make(model, optimizer_cls=torch.optim.AdamW, **settings)
