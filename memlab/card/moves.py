@@ -34,6 +34,8 @@ def cuda_code(tracer):
             (torch, "get_autocast_dtype", _get_autocast_dtype),
             (optimizers, "_foreach_supported_types", types),
             (torch.utils._foreach_utils, "_foreach_supported_types", types),
+            # Of some results the strides follow the device: those of an SVD, of convolutions.
+            (torch._meta_registrations, "device_hint", lambda tensor: "cuda"),
             (torch.nn.Module, "_apply", apply_by(_move_by(tracer, names), names.replaces)),
             # PyTorch calls these from within, where no mode is.
             (torch.autograd, "_engine_run_backward", names.entered(_run_backward)),

@@ -77,9 +77,8 @@ def footprint_of(run: Record, card: GPU) -> Footprint:
 
 def loaded(recipe: Recipe, gpu: SimulatedGPU):
     """The model in bf16 on the card, after transformers' warm-up of the allocator."""
-    with gpu.host():
-        config = models.config(recipe.model)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config = models.config(recipe.model)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     numbers = sum(parameter.numel() for parameter in model.parameters())
     warm_up = torch.empty(numbers, dtype=torch.bfloat16, device="cuda")
     del warm_up

@@ -28,8 +28,7 @@ from memlab.gpus import GPU
 def footprint_of(run: Record, card: GPU) -> Footprint:
     """The second step."""
     with SimulatedGPU(card) as gpu:
-        with gpu.host():
-            model = build(run.recipe["model"])
+        model = build(run.recipe["model"])
         model = model.to("cuda").train()
         optimizer = torch.optim.AdamW(model.parameters())
         images = run.settings.get("image_size")

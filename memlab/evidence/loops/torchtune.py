@@ -45,8 +45,7 @@ def footprint_of(run: Record, card: GPU) -> Footprint:
     """Two steps. `run.settings` may switch on `chunked_loss`, `step_in_backward`, `offloading`."""
     recipe, told = Recipe(**run.recipe), run.settings
     with SimulatedGPU(card) as gpu:
-        with gpu.host():
-            model = Decoder(models.config(recipe.model), recipe.lora_rank)
+        model = Decoder(models.config(recipe.model), recipe.lora_rank)
         model.to("cuda")
         model.checkpointed = recipe.checkpointing != "none"
         model.chunks = CHUNKS if told.get("chunked_loss") else 0
