@@ -8,6 +8,7 @@ CPU's while a card is simulated.
 import warnings
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.card.kernels import Kernel
 
@@ -155,7 +156,8 @@ def scaled_dot_product_attention(
         "enable_gqa": enable_gqa,
         "capability": gpu.capability,
     }
-    route = sdpa_route(query, key, value, **call)
+    on_host = not isinstance(query, FakeTensor)  # with data
+    route = "math" if on_host else sdpa_route(query, key, value, **call)
     if route == "math":
         return torch._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -1,9 +1,9 @@
-"""A GPU that is not there: real training loops on fake tensors, under CUDA's rules.
+"""A GPU that is not there, and its host: real training loops under CUDA's rules.
 
-Inside `SimulatedGPU` every tensor is a fake one: it has a shape, a dtype and a lifetime, but no
-data. What CUDA's kernels would keep, what its libraries would take and how its allocator would
-serve it is followed byte by byte, so a full-size model runs in seconds on a laptop and runs out
-of memory where the card would.
+Inside `SimulatedGPU` a tensor on the card is a fake one: it has a shape, a dtype and a lifetime,
+but no data. What CUDA's kernels would keep, what its libraries would take and how its allocator
+would serve it is followed byte by byte, so a full-size model runs in seconds on a laptop and runs
+out of memory where the card would. The host stays a host: samplers, tokenizers and collators work.
 """
 
 from __future__ import annotations
@@ -39,27 +39,38 @@ class SimulatedGPU:
     Code written for CUDA runs unchanged: it places tensors (`.to("cuda")`, `.cuda()`,
     `device="cuda"`, `device_map="cuda"`), uses `torch.autocast("cuda")` and
     `torch.amp.GradScaler("cuda")`, asks `torch.cuda` and `torch.accelerator` for the card and its
-    memory, and hands its model to peft, bitsandbytes, Accelerate or transformers' Trainer.
-    What is not simulated is refused by a ValueError that names it: a second card, streams other
-    than the default one, CUDA graphs, torch.compile, times. What it assumes:
+    memory, and hands its model to peft, bitsandbytes, Accelerate or transformers' Trainer. What is
+    not simulated is refused by a NotSimulated, a ValueError, that names it: a second card, streams
+    other than the default one, CUDA graphs, torch.compile, sparse and nested tensors, times.
 
-    - Everything made inside lives on the card, except scalars made by `torch.tensor(number)`,
-      which stay on the host as they do with CUDA (AdamW's step counters), and the states of
-      paged optimizers, which lie in managed memory outside PyTorch's allocator. How much of
-      those the driver keeps on the card at a time is not simulated. `tensor.device` says cpu.
-    - What `torch.autograd.graph.save_on_cpu`, made inside, saves lies on the host, weights too.
-    - A model that is made in `host()` lies on the host until it moves.
-    - Tensors made outside, or by a DataLoader's workers, hold data and lie on the host;
-      `.to("cuda")` makes a new one on the card, `.cpu()` and `.to("cpu")` one on the host,
-      except of a tensor with a gradient. Parameters made outside count as the card's from their
-      first use on.
-    - Several sequences packed into one row are told apart by position_ids that hold data when
-      they move to the card; position_ids made inside count as those of one sequence a row.
-    - Tensors hold no data: `loss.item()` gives 1.0, and code that branches on values follows
-      one branch. The gradient scaler never skips a step.
-    - One stream, the allocator's default settings, no other process on the card. Weights of a
-      checkpoint are read one after the other, where transformers takes four threads unless it
-      quantizes them.
+    Where things lie:
+
+    - What is made without naming the card lies on the host and does not count. Integers, booleans
+      and tensors up to 1 MiB are ordinary ones with data; larger ones, weights, have none until
+      they move. What meets a tensor of the other place is refused in CUDA's words.
+    - A model from outside may move in. It has its data again when the card is left.
+    - The states of paged optimizers lie in managed memory outside PyTorch's allocator. How much of
+      those the driver keeps on the card at a time is not simulated.
+
+    What values are:
+
+    - Integers and booleans keep theirs on the card where all that they were made of is known, and
+      so the shapes that follow from masks and lengths are those of a real run.
+    - Any other number reads as 1, in `.item()`, in print and, up to 16 MiB, in a copy on the host;
+      larger copies hold zeros. Comparisons come out of that, isnan and isinf are False, and the
+      gradient scaler never skips a step.
+    - Where a shape follows from values that are not known, it is the largest that can come out
+      (nonzero, boolean masks, masked_select, unique; bincount with minlength), and the choices of a
+      top-k, such as an expert mixture's, are spread evenly; `Footprint.assumptions` then says so.
+      What has no largest is refused: bincount without minlength, repeat_interleave without
+      output_size, CTC loss.
+    - A checkpoint is written with zeros that take no room on the disk (`memlab.card.files`).
+    - Several sequences packed into one row are told apart where their position_ids are known.
+
+    What else it assumes: one stream, the allocator's default settings, no other process on the
+    card. Weights of a checkpoint are read one after the other, where transformers takes four
+    threads unless it quantizes them. Recurrent layers run as PyTorch's own operations, where a card
+    may take a kernel of cuDNN's.
 
     Raises torch.OutOfMemoryError, with PyTorch's message, where the card would.
     """

@@ -80,6 +80,7 @@ _run_backward = torch.autograd._engine_run_backward
 MOVES = (torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.pin_memory)
 SET_DATA = torch.Tensor.data.__set__
 PROPERTY = type(SET_DATA)
+FROM_DATA = {torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
 RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 CUDNN = "recurrent layers: PyTorch's own operations, where a card may take one kernel of cuDNN"
 
@@ -109,6 +110,10 @@ class CudaNames(TorchFunctionMode):
                 device = torch.device("cuda", device)
                 kwargs = kwargs | {"device": device}
             names_card(device)  # or refuses
+        if func in FROM_DATA:  # PyTorch makes it on the host, and moves it by itself
+            place = device or (device_of(args[0]) if func is torch.Tensor.new_tensor else HOST)
+            made = func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
+            return self._moved(torch.Tensor.to, (made, place), {})
         if func in RECURRENT and on_card(args[0]):
             self.tracer.assumptions[CUDNN] = None
         return self._called(Call(args, kwargs, names_host(device)), func, args, kwargs)

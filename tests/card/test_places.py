@@ -1,0 +1,101 @@
+"""Where a tensor made inside lies, by every way to name a place, and what it says of itself."""
+
+import numpy as np
+import pytest
+import torch
+
+from memlab import SimulatedGPU
+
+CARD = [
+    lambda: torch.zeros(3, device="cuda"),
+    lambda: torch.zeros(3).cuda(),
+    lambda: torch.zeros(3).to(0),
+    lambda: torch.zeros(3).to(torch.ones(1, device="cuda")),
+    lambda: torch.tensor([1, 2], device="cuda:0"),
+    lambda: torch.as_tensor(np.arange(3), device="cuda"),
+    lambda: torch.asarray([1.0], device="cuda"),
+    lambda: torch.from_numpy(np.ones(3)).to("cuda", non_blocking=True),
+    lambda: torch.ones(2, device="cuda").new_tensor([3]),
+    lambda: torch.ones(2, device="cuda").new_zeros(3),
+    lambda: torch.zeros_like(torch.ones(3), device="cuda"),
+    lambda: torch.tensor(2.0) * torch.ones(3, device="cuda"),
+    lambda: torch.ones(3, device="cuda")[torch.tensor([0, 2])],
+    lambda: torch.nn.functional.dropout(torch.ones(3, device="cuda")),
+    lambda: torch.nn.Linear(2, 2, device="meta").to_empty(device="cuda").weight,
+    lambda: torch.randn(3, generator=torch.Generator("cuda").manual_seed(1), device="cuda"),
+]
+HOST = [
+    lambda: torch.zeros(3),
+    lambda: torch.zeros(3, device="cpu"),
+    lambda: torch.zeros(2**20),  # 4 MiB, without data
+    lambda: torch.ones(3, device="cuda").cpu(),
+    lambda: torch.ones(2**20, device="cuda").to("cpu"),
+    lambda: torch.zeros_like(torch.ones(3, device="cuda"), device="cpu"),
+    lambda: torch.nn.Linear(1024, 1024).weight * 2,
+    lambda: torch.zeros(2**20) + torch.ones(1),
+    lambda: torch.ones(2, device="cuda").cpu().new_tensor([3]),
+]
+
+
+@pytest.mark.parametrize("make", CARD)
+def test_on_the_card_and_counted(make):
+    with SimulatedGPU("T4"):
+        before = torch.cuda.memory_allocated()
+        tensor = make()
+        assert tensor.device == torch.device("cuda:0") and tensor.is_cuda and not tensor.is_cpu
+        assert tensor.get_device() == 0 and tensor.type().startswith("torch.cuda.")
+        assert torch.cuda.memory_allocated() > before
+
+
+@pytest.mark.parametrize("make", HOST)
+def test_on_the_host_and_not_counted(make):
+    with SimulatedGPU("T4"):
+        tensor = make()
+        assert tensor.device == torch.device("cpu") and tensor.is_cpu and not tensor.is_cuda
+        assert torch.cuda.memory_allocated() == 0
+        assert tensor.detach().numpy().shape == tensor.shape
+
+
+def test_a_context_and_a_default_name_the_card_too():
+    with SimulatedGPU("T4") as gpu:
+        with gpu.device:
+            inside = torch.zeros(3)
+        torch.set_default_device("cuda")
+        assert inside.is_cuda and torch.zeros(3).is_cuda
+        torch.set_default_device(None)
+        assert torch.zeros(3).is_cpu
+
+
+@pytest.mark.parametrize(
+    "meet",
+    [
+        lambda card, host: card + host,
+        lambda card, host: torch.cat([card, host]),
+        lambda card, host: torch.nn.Linear(3, 3)(card),
+        lambda card, host: torch.nn.Embedding(3, 3).cuda()(host.long()),
+    ],
+)
+def test_what_lies_apart_does_not_meet(meet):
+    with SimulatedGPU("T4"), pytest.raises(RuntimeError, match="at least two devices, cuda:0 and"):
+        meet(torch.ones(3, device="cuda"), torch.ones(3))
+
+
+def test_a_copy_lands_in_what_is_there():
+    with SimulatedGPU("T4"):
+        host = torch.zeros(3, dtype=torch.long)
+        host.copy_(torch.tensor([4, 5, 6], device="cuda"))
+        assert host.tolist() == [4, 5, 6]
+        card = torch.zeros(3, dtype=torch.long, device="cuda")
+        card.copy_(host)
+        assert card.tolist() == [4, 5, 6]
+
+
+def test_a_thread_of_the_readers_has_the_card_too():
+    import threading
+
+    found = []
+    with SimulatedGPU("T4"):
+        thread = threading.Thread(target=lambda: found.append(torch.zeros(2**20).cuda().device))
+        thread.start()
+        thread.join()
+    assert found == [torch.device("cuda:0")]

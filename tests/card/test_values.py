@@ -1,0 +1,111 @@
+"""What is known of values on the card, what stands for the others, and shapes that follow."""
+
+import pytest
+import torch
+
+from memlab import SimulatedGPU
+from memlab.card.places import NotSimulated
+
+
+def test_integers_keep_their_values_through_what_is_done_to_them():
+    with SimulatedGPU() as gpu:
+        ids = torch.tensor([[5, 7, 0, 0], [3, 9, 4, 0]]).cuda()
+        mask = ids != 0
+        assert mask.sum(1).tolist() == [2, 3]
+        assert ids[mask].tolist() == [5, 7, 3, 9, 4]
+        assert mask.nonzero().shape == (5, 2)
+        labels = ids.masked_fill(~mask, -100)
+        labels[:, 0] = -100
+        assert (labels != -100).sum().item() == 3
+        assert torch.bincount(ids.flatten()).shape == (10,)
+        assert ids.unique().tolist() == [0, 3, 4, 5, 7, 9]
+        assert torch.arange(4, device="cuda").repeat_interleave(mask.sum(0)).shape == (5,)
+        starts = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
+        assert starts.tolist() == [0, 2, 5]
+    assert gpu.footprint.assumptions == ()
+
+
+def test_what_is_written_over_by_unknown_values_is_known_no_more():
+    with SimulatedGPU() as gpu:
+        ids = torch.arange(8).cuda()
+        view = ids[2:]
+        view += 1
+        assert ids.tolist() == [0, 1, 3, 4, 5, 6, 7, 8]
+        ids[:2] = torch.randn(2, device="cuda").long()
+        assert ids.nonzero().shape == (8, 1)  # the largest
+    assert len(gpu.footprint.assumptions) == 1
+
+
+@pytest.mark.parametrize(
+    "use, shape",
+    [
+        (lambda x: x[x > 0], (6,)),
+        (lambda x: x.masked_select(x > 0), (6,)),
+        (lambda x: (x > 0).nonzero(), (6, 2)),
+        (lambda x: torch.where(x > 0)[0], (6,)),
+        (lambda x: x.unique(), (6,)),
+        (lambda x: x.flatten().unique_consecutive(), (6,)),
+        (lambda x: torch.bincount(x.long().flatten(), minlength=4), (4,)),
+    ],
+)
+def test_of_unknown_values_the_largest_shape_is_taken_and_said(use, shape):
+    with SimulatedGPU() as gpu:
+        assert use(torch.randn(2, 3, device="cuda")).shape == shape
+    assert len(gpu.footprint.assumptions) == 1
+    assert "not known" in gpu.footprint.assumptions[0]
+    assert gpu.footprint.assumptions[0] in str(gpu.footprint)
+
+
+@pytest.mark.parametrize(
+    "use, advice",
+    [
+        (lambda x: torch.bincount(x), "Give minlength"),
+        (lambda x: x.repeat_interleave(x), "Give output_size"),
+    ],
+)
+def test_what_has_no_largest_shape_is_refused_in_a_line(use, advice):
+    with SimulatedGPU(), pytest.raises(NotSimulated, match=advice) as refused:
+        use(torch.randn(4, device="cuda").long())
+    assert "\n" not in str(refused.value)
+
+
+def test_a_mixtures_tokens_are_spread_evenly():
+    with SimulatedGPU() as gpu:
+        chosen = torch.randn(12, 4, device="cuda").topk(2).indices
+        assert torch.bincount(chosen.flatten(), minlength=4).tolist() == [6, 6, 6, 6]
+        for expert in range(4):
+            rows, places = torch.where(chosen == expert)
+            assert rows.shape == places.shape == (6,)
+    assert gpu.footprint.assumptions == ("top-k of values that are not known: chosen evenly",)
+
+
+@pytest.mark.parametrize(
+    "ask, answer",
+    [
+        (lambda x: x.isnan().any(), False),
+        (lambda x: x.isinf().any() | x.isnan().any(), False),
+        (lambda x: x.isfinite().all(), True),
+        (lambda x: ~x.isfinite().all(), False),
+        (lambda x: (x != x).any(), False),
+        (lambda x: x.mean() > 1e4, False),
+        (lambda x: x.mean() < 1e4, True),
+        (lambda x: (x.argmax(-1) >= 50_000).any(), False),
+    ],
+)
+def test_guards_stay_quiet(ask, answer):
+    with SimulatedGPU():
+        assert bool(ask(torch.randn(4, 8, device="cuda"))) is answer
+
+
+def test_packed_sequences_have_the_length_of_their_tokens():
+    with SimulatedGPU() as gpu:
+        x = torch.randn(3, 9, 16, device="cuda", requires_grad=True)
+        lengths = torch.tensor([9, 7, 5])
+        packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        assert (
+            packed.data.shape == (21, 16)
+            and packed.batch_sizes.tolist() == [3] * 5 + [2] * 2 + [1] * 2
+        )
+        torch.nn.LSTM(16, 4).cuda()(packed)[0].data.sum().backward()
+        assert x.grad.shape == x.shape
+    assert "cuDNN" in gpu.footprint.assumptions[0]
