@@ -57,8 +57,8 @@ def _size(nbytes: int) -> str:
 def card_footprint(ledger: Ledger, counts=None) -> Footprint:
     """The footprint of a ledger that a `CardMemory` serves, with the card's context.
 
-    counts: what knows `parameters` and `trainable_parameters`, and where no `CardTracer` is the
-        ledger its `assumptions`, too: a Log.
+    counts: what knows `parameters` and `trainable_parameters`, a Log or a Training; of a Log the
+        `assumptions`, too.
     """
     footprint, context = ledger.footprint(), ledger.allocator.gpu.context
     return replace(
@@ -66,6 +66,6 @@ def card_footprint(ledger: Ledger, counts=None) -> Footprint:
         parameters=counts and counts.parameters,
         trainable_parameters=counts and counts.trainable_parameters,
         context=context,
-        assumptions=tuple((counts or ledger).assumptions),
+        assumptions=(*ledger.assumptions, *getattr(counts, "assumptions", ())),
         device_used=None if context is None else footprint.peak_reserved + context,
     )

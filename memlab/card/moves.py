@@ -14,7 +14,15 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from memlab.card import bitsandbytes
 from memlab.card.fake_tensors import apply_by
-from memlab.card.places import CARD, HOST, device_of, names_card, names_host, on_card
+from memlab.card.places import (
+    CARD,
+    HOST,
+    device_of,
+    from_outside,
+    names_card,
+    names_host,
+    on_card,
+)
 from memlab.card.tracer import Call
 
 # The module: the name torch.optim.optimizer is taken away from the package after its import.
@@ -197,13 +205,13 @@ class CudaNames(TorchFunctionMode):
         parameter = isinstance(tensor, torch.nn.Parameter)
         new = data.detach().requires_grad_(tensor.requires_grad)
         new = torch.nn.Parameter(new, tensor.requires_grad) if parameter else new
-        if not isinstance(tensor, FakeTensor):
+        if from_outside(tensor):
             self._from_outside.append((weakref.ref(tensor), new))
         _swap(tensor, new)
 
     def replaces(self, module, name, buffer) -> None:
         """A module gets another buffer."""
-        if not isinstance(buffer, FakeTensor):
+        if from_outside(buffer):
             self._buffers.append((weakref.ref(module), name, buffer))
 
     def give_back(self) -> None:

@@ -33,6 +33,18 @@ def keep_on_host(tensor) -> None:
     tensor.untyped_storage()._memlab_on_host = True
 
 
+def mark_inside(tensor) -> None:
+    """An ordinary tensor was made inside, and is nobody's outside."""
+    tensor.untyped_storage()._memlab_inside = True
+
+
+def from_outside(tensor) -> bool:
+    """Whether a tensor has data, and had them before the card was entered."""
+    return not (
+        isinstance(tensor, FakeTensor) or hasattr(tensor.untyped_storage(), "_memlab_inside")
+    )
+
+
 def device_of(tensor) -> torch.device:
     """What `tensor.device` is on a machine with the card."""
     if not isinstance(tensor, FakeTensor):

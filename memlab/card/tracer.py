@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from memlab.card import kernels, values
 from memlab.card.memory import CardMemory
-from memlab.card.places import NotSimulated, keep_on_host, names_card, on_card
+from memlab.card.places import NotSimulated, keep_on_host, mark_inside, names_card, on_card
 from memlab.card.rules import RULES
 from memlab.footprint import Category, Phase
 from memlab.gpus import GPU
@@ -262,7 +262,10 @@ class CardTracer(Tracer):
                 keep_on_host(made)
                 return made
             with no_dispatch():
-                return func(*args, **kwargs)
+                made = func(*args, **kwargs)
+            if not tensors and isinstance(made, torch.Tensor):
+                mark_inside(made)
+            return made
         if func is aten._local_scalar_dense.default:
             return values.reading(args[0])
         if func is aten._to_copy.default and on_card(args[0]):

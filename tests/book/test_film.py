@@ -24,7 +24,7 @@ def runs():
     for layers in (2, 4):
         with SimulatedGPU() as gpu:
             steps = [(torch.nn.Linear(32, 32), torch.nn.Tanh()) for _ in range(layers)]
-            chain = torch.nn.Sequential(*(torch.nn.Sequential(*step) for step in steps))
+            chain = torch.nn.Sequential(*(torch.nn.Sequential(*step) for step in steps)).cuda()
             gpu.watch(chain)
             x = torch.randn(64, 32, device="cuda", requires_grad=True)
             gpu.reset_peak()

@@ -61,7 +61,9 @@ def footprint_of(run: Record, card: GPU) -> Footprint:
                 torch.cuda.empty_cache()
                 gpu.reset_peak()
             tokens = torch.zeros(recipe.batch_size, length, dtype=torch.long, device="cuda")
-            batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+            mask = torch.ones_like(tokens)
+            mask[0, -1] = 0  # their texts differ in length; a mask that hides nothing is dropped
+            batch = {"input_ids": tokens, "attention_mask": mask}
             batch["labels"] = tokens.clone()
             counted = batch["attention_mask"].sum().item()
             optimizer.zero_grad()
