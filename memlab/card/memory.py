@@ -61,11 +61,12 @@ def card_footprint(ledger: Ledger, counts=None) -> Footprint:
         ledger its `assumptions`, too: a Log.
     """
     footprint, context = ledger.footprint(), ledger.allocator.gpu.context
+    assumptions = getattr(ledger, "assumptions", None)
     return replace(
         footprint,
         parameters=counts and counts.parameters,
         trainable_parameters=counts and counts.trainable_parameters,
         context=context,
-        assumptions=tuple((counts or ledger).assumptions),
+        assumptions=tuple(counts.assumptions if assumptions is None else assumptions),
         device_used=None if context is None else footprint.peak_reserved + context,
     )
