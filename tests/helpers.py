@@ -1,12 +1,15 @@
 """What several tests ask in the same words."""
 
 import dataclasses
+import importlib
 
 import pytest
 
 from memlab import Recipe, formula, simulate
 from memlab.evidence.accuracy import Comparison
 from memlab.evidence.records import Record
+from memlab.footprint import NOT_TENSORS
+from memlab.trace.tracer import Tracer
 
 TINY = Recipe(model="gpt2-tiny", batch_size=1, seq_len=16)
 
@@ -48,3 +51,47 @@ def assert_close(recipe, card=None):
         assert quick.breakdown[category] == pytest.approx(there, rel=1e-3), category
     assert quick.parameters == whole.parameters
     assert quick.trainable_parameters == whole.trainable_parameters
+
+
+def import_or_skip(name):
+    """A module, or a skip of the file: also where it was built for another PyTorch."""
+    try:
+        return importlib.import_module(name)
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"{name}: {error}", allow_module_level=True)
+
+
+def on_the_cpu(loop):
+    """(the footprint, what it gives) of a loop that is run for real, without a card."""
+    with Tracer() as tracer:
+        result = loop()
+    return tracer.footprint(), result
+
+
+def assert_as_on_the_cpu(card, cpu, more_there=0, small=0):
+    """A loop's tensors on the card, at their worst, are the real one's.
+
+    more_there: bytes that the kernels or the data of a CPU keep and those of a card do not.
+    small: bytes by which they may differ, such as of batches, which lie on the host.
+    """
+    (phase, found), (real_phase, real) = _highest(card.timeline), _highest(cpu.timeline)
+    assert phase == real_phase
+    for category in ("parameters", "gradients"):
+        assert found[category] == real[category], category
+    # Unless the step is fused or capturable, AdamW's counts of steps lie on the host.
+    life = cpu.timeline.lives
+    counts = sum(
+        one.nbytes for one in life if one.category == "optimizer_states" and one.nbytes == 4
+    )
+    on_host = real["optimizer_states"] - found["optimizer_states"]
+    assert on_host in (0, counts)
+    wanted = sum(real.values()) - on_host - more_there
+    assert sum(found.values()) == pytest.approx(wanted, abs=small)
+
+
+def _highest(timeline):
+    """(the phase, bytes by category) of the moment with the most tensors."""
+    levels = {name: level for name, level in timeline.levels.items() if name not in NOT_TENSORS}
+    totals = [sum(moment) for moment in zip(*levels.values(), strict=True)]
+    moment = totals.index(max(totals))
+    return timeline.phases[moment], {name: level[moment] for name, level in levels.items()}

@@ -30,7 +30,7 @@ def checkpoints():
             (torch, "load", _load),
             # What lies nowhere has an address of its own all the same: libraries tell by it
             # which weights are tied.
-            (torch.UntypedStorage, "data_ptr", lambda storage: _address(storage) or storage._cdata),
+            (torch.UntypedStorage, "data_ptr", _address_of),
             *((module, name, _save_file) for module, name in _who_has(_write)),
             *((module, name, _load_file) for module, name in _who_has(_read_file)),
         ):
@@ -69,6 +69,10 @@ def _as_zeros(tensor, protocol):
         if getattr(tensor, "_is_param", False):
             plain = torch.nn.Parameter(plain, tensor.requires_grad)
         return plain.__reduce_ex__(protocol)
+
+
+def _address_of(storage):
+    return storage._cdata if storage.device.type == "meta" else _address(storage)
 
 
 def _location_of(storage):

@@ -185,6 +185,7 @@ class CudaNames(TorchFunctionMode):
         there = device_of(tensor)
         if goal == CARD and bitsandbytes.is_to_be(tensor):
             self.entered(bitsandbytes.quantize)(tensor, CARD)
+            self.tracer.see_parameter(tensor)
             return tensor
         call = Call((tensor,), {}, names_host=goal == HOST)
         if goal in (None, there) or "meta" in (goal.type, there.type):

@@ -54,6 +54,11 @@ def device_of(tensor) -> torch.device:
     return CARD if on_card(tensor) else HOST
 
 
+def address_of(tensor) -> int:
+    """An address that a tensor shares with those that share its memory, and with no others."""
+    return tensor.untyped_storage()._cdata
+
+
 def names_card(value) -> bool:
     """Whether a device, or its name, is the card.
 
@@ -125,6 +130,7 @@ def tensors_name_their_place(host_copy):
         "is_cuda": property(on_card),
         "is_cpu": property(lambda self: device_of(self) == HOST),
         "get_device": lambda self: 0 if on_card(self) else -1,
+        "data_ptr": lambda self: address_of(self) + self.storage_offset() * self.itemsize,
         "numpy": numpy,
         "__array__": as_array,
         "tolist": lambda self: host_copy(self).tolist(),

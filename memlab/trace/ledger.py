@@ -153,7 +153,9 @@ class Ledger:
 
     def _breakdown(self, index) -> dict[Category, int]:
         """Bytes by category after the entry `index`, with what existed before the first."""
-        breakdown, born = dict.fromkeys(Category, 0), set(self._numbers)
+        breakdown = dict.fromkeys(Category, 0)
+        entries = zip(self._numbers, self._changes, strict=True)
+        born = {number for number, change in entries if change > 0}
         for storage in self.storages:
             if storage.number not in born:
                 breakdown[storage.category] += storage.nbytes

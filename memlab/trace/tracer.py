@@ -191,15 +191,13 @@ class Tracer(Ledger, TorchDispatchMode):
         return out
 
     def _see_argument(self, tensor) -> None:
-        if self.is_counted(tensor):
-            if not isinstance(tensor, torch.nn.Parameter):
-                return
-            if getattr(tensor, "_memlab_token", None) is self._token:
-                return
+        known = self._live.get(tensor.untyped_storage()._cdata)
         if isinstance(tensor, torch.nn.Parameter):
-            self.see_parameter(tensor)
-            self._follow_gradient(tensor)
-        else:
+            if known is None or known[0].category != Category.PARAMETERS:  # it may have new data
+                self.see_parameter(tensor)
+            if getattr(tensor, "_memlab_token", None) is not self._token:
+                self._follow_gradient(tensor)
+        elif known is None:
             self.see(tensor, existed=True)
 
     def see_parameter(self, parameter) -> None:

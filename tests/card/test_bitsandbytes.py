@@ -68,3 +68,14 @@ def test_nothing_of_bitsandbytes_stays_changed():
     simulate(QLORA)
     assert new == (bitsandbytes.nn.Params4bit.__dict__["__new__"], bitsandbytes.matmul)
     Training(QLORA).step()
+
+
+def test_a_weight_that_is_quantized_by_itself_is_a_parameter():
+    """As transformers' loader does, which moves no module."""
+    with SimulatedGPU() as gpu:
+        weight = torch.randn(256, 256)
+        weight = bitsandbytes.nn.Params4bit(weight, False, compress_statistics=False).to("cuda")
+        held = torch.cuda.memory_allocated()
+        weight.quant_state.absmax + 1
+    levels = gpu.footprint.timeline.levels
+    assert levels["parameters"][-1] == 256 * 256 // 2 + 256 * 256 // 64 * 4 + 16 * 4 <= held

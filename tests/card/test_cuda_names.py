@@ -141,6 +141,16 @@ def test_what_a_plain_loop_asks_for_goes_on():
     assert isinstance(torch.Generator(), torch.Generator)
 
 
+def test_weights_that_are_tied_have_one_address_and_others_have_their_own():
+    """Libraries tell by it, the Trainer's count of what an embedding manager skips among them."""
+    with SimulatedGPU("T4"):
+        one, two = torch.nn.Linear(4, 4, device="cuda"), torch.nn.Linear(4, 4, device="cuda")
+        two.bias = one.bias
+        assert one.bias.data_ptr() == two.bias.detach().data_ptr() != 0
+        assert one.weight.data_ptr() != two.weight.data_ptr()
+        assert one.weight[1].data_ptr() == one.weight.data_ptr() + 16
+
+
 def test_data_made_outside_takes_room_when_it_is_moved():
     data = torch.zeros(1000, MiB // 4)  # 1000 MiB on the host
     with SimulatedGPU("T4"):

@@ -180,3 +180,14 @@ def test_the_tracer_keeps_nothing_alive():
         storage = torch.multiprocessing.reductions.StorageWeakRef(x.untyped_storage())
         del x
         assert storage.expired()
+
+
+def test_a_parameter_that_is_given_other_data_stays_a_parameter():
+    layer = torch.nn.Linear(64, 64, bias=False)
+    with Tracer() as tracer:
+        layer(torch.randn(2, 64)).sum().backward()
+        layer.weight.data = layer.weight.data.to(torch.float64)
+        layer.weight.grad = None
+        layer(torch.randn(2, 64, dtype=torch.float64)).sum().backward()
+    levels = tracer.footprint().timeline.levels
+    assert levels["parameters"][-1] == levels["gradients"][-1] == 8 * 64 * 64

@@ -1,0 +1,306 @@
+"""Small idioms of training code on the simulated card: each works, or is refused in one line."""
+
+import copy
+import math
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import one_line
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, random_split
+
+from memlab import SimulatedGPU, models
+from memlab.card.places import NotSimulated
+
+
+@pytest.fixture
+def gpu():
+    torch.manual_seed(0)
+    with SimulatedGPU("A100-40GB") as card:
+        yield card
+
+
+def small():
+    """A model, its optimizer, and a loss that has a graph."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)).cuda()
+    x, y = torch.randn(8, 64, device="cuda"), torch.randint(4, (8,), device="cuda")
+    return model, torch.optim.AdamW(model.parameters()), F.cross_entropy(model(x), y)
+
+
+# ---------------------------------------------------------------------- values that are read
+
+
+@pytest.mark.parametrize(
+    ("read", "given"),
+    [
+        (lambda loss: f"{loss:.4f}", "1.0000"),
+        (lambda loss: f"{loss.detach():.3f}", "1.000"),
+        (lambda loss: "%.2f" % loss, "1.00"),  # noqa: UP031
+        (lambda loss: float(loss), 1.0),
+        (lambda loss: round(loss.item(), 3), 1.0),
+        (lambda loss: loss.detach().cpu().numpy().item(), 1.0),
+        (lambda loss: np.array(loss.detach().cpu()).shape, ()),
+        (lambda loss: loss.detach().cpu().tolist(), 1.0),
+        (lambda loss: bool(loss < float("inf")), True),
+        (lambda loss: math.isnan(loss.item()), False),
+        (lambda loss: bool(torch.isnan(loss)), False),
+        (lambda loss: bool(torch.isinf(loss).any()), False),
+        (lambda loss: bool(torch.isfinite(loss)), True),
+        (lambda loss: str(loss).startswith("tensor(1.0, device='cuda:0'"), True),
+    ],
+)
+def test_a_loss_reads_as_one_and_guards_are_quiet(gpu, read, given):
+    assert read(small()[2]) == given
+
+
+def test_numpy_wants_a_copy_on_the_host(gpu):
+    with pytest.raises(TypeError, match="cuda:0 device type tensor to numpy"):
+        torch.ones(3, device="cuda").numpy()
+    with pytest.raises(RuntimeError, match="requires grad"):
+        torch.ones(3, device="cuda", requires_grad=True).cpu().numpy()
+
+
+def test_values_that_come_from_the_host_are_known(gpu):
+    lengths = torch.tensor([5, 9, 7])
+    for where in (lengths, lengths.cuda()):
+        assert where.max().item() == 9
+        assert where.tolist() == [5, 9, 7]
+        assert torch.zeros(3, 16, device="cuda")[:, : where.max()].shape == (3, 9)
+        assert torch.arange(int(where.max()), device="cuda").shape == (9,)
+        ends = F.pad(where.cumsum(0), (1, 0))
+        assert [int(b - a) for a, b in zip(ends[:-1], ends[1:], strict=True)] == [5, 9, 7]
+    assert torch.randn(21, 4, device="cuda").split(lengths.tolist())[1].shape == (9, 4)
+
+
+# ---------------------------------------------------------------------- shapes that follow values
+
+KNOWN = [3, 0, 2, 3, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "exact", "largest", "said"),
+    [
+        (lambda y: torch.nonzero(y), (4, 1), (6, 1), "nonzero"),
+        (lambda y: torch.where(y > 1)[0], (3,), (6,), "nonzero"),
+        (lambda y: torch.randn(6, 8, device="cuda")[y > 1], (3, 8), (6, 8), "boolean masks"),
+        (lambda y: torch.unique(y), (4,), (6,), "unique"),
+        (lambda y: torch.unique_consecutive(y), (6,), (6,), "unique"),
+        (lambda y: torch.bincount(y, minlength=3), (4,), (3,), "minlength bins"),
+        (lambda y: torch.masked_select(y, y > 1), (3,), (6,), "boolean masks"),
+    ],
+    ids=["nonzero", "where", "mask", "unique", "consecutive", "bincount", "masked_select"],
+)
+def test_the_shape_is_exact_where_values_are_known_and_the_largest_where_not(
+    gpu, shape, exact, largest, said
+):
+    assert shape(torch.tensor(KNOWN).cuda()).shape == exact
+    assert gpu.footprint.assumptions == ()
+    unknown = torch.randn(6, 7, device="cuda").argmax(dim=1) + 2
+    assert shape(unknown).shape == largest
+    assert any(said in assumed for assumed in gpu.footprint.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("use", "instead"),
+    [
+        (lambda x: torch.bincount(x), "Give minlength"),
+        (lambda x: torch.repeat_interleave(x), "Give output_size"),
+    ],
+)
+def test_a_shape_without_a_largest_is_refused(gpu, use, instead):
+    with pytest.raises(NotSimulated, match=instead) as error:
+        use(torch.randn(6, 7, device="cuda").argmax(dim=1))
+    one_line(error)
+
+
+def test_packed_sequences_hold_their_tokens_and_no_padding(gpu):
+    layer = nn.LSTM(8, 16, batch_first=True).cuda()
+    x = torch.randn(3, 9, 8, device="cuda", requires_grad=True)
+    packed = pack_padded_sequence(x, torch.tensor([9, 7, 5]), batch_first=True)
+    assert packed.data.shape == (21, 8)
+    out, _ = layer(packed)
+    assert out.data.shape == (21, 16)
+    out.data.sum().backward()
+    assert x.grad.shape == x.shape
+    assert any("cuDNN" in assumed for assumed in gpu.footprint.assumptions)
+
+
+# ---------------------------------------------------------------------- data
+
+
+class Ragged(Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, i):
+        return torch.full((i + 1,), i)
+
+
+def padded(rows):
+    width = max(map(len, rows))
+    return torch.stack([F.pad(row, (0, width - len(row))) for row in rows])
+
+
+def test_ragged_shuffled_batches_have_the_widths_of_a_run_without_a_card():
+    def widths(**settings):
+        torch.manual_seed(0)
+        loader = DataLoader(Ragged(), 8, collate_fn=padded, **settings)
+        return [batch.shape[1] for batch in loader]
+
+    real, plain = widths(shuffle=True), widths()
+    with SimulatedGPU():
+        assert widths(shuffle=True) == real != plain == widths()
+        assert widths(shuffle=True, num_workers=2, pin_memory=True) == real
+
+
+def test_splits_and_samplers_draw_what_they_draw_without_a_card():
+    def drawn():
+        torch.manual_seed(0)
+        one, two = random_split(Ragged(), [24, 8])
+        weighted = WeightedRandomSampler([0.1, 0.9, 0.5], 6)
+        return [len(row) for row in one], two.indices, list(weighted), torch.randperm(6).tolist()
+
+    real = drawn()
+    with SimulatedGPU():
+        assert drawn() == real
+
+
+# ---------------------------------------------------------------------- files
+
+
+def test_what_is_saved_is_read_back(gpu, tmp_path):
+    model, optimizer, loss = small()
+    loss.backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a")
+    read = torch.load(tmp_path / "a")
+    assert read["model"]["0.weight"].is_cuda and read["model"]["0.weight"].shape == (64, 64)
+    assert not torch.load(tmp_path / "a", map_location="cpu")["model"]["0.weight"].is_cuda
+    model.load_state_dict(read["model"])
+    optimizer.load_state_dict(read["optimizer"])
+    save_file(model.state_dict(), tmp_path / "b")
+    back = load_file(tmp_path / "b", device="cuda")
+    assert {name: tensor.shape for name, tensor in back.items()} == {
+        name: tensor.shape for name, tensor in model.state_dict().items()
+    }
+    assert (tmp_path / "b").stat().st_size > sum(p.nbytes for p in model.parameters())
+
+
+def test_a_pretrained_model_is_saved_and_read_back(gpu, tmp_path):
+    model = models.build("gpt2-tiny").to("cuda")
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, device_map="cuda")
+    assert [p.shape for p in again.parameters()] == [p.shape for p in model.parameters()]
+    assert {p.device.type for p in again.parameters()} == {"cuda"}
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+def test_a_hook_that_steps_and_drops_each_gradient_holds_one_at_a_time():
+    def highest(hooked):
+        with SimulatedGPU() as gpu:
+            model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)]).cuda()
+            optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+
+            def step(parameter):
+                optimizers[parameter].step()
+                parameter.grad = None
+
+            for parameter in model.parameters() if hooked else ():
+                parameter.register_post_accumulate_grad_hook(step)
+            model(torch.randn(4, 256, device="cuda")).sum().backward()
+            return gpu.footprint.peak_tensors
+
+    size = 4 * 256 * 256
+    assert 6 * size <= highest(False) - highest(True) <= 7 * size
+
+
+def test_clipping_and_the_search_for_anomalies_go_on(gpu):
+    model, _, loss = small()
+    with torch.autograd.detect_anomaly(check_nan=True):
+        loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    assert norm.item() == 1.0 and norm.is_cuda
+
+
+@pytest.mark.parametrize(
+    "name", ["Adam", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"]
+)
+def test_every_optimizer_steps(gpu, name):
+    model, _, loss = small()
+    optimizer = getattr(torch.optim, name)(model.parameters())
+    loss.backward()
+    for _ in range(2):
+        optimizer.step()
+    assert gpu.footprint.timeline.levels["optimizer_states"][-1] >= sum(
+        parameter.nbytes for parameter in model.parameters()
+    )
+
+
+# ---------------------------------------------------------------------- places
+
+
+def test_tensors_say_where_they_are(gpu):
+    model, _, loss = small()
+    weight = next(model.parameters())
+    assert weight.is_cuda and weight.device == torch.device("cuda", 0)
+    assert weight.device.type == loss.device.type == "cuda" and weight.get_device() == 0
+    assert not torch.zeros(2).is_cuda and weight.cpu().device.type == "cpu"
+    with torch.autocast(device_type=weight.device.type, dtype=torch.float16):
+        assert model(torch.randn(2, 64, device=weight.device)).dtype == torch.float16
+
+
+def test_two_devices_are_refused_in_pytorchs_words(gpu):
+    with pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cpu"):
+        torch.ones(3, device="cuda") + torch.ones(3)
+
+
+def test_a_thread_of_the_readers_own_trains_on_the_card(gpu):
+    held = []
+
+    def work():
+        model, optimizer, loss = small()
+        loss.backward()
+        optimizer.step()
+        held.append(torch.cuda.memory_allocated())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert held[0] > 4 * 4 * 64 * 64
+
+
+def test_a_model_without_memory_takes_it_when_it_is_emptied_onto_the_card(gpu):
+    with torch.device("meta"):
+        model = nn.Linear(256, 256, bias=False)
+    assert torch.cuda.memory_allocated() == 0
+    model.to_empty(device="cuda")
+    assert torch.cuda.memory_allocated() == 4 * 256 * 256
+    copy.deepcopy(model)
+    assert torch.cuda.max_memory_allocated() == 2 * 4 * 256 * 256
+
+
+def test_data_parallel_over_one_card_is_the_module_itself():
+    peaks = []
+    for wrap in (nn.DataParallel, lambda module: module):
+        with SimulatedGPU("T4") as gpu:
+            model = wrap(nn.Linear(256, 256)).cuda()
+            model(torch.randn(8, 256)[:4].cuda()).sum().backward()
+        peaks.append(gpu.footprint.peak_allocated)
+    assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"), [(nn.Embedding, (4, 5)), (nn.EmbeddingBag, (4, 5))], ids=["one", "bag"]
+)
+def test_sparse_gradients_are_refused_with_the_way_out(gpu, layer, shape):
+    table = layer(100, 8, sparse=True).cuda()
+    with pytest.raises(NotSimulated, match="sparse=False") as error:
+        table(torch.randint(100, shape, device="cuda")).sum().backward()
+    one_line(error)
