@@ -70,7 +70,7 @@ class SimulatedGPU:
     What else it assumes: one stream, the allocator's default settings, no other process on the
     card. Weights of a checkpoint are read one after the other, where transformers takes four
     threads unless it quantizes them. Recurrent layers run as PyTorch's own operations, where a card
-    may take a kernel of cuDNN's.
+    may take a kernel of cuDNN's; what cuDNN takes for itself in a convolution is not counted.
 
     Raises torch.OutOfMemoryError, with PyTorch's message, where the card would.
     """
