@@ -23,6 +23,7 @@ from memlab.footprint import Category, Phase
 from memlab.gpus import GPU
 from memlab.trace.ledger import Storage
 from memlab.trace.tracer import Tracer
+from memlab.units import mib
 
 aten = torch.ops.aten
 SMALL = 2**20  # bytes up to which numbers on the host hold data
@@ -140,10 +141,7 @@ class CardTracer(Tracer):
         try:
             out = super().__torch_dispatch__(func, types, here, options)
         except (DynamicOutputShapeException, DataDependentOutputException):
-            raise NotSimulated(
-                f"{func} is not simulated: what it gives depends on values that only a real card "
-                "has. Do it on the host, with .cpu(), or without it"
-            ) from None
+            raise NotSimulated(f"{func} is not simulated: {ONLY_A_CARD_KNOWS}") from None
         scratch = kernels.kernel_scratch(func, here)
         if scratch:
             self.met_rules.add("softmax backward")
@@ -268,10 +266,15 @@ class CardTracer(Tracer):
             return made
         if func is aten._local_scalar_dense.default:
             return values.reading(args[0])
+        if func in (aten.equal.default, aten.allclose.default):
+            return values.compare(func, args, kwargs)
         if func is aten._to_copy.default and on_card(args[0]):
             return self.copy_to_host(args[0], kwargs.get("dtype"))
         here, options = self._without_data(args, kwargs, tensors)
-        made = func(*here, **options)
+        try:
+            made = func(*here, **options)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            raise NotSimulated(f"{func} is not simulated: {NO_DATA_ON_THE_HOST}") from None
         if any(map(on_card, tensors)) and all(map(_holds_data, _tensors([made]))):
             here = tree_map_only(FakeTensor, values.host_copy, (args, kwargs))
             with no_dispatch():
@@ -343,6 +346,15 @@ class CardTracer(Tracer):
                 self._handles_used.add((handle, thread))
                 self.born(nbytes, Category.WORKSPACES)
 
+
+ONLY_A_CARD_KNOWS = (
+    "what it gives depends on values that only a real card has. Do it on the host, with .cpu(), or "
+    "without it"
+)
+NO_DATA_ON_THE_HOST = (
+    f"what it gives depends on values of a tensor on the host that has none here, because it takes "
+    f"more than {mib(SMALL)}. Do it in smaller parts, or before the card is entered"
+)
 
 MAY_MIX = {  # where CUDA takes tensors of both
     aten.copy_.default,

@@ -61,6 +61,7 @@ def test_of_unknown_values_the_largest_shape_is_taken_and_said(use, shape):
     [
         (lambda x: torch.bincount(x), "Give minlength"),
         (lambda x: x.repeat_interleave(x), "Give output_size"),
+        (lambda x: torch.rand(2**20).nonzero(), "takes more than 1.0 MiB"),
     ],
 )
 def test_what_has_no_largest_shape_is_refused_in_a_line(use, advice):
