@@ -196,7 +196,9 @@ class CudaNames(TorchFunctionMode):
             return self._called(call, torch.Tensor.to, (tensor,), options)
         options.pop("copy", None)
         options["device"] = goal
-        return self._called(call, torch.ops.aten._to_copy.default, (tensor,), options)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return _Move.apply(tensor, self, call, options)
+        return self._called(call, _TO_COPY, (tensor,), options)
 
     def become(self, tensor, data) -> None:
         """`tensor.data = data`, also where one holds data and the other does not."""
@@ -227,6 +229,22 @@ class CudaNames(TorchFunctionMode):
             if isinstance(tensor, FakeTensor):
                 _swap(tensor, data)
         self._from_outside.clear()
+
+
+class _Move(torch.autograd.Function):
+    """A move between host and card, whose gradient goes the other way."""
+
+    @staticmethod
+    def forward(ctx, tensor, names, call, options):
+        ctx.names, ctx.back = names, (device_of(tensor), tensor.dtype)
+        return names._called(call, _TO_COPY, (tensor,), options)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.names._moved(torch.Tensor.to, (gradient, *ctx.back), {}), None, None, None
+
+
+_TO_COPY = torch.ops.aten._to_copy.default
 
 
 def _kind(tensor) -> str:

@@ -123,9 +123,32 @@ def learn(func, args, kwargs, out) -> None:
         return
     if func is aten.topk.default:
         even_routing(args, kwargs, outs[1])
+    if func in DECIDES and _decided(func, args):
+        with no_dispatch():
+            know(out, torch.full(out.shape, DECIDES[func], dtype=out.dtype))
+        return
     for _, made in new:
         if made.dtype == torch.bool:
             made.untyped_storage()._memlab_reads = stand_in(func, args)
+
+
+DECIDES = {  # what one side has everywhere decides the result, whatever the other has
+    aten.bitwise_and.Tensor: 0,
+    aten.logical_and.default: 0,
+    aten.bitwise_or.Tensor: 1,
+    aten.logical_or.default: 1,
+}
+
+
+def _decided(func, args) -> bool:
+    sides = [values_of(side) for side in args if isinstance(side, torch.Tensor)]
+    with no_dispatch():
+        return any(
+            side is not None
+            and (side.dtype == torch.bool or DECIDES[func] == 0)
+            and bool((side == DECIDES[func]).all())
+            for side in sides
+        )
 
 
 def _written(func, args, kwargs) -> None:

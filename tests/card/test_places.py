@@ -80,6 +80,17 @@ def test_what_lies_apart_does_not_meet(meet):
         meet(torch.ones(3, device="cuda"), torch.ones(3))
 
 
+def test_a_gradient_goes_back_to_where_its_tensor_lies():
+    with SimulatedGPU("T4"):
+        host = torch.zeros(2**20, requires_grad=True)  # as a weight that is moved when it is used
+        loss = (host.cuda() * torch.ones(1, device="cuda")).sum().cpu()
+        assert loss.is_cpu
+        loss.backward()
+        assert host.grad.is_cpu and host.grad.shape == host.shape
+        del loss
+        assert torch.cuda.memory_allocated() == 0
+
+
 def test_a_copy_lands_in_what_is_there():
     with SimulatedGPU("T4"):
         host = torch.zeros(3, dtype=torch.long)

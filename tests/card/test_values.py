@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from memlab import SimulatedGPU
+from memlab import SimulatedGPU, models
 from memlab.card.places import NotSimulated
 
 
@@ -68,6 +68,24 @@ def test_what_has_no_largest_shape_is_refused_in_a_line(use, advice):
     with SimulatedGPU(), pytest.raises(NotSimulated, match=advice) as refused:
         use(torch.randn(4, device="cuda").long())
     assert "\n" not in str(refused.value)
+
+
+def test_one_known_side_decides_a_condition():
+    with SimulatedGPU():
+        unknown = torch.randn(3, device="cuda") > 0.5
+        assert (torch.ones(3, dtype=torch.bool).cuda() | unknown).tolist() == [True] * 3
+        assert (torch.zeros(3, dtype=torch.long).cuda() & unknown).tolist() == [0] * 3
+
+
+def test_generating_ends_at_the_length_that_was_asked_for():
+    with SimulatedGPU("T4"):
+        model = models.build("gpt2-tiny").cuda().eval()
+        tokens = torch.ones(2, 4, dtype=torch.long, device="cuda")
+        mask = torch.ones_like(tokens)
+        settings = dict(max_new_tokens=5, pad_token_id=0)
+        for how in (dict(do_sample=False), dict(do_sample=True, top_k=5, top_p=0.9)):
+            made = model.generate(tokens, attention_mask=mask, **settings, **how)
+            assert made.shape == (2, 9)
 
 
 def test_a_mixtures_tokens_are_spread_evenly():
