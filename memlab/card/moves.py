@@ -1,7 +1,6 @@
 """Code written for CUDA on a machine without: its names, and moves between host and card."""
 
 import contextlib
-import functools
 import importlib
 import threading
 import weakref
@@ -139,7 +138,6 @@ class CudaNames(TorchFunctionMode):
     def entered(self, function):
         """The function, run under this mode."""
 
-        @functools.wraps(function)
         def run(*args, **kwargs):
             thread = self.tracer.thread
             before, thread.call = thread.call, None

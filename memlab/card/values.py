@@ -6,8 +6,6 @@ come out of that, isnan and isinf as False. Where the shape of a result depends 
 not known, the largest that can come out is taken and said, or the operation is refused.
 """
 
-import math
-
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
@@ -16,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from memlab.card.places import NotSimulated
 
 aten = torch.ops.aten
-LARGEST_KNOWN = 64 * 2**20  # bytes: masks of long sequences; more would cost time
+MOST_KNOWN = 2**18  # numbers: the tokens of any batch, and no masks of token by token
 
 
 # ---------------------------------------------------------------------- known values
@@ -43,10 +41,11 @@ def know(tensor, values, assumed="") -> None:
     reader's own.
     """
     storage = tensor.untyped_storage()
-    if tensor.is_floating_point() or tensor.is_complex() or storage.nbytes() > LARGEST_KNOWN:
+    numbers = storage.nbytes() // tensor.itemsize
+    if tensor.is_floating_point() or tensor.is_complex() or numbers > MOST_KNOWN:
         return
     with no_dispatch():
-        flat = torch.zeros(storage.nbytes() // tensor.itemsize, dtype=tensor.dtype)
+        flat = torch.zeros(numbers, dtype=tensor.dtype)
         part = torch.as_strided(flat, tensor.shape, tensor.stride(), tensor.storage_offset())
         part.copy_(values)
     storage._memlab_values, storage._memlab_assumed = flat, assumed
@@ -114,7 +113,7 @@ def learn(func, args, kwargs, out) -> None:
     ]
     if not new:
         return
-    if _all_known(args, kwargs) and all(m.nbytes <= LARGEST_KNOWN for _, m in new):
+    if _all_known(args, kwargs) and all(m.numel() <= MOST_KNOWN for _, m in new):
         results = run_on_values(func, args, kwargs)
         results = results if isinstance(results, (list, tuple)) else (results,)
         assumed = assumed_of(_tensors(args, kwargs))
@@ -372,7 +371,7 @@ def even_routing(args, kwargs, indices) -> None:
     """
     tensor, k = args[0], args[1]
     dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
-    if tensor.dim() == 0 or math.prod(indices.shape) * 8 > LARGEST_KNOWN:
+    if tensor.dim() == 0 or indices.numel() > MOST_KNOWN:
         return
     with no_dispatch():
         order = torch.arange(indices.numel()) % tensor.size(dim)
