@@ -4,7 +4,6 @@ import contextlib
 import linecache
 import runpy
 import sys
-import traceback
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from memlab.card.gpu import SimulatedGPU
 from memlab.card.places import NotSimulated
 from memlab.footprint import Footprint
+from memlab.trace.script_lines import line_of_error
 from memlab.units import mib
 
 LINES = 8  # of the script, in print
@@ -70,9 +70,9 @@ class _EnoughSteps(BaseException):
 def run_script(path, arguments=(), gpu=None, steps: int = 2, snapshot=None) -> ScriptRun:
     """Run a script as `python path arguments` would, inside a `SimulatedGPU`.
 
-    It ends when every optimizer that has stepped has made so many steps, or by itself. gpu: as for
-    `SimulatedGPU`. snapshot: a file for PyTorch's memory viewer, or None. The script's numbers are
-    stand-ins, as `SimulatedGPU` has them.
+    It ends when every optimizer that has stepped has made so many steps, or one of them three times
+    as many, or by itself. gpu: as for `SimulatedGPU`. snapshot: a file for PyTorch's memory
+    viewer, or None. The script's numbers are stand-ins, as `SimulatedGPU` has them.
 
     Raises ValueError, with the script's line, for what is not simulated and where there is no such
     file, and what the script itself raises.
@@ -99,7 +99,7 @@ def run_script(path, arguments=(), gpu=None, steps: int = 2, snapshot=None) -> S
         except torch.OutOfMemoryError as problem:
             error = problem
         except NotSimulated as problem:
-            raise ValueError(f"{_where(script, problem)}: {problem}") from None
+            raise ValueError(f"{line_of_error(script, problem)}: {problem}") from None
         finally:
             hook.remove()
     card.tracer.start = 0
@@ -108,7 +108,7 @@ def run_script(path, arguments=(), gpu=None, steps: int = 2, snapshot=None) -> S
     number = max(made.values(), default=0)
     if error is None:
         return ScriptRun(script, card.footprint, number)
-    return ScriptRun(script, card.footprint, number, str(error), _where(script, error))
+    return ScriptRun(script, card.footprint, number, str(error), line_of_error(script, error))
 
 
 @contextlib.contextmanager
@@ -119,11 +119,3 @@ def _as_main(script, arguments):
         mock.patch.object(sys, "path", [str(script.parent), *sys.path]),
     ):
         yield
-
-
-def _where(script, error) -> str:
-    """The script's last line in a traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if Path(f.filename).is_relative_to(script.parent)]
-    last = [f for f in own if "site-packages" not in f.filename][-1:]
-    return f"{Path(last[0].filename).relative_to(script.parent)}:{last[0].lineno}" if last else ""

@@ -11,7 +11,7 @@ have put it on the card. So what a reader with a card meets first is met here:
   pinning one, and touching one in a forked worker.
 - memlab's copy of PyTorch's allocator serves the card's storages and cuBLAS's workspaces: the
   counters count, and a card that is full runs out of memory.
-- A card tensor that meets a `SimulatedGPU` raises. Otherwise the stand-in steps aside there.
+- Inside a `SimulatedGPU` the stand-in steps aside; that refuses tensors of any other card.
 
 What only a card shows is not here: CUDA's kernels with what they take for themselves and the
 number formats that they lack, streams, and time. Autocast for "cuda" casts by the CPU's list.
@@ -30,7 +30,7 @@ from unittest import mock
 
 import torch
 from torch._C import _functorch as functorch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorConverter
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import flex_attention
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from memlab import SimulatedGPU
 from memlab.card.cuda_names import cuda_answers
 from memlab.card.memory import CardMemory
+from memlab.card.moves import AUTOCAST
 from memlab.gpus import find_gpu
 from memlab.quantized import import_bitsandbytes
 
@@ -444,28 +445,9 @@ def compiled(card):
     yield flex_attention, {"flex_attention": attention}
 
 
-def half_precision():
-    """CUDA's autocast is the CPU's, with CUDA's default."""
-    init, enabled, dtype_of = (
-        torch.autocast.__init__,
-        torch.is_autocast_enabled,
-        torch.get_autocast_dtype,
-    )
-
-    def autocast(self, device_type, dtype=None, enabled=True, cache_enabled=None):
-        if device_type == "cuda":
-            device_type, dtype = "cpu", dtype or torch.float16
-        init(self, device_type, dtype, enabled, cache_enabled)
-
-    yield torch.autocast, {"__init__": autocast}
-    yield torch, {"is_autocast_enabled": lambda device_type="cuda": enabled("cpu")}
-    yield torch, {"get_autocast_dtype": lambda device_type: dtype_of("cpu")}
-
-
-def simulations(card, to_and_fro):
-    """A `SimulatedGPU` finds PyTorch's own moves, and no tensor of the card."""
+def simulations(to_and_fro):
+    """A `SimulatedGPU` finds PyTorch's own moves."""
     enter, leave = SimulatedGPU.__enter__, SimulatedGPU.__exit__
-    fake_of = FakeTensorConverter.from_real_tensor
 
     def step_aside(simulation):
         to_and_fro.stop()
@@ -481,14 +463,7 @@ def simulations(card, to_and_fro):
         finally:
             to_and_fro.start()
 
-    def fake(converter, mode, tensor, *args, **kwargs):
-        if SimulatedGPU.entered and card.holds(tensor):
-            shape = list(tensor.shape)
-            raise RuntimeError(f"a tensor on the card, of shape {shape}, meets a SimulatedGPU")
-        return fake_of(converter, mode, tensor, *args, **kwargs)
-
     yield SimulatedGPU, {"__enter__": step_aside, "__exit__": step_back}
-    yield FakeTensorConverter, {"from_real_tensor": fake}
 
 
 @contextlib.contextmanager
@@ -504,8 +479,8 @@ def stand_in(name: str):
             *storages(card),
             *autograd(card),
             *compiled(card),
-            *half_precision(),
-            *simulations(card, to_and_fro),
+            *((target, {name: value}) for target, name, value in AUTOCAST),
+            *simulations(to_and_fro),
             # What a simulation refuses, and the CPU has.
             (torch, {"compile": compiles}),
             (torch.cuda, {"Event": Event, "_is_in_bad_fork": card.is_forked}),

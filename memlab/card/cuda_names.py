@@ -14,9 +14,8 @@ from unittest import mock
 import torch
 from transformers.utils import import_utils
 
-from memlab.card.places import NotSimulated
+from memlab.card.places import ONE_CARD, NotSimulated, names_card
 
-ONE_CARD = "the simulated card is cuda:0, and there is one"
 NOT_SIMULATED = {
     "torch.cuda.CUDAGraph": "CUDA graphs have memory pools of their own",
     "torch.cuda.graph": "CUDA graphs have memory pools of their own",
@@ -142,7 +141,7 @@ def only_card(device=None) -> None:
     if device is None or (isinstance(device, int) and device < 1):
         return
     named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if named.type != "cuda" or named.index:
+    if not names_card(named):
         raise NotSimulated(f"device is {str(named)!r}: {ONE_CARD}")
 
 

@@ -81,7 +81,10 @@ def _location_of(storage):
 
 
 def _load(f, map_location=None, *args, **kwargs):
-    """torch.load, which would ask a card that is not there for memory."""
+    """torch.load, which would ask a card that is not there for memory.
+
+    A function for a map_location is taken to send all to the host.
+    """
     for_card = []  # storages, kept so that no other takes the place of one
 
     def place(storage, location):
@@ -101,7 +104,10 @@ def _load(f, map_location=None, *args, **kwargs):
     def move(tensor):
         return tensor.to("cuda") if tensor.untyped_storage()._cdata in card else tensor
 
-    return tree_map_only(torch.Tensor, move, loaded)
+    def moved(found):
+        return found._apply(move) if isinstance(found, torch.nn.Module) else move(found)
+
+    return tree_map_only((torch.Tensor, torch.nn.Module), moved, loaded)
 
 
 def _load_file(filename, device="cpu", **kwargs):

@@ -28,6 +28,32 @@ from memlab.card.tracer import Call
 optimizers = importlib.import_module("torch.optim.optimizer")
 
 
+_original_autocast_init = torch.autocast.__init__
+_original_is_autocast_enabled = torch.is_autocast_enabled
+_original_get_autocast_dtype = torch.get_autocast_dtype
+
+
+def _is_autocast_enabled(device_type="cuda"):  # CUDA's, where none is named
+    return _original_is_autocast_enabled(device_type.replace("cuda", "cpu"))
+
+
+def _get_autocast_dtype(device_type):
+    return _original_get_autocast_dtype(device_type.replace("cuda", "cpu"))
+
+
+def _autocast_on_cpu(self, device_type, dtype=None, enabled=True, cache_enabled=None):
+    if device_type == "cuda":
+        device_type, dtype = "cpu", dtype or torch.float16  # CUDA's default
+    _original_autocast_init(self, device_type, dtype, enabled, cache_enabled)
+
+
+AUTOCAST = (  # "cuda" on tensors that PyTorch takes for the cpu's
+    (torch.autocast, "__init__", _autocast_on_cpu),
+    (torch, "is_autocast_enabled", _is_autocast_enabled),
+    (torch, "get_autocast_dtype", _get_autocast_dtype),
+)
+
+
 @contextlib.contextmanager
 def cuda_code(tracer):
     """Let code written for CUDA run, and tell a `CardTracer` what Python calls."""
@@ -36,9 +62,7 @@ def cuda_code(tracer):
     init_hooks = torch.autograd.graph.saved_tensors_hooks.__init__
     with contextlib.ExitStack() as stack:
         for target, name, replacement in (
-            (torch.autocast, "__init__", _autocast_on_cpu),
-            (torch, "is_autocast_enabled", _is_autocast_enabled),
-            (torch, "get_autocast_dtype", _get_autocast_dtype),
+            *AUTOCAST,
             (optimizers, "_foreach_supported_types", types),
             (torch.utils._foreach_utils, "_foreach_supported_types", types),
             # Of some results the strides follow the device: those of an SVD, of convolutions.
@@ -315,22 +339,3 @@ def _move_by(tracer, names):
             tracer.moved(parameter, start)
 
     return move
-
-
-_original_autocast_init = torch.autocast.__init__
-_original_is_autocast_enabled = torch.is_autocast_enabled
-_original_get_autocast_dtype = torch.get_autocast_dtype
-
-
-def _is_autocast_enabled(device_type="cuda"):  # CUDA's, where none is named
-    return _original_is_autocast_enabled(device_type.replace("cuda", "cpu"))
-
-
-def _get_autocast_dtype(device_type):
-    return _original_get_autocast_dtype(device_type.replace("cuda", "cpu"))
-
-
-def _autocast_on_cpu(self, device_type, dtype=None, enabled=True, cache_enabled=None):
-    if device_type == "cuda":
-        device_type, dtype = "cpu", dtype or torch.float16  # CUDA's default
-    _original_autocast_init(self, device_type, dtype, enabled, cache_enabled)

@@ -16,6 +16,7 @@ class NotSimulated(ValueError):
     """What code asked for is not simulated; the message says what to do instead."""
 
 
+ONE_CARD = "the simulated card is cuda:0, and there is one"
 CARD, HOST, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("meta")
 
 
@@ -69,9 +70,7 @@ def names_card(value) -> bool:
     if not isinstance(value, torch.device) or value.type != "cuda":
         return False
     if value.index:
-        raise NotSimulated(
-            f"device is {str(value)!r}: the simulated card is cuda:0, and there is one"
-        )
+        raise NotSimulated(f"device is {str(value)!r}: {ONE_CARD}")
     return True
 
 

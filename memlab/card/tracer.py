@@ -1,6 +1,5 @@
 """What is on the card and what on its host, and what CUDA's libraries take beside the tensors."""
 
-import os
 import sys
 import threading
 from pathlib import Path
@@ -15,13 +14,14 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
-from memlab.card import kernels, values
+from memlab.card import dynamic_shapes, kernels, values
 from memlab.card.memory import CardMemory
 from memlab.card.places import NotSimulated, keep_on_host, mark_inside, names_card, on_card
 from memlab.card.rules import RULES
 from memlab.footprint import Category, Phase
 from memlab.gpus import GPU
 from memlab.trace.ledger import Storage
+from memlab.trace.script_lines import line_at_work
 from memlab.trace.tracer import Tracer
 from memlab.units import mib
 
@@ -110,7 +110,7 @@ class CardTracer(Tracer):
         """As `Tracer.born`, with the line of the script that is at work."""
         storage = super().born(nbytes, category)
         if self.script is not None:
-            storage.line = line_of(self.script, sys._getframe())
+            storage.line = line_at_work(self.script, sys._getframe())
         return storage
 
     def see(self, tensor, category=None, existed=False) -> None:
@@ -129,10 +129,10 @@ class CardTracer(Tracer):
             return self._select_by_mask(*args)
         if func is aten._pack_padded_sequence.default:
             return self._pack(*args)
-        if func in values.BY_MASK:
-            args = self._without_masks(args, values.BY_MASK[func])
+        if func in dynamic_shapes.BY_MASK:
+            args = self._without_masks(args, dynamic_shapes.BY_MASK[func])
         _refuse_two_devices(func, tensors)
-        if func in values.LARGEST:
+        if func in dynamic_shapes.LARGEST:
             return self._shaped_by_values(func, args, kwargs, tensors)
         if func in (aten.equal.default, aten.allclose.default):
             return values.compare(func, args, kwargs)
@@ -191,7 +191,7 @@ class CardTracer(Tracer):
             results = values.run_on_values(func, args, kwargs)
             assumed = values.assumed_of(tensors)
         else:
-            results, assumed = values.largest(func, args, kwargs)
+            results, assumed = dynamic_shapes.largest(func, args, kwargs)
         if assumed:
             self.assumptions[assumed] = None
 
@@ -361,12 +361,21 @@ MAY_MIX = {  # where CUDA takes tensors of both
     aten._to_copy.default,
     aten.set_.source_Tensor,
     aten.set_.source_Storage,
-    *values.BY_MASK,
+    *dynamic_shapes.BY_MASK,
 }
 
 
 def _refuse_two_devices(func, tensors) -> None:
-    """Raise CUDA's own error where a tensor of the host meets one of the card."""
+    """Raise CUDA's own error where a tensor of the host meets one of the card.
+
+    Raises NotSimulated where one of a real card does.
+    """
+    for tensor in tensors:
+        if not isinstance(tensor, FakeTensor) and tensor.is_cuda:
+            raise NotSimulated(
+                f"a tensor on a real card, of shape {list(tensor.shape)}, meets a SimulatedGPU: "
+                "make it inside, or take its .cpu()"
+            )
     if len(tensors) < 2 or func.namespace != "aten" or func in MAY_MIX:
         return
     if func._opname.startswith(("_foreach", "_pack_padded", "_ctc_loss", "ctc_loss")):
@@ -377,17 +386,6 @@ def _refuse_two_devices(func, tensors) -> None:
                 "Expected all tensors to be on the same device, but found at least two devices, "
                 f"cuda:0 and cpu! (in {func})"
             )
-
-
-def line_of(script: Path, frame) -> str:
-    """`train.py:57`, the innermost line of a script, or of a file beside it, that is at work."""
-    folder = f"{script.parent}{os.sep}"
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(folder) and "site-packages" not in name:
-            return f"{name.removeprefix(folder)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 def _holds_data(tensor) -> bool:

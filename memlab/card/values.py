@@ -2,16 +2,13 @@
 
 Integers and booleans that come from the host keep their values on the card, through every operation
 on such alone. Everything else has a stand-in value: a number reads as 1, a comparison as it would
-come out of that, isnan and isinf as False. Where the shape of a result depends on values that are
-not known, the largest that can come out is taken and said, or the operation is refused.
+come out of that, isnan and isinf as False. Shapes that follow: `memlab.card.dynamic_shapes`.
 """
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
-
-from memlab.card.places import NotSimulated
 
 aten = torch.ops.aten
 MOST_KNOWN = 2**18  # numbers: the tokens of any batch, and no masks of token by token
@@ -179,6 +176,21 @@ def _all_known(args, kwargs) -> bool:
     )
 
 
+def even_routing(args, kwargs, indices) -> None:
+    """Let the indices of a top-k of unknown values spread evenly over what can be chosen.
+
+    The router of an expert mixture is such a top-k: every expert gets its share of the tokens.
+    """
+    tensor, k = args[0], args[1]
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+    if tensor.dim() == 0 or indices.numel() > MOST_KNOWN:
+        return
+    with no_dispatch():
+        order = torch.arange(indices.numel()) % tensor.size(dim)
+        rows = order.view(*indices.movedim(dim, -1).shape) if k else order
+        know(indices, rows.movedim(-1, dim), "top-k of values that are not known: chosen evenly")
+
+
 # ---------------------------------------------------------------------- stand-in values
 
 
@@ -271,109 +283,3 @@ def host_copy(tensor):
         if tensor.nbytes > 2**24:
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
         return torch.full(tensor.shape, _unknown(tensor), dtype=tensor.dtype)
-
-
-# ---------------------------------------------------------------------- shapes that follow values
-
-
-def largest(func, args, kwargs) -> tuple:
-    """(results on `meta`, what is assumed) of an operation whose result's shape follows values.
-
-    Raises NotSimulated where no largest one follows from the shapes.
-    """
-    with no_dispatch():
-        return LARGEST[func](*args, **kwargs)
-
-
-def _long(*shape):
-    return torch.empty(shape, dtype=torch.long, device="meta")
-
-
-def _like(tensor):
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _nonzero(tensor):
-    said = "nonzero and boolean masks: where values are not known, every element counts as true"
-    return _long(tensor.numel(), tensor.dim()), said
-
-
-def _unique(tensor, sorted=True, return_inverse=False, return_counts=False):
-    n = tensor.numel()
-    inverse = _long(*tensor.shape) if return_inverse else _long(0)
-    flat = torch.empty(n, dtype=tensor.dtype, device="meta")
-    return (flat, inverse, _long(n if return_counts else 0)), EACH_ONCE
-
-
-def _unique_along(tensor, dim, sorted=True, return_inverse=False, return_counts=False):
-    n = tensor.size(dim)
-    inverse, counts = _long(n if return_inverse else 0), _long(n if return_counts else 0)
-    return (_like(tensor), inverse, counts), EACH_ONCE
-
-
-def _unique_consecutive(tensor, return_inverse=False, return_counts=False, dim=None):
-    if dim is None:
-        return _unique(tensor, True, return_inverse, return_counts)
-    return _unique_along(tensor, dim, True, return_inverse, return_counts)
-
-
-EACH_ONCE = "unique: where values are not known, every one counts as different"
-
-
-def _bincount(tensor, weights=None, minlength=0):
-    if not minlength:
-        raise NotSimulated(
-            "torch.bincount of values that only a real card has: how many bins there are depends "
-            "on them. Give minlength, which is then taken"
-        )
-    dtype = torch.long if weights is None else torch.float64
-    if weights is not None and weights.dtype == torch.float32:
-        dtype = torch.float32
-    said = "bincount: where values are not known, there are minlength bins"
-    return torch.empty(minlength, dtype=dtype, device="meta"), said
-
-
-def _repeat_interleave(repeats, *, output_size=None):
-    if output_size is None:
-        raise NotSimulated(
-            "torch.repeat_interleave with repeats that only a real card knows: how long the result "
-            "is depends on them. Give output_size, or make repeats on the host"
-        )
-    return _long(output_size), ""
-
-
-def _histc(tensor, bins=100, min=0, max=0):
-    return torch.empty(bins, dtype=tensor.dtype, device="meta"), ""
-
-
-LARGEST = {
-    aten.histc.default: _histc,
-    aten.nonzero.default: _nonzero,
-    aten._unique2.default: _unique,
-    aten.unique_dim.default: _unique_along,
-    aten.unique_consecutive.default: _unique_consecutive,
-    aten.bincount.default: _bincount,
-    aten.repeat_interleave.Tensor: _repeat_interleave,
-}
-BY_MASK = {  # operations whose indices may be boolean masks: the position of the indices
-    aten.index.Tensor: 1,
-    aten._unsafe_index.Tensor: 1,
-    aten.index_put.default: 1,
-    aten.index_put_.default: 1,
-    aten._index_put_impl_.default: 1,
-}
-
-
-def even_routing(args, kwargs, indices) -> None:
-    """Let the indices of a top-k of unknown values spread evenly over what can be chosen.
-
-    The router of an expert mixture is such a top-k: every expert gets its share of the tokens.
-    """
-    tensor, k = args[0], args[1]
-    dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
-    if tensor.dim() == 0 or indices.numel() > MOST_KNOWN:
-        return
-    with no_dispatch():
-        order = torch.arange(indices.numel()) % tensor.size(dim)
-        rows = order.view(*indices.movedim(dim, -1).shape) if k else order
-        know(indices, rows.movedim(-1, dim), "top-k of values that are not known: chosen evenly")

@@ -39,6 +39,16 @@ def test_a_checkpoint_comes_back_to_where_it_is_sent(map_location, place, tmp_pa
     assert (tmp_path / "last.pt").stat().st_size < MiB
 
 
+def test_a_whole_module_comes_back_to_the_card(tmp_path):
+    with SimulatedGPU():
+        model, _ = trained()
+        torch.save(model, tmp_path / "model.pt")
+        held = torch.cuda.memory_allocated()
+        again = torch.load(tmp_path / "model.pt", weights_only=False)
+        assert again.weight.is_cuda and again.bias.is_cuda
+        assert torch.cuda.memory_allocated() - held == (1024 * 1024 + 1024) * 4
+
+
 def test_what_is_saved_inside_is_read_outside_as_zeros(tmp_path):
     with SimulatedGPU():
         model, _ = trained()

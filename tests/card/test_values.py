@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from memlab import SimulatedGPU, models
-from memlab.card.places import NotSimulated
 
 
 def test_integers_keep_their_values_through_what_is_done_to_them():
@@ -34,40 +33,6 @@ def test_what_is_written_over_by_unknown_values_is_known_no_more():
         ids[:2] = torch.randn(2, device="cuda").long()
         assert ids.nonzero().shape == (8, 1)  # the largest
     assert len(gpu.footprint.assumptions) == 1
-
-
-@pytest.mark.parametrize(
-    "use, shape",
-    [
-        (lambda x: x[x > 0], (6,)),
-        (lambda x: x.masked_select(x > 0), (6,)),
-        (lambda x: (x > 0).nonzero(), (6, 2)),
-        (lambda x: torch.where(x > 0)[0], (6,)),
-        (lambda x: x.unique(), (6,)),
-        (lambda x: x.flatten().unique_consecutive(), (6,)),
-        (lambda x: torch.bincount(x.long().flatten(), minlength=4), (4,)),
-    ],
-)
-def test_of_unknown_values_the_largest_shape_is_taken_and_said(use, shape):
-    with SimulatedGPU() as gpu:
-        assert use(torch.randn(2, 3, device="cuda")).shape == shape
-    assert len(gpu.footprint.assumptions) == 1
-    assert "not known" in gpu.footprint.assumptions[0]
-    assert gpu.footprint.assumptions[0] in str(gpu.footprint)
-
-
-@pytest.mark.parametrize(
-    "use, advice",
-    [
-        (lambda x: torch.bincount(x), "Give minlength"),
-        (lambda x: x.repeat_interleave(x), "Give output_size"),
-        (lambda x: torch.rand(2**20).nonzero(), "takes more than 1.0 MiB"),
-    ],
-)
-def test_what_has_no_largest_shape_is_refused_in_a_line(use, advice):
-    with SimulatedGPU(), pytest.raises(NotSimulated, match=advice) as refused:
-        use(torch.randn(4, device="cuda").long())
-    assert "\n" not in str(refused.value)
 
 
 def test_one_known_side_decides_a_condition():
@@ -114,17 +79,3 @@ def test_a_mixtures_tokens_are_spread_evenly():
 def test_guards_stay_quiet(ask, answer):
     with SimulatedGPU():
         assert bool(ask(torch.randn(4, 8, device="cuda"))) is answer
-
-
-def test_packed_sequences_have_the_length_of_their_tokens():
-    with SimulatedGPU() as gpu:
-        x = torch.randn(3, 9, 16, device="cuda", requires_grad=True)
-        lengths = torch.tensor([9, 7, 5])
-        packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
-        assert (
-            packed.data.shape == (21, 16)
-            and packed.batch_sizes.tolist() == [3] * 5 + [2] * 2 + [1] * 2
-        )
-        torch.nn.LSTM(16, 4).cuda()(packed)[0].data.sum().backward()
-        assert x.grad.shape == x.shape
-    assert "cuDNN" in gpu.footprint.assumptions[0]

@@ -44,7 +44,7 @@ def footprint_of(run: Record, card: GPU) -> Footprint:
     importlib.import_module("peft.optimizers")  # before a card is entered
     with SimulatedGPU(card) as gpu:
         torch.nn.Linear(1, 1).to("cuda")  # as there, to see what an empty card holds
-        model = loaded(recipe, gpu)
+        model = loaded(recipe)
         adapter = run.settings["adapter"] and config_of(run.settings["adapter"])
         if adapter:
             cast = told["autocast_adapter_dtype"]
@@ -77,7 +77,7 @@ def footprint_of(run: Record, card: GPU) -> Footprint:
         return gpu.footprint
 
 
-def loaded(recipe: Recipe, gpu: SimulatedGPU):
+def loaded(recipe: Recipe):
     """The model in bf16 on the card, after transformers' warm-up of the allocator."""
     config = models.config(recipe.model)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -1,0 +1,96 @@
+"""The largest result of operations whose shape follows from values that are not known."""
+
+import torch
+from torch.utils._mode_utils import no_dispatch
+
+from memlab.card.places import NotSimulated
+
+aten = torch.ops.aten
+
+
+def largest(func, args, kwargs) -> tuple:
+    """(results on `meta`, what is assumed) of an operation whose result's shape follows values.
+
+    Raises NotSimulated where no largest one follows from the shapes.
+    """
+    with no_dispatch():
+        return LARGEST[func](*args, **kwargs)
+
+
+def _long(*shape):
+    return torch.empty(shape, dtype=torch.long, device="meta")
+
+
+def _like(tensor):
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _nonzero(tensor):
+    said = "nonzero and boolean masks: where values are not known, every element counts as true"
+    return _long(tensor.numel(), tensor.dim()), said
+
+
+def _unique(tensor, sorted=True, return_inverse=False, return_counts=False):
+    n = tensor.numel()
+    inverse = _long(*tensor.shape) if return_inverse else _long(0)
+    flat = torch.empty(n, dtype=tensor.dtype, device="meta")
+    return (flat, inverse, _long(n if return_counts else 0)), EACH_ONCE
+
+
+def _unique_along(tensor, dim, sorted=True, return_inverse=False, return_counts=False):
+    n = tensor.size(dim)
+    inverse, counts = _long(n if return_inverse else 0), _long(n if return_counts else 0)
+    return (_like(tensor), inverse, counts), EACH_ONCE
+
+
+def _unique_consecutive(tensor, return_inverse=False, return_counts=False, dim=None):
+    if dim is None:
+        return _unique(tensor, True, return_inverse, return_counts)
+    return _unique_along(tensor, dim, True, return_inverse, return_counts)
+
+
+EACH_ONCE = "unique: where values are not known, every one counts as different"
+
+
+def _bincount(tensor, weights=None, minlength=0):
+    if not minlength:
+        raise NotSimulated(
+            "torch.bincount of values that only a real card has: how many bins there are depends "
+            "on them. Give minlength, which is then taken"
+        )
+    dtype = torch.long if weights is None else torch.float64
+    if weights is not None and weights.dtype == torch.float32:
+        dtype = torch.float32
+    said = "bincount: where values are not known, there are minlength bins"
+    return torch.empty(minlength, dtype=dtype, device="meta"), said
+
+
+def _repeat_interleave(repeats, *, output_size=None):
+    if output_size is None:
+        raise NotSimulated(
+            "torch.repeat_interleave with repeats that only a real card knows: how long the result "
+            "is depends on them. Give output_size, or make repeats on the host"
+        )
+    return _long(output_size), ""
+
+
+def _histc(tensor, bins=100, min=0, max=0):
+    return torch.empty(bins, dtype=tensor.dtype, device="meta"), ""
+
+
+LARGEST = {
+    aten.histc.default: _histc,
+    aten.nonzero.default: _nonzero,
+    aten._unique2.default: _unique,
+    aten.unique_dim.default: _unique_along,
+    aten.unique_consecutive.default: _unique_consecutive,
+    aten.bincount.default: _bincount,
+    aten.repeat_interleave.Tensor: _repeat_interleave,
+}
+BY_MASK = {  # operations whose indices may be boolean masks: the position of the indices
+    aten.index.Tensor: 1,
+    aten._unsafe_index.Tensor: 1,
+    aten.index_put.default: 1,
+    aten.index_put_.default: 1,
+    aten._index_put_impl_.default: 1,
+}
