@@ -246,7 +246,7 @@ def test_peft_passes_over_what_memlab_refuses(chapter, capsys):
 
 
 def test_an_optimizer_made_first_moves_no_adapter(chapter):
-    CHAPTER.run("late-optimizer late-optimizer-run", chapter)
+    CHAPTER.run("late-optimizer", chapter)
     assert chapter["moves"][True] == (0, 0)
     moved, held = chapter["moves"][False]
     assert moved > 0.1 and held > 0
