@@ -35,9 +35,9 @@ class Reach:
     operator: float
 
 
-# Chosen before these rules were set beside a measured step, from the sources below. A prototype with
-# 0.85, 0.5, 0.8 and 10 us for each kernel had been set beside the nine published runs on a V100. The
-# rule of rounds (`busy`) was added after a first look at these nine, which had trainings of one
+# Chosen before these rules met a measured step, from the sources below. A prototype with shares of
+# 0.85, 0.5, 0.8 and 10 us a kernel had been set beside the nine published runs on a V100 before.
+# The rule of rounds (`busy`) was added after a first look at these nine, which had trainings of one
 # sequence in fp16 up to 63 % too fast; no share was changed.
 # - bandwidth 0.8: 750 of 900 GB/s on a V100 (Jia et al. 2018, "Dissecting the NVIDIA Volta GPU
 #   architecture via microbenchmarking"); 0.75 to 0.9 above 10 MB on an A100 (Calculon's
