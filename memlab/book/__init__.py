@@ -3,6 +3,7 @@
 from memlab.lazy import door
 
 _HOMES = {
+    "AllocatorSandbox": "sandbox",
     "FORMATS": "bits",
     "BitExplorer": "bits",
     "Film": "film",
