@@ -7,6 +7,7 @@ _HOMES = {
     "FORMATS": "bits",
     "BitExplorer": "bits",
     "Film": "film",
+    "FreezingPanel": "freezing",
     "PaddingExplorer": "panels",
     "TilePlayer": "panels",
     "verdict": "claims",
