@@ -8,6 +8,7 @@ _HOMES = {
     "BitExplorer": "bits",
     "Film": "film",
     "FreezingPanel": "freezing",
+    "LoaderLanes": "loading",
     "PaddingExplorer": "panels",
     "TilePlayer": "panels",
     "verdict": "claims",
