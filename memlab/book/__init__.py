@@ -10,6 +10,7 @@ _HOMES = {
     "FreezingPanel": "freezing",
     "LoaderLanes": "loading",
     "PaddingExplorer": "panels",
+    "QuantizationRuler": "ruler",
     "TilePlayer": "panels",
     "verdict": "claims",
     "QUIET": "lessons",
