@@ -11,6 +11,7 @@ _HOMES = {
     "LoaderLanes": "loading",
     "PaddingExplorer": "panels",
     "QuantizationRuler": "ruler",
+    "RunningSoftmax": "softmax",
     "TilePlayer": "panels",
     "verdict": "claims",
     "QUIET": "lessons",
