@@ -12,6 +12,7 @@ _HOMES = {
     "PaddingExplorer": "panels",
     "QuantizationRuler": "ruler",
     "RunningSoftmax": "softmax",
+    "SegmentFilm": "segments",
     "TilePlayer": "panels",
     "verdict": "claims",
     "QUIET": "lessons",

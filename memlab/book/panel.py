@@ -31,16 +31,22 @@ class Panel:
     def data(self):
         return {}
 
+    def always(self) -> str:
+        """HTML that is there with scripts and without them."""
+        return ""
+
     def _repr_html_(self) -> str:
         style, body, script = PARTS.fullmatch(read(f"{self.kind}.html")).groups()
         data = json.dumps(self.data()).replace("<", "\\u003c")  # no tag can begin in the script
-        key = crc32((style + body + script + data + self.still).encode())
+        always = self.always()
+        key = crc32((style + body + script + data + always).encode())
         pieces = {
             "STYLE": style.rstrip(),
             "KIND": self.kind,
             "KEY": f"{self.kind}-{key:08x}",
             "STILL": self.still,
             "BODY": body.rstrip(),
+            "ALWAYS": always,
             "DATA": data,
             "SCRIPT": script.rstrip(),
         }
