@@ -37,6 +37,8 @@ class Panel:
 
     def _repr_html_(self) -> str:
         style, body, script = PARTS.fullmatch(read(f"{self.kind}.html")).groups()
+        # Stronger than what all panels share, which the next panel of a page says again.
+        style = style.replace(f".memlab-{self.kind}", f".memlab-panel.memlab-{self.kind}")
         data = json.dumps(self.data()).replace("<", "\\u003c")  # no tag can begin in the script
         always = self.always()
         key = crc32((style + body + script + data + always).encode())

@@ -52,6 +52,13 @@ def test_what_can_be_pressed_has_a_name_and_a_size(panel):
     assert panel.run("panel.querySelectorAll('[id]').length") == 0
 
 
+def test_what_is_its_own_in_a_panels_style_outlives_the_panels_that_follow(page):
+    page.at = 2 * NAMES.index("FreezingPanel")
+    widths = page.run("['.first input', '.first'].map(name => "
+                      "panel.querySelector(name).getBoundingClientRect().width)")  # fmt: skip
+    assert widths[0] == pytest.approx(widths[1], abs=1)
+
+
 def test_equal_panels_do_not_touch_each_other(page):
     for at in range(0, len(TWICE), 2):
         page.at = at + 1
