@@ -157,7 +157,7 @@ def test_a_gradient_underflows_and_a_power_of_two_saves_it(chapter):
 
 
 def test_sums_stop_at_two_to_the_mantissa_plus_one(chapter, capsys):
-    CHAPTER.run("absorb-run stall-run stall-mend", chapter)
+    CHAPTER.run("absorb-run stall-run stall-fix", chapter)
     stops = {name: totals[-1] for name, totals in chapter["counted"].items()}
     assert stops == {"fp32": 10_000, "fp16": 2.0**11, "bf16": 2.0**8}
     lines = capsys.readouterr().out.splitlines()[-2:]
