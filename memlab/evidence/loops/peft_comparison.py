@@ -53,7 +53,11 @@ def footprint_of(run: Record, card: GPU) -> Footprint:
         adapter = run.settings["adapter"] and config_of(run.settings["adapter"])
         if adapter:
             cast = told["autocast_adapter_dtype"]
-            model = peft.get_peft_model(model, adapter, autocast_adapter_dtype=cast)
+            try:
+                model = peft.get_peft_model(model, adapter, autocast_adapter_dtype=cast)
+            except LookupError:  # AdaMSS clusters the rows of each weight
+                why = "is built from values of weights, which large ones on the host do not have"
+                raise ValueError(f"{adapter.peft_type} {why}") from None
         optimizer = make_optimizer(model, told["optimizer_type"], told["optimizer_kwargs"])
         if adapter:
             with model.disable_adapter():
