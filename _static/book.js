@@ -5,7 +5,7 @@ if (location.protocol === "file:" && typeof DOCUMENTATION_OPTIONS !== "undefined
 
 // A table, a figure or code that is wider than the column scrolls inside its box. Say so beside it.
 (() => {
-  const WIDE = "article.bd-article :is(table, pre, figure, .output, .cell_output, .math, .pst-scrollable-table-container)";
+  const WIDE = "article.bd-article :is(table, .cell_output pre, figure, .output, .cell_output, .math, .pst-scrollable-table-container)";
   const look = () => {
     document.querySelectorAll(WIDE).forEach((box) => {
       const scrolls = getComputedStyle(box).overflowX === "auto" && box.scrollWidth > box.clientWidth + 1;
