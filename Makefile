@@ -24,10 +24,10 @@ help:
 	@echo "make book      make the environment, execute every chapter, render the book"
 	@echo "make serve     open the rendered book in the browser"
 	@echo "make test      style, stored outputs, unit tests, chapters, book, rendered pages"
-	@echo "make lint      style of modules and notebooks, stored outputs"
+	@echo "make lint      style of modules and notebooks, stored outputs, folded cells"
 	@echo "make units     the tests that need no rendered book"
 	@echo "make pages     the tests of the rendered book as it stands in _build"
-	@echo "make format    put modules and notebooks into style, drop stored outputs"
+	@echo "make format    put modules and notebooks into style, fold cells as tagged, drop outputs"
 	@echo "make standin   execute every chapter on a stand-in for a T4, then for an H100"
 	@echo "make bench     benchmarks"
 	@echo "make address URL=https://github.com/you/fork   set the repository's address everywhere"
@@ -73,6 +73,7 @@ lint: stripped
 
 stripped: $(READY)
 	@$(if $(NOTEBOOKS),$(BIN)/$(STRIP) --verify $(NOTEBOOKS) || { echo "Chapters are stored without outputs: make strip"; exit 1; },:)
+	@$(BIN)/python tools/fold_cells.py --check
 
 units: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not rendered" --durations=10
@@ -94,6 +95,7 @@ bench: $(READY)
 	@for file in $(sort $(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
 
 format: $(READY) strip
+	$(BIN)/python tools/fold_cells.py
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

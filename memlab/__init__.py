@@ -39,5 +39,6 @@ _HOMES = {
     "find_records": "evidence.records",
     "check": "book.exercise",
     "compare": "book.show",
+    "explore": "book.explorer",
 }
 __getattr__, __dir__, __all__ = door("memlab", _HOMES, ("gpus", "models"))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import ClassVar
 
 from memlab.units import mib
 
@@ -115,6 +116,66 @@ class Timeline:
 
 
 @dataclass(frozen=True)
+class StepTime:
+    """An estimate of the seconds of one optimizer step on a card (`memlab.card.step_time`).
+
+    low, expected, high: seconds, where programs reach more, as much or less of the card's data
+    sheet than is usual. parts: part of the step -> its seconds; they sum to `expected`. flops:
+    operations of all matrix products, without those that activation checkpointing repeats.
+    peak_rate: operations a second of the fastest format that the step multiplies in. samples:
+    sequences of the step, None in a loop of the reader's own.
+    """
+
+    PARTS: ClassVar = (
+        "matrix products",
+        "memory traffic",
+        "recomputation",
+        "optimizer",
+        "waiting for launches",
+    )
+
+    low: float
+    expected: float
+    high: float
+    parts: dict[str, float]
+    flops: int
+    peak_rate: float
+    samples: int | None = None
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Sequences a second, by the expected time."""
+        return None if self.samples is None else self.samples / self.expected
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: the share of the card's peak rate that the model gets."""
+        return self.flops / (self.expected * self.peak_rate) if self.peak_rate else 0.0
+
+    def as_dict(self) -> dict:
+        """Plain JSON values."""
+        return {
+            "low": self.low,
+            "expected": self.expected,
+            "high": self.high,
+            "parts": dict(self.parts),
+            "mfu": self.mfu,
+        }
+
+    def __str__(self) -> str:
+        text = f"{_seconds(self.expected)} ({_seconds(self.low)} to {_seconds(self.high)})"
+        more = [
+            f"{part} {share / self.expected:.0%}" for part, share in self.parts.items() if share
+        ]
+        return f"{text}: {', '.join(more)}"
+
+
+def _seconds(value: float) -> str:
+    """Seconds as text with two figures that count."""
+    return f"{value * 1e3:,.3g} ms" if value < 1 else f"{value:,.3g} s"
+
+
+@dataclass(frozen=True)
 class Footprint:
     """The memory of one training step.
 
@@ -132,6 +193,7 @@ class Footprint:
         follows from them; a line each.
     context: bytes of the CUDA context; device_used: bytes in use on the whole device, by all
         processes; None where the machine has none.
+    step_time: how long the step is estimated to take; no_time: why there is no estimate.
     """
 
     peak_allocated: int
@@ -145,6 +207,20 @@ class Footprint:
     reserved_range: tuple[int, int] | None = None
     assumptions: tuple[str, ...] = ()
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
+    step_time: StepTime | None = field(default=None, repr=False)
+    no_time: str = field(default="nobody estimated it", repr=False, compare=False)
+
+    @property
+    def step_seconds(self) -> StepTime:
+        """The estimated seconds of the step; raises ValueError where there is no estimate."""
+        if self.step_time is None:
+            raise ValueError(f"this footprint has no seconds: {self.no_time}")
+        return self.step_time
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Sequences a second by the estimate; None without one and in a loop of one's own."""
+        return self.step_time and self.step_time.samples_per_second
 
     @property
     def peak_tensors(self) -> int:
@@ -211,6 +287,8 @@ class Footprint:
             "context": self.context,
             "device_used": self.device_used,
             "assumptions": list(self.assumptions),
+            "step_seconds": self.step_time and self.step_time.as_dict(),
+            "samples_per_second": self.samples_per_second,
         }
 
     def rows(self) -> list[tuple[str, int]]:
@@ -229,5 +307,7 @@ class Footprint:
         if self.reserved_range:
             low, high = map(mib, self.reserved_range)
             lines.append(f"peak reserved, as a range: {low} to {high}")
+        if self.step_time:
+            lines.append(f"a step, estimated: {self.step_time}")
         lines += [f"assumed: {assumption}" for assumption in self.assumptions]
         return "\n".join(lines)

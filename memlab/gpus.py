@@ -60,6 +60,10 @@ class GPU:
 
     processors is the number of streaming multiprocessors, as NVIDIA's data sheets give it; some
     libraries choose kernels by it. sources says where total_memory and context come from.
+
+    rates: number format -> operations a second of a dense matrix product, without sparsity: of
+    tensor cores that add in fp32 where the card has them, else of ordinary cores. bandwidth: bytes
+    a second of its memory. Both are NVIDIA's (rates_source); empty and None where no card is named.
     """
 
     name: str
@@ -68,6 +72,17 @@ class GPU:
     capability: tuple[int, int]
     processors: int
     sources: str
+    rates: dict[str, float] = dataclasses.field(default_factory=dict, compare=False)
+    bandwidth: float | None = None
+    rates_source: str = ""
+
+    def rate(self, dtype: str) -> float | None:
+        """Operations a second in a format; None where the card does not compute in it.
+
+        A card without tensor cores for tf32 computes such products in fp32.
+        """
+        dtype = "float32" if dtype == "tf32" and dtype not in self.rates else dtype
+        return self.rates.get(dtype)
 
     @property
     def usable(self) -> int | None:
@@ -91,7 +106,18 @@ class GPU:
 
 def _read(name: str, said: dict) -> GPU:
     total, context = int(said["total_mib"] * MiB), int(said["context_mib"] * MiB)
-    return GPU(name, total, context, tuple(said["capability"]), said["processors"], said["sources"])
+    rates = {dtype: tera * 1e12 for dtype, tera in said["tera_ops"].items()}
+    return GPU(
+        name,
+        total,
+        context,
+        tuple(said["capability"]),
+        said["processors"],
+        said["sources"],
+        rates,
+        said["gb_per_second"] * 1e9,
+        said["rates_source"],
+    )
 
 
 _FILE = Path(__file__).parent / "data" / "gpus.json"

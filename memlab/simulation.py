@@ -7,6 +7,7 @@ from tqdm.auto import tqdm
 from memlab.card.gpu import SimulatedGPU
 from memlab.card.loading import loaded_by_transformers, loaded_weights, reserved_range
 from memlab.card.memory import CardMemory, card_footprint
+from memlab.card.work import repeat_micro_batch
 from memlab.footprint import Footprint
 from memlab.gpus import ANY_CARD, GPU, find_gpu, require_native
 from memlab.recipe import Recipe
@@ -51,11 +52,12 @@ def full_log(recipe: Recipe, card: GPU, loop=None) -> Log:
 def serve(recipe: Recipe, log: Log, card: GPU) -> Footprint:
     """The footprint of a recipe's log, served by this card's allocator."""
     ledger = Ledger(CardMemory(card, statistics=False))
+    samples = recipe.batch_size * recipe.accumulation
     if recipe.base == "none":
         replay(log.events(), ledger)
-        return card_footprint(ledger, log)
+        return card_footprint(ledger, log, samples)
     replay(loaded_by_transformers(log, card.total_memory), ledger)
-    footprint = card_footprint(ledger, log)
+    footprint = card_footprint(ledger, log, samples)
     return replace(footprint, reserved_range=reserved_range(log, card.usable, card.total_memory))
 
 
@@ -68,7 +70,9 @@ def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None) -> Lo
     with _OwnLoop(gpu.without_limit()) as simulated:
         training = (loop or two_steps)(recipe, simulated)
         marks = loaded_weights(simulated.tracer, training)
-        return Log.of(simulated.tracer, training.model, marks, numbered)
+        # Of more than two micro-batches two ran; the others do what the second did.
+        work = repeat_micro_batch(simulated.tracer.work.of_step, recipe.accumulation - 1)
+        return Log.of(simulated.tracer, training.model, marks, numbered, work)
 
 
 class _OwnLoop(SimulatedGPU):

@@ -11,6 +11,7 @@ from urllib.parse import quote
 import pytest
 import yaml
 from browser import Browser
+from contents import listed_pages
 
 ROOT = Path(__file__).parent.parent
 HTML = ROOT / "_build" / "html"
@@ -39,11 +40,6 @@ def url(page):
     return (HTML / page).as_uri()
 
 
-def toc_files():
-    toc = yaml.safe_load((ROOT / "_toc.yml").read_text())
-    return [toc["root"]] + [entry["file"] for part in toc["parts"] for entry in part["chapters"]]
-
-
 @pytest.fixture(scope="session")
 def visit(chromium: Browser):
     """visit(page, width, theme): what that page is like there; each is opened once."""
@@ -68,7 +64,7 @@ def built():
 
 
 def test_every_page_of_the_table_of_contents_is_there():
-    assert {f"{file}.html" for file in toc_files()} <= set(PAGES)
+    assert {f"{file}.html" for file in listed_pages()} <= set(PAGES)
 
 
 @every_page
@@ -175,7 +171,7 @@ def test_reading_on_from_the_first_page_reaches_every_page(chromium):
         seen.append(tab.run("location.href"))
     complaints = tab.complaints
     tab.close()
-    assert [href.split("#")[0] for href in seen] == [url(f"{file}.html") for file in toc_files()]
+    assert [href.split("#")[0] for href in seen] == [url(f"{file}.html") for file in listed_pages()]
     assert complaints == []
 
 

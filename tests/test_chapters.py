@@ -13,6 +13,7 @@ from pathlib import Path
 import nbformat
 import pytest
 import yaml
+from contents import listed_pages
 from shapes import shape, statements
 
 import memlab
@@ -20,12 +21,13 @@ import memlab.book
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
+import fold_cells  # noqa: E402
 import set_address  # noqa: E402
 
 CONFIG = yaml.safe_load((ROOT / "_config.yml").read_text())
 ADDRESS = CONFIG["repository"]["url"]
 NOTEBOOKS = sorted((ROOT / "chapters").glob("*.ipynb"))
-NUMBERED = [path for path in NOTEBOOKS if path.name[:2].isdigit()]
+NUMBERED = [p for p in NOTEBOOKS if p.name[:2].isdigit() and not p.stem.endswith("-deeper")]
 FIRST_CELL = f"""\
 # Colab and Kaggle: installs memlab beside their own torch.
 try:
@@ -42,13 +44,16 @@ def code_cells(path):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
+def tags(cell):
+    return set(cell.metadata.get("tags", ()))
+
+
 def lines(cell):
     return [line for line in cell.source.splitlines() if line.strip()]
 
 
 def test_the_table_of_contents_and_the_folder_agree():
-    toc = yaml.safe_load((ROOT / "_toc.yml").read_text())
-    listed = [toc["root"]] + [entry["file"] for part in toc["parts"] for entry in part["chapters"]]
+    listed = listed_pages()
     pages = [*NOTEBOOKS, *(ROOT / "chapters").glob("*.md")]
     assert len(listed) == len(set(listed))
     assert set(listed) == {path.relative_to(ROOT).with_suffix("").as_posix() for path in pages}
@@ -78,6 +83,35 @@ def test_the_first_cell_brings_what_the_others_import(path):
 def test_no_output_is_stored(path):
     for cell in code_cells(path):
         assert cell.outputs == [] and cell.execution_count is None, cell.source[:60]
+
+
+@each_chapter
+def test_what_the_page_folds_is_folded_in_every_notebook(path):
+    for cell in code_cells(path):
+        folded = bool({"hide-input", "remove-input", "hide-cell", "remove-cell"} & tags(cell))
+        assert cell.metadata.get("jupyter", {}).get("source_hidden", False) == folded, cell.id
+        assert (cell.metadata.get("cellView") == "form") == folded, cell.id
+        assert cell.metadata.get("_kg_hide-input", False) == folded, cell.id
+
+
+def test_folding_follows_the_tags_and_leaves_the_rest(tmp_path):
+    cells = [
+        {"cell_type": "code", "metadata": {"tags": ["hide-input"], "mystnb": {"x": 1}}},
+        {"cell_type": "code", "metadata": {"cellView": "form", "jupyter": {"source_hidden": True}}},
+        {"cell_type": "markdown", "metadata": {"tags": ["remove-cell"]}},
+    ]
+    path = tmp_path / "a.ipynb"
+    path.write_text(json.dumps({"cells": cells}))
+    assert not fold_cells.stamp(path, check=True) and json.loads(path.read_text())["cells"] == cells
+    assert not fold_cells.stamp(path)
+    folded, opened, prose = (cell["metadata"] for cell in json.loads(path.read_text())["cells"])
+    assert folded == cells[0]["metadata"] | {
+        "cellView": "form",
+        "_kg_hide-input": True,
+        "jupyter": {"source_hidden": True},
+    }
+    assert opened == {} and prose == cells[2]["metadata"]
+    assert fold_cells.stamp(path, check=True)
 
 
 @each_chapter

@@ -49,10 +49,12 @@ def gemm_4bit(
     rows = A.numel() // columns
     if columns % blocksize == 0 and fuses_4bit_product(gpu, A.dtype, rows, *shapeB):
         return A.new_empty(*A.shape[:-1], shapeB[0])
+    scales = absmax
     if absmax_8bit is not None:
-        scales = torch.empty_like(absmax_8bit, dtype=torch.float32)
-        scales = scales, scales + absmax_offset  # both stay to the end, as there
-    weight = A.new_empty(shapeB)
+        unscaled = torch.empty_like(absmax_8bit, dtype=torch.float32)  # stays to the end, as there
+        scales = unscaled + absmax_offset
+    dequantize = torch.ops.bitsandbytes.dequantize_4bit.default
+    weight = dequantize(B, scales, blocksize, quant_type, shapeB, A.dtype)
     return torch.nn.functional.linear(A, weight, bias)
 
 
@@ -119,7 +121,7 @@ def int8_mixed_scaled_mm(A, CA, CB, SCA, SCB, outlier_cols=None, bias=None):
 
 def int8_scaled_mm(A, B, row_stats, col_stats, bias=None, dtype=None):
     """An int32 product, then fp16, then the dtype that was asked for."""
-    integers = A.new_empty(*A.shape[:-1], B.size(0), dtype=torch.int32)
+    integers = torch.ops.bitsandbytes.int8_linear_matmul.default(A, B)
     out = torch.empty_like(integers, dtype=torch.float16)
     if bias is not None and bias.dtype != torch.float16:
         out.add_(bias)

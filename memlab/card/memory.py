@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import torch
 
+from memlab.card.step_time import step_time
 from memlab.footprint import Footprint
 from memlab.gpus import GPU
 from memlab.trace.allocator import CachingAllocator, CapacityError
 from memlab.trace.ledger import Ledger
+from memlab.trace.log import Log
 
 
 class CardMemory(CachingAllocator):
@@ -54,15 +56,23 @@ def _size(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-def card_footprint(ledger: Ledger, counts=None) -> Footprint:
+def card_footprint(ledger: Ledger, counts=None, samples: int | None = None) -> Footprint:
     """The footprint of a ledger that a `CardMemory` serves, with the card's context.
 
     counts: what knows `parameters` and `trainable_parameters`, a Log or a Training; of a Log the
-        `assumptions`, too.
+        `assumptions` and the work, too. samples: sequences of the step.
     """
-    footprint, context = ledger.footprint(), ledger.allocator.gpu.context
+    gpu = ledger.allocator.gpu
+    footprint, context = ledger.footprint(), gpu.context
+    work = counts.work if isinstance(counts, Log) else ledger.work.of_step
+    try:
+        seconds, no_time = step_time(work, gpu, samples), ""
+    except ValueError as error:
+        seconds, no_time = None, str(error)
     return replace(
         footprint,
+        step_time=seconds,
+        no_time=no_time,
         parameters=counts and counts.parameters,
         trainable_parameters=counts and counts.trainable_parameters,
         context=context,

@@ -18,6 +18,7 @@ from memlab.card import dynamic_shapes, kernels, values
 from memlab.card.memory import CardMemory
 from memlab.card.places import NotSimulated, keep_on_host, mark_inside, names_card, on_card
 from memlab.card.rules import RULES
+from memlab.card.work import WorkLog
 from memlab.footprint import Category, Phase
 from memlab.gpus import GPU
 from memlab.trace.ledger import Storage
@@ -57,6 +58,7 @@ class CardTracer(Tracer):
         self.gpu, self.rules, self.script = gpu, rules, script
         self.met_rules: set[str] = set()
         self.assumptions: dict[str, None] = {}  # in their order
+        self.work = WorkLog()
         self.thread = _Thread()
         self._handles_used = set()
         self._stopped = False
@@ -96,6 +98,10 @@ class CardTracer(Tracer):
         if call is not None:
             return any(map(on_card, _tensors((*call.args, *call.kwargs.values()))))
         return self.phase() == Phase.BACKWARD
+
+    def _after_step(self, optimizer, args, kwargs) -> None:
+        super()._after_step(optimizer, args, kwargs)
+        self.work.end_step()
 
     def stop(self) -> None:
         """Enter nothing any more: what dies from now on was there to the end."""
@@ -142,6 +148,7 @@ class CardTracer(Tracer):
             out = super().__torch_dispatch__(func, types, here, options)
         except (DynamicOutputShapeException, DataDependentOutputException):
             raise NotSimulated(f"{func} is not simulated: {ONLY_A_CARD_KNOWS}") from None
+        self.work.note(func, here, options, tensors, out, self.phase())
         scratch = kernels.kernel_scratch(func, here)
         if scratch:
             self.met_rules.add("softmax backward")

@@ -104,11 +104,20 @@ def extended(logs: list[Log], layers: int) -> Log | None:
         return None
     more = layers - SHALLOW[1]
     steps = [kinds[i] for i in repeated(three, blocks, more)]
-    two, three, four = (log.weights for log in logs)
-    if any(four[kind] - three[kind] != three[kind] - two[kind] for kind in four):
+    weights = deeper([log.weights for log in logs], more)
+    work = deeper([log.work for log in logs], more)
+    if weights is None or work is None:
         return None
-    weights = Counter({k: three[k] + more * (four[k] - three[k]) for k in four})
-    return Log(steps, weights, logs[-1].assumptions)
+    return Log(steps, weights, logs[-1].assumptions, work)
+
+
+def deeper(counts: list[Counter], more: int) -> Counter | None:
+    """What is counted with so many layers more than 3, from 2, 3 and 4; None if they disagree."""
+    two, three, four = counts
+    kinds = {*two, *three, *four}
+    if any(four[kind] - three[kind] != three[kind] - two[kind] for kind in kinds):
+        return None
+    return Counter({kind: three[kind] + more * (four[kind] - three[kind]) for kind in kinds})
 
 
 def agreed_growth(logs: list[Log]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,11 +27,13 @@ class Log:
 
     weights: how many parameters there are of (so many elements, trainable or not).
     assumptions: those of the run, as `memlab.footprint.Footprint` has them.
+    work: what the second step's operators do (`memlab.card.work.Work`) -> how often.
     """
 
     steps: list[Step]
     weights: Counter
     assumptions: tuple[str, ...] = ()
+    work: Counter = field(default_factory=Counter)
 
     @property
     def parameters(self) -> int:
@@ -44,11 +46,11 @@ class Log:
         return sum(elements * times for (elements, free), times in self.weights.items() if free)
 
     @classmethod
-    def of(cls, ledger: Ledger, model: torch.nn.Module, marks=(), numbered=False) -> Log:
+    def of(cls, ledger, model: torch.nn.Module, marks=(), numbered=False, work=()) -> Log:
         """The log of a ledger in which `model` was trained.
 
         marks: (number of an entry, step that comes before it), in their order. numbered: whether
-        modules keep the number of their layer, so that layers differ.
+        modules keep the number of their layer, so that layers differ. work: see there.
         """
         marks = [*marks, (ledger.start, Mark.RESET)]
         marks += [(at, Mark.EMPTY_CACHE) for at in ledger.emptied]
@@ -85,7 +87,7 @@ class Log:
         bury()
         steps += [mark for _, mark in reversed(marks)]
         weights = Counter((numel(p), p.requires_grad) for p in model.parameters())
-        return cls(steps, weights, tuple(getattr(ledger, "assumptions", ())))
+        return cls(steps, weights, tuple(ledger.assumptions), Counter(work))
 
     def events(self) -> Iterator[Event]:
         """Every step with the number of the birth that it is, or that it ends; None for marks."""

@@ -1,0 +1,192 @@
+"""What each operator of a step does on a card: floating-point operations, bytes, kernels.
+
+Operations are counted by PyTorch's own registry (torch.utils.flop_counter). Bytes are those of the
+tensors that an operator reads and writes, once each: what a fused kernel keeps to itself, such as
+the scores of a fused attention, is never counted.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from memlab.footprint import Phase
+
+aten = torch.ops.aten
+
+
+class Work(NamedTuple):
+    """What one operator does, as one key of a Counter.
+
+    flops: floating-point (or integer) operations of matrix products. dtype: what these are
+    computed in, "float32", "tf32", "float16", ...; empty without products. nbytes: read and
+    written. kernels: how many are launched; a part of one for a tensor of a list. recomputed:
+    whether it is a forward pass that activation checkpointing repeats. micro_batch: its number in
+    the step, from 0.
+    """
+
+    flops: int
+    dtype: str
+    nbytes: int
+    kernels: float
+    phase: Phase
+    recomputed: bool
+    micro_batch: int
+
+
+class WorkLog:
+    """The work of the optimizer step that is under way, and of the last whole one."""
+
+    def __init__(self):
+        self._now, self._whole = Counter(), None
+        self._micro_batch, self._phase = 0, Phase.FORWARD
+
+    @property
+    def of_step(self) -> Counter:
+        """Work -> how often, from the end of one optimizer step to the end of the next.
+
+        Of the last such stretch; before two steps have ended, of everything.
+        """
+        return self._now if self._whole is None else self._whole
+
+    def note(self, func, args, kwargs, tensors, out, phase: Phase) -> None:
+        """Count an operator that has just run. tensors: all that it was given."""
+        if _does_nothing(func):
+            return
+        if phase == Phase.FORWARD and self._phase == Phase.BACKWARD:
+            self._micro_batch += 1
+        self._phase = phase
+        again = phase == Phase.BACKWARD and torch.is_grad_enabled()
+        for one in _work_of(func, args, kwargs, tensors, out):
+            self._now[Work(*one, phase, again, self._micro_batch)] += 1
+
+    def end_step(self) -> None:
+        """An optimizer has stepped."""
+        if self._now:
+            self._whole, self._now = self._now, Counter()
+        self._micro_batch, self._phase = 0, Phase.FORWARD
+
+
+def repeat_micro_batch(work: Counter, times: int) -> Counter:
+    """The work of a step whose second micro-batch comes so many times in all."""
+    return Counter({one: n * (times if one.micro_batch else 1) for one, n in work.items()})
+
+
+# ---------------------------------------------------------------------- one operator
+
+NO_KERNEL = set(
+    "empty empty_like empty_strided new_empty new_empty_strided empty_permuted resize_ set_ "
+    "_local_scalar_dense lift_fresh _reshape_alias _unsafe_view is_pinned record_stream".split()
+)
+# What they write covers everything that was there, so the target is not read.
+OVERWRITES = set("copy_ fill_ zero_ normal_ uniform_ random_ _foreach_copy_ _foreach_zero_".split())
+# They read of a table no more than they write, and write into one no more than they read.
+GATHERS = set("embedding index index_select gather _index_put_impl_ index_put_ scatter_".split())
+
+# aten/src/ATen/native/cuda/MultiTensorApply.cuh: a launch takes so many tensors, by the number of
+# lists, and so many blocks, each of so many elements.
+TENSORS_OF_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
+BLOCKS_OF_LAUNCH, ELEMENTS_OF_BLOCK = 320, 65536
+
+
+@functools.cache
+def _does_nothing(func) -> bool:
+    """Whether an operator only makes a view or takes memory."""
+    if func.namespace == "prim" or func._schema.name.partition("::")[2] in NO_KERNEL:
+        return True
+    returns = func._schema.returns
+    return bool(returns) and all(
+        one.alias_info is not None and not one.alias_info.is_write for one in returns
+    )
+
+
+@functools.cache
+def _written(func) -> tuple[tuple[int, str], ...]:
+    """(position, name) of the arguments that an operator writes into."""
+    arguments = enumerate(func._schema.arguments)
+    found = [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
+    if func._schema.name.startswith("aten::_fused_"):
+        # A gradient is written only where the step unscales it.
+        found = [(i, name) for i, name in found if name != "grads"]
+    return tuple(found)
+
+
+def _bytes(tensor) -> int:
+    """Bytes that reading or writing a tensor moves: what it repeats counts once."""
+    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+
+
+def _work_of(func, args, kwargs, tensors, out) -> Iterator[tuple]:
+    """(flops, dtype, nbytes, kernels) of an operator, or of each tensor of its lists."""
+    name = func._schema.name.partition("::")[2]
+    written = [args[i] if i < len(args) else kwargs.get(n) for i, n in _written(func)]
+    if isinstance(args[0] if args else None, (list, tuple)) and "foreach" in name:
+        yield from _of_lists(name, args, written, out)
+        return
+    if name.startswith("_fused_"):
+        yield from _of_lists(name, args, written, None)
+        return
+    made = [] if written else _flat(out)
+    if name in GATHERS:
+        moved = sum(map(_bytes, tensors[1:])) if written else 2 * sum(map(_bytes, made))
+        moved += sum(map(_bytes, tensors[1:2]))
+    else:
+        moved = sum(map(_bytes, itertools.chain(tensors, made, _flat(written))))
+        moved -= sum(map(_bytes, _flat(written))) if name in OVERWRITES else 0
+    flops, dtype = _products(func, args, kwargs, tensors, out)
+    yield flops, dtype, moved, 1.0
+
+
+def _flat(values) -> list:
+    """Every tensor in nested lists."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, (list, tuple)):
+        return [tensor for value in values for tensor in _flat(value)]
+    return []
+
+
+def _of_lists(name, args, written, out) -> Iterator[tuple]:
+    """A tensor at a time, so that the work of a deep model is that of its layers."""
+    lists = [a for a in args if isinstance(a, (list, tuple)) and _flat(a)]
+    targets = [a for a in written if isinstance(a, (list, tuple)) and _flat(a)]
+    results = out if isinstance(out, (list, tuple)) else []
+    for i, first in enumerate(lists[0]):
+        read = [one[i] for one in (lists[1:] if name in OVERWRITES else lists) if i < len(one)]
+        moved = [*read, *(one[i] for one in targets), *results[i : i + 1]]
+        blocks = -(-first.numel() // ELEMENTS_OF_BLOCK)
+        share = max(
+            1 / TENSORS_OF_LAUNCH[min(len(lists), 5)],
+            blocks / BLOCKS_OF_LAUNCH,
+        )
+        yield 0, "", sum(map(_bytes, _flat(moved))), share
+
+
+# ---------------------------------------------------------------------- products
+
+
+def _products(func, args, kwargs, tensors, out) -> tuple[int, str]:
+    """Operations of an operator's matrix products, and what they are computed in."""
+    if func._opname == "int8_linear_matmul":
+        return 2 * out.numel() * args[0].size(-1), "int8"
+    count = flop_registry.get(func.overloadpacket)
+    if count is None:
+        return 0, ""
+    flops = count(*args, **kwargs, out_val=out)
+    if "attention" in func._opname and _is_causal(func, args, kwargs):
+        flops //= 2  # the tiles above the diagonal are not computed
+    dtype = str(tensors[0].dtype).removeprefix("torch.")
+    if dtype == "float32" and torch.backends.cuda.matmul.allow_tf32:
+        dtype = "tf32"
+    return flops, dtype
+
+
+def _is_causal(func, args, kwargs) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    return bool((dict(zip(names, args, strict=False)) | kwargs).get("is_causal"))
