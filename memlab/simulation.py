@@ -71,7 +71,8 @@ def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None) -> Lo
         training = (loop or two_steps)(recipe, simulated)
         marks = loaded_weights(simulated.tracer, training)
         # Of more than two micro-batches two ran; the others do what the second did.
-        work = repeat_micro_batch(simulated.tracer.work.of_step, recipe.accumulation - 1)
+        work = simulated.tracer.work.of_step
+        work = repeat_micro_batch(work, max(1, recipe.accumulation - 1))
         return Log.of(simulated.tracer, training.model, marks, numbered, work)
 
 

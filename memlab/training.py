@@ -179,6 +179,8 @@ def import_libraries(recipe: Recipe) -> None:
         quantized.import_bitsandbytes(f"optimizer {recipe.optimizer}, base {recipe.base}")
     if recipe.lora_rank:
         import_peft()
+    if recipe.optimizer == "adafactor":
+        importlib.import_module("transformers.optimization")  # which brings peft, if it is there
 
 
 def import_peft():

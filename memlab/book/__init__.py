@@ -3,10 +3,16 @@
 from memlab.lazy import door
 
 _HOMES = {
+    "AllocatorSandbox": "sandbox",
     "FORMATS": "bits",
     "BitExplorer": "bits",
     "Film": "film",
+    "FreezingPanel": "freezing",
+    "LoaderLanes": "loading",
     "PaddingExplorer": "panels",
+    "QuantizationRuler": "ruler",
+    "RunningSoftmax": "softmax",
+    "SegmentFilm": "segments",
     "TilePlayer": "panels",
     "verdict": "claims",
     "QUIET": "lessons",

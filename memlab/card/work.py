@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -25,14 +26,15 @@ class Work(NamedTuple):
     """What one operator does, as one key of a Counter.
 
     flops: floating-point (or integer) operations of matrix products. dtype: what these are
-    computed in, "float32", "tf32", "float16", ...; empty without products. nbytes: read and
-    written. kernels: how many are launched; a part of one for a tensor of a list. recomputed:
-    whether it is a forward pass that activation checkpointing repeats. micro_batch: its number in
-    the step, from 0.
+    computed in, "float32", "tf32", "float16", ...; empty without products. tiles: of the products'
+    results, each one processor's work. nbytes: read and written. kernels: how many are launched; a
+    part of one for a tensor of a list. recomputed: whether it is a forward pass that activation
+    checkpointing repeats. micro_batch: its number in the step, from 0.
     """
 
     flops: int
     dtype: str
+    tiles: int
     nbytes: int
     kernels: float
     phase: Phase
@@ -74,8 +76,12 @@ class WorkLog:
 
 
 def repeat_micro_batch(work: Counter, times: int) -> Counter:
-    """The work of a step whose second micro-batch comes so many times in all."""
-    return Counter({one: n * (times if one.micro_batch else 1) for one, n in work.items()})
+    """The work of a step whose second micro-batch, forward and backward, comes so many times."""
+
+    def often(one):
+        return times if one.micro_batch == 1 and one.phase != Phase.STEP else 1
+
+    return Counter({one: n * often(one) for one, n in work.items()})
 
 
 # ---------------------------------------------------------------------- one operator
@@ -117,13 +123,19 @@ def _written(func) -> tuple[tuple[int, str], ...]:
     return tuple(found)
 
 
+@functools.cache
+def _gives_out(func) -> bool:
+    """Whether what an operator writes into is its `out`."""
+    return any(argument.is_out for argument in func._schema.arguments)
+
+
 def _bytes(tensor) -> int:
     """Bytes that reading or writing a tensor moves: what it repeats counts once."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
 def _work_of(func, args, kwargs, tensors, out) -> Iterator[tuple]:
-    """(flops, dtype, nbytes, kernels) of an operator, or of each tensor of its lists."""
+    """(flops, dtype, tiles, nbytes, kernels) of an operator, or of each tensor of its lists."""
     name = func._schema.name.partition("::")[2]
     written = [args[i] if i < len(args) else kwargs.get(n) for i, n in _written(func)]
     if isinstance(args[0] if args else None, (list, tuple)) and "foreach" in name:
@@ -138,9 +150,10 @@ def _work_of(func, args, kwargs, tensors, out) -> Iterator[tuple]:
         moved += sum(map(_bytes, tensors[1:2]))
     else:
         moved = sum(map(_bytes, itertools.chain(tensors, made, _flat(written))))
-        moved -= sum(map(_bytes, _flat(written))) if name in OVERWRITES else 0
+        if name in OVERWRITES or _gives_out(func):
+            moved -= sum(map(_bytes, _flat(written)))  # it is not read
     flops, dtype = _products(func, args, kwargs, tensors, out)
-    yield flops, dtype, moved, 1.0
+    yield flops, dtype, _tiles(func, out, dtype) if flops else 0, moved, 1.0
 
 
 def _flat(values) -> list:
@@ -165,10 +178,13 @@ def _of_lists(name, args, written, out) -> Iterator[tuple]:
             1 / TENSORS_OF_LAUNCH[min(len(lists), 5)],
             blocks / BLOCKS_OF_LAUNCH,
         )
-        yield 0, "", sum(map(_bytes, _flat(moved))), share
+        yield 0, "", 0, sum(map(_bytes, _flat(moved))), share
 
 
 # ---------------------------------------------------------------------- products
+
+
+MATRICES = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3}
 
 
 def _products(func, args, kwargs, tensors, out) -> tuple[int, str]:
@@ -178,13 +194,30 @@ def _products(func, args, kwargs, tensors, out) -> tuple[int, str]:
     count = flop_registry.get(func.overloadpacket)
     if count is None:
         return 0, ""
-    flops = count(*args, **kwargs, out_val=out)
+    matrices = MATRICES.get(func._opname, len(args))  # what else these take is no shape
+    flops = count(*args[:matrices], **kwargs, out_val=out)
     if "attention" in func._opname and _is_causal(func, args, kwargs):
         flops //= 2  # the tiles above the diagonal are not computed
     dtype = str(tensors[0].dtype).removeprefix("torch.")
     if dtype == "float32" and torch.backends.cuda.matmul.allow_tf32:
         dtype = "tf32"
     return flops, dtype
+
+
+# Rows and columns of a result that one processor computes at a time, as names of cuBLAS' kernels in
+# public profiles have them: volta_sgemm_128x64_nn, volta_fp16_s884gemm_fp16_128x128_ldg8_f2f_nn,
+# ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn.
+TILES = {"float32": (128, 64)}
+TENSOR_CORE_TILE = (128, 128)
+
+
+def _tiles(func, out, dtype) -> int:
+    """Tiles of a product's result; 0 where kernels share the work otherwise, as attention does."""
+    if func._opname not in ("mm", "addmm", "bmm", "baddbmm", "int8_linear_matmul"):
+        return 0
+    high, wide = TILES.get(dtype, TENSOR_CORE_TILE)
+    *batch, rows, columns = out.shape
+    return math.prod(batch) * -(-rows // high) * -(-columns // wide)
 
 
 def _is_causal(func, args, kwargs) -> bool:

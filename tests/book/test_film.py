@@ -63,7 +63,9 @@ def test_at_each_moment_the_bars_of_what_is_alive_are_strong(page, runs):
             ]
             assert strong(page, number) == len(alive) > 0
             units = (line.levels["activations"][moment] + line.levels["temporary"][moment]) / UNIT
-            said = page.run(f"document.querySelectorAll('.memlab-film p')[{number}].textContent")
+            said = page.run(
+                f"document.querySelectorAll('.memlab-film figure p')[{number}].textContent"
+            )
             assert f" {units:.0f} of at most" in said and line.phases[moment] in said
     assert page.run("document.documentElement.scrollWidth") <= 390
 
@@ -85,18 +87,19 @@ def test_who_wants_less_motion_gets_steps_instead_of_play(page):
     page.send("Emulation.setEmulatedMedia", features=[less])
     shown = "getComputedStyle(document.querySelector('.memlab-film .play')).display"
     assert page.run(shown) == "none"
-    page.run("document.querySelector('.memlab-film .on').click()")
+    page.run("document.querySelector('.memlab-film .forth').click()")
     assert page.run("Number(document.querySelector('.memlab-film input').value)") == 0
 
 
 def test_without_scripts_it_is_a_described_picture(runs):
     page = Film(runs, kind, COLOURS, UNIT)._repr_html_()
-    still = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+    still = re.sub(r"<(script|style)>.*?</\1>", "", page, flags=re.DOTALL)
+    assert "a still picture" in still
     for run in runs.values():
         levels = run.timeline.levels
         most = max(map(sum, zip(levels["activations"], levels["temporary"], strict=True)))
         assert f"at most {most / UNIT:.0f} units are held" in still
-    assert still.count("<rect") > 10 and "opacity:" not in re.sub("fill-opacity", "", still)
+    assert still.count("<rect") > 10 and "opacity" not in still
     assert "&lt;layers&gt;" in still and "<layers>" not in still
 
 
@@ -109,3 +112,20 @@ def test_bad_input_raises(runs):
     bare = replace(run.timeline, lives=[])
     with pytest.raises(ValueError, match="no tensor of a numbered layer"):
         Film({"a": replace(run, timeline=bare)}, kind, COLOURS, UNIT)
+
+
+def test_heights_are_bytes_to_one_scale_and_tensors_of_a_layer_do_not_overlap(page, runs):
+    bars = page.run("""[...document.querySelectorAll('.memlab-film figure')].map(figure =>
+        [...figure.querySelectorAll('rect')].map(bar => [bar.dataset.layer, +bar.dataset.born,
+            +bar.dataset.died, +bar.getAttribute('y'), +bar.getAttribute('height'),
+            +bar.dataset.units]))""")
+    scales = {round(bar[4] / bar[5], 1) for film in bars for bar in film if bar[5] >= 1}
+    assert len(scales) == 1
+    for film, run in zip(bars, runs.values(), strict=True):
+        numbered = [life for life in run.timeline.lives if life.module[:1].isdigit()]
+        drawn = [life for life in numbered if life.category in ("activations", "temporary")]
+        assert sum(bar[5] for bar in film) == pytest.approx(sum(x.nbytes for x in drawn) / UNIT)
+        for i, (layer, born, died, y, height, _) in enumerate(film):
+            for other, began, ended, top, high, _ in film[i + 1 :]:
+                if layer == other and born < ended and began < died:
+                    assert y + height <= top + 0.02 or top + high <= y + 0.02

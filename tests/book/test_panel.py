@@ -1,0 +1,113 @@
+"""What holds for every panel: alone and twice on a page, light and dark, small, named, silent."""
+
+import re
+
+import pytest
+
+from memlab import book
+from memlab.book.freezing import Part
+from memlab.book.panel import Panel
+
+FEW = [Part(name, 5, 5, 10, 3, 1) for name in ("embeddings", "layer 1", "head")]
+PANELS = [
+    book.AllocatorSandbox(),
+    book.FreezingPanel(FEW),
+    book.LoaderLanes(),
+    book.QuantizationRuler(outlier=20),
+    book.RunningSoftmax(),
+    book.SegmentFilm(),
+]
+NAMES = [type(panel).__name__ for panel in PANELS]
+TWICE = [panel for panel in PANELS for _ in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def page(open_once):
+    return open_once(*TWICE)
+
+
+@pytest.fixture(params=range(len(TWICE)), ids=[f"{name}-{n}" for name in NAMES for n in (1, 2)])
+def panel(request, page):
+    page.at = request.param
+    return page
+
+
+def test_it_runs_and_fits_a_phone(panel):
+    assert panel.run("panel.querySelector('.off').hidden && !panel.querySelector('.on').hidden")
+    assert panel.run("panel.scrollWidth <= panel.clientWidth")
+    assert panel.tab.run("document.documentElement.scrollWidth") <= 390
+    assert panel.run("panel.querySelector('[role=status]').textContent.length") > 20
+
+
+def test_what_can_be_pressed_has_a_name_and_a_size(panel):
+    found = panel.run("""[...panel.querySelectorAll('button, input, select')]
+        .filter(one => one.getClientRects().length).map(one => [
+        (one.getAttribute('aria-label') || one.closest('label')?.textContent || one.textContent)
+            .trim(), one.getBoundingClientRect().height, one.getBoundingClientRect().width])""")
+    assert len(found) > 2
+    for name, height, width in found:
+        assert name and height >= 23 and width >= 23
+    pictures = "[...panel.querySelectorAll('svg[role=img]')]"
+    assert panel.run(f"{pictures}.every(svg => svg.getAttribute('aria-label').length > 10)")
+    assert panel.run("panel.querySelectorAll('[id]').length") == 0
+
+
+def test_what_is_its_own_in_a_panels_style_outlives_the_panels_that_follow(page):
+    page.at = 2 * NAMES.index("FreezingPanel")
+    widths = page.run("['.first input', '.first'].map(name => "
+                      "panel.querySelector(name).getBoundingClientRect().width)")  # fmt: skip
+    assert widths[0] == pytest.approx(widths[1], abs=1)
+
+
+def test_equal_panels_do_not_touch_each_other(page):
+    for at in range(0, len(TWICE), 2):
+        page.at = at + 1
+        before = page.run("panel.innerHTML")
+        page.at = at
+        for button in range(page.run("panel.querySelectorAll('button').length")):
+            page.run(f"panel.querySelectorAll('button')[{button}]?.click()")
+        page.run("""panel.querySelectorAll('input[type=range]').forEach(field => {
+            field.value = field.max;
+            field.dispatchEvent(new Event('input', { bubbles: true }));
+        })""")
+        page.at = at + 1
+        assert page.run("panel.innerHTML") == before
+
+
+def colours(page):
+    """Lightness of paper and of ink of every panel, from 0 to 255."""
+    found = page.tab.run("""[...document.querySelectorAll('.memlab-panel')].map(panel => {
+        const style = getComputedStyle(panel);
+        return [style.backgroundColor, style.color];
+    })""")
+    return [[sum(map(int, re.findall(r"\d+", c)[:3])) / 3 for c in pair] for pair in found]
+
+
+@pytest.mark.parametrize("wish", ["light", "dark"])
+def test_it_follows_the_books_theme_and_else_the_readers_wish(page, wish):
+    page.tab.send(
+        "Emulation.setEmulatedMedia",
+        features=[{"name": "prefers-color-scheme", "value": wish}],
+    )
+    for theme in (None, "light", "dark"):
+        page.tab.run(
+            f"document.documentElement.setAttribute('data-theme', '{theme}')"
+            if theme
+            else "document.documentElement.removeAttribute('data-theme')"
+        )
+        for paper, ink in colours(page):
+            assert (paper > 200 and ink < 80) if (theme or wish) == "light" else paper < 60 < ink
+
+
+@pytest.mark.parametrize("shown", PANELS, ids=NAMES)
+def test_it_is_always_the_same_and_asks_for_nothing(shown):
+    page = shown._repr_html_()
+    assert page == shown._repr_html_() and type(shown).__name__ in repr(shown)
+    still = re.sub(r"<(script|style)>.*?</\1>", "", page, flags=re.DOTALL)
+    assert shown.still in still and '<div class="on" hidden>' in still
+    assert not re.search(r"\b(src|href|fetch|import)\b|url\(|\{\{", page)
+    # The book's theme has rules of its own for these.
+    assert not re.search(
+        r"class[=:] ?\"([^\"]* )?(row|card|col|container|btn|badge|progress)[ \"]", page
+    )
+    assert page.count("</script>") == 1 and isinstance(shown, Panel)

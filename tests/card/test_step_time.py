@@ -1,0 +1,154 @@
+"""Seconds of a step: from its work and a card's rates, by depth and whole, beside timed runs."""
+
+import statistics
+from collections import Counter
+
+import pytest
+import torch
+
+from memlab import Recipe, SimulatedGPU, find_gpu, simulate
+from memlab.card import step_time as seconds
+from memlab.card.step_time import EXPECTED, busy, step_time
+from memlab.card.work import Work
+from memlab.evidence.records import FOLDER, load
+from memlab.footprint import Phase, StepTime
+from memlab.gpus import GPUS
+from memlab.simulation import log_of
+from memlab.trace import depth
+
+A100 = find_gpu("A100-40GB")
+
+
+def one(flops=0, dtype="", nbytes=0, kernels=1.0, phase=Phase.FORWARD, again=False, tiles=0):
+    return Work(flops, dtype, tiles, nbytes, kernels, phase, again, 0)
+
+
+def expected(*works):
+    return step_time(Counter(works), A100)
+
+
+def test_a_kernel_takes_the_longest_of_its_three():
+    product = expected(one(flops=10**15, dtype="float16", nbytes=10**6))
+    assert product.expected == pytest.approx(10**15 / (312e12 * EXPECTED.tensor_products))
+    copy = expected(one(nbytes=10**12))
+    assert copy.expected == pytest.approx(10**12 / (1555e9 * EXPECTED.bandwidth))
+    assert copy.parts["memory traffic"] == copy.expected
+    tiny = step_time(Counter({one(nbytes=8): 1000}), A100)
+    assert tiny.expected == pytest.approx(1000 * EXPECTED.operator)  # the host is slower
+    assert tiny.parts["waiting for launches"] == pytest.approx(
+        1000 * (EXPECTED.operator - EXPECTED.kernel)
+    )
+
+
+def test_parts_sum_to_the_whole_and_the_range_holds_it():
+    found = simulate(Recipe("bert-large-tiny", batch_size=2, checkpointing=True), "T4").step_seconds
+    assert sum(found.parts.values()) == pytest.approx(found.expected)
+    assert found.low < found.expected < found.high
+    assert tuple(found.parts) == StepTime.PARTS and found.parts["recomputation"] > 0
+    assert found.samples_per_second == pytest.approx(2 / found.expected)
+    assert 0 < found.mfu < 1
+
+
+def test_recomputation_is_no_useful_work():
+    again = expected(one(flops=10**15, dtype="float16"), one(10**15, "float16", again=True))
+    alone = expected(one(flops=10**15, dtype="float16"))
+    assert again.flops == alone.flops and again.mfu == pytest.approx(alone.mfu / 2)
+
+
+@pytest.mark.parametrize(
+    "tiles, processors, share", [(0, 80, 1), (80, 80, 1), (81, 80, 81 / 160), (8, 80, 0.1)]
+)
+def test_the_last_round_of_tiles_is_seldom_full(tiles, processors, share):
+    assert busy(tiles, processors) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe("gpt2", batch_size=2, seq_len=64, precision="fp16-amp", accumulation=3),
+        Recipe("bert-large", seq_len=64, checkpointing=True, optimizer="adamw_torch_fused"),
+    ],
+    ids=str,
+)
+def test_the_estimate_by_depth_is_that_of_the_whole_model(recipe, monkeypatch):
+    monkeypatch.setattr(depth, "DEEP", 4)
+    card = find_gpu("V100")
+    by_depth = simulate(recipe, card).step_seconds
+    whole = step_time(log_of(recipe, card, numbered=True).work, card)
+    assert by_depth.expected == pytest.approx(whole.expected, rel=1e-3)
+    assert by_depth.flops == whole.flops
+
+
+def test_more_micro_batches_take_longer_and_the_optimizer_does_not():
+    recipe = Recipe("bert-large-tiny", batch_size=4, seq_len=128)
+    one, eight = (simulate(recipe.but(accumulation=n), "T4").step_seconds for n in (1, 8))
+    assert eight.flops == 8 * one.flops
+    assert eight.parts["optimizer"] == pytest.approx(one.parts["optimizer"])
+
+
+def test_every_card_has_rates_for_what_it_computes_natively():
+    for card in GPUS.values():
+        assert card.bandwidth and card.rates_source
+        native = set(card.native_dtypes) - {"int4"}
+        assert native <= set(card.rates), card.name
+
+
+def test_what_has_no_seconds_says_why_in_one_line():
+    recipe = Recipe("bert-large-tiny")
+    for card, said in [(None, "a card without a limit has no rates"), (2**33, "name a card")]:
+        footprint = simulate(recipe, card)
+        assert footprint.step_time is None and footprint.samples_per_second is None
+        with pytest.raises(ValueError, match=said):
+            print(footprint.step_seconds)
+        assert footprint.as_dict()["step_seconds"] is None
+    with SimulatedGPU("T4") as gpu:  # which multiplies bf16 by emulation
+        a = torch.empty(8, 8, device="cuda", dtype=torch.bfloat16)
+        a @ a
+    with pytest.raises(ValueError, match="T4 has no rate for bfloat16: it has those of float32"):
+        print(gpu.footprint.step_seconds)
+
+
+def test_a_loop_of_ones_own_has_seconds_too():
+    with SimulatedGPU("L4") as gpu:
+        model = torch.nn.Linear(512, 512, device="cuda")
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            model(torch.empty(64, 512, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = gpu.footprint.step_seconds
+    assert found.samples is None and found.samples_per_second is None
+    assert found.flops == 2 * 2 * 64 * 512 * 512  # its input needs no gradient
+
+
+def test_quantized_layers_write_their_weights_out():
+    recipe = Recipe("llama-3.2-1b-tiny", seq_len=256, precision="bf16", lora_rank=4)
+    plain, nf4 = (simulate(recipe.but(base=base), "L4").step_seconds for base in ("none", "nf4"))
+    assert nf4.parts["memory traffic"] > plain.parts["memory traffic"]
+    int8 = log_of(recipe.but(base="int8", precision="fp16"), find_gpu("L4")).work
+    assert any(one.dtype == "int8" for one in int8)
+
+
+@pytest.mark.slow
+def test_published_runs():
+    """Four of the nine; the book's page on accuracy has them all."""
+    nine = load(FOLDER / "published-source-001.json")
+    runs = [run for run in nine if run.name in ("vanilla", "accumulation", "fp16", "8-bit adam")]
+    found = [
+        simulate(Recipe(**run.recipe), "V100").samples_per_second
+        / run.figures["samples_per_second"]
+        for run in runs
+    ]
+    errors = [abs(share - 1) for share in found]
+    ratios = [abs(share / found[0] - 1) for share in found[1:]]
+    assert len(runs) == 4 and statistics.median(errors) <= 0.2 and max(errors) <= 0.4
+    assert statistics.median(ratios) <= 0.15 and max(ratios) <= 0.3
+
+
+def test_the_range_comes_of_better_and_worse_programs():
+    for name in ("products", "tensor_products", "bandwidth"):
+        values = [getattr(reach, name) for reach in (seconds.WORST, EXPECTED, seconds.BEST)]
+        assert values == sorted(values)
+    for name in ("kernel", "operator"):
+        values = [getattr(reach, name) for reach in (seconds.BEST, EXPECTED, seconds.WORST)]
+        assert values == sorted(values)
