@@ -231,8 +231,10 @@ def test_what_is_short_or_in_one_chapter_is_no_twin():
 ROOMS = {
     "01-measuring": {"memlab.trace.allocator"},
     "12-quantization": {"memlab.quantized"},
-    "13-lora": {"memlab.card.attention", "memlab.quantized"},
+    "13-lora": {"memlab.quantized"},
+    "13-lora-deeper": {"memlab.card.attention"},
     "14-attention": {"memlab.card.attention"},
+    "14-attention-deeper": {"memlab.card.attention"},
     "accuracy": {"memlab.evidence", "memlab.trace", "memlab.card", "memlab.planning"},
 }
 

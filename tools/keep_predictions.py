@@ -36,6 +36,7 @@ def said_of(run) -> dict:
         "peak_allocated_bytes": footprint.peak_allocated,
         "peak_reserved_bytes": footprint.peak_reserved,
         "reserved_range_bytes": footprint.reserved_range,
+        "step_seconds": footprint.step_time and footprint.step_time.expected,
     }
 
 
