@@ -77,7 +77,7 @@ def test_what_is_kept_for_backward_is_not_halved(chapter):
 
 
 def test_the_curve_crosses_between_one_and_two_sequences_by_the_weights_copies(chapter):
-    NOTEBOOK.run("curve split", chapter)
+    NOTEBOOK.run("curve curve-lines split", chapter)
     assert 1 < chapter["crossing"] < 2
     with torch.device("meta"):
         model = chapter["models"].build("bert-large")
@@ -91,7 +91,7 @@ def test_the_curve_crosses_between_one_and_two_sequences_by_the_weights_copies(c
 
 
 def test_checkpointing_moves_the_crossing_and_dropping_gradients_takes_the_cost_away(chapter):
-    NOTEBOOK.run("curve checkpointed today", chapter)
+    NOTEBOOK.run("curve curve-lines checkpointed today", chapter)
     assert 8 < chapter["late_win"] < 20
     peaks = {how: found.peak_allocated for how, found in chapter["peak_of"].items()}
     for attention in ("eager", "sdpa"):
@@ -178,13 +178,12 @@ def test_a_loss_outside_autocast_is_fp16_and_limits_the_scale(chapter):
 
 
 def test_clipping_before_unscaling_takes_the_step_away(deeper):
-    DEEPER.run("clip-code", deeper)
     right, wrong = (deeper["update_length"](first, torch.optim.SGD) for first in (True, False))
     assert right / wrong > 2**14
 
 
 def test_fp16_weights_die_and_bf16_weights_need_a_master(chapter):
-    NOTEBOOK.run("pure-half pure-read master stochastic tune", chapter)
+    NOTEBOOK.run("pure-half pure-read master stochastic rounded tune", chapter)
     assert chapter["died"] and "FP16" in chapter["refused"]
     base = chapter["pretrained"](40)
     ways = ("fp32", "bf16", "bf16 + master", "bf16, by chance")
@@ -211,7 +210,7 @@ def test_rounding_by_chance_gives_the_two_neighbours_and_the_number_on_average(c
 
 
 def test_a_bf16_checkpoint_trains_in_bf16_until_told(chapter):
-    NOTEBOOK.run("loaded", chapter)
+    NOTEBOOK.run("loaded loaded-run", chapter)
     assert set(chapter["trap"]) == {torch.bfloat16} and set(chapter["cure"]) == {torch.float32}
 
 
@@ -226,12 +225,14 @@ def test_the_trainer_ignores_fp16_on_a_cpu_and_obeys_on_a_card(chapter):
 
 
 def test_accelerates_loop_is_the_loop_by_hand(deeper):
-    DEEPER.run("accelerate-code accelerate-run", deeper)  # asserts
+    DEEPER.run("accelerate-code accelerate-loop accelerate-run", deeper)  # asserts
 
 
 @pytest.mark.parametrize("number, wrong", [(1, 5), (2, 20), (3, 2)])
 def test_solutions_pass_their_check_and_wrong_answers_are_told_so(chapter, capsys, number, wrong):
-    NOTEBOOK.run({1: "counted", 2: "buggy counting", 3: "curve gap-at"}[number], chapter)
+    NOTEBOOK.run(
+        {1: "counted", 2: "buggy counting", 3: "curve curve-lines gap-at"}[number], chapter
+    )
     NOTEBOOK.check_exercise(number, wrong, chapter, capsys)
 
 

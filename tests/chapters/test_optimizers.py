@@ -14,9 +14,9 @@ from memlab.training import LEARNING_RATE, Training
 
 CHAPTER, DEEPER = Notebook("07-optimizers"), Notebook("07-optimizers-deeper")
 # Cells that need no simulation, in the order of the chapter.
-TINY = """imports zoo muon ruled remembered sgd adamw adafactor same-run dynamic-map quantize
-    dequantize outlier-run adamw-8bit adamw-8bit-run in-backward learn rates small-tensors-run
-    adam-printed"""
+TINY = """imports zoo zoo-adafactor zoo-momentum zoo-first muon zoo-lighter ruled remembered sgd
+    adamw adafactor same-run dynamic-map quantize dequantize outlier-run adamw-8bit adamw-8bit-run
+    in-backward learn rates small-tensors-run adam-printed"""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def chapter():
 def deeper():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield DEEPER.run("imports rules galore mini four four-rule two-models")
+    yield DEEPER.run("imports rules galore mini four pack unpack four-rule two-models")
     torch.set_num_threads(before)
     gc.unfreeze()
 
@@ -257,7 +257,7 @@ def test_small_tensors_stay_in_32_bit_until_told(chapter):
 
 
 def test_an_override_leaks_into_the_next_optimizer_and_is_fixed(deeper):
-    DEEPER.run("leak leak-fixed late-run", deeper)
+    DEEPER.run("leak leak-fixed leak-gone late-run", deeper)
     assert deeper["asked"] == deeper["leaked"] == [32, 8]
     assert deeper["fixed"] == [8, 8]
     assert deeper["kept"] and deeper["freed"]
