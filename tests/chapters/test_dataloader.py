@@ -259,7 +259,7 @@ def test_trainer_and_accelerate_train_the_same(loading):
 
 def test_verdicts():
     names = CHAPTER.run("imports schedule uneven uneven-said")
-    v100 = {r.name: r.figures["samples_per_second"] for r in find_records("published")}
+    v100 = {r.name: r.figures["samples_per_second"] for r in find_records("published", device="V100")}
     busy = {("waiting", n, 4): 0.9 for n in (0.5, 3, 8)}
     busy |= {("work, 1 core", 2, n): 0.4 for n in (1, 4)}
     names |= {"fast": None, "share": 3e-5, "v100": v100, "busy": busy, "control": 3.0}
