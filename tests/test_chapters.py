@@ -133,11 +133,12 @@ def test_first_code_cell_is_the_install_cell(path):
 
 @each_chapter
 def test_cells_are_short(path):
-    sizes = [len(lines(cell)) for cell in code_cells(path)]
-    seen = [len(lines(cell)) for cell in code_cells(path) if not tags(cell) & fold_cells.FOLDED]
-    assert statistics.median(seen) <= 6
+    # What stands open is read; what is folded is one fold a figure, and so longer.
+    sizes = [len(lines(cell)) for cell in code_cells(path) if not tags(cell) & fold_cells.FOLDED]
+    assert statistics.median(sizes) <= 6
     assert max(sizes) <= 30
-    assert sum(size >= 20 for size in seen) <= len(seen) / 10
+    assert sum(size >= 20 for size in sizes) <= len(sizes) / 10
+    assert max(len(lines(cell)) for cell in code_cells(path)) <= 45
     long = [line for cell in code_cells(path) for line in lines(cell) if len(line) > 78]
     assert long == []
 
@@ -230,8 +231,10 @@ def test_what_is_short_or_in_one_chapter_is_no_twin():
 ROOMS = {
     "01-measuring": {"memlab.trace.allocator"},
     "12-quantization": {"memlab.quantized"},
-    "13-lora": {"memlab.card.attention", "memlab.quantized"},
+    "13-lora": {"memlab.quantized"},
+    "13-lora-deeper": {"memlab.card.attention"},
     "14-attention": {"memlab.card.attention"},
+    "14-attention-deeper": {"memlab.card.attention"},
     "accuracy": {"memlab.evidence", "memlab.trace", "memlab.card", "memlab.planning"},
 }
 

@@ -47,11 +47,16 @@ def record_of(name: str, run: dict) -> Record:
     packages = run["meta_info"]["package_info"]
     versions = {library: packages[f"{library}-version"] for library in LIBRARIES}
     device = run["meta_info"]["system_info"]["accelerator"]
+    seconds, tokens = seconds_and_tokens(run["train_info"]["metrics"], told["eval_steps"])
+    settings["tokens_of_sequence"] = round(tokens / told["batch_size"])
     return Record(
         "published",
         name.replace("--llama-3.2-3B-", " "),
         recipe,
-        {"peak_reserved_bytes": peak},
+        {
+            "peak_reserved_bytes": peak,
+            "samples_per_second": round(told["batch_size"] / seconds, 4),
+        },
         device,
         None,
         versions,
@@ -60,6 +65,17 @@ def record_of(name: str, run: dict) -> Record:
         "PEFT's comparison",
         settings,
     )
+
+
+def seconds_and_tokens(metrics: list[dict], steps: int) -> tuple[float, float]:
+    """Of the mean step: its seconds, and its tokens with an end of sequence for each text.
+
+    metrics: of every so many steps, their seconds and their tokens a second.
+    """
+    trained = [one for one in metrics if "tokens / sec" in one]
+    seconds = sum(one["train time"] for one in trained)
+    tokens = sum(one["train time"] * one["tokens / sec"] for one in trained)
+    return seconds / (steps * len(trained)), tokens / (steps * len(trained))
 
 
 def main(folder: Path):

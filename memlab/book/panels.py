@@ -6,16 +6,19 @@ from importlib import resources
 
 
 class PaddingExplorer:
-    """Tokens computed under five ways of padding, for chosen lengths, batch size and limit.
+    """Tokens, widest batch and peak under six ways of padding, for chosen lengths and batches.
 
-    lengths: name of a corpus -> the lengths of its texts in tokens. In a notebook and on a static
-        page it shows itself; it needs neither a kernel nor a network.
+    lengths: name of a corpus -> the lengths of its texts in tokens.
+    memory: what a batch of r rows, w tokens wide, takes: bytes max(least, fixed + r w (token +
+        w pair)), the `room` of a card, and `what` trains on which card, in words. These six keys.
+        Without it the panel shows no peak.
 
-    Raises ValueError without a corpus, for an empty one, and for lengths that are no whole numbers
-    from 1.
+    In a notebook and on a static page it shows itself; it needs neither a kernel nor a network.
+    Raises ValueError without a corpus, for an empty one, for lengths that are no whole numbers
+    from 1, and for a memory with other keys.
     """
 
-    def __init__(self, lengths: dict[str, list[int]]):
+    def __init__(self, lengths: dict[str, list[int]], memory: dict | None = None):
         if not lengths:
             raise ValueError("lengths is empty: allowed are one or more named lists of lengths")
         self.lengths = {}
@@ -26,11 +29,19 @@ class PaddingExplorer:
                 given = f"holds {wrong[0]!r}" if wrong else "is empty"
                 raise ValueError(f"lengths[{name!r}] {given}: allowed are whole numbers from 1")
             self.lengths[name] = values
+        keys = ("least", "fixed", "token", "pair", "room", "what")
+        if memory is not None and set(memory) != set(keys):
+            given = ", ".join(memory) or "empty"
+            raise ValueError(f"memory has the keys {given}: allowed are {', '.join(keys)}")
+        self.memory = memory
 
     def _repr_html_(self) -> str:
         page = resources.files("memlab.data").joinpath("padding.html").read_text(encoding="utf8")
-        data = json.dumps(self.lengths).replace("<", "\\u003c")  # no tag can begin in the script
-        return page.replace("NAME", "memlab-padding-1").replace("DATA", data)
+        page = page.replace("NAME", "memlab-padding-1")
+        for mark, data in {"PEAK": self.memory, "DATA": self.lengths}.items():
+            text = json.dumps(data).replace("<", "\\u003c")  # no tag can begin in the script
+            page = page.replace(f"= {mark};", f"= {text};")
+        return page
 
     def __repr__(self) -> str:
         return f"PaddingExplorer of {', '.join(self.lengths)}"
@@ -41,7 +52,8 @@ class TilePlayer:
 
     films: name -> moments in their order, each (row, column, bytes moved so far) of one tile
         of scores; rows are tiles of queries, columns tiles of keys, both from 0.
-    standard: name -> bytes that the attention with a whole matrix moves, for comparison.
+    standard: name -> bytes that the attention with a whole matrix moves in the same pass, with
+        the same mask.
 
     In a notebook and on a static page it shows itself; it needs neither a kernel nor a network.
     Without scripts it says so, and shows no control that would do nothing.

@@ -49,6 +49,8 @@ def cuda_answers(tracer, snapshot):
             (torch._C, _of_the_driver(tracer, snapshot)),
             (torch._C, _of_the_accelerator(tracer)),
             (torch, {"compile": compiles_no_module, "Generator": Generator}),
+            # Recurrent layers run as PyTorch's own operations.
+            (torch.backends.cudnn, {"is_acceptable": lambda tensor: False}),
             (torch.Tensor, {"record_stream": lambda tensor, stream: None}),
             # DataParallel over one card moves the batch there and runs the module.
             (torch.nn.parallel.comm, {"scatter": lambda tensor, *where: (tensor.to("cuda"),)}),
@@ -75,6 +77,7 @@ def _of_the_card(tracer) -> dict:
         "_get_device_properties": lambda device: properties,
         "_check_bf16_tensor_supported": lambda device: True,  # by emulation, on any card
         "device": Selected,
+        "device_of": Selected,
         "default_generators": (torch.Generator(),),
         "current_stream": default_stream,
         "default_stream": default_stream,
@@ -200,10 +203,10 @@ class Generator(metaclass=_AnyGenerator):
 
 
 class Selected:
-    """A device or a stream that is chosen for a block: there is one of each."""
+    """A device, a tensor's or a stream that is chosen for a block: there is one of each."""
 
     def __init__(self, chosen=None):
-        if not isinstance(chosen, DefaultStream):
+        if not isinstance(chosen, (DefaultStream, torch.Tensor)):
             only_card(chosen)
 
     def __enter__(self):

@@ -13,7 +13,7 @@ import importlib.util
 import pickle
 from pathlib import Path
 
-from memlab.card import bitsandbytes, cuda_names, fake_tensors, files, moves
+from memlab.card import bitsandbytes, cuda_names, fake_tensors, files, moves, triton_kernels
 from memlab.card.memory import card_footprint
 from memlab.card.places import CARD, tensors_name_their_place
 from memlab.card.rules import RULES, cuda_kernels
@@ -71,6 +71,8 @@ class SimulatedGPU:
     card. Weights of a checkpoint are read one after the other, where transformers takes four
     threads unless it quantizes them. Recurrent layers run as PyTorch's own operations, where a card
     may take a kernel of cuDNN's; what cuDNN takes for itself in a convolution is not counted.
+    Kernels of Triton write into tensors that are there and take none; where Triton is not
+    installed, libraries may go another way.
 
     Raises torch.OutOfMemoryError, with PyTorch's message, where the card would.
     """
@@ -102,6 +104,7 @@ class SimulatedGPU:
                 bitsandbytes.paged_states(tracer.zeros_on_host),
                 cuda_kernels(self.gpu, tracer.rules, tracer.met_rules),
                 cuda_names.cuda_answers(tracer, self.snapshot),
+                triton_kernels.nothing_is_compiled(tracer.assumptions),
                 files.checkpoints(),
                 tracer,
             ):

@@ -123,6 +123,12 @@ def _written(func) -> tuple[tuple[int, str], ...]:
     return tuple(found)
 
 
+@functools.cache
+def _gives_out(func) -> bool:
+    """Whether what an operator writes into is its `out`."""
+    return any(argument.is_out for argument in func._schema.arguments)
+
+
 def _bytes(tensor) -> int:
     """Bytes that reading or writing a tensor moves: what it repeats counts once."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
@@ -144,7 +150,8 @@ def _work_of(func, args, kwargs, tensors, out) -> Iterator[tuple]:
         moved += sum(map(_bytes, tensors[1:2]))
     else:
         moved = sum(map(_bytes, itertools.chain(tensors, made, _flat(written))))
-        moved -= sum(map(_bytes, _flat(written))) if name in OVERWRITES else 0
+        if name in OVERWRITES or _gives_out(func):
+            moved -= sum(map(_bytes, _flat(written)))  # it is not read
     flops, dtype = _products(func, args, kwargs, tensors, out)
     yield flops, dtype, _tiles(func, out, dtype) if flops else 0, moved, 1.0
 
@@ -177,6 +184,9 @@ def _of_lists(name, args, written, out) -> Iterator[tuple]:
 # ---------------------------------------------------------------------- products
 
 
+MATRICES = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3}
+
+
 def _products(func, args, kwargs, tensors, out) -> tuple[int, str]:
     """Operations of an operator's matrix products, and what they are computed in."""
     if func._opname == "int8_linear_matmul":
@@ -184,7 +194,8 @@ def _products(func, args, kwargs, tensors, out) -> tuple[int, str]:
     count = flop_registry.get(func.overloadpacket)
     if count is None:
         return 0, ""
-    flops = count(*args, **kwargs, out_val=out)
+    matrices = MATRICES.get(func._opname, len(args))  # what else these take is no shape
+    flops = count(*args[:matrices], **kwargs, out_val=out)
     if "attention" in func._opname and _is_causal(func, args, kwargs):
         flops //= 2  # the tiles above the diagonal are not computed
     dtype = str(tensors[0].dtype).removeprefix("torch.")

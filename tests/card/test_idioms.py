@@ -271,3 +271,17 @@ def test_sparse_gradients_are_refused_with_the_way_out(gpu, layer, shape):
     with pytest.raises(NotSimulated, match="sparse=False") as error:
         table(torch.randint(100, shape, device="cuda")).sum().backward()
     one_line(error)
+
+
+def test_a_triton_kernel_writes_into_what_is_there(gpu):
+    triton = pytest.importorskip("triton")  # comes with PyTorch's builds for CUDA
+    kernel = triton.jit(_some_kernel)
+    x = torch.ones(1024, device="cuda")
+    before = torch.cuda.memory_allocated()
+    kernel[(4,)](x, 1024, BLOCK=256)
+    assert torch.cuda.memory_allocated() == before
+    assert any("Triton" in line for line in gpu.footprint.assumptions)
+
+
+def _some_kernel(x, n, BLOCK):
+    raise AssertionError("compiled for a card that is not there")

@@ -32,6 +32,17 @@ def test_a_product_reads_both_and_writes_one(card):
     assert one.tiles == 2 * 8 and one.kernels == 1
 
 
+def test_a_product_into_a_given_tensor_of_another_dtype_counts(card):
+    a = torch.empty(64, 64, device="cuda", dtype=fp16)
+    total = torch.zeros(64, 64, device="cuda")
+    ops = torch.ops.aten
+    (one,) = work(card, lambda: ops.mm.out(a, a, out=torch.empty_like(a)))
+    assert one.flops == 2 * 64**3 and one.nbytes == 3 * a.nbytes
+    if hasattr(ops.addmm, "dtype"):
+        (one,) = work(card, lambda: ops.addmm.dtype(total, a, a, torch.float32))
+        assert one.flops == 2 * 64**3
+
+
 def test_tf32_is_computed_where_it_is_allowed(card):
     a, allowed = torch.empty(64, 64, device="cuda"), torch.backends.cuda.matmul.allow_tf32
     try:

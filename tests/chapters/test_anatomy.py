@@ -3,9 +3,10 @@
 import ast
 
 import pytest
+import torch
 from notebook import Notebook
 
-from memlab import Recipe, check, simulate
+from memlab import Recipe, check, models, simulate
 from memlab.training import Training
 
 CHAPTER = Notebook("03-anatomy")
@@ -25,18 +26,26 @@ def shown():
     return names
 
 
+def plain_training(training, place, steps):
+    """The recipe's model, optimizer and batch, for a loop that is not memlab's."""
+    model = models.build(training.recipe.model).to(place)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=False)
+    batch = {name: x.to(place) for name, x in training.batches[0].items()}
+    return model, adamw, [batch] * steps
+
+
 def test_the_shown_loop_and_the_recipe_give_the_same_losses(shown):
     recipe = Recipe(batch_size=2, optimizer="adamw_torch_loop").twin(seq_len=32)
     training = Training(recipe)
     losses = [training.step() for _ in range(3)]  # each model's dropout begins when it is built
-    assert losses == shown["train"](*shown["plain_training"](training, "cpu", 3))
+    assert losses == shown["train"](*plain_training(training, "cpu", 3))
 
 
 def test_the_shown_loop_and_the_recipe_have_the_same_peak(shown):
     recipe = Recipe(batch_size=4, optimizer="adamw_torch_loop").twin()
     training = Training(recipe)
     with shown["SimulatedGPU"]() as gpu:
-        model, adamw, batches = shown["plain_training"](training, "cuda", 1)
+        model, adamw, batches = plain_training(training, "cuda", 1)
         shown["train"](model, adamw, batches)
         gpu.reset_peak()
         shown["train"](model, adamw, batches)
@@ -64,18 +73,17 @@ def test_two_depths_give_the_peak_of_any_depth(shown):
 
 
 def test_the_loss_in_parts_is_the_loss_with_the_same_gradient(shown):
-    torch = shown["torch"]
     results = []
-    for loss_of in (shown["whole"], shown["in_parts"]):
+    for name, rows in {"whole": {}, "in_parts": {"rows": 10}, "in_one_call": {"rows": 10}}.items():
         torch.manual_seed(0)
         x = torch.randn(48, 16, requires_grad=True)
         head = torch.randn(100, 16, requires_grad=True)
-        more = {} if loss_of is shown["whole"] else {"rows": 10}
-        loss = loss_of(x, head, torch.arange(48), **more)
+        loss = shown[name](x, head, torch.arange(48), **rows)
         loss.backward()
         results.append((loss, x.grad, head.grad))
-    for whole, parts in zip(*results, strict=True):
-        torch.testing.assert_close(whole, parts)
+    whole, *others = results
+    for parts in others:
+        torch.testing.assert_close(parts, whole)
 
 
 def test_the_buggy_estimate_is_told_so_and_the_fixed_one_passes(shown, capsys):

@@ -1,5 +1,7 @@
 """TRL's trainers as its documentation has them (github.com/huggingface/trl, Apache-2.0), anew."""
 
+import importlib.util
+
 import pytest
 import torch
 from datasets import Dataset
@@ -83,12 +85,16 @@ CONVERSATIONS = [
 
 
 def assert_as_really_run(train):
-    """`train(**settings)` on the card and for real; gives the batches of both."""
+    """`train(**settings)` on the card and for real; gives the batches of both.
+
+    Where Triton is installed, TRL takes kernels of its own on a card and not on a CPU.
+    """
     with SimulatedGPU("A100-40GB") as gpu:
         batches = train(**EAGER)
     cpu, really = on_the_cpu(lambda: train(use_cpu=True, **EAGER))
     assert batches == really
-    assert_as_on_the_cpu(gpu.footprint, cpu, small=32768)
+    if importlib.util.find_spec("triton") is None:
+        assert_as_on_the_cpu(gpu.footprint, cpu, small=32768)
     return batches
 
 

@@ -17,11 +17,15 @@ Assumptions, written down before any prediction was compared:
   on, as in the config, so that the outputs hold keys and values.
 - **The weights come as `from_pretrained` loads them** onto a device: it takes and frees one block
   of the model's size first.
+- **The time is that of a step of mean length.** They give the seconds and the tokens of all steps:
+  210 a text, its end included. A bucket's texts are of nearly one length, so padding is left out,
+  and so is what the host does between steps.
 - **The evaluations in between need less than a step**, and the learning rate's schedule nothing.
 """
 
 import importlib
 import inspect
+from dataclasses import replace
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -39,7 +43,8 @@ SHORT = 100  # tokens of a bucket's last batches, about
 
 def footprint_of(run: Record, card: GPU) -> Footprint:
     """The step of the longest batch. `run.settings`: `adapter`, the values of a PeftConfig or None,
-    and `training`, those of the comparison's TrainConfig that change memory."""
+    `training`, those of the comparison's TrainConfig that change memory, and `tokens_of_sequence`,
+    the mean length, at which the seconds are estimated."""
     peft, recipe, told = import_peft(), Recipe(**run.recipe), run.settings["training"]
     importlib.import_module("peft.optimizers")  # before a card is entered
     with SimulatedGPU(card) as gpu:
@@ -48,7 +53,11 @@ def footprint_of(run: Record, card: GPU) -> Footprint:
         adapter = run.settings["adapter"] and config_of(run.settings["adapter"])
         if adapter:
             cast = told["autocast_adapter_dtype"]
-            model = peft.get_peft_model(model, adapter, autocast_adapter_dtype=cast)
+            try:
+                model = peft.get_peft_model(model, adapter, autocast_adapter_dtype=cast)
+            except LookupError:  # AdaMSS clusters the rows of each weight
+                why = "is built from values of weights, which large ones on the host do not have"
+                raise ValueError(f"{adapter.peft_type} {why}") from None
         optimizer = make_optimizer(model, told["optimizer_type"], told["optimizer_kwargs"])
         if adapter:
             with model.disable_adapter():
@@ -56,8 +65,9 @@ def footprint_of(run: Record, card: GPU) -> Footprint:
         model.train()
 
         outputs = loss = None
-        for number, length in enumerate((SHORT, SHORT, recipe.seq_len), 1):
-            if length == recipe.seq_len:
+        lengths = SHORT, SHORT, recipe.seq_len, run.settings["tokens_of_sequence"]
+        for number, length in enumerate(lengths, 1):
+            if number == 3:
                 torch.cuda.empty_cache()
                 gpu.reset_peak()
             tokens = torch.zeros(recipe.batch_size, length, dtype=torch.long, device="cuda")
@@ -74,7 +84,9 @@ def footprint_of(run: Record, card: GPU) -> Footprint:
             optimizer.step()
             if adapter and adapter.peft_type in ("ADALORA", "ADAMSS"):
                 model.base_model.update_and_allocate(number)
-        return gpu.footprint
+            if number == 3:
+                longest = gpu.footprint
+        return replace(longest, step_time=gpu.footprint.step_time)
 
 
 def loaded(recipe: Recipe):
