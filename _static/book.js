@@ -2,3 +2,29 @@
 if (location.protocol === "file:" && typeof DOCUMENTATION_OPTIONS !== "undefined") {
   DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;
 }
+
+// A table, a figure or code that is wider than the column scrolls inside its box. Say so beside it.
+(() => {
+  const WIDE = "article.bd-article :is(table, .cell_output pre, figure, .output, .cell_output, .math, .pst-scrollable-table-container)";
+  const look = () => {
+    document.querySelectorAll(WIDE).forEach((box) => {
+      const scrolls = getComputedStyle(box).overflowX === "auto" && box.scrollWidth > box.clientWidth + 1;
+      if (scrolls === box.hasAttribute("data-scrolls")) return;
+      box.toggleAttribute("data-scrolls", scrolls);
+      if (!scrolls) {
+        box.removeAttribute("tabindex");
+        return box.nextElementSibling?.matches(".scroll-cue") && box.nextElementSibling.remove();
+      }
+      box.tabIndex = 0; // so that arrow keys move it
+      const cue = document.createElement("p");
+      cue.className = "scroll-cue";
+      cue.textContent = "wider than the page: scroll it sideways \u2192";
+      box.after(cue);
+    });
+  };
+  let soon;
+  const later = () => (clearTimeout(soon), (soon = setTimeout(look, 50)));
+  addEventListener("load", look);
+  addEventListener("resize", later);
+  document.addEventListener("toggle", later, true); // folded boxes have no width
+})();

@@ -1,6 +1,7 @@
 // What a reader would trip over on this page, as data. Evaluated in the page by test_book.py.
-(() => {
+(async () => {
   document.querySelectorAll("details").forEach((folded) => (folded.open = true));
+  await new Promise((done) => setTimeout(done, 200)); // the page looks at what was unfolded
   const shown = (element) => {
     if (!element.checkVisibility({ opacityProperty: true, visibilityProperty: true })) return false;
     const box = element.getBoundingClientRect();
@@ -88,8 +89,25 @@
   const raw = prose.textContent.match(/\$[^$\n]*[\\^_][^$\n]*\$|\\\(|\\\[|\\frac|\\begin\{/g) || [];
   const formulas = [...article.querySelectorAll(".math")];
 
+  // Tables and figures that end outside the column, in a box that does not say that it scrolls.
+  const says_so = (element) => {
+    for (let e = element; e && e !== article; e = e.parentElement) {
+      if (e.hasAttribute("data-scrolls") && e.nextElementSibling?.matches(".scroll-cue")) return true;
+    }
+    return false;
+  };
+  const right = article.getBoundingClientRect().right;
+  const ends = (element) => {
+    const last = element.matches("table") ? [...element.querySelectorAll("tr")].map((r) => r.lastElementChild) : [element];
+    return Math.max(...last.filter(Boolean).map((e) => e.getBoundingClientRect().right));
+  };
+  const clipped = [...article.querySelectorAll("table, img, figure svg")].filter(
+    (element) => shown(element) && ends(element) > right + 1 && !says_so(element),
+  );
+
   return {
     title: document.title,
+    clipped: clipped.map(name),
     theme: document.documentElement.dataset.theme,
     scroll_width: document.documentElement.scrollWidth,
     wide: wide.slice(0, 8).map(name),

@@ -92,6 +92,13 @@ def test_nothing_is_wider_than_the_screen(visit, page, width, theme):
 
 @every_page
 @every_view
+def test_no_column_is_out_of_sight_without_a_cue(visit, page, width, theme):
+    """A table's last column and a figure's right edge are inside, or the box says it scrolls."""
+    assert visit(page, width, theme)["clipped"] == []
+
+
+@every_page
+@every_view
 def test_the_theme_follows_the_system_and_every_text_is_readable(visit, page, width, theme):
     report = visit(page, width, theme)
     assert report["theme"] == theme

@@ -53,7 +53,10 @@ def record_of(name: str, run: dict) -> Record:
         "published",
         name.replace("--llama-3.2-3B-", " "),
         recipe,
-        {"peak_reserved_bytes": peak, "step_seconds": round(seconds, 6)},
+        {
+            "peak_reserved_bytes": peak,
+            "samples_per_second": round(told["batch_size"] / seconds, 4),
+        },
         device,
         None,
         versions,

@@ -32,11 +32,12 @@ def said_of(run) -> dict:
         footprint = simulate_loop(run, card) if run.loop else simulate(Recipe(**run.recipe), card)
     except (ValueError, RuntimeError, ImportError) as error:
         return {"refused": textwrap.shorten(str(error), 160)}
+    seconds = footprint.step_time
     return {
         "peak_allocated_bytes": footprint.peak_allocated,
         "peak_reserved_bytes": footprint.peak_reserved,
         "reserved_range_bytes": footprint.reserved_range,
-        "step_seconds": footprint.step_time and footprint.step_time.expected,
+        "step_seconds": seconds and [seconds.low, seconds.expected, seconds.high],
     }
 
 

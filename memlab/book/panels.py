@@ -52,7 +52,8 @@ class TilePlayer:
 
     films: name -> moments in their order, each (row, column, bytes moved so far) of one tile
         of scores; rows are tiles of queries, columns tiles of keys, both from 0.
-    standard: name -> bytes that the attention with a whole matrix moves, for comparison.
+    standard: name -> bytes that the attention with a whole matrix moves in the same pass, with
+        the same mask.
 
     In a notebook and on a static page it shows itself; it needs neither a kernel nor a network.
     Without scripts it says so, and shows no control that would do nothing.

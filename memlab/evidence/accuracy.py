@@ -17,7 +17,7 @@ from memlab.card import fake_tensors
 from memlab.closed_form import formula
 from memlab.evidence.loops import kept_predictions, simulate_loop
 from memlab.evidence.records import FOLDER, Record, load
-from memlab.footprint import Footprint, Phase
+from memlab.footprint import Footprint, Phase, StepTime
 from memlab.gpus import GPU, GPUS, gpu_of_device
 from memlab.recipe import Recipe
 from memlab.simulation import simulate
@@ -45,8 +45,9 @@ ALLOWED = {
     "active": 0.05,  # of a loop of which much is not known
     "reserved": 0.05,
     "device used": 0.05,
+    "seconds": 0.4,  # of a step, an estimate
 }
-ALLOWED_OLD = 0.15
+ALLOWED_OLD = 0.15  # of bytes
 PYTORCH_2 = "2023-03-15"
 
 
@@ -58,12 +59,13 @@ class Comparison:
     family: encoder, decoder, encoder-decoder or moe. technique: full, frozen, LoRA or QLoRA. A
         published run may say others.
     figure: `allocated`, `reserved` or `device used` (reserved and context) on a GPU, or `active`,
-        which is allocated and what another stream still uses; `tensors` on a CPU, where the run is
-        predicted with the CPU's own kernels instead of CUDA's; `out of memory`, where the run or
-        its prediction ended so.
+        which is allocated and what another stream still uses; `seconds` of a step; `tensors` on a
+        CPU, where the run is predicted with the CPU's own kernels instead of CUDA's; `out of
+        memory`, where the run or its prediction ended so.
     bounds: (lowest, highest) prediction of a figure that is predicted as a range, else None.
-    predicted, recorded: bytes, of a predictor that gives a range alone its upper end; for
-        `out of memory` whether it did; predicted is None where `refused` says why there is none.
+    predicted, recorded: bytes, of a predictor that gives a range alone its upper end, or seconds;
+        for `out of memory` whether it did; predicted is None where `refused` says why there is
+        none.
     old: whether the run is older than PyTorch 2, whose kernels are not simulated.
     """
 
@@ -73,15 +75,15 @@ class Comparison:
     technique: str
     predictor: str
     figure: str
-    predicted: int | bool | None
-    recorded: int | bool
+    predicted: int | float | bool | None
+    recorded: int | float | bool
     refused: str = ""
-    bounds: tuple[int, int] | None = None
+    bounds: tuple[float, float] | None = None
     old: bool = False
 
     @property
     def error(self) -> float | None:
-        """Predicted over recorded, less one; None without two figures in bytes."""
+        """Predicted over recorded, less one; None without two figures."""
         if self.predicted is None or self.figure == "out of memory":
             return None
         return self.predicted / self.recorded - 1
@@ -90,13 +92,14 @@ class Comparison:
     def missed(self) -> bool:
         """Whether the prediction is wrong by more than is allowed, or was refused.
 
-        A figure that is predicted as a range may be anywhere in it.
+        Bytes that are predicted as a range may be anywhere in it.
         """
         if self.figure == "out of memory":
             return self.predicted is not self.recorded
-        if self.bounds:
+        if self.bounds and self.figure != "seconds":
             return not self.inside
-        allowed = ALLOWED_OLD if self.old else ALLOWED[self.figure]
+        bytes_of_old = self.old and self.figure != "seconds"
+        allowed = ALLOWED_OLD if bytes_of_old else ALLOWED[self.figure]
         return self.error is None or abs(self.error) > allowed
 
     @property
@@ -142,8 +145,15 @@ def compare_kept(file: str, release: bool = False) -> list[Comparison]:
         kept = kept.get("of_release", kept) if release else kept
         if "refused" in kept:
             raise ValueError(kept["refused"])
-        peaks = kept["peak_allocated_bytes"], kept["peak_reserved_bytes"]
-        return Footprint(*peaks, {}, Phase.UNKNOWN, reserved_range=kept["reserved_range_bytes"])
+        seconds = kept.get("step_seconds")
+        return Footprint(
+            kept["peak_allocated_bytes"],
+            kept["peak_reserved_bytes"],
+            {},
+            Phase.UNKNOWN,
+            reserved_range=kept["reserved_range_bytes"],
+            step_time=seconds and StepTime(*seconds, parts={}, flops=0, peak_rate=0),
+        )
 
     return [one for run in load(FOLDER / file) for one in _compare(run, "kept", predict)]
 
@@ -184,6 +194,10 @@ def _compare(run: Record, predictor: str, predict) -> list[Comparison]:
         if high and name in ("reserved", "device used"):
             beside = predicted[name] - footprint.peak_reserved
             bounds = low + beside, high + beside
+        if name == "seconds":
+            if footprint.step_time is None:
+                continue
+            bounds = footprint.step_time.low, footprint.step_time.high
         old = run.date < PYTORCH_2
         found.append(Comparison(*begin, name, predicted[name], value, "", bounds, old))
     return found
@@ -196,7 +210,7 @@ def _card(run: Record) -> GPU | None:
     return dataclasses.replace(card, total_memory=total) if card and total else card
 
 
-def _recorded(run: Record) -> dict[str, int]:
+def _recorded(run: Record) -> dict[str, float]:
     names = {
         "tensors": "peak_tensors_bytes",
         "allocated": "peak_allocated_bytes",
@@ -204,10 +218,14 @@ def _recorded(run: Record) -> dict[str, int]:
         "reserved": "peak_reserved_bytes",
         "device used": "device_used_bytes",
     }
-    return {name: run.figures[key] for name, key in names.items() if key in run.figures}
+    found = {name: run.figures[key] for name, key in names.items() if key in run.figures}
+    if "samples_per_second" in run.figures and not run.device.startswith("CPU"):
+        samples = run.recipe["batch_size"] * run.recipe.get("accumulation", 1)
+        found["seconds"] = samples / run.figures["samples_per_second"]
+    return found
 
 
-def _predicted(run: Record, footprint: Footprint, card: GPU | None) -> dict[str, int]:
+def _predicted(run: Record, footprint: Footprint, card: GPU | None) -> dict[str, float]:
     if card is None:
         return {"tensors": footprint.peak_tensors}
     # A published run brings its context: those of older drivers are no card's of today.
@@ -218,6 +236,7 @@ def _predicted(run: Record, footprint: Footprint, card: GPU | None) -> dict[str,
         "active": footprint.peak_allocated,
         "reserved": footprint.peak_reserved,
         "device used": footprint.peak_reserved + (card.context if context is None else context),
+        "seconds": footprint.step_time and footprint.step_time.expected,
     }
 
 

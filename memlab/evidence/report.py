@@ -61,9 +61,13 @@ def report(comparisons: list[Comparison], runs: Iterable[Record]) -> str:
     if ran_out:
         right = sum(not one.missed for one in ran_out)
         lines.append(f"\nout of memory: {right} of {len(ran_out)} as recorded")
-    ranges = [one.inside for one in comparisons if one.bounds]
-    if ranges:
-        lines.append(f"\ninside the reported range: {sum(ranges)} of {len(ranges)} figures")
+    for kind, timed in (("range", False), ("range of seconds", True)):
+        ranges = [
+            one.inside for one in comparisons if one.bounds and (one.figure == "seconds") == timed
+        ]
+        if ranges:
+            inside = f"{sum(ranges)} of {len(ranges)} figures"
+            lines.append(f"\ninside the reported {kind}: {inside}")
     missed = [one for one in comparisons if one.missed]
     lines.append(f"\n{len(missed)} figures miss what is allowed" + ":" * bool(missed))
     lines += [f"  {_miss(one)}" for one in missed]
@@ -77,7 +81,8 @@ def _miss(one: Comparison) -> str:
     if one.figure == "out of memory":
         ends = {True: "out of memory", False: "a fit"}
         return f"{place}{ends[one.predicted]} was predicted, {ends[one.recorded]} recorded"
-    predicted, recorded = mib(one.predicted), mib(one.recorded)
+    words = "{:.3f} s".format if one.figure == "seconds" else mib
+    predicted, recorded = words(one.predicted), words(one.recorded)
     if one.bounds:
-        predicted = " to ".join(map(mib, one.bounds))
+        predicted = " to ".join(map(words, one.bounds))
     return f"{place}{one.figure} {predicted} against {recorded}, {one.error:+.2%}"

@@ -228,7 +228,7 @@ def set_tile_field(tab, name, change):
 def test_every_moment_of_the_film_can_be_reached(tiles):
     assert tile_kinds(tiles) == ["now", "", "", "query", "key"]
     assert tile_text(tiles, ".tiled-text") == "moved so far: 1 KiB"
-    assert tile_text(tiles, ".whole-text") == "with the whole matrix: 8 KiB"
+    assert tile_text(tiles, ".whole-text") == "the same pass with the whole matrix: 8 KiB"
     set_tile_field(tiles, ".at", "value = 2")
     assert tile_kinds(tiles) == ["done", "done", "now", "query", "key"]
     assert "Tile 3 of 3: queries 2 (blue) meet keys 2" in tile_text(tiles, ".say")

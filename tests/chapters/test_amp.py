@@ -7,16 +7,23 @@ from notebook import Notebook, assert_same_run, traced
 from memlab import Recipe, simulate
 from memlab.training import Training
 
-NOTEBOOK = Notebook("06-amp")
-TINY = "imports published-records corpus reader gradients gradients-run"
+NOTEBOOK, DEEPER = Notebook("06-amp"), Notebook("06-amp-deeper")
+TINY = "imports published-records reader gradients gradients-figure"
 DTYPES = {"fp16-amp": torch.float16, "bf16-amp": torch.bfloat16}
 
 
 @pytest.fixture(scope="module")
 def chapter():
     before = torch.get_num_threads()
-    yield NOTEBOOK.run(TINY, {"device": torch.device("cpu")})
+    yield NOTEBOOK.run(TINY)
     torch.set_num_threads(before)  # the chapter takes one
+
+
+@pytest.fixture(scope="module")
+def deeper():
+    before = torch.get_num_threads()
+    yield DEEPER.run("imports listen reader")
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("precision", DTYPES)
@@ -42,15 +49,20 @@ def test_small_gradients_are_lost_in_fp16_and_the_scale_brings_them_back(chapter
     assert all(fate["too large"] == 0 for fate in fates.values())
 
 
-def test_autocast_runs_products_in_half_and_softmax_norms_and_losses_in_fp32(chapter):
-    NOTEBOOK.run("listen listen-run listen-both", chapter)
-    cuda, cpu = chapter["on_cuda"], chapter["here"]
+def test_modules_under_autocast_give_what_their_operations_give(chapter):
+    NOTEBOOK.run("asked asked-words", chapter)  # asserts
+    assert chapter["gave"]["Linear"] == {torch.float16}
+
+
+def test_autocast_runs_products_in_half_and_softmax_norms_and_losses_in_fp32(deeper):
+    DEEPER.run("listen-run", deeper)
+    cuda, cpu = deeper["on_cuda"], deeper["here"]
     for op in ("addmm", "bmm", "gelu"):
         assert cuda.gives[op] == cpu.gives[op] == {"float16"}
     for op in ("embedding", "native_layer_norm", "_softmax", "_log_softmax", "nll_loss_forward"):
         assert cuda.gives[op] == {"float32"}
     assert cpu.gives["_softmax"] == {"float16"}
-    model = chapter["models"].build(chapter["one_layer"])
+    model = deeper["models"].build(deeper["one_layer"])
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
     multiplied = sum(p.numel() for m in linear for p in m.parameters())
     assert cuda.copies == cpu.copies == 2 * multiplied
@@ -65,7 +77,7 @@ def test_what_is_kept_for_backward_is_not_halved(chapter):
 
 
 def test_the_curve_crosses_between_one_and_two_sequences_by_the_weights_copies(chapter):
-    NOTEBOOK.run("curve split", chapter)
+    NOTEBOOK.run("curve curve-lines split", chapter)
     assert 1 < chapter["crossing"] < 2
     with torch.device("meta"):
         model = chapter["models"].build("bert-large")
@@ -79,20 +91,20 @@ def test_the_curve_crosses_between_one_and_two_sequences_by_the_weights_copies(c
 
 
 def test_checkpointing_moves_the_crossing_and_dropping_gradients_takes_the_cost_away(chapter):
-    NOTEBOOK.run("published-records curve checkpointed today", chapter)
+    NOTEBOOK.run("curve curve-lines checkpointed today", chapter)
     assert 8 < chapter["late_win"] < 20
-    by_batch = [
-        [
-            chapter["formula"](chapter["today"].but(batch_size=batch, precision=kind))
-            for kind in ("fp32", "fp16-amp")
-        ]
-        for batch in (1, 2, 4)
-    ]
-    (one, same), *more = [[f.peak_allocated for f in pair] for pair in by_batch]
-    assert same == pytest.approx(one, rel=1e-6)  # the scaler is a few numbers
-    assert all(half < full for full, half in more)
-    assert {f.peak_phase for f in by_batch[0]} == {"optimizer step"}
-    fused = chapter["today"].but(optimizer="adamw_torch_fused")
+    peaks = {how: found.peak_allocated for how, found in chapter["peak_of"].items()}
+    for attention in ("eager", "sdpa"):
+        one, same = (peaks[attention, kind, 1] for kind in ("fp32", "fp16-amp"))
+        assert same == pytest.approx(one, rel=1e-6)  # the scaler is a few numbers
+        assert chapter["peak_of"][attention, "fp32", 1].peak_phase == "optimizer step"
+        assert peaks[attention, "fp16-amp", 4] < 0.95 * peaks[attention, "fp32", 4]
+    assert peaks["eager", "fp16-amp", 2] < 0.97 * peaks["eager", "fp32", 2]
+    assert peaks["sdpa", "fp16-amp", 2] == pytest.approx(peaks["sdpa", "fp32", 2], rel=1e-3)
+    for kind in ("fp32", "fp16-amp"):
+        recipe = Recipe("bert-large", batch_size=2, attention="sdpa", precision=kind)
+        assert simulate(recipe).peak_allocated == pytest.approx(peaks["sdpa", kind, 2], rel=1e-4)
+    fused = Recipe("bert-large", optimizer="adamw_torch_fused")
     bare, mixed = (simulate(fused.but(precision=kind)) for kind in ("fp32", "fp16-amp"))
     assert bare.peak_phase == mixed.peak_phase == "backward"
     assert 1 < mixed.peak_allocated / bare.peak_allocated < 1.05
@@ -160,44 +172,70 @@ def test_without_zero_grad_the_first_overflow_ends_the_training(chapter):
 def test_a_loss_outside_autocast_is_fp16_and_limits_the_scale(chapter):
     NOTEBOOK.run("outside-code", chapter)
     measure = chapter["loss_and_gradients"]
-    assert measure(True, 2.0**16)[0].dtype == torch.float32 and measure(True, 2.0**16)[1]
-    assert measure(False, 2.0**15)[0].dtype == torch.float16 and measure(False, 2.0**15)[1]
+    assert measure(True, 2.0**16) == ("float32", True)
+    assert measure(False, 2.0**15) == ("float16", True)
     assert not measure(False, 2.0**16)[1]
 
 
-def test_clipping_before_unscaling_takes_the_step_away(chapter):
-    NOTEBOOK.run("clip-code", chapter)
-    right, wrong = (chapter["update_length"](first, torch.optim.SGD) for first in (True, False))
+def test_clipping_before_unscaling_takes_the_step_away(deeper):
+    right, wrong = (deeper["update_length"](first, torch.optim.SGD) for first in (True, False))
     assert right / wrong > 2**14
 
 
 def test_fp16_weights_die_and_bf16_weights_need_a_master(chapter):
-    NOTEBOOK.run("pure-half pure-half-scaler master tune tune-code", chapter)
+    NOTEBOOK.run("pure-half pure-read master stochastic rounded tune", chapter)
     assert chapter["died"] and "FP16" in chapter["refused"]
     base = chapter["pretrained"](40)
-    gains = {k: chapter["tuned"](base, k, 0, 3e-5) for k in ("fp32", "bf16", "bf16 + master")}
+    ways = ("fp32", "bf16", "bf16 + master", "bf16, by chance")
+    gains = {k: chapter["tuned"](base, k, 0, 3e-5) for k in ways}
+    assert gains["bf16, by chance"][0] > 0.7 * gains["fp32"][0]
     assert gains["bf16"][0] < 0.5 * gains["fp32"][0]
     assert gains["bf16 + master"][0] > 0.7 * gains["fp32"][0]
     assert gains["fp32"][1] < 0.01 and gains["bf16"][1] > 0.5
 
 
+def test_rounding_by_chance_gives_the_two_neighbours_and_the_number_on_average(chapter):
+    NOTEBOOK.run("master stochastic", chapter)
+    torch.manual_seed(0)
+    for value in (1.001, -3.1415, 1e-6, 0.0, 2.0):
+        x = torch.full((20_000,), value)
+        found = chapter["by_chance"](x)
+        assert found.dtype == torch.bfloat16
+        near = sorted(set(found.float().tolist()))
+        gap = abs(value) * 2**-7
+        assert all(abs(n - value) <= gap for n in near) and len(near) <= 2
+        assert found.double().mean().item() == pytest.approx(value, abs=0.02 * gap + 1e-12)
+        if x[0].bfloat16().float() == x[0]:
+            assert near == [x[0].item()]  # what bf16 has stays
+
+
+def test_a_bf16_checkpoint_trains_in_bf16_until_told(chapter):
+    NOTEBOOK.run("loaded loaded-run", chapter)
+    assert set(chapter["trap"]) == {torch.bfloat16} and set(chapter["cure"]) == {torch.float32}
+
+
 def test_the_trainer_ignores_fp16_on_a_cpu_and_obeys_on_a_card(chapter):
-    NOTEBOOK.run("trainer trainer-run", chapter)
+    NOTEBOOK.run("loaded trainer trainer-run", chapter)
     asked = chapter["asked"]
     # Once the Trainer refuses or obeys here, this fails: then the chapter's words can go.
     assert asked["fp16=True", "here: cpu"] == ("float32", "none")
     assert asked["fp16=True", "simulated H100"] == ("float16", "GradScaler")
     assert asked["bf16=True", "here: cpu"] == asked["bf16=True", "simulated H100"]
     assert asked["bf16=True", "here: cpu"] == ("bfloat16", "none")
-    NOTEBOOK.run("accelerate-code published-loop accelerate-run", chapter)
 
 
-@pytest.mark.parametrize("number, wrong", [(1, 162.0), (2, 5), (3, 20), (4, 2)])
+def test_accelerates_loop_is_the_loop_by_hand(deeper):
+    DEEPER.run("accelerate-code accelerate-loop accelerate-run", deeper)  # asserts
+
+
+@pytest.mark.parametrize("number, wrong", [(1, 5), (2, 20), (3, 2)])
 def test_solutions_pass_their_check_and_wrong_answers_are_told_so(chapter, capsys, number, wrong):
-    before = {1: "listen", 2: "", 3: "buggy counting", 4: "curve"}[number]
-    NOTEBOOK.run(f"{before} exercise-{number}", chapter)
-    assert "Not answered yet" in capsys.readouterr().out
-    NOTEBOOK.run(f"solution-{number}", chapter)  # asserts that its own check passes
-    source = NOTEBOOK.code[f"exercise-{number}"].replace("answer = ...", f"answer = {wrong!r}")
-    exec(source, chapter)
-    assert "Not yet" in capsys.readouterr().out
+    NOTEBOOK.run(
+        {1: "counted", 2: "buggy counting", 3: "curve curve-lines gap-at"}[number], chapter
+    )
+    NOTEBOOK.check_exercise(number, wrong, chapter, capsys)
+
+
+def test_the_deeper_exercise_takes_its_solution(deeper, capsys):
+    DEEPER.run("copies", deeper)
+    DEEPER.check_exercise(1, 162.0, deeper, capsys)

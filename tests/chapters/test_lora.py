@@ -147,7 +147,7 @@ def test_the_cast_changes_the_attention_kernel_without_autocast(deeper, capsys):
     deeper["nf4"] = Recipe("llama-3-8b-tiny", seq_len=16, precision="bf16", lora_rank=4).but(
         attention="sdpa", base="nf4", double_quant=True, upcast=False
     )
-    DEEPER.run("kernels", deeper)
+    DEEPER.run("kernels kernels-run", deeper)
     bare, autocast = capsys.readouterr().out.splitlines()[-2:]
     assert "flash" not in bare and "flash_attention" in autocast
 
@@ -202,7 +202,7 @@ def test_quality_rises_with_the_rank_and_qlora_learns_as_lora(learnt):
 
 
 def test_merging_into_four_bits_makes_another_model(deeper):
-    DEEPER.run("merge-load merge-adapt merge-4bit-run", deeper)
+    DEEPER.run("merge-load merge-adapt merge-4bit-run merge-gaps", deeper)
     into, written = deeper["gaps"].values()
     assert into > 5 * written
 

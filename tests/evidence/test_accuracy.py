@@ -10,6 +10,7 @@ from memlab.evidence import grid, worker
 from memlab.evidence.accuracy import (
     compare_records,
     family,
+    formula_on_card,
     simulate_on_cpu,
     technique,
 )
@@ -63,10 +64,19 @@ def test_a_published_run_brings_its_context():
     (run,) = [run for run in find_records("published") if run.name.endswith("fp16, adafactor")]
     used, context = (run.figures[f"{name}_bytes"] for name in ("device_used", "context"))
     said = dataclasses.replace(simulate(TINY, "V100"), peak_reserved=used - context)
-    (one,) = compare_records([run], {"said": lambda recipe, gpu: said})
+    one, time = compare_records([run], {"said": lambda recipe, gpu: said})
     assert (one.against, one.figure) == ("published, Tesla V100-SXM2-16GB", "device used")
     assert one.predicted == one.recorded == used
     assert not one.missed
+    assert time.figure == "seconds" and time.predicted == said.step_time.expected
+    assert time.recorded == pytest.approx(4 / run.figures["samples_per_second"])
+    assert time.bounds == (said.step_time.low, said.step_time.high)
+
+
+def test_a_prediction_without_seconds_is_compared_in_bytes_alone():
+    run = next(run for run in find_records("published") if "samples_per_second" in run.figures)
+    (one,) = compare_records([run], {"formula": formula_on_card})
+    assert one.figure == "device used"
 
 
 def test_a_cpu_run_is_compared_with_the_cpus_own_kernels():
