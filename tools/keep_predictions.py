@@ -44,17 +44,15 @@ def said_of(run) -> dict:
 def main(files, release=False):
     kept = kept_predictions()
     found, about = kept.pop("runs"), kept
+    if not release:
+        about = {"date": date.today().isoformat(), "versions": versions()}
     for path in sorted(FOLDER.glob("published-*.json")):
         if path.name not in (files or [path.name]):
             continue
-        before = found.get(path.name, {})
-        found[path.name] = {
-            run.name: _joined(before.get(run.name, {}), said_of(run), release)
-            for run in tqdm(load(path), path.stem)
-        }
-    if not release:
-        about = {"date": date.today().isoformat(), "versions": versions()}
-    write(about, found)
+        said = found.setdefault(path.name, {})
+        for run in tqdm(load(path), path.stem):
+            said[run.name] = _joined(said.get(run.name, {}), said_of(run), release)
+            write(about, found)  # what is finished is kept, whatever comes
 
 
 def write(about: dict, found: dict):

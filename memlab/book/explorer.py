@@ -274,11 +274,12 @@ def _bar(label: str, card: str, fit: Fit, widest: int) -> str:
         if n > 0
     )
     end = f'<div class="end" style="left:{min(fit.total_memory / widest, 0.997):.2%}"></div>'
+    time = f"<br>a step, estimated: {footprint.step_time}" if footprint.step_time else ""
     assumed = "".join(f"<br>assumed: {html.escape(line)}" for line in footprint.assumptions)
     return (
         f'<div class="run"><b>{html.escape(label)}</b> on {card}: '
         f"{html.escape(str(fit))}<br>peak allocated {mib(footprint.peak_allocated)}, "
-        f"in {footprint.peak_phase}{assumed}"
+        f"in {footprint.peak_phase}{time}{assumed}"
         f'<div class="bar" role="img" aria-label="{mib(fit.needed)} of {mib(fit.total_memory)}">'
         f'{bar}{end}</div><div class="key">{key}</div></div>'
     )

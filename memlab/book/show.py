@@ -68,6 +68,8 @@ def compare(rows: dict, against: str | None = None) -> pd.DataFrame:
         for name in list(Category)[:5]:
             row[name.replace("_", " ")] = footprint.breakdown.get(name, 0) / MiB
         row["peak in"] = footprint.peak_phase
+        if footprint.step_time:
+            row["ms a step, estimated"] = footprint.step_time.expected * 1e3
         if isinstance(run, Measurement):
             row["ms a step"] = run.step_seconds["median"] * 1e3
             row["samples/s"] = run.samples_per_second

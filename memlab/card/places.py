@@ -24,7 +24,7 @@ def on_card(tensor) -> bool:
     """Whether a tensor's memory is the card's."""
     return (
         isinstance(tensor, FakeTensor)
-        and tensor._fake_device.type != "meta"
+        and tensor.fake_device.type != "meta"
         and not hasattr(tensor.untyped_storage(), "_memlab_on_host")
     )
 
@@ -50,7 +50,7 @@ def device_of(tensor) -> torch.device:
     """What `tensor.device` is on a machine with the card."""
     if not isinstance(tensor, FakeTensor):
         return HOST if tensor.device.type == "cpu" else tensor.device
-    if tensor._fake_device.type == "meta":
+    if tensor.fake_device.type == "meta":
         return META
     return CARD if on_card(tensor) else HOST
 
@@ -92,7 +92,7 @@ def tensors_name_their_place(host_copy):
         mode = self.fake_mode
         if mode.in_kernel_invocation:
             return META
-        return self._fake_device if mode.dispatching else device_of(self)
+        return self.fake_device if mode.dispatching else device_of(self)
 
     def numpy(self, *, force=False):
         if on_card(self) and not force:

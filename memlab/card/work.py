@@ -199,6 +199,8 @@ def _products(func, args, kwargs, tensors, out) -> tuple[int, str]:
     if "attention" in func._opname and _is_causal(func, args, kwargs):
         flops //= 2  # the tiles above the diagonal are not computed
     dtype = str(tensors[0].dtype).removeprefix("torch.")
+    if tensors[0].is_complex():  # a product of complex numbers is four of real ones
+        flops, dtype = 4 * flops, "float32"
     if dtype == "float32" and torch.backends.cuda.matmul.allow_tf32:
         dtype = "tf32"
     return flops, dtype

@@ -23,6 +23,7 @@ def test_compare_is_in_mib_with_the_error_beside(runs):
     assert frame.loc["simulated", "error against measured"] == pytest.approx(error)
     assert frame.loc["measured", "error against measured"] == 0
     assert frame.loc["measured", "samples/s"] == runs["measured"].samples_per_second
+    assert frame.loc["simulated", "ms a step, estimated"] == predicted.step_time.expected * 1e3
 
 
 def test_a_live_table_sets_tensors_beside_tensors(runs):

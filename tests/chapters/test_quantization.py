@@ -8,8 +8,9 @@ import torch
 from notebook import Notebook
 
 CHAPTER, DEEPER = Notebook("12-quantization"), Notebook("12-quantization-deeper")
-SETUP = """imports checked affine symmetric error bits by-hand by-hand-run by-hand-table changed
-    harm granularity-code granularity-rounded nf4-table nf4-tables blockwise-code"""
+SETUP = """imports checked affine symmetric error bits bits-stored by-hand by-hand-run by-hand-table
+    changed harm granularity-code in-8-bits granularity-rounded nf4-table nf4-tables
+    blockwise-code unpacked"""
 TOOLS = """imports rounded error linears with-rounded harm grown schemes schemes-all with-inputs
     harm-of calibrate affine static dynamic integers mixed-product"""
 
@@ -120,7 +121,9 @@ def test_nf4_is_bitsandbytes_table_block_by_block_and_byte_by_byte(chapter):
     bnb = chapter["bnb"].functional
     theirs = bnb.get_4bit_type("nf4", device="cpu")
     torch.testing.assert_close(chapter["NF4"], theirs, rtol=0, atol=5e-7)
-    CHAPTER.run("nf4-figure blockwise-same blockwise-assert which4-run which4-table", chapter)
+    CHAPTER.run(
+        "nf4-figure blockwise-same blockwise-assert which4-run which4-four which4-table", chapter
+    )
     assert chapter["same_bytes"] > 0.999
     matrix, change = chapter["matrix"], chapter["in_format"]
     twice = change(chapter["FOUR"]["NF4, double"])(matrix)
@@ -134,7 +137,7 @@ def test_nf4_is_bitsandbytes_table_block_by_block_and_byte_by_byte(chapter):
 
 def test_block_scaled_formats_store_what_their_standards_say(chapter):
     """MXFP4: 16 codes of E2M1 under a power of two; NVFP4: under an E4M3 scale of 16 numbers."""
-    CHAPTER.run("blockwise-same which4-run", chapter)
+    CHAPTER.run("blockwise-same which4-run which4-four", chapter)
     bits = chapter["bits"]
     assert (bits["MXFP4"], bits["NVFP4"], bits["MXFP8"]) == (4.25, 4.5, 8.25)
     table = chapter["TABLES"]["E2M1"]
