@@ -16,7 +16,7 @@ from contents import listed_pages
 ROOT = Path(__file__).parent.parent
 HTML = ROOT / "_build" / "html"
 sys.path.insert(0, str(ROOT / "_ext"))
-from book_extras import dead_links, says_something  # noqa: E402
+from book_extras import dead_links, reading_minutes, says_something  # noqa: E402
 
 PHONE, DESKTOP = 390, 1280
 REPORT = (Path(__file__).parent / "page_report.js").read_text()
@@ -65,6 +65,21 @@ def built():
 
 def test_every_page_of_the_table_of_contents_is_there():
     assert {f"{file}.html" for file in listed_pages()} <= set(PAGES)
+
+
+def test_the_index_says_how_long_every_chapter_takes():
+    index = (HTML / "chapters" / "index.html").read_text(encoding="utf-8")
+    said = dict(re.findall(r'class="minutes" data-page="([\w-]+)">\((\d+) min\)<', index))
+    wanted = {Path(page).stem for page in CHAPTERS if "-deeper" not in page}
+    assert set(said) == wanted and all(0 < int(minutes) < 60 for minutes in said.values())
+
+
+def test_reading_time_leaves_out_what_is_folded():
+    prose = "<p>" + "word " * 440 + "</p>"
+    code = '<div class="cell"><div class="cell_input">' + "x " * 150 + "</div></div>"
+    article = f"<article>{prose}{code}<img><details>{prose * 9}</details></article>"
+    assert reading_minutes(article) == 3
+    assert reading_minutes(article.replace("details", "section")) == 21
 
 
 @every_page
