@@ -64,11 +64,14 @@ def card_footprint(ledger: Ledger, counts=None, samples: int | None = None) -> F
     """
     gpu = ledger.allocator.gpu
     footprint, context = ledger.footprint(), gpu.context
-    work = counts.work if isinstance(counts, Log) else ledger.work.of_step
-    try:
-        seconds, no_time = step_time(work, gpu, samples), ""
-    except ValueError as error:
-        seconds, no_time = None, str(error)
+    log = getattr(ledger, "work", None)  # a replay has none of its own
+    work = counts.work if isinstance(counts, Log) else log and log.of_step
+    seconds, no_time = None, "what its operators do is not known"
+    if work is not None:
+        try:
+            seconds, no_time = step_time(work, gpu, samples), ""
+        except ValueError as error:
+            no_time = str(error)
     return replace(
         footprint,
         step_time=seconds,

@@ -1,6 +1,7 @@
 """What each operator of a step does on a card: floating-point operations, bytes, kernels.
 
-Operations are counted by PyTorch's own registry (torch.utils.flop_counter). Bytes are those of the
+Operations of products and convolutions are counted by PyTorch's own registry
+(torch.utils.flop_counter). Bytes are those of the
 tensors that an operator reads and writes, once each: what a fused kernel keeps to itself, such as
 the scores of a fused attention, is never counted.
 """
@@ -191,13 +192,14 @@ def _products(func, args, kwargs, tensors, out) -> tuple[int, str]:
     """Operations of an operator's matrix products, and what they are computed in."""
     if func._opname == "int8_linear_matmul":
         return 2 * out.numel() * args[0].size(-1), "int8"
-    count = flop_registry.get(func.overloadpacket)
-    if count is None:
+    if "attention" in func._opname:
+        flops = _attention(func, args, kwargs)
+    else:
+        count = flop_registry.get(func.overloadpacket)
+        matrices = MATRICES.get(func._opname, len(args))  # what else these take is no shape
+        flops = count(*args[:matrices], **kwargs, out_val=out) if count else 0
+    if not flops:
         return 0, ""
-    matrices = MATRICES.get(func._opname, len(args))  # what else these take is no shape
-    flops = count(*args[:matrices], **kwargs, out_val=out)
-    if "attention" in func._opname and _is_causal(func, args, kwargs):
-        flops //= 2  # the tiles above the diagonal are not computed
     dtype = str(tensors[0].dtype).removeprefix("torch.")
     if tensors[0].is_complex():  # a product of complex numbers is four of real ones
         flops, dtype = 4 * flops, "float32"
@@ -222,6 +224,19 @@ def _tiles(func, out, dtype) -> int:
     return math.prod(batch) * -(-rows // high) * -(-columns // wide)
 
 
-def _is_causal(func, args, kwargs) -> bool:
+def _attention(func, args, kwargs) -> int:
+    """Operations of a fused attention: two products forward, five backward, the scores again.
+
+    Every query head has products of its own, also where heads share keys. What a causal mask
+    hides, half of it, is not computed.
+    """
+    if "flex" in func._opname:
+        return 0
+    backward = "backward" in func._opname
+    query, key, value = args[1:4] if backward else args[:3]
+    scores = query.shape[:-1].numel() * key.size(-2)
+    size, value_size = query.size(-1), value.size(-1)
+    flops = 2 * scores * (3 * size + 2 * value_size if backward else size + value_size)
     names = [argument.name for argument in func._schema.arguments]
-    return bool((dict(zip(names, args, strict=False)) | kwargs).get("is_causal"))
+    causal = (dict(zip(names, args, strict=False)) | kwargs).get("is_causal")
+    return flops // 2 if causal else flops

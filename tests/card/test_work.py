@@ -38,7 +38,7 @@ def test_a_product_into_a_given_tensor_of_another_dtype_counts(card):
     ops = torch.ops.aten
     (one,) = work(card, lambda: ops.mm.out(a, a, out=torch.empty_like(a)))
     assert one.flops == 2 * 64**3 and one.nbytes == 3 * a.nbytes
-    if hasattr(ops.addmm, "dtype"):
+    if torch.__version__ >= "2.12":
         (one,) = work(card, lambda: ops.addmm.dtype(total, a, a, torch.float32))
         assert one.flops == 2 * 64**3
 
@@ -101,6 +101,20 @@ def test_fused_attention_moves_no_matrix_and_skips_what_is_masked(card):
     (causal,) = work(card, lambda: attend(q, q, q, is_causal=True))
     assert whole.flops == 2 * 2 * 2 * 8 * 1024 * 1024 * 64 == 2 * causal.flops
     assert whole.nbytes < 2 * 8 * 1024 * 1024 * 2  # one matrix of scores
+
+
+def test_heads_that_share_keys_have_products_of_their_own(card):
+    q = torch.empty(2, 8, 256, 64, device="cuda", dtype=fp16, requires_grad=True)
+    k = torch.empty(2, 2, 256, 64, device="cuda", dtype=fp16, requires_grad=True)
+
+    def attend(key, **how):
+        found = []
+        attention = torch.nn.functional.scaled_dot_product_attention
+        found += work(card, lambda: attention(q, key, key, **how).sum().backward())
+        return sum(one.flops for one in found)
+
+    assert attend(k, enable_gqa=True) == attend(k.detach().repeat(1, 4, 1, 1).requires_grad_())
+    assert attend(k, enable_gqa=True) == 2 * 7 * 2 * 8 * 256 * 256 * 64
 
 
 @pytest.mark.parametrize("kind, passes", [({"fused": True}, 7), ({"foreach": True}, None)])
