@@ -81,9 +81,10 @@ def test_a_number_without_a_device_is_the_hosts():
     """torch.tensor's documentation: the device is that of the data, the CPU for a number."""
     from torch.optim.adam import Adam
 
-    assert 'torch.tensor(0.0, dtype=_get_scalar_dtype(), device="cpu")' in inspect.getsource(
-        Adam._init_group
-    )
+    if torch.__version__ >= "2.12":  # which names the place that it had before, too
+        assert 'torch.tensor(0.0, dtype=_get_scalar_dtype(), device="cpu")' in inspect.getsource(
+            Adam._init_group
+        )
     with SimulatedGPU() as gpu:
         number = torch.tensor(0.0)
         assert torch.cuda.memory_allocated() == 0
