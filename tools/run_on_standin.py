@@ -5,7 +5,8 @@
 
 A failing cell ends its chapter, and the run, with its traceback. Copies are executed, in a folder
 that is removed: what the stand-in prints is no page's. Cells with the tag `real-gpu` train at a
-size that only a real card can carry: they are passed over.
+size that only a real card can carry, and those with `no-standin` compile, which would compile the
+stand-in, too: they are passed over.
 """
 
 import json
@@ -21,9 +22,9 @@ ROOT = Path(__file__).parent.parent
 
 
 def without_real_gpu(notebook):
-    """The notebook, in which nbclient passes over what only a real card can carry."""
+    """The notebook, in which nbclient passes over what the stand-in cannot carry."""
     for cell in notebook.cells:
-        if "real-gpu" in cell.metadata.get("tags", []):
+        if {"real-gpu", "no-standin"} & set(cell.metadata.get("tags", [])):
             cell.metadata.tags.append("skip-execution")
     return notebook
 
