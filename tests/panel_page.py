@@ -36,6 +36,11 @@ class PanelPage:
     def text(self, selector):
         return self.run(f"panel.querySelector({json.dumps(selector)}).textContent")
 
+    def moment(self, after=0):
+        """Where a panel that plays stands, after so many milliseconds."""
+        at = "Number(panel.querySelector('[name=moment]').value)"
+        return self.run(f"new Promise(done => setTimeout(() => done({at}), {after}))")
+
     def figures(self):
         """The panel's figures by name, as numbers."""
         each = "[...panel.querySelectorAll('[data-figure]')]"

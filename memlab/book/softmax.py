@@ -59,7 +59,7 @@ def whole(scores: list[float], values: list[float]) -> float:
 
 
 class RunningSoftmax(Panel):
-    """One row of attention, tile by tile: m, l, the factor that mends them, and the output.
+    """One row of attention, tile by tile: m, l, the factor that corrects them, and the output.
 
     rows: name -> scores, up to 24 a row; -inf hides one. A reader can type others.
 

@@ -1,9 +1,8 @@
 """What each operator of a step does on a card: floating-point operations, bytes, kernels.
 
-Operations of products and convolutions are counted by PyTorch's own registry
-(torch.utils.flop_counter). Bytes are those of the
-tensors that an operator reads and writes, once each: what a fused kernel keeps to itself, such as
-the scores of a fused attention, is never counted.
+Operations are counted by PyTorch's own registry (torch.utils.flop_counter), but for
+`scaled_dot_product_attention`. Bytes are those of the tensors that an operator reads and writes,
+once each: what a fused kernel keeps to itself, such as the scores of an attention, is not counted.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from memlab.footprint import Phase
-
-aten = torch.ops.aten
 
 
 class Work(NamedTuple):
@@ -139,11 +136,8 @@ def _work_of(func, args, kwargs, tensors, out) -> Iterator[tuple]:
     """(flops, dtype, tiles, nbytes, kernels) of an operator, or of each tensor of its lists."""
     name = func._schema.name.partition("::")[2]
     written = [args[i] if i < len(args) else kwargs.get(n) for i, n in _written(func)]
-    if isinstance(args[0] if args else None, (list, tuple)) and "foreach" in name:
+    if args and isinstance(args[0], (list, tuple)) and ("foreach" in name or "_fused_" in name):
         yield from _of_lists(name, args, written, out)
-        return
-    if name.startswith("_fused_"):
-        yield from _of_lists(name, args, written, None)
         return
     made = [] if written else _flat(out)
     if name in GATHERS:
@@ -175,15 +169,11 @@ def _of_lists(name, args, written, out) -> Iterator[tuple]:
         read = [one[i] for one in (lists[1:] if name in OVERWRITES else lists) if i < len(one)]
         moved = [*read, *(one[i] for one in targets), *results[i : i + 1]]
         blocks = -(-first.numel() // ELEMENTS_OF_BLOCK)
-        share = max(
-            1 / TENSORS_OF_LAUNCH[min(len(lists), 5)],
-            blocks / BLOCKS_OF_LAUNCH,
-        )
+        share = max(1 / TENSORS_OF_LAUNCH[min(len(lists), 5)], blocks / BLOCKS_OF_LAUNCH)
         yield 0, "", 0, sum(map(_bytes, _flat(moved))), share
 
 
 # ---------------------------------------------------------------------- products
-
 
 MATRICES = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3}
 
@@ -192,7 +182,7 @@ def _products(func, args, kwargs, tensors, out) -> tuple[int, str]:
     """Operations of an operator's matrix products, and what they are computed in."""
     if func._opname == "int8_linear_matmul":
         return 2 * out.numel() * args[0].size(-1), "int8"
-    if "attention" in func._opname:
+    if func._opname.startswith("_scaled_dot_product"):
         flops = _attention(func, args, kwargs)
     else:
         count = flop_registry.get(func.overloadpacket)
@@ -227,11 +217,9 @@ def _tiles(func, out, dtype) -> int:
 def _attention(func, args, kwargs) -> int:
     """Operations of a fused attention: two products forward, five backward, the scores again.
 
-    Every query head has products of its own, also where heads share keys. What a causal mask
-    hides, half of it, is not computed.
+    Every query head has products of its own, also where heads share keys, which the registry of
+    older PyTorch refuses. What a causal mask hides, half of it, is not computed.
     """
-    if "flex" in func._opname:
-        return 0
     backward = "backward" in func._opname
     query, key, value = args[1:4] if backward else args[:3]
     scores = query.shape[:-1].numel() * key.size(-2)

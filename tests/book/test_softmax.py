@@ -56,9 +56,7 @@ def test_it_plays_to_the_end_and_can_be_stopped(page):
     page.click(".play")
     assert page.text(".play") == "play"
     page.click(".play")
-    at = "+panel.querySelector('[name=moment]').value"
-    later = f"new Promise(done => setTimeout(() => done({at}), 2700))"
-    assert page.run(later) == 2 and page.text(".play") == "play"
+    assert page.moment(after=2700) == 2 and page.text(".play") == "play"
 
 
 def test_own_scores_and_nonsense(page):

@@ -11,8 +11,8 @@ from memlab.training import Training
 
 CHAPTER, DEEPER = Notebook("04-accumulation"), Notebook("04-accumulation-deeper")
 # Cells that train tiny models only, in the order of the page.
-TINY = """imports vanilla-loop accumulated-loop idea-whole idea-parts corpus reader split
-    gradient-function distance gradient-run gradient-table paragraphs unequal summed-loss
+TINY = """imports imports-memlab vanilla-loop accumulated-loop idea-whole idea-parts corpus reader
+    split gradient-function distance gradient-run gradient-table paragraphs unequal summed-loss
     by-tokens unequal-mended bad-fix-code dropout-run half-grad-sum half-grad-table
     half-grad-fix-code half-grad-fix-run"""
 DEEPER_TINY = """imports text right slip slip-right slip-run slip-mended slip-table leftover shares

@@ -5,13 +5,13 @@ import torch
 from notebook import Notebook, assert_same_run, traced
 
 from memlab import Recipe, models, simulate
-from memlab.book import small_config, train_step
+from memlab.book import small_config, three_steps, train_step
 from memlab.training import Training
 
 CHAPTER = Notebook("05-freezing")
 # Cells that train tiny models only, in the order of the chapter.
-TINY = """imports published-freezing toy-run reached small-deberta ask mended-freezing mended
-    vanilla-start corpus fit pretrain fine-tune norms tied late-freeze-run asleep-run"""
+TINY = """imports imports-memlab published-freezing toy-run reached small-deberta ask
+    mended-freezing mended vanilla-start corpus fit pretrain fine-tune norms tied late-freeze-run asleep-run"""
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +91,12 @@ def test_prediction_and_measurement_of_the_twin_agree(chapter):
     chapter["fused"] = dict(optimizer="adamw_torch_fused")
     CHAPTER.run("live", chapter)
     for name, (guess, found) in chapter["live"].items():
-        for part in ("parameters", "gradients", "activations", "inputs", "buffers"):
-            assert guess.breakdown[part] == pytest.approx(found.breakdown[part], rel=0.02), (
-                name,
-                part,
-            )
+        for part in ("parameters", "gradients", "inputs", "buffers"):
+            assert guess.breakdown[part] == found.breakdown[part], (name, part)
+        # A T4's fused attention keeps other sums of its rows than a CPU's.
+        assert guess.breakdown["activations"] == pytest.approx(
+            found.breakdown["activations"], rel=0.02
+        )
     assert set(chapter["took"].index) == {*chapter["choices"], "control"}
 
 
@@ -104,7 +105,7 @@ def test_gradients_vanish_only_without_residual_connections(chapter):
     assert norms["sigmoid stack"][0] < 1e-6 * norms["sigmoid stack"][-1]
     for name, found in norms.items():
         if name != "sigmoid stack":
-            assert found[0] > (0.3 if "BERT" in name else 0.01) * found[-1], name
+            assert found[0] > (0.5 if "BERT" in name else 0.01) * found[-1], name
 
 
 def test_under_adamw_the_lowest_layer_moves_about_as_much_as_the_top(chapter):
@@ -147,7 +148,7 @@ def test_the_trainer_moves_what_is_not_frozen(chapter):
 
 
 def test_what_is_frozen_in_16_bits_and_its_border():
-    space = CHAPTER.run("imports half-freeze")
+    space = CHAPTER.run("imports imports-memlab half-freeze")
     model = models.build(small_config("bert-large-tiny", num_hidden_layers=3))
     batch = {"input_ids": torch.ones(2, 8, dtype=torch.long), "labels": torch.tensor([0, 1])}
     whole = model(**batch).loss
@@ -182,3 +183,16 @@ def test_solutions_pass_their_check_and_wrong_answers_are_told_so(
         }
     CHAPTER.run(before, chapter)
     CHAPTER.check_exercise(number, wrong, chapter, capsys)
+
+
+def test_without_a_fused_attention_the_frozen_twin_agrees_to_the_byte():
+    config = small_config("bert-large-tiny", num_hidden_layers=3)
+    recipe = Recipe(config, batch_size=8, seq_len=64, freeze=("embeddings", 2))
+    training = Training(recipe)
+    guess, found = simulate(recipe, gpu="T4"), three_steps(training)[1]
+    for part in ("parameters", "gradients", "activations", "inputs", "buffers"):
+        assert guess.breakdown[part] == found.breakdown[part], part
+    # AdamW's step counters, which CUDA keeps on the host.
+    trained = [p for p in training.model.parameters() if p.requires_grad]
+    states = found.breakdown["optimizer_states"] - guess.breakdown["optimizer_states"]
+    assert states == 4 * len(trained)

@@ -211,7 +211,7 @@ def test_only_what_the_assistant_says_is_trained(chapter):
 
 
 def test_only_a_child_told_to_use_threads_hangs(chapter):
-    run("fork-run", chapter)
+    run("fork-script fork-run", chapter)
     assert [lines[-1] for lines in chapter["said"].values()] == [
         "the child came back",
         "the child hangs",
