@@ -11,7 +11,8 @@ from memlab.training import Training
 CHAPTER = Notebook("05-freezing")
 # Cells that train tiny models only, in the order of the chapter.
 TINY = """imports imports-memlab published-freezing toy-run reached small-deberta ask
-    mended-freezing mended vanilla-start corpus fit pretrain fine-tune norms tied late-freeze-run asleep-run"""
+    mended-freezing mended vanilla-start corpus fit pretrain fine-tune norms tied
+    late-freeze-run asleep-run"""
 
 
 @pytest.fixture(scope="module")
