@@ -28,6 +28,7 @@ _HOMES = {
     "formula": "closed_form",
     "derive": "derivation",
     "fits": "planning",
+    "largest": "planning",
     "measure": "measuring",
     "Measurement": "measuring",
     "Meter": "measuring",
