@@ -98,8 +98,8 @@ def test_no_rule_overrides_one_that_the_cpu_has():
 def test_softmax_backward_takes_a_temporary():
     grad, out = torch.zeros(10, 10), torch.zeros(10, 10)
     func = torch.ops.aten._softmax_backward_data.default
-    assert kernel_scratch(func, (grad, out, -1, torch.float32)) == grad.nbytes
-    assert kernel_scratch(torch.ops.aten.mul.Tensor, (grad, out)) == 0
+    assert kernel_scratch(func, (grad, out, -1, torch.float32)) == [grad.nbytes]
+    assert kernel_scratch(torch.ops.aten.mul.Tensor, (grad, out)) == []
 
 
 @pytest.mark.parametrize("key_heads", [4, 2])
