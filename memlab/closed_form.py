@@ -23,7 +23,6 @@ operators, `parameters` the model's.
 import functools
 import gzip
 import json
-import math
 from pathlib import Path
 from typing import NamedTuple
 

@@ -22,7 +22,6 @@ from memlab.card.work import count_kernels, count_tiles
 from memlab.footprint import Phase, StepTime
 from memlab.gpus import GPU
 
-
 PHASES = list(Phase)
 
 

@@ -8,7 +8,6 @@ once each: what a fused kernel keeps to itself, such as the scores of an attenti
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
