@@ -7,7 +7,6 @@ from memlab import Recipe, formula
 from memlab.closed_form import coefficients
 from memlab.gpus import find_gpu
 
-
 NF4 = {"base": "nf4", "double_quant": True, "lora_rank": 16, "attention": "sdpa"}
 
 
