@@ -29,6 +29,7 @@ _HOMES = {
     "derive": "derivation",
     "fits": "planning",
     "largest": "planning",
+    "plan": "choosing",
     "measure": "measuring",
     "Measurement": "measuring",
     "Meter": "measuring",

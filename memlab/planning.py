@@ -81,7 +81,7 @@ def fits(recipe: Recipe, gpu: GPU | str | int, margin: float = MARGIN) -> Fit:
     Raises ValueError for an unknown card, a margin below 0, and a number format that the card
     does not have.
     """
-    card = _limited(gpu, margin)
+    card = limited(gpu, margin)
     return judged(recipe, full_log(recipe, card), card, margin)
 
 
@@ -113,7 +113,7 @@ def _context_margin(card) -> int:
     return CONTEXT_MARGIN * (card.context > 0)
 
 
-def _limited(gpu, margin) -> GPU:
+def limited(gpu, margin) -> GPU:
     """The card that is named, which must have a limit."""
     if not margin >= 0:
         raise ValueError(f"margin is {margin!r}: allowed are numbers from 0")
@@ -168,7 +168,7 @@ def largest(
     Raises ValueError as `fits` does, and for another field.
     """
     one_of("field", field, STEPS)
-    card = _limited(gpu, margin)
+    card = limited(gpu, margin)
     log = SizedLog(recipe, card)
     value, following = largest_size(recipe, card, log, field, margin)
     least = min(STEPS[field], following or value)

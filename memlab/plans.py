@@ -68,9 +68,9 @@ def _model_name(model) -> str:
 class Option:
     """A recipe on a card, in bytes and seconds.
 
-    needed: bytes of the card, context included, as in `Fit`; margin: kept free beside them. seconds:
-    estimated, of one optimizer step; None where they are not known. drawn: (lowest, highest)
-    `needed` over the ways in which a quantized base may be loaded, None where that is certain.
+    needed: bytes of the card, context included, as in `Fit`; margin: kept free beside them.
+    seconds: estimated, of one optimizer step, None where that is not known. drawn: (lowest,
+    highest) `needed` over the ways in which a quantized base may be loaded, None where that is certain.
     simulated: whether bytes come from a simulation, or else from the formula.
 
     largest_batch, longest: the largest micro-batch, all else as it is, and the longest sequence in
@@ -189,7 +189,6 @@ class Plan:
     decision: tuple[str, ...]
     remedies: tuple[str, ...]
     excluded: tuple[str, ...]
-    notes: tuple[str, ...]
 
     def __bool__(self) -> bool:
         """Whether anything fits."""
@@ -210,7 +209,6 @@ class Plan:
             "decision": list(self.decision),
             "remedies": list(self.remedies),
             "excluded": list(self.excluded),
-            "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
@@ -241,7 +239,7 @@ class Plan:
             lines.append(f"  {switch.name:<{width}}  {_change(switch)}")
         lines += list(self.decision)
         lines += [f"Left out: {reason}" for reason in self.excluded]
-        return "\n".join([*lines, *self.notes])
+        return "\n".join(lines)
 
 
 def _told(title: str, option: Option) -> list[str]:
@@ -262,7 +260,7 @@ def _change(switch: Switch) -> str:
 
 @dataclass(frozen=True)
 class Cards:
-    """The answer for several cards: `plans` by card and way the best option, smallest card first.
+    """The answer for several cards: `options` by card and way the best option, smallest card first.
 
     smallest: way -> name of the smallest card on which it fits, or None.
     """
@@ -270,7 +268,6 @@ class Cards:
     question: Question
     options: dict[str, dict[str, Option]]
     smallest: dict[str, str | None]
-    notes: tuple[str, ...]
 
     def __bool__(self) -> bool:
         """Whether anything fits anywhere."""
@@ -286,7 +283,6 @@ class Cards:
                 card: {way: option.as_dict() for way, option in ways.items()}
                 for card, ways in self.options.items()
             },
-            "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
@@ -312,7 +308,7 @@ class Cards:
                 source = "simulated" if option.simulated else "formula"
                 told = f"{described(option.recipe)}: {option.bytes_and_seconds()}; {source}"
                 words.append(f"Smallest for {WAYS[way]}: {card}, with {told}")
-        return "\n".join([head, *table, *words, *self.notes])
+        return "\n".join([head, *table, *words])
 
 
 def _cell(option: Option) -> str:
