@@ -19,8 +19,8 @@ from memlab.trace import depth
 A100 = find_gpu("A100-40GB")
 
 
-def one(flops=0, dtype="", nbytes=0, kernels=1.0, phase=Phase.FORWARD, again=False, tiles=0):
-    return Work(flops, dtype, tiles, nbytes, kernels, phase, again, 0)
+def one(flops=0, dtype="", nbytes=0, again=False):
+    return Work(flops, dtype, (), (nbytes,), 0, 0, Phase.FORWARD, again, 0)
 
 
 def expected(*works):
