@@ -117,7 +117,8 @@ def table(frame: pd.DataFrame, caption: str = ""):
 def bars(rows: dict, limit: str | int | None = None, title: str = ""):
     """Stacked horizontal bars of the peaks by category, a bar a run, in GiB.
 
-    rows: label -> Footprint or Measurement.
+    rows: label -> Footprint or Measurement. A Footprint's estimated seconds a step, where it has
+        some, stand beside its peak.
     limit: a card's name or a number of bytes, drawn as a line where its memory ends.
     """
     footprints = {name: getattr(run, "footprint", run) for name, run in rows.items()}
@@ -129,8 +130,10 @@ def bars(rows: dict, limit: str | int | None = None, title: str = ""):
             label = name.replace("_", " ")
             ax.barh(list(footprints), values, left=left, color=COLOURS[name], label=label)
             left += values
-    for y, total in enumerate(left):
-        ax.text(total, y, f" {total:,.1f}", va="center")
+    times = [f.step_time for f in footprints.values()]
+    for y, (total, time) in enumerate(zip(left, times, strict=True)):
+        seconds = f", {time.expected:,.3g} s" if time else ""
+        ax.text(total, y, f" {total:,.1f}{seconds}", va="center")
     right = left.max()
     if limit:
         card = find_gpu(limit)
@@ -145,7 +148,9 @@ def bars(rows: dict, limit: str | int | None = None, title: str = ""):
         )
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
-    ax.set(xlabel="GiB", xlim=(0, right * 1.12))
+    timed = any(times)
+    label = "GiB; seconds a step, estimated" if timed else "GiB"
+    ax.set(xlabel=label, xlim=(0, right * (1.25 if timed else 1.12)))
     ax.set_title(title, loc="left")
     fig.legend(loc="outside lower center", ncols=5)
     return fig
