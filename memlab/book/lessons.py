@@ -107,8 +107,8 @@ def estimated_run(run, footprint) -> tuple[str, bool]:
     steps = figures["run_seconds"] * figures["samples_per_second"] / time.samples
     low, expected, high = (steps * one for one in (time.low, time.expected, time.high))
     printed = figures["run_seconds"]
-    said = f"""the printed {printed:.0f} s are estimated at {expected:.0f} ({low:.0f} to
-{high:.0f}, from the card's data sheet; not measured)"""
+    said = f"""the printed {printed:.0f} s, not measured again, are estimated at
+{expected:.0f} ({low:.0f} to {high:.0f}, from the card's data sheet)"""
     return said, low <= printed <= high
 
 

@@ -132,7 +132,7 @@ def bars(rows: dict, limit: str | int | None = None, title: str = ""):
             left += values
     times = [f.step_time for f in footprints.values()]
     for y, (total, time) in enumerate(zip(left, times, strict=True)):
-        seconds = f", {time.expected:,.3g} s" if time else ""
+        seconds = f", {time.expected:,.2f} s" if time else ""
         ax.text(total, y, f" {total:,.1f}{seconds}", va="center")
     right = left.max()
     if limit:

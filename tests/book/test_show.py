@@ -62,7 +62,7 @@ def test_bars_draw_every_category_of_weight(runs):
 def test_bars_print_the_estimated_seconds_beside_the_peak(runs):
     fig = show.bars({"simulated": runs["simulated"], "measured": runs["measured"]})
     there, not_there = [text.get_text() for text in fig.axes[0].texts]
-    assert there.endswith(f", {runs['simulated'].step_time.expected:.3g} s")
+    assert there.endswith(f", {runs['simulated'].step_time.expected:.2f} s")
     assert not not_there.endswith("s") and "estimated" in fig.axes[0].get_xlabel()
     fig = show.bars({"measured": runs["measured"]})
     assert fig.axes[0].get_xlabel() == "GiB"
