@@ -103,11 +103,16 @@ def live_table(pairs: dict, categories=()) -> pd.DataFrame:
 
 
 def table(frame: pd.DataFrame, caption: str = ""):
-    """A DataFrame as a table of the book: MiB with thousands separators, errors in per cent."""
+    """A DataFrame as a table of the book: MiB with thousands separators, errors in per cent.
+
+    Columns that begin with "s a step" are seconds, with two decimals.
+    """
+    kinds = {"error": "{:+.2%}", "s a step": "{:,.2f}"}
     formats = {}
     for column in frame.columns:
         if frame[column].dtype.kind == "f":
-            formats[column] = "{:+.2%}" if str(column).startswith("error") else "{:,.1f}"
+            found = (style for name, style in kinds.items() if str(column).startswith(name))
+            formats[column] = next(found, "{:,.1f}")
         elif frame[column].dtype.kind == "i":
             formats[column] = "{:,}"
     styled = frame.style.format(formats, na_rep="—")

@@ -49,6 +49,8 @@ def test_table_formats_mib_and_per_cent(runs):
     html = show.table(compare(runs, against="measured"), "Twin").to_html()
     assert "Twin" in html and "+0.00%" in html
     assert "nan" not in html
+    seconds = show.table(compare(runs)[["peak"]].assign(**{"s a step, estimated": 1.25})).to_html()
+    assert ">1.25<" in seconds
 
 
 def test_bars_draw_every_category_of_weight(runs):
