@@ -3,8 +3,8 @@
 One process for each recipe, so that its peak memory is its own: CPU seconds of one `simulate` with
 everything imported, and the process's peak resident memory. Then, in one process, `simulate` in
 turn with one optimizer step under PyTorch's MemTracker on fake tensors, as their ratio. Last, what
-the estimate of seconds adds to `simulate`: the ratio of CPU seconds with the log of work and with one
-that notes nothing, in turn and with the collector off.
+the estimate of seconds adds to `simulate`: the ratio of CPU seconds with the log of work to those
+with one that notes nothing, in turn and with the collector off.
 """
 
 import contextlib
