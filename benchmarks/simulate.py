@@ -79,7 +79,7 @@ def cpu_seconds(run) -> float:
     return taken
 
 
-def share_of_the_estimate(label, recipe, rounds=5) -> None:
+def share_of_the_estimate(label, recipe, rounds=7) -> None:
     """Print how often as long `simulate` takes with the work of its operators as without."""
 
     def with_seconds():

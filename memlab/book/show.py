@@ -123,7 +123,7 @@ def bars(rows: dict, limit: str | int | None = None, title: str = ""):
     """Stacked horizontal bars of the peaks by category, a bar a run, in GiB.
 
     rows: label -> Footprint or Measurement. A Footprint's estimated seconds a step, where it has
-        some, stand beside its peak.
+        some, stand beside its bar.
     limit: a card's name or a number of bytes, drawn as a line where its memory ends.
     """
     footprints = {name: getattr(run, "footprint", run) for name, run in rows.items()}
@@ -135,10 +135,14 @@ def bars(rows: dict, limit: str | int | None = None, title: str = ""):
             label = name.replace("_", " ")
             ax.barh(list(footprints), values, left=left, color=COLOURS[name], label=label)
             left += values
-    times = [f.step_time for f in footprints.values()]
-    for y, (total, time) in enumerate(zip(left, times, strict=True)):
-        seconds = f", {time.expected:,.2f} s" if time else ""
-        ax.text(total, y, f" {total:,.1f}{seconds}", va="center")
+    for y, total in enumerate(left):
+        ax.text(total, y, f" {total:,.1f}", va="center")
+    times = {y: f.step_time for y, f in enumerate(footprints.values()) if f.step_time}
+    for y, time in times.items():
+        beside = ax.get_yaxis_transform()
+        ax.text(1.01, y, f"{time.expected:,.2f} s", va="center", transform=beside)
+    if times:
+        ax.text(1.01, 1, "a step,\nestimated", va="bottom", transform=ax.transAxes)
     right = left.max()
     if limit:
         card = find_gpu(limit)
@@ -153,9 +157,7 @@ def bars(rows: dict, limit: str | int | None = None, title: str = ""):
         )
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
-    timed = any(times)
-    label = "GiB; seconds a step, estimated" if timed else "GiB"
-    ax.set(xlabel=label, xlim=(0, right * (1.25 if timed else 1.12)))
+    ax.set(xlabel="GiB", xlim=(0, right * (1.2 if times else 1.12)))
     ax.set_title(title, loc="left")
     fig.legend(loc="outside lower center", ncols=5)
     return fig
