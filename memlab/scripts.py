@@ -4,6 +4,7 @@ A script needs no memlab, and `memlab run` predicts of it what `simulate` predic
 """
 
 import dataclasses
+import json
 import re
 import shlex
 from pathlib import Path
@@ -71,15 +72,15 @@ COLLATORS = {
 OPTIMIZERS = {
     "adamw_torch": (
         "torch.optim.AdamW(weights, lr=LEARNING_RATE, foreach=True)",
-        "multi-tensor: its step holds a copy of the gradients",
+        "its step holds a copy of the gradients",
     ),
     "adamw_torch_loop": (
         "torch.optim.AdamW(weights, lr=LEARNING_RATE, foreach=False)",
-        "one weight after the other: no copy of all gradients",
+        "its step takes one weight after the other",
     ),
     "adamw_torch_fused": (
         "torch.optim.AdamW(weights, lr=LEARNING_RATE, fused=True)",
-        "no copy of the gradients",
+        "its step holds no copy of the gradients",
     ),
     "sgd": (
         "torch.optim.SGD(weights, lr=LEARNING_RATE, momentum=0.9, foreach=True)",
@@ -91,15 +92,15 @@ OPTIMIZERS = {
     ),
     "adamw_8bit": (
         "bitsandbytes.optim.AdamW8bit(weights, lr=LEARNING_RATE)",
-        "two states of a byte a weight",
+        "two 8-bit states a weight",
     ),
     "paged_adamw_8bit": (
         "bitsandbytes.optim.PagedAdamW8bit(weights, lr=LEARNING_RATE)",
-        "two states of a byte a weight, which may leave the GPU",
+        "two 8-bit states a weight, which can leave the GPU",
     ),
     "lion_8bit": (
         "bitsandbytes.optim.Lion8bit(weights, lr=LEARNING_RATE)",
-        "one state of a byte a weight",
+        "one 8-bit state a weight",
     ),
 }
 
@@ -120,17 +121,21 @@ def training_script(recipe: Recipe, api: str = "trainer") -> str:
     learning rate, is a usual value.
 
     Raises ValueError, in one line, for another api, for a model without weights to load (a config,
-    a tiny twin), and for what the api cannot do: the Trainer always drops gradients, and
-    transformers quantizes in blocks of 64 weights.
+    a tiny twin), and for what cannot be said: the Trainer always drops gradients, transformers
+    quantizes in blocks of 64 weights and leaves parts of some families, such as T5's, in fp32
+    where the rest is in fp16.
     """
     one_of("api", api, APIS)
     if api == "trainer" and not recipe.set_to_none:
-        raise ValueError("set_to_none is False: the Trainer always drops gradients, allowed is True")
+        raise ValueError(
+            "set_to_none is False: the Trainer always drops gradients, allowed is True"
+        )
     if recipe.base in ("nf4", "fp4") and recipe.block_size != 64:
         raise ValueError(
             f"block_size is {recipe.block_size}: transformers quantizes in blocks of 64 weights"
         )
-    body = _TEMPLATES.get_template("script.jinja").render(_values(recipe, api))
+    values = _values(recipe, api)
+    body = _TEMPLATES.get_template("script.jinja").render(values)
     library = "transformers' Trainer" if api == "trainer" else "Accelerate"
     return f'"""Trains a model on one GPU with {library}."""\n\n{_imports(body)}\n\n{body}'
 
@@ -150,12 +155,12 @@ def memlab_lines(recipe: Recipe, gpu: GPU | str | int | None = None) -> str:
 
     gpu: as for `memlab.simulate`. Raises ValueError for a recipe that holds a config.
     """
-    fields = [f"    {name}={value!r},\n" for name, value in _said(recipe)]
-    call = "recipe" if gpu is None else f"recipe, gpu={_card(gpu)!r}"
+    fields = "".join(f"    {name}={_literal(value)},\n" for name, value in _said(recipe))
+    card = "" if gpu is None else f", gpu={_literal(_card(gpu))}"
     return (
         "from memlab import Recipe, simulate\n\n"
-        f"recipe = Recipe(\n{''.join(fields)})\nprint(simulate({call}))\n"
-    ).replace("'", '"')
+        f"recipe = Recipe(\n{fields})\nprint(simulate(recipe{card}))\n"
+    )
 
 
 def command_line(recipe: Recipe, gpu: GPU | str | int | None = None) -> str:
@@ -170,14 +175,14 @@ def command_line(recipe: Recipe, gpu: GPU | str | int | None = None) -> str:
             name = metadata[name]["off"][0]
         words.append(f"--{name.replace('_', '-')}")
         if not isinstance(value, bool):
-            words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+            words.append(str(value))
     if gpu is not None:
         words += ["--gpu", str(_card(gpu))]
     return shlex.join(words)
 
 
 def _said(recipe: Recipe) -> list[tuple[str, object]]:
-    """(field, value) of the model and of everything that does not follow by itself."""
+    """(field, value) of the model and of all that does not follow by itself; tuples as one text."""
     if isinstance(recipe.model, PretrainedConfig):
         raise ValueError(
             f"model is a {recipe.model.model_type} config: allowed are names and paths, which can "
@@ -191,8 +196,14 @@ def _said(recipe: Recipe) -> list[tuple[str, object]]:
         except ValueError:  # a base needs its rank
             follows = False
         if not follows:
+            value = ",".join(map(str, value)) if isinstance(value, tuple) else value
             said.append((one.name, value))
     return said
+
+
+def _literal(value) -> str:
+    """A value in Python, texts in double quotes."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def _card(gpu):
@@ -220,17 +231,21 @@ def _hub_name(recipe: Recipe) -> str:
 def _values(recipe: Recipe, api: str) -> dict:
     """What the template asks for."""
     config = models.config(recipe.model)
-    task, lora = recipe.task, recipe.lora_rank
+    task, lora, targets = recipe.task, recipe.lora_rank, recipe.lora_targets
     decoder = not config.is_encoder_decoder and "masked-lm" not in models.tasks(config)
-    blocks = task.endswith(("causal-lm", "masked-lm")) and not recipe.padded
+    blocks = task in ("causal-lm", "masked-lm") and not recipe.padded
     optimizer, meaning_of_optimizer = OPTIMIZERS[recipe.optimizer]
     dtype = training.PURE.get(recipe.precision, torch.float32)
     if recipe.base != "none":
         dtype = COMPUTE_DTYPES[recipe.compute_dtype]
-    skeleton = None
-    if lora or recipe.freeze:
-        with torch.device("meta"):
-            skeleton = models.build(config, task)
+    with torch.device("meta"):
+        skeleton = models.build(config, task)
+    stays = sorted(skeleton._keep_in_fp32_modules or ())
+    if stays and dtype == torch.float16 and not (recipe.base != "none" and recipe.upcast):
+        raise ValueError(
+            f"precision is {recipe.precision!r}: from_pretrained leaves {', '.join(stays)} of "
+            f"{recipe.model_name} in fp32, allowed are fp32, fp16-amp, bf16-amp, bf16"
+        )
     return {
         "recipe": recipe,
         "api": api,
@@ -249,7 +264,7 @@ def _values(recipe: Recipe, api: str) -> dict:
         "optimizer": optimizer,
         "meaning_of_optimizer": meaning_of_optimizer,
         "peft_task": training.PEFT_TASKS.get(task),
-        "targets": recipe.lora_targets,
+        "targets": targets if isinstance(targets, str) else list(targets),
         "fan_in_fan_out": lora and _first_linear_is_transposed(skeleton),
         "frozen": _frozen(recipe, skeleton) if recipe.freeze and not lora else [],
     }
@@ -257,12 +272,12 @@ def _values(recipe: Recipe, api: str) -> dict:
 
 def _meaning_of_dtype(recipe: Recipe) -> str:
     if recipe.base != "none":
-        return "of what is not quantized, and of products"
+        return "of products, and of what is not quantized"
     if recipe.precision in training.PURE:
-        return "weights, gradients and states; no autocast"
+        return "weights, gradients, states; no autocast"
     if recipe.precision in training.AUTOCAST:
-        return "weights, gradients and states; products by autocast"
-    return "weights, gradients and states"
+        return "weights, gradients, states; products by autocast"
+    return "weights, gradients, states, products"
 
 
 def _first_linear_is_transposed(model) -> bool:
@@ -328,7 +343,9 @@ def _imports(code: str) -> str:
         names = sorted(used[module], key=lambda name: (name[0].islower(), name.lower()))
         line = f"from {module} import {', '.join(names)}"
         if len(line) > LINE:
-            line = "\n    ".join([f"from {module} import (", *(f"{name}," for name in names)]) + "\n)"
+            line = (
+                "\n    ".join([f"from {module} import (", *(f"{name}," for name in names)]) + "\n)"
+            )
         lines += [line] if names else []
     first = [line for line in lines if line.startswith("from itertools")]
     rest = plain + [line for line in lines if line not in first]
