@@ -70,7 +70,8 @@ class Option:
 
     needed: bytes of the card, context included, as in `Fit`; margin: kept free beside them.
     seconds: estimated, of one optimizer step, None where that is not known. drawn: (lowest,
-    highest) `needed` over the ways in which a quantized base may be loaded, None where that is certain.
+    highest) `needed` over the ways in which a quantized base may be loaded, None where that is
+    certain.
     simulated: whether bytes come from a simulation, or else from the formula.
 
     largest_batch, longest: the largest micro-batch, all else as it is, and the longest sequence in
