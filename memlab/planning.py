@@ -50,8 +50,8 @@ class Fit:
     def __str__(self) -> str:
         verdict = "fits" if self.fits else "does not fit"
         return (
-            f"{verdict}: {mib(self.needed)} and a margin of {mib(self.margin)}, "
-            f"the card has {mib(self.total_memory)}"
+            f"{verdict}: {mib(self.needed)}, and {mib(self.margin)} kept free for the error of the "
+            f"prediction; the card has {mib(self.total_memory)}"
         )
 
 
