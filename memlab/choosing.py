@@ -122,10 +122,10 @@ class _Search:
         return Plan(
             self.question,
             self.card,
-            fastest,
-            roomiest,
-            ways,
-            start,
+            self.named(fastest),
+            self.named(roomiest),
+            {way: self.named(option) for way, option in ways.items()},
+            self.named(start),
             switches,
             decision(start, footprint, switches, self.room),
             () if fastest else tuple(self.remedies(options)),
@@ -161,6 +161,13 @@ class _Search:
         if key not in self.footprints:
             self.footprints[key] = _quick(recipe, self.card, self.say)
         return self.footprints[key]
+
+    def named(self, option: Option | None) -> Option | None:
+        """The option with the model as the reader named it, and not as the config it stands for."""
+        if option is None or not isinstance(self.question.model, str):
+            return option
+        recipe = option.recipe.but(model=self.question.model, task=option.recipe.task)
+        return dataclasses.replace(option, recipe=recipe)
 
     def option(self, recipe: Recipe) -> Option:
         """A recipe by the formula: the bytes of its blocks, without what their order adds."""
@@ -382,7 +389,7 @@ def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
                 of_way = {one: option for one, option in every.items() if one.way == way}
                 best = search.best_of(way, search.confirm_the_best(of_way))
                 smallest[way] = None if best.missing else card.name
-            options[card.name][way] = best
+            options[card.name][way] = search.named(best)
     bar.close()
     return Cards(question, options, smallest)
 
