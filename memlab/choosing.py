@@ -14,15 +14,13 @@ from dataclasses import dataclass
 
 import torch
 from tqdm.auto import tqdm
-from transformers.pytorch_utils import Conv1D
 
 from memlab import models
 from memlab.card.attention import SHARES_KEYS
 from memlab.closed_form import formula
 from memlab.derivation import derive
-from memlab.fields import wrong
 from memlab.footprint import Category, Footprint
-from memlab.gpus import GPU, GPUS
+from memlab.gpus import GPU, GPUS, require_native
 from memlab.planning import MARGIN, STEPS, judged, largest_size, limited, room
 from memlab.plans import (
     STATES,
@@ -39,6 +37,7 @@ from memlab.plans import (
 from memlab.recipe import Recipe
 from memlab.simulation import simulate
 from memlab.sizing import SizedLog
+from memlab.training import add_lora
 
 CLIPPING = 1.0  # the Trainer's own
 OPTIMIZERS = ("adamw_torch_fused", "adamw_8bit", "adafactor", "paged_adamw_8bit")
@@ -102,11 +101,10 @@ class _Search:
         self.attention = "eager"
         self.recipe(Combination(question.ways[0], "fp32", "adamw_torch_fused"), 1)  # or an error
         self.attention = _attention(self.model, question.task)
-        if question.ways != ("full",):
-            _check_rank(self.model, question)
+        refused = question.ways != ("full",) and _refusal(self.model, question)
         every = range(1, question.effective_batch + 1)
         self.batches = [n for n in every if question.effective_batch % n == 0]
-        self.combinations, self.excluded = combinations(question, card)
+        self.combinations, self.excluded = combinations(question, card, refused or "")
         self.logs: dict[tuple, SizedLog] = {}
         self.sizes: dict[tuple, tuple] = {}
         self.footprints: dict[tuple, Footprint] = {}
@@ -119,7 +117,8 @@ class _Search:
         if best:
             fastest = self.with_sizes(options[best])
             roomiest = self.with_sizes(self.roomiest())
-        ways = {way: self.best_of(way, options) for way in self.question.ways}
+        there = {one.way for one in self.combinations}
+        ways = {way: self.best_of(way, options) for way in self.question.ways if way in there}
         if fastest:
             ways[fastest.way] = fastest
         start, footprint = self.start()
@@ -388,7 +387,7 @@ def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
         search.say(f"planning for {card.name}")
         every = {one: search.largest(one) for one in search.combinations}
         options[card.name] = {}
-        for way in question.ways:
+        for way in {one.way: None for one in every}:
             best = search.best_of(way, every)
             if smallest[way] is None and not best.missing:
                 of_way = {one: option for one, option in every.items() if one.way == way}
@@ -399,9 +398,16 @@ def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
     return Cards(question, options, smallest)
 
 
-def combinations(question: Question, card: GPU) -> tuple[list[Combination], tuple[str, ...]]:
-    """(what is searched, the plainest of each way first; what is not, and why)."""
+def combinations(
+    question: Question, card: GPU, refused: str = ""
+) -> tuple[list[Combination], tuple[str, ...]]:
+    """(what is searched, the plainest of each way first; what is not, and why).
+
+    refused: why there can be no adapters. Raises ValueError where nothing is left.
+    """
     native = "bfloat16" in card.native_dtypes
+    for precision in question.precisions or ():
+        require_native(precision, card.name, native)
     half = "bf16" if native else "fp16"
     amp, kept = f"{half}-amp", question.keep_quality
     usual = {
@@ -417,9 +423,11 @@ def combinations(question: Question, card: GPU) -> tuple[list[Combination], tupl
     bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None
     if not bitsandbytes:
         excluded.append("QLoRA and 8-bit optimizers (the package bitsandbytes is not here)")
+    if refused:
+        excluded.append(f"LoRA and QLoRA ({refused})")
     found = []
     for way in question.ways:
-        if way == "qlora" and not bitsandbytes:
+        if way == "qlora" and not bitsandbytes or way != "full" and refused:
             continue
         for precision in question.precisions or usual[way]:
             for optimizer in optimizers if way == "full" else FOR_ADAPTERS:
@@ -427,7 +435,7 @@ def combinations(question: Question, card: GPU) -> tuple[list[Combination], tupl
                     for checkpointing in (False, True):
                         found.append(Combination(way, precision, optimizer, checkpointing))
     if not found:
-        raise ValueError("ways is ('qlora',): it needs the package bitsandbytes, which is not here")
+        raise ValueError(f"ways is {question.ways!r}: {'; '.join(excluded)}")
     return found, tuple(excluded)
 
 
@@ -519,14 +527,19 @@ def _attention(model, task) -> str:
     return "sdpa"
 
 
-def _check_rank(model, question: Question) -> None:
-    """Raise ValueError for a rank above what every layer has, as a training would."""
+def _refusal(model, question: Question) -> str:
+    """Why peft puts no adapters into a model; empty where it does.
+
+    Raises ValueError for a rank above what the layers have.
+    """
+    recipe = Recipe(model, question.task, lora_rank=question.lora_rank, seq_len=1)
     with torch.device("meta"):
-        built = models.build(models.with_layers(model, 2), question.task)
-    linear = (m for m in built.modules() if isinstance(m, (torch.nn.Linear, Conv1D)))
-    most = max((min(module.weight.shape) for module in linear), default=0)
-    if question.lora_rank > most:
-        raise wrong("lora_rank", question.lora_rank, f"whole numbers from 1 to {most}")
+        built = models.build(models.with_layers(model, 2), recipe.task)
+        try:
+            add_lora(built, recipe)
+        except TypeError as error:  # DistilBERT's classifier, which all-linear means, too
+            return f"peft: {error}"
+    return ""
 
 
 def _trace_key(recipe: Recipe) -> tuple:

@@ -295,7 +295,7 @@ class Cards:
         )
         rows = [["card", *(WAYS[way] for way in asked.ways)]]
         for card, ways in self.options.items():
-            rows.append([card, *(_cell(ways[way]) for way in asked.ways)])
+            rows.append([card, *(_cell(ways.get(way)) for way in asked.ways)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -313,7 +313,9 @@ class Cards:
         return "\n".join([head, *table, *words])
 
 
-def _cell(option: Option) -> str:
+def _cell(option: Option | None) -> str:
+    if option is None:
+        return "not possible"
     if option.missing:
         return f"lacks {gib(option.missing)}"
     speed = f", {option.samples_per_second:.3g}/s" if option.seconds else ""

@@ -1,0 +1,105 @@
+"""Does what `memlab.plan` says fits do so in `memlab.simulate`? Random questions, with a seed.
+
+    python benchmarks/plan.py [questions] [first seed]
+
+Every option that a plan says fits is simulated on the card, from the formula or not. Of the fastest
+recipe and of the one with the most room, the largest micro-batch must fit by `memlab.fits`, which
+is a simulation of its own, and the next one must not; so must the longest sequence of the fastest.
+Prints each question that was answered wrongly, and at the end how many, with the seconds of a plan.
+"""
+
+import random
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from memlab import fits, models, plan, simulate
+from memlab.gpus import GPUS
+from memlab.plans import WAYS
+
+MODELS = ("bert-base", "bert-large", "distilbert", "gpt2", "gpt2-medium", "gpt2-xl")
+MODELS += ("llama-3.2-1b", "llama-3.2-3b", "llama-3-8b", "qwen2.5-0.5b", "qwen2.5-1.5b")
+
+
+def question(seed: int) -> dict:
+    """The arguments of a plan."""
+    draw = random.Random(seed)
+    model = draw.choice(MODELS)
+    lengths = [n for n in (64, 128, 200, 384, 512, 1000, 2048) if n <= models.max_length(model)]
+    return {
+        "model": model,
+        "gpu": draw.choice(list(GPUS)),
+        "seq_len": draw.choice(lengths),
+        "effective_batch": draw.choice((1, 4, 8, 12, 16, 32, 64)),
+        "ways": draw.choice((tuple(WAYS), ("full",), ("lora", "qlora"), ("full", "lora"))),
+        "keep_quality": draw.random() < 0.8,
+    }
+
+
+def runs(option, gpu) -> bool:
+    """Whether an option is simulated without running out of memory."""
+    try:
+        simulate(option.recipe, gpu)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def wrong(answer, gpu) -> list[str]:
+    """What a plan says that is not so."""
+    found = []
+    told = {"fastest": answer.fastest, "roomiest": answer.roomiest} | answer.ways
+    asked = set()
+    for name, option in told.items():
+        if option is None or option.missing or str(option.recipe) in asked:
+            continue
+        asked.add(str(option.recipe))
+        if not runs(option, gpu):
+            found.append(f"{name} runs out of memory: {option}")
+    for option, field, value, step in borders(answer):
+        at, beyond = (replace(option.recipe, **{field: n}) for n in (value, value + step))
+        if not fits(at, gpu):
+            found.append(f"{field}={value} does not fit: {option}")
+        if fits(beyond, gpu):
+            found.append(f"{field}={value + step} fits, too: {option}")
+    return found
+
+
+def borders(answer):
+    """(option, field, largest value, step) of what a plan says of sizes."""
+    both = [option for option in (answer.fastest, answer.roomiest) if option]
+    for option in {str(option.recipe): option for option in both}.values():
+        yield option, "batch_size", option.largest_batch, 1
+    if answer and not answer.fastest.longest_ends:
+        yield answer.fastest, "seq_len", answer.fastest.longest, 64
+
+
+def main():
+    given = [int(word) for word in sys.argv[1:]]
+    number, first = given + [200, 0][len(given) :]
+    seconds, fitting, options, mistaken = [], 0, 0, 0
+    for seed in range(first, first + number):
+        asked = question(seed)
+        start = time.process_time()
+        answer = plan(**asked)
+        seconds.append(time.process_time() - start)
+        fitting += bool(answer)
+        options += sum(not option.missing for option in answer.ways.values())
+        errors = wrong(answer, asked["gpu"])
+        mistaken += bool(errors)
+        print(f"{seed} {'fits' if answer else 'nothing fits'} {seconds[-1]:.1f} s {asked}")
+        print(*(f"    {error}" for error in errors), sep="\n", end="\n" * bool(errors), flush=True)
+    print(f"{number} questions, something fits in {fitting}; {options} ways that fit")
+    print(f"{mistaken} answers with something that is not so")
+    print(
+        "CPU seconds of a plan: {:.1f}, {:.1f}, {:.1f} (median, 90 %, most)".format(
+            *np.percentile(seconds, (50, 90, 100))
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""What a plan says fits does so in a simulation, and what it says of sizes is so."""
+
+import dataclasses
+import json
+import random
+
+import pytest
+import torch
+from helpers import one_line
+
+from memlab import Recipe, fits, models, plan, simulate
+from memlab.choosing import Combination, combinations
+from memlab.gpus import GPUS, find_gpu
+from memlab.plans import Question
+
+MiB = 2**20
+SMALL = {"effective_batch": 4, "seq_len": 64, "lora_rank": 2}
+
+
+def asked(seed):
+    """A random question about a tiny model, on a card of some MiB."""
+    draw = random.Random(seed)
+    model = draw.choice(("gpt2-tiny", "bert-base-tiny", "llama-3.2-1b-tiny"))
+    return {
+        "model": model,
+        "gpu": int(draw.uniform(30, 120)) * MiB,
+        "seq_len": draw.choice((64, 200, 384)),
+        "effective_batch": draw.choice((1, 6, 16)),
+        "ways": draw.choice(("full", "full,lora", "lora,qlora")),
+        "precisions": draw.choice(("bf16-amp", "bf16-amp,fp32")),
+        "lora_rank": 4,
+    }
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_fits_is_simulated_and_the_next_size_does_not(seed):
+    question = asked(seed)
+    card = question["gpu"]
+    answer = plan(**question)
+    for option in (answer.fastest, answer.roomiest, *answer.ways.values()):
+        if option and not option.missing:
+            simulate(option.recipe, card)  # or out of memory
+    if not answer:
+        assert answer.remedies and all(option.missing for option in answer.ways.values())
+        return
+    assert answer.roomiest.needed <= answer.fastest.needed
+    for option in (answer.fastest, answer.roomiest):
+        assert option.simulated and option.seconds > 0
+        assert option.recipe.batch_size * option.recipe.accumulation == question["effective_batch"]
+        sizes = {"batch_size": (option.largest_batch, 1), "seq_len": (option.longest, 64)}
+        for field, (value, step) in sizes.items():
+            assert fits(option.recipe.but(**{field: value}), card)
+            if field == "batch_size" or not option.longest_ends:
+                assert not fits(option.recipe.but(**{field: value + step}), card)
+
+
+def test_the_questions_are_of_both_kinds():
+    """Else the test above asks nothing."""
+    answers = [bool(plan(**asked(seed))) for seed in range(12)]
+    assert {True, False} == set(answers)
+
+
+def test_nothing_fits_says_what_would():
+    answer = plan("gpt2", "1 GiB", seq_len=512, ways=("full",))
+    assert not answer and answer.fastest is None and answer.roomiest is None
+    words = " ".join(answer.remedies)
+    assert "QLoRA" in words and "tokens" in words and any(card in words for card in GPUS)
+    assert "Nothing fits" in str(answer)
+    assert answer.ways["full"].missing > 0 and "too many" in str(answer)
+
+
+def test_words_follow_from_the_breakdown():
+    """States that pass the card: no switch of activations can help; where they do not, it can."""
+    (first, _) = plan("gpt2-xl", "T4", seq_len=128, ways="full").decision
+    assert "cannot help" in first
+    decision = plan("bert-large", "T4", seq_len=512, effective_batch=1, ways="full").decision
+    assert decision[0] == "Full fine-tuning fits as it is."
+
+
+def test_a_plain_optimizer_before_one_that_is_no_faster():
+    answer = plan("bert-base", "L4", seq_len=128, effective_batch=8)
+    assert answer.fastest.recipe.optimizer == "adamw_torch_fused"
+    assert answer.fastest.recipe.checkpointing == "none"
+    assert answer.fastest.recipe.max_grad_norm == 1.0
+
+
+def test_switches_are_sorted_by_what_they_save():
+    answer = plan("gpt2", "T4", **SMALL)
+    saved = [switch.saved for switch in answer.switches]
+    assert saved == sorted(saved, reverse=True)
+    names = {switch.name for switch in answer.switches}
+    assert {"LoRA", "QLoRA", "checkpointing", "adamw_8bit", "adafactor", "32 tokens"} <= names
+    paged = next(switch for switch in answer.switches if switch.name.startswith("paged"))
+    assert paged.seconds is None  # nobody estimates the seconds of moving pages
+
+
+def test_quality_is_kept_unless_told_otherwise():
+    question = Question("gpt2", ways=("full",))
+    kept, excluded = combinations(question, find_gpu("L4"))
+    free, none = combinations(dataclasses.replace(question, keep_quality=False), find_gpu("L4"))
+    assert {"sgd", "lion_8bit"} == {one.optimizer for one in free} - {one.optimizer for one in kept}
+    assert {"bf16"} == {one.precision for one in free} - {one.precision for one in kept}
+    assert excluded and not none
+    assert kept[0] == Combination("full", "bf16-amp", "adamw_torch_fused")
+
+
+def test_an_old_card_has_fp16_and_no_flash_attention():
+    """PyTorch's math kernel keeps all weights of attention there, which the formula does not."""
+    kept, _ = combinations(Question("llama-3.2-1b"), find_gpu("T4"))
+    assert {one.precision for one in kept} == {"fp16-amp", "fp32"}
+    tiny = models.config("llama-3.2-1b-tiny")
+    answer = plan(tiny, "T4", seq_len=1024, effective_batch=2, ways="full", precisions="fp16-amp")
+    whole = simulate(answer.start.recipe, "T4")
+    context = GPUS["T4"].context
+    assert answer.start.needed - context >= whole.peak_allocated
+    assert answer.start.needed - context <= 1.2 * whole.peak_allocated
+
+
+def test_a_model_by_every_name(tmp_path):
+    config = models.config("gpt2-tiny")
+    config.save_pretrained(tmp_path)
+    named = [tmp_path, str(tmp_path / "config.json"), config, config.to_dict(), "gpt2-tiny"]
+    needed = [plan(name, "T4", ways="full", **SMALL).fastest.needed for name in named]
+    assert len(set(needed)) == 1
+    assert plan(str(tmp_path), "T4", ways="full", **SMALL).fastest.recipe.model == str(tmp_path)
+
+
+def test_several_cards_are_a_table():
+    answer = plan("gpt2", ["H100", "t4", "1 GiB"], seq_len=256, effective_batch=4, ways="full")
+    assert list(answer.options) == ["1,024 MiB", "T4", "H100"]
+    assert answer and answer.smallest == {"full": "T4"}
+    assert answer.options["T4"]["full"].simulated
+    assert answer.options["1,024 MiB"]["full"].missing
+    assert json.loads(json.dumps(answer.as_dict()))["smallest"] == {"full": "T4"}
+    lines = str(answer).splitlines()
+    assert lines[1].split() == ["card", "full", "fine-tuning"] and "lacks" in lines[2]
+    assert not plan("gpt2-xl", ["1 GiB", "2 GiB"], ways="full", effective_batch=1)
+
+
+def test_the_text_is_short_and_the_rest_is_json():
+    answer = plan("gpt2", "T4", seq_len=256, effective_batch=4)
+    assert len(str(answer).splitlines()) <= 30
+    values = json.loads(json.dumps(answer.as_dict()))
+    assert values["fits"] and values["fastest"]["recipe"]["model"] == "gpt2"
+    assert values["question"]["seq_len"] == 256
+
+
+def test_a_model_that_peft_gives_no_adapters():
+    answer = plan("distilbert-tiny", "T4", **SMALL)
+    assert list(answer.ways) == ["full"]
+    assert any(reason.startswith("LoRA and QLoRA (peft: ") for reason in answer.excluded)
+    with pytest.raises(ValueError, match="ways is .'lora',.: .*peft"):
+        plan("distilbert-tiny", "T4", ways="lora", **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"gpu": 0}, "gpu is 0"),
+        ({"gpu": "0 GiB"}, "gpu is"),
+        ({"gpu": []}, "gpu is []"),
+        ({"gpu": "T5"}, "gpu is 'T5'"),
+        ({"margin": -1}, "margin is -1"),
+        ({"seq_len": 2048}, "seq_len is 2048: gpt2-tiny allows whole numbers from 1 to 1024"),
+        ({"seq_len": 0}, "seq_len is 0"),
+        ({"effective_batch": 2.5}, "effective_batch is 2.5"),
+        ({"ways": ()}, "ways is ()"),
+        ({"ways": "half"}, "ways is 'half': allowed are full, lora, qlora"),
+        ({"precisions": ("fp8",)}, "precisions is 'fp8'"),
+        ({"precisions": "bf16"}, "no native bfloat16"),
+        ({"lora_rank": 4000}, "lora_rank is 4000: allowed are whole numbers from 1 to"),
+        ({"task": "seq2seq-lm"}, "task 'seq2seq-lm' is not one of"),
+        ({"model": "/no/such/folder"}, "unknown model '/no/such/folder'"),
+        ({"model": "no/folder"}, "there is no folder 'no/folder'"),
+    ],
+)
+def test_bad_input_is_one_line(changes, says, monkeypatch):
+    monkeypatch.setattr(models, "hub_reachable", lambda: False)
+    with pytest.raises(ValueError) as error:
+        plan(**{"model": "gpt2-tiny", "gpu": "T4"} | changes)
+    assert says in one_line(error)
+
+
+def test_folders_that_are_no_model(tmp_path):
+    with pytest.raises(ValueError, match="there is no such file: name a config.json") as error:
+        plan(str(tmp_path), "T4")
+    one_line(error)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds an adapter only: name the model"):
+        plan(str(tmp_path), "T4")
+    (tmp_path / "config.json").write_text('{"model_type": "gizmo"}')
+    with pytest.raises(ValueError, match="model_type is 'gizmo': .* a newer one may know it"):
+        plan(str(tmp_path), "T4")
+
+
+def test_a_family_without_a_formula_is_simulated(monkeypatch):
+    from memlab import choosing
+
+    def refuses(*_):
+        raise ValueError("its layers have no common pattern")
+
+    monkeypatch.setattr(choosing, "formula", refuses)
+    monkeypatch.setattr(choosing, "derive", refuses)
+    question = {"ways": "full", "precisions": "fp32"} | SMALL
+    slow = plan("gpt2-tiny", "T4", **question)
+    monkeypatch.undo()
+    quick = plan("gpt2-tiny", "T4", **question)
+    assert slow.fastest.needed == quick.fastest.needed
+    assert slow.fastest.recipe == quick.fastest.recipe
+    assert slow.fastest.seconds == pytest.approx(quick.fastest.seconds, rel=0.01)
+
+
+def test_a_simulation_runs_out_where_a_plan_ends():
+    """Without the margin the border is near that of the simulation itself."""
+    answer = plan("gpt2-tiny", 100 * MiB, margin=0, ways="full", precisions="fp32", **SMALL)
+    largest = answer.fastest.recipe.but(batch_size=answer.fastest.largest_batch)
+    simulate(largest, 100 * MiB)
+    with pytest.raises(torch.OutOfMemoryError):
+        simulate(largest.but(batch_size=largest.batch_size + 1), 100 * MiB)
+    assert isinstance(largest, Recipe)

@@ -1,0 +1,55 @@
+"""One trace, resized, is the simulation of every micro-batch and length."""
+
+import pytest
+from helpers import TINY
+
+from memlab import Recipe, models, simulate
+from memlab.gpus import find_gpu
+from memlab.simulation import serve
+from memlab.sizing import SizedLog
+
+LLAMA = Recipe("llama-3-8b-tiny", seq_len=64, attention="sdpa", precision="bf16")
+WAYS = [
+    TINY,
+    TINY.but(precision="fp16-amp", accumulation=3, checkpointing=True, max_grad_norm=1.0),
+    Recipe("bert-large-tiny", seq_len=64, optimizer="adafactor"),
+    LLAMA.but(lora_rank=4, checkpointing=True),
+    LLAMA.but(precision="bf16-amp", lora_rank=4, base="nf4", double_quant=True),
+    Recipe("t5-3b-tiny", seq_len=64, optimizer="adamw_8bit"),
+]
+
+
+@pytest.mark.parametrize("recipe", WAYS, ids=str)
+def test_every_size_is_as_simulated(recipe):
+    card = find_gpu("L4")
+    log = SizedLog(recipe, card)
+    for batch, length in ((2, 64), (5, 128), (3, 100), (16, 256)):
+        sized = recipe.but(batch_size=batch, seq_len=length)
+        resized, whole = serve(sized, log.at(sized), card), simulate(sized, card)
+        assert resized.peak_allocated == pytest.approx(whole.peak_allocated, rel=1e-3)
+        assert resized.peak_reserved == pytest.approx(whole.peak_reserved, rel=2e-3)
+        assert resized.reserved_range == whole.reserved_range
+        assert resized.peak_phase == whole.peak_phase
+        assert resized.parameters == whole.parameters
+
+
+def test_a_depth_that_is_written_out():
+    recipe = Recipe("gpt2-medium", seq_len=128, attention="sdpa")
+    sized = recipe.but(batch_size=3, seq_len=512)
+    resized = serve(sized, SizedLog(recipe, find_gpu(None)).at(sized), find_gpu(None))
+    assert resized.peak_allocated == simulate(sized).peak_allocated
+    assert resized.peak_reserved == simulate(sized).peak_reserved
+
+
+def test_a_length_ends_at_the_model_or_at_its_window():
+    card = find_gpu("L4")
+    assert SizedLog(TINY, card).longest == 1024
+    assert SizedLog(Recipe("t5-3b-tiny", seq_len=16), card).longest is None
+    narrow = models.resized("mistral-7b-tiny", sliding_window=256)
+    recipe = Recipe(narrow, seq_len=64, attention="sdpa", precision="bf16")
+    assert SizedLog(recipe, card).longest == 256
+    wide = recipe.but(seq_len=512)
+    log = SizedLog(wide, card)
+    assert log.longest == models.max_length(narrow)
+    resized = serve(wide, log.at(wide), card)
+    assert resized.peak_allocated == pytest.approx(simulate(wide, card).peak_allocated, rel=1e-3)
