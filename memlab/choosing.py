@@ -112,15 +112,12 @@ class _Search:
     def plan(self) -> Plan:
         """The whole answer."""
         options = self.confirm_the_best({one: self.largest(one) for one in self.combinations})
+        best = options[self.told(options)]
         fastest = roomiest = None
-        best = self.fastest_of(options)
-        if best:
-            fastest = self.with_sizes(options[best])
-            roomiest = self.with_sizes(self.roomiest())
-        there = {one.way for one in self.combinations}
-        ways = {way: self.best_of(way, options) for way in self.question.ways if way in there}
-        if fastest:
-            ways[fastest.way] = fastest
+        if not best.missing:
+            fastest = self.with_sizes(best)
+            roomiest = self.with_sizes(self.roomiest(fastest))
+        ways = self.best_of_each_way(options) | ({fastest.way: fastest} if fastest else {})
         start, footprint = self.start()
         switches = self.switches(start)
         return Plan(
@@ -213,7 +210,7 @@ class _Search:
         """The options; the best of those that fit is a simulated one."""
         options = dict(options)
         for _ in range(TRACES):
-            best = self.fastest_of(options)
+            best = self.fastest_of({one: it for one, it in options.items() if not it.missing})
             if best is None:  # it may be the formula that lacks some bytes
                 best = min(options, key=lambda one: options[one].missing)
                 if options[best].missing > NEAR * self.card.total_memory:
@@ -222,6 +219,22 @@ class _Search:
                 break
             options[best] = self.confirmed(options[best])
         return options
+
+    def told(self, options: dict[Combination, Option]) -> Combination:
+        """The best of what surely fits; else the one that lacks least, simulated if in doubt."""
+        while True:
+            best = self.fastest_of({one: it for one, it in options.items() if self.is_sure(it)})
+            least = min(options, key=lambda one: (options[one].missing, options[one].needed))
+            if best or options[least].missing:
+                return best or least
+            options[least] = self.confirmed(options[least])
+
+    def is_sure(self, option: Option) -> bool:
+        """Whether an option fits, by a simulation or because the formula leaves no doubt."""
+        if option.simulated or option.missing:
+            return not option.missing
+        reserved = self.footprint(option.recipe).reserved_range
+        return reserved is not None and reserved[1] + self.card.context <= self.room
 
     def confirmed(self, option: Option) -> Option:
         """The option as a simulation has it, with the largest micro-batch that it allows, or 1."""
@@ -282,23 +295,23 @@ class _Search:
     # ------------------------------------------------------------------ parts of the answer
 
     def fastest_of(self, options: dict[Combination, Option]) -> Combination | None:
-        """The plainest of those that fit and are about as fast as the fastest.
+        """The plainest of those that are about as fast as the fastest.
 
         What pages comes last, because nobody estimates the seconds of moving its states.
         """
-        fitting = {one: it for one, it in options.items() if not it.missing}
-        settled = {one: it for one, it in fitting.items() if not is_paged(one.optimizer)}
-        seconds = {one: it.seconds or float("inf") for one, it in (settled or fitting).items()}
+        settled = {one: it for one, it in options.items() if not is_paged(one.optimizer)}
+        seconds = {one: it.seconds or float("inf") for one, it in (settled or options).items()}
         least = min(seconds.values(), default=None)
         return next((one for one, time in seconds.items() if time <= (1 + ALIKE) * least), None)
 
-    def roomiest(self) -> Option:
+    def roomiest(self, fastest: Option) -> Option:
         """What leaves the most room, by the formula, as a simulation has it."""
         recipes = [self.recipe(one, 1) for one in self.combinations]
         needed = [self.option(recipe).needed for recipe in recipes]
         most = min(needed) + SAME_ROOM * self.card.total_memory
         alike = [it for it, there in zip(recipes, needed, strict=True) if there <= most]
-        return self.judged(next(filter(self.is_traced, alike), alike[0]))
+        found = self.judged(next(filter(self.is_traced, alike), alike[0]))
+        return min(found, fastest, key=lambda option: option.needed)
 
     def with_sizes(self, option: Option) -> Option:
         """The option with its largest micro-batch and its longest sequence."""
@@ -310,11 +323,13 @@ class _Search:
             option, largest_batch=batch, longest=length, longest_ends=following is None
         )
 
-    def best_of(self, way: str, options: dict[Combination, Option]) -> Option:
-        """The fastest option of a way that fits, or the one that lacks least."""
-        of_way = {one: option for one, option in options.items() if one.way == way}
-        best = self.fastest_of(of_way)
-        return of_way[best] if best else min(of_way.values(), key=lambda option: option.missing)
+    def best_of_each_way(self, options: dict[Combination, Option]) -> dict[str, Option]:
+        """The best of each way that can be had at all."""
+        best = {}
+        for way in {one.way: None for one in options}:
+            of_way = {one: option for one, option in options.items() if one.way == way}
+            best[way] = of_way[self.told(of_way)]
+        return best
 
     def start(self) -> tuple[Option, Footprint]:
         """The plain recipe of the first way, by the formula."""
@@ -373,8 +388,8 @@ class _Search:
     def first_that_fits(self) -> Option | None:
         """The best option as a simulation has it; None where none fits."""
         options = self.confirm_the_best({one: self.largest(one) for one in self.combinations})
-        best = self.fastest_of({one: it for one, it in options.items() if it.simulated})
-        return best and options[best]
+        best = options[self.told(options)]
+        return None if best.missing else best
 
 
 def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
@@ -386,14 +401,15 @@ def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
         search = _Search(question, card, margin, bar)
         search.say(f"planning for {card.name}")
         every = {one: search.largest(one) for one in search.combinations}
-        options[card.name] = {}
         for way in {one.way: None for one in every}:
-            best = search.best_of(way, every)
-            if smallest[way] is None and not best.missing:
+            if smallest[way] is None:
                 of_way = {one: option for one, option in every.items() if one.way == way}
-                best = search.best_of(way, search.confirm_the_best(of_way))
-                smallest[way] = None if best.missing else card.name
-            options[card.name][way] = search.named(best)
+                every |= search.confirm_the_best(of_way)
+        options[card.name] = best = search.best_of_each_way(every)
+        for way, option in best.items():
+            options[card.name][way] = search.named(option)
+            if smallest[way] is None and not option.missing:
+                smallest[way] = card.name
     bar.close()
     return Cards(question, options, smallest)
 

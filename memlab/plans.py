@@ -119,7 +119,8 @@ class Option:
         """What it needs of the card, or lacks, and how long a step takes."""
         text = f"{self.needed / GiB:,.1f} of {gib(self.total_memory)}"
         if self.missing:
-            text += f", with the margin {gib(self.missing)} too many"
+            least = "" if self.simulated else "at least "
+            text = f"{least}{text}, with the margin {gib(self.missing)} too many"
         if self.drawn and self.drawn[1] - self.drawn[0] >= 0.05 * GiB:
             low, high = (f"{end / GiB:,.1f}" for end in self.drawn)
             text += f" ({low} to {high} by the way it is loaded)"
