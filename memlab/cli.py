@@ -84,7 +84,8 @@ def _simulate(options) -> dict:
         found = largest(recipe, options.gpu, options.largest.replace("-", "_"))
         recipe = found.recipe
         if not found.value:
-            return {"text": str(found), "largest": found.as_dict(), "status": 3}
+            values = {"largest": found.as_dict()} if options.json else {"text": str(found)}
+            return values | {"status": 3}
     footprint = simulate(recipe, options.gpu)
     more = {"recipe": recipe.as_dict(), "gpu": options.gpu, "versions": versions()}
     more |= {"largest": found.as_dict()} if found else {}

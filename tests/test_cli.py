@@ -75,6 +75,87 @@ def test_bad_input_is_one_line_and_status_2(capsys, bad):
     assert err.startswith("memlab: ") and err.count("\n") == 1
 
 
+PLAN = ["plan", "--model", "gpt2-tiny", "--seq-len", 64, "--effective-batch", 4]
+PLAN += ["--ways", "full", "--precisions", "fp32"]
+
+
+def test_a_plan_as_text_and_as_json(capsys):
+    status, out, err = run(capsys, *PLAN, "--gpu", "T4")
+    assert status == 0 and out.startswith("gpt2-tiny on T4") and "Fastest that fits" in out
+    status, out, _ = run(capsys, *PLAN, "--gpu", "T4", "--json")
+    values = json.loads(out)
+    assert status == 0 and values["fits"] and values["gpu"] == "T4" and values["script"] is None
+    assert values["fastest"]["simulated"] and values["fastest"]["recipe"]["seq_len"] == 64
+
+
+def test_a_plan_for_several_cards(capsys):
+    status, out, _ = run(capsys, *PLAN, "--gpu", "1 GiB", "T4", "--json")
+    assert (status, json.loads(out)["smallest"]) == (0, {"full": "1,024 MiB"})
+
+
+def test_a_plan_where_nothing_fits_is_status_3(capsys):
+    status, out, _ = run(capsys, *PLAN, "--gpu", 10 * 2**20)
+    assert status == 3 and "Nothing fits. What would:" in out
+
+
+def test_a_script_is_never_written_over_a_file_unasked(capsys, tmp_path):
+    path = tmp_path / "train.py"
+    models.config("gpt2-tiny").save_pretrained(tmp_path)
+    options = ["--model", tmp_path, "--gpu", "T4", "--script", path]
+    status, out, _ = run(capsys, *PLAN, *options)
+    assert status == 0 and "pip install" in out
+    written = path.read_text()
+    compile(written, "train.py", "exec")
+    path.write_text("mine")
+    status, out, err = run(capsys, *PLAN, *options)
+    assert (status, out, path.read_text()) == (2, "", "mine")
+    assert "--force" in err and err.count("\n") == 1
+    assert run(capsys, *PLAN, *options, "--force", "--json")[0] == 0
+    assert path.read_text() == written
+
+
+def test_a_script_needs_one_card_and_a_plan(capsys, tmp_path):
+    path = tmp_path / "train.py"
+    assert run(capsys, *PLAN, "--script", path)[0] == 2
+    assert run(capsys, *PLAN, "--gpu", 10 * 2**20, "--script", path)[0] == 3
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ["--gpu", "T5"],
+        ["--gpu", "0"],
+        ["--gpu", "T4", "--seq-len", "100000"],
+        ["--gpu", "T4", "--ways", "half"],
+        ["--gpu", "T4", "--precisions", "bf16"],
+        ["--gpu", "T4", "--model", "no-such-model"],
+        ["--gpu", "T4", "--margin", "-1"],
+        ["--gpu", "T4", "--effective-batch", "none"],
+    ],
+)
+def test_a_bad_question_is_one_line_and_status_2(capsys, bad):
+    status, out, err = run(capsys, *PLAN, *bad)
+    assert (status, out) == (2, "")
+    assert err.splitlines()[-1].lstrip().startswith("memlab: ")
+
+
+def test_the_largest_that_fits(capsys):
+    options = ["--gpu", 100 * 2**20, "--largest", "batch-size", "--json"]
+    status, out, _ = run(capsys, "simulate", *TINY, *options)
+    found = json.loads(out)
+    largest = found["largest"]
+    assert status == 0 and largest["next"] == largest["value"] + 1
+    assert found["recipe"]["batch_size"] == largest["value"]
+    options[2:] = ["--largest", "seq-len"]
+    status, out, _ = run(capsys, "simulate", *TINY, *options)
+    assert status == 0 and "largest seq_len: " in out
+    assert run(capsys, "simulate", *TINY, "--largest", "batch-size")[0] == 2
+    options = ["--gpu", 30 * 2**20, "--largest", "batch-size", "--json"]
+    status, out, _ = run(capsys, "simulate", *TINY, *options)
+    assert (status, json.loads(out)["largest"]["value"]) == (3, 0)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"model_type": "no-such-family"}', "{}"])
 def test_a_broken_config_is_one_line_and_status_2(capsys, tmp_path, text):
     (tmp_path / "config.json").write_text(text)

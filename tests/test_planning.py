@@ -8,7 +8,7 @@ from memlab import Recipe, simulate
 from memlab.evidence.accuracy import PYTORCH_2
 from memlab.evidence.records import find_records
 from memlab.gpus import GPUS, gpu_of_device
-from memlab.planning import CONTEXT_MARGIN, MARGIN, fits
+from memlab.planning import CONTEXT_MARGIN, MARGIN, fits, largest, room
 
 MiB = 2**20
 TINY = Recipe(model="gpt2-tiny", batch_size=2, seq_len=64)
@@ -116,3 +116,33 @@ def test_a_base_is_counted_at_the_upper_end_of_its_range():
     fit = fits(recipe, "T4")
     assert fit.needed == footprint.reserved_range[1] + GPUS["T4"].context
     assert fit.margin == int(MARGIN * fit.needed) + CONTEXT_MARGIN
+
+
+@pytest.mark.parametrize(("field", "step"), [("batch_size", 1), ("seq_len", 64)])
+@pytest.mark.parametrize("start", [1, 300])
+def test_the_largest_fits_and_the_next_does_not(field, step, start):
+    """Wherever the search begins."""
+    found = largest(TINY.but(**{field: start}), 100 * MiB, field)
+    assert getattr(found.recipe, field) == found.value > 0
+    assert found.next == found.value + step
+    assert found.fit and fits(found.recipe, 100 * MiB)
+    assert not fits(found.recipe.but(**{field: found.next}), 100 * MiB)
+    assert str(found).startswith(f"largest {field}: {found.value} ({found.next} does not fit)")
+
+
+def test_the_largest_ends_at_the_model_or_is_none():
+    found = largest(TINY, "T4", "seq_len")
+    assert (found.value, found.next) == (1024, None)
+    found = largest(TINY, 10 * MiB)
+    assert (found.value, found.next, found.recipe.batch_size) == (0, 1, 1)
+    assert not found.fit and str(found).startswith("not even batch_size=1: does not fit")
+    with pytest.raises(ValueError, match="field is 'model': allowed are batch_size, seq_len"):
+        largest(TINY, "T4", "model")
+
+
+def test_room_and_margin_are_one_rule():
+    card = GPUS["T4"]
+    free = room(card)
+    assert free + int(MARGIN * free) + CONTEXT_MARGIN <= card.total_memory
+    more = free + 1
+    assert more + int(MARGIN * more) + CONTEXT_MARGIN > card.total_memory - 1
