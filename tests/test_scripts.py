@@ -116,18 +116,22 @@ def test_a_script_takes_what_its_recipe_takes(model, changes, api, a_recipe, tmp
     # Of padded texts, some batch has one of full length and one that is not.
     ran = run_script(script, gpu=CARD, steps=4 if recipe.padded else 2).footprint
     wanted = simulate(recipe, CARD)
-    more = ran.peak_allocated - wanted.peak_allocated
-    # A block for each number: the loss of the step before, the Trainer's sum of losses, its count
-    # of tokens, the norm of all gradients.
-    numbers = 8 * 512
+    more = ran.peak_tensors - wanted.peak_tensors
+    # The loss of the step before, the Trainer's sum of losses, its count of tokens, the norm of
+    # all gradients: a number each, and a block of 512 bytes.
+    numbers = 8 * 4
     # Labels that are no longer the tokens themselves, masks of batches that are not at work;
     # Accelerate's loop has one batch on the card where the recipe has those of a step.
     batches = 3 * recipe.accumulation * recipe.batch_size * recipe.seq_len * 8
     # The Trainer's multi-tensor step takes two groups of weights, with and without decay, and
     # so copies the gradients of one after those of the other.
     two_groups = api == "trainer" and wanted.peak_phase == "optimizer step"
-    less = 0.01 * wanted.peak_allocated if two_groups else 0
+    less = 0.01 * wanted.peak_tensors if two_groups else 0
     assert -batches - less <= more <= numbers + batches
+    # A large block that is used again may have up to 1 MiB more than is asked for.
+    unsplit = ran.breakdown["rounding"] - wanted.breakdown["rounding"]
+    assert abs(unsplit) <= 2**20
+    assert ran.breakdown["workspaces"] == wanted.breakdown["workspaces"]
     assert ran.peak_phase == wanted.peak_phase
     for category in ("gradients", "optimizer_states"):
         assert ran.breakdown[category] == wanted.breakdown[category]
