@@ -43,6 +43,8 @@ OPTIMIZERS = ("adamw_torch_fused", "adamw_8bit", "adafactor", "paged_adamw_8bit"
 FOR_ADAPTERS = ("adamw_torch_fused", "adamw_8bit")  # whose states are small in any case
 OTHER_OPTIMIZERS = ("sgd", "lion_8bit")
 TRACES = 4  # simulations at most until the fastest is one that is simulated
+ALIKE = 0.05  # seconds are a rough figure: within so much of the least, the plainer recipe is told
+SAME_ROOM = 0.02  # of a card; within so much of the most room a recipe that is simulated is told
 NEAR = 0.05  # lacking so much of a card by the formula, it may yet fit
 
 
@@ -101,15 +103,16 @@ class _Search:
         self.batches = [n for n in every if question.effective_batch % n == 0]
         self.combinations, self.excluded = combinations(question, card)
         self.logs: dict[tuple, SizedLog] = {}
+        self.sizes: dict[tuple, tuple] = {}
         self.footprints: dict[tuple, Footprint] = {}
 
     def plan(self) -> Plan:
         """The whole answer."""
         options = self.confirm_the_best({one: self.largest(one) for one in self.combinations})
-        fitting = [option for option in options.values() if not option.missing]
         fastest = roomiest = None
-        if fitting:
-            fastest = self.with_sizes(min(fitting, key=_quickness))
+        best = self.fastest_of(options)
+        if best:
+            fastest = self.with_sizes(options[best])
             roomiest = self.with_sizes(self.roomiest())
         ways = {way: self.best_of(way, options) for way in self.question.ways}
         if fastest:
@@ -119,13 +122,13 @@ class _Search:
         return Plan(
             self.question,
             self.card,
-            fastest,
-            roomiest,
-            ways,
-            start,
+            self.named(fastest),
+            self.named(roomiest),
+            {way: self.named(option) for way, option in ways.items()},
+            self.named(start),
             switches,
             decision(start, footprint, switches, self.room),
-            () if fitting else tuple(self.remedies(options)),
+            () if fastest else tuple(self.remedies(options)),
             self.excluded,
         )
 
@@ -158,6 +161,13 @@ class _Search:
         if key not in self.footprints:
             self.footprints[key] = _quick(recipe, self.card, self.say)
         return self.footprints[key]
+
+    def named(self, option: Option | None) -> Option | None:
+        """The option with the model as the reader named it, and not as the config it stands for."""
+        if option is None or not isinstance(self.question.model, str):
+            return option
+        recipe = option.recipe.but(model=self.question.model, task=option.recipe.task)
+        return dataclasses.replace(option, recipe=recipe)
 
     def option(self, recipe: Recipe) -> Option:
         """A recipe by the formula: the bytes of its blocks, without what their order adds."""
@@ -199,8 +209,7 @@ class _Search:
         """The options; the best of those that fit is a simulated one."""
         options = dict(options)
         for _ in range(TRACES):
-            fitting = {one: it for one, it in options.items() if not it.missing}
-            best = min(fitting, key=lambda one: _quickness(fitting[one]), default=None)
+            best = self.fastest_of(options)
             if best is None:  # it may be the formula that lacks some bytes
                 best = min(options, key=lambda one: options[one].missing)
                 if options[best].missing > NEAR * self.card.total_memory:
@@ -237,11 +246,26 @@ class _Search:
 
     def size(self, recipe: Recipe, field: str) -> tuple[int, int | None]:
         """As `largest_size`."""
-        return largest_size(recipe, self.card, self.log(recipe), field, self.margin)
+        key = (
+            self._key(recipe),
+            field,
+            recipe.seq_len if field == "batch_size" else recipe.batch_size,
+        )
+        if key not in self.sizes:
+            log = self.log(recipe)
+            self.sizes[key] = largest_size(recipe, self.card, log, field, self.margin)
+        return self.sizes[key]
+
+    def is_traced(self, recipe: Recipe) -> bool:
+        """Whether its trace is there."""
+        return self._key(recipe) in self.logs
+
+    def _key(self, recipe) -> tuple:
+        return _trace_key(recipe), recipe.accumulation > 1
 
     def log(self, recipe: Recipe) -> SizedLog:
         """The trace of a recipe at all sizes."""
-        key = (_trace_key(recipe), recipe.accumulation > 1)
+        key = self._key(recipe)
         if key not in self.logs:
             self.say(f"simulating {described(recipe)} on {self.card.name}")
             self.logs[key] = SizedLog(recipe, self.card)
@@ -253,10 +277,24 @@ class _Search:
 
     # ------------------------------------------------------------------ parts of the answer
 
+    def fastest_of(self, options: dict[Combination, Option]) -> Combination | None:
+        """The plainest of those that fit and are about as fast as the fastest.
+
+        What pages comes last, because nobody estimates the seconds of moving its states.
+        """
+        fitting = {one: it for one, it in options.items() if not it.missing}
+        settled = {one: it for one, it in fitting.items() if not is_paged(one.optimizer)}
+        seconds = {one: it.seconds or float("inf") for one, it in (settled or fitting).items()}
+        least = min(seconds.values(), default=None)
+        return next((one for one, time in seconds.items() if time <= (1 + ALIKE) * least), None)
+
     def roomiest(self) -> Option:
         """What leaves the most room, by the formula, as a simulation has it."""
-        options = [self.option(self.recipe(one, 1)) for one in self.combinations]
-        return self.judged(min(options, key=lambda option: option.needed).recipe)
+        recipes = [self.recipe(one, 1) for one in self.combinations]
+        needed = [self.option(recipe).needed for recipe in recipes]
+        most = min(needed) + SAME_ROOM * self.card.total_memory
+        alike = [it for it, there in zip(recipes, needed, strict=True) if there <= most]
+        return self.judged(next(filter(self.is_traced, alike), alike[0]))
 
     def with_sizes(self, option: Option) -> Option:
         """The option with its largest micro-batch and its longest sequence."""
@@ -270,11 +308,9 @@ class _Search:
 
     def best_of(self, way: str, options: dict[Combination, Option]) -> Option:
         """The fastest option of a way that fits, or the one that lacks least."""
-        of_way = [option for one, option in options.items() if one.way == way]
-        fitting = [option for option in of_way if not option.missing]
-        if fitting:
-            return min(fitting, key=_quickness)
-        return min(of_way, key=lambda option: option.missing)
+        of_way = {one: option for one, option in options.items() if one.way == way}
+        best = self.fastest_of(of_way)
+        return of_way[best] if best else min(of_way.values(), key=lambda option: option.missing)
 
     def start(self) -> tuple[Option, Footprint]:
         """The plain recipe of the first way, by the formula."""
@@ -333,8 +369,8 @@ class _Search:
     def first_that_fits(self) -> Option | None:
         """The best option as a simulation has it; None where none fits."""
         options = self.confirm_the_best({one: self.largest(one) for one in self.combinations})
-        simulated = [it for it in options.values() if it.simulated and not it.missing]
-        return min(simulated, key=_quickness, default=None)
+        best = self.fastest_of({one: it for one, it in options.items() if it.simulated})
+        return best and options[best]
 
 
 def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
@@ -353,7 +389,7 @@ def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
                 of_way = {one: option for one, option in every.items() if one.way == way}
                 best = search.best_of(way, search.confirm_the_best(of_way))
                 smallest[way] = None if best.missing else card.name
-            options[card.name][way] = best
+            options[card.name][way] = search.named(best)
     bar.close()
     return Cards(question, options, smallest)
 
@@ -409,8 +445,8 @@ def decision(start: Option, footprint: Footprint, switches, room: int) -> tuple[
     name, way = largest.replace("_", " "), WAYS[start.way]
     share = footprint.breakdown[largest] / footprint.peak_allocated
     most = (
-        f"Most of {way} are {name}, {share:.0%} of the peak, in {footprint.peak_phase}: "
-        f"{CAN_REDUCE[largest]} reduce them."
+        f"The largest part is {name}, {share:.0%} of the peak, in the {footprint.peak_phase}: "
+        f"less of it by {CAN_REDUCE[largest]}."
     )
     enough = [switch.name for switch in switches if switch.fits]
     helps = f"Enough by itself: {', '.join(enough)}." if enough else "No single switch is enough."
@@ -430,12 +466,6 @@ def decision(start: Option, footprint: Footprint, switches, room: int) -> tuple[
 
 
 # ---------------------------------------------------------------------- helpers
-
-
-def _quickness(option: Option) -> tuple:
-    """The faster the less; what pages comes last, because nobody estimates its seconds."""
-    seconds = float("inf") if option.seconds is None else option.seconds
-    return is_paged(option.recipe.optimizer), seconds, option.needed
 
 
 def is_paged(optimizer: str) -> bool:

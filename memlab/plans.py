@@ -70,8 +70,7 @@ class Option:
 
     needed: bytes of the card, context included, as in `Fit`; margin: kept free beside them.
     seconds: estimated, of one optimizer step, None where that is not known. drawn: (lowest,
-    highest) `needed` over the ways in which a quantized base may be loaded, None where that is
-    certain.
+    highest) `needed` over the ways of loading a quantized base, None where that is certain.
     simulated: whether bytes come from a simulation, or else from the formula.
 
     largest_batch, longest: the largest micro-batch, all else as it is, and the longest sequence in
@@ -118,12 +117,12 @@ class Option:
 
     def bytes_and_seconds(self) -> str:
         """What it needs of the card, or lacks, and how long a step takes."""
-        total = gib(self.total_memory)
-        text = f"{gib(self.needed)} of {total}"
+        text = f"{self.needed / GiB:,.1f} of {gib(self.total_memory)}"
         if self.missing:
-            text += f" with a margin of {gib(self.margin)}: {gib(self.missing)} too many"
+            text += f", with the margin {gib(self.missing)} too many"
         if self.drawn and self.drawn[1] - self.drawn[0] >= 0.05 * GiB:
-            text += f" ({' to '.join(gib(end) for end in self.drawn)}, by the way it is loaded)"
+            low, high = (f"{end / GiB:,.1f}" for end in self.drawn)
+            text += f" ({low} to {high} by the way it is loaded)"
         return f"{text}, {self.time()}" if self.seconds else text
 
     def time(self) -> str:
@@ -231,10 +230,12 @@ class Plan:
         width = max(len(WAYS[way]) for way in self.ways)
         for way, option in self.ways.items():
             source = "simulated" if option.simulated else "formula"
-            detail = described(option.recipe).removeprefix(f"{WAYS[way]}, ")
             told = option.bytes_and_seconds()
-            lines.append(f"  {WAYS[way]:<{width}}  {detail}: {told}; {source}")
-        lines.append(f"One switch at a time, from {self.start}; formula:")
+            lines.append(f"  {WAYS[way]:<{width}}  {told}; {source}")
+            detail = described(option.recipe).removeprefix(f"{WAYS[way]}, ")
+            lines.append(f"  {'':<{width}}  {detail}")
+        lines.append(f"One switch at a time, by the formula, from {described(self.start.recipe)}")
+        lines.append(f"  {self.start.bytes_and_seconds()}")
         width = max((len(switch.name) for switch in self.switches), default=0)
         for switch in self.switches:
             lines.append(f"  {switch.name:<{width}}  {_change(switch)}")

@@ -8,9 +8,8 @@ in a fraction of a second. Nothing is fitted.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -19,7 +18,7 @@ from memlab.footprint import Phase
 from memlab.gpus import GPU
 from memlab.recipe import Recipe
 from memlab.simulation import full_log
-from memlab.trace.events import Birth
+from memlab.trace.events import Birth, Step
 from memlab.trace.log import Event, Log
 
 PRIMES = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
@@ -28,19 +27,19 @@ ROUNDED = 128  # kernels round a length up to that at most: flash attention's ba
 
 @dataclass(frozen=True)
 class _Resized(Log):
-    """A log in which every storage has the bytes of another micro-batch and another length."""
+    """A log in which every storage has the bytes of another micro-batch and another length.
 
-    nbytes: functools.partial = None
+    known: (number of the storage or None, step, place among the births or -1) of the log that was
+    traced; births: as they are now. Births that become alike are still told apart by number.
+    """
+
+    known: list[tuple[int | None, Step, int]] = field(default_factory=list)
+    births: list[Birth] = field(default_factory=list)
 
     def events(self) -> Iterator[Event]:
-        """As `Log.events`; births that become alike are still told apart."""
-        sizes = {}
-        for number, step in super().events():
-            if type(step) is Birth:
-                if step not in sizes:
-                    sizes[step] = step._replace(nbytes=self.nbytes(step))
-                step = sizes[step]
-            yield number, step
+        """As `Log.events`."""
+        births = self.births
+        return ((number, births[i] if i >= 0 else step) for number, step, i in self.known)
 
 
 class SizedLog:
@@ -66,12 +65,20 @@ class SizedLog:
         self._batch, self._prime, self._length = batch, length, length * times
         primed = replace(recipe, batch_size=batch, seq_len=self._length)
         self._log = full_log(primed, card)
+        self._places: dict[Birth, int] = {}
+        self._events = [
+            (number, step, self._place(step) if type(step) is Birth else -1)
+            for number, step in self._log.events()
+        ]
+
+    def _place(self, birth: Birth) -> int:
+        return self._places.setdefault(birth, len(self._places))
 
     def at(self, recipe: Recipe) -> Log:
         """The log of the recipe with another `batch_size` and `seq_len`, without its work."""
         log, sizes = self._log, (recipe.batch_size, recipe.seq_len)
-        nbytes = functools.partial(self._nbytes, *sizes)
-        return _Resized(log.steps, log.weights, log.assumptions, nbytes=nbytes)
+        births = [birth._replace(nbytes=self._nbytes(*sizes, birth)) for birth in self._places]
+        return _Resized(log.steps, log.weights, log.assumptions, known=self._events, births=births)
 
     def _nbytes(self, batch: int, length: int, birth: Birth) -> int:
         size, times = birth.nbytes, 1
