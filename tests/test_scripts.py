@@ -150,7 +150,7 @@ def test_accelerates_plain_loop_is_the_recipes_to_the_byte(
 def test_scripts_are_clean_and_short(a_recipe, tmp_path):
     for number, (model, changes, api) in enumerate(CASES):
         script = training_script(a_recipe(model, **changes), api)
-        assert len(script.splitlines()) <= 110
+        assert len(script.splitlines()) <= 120
         lines = [line for line in script.splitlines() if not line.startswith("MODEL = ")]
         assert max(map(len, lines)) <= 88
         assert "memlab" not in script
