@@ -13,6 +13,8 @@ import yaml
 from browser import Browser
 from contents import listed_pages
 
+from memlab.book.claims import all_claims
+
 ROOT = Path(__file__).parent.parent
 HTML = ROOT / "_build" / "html"
 sys.path.insert(0, str(ROOT / "_ext"))
@@ -72,6 +74,30 @@ def test_the_index_says_how_long_every_chapter_takes():
     said = dict(re.findall(r'class="minutes" data-page="([\w-]+)">\((\d+) min\)<', index))
     wanted = {Path(page).stem for page in CHAPTERS if "-deeper" not in page}
     assert set(said) == wanted and all(0 < int(minutes) < 60 for minutes in said.values())
+
+
+def test_the_ledger_has_every_statement_in_the_order_that_is_asked(chromium):
+    tab = chromium.open(url("chapters/claims.html"), theme="dark")
+    rows = """[...document.querySelectorAll("table.ledger tbody tr:not(.source)")]
+              .map((row) => ({id: row.id, ...row.dataset}))"""
+    click = "document.querySelector('.ledger-order button:nth-of-type({})').click()"
+    of_sources = tab.run(rows)
+    assert [row["id"] for row in of_sources] == [f"statement-{id}" for id in all_claims()]
+    for number, key in ((2, "verdict"), (3, "chapter")):
+        tab.run(click.format(number))
+        assert tab.run(rows) == sorted(of_sources, key=lambda row: int(row[key]))
+    tab.run(click.format(1))
+    assert tab.run(rows) == of_sources
+    tab.close()
+
+
+def test_a_page_is_printed_dark_on_white(chromium):
+    tab = chromium.open(url("chapters/claims.html"), theme="dark")
+    theme = "document.documentElement.dataset.theme"
+    tab.run(f"addEventListener('beforeprint', () => (window.printed = {theme}))")
+    tab.send("Page.printToPDF")
+    assert (tab.run("window.printed"), tab.run(theme)) == ("light", "dark")
+    tab.close()
 
 
 def test_reading_time_leaves_out_what_is_folded():
