@@ -1,5 +1,6 @@
 """The rendered book, as a reader opens it: from the disk, without a network, in a real browser."""
 
+import base64
 import os
 import re
 import sys
@@ -98,6 +99,14 @@ def test_a_page_is_printed_dark_on_white(chromium):
     tab.send("Page.printToPDF")
     assert (tab.run("window.printed"), tab.run(theme)) == ("light", "dark")
     tab.close()
+
+
+def test_the_cheat_sheet_is_one_page_of_a4(chromium):
+    tab = chromium.open(url("chapters/cheatsheet.html"))
+    a4 = dict(paperWidth=8.27, paperHeight=11.69)
+    printed = base64.b64decode(tab.send("Page.printToPDF", **a4)["data"])
+    tab.close()
+    assert len(re.findall(rb"/Type\s*/Page\b", printed)) == 1
 
 
 def test_reading_time_leaves_out_what_is_folded():
