@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import functools
 import gzip
 import itertools
 import json
@@ -13,12 +14,12 @@ from memlab.book.panel import Panel
 from memlab.book.panel import read as read_file
 from memlab.book.show import COLOURS
 from memlab.card import step_time, work
-from memlab.closed_form import HEAD_SIZES, SAME_ROPE, coefficients, primed, read
+from memlab.closed_form import HEAD_SIZES, SAME_ROPE, coefficients, formula, primed, read
 from memlab.fields import one_of
 from memlab.footprint import Category, StepTime
 from memlab.gpus import ANY_CARD, GPU, GPUS, find_gpu
 from memlab.planning import CONTEXT_MARGIN, MARGIN
-from memlab.recipe import Recipe
+from memlab.recipe import COMPUTED_IN, Recipe
 from memlab.trace import allocator, depth
 
 # What can be chosen: that of which coefficients are kept (tools/derive_coefficients.py).
@@ -37,12 +38,18 @@ CHOICES = {
     "attention": ("sdpa", "eager"),
 }
 # What is trained, by the calculator's names, and what that is in a recipe.
+RANK = 8
 TRAINED = {
     "every weight": {},
     "all but the embeddings": {"freeze": ("embeddings",)},
-    "LoRA": {"lora_rank": 8},
-    "LoRA on NF4": {"lora_rank": 8, "base": "nf4", "double_quant": True},
+    "LoRA": {"lora_rank": RANK},
+    "LoRA on NF4": {"lora_rank": RANK, "base": "nf4", "double_quant": True},
 }
+# The fields of a recipe that say what is trained, and their defaults.
+PARTS = "freeze lora_rank lora_targets lora_dropout lora_fp32 base block_size double_quant"
+PARTS = (*PARTS.split(), "compute_dtype", "upcast")
+PLAIN = {one.name: one.default for one in dataclasses.fields(Recipe) if one.name in PARTS}
+NAMES = [name for name in models.MODELS if not name.endswith("-tiny")]
 NUMBERS = ("batch_size", "seq_len", "accumulation", "lora_rank")
 SWITCHES = ("model", "gpu", *NUMBERS, "trained", *CHOICES)
 # On which switches a pass and an update depend; a pass also on whether it accumulates.
@@ -63,12 +70,13 @@ OPTIONAL = (*models.WIDTHS, *HEAD_SIZES, "sliding_window")
 class Calculator(Panel):
     """Peak by category, fit and time of a training, for any setting of its switches.
 
-    recipe: what it shows first. fields: the switches that the page has, of `SWITCHES`; the rest is
-    as in the recipe. gpu: the card. Without a recipe it has all switches, all models and cards.
+    recipe: what it shows first, of a named model. fields: the switches that the page has, of
+    `SWITCHES`; the rest is as in the recipe. gpu: the card. Without a recipe it has all switches,
+    every model that has coefficients, every card, and more to read.
 
     The coefficients that the switches need are in the page, and its script does what
-    `memlab.formula` does. Raises ValueError for an unknown switch or card, for a recipe outside
-    the closed form's domain, and for one without coefficients.
+    `memlab.formula` does. Raises ValueError for an unknown switch, model or card, for a recipe
+    outside the closed form's domain, and for one without coefficients.
     """
 
     kind = "calculator"
@@ -78,26 +86,23 @@ class Calculator(Panel):
     )
 
     def __init__(self, recipe: Recipe | None = None, *fields: str, gpu: str = "T4"):
-        self.whole = recipe is None
-        self.recipe, self.card = recipe or START, find_gpu(gpu)
+        self.whole, self.recipe, self.card = recipe is None, recipe or START, find_gpu(gpu)
         self.fields = tuple(one_of("switch", name, SWITCHES) for name in fields or SWITCHES)
-        own = {
-            one.name: getattr(self.recipe, one.name)
-            for one in dataclasses.fields(Recipe)
-            if one.name not in ("model", "task", *NUMBERS[:3], *CHOICES)
-            and getattr(self.recipe, one.name) != one.default
-        }
-        self.trained = TRAINED if "trained" in self.fields else {}
-        named = [name for name, changes in self.trained.items() if changes.keys() == own.keys()]
+        one_of("model", self.recipe.model, NAMES)
+        formula(self.recipe, self.card)
+        own = {name: getattr(self.recipe, name) for name in PLAIN}
+        if own["compute_dtype"] == COMPUTED_IN[self.recipe.precision]:
+            own["compute_dtype"] = None  # it goes with the precision
+        own = {name: value for name, value in own.items() if value != PLAIN[name]}
+        of_any_rank = own | ({"lora_rank": RANK} if own.get("lora_rank") else {})
+        named = [name for name, changes in TRAINED.items() if changes == of_any_rank]
         self.own = named[0] if named else "as in the recipe"
-        self.trained = self.trained | {self.own: own}
-        self._known_ways: dict[str, list] = {}
+        self.trained = (TRAINED if "trained" in self.fields else {}) | {self.own: own}
         self.choices = {"trained": tuple(self.trained)}
         for name, choices in CHOICES.items():
             mine = (getattr(self.recipe, name),)
-            self.choices[name] = tuple(
-                dict.fromkeys((choices if name in self.fields else mine) + mine)
-            )
+            wanted = choices if name in self.fields else mine
+            self.choices[name] = tuple(dict.fromkeys(wanted + mine))
 
     def source(self) -> str:
         return super().source().replace("/* closed form */", read_file("calculator.js"))
@@ -109,11 +114,18 @@ class Calculator(Panel):
     def known(self) -> dict:
         """All that the script is given: constants, choices, models, cards, and the coefficients."""
         pack, structures, known_models, families = _Pack(), {}, {}, {}
-        for model in self.models():
+        keys = functools.cache(self._keys)
+        for model in NAMES if "model" in self.fields else [self.recipe.model]:
             text, settings = _structure(model)
-            case = read(self._recipe(model))
             if text not in structures:
-                structures[text] = _described(model, settings) | self._ways(text, model, pack)
+                places = {
+                    name: [pack.place(text + way) for way in ways]
+                    for name, ways in keys(models.default_task(model)).items()
+                }
+                structures[text] = _described(model, settings) | places
+            if not any(structures[text]["passes"]):
+                continue
+            case = read(Recipe(model, seq_len=1))
             known_models[model] = {
                 "structure": list(structures).index(text),
                 "dimensions": {n: case.dimensions[n] for n in case.dimensions if n not in "bsr"},
@@ -131,6 +143,7 @@ class Calculator(Panel):
                 "gpu": self.card.name,
                 "trained": self.own,
                 **{name: getattr(self.recipe, name) for name in (*NUMBERS, *CHOICES)},
+                "lora_rank": self.recipe.lora_rank or RANK,
             },
             "whole": self.whole,
             "fields": self.fields,
@@ -138,51 +151,45 @@ class Calculator(Panel):
             "trained": {name: _options(changes) for name, changes in self.trained.items()},
             "ways": WAYS,
             "models": known_models,
-            "cards": [_card(card) for card in self.cards()],
+            # The last one lends its rules to a number of GiB.
+            "cards": [_card(card) for card in (*self._cards(), ANY_CARD)],
             "structures": list(structures.values()),
             "families": families,
             **_constants(),
             **pack.known(),
         }
 
-    def models(self) -> list[str]:
-        """The models that can be chosen."""
-        if "model" not in self.fields:
-            return [self.recipe.model]
-        return [name for name in models.MODELS if not name.endswith("-tiny")]
+    def _cards(self) -> list[GPU]:
+        return list(GPUS.values()) if "gpu" in self.fields else [self.card]
 
-    def cards(self) -> list[GPU]:
-        """The cards that can be chosen; the last one lends a number of GiB its rules."""
-        return [*(GPUS.values() if "gpu" in self.fields else [self.card]), ANY_CARD]
+    def _keys(self, task) -> dict[str, list[str]]:
+        """The keys of passes and updates of a task, as they go on after a structure.
 
-    def _ways(self, structure, model, pack) -> dict:
-        """The places of a structure's halves, in the order of the choices."""
-        task = models.default_task(model)
-        if task not in self._known_ways:  # they do not depend on the model otherwise
-            self._known_ways[task] = [
-                [half.removeprefix(structure) for half in halves] for halves in self._keys(model)
-            ]
-        passes, updates = (
-            [pack.place(structure + way) for way in ways] for ways in self._known_ways[task]
-        )
-        return {"passes": passes, "updates": updates}
-
-    def _keys(self, model) -> tuple[list[str], list[str]]:
-        """The keys of a model's passes and updates."""
+        In the order of the choices, each pass without and with accumulation.
+        """
+        model = next(name for name in NAMES if models.default_task(name) == task)
+        structure, _ = _structure(model)
 
         def cases(names, **more):
-            for values in itertools.product(*(self.choices[name] for name in names)):
-                for numbers in itertools.product(*more.values()):
-                    way = dict(zip((*names, *more), (*values, *numbers), strict=True))
-                    yield read(self._recipe(model, **way))
+            choices = {name: self.choices[name] for name in names} | more
+            for values in itertools.product(*choices.values()):
+                yield read(self._recipe(model, **dict(zip(choices, values, strict=True))))
 
         passes = [case.pass_key for case in cases(WAYS["pass"], accumulation=(1, 2))]
-        return passes, [case.update_key for case in cases(WAYS["update"])]
+        updates = [case.update_key for case in cases(WAYS["update"])]
+        return {
+            "passes": [key.removeprefix(structure) for key in passes],
+            "updates": [key.removeprefix(structure) for key in updates],
+        }
 
-    def _recipe(self, model, trained=None, **changes) -> Recipe:
-        """A recipe of the least size for one way of training."""
-        plain = {name: getattr(self.recipe, name) for name in CHOICES}
-        return Recipe(model, **plain | {"seq_len": 1} | self.trained[trained or self.own] | changes)
+    def _recipe(self, model, trained, **changes) -> Recipe:
+        """A recipe of another model, of the least length, for one way of training."""
+        values = {one.name: getattr(self.recipe, one.name) for one in dataclasses.fields(Recipe)}
+        values |= {"model": model, "task": None, "seq_len": 1} | PLAIN | self.trained[trained]
+        return Recipe(**values | changes)
+
+    def __repr__(self) -> str:
+        return f"Calculator of {', '.join(self.fields)}"
 
 
 class _Pack:
@@ -293,6 +300,8 @@ def _options(changes: dict) -> dict:
     fields = {one.name: one for one in dataclasses.fields(Recipe)}
     options = []
     for name, value in changes.items():
+        if name == "lora_rank":
+            continue  # a switch of its own
         if value is False:
             name = fields[name].metadata["off"][0]
         options.append(f"--{name.replace('_', '-')}")

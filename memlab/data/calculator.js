@@ -221,8 +221,11 @@
         V: get("vocab_size"), g: groups, m: Math.floor(heads / groups), h: get("hidden_size"), d: size || Math.floor(get("hidden_size") / heads),
         ...(width && { f: get(width) }), ...(get("max_position_embeddings") && { P: get("max_position_embeddings") }),
       };
-      for (const [what, number] of Object.entries({ ...dimensions, layers }))
-        if (!(Number.isInteger(number) && number >= 1)) throw new Refusal(`${known.symbols[what] || what}: ${number} is no whole number from 1`);
+      const names = { V: "vocab_size", g: "num_key_value_heads", h: "hidden_size", d: "head_dim", f: width, P: "max_position_embeddings" };
+      for (const [what, number] of Object.entries({ ...dimensions, num_hidden_layers: layers }))
+        if (!(Number.isInteger(number) && number >= 1)) throw new Refusal(`${names[what] || what} is ${number}: allowed are whole numbers from 1`);
+      if (!size && dimensions.h % heads) throw new Refusal(`num_attention_heads is ${heads}: allowed are divisors of hidden_size, ${dimensions.h}`);
+      if (heads % groups) throw new Refusal(`num_key_value_heads is ${groups}: allowed are divisors of num_attention_heads, ${heads}`);
       if (layers < 2 || (get("num_decoder_layers") || layers) !== layers) throw new Refusal(
         `${values.model_type} with ${layers} layers: the formula allows models of at least 2 layers, in a decoder as many as in the encoder`);
       const structure = known.structures.findIndex((one) => one.model_type === values.model_type && !unlike(one, held, get));
