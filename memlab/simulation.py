@@ -5,7 +5,12 @@ from dataclasses import replace
 from tqdm.auto import tqdm
 
 from memlab.card.gpu import SimulatedGPU
-from memlab.card.loading import loaded_by_transformers, loaded_weights, reserved_range
+from memlab.card.loading import (
+    loaded_by_transformers,
+    loaded_weights,
+    peak_reserved,
+    reserved_range,
+)
 from memlab.card.memory import CardMemory, card_footprint
 from memlab.card.work import repeat_micro_batch, without_trifles
 from memlab.footprint import Footprint
@@ -59,6 +64,13 @@ def serve(recipe: Recipe, log: Log, card: GPU) -> Footprint:
     replay(loaded_by_transformers(log, card.total_memory), ledger)
     footprint = card_footprint(ledger, log, samples)
     return replace(footprint, reserved_range=reserved_range(log, card.usable, card.total_memory))
+
+
+def serves(recipe: Recipe, log: Log, card: GPU) -> bool:
+    """Whether this card's allocator can serve a recipe's log: `serve` without a footprint."""
+    quantized = recipe.base != "none"
+    events = loaded_by_transformers(log, card.total_memory) if quantized else log.events()
+    return peak_reserved(events, card.usable) is not None
 
 
 def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None) -> Log:

@@ -17,6 +17,7 @@ _HOMES = {
     "TilePlayer": "panels",
     "verdict": "claims",
     "QUIET": "lessons",
+    "estimated_run": "lessons",
     "in_turns": "lessons",
     "shuffled_blocks": "lessons",
     "small_config": "lessons",
