@@ -62,7 +62,13 @@ AUTO = {
     "causal-lm": "AutoModelForCausalLM",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
 }
-START = Recipe("bert-large", batch_size=8, precision="fp16-amp", attention="sdpa")
+START = Recipe(
+    "bert-large",
+    batch_size=8,
+    precision="fp16-amp",
+    optimizer="adamw_torch_fused",
+    attention="sdpa",
+)
 # What a config may have or not, and is another structure then.
 OPTIONAL = (*models.WIDTHS, *HEAD_SIZES, "sliding_window")
 

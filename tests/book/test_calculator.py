@@ -277,7 +277,7 @@ def test_what_it_refuses_it_names(page, values, words):
     assert page.run("panel.querySelector('.answer').hidden")
     assert page.run("panel.querySelector('.say').classList.contains('bad')")
     page.click(".presets button")
-    assert page.said().startswith("Fits T4")
+    assert page.said().startswith("Fits the T4")
 
 
 def test_a_number_of_gib_is_a_card_without_seconds(page):
@@ -294,12 +294,12 @@ def test_a_number_of_gib_is_a_card_without_seconds(page):
 
 def test_the_first_changes_make_it_fit_if_one_can(page):
     page.put(batch_size=32)
-    assert page.said().startswith("Does not fit T4")
+    assert page.said().startswith("Does not fit the T4")
     before = page.figures()
     verdict = page.run("panel.querySelector('.tries li').lastChild.textContent").split(",")[0]
     assert page.run("panel.querySelectorAll('.tries li').length") == 2
     page.click(".tries button")
-    assert page.said().lower().startswith(f"{verdict} t4")
+    assert page.said().lower().startswith(f"{verdict} the t4")
     assert page.figures()["peak"] < before["peak"]
 
 
@@ -398,7 +398,7 @@ def test_by_keyboard(page):
         page.tab.send("Input.dispatchKeyEvent", type=kind, key="ArrowDown", code="ArrowDown",
                       windowsVirtualKeyCode=40)  # fmt: skip
     assert page.settings()["precision"] != before
-    assert page.said().startswith("Fits H100")
+    assert page.said().startswith("Fits the H100")
     page.run("panel.querySelectorAll('.presets button')[1].focus()")
     for kind in ("keyDown", "keyUp"):
         page.tab.send("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", text="\r",
@@ -412,6 +412,12 @@ def test_by_touch(page):
     page.tab.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
     page.run("new Promise(done => setTimeout(done, 50))")
     assert page.settings()["gpu"] == "H100"
+
+
+def test_it_begins_with_the_first_example(chromium, tmp_path, page):
+    new = CalculatorPage(chromium, tmp_path, Calculator()).ready()
+    assert new.settings() == page.settings() | {"config": ""}
+    new.close()
 
 
 @pytest.mark.parametrize("preset", range(3))
