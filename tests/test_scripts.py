@@ -65,7 +65,7 @@ KINDS = [
     ("t5-3b", QLORA, ["accelerate"]),
     ("qwen2.5-0.5b", CHECKPOINTED_QLORA, APIS),
     ("qwen2.5-0.5b", CLASSES | QLORA | {"upcast": False, "padded": True}, ["accelerate"]),
-    ("qwen2.5-0.5b", {"lora_rank": 4, "base": "int8", "precision": "fp16-amp"}, ["trainer"]),
+    ("bert-large", {"lora_rank": 4, "base": "int8", "precision": "fp16-amp"}, APIS),
     ("bert-large", {"task": "masked-lm", "padded": True, "attention": "sdpa"}, ["accelerate"]),
     ("qwen2.5-0.5b", EVERYTHING, APIS),
 ]

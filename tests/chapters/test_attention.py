@@ -284,8 +284,8 @@ def test_the_card_decides_the_version(chapter):
     CHAPTER.run("routes-table versions-table", chapter)
     table = chapter["frame"]
     assert table.loc["T4"].tolist() == ["efficient", "no", "no", "no"]
-    assert table.loc["H100, H200"].tolist() == ["flash", "yes", "yes", "yes"]
-    assert table.loc["B200"].tolist() == ["flash", "yes", "no", "yes"]
+    assert table.loc["H100, H200"].tolist() == ["cuDNN", "yes", "yes", "yes"]
+    assert table.loc["B200"].tolist() == ["cuDNN", "yes", "no", "yes"]
 
 
 def test_patterns_of_tiles(deeper):

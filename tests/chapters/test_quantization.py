@@ -288,7 +288,7 @@ def test_activations_need_a_range_and_weights_do_not(deeper):
     assert max(map(abs, weights)) < 0.001
     mean = [statistics.fmean(deeper[n]) for n in ("with_data", "without_data")]
     assert mean[0] < 0.8 * mean[1]
-    DEEPER.run("activations-table e10-because", deeper)
+    DEEPER.run("activations-table activations-words-facts e10-because", deeper)
     assert decided("e10", deeper, DEEPER) == ("E10", "holds with a condition")
 
 
