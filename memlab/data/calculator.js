@@ -196,12 +196,12 @@
 
     // The answer of `fits`, for the least and for the most that the allocator may reserve.
     function judge(found, card) {
-      const [least, most] = found.reserved_range.map((bytes) => bytes + card.context);
-      const kept = (bytes) => Math.floor(rules.MARGIN * bytes) + rules.CONTEXT_MARGIN * (card.context > 0);
-      const verdict = most + kept(most) <= card.total ? "fits" : least + kept(least) > card.total ? "does not fit" : "may fit";
-      const needed = verdict === "fits" ? most : least;
-      return { verdict, needed, least, most, kept: kept(needed), room: card.total - needed - kept(needed) };
+      const [least, most] = found.reserved_range.map((bytes) => bytes + card.context), allowed = room(card);
+      const verdict = most <= allowed ? "fits" : least > allowed ? "does not fit" : "may fit";
+      return { verdict, least, most, allowed };
     }
+
+    const room = (card) => Math.ceil((card.total - rules.CONTEXT_MARGIN * (card.context > 0)) / (1 + rules.MARGIN));
 
     // ------------------------------------------------------------ models.py and the reading of a config.json
 

@@ -12,8 +12,8 @@ from panel_page import PanelPage
 
 from memlab import Recipe, cli, formula, models
 from memlab.book.calculator import CHOICES, NUMBERS, TRAINED, Calculator
-from memlab.gpus import GPUS
-from memlab.planning import CONTEXT_MARGIN, MARGIN
+from memlab.gpus import GPUS, find_gpu
+from memlab.planning import room
 
 GIB = 2**30
 BY_SIZE = "another, by its GiB"
@@ -56,6 +56,9 @@ class CalculatorPage(PanelPage):
         for name, value in values.items():
             self.set(name, str(value))
 
+    def link(self):
+        return self.run("panel.querySelector('.links a').getAttribute('href')")
+
     def said(self):
         return self.text(".say")
 
@@ -71,8 +74,9 @@ class CalculatorPage(PanelPage):
 
 @pytest.fixture(scope="module")
 def whole(chromium, tmp_path_factory):
-    page = CalculatorPage(chromium, tmp_path_factory.mktemp("calculator"), Calculator())
-    yield page.ready()
+    page = CalculatorPage(chromium, tmp_path_factory.mktemp("calculator"), Calculator()).ready()
+    page.began = page.link()
+    yield page
     page.close()
 
 
@@ -86,6 +90,12 @@ def page(whole):
 # ---------------------------------------------------------------------- as Python
 
 
+def card_of(settings):
+    """The card's name, or its bytes."""
+    by_size = settings["gpu"] == BY_SIZE
+    return int(float(settings["gib"]) * GIB) if by_size else settings["gpu"]
+
+
 def in_python(settings):
     """The footprint of settings, or the words of the refusal."""
     values = {name: settings[name] for name in ("model", *CHOICES)}
@@ -94,11 +104,8 @@ def in_python(settings):
     values |= trained | (
         {"lora_rank": int(settings["lora_rank"])} if "lora_rank" in trained else {}
     )
-    gpu = settings["gpu"]
     try:
-        return formula(
-            Recipe(**values), int(float(settings["gib"]) * GIB) if gpu == BY_SIZE else gpu
-        )
+        return formula(Recipe(**values), card_of(settings))
     except ValueError as error:
         return str(error)
 
@@ -171,16 +178,11 @@ def test_fit_keeps_the_margin_of_fits(drawn):
     for _, one in drawn:
         if isinstance(one, str):
             continue
-        card, (low, high) = one["card"], one["found"]["reserved_range"]
-
-        def over(nbytes, card=card):
-            needed = nbytes + card["context"]
-            kept = int(MARGIN * needed) + CONTEXT_MARGIN * (card["context"] > 0)
-            return needed + kept - card["total"]
-
-        wanted = "fits" if over(high) <= 0 else "does not fit" if over(low) > 0 else "may fit"
-        assert one["verdict"] == wanted
-        assert one["room"] == -over(high if wanted == "fits" else low)
+        settings, (low, high) = one["chosen"], one["found"]["reserved_range"]
+        card = card_of(settings)
+        most = room(find_gpu(card)) - (find_gpu(card).context or 0)
+        wanted = "fits" if high <= most else "does not fit" if low > most else "may fit"
+        assert one["verdict"] == wanted, settings
         verdicts.add(wanted)
     assert verdicts == {"fits", "may fit", "does not fit"}
 
@@ -350,7 +352,7 @@ def test_a_link_keeps_the_settings(page):
     page.put(model="gpt2-xl", gpu=BY_SIZE, gib="40", batch_size=3, seq_len=700, accumulation=5)
     page.put(checkpointing="non-reentrant", attention="eager")
     before, figures = page.settings(), page.figures()
-    link = page.run("panel.querySelector('.links a').getAttribute('href')")
+    link = page.link()
     page.click(".presets button", 2)
     assert page.settings() != before
     page.tab.run(f"location.hash = {json.dumps(link)}; new Promise(done => setTimeout(done, 50))")
@@ -365,7 +367,7 @@ def test_a_link_keeps_a_model_by_its_widths_and_a_pasted_one(page):
         page.click(".presets button")
         page.put(**values)
         figures = page.figures()
-        link = page.run("panel.querySelector('.links a').getAttribute('href')")
+        link = page.link()
         page.click(".presets button", 1)
         page.tab.run(
             f"location.hash = {json.dumps(link)}; new Promise(done => setTimeout(done, 50))"
@@ -414,10 +416,8 @@ def test_by_touch(page):
     assert page.settings()["gpu"] == "H100"
 
 
-def test_it_begins_with_the_first_example(chromium, tmp_path, page):
-    new = CalculatorPage(chromium, tmp_path, Calculator()).ready()
-    assert new.settings() == page.settings() | {"config": ""}
-    new.close()
+def test_it_begins_with_the_first_example(page):
+    assert page.link() == page.began
 
 
 @pytest.mark.parametrize("preset", range(3))
@@ -479,7 +479,7 @@ def test_in_a_chapter_it_has_its_few_switches_and_little_data(chromium, tmp_path
         page.put(**values)
         recipe = recipe.but(**values)
         assert page.figures()["peak"] == formula(recipe, "L4").peak_allocated
-    href = page.run("panel.querySelector('.links a').getAttribute('href')")
+    href = page.link()
     assert re.match(r"index\.html#model=gpt2&gpu=L4&batch_size=9&", href)
     assert page.run("panel.querySelector('.more').getClientRects().length") == 0
     page.close()
