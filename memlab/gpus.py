@@ -163,8 +163,8 @@ def find_gpu(card: str | int | float | GPU | None) -> GPU:
     """The card of a name ("T4", "4090", "A100-80", "h100 80gb"), of so many bytes, or as it is.
 
     None is `ANY_CARD`. A number of bytes, or a text such as "11.5 GiB", is what PyTorch's allocator
-    may take, so its context is 0; the other rules are those of `ANY_CARD`. Raises ValueError for an
-    unknown name and for less than 1 byte.
+    may take, so its context is 0; the other rules are those of `ANY_CARD`. Raises ValueError for
+    an unknown name and for less than 1 byte.
     """
     if card is None or isinstance(card, GPU):
         return card or ANY_CARD

@@ -87,7 +87,8 @@ OPTIMIZERS = {
         "one state a weight",
     ),
     "adafactor": (
-        "Adafactor(weights, LEARNING_RATE, scale_parameter=False, relative_step=False)",
+        "Adafactor(\n        weights,\n        lr=LEARNING_RATE,\n        scale_parameter=False,\n"
+        "        relative_step=False,\n    )",
         "states by rows and columns",
     ),
     "adamw_8bit": (

@@ -38,7 +38,7 @@ CHECKPOINTED_QLORA = QLORA | {
 EVERYTHING = {
     "precision": "bf16-amp",
     "optimizer": "adamw_torch_fused",
-    "accumulation": 3,
+    "accumulation": 2,
     "checkpointing": True,
     "max_grad_norm": 1.0,
     "attention": "sdpa",
@@ -53,19 +53,19 @@ KINDS = [
     ("gpt2", {"precision": "bf16", "optimizer": "adamw_torch_fused"}, APIS),
     ("bert-large", {"precision": "fp16", "optimizer": "adamw_torch_loop"}, APIS),
     ("t5-3b", {"checkpointing": True, "optimizer": "adafactor"}, APIS),
-    ("t5-3b", {"padded": True, "optimizer": "sgd", "freeze": "embeddings,1"}, APIS),
+    ("t5-3b", {"optimizer": "sgd", "freeze": "embeddings,1"}, ["trainer"]),
     ("bert-large", {"checkpointing": "reentrant", "optimizer": "adamw_8bit"}, APIS),
     ("bert-large", {"task": "masked-lm", "optimizer": "lion_8bit"}, ["trainer"]),
     ("bert-large", {"freeze": "embeddings,1,pooler", "padded": True}, ["accelerate"]),
     ("gpt2", {"accumulation": 3, "optimizer": "paged_adamw_8bit"}, APIS),
-    ("gpt2", {"set_to_none": False, "freeze": "transformer.h.0.mlp,backbone"}, ["accelerate"]),
+    ("gpt2", {"set_to_none": False, "freeze": "transformer.h.0.mlp"}, ["accelerate"]),
     ("gpt2", {"lora_rank": 4, "lora_targets": "c_attn", "lora_dropout": 0.1}, APIS),
     ("gpt2", {"lora_rank": 4, "precision": "bf16", "lora_fp32": False}, ["accelerate"]),
     ("bert-large", QLORA, ["trainer"]),
     ("t5-3b", QLORA, ["accelerate"]),
     ("qwen2.5-0.5b", CHECKPOINTED_QLORA, APIS),
     ("qwen2.5-0.5b", CLASSES | QLORA | {"upcast": False, "padded": True}, ["accelerate"]),
-    ("qwen2.5-0.5b", {"lora_rank": 4, "base": "int8", "precision": "fp16-amp"}, ["trainer"]),
+    ("bert-large", {"lora_rank": 4, "base": "int8", "precision": "fp16-amp"}, APIS),
     ("bert-large", {"task": "masked-lm", "padded": True, "attention": "sdpa"}, ["accelerate"]),
     ("qwen2.5-0.5b", EVERYTHING, APIS),
 ]
@@ -116,18 +116,22 @@ def test_a_script_takes_what_its_recipe_takes(model, changes, api, a_recipe, tmp
     # Of padded texts, some batch has one of full length and one that is not.
     ran = run_script(script, gpu=CARD, steps=4 if recipe.padded else 2).footprint
     wanted = simulate(recipe, CARD)
-    more = ran.peak_allocated - wanted.peak_allocated
-    # A block for each number: the loss of the step before, the Trainer's sum of losses, its count
-    # of tokens, the norm of all gradients.
-    numbers = 8 * 512
+    more = ran.peak_tensors - wanted.peak_tensors
+    # The loss of the step before, the Trainer's sum of losses, its count of tokens, the norm of
+    # all gradients: a number each, and a block of 512 bytes.
+    numbers = 8 * 4
     # Labels that are no longer the tokens themselves, masks of batches that are not at work;
     # Accelerate's loop has one batch on the card where the recipe has those of a step.
     batches = 3 * recipe.accumulation * recipe.batch_size * recipe.seq_len * 8
     # The Trainer's multi-tensor step takes two groups of weights, with and without decay, and
     # so copies the gradients of one after those of the other.
     two_groups = api == "trainer" and wanted.peak_phase == "optimizer step"
-    less = 0.01 * wanted.peak_allocated if two_groups else 0
+    less = 0.01 * wanted.peak_tensors if two_groups else 0
     assert -batches - less <= more <= numbers + batches
+    # A large block that is used again may have up to 1 MiB more than is asked for.
+    unsplit = ran.breakdown["rounding"] - wanted.breakdown["rounding"]
+    assert abs(unsplit) <= 2**20
+    assert ran.breakdown["workspaces"] == wanted.breakdown["workspaces"]
     assert ran.peak_phase == wanted.peak_phase
     for category in ("gradients", "optimizer_states"):
         assert ran.breakdown[category] == wanted.breakdown[category]
@@ -146,8 +150,9 @@ def test_accelerates_plain_loop_is_the_recipes_to_the_byte(
 def test_scripts_are_clean_and_short(a_recipe, tmp_path):
     for number, (model, changes, api) in enumerate(CASES):
         script = training_script(a_recipe(model, **changes), api)
-        assert len(script.splitlines()) <= 110
-        assert max(map(len, script.splitlines())) <= 88
+        assert len(script.splitlines()) <= 120
+        lines = [line for line in script.splitlines() if not line.startswith("MODEL = ")]
+        assert max(map(len, lines)) <= 88
         assert "memlab" not in script
         compile(script, "script", "exec")
         (tmp_path / f"train_{number}.py").write_text(script, encoding="utf-8")
@@ -161,7 +166,7 @@ def test_scripts_are_clean_and_short(a_recipe, tmp_path):
 @pytest.mark.parametrize(
     ("model", "changes", "api", "file"),
     [
-        ("gpt2", {"precision": "bf16-amp"}, "trainer", "model.safetensors"),
+        ("gpt2", {"precision": "bf16"}, "trainer", "model.safetensors"),
         ("t5-3b", {"padded": True, "accumulation": 2}, "accelerate", "model.safetensors"),
         ("bert-large", {"lora_rank": 4}, "trainer", "adapter_model.safetensors"),
     ],
@@ -209,12 +214,7 @@ def test_what_cannot_be_said_is_refused_in_one_line(recipe, api, said):
 
 
 def test_every_optimizer_of_a_recipe_has_its_line():
-    (choices,) = [
-        f.metadata["choices"]
-        for f in vars(Recipe)["__dataclass_fields__"].values()
-        if f.name == "optimizer"
-    ]
-    assert OPTIMIZERS.keys() == choices.keys()
+    assert OPTIMIZERS.keys() == Recipe.__dataclass_fields__["optimizer"].metadata["choices"].keys()
 
 
 RECIPES = [
