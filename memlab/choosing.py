@@ -374,7 +374,7 @@ class _Search:
         if length:
             found.append(f"sequences of {length:,} tokens, with {described(nearest)}")
         for card in sorted(GPUS.values(), key=lambda card: card.total_memory):
-            if card.total_memory > self.card.total_memory:
+            if card.total_memory > self.card.total_memory and _computes(card, self.question):
                 option = self.other(self.question, card).first_that_fits()
                 if option:
                     found.append(f"{card.name}, with {option}")
@@ -395,6 +395,7 @@ class _Search:
 def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
     """The smallest card of each way, simulated; the others by the formula."""
     cards = sorted(cards, key=lambda card: card.total_memory)
+    cards = [card for card in cards if _computes(card, question)] or cards[:1]
     bar = tqdm(cards, leave=False)
     options, smallest = {}, dict.fromkeys(question.ways)
     for card in bar:
@@ -480,7 +481,7 @@ def decision(start: Option, footprint: Footprint, switches, room: int) -> tuple[
     enough = [switch.name for switch in switches if switch.fits]
     helps = f"Enough by itself: {', '.join(enough)}." if enough else "No single switch is enough."
     if not start.missing:
-        return (f"{way.capitalize()} fits as it is.", most)
+        return (f"{way[0].upper()}{way[1:]} fits as it is.", most)
     if states + start.needed - footprint.peak_allocated > room:
         return (
             f"Parameters, gradients and optimizer states are {gib(states)} where {gib(room)} may "
@@ -518,6 +519,12 @@ def _quick(recipe: Recipe, card: GPU, say) -> Footprint:
     except ValueError:
         say(f"simulating {described(recipe)} on {card.name}")
         return simulate(recipe, card.without_limit())
+
+
+def _computes(card: GPU, question: Question) -> bool:
+    """Whether a card has the number formats that were asked for by name."""
+    asked = any("bf16" in precision for precision in question.precisions or ())
+    return "bfloat16" in card.native_dtypes or not asked
 
 
 def _runs_math(recipe: Recipe, card: GPU) -> bool:

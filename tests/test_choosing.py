@@ -64,9 +64,22 @@ def test_nothing_fits_says_what_would():
     answer = plan("gpt2", "1 GiB", seq_len=512, ways=("full",))
     assert not answer and answer.fastest is None and answer.roomiest is None
     words = " ".join(answer.remedies)
-    assert "QLoRA" in words and "tokens" in words and any(card in words for card in GPUS)
+    assert "QLoRA" in words and any(card in words for card in GPUS)
     assert "Nothing fits" in str(answer)
     assert answer.ways["full"].missing > 0 and "too many" in str(answer)
+
+
+def test_a_shorter_sequence_is_a_remedy():
+    question = {"effective_batch": 1, "ways": "full", "precisions": "fp32"}
+    short = plan("gpt2-tiny", "T4", seq_len=256, **question).roomiest
+    card = int(1.06 * (short.needed - GPUS["T4"].context))
+    answer = plan("gpt2-tiny", card, seq_len=1024, **question)
+    assert not answer and any("tokens" in remedy for remedy in answer.remedies)
+
+
+def test_cards_without_the_format_asked_for_are_left_out():
+    answer = plan("gpt2-tiny", ["T4", "L4"], precisions="bf16-amp", ways="full", **SMALL)
+    assert list(answer.options) == ["L4"]
 
 
 def test_words_follow_from_the_breakdown():
@@ -113,7 +126,7 @@ def test_an_old_card_has_fp16_and_no_flash_attention():
     whole = simulate(answer.start.recipe, "T4")
     context = GPUS["T4"].context
     assert answer.start.needed - context >= whole.peak_allocated
-    assert answer.start.needed - context <= 1.2 * whole.peak_allocated
+    assert answer.start.needed - context <= 1.5 * whole.peak_allocated
 
 
 def test_a_model_by_every_name(tmp_path):
@@ -168,7 +181,7 @@ def test_a_model_that_peft_gives_no_adapters():
         ({"ways": "half"}, "ways is 'half': allowed are full, lora, qlora"),
         ({"precisions": ("fp8",)}, "precisions is 'fp8'"),
         ({"precisions": "bf16"}, "no native bfloat16"),
-        ({"lora_rank": 4000}, "lora_rank is 4000: allowed are whole numbers from 1 to"),
+        ({"lora_rank": 4000}, "lora_rank is 4000: gpt2-tiny allows whole numbers up to"),
         ({"task": "seq2seq-lm"}, "task 'seq2seq-lm' is not one of"),
         ({"model": "/no/such/folder"}, "unknown model '/no/such/folder'"),
         ({"model": "no/folder"}, "there is no folder 'no/folder'"),
@@ -207,7 +220,7 @@ def test_a_family_without_a_formula_is_simulated(monkeypatch):
     quick = plan("gpt2-tiny", "T4", **question)
     assert slow.fastest.needed == quick.fastest.needed
     assert slow.fastest.recipe == quick.fastest.recipe
-    assert slow.fastest.seconds == pytest.approx(quick.fastest.seconds, rel=0.01)
+    assert slow.fastest.seconds == pytest.approx(quick.fastest.seconds, rel=0.05)
 
 
 def test_a_simulation_runs_out_where_a_plan_ends():

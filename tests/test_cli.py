@@ -151,7 +151,7 @@ def test_the_largest_that_fits(capsys):
     status, out, _ = run(capsys, "simulate", *TINY, *options)
     assert status == 0 and "largest seq_len: " in out
     assert run(capsys, "simulate", *TINY, "--largest", "batch-size")[0] == 2
-    options = ["--gpu", 30 * 2**20, "--largest", "batch-size", "--json"]
+    options = ["--gpu", 10 * 2**20, "--largest", "batch-size", "--json"]
     status, out, _ = run(capsys, "simulate", *TINY, *options)
     assert (status, json.loads(out)["largest"]["value"]) == (3, 0)
 
