@@ -28,6 +28,8 @@ _HOMES = {
     "formula": "closed_form",
     "derive": "derivation",
     "fits": "planning",
+    "largest": "planning",
+    "plan": "choosing",
     "measure": "measuring",
     "Measurement": "measuring",
     "Meter": "measuring",

@@ -1,10 +1,11 @@
-"""The `memlab` command: simulate, run, measure, record, accuracy."""
+"""The `memlab` command: plan, simulate, run, measure, record, accuracy."""
 
 import argparse
 import dataclasses
 import json
 import logging
 import sys
+from pathlib import Path
 
 from memlab.evidence.records import FOLDER
 from memlab.fields import described
@@ -15,7 +16,8 @@ from memlab.recipe import Recipe
 def main(argv=None) -> int:
     """Run the command; returns the exit status.
 
-    0, 1 if runs of a grid failed, 2 for bad input, 3 for out of memory, 130 for Ctrl-C.
+    0, 1 if runs of a grid failed, 2 for bad input, 3 for out of memory and for a plan where nothing
+    fits, 130 for Ctrl-C.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     cut = argv.index("--") if argv[:1] == ["run"] and "--" in argv else len(argv)
@@ -41,14 +43,53 @@ def main(argv=None) -> int:
     return result.get("status", 1 if result.get("failed") else 0)
 
 
+def _plan(options) -> dict:
+    from memlab.choosing import plan
+
+    fields = ("seq_len", "effective_batch", "ways", "precisions", "keep_quality")
+    asked = {name: getattr(options, name) for name in (*fields, "lora_rank", "task")}
+    if options.margin is not None:
+        asked["margin"] = options.margin
+    if options.script:
+        if len(options.gpu) != 1:
+            raise ValueError("a script is for one card: name it with --gpu")
+        if Path(options.script).exists() and not options.force:
+            raise ValueError(f"{options.script} is there already: --force writes over it")
+    (cards,) = options.gpu if len(options.gpu) == 1 else (options.gpu or None,)
+    answer = plan(options.model, cards, **asked)
+    text, written = str(answer), options.script if answer else None
+    if written:
+        text = f"{text}\n{_write_script(answer.fastest.recipe, options)}"
+    values = answer.as_dict() | {"script": written} if options.json else {"text": text}
+    return values | {"status": 0 if answer else 3}
+
+
+def _write_script(recipe, options) -> str:
+    from memlab.scripts import pip_line, training_script
+
+    text = training_script(recipe, options.api)
+    with open(options.script, "w" if options.force else "x", encoding="utf-8") as file:
+        file.write(text)
+    return f"The fastest is written to {options.script}; it needs: {pip_line(recipe, options.api)}"
+
+
 def _simulate(options) -> dict:
     from memlab.measuring import versions
     from memlab.simulation import simulate
 
-    recipe = _recipe(options)
+    recipe, found = _recipe(options), None
+    if options.largest:
+        from memlab.planning import largest
+
+        found = largest(recipe, options.gpu, options.largest.replace("-", "_"))
+        recipe = found.recipe
+        if not found.value:
+            return {"text": str(found), "largest": found.as_dict(), "status": 3}
     footprint = simulate(recipe, options.gpu)
     more = {"recipe": recipe.as_dict(), "gpu": options.gpu, "versions": versions()}
-    return _result(options, recipe, footprint.as_dict() | more, footprint)
+    more |= {"largest": found.as_dict()} if found else {}
+    shown = f"{found}\n{footprint}" if found else footprint
+    return _result(options, recipe, footprint.as_dict() | more, shown)
 
 
 def _run(options) -> dict:
@@ -157,6 +198,27 @@ def _add_model(group, field) -> None:
     which.add_argument("--config", dest="model", metavar="PATH", help="a config.json")
 
 
+def _add_plan(add) -> None:
+    """The options of a question."""
+    told = {field.name: field for field in dataclasses.fields(Recipe)}
+    add("--model", "--config", required=True, help=told["model"].metadata["help"])
+    cards = "a card's name or a number of bytes; several, or none for all, ask which card to take"
+    add("--gpu", type=_card, nargs="+", default=[], help=cards)
+    add("--seq-len", type=int, default=512, help=told["seq_len"].metadata["help"])
+    add("--effective-batch", type=int, default=16, help="sequences of one optimizer step")
+    add("--ways", default="full,lora,qlora", help="what may be tried, what you would try first")
+    add("--precisions", help="what may be taken, with commas; else what the card is made for")
+    quality = "also what may train worse: pure half precision, SGD"
+    add("--any-quality", dest="keep_quality", action="store_false", help=quality)
+    add("--lora-rank", type=int, default=16, help=told["lora_rank"].metadata["help"])
+    add("--task", help=told["task"].metadata["help"])
+    add("--margin", type=float, help="share of what is predicted to keep free; 0.05 if none is")
+    add("--script", metavar="FILE", help="writes a training script of the fastest")
+    add("--api", default="trainer", help="of the script: trainer or accelerate")
+    add("--force", action="store_true", help="writes the script over a file that is there")
+    add("--json", action="store_true", help="the plan as JSON")
+
+
 def _add_field(group, field) -> None:
     said, default = field.metadata, field.default
     name, text = field.name, described(said)
@@ -177,7 +239,7 @@ def _parser() -> argparse.ArgumentParser:
     recipe = _recipe_options()
     parser = _Parser(prog="memlab", description="The GPU memory of training a transformer.")
     commands = parser.add_subparsers(
-        required=True, metavar="simulate | run | measure | record | accuracy"
+        required=True, metavar="plan | simulate | run | measure | record | accuracy"
     )
 
     def command(name, run, help, parents=()):
@@ -186,8 +248,12 @@ def _parser() -> argparse.ArgumentParser:
         added.error = parser.error
         return added.add_argument
 
+    add = command("plan", _plan, "how to train a model on a card, or which card to take")
+    _add_plan(add)
     add = command("simulate", _simulate, "predict a step on a GPU that need not be there", [recipe])
     add("--gpu", type=_card, help="a card's name or a number of bytes; none means no limit")
+    sizes = ("batch-size", "seq-len")
+    add("--largest", choices=sizes, help="with the largest one that fits the card, as plan has it")
     add = command("run", _run, "run a training script on a GPU that need not be there")
     add("script", help="a Python script, as it is; its own arguments come last, after --")
     add("--gpu", type=_card, help="a card's name or a number of bytes; none means no limit")

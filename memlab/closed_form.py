@@ -1,26 +1,38 @@
-"""The memory of a training step in closed form: sums of products of a model's dimensions.
+"""The memory and the time of a training step in closed form: sums of products of dimensions.
 
-Every tensor of a training step has a size like 4 * b * s * f bytes. `derive` finds these products
-for a family of models and a way of training: it lets `memlab.simulate` run a model whose
-dimensions are distinct primes (times powers of two), so that each storage's bytes can be factored
-back into dimensions, with two, three and four layers, which says what each further layer adds. What
-is kept are the moments at which the peak can be, each a list of tensors. Nothing is fitted.
+Every tensor of a training step has a size like 4 * b * s * f bytes, and every operator moves and
+multiplies such tensors. `derive` finds these products for a family of models and a way of training,
+by simulations of small models (`memlab.derivation`). Nothing is fitted.
 
-The coefficients (memlab/data/coefficients.json) are plain JSON: `cases` by key, each with `tensors`
-as [category, coefficient, {symbol: power}] (sizes in bytes) and `moments` with their phase and
-`counts` as [tensor, how many in a model of three layers, how many more with each further layer].
+A step falls into two halves that know little of each other, and each has coefficients of its own:
+
+- the pass, forward and backward: what the model does, whatever the optimizer
+- the update: clipping, the optimizer's states and what it makes while it steps, whatever the pass
+
+Of both are kept the moments at which a peak can be, each a list of tensors, and the work of the
+operators. At a moment of the pass the states are there, too; at one of the update everything is
+that the pass leaves.
+
+The coefficients (memlab/data/coefficients.json.gz) are plain JSON: `terms`, each [coefficient,
+{symbol: power}], and `halves` by key. A half has `tensors` as [category, term], and lists of
+[tensor, how many in a model of three layers, how many more with each further layer]: those of each
+of its `moments`, of what the pass leaves (`left`) and of the optimizer's `states`. `work` are
+operators, `parameters` the model's.
 """
 
 import functools
+import gzip
 import json
-import math
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from memlab import models
+from memlab.card.step_time import PHASES, Columns, step_time
+from memlab.card.work import count_kernels, count_tiles
 from memlab.footprint import Category, Footprint, Phase
-from memlab.gpus import GPU, find_gpu
+from memlab.gpus import GPU, find_gpu, require_native
 from memlab.recipe import Recipe
 from memlab.trace import depth
 from memlab.trace.allocator import (
@@ -34,34 +46,48 @@ from memlab.trace.allocator import (
 
 # Symbol: (prime, multiplier). b sequences of s tokens; g key-value heads with m query heads each,
 # of size d; h hidden size where it is not g * m * d; f feed-forward width; V vocabulary; P
-# positions; r LoRA rank. The multipliers are what kernels round a dimension up to.
+# positions; r LoRA rank. The multipliers are what kernels round a dimension up to, and make every
+# matrix a multiple of the 64 * 256 weights that share a scale of scales in 4 bits.
 SYMBOLS = {
-    "b": (13, 1),
-    "s": (37, 64),
-    "g": (17, 1),
+    "b": (29, 1),
+    "s": (37, 128),
+    "g": (17, 8),
     "m": (19, 1),
-    "d": (29, 8),
-    "h": (31, 16),
-    "f": (53, 16),
+    "d": (5, 32),
+    "h": (31, 128),
+    "f": (53, 128),
     "V": (41, 64),
-    "P": (43, 64),
-    "r": (47, 1),
+    "P": (43, 128),
+    "r": (47, 16),
 }
 PRIMED = {name: prime * times for name, (prime, times) in SYMBOLS.items()}
+# Not of the model: W bytes of a workspace of the card, n tensors that are trained.
+ALL_SYMBOLS = (*SYMBOLS, "W", "n")
 HEAD_SIZES = ("head_dim", "d_kv")
-FILE = Path(__file__).parent / "data" / "coefficients.json"
+# Kinds of stretched rotary positions whose tensors are those of plain ones.
+SAME_ROPE = ("default", "linear", "llama3", "yarn")
+FILE = Path(__file__).parent / "data" / "coefficients.json.gz"
+
+
+class Case(NamedTuple):
+    """What of the coefficients a recipe needs, and the sizes to put in."""
+
+    pass_key: str
+    update_key: str
+    dimensions: dict[str, int]
+    layers: int
 
 
 def formula(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     """The footprint of one optimizer step of `recipe`, by arithmetic alone, without a timeline.
 
-    gpu: as for `simulate`; it decides the size of the workspaces and the context.
+    gpu: as for `simulate`; it decides the size of the workspaces, the context and the seconds.
 
     Domain: models of at least 2 equal layers (in an encoder-decoder as many in both), frozen as a
-    whole or not at all, without 4-bit or 8-bit numbers and without clipping, trained in a way for
-    which coefficients were derived. Sizes are free.
+    whole or not at all, trained in a way for which coefficients were derived. Sizes are free.
     Tensors are exact, each in the block that the allocator would give it in a fresh segment; what a
-    reused block has over is not in it. No out-of-memory error: compare with `gpu.usable` yourself.
+    reused block has over is not in it, nor what loading a quantized base leaves behind. No
+    out-of-memory error: compare with `gpu.usable` yourself.
 
     What is reserved is a matter of order, which sums do not have, and a replay of the order takes
     a thousand times as long. So peak_reserved and device_used are None, and `reserved_range`
@@ -70,56 +96,188 @@ def formula(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     block that a smaller tensor has split asks for one more, and of the moments of a step only
     those are known at which a peak can be. benchmarks/formula.py counts how often it holds.
 
-    Raises ValueError outside the domain and where there are no coefficients; `derive` makes them.
+    Raises ValueError outside the domain, where the card does not have the recipe's number format,
+    and where there are no coefficients; `derive` makes them.
     """
     card = find_gpu(gpu)
-    case, dimensions, layers = _read(recipe)
-    if case not in coefficients():
+    for precision in (recipe.precision, recipe.compute_dtype or ""):
+        require_native(precision, card.name, "bfloat16" in card.native_dtypes)
+    case = read(recipe)
+    if not known(case):
         raise ValueError(
             f"no coefficients for {recipe}: memlab.derive(recipe) makes them in seconds"
         )
-    return _evaluate(tables(case), dimensions | {"W": card.workspace}, layers, card)
+    return _evaluate(recipe, case, tables(case.pass_key, case.update_key), card)
+
+
+class Tables(NamedTuple):
+    """Two halves put together, as arrays.
+
+    tensors: the term of each tensor; categories: what each is. once, each: rows are moments,
+    columns tensors. phases: of the moments. parameters: rows of [term, once, each, trained].
+    coefficients, powers: of the terms, a row each.
+    """
+
+    tensors: np.ndarray
+    categories: list[Category]
+    once: np.ndarray
+    each: np.ndarray
+    phases: list[str]
+    parameters: np.ndarray
+    work: "_Operators"
+    coefficients: np.ndarray
+    powers: np.ndarray
+
+
+class _Operators(NamedTuple):
+    """Operators as arrays: terms by their place, -1 for none; `moved` a list for each of them.
+
+    counts: rows of [once, each, once of each further micro-batch, each of it].
+    """
+
+    dtypes: list[str]
+    dtype_of_each: list[str]
+    of: np.ndarray
+    flops: np.ndarray
+    result: np.ndarray
+    moved: np.ndarray
+    mover: np.ndarray
+    lists: np.ndarray
+    elements: np.ndarray
+    phase: np.ndarray
+    recomputed: np.ndarray
+    counts: np.ndarray
 
 
 @functools.cache
-def tables(key: str):
-    """A case with its moments as arrays: rows are moments, columns tensors."""
-    case = coefficients()[key]
-    once, each = np.zeros((2, len(case["moments"]), len(case["tensors"])))
-    for row, moment in enumerate(case["moments"]):
-        for column, first, more in moment["counts"]:
-            once[row, column], each[row, column] = first, more
-    return case, once, each
+def tables(pass_key: str, update_key: str) -> Tables:
+    """The halves of a case as arrays."""
+    halves = [coefficients()["halves"][key] for key in (pass_key, update_key)]
+    first = len(halves[0]["tensors"])
+    tensors = [one for half in halves for one in half["tensors"]]
+    left, states = (
+        _moment(counts, shift, len(tensors))
+        for counts, shift in ((halves[0]["left"], 0), (halves[1]["states"], first))
+    )
+    rows, phases = [], []
+    for half, beside, shift in zip(halves, (states, left + states), (0, first), strict=True):
+        for moment in half["moments"]:
+            rows.append(beside + _moment(moment["counts"], shift, len(tensors)))
+            phases.append(moment["phase"])
+    once, each = np.array(rows).transpose(1, 0, 2)
+    terms = _Terms()
+    return Tables(
+        tensors=terms([term for _, term in tensors]),
+        categories=[Category(category) for category, _ in tensors],
+        once=once,
+        each=each,
+        phases=phases,
+        parameters=np.array([[terms([t])[0], *rest] for t, *rest in halves[0]["parameters"]]),
+        work=_operators([one for half in halves for one in half["work"]], terms),
+        coefficients=terms.coefficients(),
+        powers=terms.powers(),
+    )
 
 
-def _evaluate(case_tables, dimensions: dict[str, int], layers: int, card) -> Footprint:
-    case, once, each = case_tables
-    more = layers - depth.SHALLOW[1]
-    sizes = [product(term, dimensions) for term in case["tensors"]]
-    blocks = np.array([_block(nbytes) for nbytes in sizes])
-    counts = once + more * each
+class _Terms:
+    """The terms that a case uses, numbered anew; -1 stays."""
+
+    def __init__(self):
+        self.used = {}
+
+    def __call__(self, terms) -> np.ndarray:
+        used = self.used
+        return np.array([used.setdefault(t, len(used)) if t >= 0 else t for t in terms], int)
+
+    def coefficients(self) -> np.ndarray:
+        return np.array([coefficients()["terms"][t][0] for t in self.used], float)
+
+    def powers(self) -> np.ndarray:
+        powers = [coefficients()["terms"][t][1] for t in self.used]
+        return np.array([[one.get(name, 0) for name in ALL_SYMBOLS] for one in powers])
+
+
+def _moment(counts, shift: int, columns: int) -> np.ndarray:
+    """Two rows: how many of each tensor in three layers, and how many more with each further."""
+    row = np.zeros((2, columns))
+    for tensor, once, each in counts:
+        row[:, shift + tensor] = once, each
+    return row
+
+
+def _operators(work, terms) -> _Operators:
+    dtypes = sorted({one["dtype"] for one in work if one["dtype"]})
+    place = {dtype: i for i, dtype in enumerate(dtypes)} | {"": -1}
+    return _Operators(
+        dtypes,
+        [one["dtype"] for one in work],
+        np.array([place[one["dtype"]] for one in work]),
+        terms([one["flops"] for one in work]),
+        terms([t for one in work for t in one["result"] or (-1, -1, -1)]).reshape(-1, 3),
+        terms([t for one in work for t in one["moved"]]),
+        np.array([i for i, one in enumerate(work) for _ in one["moved"]], int),
+        np.array([one["lists"] for one in work]),
+        terms([one["elements"] for one in work]),
+        np.array([PHASES.index(one["phase"]) for one in work]),
+        np.array([one["recomputed"] for one in work], bool),
+        np.array([one["counts"] for one in work]),
+    )
+
+
+def _evaluate(recipe, case: Case, table: Tables, card) -> Footprint:
+    more = case.layers - depth.SHALLOW[1]
+    term, once, each, trained = table.parameters.T
+    numbers = once + more * each
+    symbols = case.dimensions | {"W": card.workspace, "n": int(numbers @ trained)}
+    values = np.array([symbols.get(name, 0) for name in ALL_SYMBOLS], float)
+    terms = table.coefficients * np.prod(values**table.powers, axis=1)
+
+    sizes = terms[table.tensors]
+    blocks = _blocks(sizes)
+    counts = table.once + more * table.each
     allocated = counts @ blocks
     worst = int(allocated.argmax())
     peak = int(allocated[worst])
     breakdown = dict.fromkeys(Category, 0)
-    for (category, *_), size, count in zip(case["tensors"], sizes, counts[worst], strict=True):
-        breakdown[Category(category)] += round(count * size)
+    for category, size, count in zip(table.categories, sizes, counts[worst], strict=True):
+        breakdown[category] += round(count * size)
     breakdown[Category.ROUNDING] = peak - sum(breakdown.values())
-    numbers = {
-        name: sum(
-            (first + more * extra) * round(product(term, dimensions))
-            for term, first, extra in case[name]
-        )
-        for name in ("parameters", "trainable_parameters")
-    }
+    seconds, no_time = None, ""
+    try:
+        columns = _columns(table.work, terms, more, recipe.accumulation)
+        seconds = step_time(columns, card, recipe.batch_size * recipe.accumulation)
+    except ValueError as error:
+        no_time = str(error)
+    weights = np.round(terms[term.astype(int)]) * numbers
     return Footprint(
         peak_allocated=peak,
         peak_reserved=None,
         reserved_range=(peak, max(peak, _without_reuse(blocks, counts))),
         breakdown=breakdown,
-        peak_phase=Phase(case["moments"][worst]["phase"]),
+        peak_phase=Phase(table.phases[worst]),
         context=card.context,
-        **numbers,
+        parameters=round(weights.sum()),
+        trainable_parameters=round(weights @ trained),
+        step_time=seconds,
+        no_time=no_time,
+    )
+
+
+def _columns(work: _Operators, terms, more: int, accumulation: int) -> Columns:
+    """The operators of a step, with numbers in place of terms."""
+    terms = np.append(terms, 0.0)  # the last is for what has no term
+    once, each, again, each_again = work.counts.T
+    times = once + more * each + (accumulation - 1) * (again + more * each_again)
+    return Columns(
+        work.dtypes,
+        work.of,
+        terms[work.flops],
+        count_tiles(terms[work.result], work.dtype_of_each),
+        np.bincount(work.mover, terms[work.moved], len(times)),
+        count_kernels(work.lists, terms[work.elements]),
+        work.phase,
+        work.recomputed,
+        times,
     )
 
 
@@ -139,80 +297,74 @@ def _without_reuse(blocks, counts) -> int:
     return reserved
 
 
-def _block(nbytes: float) -> int:
-    """The allocator's block for a tensor; in a segment of its own, a rest up to 1 MiB included."""
-    block = _up(math.ceil(nbytes), MIN_BLOCK)
-    segment = _up(block, LARGE_ROUND)
-    return segment if block >= MEDIUM_REQUEST and segment - block <= SMALL_REQUEST else block
+def _blocks(sizes: np.ndarray) -> np.ndarray:
+    """The allocator's blocks for tensors; in a segment of its own, a rest up to 1 MiB included."""
+    blocks = _up(np.ceil(sizes), MIN_BLOCK)
+    segments = _up(blocks, LARGE_ROUND)
+    whole = (blocks >= MEDIUM_REQUEST) & (segments - blocks <= SMALL_REQUEST)
+    return np.where(whole, segments, blocks)
 
 
 def _up(nbytes, unit):
     return -(-nbytes // unit) * unit
 
 
-def product(term, dimensions) -> float:
-    """Bytes of a tensor; a dimension's power times a coefficient with a power of 2 below."""
-    _, value, powers = term
-    for symbol, power in powers.items():
-        value *= dimensions[symbol] ** power
-    return value
-
-
 @functools.cache
-def coefficients() -> dict[str, dict]:
-    """Every case that is known, by its key; `derive` adds to it."""
-    return json.loads(FILE.read_text(encoding="utf-8"))["cases"] if FILE.exists() else {}
+def coefficients() -> dict:
+    """Every term and half that is known; `derive` adds to them."""
+    if not FILE.exists():
+        return {"terms": [], "halves": {}}
+    return json.loads(gzip.decompress(FILE.read_bytes()))
 
 
 # ---------------------------------------------------------------------- what a recipe says
 
 
-def key(recipe: Recipe) -> str:
-    """Which case of the coefficients a recipe needs. Raises ValueError outside the domain."""
-    return _read(recipe)[0]
+def known(case: Case) -> bool:
+    """Whether the coefficients of both halves are there."""
+    return {case.pass_key, case.update_key} <= coefficients()["halves"].keys()
 
 
-def _read(recipe: Recipe) -> tuple[str, dict[str, int], int]:
-    """The key of a recipe's case, its dimensions and its number of layers."""
+def read(recipe: Recipe) -> Case:
+    """The case of a recipe. Raises ValueError outside the domain."""
     if not set(recipe.freeze) <= {"embeddings", "backbone"}:
         raise ValueError(
             f"freeze holds {', '.join(map(str, recipe.freeze))}: the formula allows embeddings and "
             "backbone"
         )
-    if recipe.base != "none" or recipe.optimizer.endswith("8bit"):
-        raise ValueError(
-            f"base is {recipe.base!r}, optimizer {recipe.optimizer!r}: the formula allows neither "
-            "quantized bases nor 8-bit optimizers, whose blocks make sizes that are no products"
-        )
-    if recipe.max_grad_norm:
-        raise ValueError(
-            f"max_grad_norm is {recipe.max_grad_norm!r}: the formula allows 0, because clipping "
-            "lays the norms of all weights side by side, and their number is no dimension"
-        )
     named = isinstance(recipe.model, str) and recipe.model in models.MODELS
     structure, dimensions, layers = (_named if named else _structure)(recipe.model)
-    way = {
-        "task": recipe.task,
-        "precision": recipe.precision,
-        "optimizer": recipe.optimizer,
-        "checkpointing": recipe.checkpointing,
-        "attention": recipe.attention,
-        "accumulated": recipe.accumulation > 1,
-        "set_to_none": recipe.set_to_none,
-        "freeze": sorted(recipe.freeze),
-    }
-    if recipe.padded:
-        way["padded"] = True
+    trained = {"task": recipe.task, "precision": recipe.precision, "freeze": sorted(recipe.freeze)}
     if recipe.lora_rank:
         targets = recipe.lora_targets
-        way["lora"] = [
+        trained["lora"] = [
             targets if isinstance(targets, str) else sorted(targets),
             recipe.lora_dropout > 0,
             recipe.lora_fp32,
         ]
-    case = f"{structure} {json.dumps(way, sort_keys=True)}"
+    if recipe.base != "none":
+        trained["base"] = [recipe.base, recipe.compute_dtype, recipe.upcast]
+        if recipe.base != "int8":
+            trained["base"] += [recipe.block_size, recipe.double_quant]
+    passed = trained | {
+        "checkpointing": recipe.checkpointing,
+        "attention": recipe.attention,
+        "accumulated": recipe.accumulation > 1,
+        "set_to_none": recipe.set_to_none,
+        "padded": recipe.padded,
+    }
+    updated = trained | {"optimizer": recipe.optimizer, "clipped": recipe.max_grad_norm > 0}
+    pass_key, update_key = (
+        f"{structure} {json.dumps(way, sort_keys=True)}" for way in (passed, updated)
+    )
+    window = getattr(models.config(recipe.model), "sliding_window", None)
+    if window and recipe.seq_len > window:
+        raise ValueError(
+            f"seq_len is {recipe.seq_len}: the formula allows lengths up to the sliding window of "
+            f"{recipe.model_name}, {window}"
+        )
     sizes = {"b": recipe.batch_size, "s": recipe.seq_len, "r": recipe.lora_rank}
-    return case, dimensions | sizes, layers
+    return Case(pass_key, update_key, dimensions | sizes, layers)
 
 
 @functools.cache
@@ -238,6 +390,7 @@ def _structure(model) -> tuple[str, dict[str, int], int]:
             value = bool(value) if "drop" in name else None
         if isinstance(value, dict):
             value = value.get("rope_type")
+            value = "default" if value in SAME_ROPE else value
         hidden = name.startswith("_") or name.endswith("token_id")
         hidden |= "layers" in name or name == "n_layer"
         if not hidden and isinstance(value, (bool, int, str)):
@@ -266,6 +419,7 @@ def primed(config):
         "embedding_size": new["h"],
         "num_attention_heads": new["g"] * new["m"],
         "num_key_value_heads": new["g"],
+        "sliding_window": 2 * new["P"],  # wider than any sequence
     }
     values |= dict.fromkeys(HEAD_SIZES, new["d"])
     for name in models.WIDTHS:

@@ -1,89 +1,217 @@
-"""Coefficients of the closed form, from three small simulations of primed dimensions.
+"""Coefficients of the closed form, from small simulations of primed dimensions.
 
 `memlab.simulate` runs a model whose dimensions are distinct primes (times powers of two), so that
 each storage's bytes can be factored back into dimensions, with two, three and four layers, which
 says what each further layer adds. Nothing is fitted.
 """
 
-import json
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from memlab import models
-from memlab.closed_form import PRIMED, SYMBOLS, coefficients, key, primed, product, tables
-from memlab.footprint import Category
+from memlab.closed_form import (
+    ALL_SYMBOLS,
+    PRIMED,
+    SYMBOLS,
+    coefficients,
+    primed,
+    read,
+    tables,
+)
+from memlab.footprint import Category, Phase
 from memlab.gpus import ANY_CARD
 from memlab.recipe import Recipe
-from memlab.simulation import log_of
+from memlab.simulation import built, log_of
 from memlab.trace import depth
 from memlab.trace.allocator import MEDIUM_REQUEST
 from memlab.trace.events import Birth, Death, Mark
+from memlab.training import Training
+
+# A size is a product of dimensions if what is left of it is a small number; kernels' own scratch
+# does not know the dimensions.
+LARGEST_COEFFICIENT, LARGEST_CONSTANT = 2**10, 2**22
 
 
-def derive(recipe: Recipe) -> dict:
-    """The coefficients of a recipe's family and way of training; `formula` knows them afterwards.
+def derive(recipe: Recipe) -> None:
+    """Make the coefficients of a recipe's family and way of training; `formula` knows them then.
 
-    Three small traces, some seconds. Raises ValueError where layers are unlike or the traces do not
-    agree on what a layer adds; `simulate` can still run such a recipe.
+    Three small traces for each half that is not there yet, a second or two. Raises ValueError where
+    layers are unlike, where the traces do not agree on what a layer adds, and where a large tensor
+    is no product of dimensions; `simulate` can still run such a recipe.
     """
-    name = key(recipe)
+    case, halves = read(recipe), coefficients()["halves"]
+    if case.pass_key not in halves:
+        # Whatever the optimizer, it does not step.
+        halves[case.pass_key] = _half(recipe.but(optimizer="sgd", max_grad_norm=0.0), only_pass)
+    if case.update_key not in halves:
+        halves[case.update_key] = _half(recipe.but(accumulation=1, set_to_none=True), only_update)
+    tables.cache_clear()
+
+
+def adopt(others: dict) -> None:
+    """Add the halves of other coefficients to those that are known, with their terms."""
+    here = [_place(*term) for term in others["terms"]]
+
+    def moved(term):
+        return here[term] if term >= 0 else term
+
+    for key, half in others["halves"].items():
+        tensors = [[category, moved(term)] for category, term in half["tensors"]]
+        parameters = [[moved(term), *rest] for term, *rest in half["parameters"]]
+        work = [
+            one
+            | {name: moved(one[name]) for name in ("flops", "elements")}
+            | {name: [moved(term) for term in one[name]] for name in ("result", "moved")}
+            for one in half["work"]
+        ]
+        terms = {"tensors": tensors, "work": work, "parameters": parameters}
+        coefficients()["halves"].setdefault(key, half | terms)
+    tables.cache_clear()
+
+
+def only_pass(recipe: Recipe, simulated) -> Training:
+    """Two passes over a step's micro-batches without an update; the second is counted."""
+    training = built(recipe, simulated)
+    for _ in range(2):
+        simulated.tracer.work.end_step()
+        simulated.reset_peak()
+        training.optimizer.zero_grad(recipe.set_to_none)
+        training.losses = training.make_gradients()  # they live as long as the step
+    simulated.tracer.work.end_step()
+    return training
+
+
+def only_update(recipe: Recipe, simulated) -> Training:
+    """Two updates of gradients that come from nowhere; the second is counted."""
+    training = built(recipe, simulated)
+    training.scaler.scale(training.inputs[0].new_ones((), dtype=torch.float32))
+    for _ in range(2):
+        for parameter in training.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        simulated.reset_peak()
+        training.update()
+    return training
+
+
+def _half(recipe: Recipe, loop) -> dict:
+    """The coefficients of what a loop does."""
     prime, _ = primed(models.config(recipe.model))
     changes = {"batch_size": PRIMED["b"], "seq_len": PRIMED["s"]}
     changes["accumulation"] = min(recipe.accumulation, 2)
     if recipe.lora_rank:
         changes["lora_rank"] = PRIMED["r"]
     logs = [
-        log_of(replace(recipe, model=models.with_layers(prime, number), **changes))
+        log_of(replace(recipe, model=models.with_layers(prime, number), **changes), loop=loop)
         for number in depth.SHALLOW
     ]
     blocks, (_, three, four), kinds = depth.agreed_growth(logs)
-    if blocks is None:
+    if blocks is None or depth.deeper([log.work for log in logs], 1) is None:
         raise ValueError(f"no formula for {recipe}: its layers have no common pattern")
-    tensors, moments = _moments(three, four, blocks, kinds)
-    case = {"tensors": tensors, "moments": moments}
+    update = loop is only_update
+    half = _moments(three, four, blocks, kinds, update)
+    half["work"] = _operators(*(log.work for log in logs[1:]))
     few, many = logs[1].weights, logs[2].weights
-    case["parameters"] = [
-        [_factored("", elements), few[kind], many[kind] - few[kind]]
-        for kind in many
-        for elements in kind[:1]
+    half["parameters"] = [
+        [_term(elements), few[elements, free], many[elements, free] - few[elements, free], free]
+        for elements, free in many
     ]
-    case["trainable_parameters"] = [
-        term for term, kind in zip(case["parameters"], many, strict=True) if kind[1]
-    ]
-    coefficients()[name] = case
-    tables.cache_clear()
-    return case
+    return half
 
 
-def _factored(category: str, nbytes: int) -> list:
-    """[category, coefficient, {symbol: power}] of a size in primed dimensions."""
-    if category == Category.WORKSPACES and nbytes == ANY_CARD.workspace:
-        return [category, 1, {"W": 1}]
-    if nbytes % (PRIMED["s"] + 1) == 0:  # shifted labels are padded by one token for a moment
-        nbytes = nbytes // (PRIMED["s"] + 1) * PRIMED["s"]
+def _term(number: int) -> int:
+    """The place of a number among the terms, as a product of primed dimensions; -1 of 0."""
+    if not number:
+        return -1
+    if number < 0:  # of each tensor that is trained, in place of a sum
+        return _place(-number, {"n": 1})
+    left = number
+    for shifted in (PRIMED["s"] + 1, PRIMED["s"] - 1):  # labels, and a decoder's inputs from them
+        if left % shifted == 0:
+            left = left // shifted * PRIMED["s"]
     powers, scale = {}, 1
     for symbol, (prime, times) in SYMBOLS.items():
-        while nbytes % prime == 0:
-            nbytes, scale = nbytes // prime, scale * times
+        while left % prime == 0:
+            left, scale = left // prime, scale * times
             powers[symbol] = powers.get(symbol, 0) + 1
-    coefficient = nbytes / scale  # exact: the multipliers are powers of two
-    return [category, int(coefficient) if coefficient.is_integer() else coefficient, powers]
+    coefficient = left / scale  # exact: the multipliers are powers of two
+    if (
+        powers
+        and coefficient > LARGEST_COEFFICIENT
+        or not powers
+        and coefficient > LARGEST_CONSTANT
+    ):
+        raise ValueError(f"no formula: a size of {number} is no product of dimensions")
+    return _place(int(coefficient) if coefficient.is_integer() else coefficient, powers)
 
 
-def _moments(three, four, blocks, kinds):
-    """The tensors of a case and the moments at which a peak of allocated or reserved can be."""
+def _place(coefficient, powers) -> int:
+    terms = coefficients()["terms"]
+    if not _places or len(_places) != len(terms):
+        _places.clear()
+        _places.update({_name(*term): i for i, term in enumerate(terms)})
+    if _name(coefficient, powers) not in _places:
+        _places[_name(coefficient, powers)] = len(terms)
+        terms.append([coefficient, powers])
+    return _places[_name(coefficient, powers)]
+
+
+def _name(coefficient, powers) -> tuple:
+    return coefficient, *sorted(powers.items())
+
+
+_places: dict[tuple, int] = {}
+
+
+def _bytes_term(category, nbytes) -> int:
+    if category == Category.WORKSPACES and nbytes == ANY_CARD.workspace:
+        return _place(1, {"W": 1})
+    return _term(nbytes)
+
+
+def _operators(three: Counter, four: Counter) -> list[dict]:
+    """The operators of a step by terms, and how often each runs."""
+    alike: dict = {}
+    for one in four:
+        bare = one._replace(micro_batch=0)
+        counts = alike.setdefault(bare, [0, 0, 0, 0])
+        further = 2 if one.micro_batch == 1 and one.phase != Phase.STEP else 0
+        counts[further] += three[one]
+        counts[further + 1] += four[one] - three[one]
+    return [
+        {
+            "dtype": one.dtype,
+            "flops": _term(one.flops),
+            "result": [_term(n) for n in one.result],
+            "moved": [_term(n) for n in one.moved],
+            "lists": one.lists,
+            "elements": _term(one.elements),
+            "phase": str(one.phase),
+            "recomputed": one.recomputed,
+            "counts": counts,
+        }
+        for one, counts in alike.items()
+    ]
+
+
+def _moments(three, four, blocks, kinds, update: bool) -> dict:
+    """The tensors of a half and the moments at which a peak of allocated or reserved can be.
+
+    update: whether the moments count what is there beyond what was there at the start.
+    """
     tensors, places = [], {}
     changes = np.zeros(len(kinds), int), np.zeros(len(kinds), int)  # tensor, +1 or -1
     for i, kind in enumerate(kinds):
         birth = kind.birth if type(kind) is Death else kind
         if type(birth) is Birth:
-            tensor = _factored(birth.category, birth.nbytes)
-            name = json.dumps(tensor)
-            if name not in places:
-                places[name] = len(tensors)
+            tensor = str(birth.category), _bytes_term(birth.category, birth.nbytes)
+            if tensor not in places:
+                places[tensor] = len(tensors)
                 tensors.append(tensor)
-            changes[0][i], changes[1][i] = places[name], 1 if kind is birth else -1
+            changes[0][i], changes[1][i] = places[tensor], 1 if kind is birth else -1
 
     def levels(steps):
         change = np.zeros((len(steps), len(tensors)), np.int32)
@@ -91,7 +219,13 @@ def _moments(three, four, blocks, kinds):
         return change.cumsum(axis=0)
 
     low, high = levels(three), levels(four)
-    start = int(np.flatnonzero(three == kinds.index(Mark.RESET))[-1])
+    reset = kinds.index(Mark.RESET)
+    start, start_of_four = (int(np.flatnonzero(steps == reset)[-1]) for steps in (three, four))
+    states = np.array([category == Category.OPTIMIZER_STATES for category, _ in tensors])
+    before = low[start] * states, high[start_of_four] * states
+    left = low[-1], high[-1]
+    if update:
+        low, high = low - low[start], high - high[start_of_four]
     pairs, shift, waiting = [], 0, list(blocks)  # (place in three, the like place in four)
     for t in range(len(three)):
         while waiting and waiting[0][0] <= t:
@@ -101,39 +235,54 @@ def _moments(three, four, blocks, kinds):
             pairs += [(place - size + u, place + shift + u) for u in range(size)]
             shift += size
         pairs.append((t, t + shift))
-    pairs = [p for p in pairs if p[0] >= start and type(kinds[three[p[0]]]) is Birth]
+    born = [p for p in pairs if p[0] > start and type(kinds[three[p[0]]]) is Birth]
+    pairs = [(start, start_of_four), *born]
     at, like = np.array(pairs).T
     once, each = low[at], high[like] - low[at]
-    chosen = _largest(tensors, once, each)
-    moments = [
-        {
-            "phase": str(kinds[three[at[i]]].phase),
-            "counts": [
-                [int(t), int(once[i, t]), int(each[i, t])]
-                for t in np.flatnonzero((once[i] != 0) | (each[i] != 0))
-            ],
-        }
-        for i in chosen
-    ]
-    used = sorted({t for moment in moments for t, *_ in moment["counts"]})
+    names = [coefficients()["terms"][term] for _, term in tensors]
+    chosen = _largest(names, once, each)
+    phases = [Phase.STEP if update else Phase.FORWARD] + [kinds[i].phase for i in three[at[1:]]]
+    half = {
+        "tensors": [list(tensor) for tensor in tensors],
+        "moments": [{"phase": str(phases[i]), "counts": _counts(once[i], each[i])} for i in chosen],
+    }
+    if update:
+        half["states"] = _counts(before[0], before[1] - before[0])
+    else:
+        half["left"] = _counts(left[0], left[1] - left[0])
+    return _without_unused(half)
+
+
+def _counts(once, each) -> list[list[int]]:
+    there = np.flatnonzero((once != 0) | (each != 0))
+    return [[int(t), int(once[t]), int(each[t])] for t in there]
+
+
+def _without_unused(half: dict) -> dict:
+    """The half without tensors that no list names."""
+    lists = [moment["counts"] for moment in half["moments"]]
+    lists += [half[name] for name in ("states", "left") if name in half]
+    used = sorted({t for counts in lists for t, *_ in counts})
     renamed = {t: i for i, t in enumerate(used)}
-    for moment in moments:
-        moment["counts"] = [[renamed[t], *counts] for t, *counts in moment["counts"]]
-    return [tensors[t] for t in used], moments
+    for counts in lists:
+        counts[:] = [[renamed[t], *rest] for t, *rest in counts]
+    return half | {"tensors": [half["tensors"][t] for t in used]}
 
 
-def _largest(tensors, once, each, draws=400) -> list[int]:
+def _largest(terms, once, each, draws=400) -> list[int]:
     """The moments that are the largest for some model: of random sizes, over a wide range.
 
     Of all tensors, for the peak, and of those with segments of their own, for what is reserved.
     """
     random, chosen = np.random.default_rng(0), set()
     ranges = {"b": (1, 128), "s": (16, 16384), "g": (1, 96), "m": (1, 8), "d": (32, 256)}
-    ranges |= {"h": (256, 16384), "f": (512, 65536), "V": (1000, 260000)}
+    ranges |= {"h": (256, 16384), "f": (512, 65536), "V": (1000, 260000), "n": (10, 1000)}
     ranges |= {"P": (512, 131072), "r": (1, 256), "W": (2**23, 2**25), "layers": (2, 128)}
+    values = np.array([coefficient for coefficient, _ in terms], float)
+    powers = np.array([[one.get(name, 0) for name in ALL_SYMBOLS] for _, one in terms])
     for _ in range(draws):
         drawn = {n: float(np.exp(random.uniform(*np.log(ends)))) for n, ends in ranges.items()}
-        sizes = np.array([product(term, drawn) for term in tensors])
+        sizes = values * np.prod(np.array([drawn[n] for n in ALL_SYMBOLS]) ** powers, axis=1)
         counts = once + (drawn["layers"] - 3) * each
         for pool in (True, sizes >= MEDIUM_REQUEST):
             chosen.add(int((counts @ (sizes * pool)).argmax()))

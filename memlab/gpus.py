@@ -142,6 +142,7 @@ ANY_CARD = GPU("a card without a limit", None, None, (8, 0), 108, "no card was n
 # Words that tell no card from another, and the sizes that stand on boxes, in GB.
 COMMON_WORDS = re.compile(r"nvidia|geforce|tesla|rtx|gb|pcie|sxm\d*|hbm\d*e?")
 LABELS = (16, 24, 40, 48, 80, 141)
+SIZE = re.compile(r"(\d+(?:\.\d+)?) ?GiB", re.IGNORECASE)
 
 
 def _words(name: str) -> list[str]:
@@ -161,12 +162,14 @@ def _is_meant(card: GPU, words: list[str]) -> bool:
 def find_gpu(card: str | int | float | GPU | None) -> GPU:
     """The card of a name ("T4", "4090", "A100-80", "h100 80gb"), of so many bytes, or as it is.
 
-    None is `ANY_CARD`. A number of bytes is what PyTorch's allocator may take, so its context is
-    0; the other rules are those of `ANY_CARD`. Raises ValueError for an unknown name and for less
-    than 1 byte.
+    None is `ANY_CARD`. A number of bytes, or a text such as "11.5 GiB", is what PyTorch's allocator
+    may take, so its context is 0; the other rules are those of `ANY_CARD`. Raises ValueError for
+    an unknown name and for less than 1 byte.
     """
     if card is None or isinstance(card, GPU):
         return card or ANY_CARD
+    size = isinstance(card, str) and SIZE.fullmatch(card)
+    card = int(float(size[1]) * 2**30) if size else card
     if isinstance(card, (int, float)) and not isinstance(card, bool) and 1 <= card < float("inf"):
         size = f"{card / MiB:,.0f} MiB" if card >= MiB else f"{card} bytes"
         given = {"total_memory": int(card), "context": 0, "sources": "given by the caller"}
@@ -176,7 +179,8 @@ def find_gpu(card: str | int | float | GPU | None) -> GPU:
         if len(meant) == 1:
             return meant[0]
     raise ValueError(
-        f"gpu is {card!r}: allowed are {', '.join(GPUS)}, or a number of bytes above 0"
+        f"gpu is {card!r}: allowed are {', '.join(GPUS)}, or a number of bytes above 0, or of GiB "
+        'such as "11.5 GiB"'
     )
 
 

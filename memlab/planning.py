@@ -1,14 +1,25 @@
-"""Does a training fit a card? The prediction, and the margin that its known error asks for."""
+"""Does a training fit a card, and how large may it be?
 
+The prediction, and the margin that its known error asks for.
+"""
+
+from __future__ import annotations
+
+import contextlib
 import dataclasses
+import functools
+import math
 from dataclasses import dataclass
 
 import torch
 
+from memlab.fields import one_of
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, GPUS, find_gpu
 from memlab.recipe import Recipe
-from memlab.simulation import full_log, serve
+from memlab.simulation import full_log, serve, serves
+from memlab.sizing import SizedLog
+from memlab.trace.log import Log
 from memlab.units import MiB, mib
 
 # The prediction is trusted to so much of what it says ...
@@ -39,8 +50,8 @@ class Fit:
     def __str__(self) -> str:
         verdict = "fits" if self.fits else "does not fit"
         return (
-            f"{verdict}: {mib(self.needed)} and a margin of {mib(self.margin)}, "
-            f"the card has {mib(self.total_memory)}"
+            f"{verdict}: {mib(self.needed)}, and {mib(self.margin)} kept free for the error of the "
+            f"prediction; the card has {mib(self.total_memory)}"
         )
 
 
@@ -70,24 +81,136 @@ def fits(recipe: Recipe, gpu: GPU | str | int, margin: float = MARGIN) -> Fit:
     Raises ValueError for an unknown card, a margin below 0, and a number format that the card
     does not have.
     """
+    card = limited(gpu, margin)
+    return judged(recipe, full_log(recipe, card), card, margin)
+
+
+def judged(recipe: Recipe, log: Log, card: GPU, margin: float = MARGIN) -> Fit:
+    """The answer of `fits` for a log that is there already, on a card with a limit."""
+    footprint = serve(recipe, log, card.without_limit())
+    _, most = footprint.reserved_range or (None, footprint.peak_reserved)
+    needed = most + card.context
+    smaller = _less_margin(card, margin)
+    fit = needed <= smaller.total_memory
+    if not fit:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            footprint = serve(recipe, log, smaller)
+            fit, needed = True, footprint.device_used
+    kept = int(margin * needed) + _context_margin(card)
+    return Fit(fit, needed, kept, card.total_memory, footprint)
+
+
+def room(card: GPU, margin: float = MARGIN) -> int:
+    """Bytes of a card, context included, that a training may be predicted to need."""
+    return math.ceil((card.total_memory - _context_margin(card)) / (1 + margin))
+
+
+def _less_margin(card, margin) -> GPU:
+    return dataclasses.replace(card, total_memory=room(card, margin))
+
+
+def _context_margin(card) -> int:
+    return CONTEXT_MARGIN * (card.context > 0)
+
+
+def limited(gpu, margin) -> GPU:
+    """The card that is named, which must have a limit."""
     if not margin >= 0:
         raise ValueError(f"margin is {margin!r}: allowed are numbers from 0")
     card = find_gpu(gpu)
     if card.total_memory is None:
         raise ValueError(f"gpu is {gpu!r}: allowed are {', '.join(GPUS)}, or a number of bytes")
-    log = full_log(recipe, card)
-    footprint = serve(recipe, log, card.without_limit())
-    _, most = footprint.reserved_range or (None, footprint.peak_reserved)
-    context = card.total_memory - card.usable
-    needed = most + context
-    kept = int(margin * needed) + CONTEXT_MARGIN * (context > 0)
-    total = card.total_memory
-    fit = Fit(needed + kept <= total, needed, kept, total, footprint)
-    least = footprint.peak_allocated + context
-    if fit or least + kept > total:
-        return fit
-    try:
-        tight = serve(recipe, log, dataclasses.replace(card, total_memory=total - kept))
-    except torch.OutOfMemoryError:
-        return fit
-    return Fit(True, tight.device_used, kept, total, tight)
+    return card
+
+
+# What `largest` can look for, and its steps.
+STEPS = {"batch_size": 1, "seq_len": 64}
+MOST = 2**16  # sequences or tokens where nothing else ends the search
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest size with which a recipe fits a card.
+
+    field: of the recipe. value: the largest, 0 where not even the smallest fits. recipe: with that
+    value, or the smallest; fit: what `fits` says of it. next: the next larger value, which does not
+    fit, or None where the model allows no larger one.
+    """
+
+    field: str
+    value: int
+    recipe: Recipe
+    fit: Fit
+    next: int | None
+
+    def as_dict(self) -> dict:
+        """Plain JSON values."""
+        asked = {"field": self.field, "value": self.value, "next": self.next}
+        return asked | {"needed": self.fit.needed, "margin": self.fit.margin}
+
+    def __str__(self) -> str:
+        if not self.value:
+            return f"not even {self.field}={getattr(self.recipe, self.field)}: {self.fit}"
+        end = f"{self.next} does not fit" if self.next else "larger ones are not allowed"
+        return f"largest {self.field}: {self.value} ({end})\n{self.fit}"
+
+
+def largest(
+    recipe: Recipe, gpu: GPU | str | int, field: str = "batch_size", margin: float = MARGIN
+) -> Largest:
+    """The largest micro-batch, or the longest sequence, with which `recipe` fits a card.
+
+    field: `batch_size`, or `seq_len` in steps of 64 tokens. margin: as in `fits`.
+
+    One simulation gives the log of every size (`memlab.sizing`), and the card's allocator serves
+    those in question: the value fits, the next one does not.
+
+    Raises ValueError as `fits` does, and for another field.
+    """
+    one_of("field", field, STEPS)
+    card = limited(gpu, margin)
+    log = SizedLog(recipe, card)
+    value, following = largest_size(recipe, card, log, field, margin)
+    least = min(STEPS[field], following or value)
+    sized = recipe.but(**{field: value or least})
+    return Largest(field, value, sized, judged(sized, log.at(sized), card, margin), following)
+
+
+def largest_size(
+    recipe: Recipe, card: GPU, log: SizedLog, field: str, margin: float = MARGIN
+) -> tuple[int, int | None]:
+    """(the largest value that fits or 0, the next one or None), as in `largest`.
+
+    The nearer the recipe's own value, the sooner it is found.
+    """
+    smaller = _less_margin(card, margin)
+    end = log.longest if field == "seq_len" and log.longest is not None else MOST
+    step = min(STEPS[field], end)
+
+    @functools.cache
+    def asked(steps: int) -> bool:
+        sized = recipe.but(**{field: steps * step})
+        return serves(sized, log.at(sized), smaller)
+
+    last = end // step
+    near = min(max(1, getattr(recipe, field) // step), last)
+    found = _border(asked, near, last)
+    return found * step, None if found == last else (found + 1) * step
+
+
+def _border(fits, near: int, last: int) -> int:
+    """The number from 1 to `last` that fits while the next does not, 0 if not even 1 fits.
+
+    Goes from `near` in strides that double, and then halves what is between.
+    """
+    fitting, over, stride = 0, last + 1, 1
+    trial = near
+    while over - fitting > 1:
+        if fits(trial):
+            fitting, trial = trial, trial + stride
+        else:
+            over, trial = trial, trial - stride
+        stride *= 2
+        if not fitting < trial < over or (fitting and over <= last):
+            trial = (fitting + over) // 2
+    return fitting

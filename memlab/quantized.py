@@ -30,14 +30,16 @@ def quantize_base(model: torch.nn.Module, recipe: Recipe) -> None:
     """Replace the linear layers by bitsandbytes' 4-bit or 8-bit ones, in place.
 
     Their weights are quantized when the model is moved to its device, as bitsandbytes does. What
-    transformers leaves alone stays as it is: the head of a language model and tied weights; so
-    does a classifier, as with `llm_int8_skip_modules`, because it is trained.
+    transformers leaves alone stays as it is: the head of a language model, tied weights and what a
+    family keeps in fp32 (T5's `wo`); so does a classifier, as with `llm_int8_skip_modules`,
+    because it is trained.
     """
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     bitsandbytes = import_bitsandbytes(f"base {recipe.base}")
     kept = [*get_keys_to_not_convert(model), "classifier", "score"]
+    kept += model._keep_in_fp32_modules or ()
     for name, module in list(model.named_modules()):
         if isinstance(module, (torch.nn.Linear, Conv1D)) and should_convert_module(name, kept):
             model.set_submodule(name, _quantized_linear(bitsandbytes, module, recipe))

@@ -5,9 +5,14 @@ from dataclasses import replace
 from tqdm.auto import tqdm
 
 from memlab.card.gpu import SimulatedGPU
-from memlab.card.loading import loaded_by_transformers, loaded_weights, reserved_range
+from memlab.card.loading import (
+    loaded_by_transformers,
+    loaded_weights,
+    peak_reserved,
+    reserved_range,
+)
 from memlab.card.memory import CardMemory, card_footprint
-from memlab.card.work import repeat_micro_batch
+from memlab.card.work import repeat_micro_batch, without_trifles
 from memlab.footprint import Footprint
 from memlab.gpus import ANY_CARD, GPU, find_gpu, require_native
 from memlab.recipe import Recipe
@@ -61,6 +66,13 @@ def serve(recipe: Recipe, log: Log, card: GPU) -> Footprint:
     return replace(footprint, reserved_range=reserved_range(log, card.usable, card.total_memory))
 
 
+def serves(recipe: Recipe, log: Log, card: GPU) -> bool:
+    """Whether this card's allocator can serve a recipe's log: `serve` without a footprint."""
+    quantized = recipe.base != "none"
+    events = loaded_by_transformers(log, card.total_memory) if quantized else log.events()
+    return peak_reserved(events, card.usable) is not None
+
+
 def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None) -> Log:
     """What `recipe` does to memory, at its own depth, on a card like `gpu` without a limit.
 
@@ -72,7 +84,7 @@ def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None) -> Lo
         marks = loaded_weights(simulated.tracer, training)
         # Of more than two micro-batches two ran; the others do what the second did.
         work = simulated.tracer.work.of_step
-        work = repeat_micro_batch(work, max(1, recipe.accumulation - 1))
+        work = without_trifles(repeat_micro_batch(work, max(1, recipe.accumulation - 1)))
         return Log.of(simulated.tracer, training.model, marks, numbered, work)
 
 
@@ -84,10 +96,7 @@ class _OwnLoop(SimulatedGPU):
 
 def two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
     """Train two steps on a card that is entered, and count the second."""
-    # A base is made on the host, and quantized weight by weight when it moves.
-    built_in = simulated.device if recipe.base == "none" else None
-    training = Training(recipe, simulated.device, built_in=built_in)
-    simulated.watch(training.model, inputs=training.inputs)
+    training = built(recipe, simulated)
     # From the third micro-batch on, each repeats the bytes of the second; only its loss, a
     # number of 512 bytes as an allocator's block, would be added.
     held, training.batches = training.batches, training.batches[:2]
@@ -95,4 +104,13 @@ def two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
         simulated.reset_peak()
         training.step()
     training.batches = held
+    return training
+
+
+def built(recipe: Recipe, simulated: SimulatedGPU) -> Training:
+    """A training on a card that is entered, watched, before its first step."""
+    # A base is made on the host, and quantized weight by weight when it moves.
+    built_in = simulated.device if recipe.base == "none" else None
+    training = Training(recipe, simulated.device, built_in=built_in)
+    simulated.watch(training.model, inputs=training.inputs)
     return training

@@ -62,19 +62,28 @@ class Training:
 
     def step(self) -> float:
         """One optimizer step over all micro-batches; returns the mean loss."""
-        recipe, losses = self.recipe, []
+        losses = self.make_gradients()
+        self.update()
+        return sum(loss.item() for loss in losses)
+
+    def make_gradients(self) -> list[torch.Tensor]:
+        """Forward and backward of each micro-batch; returns its share of the mean loss."""
+        losses = []
         for batch in self.batches:
             with self.autocast():
-                loss = self.model(**batch).loss / recipe.accumulation
+                loss = self.model(**batch).loss / self.recipe.accumulation
             self.scaler.scale(loss).backward()
             losses.append(loss.detach())
-        if recipe.max_grad_norm:
+        return losses
+
+    def update(self) -> None:
+        """Clipping, the optimizer's step and zero_grad."""
+        if self.recipe.max_grad_norm:
             self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), recipe.max_grad_norm)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.max_grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=recipe.set_to_none)
-        return sum(loss.item() for loss in losses)
+        self.optimizer.zero_grad(set_to_none=self.recipe.set_to_none)
 
     def autocast(self):
         dtype = AUTOCAST.get(self.recipe.precision)

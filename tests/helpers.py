@@ -51,6 +51,10 @@ def assert_close(recipe, card=None):
         assert quick.breakdown[category] == pytest.approx(there, rel=1e-3), category
     assert quick.parameters == whole.parameters
     assert quick.trainable_parameters == whole.trainable_parameters
+    if whole.step_time:
+        expected = whole.step_seconds.expected
+        assert quick.step_seconds.expected == pytest.approx(expected, rel=0.02)
+        assert quick.step_seconds.flops == pytest.approx(whole.step_seconds.flops, rel=0.02)
 
 
 def import_or_skip(name):

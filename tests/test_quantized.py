@@ -32,6 +32,20 @@ def test_every_linear_layer_but_the_head_is_quantized(model, base):
     assert training.parameters == Training(QLORA.but(model=model, base="none")).parameters
 
 
+def test_what_a_family_keeps_in_fp32_is_not_quantized():
+    """T5 asks its `wo` for the dtype of its weight, and computes in that."""
+    training = Training(QLORA.but(model="t5-3b-tiny"))
+    quantized = layers(training.model, bitsandbytes.nn.Linear4bit)
+    assert quantized and not any("wo" in name.split(".") for name in quantized)
+    assert training.step() > 0
+
+
+def test_the_trained_copy_of_a_head_is_not_loaded():
+    """A classifier over a base can be simulated: its copy comes after the checkpoint."""
+    low, high = simulate(QLORA.but(model="bert-large-tiny")).reserved_range
+    assert 0 < low <= high
+
+
 def bits_per_weight(**changes):
     weights, nbytes = 0, 0
     recipe = QLORA.but(**changes)

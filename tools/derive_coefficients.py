@@ -1,11 +1,15 @@
 """Derive the coefficients of memlab.formula anew, after an update of torch or transformers.
 
-It goes through the runs of `memlab record` and some common recipes, which takes minutes; what is
-done is kept after each. Delete the file first to derive what it holds again.
+It goes through the runs of `memlab record` and what readers ask for, on two processes, which takes
+about half an hour; what is done is kept after each family. Delete the file first to derive what it
+holds again.
 """
 
+import gzip
+import itertools
 import json
 import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import peft
 import torch
@@ -13,41 +17,71 @@ import transformers
 from tqdm import tqdm
 
 from memlab import Recipe
-from memlab.closed_form import FILE, coefficients, key
-from memlab.derivation import derive
+from memlab.closed_form import FILE, coefficients, known, read
+from memlab.derivation import adopt, derive
 from memlab.evidence.grid import grid_runs
 
-# What readers ask for, beside the runs that are recorded.
-COMMON = [
-    Recipe(model=model, **numbers, **way)
-    for model in ("bert-large", "distilbert", "gpt2", "llama-3.2-1b", "llama-3-8b", "qwen2.5-7b")
-    for numbers in (
-        {"precision": "fp32", "attention": "eager"},
-        {"precision": "fp16-amp", "attention": "sdpa"},
-        {"precision": "bf16", "attention": "sdpa"},
-    )
-    for way in ({}, {"checkpointing": True})
-]
+# A model for each structure that people train most, and those trained in fewer ways.
+COMMON = ("bert-large", "gpt2", "llama-3.2-1b", "llama-3-8b", "llama-2-7b")
+COMMON += ("qwen2.5-0.5b", "qwen2.5-7b", "mistral-7b")
+FEWER = ("distilbert", "roberta-base", "deberta-v3-base", "t5-3b")
+LORA = {"lora_rank": 8, "attention": "sdpa"}
+NF4 = LORA | {"base": "nf4", "double_quant": True}
+HALF = ("fp16-amp", "bf16-amp", "bf16")
+STATES = ("adamw_torch", "adamw_torch_fused", "adafactor", "adamw_8bit", "paged_adamw_8bit")
+
+
+def recipes(model: str):
+    """The ways of training a model that are derived; sizes do not matter."""
+    attentions = ("eager",) if model == "deberta-v3-base" else ("eager", "sdpa")
+    plain = itertools.product(("fp32", *HALF), attentions)
+    ways = [{"precision": precision, "attention": kind} for precision, kind in plain]
+    ways += [
+        {"precision": precision, "attention": attentions[-1], "optimizer": optimizer}
+        for precision in ("fp32", *HALF)
+        for optimizer in (*STATES, "sgd", "lion_8bit")
+    ]
+    if model in COMMON:
+        ways += [
+            start | {"precision": precision, "optimizer": optimizer}
+            for start in (LORA, NF4, {"freeze": "embeddings", "attention": "sdpa"})
+            for precision in HALF
+            for optimizer in STATES
+        ]
+        # What memlab.plan asks in place of sdpa for a card without flash attention.
+        ways += [start | {"precision": "fp16-amp", "attention": "eager"} for start in (LORA, NF4)]
+    for way in ways:
+        for more in ({}, {"checkpointing": True}):
+            for accumulation in (1, 2) if model in COMMON else (1,):
+                yield Recipe(model, seq_len=64, accumulation=accumulation, **way, **more)
+
+
+def family(asked: list[Recipe]) -> dict:
+    """The coefficients of some recipes; the others' reasons go to stderr."""
+    for recipe in asked:
+        try:
+            if not known(read(recipe)):
+                derive(recipe)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+    return coefficients()
 
 
 def main():
-    for recipe in tqdm([*grid_runs().values(), *COMMON]):
-        try:
-            if key(recipe) not in coefficients():
-                derive(recipe)
-                write()
-        except ValueError as error:
-            print(error, file=sys.stderr)
+    families = [list(recipes(model)) for model in (*COMMON, *FEWER)] + [list(grid_runs().values())]
+    with ProcessPoolExecutor(2) as pool:
+        jobs = [pool.submit(family, asked) for asked in families]
+        for job in tqdm(as_completed(jobs), total=len(jobs)):
+            adopt(job.result())
+            write()
 
 
 def write():
     packages = (torch, transformers, peft)
     versions = {package.__name__: package.__version__ for package in packages}
-    cases = coefficients()
-    text = ",\n".join(f"{json.dumps(key)}: {json.dumps(case)}" for key, case in cases.items())
-    whole = f'{{"versions": {json.dumps(versions)},\n"cases": {{\n{text}\n}}}}\n'
+    text = json.dumps({"versions": versions} | coefficients(), separators=(",", ":"))
     half_written = FILE.with_suffix(".new")
-    half_written.write_text(whole, encoding="utf-8")
+    half_written.write_bytes(gzip.compress(text.encode(), mtime=0))
     half_written.replace(FILE)
 
 

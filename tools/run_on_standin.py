@@ -42,7 +42,8 @@ def main(card: str, *names: str) -> int:
         said = {"argv": [*command, "-f", "{connection_file}"], "display_name": card}
         kernel.write_text(json.dumps(said | {"language": "python"}))
         where = {"JUPYTER_PATH": str(folder / "jupyter"), "PYTHONPATH": str(ROOT)}
-        options = "--nbmake --nbmake-kernel=standin -n 2 --durations=0 -p no:cacheprovider"
+        options = "--nbmake --nbmake-kernel=standin --nbmake-timeout=900"
+        options += " -n 2 --durations=0 -p no:cacheprovider"
         run = [sys.executable, "-m", "pytest", *options.split(), "."]
         return subprocess.run(run, cwd=folder, env={**os.environ, **where}).returncode
 

@@ -97,6 +97,21 @@ def trainer_losses(trainer) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
+def estimated_run(run, footprint) -> tuple[str, bool]:
+    """What the estimate makes of a published run's seconds, and whether they lie in its range.
+
+    run: a record with `run_seconds` and `samples_per_second`; footprint: of its recipe, simulated
+    on its card. Reading the data is in the seconds of a run and not in an estimate.
+    """
+    time, figures = footprint.step_seconds, run.figures
+    steps = figures["run_seconds"] * figures["samples_per_second"] / time.samples
+    low, expected, high = (steps * one for one in (time.low, time.expected, time.high))
+    printed = figures["run_seconds"]
+    said = f"""the printed {printed:.0f} s, not measured again, are estimated at
+{expected:.0f} ({low:.0f} to {high:.0f}, from the card's data sheet)"""
+    return said, low <= printed <= high
+
+
 def in_turns(runs: dict, rounds: int, clock=time.perf_counter) -> pd.DataFrame:
     """Seconds of each run (a column) in each round (a row); a slow moment meets all of them."""
     turns = tqdm(range(rounds), leave=False, delay=2)

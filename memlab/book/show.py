@@ -103,11 +103,16 @@ def live_table(pairs: dict, categories=()) -> pd.DataFrame:
 
 
 def table(frame: pd.DataFrame, caption: str = ""):
-    """A DataFrame as a table of the book: MiB with thousands separators, errors in per cent."""
+    """A DataFrame as a table of the book: MiB with thousands separators, errors in per cent.
+
+    Columns that begin with "s a step" are seconds, with two decimals.
+    """
+    kinds = {"error": "{:+.2%}", "s a step": "{:,.2f}"}
     formats = {}
     for column in frame.columns:
         if frame[column].dtype.kind == "f":
-            formats[column] = "{:+.2%}" if str(column).startswith("error") else "{:,.1f}"
+            found = (style for name, style in kinds.items() if str(column).startswith(name))
+            formats[column] = next(found, "{:,.1f}")
         elif frame[column].dtype.kind == "i":
             formats[column] = "{:,}"
     styled = frame.style.format(formats, na_rep="—")
@@ -117,7 +122,8 @@ def table(frame: pd.DataFrame, caption: str = ""):
 def bars(rows: dict, limit: str | int | None = None, title: str = ""):
     """Stacked horizontal bars of the peaks by category, a bar a run, in GiB.
 
-    rows: label -> Footprint or Measurement.
+    rows: label -> Footprint or Measurement. A Footprint's estimated seconds a step, where it has
+        some, stand beside its bar.
     limit: a card's name or a number of bytes, drawn as a line where its memory ends.
     """
     footprints = {name: getattr(run, "footprint", run) for name, run in rows.items()}
@@ -131,6 +137,12 @@ def bars(rows: dict, limit: str | int | None = None, title: str = ""):
             left += values
     for y, total in enumerate(left):
         ax.text(total, y, f" {total:,.1f}", va="center")
+    times = {y: f.step_time for y, f in enumerate(footprints.values()) if f.step_time}
+    for y, time in times.items():
+        beside = ax.get_yaxis_transform()
+        ax.text(1.01, y, f"{time.expected:,.2f} s", va="center", transform=beside)
+    if times:
+        ax.text(1.01, 1, "a step,\nestimated", va="bottom", transform=ax.transAxes)
     right = left.max()
     if limit:
         card = find_gpu(limit)
@@ -145,7 +157,7 @@ def bars(rows: dict, limit: str | int | None = None, title: str = ""):
         )
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
-    ax.set(xlabel="GiB", xlim=(0, right * 1.12))
+    ax.set(xlabel="GiB", xlim=(0, right * (1.2 if times else 1.12)))
     ax.set_title(title, loc="left")
     fig.legend(loc="outside lower center", ncols=5)
     return fig

@@ -122,8 +122,8 @@ KERNELS = [
 # ---------------------------------------------------------------------- memory of the libraries
 
 
-def kernel_scratch(func, args) -> int:
-    """Bytes that the CUDA kernel of an operation takes and gives back inside the operation.
+def kernel_scratch(func, args) -> list[int]:
+    """Bytes of each tensor that the CUDA kernel of an operation takes and gives back inside it.
 
     Softmax's backward computes `grad * output` into a temporary tensor before the kernel runs:
     aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`. Flash attention's backward
@@ -132,16 +132,17 @@ def kernel_scratch(func, args) -> int:
     flash_api.cpp, `mha_bwd`.
     """
     if func is torch.ops.aten._softmax_backward_data.default:
-        return args[0].numel() * args[1].element_size()
+        return [args[0].numel() * args[1].element_size()]
     if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
         query, key = args[1:3]
         batch, heads, length, size = query.shape
         size = -(-size // 32) * 32 if size <= 192 else 256
-        scratch = 4 * batch * heads * (-(-length // 128) * 128) * (size + 1)
+        sums = 4 * batch * heads * (-(-length // 128) * 128)
+        scratch = [sums, sums * size]
         if key.size(1) != heads:
-            scratch += 2 * batch * heads * key.size(2) * key.size(3) * key.element_size()
+            scratch += 2 * [batch * heads * key.size(2) * key.size(3) * key.element_size()]
         return scratch
-    return 0
+    return []
 
 
 CUBLASLT_WORKSPACE = 2**20  # addmm with a bias: aten/src/ATen/cuda/CUDABlas.cpp

@@ -48,7 +48,8 @@ def loaded_weights(tracer: CardTracer, training: Training) -> list[tuple[int, Lo
     for path, module in training.model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             entries = getattr(parameter, "_memlab_loaded", None)
-            adapter = ".lora_" in path  # made on the host and moved, after the base
+            # Made after the base: adapters, and the trained copy of a head.
+            adapter = ".lora_" in path or ".modules_to_save." in path
             if entries is None or adapter or id(parameter) in seen:
                 continue
             seen.add(id(parameter))

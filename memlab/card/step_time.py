@@ -14,9 +14,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+
+from memlab.card.work import count_kernels, count_tiles
 from memlab.footprint import Phase, StepTime
 from memlab.gpus import GPU
+
+PHASES = list(Phase)
 
 
 @dataclass(frozen=True)
@@ -55,60 +61,97 @@ BEST = Reach(0.95, 0.75, 0.92, 2e-6, 5e-6)
 WORST = Reach(0.7, 0.35, 0.65, 5e-6, 20e-6)
 
 
-def step_time(work: Counter, gpu: GPU, samples: int | None = None) -> StepTime:
+class Columns(NamedTuple):
+    """The work of a step as arrays of equal length, an operator an element.
+
+    dtypes: number formats; of: the place in `dtypes` of each operator's, -1 without products.
+    phase: the place in `PHASES`. times: how often it runs. The rest is as in `Work`.
+    """
+
+    dtypes: list[str]
+    of: np.ndarray
+    flops: np.ndarray
+    tiles: np.ndarray
+    nbytes: np.ndarray
+    kernels: np.ndarray
+    phase: np.ndarray
+    recomputed: np.ndarray
+    times: np.ndarray
+
+    @classmethod
+    def from_counter(cls, work: Counter) -> Columns:
+        """Of `Work` -> how often."""
+        dtypes = sorted({one.dtype for one in work if one.dtype})
+        place = {dtype: i for i, dtype in enumerate(dtypes)} | {"": -1}
+        rows = [
+            (place[one.dtype], one.flops, one.nbytes, one.lists, one.elements,
+             PHASES.index(one.phase), one.recomputed, times, *(one.result or (0, 0, 0)))
+            for one, times in work.items()
+        ]  # fmt: skip
+        table = np.array(rows, float).reshape(-1, 11).T
+        of, flops, nbytes, lists, elements, phase, again, times = table[:8]
+        of, phase, lists = of.astype(int), phase.astype(int), lists.astype(int)
+        tiles = count_tiles(table[8:].T, [one.dtype for one in work])
+        kernels = count_kernels(lists, elements)
+        return cls(dtypes, of, flops, tiles, nbytes, kernels, phase, again > 0, times)
+
+
+def step_time(work: Counter | Columns, gpu: GPU, samples: int | None = None) -> StepTime:
     """The estimated seconds of a step's work on a card. samples: sequences in the step.
 
     Raises ValueError for a card without rates, and for a number format that it has no rate for.
     """
-    _require_rates(work, gpu)
-    parts = _seconds(work, gpu, EXPECTED)
-    rates = [gpu.rate(one.dtype) for one in work if one.flops and not one.recomputed]
-    flops = sum(one.flops * n for one, n in work.items() if not one.recomputed)
+    columns = work if isinstance(work, Columns) else Columns.from_counter(work)
+    rates = _rates(columns, gpu)
+    parts = _seconds(columns, rates, gpu, EXPECTED)
+    useful = ~columns.recomputed & (columns.of >= 0)
     return StepTime(
-        low=sum(_seconds(work, gpu, BEST).values()),
+        low=sum(_seconds(columns, rates, gpu, BEST).values()),
         expected=sum(parts.values()),
-        high=sum(_seconds(work, gpu, WORST).values()),
+        high=sum(_seconds(columns, rates, gpu, WORST).values()),
         parts=parts,
-        flops=flops,
-        peak_rate=max(rates, default=0.0),
+        flops=round(float(columns.flops[useful] @ columns.times[useful])),
+        peak_rate=max((rates[i] for i in set(columns.of[useful])), default=0.0),
         samples=samples,
     )
 
 
-def _require_rates(work, gpu) -> None:
+def _rates(columns, gpu) -> list[float]:
+    """The card's rate for each of the formats."""
     if gpu.bandwidth is None:
         raise ValueError(f"{gpu.name} has no rates, and so no seconds: name a card, such as T4")
-    for dtype in {one.dtype for one in work if one.flops}:
+    for dtype in columns.dtypes:
         if gpu.rate(dtype) is None:
             allowed = ", ".join(gpu.rates)
             raise ValueError(f"{gpu.name} has no rate for {dtype}: it has those of {allowed}")
+    return [gpu.rate(dtype) for dtype in columns.dtypes]
 
 
-def _seconds(work, gpu, reach) -> dict[str, float]:
+def _seconds(columns, rates, gpu, reach) -> dict[str, float]:
     """Seconds by part; they sum to the step's."""
-    parts = dict.fromkeys(StepTime.PARTS, 0.0)
-    kernels, host = Counter(), Counter()
-    for one, times in work.items():
-        by_flops = one.flops and one.flops / (
-            gpu.rate(one.dtype) * reached(one.dtype, reach) * busy(one.tiles, gpu.processors)
-        )
-        by_bytes = one.nbytes / (gpu.bandwidth * reach.bandwidth)
-        longest = max(by_flops, by_bytes, one.kernels * reach.kernel) * times
-        kernels[one.phase] += longest
-        host[one.phase] += one.kernels * reach.operator * times
-        if one.phase == Phase.STEP:
-            part = "optimizer"
-        elif one.recomputed:
-            part = "recomputation"
-        else:
-            part = "matrix products" if by_flops > by_bytes else "memory traffic"
-        parts[part] += longest
-    for phase, seconds in kernels.items():
-        parts["waiting for launches"] += max(0.0, host[phase] - seconds)
-    return parts
+    usual = [rate * reached(d, reach) for d, rate in zip(columns.dtypes, rates, strict=True)]
+    rate = np.array([*usual, 1.0])[columns.of]  # the last is for what has no products
+    by_flops = columns.flops / (rate * busy(columns.tiles, gpu.processors))
+    by_bytes = columns.nbytes / (gpu.bandwidth * reach.bandwidth)
+    each = np.maximum(np.maximum(by_flops, by_bytes), columns.kernels * reach.kernel)
+    longest = each * columns.times
+    host = columns.kernels * columns.times * reach.operator
+    step = columns.phase == PHASES.index(Phase.STEP)
+    again = columns.recomputed & ~step
+    products = (by_flops > by_bytes) & ~step & ~again
+    places = {
+        "matrix products": products,
+        "memory traffic": ~products & ~step & ~again,
+        "recomputation": again,
+        "optimizer": step,
+    }
+    parts = {name: float(longest[which].sum()) for name, which in places.items()}
+    by_phase = (np.bincount(columns.phase, one, len(PHASES)) for one in (host, longest))
+    waiting = np.maximum(0, np.subtract(*by_phase)).sum()
+    return parts | {"waiting for launches": float(waiting)}
 
 
-def busy(tiles: int, processors: int) -> float:
+def busy(tiles: np.ndarray, processors: int) -> np.ndarray:
     """The share of a card's processors that a product keeps at work, from 0 to 1.
 
     A product's result is computed tile by tile, one a processor at a time, and the last round of
@@ -116,7 +159,8 @@ def busy(tiles: int, processors: int) -> float:
     guide". cuBLAS has other tiles, too, which fill the rounds better and are less efficient each;
     here all are of one size (`memlab.card.work`).
     """
-    return tiles / (-(-tiles // processors) * processors) if tiles else 1.0
+    rounds = np.ceil(tiles / processors)
+    return np.where(tiles > 0, tiles / np.maximum(rounds * processors, 1), 1.0)
 
 
 def reached(dtype: str, reach: Reach) -> float:

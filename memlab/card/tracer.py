@@ -153,12 +153,13 @@ class CardTracer(Tracer):
         if scratch:
             self.met_rules.add("softmax backward")
         if scratch and "softmax backward" in self.rules:
-            self._take_and_give_back(scratch)
+            self._take_and_give_back(*scratch)
         values.learn(func, args, kwargs, out)
         return out
 
-    def _take_and_give_back(self, nbytes) -> None:
-        self.died(self.born(nbytes, Category.TEMPORARY))
+    def _take_and_give_back(self, *sizes) -> None:
+        for storage in [self.born(nbytes, Category.TEMPORARY) for nbytes in sizes]:
+            self.died(storage)
 
     def moved(self, parameter, start) -> None:
         """A parameter has come to the card, and been quantized on the way if it is to be.

@@ -8,12 +8,12 @@ once each: what a fused kernel keeps to itself, such as the scores of an attenti
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.flop_counter import flop_registry
 
@@ -24,20 +24,28 @@ class Work(NamedTuple):
     """What one operator does, as one key of a Counter.
 
     flops: floating-point (or integer) operations of matrix products. dtype: what these are
-    computed in, "float32", "tf32", "float16", ...; empty without products. tiles: of the products'
-    results, each one processor's work. nbytes: read and written. kernels: how many are launched; a
-    part of one for a tensor of a list. recomputed: whether it is a forward pass that activation
-    checkpointing repeats. micro_batch: its number in the step, from 0.
+    computed in, "float32", "tf32", "float16", ...; empty without products. result: (matrices, rows,
+    columns) of the products' results; empty where kernels share the work otherwise than by tiles,
+    as attention does. moved: bytes of each tensor that is read or written, in order. lists: how
+    many lists of tensors one launch goes through, of which this is one tensor of each, with so many
+    elements; 0 and 0 for an operator with a kernel of its own. recomputed: whether it is a forward
+    pass that activation checkpointing repeats. micro_batch: its number in the step, from 0.
     """
 
     flops: int
     dtype: str
-    tiles: int
-    nbytes: int
-    kernels: float
+    result: tuple[int, ...]
+    moved: tuple[int, ...]
+    lists: int
+    elements: int
     phase: Phase
     recomputed: bool
     micro_batch: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read and written."""
+        return sum(self.moved)
 
 
 class WorkLog:
@@ -82,6 +90,20 @@ def repeat_micro_batch(work: Counter, times: int) -> Counter:
     return Counter({one: n * often(one) for one, n in work.items()})
 
 
+# What moves less takes a card less than a launch does, and its bytes need no telling apart: no card
+# moves less than 100 GB/s, which is 200 KB in the 2 us of the quickest launch.
+TRIFLE = 64 * 1024
+
+
+def without_trifles(work) -> Counter:
+    """The work, in which operators that only move a little have no bytes."""
+    counted = Counter()
+    for one, times in Counter(work).items():
+        small = not one.flops and not one.lists and one.nbytes < TRIFLE
+        counted[one._replace(moved=()) if small else one] += times
+    return counted
+
+
 # ---------------------------------------------------------------------- one operator
 
 NO_KERNEL = set(
@@ -97,6 +119,16 @@ GATHERS = set("embedding index index_select gather _index_put_impl_ index_put_ s
 # lists, and so many blocks, each of so many elements.
 TENSORS_OF_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 BLOCKS_OF_LAUNCH, ELEMENTS_OF_BLOCK = 320, 65536
+
+
+def count_kernels(lists, elements) -> np.ndarray:
+    """How many kernels operators launch, a part of one for a tensor of a list.
+
+    lists, elements: as in `Work`, an array each.
+    """
+    tensors = np.array([1, *TENSORS_OF_LAUNCH.values()])[np.minimum(lists, len(TENSORS_OF_LAUNCH))]
+    blocks = np.ceil(np.divide(elements, ELEMENTS_OF_BLOCK))
+    return np.maximum(1 / tensors, blocks / BLOCKS_OF_LAUNCH)
 
 
 @functools.cache
@@ -133,7 +165,7 @@ def _bytes(tensor) -> int:
 
 
 def _work_of(func, args, kwargs, tensors, out) -> Iterator[tuple]:
-    """(flops, dtype, tiles, nbytes, kernels) of an operator, or of each tensor of its lists."""
+    """The first six fields of `Work` of an operator, or of each tensor of its lists."""
     name = func._schema.name.partition("::")[2]
     written = [args[i] if i < len(args) else kwargs.get(n) for i, n in _written(func)]
     if args and isinstance(args[0], (list, tuple)) and ("foreach" in name or "_fused_" in name):
@@ -141,14 +173,26 @@ def _work_of(func, args, kwargs, tensors, out) -> Iterator[tuple]:
         return
     made = [] if written else _flat(out)
     if name in GATHERS:
-        moved = sum(map(_bytes, tensors[1:])) if written else 2 * sum(map(_bytes, made))
-        moved += sum(map(_bytes, tensors[1:2]))
+        moved = tensors[1:] if written else [*made, *made]
+        moved = [*moved, *tensors[1:2]]
     else:
-        moved = sum(map(_bytes, itertools.chain(tensors, made, _flat(written))))
-        if name in OVERWRITES or _gives_out(func):
-            moved -= sum(map(_bytes, _flat(written)))  # it is not read
+        moved = [*tensors, *made, *_flat(written)]
+        if name in OVERWRITES or _gives_out(func):  # it is not read
+            moved = _without(moved, _flat(written))
     flops, dtype = _products(func, args, kwargs, tensors, out)
-    yield flops, dtype, _tiles(func, out, dtype) if flops else 0, moved, 1.0
+    result = ()
+    if flops and func._opname in TILED:
+        *batch, rows, columns = out.shape
+        result = math.prod(batch), rows, columns
+    yield flops, dtype, result, tuple(sorted(map(_bytes, moved))), 0, 0
+
+
+def _without(tensors, others) -> list:
+    """The list less each of the others, once."""
+    left = list(tensors)
+    for other in others:
+        left.pop(next(i for i, tensor in enumerate(left) if tensor is other))
+    return left
 
 
 def _flat(values) -> list:
@@ -168,9 +212,8 @@ def _of_lists(name, args, written, out) -> Iterator[tuple]:
     for i, first in enumerate(lists[0]):
         read = [one[i] for one in (lists[1:] if name in OVERWRITES else lists) if i < len(one)]
         moved = [*read, *(one[i] for one in targets), *results[i : i + 1]]
-        blocks = -(-first.numel() // ELEMENTS_OF_BLOCK)
-        share = max(1 / TENSORS_OF_LAUNCH[min(len(lists), 5)], blocks / BLOCKS_OF_LAUNCH)
-        yield 0, "", 0, sum(map(_bytes, _flat(moved))), share
+        nbytes = tuple(sorted(map(_bytes, _flat(moved))))
+        yield 0, "", (), nbytes, len(lists), first.numel()
 
 
 # ---------------------------------------------------------------------- products
@@ -205,13 +248,17 @@ TILES = {"float32": (128, 64)}
 TENSOR_CORE_TILE = (128, 128)
 
 
-def _tiles(func, out, dtype) -> int:
-    """Tiles of a product's result; 0 where kernels share the work otherwise, as attention does."""
-    if func._opname not in ("mm", "addmm", "bmm", "baddbmm", "int8_linear_matmul"):
-        return 0
-    high, wide = TILES.get(dtype, TENSOR_CORE_TILE)
-    *batch, rows, columns = out.shape
-    return math.prod(batch) * -(-rows // high) * -(-columns // wide)
+def count_tiles(results, dtypes) -> np.ndarray:
+    """Tiles of products' results, each one processor's work; 0 where there is no result.
+
+    results: (matrices, rows, columns) of each, an array of shape [operators, 3]; dtypes: of each.
+    """
+    matrices, rows, columns = np.asarray(results, float).reshape(-1, 3).T
+    high, wide = np.array([TILES.get(dtype, TENSOR_CORE_TILE) for dtype in dtypes]).T
+    return matrices * np.ceil(rows / high) * np.ceil(columns / wide)
+
+
+TILED = ("mm", "addmm", "bmm", "baddbmm", "int8_linear_matmul")
 
 
 def _attention(func, args, kwargs) -> int:

@@ -14,6 +14,10 @@ from memlab.quantized import numel
 from memlab.trace.events import Birth, Death, Mark, Step
 from memlab.trace.ledger import Ledger
 
+# Clipping stacks the norms of all trained weights, whose number is another at each depth: a log has
+# the bytes of one norm, as a negative number, in place of the sum.
+STACKED = torch.ops.aten.stack.default
+
 # What happens, and to which storage: a number, or another name of one that a log does not have.
 Event = tuple[object, Step]
 
@@ -57,6 +61,8 @@ class Log:
         marks.sort(key=lambda mark: mark[0])
         marks.reverse()  # the next is the last
         steps, births, living, dying = [], {}, {}, []
+        weights = Counter((numel(p), p.requires_grad) for p in model.parameters())
+        trained = _trained(weights)
 
         def bury():
             for number, phase in sorted(dying):
@@ -78,7 +84,10 @@ class Log:
                 steps.append(marks.pop()[1])
             if change > 0:
                 module = storage.module if numbered else re.sub(r"\.\d+", ".*", storage.module)
-                birth = Birth(change, storage.category, phase, module, storage.operation)
+                nbytes = change
+                if storage.operation is STACKED and trained and change % trained == 0:
+                    nbytes = -(change // trained)
+                birth = Birth(nbytes, storage.category, phase, module, storage.operation)
                 births[storage.number] = birth
                 living.setdefault(birth, []).append(storage.number)
                 steps.append(birth)
@@ -86,20 +95,27 @@ class Log:
                 dying.append((storage.number, phase))
         bury()
         steps += [mark for _, mark in reversed(marks)]
-        weights = Counter((numel(p), p.requires_grad) for p in model.parameters())
         return cls(steps, weights, tuple(ledger.assumptions), Counter(work))
 
     def events(self) -> Iterator[Event]:
         """Every step with the number of the birth that it is, or that it ends; None for marks."""
         living = {}
+        trained = _trained(self.weights)
         for number, step in enumerate(self.steps):
             if type(step) is Birth:
                 living.setdefault(step, []).append(number)
+                if step.nbytes < 0:
+                    step = step._replace(nbytes=-step.nbytes * trained)
                 yield number, step
             elif type(step) is Death:
                 yield living[step.birth].pop(step.which), step
             else:
                 yield None, step
+
+
+def _trained(weights: Counter) -> int:
+    """How many tensors are trained."""
+    return sum(times for (_, free), times in weights.items() if free)
 
 
 def replay(events: Iterable[Event], ledger: Ledger) -> None:

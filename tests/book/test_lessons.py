@@ -1,5 +1,7 @@
 """What chapters need around their loops does what it says, and refuses what it cannot do."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from notebook import assert_same_run, traced
@@ -8,6 +10,7 @@ from transformers import Trainer
 from memlab import Recipe, Training, models
 from memlab.book import (
     QUIET,
+    estimated_run,
     in_turns,
     shuffled_blocks,
     small_config,
@@ -16,6 +19,7 @@ from memlab.book import (
     train_step,
     trainer_losses,
 )
+from memlab.footprint import StepTime
 
 TINY = Recipe("bert-large-tiny", batch_size=2, seq_len=16)
 
@@ -104,3 +108,13 @@ def test_runs_in_turns_meet_the_same_moments():
     frame = in_turns(runs, rounds=3, clock=lambda: next(ticks))
     assert seen == list("ababab")
     assert frame.shape == (3, 2) and list(frame) == ["a", "b"] and (frame.to_numpy() == 1).all()
+
+
+@pytest.mark.parametrize("seconds, inside", [(20.0, True), (15.0, False), (33.0, False)])
+def test_a_printed_time_is_set_beside_the_estimate_of_all_its_steps(seconds, inside):
+    step = StepTime(low=1.6, expected=2.0, high=3.2, parts={}, flops=0, peak_rate=0, samples=4)
+    figures = {"run_seconds": seconds, "samples_per_second": 40 / seconds}  # 10 steps of 4
+    run = SimpleNamespace(figures=figures)
+    said, agrees = estimated_run(run, SimpleNamespace(step_seconds=step))
+    assert f"{seconds:.0f} s, not measured again, are estimated at\n20 (16 to 32" in said
+    assert agrees == inside

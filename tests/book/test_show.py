@@ -49,6 +49,8 @@ def test_table_formats_mib_and_per_cent(runs):
     html = show.table(compare(runs, against="measured"), "Twin").to_html()
     assert "Twin" in html and "+0.00%" in html
     assert "nan" not in html
+    seconds = show.table(compare(runs)[["peak"]].assign(**{"s a step, estimated": 1.25})).to_html()
+    assert ">1.25<" in seconds
 
 
 def test_bars_draw_every_category_of_weight(runs):
@@ -57,6 +59,17 @@ def test_bars_draw_every_category_of_weight(runs):
     wanted = sum(getattr(run, "footprint", run).peak_allocated for run in runs.values())
     assert drawn == pytest.approx(wanted, rel=0.02)
     plt.close(fig)
+
+
+def test_bars_print_the_estimated_seconds_beside_them(runs):
+    def printed(shown):
+        texts = [text.get_text() for text in show.bars(shown).axes[0].texts]
+        plt.close("all")
+        return [text for text in texts if text.endswith((" s", "estimated"))]
+
+    seconds = f"{runs['simulated'].step_time.expected:,.2f} s"
+    assert printed(runs) == [seconds, "a step,\nestimated"]
+    assert printed({"measured": runs["measured"]}) == []
 
 
 def test_timeline_reaches_the_peak(runs):

@@ -135,8 +135,8 @@ def test_offloading_frees_the_card_and_counts_what_travels(deeper):
     tried = {name: deeper["offload_trial"](name, 3) for name in deeper["WAYS"]}
     kept, moved, marked, both = (run.breakdown["activations"] for run, _ in tried.values())
     assert moved < marked < kept and both < marked
-    assert tried["checkpointing"][1] == 3 * 32 * 512 * 768 * 4  # the inputs of three layers
-    assert tried["all kept"][1] > 10 * tried["checkpointing"][1]
+    assert tried["checkpointing"][1] == [32 * 512 * 768 * 4] * 3  # the inputs of three layers
+    assert sum(tried["all kept"][1]) > 10 * sum(tried["checkpointing"][1])
     # Of a layer: 4 x 768 ** 2 and 8 x 768 ** 2 weights and two products with the tokens.
     once = 2 * 32 * 512 * (12 * 768**2 + 2 * 512 * 768)
     assert deeper["operations"](1) == pytest.approx(3 * once, rel=0.1)

@@ -270,7 +270,8 @@ def test_verdicts():
     names["even"].vocab_size = 50304
     words["sizes"] = decided(DEEPER, "sizes", names)
     DEEPER.run("overview", names)
-    words["overview"] = decided(DEEPER, "overview", names | {"saving": {1: 0.0, 16: 0.24}})
+    names |= {"saving": {1: 0.0, 16: 0.24}, "faster": {1: 2.0, 16: 3.4}}
+    words["overview"] = decided(DEEPER, "overview", names)
     assert set(words.values()) == {"holds with a condition"}
     for padded, word in ((0.5, "holds with a condition"), (1.1, "does not hold")):
         names["products"] = {"padded": padded, "as it is, again": 1.0}

@@ -1,0 +1,547 @@
+"""Which recipe trains a model on a card: the closed form looks everywhere, a simulation confirms.
+
+Every combination of way, precision, optimizer and checkpointing is asked of `memlab.formula` for
+the largest micro-batch that fits. The best are then simulated, one trace each
+(`memlab.sizing.SizedLog`), which corrects what the formula said, until the best one is a
+simulated one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+from tqdm.auto import tqdm
+from transformers.pytorch_utils import Conv1D
+
+from memlab import models
+from memlab.card.attention import SHARES_KEYS
+from memlab.closed_form import formula
+from memlab.derivation import derive
+from memlab.fields import wrong
+from memlab.footprint import Category, Footprint
+from memlab.gpus import GPU, GPUS
+from memlab.planning import MARGIN, STEPS, judged, largest_size, limited, room
+from memlab.plans import (
+    STATES,
+    WAYS,
+    Cards,
+    Option,
+    Plan,
+    Question,
+    Switch,
+    described,
+    gib,
+    way_of,
+)
+from memlab.recipe import Recipe
+from memlab.simulation import simulate
+from memlab.sizing import SizedLog
+
+CLIPPING = 1.0  # the Trainer's own
+OPTIMIZERS = ("adamw_torch_fused", "adamw_8bit", "adafactor", "paged_adamw_8bit")
+FOR_ADAPTERS = ("adamw_torch_fused", "adamw_8bit")  # whose states are small in any case
+OTHER_OPTIMIZERS = ("sgd", "lion_8bit")
+TRACES = 4  # simulations at most until the fastest is one that is simulated
+ALIKE = 0.05  # seconds are a rough figure: within so much of the least, the plainer recipe is told
+SAME_ROOM = 0.02  # of a card; within so much of the most room a recipe that is simulated is told
+NEAR = 0.05  # lacking so much of a card by the formula, it may yet fit
+
+
+def plan(model, gpu=None, seq_len: int = 512, effective_batch: int = 16, **more) -> Plan | Cards:
+    """How to train a model on a card, or which card to take.
+
+    gpu: a card as for `fits`; or several, or None for all of `memlab.gpus.GPUS`, which asks for the
+    smallest card of each way. model, seq_len (tokens), effective_batch (sequences of an optimizer
+    step) and more: the fields of `memlab.plans.Question`; margin: as in `fits`.
+
+    What fits is decided by the margin of `fits`; which is fastest by estimated seconds. The formula
+    knows no order of events, so what it says of bytes is confirmed by simulations where a figure
+    says "simulated": the fastest recipe, the one with the most room, their largest micro-batch and
+    their longest sequence. A card given in bytes is taken as quick as an A100.
+
+    Raises ValueError in one line for what cannot be asked.
+    """
+    margin = more.pop("margin", MARGIN)
+    question = Question(model, seq_len, effective_batch, **more)
+    several = gpu is None or isinstance(gpu, (list, tuple))
+    named = (list(GPUS) if gpu is None else gpu) if several else [gpu]
+    cards = [_with_rates(limited(one, margin)) for one in named]
+    if not cards:
+        raise ValueError(f"gpu is {gpu!r}: allowed are {', '.join(GPUS)}, or a number of bytes")
+    if several and len(cards) > 1:
+        return _which_card(question, cards, margin)
+    search = _Search(question, cards[0], margin)
+    with tqdm(desc="planning", leave=False, bar_format=BAR) as search.progress:
+        return search.plan()
+
+
+BAR = "{desc} [{elapsed}]"
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What is searched over, apart from sizes."""
+
+    way: str
+    precision: str
+    optimizer: str
+    checkpointing: bool = False
+
+
+class _Search:
+    """The search for one question on one card."""
+
+    def __init__(self, question: Question, card: GPU, margin: float, progress=None):
+        self.question, self.card, self.margin, self.progress = question, card, margin, progress
+        self.room = room(card, margin)
+        named = isinstance(question.model, str) and question.model in models.MODELS
+        self.model = question.model if named else models.config(question.model)
+        self.attention = "eager"
+        self.recipe(Combination(question.ways[0], "fp32", "adamw_torch_fused"), 1)  # or an error
+        self.attention = _attention(self.model, question.task)
+        if question.ways != ("full",):
+            _check_rank(self.model, question)
+        every = range(1, question.effective_batch + 1)
+        self.batches = [n for n in every if question.effective_batch % n == 0]
+        self.combinations, self.excluded = combinations(question, card)
+        self.logs: dict[tuple, SizedLog] = {}
+        self.sizes: dict[tuple, tuple] = {}
+        self.footprints: dict[tuple, Footprint] = {}
+
+    def plan(self) -> Plan:
+        """The whole answer."""
+        options = self.confirm_the_best({one: self.largest(one) for one in self.combinations})
+        fastest = roomiest = None
+        best = self.fastest_of(options)
+        if best:
+            fastest = self.with_sizes(options[best])
+            roomiest = self.with_sizes(self.roomiest())
+        ways = {way: self.best_of(way, options) for way in self.question.ways}
+        if fastest:
+            ways[fastest.way] = fastest
+        start, footprint = self.start()
+        switches = self.switches(start)
+        return Plan(
+            self.question,
+            self.card,
+            self.named(fastest),
+            self.named(roomiest),
+            {way: self.named(option) for way, option in ways.items()},
+            self.named(start),
+            switches,
+            decision(start, footprint, switches, self.room),
+            () if fastest else tuple(self.remedies(options)),
+            self.excluded,
+        )
+
+    # ------------------------------------------------------------------ recipes and their bytes
+
+    def recipe(self, one: Combination, batch: int, **changes) -> Recipe:
+        """A combination with a micro-batch."""
+        asked = self.question
+        values = {
+            "model": self.model,
+            "task": asked.task,
+            "batch_size": batch,
+            "accumulation": max(1, asked.effective_batch // batch),
+            "seq_len": asked.seq_len,
+            "precision": one.precision,
+            "optimizer": one.optimizer,
+            "checkpointing": one.checkpointing,
+            "attention": self.attention,
+            "max_grad_norm": CLIPPING,
+        }
+        if one.way != "full":
+            values["lora_rank"] = asked.lora_rank
+        if one.way == "qlora":
+            values |= {"base": "nf4", "double_quant": True}
+        return Recipe(**values | changes)
+
+    def footprint(self, recipe: Recipe) -> Footprint:
+        """What the formula says, or a simulation where there is no formula."""
+        key = (_trace_key(recipe), recipe.batch_size, recipe.accumulation, recipe.seq_len)
+        if key not in self.footprints:
+            self.footprints[key] = _quick(recipe, self.card, self.say)
+        return self.footprints[key]
+
+    def named(self, option: Option | None) -> Option | None:
+        """The option with the model as the reader named it, and not as the config it stands for."""
+        if option is None or not isinstance(self.question.model, str):
+            return option
+        recipe = option.recipe.but(model=self.question.model, task=option.recipe.task)
+        return dataclasses.replace(option, recipe=recipe)
+
+    def option(self, recipe: Recipe) -> Option:
+        """A recipe by the formula: the bytes of its blocks, without what their order adds."""
+        needed = self.footprint(recipe).peak_allocated + self.card.context
+        total = self.card.total_memory
+        return Option(recipe, needed, total - self.room, total, self.seconds(recipe), False)
+
+    def seconds(self, recipe: Recipe) -> float | None:
+        """The estimated seconds of a step."""
+        time = self.footprint(recipe).step_time
+        return time and time.expected
+
+    def largest(self, one: Combination) -> Option:
+        """The combination with the largest micro-batch that fits by the formula, or else with 1."""
+        found = self.option(self.recipe(one, 1))
+        low, high = 0, len(self.batches)
+        while high - low > 1 and not found.missing:
+            middle = (low + high) // 2
+            option = self.option(self.recipe(one, self.batches[middle]))
+            if option.missing:
+                high = middle
+            else:
+                low, found = middle, option
+        return found
+
+    def longest(self, recipe: Recipe) -> int:
+        """The longest sequence that fits by the formula, in steps of 64 tokens; at least one."""
+        step, end = STEPS["seq_len"], models.max_length(self.model) or 2**16
+        low, high = 1, max(1, end // step) + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            option = self.option(recipe.but(seq_len=middle * step))
+            low, high = (low, middle) if option.missing else (middle, high)
+        return min(low * step, end)
+
+    # ------------------------------------------------------------------ simulations
+
+    def confirm_the_best(self, options: dict[Combination, Option]) -> dict[Combination, Option]:
+        """The options; the best of those that fit is a simulated one."""
+        options = dict(options)
+        for _ in range(TRACES):
+            best = self.fastest_of(options)
+            if best is None:  # it may be the formula that lacks some bytes
+                best = min(options, key=lambda one: options[one].missing)
+                if options[best].missing > NEAR * self.card.total_memory:
+                    break
+            if options[best].simulated:
+                break
+            options[best] = self.confirmed(options[best])
+        return options
+
+    def confirmed(self, option: Option) -> Option:
+        """The option as a simulation has it, with the largest micro-batch that it allows, or 1."""
+        recipe, effective = option.recipe, self.question.effective_batch
+        while True:
+            largest = self.size(recipe, "batch_size")[0]
+            if recipe.accumulation == 1 and largest < effective > 1:
+                # Gradients that wait for the next micro-batch are another training.
+                recipe = self._cut(recipe, self.batches[-2])
+                continue
+            allowed = [n for n in self.batches if n <= largest and n < effective]
+            if recipe.accumulation > 1:
+                recipe = self._cut(recipe, max(allowed, default=1))
+            return self.judged(recipe)
+
+    def _cut(self, recipe, batch) -> Recipe:
+        return recipe.but(batch_size=batch, accumulation=self.question.effective_batch // batch)
+
+    def judged(self, recipe: Recipe) -> Option:
+        """A recipe as a simulation has it."""
+        fit = judged(recipe, self.log(recipe).at(recipe), self.card, self.margin)
+        drawn = fit.footprint.reserved_range
+        drawn = drawn and tuple(self.card.context + end for end in drawn)
+        total, seconds = fit.total_memory, self.seconds(recipe)
+        return Option(recipe, fit.needed, fit.margin, total, seconds, True, drawn)
+
+    def size(self, recipe: Recipe, field: str) -> tuple[int, int | None]:
+        """As `largest_size`."""
+        key = (
+            self._key(recipe),
+            field,
+            recipe.seq_len if field == "batch_size" else recipe.batch_size,
+        )
+        if key not in self.sizes:
+            log = self.log(recipe)
+            self.sizes[key] = largest_size(recipe, self.card, log, field, self.margin)
+        return self.sizes[key]
+
+    def is_traced(self, recipe: Recipe) -> bool:
+        """Whether its trace is there."""
+        return self._key(recipe) in self.logs
+
+    def _key(self, recipe) -> tuple:
+        return _trace_key(recipe), recipe.accumulation > 1
+
+    def log(self, recipe: Recipe) -> SizedLog:
+        """The trace of a recipe at all sizes."""
+        key = self._key(recipe)
+        if key not in self.logs:
+            self.say(f"simulating {described(recipe)} on {self.card.name}")
+            self.logs[key] = SizedLog(recipe, self.card)
+        return self.logs[key]
+
+    def say(self, text: str) -> None:
+        """What is being done."""
+        self.progress.set_description(text)
+
+    # ------------------------------------------------------------------ parts of the answer
+
+    def fastest_of(self, options: dict[Combination, Option]) -> Combination | None:
+        """The plainest of those that fit and are about as fast as the fastest.
+
+        What pages comes last, because nobody estimates the seconds of moving its states.
+        """
+        fitting = {one: it for one, it in options.items() if not it.missing}
+        settled = {one: it for one, it in fitting.items() if not is_paged(one.optimizer)}
+        seconds = {one: it.seconds or float("inf") for one, it in (settled or fitting).items()}
+        least = min(seconds.values(), default=None)
+        return next((one for one, time in seconds.items() if time <= (1 + ALIKE) * least), None)
+
+    def roomiest(self) -> Option:
+        """What leaves the most room, by the formula, as a simulation has it."""
+        recipes = [self.recipe(one, 1) for one in self.combinations]
+        needed = [self.option(recipe).needed for recipe in recipes]
+        most = min(needed) + SAME_ROOM * self.card.total_memory
+        alike = [it for it, there in zip(recipes, needed, strict=True) if there <= most]
+        return self.judged(next(filter(self.is_traced, alike), alike[0]))
+
+    def with_sizes(self, option: Option) -> Option:
+        """The option with its largest micro-batch and its longest sequence."""
+        recipe = option.recipe
+        batch, _ = self.size(recipe, "batch_size")
+        near = recipe.but(seq_len=self.longest(recipe))
+        length, following = self.size(near, "seq_len")
+        return dataclasses.replace(
+            option, largest_batch=batch, longest=length, longest_ends=following is None
+        )
+
+    def best_of(self, way: str, options: dict[Combination, Option]) -> Option:
+        """The fastest option of a way that fits, or the one that lacks least."""
+        of_way = {one: option for one, option in options.items() if one.way == way}
+        best = self.fastest_of(of_way)
+        return of_way[best] if best else min(of_way.values(), key=lambda option: option.missing)
+
+    def start(self) -> tuple[Option, Footprint]:
+        """The plain recipe of the first way, by the formula."""
+        recipe = self.recipe(self.combinations[0], 1)
+        return self.option(recipe), self.footprint(recipe)
+
+    def switches(self, start: Option) -> tuple[Switch, ...]:
+        """Single changes of the first recipe, the one that saves most first."""
+        first, changed = self.combinations[0], {}
+        named = {"way": WAYS, "checkpointing": {True: "checkpointing"}}
+        for one in self.combinations:
+            fields = dataclasses.asdict(one)
+            other = {k: v for k, v in fields.items() if v != getattr(first, k)}
+            if one.way != first.way and {"optimizer", "checkpointing"}.isdisjoint(other):
+                changed.setdefault(WAYS[one.way], self.recipe(one, 1))
+            elif len(other) == 1:
+                ((name, value),) = other.items()
+                changed[named.get(name, {}).get(value, value)] = self.recipe(one, 1)
+        if len(self.batches) > 1:
+            changed[f"micro-batch {self.batches[1]}"] = self.recipe(first, self.batches[1])
+        if self.question.seq_len > 1:
+            half = self.question.seq_len // 2
+            changed[f"{half:,} tokens"] = self.recipe(first, 1, seq_len=half)
+        switches = []
+        for name, recipe in changed.items():
+            option = self.option(recipe)
+            known = option.seconds and start.seconds and not is_paged(recipe.optimizer)
+            slower = option.seconds - start.seconds if known else None
+            switches.append(Switch(name, start.needed - option.needed, slower, not option.missing))
+        return tuple(sorted(switches, key=lambda switch: -switch.saved))
+
+    def remedies(self, options: dict[Combination, Option]) -> list[str]:
+        """What would fit where nothing does: another way, a shorter sequence, a larger card."""
+        found = []
+        for way in WAYS:
+            if way not in self.question.ways:
+                other = self.other(dataclasses.replace(self.question, ways=(way,)), self.card)
+                option = other.first_that_fits()
+                found += [f"{option}"] if option else []
+        nearest = min(options.values(), key=lambda option: option.missing).recipe
+        length, _ = self.size(nearest.but(seq_len=self.longest(nearest)), "seq_len")
+        if length:
+            found.append(f"sequences of {length:,} tokens, with {described(nearest)}")
+        for card in sorted(GPUS.values(), key=lambda card: card.total_memory):
+            if card.total_memory > self.card.total_memory:
+                option = self.other(self.question, card).first_that_fits()
+                if option:
+                    found.append(f"{card.name}, with {option}")
+                    break
+        return found or ["none of memlab's cards: see the book's chapter on more than one GPU"]
+
+    def other(self, question: Question, card: GPU) -> _Search:
+        """The search for another question or card."""
+        return _Search(question, card, self.margin, self.progress)
+
+    def first_that_fits(self) -> Option | None:
+        """The best option as a simulation has it; None where none fits."""
+        options = self.confirm_the_best({one: self.largest(one) for one in self.combinations})
+        best = self.fastest_of({one: it for one, it in options.items() if it.simulated})
+        return best and options[best]
+
+
+def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
+    """The smallest card of each way, simulated; the others by the formula."""
+    cards = sorted(cards, key=lambda card: card.total_memory)
+    bar = tqdm(cards, leave=False)
+    options, smallest = {}, dict.fromkeys(question.ways)
+    for card in bar:
+        search = _Search(question, card, margin, bar)
+        search.say(f"planning for {card.name}")
+        every = {one: search.largest(one) for one in search.combinations}
+        options[card.name] = {}
+        for way in question.ways:
+            best = search.best_of(way, every)
+            if smallest[way] is None and not best.missing:
+                of_way = {one: option for one, option in every.items() if one.way == way}
+                best = search.best_of(way, search.confirm_the_best(of_way))
+                smallest[way] = None if best.missing else card.name
+            options[card.name][way] = search.named(best)
+    bar.close()
+    return Cards(question, options, smallest)
+
+
+def combinations(question: Question, card: GPU) -> tuple[list[Combination], tuple[str, ...]]:
+    """(what is searched, the plainest of each way first; what is not, and why)."""
+    native = "bfloat16" in card.native_dtypes
+    half = "bf16" if native else "fp16"
+    amp, kept = f"{half}-amp", question.keep_quality
+    usual = {
+        "full": (amp, "fp32") if kept or not native else (amp, "fp32", half),
+        "lora": (half, amp) if native or not kept else (amp,),
+        "qlora": (amp,),
+    }
+    excluded = []
+    if kept:
+        rather = "trained weights in pure bf16" if native else "LoRA on a base in pure fp16"
+        excluded.append(f"{rather}, {' and '.join(OTHER_OPTIMIZERS)} (they may train worse)")
+    optimizers = OPTIMIZERS if kept else OPTIMIZERS + OTHER_OPTIMIZERS
+    bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None
+    if not bitsandbytes:
+        excluded.append("QLoRA and 8-bit optimizers (the package bitsandbytes is not here)")
+    found = []
+    for way in question.ways:
+        if way == "qlora" and not bitsandbytes:
+            continue
+        for precision in question.precisions or usual[way]:
+            for optimizer in optimizers if way == "full" else FOR_ADAPTERS:
+                if bitsandbytes or not optimizer.endswith("8bit"):
+                    for checkpointing in (False, True):
+                        found.append(Combination(way, precision, optimizer, checkpointing))
+    if not found:
+        raise ValueError("ways is ('qlora',): it needs the package bitsandbytes, which is not here")
+    return found, tuple(excluded)
+
+
+# ---------------------------------------------------------------------- words
+
+
+CAN_REDUCE = {
+    Category.PARAMETERS: "QLoRA",
+    Category.GRADIENTS: "LoRA and QLoRA",
+    Category.OPTIMIZER_STATES: "an 8-bit or paged optimizer, LoRA and QLoRA",
+    Category.ACTIVATIONS: "checkpointing, a smaller micro-batch and shorter sequences",
+    Category.TEMPORARY: "a smaller micro-batch and shorter sequences",
+}
+
+
+def decision(start: Option, footprint: Footprint, switches, room: int) -> tuple[str, ...]:
+    """What decides, in sentences, from what the plain recipe's peak is made of."""
+    states = sum(footprint.breakdown.get(name, 0) for name in STATES)
+    largest = max(CAN_REDUCE, key=lambda name: footprint.breakdown.get(name, 0))
+    name, way = largest.replace("_", " "), WAYS[start.way]
+    share = footprint.breakdown[largest] / footprint.peak_allocated
+    most = (
+        f"The largest part is {name}, {share:.0%} of the peak, in the {footprint.peak_phase}: "
+        f"less of it by {CAN_REDUCE[largest]}."
+    )
+    enough = [switch.name for switch in switches if switch.fits]
+    helps = f"Enough by itself: {', '.join(enough)}." if enough else "No single switch is enough."
+    if not start.missing:
+        return (f"{way.capitalize()} fits as it is.", most)
+    if states + start.needed - footprint.peak_allocated > room:
+        return (
+            f"Parameters, gradients and optimizer states are {gib(states)} where {gib(room)} may "
+            "be used: checkpointing, a smaller micro-batch and shorter sequences cannot help.",
+            f"{most} {helps}",
+        )
+    return (
+        f"Parameters, gradients and optimizer states are {gib(states)} of the {gib(room)} that may "
+        f"be used, and the rest of the peak {gib(footprint.peak_allocated - states)}.",
+        f"{most} {helps}",
+    )
+
+
+# ---------------------------------------------------------------------- helpers
+
+
+def is_paged(optimizer: str) -> bool:
+    """Whether states may leave the card, in seconds that are not estimated."""
+    return optimizer.startswith("paged")
+
+
+def _quick(recipe: Recipe, card: GPU, say) -> Footprint:
+    """The footprint by the formula, derived where it is not known; else simulated."""
+    if _runs_math(recipe, card):
+        recipe = recipe.but(attention="eager")
+    recipe = recipe.but(max_grad_norm=0)  # clipping holds less than a MiB
+    try:
+        return formula(recipe, card)
+    except ValueError:
+        pass
+    try:
+        say(f"deriving a formula for {described(recipe)}")
+        derive(recipe)
+        return formula(recipe, card)
+    except ValueError:
+        say(f"simulating {described(recipe)} on {card.name}")
+        return simulate(recipe, card.without_limit())
+
+
+def _runs_math(recipe: Recipe, card: GPU) -> bool:
+    """Whether a card before Ampere computes sdpa with all weights, as it does for shared keys.
+
+    The formula's coefficients are those of an Ampere, which has flash attention; eager holds a
+    little more than PyTorch's math kernel.
+    """
+    config = models.config(recipe.model)
+    heads = getattr(config, "num_attention_heads", None)
+    shared = (getattr(config, "num_key_value_heads", None) or heads) != heads
+    fused = card.capability >= (8, 0) or "efficient" in SHARES_KEYS
+    return recipe.attention == "sdpa" and shared and not fused
+
+
+def _attention(model, task) -> str:
+    """`sdpa` where the architecture has it, else `eager`."""
+    with torch.device("meta"):
+        try:
+            models.build(models.with_layers(model, 2), task, attention="sdpa")
+        except ValueError:
+            return "eager"
+    return "sdpa"
+
+
+def _check_rank(model, question: Question) -> None:
+    """Raise ValueError for a rank above what every layer has, as a training would."""
+    with torch.device("meta"):
+        built = models.build(models.with_layers(model, 2), question.task)
+    linear = (m for m in built.modules() if isinstance(m, (torch.nn.Linear, Conv1D)))
+    most = max((min(module.weight.shape) for module in linear), default=0)
+    if question.lora_rank > most:
+        raise wrong("lora_rank", question.lora_rank, f"whole numbers from 1 to {most}")
+
+
+def _trace_key(recipe: Recipe) -> tuple:
+    """What a trace depends on, apart from sizes."""
+    return (
+        way_of(recipe),
+        recipe.precision,
+        recipe.optimizer,
+        recipe.checkpointing,
+    )
+
+
+def _with_rates(card: GPU) -> GPU:
+    """The card; one that is only bytes is as quick as an A100, whose other rules it has."""
+    like = GPUS["A100-80GB"]
+    if card.bandwidth is None:
+        return dataclasses.replace(card, rates=like.rates, bandwidth=like.bandwidth)
+    return card

@@ -1,0 +1,107 @@
+"""One trace for every micro-batch and every length.
+
+Of a recipe whose micro-batch and length are primes (times a power of two) that divide nothing of
+the model, the bytes of each storage say how often either is a factor of them. So the log of one
+such training holds those of all others in the same order of events, and an allocator serves each
+in a fraction of a second. Nothing is fitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from memlab import models
+from memlab.footprint import Phase
+from memlab.gpus import GPU
+from memlab.recipe import Recipe
+from memlab.simulation import full_log
+from memlab.trace.events import Birth, Step
+from memlab.trace.log import Event, Log
+
+PRIMES = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
+ROUNDED = 128  # kernels round a length up to that at most: flash attention's backward does
+
+
+@dataclass(frozen=True)
+class _Resized(Log):
+    """A log in which every storage has the bytes of another micro-batch and another length.
+
+    known: (number of the storage or None, step, place among the births or -1) of the log that was
+    traced; births: as they are now. Births that become alike are still told apart by number.
+    """
+
+    known: list[tuple[int | None, Step, int]] = field(default_factory=list)
+    births: list[Birth] = field(default_factory=list)
+
+    def events(self) -> Iterator[Event]:
+        """As `Log.events`."""
+        births = self.births
+        return ((number, births[i] if i >= 0 else step) for number, step, i in self.known)
+
+
+class SizedLog:
+    """The logs of a recipe on a card for all micro-batches and lengths, from one simulation.
+
+    longest: the tokens up to which they hold, None for no end. Beyond a window of attention, or
+    below it, a model computes in another way, so they hold on the side where the recipe is.
+    """
+
+    def __init__(self, recipe: Recipe, card: GPU):
+        config = models.config(recipe.model)
+        window = getattr(config, "sliding_window", None)
+        inside = window is None or recipe.seq_len <= window
+        self.longest = models.max_length(config)
+        if inside and window is not None:
+            self.longest = min(window, self.longest or window)
+        batch, length = _primes(recipe)
+        times = ROUNDED
+        while self.longest is not None and times > 1 and length * times > self.longest:
+            times //= 2
+        while not inside and length * times <= window:
+            times *= 2
+        self._batch, self._prime, self._length = batch, length, length * times
+        primed = replace(recipe, batch_size=batch, seq_len=self._length)
+        self._log = full_log(primed, card)
+        self._places: dict[Birth, int] = {}
+        self._events = [
+            (number, step, self._place(step) if type(step) is Birth else -1)
+            for number, step in self._log.events()
+        ]
+
+    def _place(self, birth: Birth) -> int:
+        return self._places.setdefault(birth, len(self._places))
+
+    def at(self, recipe: Recipe) -> Log:
+        """The log of the recipe with another `batch_size` and `seq_len`, without its work."""
+        log, sizes = self._log, (recipe.batch_size, recipe.seq_len)
+        births = [birth._replace(nbytes=self._nbytes(*sizes, birth)) for birth in self._places]
+        return _Resized(log.steps, log.weights, log.assumptions, known=self._events, births=births)
+
+    def _nbytes(self, batch: int, length: int, birth: Birth) -> int:
+        size, times = birth.nbytes, 1
+        if birth.phase == Phase.STEP or size <= 0:
+            return size
+        if size % self._batch == 0:
+            size, times = size // self._batch, batch
+            if size % (self._length + 1) == 0:  # shifted labels are padded by one token
+                return size // (self._length + 1) * times * (length + 1)
+        below = 1
+        while size % self._prime == 0:
+            size, times = size // self._prime, times * length
+            below *= self._length // self._prime
+        return -(-size * times // below)
+
+
+def _primes(recipe: Recipe) -> tuple[int, int]:
+    """Two primes that divide no size of the model: for the micro-batch and for the length."""
+    config = models.with_layers(recipe.model, 2)
+    with torch.device("meta"):
+        model = models.build(config, recipe.task)
+    sizes = {size for weight in model.parameters() for size in weight.shape}
+    sizes |= {value for value in vars(config).values() if type(value) is int and value}
+    sizes.add(recipe.lora_rank or 1)
+    free = [prime for prime in PRIMES if all(size % prime for size in sizes)]
+    return free[1], free[0]
