@@ -1,4 +1,4 @@
-"""What this book adds to Jupyter Book 1: a Kaggle button, scripts, reading times, two checks.
+"""What this book adds to Jupyter Book 1: a calculator, a button, scripts, reading times, checks.
 
 A check speaks through Sphinx's warnings, and the build treats warnings as errors.
 """
@@ -10,6 +10,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from bs4 import BeautifulSoup
 from docutils import nodes
+from docutils.parsers.rst import Directive
 from sphinx.util import logging
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,6 +52,15 @@ def drop_doubled_scripts(app, pagename, templatename, context, doctree):
             kept.append(script)
         seen.add(body)
     context["script_files"] = kept
+
+
+class CalculatorOnPage(Directive):
+    """The calculator of all switches, where a page of Markdown asks for it."""
+
+    def run(self):
+        from memlab.book import Calculator  # torch and transformers, which other pages can spare
+
+        return [nodes.raw("", Calculator()._repr_html_(), format="html")]
 
 
 def says_something(alt):
@@ -148,6 +158,7 @@ def check_links(app, exception):
 
 
 def setup(app):
+    app.add_directive("calculator", CalculatorOnPage)
     app.connect("config-inited", add_vendored_scripts)
     app.connect("doctree-read", check_alt_texts)
     # The theme adds its own buttons at priority 501.

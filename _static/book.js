@@ -28,3 +28,11 @@ if (location.protocol === "file:" && typeof DOCUMENTATION_OPTIONS !== "undefined
   addEventListener("resize", later);
   document.addEventListener("toggle", later, true); // folded boxes have no width
 })();
+
+// Paper is white: a page is printed in the light theme, whichever the screen has.
+(() => {
+  const page = document.documentElement;
+  let theme;
+  addEventListener("beforeprint", () => ((theme = page.dataset.theme), (page.dataset.theme = "light")));
+  addEventListener("afterprint", () => (page.dataset.theme = theme));
+})();

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 
 import torch
 from tqdm.auto import tqdm
+from transformers.pytorch_utils import Conv1D
 
 from memlab import models
 from memlab.card.attention import SHARES_KEYS
 from memlab.closed_form import formula
 from memlab.derivation import derive
+from memlab.fields import wrong
 from memlab.footprint import Category, Footprint
 from memlab.gpus import GPU, GPUS
 from memlab.planning import MARGIN, STEPS, judged, largest_size, limited, room
@@ -71,8 +73,9 @@ def plan(model, gpu=None, seq_len: int = 512, effective_batch: int = 16, **more)
         raise ValueError(f"gpu is {gpu!r}: allowed are {', '.join(GPUS)}, or a number of bytes")
     if several and len(cards) > 1:
         return _which_card(question, cards, margin)
-    with tqdm(desc=f"planning for {cards[0].name}", leave=False, bar_format=BAR) as progress:
-        return _Search(question, cards[0], margin, progress).plan()
+    search = _Search(question, cards[0], margin)
+    with tqdm(desc="planning", leave=False, bar_format=BAR) as search.progress:
+        return search.plan()
 
 
 BAR = "{desc} [{elapsed}]"
@@ -91,7 +94,7 @@ class Combination:
 class _Search:
     """The search for one question on one card."""
 
-    def __init__(self, question: Question, card: GPU, margin: float, progress):
+    def __init__(self, question: Question, card: GPU, margin: float, progress=None):
         self.question, self.card, self.margin, self.progress = question, card, margin, progress
         self.room = room(card, margin)
         named = isinstance(question.model, str) and question.model in models.MODELS
@@ -99,6 +102,8 @@ class _Search:
         self.attention = "eager"
         self.recipe(Combination(question.ways[0], "fp32", "adamw_torch_fused"), 1)  # or an error
         self.attention = _attention(self.model, question.task)
+        if question.ways != ("full",):
+            _check_rank(self.model, question)
         every = range(1, question.effective_batch + 1)
         self.batches = [n for n in every if question.effective_batch % n == 0]
         self.combinations, self.excluded = combinations(question, card)
@@ -512,6 +517,16 @@ def _attention(model, task) -> str:
         except ValueError:
             return "eager"
     return "sdpa"
+
+
+def _check_rank(model, question: Question) -> None:
+    """Raise ValueError for a rank above what every layer has, as a training would."""
+    with torch.device("meta"):
+        built = models.build(models.with_layers(model, 2), question.task)
+    linear = (m for m in built.modules() if isinstance(m, (torch.nn.Linear, Conv1D)))
+    most = max((min(module.weight.shape) for module in linear), default=0)
+    if question.lora_rank > most:
+        raise wrong("lora_rank", question.lora_rank, f"whole numbers from 1 to {most}")
 
 
 def _trace_key(recipe: Recipe) -> tuple:

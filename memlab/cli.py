@@ -50,13 +50,13 @@ def _plan(options) -> dict:
     asked = {name: getattr(options, name) for name in (*fields, "lora_rank", "task")}
     if options.margin is not None:
         asked["margin"] = options.margin
-    several = options.gpu if len(options.gpu) != 1 else options.gpu[0]
     if options.script:
         if len(options.gpu) != 1:
             raise ValueError("a script is for one card: name it with --gpu")
         if Path(options.script).exists() and not options.force:
             raise ValueError(f"{options.script} is there already: --force writes over it")
-    answer = plan(options.model, several or None, **asked)
+    (cards,) = options.gpu if len(options.gpu) == 1 else (options.gpu or None,)
+    answer = plan(options.model, cards, **asked)
     text, written = str(answer), options.script if answer else None
     if written:
         text = f"{text}\n{_write_script(answer.fastest.recipe, options)}"

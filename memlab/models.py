@@ -14,6 +14,7 @@ import urllib.request
 from pathlib import Path
 
 import torch
+import transformers
 from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
@@ -61,17 +62,20 @@ def config(model) -> PretrainedConfig:
         return _read_hub(name)
     raise ValueError(
         f"unknown model {name!r}: known are {', '.join(_PUBLISHED)} (each also as <name>-tiny), "
-        "or a path to a config.json, or a hub name like org/name"
+        "or a config.json, a folder that save_pretrained wrote, or a hub name like org/name"
     )
 
 
 def _read_file(path: Path) -> PretrainedConfig:
     """The config in a config.json; only its values are used, no code that it names is run."""
-    path = path / "config.json" if path.is_dir() else path
+    folder, path = path, path / "config.json" if path.is_dir() else path
+    if folder.is_dir() and (folder / "adapter_config.json").exists() and not path.exists():
+        raise ValueError(f"{folder}: holds an adapter only: name the model that it was trained on")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{path}: there is no such file") from None
+        advice = "name a config.json, or a folder that save_pretrained wrote"
+        raise ValueError(f"{path}: there is no such file: {advice}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: not a readable JSON file ({_one_line(error)})") from None
     return _from_values(values, path)
@@ -81,7 +85,10 @@ def _from_values(values, place) -> PretrainedConfig:
     """The config with the values of a config.json; `place` begins the words of an error."""
     family = values.get("model_type") if isinstance(values, dict) else None
     if not isinstance(family, str) or family not in CONFIG_MAPPING:
-        raise ValueError(f"{place}: model_type is {family!r}: allowed are those of transformers")
+        raise ValueError(
+            f"{place}: model_type is {family!r}: allowed are those of transformers, which is "
+            f"{transformers.__version__} here; a newer one may know it"
+        )
     try:
         return CONFIG_MAPPING[family].from_dict(values)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -97,7 +104,7 @@ def _read_hub(name: str) -> PretrainedConfig:
             except (OSError, ValueError, RuntimeError, KeyError) as error:
                 problem = problem if cached_only else _one_line(error)
     raise ValueError(
-        f"cannot get the config of {name!r} from the hub ({problem}): "
+        f"there is no folder {name!r}, and its config cannot be had from the hub ({problem}): "
         f"known without it are {', '.join(_PUBLISHED)}, or a path to a config.json"
     )
 

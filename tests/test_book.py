@@ -1,5 +1,6 @@
 """The rendered book, as a reader opens it: from the disk, without a network, in a real browser."""
 
+import base64
 import os
 import re
 import sys
@@ -12,6 +13,8 @@ import pytest
 import yaml
 from browser import Browser
 from contents import listed_pages
+
+from memlab.book.claims import all_claims
 
 ROOT = Path(__file__).parent.parent
 HTML = ROOT / "_build" / "html"
@@ -72,6 +75,38 @@ def test_the_index_says_how_long_every_chapter_takes():
     said = dict(re.findall(r'class="minutes" data-page="([\w-]+)">\((\d+) min\)<', index))
     wanted = {Path(page).stem for page in CHAPTERS if "-deeper" not in page}
     assert set(said) == wanted and all(0 < int(minutes) < 60 for minutes in said.values())
+
+
+def test_the_ledger_has_every_statement_in_the_order_that_is_asked(chromium):
+    tab = chromium.open(url("chapters/claims.html"), theme="dark")
+    rows = """[...document.querySelectorAll("table.ledger tbody tr:not(.source)")]
+              .map((row) => ({id: row.id, ...row.dataset}))"""
+    click = "document.querySelector('.ledger-order button:nth-of-type({})').click()"
+    of_sources = tab.run(rows)
+    assert [row["id"] for row in of_sources] == [f"statement-{id}" for id in all_claims()]
+    for number, key in ((2, "verdict"), (3, "chapter")):
+        tab.run(click.format(number))
+        assert tab.run(rows) == sorted(of_sources, key=lambda row: int(row[key]))
+    tab.run(click.format(1))
+    assert tab.run(rows) == of_sources
+    tab.close()
+
+
+def test_a_page_is_printed_dark_on_white(chromium):
+    tab = chromium.open(url("chapters/claims.html"), theme="dark")
+    theme = "document.documentElement.dataset.theme"
+    tab.run(f"addEventListener('beforeprint', () => (window.printed = {theme}))")
+    tab.send("Page.printToPDF")
+    assert (tab.run("window.printed"), tab.run(theme)) == ("light", "dark")
+    tab.close()
+
+
+def test_the_cheat_sheet_is_one_page_of_a4(chromium):
+    tab = chromium.open(url("chapters/cheatsheet.html"))
+    a4 = dict(paperWidth=8.27, paperHeight=11.69)
+    printed = base64.b64decode(tab.send("Page.printToPDF", **a4)["data"])
+    tab.close()
+    assert len(re.findall(rb"/Type\s*/Page\b", printed)) == 1
 
 
 def test_reading_time_leaves_out_what_is_folded():

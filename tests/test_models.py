@@ -175,7 +175,7 @@ def test_unknown_names():
         models.config("bert-huge")
     text = one_line(error)
     assert text.startswith("unknown model 'bert-huge': known are bert-base")
-    assert text.endswith("or a path to a config.json, or a hub name like org/name")
+    assert text.endswith("a folder that save_pretrained wrote, or a hub name like org/name")
     with pytest.raises(ValueError, match="no such file"):
         models.config("nowhere/config.json")
 

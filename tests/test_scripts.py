@@ -65,7 +65,7 @@ KINDS = [
     ("t5-3b", QLORA, ["accelerate"]),
     ("qwen2.5-0.5b", CHECKPOINTED_QLORA, APIS),
     ("qwen2.5-0.5b", CLASSES | QLORA | {"upcast": False, "padded": True}, ["accelerate"]),
-    ("qwen2.5-0.5b", {"lora_rank": 4, "base": "int8", "precision": "fp16-amp"}, ["trainer"]),
+    ("bert-large", {"lora_rank": 4, "base": "int8", "precision": "fp16-amp"}, APIS),
     ("bert-large", {"task": "masked-lm", "padded": True, "attention": "sdpa"}, ["accelerate"]),
     ("qwen2.5-0.5b", EVERYTHING, APIS),
 ]
@@ -150,7 +150,7 @@ def test_accelerates_plain_loop_is_the_recipes_to_the_byte(
 def test_scripts_are_clean_and_short(a_recipe, tmp_path):
     for number, (model, changes, api) in enumerate(CASES):
         script = training_script(a_recipe(model, **changes), api)
-        assert len(script.splitlines()) <= 110
+        assert len(script.splitlines()) <= 120
         lines = [line for line in script.splitlines() if not line.startswith("MODEL = ")]
         assert max(map(len, lines)) <= 88
         assert "memlab" not in script

@@ -48,6 +48,8 @@ def recipes(model: str):
             for precision in HALF
             for optimizer in STATES
         ]
+        # What memlab.plan asks in place of sdpa for a card without flash attention.
+        ways += [start | {"precision": "fp16-amp", "attention": "eager"} for start in (LORA, NF4)]
     for way in ways:
         for more in ({}, {"checkpointing": True}):
             for accumulation in (1, 2) if model in COMMON else (1,):

@@ -6,6 +6,7 @@ _HOMES = {
     "AllocatorSandbox": "sandbox",
     "FORMATS": "bits",
     "BitExplorer": "bits",
+    "Calculator": "calculator",
     "Film": "film",
     "FreezingPanel": "freezing",
     "LoaderLanes": "loading",

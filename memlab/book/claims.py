@@ -19,11 +19,13 @@ class Verdict:
     def __str__(self) -> str:
         return f"{self.id} ({self.source}): “{self.says}”\n{self.word}: {self.because}"
 
-    def _repr_markdown_(self) -> str:
-        return (
+    def _repr_markdown_(self) -> tuple[str, dict]:
+        """What a notebook shows, and beside it the verdict as data, for the book's ledger."""
+        text = (
             f"**{self.id}** “{self.says}” *({self.source})*\n\n"
             f"**{self.word[0].upper()}{self.word[1:]}**: {self.because}"
         )
+        return text, {"verdict": {"id": self.id, "word": self.word, "because": self.because}}
 
 
 WORDS = ("holds", "holds with a condition", "does not hold")
@@ -44,11 +46,20 @@ def verdict(id: str, holds: bool, because: str, condition: bool = False) -> Verd
 
 
 @cache
+def _data() -> dict:
+    text = resources.files("memlab.data").joinpath("claims.json").read_text(encoding="utf8")
+    return json.loads(text)
+
+
+def sources() -> dict[str, dict]:
+    """letter -> {"title", "form"} of every source; its statements' ids begin with the letter."""
+    return _data()["sources"]
+
+
+@cache
 def all_claims() -> dict[str, dict]:
     """id -> {"says", "topic", "source"} of every statement, in the order of the sources."""
-    text = resources.files("memlab.data").joinpath("claims.json").read_text(encoding="utf8")
-    data = json.loads(text)
     return {
-        claim["id"]: claim | {"source": data["sources"][claim["id"][0]]["title"]}
-        for claim in data["claims"]
+        claim["id"]: claim | {"source": sources()[claim["id"][0]]["title"]}
+        for claim in _data()["claims"]
     }

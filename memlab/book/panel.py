@@ -35,8 +35,12 @@ class Panel:
         """HTML that is there with scripts and without them."""
         return ""
 
+    def source(self) -> str:
+        """The text of its file."""
+        return read(f"{self.kind}.html")
+
     def _repr_html_(self) -> str:
-        style, body, script = PARTS.fullmatch(read(f"{self.kind}.html")).groups()
+        style, body, script = PARTS.fullmatch(self.source()).groups()
         # Stronger than what all panels share, which the next panel of a page says again.
         style = style.replace(f".memlab-{self.kind}", f".memlab-panel.memlab-{self.kind}")
         data = json.dumps(self.data()).replace("<", "\\u003c")  # no tag can begin in the script

@@ -1,5 +1,7 @@
 """Chapter 6: what its cells show is true, and its step is the step that memlab runs."""
 
+import math
+
 import pytest
 import torch
 from notebook import Notebook, assert_same_run, traced
@@ -139,6 +141,8 @@ def test_scaled_fp16_and_bf16_learn_like_fp32_and_unscaled_fp16_does_not(chapter
     assert ends["bf16 autocast"] == pytest.approx(ends["fp32"], abs=0.03)
     assert ends["fp16, scaled"] == pytest.approx(ends["fp32"], abs=0.03)
     assert ends["fp16, unscaled"] > ends["fp32"] + 0.2
+    few = {way: chapter["learn"](way, 1, window=1)[-1] for way in ("fp32", "fp16, unscaled")}
+    assert few["fp16, unscaled"] == pytest.approx(few["fp32"], abs=0.01)  # 256 tokens a step
 
 
 def test_a_scaler_backs_off_skips_and_grows(chapter):
@@ -170,11 +174,13 @@ def test_without_zero_grad_the_first_overflow_ends_the_training(chapter):
 
 
 def test_a_loss_outside_autocast_is_fp16_and_limits_the_scale(chapter):
-    NOTEBOOK.run("outside-code", chapter)
+    NOTEBOOK.run("published-loop outside-code", chapter)
     measure = chapter["loss_and_gradients"]
     assert measure(True, 2.0**16) == ("float32", True)
     assert measure(False, 2.0**15) == ("float16", True)
     assert not measure(False, 2.0**16)[1]
+    _, scales = chapter["published_loop"](True, inside=False, interval=2000, steps=4)
+    assert scales == [2.0**15] * 4  # cleared: one step is lost, and no more
 
 
 def test_clipping_before_unscaling_takes_the_step_away(deeper):
@@ -185,6 +191,7 @@ def test_clipping_before_unscaling_takes_the_step_away(deeper):
 def test_fp16_weights_die_and_bf16_weights_need_a_master(chapter):
     NOTEBOOK.run("pure-half pure-read master stochastic rounded tune", chapter)
     assert chapter["died"] and "FP16" in chapter["refused"]
+    assert all(map(math.isfinite, chapter["losses"]["fused"][:3]))  # computes in fp32
     base = chapter["pretrained"](40)
     ways = ("fp32", "bf16", "bf16 + master", "bf16, by chance")
     gains = {k: chapter["tuned"](base, k, 0, 3e-5) for k in ways}

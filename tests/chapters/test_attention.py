@@ -281,11 +281,13 @@ def test_one_row_of_the_backward_pass_is_autograds(chapter):
 
 
 def test_the_card_decides_the_version(chapter):
-    CHAPTER.run("routes-table versions-table", chapter)
-    table = chapter["frame"]
+    H100 = CHAPTER.run("routes-table", chapter)["frame"]["H100"]
+    assert H100["bf16"] == H100["fp16, any mask"] == "cuDNN"
+    assert H100["fp16, dropout"] == H100["fp16, head size 50"] == "flash"
+    table = CHAPTER.run("versions-table", chapter)["frame"]
     assert table.loc["T4"].tolist() == ["efficient", "no", "no", "no"]
-    assert table.loc["H100, H200"].tolist() == ["flash", "yes", "yes", "yes"]
-    assert table.loc["B200"].tolist() == ["flash", "yes", "no", "yes"]
+    assert table.loc["H100, H200"].tolist() == ["cuDNN", "yes", "yes", "yes"]
+    assert table.loc["B200"].tolist() == ["cuDNN", "yes", "no", "yes"]
 
 
 def test_patterns_of_tiles(deeper):

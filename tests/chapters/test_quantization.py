@@ -137,7 +137,7 @@ def test_nf4_is_bitsandbytes_table_block_by_block_and_byte_by_byte(chapter):
 
 def test_block_scaled_formats_store_what_their_standards_say(chapter):
     """MXFP4: 16 codes of E2M1 under a power of two; NVFP4: under an E4M3 scale of 16 numbers."""
-    CHAPTER.run("blockwise-same which4-run which4-four", chapter)
+    CHAPTER.run("nf4-figure blockwise-same which4-run which4-four", chapter)
     bits = chapter["bits"]
     assert (bits["MXFP4"], bits["NVFP4"], bits["MXFP8"]) == (4.25, 4.5, 8.25)
     table = chapter["TABLES"]["E2M1"]
@@ -288,7 +288,7 @@ def test_activations_need_a_range_and_weights_do_not(deeper):
     assert max(map(abs, weights)) < 0.001
     mean = [statistics.fmean(deeper[n]) for n in ("with_data", "without_data")]
     assert mean[0] < 0.8 * mean[1]
-    DEEPER.run("activations-table e10-because", deeper)
+    DEEPER.run("activations-table activations-words-facts e10-because", deeper)
     assert decided("e10", deeper, DEEPER) == ("E10", "holds with a condition")
 
 

@@ -1,0 +1,130 @@
+"""The first use of each glossary term on a page leads to its entry, without a mark in the source.
+
+A role in the chapters' Markdown would show as raw text on Colab, Kaggle and in JupyterLab. So the
+links are made when a page is rendered: in prose only, not in code, outputs, headings, tables,
+captions, formulas or other links.
+
+A term with an addition in brackets, such as "block (allocator)", has other senses elsewhere. It is
+linked only on the pages that its entry names.
+"""
+
+import re
+from dataclasses import dataclass
+from itertools import groupby
+
+from docutils import nodes
+from sphinx import addnodes
+
+GLOSSARY = "chapters/glossary"
+NO_PROSE = (
+    nodes.reference,
+    nodes.literal,
+    nodes.FixedTextElement,  # code
+    nodes.math,
+    nodes.raw,
+    nodes.title,
+    nodes.rubric,
+    nodes.table,
+    nodes.caption,
+    nodes.container,  # cells with their outputs, folded boxes
+    nodes.citation,
+)
+
+
+@dataclass(frozen=True)
+class Term:
+    """An entry of the glossary.
+
+    words: without their additions; meaning: the first sentence; pages: those that it names.
+    everywhere: whether it is linked on other pages, too.
+    """
+
+    words: tuple[str, ...]
+    anchor: str
+    meaning: str
+    pages: frozenset[str]
+    everywhere: bool
+
+
+def terms_of(glossary: nodes.document) -> list[Term]:
+    """The entries of the glossary's page as it was read."""
+    found = []
+    for item in glossary.findall(nodes.definition_list_item):
+        *heads, definition = item
+        words = [head.astext() for head in heads]
+        said = " ".join(definition.astext().split())
+        names = [link["reftarget"] for link in definition.findall(addnodes.pending_xref)]
+        term = Term(
+            words=tuple(word.partition(" (")[0] for word in words),
+            anchor=heads[0]["ids"][0],
+            meaning=re.split(r"[.;:](?: |$)", said)[0],
+            pages=frozenset(names),
+            everywhere=not any(" (" in word for word in words),
+        )
+        found.append(term)
+    return found
+
+
+def form(word: str) -> str:
+    """The pattern of a word in the singular or plural, with a capital or without."""
+    first, *rest = word.removesuffix("s").split()
+    begin = f"[{first[0]}{first[0].upper()}]" if word[0].islower() else re.escape(first[0])
+    return begin + r"\s+".join(map(re.escape, [first[1:], *rest])) + "(?:e?s)?"
+
+
+def pattern(terms: list[Term]) -> re.Pattern:
+    """What finds a term, the longest at each place; a group `t<i>_<n>` is one of the i-th."""
+    words = [(word, i) for i, term in enumerate(terms) for word in term.words]
+    words.sort(key=lambda pair: -len(pair[0]))
+    found = "|".join(f"(?P<t{i}_{n}>{form(word)})" for n, (word, i) in enumerate(words))
+    return re.compile(rf"(?<![\w/.-])(?:{found})(?![\w/-])")
+
+
+def join_lines(doctree: nodes.document) -> None:
+    """Make one text of the lines of a paragraph, so that a term may run over the end of a line."""
+    for above in list(doctree.findall(nodes.TextElement)):
+        joined = []
+        for is_text, run in groupby(above, lambda child: isinstance(child, nodes.Text)):
+            children = list(run)
+            joined += [nodes.Text("".join(children))] if is_text else children
+        above[:] = joined
+
+
+def is_prose(text: nodes.Text) -> bool:
+    node = text.parent
+    while node is not None and not isinstance(node, NO_PROSE):
+        node = node.parent
+    return node is None
+
+
+def link_terms(doctree: nodes.document, terms: list[Term], uri: str) -> None:
+    """Make the first use of each term in the page's prose a link to its entry on the page `uri`."""
+    left = list(terms)
+    join_lines(doctree)
+    for text in list(doctree.findall(nodes.Text)):
+        if not left or not is_prose(text):
+            continue
+        rest, parts = text.astext(), []
+        while left and (match := pattern(left).search(rest)):
+            term = left.pop(int(match.lastgroup[1:].split("_")[0]))
+            link = nodes.reference("", match[0], refuri=f"{uri}#{term.anchor}", internal=True)
+            link["classes"].append("glossary-term")
+            link["reftitle"] = term.meaning
+            parts += [nodes.Text(rest[: match.start()]), link]
+            rest = rest[match.end() :]
+        if parts:
+            text.parent.replace(text, [*parts, nodes.Text(rest)])
+
+
+def link_page(app, doctree, docname):
+    alone = GLOSSARY not in app.env.found_docs  # a page that is tried without the book
+    if alone or docname in (GLOSSARY, app.config.root_doc):
+        return
+    terms = terms_of(app.env.get_doctree(GLOSSARY))
+    here = [term for term in terms if term.everywhere or docname in term.pages]
+    link_terms(doctree, here, app.builder.get_relative_uri(docname, GLOSSARY))
+
+
+def setup(app):
+    app.connect("doctree-resolved", link_page)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

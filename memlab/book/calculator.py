@@ -1,0 +1,355 @@
+"""The calculator: a training on a card, by memlab's closed form, evaluated in the page."""
+
+import base64
+import dataclasses
+import functools
+import gzip
+import itertools
+import json
+
+from transformers import CONFIG_MAPPING
+
+from memlab import models
+from memlab.book.panel import Panel
+from memlab.book.panel import read as read_file
+from memlab.book.show import COLOURS
+from memlab.card import step_time, work
+from memlab.closed_form import HEAD_SIZES, SAME_ROPE, coefficients, formula, primed, read
+from memlab.fields import one_of
+from memlab.footprint import Category, StepTime
+from memlab.gpus import ANY_CARD, GPU, GPUS, find_gpu
+from memlab.planning import CONTEXT_MARGIN, MARGIN
+from memlab.recipe import COMPUTED_IN, Recipe
+from memlab.trace import allocator, depth
+
+# What can be chosen: that of which coefficients are kept (tools/derive_coefficients.py).
+CHOICES = {
+    "precision": ("fp32", "fp16-amp", "bf16-amp", "bf16"),
+    "optimizer": (
+        "adamw_torch",
+        "adamw_torch_fused",
+        "adafactor",
+        "sgd",
+        "adamw_8bit",
+        "paged_adamw_8bit",
+        "lion_8bit",
+    ),
+    "checkpointing": ("none", "non-reentrant"),
+    "attention": ("sdpa", "eager"),
+}
+# What is trained, by the calculator's names, and what that is in a recipe.
+RANK = 8
+TRAINED = {
+    "every weight": {},
+    "all but the embeddings": {"freeze": ("embeddings",)},
+    "LoRA": {"lora_rank": RANK},
+    "LoRA on NF4": {"lora_rank": RANK, "base": "nf4", "double_quant": True},
+}
+# The fields of a recipe that say what is trained, and their defaults.
+PARTS = "freeze lora_rank lora_targets lora_dropout lora_fp32 base block_size double_quant"
+PARTS = (*PARTS.split(), "compute_dtype", "upcast")
+PLAIN = {one.name: one.default for one in dataclasses.fields(Recipe) if one.name in PARTS}
+NAMES = [name for name in models.MODELS if not name.endswith("-tiny")]
+NUMBERS = ("batch_size", "seq_len", "accumulation", "lora_rank")
+SWITCHES = ("model", "gpu", *NUMBERS, "trained", *CHOICES)
+# On which switches a pass and an update depend; a pass also on whether it accumulates.
+WAYS = {
+    "pass": ("trained", "precision", "attention", "checkpointing"),
+    "update": ("trained", "precision", "optimizer"),
+}
+AUTO = {
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "causal-lm": "AutoModelForCausalLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+}
+START = Recipe(
+    "bert-large",
+    batch_size=8,
+    precision="fp16-amp",
+    optimizer="adamw_torch_fused",
+    attention="sdpa",
+)
+# What a config may have or not, and is another structure then.
+OPTIONAL = (*models.WIDTHS, *HEAD_SIZES, "sliding_window")
+
+
+class Calculator(Panel):
+    """Peak by category, fit and time of a training, for any setting of its switches.
+
+    recipe: what it shows first, of a named model. fields: the switches that the page has, of
+    `SWITCHES`; the rest is as in the recipe. gpu: the card. Without a recipe it has all switches,
+    every model that has coefficients, every card, and more to read.
+
+    The coefficients that the switches need are in the page, and its script does what
+    `memlab.formula` does. Raises ValueError for an unknown switch, model or card, for a recipe
+    outside the closed form's domain, and for one without coefficients.
+    """
+
+    kind = "calculator"
+    still = (
+        "The calculator needs scripts. Without them, memlab simulate on a command line and "
+        "memlab.formula in Python say the same."
+    )
+
+    def __init__(self, recipe: Recipe | None = None, *fields: str, gpu: str = "T4"):
+        self.whole, self.recipe, self.card = recipe is None, recipe or START, find_gpu(gpu)
+        self.fields = tuple(one_of("switch", name, SWITCHES) for name in fields or SWITCHES)
+        one_of("model", self.recipe.model, NAMES)
+        formula(self.recipe, self.card)
+        own = {name: getattr(self.recipe, name) for name in PLAIN}
+        if own["compute_dtype"] == COMPUTED_IN[self.recipe.precision]:
+            own["compute_dtype"] = None  # it goes with the precision
+        own = {name: value for name, value in own.items() if value != PLAIN[name]}
+        of_any_rank = own | ({"lora_rank": RANK} if own.get("lora_rank") else {})
+        named = [name for name, changes in TRAINED.items() if changes == of_any_rank]
+        self.own = named[0] if named else "as in the recipe"
+        self.trained = (TRAINED if "trained" in self.fields else {}) | {self.own: own}
+        self.choices = {"trained": tuple(self.trained)}
+        for name, choices in CHOICES.items():
+            mine = (getattr(self.recipe, name),)
+            wanted = choices if name in self.fields else mine
+            self.choices[name] = tuple(dict.fromkeys(wanted + mine))
+
+    def source(self) -> str:
+        return super().source().replace("/* closed form */", read_file("calculator.js"))
+
+    def data(self) -> dict:
+        text = json.dumps(self.known(), separators=(",", ":"))
+        return {"packed": base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()}
+
+    def known(self) -> dict:
+        """All that the script is given: constants, choices, models, cards, and the coefficients."""
+        pack, structures, known_models, families = _Pack(), {}, {}, {}
+        keys = functools.cache(self._keys)
+        for model in NAMES if "model" in self.fields else [self.recipe.model]:
+            text, settings = _structure(model)
+            if text not in structures:
+                places = {
+                    name: [pack.place(text + way) for way in ways]
+                    for name, ways in keys(models.default_task(model)).items()
+                }
+                structures[text] = _described(model, settings) | places
+            if not any(structures[text]["passes"]):
+                continue
+            case = read(Recipe(model, seq_len=1))
+            known_models[model] = {
+                "structure": list(structures).index(text),
+                "dimensions": {n: case.dimensions[n] for n in case.dimensions if n not in "bsr"},
+                "layers": case.layers,
+                "longest": models.max_length(model),
+                "window": getattr(models.config(model), "sliding_window", None),
+                "hub": models.MODELS[model],
+                "auto": AUTO[models.default_task(model)],
+            }
+            if self.whole:
+                families[settings["model_type"]] = _family(settings["model_type"])
+        return {
+            "start": {
+                "model": self.recipe.model,
+                "gpu": self.card.name,
+                "trained": self.own,
+                **{name: getattr(self.recipe, name) for name in (*NUMBERS, *CHOICES)},
+                "lora_rank": self.recipe.lora_rank or RANK,
+            },
+            "whole": self.whole,
+            "fields": self.fields,
+            "choices": self.choices,
+            "trained": {name: _options(changes) for name, changes in self.trained.items()},
+            "ways": WAYS,
+            "models": known_models,
+            # The last one lends its rules to a number of GiB.
+            "cards": [_card(card) for card in (*self._cards(), ANY_CARD)],
+            "structures": list(structures.values()),
+            "families": families,
+            **_constants(),
+            **pack.known(),
+        }
+
+    def _cards(self) -> list[GPU]:
+        return list(GPUS.values()) if "gpu" in self.fields else [self.card]
+
+    def _keys(self, task) -> dict[str, list[str]]:
+        """The keys of passes and updates of a task, as they go on after a structure.
+
+        In the order of the choices, each pass without and with accumulation.
+        """
+        model = next(name for name in NAMES if models.default_task(name) == task)
+        structure, _ = _structure(model)
+
+        def cases(names, **more):
+            choices = {name: self.choices[name] for name in names} | more
+            for values in itertools.product(*choices.values()):
+                yield read(self._recipe(model, **dict(zip(choices, values, strict=True))))
+
+        passes = [case.pass_key for case in cases(WAYS["pass"], accumulation=(1, 2))]
+        updates = [case.update_key for case in cases(WAYS["update"])]
+        return {
+            "passes": [key.removeprefix(structure) for key in passes],
+            "updates": [key.removeprefix(structure) for key in updates],
+        }
+
+    def _recipe(self, model, trained, **changes) -> Recipe:
+        """A recipe of another model, of the least length, for one way of training."""
+        values = {one.name: getattr(self.recipe, one.name) for one in dataclasses.fields(Recipe)}
+        values |= {"model": model, "task": None, "seq_len": 1} | PLAIN | self.trained[trained]
+        return Recipe(**values | changes)
+
+    def __repr__(self) -> str:
+        return f"Calculator of {', '.join(self.fields)}"
+
+
+class _Pack:
+    """Coefficients of what is asked for, with halves, operators and terms numbered anew.
+
+    Neighbours have much in common: columns are kept together, and differences in place of numbers,
+    which gzip makes a third as large.
+    """
+
+    def __init__(self):
+        self.places, self.operators, self.terms = {}, {}, {}
+        self.columns = {name: [] for name in ("tensors", "beside", "moments", "work", "parameters")}
+
+    def place(self, key: str) -> int | None:
+        """The number of a half; None where it is not known."""
+        half = coefficients()["halves"].get(key)
+        if half and key not in self.places:
+            self.places[key] = len(self.places)
+            self._add(half)
+        return self.places.get(key)
+
+    def _add(self, half) -> None:
+        categories = list(Category)
+        moments, before = [], {}
+        for one in half["moments"]:
+            now = {tensor: (once, each) for tensor, once, each in one["counts"]}
+            changes = []
+            for tensor in before.keys() | now.keys():
+                old, new = before.get(tensor, (0, 0)), now.get(tensor, (0, 0))
+                if old != new:
+                    changes.append((tensor, new[0] - old[0], new[1] - old[1]))
+            moments.append([_phase(one["phase"]), *_flat(changes)])
+            before = now
+        for name, column in {
+            "tensors": [[categories.index(name), self._term(t)] for name, t in half["tensors"]],
+            "beside": _flat(half["left"] if "left" in half else half["states"]),
+            "moments": moments,
+            "work": _flat([self._operator(one), *one["counts"]] for one in half["work"]),
+            "parameters": [[self._term(t), *rest] for t, *rest in half["parameters"]],
+        }.items():
+            self.columns[name].append(column)
+
+    def _operator(self, one) -> int:
+        row = (
+            one["dtype"],
+            self._term(one["flops"]),
+            tuple(map(self._term, one["result"])),
+            tuple(map(self._term, one["moved"])),
+            one["lists"],
+            self._term(one["elements"]),
+            _phase(one["phase"]),
+            int(one["recomputed"]),
+        )
+        return self.operators.setdefault(row, len(self.operators))
+
+    def _term(self, term: int) -> int:
+        return self.terms.setdefault(term, len(self.terms)) if term >= 0 else term
+
+    def known(self) -> dict:
+        terms = [coefficients()["terms"][term] for term in self.terms]
+        return {"terms": terms, "operators": list(self.operators), "halves": self.columns}
+
+
+def _flat(rows) -> list[int]:
+    """Rows as one list, sorted; each begins with the distance from the one before."""
+    flat, place = [], 0
+    for first, *rest in sorted(rows):
+        flat += [first - place, *rest]
+        place = first
+    return flat
+
+
+def _phase(name: str) -> int:
+    return step_time.PHASES.index(name)
+
+
+def _structure(model) -> tuple[str, dict]:
+    """What is special about a model, as the coefficients' keys begin, and as values."""
+    text = read(Recipe(model, seq_len=1)).pass_key
+    settings, end = json.JSONDecoder().raw_decode(text)
+    return text[:end], settings
+
+
+def _described(model, settings) -> dict:
+    """What the script compares a config with: settings, and the names of those that are sizes."""
+    config = models.config(model)
+    prime, real = primed(config)
+    sizes = [name for name in settings if getattr(config, name) != getattr(prime, name)]
+    return {
+        "model_type": settings["model_type"],
+        "sizes": sizes,
+        "settings": {name: value for name, value in settings.items() if name not in sizes},
+        "grouped": real["m"] > 1,
+    }
+
+
+def _family(model_type: str) -> dict:
+    """A config class: its other names, and what a value is that a config.json leaves out."""
+    kind = CONFIG_MAPPING[model_type]
+    plain = {one.name: one.default for one in dataclasses.fields(kind)}
+    values = {n: v for n, v in plain.items() if v is None or isinstance(v, (bool, int, str))}
+    settings = _described(kind(), _structure(kind())[1])["settings"]
+    return {"aliases": kind.attribute_map, "defaults": values | settings}
+
+
+def _options(changes: dict) -> dict:
+    """What is trained, for the script: the values, and the options of the command line."""
+    fields = {one.name: one for one in dataclasses.fields(Recipe)}
+    options = []
+    for name, value in changes.items():
+        if name == "lora_rank":
+            continue  # a switch of its own
+        if value is False:
+            name = fields[name].metadata["off"][0]
+        options.append(f"--{name.replace('_', '-')}")
+        if isinstance(value, (list, tuple)):
+            value = ",".join(map(str, value))
+        options += [str(value)] * (not isinstance(value, bool))
+    return {"changes": changes, "options": options}
+
+
+def _card(card: GPU) -> dict:
+    return {
+        "name": card.name,
+        "total": card.total_memory,
+        "context": card.context or 0,
+        "workspace": card.workspace,
+        "bf16": "bfloat16" in card.native_dtypes,
+        "processors": card.processors,
+        "rates": card.rates,
+        "bandwidth": card.bandwidth,
+    }
+
+
+def _constants() -> dict:
+    """What the script shares with memlab's modules."""
+    names = "MIN_BLOCK SMALL_REQUEST SMALL_SEGMENT MEDIUM_REQUEST MEDIUM_SEGMENT LARGE_ROUND"
+    rules = {name: getattr(allocator, name) for name in names.split()}
+    rules |= {name: getattr(work, name) for name in ("BLOCKS_OF_LAUNCH", "ELEMENTS_OF_BLOCK")}
+    rules |= {"MARGIN": MARGIN, "CONTEXT_MARGIN": CONTEXT_MARGIN, "SHALLOW": depth.SHALLOW[1]}
+    return {
+        "rules": rules,
+        "tiles": work.TILES | {"": work.TENSOR_CORE_TILE},
+        "tensors_of_launch": [1, *work.TENSORS_OF_LAUNCH.values()],
+        "reaches": {
+            name: dataclasses.asdict(getattr(step_time, name.upper()))
+            for name in ("best", "expected", "worst")
+        },
+        "phases": step_time.PHASES,
+        "parts": StepTime.PARTS,
+        "categories": list(Category),
+        "colours": list(COLOURS.values()),
+        "widths": models.WIDTHS,
+        "head_sizes": HEAD_SIZES,
+        "optional_sizes": OPTIONAL,
+        "same_rope": SAME_ROPE,
+    }

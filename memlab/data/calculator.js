@@ -1,0 +1,284 @@
+  // The closed form of memlab in a page. Functions bear the names of those of memlab/closed_form.py,
+  // memlab/card/step_time.py and memlab/card/work.py, and do the same in the same order.
+  //
+  // known: their constants, the coefficients, models and cards, as memlab/book/calculator.py gives them.
+  function closedForm(known) {
+    const { rules, reaches, phases } = known;
+    const up = (bytes, unit) => Math.ceil(bytes / unit) * unit;
+    const STEP = phases.indexOf("optimizer step");
+
+    // The nearest whole number, of two the even one, as Python and numpy round.
+    function round(x) {
+      const low = Math.floor(x), rest = x - low;
+      return rest < 0.5 || (rest === 0.5 && low % 2 === 0) ? low : low + 1;
+    }
+
+    // ------------------------------------------------------------ closed_form.py
+
+    // The two halves of a recipe's coefficients; null where there are none.
+    function read(recipe) {
+      const { choices, ways } = known, number = (names) => names.reduce(
+        (place, name) => place * choices[name].length + choices[name].indexOf(recipe[name]), 0);
+      const { passes, updates } = known.structures[recipe.model.structure];
+      return { pass: halfAt(passes[2 * number(ways.pass) + (recipe.accumulation > 1)]), update: halfAt(updates[number(ways.update)]) };
+    }
+
+    // A half as plain lists: [tensor, once, each] of each moment and of what is beside the other half's.
+    function halfAt(place) {
+      if (place === null) return null;
+      const { tensors, beside, moments, work, parameters } = known.halves, counts = new Map();
+      const added = (flat) => {  // a moment is kept as its difference from the one before
+        for (const [tensor, once, each] of rowsOf(flat, 3)) {
+          const [a, b] = counts.get(tensor) || [0, 0];
+          counts.set(tensor, [a + once, b + each]);
+        }
+        return [...counts].map(([tensor, [once, each]]) => [tensor, once, each]);
+      };
+      return {
+        tensors: tensors[place], beside: rowsOf(beside[place], 3), work: rowsOf(work[place], 5), parameters: parameters[place],
+        moments: moments[place].map(([phase, ...flat]) => [phase, added(flat)]),
+      };
+    }
+
+    // Rows of a list in which each begins with the distance from the one before.
+    function rowsOf(flat, width) {
+      const rows = [];
+      for (let i = 0, place = 0; i < flat.length; i += width) rows.push([place += flat[i], ...flat.slice(i + 1, i + width)]);
+      return rows;
+    }
+
+    function formula(recipe, card) {
+      requireNative(recipe.precision, card);
+      const { longest, window, name } = recipe.model;
+      if (longest && recipe.seq_len > longest) throw new Refusal(`seq_len is ${recipe.seq_len}: ${name} allows whole numbers from 1 to ${longest}`);
+      if (window && recipe.seq_len > window) throw new Refusal(
+        `seq_len is ${recipe.seq_len}: the formula allows lengths up to the sliding window of ${name}, ${window}`);
+      const { pass, update } = read(recipe);
+      if (!pass || !update) throw new Refusal(`no coefficients for ${said(recipe)}: the line with memlab simulate below answers`);
+      return evaluate(recipe, pass, update, card);
+    }
+
+    const said = (recipe) => [recipe.model.name, ...known.ways.pass.map((name) => `${name} ${recipe[name]}`), `optimizer ${recipe.optimizer}`].join(", ");
+
+    function requireNative(precision, card) {
+      if (precision.includes("bf16") && !card.bf16) throw new Refusal(
+        `precision is '${precision}': ${card.name} has no native bfloat16 and allows fp32, fp16, fp16-amp`);
+    }
+
+    // The numbers that the terms stand for, by their places; 0 for what has no term.
+    function valuesOf(symbols) {
+      const found = new Map([[-1, 0]]);
+      return (term) => {
+        if (!found.has(term)) {
+          const [coefficient, powers] = known.terms[term];
+          let product = 1;
+          for (const [name, power] of Object.entries(powers)) for (let i = 0; i < power; i++) product *= symbols[name] || 0;
+          found.set(term, coefficient * product);
+        }
+        return found.get(term);
+      };
+    }
+
+    function evaluate(recipe, pass, update, card) {
+      const { dimensions, layers } = recipe.model, more = layers - rules.SHALLOW;
+      const numbers = pass.parameters.map(([, once, each]) => once + more * each);
+      const trained = sum(pass.parameters.map(([, , , free], i) => free * numbers[i]));
+      const value = valuesOf({
+        ...dimensions, b: recipe.batch_size, s: recipe.seq_len, r: recipe.lora_rank, W: card.workspace, n: trained,
+      });
+
+      const tensors = [...pass.tensors, ...update.tensors], shift = pass.tensors.length;
+      const sizes = tensors.map(([, term]) => value(term)), blocks = sizes.map(block);
+      const count = (...lists) => {  // how many of each tensor, of lists of [tensor, once, each]
+        const counts = new Array(tensors.length).fill(0);
+        for (const [list, first] of lists) for (const [tensor, once, each] of list) counts[first + tensor] += once + more * each;
+        return counts;
+      };
+      const states = [update.beside, shift], left = [pass.beside, 0];
+      const moments = [
+        ...pass.moments.map(([phase, counts]) => ({ phase, counts: count(states, [counts, 0]) })),
+        ...update.moments.map(([phase, counts]) => ({ phase, counts: count(states, left, [counts, shift]) })),
+      ];
+      for (const moment of moments) moment.allocated = sum(moment.counts.map((n, i) => n * blocks[i]));
+      const worst = moments.reduce((a, b) => (b.allocated > a.allocated ? b : a)), peak = worst.allocated;
+
+      const breakdown = Object.fromEntries(known.categories.map((name) => [name, 0]));
+      tensors.forEach(([category], i) => { breakdown[known.categories[category]] += round(worst.counts[i] * sizes[i]); });
+      breakdown.rounding = peak - sum(Object.values(breakdown));
+      const weights = pass.parameters.map(([term], i) => round(value(term)) * numbers[i]);
+      return {
+        peak_allocated: peak,
+        reserved_range: [peak, Math.max(peak, withoutReuse(blocks, moments))],
+        breakdown,
+        peak_phase: phases[worst.phase],
+        parameters: sum(weights),
+        trainable_parameters: sum(weights.map((n, i) => n * pass.parameters[i][3])),
+        step_time: card.bandwidth ? stepTime(columns(pass, update, value, more, recipe.accumulation), card) : null,
+        samples: recipe.batch_size * recipe.accumulation,
+      };
+    }
+
+    // The operators of a step, with numbers in place of terms.
+    function columns(pass, update, value, more, accumulation) {
+      return [...pass.work, ...update.work].map(([operator, once, each, again, eachAgain]) => {
+        const [dtype, flops, result, moved, lists, elements, phase, recomputed] = known.operators[operator];
+        return {
+          dtype, phase, recomputed,
+          flops: value(flops),
+          tiles: countTiles(result.map(value), dtype),
+          nbytes: sum(moved.map(value)),
+          kernels: countKernels(lists, value(elements)),
+          times: once + more * each + (accumulation - 1) * (again + more * eachAgain),
+        };
+      });
+    }
+
+    // Bytes of the segments if every size of block had its own: the most of each, summed up.
+    function withoutReuse(blocks, moments) {
+      const pools = { small: 0, medium: 0, large: 0 };
+      for (const bytes of new Set(blocks)) {
+        const same = blocks.flatMap((other, i) => (other === bytes ? [i] : []));
+        const held = Math.max(...moments.map(({ counts }) => sum(same.map((i) => counts[i]))));
+        const pool = bytes <= rules.SMALL_REQUEST ? "small" : bytes >= rules.MEDIUM_REQUEST ? "large" : "medium";
+        pools[pool] += held * (pool === "large" ? up(bytes, rules.LARGE_ROUND) : bytes);
+      }
+      return up(pools.small, rules.SMALL_SEGMENT) + up(pools.medium, rules.MEDIUM_SEGMENT) + up(pools.large, rules.LARGE_ROUND);
+    }
+
+    // The allocator's block for a tensor; in a segment of its own, a rest up to 1 MiB included.
+    function block(size) {
+      const bytes = up(Math.ceil(size), rules.MIN_BLOCK), segment = up(bytes, rules.LARGE_ROUND);
+      return bytes >= rules.MEDIUM_REQUEST && segment - bytes <= rules.SMALL_REQUEST ? segment : bytes;
+    }
+
+    // ------------------------------------------------------------ work.py
+
+    function countTiles([matrices, rows, columns] = [0, 0, 0], dtype) {
+      const [high, wide] = known.tiles[dtype] || known.tiles[""];
+      return matrices * Math.ceil(rows / high) * Math.ceil(columns / wide);
+    }
+
+    function countKernels(lists, elements) {
+      const tensors = known.tensors_of_launch[Math.min(lists, known.tensors_of_launch.length - 1)];
+      return Math.max(1 / tensors, Math.ceil(elements / rules.ELEMENTS_OF_BLOCK) / rules.BLOCKS_OF_LAUNCH);
+    }
+
+    // ------------------------------------------------------------ step_time.py
+
+    function stepTime(work, card) {
+      const [low, parts, high] = ["best", "expected", "worst"].map((name) => secondsOf(work, card, reaches[name]));
+      return { low: sum(Object.values(low)), expected: sum(Object.values(parts)), high: sum(Object.values(high)), parts };
+    }
+
+    function secondsOf(work, card, reach) {
+      const parts = Object.fromEntries(known.parts.map((name) => [name, 0]));
+      const waits = phases.map(() => 0);
+      for (const one of work) {
+        const byFlops = one.flops / (one.dtype ? rate(one.dtype, card) * reached(one.dtype, reach) * busy(one.tiles, card.processors) : 1);
+        const byBytes = one.nbytes / (card.bandwidth * reach.bandwidth);
+        const longest = Math.max(byFlops, byBytes, one.kernels * reach.kernel) * one.times;
+        const part = one.phase === STEP ? "optimizer" : one.recomputed ? "recomputation" : byFlops > byBytes ? "matrix products" : "memory traffic";
+        parts[part] += longest;
+        waits[one.phase] += one.kernels * one.times * reach.operator - longest;
+      }
+      parts["waiting for launches"] = sum(waits.map((seconds) => Math.max(0, seconds)));
+      return parts;
+    }
+
+    const rate = (dtype, card) => card.rates[dtype] || (dtype === "tf32" && card.rates.float32) || refuseRate(dtype, card);
+    function refuseRate(dtype, card) {
+      throw new Refusal(`${card.name} has no rate for ${dtype}: it has those of ${Object.keys(card.rates).join(", ")}`);
+    }
+    const reached = (dtype, reach) => (["float32", "float64"].includes(dtype) ? reach.products : reach.tensor_products);
+    const busy = (tiles, processors) => (tiles > 0 ? tiles / Math.max(Math.ceil(tiles / processors) * processors, 1) : 1);
+
+    // ------------------------------------------------------------ planning.py
+
+    // The answer of `fits`, for the least and for the most that the allocator may reserve.
+    function judge(found, card) {
+      const [least, most] = found.reserved_range.map((bytes) => bytes + card.context), allowed = room(card);
+      const verdict = most <= allowed ? "fits" : least > allowed ? "does not fit" : "may fit";
+      return { verdict, least, most, allowed };
+    }
+
+    const room = (card) => Math.ceil((card.total - rules.CONTEXT_MARGIN * (card.context > 0)) / (1 + rules.MARGIN));
+
+    // ------------------------------------------------------------ models.py and the reading of a config.json
+
+    // The model of the values of a config.json: its structure, dimensions and layers.
+    function modelOf(values, name) {
+      const types = Object.keys(known.families), family = known.families[values?.model_type];
+      if (!family) throw new Refusal(`model_type is ${JSON.stringify(values?.model_type)}: known are ${types.join(", ")}`);
+      const own = (name) => family.aliases[name] || name, held = { ...family.defaults };
+      for (const [name, value] of Object.entries(values)) held[own(name)] = value;
+      held.rope_parameters = values.rope_parameters || values.rope_scaling || family.defaults.rope_parameters;
+      if (held.use_sliding_window === false) held.sliding_window = null;
+      const get = (name) => held[own(name)] ?? null;
+
+      const heads = get("num_attention_heads"), groups = get("num_key_value_heads") || heads, layers = get("num_hidden_layers");
+      const size = get("head_dim") || get("d_kv"), width = known.widths.find((name) => get(name));
+      const dimensions = {
+        V: get("vocab_size"), g: groups, m: Math.floor(heads / groups), h: get("hidden_size"), d: size || Math.floor(get("hidden_size") / heads),
+        ...(width && { f: get(width) }), ...(get("max_position_embeddings") && { P: get("max_position_embeddings") }),
+      };
+      const names = { V: "vocab_size", g: "num_key_value_heads", h: "hidden_size", d: "head_dim", f: width, P: "max_position_embeddings" };
+      for (const [what, number] of Object.entries({ ...dimensions, num_hidden_layers: layers }))
+        if (!(Number.isInteger(number) && number >= 1)) throw new Refusal(`${names[what] || what} is ${number}: allowed are whole numbers from 1`);
+      if (!size && dimensions.h % heads) throw new Refusal(`num_attention_heads is ${heads}: allowed are divisors of hidden_size, ${dimensions.h}`);
+      if (heads % groups) throw new Refusal(`num_key_value_heads is ${groups}: allowed are divisors of num_attention_heads, ${heads}`);
+      if (layers < 2 || (get("num_decoder_layers") || layers) !== layers) throw new Refusal(
+        `${values.model_type} with ${layers} layers: the formula allows models of at least 2 layers, in a decoder as many as in the encoder`);
+      const structure = known.structures.findIndex((one) => one.model_type === values.model_type && !unlike(one, held, get));
+      if (structure < 0) throw new Refusal(`no coefficients for this ${values.model_type}: ${
+        known.structures.filter((one) => one.model_type === values.model_type).map((one) => unlike(one, held, get)).join("; or ")}`);
+      return { name: name || values.model_type, structure, dimensions, layers, longest: maxLength(values, held, get), window: get("sliding_window") };
+    }
+
+    // In what a config differs from a structure, apart from its sizes; empty where it does not.
+    function unlike({ settings, sizes, grouped }, held, get) {
+      const heads = get("num_attention_heads"), groups = get("num_key_value_heads") || heads;
+      if (groups < heads !== grouped) return grouped ? "known are fewer key-value heads than heads" : "known are as many key-value heads as heads";
+      for (const [name, wanted] of Object.entries(settings))
+        if (setting(name, held[name]) !== wanted) return `${name} is ${JSON.stringify(held[name])}, known is ${JSON.stringify(wanted)}`;
+      for (const name of known.optional_sizes) {
+        const usual = known.head_sizes.includes(name) && held[name] * heads === get("hidden_size");
+        if (!sizes.includes(name) && held[name] && !usual) return `${name} is ${held[name]}, known is none`;
+        if (sizes.includes(name) && !held[name] && !known.head_sizes.includes(name)) return `${name} is none, known is a number`;
+      }
+      return "";
+    }
+
+    // A setting as `_structure` keeps it.
+    function setting(name, value) {
+      if (Array.isArray(value) && new Set(value).size === 1) return setting(name, value[0]);
+      if (typeof value === "number" && name.includes("drop")) return value > 0;
+      if (value && typeof value === "object") {
+        const kind = value.rope_type || value.type || "default";
+        return known.same_rope.includes(kind) ? "default" : kind;
+      }
+      return value;
+    }
+
+    // The longest sequence, null where positions are only relative.
+    function maxLength({ model_type: type }, held, get) {
+      if (held.position_biased_input === false) return null;
+      const longest = get("max_position_embeddings"), rope = held.rope_parameters || {}, kind = rope.rope_type || rope.type;
+      if (!longest) return null;
+      if (kind === "linear") return round(longest * rope.factor);
+      if (kind === "yarn") return Math.max(longest, round((rope.original_max_position_embeddings || longest) * rope.factor));
+      return type === "roberta" ? longest - (held.pad_token_id + 1) : longest;
+    }
+
+    return { formula, judge, modelOf };
+  }
+
+  // What the panel says in place of an answer.
+  class Refusal extends Error {}
+
+  // JSON that was packed by gzip and base64; the browser's own unpacking asks nobody.
+  async function unpack(packed) {
+    if (typeof DecompressionStream === "undefined") throw new Refusal(
+      "this browser cannot unpack the calculator's coefficients: it works in browsers from 2023 on");
+    const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
+    return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+  }

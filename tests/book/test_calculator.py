@@ -1,0 +1,518 @@
+"""The calculator says in a browser what `memlab.formula` says in Python, and takes any reader."""
+
+import json
+import random
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from panel_page import PanelPage
+
+from memlab import Recipe, cli, formula, models
+from memlab.book.calculator import CHOICES, NUMBERS, TRAINED, Calculator
+from memlab.gpus import GPUS, find_gpu
+from memlab.planning import room
+
+GIB = 2**30
+BY_SIZE = "another, by its GiB"
+# As its authors publish it, with names of other releases of transformers.
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rope_scaling": {"rope_type": "llama3", "factor": 32.0},
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "vocab_size": 128256,
+}
+
+
+class CalculatorPage(PanelPage):
+    """A page with one calculator, once it has unpacked its coefficients."""
+
+    def ready(self):
+        self.run("new Promise(done => { const look = () => panel.calculator ? done() : "
+                 "setTimeout(look, 20); look(); })")  # fmt: skip
+        return self
+
+    def settings(self):
+        fields = "[...panel.querySelectorAll('[name]')]"
+        return self.run(f"Object.fromEntries({fields}.map(field => [field.name, field.value]))")
+
+    def put(self, **values):
+        for name, value in values.items():
+            self.set(name, str(value))
+
+    def link(self):
+        return self.run("panel.querySelector('.links a').getAttribute('href')")
+
+    def said(self):
+        return self.text(".say")
+
+    def reach(self, selector):
+        """The middle of an element, which is scrolled to."""
+        return self.run(f"""(() => {{
+            const one = panel.querySelector({json.dumps(selector)});
+            one.scrollIntoView({{ block: 'center' }});
+            const box = one.getBoundingClientRect();
+            return {{ x: box.x + box.width / 2, y: box.y + box.height / 2 }};
+        }})()""")
+
+
+@pytest.fixture(scope="module")
+def whole(chromium, tmp_path_factory):
+    page = CalculatorPage(chromium, tmp_path_factory.mktemp("calculator"), Calculator()).ready()
+    page.began = page.link()
+    yield page
+    page.close()
+
+
+@pytest.fixture
+def page(whole):
+    """The page as it begins."""
+    whole.click(".presets button")
+    return whole
+
+
+# ---------------------------------------------------------------------- as Python
+
+
+def card_of(settings):
+    """The card's name, or its bytes."""
+    by_size = settings["gpu"] == BY_SIZE
+    return int(float(settings["gib"]) * GIB) if by_size else settings["gpu"]
+
+
+def in_python(settings):
+    """The footprint of settings, or the words of the refusal."""
+    values = {name: settings[name] for name in ("model", *CHOICES)}
+    values |= {name: int(settings[name]) for name in NUMBERS[:3]}
+    trained = TRAINED[settings["trained"]]
+    values |= trained | (
+        {"lora_rank": int(settings["lora_rank"])} if "lora_rank" in trained else {}
+    )
+    try:
+        return formula(Recipe(**values), card_of(settings))
+    except ValueError as error:
+        return str(error)
+
+
+def in_page(page, asked):
+    """What the page answers to a list of settings."""
+    return page.run(f"""{json.dumps(asked)}.map(settings => {{
+        try {{ return panel.calculator.answer(settings); }}
+        catch (error) {{ return error.message; }}
+    }})""")
+
+
+def drawn_settings(page, number):
+    """Settings that the switches can have, with sizes that a reader may type."""
+    known, draw, found = page.run("panel.calculator.known"), random.Random(3), []
+    while len(found) < number:
+        model = draw.choice(list(known["models"]))
+        longest = min(known["models"][model]["longest"] or 4096, 8192)
+        settings = {name: draw.choice(choices) for name, choices in known["choices"].items()}
+        settings |= {
+            "model": model,
+            "gpu": draw.choice([*GPUS, BY_SIZE]),
+            "gib": draw.choice([8, 24, 95.5]),
+            "batch_size": draw.choice([1, 2, 3, 8, 17, 64]),
+            "seq_len": draw.randint(1, longest + 8),
+            "accumulation": draw.choice([1, 1, 2, 16]),
+            "lora_rank": draw.choice([1, 8, 13, 64]),
+        }
+        found.append({name: str(value) for name, value in settings.items()})
+    return found
+
+
+def assert_same(found, wanted):
+    """The page's figures are the footprint's, to the byte; seconds as far as a sum's order goes."""
+    for name in ("peak_allocated", "breakdown", "peak_phase", "parameters", "trainable_parameters"):
+        assert found[name] == getattr(wanted, name), name
+    assert tuple(found["reserved_range"]) == wanted.reserved_range
+    if wanted.step_time is None:
+        assert found["step_time"] is None
+        return
+    assert found["step_time"]["parts"] == pytest.approx(wanted.step_time.parts, rel=1e-9)
+    for name in ("low", "expected", "high"):
+        assert found["step_time"][name] == pytest.approx(getattr(wanted.step_time, name), rel=1e-9)
+
+
+@pytest.fixture(scope="module")
+def drawn(whole):
+    """Pairs of settings and what the page answers to them."""
+    asked = drawn_settings(whole, 800)
+    return list(zip(asked, in_page(whole, asked), strict=True))
+
+
+def test_it_says_what_python_says(drawn):
+    answered, refused = 0, set()
+    for settings, found in drawn:
+        wanted = in_python(settings)
+        if isinstance(wanted, str) and "no coefficients" in wanted:
+            assert "no coefficients for" in found and settings["model"] in found
+        elif isinstance(wanted, str):
+            assert found == wanted
+            refused.add(wanted.split()[0])
+        else:
+            answered += 1
+            assert_same(found["found"], wanted)
+    assert answered >= 200 and refused >= {"precision", "seq_len"}
+
+
+def test_fit_keeps_the_margin_of_fits(drawn):
+    verdicts = set()
+    for _, one in drawn:
+        if isinstance(one, str):
+            continue
+        settings, (low, high) = one["chosen"], one["found"]["reserved_range"]
+        card = card_of(settings)
+        most = room(find_gpu(card)) - (find_gpu(card).context or 0)
+        wanted = "fits" if high <= most else "does not fit" if low > most else "may fit"
+        assert one["verdict"] == wanted, settings
+        verdicts.add(wanted)
+    assert verdicts == {"fits", "may fit", "does not fit"}
+
+
+# ---------------------------------------------------------------------- other models
+
+
+def test_a_pasted_config_is_the_named_model(page):
+    page.put(model="llama-3.2-1b", precision="bf16", gpu="H100")
+    named = page.figures()
+    page.put(model="a pasted config.json")
+    assert "Paste the config.json" in page.said()
+    page.put(config=json.dumps(LLAMA, indent=2))
+    assert page.figures() == named
+    assert "--config config.json" in page.text(".line")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "phi3"}, 'model_type is "phi3": known are bert'),
+        ({"attention_bias": True}, "attention_bias is true, known is false"),
+        ({"hidden_act": "gelu"}, 'hidden_act is "gelu", known is "silu"'),
+        ({"num_key_value_heads": 32}, "known are fewer key-value heads than heads"),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope_parameters"),
+        ({"num_hidden_layers": 1}, "models of at least 2 layers"),
+        ({"vocab_size": "many"}, "vocab_size is many: allowed are whole numbers"),
+        (
+            {"num_attention_heads": 31},
+            "num_attention_heads is 31: allowed are divisors of hidden_size",
+        ),
+    ],
+)
+def test_an_unknown_config_is_refused_by_name(page, changes, words):
+    page.put(model="a pasted config.json", config=json.dumps(LLAMA | changes))
+    assert words in page.said() and "\n" not in page.said()
+    assert page.run("panel.querySelector('.answer').hidden")
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "3", "null"])
+def test_what_is_no_config_is_refused(page, text):
+    page.put(model="a pasted config.json", config=text)
+    assert "not a readable JSON file" in page.said() or "model_type is undefined" in page.said()
+
+
+@pytest.mark.parametrize(
+    ("kind", "widths", "rest"),
+    [
+        (
+            "a decoder, by its widths",
+            {"num_hidden_layers": 18, "hidden_size": 1536, "num_attention_heads": 12,
+             "num_key_value_heads": 3, "intermediate_size": 4000, "vocab_size": 50000,
+             "max_position_embeddings": 4096},
+            {"model_type": "llama"},
+        ),
+        (
+            "an encoder, by its widths",
+            {"num_hidden_layers": 5, "hidden_size": 640, "num_attention_heads": 10,
+             "intermediate_size": 2048, "vocab_size": 8000, "max_position_embeddings": 640},
+            {"model_type": "bert"},
+        ),
+    ],
+)  # fmt: skip
+def test_a_model_by_its_widths(page, kind, widths, rest):
+    page.put(model=kind, **widths)
+    recipe = Recipe(
+        widths | rest, batch_size=8, precision="fp16-amp", attention="sdpa",
+        optimizer="adamw_torch_fused",
+    )  # fmt: skip
+    wanted, found = formula(recipe, "T4"), page.figures()
+    assert found["peak"] == wanted.peak_allocated and found["parameters"] == wanted.parameters
+    assert found["step"] == pytest.approx(wanted.step_time.expected)
+    assert "million" in page.text("[data-figure=parameters]")
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"precision": "bf16-amp"}, "T4 has no native bfloat16 and allows fp32"),
+        ({"seq_len": 513}, "bert-large allows whole numbers from 1 to 512"),
+        ({"batch_size": 0}, "batch_size is 0: allowed are whole numbers from 1"),
+        ({"accumulation": "1.5"}, "accumulation is 1.5"),
+        ({"batch_size": ""}, "batch_size is empty"),
+        ({"gpu": BY_SIZE, "gib": "-1"}, "gpu is -1 GiB: allowed are numbers above 0"),
+        ({"precision": "fp32", "trained": "LoRA on NF4"}, "no coefficients for bert-large"),
+    ],
+)
+def test_what_it_refuses_it_names(page, values, words):
+    page.put(**values)
+    assert words in page.said()
+    assert page.run("panel.querySelector('.answer').hidden")
+    assert page.run("panel.querySelector('.say').classList.contains('bad')")
+    page.click(".presets button")
+    assert page.said().startswith("Fits the T4")
+
+
+def test_a_number_of_gib_is_a_card_without_seconds(page):
+    page.put(gpu=BY_SIZE, gib="11.5")
+    recipe = Recipe("bert-large", batch_size=8, precision="fp16-amp", attention="sdpa")
+    wanted = formula(recipe.but(optimizer="adamw_torch_fused"), int(11.5 * GIB))
+    assert page.figures()["peak"] == wanted.peak_allocated
+    assert page.text("[data-figure=step]") == "name a card for it"
+    assert f"--gpu {int(11.5 * GIB)}" in page.text(".line")
+
+
+# ---------------------------------------------------------------------- what it advises
+
+
+def test_the_first_changes_make_it_fit_if_one_can(page):
+    page.put(batch_size=32)
+    assert page.said().startswith("Does not fit the T4")
+    before = page.figures()
+    verdict = page.run("panel.querySelector('.tries li').lastChild.textContent").split(",")[0]
+    assert page.run("panel.querySelectorAll('.tries li').length") == 2
+    page.click(".tries button")
+    assert page.said().lower().startswith(f"{verdict} the t4")
+    assert page.figures()["peak"] < before["peak"]
+
+
+def test_of_what_fits_it_advises_what_is_quicker(page):
+    page.put(gpu="A100-80GB", checkpointing="non-reentrant")
+    before = page.figures()
+    assert "Quicker" in page.text(".first")
+    page.click(".tries button")
+    assert page.figures()["step"] < before["step"] and page.said().startswith("Fits")
+    assert page.settings()["trained"] == "every weight"
+
+
+# ---------------------------------------------------------------------- what is copied
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"gpu": "H100", "precision": "bf16-amp", "checkpointing": "non-reentrant"},
+        {"accumulation": 4, "optimizer": "sgd", "batch_size": 2},
+        {"model": "llama-3-8b", "gpu": "H100", "precision": "bf16-amp", "trained": "LoRA on NF4",
+         "lora_rank": 16},
+    ],
+)  # fmt: skip
+def test_what_is_copied_means_the_same_training(page, values):
+    page.put(**values)
+    line = shlex.split(page.text(".line"))
+    assert line[0] == "memlab"
+    options = cli._parser().parse_args(line[1:])
+    recipe = cli._recipe(options)
+    assert formula(recipe, options.gpu).peak_allocated == page.figures()["peak"]
+
+    transformers = pytest.importorskip("transformers")
+    text = page.text(".arguments")
+    arguments = text[text.index("arguments = ") + len("arguments = ") :]
+    found = eval(arguments, {"TrainingArguments": dict})
+    wanted = recipe.training_arguments(use_cpu=True)
+    there = transformers.TrainingArguments(**found, use_cpu=True)
+    assert there.to_dict() == wanted.to_dict() | {"report_to": there.report_to}
+    assert f'"{models.MODELS[recipe.model]}"' in text
+    assert f'attn_implementation="{recipe.attention}"' in text
+    assert ("LoraConfig(r=16" in text) == (recipe.lora_rank == 16)
+    assert ("nf4" in text) == (recipe.base == "nf4")
+
+
+def test_a_link_keeps_the_settings(page):
+    page.put(model="gpt2-xl", gpu=BY_SIZE, gib="40", batch_size=3, seq_len=700, accumulation=5)
+    page.put(checkpointing="non-reentrant", attention="eager")
+    before, figures = page.settings(), page.figures()
+    link = page.link()
+    page.click(".presets button", 2)
+    assert page.settings() != before
+    page.tab.run(f"location.hash = {json.dumps(link)}; new Promise(done => setTimeout(done, 50))")
+    assert page.settings() == before and page.figures() == figures
+
+
+def test_a_link_keeps_a_model_by_its_widths_and_a_pasted_one(page):
+    for values in (
+        {"model": "an encoder, by its widths", "hidden_size": 960, "num_hidden_layers": 7},
+        {"model": "a pasted config.json", "config": json.dumps(LLAMA)},
+    ):
+        page.click(".presets button")
+        page.put(**values)
+        figures = page.figures()
+        link = page.link()
+        page.click(".presets button", 1)
+        page.tab.run(
+            f"location.hash = {json.dumps(link)}; new Promise(done => setTimeout(done, 50))"
+        )
+        assert page.figures() == figures
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("#model=gpt-7", "model is gpt-7: allowed are"),
+        ("#model=gpt2&precision=fp8", "precision is fp8: allowed are fp32"),
+        ("#model=gpt2&speed=9", "there is no switch speed"),
+        ("#model=gpt2&batch_size=x", "batch_size is x: allowed are numbers"),
+    ],
+)
+def test_a_broken_link_is_told(page, address, words):
+    page.tab.run(f"location.hash = '{address}'; new Promise(done => setTimeout(done, 50))")
+    assert words in page.said()
+
+
+# ---------------------------------------------------------------------- any reader
+
+
+def test_by_keyboard(page):
+    page.put(gpu="H100")
+    page.run("panel.querySelector('[name=precision]').focus()")
+    before = page.settings()["precision"]
+    for kind in ("keyDown", "keyUp"):
+        page.tab.send("Input.dispatchKeyEvent", type=kind, key="ArrowDown", code="ArrowDown",
+                      windowsVirtualKeyCode=40)  # fmt: skip
+    assert page.settings()["precision"] != before
+    assert page.said().startswith("Fits the H100")
+    page.run("panel.querySelectorAll('.presets button')[1].focus()")
+    for kind in ("keyDown", "keyUp"):
+        page.tab.send("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", text="\r",
+                      windowsVirtualKeyCode=13)  # fmt: skip
+    assert page.settings()["gpu"] == "RTX-4090"
+
+
+def test_by_touch(page):
+    place = page.reach(".presets button:last-child")
+    page.tab.send("Input.dispatchTouchEvent", type="touchStart", touchPoints=[place])
+    page.tab.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    page.run("new Promise(done => setTimeout(done, 50))")
+    assert page.settings()["gpu"] == "H100"
+
+
+def test_it_begins_with_the_first_example(page):
+    assert page.link() == page.began
+
+
+@pytest.mark.parametrize("preset", range(3))
+def test_each_example_fits_its_card_and_the_phone(page, preset):
+    page.click(".presets button", preset)
+    assert page.said().startswith("Fits")
+    page.run("panel.querySelector('details').open = true")
+    assert page.tab.run("document.documentElement.scrollWidth") <= 390
+    assert page.run("panel.scrollWidth <= panel.clientWidth")
+    label = page.run("panel.querySelector('.bar').getAttribute('aria-label')")
+    assert "at the peak, in" in label and "parameters" in label
+
+
+def test_the_bar_is_the_breakdown(page):
+    page.put(batch_size=64)
+    widths = page.run("""(() => {
+        const whole = panel.querySelector('.bar').getBoundingClientRect();
+        const beyond = panel.querySelector('.bar .beyond').getBoundingClientRect();
+        const parts = [...panel.querySelectorAll('.bar i:not(.beyond):not(.cache)')];
+        const sum = parts.reduce((a, one) => a + one.getBoundingClientRect().width, 0);
+        return [sum / whole.width, beyond.width / whole.width];
+    })()""")
+    answer = in_page(page, [page.settings()])[0]
+    most, card = answer["most"], answer["card"]
+    assert widths[0] == pytest.approx(answer["least"] / most, abs=0.01)
+    assert widths[1] == pytest.approx(1 - card["total"] / most, abs=0.02)
+
+
+def test_every_switch_has_its_chapter(page):
+    hrefs = page.run("[...panel.querySelectorAll('.switch a')].map(a => a.getAttribute('href'))")
+    chapters = Path(__file__).parents[2] / "chapters"
+    stems = [href.removesuffix(".html") for href in hrefs]
+    assert len(stems) >= 9 and all((chapters / f"{stem}.ipynb").exists() for stem in stems)
+
+
+def test_a_browser_that_cannot_unpack_says_so(chromium, tmp_path):
+    panel = Calculator(Recipe("gpt2", attention="sdpa"), "batch_size")
+    page = CalculatorPage(chromium, tmp_path, SimpleNamespace(
+        _repr_html_=lambda: f"<script>delete DecompressionStream</script>{panel._repr_html_()}"
+    ))  # fmt: skip
+    assert "browsers from 2023 on" in page.said()
+    page.close()
+
+
+# ---------------------------------------------------------------------- in a chapter
+
+
+def test_in_a_chapter_it_has_its_few_switches_and_little_data(chromium, tmp_path):
+    recipe = Recipe("gpt2", batch_size=4, attention="sdpa", precision="bf16-amp")
+    panel = Calculator(recipe, "batch_size", "checkpointing", gpu="L4")
+    assert len(panel.data()["packed"]) < 30_000
+    page = CalculatorPage(chromium, tmp_path, panel).ready()
+    shown = "[...panel.querySelectorAll('.switch')].filter(one => one.getClientRects().length)"
+    assert page.run(f"{shown}.map(one => one.querySelector('[name]').name)") == [
+        "batch_size",
+        "checkpointing",
+    ]
+    for values in ({}, {"batch_size": 9}, {"checkpointing": "non-reentrant"}):
+        page.put(**values)
+        recipe = recipe.but(**values)
+        assert page.figures()["peak"] == formula(recipe, "L4").peak_allocated
+    href = page.link()
+    assert re.match(r"index\.html#model=gpt2&gpu=L4&batch_size=9&", href)
+    assert page.run("panel.querySelector('.more').getClientRects().length") == 0
+    page.close()
+
+
+def test_a_chapter_may_train_what_has_no_name_here(chromium, tmp_path):
+    recipe = Recipe("bert-large", batch_size=4, attention="sdpa", precision="bf16-amp", lora_rank=5)
+    panel = Calculator(recipe, "lora_rank", "trained", gpu="A10G")
+    page = CalculatorPage(chromium, tmp_path, panel).ready()
+    assert page.settings()["trained"] == "LoRA" and page.settings()["lora_rank"] == "5"
+    assert page.figures()["peak"] == formula(recipe, "A10G").peak_allocated
+    page.put(trained="every weight")
+    whole = formula(recipe.but(lora_rank=0), "A10G")
+    assert page.figures()["parameters"] == whole.parameters
+    page.close()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fields", "gpu", "words"),
+    [
+        (Recipe("gpt2"), ["speed"], "T4", "switch is 'speed': allowed are model, gpu"),
+        (Recipe("gpt2"), ["batch_size"], "T5", "gpu is 'T5'"),
+        (Recipe("gpt2", freeze="embeddings,2"), ["batch_size"], "T4", "freeze holds"),
+        (Recipe("gpt2", padded=True), ["batch_size"], "T4", "no coefficients"),
+        (Recipe("gpt2-tiny"), ["batch_size"], "T4", "model is 'gpt2-tiny'"),
+        (Recipe("gpt2", precision="bf16"), ["batch_size"], "T4", "no native bfloat16"),
+    ],
+)
+def test_bad_input_raises(recipe, fields, gpu, words):
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        Calculator(recipe, *fields, gpu=gpu)
+    assert "\n" not in str(error.value)
+
+
+def test_the_page_stays_small():
+    assert len(Calculator()._repr_html_()) < 500_000

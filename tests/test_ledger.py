@@ -1,0 +1,129 @@
+"""The ledger of claims comes from executed notebooks; a build ends where it would not be true."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+from memlab.book.claims import all_claims, verdict
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "_ext"))
+import ledger  # noqa: E402
+
+OPEN = ["B26", "B27"]
+DECIDED = [id for id in all_claims() if id not in OPEN]
+
+
+def decided(id, **changed):
+    """A cell as a run leaves it that decided a statement."""
+    shown = verdict(id, **({"holds": True, "because": f"counted `{id}` < 1"} | changed))
+    data, metadata = InteractiveShell.instance().display_formatter.format(shown)
+    output = nbformat.v4.new_output("execute_result", data, metadata=metadata, execution_count=1)
+    source = f'verdict(\n    "{id}",\n    holds=found,\n)'
+    return nbformat.v4.new_code_cell(source, outputs=[output], id=f"decides-{id}")
+
+
+def write(path, *cells):
+    title = nbformat.v4.new_markdown_cell(f"# Title of {path.stem}")
+    language = {"language_info": {"name": "python", "pygments_lexer": "python"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=[title, *cells], metadata=language), path)
+
+
+@pytest.fixture
+def book(tmp_path):
+    """A small book: statements A.. to C.. in one executed notebook, D.. and E.. in another."""
+    cells = {id: decided(id) for id in DECIDED}
+    write(tmp_path / "01-first.ipynb", *(cell for id, cell in cells.items() if id < "D"))
+    write(tmp_path / "02-second.ipynb", *(cell for id, cell in cells.items() if id > "D"))
+    fence = f":::{{ledger}}\n:open: {' '.join(OPEN)}\n:::\n"
+    (tmp_path / "claims.md").write_text(f"# Claims\n\n{fence}")
+    toc = ":::{toctree}\n01-first\n02-second\nclaims\n:::\n"
+    (tmp_path / "index.md").write_text(f"# Book\n\n{toc}")
+    (tmp_path / "conf.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT / '_ext')!r})\nnb_execution_mode = 'off'\n"
+        "extensions = ['myst_nb', 'ledger']\nmyst_enable_extensions = ['colon_fence']\n"
+    )
+    return tmp_path
+
+
+def build(book):
+    """Render the small book as the real one is, warnings being errors: (status, what it says)."""
+    command = [sys.executable, "-m", "sphinx", "-qEW", "--keep-going", "--no-color"]
+    done = subprocess.run([*command, book, book / "html"], capture_output=True, text=True)
+    return done.returncode, done.stderr
+
+
+def found_in(book):
+    return [
+        one
+        for page in ("01-first", "02-second")
+        for one in ledger.decisions(book / f"{page}.ipynb", page)
+    ]
+
+
+def change(path, id, new):
+    """Put new(cell) in the place of the cell that decides a statement."""
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells = [new(c) if c.id == f"decides-{id}" else c for c in notebook.cells]
+    nbformat.write(notebook, path)
+
+
+def without_output(cell):
+    return nbformat.from_dict(cell | {"outputs": []})
+
+
+def test_the_page_has_every_statement_with_its_verdict_and_a_link_to_the_cell(book):
+    change(book / "02-second.ipynb", "E5", lambda _: decided("E5", holds=False))
+    assert build(book) == (0, "")
+    page = (book / "html" / "claims.html").read_text(encoding="utf-8")
+    assert page.count('<tr id="statement-') == len(all_claims())
+    assert page.count("<b>✓ Holds</b>") == len(DECIDED) - 1
+    assert page.count("<b>✗ Does not hold</b>") == 1 and page.count("<b>○ Open</b>") == len(OPEN)
+    assert "counted <code>A1</code> &lt; 1" in page and "all five</td><td>76</td>" in page
+    for id in DECIDED:
+        chapter = "01-first" if id < "D" else "02-second"
+        target = f"{chapter}.html#claim-{id.lower()}"
+        assert f'<a href="{target}">Title of {chapter}</a>' in page
+        assert f"{chapter}.ipynb, cell decides-{id}" in page
+        assert f'id="claim-{id.lower()}"' in (book / "html" / f"{chapter}.html").read_text()
+
+
+def test_a_verdict_that_is_changed_or_removed_ends_the_build(book):
+    first, second = book / "01-first.ipynb", book / "02-second.ipynb"
+    change(first, "A3", without_output)
+    notebook = nbformat.read(second, as_version=4)
+    notebook.cells += [decided("B4", holds=False), decided("B26")]
+    nbformat.write(notebook, second)
+    change(second, "E5", lambda cell: nbformat.v4.new_code_cell("1", id="other"))
+    status, said = build(book)
+    lines = [line.split("WARNING: ")[1] for line in said.splitlines() if "WARNING: " in line]
+    assert status != 0 and lines == [
+        "A3 has no verdict (01-first.ipynb, cell decides-A3: nothing)",
+        "B4 has verdicts that differ (01-first.ipynb, cell decides-B4: holds; "
+        "02-second.ipynb, cell decides-B4: does not hold)",
+        "B26 is listed as open and is decided (02-second.ipynb, cell decides-B26: holds)",
+        "E5 has no verdict (in no cell)",
+    ]
+
+
+def test_verdicts_that_agree_are_no_problem(book):
+    assert ledger.problems(found_in(book) * 2, OPEN) == []
+
+
+def test_what_is_listed_as_open_is_a_statement(book):
+    wanted = ["Z1 is listed as open and is no statement"]
+    assert ledger.problems(found_in(book), [*OPEN, "Z1"]) == wanted
+
+
+def test_a_changed_word_in_the_file_is_seen(book):
+    path = book / "01-first.ipynb"
+    notebook = json.loads(path.read_text())
+    output = notebook["cells"][1]["outputs"][0]
+    output["metadata"]["text/markdown"]["verdict"]["word"] = "does not hold"
+    path.write_text(json.dumps(notebook))
+    assert [one.word for one in found_in(book)[:2]] == ["does not hold", "holds"]
