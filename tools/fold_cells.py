@@ -42,7 +42,8 @@ def stamp(path: Path, check: bool = False) -> bool:
         return True
     if not check:
         for cell, metadata in zip(cells, wanted, strict=True):
-            cell["metadata"] = metadata
+            if cell["metadata"] != metadata:  # equal ones keep their order
+                cell["metadata"] = metadata
         text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
         path.write_text(text, encoding="utf-8")
     return False
