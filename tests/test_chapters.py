@@ -92,25 +92,53 @@ def test_what_the_page_folds_is_folded_in_every_notebook(path):
         assert cell.metadata.get("jupyter", {}).get("source_hidden", False) == folded, cell.id
         assert (cell.metadata.get("cellView") == "form") == folded, cell.id
         assert cell.metadata.get("_kg_hide-input", False) == folded, cell.id
+        whole = "hide-cell" in tags(cell)
+        assert cell.metadata.get("jupyter", {}).get("outputs_hidden", False) == whole, cell.id
+        assert cell.metadata.get("_kg_hide-output", False) == whole, cell.id
+
+
+@each_chapter
+def test_a_fold_does_not_give_the_answer_away(path):
+    """JupyterLab shows a folded cell's first line."""
+    for cell in filter(lambda cell: fold_cells.FOLDED & tags(cell), code_cells(path)):
+        label = cell.metadata.get("mystnb", {}).get("code_prompt_show", "")
+        if label.startswith("Solution"):
+            assert lines(cell)[0] == f"# {label}", cell.id
+        elif re.search("-(truth|right|wanted)$", cell.id):
+            assert lines(cell)[0] == "# What the check compares with", cell.id
+
+
+@each_chapter
+def test_prose_has_no_block_that_a_live_notebook_shows_as_its_source(path):
+    """Of MyST they know nothing: a `:::{dropdown}` stands open there, a `(label)=` as it is."""
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "markdown":
+            found = re.search(r"^(:::|```\{|\([\w-]+\)=)", cell.source, re.MULTILINE)
+            assert found is None, f"{cell.id}: {found[0]}"
 
 
 def test_folding_follows_the_tags_and_leaves_the_rest(tmp_path):
     cells = [
         {"cell_type": "code", "metadata": {"tags": ["hide-input"], "mystnb": {"x": 1}}},
         {"cell_type": "code", "metadata": {"cellView": "form", "jupyter": {"source_hidden": True}}},
+        {"cell_type": "code", "metadata": {"tags": ["hide-cell"]}},
         {"cell_type": "markdown", "metadata": {"tags": ["remove-cell"]}},
     ]
     path = tmp_path / "a.ipynb"
     path.write_text(json.dumps({"cells": cells}))
     assert not fold_cells.stamp(path, check=True) and json.loads(path.read_text())["cells"] == cells
     assert not fold_cells.stamp(path)
-    folded, opened, prose = (cell["metadata"] for cell in json.loads(path.read_text())["cells"])
+    folded, opened, whole, prose = (
+        cell["metadata"] for cell in json.loads(path.read_text())["cells"]
+    )
     assert folded == cells[0]["metadata"] | {
         "cellView": "form",
         "_kg_hide-input": True,
         "jupyter": {"source_hidden": True},
     }
-    assert opened == {} and prose == cells[2]["metadata"]
+    assert whole["jupyter"] == {"source_hidden": True, "outputs_hidden": True}
+    assert whole["_kg_hide-input"] and whole["_kg_hide-output"]
+    assert opened == {} and prose == cells[3]["metadata"]
     assert fold_cells.stamp(path, check=True)
 
 

@@ -4,7 +4,10 @@
     python tools/fold_cells.py --check   say which chapters lack it; status 1 if any does
 
 Jupyter Book goes by a cell's tags, which the three others do not know. Each has its own metadata:
-Colab `cellView`, Kaggle `_kg_hide-input`, JupyterLab (and nbformat) `jupyter.source_hidden`.
+Colab `cellView`, Kaggle `_kg_hide-input` and `_kg_hide-output`, JupyterLab (and nbformat)
+`jupyter.source_hidden` and `jupyter.outputs_hidden`. Colab's folds leave the output in sight.
+
+What a removed cell prints stays in sight in a live notebook: it is an error, if anything.
 """
 
 import json
@@ -13,15 +16,20 @@ from pathlib import Path
 
 CHAPTERS = Path(__file__).resolve().parent.parent / "chapters"
 FOLDED = {"hide-input", "remove-input", "hide-cell", "remove-cell"}
+OUTPUT_TOO = {"hide-cell"}
 
 
 def stamped(cell: dict) -> dict:
     """The metadata of a code cell with each reader's own word for folded, or without it."""
-    kept = {k: v for k, v in cell["metadata"].items() if k not in ("cellView", "_kg_hide-input")}
-    jupyter = {k: v for k, v in kept.pop("jupyter", {}).items() if k != "source_hidden"}
-    if FOLDED & set(kept.get("tags", ())):
+    own = "cellView", "_kg_hide-input", "_kg_hide-output", "source_hidden", "outputs_hidden"
+    kept = {k: v for k, v in cell["metadata"].items() if k not in own}
+    jupyter = {k: v for k, v in kept.pop("jupyter", {}).items() if k not in own}
+    tags = set(kept.get("tags", ()))
+    if FOLDED & tags:
         kept |= {"cellView": "form", "_kg_hide-input": True}
         jupyter["source_hidden"] = True
+    if OUTPUT_TOO & tags:
+        kept["_kg_hide-output"] = jupyter["outputs_hidden"] = True
     return kept | ({"jupyter": jupyter} if jupyter else {})
 
 
@@ -34,7 +42,8 @@ def stamp(path: Path, check: bool = False) -> bool:
         return True
     if not check:
         for cell, metadata in zip(cells, wanted, strict=True):
-            cell["metadata"] = metadata
+            if cell["metadata"] != metadata:  # equal ones keep their order
+                cell["metadata"] = metadata
         text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
         path.write_text(text, encoding="utf-8")
     return False

@@ -6,12 +6,14 @@ import math
 def check(answer, truth, tolerance: float = 0.01) -> bool:
     """Say whether `answer` is right, without giving the truth away.
 
-    Numbers may differ by `tolerance`, relative to the truth; anything else must be equal.
+    Numbers, also those of NumPy and tensors of one, may differ by `tolerance`, relative to the
+    truth; anything else must be equal.
     `None` or `...` is an exercise not begun. Prints one line and returns whether it was right.
     """
     if answer is None or answer is ...:
         print("Not answered yet: replace ... by your answer.")
         return False
+    answer, truth = (x.item() if getattr(x, "ndim", None) == 0 else x for x in (answer, truth))
     number = isinstance(truth, (int, float)) and not isinstance(truth, bool)
     if not number:
         right = type(answer) is type(truth) and answer == truth

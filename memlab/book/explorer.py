@@ -76,7 +76,8 @@ class Explorer:
         )
         return (
             f'{STYLE}<div class="memlab-explore still"><p><b>A still picture.</b> In a notebook '
-            "(Colab, Kaggle, JupyterLab) these are controls, and every run is simulated there.</p>"
+            "with ipywidgets (Colab, Kaggle, JupyterLab) these are controls, and every run is "
+            "simulated there.</p>"
             f"<table>{chosen}</table>{self._picture(self.runs[:1])}</div>"
         )
 

@@ -20,7 +20,6 @@ COLOURS = dict(
     )
 )
 STYLE = {
-    "figure.facecolor": "none",
     "axes.facecolor": "none",
     "savefig.transparent": True,
     "figure.dpi": 110,
@@ -45,7 +44,10 @@ STYLE = {
 def figure(width: float = 7.0, height: float = 3.2, **subplots):
     """`plt.subplots` in the book's style: returns (figure, axes)."""
     mpl.rcParams.update(STYLE)
-    return plt.subplots(figsize=(width, height), layout="constrained", **subplots)
+    # No ground is drawn, rather than one of the colour "none", from which IPython concludes that
+    # the ink needs a dark or a light ground: JupyterLab would put it there.
+    look = {"figsize": (width, height), "layout": "constrained", "frameon": False}
+    return plt.subplots(**look, **subplots)
 
 
 def compare(rows: dict, against: str | None = None) -> pd.DataFrame:

@@ -1,6 +1,8 @@
 """Answers to exercises."""
 
+import numpy as np
 import pytest
+import torch
 
 from memlab import check
 
@@ -11,6 +13,14 @@ from memlab import check
 def test_right_answers(answer, truth, capsys):
     assert check(answer, truth)
     assert capsys.readouterr().out == "Right.\n"
+
+
+def test_a_number_of_numpy_or_a_tensor_of_one_is_a_number(capsys):
+    assert (
+        check(np.int64(2), 2) and check(torch.tensor(0.5), 0.5) and check(2, np.argmax([1, 2, 3]))
+    )
+    assert not check(np.int64(3), 2)
+    assert "3 is too large" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

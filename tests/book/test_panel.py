@@ -61,6 +61,17 @@ def test_what_is_its_own_in_a_panels_style_outlives_the_panels_that_follow(page)
     assert widths[0] == pytest.approx(widths[1], abs=1)
 
 
+def test_a_figure_stands_below_its_name_in_jupyterlab_too(open_once):
+    """Its style sets a `dt` of an output to the left of what follows."""
+    page = open_once(book.SegmentFilm(), body=' class="jp-OutputArea-output"')
+    page.tab.run("""document.head.insertAdjacentHTML("beforeend",
+        "<style>.jp-OutputArea-output dt { float: left; width: 20% }</style>")""")
+    gaps = page.run("""[...panel.querySelectorAll('dl dt')]
+        .map(name => [name.nextElementSibling, name].map(one => one.getBoundingClientRect()))
+        .map(([figure, name]) => figure.top - name.bottom)""")
+    assert len(gaps) == 5 and min(gaps) >= 0
+
+
 def test_equal_panels_do_not_touch_each_other(page):
     for at in range(0, len(TWICE), 2):
         page.at = at + 1

@@ -1,7 +1,11 @@
 """Tables and figures."""
 
+import io
+
 import pytest
+from IPython.core.pylabtools import print_figure
 from matplotlib import pyplot as plt
+from matplotlib.colors import to_rgba
 
 from memlab import Recipe, compare, measure, simulate
 from memlab.book import show
@@ -51,6 +55,14 @@ def test_table_formats_mib_and_per_cent(runs):
     assert "nan" not in html
     seconds = show.table(compare(runs)[["peak"]].assign(**{"s a step, estimated": 1.25})).to_html()
     assert ">1.25<" in seconds
+
+
+def test_a_figure_is_transparent_and_does_not_ask_for_a_ground(runs):
+    """IPython reads a colour without alpha as such a wish, and JupyterLab grants it."""
+    fig = show.bars(runs)
+    picture = print_figure(fig)
+    assert plt.imread(io.BytesIO(picture))[0, 0, 3] == 0
+    assert to_rgba(fig.get_facecolor())[3] == 1
 
 
 def test_bars_draw_every_category_of_weight(runs):
