@@ -31,13 +31,13 @@ from memlab.plans import (
     Question,
     Switch,
     described,
-    gib,
     way_of,
 )
 from memlab.recipe import Recipe
 from memlab.simulation import simulate
 from memlab.sizing import SizedLog
 from memlab.training import add_lora
+from memlab.units import gib
 
 CLIPPING = 1.0  # the Trainer's own
 OPTIMIZERS = ("adamw_torch_fused", "adamw_8bit", "adafactor", "paged_adamw_8bit")
@@ -221,20 +221,25 @@ class _Search:
         return options
 
     def told(self, options: dict[Combination, Option]) -> Combination:
-        """The best of what surely fits; else the one that lacks least, simulated if in doubt."""
+        """The best of what fits in a simulation; else the one that lacks least."""
         while True:
-            best = self.fastest_of({one: it for one, it in options.items() if self.is_sure(it)})
+            fitting = {one: it for one, it in options.items() if it.simulated and not it.missing}
+            best = self.fastest_of(fitting)
             least = min(options, key=lambda one: (options[one].missing, options[one].needed))
             if best or options[least].missing:
                 return best or least
             options[least] = self.confirmed(options[least])
 
-    def is_sure(self, option: Option) -> bool:
-        """Whether an option fits, by a simulation or because the formula leaves no doubt."""
-        if option.simulated or option.missing:
-            return not option.missing
-        reserved = self.footprint(option.recipe).reserved_range
-        return reserved is not None and reserved[1] + self.card.context <= self.room
+    def likely(self, options: dict[Combination, Option]) -> Combination:
+        """The best of what fits by the formula, also without reuse of blocks; else as `told`."""
+
+        def fits(option):
+            reserved = self.footprint(option.recipe).reserved_range
+            most = reserved[1] + self.card.context if reserved else option.needed
+            return not option.missing and most <= self.room
+
+        best = self.fastest_of({one: it for one, it in options.items() if fits(it)})
+        return best or self.told(options)
 
     def confirmed(self, option: Option) -> Option:
         """The option as a simulation has it, with the largest micro-batch that it allows, or 1."""
@@ -327,7 +332,7 @@ class _Search:
         """The best of each way that can be had at all."""
         best = {}
         for way in {one.way: None for one in options}:
-            of_way = {one: option for one, option in options.items() if one.way == way}
+            of_way = self.confirm_the_best({one: options[one] for one in options if one.way == way})
             best[way] = of_way[self.told(of_way)]
         return best
 
@@ -402,15 +407,16 @@ def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
         search = _Search(question, card, margin, bar)
         search.say(f"planning for {card.name}")
         every = {one: search.largest(one) for one in search.combinations}
+        options[card.name] = {}
         for way in {one.way: None for one in every}:
+            of_way = {one: option for one, option in every.items() if one.way == way}
             if smallest[way] is None:
-                of_way = {one: option for one, option in every.items() if one.way == way}
-                every |= search.confirm_the_best(of_way)
-        options[card.name] = best = search.best_of_each_way(every)
-        for way, option in best.items():
-            options[card.name][way] = search.named(option)
-            if smallest[way] is None and not option.missing:
-                smallest[way] = card.name
+                of_way = search.confirm_the_best(of_way)
+                best = of_way[search.told(of_way)]
+                smallest[way] = None if best.missing else card.name
+            else:
+                best = of_way[search.likely(of_way)]
+            options[card.name][way] = search.named(best)
     bar.close()
     return Cards(question, options, smallest)
 

@@ -333,7 +333,7 @@ def read(recipe: Recipe) -> Case:
             "backbone"
         )
     named = isinstance(recipe.model, str) and recipe.model in models.MODELS
-    structure, dimensions, layers = (_named if named else _structure)(recipe.model)
+    structure, dimensions, layers, window = (_named if named else _structure)(recipe.model)
     trained = {"task": recipe.task, "precision": recipe.precision, "freeze": sorted(recipe.freeze)}
     if recipe.lora_rank:
         targets = recipe.lora_targets
@@ -357,7 +357,6 @@ def read(recipe: Recipe) -> Case:
     pass_key, update_key = (
         f"{structure} {json.dumps(way, sort_keys=True)}" for way in (passed, updated)
     )
-    window = getattr(models.config(recipe.model), "sliding_window", None)
     if window and recipe.seq_len > window:
         raise ValueError(
             f"seq_len is {recipe.seq_len}: the formula allows lengths up to the sliding window of "
@@ -372,8 +371,12 @@ def _named(model: str):
     return _structure(model)
 
 
-def _structure(model) -> tuple[str, dict[str, int], int]:
-    """What is special about a config apart from sizes, as a text; its dimensions; its layers."""
+def _structure(model) -> tuple[str, dict[str, int], int, int | None]:
+    """What is special about a config apart from sizes, as a text; its dimensions, layers, window.
+
+    A config.json names the release that wrote it, and settings that its class does not know any
+    more: neither is of the model.
+    """
     config = models.config(model)
     layers = config.num_hidden_layers
     if layers < 2 or (getattr(config, "num_decoder_layers", None) or layers) != layers:
@@ -382,6 +385,7 @@ def _structure(model) -> tuple[str, dict[str, int], int]:
             "layers, in a decoder as many as in the encoder"
         )
     prime, dimensions = primed(config)
+    own = vars(type(config)()).keys() - {"architectures", "transformers_version"}
     kept = {}
     for name, value in vars(prime).items():
         if isinstance(value, (list, tuple)) and value and len(set(map(str, value))) == 1:
@@ -391,12 +395,13 @@ def _structure(model) -> tuple[str, dict[str, int], int]:
         if isinstance(value, dict):
             value = value.get("rope_type")
             value = "default" if value in SAME_ROPE else value
-        hidden = name.startswith("_") or name.endswith("token_id")
+        hidden = name not in own or name.startswith("_") or name.endswith("token_id")
         hidden |= "layers" in name or name == "n_layer"
         if not hidden and isinstance(value, (bool, int, str)):
             kept[name] = value
     kept |= {"model_type": config.model_type}
-    return json.dumps(kept, sort_keys=True), dimensions, layers
+    window = getattr(config, "sliding_window", None)
+    return json.dumps(kept, sort_keys=True), dimensions, layers, window
 
 
 def primed(config):

@@ -149,21 +149,20 @@ def _term(number: int) -> int:
 
 
 def _place(coefficient, powers) -> int:
-    terms = coefficients()["terms"]
-    if not _places or len(_places) != len(terms):
-        _places.clear()
-        _places.update({_name(*term): i for i, term in enumerate(terms)})
-    if _name(coefficient, powers) not in _places:
-        _places[_name(coefficient, powers)] = len(terms)
-        terms.append([coefficient, powers])
-    return _places[_name(coefficient, powers)]
+    """The place of a term, which is added if it is new."""
+    known = coefficients()
+    # Where each term is, kept beside them: going through thousands for each size takes seconds.
+    if "places" not in known:
+        known["places"] = {_name(*term): i for i, term in enumerate(known["terms"])}
+    places, name = known["places"], _name(coefficient, powers)
+    if name not in places:
+        places[name] = len(known["terms"])
+        known["terms"].append([coefficient, powers])
+    return places[name]
 
 
 def _name(coefficient, powers) -> tuple:
     return coefficient, *sorted(powers.items())
-
-
-_places: dict[tuple, int] = {}
 
 
 def _bytes_term(category, nbytes) -> int:

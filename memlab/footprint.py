@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
-from memlab.units import mib
+from memlab.units import mib, seconds_text
 
 
 class _Word(StrEnum):
@@ -163,16 +163,13 @@ class StepTime:
         }
 
     def __str__(self) -> str:
-        text = f"{_seconds(self.expected)} ({_seconds(self.low)} to {_seconds(self.high)})"
+        text = (
+            f"{seconds_text(self.expected)} ({seconds_text(self.low)} to {seconds_text(self.high)})"
+        )
         more = [
             f"{part} {share / self.expected:.0%}" for part, share in self.parts.items() if share
         ]
         return f"{text}: {', '.join(more)}"
-
-
-def _seconds(value: float) -> str:
-    """Seconds as text with two figures that count."""
-    return f"{value * 1e3:,.3g} ms" if value < 1 else f"{value:,.3g} s"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -10,8 +9,8 @@ from memlab.fields import one_of, wrong
 from memlab.footprint import Category
 from memlab.gpus import GPU
 from memlab.recipe import COMPUTED_IN, Recipe
+from memlab.units import GiB, gib, seconds_text
 
-GiB = 2**30
 WAYS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 FASTEST, ROOMIEST = "fastest", "most room"
 STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES)
@@ -321,15 +320,3 @@ def _cell(option: Option | None) -> str:
         return f"lacks {gib(option.missing)}"
     speed = f", {option.samples_per_second:.3g}/s" if option.seconds else ""
     return f"{gib(option.needed)}{speed}"
-
-
-def gib(nbytes: int) -> str:
-    """Bytes as text in GiB, one decimal."""
-    return f"{nbytes / GiB:,.1f} GiB"
-
-
-def seconds_text(value: float) -> str:
-    """Seconds as text, three figures."""
-    if value < 1:
-        return f"{value * 1e3:.3g} ms"
-    return f"{value:,.{max(0, 2 - int(math.log10(value)))}f} s"

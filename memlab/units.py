@@ -1,8 +1,22 @@
-"""Bytes in print: MiB and GiB are powers of two."""
+"""Bytes and seconds in print: MiB and GiB are powers of two."""
 
-MiB = 2**20
+import math
+
+MiB, GiB = 2**20, 2**30
 
 
 def mib(nbytes: int | None) -> str:
     """Bytes as text in MiB, one decimal; an em dash for None."""
     return "—" if nbytes is None else f"{nbytes / MiB:,.1f} MiB"
+
+
+def gib(nbytes: int) -> str:
+    """Bytes as text in GiB, one decimal."""
+    return f"{nbytes / GiB:,.1f} GiB"
+
+
+def seconds_text(value: float) -> str:
+    """Seconds as text with three figures that count."""
+    if value < 1:
+        return f"{value * 1e3:.3g} ms"
+    return f"{value:,.{max(0, 2 - int(math.log10(value)))}f} s"

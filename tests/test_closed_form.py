@@ -1,9 +1,11 @@
 """The closed form against the simulation."""
 
+import json
+
 import pytest
 from helpers import assert_close
 
-from memlab import Recipe, formula
+from memlab import Recipe, formula, models
 from memlab.closed_form import coefficients
 from memlab.gpus import find_gpu
 
@@ -48,6 +50,17 @@ def test_what_it_refuses(changes, said):
     with pytest.raises(ValueError, match=said) as error:
         formula(Recipe(**{"seq_len": 64} | changes))
     assert "\n" not in str(error.value)
+
+
+def test_a_config_json_of_the_hub_is_the_model_that_it_names(tmp_path):
+    values = models.config("llama-3-8b").to_dict()
+    # As published ones have it: the release, a class, fields of older releases.
+    values |= {"architectures": ["LlamaForCausalLM"], "transformers_version": "4.40.0.dev0"}
+    values |= {"gradient_checkpointing": False, "n_ctx": 8192, "position_embedding_type": "x"}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values), encoding="utf-8")
+    ways = {"precision": "bf16-amp", "attention": "sdpa", "seq_len": 64}
+    assert formula(Recipe(str(path), **ways)) == formula(Recipe("llama-3-8b", **ways))
 
 
 def test_a_card_without_the_format_is_refused():

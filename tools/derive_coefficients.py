@@ -79,7 +79,8 @@ def main():
 def write():
     packages = (torch, transformers, peft)
     versions = {package.__name__: package.__version__ for package in packages}
-    text = json.dumps({"versions": versions} | coefficients(), separators=(",", ":"))
+    kept = {name: coefficients()[name] for name in ("terms", "halves")}
+    text = json.dumps({"versions": versions} | kept, separators=(",", ":"))
     half_written = FILE.with_suffix(".new")
     half_written.write_bytes(gzip.compress(text.encode(), mtime=0))
     half_written.replace(FILE)
