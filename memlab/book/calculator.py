@@ -49,7 +49,9 @@ TRAINED = {
 PARTS = "freeze lora_rank lora_targets lora_dropout lora_fp32 base block_size double_quant"
 PARTS = (*PARTS.split(), "compute_dtype", "upcast")
 PLAIN = {one.name: one.default for one in dataclasses.fields(Recipe) if one.name in PARTS}
-NAMES = [name for name in models.MODELS if not name.endswith("-tiny")]
+# Models that have coefficients in hardly any way are left out.
+FEW_WAYS = ("deberta-v3-base", "mixtral-8x7b")
+NAMES = [name for name in models.MODELS if not name.endswith("-tiny") and name not in FEW_WAYS]
 NUMBERS = ("batch_size", "seq_len", "accumulation", "lora_rank")
 SWITCHES = ("model", "gpu", *NUMBERS, "trained", *CHOICES)
 # On which switches a pass and an update depend; a pass also on whether it accumulates.
@@ -78,7 +80,7 @@ class Calculator(Panel):
 
     recipe: what it shows first, of a named model. fields: the switches that the page has, of
     `SWITCHES`; the rest is as in the recipe. gpu: the card. Without a recipe it has all switches,
-    every model that has coefficients, every card, and more to read.
+    models of every structure with coefficients, every card, and more to read.
 
     The coefficients that the switches need are in the page, and its script does what
     `memlab.formula` does. Raises ValueError for an unknown switch, model or card, for a recipe
@@ -119,7 +121,7 @@ class Calculator(Panel):
 
     def known(self) -> dict:
         """All that the script is given: constants, choices, models, cards, and the coefficients."""
-        pack, structures, known_models, families = _Pack(), {}, {}, {}
+        pack, structures, offered, families = _Pack(), {}, {}, {}
         keys = functools.cache(self._keys)
         for model in NAMES if "model" in self.fields else [self.recipe.model]:
             text, settings = _structure(model)
@@ -129,10 +131,8 @@ class Calculator(Panel):
                     for name, ways in keys(models.default_task(model)).items()
                 }
                 structures[text] = _described(model, settings) | places
-            if not any(structures[text]["passes"]):
-                continue
             case = read(Recipe(model, seq_len=1))
-            known_models[model] = {
+            offered[model] = {
                 "structure": list(structures).index(text),
                 "dimensions": {n: case.dimensions[n] for n in case.dimensions if n not in "bsr"},
                 "layers": case.layers,
@@ -151,12 +151,17 @@ class Calculator(Panel):
                 **{name: getattr(self.recipe, name) for name in (*NUMBERS, *CHOICES)},
                 "lora_rank": self.recipe.lora_rank or RANK,
             },
+            "defaults": {
+                one.name: one.default
+                for one in dataclasses.fields(Recipe)
+                if one.name in (*NUMBERS, *CHOICES)
+            },
             "whole": self.whole,
             "fields": self.fields,
             "choices": self.choices,
             "trained": {name: _options(changes) for name, changes in self.trained.items()},
             "ways": WAYS,
-            "models": known_models,
+            "models": offered,
             # The last one lends its rules to a number of GiB.
             "cards": [_card(card) for card in (*self._cards(), ANY_CARD)],
             "structures": list(structures.values()),

@@ -48,13 +48,13 @@
     }
 
     function formula(recipe, card) {
-      requireNative(recipe.precision, card);
       const { longest, window, name } = recipe.model;
       if (longest && recipe.seq_len > longest) throw new Refusal(`seq_len is ${recipe.seq_len}: ${name} allows whole numbers from 1 to ${longest}`);
+      requireNative(recipe.precision, card);
       if (window && recipe.seq_len > window) throw new Refusal(
         `seq_len is ${recipe.seq_len}: the formula allows lengths up to the sliding window of ${name}, ${window}`);
       const { pass, update } = read(recipe);
-      if (!pass || !update) throw new Refusal(`no coefficients for ${said(recipe)}: the line with memlab simulate below answers`);
+      if (!pass || !update) throw new Refusal(`no coefficients for ${said(recipe)}: ask memlab simulate`);
       return evaluate(recipe, pass, update, card);
     }
 

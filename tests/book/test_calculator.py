@@ -469,7 +469,9 @@ def test_in_a_chapter_it_has_its_few_switches_and_little_data(chromium, tmp_path
     recipe = Recipe("gpt2", batch_size=4, attention="sdpa", precision="bf16-amp")
     panel = Calculator(recipe, "batch_size", "checkpointing", gpu="L4")
     assert len(panel.data()["packed"]) < 30_000
-    page = CalculatorPage(chromium, tmp_path, panel).ready()
+    in_book = f"<article class='bd-article'>{panel._repr_html_()}</article>"
+    show = SimpleNamespace(_repr_html_=lambda: in_book)
+    page = CalculatorPage(chromium, tmp_path, show).ready()
     shown = "[...panel.querySelectorAll('.switch')].filter(one => one.getClientRects().length)"
     assert page.run(f"{shown}.map(one => one.querySelector('[name]').name)") == [
         "batch_size",
