@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from memlab import models
@@ -18,7 +19,8 @@ from memlab.footprint import Phase
 from memlab.gpus import GPU
 from memlab.recipe import Recipe
 from memlab.simulation import full_log
-from memlab.trace.events import Birth, Step
+from memlab.trace.allocator import MIN_BLOCK
+from memlab.trace.events import Birth, Death, Mark, Step
 from memlab.trace.log import Event, Log
 
 PRIMES = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
@@ -70,15 +72,41 @@ class SizedLog:
             (number, step, self._place(step) if type(step) is Birth else -1)
             for number, step in self._log.events()
         ]
+        self._changes = self._of_second_step()
 
     def _place(self, birth: Birth) -> int:
         return self._places.setdefault(birth, len(self._places))
 
     def at(self, recipe: Recipe) -> Log:
         """The log of the recipe with another `batch_size` and `seq_len`, without its work."""
-        log, sizes = self._log, (recipe.batch_size, recipe.seq_len)
-        births = [birth._replace(nbytes=self._nbytes(*sizes, birth)) for birth in self._places]
+        log, sizes = self._log, self._sizes(recipe)
+        births = [b._replace(nbytes=n) for b, n in zip(self._places, sizes, strict=True)]
         return _Resized(log.steps, log.weights, log.assumptions, known=self._events, births=births)
+
+    def least(self, recipe: Recipe) -> int:
+        """Bytes below which no allocator can serve a size, in a fraction of a replay's time.
+
+        The most that the second step has allocated at once, each tensor in a block of its own size.
+        """
+        blocks = -(-np.array(self._sizes(recipe)) // MIN_BLOCK) * MIN_BLOCK
+        places, signs, start = self._changes
+        return int((signs * blocks[places]).cumsum()[start:].max())
+
+    def _of_second_step(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """(whose bytes come or go, 1 or -1) of each change, and where the second step begins."""
+        places, changes, start = {}, [], 0
+        for number, step, place in self._events:
+            if type(step) is Birth:
+                places[number] = place
+                changes.append((place, 1))
+            elif type(step) is Death:
+                changes.append((places[number], -1))
+            elif step is Mark.RESET:
+                start = len(changes)
+        return *np.array(changes).T, start
+
+    def _sizes(self, recipe) -> list[int]:
+        return [self._nbytes(recipe.batch_size, recipe.seq_len, birth) for birth in self._places]
 
     def _nbytes(self, batch: int, length: int, birth: Birth) -> int:
         size, times = birth.nbytes, 1
