@@ -24,7 +24,13 @@ from memlab.trace.events import Birth, Death, Mark, Step
 from memlab.trace.log import Event, Log
 
 PRIMES = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
-ROUNDED = 128  # kernels round a length up to that at most: flash attention's backward does
+TIMES = 8  # masks have their rows in eights
+# What attention takes beside its results has a length that is rounded up: the sums of the
+# memory-efficient kernel, and what flash's backward takes (`memlab.card.kernels.kernel_scratch`).
+ROUNDED = {
+    torch.ops.aten._scaled_dot_product_efficient_attention.default: 32,
+    torch.ops.aten._scaled_dot_product_flash_attention_backward.default: 128,
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class SizedLog:
         if inside and window is not None:
             self.longest = min(window, self.longest or window)
         batch, length = _primes(recipe)
-        times = ROUNDED
+        times = TIMES
         while self.longest is not None and times > 1 and length * times > self.longest:
             times //= 2
         while not inside and length * times <= window:
@@ -114,6 +120,9 @@ class SizedLog:
             return size
         if size % self._batch == 0:
             size, times = size // self._batch, batch
+            unit = ROUNDED.get(birth.operation)
+            if unit and size % self._prime:  # a result of the kernel has the length as it is
+                return size // _up(self._length, unit) * times * _up(length, unit)
             if size % (self._length + 1) == 0:  # shifted labels are padded by one token
                 return size // (self._length + 1) * times * (length + 1)
         below = 1
@@ -121,6 +130,10 @@ class SizedLog:
             size, times = size // self._prime, times * length
             below *= self._length // self._prime
         return -(-size * times // below)
+
+
+def _up(length: int, unit: int) -> int:
+    return -(-length // unit) * unit
 
 
 def _primes(recipe: Recipe) -> tuple[int, int]:
