@@ -14,10 +14,10 @@ operators. At a moment of the pass the states are there, too; at one of the upda
 that the pass leaves.
 
 The coefficients (memlab/data/coefficients.jsonl.gz) are lines of plain JSON: first `terms`, each
-[coefficient, {symbol: power}], and the versions that they are of; then in turn a key and its half. A half has `tensors` as [category, term], and lists of
-[tensor, how many in a model of three layers, how many more with each further layer]: those of each
-of its `moments`, of what the pass leaves (`left`) and of the optimizer's `states`. `work` are
-operators, `parameters` the model's.
+[coefficient, {symbol: power}], and the versions that they are of; then in turn a key and its half.
+A half has `tensors` as [category, term], and lists of [tensor, how many in a model of three layers,
+how many more with each further layer]: those of each of its `moments`, of what the pass leaves
+(`left`) and of the optimizer's `states`. `work` are operators, `parameters` the model's.
 """
 
 import functools

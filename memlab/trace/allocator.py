@@ -138,7 +138,8 @@ class CachingAllocator:
         block.free, block.requested = False, nbytes
         self.allocated += block.size
         if self.statistics:  # asked once: this runs by the million
-            self._count_inactive(small, splits - was_split, splits * rest - was_split * (size + rest))
+            nbytes_more = splits * rest - was_split * (size + rest)
+            self._count_inactive(small, splits - was_split, nbytes_more)
             self._count_request(block, 1)
             self._note("alloc", block.address, nbytes)
         return block.address
