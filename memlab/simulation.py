@@ -1,5 +1,7 @@
 """The memory of a recipe's step on a card that need not be there."""
 
+import contextlib
+import gc
 from dataclasses import replace
 
 from tqdm.auto import tqdm
@@ -50,8 +52,26 @@ def full_log(recipe: Recipe, card: GPU, loop=None) -> Log:
     for precision in (recipe.precision, recipe.compute_dtype or ""):
         require_native(precision, card.name, "bfloat16" in card.native_dtypes)
     import_libraries(recipe)
-    log = log_at_full_depth(recipe, lambda shallow: log_of(shallow, card, loop=loop))
-    return log or log_of(recipe, card, numbered=True, loop=loop)
+    with only_new_garbage():
+        log = log_at_full_depth(recipe, lambda shallow: log_of(shallow, card, loop=loop))
+        return log or log_of(recipe, card, numbered=True, loop=loop)
+
+
+@contextlib.contextmanager
+def only_new_garbage():
+    """Let the garbage collector leave alone what is there already: the libraries.
+
+    It goes through all of a million objects again and again while others come and go by the
+    million, which takes up to a third of the time.
+    """
+    if gc.get_freeze_count():  # somebody does that already
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def serve(recipe: Recipe, log: Log, card: GPU) -> Footprint:

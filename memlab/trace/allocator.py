@@ -125,42 +125,46 @@ class CachingAllocator:
         """
         size = max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
         small = size <= SMALL_REQUEST
-        block = self._best_fit(size, small) or self._new_segment(size, small)
+        free = self._free[small]
+        best = bisect_left(free, (size, 0))
+        if best < len(free):
+            block = self.blocks[free.pop(best)[1]]
+        else:
+            block = self._new_segment(size, small)
         was_split, rest = block.is_split, block.size - size
-        if rest >= MIN_BLOCK if small else rest > SMALL_REQUEST:
+        splits = rest >= MIN_BLOCK if small else rest > SMALL_REQUEST
+        if splits:
             self._split(block, size)
-            if was_split:
-                self._count(small, "inactive_split_bytes", -size)
-            else:
-                self._count(small, "inactive_split", 1)
-                self._count(small, "inactive_split_bytes", rest)
-        elif was_split:
-            self._count(small, "inactive_split", -1)
-            self._count(small, "inactive_split_bytes", -block.size)
         block.free, block.requested = False, nbytes
         self.allocated += block.size
-        self._count_request(block, 1)
-        self._note("alloc", block.address, nbytes)
+        if self.statistics:  # asked once: this runs by the million
+            nbytes_more = splits * rest - was_split * (size + rest)
+            self._count_inactive(small, splits - was_split, nbytes_more)
+            self._count_request(block, 1)
+            self._note("alloc", block.address, nbytes)
         return block.address
 
     def free(self, address: int) -> None:
         """Give a block back to the cache and merge it with free neighbours."""
         block = self.blocks[address]
         self.allocated -= block.size
-        self._count_request(block, -1)
-        self._note("free", address, block.requested)
+        if self.statistics:
+            self._count_request(block, -1)
+            self._note("free", address, block.requested)
         block.free, block.requested = True, 0
-        change, nbytes = 0, 0
-        for neighbour in (block.before, block.after):
-            if neighbour and neighbour.free:
-                change, nbytes = change - 1, nbytes - neighbour.size
-                block = self._merge(*sorted((block, neighbour), key=lambda b: b.address))
-        if block.is_split:
-            change, nbytes = change + 1, nbytes + block.size
-        if change:
-            self._count(block.small, "inactive_split", change)
-        if nbytes:
-            self._count(block.small, "inactive_split_bytes", nbytes)
+        number, nbytes = 0, 0  # of the free neighbours
+        before, after = block.before, block.after
+        if before is not None and before.free:
+            number, nbytes = 1, before.size
+            self._take(before)
+            block = self._merge(before, block)
+        if after is not None and after.free:
+            number, nbytes = number + 1, nbytes + after.size
+            self._take(after)
+            block = self._merge(block, after)
+        if self.statistics:
+            split = block.is_split
+            self._count_inactive(block.small, split - number, split * block.size - nbytes)
         insort(self._free[block.small], (block.size, block.address))
 
     def empty_cache(self) -> None:
@@ -229,19 +233,22 @@ class CachingAllocator:
         for counter in self._counters_of[small][name]:
             counter.add(change)
 
+    def _count_inactive(self, small, blocks, nbytes):
+        """Free pieces of segments that other pieces are in use of."""
+        self._count(small, "inactive_split", blocks)
+        self._count(small, "inactive_split_bytes", nbytes)
+
     def _count_request(self, block, sign):
-        if not self.statistics:
-            return
         self._count(block.small, "allocation", sign)
         self._count(block.small, "allocated_bytes", sign * block.size)
         self._count(block.small, "requested_bytes", sign * block.requested)
 
     # ------------------------------------------------------------------ blocks and segments
 
-    def _best_fit(self, size, small):
-        free = self._free[small]
-        i = bisect_left(free, (size, 0))
-        return self.blocks[free.pop(i)[1]] if i < len(free) else None
+    def _take(self, block):
+        """Take a block out of the cache."""
+        free = self._free[block.small]
+        free.pop(bisect_left(free, (block.size, block.address)))
 
     def _new_segment(self, size, small):
         if small:
@@ -280,11 +287,6 @@ class CachingAllocator:
         insort(self._free[rest.small], (rest.size, rest.address))
 
     def _merge(self, left, right):
-        for block in (left, right):  # one of the two is in the cache already
-            free = self._free[block.small]
-            i = bisect_left(free, (block.size, block.address))
-            if i < len(free) and free[i] == (block.size, block.address):
-                free.pop(i)
         left.size, left.after = left.size + right.size, right.after
         if right.after:
             right.after.before = left

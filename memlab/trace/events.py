@@ -28,7 +28,8 @@ class Death(NamedTuple):
 
     which: its place among those that live, from the oldest (0, 1, ...) or the youngest (-1, -2,
         ...), whichever is nearer, but of what the forward pass left to the backward pass always
-        from the youngest.
+        from the youngest, and of weights that are replaced, as when they are cast to another dtype,
+        from where the last of them died: between those that are cast others may stay.
     """
 
     birth: Birth
