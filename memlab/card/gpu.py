@@ -16,6 +16,7 @@ from pathlib import Path
 from memlab.card import bitsandbytes, cuda_names, fake_tensors, files, moves, triton_kernels
 from memlab.card.memory import card_footprint
 from memlab.card.places import CARD, tensors_name_their_place
+from memlab.card.ranks import check_ranks, rank_of
 from memlab.card.rules import RULES, cuda_kernels
 from memlab.card.tracer import CardTracer
 from memlab.card.values import host_copy
@@ -80,8 +81,14 @@ class SimulatedGPU:
     entered = False  # one card at a time
     imports_bitsandbytes = True
 
-    def __init__(self, gpu: GPU | str | int | None = None, rules=frozenset(RULES), script=None):
-        self.gpu = find_gpu(gpu)
+    def __init__(
+        self,
+        gpu: GPU | str | int | None = None,
+        rules=frozenset(RULES),
+        script=None,
+        ranks: int = 1,
+    ):
+        self.gpu, self.ranks = find_gpu(gpu), check_ranks(ranks)
         self.tracer = CardTracer(self.gpu, rules, script)
         self._stack = None  # of what is patched while it is entered
         self.device = CARD
@@ -104,6 +111,7 @@ class SimulatedGPU:
                 bitsandbytes.paged_states(tracer.zeros_on_host),
                 cuda_kernels(self.gpu, tracer.rules, tracer.met_rules),
                 cuda_names.cuda_answers(tracer, self.snapshot),
+                rank_of(tracer, self.ranks) if self.ranks > 1 else contextlib.nullcontext(),
                 triton_kernels.nothing_is_compiled(tracer.assumptions),
                 files.checkpoints(),
                 tracer,

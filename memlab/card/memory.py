@@ -19,10 +19,10 @@ class CardMemory(CachingAllocator):
         super().__init__(gpu.usable, statistics)
         self.gpu = gpu
 
-    def allocate(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int, stream: int = 0) -> int:
         """As `CachingAllocator.allocate`; raises torch.OutOfMemoryError in PyTorch's words."""
         try:
-            return super().allocate(nbytes)
+            return super().allocate(nbytes, stream)
         except CapacityError as error:
             raise torch.OutOfMemoryError(self._message(error.segment)) from None
 

@@ -290,7 +290,8 @@ def _swap(one, other) -> None:
 
 
 with FakeTensorMode():
-    FAKE_ATTRIBUTES = {"_is_param", *torch.empty(0).__dict__}
+    # The last two are what a DTensor is made of.
+    FAKE_ATTRIBUTES = {"_is_param", *torch.empty(0).__dict__, "_local_tensor", "_spec"}
 
 
 def _asked(rest, kwargs) -> tuple[torch.device | None, dict]:
