@@ -286,12 +286,14 @@ def _swap(one, other) -> None:
         (inner if name in FAKE_ATTRIBUTES else noted)[name] = value
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = noted | other.__dict__, inner
+    for name in getattr(type(one), "__slots__", ()):  # what a DTensor is made of
+        mine, its = getattr(one, name), getattr(other, name)
+        setattr(one, name, its), setattr(other, name, mine)
     torch._C._swap_tensor_impl(one, other)
 
 
 with FakeTensorMode():
-    # The last two are what a DTensor is made of.
-    FAKE_ATTRIBUTES = {"_is_param", *torch.empty(0).__dict__, "_local_tensor", "_spec"}
+    FAKE_ATTRIBUTES = {"_is_param", *torch.empty(0).__dict__}
 
 
 def _asked(rest, kwargs) -> tuple[torch.device | None, dict]:
