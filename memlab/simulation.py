@@ -16,6 +16,7 @@ from memlab.card.work import repeat_micro_batch, without_trifles
 from memlab.footprint import Footprint
 from memlab.gpus import ANY_CARD, GPU, find_gpu, require_native
 from memlab.recipe import Recipe
+from memlab.sharding import is_moved_by_sharding
 from memlab.trace.depth import log_at_full_depth
 from memlab.trace.ledger import Ledger
 from memlab.trace.log import Log, replay
@@ -79,7 +80,7 @@ def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None) -> Lo
     numbered: whether the log tells layers apart. loop: as in `full_log`.
     """
     import_libraries(recipe)
-    with _OwnLoop(gpu.without_limit()) as simulated:
+    with _OwnLoop(gpu.without_limit(), ranks=recipe.ranks) as simulated:
         training = (loop or two_steps)(recipe, simulated)
         marks = loaded_weights(simulated.tracer, training)
         # Of more than two micro-batches two ran; the others do what the second did.
@@ -109,8 +110,10 @@ def two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
 
 def built(recipe: Recipe, simulated: SimulatedGPU) -> Training:
     """A training on a card that is entered, watched, before its first step."""
-    # A base is made on the host, and quantized weight by weight when it moves.
-    built_in = simulated.device if recipe.base == "none" else None
+    # A base is made on the host, and quantized weight by weight when it moves; so is what moves
+    # to the card in shards.
+    on_host = recipe.base != "none" or is_moved_by_sharding(recipe)
+    built_in = None if on_host else simulated.device
     training = Training(recipe, simulated.device, built_in=built_in)
     simulated.watch(training.model, inputs=training.inputs)
     return training

@@ -29,7 +29,7 @@ NOT_SIMULATED = {
     "torch.cuda.temperature": "there is no time here",
     "torch.cuda.power_draw": "there is no time here",
     "torch.cuda.clock_rate": "there is no time here",
-    "torch.distributed.init_process_group": ONE_CARD,
+    "torch.distributed.init_process_group": f"{ONE_CARD}. Give SimulatedGPU ranks=N",
     "torch.nested.nested_tensor": "what it takes depends on its lengths: pad the sequences instead",
     "torch.nested.as_nested_tensor": "what it takes depends on its lengths: pad instead",
     "torch.nested.nested_tensor_from_jagged": "what it takes depends on its lengths: pad instead",
