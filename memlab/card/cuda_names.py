@@ -79,7 +79,7 @@ def _of_the_card(tracer) -> dict:
         "device": Selected,
         "device_of": Selected,
         "default_generators": (torch.Generator(),),
-        "Stream": Stream,
+        "Stream": type("Stream", (Stream,), {"numbers": itertools.count(1)}),  # of this card
         "current_stream": functools.partial(current_stream, tracer),
         "default_stream": default_stream,
         "stream": functools.partial(SelectedStream, tracer),
@@ -222,10 +222,11 @@ class Stream:
 
     device = torch.device("cuda", 0)
     device_index = 0
+    numbers = itertools.repeat(0)
 
     def __init__(self, device=None, priority=0, **settings):
         only_card(device)
-        self.stream_id = self.cuda_stream = next(_NUMBERS)
+        self.stream_id = self.cuda_stream = next(self.numbers)
 
     def synchronize(self) -> None:
         pass
@@ -246,7 +247,6 @@ class Stream:
         return event or Event()
 
 
-_NUMBERS = itertools.count()
 _DEFAULT = Stream()
 
 

@@ -15,9 +15,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed import device_mesh, distributed_c10d, fsdp
+from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memlab.card.places import CARD, NotSimulated, device_of, on_card
 from memlab.card.tracer import Call
@@ -118,6 +120,7 @@ def rank_of(tracer, ranks: int):
         for target, name, replacement in (
             (dist, "Reducer", _reducer_on_the_card(tracer)),
             (torch._C, "_get_accelerator", lambda check=None: torch.device("cuda")),
+            (ShardingPropagator, _SHAPES, _unseen(tracer, getattr(ShardingPropagator, _SHAPES))),
             (DTensor, "device", property(device_of)),
             (DTensor, "is_cuda", property(on_card)),
             (DTensor, "is_cpu", property(lambda self: not on_card(self))),
@@ -125,6 +128,19 @@ def rank_of(tracer, ranks: int):
             patch = mock.patch.object(target, name, replacement, create=True)
             stack.enter_context(patch)
         yield
+
+
+_SHAPES = "_propagate_tensor_meta_non_cached"
+
+
+def _unseen(tracer, shapes):
+    """How DTensor finds the shapes of a result, once for each kind, on tensors that nobody has."""
+
+    def run(*args):
+        with _disable_current_modes(), tracer.mode:
+            return shapes(*args)
+
+    return run
 
 
 def _reducer_on_the_card(tracer):
