@@ -11,6 +11,7 @@ from memlab.card.loading import (
     peak_reserved,
     reserved_range,
 )
+from memlab.card.links import link_rate
 from memlab.card.memory import CardMemory, card_footprint
 from memlab.card.work import repeat_micro_batch, without_trifles
 from memlab.footprint import Footprint
@@ -23,10 +24,13 @@ from memlab.trace.log import Log, replay
 from memlab.training import Training, import_libraries
 
 
-def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
+def simulate(
+    recipe: Recipe, gpu: GPU | str | int | None = None, link: str | None = None
+) -> Footprint:
     """The memory of one optimizer step of `recipe` on a GPU that need not be there.
 
     gpu: a name of `memlab.gpus.GPUS`, a number of bytes, or None for a card without a limit.
+    link: between several ranks, as `SimulatedGPU` has it.
 
     Two steps run; the second is counted, because optimizer states appear in the first. Of a model
     with many equal layers only a few run, and `memlab.trace.depth` writes the others into the log.
@@ -40,7 +44,9 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     when it does not have the recipe's number format.
     """
     card = find_gpu(gpu)
-    return serve(recipe, full_log(recipe, card), card)
+    if link is not None:
+        link_rate(card, link)  # or refuses
+    return serve(recipe, full_log(recipe, card), card, link)
 
 
 def full_log(recipe: Recipe, card: GPU, loop=None) -> Log:
@@ -55,13 +61,13 @@ def full_log(recipe: Recipe, card: GPU, loop=None) -> Log:
     return log or log_of(recipe, card, numbered=True, loop=loop)
 
 
-def serve(recipe: Recipe, log: Log, card: GPU) -> Footprint:
+def serve(recipe: Recipe, log: Log, card: GPU, link: str | None = None) -> Footprint:
     """The footprint of a recipe's log, served by this card's allocator."""
     ledger = Ledger(CardMemory(card, statistics=False))
     samples = recipe.batch_size * recipe.accumulation
     if recipe.base == "none":
         replay(log.events(), ledger)
-        return card_footprint(ledger, log, samples)
+        return card_footprint(ledger, log, samples, link)
     replay(loaded_by_transformers(log, card.total_memory), ledger)
     footprint = card_footprint(ledger, log, samples)
     return replace(footprint, reserved_range=reserved_range(log, card.usable, card.total_memory))

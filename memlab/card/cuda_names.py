@@ -55,7 +55,7 @@ def cuda_answers(tracer, snapshot):
             # DataParallel over one card moves the batch there and runs the module.
             (torch.nn.parallel.comm, {"scatter": lambda tensor, *where: (tensor.to("cuda"),)}),
             (torch.nn.parallel._functions, {"_get_stream": lambda device: None}),
-            *_refusals(),
+            *refusals(NOT_SIMULATED),
         ):
             for name, value in answers.items():
                 # What only builds with CUDA have is made for as long as it is asked for.
@@ -128,9 +128,9 @@ def _of_the_accelerator(tracer) -> dict:
     }
 
 
-def _refusals():
-    """(module, {name: a function that refuses}) of everything that is not simulated."""
-    for path, why in NOT_SIMULATED.items():
+def refusals(names: dict[str, str]):
+    """(module, {name: a function that refuses}) of names, each with the reason why."""
+    for path, why in names.items():
         *modules, name = path.split(".")[1:]
         target = functools.reduce(getattr, modules, torch)
         refused = refuse(path, why)

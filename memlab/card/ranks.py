@@ -15,20 +15,23 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.rpc
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memlab.card.places import CARD, NotSimulated, device_of, on_card
+from memlab.card import cuda_names
+from memlab.card.places import NotSimulated, device_of, on_card
 from memlab.card.tracer import Call
 from memlab.fields import whole
 
 NOT_SIMULATED = {
     "torch.distributed.fsdp.FullyShardedDataParallel": "use fully_shard, its successor",
-    "torch.distributed.fsdp.CPUOffloadPolicy": "parameters stay on the card",
-    "torch.distributed.init_rpc": "a rank of a SimulatedGPU has no other processes to call",
+    "torch.distributed.rpc.init_rpc": "a rank of a SimulatedGPU has no other processes to call",
     "torch.distributed.pipelining.PipelineStage": "all stages of a model are on each rank",
 }
 
@@ -117,6 +120,9 @@ def rank_of(tracer, ranks: int):
     """Rank 0 of so many on the card of a `CardTracer`."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_group(ranks))
+        for target, answers in cuda_names.refusals(NOT_SIMULATED):
+            for name, refused in answers.items():
+                stack.enter_context(mock.patch.object(target, name, refused))
         for target, name, replacement in (
             (dist, "Reducer", _reducer_on_the_card(tracer)),
             (torch._C, "_get_accelerator", lambda check=None: torch.device("cuda")),
