@@ -5,13 +5,13 @@ from dataclasses import replace
 from tqdm.auto import tqdm
 
 from memlab.card.gpu import SimulatedGPU
+from memlab.card.links import link_rate
 from memlab.card.loading import (
     loaded_by_transformers,
     loaded_weights,
     peak_reserved,
     reserved_range,
 )
-from memlab.card.links import link_rate
 from memlab.card.memory import CardMemory, card_footprint
 from memlab.card.work import repeat_micro_batch, without_trifles
 from memlab.footprint import Footprint

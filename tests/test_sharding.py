@@ -148,9 +148,9 @@ def test_lora_and_checkpointing_are_sharded_too():
 
 
 def test_a_deep_model_is_written_out_as_it_would_run():
+    from memlab.gpus import find_gpu
     from memlab.models import config, with_layers
     from memlab.simulation import full_log, log_of, serve
-    from memlab.gpus import find_gpu
 
     deep = FOUR.but(model=with_layers(config("llama-3-8b-tiny"), 13), checkpointing=True)
     card = find_gpu("A100-40GB")

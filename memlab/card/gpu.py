@@ -48,10 +48,10 @@ class SimulatedGPU:
     not simulated is refused by a NotSimulated, a ValueError, that names it: a second card, CUDA
     graphs, torch.compile, sparse and nested tensors, times.
 
-    With several ranks `torch.distributed` starts a group of PyTorch's fake backend, whatever backend
-    is asked for, and the code of a training with torchrun runs as its first rank:
-    DistributedDataParallel, `fully_shard`, ZeroRedundancyOptimizer, `parallelize_module`. What
-    arrives from other ranks is a stand-in. Pipelines, RPC and FullyShardedDataParallel are refused.
+    With several ranks `torch.distributed` starts a group of PyTorch's fake backend, whichever is
+    asked for, and code written for torchrun runs as its first rank: DistributedDataParallel,
+    `fully_shard`, ZeroRedundancyOptimizer, `parallelize_module`. What arrives from other ranks is a
+    stand-in. Pipelines, RPC and FullyShardedDataParallel are refused.
 
     Where things lie:
 
@@ -79,8 +79,8 @@ class SimulatedGPU:
 
     What else it assumes: a stream waits for no other, and what another stream has used
     (`record_stream`) is free at once; the allocator's default settings; no other process on the
-    card, and nothing of NCCL's own. Weights of a checkpoint are read one after the other, where transformers takes four
-    threads unless it quantizes them. Recurrent layers run as PyTorch's own operations, where a card
+    card, and nothing of NCCL's own. Weights of a checkpoint are read one after the other, where
+    transformers takes four threads unless it quantizes them. Recurrent layers run as PyTorch's own operations, where a card
     may take a kernel of cuDNN's; what cuDNN takes for itself in a convolution is not counted.
     Kernels of Triton write into tensors that are there and take none; where Triton is not
     installed, libraries may go another way.

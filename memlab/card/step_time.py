@@ -34,7 +34,7 @@ class Reach:
     products: share of the rate of ordinary cores in a matrix product; tensor_products: of tensor
     cores. bandwidth: share of the memory's bandwidth. kernel: seconds that the shortest kernel
     takes; operator: seconds of the host for one operator in PyTorch's eager mode. hidden: share of
-    the collectives of a forward or backward pass that runs beside its kernels, as far as these last.
+    the collectives of a forward or backward pass that runs beside its kernels, while these last.
     """
 
     products: float
