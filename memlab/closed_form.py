@@ -340,6 +340,8 @@ def known(case: Case) -> bool:
 
 def read(recipe: Recipe) -> Case:
     """The case of a recipe. Raises ValueError outside the domain."""
+    if recipe.ranks > 1:
+        raise ValueError(f"ranks is {recipe.ranks}: the formula allows 1, simulate knows more")
     if not set(recipe.freeze) <= {"embeddings", "backbone"}:
         raise ValueError(
             f"freeze holds {', '.join(map(str, recipe.freeze))}: the formula allows embeddings and "

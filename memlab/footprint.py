@@ -123,7 +123,8 @@ class StepTime:
     sheet than is usual. parts: part of the step -> its seconds; they sum to `expected`. flops:
     operations of all matrix products, without those that activation checkpointing repeats.
     peak_rate: operations a second of the fastest format that the step multiplies in. samples:
-    sequences of the step, None in a loop of the reader's own.
+    sequences of the step, None in a loop of the reader's own. sent: bytes that this rank sends to
+    others, of which `communication` is what no kernels hide.
     """
 
     PARTS: ClassVar = (
@@ -132,6 +133,7 @@ class StepTime:
         "recomputation",
         "optimizer",
         "waiting for launches",
+        "communication",
     )
 
     low: float
@@ -141,6 +143,7 @@ class StepTime:
     flops: int
     peak_rate: float
     samples: int | None = None
+    sent: int = 0
 
     @property
     def samples_per_second(self) -> float | None:
@@ -160,6 +163,7 @@ class StepTime:
             "high": self.high,
             "parts": dict(self.parts),
             "mfu": self.mfu,
+            "sent_bytes": self.sent,
         }
 
     def __str__(self) -> str:

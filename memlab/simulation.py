@@ -7,6 +7,7 @@ from dataclasses import replace
 from tqdm.auto import tqdm
 
 from memlab.card.gpu import SimulatedGPU
+from memlab.card.links import link_rate
 from memlab.card.loading import (
     loaded_by_transformers,
     loaded_weights,
@@ -18,16 +19,20 @@ from memlab.card.work import repeat_micro_batch, without_trifles
 from memlab.footprint import Footprint
 from memlab.gpus import ANY_CARD, GPU, find_gpu, require_native
 from memlab.recipe import Recipe
+from memlab.sharding import is_moved_by_sharding
 from memlab.trace.depth import log_at_full_depth
 from memlab.trace.ledger import Ledger
 from memlab.trace.log import Log, replay
 from memlab.training import Training, import_libraries
 
 
-def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
+def simulate(
+    recipe: Recipe, gpu: GPU | str | int | None = None, link: str | None = None
+) -> Footprint:
     """The memory of one optimizer step of `recipe` on a GPU that need not be there.
 
     gpu: a name of `memlab.gpus.GPUS`, a number of bytes, or None for a card without a limit.
+    link: between several ranks, as `SimulatedGPU` has it.
 
     Two steps run; the second is counted, because optimizer states appear in the first. Of a model
     with many equal layers only a few run, and `memlab.trace.depth` writes the others into the log.
@@ -41,7 +46,9 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     when it does not have the recipe's number format.
     """
     card = find_gpu(gpu)
-    return serve(recipe, full_log(recipe, card), card)
+    if link is not None:
+        link_rate(card, link)  # or refuses
+    return serve(recipe, full_log(recipe, card), card, link)
 
 
 def full_log(recipe: Recipe, card: GPU, loop=None) -> Log:
@@ -74,13 +81,13 @@ def only_new_garbage():
         gc.unfreeze()
 
 
-def serve(recipe: Recipe, log: Log, card: GPU) -> Footprint:
+def serve(recipe: Recipe, log: Log, card: GPU, link: str | None = None) -> Footprint:
     """The footprint of a recipe's log, served by this card's allocator."""
     ledger = Ledger(CardMemory(card, statistics=False))
     samples = recipe.batch_size * recipe.accumulation
     if recipe.base == "none":
         replay(log.events(), ledger)
-        return card_footprint(ledger, log, samples)
+        return card_footprint(ledger, log, samples, link)
     replay(loaded_by_transformers(log, card.total_memory), ledger)
     footprint = card_footprint(ledger, log, samples)
     return replace(footprint, reserved_range=reserved_range(log, card.usable, card.total_memory))
@@ -99,7 +106,7 @@ def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None) -> Lo
     numbered: whether the log tells layers apart. loop: as in `full_log`.
     """
     import_libraries(recipe)
-    with _OwnLoop(gpu.without_limit()) as simulated:
+    with _OwnLoop(gpu.without_limit(), ranks=recipe.ranks) as simulated:
         training = (loop or two_steps)(recipe, simulated)
         marks = loaded_weights(simulated.tracer, training)
         # Of more than two micro-batches two ran; the others do what the second did.
@@ -129,8 +136,10 @@ def two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
 
 def built(recipe: Recipe, simulated: SimulatedGPU) -> Training:
     """A training on a card that is entered, watched, before its first step."""
-    # A base is made on the host, and quantized weight by weight when it moves.
-    built_in = simulated.device if recipe.base == "none" else None
+    # A base is made on the host, and quantized weight by weight when it moves; so is what moves
+    # to the card in shards.
+    on_host = recipe.base != "none" or is_moved_by_sharding(recipe)
+    built_in = None if on_host else simulated.device
     training = Training(recipe, simulated.device, built_in=built_in)
     simulated.watch(training.model, inputs=training.inputs)
     return training

@@ -1,11 +1,12 @@
 """PyTorch's CUDA caching allocator, in Python: from requests to reserved memory.
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp` with its default settings (no
-expandable segments, no `max_split_size_mb`, no garbage collection threshold, one stream).
-Everything is in bytes.
+expandable segments, no `max_split_size_mb`, no garbage collection threshold). A block belongs to
+the stream that it was made on, and serves no other. Everything is in bytes.
 """
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from typing import NamedTuple
 
 from memlab.units import MiB
@@ -29,10 +30,14 @@ class CapacityError(Exception):
 class Block:
     """A piece of a segment: used by a tensor, or free and waiting in the cache."""
 
-    __slots__ = ("address", "size", "small", "segment", "free", "before", "after", "requested")
+    __slots__ = (
+        *("address", "size", "small", "segment", "stream"),
+        *("free", "before", "after", "requested"),
+    )
 
-    def __init__(self, address, size, small, segment):
+    def __init__(self, address, size, small, segment, stream=0):
         self.address, self.size, self.small, self.segment = address, size, small, segment
+        self.stream = stream
         self.free, self.before, self.after, self.requested = True, None, None, 0
 
     @property
@@ -104,7 +109,8 @@ class CachingAllocator:
         self.retries = self.ooms = self.flushes = self.device_allocs = self.device_frees = 0
         self.blocks: dict[int, Block] = {}
         self.trace: list[Action] = []
-        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        # (stream, small) -> the free blocks of a pool, as (size, address)
+        self._free: dict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
         self._counters = {name: {pool: Counter() for pool in POOLS} for name in COUNTED}
         self._counters_of = {  # by small: the counters that a change of a statistic moves
             small: {
@@ -117,20 +123,20 @@ class CachingAllocator:
         # lower one; segments never touch, so only their order matters.
         self._next_segment = 1 << 47
 
-    def allocate(self, nbytes: int) -> int:
-        """Reserve a block for `nbytes` bytes and return its address.
+    def allocate(self, nbytes: int, stream: int = 0) -> int:
+        """Reserve a block for `nbytes` bytes on a stream (0 is the default one): its address.
 
         Raises CapacityError when the device is full: it empties the cache once, as PyTorch
         does, and asks again. `num_alloc_retries` counts that, whether it helped or not.
         """
         size = max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
         small = size <= SMALL_REQUEST
-        free = self._free[small]
+        free = self._free[stream, small]
         best = bisect_left(free, (size, 0))
         if best < len(free):
             block = self.blocks[free.pop(best)[1]]
         else:
-            block = self._new_segment(size, small)
+            block = self._new_segment(size, small, stream)
         was_split, rest = block.is_split, block.size - size
         splits = rest >= MIN_BLOCK if small else rest > SMALL_REQUEST
         if splits:
@@ -165,14 +171,14 @@ class CachingAllocator:
         if self.statistics:
             split = block.is_split
             self._count_inactive(block.small, split - number, split * block.size - nbytes)
-        insort(self._free[block.small], (block.size, block.address))
+        insort(self._pool(block), (block.size, block.address))
 
     def empty_cache(self) -> None:
         """Return every wholly free segment to the device."""
         self.flushes += 1
-        for small in (False, True):
+        for stream, small in sorted(self._free, key=lambda pool: pool[::-1]):
             kept = []
-            for size, address in self._free[small]:
+            for size, address in self._free[stream, small]:
                 if size == self.blocks[address].segment:
                     self.reserved -= size
                     self.device_frees += 1
@@ -182,14 +188,14 @@ class CachingAllocator:
                     del self.blocks[address]
                 else:
                     kept.append((size, address))
-            self._free[small] = kept
+            self._free[stream, small] = kept
 
     # ------------------------------------------------------------------ what it can tell
 
     def stats(self) -> dict:
         """The statistics that `torch.cuda.memory_stats_as_nested_dict()` gives, by its names.
 
-        A block on one stream is active as long as it is allocated. There is no limit above
+        A block is active as long as it is allocated. There is no limit above
         which blocks are oversize, PyTorch's default (-1).
         """
         stats = {
@@ -245,12 +251,16 @@ class CachingAllocator:
 
     # ------------------------------------------------------------------ blocks and segments
 
+    def _pool(self, block):
+        """The free blocks of the pool that a block belongs to, as (size, address)."""
+        return self._free[block.stream, block.small]
+
     def _take(self, block):
         """Take a block out of the cache."""
-        free = self._free[block.small]
+        free = self._pool(block)
         free.pop(bisect_left(free, (block.size, block.address)))
 
-    def _new_segment(self, size, small):
+    def _new_segment(self, size, small, stream):
         if small:
             segment = SMALL_SEGMENT
         elif size < MEDIUM_REQUEST:
@@ -265,7 +275,7 @@ class CachingAllocator:
                 self._note("oom", self.capacity - self.reserved, size)
                 raise CapacityError(segment)
         self._next_segment -= segment + LARGE_ROUND
-        block = Block(self._next_segment, segment, small, segment)
+        block = Block(self._next_segment, segment, small, segment, stream)
         self.blocks[block.address] = block
         self.reserved += segment
         self.device_allocs += 1
@@ -278,13 +288,15 @@ class CachingAllocator:
         return self.capacity is not None and self.reserved + segment > self.capacity
 
     def _split(self, block, size):
-        rest = Block(block.address + size, block.size - size, block.small, block.segment)
+        rest = Block(
+            block.address + size, block.size - size, block.small, block.segment, block.stream
+        )
         rest.before, rest.after = block, block.after
         if block.after:
             block.after.before = rest
         block.size, block.after = size, rest
         self.blocks[rest.address] = rest
-        insort(self._free[rest.small], (rest.size, rest.address))
+        insort(self._pool(rest), (rest.size, rest.address))
 
     def _merge(self, left, right):
         left.size, left.after = left.size + right.size, right.after

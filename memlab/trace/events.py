@@ -13,7 +13,8 @@ from memlab.footprint import Category, Phase
 class Birth(NamedTuple):
     """A storage of `nbytes` bytes is made, by an operation of PyTorch and in a module.
 
-    module: its path, with `*` for the number of its layer unless layers are told apart.
+    module: its path, with `*` for the number of its layer unless layers are told apart. stream: the
+    CUDA stream whose memory it is, 0 for the default one.
     """
 
     nbytes: int
@@ -21,6 +22,7 @@ class Birth(NamedTuple):
     phase: Phase
     module: str
     operation: object
+    stream: int = 0
 
 
 class Death(NamedTuple):

@@ -82,6 +82,7 @@ class Log:
                 if storage.operation is STACKED and trained and change % trained == 0:
                     nbytes = -(change // trained)
                 birth = Birth(nbytes, storage.category, phase, module, storage.operation)
+                birth = birth._replace(stream=storage.stream)
                 births[storage.number] = birth
                 living[birth].append(storage.number)
                 steps.append(birth)
