@@ -106,17 +106,19 @@ def front(points: list[Point]) -> list[Point]:
 class AblationPanel(Panel):
     """All combinations as points: two axes to choose, and the recipe of the point that is met.
 
-    grid: (model, card) -> its points, as `combinations` gives them.
+    grid: (model, card) -> its points, as `combinations` gives them, for each pair of both.
 
-    Raises ValueError for a grid without points.
+    Raises ValueError for a pair without points.
     """
 
     kind = "ablation"
     still = "This panel needs scripts. It shows the recipe behind each point of the grid."
 
     def __init__(self, grid: dict[tuple[str, str], list[Point]]):
-        if not grid or not all(grid.values()):
-            raise ValueError(f"grid has {len(grid)} parts and one without points: allowed are some")
+        models, cards = ({place[i] for place in grid} for i in (0, 1))
+        for place in itertools.product(models, cards):
+            if not grid.get(place):
+                raise ValueError(f"grid has no points for {place}: allowed are some for each pair")
         self.grid = grid
 
     def data(self) -> dict:
