@@ -3,6 +3,9 @@
 from memlab.lazy import door
 
 _HOMES = {
+    "AblationPanel": "ablation",
+    "combinations": "ablation",
+    "front": "ablation",
     "AllocatorSandbox": "sandbox",
     "FORMATS": "bits",
     "BitExplorer": "bits",
