@@ -17,6 +17,7 @@ from memlab.planning import Fit, fits
 from memlab.recipe import Recipe
 from memlab.units import mib
 
+REST = "#e4e4e4"  # lighter than the greys of `show.COLOURS`
 KEPT = 5  # runs that stay in sight
 LIVE = "application/vnd.jupyter.widget-view+json"
 
@@ -132,6 +133,9 @@ class Explorer:
             recipe = self.chosen()
         except ValueError as error:
             self._say(str(error), wrong=True)
+            return
+        if (recipe, self._gpu.value) in [(one, card) for one, card, _ in self.runs]:
+            self._say("this run is shown below already")
             return
         if self._pool is None:
             self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
@@ -263,7 +267,7 @@ def _bar(label: str, card: str, fit: Fit, widest: int) -> str:
     held = {name: n for name, n in footprint.breakdown.items() if n > 0.002 * widest}
     rest = fit.needed - sum(held.values())
     pieces = [(_words(name), n, COLOURS[name]) for name, n in held.items()]
-    pieces.append(("allocator's cache, context, the rest", rest, "#c0c0c0"))
+    pieces.append(("allocator's cache, context, the rest", rest, REST))
     bar = "".join(
         f'<div style="width:{n / widest:.2%};background:{colour}" title="{name}: {mib(n)}"></div>'
         for name, n, colour in pieces

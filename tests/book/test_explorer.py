@@ -139,6 +139,14 @@ def test_a_run_can_be_stopped_and_another_begun(live):
     assert "batch size 32" in live.shown()
 
 
+def test_a_run_that_is_in_sight_is_not_repeated(live):
+    before = live.shown().count('class="run"')
+    live.follow(lambda: not live.find(description="Run")[1]["disabled"])
+    live.press("Run")
+    live.follow(lambda: "this run is shown below already" in live.shown())
+    assert live.shown().count('class="run"') == before
+
+
 def test_every_field_of_a_recipe_has_a_control():
     import dataclasses
 
