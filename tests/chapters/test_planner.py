@@ -109,9 +109,10 @@ def test_an_exercise_knows_right_from_wrong(chapter, capsys, number, wrong):
 
 def test_the_function_with_the_bug_takes_the_first_length(chapter):
     CHAPTER.run("buggy exercise-3-truth", chapter)
-    assert chapter["wrong"] > chapter["sound"] > 0
-    longest = chapter["tried"].but(batch_size=chapter["wrong"], seq_len=max(chapter["lengths"]))
-    assert not fits(longest, chapter["TOO_SMALL"])
+    recipe, lengths, card = (chapter[name] for name in ("tried", "lengths", "TOO_SMALL"))
+    wrong = chapter["largest_by_trial"](recipe, lengths, card)
+    assert wrong > chapter["sound"] > 0
+    assert not fits(recipe.but(batch_size=wrong, seq_len=max(lengths)), card)
 
 
 # ---------------------------------------------------------------------- the twelve questions
