@@ -36,7 +36,21 @@ class Planner(Live):
         self.answer = answer
 
     def __repr__(self) -> str:
-        return f"Planner({command(self.answer)})"
+        return f"Planner({self.command})"
+
+    @property
+    def command(self) -> str:
+        """The command that asks the same and writes the script."""
+        asked, first = self.answer.question, Question(self.answer.question.model)
+        words = ["memlab", "plan", "--model", asked.model, "--gpu", self.answer.card.name]
+        for name in ("seq_len", "effective_batch", "lora_rank"):
+            if getattr(asked, name) != getattr(first, name):
+                words += [f"--{name.replace('_', '-')}", str(getattr(asked, name))]
+        if asked.ways != first.ways:
+            words += ["--ways", ",".join(asked.ways)]
+        if not asked.keep_quality:
+            words.append("--any-quality")
+        return shlex.join([*words, "--script", "train.py"])
 
     @staticmethod
     def work(question: Question, card: str) -> Plan:
@@ -95,7 +109,7 @@ class Planner(Live):
     def finish(self, question: Question, card: str, answer: Plan) -> None:
         """Show an answer in the place of the one before."""
         self.answer = answer
-        self.show(picture(answer), command(answer))
+        self.show(picture(answer), self.command)
 
     def still(self) -> str:
         """The form without controls, as HTML: the answer, and the question that it answers."""
@@ -115,7 +129,7 @@ class Planner(Live):
             f'{STYLE}<div class="memlab-explore still"><p><b>A still picture.</b> In a notebook '
             "with ipywidgets (Colab, Kaggle, JupyterLab) this is a form, and every question is "
             f"answered there.</p><table>{rows}</table>{picture(self.answer)}"
-            f"<pre>{html.escape(command(self.answer))}</pre></div>"
+            f"<pre>{html.escape(self.command)}</pre></div>"
         )
 
 
@@ -145,17 +159,3 @@ def _bar(option: Option) -> str:
         f'{gib(option.total_memory)}"><div style="width:{option.needed / widest:.2%};'
         f'background:{MISSING if option.missing else HELD}"></div>{end}</div></div>'
     )
-
-
-def command(answer: Plan) -> str:
-    """The command that asks the same and writes the script."""
-    asked, first = answer.question, Question(answer.question.model)
-    words = ["memlab", "plan", "--model", asked.model, "--gpu", answer.card.name]
-    for name in ("seq_len", "effective_batch", "lora_rank"):
-        if getattr(asked, name) != getattr(first, name):
-            words += [f"--{name.replace('_', '-')}", str(getattr(asked, name))]
-    if asked.ways != first.ways:
-        words += ["--ways", ",".join(asked.ways)]
-    if not asked.keep_quality:
-        words.append("--any-quality")
-    return shlex.join([*words, "--script", "train.py"])

@@ -8,7 +8,7 @@ from front_end import Live
 
 from memlab import plan
 from memlab.book.live import VIEW
-from memlab.book.planner import Planner, command, picture
+from memlab.book.planner import Planner, picture
 from memlab.cli import main
 
 FORM = """
@@ -34,7 +34,7 @@ def live():
 def test_the_form_shows_its_plan_and_a_still_picture_of_it(live, answer):
     assert VIEW in live.bundle
     for place in (live.bundle["text/html"], live.shown()):
-        assert picture(answer) in place and html.escape(command(answer)) in place
+        assert picture(answer) in place and html.escape(Planner(answer).command) in place
     still = live.bundle["text/html"]
     assert "still picture" in still and "<input" not in still and "<script" not in still
 
@@ -95,7 +95,7 @@ def test_where_nothing_fits_the_form_says_what_would(answer):
 
 
 def test_the_command_asks_the_same(answer, capsys, tmp_path):
-    *words, option, name = command(answer).split()
+    *words, option, name = Planner(answer).command.split()
     assert (words[0], option, name) == ("memlab", "--script", "train.py")
     assert main(words[1:]) == 0
     assert capsys.readouterr().out.strip() == str(answer)
