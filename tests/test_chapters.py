@@ -264,6 +264,7 @@ ROOMS = {
     "14-attention": {"memlab.card.attention"},
     "14-attention-deeper": {"memlab.card.attention"},
     "15-ablation": {"memlab.running", "memlab.scripts"},
+    "16-planner": {"memlab.planning", "memlab.scripts"},
     "accuracy": {"memlab.evidence", "memlab.trace", "memlab.card", "memlab.planning"},
 }
 

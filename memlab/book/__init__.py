@@ -14,6 +14,7 @@ _HOMES = {
     "FreezingPanel": "freezing",
     "LoaderLanes": "loading",
     "PaddingExplorer": "panels",
+    "Planner": "planner",
     "QuantizationRuler": "ruler",
     "RunningSoftmax": "softmax",
     "SegmentFilm": "segments",
