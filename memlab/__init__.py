@@ -28,6 +28,7 @@ _HOMES = {
     "SimulatedGPU": "card.gpu",
     "Serving": "serving",
     "kv_cache_bytes": "serving",
+    "measure_serving": "serving",
     "formula": "closed_form",
     "derive": "derivation",
     "fits": "planning",

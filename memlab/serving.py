@@ -98,6 +98,11 @@ class Serving:
                 f"model is {self.model_name!r}, for {self.task}: allowed are those that write "
                 "text, by causal-lm or seq2seq-lm"
             )
+        if self.cache == "fp8" and getattr(config, "sliding_window", None):
+            raise ValueError(
+                f"cache is 'fp8' and {self.model_name} has a sliding window: transformers "
+                "quantizes full attention only, allowed are dynamic, static, none"
+            )
         longest = models.max_length(config)
         if longest is not None and self.prompt + self.new_tokens > longest:
             raise ValueError(

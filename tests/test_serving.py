@@ -134,6 +134,7 @@ def test_a_card_too_small_says_so():
         ({"prompt": 1024}, r"prompt and new_tokens are 1024 \+ 16: gpt2-tiny allows up to 1024 "),
         ({"model": "bert-base"}, "model is 'bert-base', for sequence-classification: allowed are"),
         ({"model": "gpt9"}, "unknown model 'gpt9'"),
+        ({"model": "mistral-7b-tiny", "cache": "fp8"}, "has a sliding window: transformers quan"),
         ({"seq_len": 3}, "a serving has no field 'seq_len': allowed are model, prompt"),
     ],
 )
