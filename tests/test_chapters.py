@@ -263,6 +263,7 @@ ROOMS = {
     "13-lora-deeper": {"memlab.card.attention"},
     "14-attention": {"memlab.card.attention"},
     "14-attention-deeper": {"memlab.card.attention"},
+    "18-deploying": {"memlab.quantized", "memlab.serving"},
     "accuracy": {"memlab.evidence", "memlab.trace", "memlab.card", "memlab.planning"},
 }
 

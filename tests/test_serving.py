@@ -4,9 +4,9 @@ import pytest
 import torch
 from helpers import one_line
 
-from memlab import Serving, kv_cache_bytes, models, simulate
+from memlab import models, simulate
 from memlab.footprint import NOT_TENSORS
-from memlab.serving import Generation, measure_serving
+from memlab.serving import Generation, Serving, kv_cache_bytes, measure_serving
 from memlab.trace.depth import DEEP
 from memlab.trace.tracer import Tracer
 
