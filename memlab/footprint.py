@@ -35,12 +35,14 @@ NOT_TENSORS = (Category.WORKSPACES, Category.ROUNDING)
 
 
 class Phase(_Word):
-    """What a training step is at: zero_grad is after a step, until the next tensor is born."""
+    """What a training step or inference is at: zero_grad is after a step, to the next birth."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
     STEP = "optimizer step"
     ZERO_GRAD = "zero_grad"
+    PREFILL = "prefill"  # of inference (`memlab.serving`), as the next
+    DECODE = "decode"
     UNKNOWN = "unknown"  # CUDA's counters tell no phase
 
 

@@ -42,9 +42,16 @@ def simulate(
     as `memlab.measure` moves it: `reserved_range` holds the lowest and the highest peak reserved of
     the orders that `memlab.card.loading` tries, which are a sample and no proven bound.
 
+    A `memlab.serving.Serving` in place of the recipe gives a `ServingFootprint`: inference, with
+    the peaks of prefill and decode apart.
+
     Raises torch.OutOfMemoryError in PyTorch's own words when the card is too small, and ValueError
     when it does not have the recipe's number format.
     """
+    if not isinstance(recipe, Recipe):
+        from memlab.serving import simulate_serving  # it brings all caches of transformers
+
+        return simulate_serving(recipe, gpu)
     card = find_gpu(gpu)
     if link is not None:
         link_rate(card, link)  # or refuses

@@ -48,6 +48,8 @@ class Tracer(Ledger, TorchDispatchMode):
     With each birth goes the operation and the module that is at work; see `ModuleWatch`.
     """
 
+    stage: Phase | None = None
+
     def __init__(self, allocator=None):
         Ledger.__init__(self, allocator)
         TorchDispatchMode.__init__(self)
@@ -78,10 +80,18 @@ class Tracer(Ledger, TorchDispatchMode):
         for tensor in inputs:
             self.see(tensor, Category.INPUTS, existed=True)
 
+    def name(self, tensor, module: str) -> None:
+        """Say what a tensor is, in place of the module that made it."""
+        known = self._live.get(tensor.untyped_storage()._cdata)
+        if known:
+            known[0].module = module
+
     # ------------------------------------------------------------------ what it sees
 
     def phase(self) -> Phase:
-        """What the training is at."""
+        """What the training is at, or the stage that inference is said to be at."""
+        if self.stage is not None:
+            return self.stage
         if self._stepping is not None:
             return Phase.STEP
         if torch._C._current_graph_task_id() != -1:
