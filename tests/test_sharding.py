@@ -4,12 +4,16 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import one_line
 from real_ranks import RankFailed, dies, measured, measured_one_after_the_other, run_ranks
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from memlab import Recipe, SimulatedGPU, formula, measure, simulate
 from memlab.footprint import NOT_TENSORS, Category
 from memlab.simulation import built
+from memlab.training import Training
 
 MODELS = ("gpt2-tiny", "bert-base-tiny", "llama-3-8b-tiny")
 WAYS = ("ddp", "zero1", "zero2", "zero3")
@@ -91,6 +95,32 @@ def test_what_is_split_is_a_part_of_what_is_copied(real):
     whole, shared = (real[of_way[way]][0][0] for way in ("ddp", "zero3"))
     there = shared.breakdown["parameters"]
     assert there * of_way["zero3"].ranks == whole.breakdown["parameters"]
+
+
+def test_the_simulated_rank_holds_what_pytorchs_own_tracker_of_fsdp_counts():
+    """On real tensors and the fake group: by FSDPMemTracker, what belongs to whom at the peak."""
+    one = recipe("llama-3-8b-tiny", "zero3", 4).but(batch_size=2, seq_len=64)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        training = Training(one)
+        training.step()
+        training.step()
+        tracker = FSDPMemTracker(training.model, training.optimizer)
+        tracker.track_inputs(tuple(training.inputs))
+        with tracker:
+            training.step()
+    finally:
+        dist.destroy_process_group()
+    (counted,) = tracker.get_tracker_snapshot("peak").values()
+    counted = {getattr(name, "name", name): nbytes for name, nbytes in counted.items()}
+    _, here = highest(simulated(one).timeline)
+    assert here["parameters"] == counted["SHARDED_PARAM"]
+    assert here["gradients"] == counted["SHARDED_GRAD"]
+    assert here["activations"] == counted["ACT"]
+    in_flight = "UNSHARDED_PARAM", "UNSHARDED_GRAD", "ALL_GATHER", "REDUCE_SCATTER", "TEMP"
+    assert here["temporary"] == sum(counted[name] for name in in_flight)
+    counts = counted["OPT"] - here["optimizer_states"]  # of the steps, on the host
+    assert counts == 4 * len(list(training.model.parameters()))
 
 
 def test_a_rank_that_dies_ends_all_of_them(tmp_path):
