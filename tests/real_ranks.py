@@ -1,7 +1,6 @@
 """Ranks that are really there: processes on the CPU, joined by gloo, each measured by the Meter."""
 
 import contextlib
-import gc
 import os
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ class RankFailed(RuntimeError):
     """A rank ended with an error, or was ended, or did not end in time."""
 
 
-def run_ranks(ranks: int, work, *given, folder: Path, seconds: float = 120) -> list:
+def run_ranks(ranks: int, work, *given, folder: Path, seconds: float = 240) -> list:
     """What `work(*given)` gives in each of so many ranks, by their number.
 
     work: a function of a module, which every rank imports. folder: an empty one, where the ranks
@@ -53,20 +52,23 @@ def _run_rank(rank, ranks, work, given, folder):
 
 
 def measured(recipe):
-    """(the footprint of a step after two, the mean losses of all) of this rank.
+    """(the footprint of a step after two or None, the mean losses of all), on this rank.
 
-    Of three steps the smallest counts: gloo's threads hold a buffer for a moment longer than its
-    collective takes.
+    The first rank's is measured. Of two steps the smaller counts: gloo's threads hold a buffer for
+    a moment longer than its collective takes.
     """
     training = Training(recipe)
     training.model.eval()  # no dropout, which every rank would draw for itself
     losses, footprints = [training.step() for _ in range(2)], []
-    gc.collect()
-    for _ in range(3):
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    for _ in range(2):
+        if not first:
+            losses.append(training.step())
+            continue
         with Meter("cpu", training.model, training.optimizer, training.inputs) as meter:
             losses.append(training.step())
         footprints.append(meter.footprint)
-    return min(footprints, key=lambda footprint: footprint.peak_allocated), losses
+    return min(footprints, key=lambda one: one.peak_allocated, default=None), losses
 
 
 def measured_one_after_the_other(recipes):

@@ -1,16 +1,19 @@
 """Ranks that are really run, beside the one that is simulated."""
 
-import functools
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import one_line
 from real_ranks import RankFailed, dies, measured, measured_one_after_the_other, run_ranks
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from memlab import Recipe, SimulatedGPU, formula, measure, simulate
-from memlab.footprint import NOT_TENSORS
+from memlab.footprint import NOT_TENSORS, Category
 from memlab.simulation import built
+from memlab.training import Training
 
 MODELS = ("gpt2-tiny", "bert-base-tiny", "llama-3-8b-tiny")
 WAYS = ("ddp", "zero1", "zero2", "zero3")
@@ -27,18 +30,14 @@ def recipe(model, sharding, ranks):
     )
 
 
-@pytest.fixture(scope="module")
-def real(tmp_path_factory):
-    """real(recipe): (footprint of rank 0, losses of every rank), each number of ranks run once."""
-
-    @functools.cache
-    def run(ranks):
-        recipes = [recipe(model, way, ranks) for model in MODELS for way in WAYS]
-        folder = tmp_path_factory.mktemp("ranks")
-        found = run_ranks(ranks, measured_one_after_the_other, recipes, folder=folder)
-        return dict(zip(recipes, zip(*found, strict=True), strict=True))
-
-    return lambda one: run(one.ranks)[one]
+@pytest.fixture(scope="module", params=[2, 4])
+def real(request, tmp_path_factory):
+    """recipe -> (footprint or None, losses) of each of its two or four ranks."""
+    recipes = [recipe(model, way, request.param) for model in MODELS for way in WAYS]
+    folder = tmp_path_factory.mktemp("ranks")
+    found = run_ranks(request.param, measured_one_after_the_other, recipes, folder=folder)
+    of_recipes = zip(*found, strict=True)
+    return {one: tuple(of) for one, of in zip(recipes, of_recipes, strict=True)}
 
 
 def simulated(one):
@@ -53,20 +52,23 @@ def simulated(one):
 
 
 def highest(timeline):
-    """(phase, bytes by category) of the moment with the most tensors."""
-    levels = {name: level for name, level in timeline.levels.items() if name not in NOT_TENSORS}
+    """(phase, bytes by category) of the moment with the most tensors.
+
+    Without the batch, among which are gloo's own copies of what it reduces.
+    """
+    left_out = (*NOT_TENSORS, Category.INPUTS)
+    levels = {name: level for name, level in timeline.levels.items() if name not in left_out}
     totals = [sum(moment) for moment in zip(*levels.values(), strict=True)]
     moment = totals.index(max(totals))
     return timeline.phases[moment], {name: level[moment] for name, level in levels.items()}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("sharding", WAYS)
 @pytest.mark.parametrize("model", MODELS)
-def test_a_simulated_rank_holds_what_a_real_one_holds(real, model, sharding, ranks):
-    one = recipe(model, sharding, ranks)
+def test_a_simulated_rank_holds_what_a_real_one_holds(real, model, sharding):
+    one = next(one for one in real if (one.model, one.sharding) == (model, sharding))
     (phase, there), (simulated_phase, here) = (
-        highest(footprint.timeline) for footprint in (real(one)[0][0], simulated(one))
+        highest(footprint.timeline) for footprint in (real[one][0][0], simulated(one))
     )
     assert simulated_phase == phase
     for category in ("parameters", "gradients"):
@@ -78,19 +80,47 @@ def test_a_simulated_rank_holds_what_a_real_one_holds(real, model, sharding, ran
         assert here[category] == pytest.approx(there[category], rel=0.01, abs=64), category
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("model", MODELS)
-def test_ranks_learn_what_one_process_learns_from_the_whole_batch(real, model, ranks):
+def test_ranks_learn_what_one_process_learns_from_the_whole_batch(real, model):
     alone = measured(recipe(model, "ddp", 1))[1]
     assert alone[0] > alone[-1]
-    for way in WAYS:
-        losses = torch.tensor([losses for _, losses in real(recipe(model, way, ranks))])
-        assert losses.mean(0).tolist() == pytest.approx(alone, rel=1e-5), way
+    for one in real:
+        if one.model == model:
+            losses = torch.tensor([losses for _, losses in real[one]])
+            assert losses.mean(0).tolist() == pytest.approx(alone, rel=1e-5), one.sharding
 
 
 def test_what_is_split_is_a_part_of_what_is_copied(real):
-    whole, shared = (real(recipe("gpt2-tiny", way, 4))[0][0] for way in ("ddp", "zero3"))
-    assert shared.breakdown["parameters"] * 4 == whole.breakdown["parameters"]
+    of_way = {one.sharding: one for one in real if one.model == "gpt2-tiny"}
+    whole, shared = (real[of_way[way]][0][0] for way in ("ddp", "zero3"))
+    there = shared.breakdown["parameters"]
+    assert there * of_way["zero3"].ranks == whole.breakdown["parameters"]
+
+
+def test_the_simulated_rank_holds_what_pytorchs_own_tracker_of_fsdp_counts():
+    """On real tensors and the fake group: by FSDPMemTracker, what belongs to whom at the peak."""
+    one = recipe("llama-3-8b-tiny", "zero3", 4).but(batch_size=2, seq_len=64)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        training = Training(one)
+        training.step()
+        training.step()
+        tracker = FSDPMemTracker(training.model, training.optimizer)
+        tracker.track_inputs(tuple(training.inputs))
+        with tracker:
+            training.step()
+    finally:
+        dist.destroy_process_group()
+    (counted,) = tracker.get_tracker_snapshot("peak").values()
+    counted = {getattr(name, "name", name): nbytes for name, nbytes in counted.items()}
+    _, here = highest(simulated(one).timeline)
+    assert here["parameters"] == counted["SHARDED_PARAM"]
+    assert here["gradients"] == counted["SHARDED_GRAD"]
+    assert here["activations"] == counted["ACT"]
+    in_flight = "UNSHARDED_PARAM", "UNSHARDED_GRAD", "ALL_GATHER", "REDUCE_SCATTER", "TEMP"
+    assert here["temporary"] == sum(counted[name] for name in in_flight)
+    counts = counted["OPT"] - here["optimizer_states"]  # of the steps, on the host
+    assert counts == 4 * len(list(training.model.parameters()))
 
 
 def test_a_rank_that_dies_ends_all_of_them(tmp_path):

@@ -80,8 +80,9 @@ class SimulatedGPU:
     What else it assumes: a stream waits for no other, and what another stream has used
     (`record_stream`) is free at once; the allocator's default settings; no other process on the
     card, and nothing of NCCL's own. Weights of a checkpoint are read one after the other, where
-    transformers takes four threads unless it quantizes them. Recurrent layers run as PyTorch's own operations, where a card
-    may take a kernel of cuDNN's; what cuDNN takes for itself in a convolution is not counted.
+    transformers takes four threads unless it quantizes them. Recurrent layers run as PyTorch's own
+    operations, where a card may take a kernel of cuDNN's; what cuDNN takes for itself in a
+    convolution is not counted.
     Kernels of Triton write into tensors that are there and take none; where Triton is not
     installed, libraries may go another way.
 
