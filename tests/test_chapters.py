@@ -72,7 +72,9 @@ def modules_imported(path):
 @each_chapter
 def test_the_first_cell_brings_what_the_others_import(path):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    brought = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}
+    extras = project["optional-dependencies"].values()  # whose cells ask whether they are here
+    needed = [*project["dependencies"], *itertools.chain(*extras)]
+    brought = {re.match(r"[\w-]+", line)[0] for line in needed}
     # Jupyter brings IPython, transformers its tokenizers.
     there = brought | {"memlab", "IPython", "tokenizers"} | set(sys.stdlib_module_names)
     missing = set(modules_imported(path)) - there

@@ -9,7 +9,7 @@ from notebook import Notebook
 from memlab.serving import kv_cache_bytes
 
 CHAPTER = Notebook("18-deploying")
-PRUNING = "patients patients-run prune-masks prune-shapes prune-heads prune-run"
+PRUNING = "patients patients-run prune-masks prune-fours prune-shapes prune-heads prune-run"
 here = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("onnx", "onnxscript", "onnxruntime"))),
     reason="onnx, onnxscript and onnxruntime are optional",
