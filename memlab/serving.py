@@ -359,10 +359,8 @@ def _log_of(serving, card, numbered=False) -> Log:
         simulated.reset_peak()
         generation.run(tracer)
         if generation.skipped:
-            said = f"{generation.skipped} decode steps between the first and the last two"
-            tracer.assumptions[
-                f"{said}: the cache grows by what they add, without running them"
-            ] = None
+            said = f"{generation.skipped} decode steps not run, the cache grows by what they add"
+            tracer.assumptions[said] = None
         return Log.of(tracer, generation.model, loaded_weights(tracer, generation), numbered)
 
 
