@@ -4,7 +4,7 @@ pytorch/torchtitan (BSD-3-Clause), benchmarks/llama3_h100_202412_torchtitan.md, 
 rows "FSDP": the peak of reserved memory that its log prints. The loop below says in plain PyTorch
 what torchtitan's of that time (commit 9dec370) does, with transformers' Llama as the model.
 
-Assumptions, written down before any prediction was compared:
+Assumptions, made before any prediction was compared, and unchanged since:
 
 - **Sequences of 8,192 tokens** and AdamW of several tensors at a time, as llama3_8b.toml has them.
 - **Selective checkpointing is that of operators**: of each layer the attention's result and every
