@@ -79,6 +79,7 @@ class Serving:
     block_size: ClassVar = 64
     double_quant: ClassVar = True
     freeze: ClassVar = ()
+    ranks: ClassVar = 1
 
     def __post_init__(self):
         for one in fields(self):

@@ -265,7 +265,7 @@ ROOMS = {
     "13-lora-deeper": {"memlab.card.attention"},
     "14-attention": {"memlab.card.attention"},
     "14-attention-deeper": {"memlab.card.attention"},
-    "15-ablation": {"memlab.running", "memlab.scripts"},
+    "15-ablation": {"memlab.book.ablation", "memlab.running", "memlab.scripts"},
     "16-planner": {"memlab.planning", "memlab.scripts"},
     "18-deploying": {"memlab.quantized", "memlab.serving"},
     "accuracy": {"memlab.evidence", "memlab.trace", "memlab.card", "memlab.planning"},

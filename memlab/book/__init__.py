@@ -4,8 +4,6 @@ from memlab.lazy import door
 
 _HOMES = {
     "AblationPanel": "ablation",
-    "combinations": "ablation",
-    "front": "ablation",
     "AllocatorSandbox": "sandbox",
     "FORMATS": "bits",
     "BitExplorer": "bits",

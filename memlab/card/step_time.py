@@ -61,7 +61,7 @@ class Reach:
 # - operator 10 us: 5 to 25 us a call in eager mode
 # - hidden 1: FSDP and DDP start a collective while the layer before or after computes (PyTorch's
 #   documentation of fully_shard, "prefetching"; Li et al. 2020, "PyTorch distributed"). That a
-#   link reaches the share of its rate that a memory reaches of its own is compared with nothing yet.
+#   link reaches the share of its rate that a memory does was compared with no measurement yet.
 EXPECTED = Reach(0.85, 0.5, 0.8, 3e-6, 10e-6, 1)
 # Nobody's mean: what a good and a bad program, card and day make of it.
 BEST = Reach(0.95, 0.75, 0.92, 2e-6, 5e-6, 1)
