@@ -57,6 +57,7 @@ class StandInCard:
         self._pinned = weakref.WeakSet()
         self._handles = set()  # of cuBLAS: one a thread, and autograd has a thread of its own
         self._process = os.getpid()
+        self.stream, self.stream_object = 0, None  # the default one, whatever is chosen
         self._now = threading.local()
 
     def empty_cache(self) -> None:
