@@ -111,8 +111,8 @@ def test_a_step_in_backward_holds_no_gradients(chapter, monkeypatch):
     recipe = chapter["half"].but(model=few, checkpointing=True, optimizer="lion_8bit")
     usual = simulate(recipe, "V100")
     largest = 30522 * 1024 * 4
-    assert run.breakdown["gradients"] <= largest < usual.breakdown["gradients"] / 2
-    assert run.peak_allocated < usual.peak_allocated - largest
+    assert run.breakdown["gradients"] <= largest < usual.breakdown["gradients"]
+    assert run.peak_allocated < usual.peak_allocated - usual.breakdown["gradients"] / 2
 
 
 def test_ways_that_only_cut_the_batch_learn_the_same(chapter, monkeypatch):
