@@ -21,7 +21,7 @@ from memlab.closed_form import formula
 from memlab.derivation import derive
 from memlab.footprint import Category, Footprint
 from memlab.gpus import GPU, GPUS, require_native
-from memlab.planning import MARGIN, STEPS, judged, largest_size, limited, room
+from memlab.planning import MARGIN, judged, largest_size, limited, room
 from memlab.plans import (
     STATES,
     WAYS,
@@ -34,7 +34,7 @@ from memlab.plans import (
     way_of,
 )
 from memlab.recipe import Recipe
-from memlab.simulation import simulate
+from memlab.simulation import only_new_garbage, simulate
 from memlab.sizing import SizedLog
 from memlab.training import add_lora
 from memlab.units import gib
@@ -71,9 +71,10 @@ def plan(model, gpu=None, seq_len: int = 512, effective_batch: int = 16, **more)
     if not cards:
         raise ValueError(f"gpu is {gpu!r}: allowed are {', '.join(GPUS)}, or a number of bytes")
     if several and len(cards) > 1:
-        return _which_card(question, cards, margin)
+        with only_new_garbage():
+            return _which_card(question, cards, margin)
     search = _Search(question, cards[0], margin)
-    with tqdm(desc="planning", leave=False, bar_format=BAR) as search.progress:
+    with only_new_garbage(), tqdm(desc="planning", leave=False, bar_format=BAR) as search.progress:
         return search.plan()
 
 
@@ -194,16 +195,6 @@ class _Search:
                 low, found = middle, option
         return found
 
-    def longest(self, recipe: Recipe) -> int:
-        """The longest sequence that fits by the formula, in steps of 64 tokens; at least one."""
-        step, end = STEPS["seq_len"], models.max_length(self.model) or 2**16
-        low, high = 1, max(1, end // step) + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            option = self.option(recipe.but(seq_len=middle * step))
-            low, high = (low, middle) if option.missing else (middle, high)
-        return min(low * step, end)
-
     # ------------------------------------------------------------------ simulations
 
     def confirm_the_best(self, options: dict[Combination, Option]) -> dict[Combination, Option]:
@@ -322,8 +313,7 @@ class _Search:
         """The option with its largest micro-batch and its longest sequence."""
         recipe = option.recipe
         batch, _ = self.size(recipe, "batch_size")
-        near = recipe.but(seq_len=self.longest(recipe))
-        length, following = self.size(near, "seq_len")
+        length, following = self.size(recipe, "seq_len")
         return dataclasses.replace(
             option, largest_batch=batch, longest=length, longest_ends=following is None
         )
@@ -375,7 +365,7 @@ class _Search:
                 option = other.first_that_fits()
                 found += [f"{option}"] if option else []
         nearest = min(options.values(), key=lambda option: option.missing).recipe
-        length, _ = self.size(nearest.but(seq_len=self.longest(nearest)), "seq_len")
+        length, _ = self.size(nearest, "seq_len")
         if length:
             found.append(f"sequences of {length:,} tokens, with {described(nearest)}")
         for card in sorted(GPUS.values(), key=lambda card: card.total_memory):

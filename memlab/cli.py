@@ -86,7 +86,7 @@ def _simulate(options) -> dict:
         if not found.value:
             values = {"largest": found.as_dict()} if options.json else {"text": str(found)}
             return values | {"status": 3}
-    footprint = simulate(recipe, options.gpu)
+    footprint = simulate(recipe, options.gpu, options.link)
     more = {"recipe": recipe.as_dict(), "gpu": options.gpu, "versions": versions()}
     more |= {"largest": found.as_dict()} if found else {}
     shown = f"{found}\n{footprint}" if found else footprint
@@ -253,6 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(add)
     add = command("simulate", _simulate, "predict a step on a GPU that need not be there", [recipe])
     add("--gpu", type=_card, help="a card's name or a number of bytes; none means no limit")
+    add("--link", help="between ranks: nvlink, pcie, infiniband-400, ethernet-100, ethernet-10")
     sizes = ("batch-size", "seq-len")
     add("--largest", choices=sizes, help="with the largest one that fits the card, as plan has it")
     add = command("run", _run, "run a training script on a GPU that need not be there")

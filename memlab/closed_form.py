@@ -13,16 +13,17 @@ Of both are kept the moments at which a peak can be, each a list of tensors, and
 operators. At a moment of the pass the states are there, too; at one of the update everything is
 that the pass leaves.
 
-The coefficients (memlab/data/coefficients.json.gz) are plain JSON: `terms`, each [coefficient,
-{symbol: power}], and `halves` by key. A half has `tensors` as [category, term], and lists of
-[tensor, how many in a model of three layers, how many more with each further layer]: those of each
-of its `moments`, of what the pass leaves (`left`) and of the optimizer's `states`. `work` are
-operators, `parameters` the model's.
+The coefficients (memlab/data/coefficients.jsonl.gz) are lines of plain JSON: first `terms`, each
+[coefficient, {symbol: power}], and the versions that they are of; then in turn a key and its half.
+A half has `tensors` as [category, term], and lists of [tensor, how many in a model of three layers,
+how many more with each further layer]: those of each of its `moments`, of what the pass leaves
+(`left`) and of the optimizer's `states`. `work` are operators, `parameters` the model's.
 """
 
 import functools
 import gzip
 import json
+from collections import UserDict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,7 +67,7 @@ ALL_SYMBOLS = (*SYMBOLS, "W", "n")
 HEAD_SIZES = ("head_dim", "d_kv")
 # Kinds of stretched rotary positions whose tensors are those of plain ones.
 SAME_ROPE = ("default", "linear", "llama3", "yarn")
-FILE = Path(__file__).parent / "data" / "coefficients.json.gz"
+FILE = Path(__file__).parent / "data" / "coefficients.jsonl.gz"
 
 
 class Case(NamedTuple):
@@ -314,7 +315,19 @@ def coefficients() -> dict:
     """Every term and half that is known; `derive` adds to them."""
     if not FILE.exists():
         return {"terms": [], "halves": {}}
-    return json.loads(gzip.decompress(FILE.read_bytes()))
+    first, *lines = gzip.decompress(FILE.read_bytes()).decode().splitlines()
+    halves = zip(map(json.loads, lines[::2]), lines[1::2], strict=True)
+    return {"terms": json.loads(first)["terms"], "halves": _Halves(halves)}
+
+
+class _Halves(UserDict):
+    """Halves by key, each read from its line when it is asked for: all together take a second."""
+
+    def __getitem__(self, key):
+        half = self.data[key]
+        if isinstance(half, str):
+            half = self.data[key] = json.loads(half)
+        return half
 
 
 # ---------------------------------------------------------------------- what a recipe says
@@ -327,6 +340,8 @@ def known(case: Case) -> bool:
 
 def read(recipe: Recipe) -> Case:
     """The case of a recipe. Raises ValueError outside the domain."""
+    if recipe.ranks > 1:
+        raise ValueError(f"ranks is {recipe.ranks}: the formula allows 1, simulate knows more")
     if not set(recipe.freeze) <= {"embeddings", "backbone"}:
         raise ValueError(
             f"freeze holds {', '.join(map(str, recipe.freeze))}: the formula allows embeddings and "

@@ -35,12 +35,14 @@ NOT_TENSORS = (Category.WORKSPACES, Category.ROUNDING)
 
 
 class Phase(_Word):
-    """What a training step is at: zero_grad is after a step, until the next tensor is born."""
+    """What a training step or inference is at: zero_grad is after a step, to the next birth."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
     STEP = "optimizer step"
     ZERO_GRAD = "zero_grad"
+    PREFILL = "prefill"  # of inference (`memlab.serving`), as the next
+    DECODE = "decode"
     UNKNOWN = "unknown"  # CUDA's counters tell no phase
 
 
@@ -123,7 +125,8 @@ class StepTime:
     sheet than is usual. parts: part of the step -> its seconds; they sum to `expected`. flops:
     operations of all matrix products, without those that activation checkpointing repeats.
     peak_rate: operations a second of the fastest format that the step multiplies in. samples:
-    sequences of the step, None in a loop of the reader's own.
+    sequences of the step, None in a loop of the reader's own. sent: bytes that this rank sends to
+    others, of which `communication` is what no kernels hide.
     """
 
     PARTS: ClassVar = (
@@ -132,6 +135,7 @@ class StepTime:
         "recomputation",
         "optimizer",
         "waiting for launches",
+        "communication",
     )
 
     low: float
@@ -141,6 +145,7 @@ class StepTime:
     flops: int
     peak_rate: float
     samples: int | None = None
+    sent: int = 0
 
     @property
     def samples_per_second(self) -> float | None:
@@ -160,6 +165,7 @@ class StepTime:
             "high": self.high,
             "parts": dict(self.parts),
             "mfu": self.mfu,
+            "sent_bytes": self.sent,
         }
 
     def __str__(self) -> str:

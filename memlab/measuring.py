@@ -79,6 +79,8 @@ def measure(recipe: Recipe, device=None, steps: int = 5, seed: int = 0) -> Measu
     device = pick_device(device)
     require(recipe.precision, device)
     whole(1)("steps", steps)
+    if recipe.ranks > 1:
+        raise ValueError(f"ranks is {recipe.ranks}: one process is measured here, simulate them")
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

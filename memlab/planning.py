@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
+from bisect import bisect
 from dataclasses import dataclass
 
 import torch
@@ -181,36 +181,36 @@ def largest_size(
 ) -> tuple[int, int | None]:
     """(the largest value that fits or 0, the next one or None), as in `largest`.
 
-    The nearer the recipe's own value, the sooner it is found.
+    What the tensors alone are too large for is left out before an allocator serves anything.
     """
     smaller = _less_margin(card, margin)
     end = log.longest if field == "seq_len" and log.longest is not None else MOST
     step = min(STEPS[field], end)
 
-    @functools.cache
-    def asked(steps: int) -> bool:
-        sized = recipe.but(**{field: steps * step})
-        return serves(sized, log.at(sized), smaller)
+    def sized(steps: int) -> Recipe:
+        return recipe.but(**{field: steps * step})
 
-    last = end // step
-    near = min(max(1, getattr(recipe, field) // step), last)
-    found = _border(asked, near, last)
-    return found * step, None if found == last else (found + 1) * step
+    def fits(steps: int) -> bool:
+        return serves(sized(steps), log.at(sized(steps)), smaller)
+
+    every = range(1, end // step + 1)
+    last = bisect(every, smaller.usable, key=lambda steps: log.least(sized(steps)))
+    found = _border(fits, last)
+    return found * step, None if found == len(every) else (found + 1) * step
 
 
-def _border(fits, near: int, last: int) -> int:
-    """The number from 1 to `last` that fits while the next does not, 0 if not even 1 fits.
+def _border(fits, last: int) -> int:
+    """The number from 1 to `last` that fits while the next, if there is one, does not; else 0.
 
-    Goes from `near` in strides that double, and then halves what is between.
+    Goes down from `last` in strides that double, and then halves what is between.
     """
     fitting, over, stride = 0, last + 1, 1
-    trial = near
     while over - fitting > 1:
-        if fits(trial):
-            fitting, trial = trial, trial + stride
-        else:
-            over, trial = trial, trial - stride
+        between = (fitting + over) // 2
+        trial = between if fitting else max(between, over - stride)
         stride *= 2
-        if not fitting < trial < over or (fitting and over <= last):
-            trial = (fitting + over) // 2
+        if fits(trial):
+            fitting = trial
+        else:
+            over = trial
     return fitting

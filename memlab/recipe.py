@@ -32,9 +32,13 @@ COMPUTED_IN = {
 }
 
 
+FULLY_SHARDED = ("zero2", "zero3")  # by FSDP2's fully_shard
+SHARED_OPTIMIZERS = ("adamw_torch", "adamw_torch_loop", "adamw_torch_fused", "sgd")
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the memory of one training run on one GPU.
+    """Everything that decides the memory of one training run on one GPU, or on each of several.
 
     The loss is the model's own: no label smoothing, no cross-entropy in chunks.
     Raises ValueError in one line that names the field, the value and what is allowed.
@@ -50,11 +54,12 @@ class Recipe:
         "sequence-classification, causal-lm, masked-lm or seq2seq-lm; None takes the model's "
         "usual one",
     )
-    batch_size: int = field(1, "sequences of one micro-batch", check=whole(1))
+    batch_size: int = field(1, "sequences of one micro-batch, of each rank", check=whole(1))
     seq_len: int = field(512, "tokens of each sequence, padding included", check=whole(1))
     accumulation: int = field(
         1,
-        "micro-batches of one optimizer step; the effective batch is batch_size * accumulation",
+        "micro-batches of one optimizer step; the effective batch is batch_size * accumulation * "
+        "ranks",
         check=whole(1),
     )
     precision: str = field(
@@ -160,6 +165,23 @@ class Recipe:
         "batches carry an attention mask, as those of texts of unequal lengths do; the last token "
         "of every sequence is then padding",
     )
+    ranks: int = field(
+        1,
+        "processes that train together, each on a card of its own; what is said is one rank's",
+        check=whole(1),
+    )
+    sharding: str = field(
+        "ddp",
+        "what the ranks split among them; gradients are reduced after every micro-batch",
+        {
+            "ddp": "nothing, DistributedDataParallel sums the gradients in buckets",
+            "zero1": "optimizer states, ZeroRedundancyOptimizer beside DistributedDataParallel",
+            "zero2": "states, gradients and parameters, which stay gathered from a layer's forward "
+            "to its backward pass: fully_shard without reshard_after_forward; autocast's half "
+            "precision is its mixed precision policy, as in zero3",
+            "zero3": "the same, gathered anew for the backward pass: fully_shard",
+        },
+    )
 
     def __post_init__(self):
         from memlab import models  # torch and transformers, which a question for help can spare
@@ -180,6 +202,7 @@ class Recipe:
                 f"base is {self.base!r} and lora_rank is 0: a quantized base cannot be trained, "
                 "allowed is a lora_rank from 1"
             )
+        self._check_ranks()
         config = models.config(self.model)
         if isinstance(self.model, dict):
             object.__setattr__(self, "model", config)
@@ -191,6 +214,28 @@ class Recipe:
             raise ValueError(
                 f"seq_len is {self.seq_len}: {self.model_name} allows whole numbers from 1 to "
                 f"{longest}"
+            )
+
+    def _check_ranks(self) -> None:
+        """Raise ValueError where ranks cannot train so."""
+        if self.sharding == "ddp" and self.base == "none":
+            return
+        if self.ranks == 1:
+            if self.sharding != "ddp":
+                raise ValueError(
+                    f"sharding is {self.sharding!r} and ranks is 1: one rank has nothing to split, "
+                    "allowed are whole numbers from 2"
+                )
+            return
+        if self.base != "none":
+            raise ValueError(
+                f"base is {self.base!r} and ranks is {self.ranks}: quantized weights are simulated "
+                "on one rank only, allowed is none"
+            )
+        if self.optimizer not in SHARED_OPTIMIZERS:
+            raise ValueError(
+                f"optimizer is {self.optimizer!r} and sharding is {self.sharding!r}: allowed are "
+                f"{', '.join(SHARED_OPTIMIZERS)}"
             )
 
     @property

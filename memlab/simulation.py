@@ -1,10 +1,13 @@
 """The memory of a recipe's step on a card that need not be there."""
 
+import contextlib
+import gc
 from dataclasses import replace
 
 from tqdm.auto import tqdm
 
 from memlab.card.gpu import SimulatedGPU
+from memlab.card.links import link_rate
 from memlab.card.loading import (
     loaded_by_transformers,
     loaded_weights,
@@ -16,16 +19,20 @@ from memlab.card.work import repeat_micro_batch, without_trifles
 from memlab.footprint import Footprint
 from memlab.gpus import ANY_CARD, GPU, find_gpu, require_native
 from memlab.recipe import Recipe
+from memlab.sharding import is_moved_by_sharding
 from memlab.trace.depth import log_at_full_depth
 from memlab.trace.ledger import Ledger
 from memlab.trace.log import Log, replay
 from memlab.training import Training, import_libraries
 
 
-def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
+def simulate(
+    recipe: Recipe, gpu: GPU | str | int | None = None, link: str | None = None
+) -> Footprint:
     """The memory of one optimizer step of `recipe` on a GPU that need not be there.
 
     gpu: a name of `memlab.gpus.GPUS`, a number of bytes, or None for a card without a limit.
+    link: between several ranks, as `SimulatedGPU` has it.
 
     Two steps run; the second is counted, because optimizer states appear in the first. Of a model
     with many equal layers only a few run, and `memlab.trace.depth` writes the others into the log.
@@ -35,11 +42,20 @@ def simulate(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     as `memlab.measure` moves it: `reserved_range` holds the lowest and the highest peak reserved of
     the orders that `memlab.card.loading` tries, which are a sample and no proven bound.
 
+    A `memlab.serving.Serving` in place of the recipe gives a `ServingFootprint`: inference, with
+    the peaks of prefill and decode apart.
+
     Raises torch.OutOfMemoryError in PyTorch's own words when the card is too small, and ValueError
     when it does not have the recipe's number format.
     """
+    if not isinstance(recipe, Recipe):
+        from memlab.serving import simulate_serving  # it brings all caches of transformers
+
+        return simulate_serving(recipe, gpu)
     card = find_gpu(gpu)
-    return serve(recipe, full_log(recipe, card), card)
+    if link is not None:
+        link_rate(card, link)  # or refuses
+    return serve(recipe, full_log(recipe, card), card, link)
 
 
 def full_log(recipe: Recipe, card: GPU, loop=None) -> Log:
@@ -50,17 +66,35 @@ def full_log(recipe: Recipe, card: GPU, loop=None) -> Log:
     for precision in (recipe.precision, recipe.compute_dtype or ""):
         require_native(precision, card.name, "bfloat16" in card.native_dtypes)
     import_libraries(recipe)
-    log = log_at_full_depth(recipe, lambda shallow: log_of(shallow, card, loop=loop))
-    return log or log_of(recipe, card, numbered=True, loop=loop)
+    with only_new_garbage():
+        log = log_at_full_depth(recipe, lambda shallow: log_of(shallow, card, loop=loop))
+        return log or log_of(recipe, card, numbered=True, loop=loop)
 
 
-def serve(recipe: Recipe, log: Log, card: GPU) -> Footprint:
+@contextlib.contextmanager
+def only_new_garbage():
+    """Let the garbage collector leave alone what is there already: the libraries.
+
+    It goes through all of a million objects again and again while others come and go by the
+    million, which takes up to a third of the time.
+    """
+    if gc.get_freeze_count():  # somebody does that already
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def serve(recipe: Recipe, log: Log, card: GPU, link: str | None = None) -> Footprint:
     """The footprint of a recipe's log, served by this card's allocator."""
     ledger = Ledger(CardMemory(card, statistics=False))
     samples = recipe.batch_size * recipe.accumulation
     if recipe.base == "none":
         replay(log.events(), ledger)
-        return card_footprint(ledger, log, samples)
+        return card_footprint(ledger, log, samples, link)
     replay(loaded_by_transformers(log, card.total_memory), ledger)
     footprint = card_footprint(ledger, log, samples)
     return replace(footprint, reserved_range=reserved_range(log, card.usable, card.total_memory))
@@ -79,7 +113,7 @@ def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None) -> Lo
     numbered: whether the log tells layers apart. loop: as in `full_log`.
     """
     import_libraries(recipe)
-    with _OwnLoop(gpu.without_limit()) as simulated:
+    with _OwnLoop(gpu.without_limit(), ranks=recipe.ranks) as simulated:
         training = (loop or two_steps)(recipe, simulated)
         marks = loaded_weights(simulated.tracer, training)
         # Of more than two micro-batches two ran; the others do what the second did.
@@ -109,8 +143,10 @@ def two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
 
 def built(recipe: Recipe, simulated: SimulatedGPU) -> Training:
     """A training on a card that is entered, watched, before its first step."""
-    # A base is made on the host, and quantized weight by weight when it moves.
-    built_in = simulated.device if recipe.base == "none" else None
+    # A base is made on the host, and quantized weight by weight when it moves; so is what moves
+    # to the card in shards.
+    on_host = recipe.base != "none" or is_moved_by_sharding(recipe)
+    built_in = None if on_host else simulated.device
     training = Training(recipe, simulated.device, built_in=built_in)
     simulated.watch(training.model, inputs=training.inputs)
     return training

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from memlab import models
@@ -18,11 +19,18 @@ from memlab.footprint import Phase
 from memlab.gpus import GPU
 from memlab.recipe import Recipe
 from memlab.simulation import full_log
-from memlab.trace.events import Birth, Step
+from memlab.trace.allocator import MIN_BLOCK
+from memlab.trace.events import Birth, Death, Mark, Step
 from memlab.trace.log import Event, Log
 
 PRIMES = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
-ROUNDED = 128  # kernels round a length up to that at most: flash attention's backward does
+TIMES = 8  # masks have their rows in eights
+# What attention takes beside its results has a length that is rounded up: the sums of the
+# memory-efficient kernel, and what flash's backward takes (`memlab.card.kernels.kernel_scratch`).
+ROUNDED = {
+    torch.ops.aten._scaled_dot_product_efficient_attention.default: 32,
+    torch.ops.aten._scaled_dot_product_flash_attention_backward.default: 128,
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ class SizedLog:
         if inside and window is not None:
             self.longest = min(window, self.longest or window)
         batch, length = _primes(recipe)
-        times = ROUNDED
+        times = TIMES
         while self.longest is not None and times > 1 and length * times > self.longest:
             times //= 2
         while not inside and length * times <= window:
@@ -70,15 +78,41 @@ class SizedLog:
             (number, step, self._place(step) if type(step) is Birth else -1)
             for number, step in self._log.events()
         ]
+        self._changes = self._of_second_step()
 
     def _place(self, birth: Birth) -> int:
         return self._places.setdefault(birth, len(self._places))
 
     def at(self, recipe: Recipe) -> Log:
         """The log of the recipe with another `batch_size` and `seq_len`, without its work."""
-        log, sizes = self._log, (recipe.batch_size, recipe.seq_len)
-        births = [birth._replace(nbytes=self._nbytes(*sizes, birth)) for birth in self._places]
+        log, sizes = self._log, self._sizes(recipe)
+        births = [b._replace(nbytes=n) for b, n in zip(self._places, sizes, strict=True)]
         return _Resized(log.steps, log.weights, log.assumptions, known=self._events, births=births)
+
+    def least(self, recipe: Recipe) -> int:
+        """Bytes below which no allocator can serve a size, in a fraction of a replay's time.
+
+        The most that the second step has allocated at once, each tensor in a block of its own size.
+        """
+        blocks = -(-np.array(self._sizes(recipe)) // MIN_BLOCK) * MIN_BLOCK
+        places, signs, start = self._changes
+        return int((signs * blocks[places]).cumsum()[start:].max())
+
+    def _of_second_step(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """(whose bytes come or go, 1 or -1) of each change, and where the second step begins."""
+        places, changes, start = {}, [], 0
+        for number, step, place in self._events:
+            if type(step) is Birth:
+                places[number] = place
+                changes.append((place, 1))
+            elif type(step) is Death:
+                changes.append((places[number], -1))
+            elif step is Mark.RESET:
+                start = len(changes)
+        return *np.array(changes).T, start
+
+    def _sizes(self, recipe) -> list[int]:
+        return [self._nbytes(recipe.batch_size, recipe.seq_len, birth) for birth in self._places]
 
     def _nbytes(self, batch: int, length: int, birth: Birth) -> int:
         size, times = birth.nbytes, 1
@@ -86,6 +120,9 @@ class SizedLog:
             return size
         if size % self._batch == 0:
             size, times = size // self._batch, batch
+            unit = ROUNDED.get(birth.operation)
+            if unit and size % self._prime:  # a result of the kernel has the length as it is
+                return size // _up(self._length, unit) * times * _up(length, unit)
             if size % (self._length + 1) == 0:  # shifted labels are padded by one token
                 return size // (self._length + 1) * times * (length + 1)
         below = 1
@@ -93,6 +130,10 @@ class SizedLog:
             size, times = size // self._prime, times * length
             below *= self._length // self._prime
         return -(-size * times // below)
+
+
+def _up(length: int, unit: int) -> int:
+    return -(-length // unit) * unit
 
 
 def _primes(recipe: Recipe) -> tuple[int, int]:

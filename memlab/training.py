@@ -12,7 +12,7 @@ import operator
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from memlab import models, quantized
+from memlab import models, quantized, sharding
 from memlab.recipe import Recipe
 
 LEARNING_RATE = 1e-5
@@ -29,6 +29,8 @@ class Training:
         a large one is made in seconds, on its host in minutes; a base is made on the host, and
         quantized weight by weight when it moves.
 
+    Of a recipe with several ranks this is one; it joins their group (`memlab.sharding`).
+
     Attributes: model (torch.nn.Module), optimizer (torch.optim.Optimizer), batches (a list of
     `recipe.accumulation` dictionaries of int64 tensors, input_ids of shape
     [batch_size, seq_len]), scaler (torch.amp.GradScaler, at work for fp16-amp only).
@@ -36,6 +38,7 @@ class Training:
 
     def __init__(self, recipe: Recipe, device="cpu", seed: int = 0, built_in=None):
         self.recipe, self.device = recipe, torch.device(device)
+        rank = sharding.join_ranks(recipe)
         config = models.config(recipe.model)
         dtype = PURE.get(recipe.precision, torch.float32)
         if recipe.base != "none":
@@ -44,7 +47,9 @@ class Training:
             self.model = models.build(config, recipe.task, dtype, recipe.attention, seed)
             if recipe.base != "none":
                 quantized.quantize_base(self.model, recipe)
-        self.model.to(self.device)
+        self._sharded = sharding.is_moved_by_sharding(recipe)
+        if not self._sharded:
+            self.model.to(self.device)
         if recipe.base != "none" and recipe.upcast:
             quantized.cast_the_rest(self.model)
         if recipe.freeze:
@@ -56,8 +61,10 @@ class Training:
             enable = getattr(model, "activation_checkpointing_enable", None)
             enable = enable or model.gradient_checkpointing_enable  # its older name
             enable({"use_reentrant": recipe.checkpointing == "reentrant"})
+        half = AUTOCAST.get(recipe.precision) if self._sharded else None
+        self.model = sharding.share(self.model, recipe, self.device, half)
         self.optimizer = make_optimizer(recipe, self.model)
-        self.batches = make_batches(recipe, config, self.device, seed)
+        self.batches = make_batches(recipe, config, self.device, seed, rank)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=recipe.precision == "fp16-amp")
 
     def step(self) -> float:
@@ -86,7 +93,7 @@ class Training:
         self.optimizer.zero_grad(set_to_none=self.recipe.set_to_none)
 
     def autocast(self):
-        dtype = AUTOCAST.get(self.recipe.precision)
+        dtype = None if self._sharded else AUTOCAST.get(self.recipe.precision)
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
     @property
@@ -221,13 +228,16 @@ def make_optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimi
 
         return Adafactor(parameters, LEARNING_RATE, scale_parameter=False, relative_step=False)
     if recipe.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9, foreach=True)
+        settings = {"lr": LEARNING_RATE, "momentum": 0.9, "foreach": True}
+        return sharding.shared_optimizer(recipe, parameters, torch.optim.SGD, **settings)
     kind = {
         "adamw_torch": {"foreach": True},
         "adamw_torch_loop": {"foreach": False},
         "adamw_torch_fused": {"fused": True},
     }[recipe.optimizer]
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, **kind)
+    return sharding.shared_optimizer(
+        recipe, parameters, torch.optim.AdamW, lr=LEARNING_RATE, **kind
+    )
 
 
 def _bitsandbytes_optimizer(name, parameters, model):
@@ -249,12 +259,17 @@ def _bitsandbytes_optimizer(name, parameters, model):
     return optimizer
 
 
-def make_batches(recipe: Recipe, config, device, seed: int = 0) -> list[dict]:
-    """Seeded random tokens and labels, one dictionary a micro-batch."""
+def make_batches(recipe: Recipe, config, device, seed: int = 0, rank: int = 0) -> list[dict]:
+    """Seeded random tokens and labels, one dictionary a micro-batch.
+
+    All ranks draw the whole batch, and each takes its part.
+    """
     generator = torch.Generator().manual_seed(seed)
 
-    def integers(high, *shape):
-        return torch.randint(0, high, shape, generator=generator).to(device)
+    def integers(high, sequences, *shape):
+        of_all = (recipe.ranks * sequences, *shape)
+        drawn = torch.randint(0, high, of_all, generator=generator)
+        return drawn.chunk(recipe.ranks)[rank].clone().to(device)
 
     batches = []
     for _ in range(recipe.accumulation):

@@ -72,7 +72,9 @@ def modules_imported(path):
 @each_chapter
 def test_the_first_cell_brings_what_the_others_import(path):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    brought = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}
+    extras = project["optional-dependencies"].values()  # whose cells ask whether they are here
+    needed = [*project["dependencies"], *itertools.chain(*extras)]
+    brought = {re.match(r"[\w-]+", line)[0] for line in needed}
     # Jupyter brings IPython, transformers its tokenizers.
     there = brought | {"memlab", "IPython", "tokenizers"} | set(sys.stdlib_module_names)
     missing = set(modules_imported(path)) - there
@@ -110,10 +112,10 @@ def test_a_fold_does_not_give_the_answer_away(path):
 
 @each_chapter
 def test_prose_has_no_block_that_a_live_notebook_shows_as_its_source(path):
-    """Of MyST they know nothing: a `:::{dropdown}` stands open there, a `(label)=` as it is."""
+    """Of MyST they know nothing: a dropdown stands open, a label as it is, a `[](page)` empty."""
     for cell in nbformat.read(path, as_version=4).cells:
         if cell.cell_type == "markdown":
-            found = re.search(r"^(:::|```\{|\([\w-]+\)=)", cell.source, re.MULTILINE)
+            found = re.search(r"^(:::|```\{|\([\w-]+\)=)|\[\]\(", cell.source, re.MULTILINE)
             assert found is None, f"{cell.id}: {found[0]}"
 
 
@@ -263,7 +265,9 @@ ROOMS = {
     "13-lora-deeper": {"memlab.card.attention"},
     "14-attention": {"memlab.card.attention"},
     "14-attention-deeper": {"memlab.card.attention"},
-    "15-ablation": {"memlab.running", "memlab.scripts"},
+    "15-ablation": {"memlab.book.ablation", "memlab.running", "memlab.scripts"},
+    "16-planner": {"memlab.planning", "memlab.scripts"},
+    "18-deploying": {"memlab.quantized", "memlab.serving"},
     "accuracy": {"memlab.evidence", "memlab.trace", "memlab.card", "memlab.planning"},
 }
 

@@ -5,8 +5,9 @@ from helpers import TINY
 
 from memlab import Recipe, models, simulate
 from memlab.gpus import find_gpu
-from memlab.simulation import serve
+from memlab.simulation import full_log, serve
 from memlab.sizing import SizedLog
+from memlab.trace.events import Birth
 
 LLAMA = Recipe("llama-3-8b-tiny", seq_len=64, attention="sdpa", precision="bf16")
 WAYS = [
@@ -31,6 +32,21 @@ def test_every_size_is_as_simulated(recipe):
         assert resized.reserved_range == whole.reserved_range
         assert resized.peak_phase == whole.peak_phase
         assert resized.parameters == whole.parameters
+
+
+@pytest.mark.parametrize(("gpu", "kernel"), [("P100", "efficient"), ("L4", "flash")])
+def test_what_attention_rounds_up(gpu, kernel):
+    """The memory-efficient kernel's sums go in 32 tokens, flash's backward in 128."""
+    recipe, card = Recipe("bert-base-tiny", attention="sdpa", precision="fp16-amp"), find_gpu(gpu)
+    log = SizedLog(recipe.but(seq_len=64), card)
+    for batch, length in ((3, 40), (2, 64), (5, 200)):
+        sized = recipe.but(batch_size=batch, seq_len=length)
+        resized, whole = (
+            [step for _, step in one.events() if type(step) is Birth]
+            for one in (log.at(sized), full_log(sized, card))
+        )
+        assert any(kernel in str(birth.operation) for birth in whole)
+        assert [birth.nbytes for birth in resized] == [birth.nbytes for birth in whole]
 
 
 def test_a_depth_that_is_written_out():

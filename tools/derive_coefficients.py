@@ -79,8 +79,11 @@ def main():
 def write():
     packages = (torch, transformers, peft)
     versions = {package.__name__: package.__version__ for package in packages}
-    kept = {name: coefficients()[name] for name in ("terms", "halves")}
-    text = json.dumps({"versions": versions} | kept, separators=(",", ":"))
+    known = coefficients()
+    lines = [{"versions": versions, "terms": known["terms"]}]
+    for key, half in known["halves"].items():
+        lines += [key, half]
+    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
     half_written = FILE.with_suffix(".new")
     half_written.write_bytes(gzip.compress(text.encode(), mtime=0))
     half_written.replace(FILE)

@@ -4,8 +4,6 @@ from memlab.lazy import door
 
 _HOMES = {
     "AblationPanel": "ablation",
-    "combinations": "ablation",
-    "front": "ablation",
     "AllocatorSandbox": "sandbox",
     "FORMATS": "bits",
     "BitExplorer": "bits",
@@ -14,6 +12,7 @@ _HOMES = {
     "FreezingPanel": "freezing",
     "LoaderLanes": "loading",
     "PaddingExplorer": "panels",
+    "Planner": "planner",
     "QuantizationRuler": "ruler",
     "RunningSoftmax": "softmax",
     "SegmentFilm": "segments",

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import threading
-import time
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from importlib import resources
-from multiprocessing import get_context
 
 from memlab import models
+from memlab.book.live import STYLE, Live
 from memlab.gpus import GPUS, find_gpu
 from memlab.planning import Fit, fits
 from memlab.recipe import Recipe
@@ -19,7 +14,6 @@ from memlab.units import mib
 
 REST = "#e4e4e4"  # lighter than the greys of `show.COLOURS`
 KEPT = 5  # runs that stay in sight
-LIVE = "application/vnd.jupyter.widget-view+json"
 
 
 def explore(recipe: Recipe, *switches: str, gpu: str = "T4") -> Explorer:
@@ -34,14 +28,13 @@ def explore(recipe: Recipe, *switches: str, gpu: str = "T4") -> Explorer:
     return Explorer(recipe, switches, find_gpu(gpu).name)
 
 
-class Explorer:
-    """Controls, bars, the phase of the peak, and the code; each run is a process of its own.
+class Explorer(Live):
+    """Controls, bars, the phase of the peak, and the code."""
 
-    A simulation replaces parts of torch while it runs. In another process it cannot meet a cell
-    that trains at the same time, and it can be stopped.
-    """
+    doing = "simulating"
 
     def __init__(self, recipe: Recipe, switches: tuple[str, ...], card: str):
+        super().__init__()
         if card not in GPUS:
             raise ValueError(f"gpu is {card!r}: allowed are {', '.join(GPUS)}")
         known = {one.name: one for one in dataclasses.fields(Recipe)}
@@ -51,21 +44,19 @@ class Explorer:
         self.recipe, self.card = recipe, card
         self.fields = [known[name] for name in switches]
         self.runs: list[tuple[Recipe, str, Fit]] = []
-        self._pool: ProcessPoolExecutor | None = None
-        self._running: Future | None = None
-        self._box = None
-
-    # -------------------------------------------------------------- what is shown
-
-    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
-        if self._box is None:
-            self._build()
-            self._finish(self.recipe, self.card, fits(self.recipe, self.card))
-        view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
-        return {LIVE: view, "text/html": self.still(), "text/plain": repr(self)}
 
     def __repr__(self) -> str:
         return f"explore({self.recipe}, {', '.join(one.name for one in self.fields)})"
+
+    @staticmethod
+    def work(recipe: Recipe, card: str) -> Fit:
+        """What the process of a run does. The timeline is left there: it can be large."""
+        fit = fits(recipe, card)
+        return dataclasses.replace(fit, footprint=dataclasses.replace(fit.footprint, timeline=None))
+
+    def begin(self) -> None:
+        """Simulate the recipe itself."""
+        self.finish(self.recipe, self.card, fits(self.recipe, self.card))
 
     def still(self) -> str:
         """The panel without controls, as HTML: the first run and what could be chosen."""
@@ -89,101 +80,32 @@ class Explorer:
             _bar(_changes(first, recipe), card, fit, widest) for recipe, card, fit in runs
         )
 
-    # -------------------------------------------------------------- controls
-
-    def _build(self) -> None:
-        import ipywidgets as widgets
-
-        wide = {"description_width": "9em"}
-        layout = widgets.Layout(width="min(26em, 98%)")
+    def controls(self, widgets, **look) -> list:
+        """One for each field, and one for the card."""
         self._controls = {
-            one.name: _control(widgets, self.recipe, one, style=wide, layout=layout)
-            for one in self.fields
+            one.name: _control(widgets, self.recipe, one, **look) for one in self.fields
         }
         self._gpu = widgets.Dropdown(
-            options=list(GPUS), value=self.card, description="card", style=wide, layout=layout
+            options=list(GPUS), value=self.card, description="card", **look
         )
-        self._run = widgets.Button(description="Run", icon="play", button_style="primary")
-        self._stop = widgets.Button(description="Stop", icon="stop", disabled=True)
-        self._said, self._shown, self._code = (widgets.HTML() for _ in range(3))
-        self._run.on_click(lambda _: self.start())
-        self._stop.on_click(lambda _: self.stop())
-        self._box = widgets.VBox(
-            [
-                *self._controls.values(),
-                self._gpu,
-                widgets.HBox([self._run, self._stop]),
-                self._said,
-                self._shown,
-                self._code,
-            ]
-        )
+        return [*self._controls.values(), self._gpu]
 
     def chosen(self) -> Recipe:
         """The recipe that the controls say; raises ValueError as `Recipe` does."""
         return self.recipe.but(**{name: one.value for name, one in self._controls.items()})
 
-    # -------------------------------------------------------------- runs
+    def asked(self) -> tuple[Recipe, str]:
+        """The recipe and the card that the controls say."""
+        return self.chosen(), self._gpu.value
 
-    def start(self) -> None:
-        """Simulate what is chosen, in the background."""
-        if self._running is not None:
-            return
-        try:
-            recipe = self.chosen()
-        except ValueError as error:
-            self._say(str(error), wrong=True)
-            return
-        if (recipe, self._gpu.value) in [(one, card) for one, card, _ in self.runs]:
-            self._say("this run is shown below already")
-            return
-        if self._pool is None:
-            self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-        self._run.disabled, self._stop.disabled = True, False
-        self._running = self._pool.submit(_simulated, recipe, self._gpu.value)
-        threading.Thread(
-            target=self._watch, args=(self._running, recipe, self._gpu.value), daemon=True
-        ).start()
+    def is_shown(self, recipe: Recipe, card: str) -> bool:
+        """Whether the run is one of those in sight."""
+        return (recipe, card) in [(one, there) for one, there, _ in self.runs]
 
-    def stop(self) -> None:
-        """End the run that is under way; nothing of it is kept."""
-        pool, self._pool = self._pool, None
-        if pool is not None and self._running is not None:
-            for process in list(pool._processes.values()):
-                process.kill()
-            pool.shutdown(wait=False)
-
-    def _watch(self, run: Future, recipe: Recipe, card: str) -> None:
-        began = time.monotonic()
-        while not run.done():
-            self._say(f"<progress></progress> simulating, {time.monotonic() - began:.0f} s")
-            time.sleep(0.5)
-        try:
-            self._finish(recipe, card, run.result())
-        except ValueError as error:
-            self._say(str(error), wrong=True)
-        except BrokenProcessPool:
-            self._say("stopped")
-        finally:
-            self._running = None
-            self._run.disabled, self._stop.disabled = False, True
-
-    def _finish(self, recipe: Recipe, card: str, fit: Fit) -> None:
+    def finish(self, recipe: Recipe, card: str, fit: Fit) -> None:
+        """Show a run beside those before it."""
         self.runs = [*self.runs[-KEPT + 1 :], (recipe, card, fit)]
-        self._say("")
-        self._shown.value = f'{STYLE}<div class="memlab-explore">{self._picture(self.runs)}</div>'
-        self._code.value = f"<pre>{html.escape(_code(recipe, card))}</pre>"
-
-    def _say(self, text: str, wrong: bool = False) -> None:
-        role = "alert" if wrong else "status"
-        text = html.escape(text) if wrong else text
-        self._said.value = f'<div role="{role}">{text}</div>'
-
-
-def _simulated(recipe: Recipe, card: str) -> Fit:
-    """What the process of a run does. The timeline is left there: it can be large."""
-    fit = fits(recipe, card)
-    return dataclasses.replace(fit, footprint=dataclasses.replace(fit.footprint, timeline=None))
+        self.show(self._picture(self.runs), _code(recipe, card))
 
 
 # ---------------------------------------------------------------------- controls of the fields
@@ -246,10 +168,6 @@ def _others(recipe: Recipe, one: dataclasses.Field) -> str:
 
 
 # ---------------------------------------------------------------------- what a run looks like
-
-
-_CSS = resources.files("memlab.data").joinpath("explore.css").read_text(encoding="utf8")
-STYLE = f"<style>\n{_CSS}</style>"
 
 
 def _changes(first: Recipe, recipe: Recipe) -> str:

@@ -21,7 +21,7 @@ NOT_SIMULATED = {
     "torch.cuda.graph": "CUDA graphs have memory pools of their own",
     "torch.cuda.make_graphed_callables": "CUDA graphs have memory pools of their own",
     "torch.cuda.MemPool": "the simulation follows one memory pool",
-    "torch.cuda.Stream": "blocks belong to streams, and the simulation follows the default one",
+    "torch.cuda.ExternalStream": "the simulation follows PyTorch's own streams",
     "torch.cuda.memory.change_current_allocator": "the simulation is of PyTorch's own allocator",
     "torch.cuda.memory._set_allocator_settings": "the allocator has its default settings",
     "torch.cuda.memory.set_per_process_memory_fraction": "give SimulatedGPU the bytes instead",
@@ -29,7 +29,7 @@ NOT_SIMULATED = {
     "torch.cuda.temperature": "there is no time here",
     "torch.cuda.power_draw": "there is no time here",
     "torch.cuda.clock_rate": "there is no time here",
-    "torch.distributed.init_process_group": ONE_CARD,
+    "torch.distributed.init_process_group": f"{ONE_CARD}. Give SimulatedGPU ranks=N",
     "torch.nested.nested_tensor": "what it takes depends on its lengths: pad the sequences instead",
     "torch.nested.as_nested_tensor": "what it takes depends on its lengths: pad instead",
     "torch.nested.nested_tensor_from_jagged": "what it takes depends on its lengths: pad instead",
@@ -55,7 +55,7 @@ def cuda_answers(tracer, snapshot):
             # DataParallel over one card moves the batch there and runs the module.
             (torch.nn.parallel.comm, {"scatter": lambda tensor, *where: (tensor.to("cuda"),)}),
             (torch.nn.parallel._functions, {"_get_stream": lambda device: None}),
-            *_refusals(),
+            *refusals(NOT_SIMULATED),
         ):
             for name, value in answers.items():
                 # What only builds with CUDA have is made for as long as it is asked for.
@@ -79,10 +79,11 @@ def _of_the_card(tracer) -> dict:
         "device": Selected,
         "device_of": Selected,
         "default_generators": (torch.Generator(),),
-        "current_stream": default_stream,
+        "Stream": type("Stream", (Stream,), {"numbers": itertools.count(1)}),  # of this card
+        "current_stream": functools.partial(current_stream, tracer),
         "default_stream": default_stream,
-        "stream": Selected,
-        "set_stream": lambda stream: None,
+        "stream": functools.partial(SelectedStream, tracer),
+        "set_stream": functools.partial(_set_stream, tracer),
         "Event": Event,
         "is_current_stream_capturing": lambda: False,
         "mem_get_info": _free_and_total(tracer),
@@ -116,7 +117,7 @@ def _of_the_accelerator(tracer) -> dict:
         "_accelerator_getAccelerator": lambda: torch.device("cuda"),
         "_accelerator_getDeviceIndex": lambda: 0,
         "_accelerator_setDeviceIndex": only_card,
-        "_accelerator_getStream": default_stream,
+        "_accelerator_getStream": functools.partial(current_stream, tracer),
         "_accelerator_synchronizeDevice": only_card,
         "_accelerator_isAllocatorInitialized": lambda: True,
         "_accelerator_emptyCache": tracer.empty_cache,
@@ -127,9 +128,9 @@ def _of_the_accelerator(tracer) -> dict:
     }
 
 
-def _refusals():
-    """(module, {name: a function that refuses}) of everything that is not simulated."""
-    for path, why in NOT_SIMULATED.items():
+def refusals(names: dict[str, str]):
+    """(module, {name: a function that refuses}) of names, each with the reason why."""
+    for path, why in names.items():
         *modules, name = path.split(".")[1:]
         target = functools.reduce(getattr, modules, torch)
         refused = refuse(path, why)
@@ -203,10 +204,10 @@ class Generator(metaclass=_AnyGenerator):
 
 
 class Selected:
-    """A device, a tensor's or a stream that is chosen for a block: there is one of each."""
+    """A device, or a tensor's, that is chosen for a block: there is one."""
 
     def __init__(self, chosen=None):
-        if not isinstance(chosen, (DefaultStream, torch.Tensor)):
+        if not isinstance(chosen, torch.Tensor):
             only_card(chosen)
 
     def __enter__(self):
@@ -216,11 +217,16 @@ class Selected:
         return False
 
 
-class DefaultStream:
-    """The one stream, in which nothing waits."""
+class Stream:
+    """A stream, in which nothing waits. What is made in it is memory of its own."""
 
     device = torch.device("cuda", 0)
-    device_index = stream_id = cuda_stream = 0
+    device_index = 0
+    numbers = itertools.repeat(0)
+
+    def __init__(self, device=None, priority=0, **settings):
+        only_card(device)
+        self.stream_id = self.cuda_stream = next(self.numbers)
 
     def synchronize(self) -> None:
         pass
@@ -241,12 +247,38 @@ class DefaultStream:
         return event or Event()
 
 
-_STREAM = DefaultStream()
+_DEFAULT = Stream()
 
 
-def default_stream(device=None) -> DefaultStream:
+def default_stream(device=None) -> Stream:
     only_card(device)
-    return _STREAM
+    return _DEFAULT
+
+
+def current_stream(tracer, device=None) -> Stream:
+    """The stream that is chosen now."""
+    only_card(device)
+    return tracer.stream_object or _DEFAULT
+
+
+def _set_stream(tracer, stream) -> None:
+    if stream is not None:
+        tracer.stream, tracer.stream_object = stream.stream_id, stream
+
+
+class SelectedStream:
+    """`torch.cuda.stream`: a stream that is chosen for a block."""
+
+    def __init__(self, tracer, stream):
+        self.tracer, self.stream = tracer, stream
+
+    def __enter__(self):
+        self._before = current_stream(self.tracer)
+        _set_stream(self.tracer, self.stream)
+
+    def __exit__(self, *error):
+        _set_stream(self.tracer, self._before)
+        return False
 
 
 class Event:

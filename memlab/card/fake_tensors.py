@@ -117,6 +117,8 @@ class NoData(FakeTensorMode):
             return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
         # Where the answer is plain, PyTorch's search for it, by all arguments, takes the most of a
         # simulation's time.
+        if func.namespace == "c10d" and func._opname == "allreduce_":
+            return args[0], _done(args[0])
         if isinstance(func, torch._ops.OpOverload) and not func._schema.returns:
             return None  # it writes into its arguments: the lists of multi-tensor optimizers
         first = args[0] if args else None
@@ -154,6 +156,16 @@ class NoData(FakeTensorMode):
 
     def __deepcopy__(self, memo):
         return self  # a copied module's tensors stay tensors of this mode
+
+
+def _done(result):
+    """The work of a collective that is done: DistributedDataParallel asks it for its result.
+
+    That of PyTorch's fake process group has none.
+    """
+    future = torch.futures.Future()
+    future.set_result(result)
+    return torch._C._distributed_c10d._create_work_from_future(future).boxed()
 
 
 def apply_by(move, replaces=lambda module, name, buffer: None):

@@ -14,8 +14,10 @@ import pickle
 from pathlib import Path
 
 from memlab.card import bitsandbytes, cuda_names, fake_tensors, files, moves, triton_kernels
+from memlab.card.links import link_rate
 from memlab.card.memory import card_footprint
 from memlab.card.places import CARD, tensors_name_their_place
+from memlab.card.ranks import check_ranks, rank_of
 from memlab.card.rules import RULES, cuda_kernels
 from memlab.card.tracer import CardTracer
 from memlab.card.values import host_copy
@@ -35,13 +37,21 @@ class SimulatedGPU:
     gpu: a name of `memlab.gpus.GPUS`, a number of bytes, or None for a card without a limit.
     rules: which of `memlab.card.rules.RULES` hold; all do on a card.
     script: a pathlib.Path; `Footprint.by_line` then tells which of its lines made what.
+    ranks: how many processes train together; this is the first of them (`memlab.card.ranks`).
+    link: between them, a name of `memlab.card.links.LINKS`, for the time of their collectives;
+        None takes NVLink where the card has it, and else PCIe.
 
     Code written for CUDA runs unchanged: it places tensors (`.to("cuda")`, `.cuda()`,
     `device="cuda"`, `device_map="cuda"`), uses `torch.autocast("cuda")` and
     `torch.amp.GradScaler("cuda")`, asks `torch.cuda` and `torch.accelerator` for the card and its
     memory, and hands its model to peft, bitsandbytes, Accelerate or transformers' Trainer. What is
-    not simulated is refused by a NotSimulated, a ValueError, that names it: a second card, streams
-    other than the default one, CUDA graphs, torch.compile, sparse and nested tensors, times.
+    not simulated is refused by a NotSimulated, a ValueError, that names it: a second card, CUDA
+    graphs, torch.compile, sparse and nested tensors, times.
+
+    With several ranks `torch.distributed` starts a group of PyTorch's fake backend, whichever is
+    asked for, and code written for torchrun runs as its first rank: DistributedDataParallel,
+    `fully_shard`, ZeroRedundancyOptimizer, `parallelize_module`. What arrives from other ranks is a
+    stand-in. Pipelines, RPC and FullyShardedDataParallel are refused.
 
     Where things lie:
 
@@ -67,10 +77,12 @@ class SimulatedGPU:
     - A checkpoint is written with zeros that take no room on the disk (`memlab.card.files`).
     - Several sequences packed into one row are told apart where their position_ids are known.
 
-    What else it assumes: one stream, the allocator's default settings, no other process on the
-    card. Weights of a checkpoint are read one after the other, where transformers takes four
-    threads unless it quantizes them. Recurrent layers run as PyTorch's own operations, where a card
-    may take a kernel of cuDNN's; what cuDNN takes for itself in a convolution is not counted.
+    What else it assumes: a stream waits for no other, and what another stream has used
+    (`record_stream`) is free at once; the allocator's default settings; no other process on the
+    card, and nothing of NCCL's own. Weights of a checkpoint are read one after the other, where
+    transformers takes four threads unless it quantizes them. Recurrent layers run as PyTorch's own
+    operations, where a card may take a kernel of cuDNN's; what cuDNN takes for itself in a
+    convolution is not counted.
     Kernels of Triton write into tensors that are there and take none; where Triton is not
     installed, libraries may go another way.
 
@@ -80,8 +92,17 @@ class SimulatedGPU:
     entered = False  # one card at a time
     imports_bitsandbytes = True
 
-    def __init__(self, gpu: GPU | str | int | None = None, rules=frozenset(RULES), script=None):
-        self.gpu = find_gpu(gpu)
+    def __init__(
+        self,
+        gpu: GPU | str | int | None = None,
+        rules=frozenset(RULES),
+        script=None,
+        ranks: int = 1,
+        link: str | None = None,
+    ):
+        self.gpu, self.ranks, self.link = find_gpu(gpu), check_ranks(ranks), link
+        if link is not None:
+            link_rate(self.gpu, link)  # or refuses
         self.tracer = CardTracer(self.gpu, rules, script)
         self._stack = None  # of what is patched while it is entered
         self.device = CARD
@@ -104,6 +125,7 @@ class SimulatedGPU:
                 bitsandbytes.paged_states(tracer.zeros_on_host),
                 cuda_kernels(self.gpu, tracer.rules, tracer.met_rules),
                 cuda_names.cuda_answers(tracer, self.snapshot),
+                rank_of(tracer, self.ranks) if self.ranks > 1 else contextlib.nullcontext(),
                 triton_kernels.nothing_is_compiled(tracer.assumptions),
                 files.checkpoints(),
                 tracer,
@@ -129,7 +151,7 @@ class SimulatedGPU:
     @property
     def footprint(self) -> Footprint:
         """The peak since the last `reset_peak`, or since the beginning."""
-        return card_footprint(self.tracer)
+        return card_footprint(self.tracer, link=self.link)
 
     def snapshot(self) -> dict:
         """What happened on the card, in the form of `torch.cuda.memory._snapshot()`."""

@@ -109,7 +109,7 @@ def peak_reserved(events: list[Event], capacity: int | None = None) -> int | Non
     try:
         for which, step in events:
             if type(step) is Birth:
-                addresses[which] = allocator.allocate(step.nbytes)
+                addresses[which] = allocator.allocate(step.nbytes, step.stream)
                 peak = max(peak, allocator.reserved)
             elif type(step) is Death:
                 allocator.free(addresses.pop(which))

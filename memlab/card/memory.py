@@ -19,10 +19,10 @@ class CardMemory(CachingAllocator):
         super().__init__(gpu.usable, statistics)
         self.gpu = gpu
 
-    def allocate(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int, stream: int = 0) -> int:
         """As `CachingAllocator.allocate`; raises torch.OutOfMemoryError in PyTorch's words."""
         try:
-            return super().allocate(nbytes)
+            return super().allocate(nbytes, stream)
         except CapacityError as error:
             raise torch.OutOfMemoryError(self._message(error.segment)) from None
 
@@ -56,11 +56,14 @@ def _size(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-def card_footprint(ledger: Ledger, counts=None, samples: int | None = None) -> Footprint:
+def card_footprint(
+    ledger: Ledger, counts=None, samples: int | None = None, link: str | None = None
+) -> Footprint:
     """The footprint of a ledger that a `CardMemory` serves, with the card's context.
 
     counts: what knows `parameters` and `trainable_parameters`, a Log or a Training; of a Log the
-        `assumptions` and the work, too. samples: sequences of the step.
+        `assumptions` and the work, too. samples: sequences of the step. link:
+        between ranks, as `memlab.card.links.link_rate` has it.
     """
     gpu = ledger.allocator.gpu
     footprint, context = ledger.footprint(), gpu.context
@@ -69,7 +72,7 @@ def card_footprint(ledger: Ledger, counts=None, samples: int | None = None) -> F
     seconds, no_time = None, "what its operators do is not known"
     if work is not None:
         try:
-            seconds, no_time = step_time(work, gpu, samples), ""
+            seconds, no_time = step_time(work, gpu, samples, link), ""
         except ValueError as error:
             no_time = str(error)
     return replace(

@@ -286,6 +286,9 @@ def _swap(one, other) -> None:
         (inner if name in FAKE_ATTRIBUTES else noted)[name] = value
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = noted | other.__dict__, inner
+    for name in getattr(type(one), "__slots__", ()):  # what a DTensor is made of
+        mine, its = getattr(one, name), getattr(other, name)
+        setattr(one, name, its), setattr(other, name, mine)
     torch._C._swap_tensor_impl(one, other)
 
 

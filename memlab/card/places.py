@@ -11,6 +11,8 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memlab.trace.tracer import is_made_of_others, parts_of
+
 
 class NotSimulated(ValueError):
     """What code asked for is not simulated; the message says what to do instead."""
@@ -22,11 +24,14 @@ CARD, HOST, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("m
 
 def on_card(tensor) -> bool:
     """Whether a tensor's memory is the card's."""
-    return (
-        isinstance(tensor, FakeTensor)
-        and tensor.fake_device.type != "meta"
-        and not hasattr(tensor.untyped_storage(), "_memlab_on_host")
-    )
+    if not isinstance(tensor, FakeTensor):
+        return is_made_of_others(type(tensor)) and any(map(on_card, parts_of(tensor)))
+    return tensor.fake_device.type != "meta" and not is_on_host(tensor.untyped_storage())
+
+
+def is_on_host(data: torch.UntypedStorage) -> bool:
+    """Whether a storage of a fake tensor lies on the host."""
+    return hasattr(data, "_memlab_on_host")
 
 
 def keep_on_host(tensor) -> None:
@@ -48,6 +53,8 @@ def from_outside(tensor) -> bool:
 
 def device_of(tensor) -> torch.device:
     """What `tensor.device` is on a machine with the card."""
+    if is_made_of_others(type(tensor)):
+        return device_of(parts_of(tensor)[0])
     if not isinstance(tensor, FakeTensor):
         return HOST if tensor.device.type == "cpu" else tensor.device
     if tensor.fake_device.type == "meta":

@@ -7,7 +7,8 @@ phase of the step (forward, backward, optimizer step) takes the longer of what i
 what its operators take on the host.
 
 What is left out: the host's own work between steps, reading and copying batches, memory that moves
-between host and card, communication, and whatever slows a card down that is hot or shared.
+between host and card, and whatever slows a card down that is hot or shared. What ranks send each
+other takes its bytes by the link's rate, and counts where no kernels run beside it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from memlab.card.links import link_rate
 from memlab.card.work import count_kernels, count_tiles
 from memlab.footprint import Phase, StepTime
 from memlab.gpus import GPU
@@ -31,7 +33,8 @@ class Reach:
 
     products: share of the rate of ordinary cores in a matrix product; tensor_products: of tensor
     cores. bandwidth: share of the memory's bandwidth. kernel: seconds that the shortest kernel
-    takes; operator: seconds of the host for one operator in PyTorch's eager mode.
+    takes; operator: seconds of the host for one operator in PyTorch's eager mode. hidden: share of
+    the collectives of a forward or backward pass that runs beside its kernels, while these last.
     """
 
     products: float
@@ -39,6 +42,7 @@ class Reach:
     bandwidth: float
     kernel: float
     operator: float
+    hidden: float
 
 
 # Chosen before these rules met a measured step, from the sources below. A prototype with shares of
@@ -55,17 +59,21 @@ class Reach:
 # - kernel 3 us, one kernel after the other in a queue takes 2.9 to 3.8 us on a V100 (Gray 2019,
 #   "Getting started with CUDA graphs")
 # - operator 10 us: 5 to 25 us a call in eager mode
-EXPECTED = Reach(0.85, 0.5, 0.8, 3e-6, 10e-6)
+# - hidden 1: FSDP and DDP start a collective while the layer before or after computes (PyTorch's
+#   documentation of fully_shard, "prefetching"; Li et al. 2020, "PyTorch distributed"). That a
+#   link reaches the share of its rate that a memory does was compared with no measurement yet.
+EXPECTED = Reach(0.85, 0.5, 0.8, 3e-6, 10e-6, 1)
 # Nobody's mean: what a good and a bad program, card and day make of it.
-BEST = Reach(0.95, 0.75, 0.92, 2e-6, 5e-6)
-WORST = Reach(0.7, 0.35, 0.65, 5e-6, 20e-6)
+BEST = Reach(0.95, 0.75, 0.92, 2e-6, 5e-6, 1)
+WORST = Reach(0.7, 0.35, 0.65, 5e-6, 20e-6, 0)
 
 
 class Columns(NamedTuple):
     """The work of a step as arrays of equal length, an operator an element.
 
     dtypes: number formats; of: the place in `dtypes` of each operator's, -1 without products.
-    phase: the place in `PHASES`. times: how often it runs. The rest is as in `Work`.
+    phase: the place in `PHASES`. times: how often it runs. The rest is as in `Work`; sent may be 0
+    for all.
     """
 
     dtypes: list[str]
@@ -77,6 +85,7 @@ class Columns(NamedTuple):
     phase: np.ndarray
     recomputed: np.ndarray
     times: np.ndarray
+    sent: np.ndarray | float = 0.0
 
     @classmethod
     def from_counter(cls, work: Counter) -> Columns:
@@ -85,34 +94,42 @@ class Columns(NamedTuple):
         place = {dtype: i for i, dtype in enumerate(dtypes)} | {"": -1}
         rows = [
             (place[one.dtype], one.flops, one.nbytes, one.lists, one.elements,
-             PHASES.index(one.phase), one.recomputed, times, *(one.result or (0, 0, 0)))
+             PHASES.index(one.phase), one.recomputed, times, one.sent, *(one.result or (0, 0, 0)))
             for one, times in work.items()
         ]  # fmt: skip
-        table = np.array(rows, float).reshape(-1, 11).T
-        of, flops, nbytes, lists, elements, phase, again, times = table[:8]
+        table = np.array(rows, float).reshape(-1, 12).T
+        of, flops, nbytes, lists, elements, phase, again, times, sent = table[:9]
         of, phase, lists = of.astype(int), phase.astype(int), lists.astype(int)
-        tiles = count_tiles(table[8:].T, [one.dtype for one in work])
+        tiles = count_tiles(table[9:].T, [one.dtype for one in work])
         kernels = count_kernels(lists, elements)
-        return cls(dtypes, of, flops, tiles, nbytes, kernels, phase, again > 0, times)
+        return cls(dtypes, of, flops, tiles, nbytes, kernels, phase, again > 0, times, sent)
 
 
-def step_time(work: Counter | Columns, gpu: GPU, samples: int | None = None) -> StepTime:
-    """The estimated seconds of a step's work on a card. samples: sequences in the step.
+def step_time(
+    work: Counter | Columns, gpu: GPU, samples: int | None = None, link: str | None = None
+) -> StepTime:
+    """The estimated seconds of a step's work on a card.
 
-    Raises ValueError for a card without rates, and for a number format that it has no rate for.
+    samples: sequences in the step. link: between ranks, as in `memlab.card.links.link_rate`.
+
+    Raises ValueError for a card without rates, for a number format that it has no rate for, and for
+    a link that it does not have.
     """
     columns = work if isinstance(work, Columns) else Columns.from_counter(work)
     rates = _rates(columns, gpu)
-    parts = _seconds(columns, rates, gpu, EXPECTED)
+    sent = float(np.sum(columns.sent * columns.times))
+    over = link_rate(gpu, link) if sent or link else np.inf
+    parts = _seconds(columns, rates, gpu, EXPECTED, over)
     useful = ~columns.recomputed & (columns.of >= 0)
     return StepTime(
-        low=sum(_seconds(columns, rates, gpu, BEST).values()),
+        low=sum(_seconds(columns, rates, gpu, BEST, over).values()),
         expected=sum(parts.values()),
-        high=sum(_seconds(columns, rates, gpu, WORST).values()),
+        high=sum(_seconds(columns, rates, gpu, WORST, over).values()),
         parts=parts,
         flops=round(float(columns.flops[useful] @ columns.times[useful])),
         peak_rate=max((rates[i] for i in set(columns.of[useful])), default=0.0),
         samples=samples,
+        sent=round(sent),
     )
 
 
@@ -127,7 +144,7 @@ def _rates(columns, gpu) -> list[float]:
     return [gpu.rate(dtype) for dtype in columns.dtypes]
 
 
-def _seconds(columns, rates, gpu, reach) -> dict[str, float]:
+def _seconds(columns, rates, gpu, reach, over) -> dict[str, float]:
     """Seconds by part; they sum to the step's."""
     usual = [rate * reached(d, reach) for d, rate in zip(columns.dtypes, rates, strict=True)]
     rate = np.array([*usual, 1.0])[columns.of]  # the last is for what has no products
@@ -147,8 +164,14 @@ def _seconds(columns, rates, gpu, reach) -> dict[str, float]:
     }
     parts = {name: float(longest[which].sum()) for name, which in places.items()}
     by_phase = (np.bincount(columns.phase, one, len(PHASES)) for one in (host, longest))
-    waiting = np.maximum(0, np.subtract(*by_phase)).sum()
-    return parts | {"waiting for launches": float(waiting)}
+    on_host, on_card = by_phase
+    parts["waiting for launches"] = float(np.maximum(0, on_host - on_card).sum())
+    seconds = columns.sent * columns.times / (over * reach.bandwidth)
+    sending = np.bincount(columns.phase, np.broadcast_to(seconds, columns.phase.shape), len(PHASES))
+    hidden = reach.hidden * np.minimum(sending, np.maximum(on_host, on_card))
+    hidden[PHASES.index(Phase.STEP)] = 0  # the updated weights are sent when all is done
+    parts["communication"] = float((sending - hidden).sum())
+    return parts
 
 
 def busy(tiles: np.ndarray, processors: int) -> np.ndarray:

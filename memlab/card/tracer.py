@@ -16,14 +16,21 @@ from torch.utils._pytree import tree_map_only
 
 from memlab.card import dynamic_shapes, kernels, values
 from memlab.card.memory import CardMemory
-from memlab.card.places import NotSimulated, keep_on_host, mark_inside, names_card, on_card
+from memlab.card.places import (
+    NotSimulated,
+    is_on_host,
+    keep_on_host,
+    mark_inside,
+    names_card,
+    on_card,
+)
 from memlab.card.rules import RULES
 from memlab.card.work import WorkLog
 from memlab.footprint import Category, Phase
 from memlab.gpus import GPU
 from memlab.trace.ledger import Storage
 from memlab.trace.script_lines import line_at_work
-from memlab.trace.tracer import Tracer
+from memlab.trace.tracer import Tracer, is_made_of_others
 from memlab.units import mib
 
 aten = torch.ops.aten
@@ -32,11 +39,15 @@ ORDINARY = 2**28  # the same for integers and booleans
 
 
 class Call(NamedTuple):
-    """What Python code called: its arguments, and whether it named the host as the device."""
+    """What Python code called: its arguments, and whether it named the host as the device.
+
+    integers_on_host: whether it makes integers for the host beside floats for the card.
+    """
 
     args: tuple
     kwargs: dict
     names_host: bool = False
+    integers_on_host: bool = False
 
 
 class _Thread(threading.local):
@@ -59,6 +70,7 @@ class CardTracer(Tracer):
         self.met_rules: set[str] = set()
         self.assumptions: dict[str, None] = {}  # in their order
         self.work = WorkLog()
+        self.stream_object = None  # the stream that Python code has chosen, if any
         self.thread = _Thread()
         self._handles_used = set()
         self._stopped = False
@@ -67,11 +79,13 @@ class CardTracer(Tracer):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:  # asked very often, touches no memory
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        if any(map(is_made_of_others, types)):
+            return NotImplemented  # it comes again with the others
         kwargs = kwargs or {}
         tensors = _tensors(args) if not kwargs else _tensors((*args, *kwargs.values()))
         with self._lock, torch._C.DisableTorchFunction():  # what is asked here is asked by nobody
             try:
-                if self._goes_to_card(tensors, kwargs.get("device")):
+                if self._goes_to_card(tensors, kwargs.get("device"), kwargs.get("dtype")):
                     return self._on_card(func, types, args, kwargs, tensors)
                 return self._on_host(func, args, kwargs, tensors)
             except NotImplementedError as error:
@@ -82,7 +96,7 @@ class CardTracer(Tracer):
                     "embeddings have sparse=False"
                 ) from None
 
-    def _goes_to_card(self, tensors, device) -> bool:
+    def _goes_to_card(self, tensors, device, dtype) -> bool:
         """Whether an operation's result is the card's."""
         if device is not None:
             if device.type == "meta":
@@ -95,12 +109,14 @@ class CardTracer(Tracer):
             return any(map(on_card, tensors))
         # PyTorch's own code makes a tensor beside others, whose device it takes for the cpu.
         call = self.thread.call
+        if call is not None and call.integers_on_host and dtype is torch.int32:
+            return False
         if call is not None:
             return any(map(on_card, _tensors((*call.args, *call.kwargs.values()))))
         return self.phase() == Phase.BACKWARD
 
-    def _after_step(self, optimizer, args, kwargs) -> None:
-        super()._after_step(optimizer, args, kwargs)
+    def step_ended(self) -> None:
+        """As `Tracer.step_ended`; the work of a step ends here."""
         self.work.end_step()
 
     def stop(self) -> None:
@@ -119,10 +135,14 @@ class CardTracer(Tracer):
             storage.line = line_at_work(self.script, sys._getframe())
         return storage
 
-    def see(self, tensor, category=None, existed=False) -> None:
-        """As `Tracer.see`, for what is on the card."""
+    def see_part(self, tensor, category, existed, module) -> None:
+        """As `Tracer.see_part`, for what is on the card."""
         if on_card(tensor):
-            super().see(tensor, category, existed)
+            super().see_part(tensor, category, existed, module)
+
+    def resized(self, data) -> Storage | None:
+        """As `Tracer.resized`, for what is on the card."""
+        return None if is_on_host(data) else super().resized(data)
 
     # ------------------------------------------------------------------ the card
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from memlab.card.links import sent_bytes
 from memlab.footprint import Phase
 
 
@@ -30,6 +31,7 @@ class Work(NamedTuple):
     many lists of tensors one launch goes through, of which this is one tensor of each, with so many
     elements; 0 and 0 for an operator with a kernel of its own. recomputed: whether it is a forward
     pass that activation checkpointing repeats. micro_batch: its number in the step, from 0.
+    sent: bytes that a collective sends to other ranks (`memlab.card.links`).
     """
 
     flops: int
@@ -41,6 +43,7 @@ class Work(NamedTuple):
     phase: Phase
     recomputed: bool
     micro_batch: int
+    sent: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -65,12 +68,16 @@ class WorkLog:
 
     def note(self, func, args, kwargs, tensors, out, phase: Phase) -> None:
         """Count an operator that has just run. tensors: all that it was given."""
-        if _does_nothing(func):
+        if _does_nothing(func) and func.namespace != "c10d":
             return
         if phase == Phase.FORWARD and self._phase == Phase.BACKWARD:
             self._micro_batch += 1
         self._phase = phase
         again = phase == Phase.BACKWARD and torch.is_grad_enabled()
+        sent = sent_bytes(func, args, tensors, out)
+        if sent is not None:
+            self._now[Work(0, "", (), (), 0, 0, phase, again, self._micro_batch, sent)] += 1
+            return
         for one in _work_of(func, args, kwargs, tensors, out):
             self._now[Work(*one, phase, again, self._micro_batch)] += 1
 

@@ -1,11 +1,12 @@
 """PyTorch's CUDA caching allocator, in Python: from requests to reserved memory.
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp` with its default settings (no
-expandable segments, no `max_split_size_mb`, no garbage collection threshold, one stream).
-Everything is in bytes.
+expandable segments, no `max_split_size_mb`, no garbage collection threshold). A block belongs to
+the stream that it was made on, and serves no other. Everything is in bytes.
 """
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 from typing import NamedTuple
 
 from memlab.units import MiB
@@ -29,10 +30,14 @@ class CapacityError(Exception):
 class Block:
     """A piece of a segment: used by a tensor, or free and waiting in the cache."""
 
-    __slots__ = ("address", "size", "small", "segment", "free", "before", "after", "requested")
+    __slots__ = (
+        *("address", "size", "small", "segment", "stream"),
+        *("free", "before", "after", "requested"),
+    )
 
-    def __init__(self, address, size, small, segment):
+    def __init__(self, address, size, small, segment, stream=0):
         self.address, self.size, self.small, self.segment = address, size, small, segment
+        self.stream = stream
         self.free, self.before, self.after, self.requested = True, None, None, 0
 
     @property
@@ -104,7 +109,8 @@ class CachingAllocator:
         self.retries = self.ooms = self.flushes = self.device_allocs = self.device_frees = 0
         self.blocks: dict[int, Block] = {}
         self.trace: list[Action] = []
-        self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        # (stream, small) -> the free blocks of a pool, as (size, address)
+        self._free: dict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
         self._counters = {name: {pool: Counter() for pool in POOLS} for name in COUNTED}
         self._counters_of = {  # by small: the counters that a change of a statistic moves
             small: {
@@ -117,58 +123,62 @@ class CachingAllocator:
         # lower one; segments never touch, so only their order matters.
         self._next_segment = 1 << 47
 
-    def allocate(self, nbytes: int) -> int:
-        """Reserve a block for `nbytes` bytes and return its address.
+    def allocate(self, nbytes: int, stream: int = 0) -> int:
+        """Reserve a block for `nbytes` bytes on a stream (0 is the default one): its address.
 
         Raises CapacityError when the device is full: it empties the cache once, as PyTorch
         does, and asks again. `num_alloc_retries` counts that, whether it helped or not.
         """
         size = max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
         small = size <= SMALL_REQUEST
-        block = self._best_fit(size, small) or self._new_segment(size, small)
+        free = self._free[stream, small]
+        best = bisect_left(free, (size, 0))
+        if best < len(free):
+            block = self.blocks[free.pop(best)[1]]
+        else:
+            block = self._new_segment(size, small, stream)
         was_split, rest = block.is_split, block.size - size
-        if rest >= MIN_BLOCK if small else rest > SMALL_REQUEST:
+        splits = rest >= MIN_BLOCK if small else rest > SMALL_REQUEST
+        if splits:
             self._split(block, size)
-            if was_split:
-                self._count(small, "inactive_split_bytes", -size)
-            else:
-                self._count(small, "inactive_split", 1)
-                self._count(small, "inactive_split_bytes", rest)
-        elif was_split:
-            self._count(small, "inactive_split", -1)
-            self._count(small, "inactive_split_bytes", -block.size)
         block.free, block.requested = False, nbytes
         self.allocated += block.size
-        self._count_request(block, 1)
-        self._note("alloc", block.address, nbytes)
+        if self.statistics:  # asked once: this runs by the million
+            nbytes_more = splits * rest - was_split * (size + rest)
+            self._count_inactive(small, splits - was_split, nbytes_more)
+            self._count_request(block, 1)
+            self._note("alloc", block.address, nbytes)
         return block.address
 
     def free(self, address: int) -> None:
         """Give a block back to the cache and merge it with free neighbours."""
         block = self.blocks[address]
         self.allocated -= block.size
-        self._count_request(block, -1)
-        self._note("free", address, block.requested)
+        if self.statistics:
+            self._count_request(block, -1)
+            self._note("free", address, block.requested)
         block.free, block.requested = True, 0
-        change, nbytes = 0, 0
-        for neighbour in (block.before, block.after):
-            if neighbour and neighbour.free:
-                change, nbytes = change - 1, nbytes - neighbour.size
-                block = self._merge(*sorted((block, neighbour), key=lambda b: b.address))
-        if block.is_split:
-            change, nbytes = change + 1, nbytes + block.size
-        if change:
-            self._count(block.small, "inactive_split", change)
-        if nbytes:
-            self._count(block.small, "inactive_split_bytes", nbytes)
-        insort(self._free[block.small], (block.size, block.address))
+        number, nbytes = 0, 0  # of the free neighbours
+        before, after = block.before, block.after
+        if before is not None and before.free:
+            number, nbytes = 1, before.size
+            self._take(before)
+            block = self._merge(before, block)
+        if after is not None and after.free:
+            number, nbytes = number + 1, nbytes + after.size
+            self._take(after)
+            block = self._merge(block, after)
+        if self.statistics:
+            split = block.is_split
+            self._count_inactive(block.small, split - number, split * block.size - nbytes)
+        insort(self._pool(block), (block.size, block.address))
 
     def empty_cache(self) -> None:
         """Return every wholly free segment to the device."""
         self.flushes += 1
-        for small in (False, True):
+        for stream, small in sorted(self._free, key=lambda pool: pool[::-1]):
             kept = []
-            for size, address in self._free[small]:
+            for size, address in self._free[stream, small]:
                 if size == self.blocks[address].segment:
                     self.reserved -= size
                     self.device_frees += 1
@@ -178,14 +188,14 @@ class CachingAllocator:
                     del self.blocks[address]
                 else:
                     kept.append((size, address))
-            self._free[small] = kept
+            self._free[stream, small] = kept
 
     # ------------------------------------------------------------------ what it can tell
 
     def stats(self) -> dict:
         """The statistics that `torch.cuda.memory_stats_as_nested_dict()` gives, by its names.
 
-        A block on one stream is active as long as it is allocated. There is no limit above
+        A block is active as long as it is allocated. There is no limit above
         which blocks are oversize, PyTorch's default (-1).
         """
         stats = {
@@ -229,21 +239,28 @@ class CachingAllocator:
         for counter in self._counters_of[small][name]:
             counter.add(change)
 
+    def _count_inactive(self, small, blocks, nbytes):
+        """Free pieces of segments that other pieces are in use of."""
+        self._count(small, "inactive_split", blocks)
+        self._count(small, "inactive_split_bytes", nbytes)
+
     def _count_request(self, block, sign):
-        if not self.statistics:
-            return
         self._count(block.small, "allocation", sign)
         self._count(block.small, "allocated_bytes", sign * block.size)
         self._count(block.small, "requested_bytes", sign * block.requested)
 
     # ------------------------------------------------------------------ blocks and segments
 
-    def _best_fit(self, size, small):
-        free = self._free[small]
-        i = bisect_left(free, (size, 0))
-        return self.blocks[free.pop(i)[1]] if i < len(free) else None
+    def _pool(self, block):
+        """The free blocks of the pool that a block belongs to, as (size, address)."""
+        return self._free[block.stream, block.small]
 
-    def _new_segment(self, size, small):
+    def _take(self, block):
+        """Take a block out of the cache."""
+        free = self._pool(block)
+        free.pop(bisect_left(free, (block.size, block.address)))
+
+    def _new_segment(self, size, small, stream):
         if small:
             segment = SMALL_SEGMENT
         elif size < MEDIUM_REQUEST:
@@ -258,7 +275,7 @@ class CachingAllocator:
                 self._note("oom", self.capacity - self.reserved, size)
                 raise CapacityError(segment)
         self._next_segment -= segment + LARGE_ROUND
-        block = Block(self._next_segment, segment, small, segment)
+        block = Block(self._next_segment, segment, small, segment, stream)
         self.blocks[block.address] = block
         self.reserved += segment
         self.device_allocs += 1
@@ -271,20 +288,17 @@ class CachingAllocator:
         return self.capacity is not None and self.reserved + segment > self.capacity
 
     def _split(self, block, size):
-        rest = Block(block.address + size, block.size - size, block.small, block.segment)
+        rest = Block(
+            block.address + size, block.size - size, block.small, block.segment, block.stream
+        )
         rest.before, rest.after = block, block.after
         if block.after:
             block.after.before = rest
         block.size, block.after = size, rest
         self.blocks[rest.address] = rest
-        insort(self._free[rest.small], (rest.size, rest.address))
+        insort(self._pool(rest), (rest.size, rest.address))
 
     def _merge(self, left, right):
-        for block in (left, right):  # one of the two is in the cache already
-            free = self._free[block.small]
-            i = bisect_left(free, (block.size, block.address))
-            if i < len(free) and free[i] == (block.size, block.address):
-                free.pop(i)
         left.size, left.after = left.size + right.size, right.after
         if right.after:
             right.after.before = left

@@ -48,6 +48,8 @@ def shallow_recipes(recipe: Recipe) -> list[Recipe] | None:
     layers = getattr(config, "num_hidden_layers", 0)
     if layers <= DEEP or (getattr(config, "num_decoder_layers", None) or layers) != layers:
         return None
+    if recipe.ranks > 1 and recipe.sharding == "zero1":
+        return None  # which weights' states are this rank's, follows from all of them
     if not set(recipe.freeze) <= {"embeddings", "backbone"}:
         return None  # single layers may be named
     with torch.device("meta"):

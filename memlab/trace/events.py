@@ -13,7 +13,8 @@ from memlab.footprint import Category, Phase
 class Birth(NamedTuple):
     """A storage of `nbytes` bytes is made, by an operation of PyTorch and in a module.
 
-    module: its path, with `*` for the number of its layer unless layers are told apart.
+    module: its path, with `*` for the number of its layer unless layers are told apart. stream: the
+    CUDA stream whose memory it is, 0 for the default one.
     """
 
     nbytes: int
@@ -21,6 +22,7 @@ class Birth(NamedTuple):
     phase: Phase
     module: str
     operation: object
+    stream: int = 0
 
 
 class Death(NamedTuple):
@@ -28,7 +30,8 @@ class Death(NamedTuple):
 
     which: its place among those that live, from the oldest (0, 1, ...) or the youngest (-1, -2,
         ...), whichever is nearer, but of what the forward pass left to the backward pass always
-        from the youngest.
+        from the youngest, and of weights that are replaced, as when they are cast to another dtype,
+        from where the last of them died: between those that are cast others may stay.
     """
 
     birth: Birth

@@ -13,7 +13,8 @@ class Storage:
     """One piece of memory: how large, what for, where and by which operation it was made.
 
     address: its block in the allocator while it lives, if there is one.
-    line: the line of the reader's script that made it, where one is followed.
+    line: the line of the reader's script that made it, where one is followed. stream: the CUDA
+    stream whose memory it is, 0 for the default one.
     """
 
     number: int
@@ -23,6 +24,7 @@ class Storage:
     operation: object
     address: int | None = None
     line: str = ""
+    stream: int = 0
 
 
 class Entry(NamedTuple):
@@ -60,11 +62,11 @@ class Ledger:
 
     # ------------------------------------------------------------------ what happens
 
-    def birth(self, nbytes, category, phase, module="", operation=None) -> Storage:
+    def birth(self, nbytes, category, phase, module="", operation=None, stream=0) -> Storage:
         """Enter a new storage of so many bytes."""
-        address = None if self.allocator is None else self.allocator.allocate(nbytes)
+        address = None if self.allocator is None else self.allocator.allocate(nbytes, stream)
         storage = self._describe(nbytes, category, module, operation)
-        storage.address = address
+        storage.address, storage.stream = address, stream
         self._enter(storage, nbytes, phase)
         return storage
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from memlab.footprint import Phase
+from memlab.footprint import Category, Phase
 from memlab.quantized import numel
 from memlab.trace.events import Birth, Death, Mark, Step
 from memlab.trace.ledger import Ledger
@@ -60,20 +60,14 @@ class Log:
         marks += [(at, Mark.EMPTY_CACHE) for at in ledger.emptied]
         marks.sort(key=lambda mark: mark[0])
         marks.reverse()  # the next is the last
-        steps, births, living, dying = [], {}, {}, []
+        steps, births, living, dying = [], {}, defaultdict(_Alike), []
         weights = Counter((numel(p), p.requires_grad) for p in model.parameters())
         trained = _trained(weights)
 
         def bury():
             for number, phase in sorted(dying):
                 birth = births[number]
-                alike = living[birth]
-                which = alike.index(number)
-                undone = phase == Phase.BACKWARD and birth.phase == Phase.FORWARD
-                if undone or which > len(alike) - which:
-                    which -= len(alike)
-                alike.pop(which)
-                steps.append(Death(birth, phase, which))
+                steps.append(Death(birth, phase, living[birth].bury(number, birth, phase)))
             dying.clear()
 
         for at, (storage, change, phase, *_) in enumerate(ledger.entries):
@@ -88,8 +82,9 @@ class Log:
                 if storage.operation is STACKED and trained and change % trained == 0:
                     nbytes = -(change // trained)
                 birth = Birth(nbytes, storage.category, phase, module, storage.operation)
+                birth = birth._replace(stream=storage.stream)
                 births[storage.number] = birth
-                living.setdefault(birth, []).append(storage.number)
+                living[birth].append(storage.number)
                 steps.append(birth)
             else:
                 dying.append((storage.number, phase))
@@ -99,18 +94,47 @@ class Log:
 
     def events(self) -> Iterator[Event]:
         """Every step with the number of the birth that it is, or that it ends; None for marks."""
-        living = {}
+        living = defaultdict(_Alike)
         trained = _trained(self.weights)
         for number, step in enumerate(self.steps):
             if type(step) is Birth:
-                living.setdefault(step, []).append(number)
+                living[step].append(number)
                 if step.nbytes < 0:
                     step = step._replace(nbytes=-step.nbytes * trained)
                 yield number, step
             elif type(step) is Death:
-                yield living[step.birth].pop(step.which), step
+                yield living[step.birth].buried(step), step
             else:
                 yield None, step
+
+
+class _Alike(list):
+    """The numbers of living storages of one birth, the oldest first."""
+
+    last = 0  # where the last weight died that was replaced
+
+    def bury(self, number: int, birth: Birth, phase: Phase) -> int:
+        """Take a number out; which it was, in the words of `Death`."""
+        place = self.index(number)
+        self.pop(place)
+        if _is_replaced(birth, phase):
+            which, self.last = place - self.last, place
+            return which
+        living = len(self) + 1
+        undone = phase == Phase.BACKWARD and birth.phase == Phase.FORWARD
+        return place - living if undone or place > living - place else place
+
+    def buried(self, death: Death) -> int:
+        """Take out what dies; its number."""
+        if not _is_replaced(death.birth, death.phase):
+            return self.pop(death.which)
+        self.last += death.which
+        return self.pop(self.last)
+
+
+def _is_replaced(birth: Birth, phase: Phase) -> bool:
+    """Whether a death is that of a weight whose place another dtype takes, one after the other."""
+    return birth.category == Category.PARAMETERS and phase == Phase.FORWARD
 
 
 def _trained(weights: Counter) -> int:

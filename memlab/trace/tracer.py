@@ -5,14 +5,19 @@ fake tensors alike. It looks at storages rather than tensors, because views shar
 and it keeps a weak reference to each, so it prolongs no life. Everything is in bytes.
 """
 
+import functools
 import weakref
+from unittest import mock
 
 import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass_type,
+)
 
 from memlab.footprint import Category, Phase
 from memlab.quantized import constants, constants_of_layers
@@ -35,10 +40,15 @@ class Tracer(Ledger, TorchDispatchMode):
     - activations: born in the forward pass and still alive when the backward pass begins, or
       recomputed for it
     - inputs, buffers: what `watch` was given
-    - temporary: everything else
+    - temporary: everything else; also what FSDP gathers of other ranks' parameters, for as long as
+      it is here
+
+    A tensor that is made of others, as DTensor is of the part that this rank holds, counts as they.
 
     With each birth goes the operation and the module that is at work; see `ModuleWatch`.
     """
+
+    stage: Phase | None = None
 
     def __init__(self, allocator=None):
         Ledger.__init__(self, allocator)
@@ -46,7 +56,9 @@ class Tracer(Ledger, TorchDispatchMode):
         self._live: dict[int, tuple[Storage, weakref.ref]] = {}
         self._awaiting_backward: set[Storage] = set()
         self.operation = None  # the one at work, which makes what is born
-        self._stepping = self._stepped = False
+        self.stream = 0  # the number of the one in which it works
+        self._stepping = None  # the optimizer that is at work
+        self._stepped = False
         self._watch = ModuleWatch(self._belongs)
         self._token = object()  # marks parameters whose gradient is followed
         self._handles = []
@@ -68,11 +80,19 @@ class Tracer(Ledger, TorchDispatchMode):
         for tensor in inputs:
             self.see(tensor, Category.INPUTS, existed=True)
 
+    def name(self, tensor, module: str) -> None:
+        """Say what a tensor is, in place of the module that made it."""
+        known = self._live.get(tensor.untyped_storage()._cdata)
+        if known:
+            known[0].module = module
+
     # ------------------------------------------------------------------ what it sees
 
     def phase(self) -> Phase:
-        """What the training is at."""
-        if self._stepping:
+        """What the training is at, or the stage that inference is said to be at."""
+        if self.stage is not None:
+            return self.stage
+        if self._stepping is not None:
             return Phase.STEP
         if torch._C._current_graph_task_id() != -1:
             return Phase.BACKWARD
@@ -82,7 +102,7 @@ class Tracer(Ledger, TorchDispatchMode):
         """Enter a storage that the operation at work makes now."""
         phase = self.phase()
         module = self._watch.now(in_backward=phase == Phase.BACKWARD)
-        return self.birth(nbytes, category, phase, module, self.operation)
+        return self.birth(nbytes, category, phase, module, self.operation, self.stream)
 
     def died(self, storage) -> None:
         """Enter the end of a storage."""
@@ -91,6 +111,12 @@ class Tracer(Ledger, TorchDispatchMode):
 
     def see(self, tensor, category=None, existed=False) -> None:
         """Log a storage at first sight or when it was resized; give it a category."""
+        module = getattr(tensor, "_memlab_module", None)
+        for part in parts_of(tensor):
+            self.see_part(part, category, existed, module)
+
+    def see_part(self, tensor, category, existed, module) -> None:
+        """As `see`, of a tensor that is made of no others. module: the one that it belongs to."""
         data = tensor.untyped_storage()
         key, nbytes = data._cdata, data.nbytes()
         known = self._live.get(key)
@@ -102,27 +128,44 @@ class Tracer(Ledger, TorchDispatchMode):
         else:
             storage = known[0]
             if nbytes != storage.nbytes:  # resize_ frees the old memory and takes new
-                self.died(storage)
-                storage = self.born(nbytes, storage.category)
-                self._follow(data, key, storage)
+                storage = self.resized(data)
+                if storage is None:
+                    return
         if category:
             storage.category = category
             self._awaiting_backward.discard(storage)
-        storage.module = getattr(tensor, "_memlab_module", None) or storage.module
+        storage.module = module or storage.module
+
+    def resized(self, data) -> Storage | None:
+        """`UntypedStorage.resize_` frees the old memory of a storage and takes new, if any."""
+        known = self._live.pop(data._cdata, None)
+        if known:
+            self.died(known[0])
+        if data.nbytes() == 0:
+            return None
+        category = known[0].category if known and not is_gathered(data) else Category.TEMPORARY
+        self.operation = torch.ops.aten.resize_.default
+        storage = self.born(data.nbytes(), category)
+        self._follow(data, data._cdata, storage)
+        return storage
 
     def is_counted(self, tensor) -> bool:
         """Whether a tensor's storage is in the log and alive."""
-        return tensor.untyped_storage()._cdata in self._live
+        return all(part.untyped_storage()._cdata in self._live for part in parts_of(tensor))
 
     def _belongs(self, tensor, module) -> None:
         """A parameter or buffer belongs to a module, and its gradient with it."""
         tensor._memlab_module = module
-        for part in (tensor, tensor.grad if tensor.is_leaf else None):
-            known = part is not None and self._live.get(part.untyped_storage()._cdata)
-            if known:
-                known[0].module = module
-                if part is tensor and not isinstance(tensor, torch.nn.Parameter):
-                    known[0].category = Category.BUFFERS
+        for whole in (tensor, tensor.grad if tensor.is_leaf else None):
+            for part in parts_of(whole) if whole is not None else ():
+                data = part.untyped_storage()
+                known = self._live.get(data._cdata)
+                if known:
+                    known[0].module = module
+                    if whole is tensor and not is_gathered(data):
+                        parameter = isinstance(tensor, torch.nn.Parameter)
+                        known[0].category = Category.PARAMETERS if parameter else Category.BUFFERS
+                        self._awaiting_backward.discard(known[0])
 
     def _first_sight(self, nbytes, category, existed) -> Storage:
         if existed and self.allocator is None:
@@ -154,9 +197,20 @@ class Tracer(Ledger, TorchDispatchMode):
             register_optimizer_step_post_hook(self._after_step),
             *self._watch.register(),
         ]
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_tell(data, nbytes):
+            before, result = data.nbytes(), resize(data, nbytes)
+            if data.nbytes() != before:
+                self.resized(data)
+            return result
+
+        self._told = mock.patch.object(torch.UntypedStorage, "resize_", resize_and_tell)
+        self._told.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error):
+        self._told.__exit__(*error)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -168,9 +222,12 @@ class Tracer(Ledger, TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(map(is_made_of_others, types)):
+            return NotImplemented  # it comes again with the others
         kwargs = kwargs or {}
         self.operation = None  # what an operation meets and does not make
-        for argument in args if func is not torch.ops.aten.lift_fresh.default else ():
+        given = (*args, kwargs["out"]) if "out" in kwargs else args
+        for argument in given if func is not torch.ops.aten.lift_fresh.default else ():
             if isinstance(argument, torch.Tensor):
                 self._see_argument(argument)
             elif isinstance(argument, (list, tuple)):
@@ -188,11 +245,25 @@ class Tracer(Ledger, TorchDispatchMode):
             if self._accumulated_in_place(args, out):
                 return out
         self.see_result(out)
+        self._see_communication(func, args, kwargs)
         return out
 
+    def _see_communication(self, func, args, kwargs) -> None:
+        """Name what other ranks take part in."""
+        if func.namespace == "fsdp" and func._opname == "split_with_sizes_copy":
+            # What all ranks have is copied to where the layer looks for its parameters.
+            for tensor in kwargs["out"]:
+                tensor.untyped_storage()._memlab_gathered = True
+                self.see(tensor, Category.TEMPORARY)
+        elif func.namespace == "c10d" and func._opname == "allreduce_":
+            for tensor in args[0]:  # the bucket of DistributedDataParallel
+                if self.phase() == Phase.BACKWARD:
+                    self.see(tensor, Category.GRADIENTS, existed=True)
+
     def _see_argument(self, tensor) -> None:
-        known = self._live.get(tensor.untyped_storage()._cdata)
-        if isinstance(tensor, torch.nn.Parameter):
+        data = tensor.untyped_storage()
+        known = self._live.get(data._cdata)
+        if isinstance(tensor, torch.nn.Parameter) and not is_gathered(data):
             if known is None or known[0].category != Category.PARAMETERS:  # it may have new data
                 self.see_parameter(tensor)
             if getattr(tensor, "_memlab_token", None) is not self._token:
@@ -228,9 +299,10 @@ class Tracer(Ledger, TorchDispatchMode):
 
     def _same_module(self, tensor, parameter) -> None:
         module = getattr(parameter, "_memlab_module", None)
-        known = self._live.get(tensor.untyped_storage()._cdata)
-        if module and known:
-            known[0].module = module
+        for part in parts_of(tensor):
+            known = self._live.get(part.untyped_storage()._cdata)
+            if module and known:
+                known[0].module = module
 
     def _accumulated_in_place(self, args, out) -> bool:
         """Whether the engine would have added into its own buffer instead of a new tensor.
@@ -260,11 +332,23 @@ class Tracer(Ledger, TorchDispatchMode):
         return False
 
     def _before_step(self, optimizer, args, kwargs) -> None:
-        self._stepping = True
+        if self._stepping is not None:  # an optimizer that has another do the work
+            return
+        self._stepping = optimizer
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:  # FSDP puts it there itself
+                    self.see(parameter.grad, Category.GRADIENTS, existed=True)
+                    self._same_module(parameter.grad, parameter)
 
     def _after_step(self, optimizer, args, kwargs) -> None:
         self._label_states(optimizer)
-        self._stepping, self._stepped = False, True
+        if optimizer is self._stepping:
+            self._stepping, self._stepped = None, True
+            self.step_ended()
+
+    def step_ended(self) -> None:
+        """The outermost optimizer has stepped."""
 
     def _label_states(self, optimizer) -> None:
         for parameter, state in optimizer.state.items():
@@ -272,6 +356,27 @@ class Tracer(Ledger, TorchDispatchMode):
                 if isinstance(value, torch.Tensor):
                     self.see(value, Category.OPTIMIZER_STATES, existed=True)
                     self._same_module(value, parameter)
+
+
+@functools.cache
+def is_made_of_others(kind) -> bool:
+    """Whether tensors of a class are made of others, as DTensor is of this rank's part."""
+    return is_traceable_wrapper_subclass_type(kind)
+
+
+def parts_of(tensor) -> list[torch.Tensor]:
+    """The tensors that hold a tensor's data: itself, or those that it is made of."""
+    if not is_made_of_others(type(tensor)):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    parts = (getattr(tensor, name) for name in names)
+    found = [parts_of(part) for part in parts if isinstance(part, torch.Tensor)]
+    return [part for some in found for part in some]
+
+
+def is_gathered(data: torch.UntypedStorage) -> bool:
+    """Whether a storage holds parameters of all ranks, for as long as a layer needs them."""
+    return hasattr(data, "_memlab_gathered")
 
 
 # How many references a gradient has, seen from the dispatch of the addition, when the autograd

@@ -1,13 +1,12 @@
 """The panel of `explore`, worked by the messages that a notebook in a browser sends."""
 
 import re
-import time
 
 import pytest
-from jupyter_client.manager import start_new_kernel
+from front_end import Live
 
 from memlab import Recipe, explore, fits
-from memlab.book.explorer import LIVE
+from memlab.book.live import VIEW
 from memlab.units import mib
 
 TINY = Recipe("bert-large-tiny", batch_size=2, seq_len=64)
@@ -19,77 +18,15 @@ panel
 """
 
 
-class Live:
-    """A kernel with a panel in it, as a front end sees it: the state of every widget by its id."""
-
-    def __init__(self, client):
-        self.client, self.widgets, self.bundle = client, {}, None
-        self.execute(PANEL)
-
-    def execute(self, code):
-        asked = self.client.execute(code)
-        self.follow(lambda: False, until_idle=asked)
-
-    def follow(self, enough, until_idle=None, seconds=120):
-        """Read what the kernel says until `enough()`, or until it has done what was asked."""
-        end = time.monotonic() + seconds
-        while not enough():
-            message = self.client.get_iopub_msg(timeout=max(0.1, end - time.monotonic()))
-            kind, content = message["msg_type"], message["content"]
-            if kind == "comm_open":
-                self.widgets[content["comm_id"]] = content["data"]["state"]
-            elif kind == "comm_msg" and content["data"].get("method") == "update":
-                self.widgets[content["comm_id"]] |= content["data"]["state"]
-            elif kind == "execute_result":
-                self.bundle = content["data"]
-            elif kind == "error":
-                raise AssertionError("\n".join(content["traceback"]))
-            elif kind == "status" and content["execution_state"] == "idle" and until_idle:
-                if message["parent_header"].get("msg_id") == until_idle:
-                    return
-
-    def find(self, **wanted):
-        """(id, state) of the widget that has these values."""
-        return next(
-            (name, state)
-            for name, state in self.widgets.items()
-            if all(state.get(key) == value for key, value in wanted.items())
-        )
-
-    def tell(self, name, data):
-        content = {"comm_id": name, "data": data}
-        self.client.shell_channel.send(self.client.session.msg("comm_msg", content))
-
-    def choose(self, description, **state):
-        """Set a control to one of its labels, or to a text."""
-        name, known = self.find(description=description)
-        if "label" in state:
-            state = {"index": known["_options_labels"].index(state["label"])}
-        self.tell(name, {"method": "update", "state": state, "buffer_paths": []})
-
-    def press(self, button):
-        self.tell(
-            self.find(description=button)[0], {"method": "custom", "content": {"event": "click"}}
-        )
-
-    def shown(self):
-        return " ".join(
-            str(state["value"])
-            for state in self.widgets.values()
-            if state.get("_model_name") == "HTMLModel"
-        )
-
-
 @pytest.fixture(scope="module")
 def live():
-    manager, client = start_new_kernel()
-    yield Live(client)
-    client.stop_channels()
-    manager.shutdown_kernel(now=True)
+    live = Live(PANEL)
+    yield live
+    live.close()
 
 
 def test_the_panel_shows_its_recipe_and_a_still_picture_of_it(live):
-    assert LIVE in live.bundle
+    assert VIEW in live.bundle
     fit = fits(TINY, "T4")
     for place in (live.bundle["text/html"], live.shown()):
         assert str(fit) in place and "as given" in place

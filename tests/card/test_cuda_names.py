@@ -100,7 +100,7 @@ def test_out_of_memory_is_counted():
         (lambda: torch.compile(lambda x: x)(1), "torch.compile"),
         (lambda: torch.compile(dynamic=True)(lambda x: x)(1), "torch.compile"),
         (lambda: torch.cuda.Event().elapsed_time(torch.cuda.Event()), "elapsed_time"),
-        (lambda: torch.cuda.Stream(), "torch.cuda.Stream"),
+        (lambda: torch.cuda.ExternalStream(0), "torch.cuda.ExternalStream"),
         (lambda: torch.cuda.CUDAGraph(), "torch.cuda.CUDAGraph"),
         (lambda: torch.cuda.graph(None), "torch.cuda.graph"),
         (lambda: torch.cuda.MemPool(), "torch.cuda.MemPool"),

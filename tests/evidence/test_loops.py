@@ -75,12 +75,14 @@ OTHERS = {
     "PEFT": "published-peft-l40s.json",
     "torchtune": "published-torchtune-a100.json",
     "preflight": "published-preflight-t4.json",
+    "torchtitan": "published-torchtitan-h100.json",
 }
 # A run of each, quick ones; PEFT's at its full depth, for the peak in the cache is one of order.
 SAMPLE = {
     "PEFT": ["lora rank32-lorafa"],
     "torchtune": ["+ Activation Checkpointing"],
     "preflight": ["distilbert 8 x 256", "resnet50 16 x 224"],
+    "torchtitan": ["FSDP, 8 ranks"],
 }
 
 
@@ -116,6 +118,11 @@ def test_torchtunes_ladder_and_full_fine_tuning_on_a_t4():
     assert len(ladder) == 6 and sum(abs(error) < 0.02 for error in ladder.values()) == 4
     assert all(abs(error) < 0.007 for error in kept_errors("preflight", "allocated").values())
     assert all(abs(error) < 0.06 for error in kept_errors("preflight", "device used").values())
+
+
+def test_torchtitans_ranks_are_right_to_a_per_cent():
+    found = kept_errors("torchtitan", "reserved")
+    assert len(found) == 2 and all(abs(error) < 0.01 for error in found.values())
 
 
 def test_what_fits_keeps_free_covers_all_but_three_of_others_runs():

@@ -56,6 +56,13 @@ def test_it_equals_full_depth(model, changes):
     assert extended.timeline.phases == full.timeline.phases
 
 
+def test_biases_that_are_cast_among_scales_of_their_size():
+    """A quantized base whose biases leave their first dtype one by one, and its codes stay."""
+    recipe = Recipe(deep("qwen2.5-7b"), seq_len=64, base="nf4", double_quant=True, lora_rank=8)
+    log = depth.log_at_full_depth(recipe, log_of)
+    assert serve(recipe, log, ANY_CARD) == serve(recipe, log_of(recipe, numbered=True), ANY_CARD)
+
+
 def test_an_encoder_and_a_decoder_grow_together():
     recipe = Recipe(model=deep("t5-3b"), seq_len=64, checkpointing=True)
     assert simulate(recipe) == at_full_depth(recipe)

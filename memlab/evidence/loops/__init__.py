@@ -19,6 +19,7 @@ LOOPS = {
     "fitcheck": "fitcheck",
     "PEFT's comparison": "peft_comparison",
     "torch-preflight": "torch_preflight",
+    "torchtitan": "torchtitan",
     "torchtune": "torchtune",
 }
 

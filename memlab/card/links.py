@@ -1,0 +1,84 @@
+"""What ranks send each other, and how fast the link between them is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch.distributed as dist
+
+from memlab.fields import wrong
+from memlab.gpus import GPU
+
+_FILE = Path(__file__).parent.parent / "data" / "links.json"
+# name -> {"gb_per_second": one number, or card -> number; "source": where it is written down}
+LINKS: dict[str, dict] = json.loads(_FILE.read_text(encoding="utf-8"))
+
+
+def link_rate(gpu: GPU, link: str | None = None) -> float:
+    """Bytes a second that a rank sends over a link, in one direction.
+
+    link: a name of `LINKS`; None takes NVLink where the card has it, and else PCIe. Raises
+    ValueError for another name, and for a link that the card does not have.
+    """
+    if link is None:
+        link = "nvlink" if gpu.name in LINKS["nvlink"]["gb_per_second"] else "pcie"
+    if link not in LINKS:
+        raise wrong("link", link, ", ".join(LINKS))
+    rate = LINKS[link]["gb_per_second"]
+    if isinstance(rate, dict):
+        if gpu.name not in rate:
+            raise wrong("link", link, f"for {gpu.name} {', '.join(links_of(gpu))}")
+        rate = rate[gpu.name]
+    return rate * 1e9
+
+
+def links_of(gpu: GPU) -> list[str]:
+    """The links whose rate is known for a card."""
+    rates = {name: said["gb_per_second"] for name, said in LINKS.items()}
+    return [n for n, rate in rates.items() if not isinstance(rate, dict) or gpu.name in rate]
+
+
+# What each rank of n sends for every byte of the larger tensor, in a ring: NVIDIA/nccl-tests,
+# doc/PERFORMANCE.md, "Bus bandwidth".
+SHARE = {
+    "allreduce_": lambda n: 2 * (n - 1) / n,
+    "allgather_": lambda n: (n - 1) / n,
+    "_allgather_base_": lambda n: (n - 1) / n,
+    "reduce_scatter_": lambda n: (n - 1) / n,
+    "_reduce_scatter_base_": lambda n: (n - 1) / n,
+    "alltoall_base_": lambda n: (n - 1) / n,
+    "broadcast_": lambda n: 1.0,
+}
+SHARE |= {
+    "all_reduce": SHARE["allreduce_"],
+    "all_gather_into_tensor": SHARE["_allgather_base_"],
+    "reduce_scatter_tensor": SHARE["_reduce_scatter_base_"],
+    "all_to_all_single": SHARE["alltoall_base_"],
+}
+
+
+def sent_bytes(func, args, tensors, out) -> int | None:
+    """Bytes that a rank sends in a collective; None for any other operator.
+
+    tensors: all that it was given. out: what it gives, which a functional collective makes.
+    """
+    if func.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    if func._opname not in SHARE:  # a wait, a barrier
+        return 0
+    if func.namespace == "c10d":
+        group = next(arg for arg in args if type(arg).__name__ == "ScriptObject")
+        size = dist.ProcessGroup.unbox(group).size()
+        largest = max(map(_bytes, tensors))
+        if func._opname in ("allreduce_", "broadcast_"):  # each of a list is sent
+            largest = sum(map(_bytes, tensors))
+    else:
+        group = next(arg for arg in reversed(args) if isinstance(arg, str))
+        size = dist.distributed_c10d._resolve_process_group(group).size()
+        largest = max(_bytes(tensor) for tensor in (*tensors, out))
+    return round(largest * SHARE[func._opname](size))
+
+
+def _bytes(tensor) -> int:
+    return tensor.numel() * tensor.itemsize

@@ -1,0 +1,69 @@
+"""How the ranks of a training share its model: PyTorch's own ways, by a recipe's `sharding`."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from memlab.recipe import FULLY_SHARDED, Recipe
+
+
+def join_ranks(recipe: Recipe) -> int:
+    """The number of this process among the recipe's ranks; starts torch.distributed if need be.
+
+    Raises ValueError where the process belongs to a group of another size.
+    """
+    if recipe.ranks == 1:
+        return 0
+    if not dist.is_initialized():
+        dist.init_process_group()
+    if dist.get_world_size() != recipe.ranks:
+        raise ValueError(
+            f"ranks is {recipe.ranks}: this process belongs to a group of {dist.get_world_size()}; "
+            f"start it with torchrun --nproc-per-node {recipe.ranks}"
+        )
+    return dist.get_rank()
+
+
+def is_moved_by_sharding(recipe: Recipe) -> bool:
+    """Whether the model stays on the host until `share` moves it, one layer after the other."""
+    return recipe.ranks > 1 and recipe.sharding in FULLY_SHARDED
+
+
+def share(model: torch.nn.Module, recipe: Recipe, device: torch.device, half=None):
+    """The model as one of the recipe's ranks has it, on `device`.
+
+    half: the format that fp32 parameters are gathered and computed in, or None for their own.
+    Gradients of such are summed in fp32, as in PyTorch's tutorial of FSDP2. Each layer is gathered
+    by itself, what stands around the layers together.
+    """
+    if recipe.ranks == 1:
+        return model
+    if not is_moved_by_sharding(recipe):
+        return DistributedDataParallel(model)
+    mesh = dist.init_device_mesh(device.type, (recipe.ranks,))
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half and torch.float32)
+    after_forward = recipe.sharding == "zero3"
+    for layer in [*layers_of(model), model]:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=after_forward, mp_policy=policy)
+    return model
+
+
+def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers of every stack in a transformer, in their order."""
+    found = []
+    for module in model.modules():
+        inside = any(module is part for layer in found for part in layer.modules())
+        if isinstance(module, torch.nn.ModuleList) and not inside:
+            found += module
+    return found
+
+
+def shared_optimizer(recipe: Recipe, parameters, kind, **settings) -> torch.optim.Optimizer:
+    """An optimizer of a class, which under `zero1` keeps the states of this rank's share only."""
+    if recipe.ranks > 1 and recipe.sharding == "zero1":
+        return ZeroRedundancyOptimizer(parameters, kind, **settings)
+    return kind(parameters, **settings)

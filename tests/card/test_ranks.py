@@ -1,0 +1,250 @@
+"""One of several ranks on the simulated card: DDP, FSDP2, ZeRO-1, and what is put back."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import one_line
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from memlab import Recipe, SimulatedGPU, simulate
+from memlab.card.places import NotSimulated
+
+MiB = 2**20
+WIDE, LAYERS = 1024, 4
+LAYER = WIDE * WIDE * 4  # bytes in fp32
+
+
+def model():
+    return torch.nn.Sequential(*[torch.nn.Linear(WIDE, WIDE, bias=False) for _ in range(LAYERS)])
+
+
+def two_steps(gpu, net, optimizer):
+    """The footprint of the second of two steps."""
+    for _ in range(2):
+        gpu.reset_peak()
+        net(torch.randn(8, WIDE, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return gpu.footprint
+
+
+def of_category(footprint, category):
+    return max(footprint.timeline.levels[category])
+
+
+def start(backend="nccl"):
+    dist.init_process_group(backend)
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 4)
+
+
+# ---------------------------------------------------------------------- what a rank holds
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_ddp_keeps_its_buckets_beside_the_gradients_unless_these_are_views(views):
+    with SimulatedGPU(ranks=4) as gpu:
+        start()
+        net = DistributedDataParallel(model().cuda(), gradient_as_bucket_view=views)
+        footprint = two_steps(gpu, net, torch.optim.SGD(net.parameters(), foreach=False))
+    assert of_category(footprint, "parameters") == LAYERS * LAYER
+    # A view is filled from a gradient that is made first and dropped at once.
+    assert of_category(footprint, "gradients") == (LAYERS + 1 if views else 2 * LAYERS) * LAYER
+
+
+def test_ddp_fills_buckets_up_to_25_mib_and_a_smaller_one_first():
+    with SimulatedGPU(ranks=4) as gpu:
+        start()
+        net = DistributedDataParallel(model().cuda())
+        footprint = two_steps(gpu, net, torch.optim.SGD(net.parameters(), foreach=False))
+    made = {life.nbytes for life in footprint.timeline.lives if life.operation == "aten.empty"}
+    # The last layer's gradient, which is there first, is more than 1 MiB; the others are less than
+    # 25. Before the first step all were one bucket.
+    assert {n for n in made if n >= LAYER} == {LAYER, (LAYERS - 1) * LAYER, LAYERS * LAYER}
+
+
+def test_zero_1_keeps_the_states_of_its_share():
+    with SimulatedGPU(ranks=4) as gpu:
+        start()
+        net = DistributedDataParallel(model().cuda())
+        optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW)
+        footprint = two_steps(gpu, net, optimizer)
+    assert of_category(footprint, "optimizer_states") == 2 * LAYER  # of one of four layers
+    assert of_category(footprint, "parameters") == LAYERS * LAYER
+
+
+@pytest.mark.parametrize("after_forward", [True, False])
+@pytest.mark.parametrize("half", [None, torch.bfloat16])
+def test_fsdp_keeps_a_share_and_gathers_a_layer_at_a_time(after_forward, half):
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half and torch.float32)
+    with SimulatedGPU(ranks=4) as gpu:
+        net = model()
+        for layer in net:
+            fully_shard(layer, mp_policy=policy, reshard_after_forward=after_forward)
+        fully_shard(net, mp_policy=policy)
+        footprint = two_steps(gpu, net, torch.optim.AdamW(net.parameters()))
+    share = LAYERS * LAYER // 4
+    assert of_category(footprint, "parameters") == share
+    assert of_category(footprint, "gradients") == share
+    assert of_category(footprint, "optimizer_states") == 2 * share
+    gathered = [x for x in footprint.timeline.lives if x.operation == "aten.resize_"]
+    whole = LAYER if half is None else LAYER // 2
+    assert {life.nbytes for life in gathered} == {whole}
+    assert {life.category for life in gathered} == {"temporary"}
+    assert len(gathered) == (2 if after_forward else 1) * LAYERS
+    assert all(life.died is not None for life in gathered)
+
+
+def test_shards_of_what_does_not_divide_are_padded():
+    with SimulatedGPU(ranks=4) as gpu:
+        net = torch.nn.Linear(16, 1001, bias=False)
+        fully_shard(net)
+        assert net.weight.to_local().shape == (251, 16)
+        gpu.reset_peak()
+        assert net.weight.shape == (1001, 16) and net.weight.is_cuda
+        torch.cuda.synchronize()
+    assert gpu.footprint.breakdown["parameters"] in (0, 251 * 16 * 4)
+
+
+def test_a_model_from_the_meta_device_comes_to_the_card_in_shards():
+    with SimulatedGPU(ranks=4) as gpu:
+        with torch.device("meta"):
+            net = model()
+        fully_shard(net)
+        net.to_empty(device="cuda")
+        assert torch.cuda.max_memory_allocated() == LAYERS * LAYER // 4
+        footprint = two_steps(gpu, net, torch.optim.AdamW(net.parameters()))
+    assert of_category(footprint, "parameters") == LAYERS * LAYER // 4
+
+
+def test_what_streams_make_is_memory_of_their_own():
+    with SimulatedGPU():
+        side = torch.cuda.Stream()
+        x = torch.zeros(4 * MiB, device="cuda")
+        del x  # 16 MiB wait in the default stream's pool
+        with torch.cuda.stream(side):
+            assert torch.cuda.current_stream() is side
+            y = torch.zeros(4 * MiB, device="cuda")
+        assert torch.cuda.memory_reserved() == 32 * MiB
+        z = torch.zeros(4 * MiB, device="cuda")
+        assert torch.cuda.memory_reserved() == 32 * MiB
+        del y, z
+
+
+def test_every_run_of_a_rank_is_the_same():
+    recipe = Recipe("gpt2-tiny", seq_len=32, ranks=4, sharding="zero3")
+    first, second = simulate(recipe), simulate(recipe)
+    assert first == second
+
+
+# ---------------------------------------------------------------------- the link
+
+
+def test_a_slower_link_takes_longer_and_carries_the_same():
+    recipe = Recipe("gpt2", seq_len=128, ranks=8, sharding="zero3", precision="bf16-amp")
+    fast, slow = (simulate(recipe, "H100", link).step_seconds for link in (None, "ethernet-10"))
+    assert fast.sent == slow.sent > 0
+    assert slow.parts["communication"] > fast.parts["communication"]
+    assert sum(slow.parts.values()) == pytest.approx(slow.expected)
+    assert simulate(recipe.but(ranks=1, sharding="ddp"), "H100").step_seconds.sent == 0
+
+
+def test_a_rank_sends_what_a_ring_needs():
+    """Twice (n - 1) / n of the gradients, as an all-reduce or as a reduce-scatter and gathers."""
+    recipe = Recipe("gpt2-tiny", seq_len=32, ranks=4)
+    weights = simulate(recipe).breakdown["parameters"]
+    ddp, zero2 = (
+        simulate(recipe.but(sharding=way), "A100-40GB").step_seconds.sent
+        for way in ("ddp", "zero2")
+    )
+    assert ddp == zero2 == pytest.approx(2 * 3 / 4 * weights, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "link", "said"),
+    [
+        ("H100", "string", "link is 'string': allowed are nvlink, pcie"),
+        ("T4", "nvlink", "link is 'nvlink': allowed are for T4 pcie"),
+    ],
+)
+def test_a_link_that_is_not_there_is_refused_in_one_line(gpu, link, said):
+    for ask in (
+        lambda: SimulatedGPU(gpu, ranks=2, link=link),
+        lambda: simulate(Recipe("gpt2-tiny", seq_len=16), gpu, link),
+    ):
+        with pytest.raises(ValueError) as error:
+            ask()
+        assert said in one_line(error)
+
+
+# ---------------------------------------------------------------------- refused, and put back
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 2.5, "two", True])
+def test_ranks_are_whole_numbers_from_1(ranks):
+    with pytest.raises(ValueError, match="ranks is .*: allowed are whole numbers from 1") as error:
+        SimulatedGPU(ranks=ranks)
+    one_line(error)
+
+
+def test_a_process_that_is_a_rank_already_is_refused():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
+    try:
+        with pytest.raises(ValueError, match="rank 0 of a group of 3 already") as error:
+            SimulatedGPU(ranks=2)
+        one_line(error)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda: dist.init_process_group("nccl", rank=1, world_size=4), "rank 1 of 4"),
+        (lambda: dist.init_process_group("nccl", rank=0, world_size=2), "rank 0 of 2"),
+        (lambda: dist.rpc.init_rpc("one"), "torch.distributed.rpc.init_rpc"),
+        (lambda: dist.pipelining.PipelineStage(None), "PipelineStage"),
+        (lambda: dist.fsdp.FullyShardedDataParallel(model()), "use fully_shard"),
+    ],
+)
+def test_what_is_not_simulated_is_refused_by_name(use, said):
+    with SimulatedGPU(ranks=4):
+        with pytest.raises(NotSimulated, match=said) as error:
+            use()
+    one_line(error)
+
+
+@pytest.mark.parametrize("end", [None, ZeroDivisionError, KeyboardInterrupt, "out of memory"])
+def test_everything_is_put_back_whatever_ended_it(end):
+    def names():
+        return (
+            dist.init_process_group,
+            dist.Reducer,
+            dist.all_gather_object,
+            dist.distributed_c10d._new_process_group_helper,
+            torch.UntypedStorage.resize_,
+            torch.cuda.Stream,
+            {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        )
+
+    before = names()
+    kinds = ZeroDivisionError, KeyboardInterrupt, torch.OutOfMemoryError
+    try:
+        with SimulatedGPU(64 * MiB, ranks=4):
+            start("gloo")
+            fully_shard(model())
+            if end == "out of memory":
+                torch.zeros(64 * MiB, device="cuda")
+            elif end:
+                raise end
+    except kinds:
+        assert end is not None
+    assert names() == before
+    assert not dist.is_initialized()
+    storage = torch.zeros(8).untyped_storage()
+    storage.resize_(0)
+    assert storage.nbytes() == 0

@@ -1,0 +1,136 @@
+"""Chapter 16: its tables are the planner's, and what the formula says is simulated so."""
+
+import json
+from importlib import resources
+
+import pytest
+from notebook import Notebook
+
+from memlab import Recipe, find_gpu, fits
+from memlab.gpus import GPUS
+from memlab.planning import room
+
+CHAPTER = Notebook("16-planner")
+DEEPER = Notebook("16-planner-deeper")
+NEEDS = "imports four-ways needs"
+FIGURE = "choice-figure choice-table"
+DATA = json.loads(resources.files("memlab.data").joinpath("questions.json").read_text())
+QUESTIONS = DATA["questions"]
+
+
+@pytest.fixture(scope="module")
+def chapter():
+    return CHAPTER.run(f"{NEEDS} {FIGURE} tree-run tree-words")
+
+
+def test_the_plan_of_the_opening_asks_what_the_text_says():
+    opening = CHAPTER.run("answer", {"plan": lambda *cards, **asked: (cards, asked)})
+    assert opening["advice"] == (("llama-3-8b", "RTX-4090"), opening["asked"])
+    assert opening["asked"] == {"seq_len": 1024, "effective_batch": 16}
+
+
+def test_sparing_ways_need_less(chapter):
+    for (name, card), needs in chapter["needs"].items():
+        assert needs["full"] > needs["full, sparing"] > needs["QLoRA"], (name, card)
+        assert needs["full, sparing"] > needs["LoRA"] or card == "T4", (name, card)
+
+
+@pytest.mark.parametrize(
+    "way, card",
+    [
+        ("full", "L4"),
+        ("full", "A100-40GB"),
+        *((w, "L4") for w in ("full, sparing", "LoRA", "QLoRA")),
+    ],
+)
+def test_what_the_picture_says_of_a_card_is_simulated_so(chapter, way, card):
+    said = chapter["needs"]["llama-3.2-1b", card][way] <= room(find_gpu(card))
+    assert bool(fits(chapter["four_ways"]("llama-3.2-1b")[way], card)) == said
+
+
+def test_the_smallest_card_is_the_first_that_fits(chapter):
+    for name in chapter["NAMES"]:
+        for way in chapter["MARKS"]:
+            found = chapter["smallest"](name, way)
+            for card in chapter["CARDS"]:
+                fit = chapter["needs"][name, card.name][way] <= room(card)
+                if found == "none" or card.total_memory < GPUS[found].total_memory:
+                    assert not fit
+                elif card.name == found:
+                    assert fit
+
+
+def test_every_pair_takes_one_branch(chapter):
+    assert chapter["counts"].sum() == len(chapter["NAMES"]) * len(chapter["CARDS"])
+    found = chapter["found"]
+    assert found["gpt2", "T4"] == "plain training fits"
+    assert found["llama-2-70b", "T4"] == "nothing fits"
+    for (name, card), said in found.items():
+        if said == "nothing fits":
+            assert min(chapter["needs"][name, card].values()) > room(find_gpu(card))
+
+
+def test_the_decision_tree_is_decided_by_the_pairs(chapter):
+    CHAPTER.run("verdict-b26", chapter)
+    source = CHAPTER.code["verdict-b26"].replace("verdict(", "decided = verdict(")
+    exec(source, chapter)
+    assert chapter["decided"].word == "holds with a condition"
+    assert f"{chapter['one']} of {len(chapter['found'])}" in chapter["decided"].because
+    for change, word in (({"one": 0}, "does not hold"), ({"saves": 0, "adapters": 0}, "holds")):
+        exec(source, changed := chapter | change)
+        assert changed["decided"].word == word
+
+
+def test_the_quantized_base_pays_with_size(chapter):
+    CHAPTER.run("quantize-table quantize-words", chapter)
+    saved = chapter["saved"]
+    assert saved.idxmax() == "llama-2-70b" and saved["gpt2"] < 10 < saved["llama-3-8b"]
+
+
+def test_a_plan_for_short_texts_fails_with_long_ones(chapter, capsys):
+    CHAPTER.run("average average-right", chapter)
+    said = capsys.readouterr().out
+    assert "CUDA out of memory" in said
+    assert chapter["safe"].value < chapter["typical"].value
+
+
+def test_what_a_card_cannot_is_refused(chapter, capsys):
+    CHAPTER.run("refused", chapter)
+    assert "T4 has no native bfloat16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "number, wrong", [(1, 3.21 * 12), (2, "checkpointing"), (2, "shorter sequences"), (3, 16)]
+)
+def test_an_exercise_knows_right_from_wrong(chapter, capsys, number, wrong):
+    CHAPTER.run("buggy", chapter)
+    CHAPTER.check_exercise(number, wrong, chapter, capsys)
+
+
+def test_the_function_with_the_bug_takes_the_first_length(chapter):
+    CHAPTER.run("buggy exercise-3-truth", chapter)
+    recipe, lengths, card = (chapter[name] for name in ("tried", "lengths", "TOO_SMALL"))
+    wrong = chapter["largest_by_trial"](recipe, lengths, card)
+    assert wrong > chapter["sound"] > 0
+    assert not fits(recipe.but(batch_size=wrong, seq_len=max(lengths)), card)
+
+
+# ---------------------------------------------------------------------- the twelve questions
+
+
+def test_a_question_has_its_thread_its_card_and_what_happened():
+    assert len(QUESTIONS) == 12 == len({q["url"] for q in QUESTIONS})
+    for q in QUESTIONS:
+        assert q["url"].startswith("https://github.com/") and q["title"] and q["assumed"]
+        assert q["fitted"] or q["failed"]
+        assert max(q["fitted"], default=0) < min(q["failed"], default=2**20)
+        assert find_gpu(q["gpu"]).total_memory
+        Recipe(**q["recipe"])  # known fields, allowed values
+        assert not {"batch_size", "accumulation"} & set(q["recipe"])
+    assert any(q["fitted"] for q in QUESTIONS) and any(q["failed"] for q in QUESTIONS)
+
+
+def test_the_page_tries_every_size_once():
+    names = DEEPER.run("imports load")
+    assert len(names["tries"]) == sum(len(q["fitted"] + q["failed"]) for q in QUESTIONS)
+    assert sum(fitted for *_, fitted in names["tries"]) == sum(len(q["fitted"]) for q in QUESTIONS)

@@ -1,0 +1,84 @@
+"""Ranks that are really there: processes on the CPU, joined by gloo, each measured by the Meter."""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+
+from memlab import Meter
+from memlab.training import Training
+
+
+class RankFailed(RuntimeError):
+    """A rank ended with an error, or was ended, or did not end in time."""
+
+
+def run_ranks(ranks: int, work, *given, folder: Path, seconds: float = 240) -> list:
+    """What `work(*given)` gives in each of so many ranks, by their number.
+
+    work: a function of a module, which every rank imports. folder: an empty one, where the ranks
+    meet by a file, so that no port is taken. All ranks are ended when one fails or `seconds` have
+    passed. Raises RankFailed, with the rank's own words.
+    """
+    context = processes.start_processes(
+        _run_rank, (ranks, work, given, folder), ranks, join=False, start_method="spawn"
+    )
+    end = time.monotonic() + seconds
+    try:
+        while not context.join(timeout=1):
+            if time.monotonic() > end:
+                raise RankFailed(f"{ranks} ranks did not end within {seconds} seconds")
+    except (processes.ProcessRaisedException, processes.ProcessExitedException) as error:
+        raise RankFailed(str(error)) from None
+    finally:
+        for process in context.processes:
+            process.kill()
+            process.join()
+    return [torch.load(folder / f"{n}.pt", weights_only=False) for n in range(ranks)]
+
+
+def _run_rank(rank, ranks, work, given, folder):
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    store = f"file://{folder}/ranks"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    torch.save(work(*given), folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measured(recipe):
+    """(the footprint of a step after two or None, the mean losses of all), on this rank.
+
+    The first rank's is measured. Of two steps the smaller counts: gloo's threads hold a buffer for
+    a moment longer than its collective takes.
+    """
+    training = Training(recipe)
+    training.model.eval()  # no dropout, which every rank would draw for itself
+    losses, footprints = [training.step() for _ in range(2)], []
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    for _ in range(2):
+        if not first:
+            losses.append(training.step())
+            continue
+        with Meter("cpu", training.model, training.optimizer, training.inputs) as meter:
+            losses.append(training.step())
+        footprints.append(meter.footprint)
+    return min(footprints, key=lambda one: one.peak_allocated, default=None), losses
+
+
+def measured_one_after_the_other(recipes):
+    return [measured(recipe) for recipe in recipes]
+
+
+def dies(rank_that_dies):
+    """One rank ends without a word while the others wait for it."""
+    if dist.get_rank() == rank_that_dies:
+        os._exit(7)
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
+    time.sleep(60)
