@@ -46,8 +46,11 @@ class Planner(Live):
         for name in ("seq_len", "effective_batch", "lora_rank"):
             if getattr(asked, name) != getattr(first, name):
                 words += [f"--{name.replace('_', '-')}", str(getattr(asked, name))]
-        if asked.ways != first.ways:
-            words += ["--ways", ",".join(asked.ways)]
+        for name in ("ways", "precisions"):
+            if getattr(asked, name) != getattr(first, name):
+                words += [f"--{name}", ",".join(getattr(asked, name))]
+        if asked.task != first.task:
+            words += ["--task", asked.task]
         if not asked.keep_quality:
             words.append("--any-quality")
         return shlex.join([*words, "--script", "train.py"])
