@@ -219,7 +219,7 @@ class _Search:
         """The options; the best of those that fit is a simulated one."""
         options = dict(options)
         for _ in range(TRACES):
-            best = self.fastest_of({one: it for one, it in options.items() if not it.missing})
+            best = self.fastest_of(_fitting(options))
             if best is None:  # it may be the formula that lacks some bytes
                 best = min(options, key=lambda one: options[one].missing)
                 if options[best].missing > NEAR * self.card.total_memory:
@@ -227,21 +227,24 @@ class _Search:
             if options[best].simulated:
                 break
             options[best] = self.confirmed(options[best])
-            options = {one: it if it.simulated else self.largest(one) for one, it in options.items()}
+            options = {
+                one: it if it.simulated else self.largest(one) for one, it in options.items()
+            }
         return options
 
     def told(self, options: dict[Combination, Option]) -> Combination:
         """The best of what fits in a simulation; else the one that lacks least."""
         while True:
-            fitting = {one: it for one, it in options.items() if it.simulated and not it.missing}
-            best = self.fastest_of(fitting)
+            best = self.fastest_of(
+                {one: it for one, it in _fitting(options).items() if it.simulated}
+            )
             least = min(options, key=lambda one: (options[one].missing, options[one].needed))
             if best or options[least].missing:
                 return best or least
             options[least] = self.confirmed(options[least])
 
     def best_by_formula(self, options: dict[Combination, Option]) -> Option:
-        """The best of a way, simulated only where the formula leaves open whether anything fits.
+        """The best of a way, simulated only where something better may fit than surely does.
 
         What loading a quantized base leaves behind is known from a simulation only.
         """
@@ -249,8 +252,9 @@ class _Search:
         if way != "qlora" or way in self.surplus:
             surely = {one: self.largest(one, self.at_most) for one in options}
             surely = {one: it for one, it in surely.items() if not it.missing}
-            if surely:
-                return surely[self.fastest_of(surely)]
+            best, hoped = self.fastest_of(surely), self.fastest_of(_fitting(options))
+            if best and _time(surely[best]) <= (1 + ALIKE) * _time(options[hoped]):
+                return surely[best]
         options = self.confirm_the_best(options)
         return options[self.told(options)]
 
@@ -266,9 +270,7 @@ class _Search:
             allowed = [n for n in self.batches if n <= largest and n < effective]
             if recipe.accumulation > 1:
                 recipe = self._cut(recipe, max(allowed, default=1))
-            found = self.judged(recipe)
-            self.surplus[found.way] = max(0, found.needed - self.option(recipe).needed)
-            return found
+            return self.judged(recipe)
 
     def _cut(self, recipe, batch) -> Recipe:
         return recipe.but(batch_size=batch, accumulation=self.question.effective_batch // batch)
@@ -278,8 +280,9 @@ class _Search:
         fit = judged(recipe, self.log(recipe).at(recipe), self.card, self.margin)
         drawn = fit.footprint.reserved_range
         drawn = drawn and tuple(self.card.context + end for end in drawn)
-        total, seconds = fit.total_memory, self.seconds(recipe)
-        return Option(recipe, fit.needed, fit.margin, total, seconds, True, drawn)
+        total, quick = fit.total_memory, self.option(recipe)
+        self.surplus[quick.way] = max(0, fit.needed - quick.needed)
+        return Option(recipe, fit.needed, fit.margin, total, quick.seconds, True, drawn)
 
     def size(self, recipe: Recipe, field: str) -> tuple[int, int | None]:
         """As `largest_size`."""
@@ -329,7 +332,7 @@ class _Search:
         What pages comes last, because nobody estimates the seconds of moving its states.
         """
         settled = {one: it for one, it in options.items() if not is_paged(one.optimizer)}
-        seconds = {one: it.seconds or float("inf") for one, it in (settled or options).items()}
+        seconds = {one: _time(it) for one, it in (settled or options).items()}
         least = min(seconds.values(), default=None)
         return next((one for one, time in seconds.items() if time <= (1 + ALIKE) * least), None)
 
@@ -532,6 +535,14 @@ def decision(start: Option, footprint: Footprint, switches, room: int) -> tuple[
 # ---------------------------------------------------------------------- helpers
 
 _TRACES: dict[tuple, SizedLog] = {}  # the last ones of this process
+
+
+def _time(option: Option) -> float:
+    return option.seconds or float("inf")
+
+
+def _fitting(options: dict[Combination, Option]) -> dict[Combination, Option]:
+    return {one: option for one, option in options.items() if not option.missing}
 
 
 def is_paged(optimizer: str) -> bool:
