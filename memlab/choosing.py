@@ -2,8 +2,9 @@
 
 Every combination of way, precision, optimizer and checkpointing is asked of `memlab.formula` for
 the largest micro-batch that fits. The best are then simulated, one trace each
-(`memlab.sizing.SizedLog`), which corrects what the formula said, until the best one is a
-simulated one.
+(`memlab.sizing.SizedLog`), which corrects what the formula said, of the like of it too, until the
+best one is a simulated one. The other ways are answered for by the formula where they fit even if
+no block of memory is used twice, and else simulated.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ TRACES = 4  # simulations at most until the fastest is one that is simulated
 ALIKE = 0.05  # seconds are a rough figure: within so much of the least, the plainer recipe is told
 SAME_ROOM = 0.02  # of a card; within so much of the most room a recipe that is simulated is told
 NEAR = 0.05  # lacking so much of a card by the formula, it may yet fit
+KEPT = 8  # traces of a process, each of some ten MiB, for its next questions
 
 
 def plan(model, gpu=None, seq_len: int = 512, effective_batch: int = 16, **more) -> Plan | Cards:
@@ -106,7 +108,7 @@ class _Search:
         every = range(1, question.effective_batch + 1)
         self.batches = [n for n in every if question.effective_batch % n == 0]
         self.combinations, self.excluded = combinations(question, card, refused or "")
-        self.logs: dict[tuple, SizedLog] = {}
+        self.surplus: dict[str, int] = {}
         self.sizes: dict[tuple, tuple] = {}
         self.footprints: dict[tuple, Footprint] = {}
 
@@ -118,7 +120,7 @@ class _Search:
         if not best.missing:
             fastest = self.with_sizes(best)
             roomiest = self.with_sizes(self.roomiest(fastest))
-        ways = self.best_of_each_way(options) | ({fastest.way: fastest} if fastest else {})
+        ways = self.best_of_each_way(options, fastest)
         start, footprint = self.start()
         switches = self.switches(start)
         return Plan(
@@ -182,13 +184,29 @@ class _Search:
         time = self.footprint(recipe).step_time
         return time and time.expected
 
-    def largest(self, one: Combination) -> Option:
-        """The combination with the largest micro-batch that fits by the formula, or else with 1."""
-        found = self.option(self.recipe(one, 1))
+    def expected(self, recipe: Recipe) -> Option:
+        """As `option`, with what a simulation of the same way was found to need beyond that."""
+        option = self.option(recipe)
+        more = self.surplus.get(option.way, 0)
+        return dataclasses.replace(option, needed=option.needed + more)
+
+    def at_most(self, recipe: Recipe) -> Option:
+        """A recipe by the formula, as if no block of memory were used twice."""
+        option, most = self.expected(recipe), self.footprint(recipe).reserved_range
+        most = most[1] + self.card.context if most else 0
+        return dataclasses.replace(option, needed=max(option.needed, most))
+
+    def largest(self, one: Combination, judge=None) -> Option:
+        """The combination with the largest micro-batch that fits by the formula, or else with 1.
+
+        judge: `at_most`, or by itself `expected`.
+        """
+        judge = judge or self.expected
+        found = judge(self.recipe(one, 1))
         low, high = 0, len(self.batches)
         while high - low > 1 and not found.missing:
             middle = (low + high) // 2
-            option = self.option(self.recipe(one, self.batches[middle]))
+            option = judge(self.recipe(one, self.batches[middle]))
             if option.missing:
                 high = middle
             else:
@@ -201,7 +219,7 @@ class _Search:
         """The options; the best of those that fit is a simulated one."""
         options = dict(options)
         for _ in range(TRACES):
-            best = self.fastest_of({one: it for one, it in options.items() if not it.missing})
+            best = self.fastest_of(_fitting(options))
             if best is None:  # it may be the formula that lacks some bytes
                 best = min(options, key=lambda one: options[one].missing)
                 if options[best].missing > NEAR * self.card.total_memory:
@@ -209,28 +227,36 @@ class _Search:
             if options[best].simulated:
                 break
             options[best] = self.confirmed(options[best])
+            options = {
+                one: it if it.simulated else self.largest(one) for one, it in options.items()
+            }
         return options
 
     def told(self, options: dict[Combination, Option]) -> Combination:
         """The best of what fits in a simulation; else the one that lacks least."""
         while True:
-            fitting = {one: it for one, it in options.items() if it.simulated and not it.missing}
-            best = self.fastest_of(fitting)
+            best = self.fastest_of(
+                {one: it for one, it in _fitting(options).items() if it.simulated}
+            )
             least = min(options, key=lambda one: (options[one].missing, options[one].needed))
             if best or options[least].missing:
                 return best or least
             options[least] = self.confirmed(options[least])
 
-    def likely(self, options: dict[Combination, Option]) -> Combination:
-        """The best of what fits by the formula, also without reuse of blocks; else as `told`."""
+    def best_by_formula(self, options: dict[Combination, Option]) -> Option:
+        """The best of a way, simulated only where something better may fit than surely does.
 
-        def fits(option):
-            reserved = self.footprint(option.recipe).reserved_range
-            most = reserved[1] + self.card.context if reserved else option.needed
-            return not option.missing and most <= self.room
-
-        best = self.fastest_of({one: it for one, it in options.items() if fits(it)})
-        return best or self.told(options)
+        What loading a quantized base leaves behind is known from a simulation only.
+        """
+        (way,) = {one.way for one in options}
+        if way != "qlora" or way in self.surplus:
+            surely = {one: self.largest(one, self.at_most) for one in options}
+            surely = {one: it for one, it in surely.items() if not it.missing}
+            best, hoped = self.fastest_of(surely), self.fastest_of(_fitting(options))
+            if best and _time(surely[best]) <= (1 + ALIKE) * _time(options[hoped]):
+                return surely[best]
+        options = self.confirm_the_best(options)
+        return options[self.told(options)]
 
     def confirmed(self, option: Option) -> Option:
         """The option as a simulation has it, with the largest micro-batch that it allows, or 1."""
@@ -254,35 +280,45 @@ class _Search:
         fit = judged(recipe, self.log(recipe).at(recipe), self.card, self.margin)
         drawn = fit.footprint.reserved_range
         drawn = drawn and tuple(self.card.context + end for end in drawn)
-        total, seconds = fit.total_memory, self.seconds(recipe)
-        return Option(recipe, fit.needed, fit.margin, total, seconds, True, drawn)
+        total, quick = fit.total_memory, self.option(recipe)
+        self.surplus[quick.way] = max(0, fit.needed - quick.needed)
+        return Option(recipe, fit.needed, fit.margin, total, quick.seconds, True, drawn)
 
     def size(self, recipe: Recipe, field: str) -> tuple[int, int | None]:
         """As `largest_size`."""
-        key = (
-            self._key(recipe),
-            field,
-            recipe.seq_len if field == "batch_size" else recipe.batch_size,
-        )
+        other = recipe.seq_len if field == "batch_size" else recipe.batch_size
+        key = _trace_key(recipe), recipe.accumulation > 1, field, other
         if key not in self.sizes:
             log = self.log(recipe)
             self.sizes[key] = largest_size(recipe, self.card, log, field, self.margin)
         return self.sizes[key]
 
-    def is_traced(self, recipe: Recipe) -> bool:
-        """Whether its trace is there."""
-        return self._key(recipe) in self.logs
-
-    def _key(self, recipe) -> tuple:
-        return _trace_key(recipe), recipe.accumulation > 1
-
     def log(self, recipe: Recipe) -> SizedLog:
         """The trace of a recipe at all sizes."""
         key = self._key(recipe)
-        if key not in self.logs:
+        if key not in _TRACES:
             self.say(f"simulating {described(recipe)} on {self.card.name}")
-            self.logs[key] = SizedLog(recipe, self.card)
-        return self.logs[key]
+            while len(_TRACES) >= KEPT:
+                del _TRACES[next(iter(_TRACES))]
+            _TRACES[key] = SizedLog(recipe, self.card)
+        return _TRACES[key]
+
+    def is_traced(self, recipe: Recipe) -> bool:
+        """Whether its trace is there."""
+        return self._key(recipe) in _TRACES
+
+    def _key(self, recipe) -> tuple:
+        """What decides a trace, but for sizes on the same side of a window of attention."""
+        config = models.config(recipe.model)
+        window = getattr(config, "sliding_window", None)
+        bare = recipe.but(model="gpt2-tiny", task=recipe.task, batch_size=1, seq_len=1)
+        return (
+            config.to_json_string(),
+            str(bare.but(accumulation=min(recipe.accumulation, 2))),
+            window is not None and recipe.seq_len > window,
+            self.card.capability,
+            self.card.processors,
+        )
 
     def say(self, text: str) -> None:
         """What is being done."""
@@ -296,7 +332,7 @@ class _Search:
         What pages comes last, because nobody estimates the seconds of moving its states.
         """
         settled = {one: it for one, it in options.items() if not is_paged(one.optimizer)}
-        seconds = {one: it.seconds or float("inf") for one, it in (settled or options).items()}
+        seconds = {one: _time(it) for one, it in (settled or options).items()}
         least = min(seconds.values(), default=None)
         return next((one for one, time in seconds.items() if time <= (1 + ALIKE) * least), None)
 
@@ -318,12 +354,17 @@ class _Search:
             option, largest_batch=batch, longest=length, longest_ends=following is None
         )
 
-    def best_of_each_way(self, options: dict[Combination, Option]) -> dict[str, Option]:
+    def best_of_each_way(self, options, fastest: Option | None) -> dict[str, Option]:
         """The best of each way that can be had at all."""
         best = {}
         for way in {one.way: None for one in options}:
-            of_way = self.confirm_the_best({one: options[one] for one in options if one.way == way})
-            best[way] = of_way[self.told(of_way)]
+            of_way = {one: it for one, it in options.items() if one.way == way}
+            if fastest and fastest.way == way:
+                best[way] = fastest
+            elif any(it.simulated and not it.missing for it in of_way.values()):
+                best[way] = of_way[self.told(of_way)]
+            else:
+                best[way] = self.best_by_formula(of_way)
         return best
 
     def start(self) -> tuple[Option, Footprint]:
@@ -405,7 +446,7 @@ def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
                 best = of_way[search.told(of_way)]
                 smallest[way] = None if best.missing else card.name
             else:
-                best = of_way[search.likely(of_way)]
+                best = search.best_by_formula(of_way)
             options[card.name][way] = search.named(best)
     bar.close()
     return Cards(question, options, smallest)
@@ -492,6 +533,16 @@ def decision(start: Option, footprint: Footprint, switches, room: int) -> tuple[
 
 
 # ---------------------------------------------------------------------- helpers
+
+_TRACES: dict[tuple, SizedLog] = {}  # the last ones of this process
+
+
+def _time(option: Option) -> float:
+    return option.seconds or float("inf")
+
+
+def _fitting(options: dict[Combination, Option]) -> dict[Combination, Option]:
+    return {one: option for one, option in options.items() if not option.missing}
 
 
 def is_paged(optimizer: str) -> bool:
