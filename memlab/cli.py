@@ -1,4 +1,4 @@
-"""The `memlab` command: plan, simulate, run, measure, record, accuracy."""
+"""The `memlab` command: plan, simulate, serve, run, measure, record, accuracy."""
 
 import argparse
 import dataclasses
@@ -11,6 +11,7 @@ from memlab.evidence.records import FOLDER
 from memlab.fields import described
 from memlab.gpus import find_gpu
 from memlab.recipe import Recipe
+from memlab.serving import Serving
 
 
 def main(argv=None) -> int:
@@ -74,10 +75,18 @@ def _write_script(recipe, options) -> str:
 
 
 def _simulate(options) -> dict:
+    return _simulated(_recipe(options), options, options.link)
+
+
+def _serve(options) -> dict:
+    return _simulated(_recipe(options, Serving), options)
+
+
+def _simulated(recipe, options, link=None) -> dict:
     from memlab.measuring import versions
     from memlab.simulation import simulate
 
-    recipe, found = _recipe(options), None
+    found = None
     if options.largest:
         from memlab.planning import largest
 
@@ -86,8 +95,12 @@ def _simulate(options) -> dict:
         if not found.value:
             values = {"largest": found.as_dict()} if options.json else {"text": str(found)}
             return values | {"status": 3}
-    footprint = simulate(recipe, options.gpu, options.link)
-    more = {"recipe": recipe.as_dict(), "gpu": options.gpu, "versions": versions()}
+    footprint = simulate(recipe, options.gpu, link)
+    more = {
+        type(recipe).__name__.lower(): recipe.as_dict(),
+        "gpu": options.gpu,
+        "versions": versions(),
+    }
     more |= {"largest": found.as_dict()} if found else {}
     shown = f"{found}\n{footprint}" if found else footprint
     return _result(options, recipe, footprint.as_dict() | more, shown)
@@ -150,9 +163,9 @@ def _result(options, recipe, values, shown) -> dict:
     return values if options.json else {"text": f"{recipe}\n{shown}"}
 
 
-def _recipe(options):
-    fields = [field.name for field in dataclasses.fields(Recipe)]
-    return Recipe(**{name: getattr(options, name) for name in fields})
+def _recipe(options, kind=Recipe):
+    fields = [field.name for field in dataclasses.fields(kind)]
+    return kind(**{name: getattr(options, name) for name in fields})
 
 
 class _Parser(argparse.ArgumentParser):
@@ -180,11 +193,11 @@ def _minutes(text: str) -> float:
     return minutes
 
 
-def _recipe_options() -> argparse.ArgumentParser:
-    """The options of a recipe, made from its fields."""
+def _options_of(kind) -> argparse.ArgumentParser:
+    """The options of a `Recipe` or a `Serving`, made from its fields."""
     parser = argparse.ArgumentParser(add_help=False)
-    group = parser.add_argument_group("recipe")
-    for field in dataclasses.fields(Recipe):
+    group = parser.add_argument_group(kind.__name__.lower())
+    for field in dataclasses.fields(kind):
         if field.name == "model":
             _add_model(group, field)
         else:
@@ -237,10 +250,10 @@ def _add_field(group, field) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    recipe = _recipe_options()
+    recipe, serving = _options_of(Recipe), _options_of(Serving)
     parser = _Parser(prog="memlab", description="The GPU memory of training a transformer.")
     commands = parser.add_subparsers(
-        required=True, metavar="plan | simulate | run | measure | record | accuracy"
+        required=True, metavar="plan | simulate | serve | run | measure | record | accuracy"
     )
 
     def command(name, run, help, parents=()):
@@ -256,6 +269,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--link", help="between ranks: nvlink, pcie, infiniband-400, ethernet-100, ethernet-10")
     sizes = ("batch-size", "seq-len")
     add("--largest", choices=sizes, help="with the largest one that fits the card, as plan has it")
+    add = command("serve", _serve, "predict inference: prefill and decode", [serving])
+    add("--gpu", type=_card, help="a card's name or a number of bytes; none means no limit")
+    sizes = ("batch-size", "prompt")
+    add("--largest", choices=sizes, help="with the largest one that fits the card")
     add = command("run", _run, "run a training script on a GPU that need not be there")
     add("script", help="a Python script, as it is; its own arguments come last, after --")
     add("--gpu", type=_card, help="a card's name or a number of bytes; none means no limit")

@@ -58,6 +58,8 @@ class Fit:
 def fits(recipe: Recipe, gpu: GPU | str | int, margin: float = MARGIN) -> Fit:
     """Whether `recipe` trains on a card, by a simulated step and a margin for its error.
 
+    A `memlab.serving.Serving` in place of the recipe: whether its text is written there.
+
     gpu: a name of `memlab.gpus.GPUS` or a number of bytes. margin: the share of the predicted
     bytes that is kept free, beside 100 MiB for what a program's context may have more.
 
@@ -123,8 +125,8 @@ def limited(gpu, margin) -> GPU:
     return card
 
 
-# What `largest` can look for, and its steps.
-STEPS = {"batch_size": 1, "seq_len": 64}
+# What `largest` can look for, and its steps; a recipe has a `seq_len`, a serving a `prompt`.
+STEPS = {"batch_size": 1, "seq_len": 64, "prompt": 64}
 MOST = 2**16  # sequences or tokens where nothing else ends the search
 
 
@@ -160,20 +162,32 @@ def largest(
 ) -> Largest:
     """The largest micro-batch, or the longest sequence, with which `recipe` fits a card.
 
-    field: `batch_size`, or `seq_len` in steps of 64 tokens. margin: as in `fits`.
+    field: `batch_size`, or `seq_len` in steps of 64 tokens; of a `memlab.serving.Serving` in place
+    of the recipe `prompt`, in the same steps, which with its new tokens is the longest context.
+    margin: as in `fits`.
 
-    One simulation gives the log of every size (`memlab.sizing`), and the card's allocator serves
-    those in question: the value fits, the next one does not.
+    One simulation of a recipe gives the log of every size (`memlab.sizing`), and the card's
+    allocator serves those in question; a serving is simulated at each. The value fits, the next
+    one does not.
 
     Raises ValueError as `fits` does, and for another field.
     """
-    one_of("field", field, STEPS)
+    one_of("field", field, [name for name in STEPS if hasattr(recipe, name)])
     card = limited(gpu, margin)
-    log = SizedLog(recipe, card)
+    log = _logs(recipe, card, field)
     value, following = largest_size(recipe, card, log, field, margin)
     least = min(STEPS[field], following or value)
     sized = recipe.but(**{field: value or least})
     return Largest(field, value, sized, judged(sized, log.at(sized), card, margin), following)
+
+
+def _logs(recipe, card, field):
+    """What `largest_size` asks for logs of other sizes."""
+    if isinstance(recipe, Recipe):
+        return SizedLog(recipe, card)
+    from memlab.generation import ServingLogs  # it brings all caches of transformers
+
+    return ServingLogs(recipe, card, field)
 
 
 def largest_size(
@@ -184,7 +198,7 @@ def largest_size(
     What the tensors alone are too large for is left out before an allocator serves anything.
     """
     smaller = _less_margin(card, margin)
-    end = log.longest if field == "seq_len" and log.longest is not None else MOST
+    end = log.longest if field != "batch_size" and log.longest is not None else MOST
     step = min(STEPS[field], end)
 
     def sized(steps: int) -> Recipe:
@@ -195,22 +209,25 @@ def largest_size(
 
     every = range(1, end // step + 1)
     last = bisect(every, smaller.usable, key=lambda steps: log.least(sized(steps)))
-    found = _border(fits, last)
+    found = _border(fits, last, len(every))
     return found * step, None if found == len(every) else (found + 1) * step
 
 
-def _border(fits, last: int) -> int:
-    """The number from 1 to `last` that fits while the next, if there is one, does not; else 0.
+def _border(fits, guess: int, end: int) -> int:
+    """The number from 1 to `end` that fits while the next, if there is one, does not; else 0.
 
-    Goes down from `last` in strides that double, and then halves what is between.
+    Goes down or up from the guess in strides that double, and then halves what is between.
     """
-    fitting, over, stride = 0, last + 1, 1
+    fitting, over, stride, trial = 0, end + 1, 1, max(1, guess)
     while over - fitting > 1:
-        between = (fitting + over) // 2
-        trial = between if fitting else max(between, over - stride)
-        stride *= 2
         if fits(trial):
             fitting = trial
         else:
             over = trial
+        trial = (fitting + over) // 2
+        if not fitting:
+            trial = max(trial, over - stride)
+        elif over > end:
+            trial = min(trial, fitting + stride)
+        stride *= 2
     return fitting

@@ -48,11 +48,11 @@ def simulate(
     Raises torch.OutOfMemoryError in PyTorch's own words when the card is too small, and ValueError
     when it does not have the recipe's number format.
     """
-    if not isinstance(recipe, Recipe):
-        from memlab.serving import simulate_serving  # it brings all caches of transformers
-
-        return simulate_serving(recipe, gpu)
     card = find_gpu(gpu)
+    if not isinstance(recipe, Recipe):
+        from memlab.generation import simulate_serving  # it brings all caches of transformers
+
+        return simulate_serving(recipe, card)
     if link is not None:
         link_rate(card, link)  # or refuses
     return serve(recipe, full_log(recipe, card), card, link)
@@ -112,6 +112,10 @@ def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None) -> Lo
 
     numbered: whether the log tells layers apart. loop: as in `full_log`.
     """
+    if not isinstance(recipe, Recipe):
+        from memlab.generation import log_of_serving
+
+        return log_of_serving(recipe, gpu, numbered)
     import_libraries(recipe)
     with _OwnLoop(gpu.without_limit(), ranks=recipe.ranks) as simulated:
         training = (loop or two_steps)(recipe, simulated)

@@ -156,6 +156,37 @@ def test_the_largest_that_fits(capsys):
     assert (status, json.loads(out)["largest"]["value"]) == (3, 0)
 
 
+SERVE = ["serve", "--model", "gpt2-tiny", "--prompt", 40, "--new-tokens", 3, "--weights", "fp32"]
+
+
+def test_inference_as_json_and_the_largest_batch(capsys):
+    options = [*SERVE, "--gpu", 60 * 2**20, "--largest", "batch-size"]
+    status, out, _ = run(capsys, *options, "--json")
+    found = json.loads(out)
+    largest = found["largest"]
+    assert status == 0 and largest["next"] == largest["value"] + 1
+    assert found["serving"]["batch_size"] == largest["value"] > 1
+    assert found["peak_allocated"] == sum(found["prefill"].values()) and found["kv_cache"]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ["--prompt", 0],
+        ["--weights", "int3"],
+        ["--model", "bert-base-tiny"],
+        ["--new-tokens", 2000],
+        ["--largest", "seq-len"],
+        ["--largest", "prompt"],
+        ["--gpu", "T5"],
+    ],
+)
+def test_a_bad_serving_is_one_line_and_status_2(capsys, bad):
+    status, out, err = run(capsys, *SERVE, *bad)
+    assert (status, out) == (2, "")
+    assert err.startswith("memlab: ") and err.count("\n") == 1
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"model_type": "no-such-family"}', "{}"])
 def test_a_broken_config_is_one_line_and_status_2(capsys, tmp_path, text):
     (tmp_path / "config.json").write_text(text)

@@ -6,11 +6,13 @@ from helpers import one_line
 
 from memlab import models, simulate
 from memlab.footprint import NOT_TENSORS
-from memlab.serving import Generation, Serving, kv_cache_bytes, measure_serving
+from memlab.generation import Generation, measure_serving
+from memlab.planning import fits, largest
+from memlab.serving import Serving, kv_cache_bytes
 from memlab.trace.depth import DEEP
 from memlab.trace.tracer import Tracer
 
-GiB = 2**30
+GiB, MiB = 2**30, 2**20
 # Four texts: a token of each is a multiple of the allocator's 512 bytes in every cache below.
 TINY = Serving("gpt2-tiny", prompt=48, batch_size=4, weights="fp32", attention="eager")
 
@@ -116,6 +118,52 @@ def test_an_8b_is_what_was_published():
     for tokens, gib in ((1024, 0.125), (16_000, 1.95), (128_000, 15.62)):
         assert kv_cache_bytes("llama-3.1-8b", tokens) / GiB == pytest.approx(gib, abs=0.006)
     assert served.kv_cache == kv_cache_bytes("llama-3-8b", 4096 + 63)
+
+
+def test_the_largest_fits_and_the_next_does_not():
+    # A quantized base is served by the allocator as transformers loads it.
+    serving = TINY.but(model="llama-3.1-8b-tiny", weights="nf4", new_tokens=2)
+    found = largest(serving, 60 * MiB, "prompt")
+    assert found.value > 64 and found.next == found.value + 64
+    assert found.fit and fits(found.recipe, 60 * MiB)
+    assert not fits(found.recipe.but(prompt=found.next), 60 * MiB)
+    with pytest.raises(ValueError, match="field is 'seq_len': allowed are batch_size, prompt"):
+        largest(serving, "T4", "seq_len")
+
+
+def test_the_prompt_ends_where_the_model_does():
+    found = largest(TINY.but(new_tokens=2), "T4", "prompt")
+    assert (found.value, found.next) == (960, None)  # in steps of 64 up to 1,022
+
+
+def test_seconds_are_those_of_the_operations_and_bytes():
+    short, long = (simulate(TINY.but(new_tokens=n), "T4") for n in (4, 40))
+    assert short.prefill_time == long.prefill_time
+    # The decode steps of few tokens take the launches' time, each the same.
+    each = [one.decode_time.expected / (n - 1) for one, n in ((short, 4), (long, 40))]
+    assert each[1] == pytest.approx(each[0], rel=0.02)
+    low, expected, high = long.tokens_per_second
+    assert low < expected < high and expected == pytest.approx(4 / each[1])
+    assert "tokens/s" in str(long) and long.as_dict()["decode_time"]["parts"]
+    assert simulate(TINY.but(new_tokens=1), "T4").tokens_per_second is None
+    assert simulate(TINY).decode_time is None  # a card without rates
+
+
+def test_llama_on_an_a10g_is_what_was_published():
+    """fxmarty/accelerated-pytorch-transformers-generation, its README of June 2023.
+
+    MB of torch.cuda.max_memory_allocated. Then a step held the whole cache before and after, and
+    each layer its own tables of 2,048 rotations.
+    """
+    serving = Serving("llama-2-7b", prompt=1000, new_tokens=200, attention="eager")
+    served = simulate(serving, "A10G")
+    tables = 32 * 2 * 2048 * 128 * 2
+    caches = sum(kv_cache_bytes("llama-2-7b", 1000 + n) for n in (198, 199))
+    whole = served.decode["weights"] + served.decode["workspaces"] + caches + tables
+    assert whole / 1e6 == pytest.approx(14_776.09, abs=1)
+    seconds = [served.prefill_time, served.decode_time]
+    low, high = (200 / sum(getattr(one, n) for one in seconds) for n in ("high", "low"))
+    assert low < 23.15 < high
 
 
 def test_a_card_too_small_says_so():
