@@ -55,12 +55,16 @@ def drop_doubled_scripts(app, pagename, templatename, context, doctree):
 
 
 class CalculatorOnPage(Directive):
-    """The calculator of all switches, where a page of Markdown asks for it."""
+    """The calculator of training, or of inference where `serve` is said, on a page of Markdown."""
+
+    optional_arguments = 1
 
     def run(self):
-        from memlab.book import Calculator  # torch and transformers, which other pages can spare
+        from memlab import book  # torch and transformers, which other pages can spare
 
-        return [nodes.raw("", Calculator()._repr_html_(), format="html")]
+        serves = self.arguments == ["serve"]
+        panel = book.ServingCalculator() if serves else book.Calculator()
+        return [nodes.raw("", panel._repr_html_(), format="html")]
 
 
 def says_something(alt):

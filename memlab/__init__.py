@@ -8,7 +8,7 @@ here, `fits` answers for a card, and a `SimulatedGPU` takes any training loop. A
 - training, quantized: the one loop, and real 4-bit and 8-bit layers
 - card: the simulated GPU; trace: the log of memory, its depth and its allocator
 - footprint, units: how the answer is said; lazy: how doors open
-- serving, generation: the same for inference, prefill and decode
+- serving, generation, serving_form: the same for inference, prefill and decode
 - simulation, sizing, measuring, closed_form, derivation, planning, choosing, plans, cli: the verbs
 - evidence: records of real runs, and the predictions beside them
 - book: what the chapters share: figures, texts, lessons, exercises, claims, panels

@@ -16,6 +16,7 @@ _HOMES = {
     "QuantizationRuler": "ruler",
     "RunningSoftmax": "softmax",
     "SegmentFilm": "segments",
+    "ServingCalculator": "serving_calculator",
     "TilePlayer": "panels",
     "verdict": "claims",
     "QUIET": "lessons",

@@ -18,6 +18,7 @@ PANELS = [
     book.QuantizationRuler(outlier=20),
     book.RunningSoftmax(),
     book.SegmentFilm(),
+    book.ServingCalculator(),
 ]
 NAMES = [type(panel).__name__ for panel in PANELS]
 TWICE = [panel for panel in PANELS for _ in (1, 2)]

@@ -1,0 +1,68 @@
+"""The calculator of inference: a model that answers, on a card, by `memlab.serving_form`."""
+
+import dataclasses
+
+from memlab import models
+from memlab.book.panel import Panel
+from memlab.book.show import COLOURS
+from memlab.fields import one_of
+from memlab.gpus import GPUS, find_gpu
+from memlab.planning import CONTEXT_MARGIN, MARGIN
+from memlab.serving import Serving
+from memlab.serving_form import BYTES, TYPES, serving_formula, shape
+
+NAMES = [
+    name
+    for name in models.MODELS
+    if not name.endswith("-tiny") and models.config(name).model_type in TYPES
+]
+FIELDS = ("batch_size", "prompt", "new_tokens", "weights", "all_logits")
+HELD = ("weights", "kv_cache", "activations", "logits", "workspaces")
+
+
+class ServingCalculator(Panel):
+    """Weights, KV cache and the rest against a card, the largest batch, the longest prompt.
+
+    serving: what it shows first, of a named model. gpu: the card. The page does what
+    `memlab.serving_form` does. Raises ValueError for an unknown card, for a model without a form
+    and for a serving outside the form's domain.
+    """
+
+    kind = "serving"
+    still = "The calculator needs scripts. Without them, memlab serve on a command line says more."
+
+    def __init__(self, serving: Serving | None = None, gpu: str = "T4"):
+        self.serving = serving or Serving(
+            "llama-3.1-8b", prompt=2048, new_tokens=256, weights="nf4"
+        )
+        self.card = find_gpu(gpu)
+        one_of("model", self.serving.model, NAMES)
+        one_of("gpu", self.card.name, GPUS)
+        serving_formula(self.serving, self.card)
+
+    def data(self) -> dict:
+        start = {name: getattr(self.serving, name) for name in FIELDS}
+        usual = {one.name: one.default for one in dataclasses.fields(Serving)}
+        colours = [COLOURS[name] for name in ("parameters", "optimizer_states", "activations")]
+        return {
+            "start": {"serve": self.serving.model, "gpu": self.card.name} | start,
+            "defaults": {name: usual[name] for name in FIELDS},
+            "models": {name: dataclasses.asdict(shape(name)) for name in NAMES},
+            "bytes": BYTES,
+            "cards": {
+                name: {
+                    "total": card.total_memory,
+                    "context": card.context or 0,
+                    "workspace": card.workspace,
+                    "bf16": "bfloat16" in card.native_dtypes,
+                    "flash": card.capability[0] >= 8,
+                }
+                for name, card in GPUS.items()
+            },
+            "held": HELD,
+            "colours": [*colours, COLOURS["gradients"], COLOURS["workspaces"]],
+            "margins": [MARGIN, CONTEXT_MARGIN],
+        }
+
+    def __repr__(self) -> str:
+        return f"ServingCalculator of {self.serving}"
