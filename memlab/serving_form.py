@@ -132,8 +132,8 @@ def judged(serving: Serving, gpu: GPU | str | int) -> str:
     """`fits`, `may fit` or `does not fit`, with the margin of `memlab.fits`.
 
     The form knows nothing of the allocator's cache, which `memlab.fits` replays. Activations leave
-    blocks behind, and so does a growing cache, whose old tensors are too small for the new ones: what
-    fits does so with both once more.
+    blocks behind, and so does a growing cache, whose old tensors are too small for the new ones:
+    what fits does so with both once more.
     """
     card = limited(gpu, MARGIN)
     held = serving_formula(serving, card)
