@@ -40,8 +40,8 @@ class ServingFootprint:
         of a growing cache holds its tensors twice, so that a phase's worst moment can have more.
     footprint: of the whole run, with reserved memory, context and assumptions.
     prefill_time, decode_time: how long each phase is estimated to take, by the rates that a
-        training step has (`memlab.card.step_time`); None without a card that has rates. Kept for
-        training, they were compared with one measured generation only (the book's chapter).
+        training step has (`memlab.card.step_time`); None without a card that has rates. They were
+        compared with one published generation only (the book's chapter on deploying).
     tokens: written by the decode phase, of all texts.
     """
 
@@ -93,7 +93,8 @@ class ServingFootprint:
         if self.peak_reserved is not None:
             lines.append(f"peak reserved {mib(self.peak_reserved)}")
         if self.prefill_time:
-            lines.append(f"prefill, estimated: {self.prefill_time}")
+            seconds = str(self.prefill_time).partition(":")[0]
+            lines.append(f"prefill, estimated: {seconds}")
         if self.tokens_per_second:
             low, expected, high = self.tokens_per_second
             lines.append(f"decode, estimated: {expected:,.0f} tokens/s ({low:,.0f} to {high:,.0f})")
