@@ -60,10 +60,11 @@ class CalculatorOnPage(Directive):
     optional_arguments = 1
 
     def run(self):
-        from memlab import book  # torch and transformers, which other pages can spare
+        # They bring torch and transformers, which other pages can spare.
+        from memlab.book.calculator import Calculator
+        from memlab.book.serving_calculator import ServingCalculator
 
-        serves = self.arguments == ["serve"]
-        panel = book.ServingCalculator() if serves else book.Calculator()
+        panel = ServingCalculator() if self.arguments == ["serve"] else Calculator()
         return [nodes.raw("", panel._repr_html_(), format="html")]
 
 

@@ -267,7 +267,12 @@ ROOMS = {
     "14-attention-deeper": {"memlab.card.attention"},
     "15-ablation": {"memlab.book.ablation", "memlab.running", "memlab.scripts"},
     "16-planner": {"memlab.planning", "memlab.scripts"},
-    "18-deploying": {"memlab.generation", "memlab.quantized", "memlab.serving"},
+    "18-deploying": {
+        "memlab.book.serving_calculator",
+        "memlab.generation",
+        "memlab.quantized",
+        "memlab.serving",
+    },
     "accuracy": {"memlab.evidence", "memlab.trace", "memlab.card", "memlab.planning"},
 }
 

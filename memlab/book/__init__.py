@@ -16,7 +16,6 @@ _HOMES = {
     "QuantizationRuler": "ruler",
     "RunningSoftmax": "softmax",
     "SegmentFilm": "segments",
-    "ServingCalculator": "serving_calculator",
     "TilePlayer": "panels",
     "verdict": "claims",
     "QUIET": "lessons",

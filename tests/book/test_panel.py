@@ -7,6 +7,7 @@ import pytest
 from memlab import Recipe, book
 from memlab.book.freezing import Part
 from memlab.book.panel import Panel
+from memlab.book.serving_calculator import ServingCalculator
 
 SMALL = Recipe("gpt2", batch_size=4, attention="sdpa")
 FEW = [Part(name, 5, 5, 10, 3, 1) for name in ("embeddings", "layer 1", "head")]
@@ -18,7 +19,7 @@ PANELS = [
     book.QuantizationRuler(outlier=20),
     book.RunningSoftmax(),
     book.SegmentFilm(),
-    book.ServingCalculator(),
+    ServingCalculator(),
 ]
 NAMES = [type(panel).__name__ for panel in PANELS]
 TWICE = [panel for panel in PANELS for _ in (1, 2)]

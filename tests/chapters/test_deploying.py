@@ -34,7 +34,9 @@ def test_an_8b_does_not_fit_a_t4_in_fp16_and_does_in_nf4(chapter):
 
 
 def test_published_and_live_figures_stand_beside_simulated_ones(chapter):
-    CHAPTER.run("published published-facts measure-run measure-table measure-facts", chapter)
+    CHAPTER.run(
+        "published published-facts process speed measure-run measure-table measure-facts", chapter
+    )
     assert len(chapter["published"]) == 4
     assert set(chapter["compared"].index.get_level_values("model")) == set(chapter["twins"])
 
@@ -114,22 +116,27 @@ NAMES = ("gated", "compiled")
 
 @here
 def test_the_exported_model_says_the_same_at_every_size_and_a_fixed_one_refuses(patients):
-    CHAPTER.run("onnx-here onnx-export onnx-run onnx-same onnx-fixed onnx-int8-run", patients)
+    CHAPTER.run("onnx-here onnx-export onnx-run onnx-same", patients)
+    CHAPTER.run("onnx-fixed onnx-int8-run onnx-times", patients)
+    assert set(patients["spent"].index) == {"eager", "ORT", "ORT int8"}
     assert "Got: 3 Expected: 2" in patients["fixed"]
     assert max(patients["aparts"]) < 1e-4 < patients["off8"]
 
 
 def test_without_the_packages_a_cell_says_how_to_get_them(patients, capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    CHAPTER.run("onnx-here", patients)
-    assert capsys.readouterr().out == "pip install onnx onnxscript onnxruntime\n"
+    CHAPTER.run("sparse-ao onnx-here", patients)
+    said = "pip install torchao\npip install onnx onnxscript onnxruntime\n"
+    assert capsys.readouterr().out == said
     CHAPTER.run("onnx-export onnx-run onnx-same onnx-fixed onnx-int8-run", patients)
     assert patients["fixed"] is None
 
 
 def test_quantized_models_are_smaller_and_say_the_same(patients):
-    CHAPTER.run("quantized-run quantized-all quantized-facts", patients)
+    CHAPTER.run("sparse-ao quantized-run quantized-all quantized-facts", patients)
     assert patients["sizes"]["bf16"] * 2 == patients["sizes"]["fp32"]
+    assert ("torchao int4" in patients["sizes"]) == patients["AO"]
+    assert not patients["AO"] or "Only CUDA tensors" in patients["refused"]
 
 
 @pytest.mark.parametrize("number, wrong", [(1, 73_728_000), (2, 5), (3, 0.5)])
