@@ -442,7 +442,7 @@ class _Search:
                 if option:
                     found.append(f"{card.name}, with {option}")
                     break
-        return found or ["none of memlab's cards: see the book's chapter on more than one GPU"]
+        return found or ["none of memlab's cards: see the book's chapter 17-parallel"]
 
     def other(self, card: GPU, **changes) -> Option | None:
         """The best of what fits a card when the question is changed; None where nothing does."""
