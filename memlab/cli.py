@@ -54,7 +54,7 @@ def _plan(options) -> dict:
         asked["margin"] = options.margin
     if options.script:
         if len(options.gpu) != 1 or options.ranks > 1:
-            raise ValueError("a script is for one card: name it with --gpu")
+            raise ValueError("a script is for one card: name it with --gpu, without --ranks")
         if Path(options.script).exists() and not options.force:
             raise ValueError(f"{options.script} is there already: --force writes over it")
     (cards,) = options.gpu if len(options.gpu) == 1 else (options.gpu or None,)
