@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from tqdm.auto import tqdm
 
 from memlab import models
 from memlab.card.attention import SHARES_KEYS
+from memlab.card.links import link_rate
 from memlab.closed_form import formula
 from memlab.derivation import derive
 from memlab.footprint import Category, Footprint
@@ -34,9 +36,10 @@ from memlab.plans import (
     described,
     way_of,
 )
-from memlab.recipe import Recipe
+from memlab.recipe import SHARED_OPTIMIZERS, Recipe
 from memlab.simulation import only_new_garbage, simulate
 from memlab.sizing import SizedLog
+from memlab.splitting import shared
 from memlab.training import add_lora
 from memlab.units import gib
 
@@ -47,7 +50,11 @@ OTHER_OPTIMIZERS = ("sgd", "lion_8bit")
 TRACES = 4  # simulations at most until the fastest is one that is simulated
 ALIKE = 0.05  # seconds are a rough figure: within so much of the least, the plainer recipe is told
 SAME_ROOM = 0.02  # of a card; within so much of the most room a recipe that is simulated is told
+SHORT = 0.04  # of what is allocated; benchmarks/formula.py finds the formula that far below
 NEAR = 0.05  # lacking so much of a card by the formula, it may yet fit
+LIKE = GPUS["A100-80GB"]  # how quick a card is that is only bytes
+RANKS = (2, 4, 8, 16, 32, 64)  # cards that are proposed where one does not do
+SHARDINGS = ("ddp", "zero2", "zero3")
 KEPT = 8  # traces of a process, each of some ten MiB, for its next questions
 
 
@@ -63,6 +70,10 @@ def plan(model, gpu=None, seq_len: int = 512, effective_batch: int = 16, **more)
     says "simulated": the fastest recipe, the one with the most room, their largest micro-batch and
     their longest sequence. A card given in bytes is taken as quick as an A100.
 
+    With several ranks, on cards of one kind, `ddp`, `zero2` and `zero3` are looked at. The formula
+    knows one card, so bytes and seconds that are not simulated are an estimate
+    (`memlab.splitting`), and so are the seconds of what is.
+
     Raises ValueError in one line for what cannot be asked.
     """
     margin = more.pop("margin", MARGIN)
@@ -72,6 +83,8 @@ def plan(model, gpu=None, seq_len: int = 512, effective_batch: int = 16, **more)
     cards = [_with_rates(limited(one, margin)) for one in named]
     if not cards:
         raise ValueError(f"gpu is {gpu!r}: allowed are {', '.join(GPUS)}, or a number of bytes")
+    if question.ranks > 1 and len(cards) > 1:
+        raise ValueError(f"ranks is {question.ranks} and gpu names {len(cards)} cards: name one")
     if several and len(cards) > 1:
         with only_new_garbage():
             return _which_card(question, cards, margin)
@@ -91,6 +104,7 @@ class Combination:
     precision: str
     optimizer: str
     checkpointing: bool = False
+    sharding: str = "ddp"
 
 
 class _Search:
@@ -99,14 +113,16 @@ class _Search:
     def __init__(self, question: Question, card: GPU, margin: float, progress=None):
         self.question, self.card, self.margin, self.progress = question, card, margin, progress
         self.room = room(card, margin)
+        self.rate = link_rate(GPUS.get(card.name, LIKE), question.link)  # or an error
         named = isinstance(question.model, str) and question.model in models.MODELS
         self.model = question.model if named else models.config(question.model)
+        self.effective = question.effective_batch // question.ranks  # of each rank
         self.attention = "eager"
-        self.recipe(Combination(question.ways[0], "fp32", "adamw_torch_fused"), 1)  # or an error
+        first = Combination(question.ways[0], "fp32", "adamw_torch_fused")
+        self.recipe(first, 1, ranks=1)  # or an error
         self.attention = _attention(self.model, question.task)
         refused = question.ways != ("full",) and _refusal(self.model, question)
-        every = range(1, question.effective_batch + 1)
-        self.batches = [n for n in every if question.effective_batch % n == 0]
+        self.batches = [n for n in range(1, self.effective + 1) if self.effective % n == 0]
         self.combinations, self.excluded = combinations(question, card, refused or "")
         self.surplus: dict[str, int] = {}
         self.sizes: dict[tuple, tuple] = {}
@@ -145,13 +161,15 @@ class _Search:
             "model": self.model,
             "task": asked.task,
             "batch_size": batch,
-            "accumulation": max(1, asked.effective_batch // batch),
+            "accumulation": max(1, self.effective // batch),
             "seq_len": asked.seq_len,
             "precision": one.precision,
             "optimizer": one.optimizer,
             "checkpointing": one.checkpointing,
             "attention": self.attention,
             "max_grad_norm": CLIPPING,
+            "ranks": asked.ranks,
+            "sharding": one.sharding,
         }
         if one.way != "full":
             values["lora_rank"] = asked.lora_rank
@@ -163,7 +181,10 @@ class _Search:
         """What the formula says, or a simulation where there is no formula."""
         key = (_trace_key(recipe), recipe.batch_size, recipe.accumulation, recipe.seq_len)
         if key not in self.footprints:
-            self.footprints[key] = _quick(recipe, self.card, self.say)
+            alone = _quick(recipe.but(ranks=1, sharding="ddp"), self.card, self.say)
+            if recipe.ranks > 1:
+                alone = shared(recipe, alone, self.rate)
+            self.footprints[key] = alone
         return self.footprints[key]
 
     def named(self, option: Option | None) -> Option | None:
@@ -187,14 +208,14 @@ class _Search:
     def expected(self, recipe: Recipe) -> Option:
         """As `option`, with what a simulation of the same way was found to need beyond that."""
         option = self.option(recipe)
-        more = self.surplus.get(option.way, 0)
+        more = self.surplus.get((option.way, recipe.sharding), 0)
         return dataclasses.replace(option, needed=option.needed + more)
 
     def at_most(self, recipe: Recipe) -> Option:
-        """A recipe by the formula, as if no block of memory were used twice."""
+        """A recipe as if no block were used twice, and the formula as short as it ever was."""
         option, most = self.expected(recipe), self.footprint(recipe).reserved_range
         most = most[1] + self.card.context if most else 0
-        return dataclasses.replace(option, needed=max(option.needed, most))
+        return dataclasses.replace(option, needed=max(int(option.needed * (1 + SHORT)), most))
 
     def largest(self, one: Combination, judge=None) -> Option:
         """The combination with the largest micro-batch that fits by the formula, or else with 1.
@@ -249,7 +270,7 @@ class _Search:
         What loading a quantized base leaves behind is known from a simulation only.
         """
         (way,) = {one.way for one in options}
-        if way != "qlora" or way in self.surplus:
+        if self.question.ranks == 1 and (way != "qlora" or (way, "ddp") in self.surplus):
             surely = {one: self.largest(one, self.at_most) for one in options}
             surely = {one: it for one, it in surely.items() if not it.missing}
             best, hoped = self.fastest_of(surely), self.fastest_of(_fitting(options))
@@ -260,7 +281,7 @@ class _Search:
 
     def confirmed(self, option: Option) -> Option:
         """The option as a simulation has it, with the largest micro-batch that it allows, or 1."""
-        recipe, effective = option.recipe, self.question.effective_batch
+        recipe, effective = option.recipe, self.effective
         while True:
             largest = self.size(recipe, "batch_size")[0]
             if recipe.accumulation == 1 and largest < effective > 1:
@@ -273,7 +294,7 @@ class _Search:
             return self.judged(recipe)
 
     def _cut(self, recipe, batch) -> Recipe:
-        return recipe.but(batch_size=batch, accumulation=self.question.effective_batch // batch)
+        return recipe.but(batch_size=batch, accumulation=self.effective // batch)
 
     def judged(self, recipe: Recipe) -> Option:
         """A recipe as a simulation has it."""
@@ -281,7 +302,7 @@ class _Search:
         drawn = fit.footprint.reserved_range
         drawn = drawn and tuple(self.card.context + end for end in drawn)
         total, quick = fit.total_memory, self.option(recipe)
-        self.surplus[quick.way] = max(0, fit.needed - quick.needed)
+        self.surplus[quick.way, recipe.sharding] = max(0, fit.needed - quick.needed)
         return Option(recipe, fit.needed, fit.margin, total, quick.seconds, True, drawn)
 
     def size(self, recipe: Recipe, field: str) -> tuple[int, int | None]:
@@ -296,12 +317,14 @@ class _Search:
     def log(self, recipe: Recipe) -> SizedLog:
         """The trace of a recipe at all sizes."""
         key = self._key(recipe)
-        if key not in _TRACES:
+        log = _TRACES.pop(key, None)
+        if log is None:
             self.say(f"simulating {described(recipe)} on {self.card.name}")
             while len(_TRACES) >= KEPT:
                 del _TRACES[next(iter(_TRACES))]
-            _TRACES[key] = SizedLog(recipe, self.card)
-        return _TRACES[key]
+            log = SizedLog(recipe, self.card)
+        _TRACES[key] = log  # the last one again
+        return log
 
     def is_traced(self, recipe: Recipe) -> bool:
         """Whether its trace is there."""
@@ -379,7 +402,7 @@ class _Search:
         for one in self.combinations:
             fields = dataclasses.asdict(one)
             other = {k: v for k, v in fields.items() if v != getattr(first, k)}
-            if one.way != first.way and {"optimizer", "checkpointing"}.isdisjoint(other):
+            if one.way != first.way and other.keys() <= {"way", "precision"}:
                 changed.setdefault(WAYS[one.way], self.recipe(one, 1))
             elif len(other) == 1:
                 ((name, value),) = other.items()
@@ -402,24 +425,34 @@ class _Search:
         found = []
         for way in WAYS:
             if way not in self.question.ways:
-                other = self.other(dataclasses.replace(self.question, ways=(way,)), self.card)
-                option = other.first_that_fits()
+                option = self.other(self.card, ways=(way,))
                 found += [f"{option}"] if option else []
         nearest = min(options.values(), key=lambda option: option.missing).recipe
         length, _ = self.size(nearest, "seq_len")
         if length:
             found.append(f"sequences of {length:,} tokens, with {described(nearest)}")
+        for ranks in RANKS:
+            if ranks > self.question.ranks and self.question.effective_batch % ranks == 0:
+                option = self.other(self.card, ranks=ranks)
+                if option:
+                    found.append(f"{ranks} x {self.card.name}, with {option}")
+                    break
         for card in sorted(GPUS.values(), key=lambda card: card.total_memory):
             if card.total_memory > self.card.total_memory and _computes(card, self.question):
-                option = self.other(self.question, card).first_that_fits()
+                option = self.other(card)
                 if option:
                     found.append(f"{card.name}, with {option}")
                     break
-        return found or ["none of memlab's cards: see the book's chapter on more than one GPU"]
+        return found or ["none of memlab's cards: see the book's chapter 17-parallel"]
 
-    def other(self, question: Question, card: GPU) -> _Search:
-        """The search for another question or card."""
-        return _Search(question, card, self.margin, self.progress)
+    def other(self, card: GPU, **changes) -> Option | None:
+        """The best of what fits a card when the question is changed; None where nothing does."""
+        question = dataclasses.replace(self.question, **changes)
+        try:
+            search = _Search(question, card, self.margin, self.progress)
+        except ValueError:  # no adapters for this model, or no such way with ranks
+            return None
+        return search.first_that_fits()
 
     def first_that_fits(self) -> Option | None:
         """The best option as a simulation has it; None where none fits."""
@@ -480,14 +513,23 @@ def combinations(
     if refused:
         excluded.append(f"LoRA and QLoRA ({refused})")
     found = []
+    shardings = ("ddp",)
+    if question.ranks > 1:
+        shardings = SHARDINGS
+        excluded.append("QLoRA (simulated on one rank only), zero1 (the states alone are split)")
     for way in question.ways:
-        if way == "qlora" and not bitsandbytes or way != "full" and refused:
+        if way == "qlora" and not (bitsandbytes and question.ranks == 1):
             continue
-        for precision in question.precisions or usual[way]:
-            for optimizer in optimizers if way == "full" else FOR_ADAPTERS:
-                if bitsandbytes or not optimizer.endswith("8bit"):
-                    for checkpointing in (False, True):
-                        found.append(Combination(way, precision, optimizer, checkpointing))
+        if way != "full" and refused:
+            continue
+        of_way = optimizers if way == "full" else FOR_ADAPTERS
+        every = itertools.product(
+            question.precisions or usual[way], of_way, (False, True), shardings
+        )
+        for precision, optimizer, checkpointing, sharding in every:
+            known = bitsandbytes or not optimizer.endswith("8bit")
+            if known and (sharding == "ddp" or optimizer in SHARED_OPTIMIZERS):
+                found.append(Combination(way, precision, optimizer, checkpointing, sharding))
     if not found:
         raise ValueError(f"ways is {question.ways!r}: {'; '.join(excluded)}")
     return found, tuple(excluded)
@@ -619,12 +661,12 @@ def _trace_key(recipe: Recipe) -> tuple:
         recipe.precision,
         recipe.optimizer,
         recipe.checkpointing,
+        recipe.sharding,
     )
 
 
 def _with_rates(card: GPU) -> GPU:
     """The card; one that is only bytes is as quick as an A100, whose other rules it has."""
-    like = GPUS["A100-80GB"]
     if card.bandwidth is None:
-        return dataclasses.replace(card, rates=like.rates, bandwidth=like.bandwidth)
+        return dataclasses.replace(card, rates=LIKE.rates, bandwidth=LIKE.bandwidth)
     return card

@@ -273,6 +273,7 @@ ROOMS = {
         "memlab.quantized",
         "memlab.serving",
     },
+    "17-parallel": {"memlab.evidence.loops", "memlab.launching", "memlab.simulation"},
     "accuracy": {"memlab.evidence", "memlab.trace", "memlab.card", "memlab.planning"},
 }
 

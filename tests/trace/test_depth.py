@@ -53,9 +53,9 @@ def test_it_equals_full_depth(model, changes):
     recipe = Recipe(model=deep(model), seq_len=64, **changes)
     logs = {n: log_of(depth.with_layers(recipe, n)) for n in range(1, 5)}
     full = at_full_depth(recipe)
-    log = depth.log_at_full_depth(recipe, lambda short: logs[short.model.num_hidden_layers])
-    for extended_log in (log, depth.extended([logs[n] for n in depth.SHALLOW], 6)):
-        extended = serve(recipe, extended_log, ANY_CARD)
+    least = depth.log_at_full_depth(recipe, lambda short: logs[short.model.num_hidden_layers])
+    for log in (least, depth.extended([logs[n] for n in depth.SHALLOW], 6)):
+        extended = serve(recipe, log, ANY_CARD)
         assert extended == full
     assert extended.timeline.phases == full.timeline.phases
 
