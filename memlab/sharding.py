@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from memlab import quantized
 from memlab.recipe import FULLY_SHARDED, Recipe
 
 
@@ -48,8 +51,30 @@ def share(model: torch.nn.Module, recipe: Recipe, device: torch.device, half=Non
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half and torch.float32)
     after_forward = recipe.sharding == "zero3"
     for layer in [*layers_of(model), model]:
+        layer.to(device)  # quantized, if it is to be, and moved
         fully_shard(layer, mesh=mesh, reshard_after_forward=after_forward, mp_policy=policy)
+    for layer in quantized.quantized_layers(model) if recipe.base != "none" else ():
+        layer.weight.quant_state = layer.quant_state  # which each rank keeps whole
     return model
+
+
+@contextlib.contextmanager
+def not_reduced(model: torch.nn.Module):
+    """A backward pass whose gradients each rank keeps for itself, whole, to add to them.
+
+    As Accelerate's `no_sync`, and so the Trainer's, in all micro-batches but the last.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    elif isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+    else:
+        yield
 
 
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -6,7 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import one_line
-from real_ranks import RankFailed, dies, measured, measured_one_after_the_other, run_ranks
+from real_ranks import (
+    RankFailed,
+    dies,
+    measured,
+    measured_one_after_the_other,
+    run_ranks,
+    without_dropout,
+)
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -44,7 +51,7 @@ def simulated(one):
     """The footprint of the same loop as rank 0 under the CPU's own rules."""
     with SimulatedGPU(rules=frozenset(), ranks=one.ranks) as gpu:
         training = built(one, gpu)
-        training.model.eval()
+        without_dropout(training)
         for _ in range(3):
             gpu.reset_peak()
             training.step()
