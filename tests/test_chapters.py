@@ -267,6 +267,7 @@ ROOMS = {
     "14-attention-deeper": {"memlab.card.attention"},
     "15-ablation": {"memlab.book.ablation", "memlab.running", "memlab.scripts"},
     "16-planner": {"memlab.planning", "memlab.scripts"},
+    "17-parallel": {"memlab.evidence.loops", "memlab.launching", "memlab.simulation"},
     "18-deploying": {"memlab.quantized", "memlab.serving"},
     "accuracy": {"memlab.evidence", "memlab.trace", "memlab.card", "memlab.planning"},
 }
