@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from memlab import quantized
@@ -75,6 +76,23 @@ def not_reduced(model: torch.nn.Module):
             yield
     else:
         yield
+
+
+def check_split(model: torch.nn.Module, ranks: int) -> None:
+    """Raise ValueError unless this process holds only its part of a model.
+
+    ranks: among which the first dimension of every weight is divided, up to a whole row. A launcher
+    may start so many processes and split nothing, as Accelerate's FSDP where there is no GPU: each
+    then trains the whole model, and nothing says so.
+    """
+    weights = list(model.parameters())
+    held = sum((w.to_local() if isinstance(w, DTensor) else w).numel() for w in weights)
+    part = sum(-(len(w) // -ranks) * w[:1].numel() for w in weights)
+    if held > part:
+        raise ValueError(
+            f"this process holds {held:,} of {sum(w.numel() for w in weights):,} weights: of "
+            f"{ranks} ranks each has at most {part:,}, the model is not split"
+        )
 
 
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
