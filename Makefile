@@ -79,7 +79,7 @@ units: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not rendered" --durations=10
 
 pages: $(READY)
-	$(BIN)/python -m pytest -m rendered
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m rendered
 
 # Chapters on a card that stands in for a reader's (tools/standin_card.py), all of them unless some are named.
 CARDS := T4 H100

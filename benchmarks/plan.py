@@ -1,37 +1,26 @@
 """Does what `memlab.plan` says fits do so in `memlab.simulate`? Random questions, with a seed.
 
-    python benchmarks/plan.py [questions] [first seed]
+    python benchmarks/plan.py answers.jsonl [questions] [first seed]
 
 Every option that a plan says fits is simulated on the card, from the formula or not. Of the fastest
 recipe and of the one with the most room, the largest micro-batch must fit by `memlab.fits`, which
 is a simulation of its own, and the next one must not; so must the longest sequence of the fastest.
-Prints each question with what was answered wrongly, and at the end how many. Questions share their
-traces, which depend on no size: most of the time is that of the simulations they are checked by.
+Each answer is a line of the file, with what is wrong in it; those that are there are not asked
+again. Prints them, and at the end how many are wrong. Questions share their traces, which depend on
+no size: most of the time is that of the simulations they are checked by.
 """
 
+import json
 import random
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from memlab import choosing, fits, models, plan, simulate
 from memlab.gpus import GPUS
-from memlab.plans import WAYS, described
-from memlab.sizing import SizedLog
-
-_TRACES = {}
-
-
-def shared(recipe, card):
-    """The trace of a recipe, from an earlier question where there was one."""
-    way = described(recipe.but(batch_size=1, accumulation=1))
-    key = recipe.model, recipe.task, recipe.lora_rank, way, recipe.accumulation > 1
-    key += card.capability, card.processors
-    if key not in _TRACES:
-        _TRACES[key] = SizedLog(recipe, card)
-    return _TRACES[key]
-
+from memlab.plans import WAYS
 
 MODELS = ("bert-base", "bert-large", "gpt2", "gpt2-xl", "llama-3.2-1b", "llama-3-8b")
 
@@ -89,23 +78,31 @@ def borders(answer):
         yield answer.fastest, "seq_len", answer.fastest.longest, 64
 
 
+def answered(seed: int) -> dict:
+    """What became of a question, as plain JSON values."""
+    asked = question(seed)
+    answer = plan(**asked)
+    ways = sum(not option.missing for option in answer.ways.values())
+    errors = wrong(answer, asked["gpu"])
+    return {"seed": seed, "asked": asked, "fits": bool(answer), "ways": ways, "errors": errors}
+
+
 def main():
-    given = [int(word) for word in sys.argv[1:]]
+    path, given = Path(sys.argv[1]), [int(word) for word in sys.argv[2:]]
     number, first = given + [200, 0][len(given) :]
-    choosing.SizedLog = shared
-    fitting, options, mistaken = 0, 0, 0
+    choosing.KEPT = 64  # traces, which fill some GiB
+    known = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    answers = {one["seed"]: one for one in known}
     for seed in range(first, first + number):
-        asked = question(seed)
-        answer = plan(**asked)
-        fitting += bool(answer)
-        options += sum(not option.missing for option in answer.ways.values())
-        errors = wrong(answer, asked["gpu"])
-        mistaken += bool(errors)
-        print(f"{seed} {'fits' if answer else 'nothing fits'} {asked}", flush=True)
-        for error in errors:
-            print(f"    {error}", flush=True)
-    print(f"{number} questions, something fits in {fitting}; {options} ways that fit")
-    print(f"{mistaken} answers with something that is not so")
+        if seed not in answers:
+            answers[seed] = answered(seed)
+            with path.open("a") as file:
+                file.write(json.dumps(answers[seed]) + "\n")
+            print(json.dumps(answers[seed]), flush=True)
+    answers = [answers[seed] for seed in range(first, first + number)]
+    fitting, ways = (sum(one[name] for one in answers) for name in ("fits", "ways"))
+    print(f"{number} questions, something fits in {fitting}; {ways} ways that fit")
+    print(f"{sum(bool(one['errors']) for one in answers)} answers with something that is not so")
 
 
 if __name__ == "__main__":

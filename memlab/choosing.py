@@ -2,14 +2,16 @@
 
 Every combination of way, precision, optimizer and checkpointing is asked of `memlab.formula` for
 the largest micro-batch that fits. The best are then simulated, one trace each
-(`memlab.sizing.SizedLog`), which corrects what the formula said, until the best one is a
-simulated one.
+(`memlab.sizing.SizedLog`), which corrects what the formula said, of the like of it too, until the
+best one is a simulated one. The other ways are answered for by the formula where they fit even if
+no block of memory is used twice, and else simulated.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +19,7 @@ from tqdm.auto import tqdm
 
 from memlab import models
 from memlab.card.attention import SHARES_KEYS
+from memlab.card.links import link_rate
 from memlab.closed_form import formula
 from memlab.derivation import derive
 from memlab.footprint import Category, Footprint
@@ -33,9 +36,10 @@ from memlab.plans import (
     described,
     way_of,
 )
-from memlab.recipe import Recipe
+from memlab.recipe import SHARED_OPTIMIZERS, Recipe
 from memlab.simulation import only_new_garbage, simulate
 from memlab.sizing import SizedLog
+from memlab.splitting import shared
 from memlab.training import add_lora
 from memlab.units import gib
 
@@ -46,7 +50,12 @@ OTHER_OPTIMIZERS = ("sgd", "lion_8bit")
 TRACES = 4  # simulations at most until the fastest is one that is simulated
 ALIKE = 0.05  # seconds are a rough figure: within so much of the least, the plainer recipe is told
 SAME_ROOM = 0.02  # of a card; within so much of the most room a recipe that is simulated is told
+SHORT = 0.04  # of what is allocated; benchmarks/formula.py finds the formula that far below
 NEAR = 0.05  # lacking so much of a card by the formula, it may yet fit
+LIKE = GPUS["A100-80GB"]  # how quick a card is that is only bytes
+RANKS = (2, 4, 8, 16, 32, 64)  # cards that are proposed where one does not do
+SHARDINGS = ("ddp", "zero2", "zero3")
+KEPT = 8  # traces of a process, each of some ten MiB, for its next questions
 
 
 def plan(model, gpu=None, seq_len: int = 512, effective_batch: int = 16, **more) -> Plan | Cards:
@@ -61,6 +70,10 @@ def plan(model, gpu=None, seq_len: int = 512, effective_batch: int = 16, **more)
     says "simulated": the fastest recipe, the one with the most room, their largest micro-batch and
     their longest sequence. A card given in bytes is taken as quick as an A100.
 
+    With several ranks, on cards of one kind, `ddp`, `zero2` and `zero3` are looked at. The formula
+    knows one card, so bytes and seconds that are not simulated are an estimate
+    (`memlab.splitting`), and so are the seconds of what is.
+
     Raises ValueError in one line for what cannot be asked.
     """
     margin = more.pop("margin", MARGIN)
@@ -70,6 +83,8 @@ def plan(model, gpu=None, seq_len: int = 512, effective_batch: int = 16, **more)
     cards = [_with_rates(limited(one, margin)) for one in named]
     if not cards:
         raise ValueError(f"gpu is {gpu!r}: allowed are {', '.join(GPUS)}, or a number of bytes")
+    if question.ranks > 1 and len(cards) > 1:
+        raise ValueError(f"ranks is {question.ranks} and gpu names {len(cards)} cards: name one")
     if several and len(cards) > 1:
         with only_new_garbage():
             return _which_card(question, cards, margin)
@@ -89,6 +104,7 @@ class Combination:
     precision: str
     optimizer: str
     checkpointing: bool = False
+    sharding: str = "ddp"
 
 
 class _Search:
@@ -97,16 +113,18 @@ class _Search:
     def __init__(self, question: Question, card: GPU, margin: float, progress=None):
         self.question, self.card, self.margin, self.progress = question, card, margin, progress
         self.room = room(card, margin)
+        self.rate = link_rate(GPUS.get(card.name, LIKE), question.link)  # or an error
         named = isinstance(question.model, str) and question.model in models.MODELS
         self.model = question.model if named else models.config(question.model)
+        self.effective = question.effective_batch // question.ranks  # of each rank
         self.attention = "eager"
-        self.recipe(Combination(question.ways[0], "fp32", "adamw_torch_fused"), 1)  # or an error
+        first = Combination(question.ways[0], "fp32", "adamw_torch_fused")
+        self.recipe(first, 1, ranks=1)  # or an error
         self.attention = _attention(self.model, question.task)
         refused = question.ways != ("full",) and _refusal(self.model, question)
-        every = range(1, question.effective_batch + 1)
-        self.batches = [n for n in every if question.effective_batch % n == 0]
+        self.batches = [n for n in range(1, self.effective + 1) if self.effective % n == 0]
         self.combinations, self.excluded = combinations(question, card, refused or "")
-        self.logs: dict[tuple, SizedLog] = {}
+        self.surplus: dict[str, int] = {}
         self.sizes: dict[tuple, tuple] = {}
         self.footprints: dict[tuple, Footprint] = {}
 
@@ -118,7 +136,7 @@ class _Search:
         if not best.missing:
             fastest = self.with_sizes(best)
             roomiest = self.with_sizes(self.roomiest(fastest))
-        ways = self.best_of_each_way(options) | ({fastest.way: fastest} if fastest else {})
+        ways = self.best_of_each_way(options, fastest)
         start, footprint = self.start()
         switches = self.switches(start)
         return Plan(
@@ -143,13 +161,15 @@ class _Search:
             "model": self.model,
             "task": asked.task,
             "batch_size": batch,
-            "accumulation": max(1, asked.effective_batch // batch),
+            "accumulation": max(1, self.effective // batch),
             "seq_len": asked.seq_len,
             "precision": one.precision,
             "optimizer": one.optimizer,
             "checkpointing": one.checkpointing,
             "attention": self.attention,
             "max_grad_norm": CLIPPING,
+            "ranks": asked.ranks,
+            "sharding": one.sharding,
         }
         if one.way != "full":
             values["lora_rank"] = asked.lora_rank
@@ -161,7 +181,10 @@ class _Search:
         """What the formula says, or a simulation where there is no formula."""
         key = (_trace_key(recipe), recipe.batch_size, recipe.accumulation, recipe.seq_len)
         if key not in self.footprints:
-            self.footprints[key] = _quick(recipe, self.card, self.say)
+            alone = _quick(recipe.but(ranks=1, sharding="ddp"), self.card, self.say)
+            if recipe.ranks > 1:
+                alone = shared(recipe, alone, self.rate)
+            self.footprints[key] = alone
         return self.footprints[key]
 
     def named(self, option: Option | None) -> Option | None:
@@ -182,13 +205,29 @@ class _Search:
         time = self.footprint(recipe).step_time
         return time and time.expected
 
-    def largest(self, one: Combination) -> Option:
-        """The combination with the largest micro-batch that fits by the formula, or else with 1."""
-        found = self.option(self.recipe(one, 1))
+    def expected(self, recipe: Recipe) -> Option:
+        """As `option`, with what a simulation of the same way was found to need beyond that."""
+        option = self.option(recipe)
+        more = self.surplus.get((option.way, recipe.sharding), 0)
+        return dataclasses.replace(option, needed=option.needed + more)
+
+    def at_most(self, recipe: Recipe) -> Option:
+        """A recipe as if no block were used twice, and the formula as short as it ever was."""
+        option, most = self.expected(recipe), self.footprint(recipe).reserved_range
+        most = most[1] + self.card.context if most else 0
+        return dataclasses.replace(option, needed=max(int(option.needed * (1 + SHORT)), most))
+
+    def largest(self, one: Combination, judge=None) -> Option:
+        """The combination with the largest micro-batch that fits by the formula, or else with 1.
+
+        judge: `at_most`, or by itself `expected`.
+        """
+        judge = judge or self.expected
+        found = judge(self.recipe(one, 1))
         low, high = 0, len(self.batches)
         while high - low > 1 and not found.missing:
             middle = (low + high) // 2
-            option = self.option(self.recipe(one, self.batches[middle]))
+            option = judge(self.recipe(one, self.batches[middle]))
             if option.missing:
                 high = middle
             else:
@@ -201,7 +240,7 @@ class _Search:
         """The options; the best of those that fit is a simulated one."""
         options = dict(options)
         for _ in range(TRACES):
-            best = self.fastest_of({one: it for one, it in options.items() if not it.missing})
+            best = self.fastest_of(_fitting(options))
             if best is None:  # it may be the formula that lacks some bytes
                 best = min(options, key=lambda one: options[one].missing)
                 if options[best].missing > NEAR * self.card.total_memory:
@@ -209,32 +248,40 @@ class _Search:
             if options[best].simulated:
                 break
             options[best] = self.confirmed(options[best])
+            options = {
+                one: it if it.simulated else self.largest(one) for one, it in options.items()
+            }
         return options
 
     def told(self, options: dict[Combination, Option]) -> Combination:
         """The best of what fits in a simulation; else the one that lacks least."""
         while True:
-            fitting = {one: it for one, it in options.items() if it.simulated and not it.missing}
-            best = self.fastest_of(fitting)
+            best = self.fastest_of(
+                {one: it for one, it in _fitting(options).items() if it.simulated}
+            )
             least = min(options, key=lambda one: (options[one].missing, options[one].needed))
             if best or options[least].missing:
                 return best or least
             options[least] = self.confirmed(options[least])
 
-    def likely(self, options: dict[Combination, Option]) -> Combination:
-        """The best of what fits by the formula, also without reuse of blocks; else as `told`."""
+    def best_by_formula(self, options: dict[Combination, Option]) -> Option:
+        """The best of a way, simulated only where something better may fit than surely does.
 
-        def fits(option):
-            reserved = self.footprint(option.recipe).reserved_range
-            most = reserved[1] + self.card.context if reserved else option.needed
-            return not option.missing and most <= self.room
-
-        best = self.fastest_of({one: it for one, it in options.items() if fits(it)})
-        return best or self.told(options)
+        What loading a quantized base leaves behind is known from a simulation only.
+        """
+        (way,) = {one.way for one in options}
+        if self.question.ranks == 1 and (way != "qlora" or (way, "ddp") in self.surplus):
+            surely = {one: self.largest(one, self.at_most) for one in options}
+            surely = {one: it for one, it in surely.items() if not it.missing}
+            best, hoped = self.fastest_of(surely), self.fastest_of(_fitting(options))
+            if best and _time(surely[best]) <= (1 + ALIKE) * _time(options[hoped]):
+                return surely[best]
+        options = self.confirm_the_best(options)
+        return options[self.told(options)]
 
     def confirmed(self, option: Option) -> Option:
         """The option as a simulation has it, with the largest micro-batch that it allows, or 1."""
-        recipe, effective = option.recipe, self.question.effective_batch
+        recipe, effective = option.recipe, self.effective
         while True:
             largest = self.size(recipe, "batch_size")[0]
             if recipe.accumulation == 1 and largest < effective > 1:
@@ -247,42 +294,54 @@ class _Search:
             return self.judged(recipe)
 
     def _cut(self, recipe, batch) -> Recipe:
-        return recipe.but(batch_size=batch, accumulation=self.question.effective_batch // batch)
+        return recipe.but(batch_size=batch, accumulation=self.effective // batch)
 
     def judged(self, recipe: Recipe) -> Option:
         """A recipe as a simulation has it."""
         fit = judged(recipe, self.log(recipe).at(recipe), self.card, self.margin)
         drawn = fit.footprint.reserved_range
         drawn = drawn and tuple(self.card.context + end for end in drawn)
-        total, seconds = fit.total_memory, self.seconds(recipe)
-        return Option(recipe, fit.needed, fit.margin, total, seconds, True, drawn)
+        total, quick = fit.total_memory, self.option(recipe)
+        self.surplus[quick.way, recipe.sharding] = max(0, fit.needed - quick.needed)
+        return Option(recipe, fit.needed, fit.margin, total, quick.seconds, True, drawn)
 
     def size(self, recipe: Recipe, field: str) -> tuple[int, int | None]:
         """As `largest_size`."""
-        key = (
-            self._key(recipe),
-            field,
-            recipe.seq_len if field == "batch_size" else recipe.batch_size,
-        )
+        other = recipe.seq_len if field == "batch_size" else recipe.batch_size
+        key = _trace_key(recipe), recipe.accumulation > 1, field, other
         if key not in self.sizes:
             log = self.log(recipe)
             self.sizes[key] = largest_size(recipe, self.card, log, field, self.margin)
         return self.sizes[key]
 
-    def is_traced(self, recipe: Recipe) -> bool:
-        """Whether its trace is there."""
-        return self._key(recipe) in self.logs
-
-    def _key(self, recipe) -> tuple:
-        return _trace_key(recipe), recipe.accumulation > 1
-
     def log(self, recipe: Recipe) -> SizedLog:
         """The trace of a recipe at all sizes."""
         key = self._key(recipe)
-        if key not in self.logs:
+        log = _TRACES.pop(key, None)
+        if log is None:
             self.say(f"simulating {described(recipe)} on {self.card.name}")
-            self.logs[key] = SizedLog(recipe, self.card)
-        return self.logs[key]
+            while len(_TRACES) >= KEPT:
+                del _TRACES[next(iter(_TRACES))]
+            log = SizedLog(recipe, self.card)
+        _TRACES[key] = log  # the last one again
+        return log
+
+    def is_traced(self, recipe: Recipe) -> bool:
+        """Whether its trace is there."""
+        return self._key(recipe) in _TRACES
+
+    def _key(self, recipe) -> tuple:
+        """What decides a trace, but for sizes on the same side of a window of attention."""
+        config = models.config(recipe.model)
+        window = getattr(config, "sliding_window", None)
+        bare = recipe.but(model="gpt2-tiny", task=recipe.task, batch_size=1, seq_len=1)
+        return (
+            config.to_json_string(),
+            str(bare.but(accumulation=min(recipe.accumulation, 2))),
+            window is not None and recipe.seq_len > window,
+            self.card.capability,
+            self.card.processors,
+        )
 
     def say(self, text: str) -> None:
         """What is being done."""
@@ -296,7 +355,7 @@ class _Search:
         What pages comes last, because nobody estimates the seconds of moving its states.
         """
         settled = {one: it for one, it in options.items() if not is_paged(one.optimizer)}
-        seconds = {one: it.seconds or float("inf") for one, it in (settled or options).items()}
+        seconds = {one: _time(it) for one, it in (settled or options).items()}
         least = min(seconds.values(), default=None)
         return next((one for one, time in seconds.items() if time <= (1 + ALIKE) * least), None)
 
@@ -318,12 +377,17 @@ class _Search:
             option, largest_batch=batch, longest=length, longest_ends=following is None
         )
 
-    def best_of_each_way(self, options: dict[Combination, Option]) -> dict[str, Option]:
+    def best_of_each_way(self, options, fastest: Option | None) -> dict[str, Option]:
         """The best of each way that can be had at all."""
         best = {}
         for way in {one.way: None for one in options}:
-            of_way = self.confirm_the_best({one: options[one] for one in options if one.way == way})
-            best[way] = of_way[self.told(of_way)]
+            of_way = {one: it for one, it in options.items() if one.way == way}
+            if fastest and fastest.way == way:
+                best[way] = fastest
+            elif any(it.simulated and not it.missing for it in of_way.values()):
+                best[way] = of_way[self.told(of_way)]
+            else:
+                best[way] = self.best_by_formula(of_way)
         return best
 
     def start(self) -> tuple[Option, Footprint]:
@@ -338,7 +402,7 @@ class _Search:
         for one in self.combinations:
             fields = dataclasses.asdict(one)
             other = {k: v for k, v in fields.items() if v != getattr(first, k)}
-            if one.way != first.way and {"optimizer", "checkpointing"}.isdisjoint(other):
+            if one.way != first.way and other.keys() <= {"way", "precision"}:
                 changed.setdefault(WAYS[one.way], self.recipe(one, 1))
             elif len(other) == 1:
                 ((name, value),) = other.items()
@@ -361,24 +425,34 @@ class _Search:
         found = []
         for way in WAYS:
             if way not in self.question.ways:
-                other = self.other(dataclasses.replace(self.question, ways=(way,)), self.card)
-                option = other.first_that_fits()
+                option = self.other(self.card, ways=(way,))
                 found += [f"{option}"] if option else []
         nearest = min(options.values(), key=lambda option: option.missing).recipe
         length, _ = self.size(nearest, "seq_len")
         if length:
             found.append(f"sequences of {length:,} tokens, with {described(nearest)}")
+        for ranks in RANKS:
+            if ranks > self.question.ranks and self.question.effective_batch % ranks == 0:
+                option = self.other(self.card, ranks=ranks)
+                if option:
+                    found.append(f"{ranks} x {self.card.name}, with {option}")
+                    break
         for card in sorted(GPUS.values(), key=lambda card: card.total_memory):
             if card.total_memory > self.card.total_memory and _computes(card, self.question):
-                option = self.other(self.question, card).first_that_fits()
+                option = self.other(card)
                 if option:
                     found.append(f"{card.name}, with {option}")
                     break
-        return found or ["none of memlab's cards: see the book's chapter on more than one GPU"]
+        return found or ["none of memlab's cards: see the book's chapter 17-parallel"]
 
-    def other(self, question: Question, card: GPU) -> _Search:
-        """The search for another question or card."""
-        return _Search(question, card, self.margin, self.progress)
+    def other(self, card: GPU, **changes) -> Option | None:
+        """The best of what fits a card when the question is changed; None where nothing does."""
+        question = dataclasses.replace(self.question, **changes)
+        try:
+            search = _Search(question, card, self.margin, self.progress)
+        except ValueError:  # no adapters for this model, or no such way with ranks
+            return None
+        return search.first_that_fits()
 
     def first_that_fits(self) -> Option | None:
         """The best option as a simulation has it; None where none fits."""
@@ -405,7 +479,7 @@ def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
                 best = of_way[search.told(of_way)]
                 smallest[way] = None if best.missing else card.name
             else:
-                best = of_way[search.likely(of_way)]
+                best = search.best_by_formula(of_way)
             options[card.name][way] = search.named(best)
     bar.close()
     return Cards(question, options, smallest)
@@ -439,14 +513,23 @@ def combinations(
     if refused:
         excluded.append(f"LoRA and QLoRA ({refused})")
     found = []
+    shardings = ("ddp",)
+    if question.ranks > 1:
+        shardings = SHARDINGS
+        excluded.append("QLoRA (simulated on one rank only), zero1 (the states alone are split)")
     for way in question.ways:
-        if way == "qlora" and not bitsandbytes or way != "full" and refused:
+        if way == "qlora" and not (bitsandbytes and question.ranks == 1):
             continue
-        for precision in question.precisions or usual[way]:
-            for optimizer in optimizers if way == "full" else FOR_ADAPTERS:
-                if bitsandbytes or not optimizer.endswith("8bit"):
-                    for checkpointing in (False, True):
-                        found.append(Combination(way, precision, optimizer, checkpointing))
+        if way != "full" and refused:
+            continue
+        of_way = optimizers if way == "full" else FOR_ADAPTERS
+        every = itertools.product(
+            question.precisions or usual[way], of_way, (False, True), shardings
+        )
+        for precision, optimizer, checkpointing, sharding in every:
+            known = bitsandbytes or not optimizer.endswith("8bit")
+            if known and (sharding == "ddp" or optimizer in SHARED_OPTIMIZERS):
+                found.append(Combination(way, precision, optimizer, checkpointing, sharding))
     if not found:
         raise ValueError(f"ways is {question.ways!r}: {'; '.join(excluded)}")
     return found, tuple(excluded)
@@ -492,6 +575,16 @@ def decision(start: Option, footprint: Footprint, switches, room: int) -> tuple[
 
 
 # ---------------------------------------------------------------------- helpers
+
+_TRACES: dict[tuple, SizedLog] = {}  # the last ones of this process
+
+
+def _time(option: Option) -> float:
+    return option.seconds or float("inf")
+
+
+def _fitting(options: dict[Combination, Option]) -> dict[Combination, Option]:
+    return {one: option for one, option in options.items() if not option.missing}
 
 
 def is_paged(optimizer: str) -> bool:
@@ -568,12 +661,12 @@ def _trace_key(recipe: Recipe) -> tuple:
         recipe.precision,
         recipe.optimizer,
         recipe.checkpointing,
+        recipe.sharding,
     )
 
 
 def _with_rates(card: GPU) -> GPU:
     """The card; one that is only bytes is as quick as an A100, whose other rules it has."""
-    like = GPUS["A100-80GB"]
     if card.bandwidth is None:
-        return dataclasses.replace(card, rates=like.rates, bandwidth=like.bandwidth)
+        return dataclasses.replace(card, rates=LIKE.rates, bandwidth=LIKE.bandwidth)
     return card

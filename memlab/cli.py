@@ -12,6 +12,8 @@ from memlab.fields import described
 from memlab.gpus import find_gpu
 from memlab.recipe import Recipe
 
+LINK = "between ranks: nvlink, pcie, infiniband-400, ethernet-100, ethernet-10"
+
 
 def main(argv=None) -> int:
     """Run the command; returns the exit status.
@@ -46,13 +48,13 @@ def main(argv=None) -> int:
 def _plan(options) -> dict:
     from memlab.choosing import plan
 
-    fields = ("seq_len", "effective_batch", "ways", "precisions", "keep_quality")
-    asked = {name: getattr(options, name) for name in (*fields, "lora_rank", "task")}
+    fields = ("seq_len", "effective_batch", "ways", "precisions", "keep_quality", "lora_rank")
+    asked = {name: getattr(options, name) for name in (*fields, "task", "ranks", "link")}
     if options.margin is not None:
         asked["margin"] = options.margin
     if options.script:
-        if len(options.gpu) != 1:
-            raise ValueError("a script is for one card: name it with --gpu")
+        if len(options.gpu) != 1 or options.ranks > 1:
+            raise ValueError("a script is for one card: name it with --gpu, without --ranks")
         if Path(options.script).exists() and not options.force:
             raise ValueError(f"{options.script} is there already: --force writes over it")
     (cards,) = options.gpu if len(options.gpu) == 1 else (options.gpu or None,)
@@ -213,6 +215,8 @@ def _add_plan(add) -> None:
     add("--any-quality", dest="keep_quality", action="store_false", help=quality)
     add("--lora-rank", type=int, default=16, help=told["lora_rank"].metadata["help"])
     add("--task", help=told["task"].metadata["help"])
+    add("--ranks", type=int, default=1, help="cards of that kind that train together")
+    add("--link", help=LINK)
     add("--margin", type=float, help="share of what is predicted to keep free; 0.05 if none is")
     add("--script", metavar="FILE", help="writes a training script of the fastest")
     add("--api", default="trainer", help="of the script: trainer or accelerate")
@@ -253,7 +257,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(add)
     add = command("simulate", _simulate, "predict a step on a GPU that need not be there", [recipe])
     add("--gpu", type=_card, help="a card's name or a number of bytes; none means no limit")
-    add("--link", help="between ranks: nvlink, pcie, infiniband-400, ethernet-100, ethernet-10")
+    add("--link", help=LINK)
     sizes = ("batch-size", "seq-len")
     add("--largest", choices=sizes, help="with the largest one that fits the card, as plan has it")
     add = command("run", _run, "run a training script on a GPU that need not be there")

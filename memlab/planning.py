@@ -17,7 +17,7 @@ from memlab.fields import one_of
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, GPUS, find_gpu
 from memlab.recipe import Recipe
-from memlab.simulation import full_log, serve, serves
+from memlab.simulation import full_log, serve
 from memlab.sizing import SizedLog
 from memlab.trace.log import Log
 from memlab.units import MiB, mib
@@ -191,7 +191,7 @@ def largest_size(
         return recipe.but(**{field: steps * step})
 
     def fits(steps: int) -> bool:
-        return serves(sized(steps), log.at(sized(steps)), smaller)
+        return log.is_served(sized(steps), smaller)
 
     every = range(1, end // step + 1)
     last = bisect(every, smaller.usable, key=lambda steps: log.least(sized(steps)))

@@ -20,11 +20,12 @@ STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES)
 class Question:
     """What is to be trained, and what may change.
 
-    model, task, seq_len, lora_rank: as in `Recipe`. effective_batch: sequences of one optimizer
-    step. ways: of `WAYS`, first the one that the reader would start with. precisions: those of
-    `Recipe` that may be taken, None for those that the card is made for. keep_quality: without
-    what may train worse: weights in pure half precision that are trained, or trained without loss
-    scaling, and optimizers other than AdamW and Adafactor.
+    model, task, seq_len, lora_rank, ranks: as in `Recipe`; link: between ranks, as in `simulate`.
+    effective_batch: sequences of one optimizer step, of all ranks together. ways: of `WAYS`, first
+    the one that the reader would start with. precisions: those of `Recipe` that may be taken, None
+    for those that the card is made for. keep_quality: without what may train worse: weights in pure
+    half precision that are trained, or trained without loss scaling, and optimizers other than
+    AdamW and Adafactor.
     """
 
     model: Any
@@ -35,6 +36,8 @@ class Question:
     keep_quality: bool = True
     lora_rank: int = 16
     task: str | None = None
+    ranks: int = 1
+    link: str | None = None
 
     def __post_init__(self):
         for name in ("ways", "precisions"):
@@ -48,10 +51,13 @@ class Question:
             one_of("ways", way, WAYS)
         for precision in self.precisions or ():
             one_of("precisions", precision, COMPUTED_IN)
-        for name in ("seq_len", "effective_batch", "lora_rank"):
+        for name in ("seq_len", "effective_batch", "lora_rank", "ranks"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise wrong(name, value, "whole numbers from 1")
+        if self.effective_batch % self.ranks:
+            what = f"with ranks {self.ranks} multiples of it"
+            raise wrong("effective_batch", self.effective_batch, what)
 
     def as_dict(self) -> dict:
         """Plain JSON values."""
@@ -101,7 +107,7 @@ class Option:
     @property
     def samples_per_second(self) -> float | None:
         """Sequences a second, by the estimate."""
-        sequences = self.recipe.batch_size * self.recipe.accumulation
+        sequences = self.recipe.batch_size * self.recipe.accumulation * self.recipe.ranks
         return None if self.seconds is None else sequences / self.seconds
 
     def as_dict(self) -> dict:
@@ -147,6 +153,7 @@ def described(recipe: Recipe) -> str:
     """A recipe of a plan in words."""
     parts = [WAYS[way_of(recipe)], recipe.precision, recipe.optimizer]
     parts += ["checkpointing"] if recipe.checkpointing != "none" else []
+    parts += [recipe.sharding] if recipe.ranks > 1 else []
     parts.append(f"micro-batch {recipe.batch_size} x {recipe.accumulation}")
     return ", ".join(parts)
 
@@ -213,8 +220,10 @@ class Plan:
 
     def __str__(self) -> str:
         asked, lines = self.question, []
+        cards = f"{asked.ranks} x " if asked.ranks > 1 else ""
         lines.append(
-            f"{_model_name(asked.model)} on {self.card.name} ({gib(self.card.total_memory)}): "
+            f"{_model_name(asked.model)} on {cards}{self.card.name} "
+            f"({gib(self.card.total_memory)}): "
             f"{asked.effective_batch} sequences of {asked.seq_len:,} tokens a step"
         )
         same = self.fastest and self.roomiest and self.fastest.recipe == self.roomiest.recipe

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from memlab import models
+from memlab.card.loading import loaded_by_transformers, peak_reserved
 from memlab.footprint import Phase
 from memlab.gpus import GPU
 from memlab.recipe import Recipe
-from memlab.simulation import full_log
+from memlab.simulation import full_log, serves
 from memlab.trace.allocator import MIN_BLOCK
 from memlab.trace.events import Birth, Death, Mark, Step
 from memlab.trace.log import Event, Log
@@ -79,6 +80,7 @@ class SizedLog:
             for number, step in self._log.events()
         ]
         self._changes = self._of_second_step()
+        self._served: dict[int | None, list[tuple[int | None, Step, int]]] = {}
 
     def _place(self, birth: Birth) -> int:
         return self._places.setdefault(birth, len(self._places))
@@ -88,6 +90,25 @@ class SizedLog:
         log, sizes = self._log, self._sizes(recipe)
         births = [b._replace(nbytes=n) for b, n in zip(self._places, sizes, strict=True)]
         return _Resized(log.steps, log.weights, log.assumptions, known=self._events, births=births)
+
+    def is_served(self, recipe: Recipe, card: GPU) -> bool:
+        """Whether a card's allocator can serve a size: `serves`, without sorting events again.
+
+        In which order a quantized base is loaded, and by how large a block that is begun, is the
+        same at every size.
+        """
+        if recipe.base == "none":
+            return serves(recipe, self.at(recipe), card)
+        total = card.total_memory
+        if total not in self._served:
+            own = replace(recipe, batch_size=self._batch, seq_len=self._length)
+            self._served[total] = [
+                (number, step, self._places.get(step, -1))
+                for number, step in loaded_by_transformers(self.at(own), total)
+            ]
+        births = self.at(recipe).births
+        events = ((n, births[i] if i >= 0 else step) for n, step, i in self._served[total])
+        return peak_reserved(events, card.usable) is not None
 
     def least(self, recipe: Recipe) -> int:
         """Bytes below which no allocator can serve a size, in a fraction of a replay's time.

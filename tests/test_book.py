@@ -34,8 +34,15 @@ CHAPTERS = [page for page in PAGES if (ROOT / page).with_suffix(".ipynb").exists
 VIEWS = [(PHONE, "light"), (PHONE, "dark"), (DESKTOP, "light"), (DESKTOP, "dark")]
 
 pytestmark = pytest.mark.rendered
-every_page = pytest.mark.parametrize("page", PAGES)
-every_chapter = pytest.mark.parametrize("page", CHAPTERS)
+
+
+def of_pages(pages):
+    """A test of each page; those of one page in one process, which opens it once."""
+    groups = [pytest.param(page, marks=pytest.mark.xdist_group(page)) for page in pages]
+    return pytest.mark.parametrize("page", groups)
+
+
+every_page, every_chapter = of_pages(PAGES), of_pages(CHAPTERS)
 every_view = pytest.mark.parametrize("width, theme", VIEWS)
 
 

@@ -43,7 +43,7 @@ class Planner(Live):
         """The command that asks the same and writes the script."""
         asked, first = self.answer.question, Question(self.answer.question.model)
         words = ["memlab", "plan", "--model", asked.model, "--gpu", self.answer.card.name]
-        for name in ("seq_len", "effective_batch", "lora_rank"):
+        for name in ("seq_len", "effective_batch", "lora_rank", "ranks", "link"):
             if getattr(asked, name) != getattr(first, name):
                 words += [f"--{name.replace('_', '-')}", str(getattr(asked, name))]
         for name in ("ways", "precisions"):

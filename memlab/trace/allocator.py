@@ -28,16 +28,19 @@ class CapacityError(Exception):
 
 
 class Block:
-    """A piece of a segment: used by a tensor, or free and waiting in the cache."""
+    """A piece of a segment: used by a tensor, or free and waiting in the cache.
+
+    pool: the free blocks of its kind, as (size, address), of which it is one while it is free.
+    """
 
     __slots__ = (
-        *("address", "size", "small", "segment", "stream"),
+        *("address", "size", "small", "segment", "pool"),
         *("free", "before", "after", "requested"),
     )
 
-    def __init__(self, address, size, small, segment, stream=0):
+    def __init__(self, address, size, small, segment, pool):
         self.address, self.size, self.small, self.segment = address, size, small, segment
-        self.stream = stream
+        self.pool = pool
         self.free, self.before, self.after, self.requested = True, None, None, 0
 
     @property
@@ -136,8 +139,8 @@ class CachingAllocator:
         if best < len(free):
             block = self.blocks[free.pop(best)[1]]
         else:
-            block = self._new_segment(size, small, stream)
-        was_split, rest = block.is_split, block.size - size
+            block = self._new_segment(size, small, free)
+        was_split, rest = self.statistics and block.is_split, block.size - size
         splits = rest >= MIN_BLOCK if small else rest > SMALL_REQUEST
         if splits:
             self._split(block, size)
@@ -162,23 +165,23 @@ class CachingAllocator:
         before, after = block.before, block.after
         if before is not None and before.free:
             number, nbytes = 1, before.size
-            self._take(before)
+            _take(before)
             block = self._merge(before, block)
         if after is not None and after.free:
             number, nbytes = number + 1, nbytes + after.size
-            self._take(after)
+            _take(after)
             block = self._merge(block, after)
         if self.statistics:
             split = block.is_split
             self._count_inactive(block.small, split - number, split * block.size - nbytes)
-        insort(self._pool(block), (block.size, block.address))
+        insort(block.pool, (block.size, block.address))
 
     def empty_cache(self) -> None:
         """Return every wholly free segment to the device."""
         self.flushes += 1
         for stream, small in sorted(self._free, key=lambda pool: pool[::-1]):
-            kept = []
-            for size, address in self._free[stream, small]:
+            free, kept = self._free[stream, small], []
+            for size, address in free:
                 if size == self.blocks[address].segment:
                     self.reserved -= size
                     self.device_frees += 1
@@ -188,7 +191,7 @@ class CachingAllocator:
                     del self.blocks[address]
                 else:
                     kept.append((size, address))
-            self._free[stream, small] = kept
+            free[:] = kept
 
     # ------------------------------------------------------------------ what it can tell
 
@@ -251,16 +254,7 @@ class CachingAllocator:
 
     # ------------------------------------------------------------------ blocks and segments
 
-    def _pool(self, block):
-        """The free blocks of the pool that a block belongs to, as (size, address)."""
-        return self._free[block.stream, block.small]
-
-    def _take(self, block):
-        """Take a block out of the cache."""
-        free = self._pool(block)
-        free.pop(bisect_left(free, (block.size, block.address)))
-
-    def _new_segment(self, size, small, stream):
+    def _new_segment(self, size, small, pool):
         if small:
             segment = SMALL_SEGMENT
         elif size < MEDIUM_REQUEST:
@@ -275,7 +269,7 @@ class CachingAllocator:
                 self._note("oom", self.capacity - self.reserved, size)
                 raise CapacityError(segment)
         self._next_segment -= segment + LARGE_ROUND
-        block = Block(self._next_segment, segment, small, segment, stream)
+        block = Block(self._next_segment, segment, small, segment, pool)
         self.blocks[block.address] = block
         self.reserved += segment
         self.device_allocs += 1
@@ -289,14 +283,14 @@ class CachingAllocator:
 
     def _split(self, block, size):
         rest = Block(
-            block.address + size, block.size - size, block.small, block.segment, block.stream
+            block.address + size, block.size - size, block.small, block.segment, block.pool
         )
         rest.before, rest.after = block, block.after
         if block.after:
             block.after.before = rest
         block.size, block.after = size, rest
         self.blocks[rest.address] = rest
-        insort(self._pool(rest), (rest.size, rest.address))
+        insort(rest.pool, (rest.size, rest.address))
 
     def _merge(self, left, right):
         left.size, left.after = left.size + right.size, right.after
@@ -304,3 +298,8 @@ class CachingAllocator:
             right.after.before = left
         del self.blocks[right.address]
         return left
+
+
+def _take(block) -> None:
+    """Take a block out of the cache."""
+    block.pool.pop(bisect_left(block.pool, (block.size, block.address)))

@@ -3,12 +3,13 @@
 The layers of a transformer are alike, so a deeper model does the same things in the same order,
 only more often: in the log of its training each stage (building, forward, backward, every list
 of the optimizer step ...) has one block of events more for each layer more. The blocks are found
-by comparing the logs of the same model with two, three and four layers. Nothing is fitted: the
-log at full depth is written out event by event and an allocator serves it like any other, so
-peaks, reserved memory, timeline and running out of memory come out as at full depth.
+by comparing the logs of the same model with one, two and three layers, or with two, three and four
+where a model of one layer is another kind. Nothing is fitted: the log at full depth is written out
+event by event and an allocator serves it like any other, so peaks, reserved memory, timeline and
+running out of memory come out as at full depth.
 
-Where layers differ, or the three logs do not agree on the blocks, there is no answer and the
-model has to run at its full depth.
+Where layers differ, or three logs do not agree on the blocks, there is no answer and the model has
+to run at its full depth.
 """
 
 from collections import Counter
@@ -24,6 +25,7 @@ from memlab.trace.events import Step
 from memlab.trace.log import Log
 
 SHALLOW = (2, 3, 4)  # first and last layers are often special; 3 has one ordinary layer, 4 two
+FEWEST = (1, 2, 3)  # two thirds of the work, where the first and the last layer are ordinary ones
 DEEP = 12  # up to so many layers the model itself is as quick
 
 
@@ -32,34 +34,49 @@ def log_at_full_depth(recipe: Recipe, record: Callable[[Recipe], Log]) -> Log | 
 
     record: runs a recipe and returns its `Log`.
     """
-    shallow = shallow_recipes(recipe)
-    if shallow is None:
-        return None
-    try:
-        logs = [record(one) for one in shallow]
-    except ValueError:
-        return None  # said at full depth, about the model that was asked for
-    return extended(logs, models.config(recipe.model).num_hidden_layers)
+    logs: dict[int, Log] = {}
+    for depths in shallow_depths(recipe):
+        try:
+            for number in depths:
+                if number not in logs:
+                    logs[number] = record(with_layers(recipe, number))
+        except ValueError:
+            return None  # said at full depth, about the model that was asked for
+        three = [logs[number] for number in depths]
+        log = extended(three, models.config(recipe.model).num_hidden_layers, depths[1])
+        if log is not None:
+            return log
+    return None
 
 
-def shallow_recipes(recipe: Recipe) -> list[Recipe] | None:
-    """The recipe with 2, 3 and 4 layers; None where the model is not deep or layers differ."""
+def with_layers(recipe: Recipe, number: int) -> Recipe:
+    """The recipe for a model of so many layers."""
+    return replace(recipe, model=models.with_layers(recipe.model, number))
+
+
+def shallow_depths(recipe: Recipe) -> list[tuple[int, ...]]:
+    """The numbers of layers that may stand for the recipe's, the least work first.
+
+    Empty where the model is not deep or layers differ.
+    """
     config = models.config(recipe.model)
     layers = getattr(config, "num_hidden_layers", 0)
     if layers <= DEEP or (getattr(config, "num_decoder_layers", None) or layers) != layers:
-        return None
+        return []
     if recipe.ranks > 1 and recipe.sharding == "zero1":
-        return None  # which weights' states are this rank's, follows from all of them
+        return []  # which weights' states are this rank's, follows from all of them
     if not set(recipe.freeze) <= {"embeddings", "backbone"}:
-        return None  # single layers may be named
+        return []  # single layers may be named
     with torch.device("meta"):
         full = layer_stacks(models.build(config, recipe.task))
-        configs = [models.with_layers(config, number) for number in SHALLOW]
-        for number, short in zip(SHALLOW, configs, strict=True):
-            stacks = layer_stacks(models.build(short, recipe.task))
-            if not alike(full, layers, stacks, number):
-                return None
-    return [replace(recipe, model=short) for short in configs]
+
+        def stands_for_it(number):
+            short = models.build(models.with_layers(config, number), recipe.task)
+            return alike(full, layers, layer_stacks(short), number)
+
+        # Ranks fetch a layer's weights while another one is at work, so layers have neighbours.
+        tried = (SHALLOW,) if recipe.ranks > 1 else (FEWEST, SHALLOW)
+        return [depths for depths in tried if all(map(stands_for_it, depths))]
 
 
 def layer_stacks(model) -> dict[str, list]:
@@ -99,12 +116,15 @@ def alike(full, layers: int, short, number: int) -> bool:
     return any(len(stack) == layers for stack in full.values())
 
 
-def extended(logs: list[Log], layers: int) -> Log | None:
-    """The log with so many layers, from those with 2, 3 and 4; None where they disagree."""
+def extended(logs: list[Log], layers: int, middle: int = SHALLOW[1]) -> Log | None:
+    """The log with so many layers, from three; None where they disagree.
+
+    logs: of a layer less than `middle`, of so many, and of one more.
+    """
     blocks, (_, three, _), kinds = agreed_growth(logs)
     if blocks is None:
         return None
-    more = layers - SHALLOW[1]
+    more = layers - middle
     steps = [kinds[i] for i in repeated(three, blocks, more)]
     weights = deeper([log.weights for log in logs], more)
     work = deeper([log.work for log in logs], more)

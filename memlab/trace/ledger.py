@@ -1,5 +1,6 @@
 """The ledger of births and deaths, and what can be read from it: peak, breakdown, timeline."""
 
+import threading
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,6 +60,8 @@ class Ledger:
         self.start = 0  # the entry from which peaks count
         self._allocated = 0
         self._before = 0  # bytes that existed before the first entry
+        # A tensor dies in the thread that lets go of it last, which may be one of gloo's.
+        self._lock = threading.RLock()
 
     # ------------------------------------------------------------------ what happens
 
@@ -114,15 +117,16 @@ class Ledger:
         return storage
 
     def _enter(self, storage, change, phase) -> None:
-        self._allocated += change
-        allocated, reserved = self._allocated, 0
-        if self.allocator is not None:
-            allocated, reserved = self.allocator.allocated, self.allocator.reserved
-        self._numbers.append(storage.number)
-        self._changes.append(change)
-        self._phases.append(phase)
-        self._served.append(allocated)
-        self._reserved.append(reserved)
+        with self._lock:
+            self._allocated += change
+            allocated, reserved = self._allocated, 0
+            if self.allocator is not None:
+                allocated, reserved = self.allocator.allocated, self.allocator.reserved
+            self._numbers.append(storage.number)
+            self._changes.append(change)
+            self._phases.append(phase)
+            self._served.append(allocated)
+            self._reserved.append(reserved)
 
     # ------------------------------------------------------------------ what it tells
 
@@ -141,17 +145,18 @@ class Ledger:
 
     def footprint(self) -> Footprint:
         """The peak since the last `reset_peak`, by category."""
-        peak, peak_reserved, phase, index = self.peak()
-        breakdown = self._breakdown(index)
-        if self.allocator is not None:
-            breakdown[Category.ROUNDING] = peak - sum(breakdown.values())
-        return Footprint(
-            peak_allocated=peak,
-            peak_reserved=peak_reserved if self.allocator is not None else None,
-            breakdown=breakdown,
-            peak_phase=phase,
-            timeline=self._timeline(index),
-        )
+        with self._lock:
+            peak, peak_reserved, phase, index = self.peak()
+            breakdown = self._breakdown(index)
+            if self.allocator is not None:
+                breakdown[Category.ROUNDING] = peak - sum(breakdown.values())
+            return Footprint(
+                peak_allocated=peak,
+                peak_reserved=peak_reserved if self.allocator is not None else None,
+                breakdown=breakdown,
+                peak_phase=phase,
+                timeline=self._timeline(index),
+            )
 
     def _breakdown(self, index) -> dict[Category, int]:
         """Bytes by category after the entry `index`, with what existed before the first."""

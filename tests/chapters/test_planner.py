@@ -14,8 +14,9 @@ CHAPTER = Notebook("16-planner")
 DEEPER = Notebook("16-planner-deeper")
 NEEDS = "imports four-ways needs"
 FIGURE = "choice-figure choice-table"
-DATA = json.loads(resources.files("memlab.data").joinpath("questions.json").read_text())
-QUESTIONS = DATA["questions"]
+DATA = resources.files("memlab.data")
+QUESTIONS = json.loads(DATA.joinpath("questions.json").read_text())["questions"]
+ANSWERS = json.loads(DATA.joinpath("answers.json").read_text())["answers"]
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +135,19 @@ def test_the_page_tries_every_size_once():
     names = DEEPER.run("imports load")
     assert len(names["tries"]) == sum(len(q["fitted"] + q["failed"]) for q in QUESTIONS)
     assert sum(fitted for *_, fitted in names["tries"]) == sum(len(q["fitted"]) for q in QUESTIONS)
+
+
+@pytest.mark.parametrize("title", ["GPT-2 345M on one V100 with 16 GB", "Llama-2 7B with QLoRA on"])
+def test_what_is_kept_is_what_fits_says(title):
+    (asked,) = [q for q in QUESTIONS if q["title"].startswith(title)]
+    for size, kept in ANSWERS[asked["url"]].items():
+        said = fits(Recipe(batch_size=int(size), **asked["recipe"]), asked["gpu"])
+        assert said.footprint.peak_allocated == kept["peak_allocated_bytes"]
+        assert bool(said) == kept["fits"] and said.total_memory == kept["total_memory_bytes"]
+        # Reserved bytes shift with the order in which Python frees cycles of tensors.
+        assert said.needed == pytest.approx(kept["needed_bytes"], rel=5e-3)
+
+
+def test_every_try_has_its_answer():
+    asked = {q["url"]: {str(n) for n in q["fitted"] + q["failed"]} for q in QUESTIONS}
+    assert {url: set(said) for url, said in ANSWERS.items()} == asked

@@ -49,10 +49,14 @@ def at_full_depth(recipe, gpu=None):
     ],
 )
 def test_it_equals_full_depth(model, changes):
+    """From three logs, of the least layers and of one more."""
     recipe = Recipe(model=deep(model), seq_len=64, **changes)
-    log = depth.log_at_full_depth(recipe, log_of)
-    extended, full = serve(recipe, log, ANY_CARD), at_full_depth(recipe)
-    assert extended == full
+    logs = {n: log_of(depth.with_layers(recipe, n)) for n in range(1, 5)}
+    full = at_full_depth(recipe)
+    least = depth.log_at_full_depth(recipe, lambda short: logs[short.model.num_hidden_layers])
+    for log in (least, depth.extended([logs[n] for n in depth.SHALLOW], 6)):
+        extended = serve(recipe, log, ANY_CARD)
+        assert extended == full
     assert extended.timeline.phases == full.timeline.phases
 
 
@@ -66,10 +70,10 @@ def test_biases_that_are_cast_among_scales_of_their_size():
 def test_an_encoder_and_a_decoder_grow_together():
     recipe = Recipe(model=deep("t5-3b"), seq_len=64, checkpointing=True)
     assert simulate(recipe) == at_full_depth(recipe)
-    assert depth.shallow_recipes(recipe)
+    assert depth.shallow_depths(recipe) == [(2, 3, 4)]  # only first layers know distances
     uneven = models.config(recipe.model)
     uneven.num_decoder_layers = 2
-    assert depth.shallow_recipes(Recipe(model=uneven, seq_len=64)) is None
+    assert not depth.shallow_depths(Recipe(model=uneven, seq_len=64))
 
 
 def test_it_runs_out_of_memory_on_the_same_request():
@@ -98,7 +102,7 @@ def unequal_layers():
     ],
 )
 def test_what_it_leaves_to_the_full_depth(changes):
-    assert depth.shallow_recipes(Recipe(**{"seq_len": 64} | changes)) is None
+    assert not depth.shallow_depths(Recipe(**{"seq_len": 64} | changes))
 
 
 def log(letters):

@@ -1,5 +1,8 @@
 """What a log of births and deaths gives: peaks, breakdowns, timelines and lives."""
 
+import sys
+import threading
+
 import pytest
 
 from memlab.footprint import Phase
@@ -86,3 +89,22 @@ def test_with_an_allocator_blocks_and_segments_count():
     assert found.breakdown["rounding"] == 24 + 511
     assert found.peak_reserved == 2 * MiB + 20 * MiB
     assert found.timeline.levels["rounding"] == [0, 24, 24 + 511, 511]
+
+
+def test_what_dies_in_another_thread_disturbs_no_footprint():
+    ledger = Ledger()
+    shared = [ledger.birth(8, "temporary", FORWARD) for _ in range(2_000)]
+
+    def lets_go():
+        for storage in shared:
+            ledger.death(storage, FORWARD)
+
+    other = threading.Thread(target=lets_go)
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    other.start()
+    told = [ledger.footprint().peak_allocated]
+    while other.is_alive():
+        told.append(ledger.footprint().peak_allocated)
+    sys.setswitchinterval(usual)
+    assert set(told) == {8 * len(shared)}

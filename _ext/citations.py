@@ -1,0 +1,59 @@
+"""Citations that read as text wherever a chapter is opened.
+
+A role such as cite shows as raw text on Colab, Kaggle and in JupyterLab. So notebooks have a link,
+`[[Dettmers et al., 2023]](references.md#dettmers2023qlora)`, several works with a comma between
+their keys, which becomes the role when a page is read. What the brackets say must be the works'
+authors and years.
+"""
+
+import re
+from functools import cache
+from pathlib import Path
+
+from pybtex.database import parse_file
+from pybtex.richtext import Text
+from sphinx.util import logging
+
+LINK = re.compile(r"\[\[([^\]]+)\]\]\(references\.md#([^)]+)\)")
+BIBLIOGRAPHY = Path(__file__).resolve().parent.parent / "references.bib"
+logger = logging.getLogger(__name__)
+
+
+@cache
+def works():
+    return parse_file(str(BIBLIOGRAPHY)).entries
+
+
+def named(keys: str) -> str:
+    """Authors and years of the works of these keys, as `bibtex_reference_style` prints them.
+
+    Raises KeyError for a key that references.bib lacks.
+    """
+    return "; ".join(map(_named, keys.split(",")))
+
+
+def _named(key):
+    entry = works()[key]
+    people = [" ".join(person.last_names) for person in entry.persons["author"]]
+    last = [str(Text.from_latex(name)) for name in people]
+    authors = f"{last[0]} et al." if len(last) > 2 else " and ".join(last)
+    return f"{authors}, {entry.fields.get('year', 'n.d.')}"
+
+
+def links_become_citations(app, docname, source):
+    def citation(link):
+        text, keys = link.groups()
+        try:
+            wanted = named(keys)
+        except KeyError as error:
+            wanted = f"nothing: references.bib has no {error}"
+        if text != wanted:
+            logger.warning("a link says %r where the work is %s", text, wanted, location=docname)
+        return f"{{cite}}`{keys}`"
+
+    source[0] = LINK.sub(citation, source[0])
+
+
+def setup(app):
+    app.connect("source-read", links_become_citations)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
