@@ -2,7 +2,6 @@
 
 import importlib
 import logging
-import warnings
 
 import torch
 from transformers.pytorch_utils import Conv1D
@@ -26,8 +25,12 @@ def import_bitsandbytes(wanted_by: str):
         ) from None
 
 
-def quantize_base(model: torch.nn.Module, recipe: Recipe) -> None:
+def quantize_base(
+    model: torch.nn.Module, recipe: Recipe, storage: torch.dtype = torch.uint8
+) -> None:
     """Replace the linear layers by bitsandbytes' 4-bit or 8-bit ones, in place.
+
+    storage: the dtype that 4-bit weights are said to have (`bnb_4bit_quant_storage`).
 
     Their weights are quantized when the model is moved to its device, as bitsandbytes does. What
     transformers leaves alone stays as it is: the head of a language model, tied weights and what a
@@ -42,12 +45,12 @@ def quantize_base(model: torch.nn.Module, recipe: Recipe) -> None:
     kept += model._keep_in_fp32_modules or ()
     for name, module in list(model.named_modules()):
         if isinstance(module, (torch.nn.Linear, Conv1D)) and should_convert_module(name, kept):
-            model.set_submodule(name, _quantized_linear(bitsandbytes, module, recipe))
+            model.set_submodule(name, _quantized_linear(bitsandbytes, module, recipe, storage))
     model.is_loaded_in_8bit = recipe.base == "int8"  # as from_pretrained tells peft
     model.is_loaded_in_4bit = not model.is_loaded_in_8bit
 
 
-def _quantized_linear(bitsandbytes, module, recipe: Recipe):
+def _quantized_linear(bitsandbytes, module, recipe: Recipe, storage):
     weight = module.weight.data
     if isinstance(module, Conv1D):
         weight = weight.T.contiguous()
@@ -56,13 +59,15 @@ def _quantized_linear(bitsandbytes, module, recipe: Recipe):
         layer = bitsandbytes.nn.Linear8bitLt(1, 1, has_fp16_weights=False, threshold=6.0)
         layer.weight = bitsandbytes.nn.Int8Params(weight, requires_grad=False)
     else:
-        layer = bitsandbytes.nn.Linear4bit(1, 1, compute_dtype=COMPUTE_DTYPES[recipe.compute_dtype])
+        compute = COMPUTE_DTYPES[recipe.compute_dtype]
+        layer = bitsandbytes.nn.Linear4bit(1, 1, compute_dtype=compute, quant_storage=storage)
         layer.weight = bitsandbytes.nn.Params4bit(
             weight,
             requires_grad=False,
             blocksize=recipe.block_size,
             compress_statistics=recipe.double_quant,
             quant_type=recipe.base,
+            quant_storage=storage,
             module=layer,
         )
     layer.bias = module.bias
@@ -72,14 +77,26 @@ def _quantized_linear(bitsandbytes, module, recipe: Recipe):
 
 
 def cast_the_rest(model: torch.nn.Module) -> None:
-    """Cast what is not quantized to fp32, as peft does before it adds adapters."""
-    import peft
+    """Freeze everything and cast what is not quantized to fp32.
 
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", FutureWarning
-        )  # peft asks by a name that transformers drops
-        peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    As peft's `prepare_model_for_kbit_training` does before adapters are added, which knows
+    quantized weights by their dtype or class, and so only those that are quantized already.
+    """
+    quantized = {id(layer.weight) for layer in quantized_layers(model)}
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        half = parameter.dtype in (torch.float16, torch.bfloat16)
+        if half and id(parameter) not in quantized:
+            parameter.data = parameter.data.float()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def quantized_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers whose weights are quantized, or are to be when they move."""
+    nn = importlib.import_module("bitsandbytes.nn")
+    kinds = nn.Linear4bit, nn.Linear8bitLt
+    return [module for module in model.modules() if isinstance(module, kinds)]
 
 
 def numel(parameter: torch.nn.Parameter) -> int:

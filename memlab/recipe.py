@@ -33,7 +33,7 @@ COMPUTED_IN = {
 
 
 FULLY_SHARDED = ("zero2", "zero3")  # by FSDP2's fully_shard
-SHARED_OPTIMIZERS = ("adamw_torch", "adamw_torch_loop", "adamw_torch_fused", "sgd")
+SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_loop", "adamw_torch_fused", "sgd")
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,8 @@ class Recipe:
     )
     sharding: str = field(
         "ddp",
-        "what the ranks split among them; gradients are reduced after every micro-batch",
+        "what the ranks split among them; gradients are reduced after the last micro-batch, as "
+        "Accelerate and the Trainer do",
         {
             "ddp": "nothing, DistributedDataParallel sums the gradients in buckets",
             "zero1": "optimizer states, ZeroRedundancyOptimizer beside DistributedDataParallel",
@@ -218,24 +219,23 @@ class Recipe:
 
     def _check_ranks(self) -> None:
         """Raise ValueError where ranks cannot train so."""
-        if self.sharding == "ddp" and self.base == "none":
+        if self.sharding == "ddp":
             return
         if self.ranks == 1:
-            if self.sharding != "ddp":
-                raise ValueError(
-                    f"sharding is {self.sharding!r} and ranks is 1: one rank has nothing to split, "
-                    "allowed are whole numbers from 2"
-                )
-            return
-        if self.base != "none":
             raise ValueError(
-                f"base is {self.base!r} and ranks is {self.ranks}: quantized weights are simulated "
-                "on one rank only, allowed is none"
+                f"sharding is {self.sharding!r} and ranks is 1: one rank has nothing to split, "
+                "allowed are whole numbers from 2"
             )
-        if self.optimizer not in SHARED_OPTIMIZERS:
+        if self.base == "int8" and self.sharding in FULLY_SHARDED:
             raise ValueError(
-                f"optimizer is {self.optimizer!r} and sharding is {self.sharding!r}: allowed are "
-                f"{', '.join(SHARED_OPTIMIZERS)}"
+                f"base is 'int8' and sharding is {self.sharding!r}: bitsandbytes' 8-bit layers "
+                "cannot be split, allowed are nf4, fp4, or sharding ddp or zero1"
+            )
+        if self.optimizer not in SHARDED_OPTIMIZERS and self.sharding in FULLY_SHARDED:
+            raise ValueError(
+                f"optimizer is {self.optimizer!r} and sharding is {self.sharding!r}: it takes no "
+                f"parts of weights, allowed are {', '.join(SHARDED_OPTIMIZERS)}, or sharding ddp "
+                "or zero1"
             )
 
     @property

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from memlab import quantized
 from memlab.recipe import FULLY_SHARDED, Recipe
 
 
@@ -48,8 +52,47 @@ def share(model: torch.nn.Module, recipe: Recipe, device: torch.device, half=Non
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half and torch.float32)
     after_forward = recipe.sharding == "zero3"
     for layer in [*layers_of(model), model]:
+        layer.to(device)  # quantized, if it is to be, and moved
         fully_shard(layer, mesh=mesh, reshard_after_forward=after_forward, mp_policy=policy)
+    for layer in quantized.quantized_layers(model) if recipe.base != "none" else ():
+        layer.weight.quant_state = layer.quant_state  # which each rank keeps whole
     return model
+
+
+@contextlib.contextmanager
+def not_reduced(model: torch.nn.Module):
+    """A backward pass whose gradients each rank keeps for itself, whole, to add to them.
+
+    As Accelerate's `no_sync`, and so the Trainer's, in all micro-batches but the last.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    elif isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+    else:
+        yield
+
+
+def check_split(model: torch.nn.Module, ranks: int) -> None:
+    """Raise ValueError unless this process holds only its part of a model.
+
+    ranks: among which the first dimension of every weight is divided, up to a whole row. A launcher
+    may start so many processes and split nothing, as Accelerate's FSDP where there is no GPU: each
+    then trains the whole model, and nothing says so.
+    """
+    weights = list(model.parameters())
+    held = sum((w.to_local() if isinstance(w, DTensor) else w).numel() for w in weights)
+    part = sum(-(len(w) // -ranks) * w[:1].numel() for w in weights)
+    if held > part:
+        raise ValueError(
+            f"this process holds {held:,} of {sum(w.numel() for w in weights):,} weights: of "
+            f"{ranks} ranks each has at most {part:,}, the model is not split"
+        )
 
 
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -37,7 +37,8 @@ def simulate(
     Two steps run; the second is counted, because optimizer states appear in the first. Of a model
     with many equal layers only a few run, and `memlab.trace.depth` writes the others into the log.
 
-    A quantized base comes to the card as today's `from_pretrained` loads it. The order leaves
+    A quantized base comes to the card as today's `from_pretrained` loads it, or one layer after the
+    other where ranks split it. The order leaves
     other free blocks behind, and so other rests of split ones, than a model that is moved whole,
     as `memlab.measure` moves it: `reserved_range` holds the lowest and the highest peak reserved of
     the orders that `memlab.card.loading` tries, which are a sample and no proven bound.
@@ -92,19 +93,24 @@ def serve(recipe: Recipe, log: Log, card: GPU, link: str | None = None) -> Footp
     """The footprint of a recipe's log, served by this card's allocator."""
     ledger = Ledger(CardMemory(card, statistics=False))
     samples = recipe.batch_size * recipe.accumulation
-    if recipe.base == "none":
+    if not _comes_by_weight(recipe):
         replay(log.events(), ledger)
         return card_footprint(ledger, log, samples, link)
     replay(loaded_by_transformers(log, card.total_memory), ledger)
-    footprint = card_footprint(ledger, log, samples)
+    footprint = card_footprint(ledger, log, samples, link)
     return replace(footprint, reserved_range=reserved_range(log, card.usable, card.total_memory))
 
 
 def serves(recipe: Recipe, log: Log, card: GPU) -> bool:
     """Whether this card's allocator can serve a recipe's log: `serve` without a footprint."""
-    quantized = recipe.base != "none"
-    events = loaded_by_transformers(log, card.total_memory) if quantized else log.events()
+    by_weight = _comes_by_weight(recipe)
+    events = loaded_by_transformers(log, card.total_memory) if by_weight else log.events()
     return peak_reserved(events, card.usable) is not None
+
+
+def _comes_by_weight(recipe: Recipe) -> bool:
+    """Whether `from_pretrained` loads the model and quantizes it, and not `sharding.share`."""
+    return recipe.base != "none" and not is_moved_by_sharding(recipe)
 
 
 def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None) -> Log:
@@ -120,9 +126,9 @@ def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None) -> Lo
     with _OwnLoop(gpu.without_limit(), ranks=recipe.ranks) as simulated:
         training = (loop or two_steps)(recipe, simulated)
         marks = loaded_weights(simulated.tracer, training)
-        # Of more than two micro-batches two ran; the others do what the second did.
-        work = simulated.tracer.work.of_step
-        work = without_trifles(repeat_micro_batch(work, max(1, recipe.accumulation - 1)))
+        # Of more micro-batches some ran; the others do what the second did.
+        times = max(1, recipe.accumulation - _unlike(recipe) + 1)
+        work = without_trifles(repeat_micro_batch(simulated.tracer.work.of_step, times))
         return Log.of(simulated.tracer, training.model, marks, numbered, work)
 
 
@@ -135,14 +141,22 @@ class _OwnLoop(SimulatedGPU):
 def two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
     """Train two steps on a card that is entered, and count the second."""
     training = built(recipe, simulated)
-    # From the third micro-batch on, each repeats the bytes of the second; only its loss, a
-    # number of 512 bytes as an allocator's block, would be added.
-    held, training.batches = training.batches, training.batches[:2]
+    # The others repeat the bytes of the second; only the loss of each, a number of 512 bytes as an
+    # allocator's block, would be added.
+    held, training.batches = training.batches, training.batches[: _unlike(recipe)]
     for _ in tqdm(range(2), f"simulating {recipe.model_name}", leave=False, delay=2):
         simulated.reset_peak()
         training.step()
     training.batches = held
     return training
+
+
+def _unlike(recipe: Recipe) -> int:
+    """How many micro-batches of a step differ: the first makes gradients, the second adds to them.
+
+    Of several ranks the last reduces them, too.
+    """
+    return 2 if recipe.ranks == 1 else 3
 
 
 def built(recipe: Recipe, simulated: SimulatedGPU) -> Training:

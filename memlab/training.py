@@ -43,11 +43,14 @@ class Training:
         dtype = PURE.get(recipe.precision, torch.float32)
         if recipe.base != "none":
             dtype = quantized.COMPUTE_DTYPES[recipe.compute_dtype]
+        self._sharded = sharding.is_moved_by_sharding(recipe)
+        half = AUTOCAST.get(recipe.precision) if self._sharded else None
+        # What is gathered may be cast on the way: 4-bit weights come as what is none.
+        stored_as = [half or dtype] if self._sharded else []
         with built_in or contextlib.nullcontext():
             self.model = models.build(config, recipe.task, dtype, recipe.attention, seed)
             if recipe.base != "none":
-                quantized.quantize_base(self.model, recipe)
-        self._sharded = sharding.is_moved_by_sharding(recipe)
+                quantized.quantize_base(self.model, recipe, *stored_as)
         if not self._sharded:
             self.model.to(self.device)
         if recipe.base != "none" and recipe.upcast:
@@ -61,7 +64,6 @@ class Training:
             enable = getattr(model, "activation_checkpointing_enable", None)
             enable = enable or model.gradient_checkpointing_enable  # its older name
             enable({"use_reentrant": recipe.checkpointing == "reentrant"})
-        half = AUTOCAST.get(recipe.precision) if self._sharded else None
         self.model = sharding.share(self.model, recipe, self.device, half)
         self.optimizer = make_optimizer(recipe, self.model)
         self.batches = make_batches(recipe, config, self.device, seed, rank)
@@ -74,12 +76,17 @@ class Training:
         return sum(loss.item() for loss in losses)
 
     def make_gradients(self) -> list[torch.Tensor]:
-        """Forward and backward of each micro-batch; returns its share of the mean loss."""
+        """Forward and backward of each micro-batch; returns its share of the mean loss.
+
+        Ranks reduce their gradients in the last one only.
+        """
         losses = []
-        for batch in self.batches:
-            with self.autocast():
-                loss = self.model(**batch).loss / self.recipe.accumulation
-            self.scaler.scale(loss).backward()
+        for number, batch in enumerate(self.batches, 1):
+            last = number == len(self.batches)
+            with contextlib.nullcontext() if last else sharding.not_reduced(self.model):
+                with self.autocast():
+                    loss = self.model(**batch).loss / self.recipe.accumulation
+                self.scaler.scale(loss).backward()
             losses.append(loss.detach())
         return losses
 
@@ -222,32 +229,30 @@ def make_optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimi
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if recipe.optimizer.endswith("8bit"):
-        return _bitsandbytes_optimizer(recipe.optimizer, parameters, model)
+        return _bitsandbytes_optimizer(recipe, parameters, model)
+    kind = torch.optim.AdamW
     if recipe.optimizer == "adafactor":
         from transformers.optimization import Adafactor
 
-        return Adafactor(parameters, LEARNING_RATE, scale_parameter=False, relative_step=False)
-    if recipe.optimizer == "sgd":
-        settings = {"lr": LEARNING_RATE, "momentum": 0.9, "foreach": True}
-        return sharding.shared_optimizer(recipe, parameters, torch.optim.SGD, **settings)
-    kind = {
-        "adamw_torch": {"foreach": True},
-        "adamw_torch_loop": {"foreach": False},
-        "adamw_torch_fused": {"fused": True},
-    }[recipe.optimizer]
-    return sharding.shared_optimizer(
-        recipe, parameters, torch.optim.AdamW, lr=LEARNING_RATE, **kind
-    )
+        kind, settings = Adafactor, {"scale_parameter": False, "relative_step": False}
+    elif recipe.optimizer == "sgd":
+        kind, settings = torch.optim.SGD, {"momentum": 0.9, "foreach": True}
+    elif recipe.optimizer == "adamw_torch_fused":
+        settings = {"fused": True}
+    else:
+        settings = {"foreach": recipe.optimizer == "adamw_torch"}
+    return sharding.shared_optimizer(recipe, parameters, kind, lr=LEARNING_RATE, **settings)
 
 
-def _bitsandbytes_optimizer(name, parameters, model):
-    bitsandbytes = quantized.import_bitsandbytes(name)
+def _bitsandbytes_optimizer(recipe, parameters, model):
+    bitsandbytes = quantized.import_bitsandbytes(recipe.optimizer)
     kinds = {
         "adamw_8bit": bitsandbytes.optim.AdamW8bit,
         "paged_adamw_8bit": bitsandbytes.optim.PagedAdamW8bit,
         "lion_8bit": bitsandbytes.optim.Lion8bit,
     }
-    optimizer = kinds[name](parameters, lr=LEARNING_RATE)
+    kind = kinds[recipe.optimizer]
+    optimizer = sharding.shared_optimizer(recipe, parameters, kind, lr=LEARNING_RATE)
     # The process's one manager would hand these overrides to later optimizers, by the position of
     # the weight, and hold the model for ever: this optimizer gets a manager of its own.
     manager = object.__new__(bitsandbytes.optim.GlobalOptimManager)
@@ -255,7 +260,7 @@ def _bitsandbytes_optimizer(name, parameters, model):
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):
             manager.register_module_override(module, "weight", {"optim_bits": 32})
-    optimizer.mng = manager
+    getattr(optimizer, "optim", optimizer).mng = manager  # a shared one has it do the work
     return optimizer
 
 

@@ -1,9 +1,13 @@
 """Ranks that are really there: processes on the CPU, joined by gloo, each measured by the Meter."""
 
 import contextlib
+import multiprocessing
 import os
+import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,8 +28,13 @@ def run_ranks(ranks: int, work, *given, folder: Path, seconds: float = 240) -> l
     meet by a file, so that no port is taken. All ranks are ended when one fails or `seconds` have
     passed. Raises RankFailed, with the rank's own words.
     """
+    # Ranks are copies of one process that has the libraries and nothing else: importing takes each
+    # five seconds.
+    multiprocessing.set_forkserver_preload([__name__])
+    with mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(sys.path)}):
+        forkserver.ensure_running()
     context = processes.start_processes(
-        _run_rank, (ranks, work, given, folder), ranks, join=False, start_method="spawn"
+        _run_rank, (ranks, work, given, folder), ranks, join=False, start_method="forkserver"
     )
     end = time.monotonic() + seconds
     try:
@@ -58,7 +67,7 @@ def measured(recipe):
     a moment longer than its collective takes.
     """
     training = Training(recipe)
-    training.model.eval()  # no dropout, which every rank would draw for itself
+    without_dropout(training)
     losses, footprints = [training.step() for _ in range(2)], []
     first = not dist.is_initialized() or dist.get_rank() == 0
     for _ in range(2):
@@ -69,6 +78,15 @@ def measured(recipe):
             losses.append(training.step())
         footprints.append(meter.footprint)
     return min(footprints, key=lambda one: one.peak_allocated, default=None), losses
+
+
+def without_dropout(training) -> None:
+    """Every rank would draw its own.
+
+    In a model that is not trained, though, bitsandbytes packs 4-bit weights for the CPU: the model
+    with those has no dropout.
+    """
+    training.model.train(training.recipe.base != "none")
 
 
 def measured_one_after_the_other(recipes):

@@ -5,11 +5,13 @@ fake tensors alike. It looks at storages rather than tensors, because views shar
 and it keeps a weak reference to each, so it prolongs no life. Everything is in bytes.
 """
 
+import contextlib
 import functools
 import weakref
 from unittest import mock
 
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -205,8 +207,18 @@ class Tracer(Ledger, TorchDispatchMode):
                 self.resized(data)
             return result
 
-        self._told = mock.patch.object(torch.UntypedStorage, "resize_", resize_and_tell)
-        self._told.__enter__()
+        keep = FSDPParam.to_accumulated_grad_if_needed
+
+        def keep_and_tell(shared):
+            keep(shared)
+            self._see_kept(shared)
+
+        self._told = contextlib.ExitStack()
+        for target, replacement in (
+            (torch.UntypedStorage, {"resize_": resize_and_tell}),
+            (FSDPParam, {"to_accumulated_grad_if_needed": keep_and_tell}),
+        ):
+            self._told.enter_context(mock.patch.multiple(target, **replacement))
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -259,6 +271,14 @@ class Tracer(Ledger, TorchDispatchMode):
             for tensor in args[0]:  # the bucket of DistributedDataParallel
                 if self.phase() == Phase.BACKWARD:
                     self.see(tensor, Category.GRADIENTS, existed=True)
+
+    def _see_kept(self, shared: FSDPParam) -> None:
+        """A gradient that FSDP does not reduce after this micro-batch stays whole."""
+        kept = shared.unsharded_accumulated_grad
+        kept = shared.unsharded_param.grad if kept is None else kept
+        if kept is not None:
+            self.see(kept, Category.GRADIENTS)
+            self._same_module(kept, shared.sharded_param)
 
     def _see_argument(self, tensor) -> None:
         data = tensor.untyped_storage()

@@ -5,14 +5,25 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import FullyShardedDataParallelPlugin
 from helpers import one_line
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import Trainer
 
 from memlab import Recipe, SimulatedGPU, simulate
 from memlab.card.places import NotSimulated
+from memlab.models import build, config
+from memlab.sharding import check_split
 
 MiB = 2**20
 WIDE, LAYERS = 1024, 4
@@ -141,11 +152,103 @@ def test_every_run_of_a_rank_is_the_same():
     assert first == second
 
 
+def test_ddp_of_a_static_graph_keeps_gradients_once():
+    with SimulatedGPU(ranks=4) as gpu:
+        start()
+        net = model().cuda()
+        net = DistributedDataParallel(net, static_graph=True, gradient_as_bucket_view=True)
+        footprint = two_steps(gpu, net, torch.optim.SGD(net.parameters(), foreach=False))
+    assert of_category(footprint, "gradients") == (LAYERS + 1) * LAYER
+
+
+PLAN = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel()}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_tensor_parallel_layers_are_split_with_their_gradients_and_states(replicas):
+    """Alone, and inside fully_shard, which splits each part again."""
+    with SimulatedGPU(ranks=4) as gpu:
+        names = "copies", "parts"
+        mesh = dist.init_device_mesh("cuda", (replicas, 4 // replicas), mesh_dim_names=names)
+        net = parallelize_module(model().cuda(), mesh["parts"], PLAN | {"3": RowwiseParallel()})
+        if replicas > 1:
+            for layer in [*net, net]:
+                fully_shard(layer, mesh=mesh["copies"])
+        footprint = two_steps(gpu, net, torch.optim.AdamW(net.parameters()))
+    share = LAYERS * LAYER // 4
+    assert of_category(footprint, "parameters") == share
+    assert of_category(footprint, "gradients") == share
+    assert of_category(footprint, "optimizer_states") == 2 * share
+
+
+def test_what_is_offloaded_is_on_the_card_for_a_layer_only():
+    with SimulatedGPU(ranks=4) as gpu:
+        mesh, net = dist.init_device_mesh("cuda", (4,)), model()
+        for layer in [*net, net]:
+            fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy())
+        footprint = two_steps(gpu, net, torch.optim.AdamW(net.parameters()))
+    assert net[0].weight.device.type == "cpu"
+    for category in ("parameters", "gradients", "optimizer_states"):
+        assert of_category(footprint, category) == 0
+    assert LAYER < of_category(footprint, "temporary") <= 5 * LAYER
+
+
+@pytest.fixture
+def accelerate_forgets():
+    """Accelerate keeps what it found of the ranks for the life of a process."""
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.usefixtures("accelerate_forgets")
+def test_accelerate_shards_by_its_plugin():
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=100
+    )
+    with SimulatedGPU(ranks=4) as gpu:
+        accelerator, net = Accelerator(fsdp_plugin=plugin), model()
+        net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+        footprint = two_steps(gpu, net, optimizer)
+        assert accelerator.distributed_type == "FSDP" and accelerator.num_processes == 4
+        check_split(net, 4)
+    assert of_category(footprint, "parameters") == LAYERS * LAYER // 4
+    assert of_category(footprint, "optimizer_states") == 2 * LAYERS * LAYER // 4
+
+
+@pytest.mark.usefixtures("accelerate_forgets")
+@pytest.mark.parametrize("sharding", ["ddp", "zero3"])
+def test_the_trainer_holds_what_the_recipe_holds(sharding, tmp_path):
+    recipe = Recipe("llama-3-8b-tiny", seq_len=32, ranks=4, sharding=sharding)
+    more = {"max_steps": 2, "save_strategy": "no", "disable_tqdm": True}
+    if sharding == "zero3":
+        more |= {"fsdp": True, "fsdp_config": {"version": 2, **FSDP_OF_LLAMA}}
+    tokens = torch.zeros(32, dtype=torch.long)
+    with SimulatedGPU(ranks=4) as gpu:
+        trainer = Trainer(
+            build(config(recipe.model), recipe.task),
+            recipe.training_arguments(tmp_path, **more),
+            train_dataset=[{"input_ids": tokens, "labels": tokens}] * 8,
+        )
+        trainer.train()
+    held, said = (of.timeline.levels for of in (gpu.footprint, simulate(recipe)))
+    assert max(held["parameters"]) >= max(said["parameters"])
+    for category in ("gradients", "optimizer_states"):
+        assert max(held[category]) == pytest.approx(max(said[category]), rel=1e-4), category
+
+
+FSDP_OF_LLAMA = {
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+    "reshard_after_forward": True,
+}
+
+
 # ---------------------------------------------------------------------- the link
 
 
 def test_a_slower_link_takes_longer_and_carries_the_same():
-    recipe = Recipe("gpt2", seq_len=128, ranks=8, sharding="zero3", precision="bf16-amp")
+    recipe = Recipe("gpt2-tiny", seq_len=32, ranks=8, sharding="zero3", precision="bf16-amp")
     fast, slow = (simulate(recipe, "H100", link).step_seconds for link in (None, "ethernet-10"))
     assert fast.sent == slow.sent > 0
     assert slow.parts["communication"] > fast.parts["communication"]
