@@ -36,7 +36,7 @@ from memlab.plans import (
     described,
     way_of,
 )
-from memlab.recipe import SHARED_OPTIMIZERS, Recipe
+from memlab.recipe import SHARDED_OPTIMIZERS, Recipe
 from memlab.simulation import only_new_garbage, simulate
 from memlab.sizing import SizedLog
 from memlab.splitting import shared
@@ -528,7 +528,7 @@ def combinations(
         )
         for precision, optimizer, checkpointing, sharding in every:
             known = bitsandbytes or not optimizer.endswith("8bit")
-            if known and (sharding == "ddp" or optimizer in SHARED_OPTIMIZERS):
+            if known and (sharding == "ddp" or optimizer in SHARDED_OPTIMIZERS):
                 found.append(Combination(way, precision, optimizer, checkpointing, sharding))
     if not found:
         raise ValueError(f"ways is {question.ways!r}: {'; '.join(excluded)}")

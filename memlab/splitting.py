@@ -14,7 +14,8 @@ from memlab.footprint import Category, Footprint, StepTime
 from memlab.recipe import COMPUTED_IN, FULLY_SHARDED, Recipe
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-SPLIT = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES)
+SPLIT_ALWAYS = (Category.PARAMETERS, Category.OPTIMIZER_STATES)
+SPLIT = (*SPLIT_ALWAYS, Category.GRADIENTS)
 FETCHED = 2  # layers whose weights are here at once: the one at work, and the next
 
 
@@ -33,11 +34,14 @@ def shared(recipe: Recipe, alone: Footprint, rate: float) -> Footprint:
     half = BYTES[COMPUTED_IN[recipe.precision]]
     kept = 2 if recipe.precision in BYTES and half == 2 else 4
     weights, trained = alone.parameters, alone.trainable_parameters
+    once = (4 if half != kept else kept) * trained  # reduced after the last micro-batch
     if sharded:
-        gone = {name: round(alone.breakdown[name] * others) for name in SPLIT}
+        # Until then they stay whole.
+        split = SPLIT if recipe.accumulation == 1 else SPLIT_ALWAYS
+        gone = {name: round(alone.breakdown[name] * others) for name in split}
         made = half * (weights if recipe.sharding == "zero2" else _at_once(recipe, weights))
         times = 1 if recipe.sharding == "zero2" else 2
-        sent = times * half * weights + (4 if half != kept else kept) * trained
+        sent = times * half * weights * recipe.accumulation + once
     else:
         gone = {Category.GRADIENTS: -kept * trained}
         made, sent = 0, 2 * kept * trained
@@ -45,7 +49,7 @@ def shared(recipe: Recipe, alone: Footprint, rate: float) -> Footprint:
     for name, nbytes in gone.items():
         breakdown[name] -= nbytes
     breakdown[Category.TEMPORARY] += made
-    time, sent = alone.step_time, round(sent * others * recipe.accumulation)
+    time, sent = alone.step_time, round(sent * others)
     return replace(
         alone,
         peak_allocated=alone.peak_allocated - sum(gone.values()) + made,
