@@ -516,7 +516,9 @@ def combinations(
     shardings = ("ddp",)
     if question.ranks > 1:
         shardings = SHARDINGS
-        excluded.append("QLoRA (simulated on one rank only), zero1 (the states alone are split)")
+        excluded.append(
+            "QLoRA (no estimate of ranks: simulate it), zero1 (the states alone are split)"
+        )
     for way in question.ways:
         if way == "qlora" and not (bitsandbytes and question.ranks == 1):
             continue

@@ -248,7 +248,7 @@ def test_a_model_that_peft_gives_no_adapters():
         ({"ranks": 0}, "ranks is 0: allowed are whole numbers from 1"),
         ({"ranks": 3}, "effective_batch is 16: allowed are with ranks 3 multiples of it"),
         ({"ranks": 2, "gpu": None}, "ranks is 2 and gpu names"),
-        ({"ranks": 2, "ways": "qlora"}, "QLoRA (simulated on one rank only)"),
+        ({"ranks": 2, "ways": "qlora"}, "QLoRA (no estimate of ranks: simulate it)"),
         ({"ranks": 2, "link": "nvlink"}, "link is 'nvlink': allowed are for T4 pcie"),
         ({"lora_rank": 4000}, "lora_rank is 4000: gpt2-tiny allows whole numbers up to"),
         ({"task": "seq2seq-lm"}, "task 'seq2seq-lm' is not one of"),
