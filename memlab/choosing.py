@@ -10,11 +10,7 @@ no block of memory is used twice, and else simulated.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import itertools
-from dataclasses import dataclass
 
-import torch
 from tqdm.auto import tqdm
 
 from memlab import models
@@ -23,7 +19,7 @@ from memlab.card.links import link_rate
 from memlab.closed_form import formula
 from memlab.derivation import derive
 from memlab.footprint import Category, Footprint
-from memlab.gpus import GPU, GPUS, require_native
+from memlab.gpus import GPU, GPUS
 from memlab.planning import MARGIN, judged, largest_size, limited, room
 from memlab.plans import (
     STATES,
@@ -36,17 +32,14 @@ from memlab.plans import (
     described,
     way_of,
 )
-from memlab.recipe import SHARDED_OPTIMIZERS, Recipe
+from memlab.recipe import Recipe
 from memlab.simulation import only_new_garbage, simulate
 from memlab.sizing import SizedLog
 from memlab.splitting import shared
-from memlab.training import add_lora
 from memlab.units import gib
+from memlab.ways import Combination, attention_of, combinations, computes, is_paged, refusal
 
 CLIPPING = 1.0  # the Trainer's own
-OPTIMIZERS = ("adamw_torch_fused", "adamw_8bit", "adafactor", "paged_adamw_8bit")
-FOR_ADAPTERS = ("adamw_torch_fused", "adamw_8bit")  # whose states are small in any case
-OTHER_OPTIMIZERS = ("sgd", "lion_8bit")
 TRACES = 4  # simulations at most until the fastest is one that is simulated
 ALIKE = 0.05  # seconds are a rough figure: within so much of the least, the plainer recipe is told
 SAME_ROOM = 0.02  # of a card; within so much of the most room a recipe that is simulated is told
@@ -54,7 +47,6 @@ SHORT = 0.04  # of what is allocated; benchmarks/formula.py finds the formula th
 NEAR = 0.05  # lacking so much of a card by the formula, it may yet fit
 LIKE = GPUS["A100-80GB"]  # how quick a card is that is only bytes
 RANKS = (2, 4, 8, 16, 32, 64)  # cards that are proposed where one does not do
-SHARDINGS = ("ddp", "zero2", "zero3")
 KEPT = 8  # traces of a process, each of some ten MiB, for its next questions
 
 
@@ -96,17 +88,6 @@ def plan(model, gpu=None, seq_len: int = 512, effective_batch: int = 16, **more)
 BAR = "{desc} [{elapsed}]"
 
 
-@dataclass(frozen=True)
-class Combination:
-    """What is searched over, apart from sizes."""
-
-    way: str
-    precision: str
-    optimizer: str
-    checkpointing: bool = False
-    sharding: str = "ddp"
-
-
 class _Search:
     """The search for one question on one card."""
 
@@ -120,8 +101,8 @@ class _Search:
         self.attention = "eager"
         first = Combination(question.ways[0], "fp32", "adamw_torch_fused")
         self.recipe(first, 1, ranks=1)  # or an error
-        self.attention = _attention(self.model, question.task)
-        refused = question.ways != ("full",) and _refusal(self.model, question)
+        self.attention = attention_of(self.model, question.task)
+        refused = question.ways != ("full",) and refusal(self.model, question)
         self.batches = [n for n in range(1, self.effective + 1) if self.effective % n == 0]
         self.combinations, self.excluded = combinations(question, card, refused or "")
         self.surplus: dict[str, int] = {}
@@ -438,7 +419,7 @@ class _Search:
                     found.append(f"{ranks} x {self.card.name}, with {option}")
                     break
         for card in sorted(GPUS.values(), key=lambda card: card.total_memory):
-            if card.total_memory > self.card.total_memory and _computes(card, self.question):
+            if card.total_memory > self.card.total_memory and computes(card, self.question):
                 option = self.other(card)
                 if option:
                     found.append(f"{card.name}, with {option}")
@@ -464,7 +445,7 @@ class _Search:
 def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
     """The smallest card of each way, simulated; the others by the formula."""
     cards = sorted(cards, key=lambda card: card.total_memory)
-    cards = [card for card in cards if _computes(card, question)] or cards[:1]
+    cards = [card for card in cards if computes(card, question)] or cards[:1]
     bar = tqdm(cards, leave=False)
     options, smallest = {}, dict.fromkeys(question.ways)
     for card in bar:
@@ -483,58 +464,6 @@ def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
             options[card.name][way] = search.named(best)
     bar.close()
     return Cards(question, options, smallest)
-
-
-def combinations(
-    question: Question, card: GPU, refused: str = ""
-) -> tuple[list[Combination], tuple[str, ...]]:
-    """(what is searched, the plainest of each way first; what is not, and why).
-
-    refused: why there can be no adapters. Raises ValueError where nothing is left.
-    """
-    native = "bfloat16" in card.native_dtypes
-    for precision in question.precisions or ():
-        require_native(precision, card.name, native)
-    half = "bf16" if native else "fp16"
-    amp, kept = f"{half}-amp", question.keep_quality
-    usual = {
-        "full": (amp, "fp32") if kept or not native else (amp, "fp32", half),
-        "lora": (half, amp) if native or not kept else (amp,),
-        "qlora": (amp,),
-    }
-    excluded = []
-    if kept:
-        rather = "trained weights in pure bf16" if native else "LoRA on a base in pure fp16"
-        excluded.append(f"{rather}, {' and '.join(OTHER_OPTIMIZERS)} (they may train worse)")
-    optimizers = OPTIMIZERS if kept else OPTIMIZERS + OTHER_OPTIMIZERS
-    bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None
-    if not bitsandbytes:
-        excluded.append("QLoRA and 8-bit optimizers (the package bitsandbytes is not here)")
-    if refused:
-        excluded.append(f"LoRA and QLoRA ({refused})")
-    found = []
-    shardings = ("ddp",)
-    if question.ranks > 1:
-        shardings = SHARDINGS
-        excluded.append(
-            "QLoRA (no estimate of ranks: simulate it), zero1 (the states alone are split)"
-        )
-    for way in question.ways:
-        if way == "qlora" and not (bitsandbytes and question.ranks == 1):
-            continue
-        if way != "full" and refused:
-            continue
-        of_way = optimizers if way == "full" else FOR_ADAPTERS
-        every = itertools.product(
-            question.precisions or usual[way], of_way, (False, True), shardings
-        )
-        for precision, optimizer, checkpointing, sharding in every:
-            known = bitsandbytes or not optimizer.endswith("8bit")
-            if known and (sharding == "ddp" or optimizer in SHARDED_OPTIMIZERS):
-                found.append(Combination(way, precision, optimizer, checkpointing, sharding))
-    if not found:
-        raise ValueError(f"ways is {question.ways!r}: {'; '.join(excluded)}")
-    return found, tuple(excluded)
 
 
 # ---------------------------------------------------------------------- words
@@ -589,11 +518,6 @@ def _fitting(options: dict[Combination, Option]) -> dict[Combination, Option]:
     return {one: option for one, option in options.items() if not option.missing}
 
 
-def is_paged(optimizer: str) -> bool:
-    """Whether states may leave the card, in seconds that are not estimated."""
-    return optimizer.startswith("paged")
-
-
 def _quick(recipe: Recipe, card: GPU, say) -> Footprint:
     """The footprint by the formula, derived where it is not known; else simulated."""
     if _runs_math(recipe, card):
@@ -612,12 +536,6 @@ def _quick(recipe: Recipe, card: GPU, say) -> Footprint:
         return simulate(recipe, card.without_limit())
 
 
-def _computes(card: GPU, question: Question) -> bool:
-    """Whether a card has the number formats that were asked for by name."""
-    asked = any("bf16" in precision for precision in question.precisions or ())
-    return "bfloat16" in card.native_dtypes or not asked
-
-
 def _runs_math(recipe: Recipe, card: GPU) -> bool:
     """Whether a card before Ampere computes sdpa with all weights, as it does for shared keys.
 
@@ -629,31 +547,6 @@ def _runs_math(recipe: Recipe, card: GPU) -> bool:
     shared = (getattr(config, "num_key_value_heads", None) or heads) != heads
     fused = card.capability >= (8, 0) or "efficient" in SHARES_KEYS
     return recipe.attention == "sdpa" and shared and not fused
-
-
-def _attention(model, task) -> str:
-    """`sdpa` where the architecture has it, else `eager`."""
-    with torch.device("meta"):
-        try:
-            models.build(models.with_layers(model, 2), task, attention="sdpa")
-        except ValueError:
-            return "eager"
-    return "sdpa"
-
-
-def _refusal(model, question: Question) -> str:
-    """Why peft puts no adapters into a model; empty where it does.
-
-    Raises ValueError for a rank above what the layers have.
-    """
-    recipe = Recipe(model, question.task, lora_rank=question.lora_rank, seq_len=1)
-    with torch.device("meta"):
-        built = models.build(models.with_layers(model, 2), recipe.task)
-        try:
-            add_lora(built, recipe)
-        except TypeError as error:  # DistilBERT's classifier, which all-linear means, too
-            return f"peft: {error}"
-    return ""
 
 
 def _trace_key(recipe: Recipe) -> tuple:

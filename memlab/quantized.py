@@ -32,22 +32,32 @@ def quantize_base(
 
     storage: the dtype that 4-bit weights are said to have (`bnb_4bit_quant_storage`).
 
-    Their weights are quantized when the model is moved to its device, as bitsandbytes does. What
-    transformers leaves alone stays as it is: the head of a language model, tied weights and what a
-    family keeps in fp32 (T5's `wo`); so does a classifier, as with `llm_int8_skip_modules`,
+    Their weights are quantized when the model is moved to its device, as bitsandbytes does.
+    """
+    bitsandbytes = import_bitsandbytes(f"base {recipe.base}")
+    for name, module in to_be_quantized(model).items():
+        model.set_submodule(name, _quantized_linear(bitsandbytes, module, recipe, storage))
+    model.is_loaded_in_8bit = recipe.base == "int8"  # as from_pretrained tells peft
+    model.is_loaded_in_4bit = not model.is_loaded_in_8bit
+
+
+def to_be_quantized(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The linear layers of a base that bitsandbytes replaces, by name.
+
+    What transformers leaves alone stays as it is: the head of a language model, tied weights and
+    what a family keeps in fp32 (T5's `wo`); so does a classifier, as with `llm_int8_skip_modules`,
     because it is trained.
     """
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    bitsandbytes = import_bitsandbytes(f"base {recipe.base}")
     kept = [*get_keys_to_not_convert(model), "classifier", "score"]
     kept += model._keep_in_fp32_modules or ()
-    for name, module in list(model.named_modules()):
-        if isinstance(module, (torch.nn.Linear, Conv1D)) and should_convert_module(name, kept):
-            model.set_submodule(name, _quantized_linear(bitsandbytes, module, recipe, storage))
-    model.is_loaded_in_8bit = recipe.base == "int8"  # as from_pretrained tells peft
-    model.is_loaded_in_4bit = not model.is_loaded_in_8bit
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (torch.nn.Linear, Conv1D)) and should_convert_module(name, kept)
+    }
 
 
 def _quantized_linear(bitsandbytes, module, recipe: Recipe, storage):

@@ -8,11 +8,11 @@ the simulated log has them; tests compare both. What the allocator keeps in its 
 from dataclasses import dataclass
 
 import torch
-from transformers.pytorch_utils import Conv1D
 
 from memlab import models
 from memlab.gpus import GPU, find_gpu, require_native
 from memlab.planning import MARGIN, limited, room
+from memlab.quantized import to_be_quantized
 from memlab.serving import Serving, head_shape
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 2, "nf4": 2}  # of a number that is computed
@@ -70,7 +70,7 @@ def _weights(config) -> dict[str, int]:
     with torch.device("meta"):
         model = models.build(config)
     numbers = sum(weight.numel() for weight in model.parameters())
-    linear = [m.weight for n, m in model.named_modules() if _is_quantized(n, m)]
+    linear = [module.weight for module in to_be_quantized(model).values()]
     rest = 2 * (numbers - sum(weight.numel() for weight in linear))
     # GPT-2's layers keep their weights turned.
     rows = sum(w.shape[config.model_type == "gpt2"] for w in linear)
@@ -78,10 +78,6 @@ def _weights(config) -> dict[str, int]:
     found["int8"] = rest + sum(weight.numel() for weight in linear) + 4 * rows
     found["nf4"] = rest + sum(map(_nf4, linear))
     return found
-
-
-def _is_quantized(name: str, module) -> bool:
-    return isinstance(module, (torch.nn.Linear, Conv1D)) and name != "lm_head"
 
 
 def _nf4(weight) -> int:

@@ -14,11 +14,8 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from memlab import Meter
+from memlab.launching import RanksFailed
 from memlab.training import Training
-
-
-class RankFailed(RuntimeError):
-    """A rank ended with an error, or was ended, or did not end in time."""
 
 
 def run_ranks(ranks: int, work, *given, folder: Path, seconds: float = 240) -> list:
@@ -26,7 +23,7 @@ def run_ranks(ranks: int, work, *given, folder: Path, seconds: float = 240) -> l
 
     work: a function of a module, which every rank imports. folder: an empty one, where the ranks
     meet by a file, so that no port is taken. All ranks are ended when one fails or `seconds` have
-    passed. Raises RankFailed, with the rank's own words.
+    passed. Raises RanksFailed, with the rank's own words.
     """
     # Ranks are copies of one process that has the libraries and nothing else: importing takes each
     # five seconds.
@@ -40,9 +37,9 @@ def run_ranks(ranks: int, work, *given, folder: Path, seconds: float = 240) -> l
     try:
         while not context.join(timeout=1):
             if time.monotonic() > end:
-                raise RankFailed(f"{ranks} ranks did not end within {seconds} seconds")
+                raise RanksFailed(f"{ranks} ranks did not end within {seconds} seconds")
     except (processes.ProcessRaisedException, processes.ProcessExitedException) as error:
-        raise RankFailed(str(error)) from None
+        raise RanksFailed(str(error)) from None
     finally:
         for process in context.processes:
             process.kill()

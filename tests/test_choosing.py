@@ -10,9 +10,9 @@ import torch
 from helpers import one_line
 
 from memlab import Recipe, choosing, fits, models, plan, simulate
-from memlab.choosing import SHARDINGS, Combination, combinations
 from memlab.gpus import GPUS, find_gpu
 from memlab.plans import Question
+from memlab.ways import SHARDINGS, Combination, combinations
 
 MiB = 2**20
 SEEDS = (0, 1, 4)  # benchmarks/plan.py asks as many as one has time for

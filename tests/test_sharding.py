@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from helpers import one_line
 from real_ranks import (
-    RankFailed,
+    RanksFailed,
     dies,
     measured,
     measured_one_after_the_other,
@@ -162,7 +162,7 @@ def test_the_simulated_rank_holds_what_pytorchs_own_tracker_of_fsdp_counts():
 
 def test_a_rank_that_dies_ends_all_of_them(tmp_path):
     began = time.monotonic()
-    with pytest.raises(RankFailed, match="exit code 7"):
+    with pytest.raises(RanksFailed, match="exit code 7"):
         run_ranks(2, dies, 1, folder=tmp_path)
     assert time.monotonic() - began < 50  # and not the minute that the other one would wait
 
