@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from tqdm.auto import tqdm
 
-PATIENCE = 60.0  # seconds that a process may take longer than what ran here meanwhile, at least
+PATIENCE = 60.0  # seconds at least that are waited for a process once this one is done
 
 
 def at_once(here: Callable, there: Callable) -> tuple:
