@@ -102,7 +102,9 @@ def seconds_of_a_plan(gpu, seq_len) -> None:
     """Print how long the first `plan` of a process takes, and how long the command."""
     asked = ["--model", "llama-3-8b", "--gpu", gpu, "--seq-len", str(seq_len)]
     start = time.monotonic()
-    subprocess.run(["memlab", "plan", *asked], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "memlab.cli", "plan", *asked], check=True, capture_output=True
+    )
     command = time.monotonic() - start
     code = "import time, memlab.choosing as c; t = time.monotonic(); "
     code += f"c.plan('llama-3-8b', {gpu!r}, {seq_len}); print(time.monotonic() - t)"
