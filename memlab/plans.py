@@ -118,7 +118,12 @@ class Option:
         return values | {"recipe": self.recipe.as_dict()} | more
 
     def __str__(self) -> str:
-        return f"{described(self.recipe)}: {self.bytes_and_seconds()}"
+        return f"{described(self.recipe)}: {self.bytes_and_seconds()}; {self.source}"
+
+    @property
+    def source(self) -> str:
+        """Where its bytes come from, in a word."""
+        return "simulated" if self.simulated else "formula"
 
     def bytes_and_seconds(self) -> str:
         """What it needs of the card, or lacks, and how long a step takes."""
@@ -238,9 +243,8 @@ class Plan:
         lines.append("Best of each way:")
         width = max(len(WAYS[way]) for way in self.ways)
         for way, option in self.ways.items():
-            source = "simulated" if option.simulated else "formula"
             told = option.bytes_and_seconds()
-            lines.append(f"  {WAYS[way]:<{width}}  {told}; {source}")
+            lines.append(f"  {WAYS[way]:<{width}}  {told}; {option.source}")
             detail = described(option.recipe).removeprefix(f"{WAYS[way]}, ")
             lines.append(f"  {'':<{width}}  {detail}")
         lines.append(f"One switch at a time, by the formula, from {described(self.start.recipe)}")
@@ -254,8 +258,8 @@ class Plan:
 
 
 def _told(title: str, option: Option) -> list[str]:
-    source = "simulated" if option.simulated else "formula"
-    lines = [f"{title}: {described(option.recipe)}", f"  {option.bytes_and_seconds()}; {source}"]
+    told = f"  {option.bytes_and_seconds()}; {option.source}"
+    lines = [f"{title}: {described(option.recipe)}", told]
     return [*lines, f"  {option.sizes()}"] if option.largest_batch else lines
 
 
@@ -315,10 +319,7 @@ class Cards:
             if card is None:
                 words.append(f"{WAYS[way]} fits none of them.")
             else:
-                option = self.options[card][way]
-                source = "simulated" if option.simulated else "formula"
-                told = f"{described(option.recipe)}: {option.bytes_and_seconds()}; {source}"
-                words.append(f"Smallest for {WAYS[way]}: {card}, with {told}")
+                words.append(f"Smallest for {WAYS[way]}: {card}, with {self.options[card][way]}")
         return "\n".join([head, *table, *words])
 
 

@@ -144,7 +144,7 @@ def picture(answer: Plan) -> str:
         if answer.roomiest.recipe != answer.fastest.recipe:
             best += f"<br><b>With the most room:</b> {described(answer.roomiest.recipe)}."
     else:
-        best = "<b>Nothing fits.</b> What would: " + "; ".join(map(html.escape, answer.remedies))
+        best = "<b>Nothing fits.</b> What would:<br>" + "<br>".join(map(html.escape, answer.remedies))
     bars = "".join(_bar(option) for option in answer.ways.values())
     return f"<p>{best}</p>{bars}<p>{html.escape(' '.join(answer.decision))}</p>"
 
@@ -153,11 +153,10 @@ def _bar(option: Option) -> str:
     """The best of a way: its recipe, and a bar of what it needs against the card."""
     widest = max(option.needed, option.total_memory)
     end = f'<div class="end" style="left:{min(option.total_memory / widest, 0.997):.2%}"></div>'
-    source = "simulated" if option.simulated else "formula"
     return (
         f'<div class="run"><b>{WAYS[option.way]}</b>, '
         f"{described(option.recipe).removeprefix(WAYS[option.way] + ', ')}<br>"
-        f"{html.escape(option.bytes_and_seconds())}; {source}"
+        f"{html.escape(option.bytes_and_seconds())}; {option.source}"
         f'<div class="bar" role="img" aria-label="{gib(option.needed)} of '
         f'{gib(option.total_memory)}"><div style="width:{option.needed / widest:.2%};'
         f'background:{MISSING if option.missing else HELD}"></div>{end}</div></div>'
