@@ -144,7 +144,7 @@ def picture(answer: Plan) -> str:
         if answer.roomiest.recipe != answer.fastest.recipe:
             best += f"<br><b>With the most room:</b> {described(answer.roomiest.recipe)}."
     else:
-        best = "<b>Nothing fits.</b> What would:<br>" + "<br>".join(map(html.escape, answer.remedies))
+        best = "<br>".join(["<b>Nothing fits.</b> What would:", *map(html.escape, answer.remedies)])
     bars = "".join(_bar(option) for option in answer.ways.values())
     return f"<p>{best}</p>{bars}<p>{html.escape(' '.join(answer.decision))}</p>"
 
