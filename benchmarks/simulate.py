@@ -2,9 +2,10 @@
 
 One process for each recipe, so that its peak memory is its own: CPU seconds of one `simulate` with
 everything imported, and the process's peak resident memory. Then, in one process, `simulate` in
-turn with one optimizer step under PyTorch's MemTracker on fake tensors, as their ratio. Last, what
+turn with one optimizer step under PyTorch's MemTracker on fake tensors, as their ratio. Then what
 the estimate of seconds adds to `simulate`: the ratio of CPU seconds with the log of work to those
-with one that notes nothing, in turn and with the collector off.
+with one that notes nothing, in turn and with the collector off. Last, the seconds in which a plan
+for an 8B model is there, as a call and as a command, which has its imports before it.
 """
 
 import contextlib
@@ -38,6 +39,7 @@ TIMED = {
     "8B, checkpointing": Recipe("llama-3-8b", seq_len=2048, **LORA).but(lora_rank=0),
     "8B QLoRA": RECIPES["8B QLoRA"],
 }
+PLANS = (("T4", 512), ("L4", 2048), ("A100-80GB", 2048), ("H100", 2048))
 
 
 def cost(label) -> None:
@@ -96,6 +98,20 @@ def share_of_the_estimate(label, recipe, rounds=7) -> None:
     print(f"{label}: {timed:.2f} s with seconds, {bare:.2f} s without, {ratio:.2f} times")
 
 
+def seconds_of_a_plan(gpu, seq_len) -> None:
+    """Print how long the first `plan` of a process takes, and how long the command."""
+    asked = ["--model", "llama-3-8b", "--gpu", gpu, "--seq-len", str(seq_len)]
+    start = time.monotonic()
+    subprocess.run(
+        [sys.executable, "-m", "memlab.cli", "plan", *asked], check=True, capture_output=True
+    )
+    command = time.monotonic() - start
+    code = "import time, memlab.choosing as c; t = time.monotonic(); "
+    code += f"c.plan('llama-3-8b', {gpu!r}, {seq_len}); print(time.monotonic() - t)"
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    print(f"plan of 8B on {gpu}, {seq_len} tokens: {float(told.stdout):.1f} s, {command:.1f} s")
+
+
 def main():
     if len(sys.argv) > 1:
         return cost(sys.argv[1])
@@ -113,6 +129,8 @@ def main():
     )
     for label, recipe in TIMED.items():
         share_of_the_estimate(label, recipe)
+    for gpu, seq_len in PLANS:
+        seconds_of_a_plan(gpu, seq_len)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ no block of memory is used twice, and else simulated.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 from tqdm.auto import tqdm
 
@@ -32,10 +33,12 @@ from memlab.plans import (
     described,
     way_of,
 )
+from memlab.processes import at_once
 from memlab.recipe import Recipe
 from memlab.simulation import only_new_garbage, simulate
 from memlab.sizing import SizedLog
 from memlab.splitting import shared
+from memlab.training import import_libraries
 from memlab.units import gib
 from memlab.ways import Combination, attention_of, combinations, computes, is_paged, refusal
 
@@ -111,12 +114,8 @@ class _Search:
 
     def plan(self) -> Plan:
         """The whole answer."""
-        options = self.confirm_the_best({one: self.largest(one) for one in self.combinations})
-        best = options[self.told(options)]
-        fastest = roomiest = None
-        if not best.missing:
-            fastest = self.with_sizes(best)
-            roomiest = self.with_sizes(self.roomiest(fastest))
+        options = {one: self.largest(one) for one in self.combinations}
+        options, fastest, roomiest = self.fastest_and_roomiest(options)
         ways = self.best_of_each_way(options, fastest)
         start, footprint = self.start()
         switches = self.switches(start)
@@ -282,9 +281,15 @@ class _Search:
         fit = judged(recipe, self.log(recipe).at(recipe), self.card, self.margin)
         drawn = fit.footprint.reserved_range
         drawn = drawn and tuple(self.card.context + end for end in drawn)
-        total, quick = fit.total_memory, self.option(recipe)
-        self.surplus[quick.way, recipe.sharding] = max(0, fit.needed - quick.needed)
-        return Option(recipe, fit.needed, fit.margin, total, quick.seconds, True, drawn)
+        total, seconds = fit.total_memory, self.seconds(recipe)
+        option = Option(recipe, fit.needed, fit.margin, total, seconds, True, drawn)
+        self.note_surplus(option)
+        return option
+
+    def note_surplus(self, option: Option) -> None:
+        """Remember what an option that is simulated needs beyond the formula."""
+        more = option.needed - self.option(option.recipe).needed
+        self.surplus[option.way, option.recipe.sharding] = max(0, more)
 
     def size(self, recipe: Recipe, field: str) -> tuple[int, int | None]:
         """As `largest_size`."""
@@ -298,18 +303,11 @@ class _Search:
     def log(self, recipe: Recipe) -> SizedLog:
         """The trace of a recipe at all sizes."""
         key = self._key(recipe)
-        log = _TRACES.pop(key, None)
-        if log is None:
+        if key not in _TRACES:
             self.say(f"simulating {described(recipe)} on {self.card.name}")
-            while len(_TRACES) >= KEPT:
-                del _TRACES[next(iter(_TRACES))]
-            log = SizedLog(recipe, self.card)
-        _TRACES[key] = log  # the last one again
-        return log
-
-    def is_traced(self, recipe: Recipe) -> bool:
-        """Whether its trace is there."""
-        return self._key(recipe) in _TRACES
+            _keep(key, SizedLog(recipe, self.card))
+        _keep(key, _TRACES[key])
+        return _TRACES[key]
 
     def _key(self, recipe) -> tuple:
         """What decides a trace, but for sizes on the same side of a window of attention."""
@@ -340,14 +338,51 @@ class _Search:
         least = min(seconds.values(), default=None)
         return next((one for one, time in seconds.items() if time <= (1 + ALIKE) * least), None)
 
-    def roomiest(self, fastest: Option) -> Option:
-        """What leaves the most room, by the formula, as a simulation has it."""
+    def fastest_and_roomiest(self, options: dict) -> tuple[dict, Option | None, Option | None]:
+        """The options, the best one simulated; that one and what leaves the most room, if any fits.
+
+        Both are simulated at once where the formula is sure that there will be two.
+        """
+        if not _fitting(options):
+            options, fastest = self.fastest(options)
+            if fastest is None:
+                return options, None, None
+            roomiest, _ = self.simulated(self.least_by_formula(options))
+        else:
+            least = self.least_by_formula(options)
+            import_libraries(least)  # both processes know their operators
+            (options, fastest), (roomiest, log) = at_once(
+                partial(self.fastest, options), partial(self.simulated, least)
+            )
+            _keep(self._key(least), log)
+            self.note_surplus(roomiest)
+            if fastest is None:
+                return options, None, None
+        return options, fastest, min(roomiest, fastest, key=lambda option: option.needed)
+
+    def fastest(self, options: dict) -> tuple[dict, Option | None]:
+        """The options, the best one simulated, and that one with its sizes if it fits."""
+        options = self.confirm_the_best(options)
+        best = options[self.told(options)]
+        return options, None if best.missing else self.with_sizes(best)
+
+    def least_by_formula(self, options: dict[Combination, Option]) -> Recipe:
+        """What leaves the most room by the formula, of the like the one that is traced anyway."""
+        likely = self.fastest_of(_fitting(options))
+        likely = likely and self._key(options[likely].recipe)
         recipes = [self.recipe(one, 1) for one in self.combinations]
         needed = [self.option(recipe).needed for recipe in recipes]
         most = min(needed) + SAME_ROOM * self.card.total_memory
         alike = [it for it, there in zip(recipes, needed, strict=True) if there <= most]
-        found = self.judged(next(filter(self.is_traced, alike), alike[0]))
-        return min(found, fastest, key=lambda option: option.needed)
+        traced = [it for it in alike if self._key(it) in (likely, *_TRACES)]
+        least = (traced or alike)[0]
+        if self._key(least) == likely:
+            self.log(least)  # once for both processes
+        return least
+
+    def simulated(self, recipe: Recipe) -> tuple[Option, SizedLog]:
+        """A recipe as a simulation has it, with its sizes, and its trace."""
+        return self.with_sizes(self.judged(recipe)), self.log(recipe)
 
     def with_sizes(self, option: Option) -> Option:
         """The option with its largest micro-batch and its longest sequence."""
@@ -408,7 +443,8 @@ class _Search:
             if way not in self.question.ways:
                 option = self.other(self.card, ways=(way,))
                 found += [f"{option}"] if option else []
-        nearest = min(options.values(), key=lambda option: option.missing).recipe
+        simulated = [option for option in options.values() if option.simulated]
+        nearest = min(simulated or options.values(), key=lambda option: option.missing).recipe
         length, _ = self.size(nearest, "seq_len")
         if length:
             found.append(f"sequences of {length:,} tokens, with {described(nearest)}")
@@ -433,10 +469,15 @@ class _Search:
             search = _Search(question, card, self.margin, self.progress)
         except ValueError:  # no adapters for this model, or no such way with ranks
             return None
-        return search.first_that_fits()
+        search.surplus |= self.surplus
+        return search.surely_fits()
 
-    def first_that_fits(self) -> Option | None:
-        """The best option as a simulation has it; None where none fits."""
+    def surely_fits(self) -> Option | None:
+        """The best option that fits for sure by the formula, and of ranks by a simulation."""
+        if self.question.ranks == 1:
+            options = {one: self.largest(one, self.at_most) for one in self.combinations}
+            best = self.fastest_of(_fitting(options))
+            return best and options[best]
         options = self.confirm_the_best({one: self.largest(one) for one in self.combinations})
         best = options[self.told(options)]
         return None if best.missing else best
@@ -507,7 +548,14 @@ def decision(start: Option, footprint: Footprint, switches, room: int) -> tuple[
 
 # ---------------------------------------------------------------------- helpers
 
-_TRACES: dict[tuple, SizedLog] = {}  # the last ones of this process
+_TRACES: dict[tuple, SizedLog] = {}  # the last ones of this process, the newest last
+
+
+def _keep(key: tuple, log: SizedLog) -> None:
+    _TRACES.pop(key, None)
+    while len(_TRACES) >= KEPT:
+        del _TRACES[next(iter(_TRACES))]
+    _TRACES[key] = log
 
 
 def _time(option: Option) -> float:

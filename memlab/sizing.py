@@ -16,7 +16,7 @@ import torch
 
 from memlab import models
 from memlab.card.loading import loaded_by_transformers, peak_reserved
-from memlab.footprint import Phase
+from memlab.footprint import Category, Phase
 from memlab.gpus import GPU
 from memlab.recipe import Recipe
 from memlab.simulation import full_log, serves
@@ -54,6 +54,8 @@ class _Resized(Log):
 class SizedLog:
     """The logs of a recipe on a card for all micro-batches and lengths, from one simulation.
 
+    If it accumulates, so may those that are asked for, over other numbers of micro-batches.
+
     longest: the tokens up to which they hold, None for no end. Beyond a window of attention, or
     below it, a model computes in another way, so they hold on the side where the recipe is.
     """
@@ -79,6 +81,7 @@ class SizedLog:
             (number, step, self._place(step) if type(step) is Birth else -1)
             for number, step in self._log.events()
         ]
+        self._accumulation = recipe.accumulation
         self._changes = self._of_second_step()
         self._served: dict[int | None, list[tuple[int | None, Step, int]]] = {}
 
@@ -89,7 +92,19 @@ class SizedLog:
         """The log of the recipe with another `batch_size` and `seq_len`, without its work."""
         log, sizes = self._log, self._sizes(recipe)
         births = [b._replace(nbytes=n) for b, n in zip(self._places, sizes, strict=True)]
-        return _Resized(log.steps, log.weights, log.assumptions, known=self._events, births=births)
+        events = self._with_batches(self._events, recipe.accumulation)
+        return _Resized(log.steps, log.weights, log.assumptions, known=events, births=births)
+
+    def _with_batches(self, events: list, accumulation: int) -> list:
+        """The events with the tokens of so many micro-batches, which come before the first step."""
+        more = accumulation - self._accumulation
+        if not more:
+            return events
+        given = [i for i, (_, step, _) in enumerate(events) if _is_given(step)]
+        each, end = len(given) // self._accumulation, given[-1] + 1
+        last = events[end - each : end]
+        added = [((number, i), *rest) for i in range(more) for number, *rest in last]
+        return events[: end + min(0, more) * each] + added + events[end:]
 
     def is_served(self, recipe: Recipe, card: GPU) -> bool:
         """Whether a card's allocator can serve a size: `serves`, without sorting events again.
@@ -101,13 +116,19 @@ class SizedLog:
             return serves(recipe, self.at(recipe), card)
         total = card.total_memory
         if total not in self._served:
-            own = replace(recipe, batch_size=self._batch, seq_len=self._length)
+            own = replace(
+                recipe,
+                batch_size=self._batch,
+                seq_len=self._length,
+                accumulation=self._accumulation,
+            )
             self._served[total] = [
                 (number, step, self._places.get(step, -1))
                 for number, step in loaded_by_transformers(self.at(own), total)
             ]
         births = self.at(recipe).births
-        events = ((n, births[i] if i >= 0 else step) for n, step, i in self._served[total])
+        served = self._with_batches(self._served[total], recipe.accumulation)
+        events = ((n, births[i] if i >= 0 else step) for n, step, i in served)
         return peak_reserved(events, card.usable) is not None
 
     def least(self, recipe: Recipe) -> int:
@@ -116,12 +137,16 @@ class SizedLog:
         The most that the second step has allocated at once, each tensor in a block of its own size.
         """
         blocks = -(-np.array(self._sizes(recipe)) // MIN_BLOCK) * MIN_BLOCK
-        places, signs, start = self._changes
-        return int((signs * blocks[places]).cumsum()[start:].max())
+        places, signs, start, given = self._changes
+        most = int((signs * blocks[places]).cumsum()[start:].max())
+        more = recipe.accumulation - self._accumulation
+        return most + int(blocks[given].sum()) * more // self._accumulation
 
-    def _of_second_step(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """(whose bytes come or go, 1 or -1) of each change, and where the second step begins."""
+    def _of_second_step(self) -> tuple[np.ndarray, np.ndarray, int, list[int]]:
+        """(whose bytes come or go, 1 or -1) of each change, where the second step begins, and
+        which bytes are those of tokens."""
         places, changes, start = {}, [], 0
+        given = [place for _, step, place in self._events if _is_given(step)]
         for number, step, place in self._events:
             if type(step) is Birth:
                 places[number] = place
@@ -130,7 +155,7 @@ class SizedLog:
                 changes.append((places[number], -1))
             elif step is Mark.RESET:
                 start = len(changes)
-        return *np.array(changes).T, start
+        return *np.array(changes).T, start, given
 
     def _sizes(self, recipe) -> list[int]:
         return [self._nbytes(recipe.batch_size, recipe.seq_len, birth) for birth in self._places]
@@ -151,6 +176,11 @@ class SizedLog:
             size, times = size // self._prime, times * length
             below *= self._length // self._prime
         return -(-size * times // below)
+
+
+def _is_given(step: Step) -> bool:
+    """Whether it is the birth of tokens or labels of a micro-batch."""
+    return type(step) is Birth and step.category == Category.INPUTS
 
 
 def _up(length: int, unit: int) -> int:

@@ -1,11 +1,13 @@
 """One trace, resized, is the simulation of every micro-batch and length."""
 
+from dataclasses import replace
+
 import pytest
 from helpers import TINY
 
 from memlab import Recipe, models, simulate
 from memlab.gpus import find_gpu
-from memlab.simulation import full_log, serve
+from memlab.simulation import full_log, serve, serves
 from memlab.sizing import SizedLog
 from memlab.trace.events import Birth
 
@@ -47,6 +49,22 @@ def test_what_attention_rounds_up(gpu, kernel):
         )
         assert any(kernel in str(birth.operation) for birth in whole)
         assert [birth.nbytes for birth in resized] == [birth.nbytes for birth in whole]
+
+
+@pytest.mark.parametrize("base", ({}, {"lora_rank": 4, "base": "nf4"}))
+def test_all_micro_batches_wait_on_the_card(base):
+    """Of more of them the tokens are there, too."""
+    card = find_gpu("L4")
+    recipe = Recipe("llama-3-8b-tiny", seq_len=64, precision="fp16-amp", accumulation=5, **base)
+    log = SizedLog(recipe, card)
+    for number in (2, 5, 300):
+        sized = recipe.but(batch_size=300, seq_len=512, accumulation=number)
+        resized, whole = serve(sized, log.at(sized), card), simulate(sized, card)
+        assert resized.peak_allocated == whole.peak_allocated
+        assert resized.peak_reserved == whole.peak_reserved
+        assert log.least(sized) == pytest.approx(whole.peak_allocated, rel=0.01)
+        tight = replace(card, total_memory=whole.peak_reserved + card.context + 2**28)
+        assert log.is_served(sized, tight) == serves(sized, full_log(sized, card), tight)
 
 
 def test_a_depth_that_is_written_out():

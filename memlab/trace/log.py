@@ -13,10 +13,17 @@ from memlab.footprint import Category, Phase
 from memlab.quantized import numel
 from memlab.trace.events import Birth, Death, Mark, Step
 from memlab.trace.ledger import Ledger
+from memlab.trace.module_names import OUTSIDE
 
-# Clipping stacks the norms of all trained weights, whose number is another at each depth: a log has
-# the bytes of one norm, as a negative number, in place of the sum.
-STACKED = torch.ops.aten.stack.default
+# Clipping stacks the norms of all trained weights, whose number is another at each depth, and ranks
+# add up their powers: a log has the bytes of one norm, as a negative number, in place of the sum.
+NORMS = {
+    torch.ops.aten.stack.default,
+    torch.ops.aten.pow.Tensor_Scalar,
+    torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.wait_tensor.default,
+}
+NORM_BYTES = (2, 4, 8)
 
 # What happens, and to which storage: a number, or another name of one that a log does not have.
 Event = tuple[object, Step]
@@ -78,9 +85,9 @@ class Log:
                 steps.append(marks.pop()[1])
             if change > 0:
                 module = storage.module if numbered else re.sub(r"\.\d+", ".*", storage.module)
-                nbytes = change
-                if storage.operation is STACKED and trained and change % trained == 0:
-                    nbytes = -(change // trained)
+                norms = storage.operation in NORMS and storage.module == OUTSIDE and trained
+                of_each, rest = divmod(change, trained) if norms else (0, 0)
+                nbytes = -of_each if of_each in NORM_BYTES and not rest else change
                 birth = Birth(nbytes, storage.category, phase, module, storage.operation)
                 birth = birth._replace(stream=storage.stream)
                 births[storage.number] = birth
