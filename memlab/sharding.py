@@ -11,7 +11,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from memlab import quantized
 from memlab.recipe import FULLY_SHARDED, Recipe
 
 
@@ -54,8 +53,11 @@ def share(model: torch.nn.Module, recipe: Recipe, device: torch.device, half=Non
     for layer in [*layers_of(model), model]:
         layer.to(device)  # quantized, if it is to be, and moved
         fully_shard(layer, mesh=mesh, reshard_after_forward=after_forward, mp_policy=policy)
-    for layer in quantized.quantized_layers(model) if recipe.base != "none" else ():
-        layer.weight.quant_state = layer.quant_state  # which each rank keeps whole
+    if recipe.base != "none":
+        from memlab import quantized  # which brings transformers
+
+        for layer in quantized.quantized_layers(model):
+            layer.weight.quant_state = layer.quant_state  # which each rank keeps whole
     return model
 
 

@@ -274,6 +274,7 @@ ROOMS = {
         "memlab.serving",
     },
     "17-parallel": {"memlab.evidence.loops", "memlab.launching", "memlab.simulation"},
+    "17-parallel-deeper": {"memlab.launching"},
     "accuracy": {"memlab.evidence", "memlab.trace", "memlab.card", "memlab.planning"},
 }
 

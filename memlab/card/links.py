@@ -39,8 +39,8 @@ def links_of(gpu: GPU) -> list[str]:
     return [n for n, rate in rates.items() if not isinstance(rate, dict) or gpu.name in rate]
 
 
-# What each rank of n sends for every byte of the larger tensor, in a ring: NVIDIA/nccl-tests,
-# doc/PERFORMANCE.md, "Bus bandwidth".
+# What each rank of n sends at least for every byte of the larger tensor: NVIDIA/nccl-tests,
+# doc/PERFORMANCE.md, "Bus bandwidth", the same for a ring and for a tree.
 SHARE = {
     "allreduce_": lambda n: 2 * (n - 1) / n,
     "allgather_": lambda n: (n - 1) / n,

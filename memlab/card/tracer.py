@@ -307,6 +307,8 @@ class CardTracer(Tracer):
             here = tree_map_only(FakeTensor, values.host_copy, (args, kwargs))
             with no_dispatch():
                 return func(*here[0], **here[1])
+        if made is None:  # lists of tensors, changed in place
+            return None
         if func._schema.is_mutable and not isinstance(args[0], FakeTensor):
             return args[0]  # its numbers stay what they were
         for tensor in _tensors([made]):

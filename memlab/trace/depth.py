@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from memlab import models
-from memlab.recipe import Recipe
+from memlab.recipe import FULLY_SHARDED, Recipe
 from memlab.trace.events import Step
 from memlab.trace.log import Log
 
@@ -63,8 +63,8 @@ def shallow_depths(recipe: Recipe) -> list[tuple[int, ...]]:
     layers = getattr(config, "num_hidden_layers", 0)
     if layers <= DEEP or (getattr(config, "num_decoder_layers", None) or layers) != layers:
         return []
-    if recipe.ranks > 1 and recipe.sharding == "zero1":
-        return []  # which weights' states are this rank's, follows from all of them
+    if recipe.ranks > 1 and recipe.sharding not in FULLY_SHARDED:
+        return []  # DDP's buckets go across layers, and ZeRO 1 chooses among all weights
     if not set(recipe.freeze) <= {"embeddings", "backbone"}:
         return []  # single layers may be named
     with torch.device("meta"):

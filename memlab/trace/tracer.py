@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -371,6 +372,8 @@ class Tracer(Ledger, TorchDispatchMode):
         """The outermost optimizer has stepped."""
 
     def _label_states(self, optimizer) -> None:
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            optimizer = optimizer.optim  # of this rank's weights, with their states
         for parameter, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, torch.Tensor):

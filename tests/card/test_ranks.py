@@ -193,6 +193,21 @@ def test_what_is_offloaded_is_on_the_card_for_a_layer_only():
     assert LAYER < of_category(footprint, "temporary") <= 5 * LAYER
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_shards_on_the_host_without_data_are_stepped_there(foreach):
+    with SimulatedGPU(ranks=4) as gpu:
+        with torch.device("meta"):
+            net = torch.nn.Linear(4096, 4096, bias=False)
+        fully_shard(net, offload_policy=CPUOffloadPolicy())
+        net.to_empty(device="cpu")
+        optimizer = torch.optim.AdamW(net.parameters(), foreach=foreach)
+        net(torch.ones(1, 4096, device="cuda")).sum().backward()
+        optimizer.step()
+        moment = optimizer.state[net.weight]["exp_avg"].to_local()
+    assert moment.device.type == "cpu" and moment.shape == (1024, 4096)
+    assert of_category(gpu.footprint, "optimizer_states") == 0
+
+
 @pytest.fixture
 def accelerate_forgets():
     """Accelerate keeps what it found of the ranks for the life of a process."""

@@ -1,14 +1,19 @@
-"""Chapter 17: its arithmetic, its ranks, its mixtures, and its verdict."""
+"""Chapter 17 and the page below it: arithmetic, ranks, mixtures, and the verdict."""
 
 import pytest
 from notebook import Notebook
 
-CHAPTER = Notebook("17-parallel")
+CHAPTER, DEEPER = Notebook("17-parallel"), Notebook("17-parallel-deeper")
 
 
 @pytest.fixture(scope="module")
 def chapter():
-    return CHAPTER.run("imports bytes moe-models moe-judged pipeline-bubble")
+    return CHAPTER.run("imports bytes pipeline-bubble")
+
+
+@pytest.fixture(scope="module")
+def deeper():
+    return DEEPER.run("imports moe-models moe-judged")
 
 
 def test_the_arithmetic_is_that_of_the_paper(chapter):
@@ -23,16 +28,16 @@ def test_ranks_learn_what_one_process_learns_and_hold_what_is_simulated(chapter)
     assert chapter["rows"]["FSDP2, parameters"]["difference, bytes"] == 0
 
 
-def test_the_launch_that_does_not_shard_is_seen(chapter):
-    CHAPTER.run("folder silent-program silent-run silent-said", chapter)
-    said = [one["check_split"] for one in chapter["found"]]
+def test_the_launch_that_does_not_shard_is_seen(deeper):
+    DEEPER.run("folder silent-program silent-files silent-run silent-said", deeper)
+    said = [one["check_split"] for one in deeper["found"]]
     assert said == [said[0]] * 2 and "holds 4,160 of 4,160 weights" in said[0]
 
 
-def test_active_parameters_are_those_of_a_dense_model_and_the_routers(chapter):
-    dense = chapter["mixture"](1, active=1, width=256)
-    total, active = chapter["active_parameters"](chapter["mixture"](8))
-    alone = chapter["active_parameters"](dense)
+def test_active_parameters_are_those_of_a_dense_model_and_the_routers(deeper):
+    dense = deeper["mixture"](1, active=1, width=256)
+    total, active = deeper["active_parameters"](deeper["mixture"](8))
+    alone = deeper["active_parameters"](dense)
     routers = 2 * 64 * (8 - 1)  # of two layers; the dense model has one expert to choose from
     assert alone[0] == alone[1] == active - routers
     assert total - active == 2 * 6 * 3 * 64 * 128  # six idle experts of three matrices

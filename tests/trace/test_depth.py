@@ -99,6 +99,8 @@ def unequal_layers():
         {"model": deep("bert-base", 5)},  # not deep
         {"model": "bert-large", "freeze": "embeddings,3"},  # three layers are not like the others
         {"model": unequal_layers()},
+        {"model": "bert-large", "ranks": 2},  # gradients share buckets across layers
+        {"model": "bert-large", "ranks": 2, "sharding": "zero1"},
     ],
 )
 def test_what_it_leaves_to_the_full_depth(changes):
