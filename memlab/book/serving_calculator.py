@@ -4,7 +4,7 @@ import dataclasses
 
 from memlab import models
 from memlab.book.panel import Panel
-from memlab.book.show import COLOURS
+from memlab.book.show import SERVING_COLOURS
 from memlab.fields import one_of
 from memlab.gpus import GPUS, find_gpu
 from memlab.planning import CONTEXT_MARGIN, MARGIN
@@ -43,7 +43,6 @@ class ServingCalculator(Panel):
     def data(self) -> dict:
         start = {name: getattr(self.serving, name) for name in FIELDS}
         usual = {one.name: one.default for one in dataclasses.fields(Serving)}
-        colours = [COLOURS[name] for name in ("parameters", "optimizer_states", "activations")]
         return {
             "start": {"serve": self.serving.model, "gpu": self.card.name} | start,
             "defaults": {name: usual[name] for name in FIELDS},
@@ -60,7 +59,7 @@ class ServingCalculator(Panel):
                 for name, card in GPUS.items()
             },
             "held": HELD,
-            "colours": [*colours, COLOURS["gradients"], COLOURS["workspaces"]],
+            "colours": [SERVING_COLOURS[name] for name in HELD],
             "margins": [MARGIN, CONTEXT_MARGIN],
         }
 
