@@ -2,11 +2,10 @@
 
     python benchmarks/serving.py answers.jsonl [questions] [first seed]
 
-A question is a model, a format, a card and lengths for which `memlab.serving_form` has a border: the
-largest batch, or the longest prompt, that it says fits, and the first that it says does not. Both
-are simulated. A "fits" that is not so is an error; a "does not fit" that would have fitted is the
-price of care, and counted. Each answer is a line of the file; those that are there are not asked
-again.
+A question is a model, a format, a card and lengths for which `memlab.serving_form` has a border:
+the largest batch, or the longest prompt, that it says fits, and the first that it says does not.
+Both are simulated. A "fits" that is not so is an error; a "does not fit" that would have fitted is
+the price of care, and counted. Each answer is a line of the file; those there are not asked again.
 """
 
 import json

@@ -27,8 +27,8 @@ LENGTHS = ("seq_len", "prompt")  # fields that end where the model's positions d
 def explore(recipe: Recipe | Serving, *switches: str, gpu: str = "T4") -> Explorer:
     """A panel on which a reader changes a recipe and simulates it, in a live notebook.
 
-    recipe: of a training, or a `Serving`. switches: names of its fields that get a control. gpu: a name of `memlab.gpus.GPUS`,
-    which the panel can change.
+    recipe: of a training, or a `Serving`. switches: names of its fields that get a control.
+    gpu: a name of `memlab.gpus.GPUS`, which the panel can change.
 
     The recipe itself is simulated when the panel is shown. Without a kernel the panel is a still
     picture of that run. Raises ValueError for an unknown field or card.
