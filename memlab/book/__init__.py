@@ -18,7 +18,6 @@ _HOMES = {
     "SegmentFilm": "segments",
     "TilePlayer": "panels",
     "verdict": "claims",
-    "named": "claims",
     "QUIET": "lessons",
     "estimated_run": "lessons",
     "in_turns": "lessons",
