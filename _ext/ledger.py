@@ -1,15 +1,16 @@
 """The ledger: every statement of the sources, with the verdicts that the chapters' cells reached.
 
-A cell that ends in `verdict(...)` leaves its verdict as data beside its output. The directive
-`ledger` reads them from the executed notebooks and writes the tables: nothing is typed again.
+A cell that ends in `verdict(...)` leaves its verdict as data beside its output, and so does one
+that ends in `named(...)`, of what a source only names. The directive `ledger` reads them from the
+executed notebooks and writes the tables: nothing is typed again.
 
     :::{ledger}
     :open: B26 B27
     :::
 
 `open` names the statements that no chapter decides yet. Any other statement without a verdict is
-a warning, and so are two verdicts that differ and an open statement that has one. The build
-treats warnings as errors.
+a warning, and so are two verdicts that differ, an open statement that has one, and a named subject
+of which no cell shows anything. The build treats warnings as errors.
 """
 
 import json
@@ -25,11 +26,11 @@ from markdown_it import MarkdownIt
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
-from memlab.book.claims import WORDS, all_claims, sources
+from memlab.book.claims import WORDS, all_claims, all_named, sources
 
 OPEN = "open"
 MARKS = dict(zip((*WORDS, OPEN), "✓◐✗○", strict=True))
-CALL = re.compile(r'\bverdict\(\s*"(\w+)"')
+CALL = re.compile(r'\b(?:verdict|named)\(\s*"(\w+)"')
 logger = logging.getLogger(__name__)
 
 
@@ -53,7 +54,7 @@ class Decision:
 
 
 def decisions(notebook: Path, page: str) -> list[Decision]:
-    """Of every cell that calls `verdict` or shows one, in the order of the cells."""
+    """Of every cell that calls `verdict` or `named` or shows one, in the order of the cells."""
     found = []
     for index, cell in enumerate(json.loads(notebook.read_text(encoding="utf-8"))["cells"]):
         if cell["cell_type"] != "code":
@@ -70,14 +71,15 @@ def problems(found: list[Decision], left_open: list[str]) -> list[str]:
     """One line for each statement that has no verdict, has two that differ, or is open no more."""
     known = all_claims()
     lines = [f"{id} is listed as open and is no statement" for id in left_open if id not in known]
-    for id in known:
+    for id in (*known, *all_named()):
         here = [one for one in found if one.id == id]
         said = [one for one in here if one.word]
         cells = "; ".join(f"{one.place}: {one.word or 'nothing'}" for one in here) or "in no cell"
         if id in left_open and here:
             lines.append(f"{id} is listed as open and is decided ({cells})")
         elif id not in left_open and not said:
-            lines.append(f"{id} has no verdict ({cells})")
+            what = "verdict" if id in known else "cell that shows something of it"
+            lines.append(f"{id} has no {what} ({cells})")
         elif len({one.word for one in said}) > 1:
             lines.append(f"{id} has verdicts that differ ({cells})")
     return lines
@@ -118,6 +120,21 @@ def table(found: list[Decision], link) -> str:
             f"{why or 'no chapter decides it yet.'}</td></tr>"
         )
     return '<table class="ledger">' + "\n".join(lines) + "</tbody></table>"
+
+
+def named_table(found: list[Decision], link) -> str:
+    """The table of what the sources only name. link(decision): the HTML that leads to its cell."""
+    inline = MarkdownIt().renderInline
+    lines = [
+        "<thead><tr><th>Named, not claimed</th><th>What this book shows of it</th></tr></thead>"
+    ]
+    for id, one in all_named().items():
+        shown = "<br>".join(
+            f"{inline(here.because)}<br>{link(here)}" for here in found if here.id == id
+        )
+        says = f"<b>{id}</b>, {escape(one['says'])} ({escape(one['source'])})"
+        lines.append(f'<tr id="named-{id.lower()}"><td>{says}</td><td>{shown}</td></tr>')
+    return '<table class="named">' + "\n".join(lines) + "</table>"
 
 
 class ledger(nodes.General, nodes.Element):
@@ -166,8 +183,8 @@ def write_ledger(app, doctree, docname):
         for line in problems(found, node["open"]):
             logger.warning("%s", line, location=node, type="book")
         words = {id: OPEN for id in all_claims()}
-        words |= {one.id: one.word for one in found if one.word}
-        html = f"{tally(words)}\n{table(found, link)}"
+        words |= {one.id: one.word for one in found if one.word and one.id in words}
+        html = f"{tally(words)}\n{table(found, link)}\n{named_table(found, link)}"
         node.replace_self(nodes.raw("", html, format="html"))
 
 

@@ -17,7 +17,16 @@ here, `fits` answers for a card, and a `SimulatedGPU` takes any training loop. A
 - data: what is read from files
 """
 
+import logging
+
 from memlab.lazy import door
+
+# transformers imports torchao wherever it is installed. It then names, with their paths, the
+# kernels of its package that are for other machines, and PyTorch an old word that it uses.
+logging.getLogger("torchao").addFilter(lambda one: not one.msg.startswith("Failed to load"))
+logging.getLogger("torch.utils._pytree").addFilter(
+    lambda one: "register_constant" not in str(one.msg)
+)
 
 # Name -> where it is defined. Loaded when it is first asked for, as most bring torch along.
 _HOMES = {

@@ -226,6 +226,11 @@ class Footprint:
         return self.step_time and self.step_time.samples_per_second
 
     @property
+    def times(self) -> dict[str, StepTime]:
+        """What is estimated to take how long; empty without an estimate."""
+        return {"a step": self.step_time} if self.step_time else {}
+
+    @property
     def peak_tensors(self) -> int:
         """Bytes of tensors at the peak, without the allocator's rounding and workspaces."""
         return self.peak_allocated - sum(self.breakdown.get(name, 0) for name in NOT_TENSORS)
@@ -310,7 +315,6 @@ class Footprint:
         if self.reserved_range:
             low, high = map(mib, self.reserved_range)
             lines.append(f"peak reserved, as a range: {low} to {high}")
-        if self.step_time:
-            lines.append(f"a step, estimated: {self.step_time}")
+        lines += [f"{what}, estimated: {time}" for what, time in self.times.items()]
         lines += [f"assumed: {assumption}" for assumption in self.assumptions]
         return "\n".join(lines)

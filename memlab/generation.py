@@ -60,9 +60,30 @@ class ServingFootprint:
         return time and tuple(self.tokens / n for n in (time.high, time.expected, time.low))
 
     @property
+    def peak_phase(self) -> Phase:
+        """The phase with the worse of the two moments."""
+        return max((Phase.PREFILL, Phase.DECODE), key=lambda one: sum(getattr(self, one).values()))
+
+    @property
+    def breakdown(self) -> dict[str, int]:
+        """Bytes by category at the worse of the two moments."""
+        return getattr(self, self.peak_phase)
+
+    @property
     def peak_allocated(self) -> int:
         """Bytes at the worse of the two moments."""
-        return max(sum(self.prefill.values()), sum(self.decode.values()))
+        return sum(self.breakdown.values())
+
+    @property
+    def times(self) -> dict[str, StepTime]:
+        """What is estimated to take how long; empty without an estimate."""
+        both = {Phase.PREFILL: self.prefill_time, Phase.DECODE: self.decode_time}
+        return {phase: time for phase, time in both.items() if time}
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What stands in for values that only a real card has, a line each."""
+        return self.footprint.assumptions
 
     @property
     def peak_reserved(self) -> int | None:
@@ -80,7 +101,7 @@ class ServingFootprint:
             "prefill_time": self.prefill_time and self.prefill_time.as_dict(),
             "decode_time": self.decode_time and self.decode_time.as_dict(),
             "tokens_per_second": self.tokens_per_second,
-            "assumptions": list(self.footprint.assumptions),
+            "assumptions": list(self.assumptions),
         }
 
     def __str__(self) -> str:
@@ -98,7 +119,7 @@ class ServingFootprint:
         if self.tokens_per_second:
             low, expected, high = self.tokens_per_second
             lines.append(f"decode, estimated: {expected:,.0f} tokens/s ({low:,.0f} to {high:,.0f})")
-        return "\n".join(lines + [f"assumed: {one}" for one in self.footprint.assumptions])
+        return "\n".join(lines + [f"assumed: {one}" for one in self.assumptions])
 
 
 # ---------------------------------------------------------------------- the loop

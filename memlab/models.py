@@ -179,7 +179,7 @@ def with_layers(model, layers: int) -> PretrainedConfig:
     """A copy of a config with so many layers (in an encoder and in a decoder)."""
     full = config(model)
     lists = {
-        name: value[:layers]
+        name: (value * layers)[:layers]  # of more layers it begins anew
         for name, value in vars(full).items()
         if isinstance(value, (list, tuple)) and len(value) == full.num_hidden_layers
     }

@@ -35,7 +35,7 @@ class Fit:
 
     needed: of the card's memory, context included; with a quantized base the most that a way of
     loading it asks for, unless it fits in another way only. margin: kept free beside it.
-    footprint: the simulated step.
+    footprint: what `memlab.simulate` gives, a `ServingFootprint` of a serving.
     """
 
     fits: bool
@@ -98,6 +98,10 @@ def judged(recipe: Recipe, log: Log, card: GPU, margin: float = MARGIN) -> Fit:
         with contextlib.suppress(torch.OutOfMemoryError):
             footprint = serve(recipe, log, smaller)
             fit, needed = True, footprint.device_used
+    if not isinstance(recipe, Recipe):
+        from memlab.generation import told  # it brings all caches of transformers
+
+        footprint = told(recipe, log, footprint, card)
     kept = int(margin * needed) + _context_margin(card)
     return Fit(fit, needed, kept, card.total_memory, footprint)
 

@@ -19,9 +19,11 @@ from memlab.fields import one_of
 from memlab.gpus import GPU
 from memlab.quantized import COMPUTE_DTYPES
 from memlab.recipe import Recipe
+from memlab.serving import Serving
 
 APIS = ("trainer", "accelerate")
 LINE = 88  # the usual width of a formatted line
+COMMANDS = {Recipe: "simulate", Serving: "serve"}
 
 # What a script may use, by the module that it is imported from, and the oldest release of its
 # package that has it (pyproject.toml says the same of memlab).
@@ -151,26 +153,36 @@ def pip_line(recipe: Recipe, api: str = "trainer") -> str:
     return " ".join(["pip install", *wanted])
 
 
-def memlab_lines(recipe: Recipe, gpu: GPU | str | int | None = None) -> str:
-    """The recipe in Python, with the fields that are not the default, and its simulation.
+def memlab_lines(
+    recipe: Recipe | Serving, gpu: GPU | str | int | None = None, verb: str = "simulate"
+) -> str:
+    """A recipe or a serving in Python, with the fields that are not the default, and its answer.
 
-    gpu: as for `memlab.simulate`. Raises ValueError for a recipe that holds a config.
+    gpu: as for `memlab.simulate`. verb: who answers, simulate or fits. A config stands there by
+    the name `config`.
     """
+    kind = type(recipe)
+    names = f"from memlab import {verb}\nfrom memlab.serving import Serving\n"
+    if kind is Recipe:
+        names = f"from memlab import Recipe, {verb}\n"
     fields = "".join(f"    {name}={_literal(value)},\n" for name, value in _said(recipe))
     card = "" if gpu is None else f", gpu={_literal(_card(gpu))}"
-    return (
-        "from memlab import Recipe, simulate\n\n"
-        f"recipe = Recipe(\n{fields})\nprint(simulate(recipe{card}))\n"
-    )
+    name = kind.__name__.lower()
+    return f"{names}\n{name} = {kind.__name__}(\n{fields})\nprint({verb}({name}{card}))\n"
 
 
-def command_line(recipe: Recipe, gpu: GPU | str | int | None = None) -> str:
-    """The `memlab simulate` command of a recipe.
+def command_line(recipe: Recipe | Serving, gpu: GPU | str | int | None = None) -> str:
+    """The `memlab simulate` command of a recipe, or the `memlab serve` command of a serving.
 
-    gpu: as for `memlab.simulate`. Raises ValueError for a recipe that holds a config.
+    gpu: as for `memlab.simulate`. Raises ValueError for one that holds a config.
     """
-    words = ["memlab", "simulate"]
-    metadata = {one.name: one.metadata for one in dataclasses.fields(Recipe)}
+    if isinstance(recipe.model, PretrainedConfig):
+        raise ValueError(
+            f"model is a {recipe.model.model_type} config: allowed are names and paths, which can "
+            "be written down"
+        )
+    words = ["memlab", COMMANDS[type(recipe)]]
+    metadata = {one.name: one.metadata for one in dataclasses.fields(recipe)}
     for name, value in _said(recipe):
         if value is False:
             name = metadata[name]["off"][0]
@@ -182,15 +194,10 @@ def command_line(recipe: Recipe, gpu: GPU | str | int | None = None) -> str:
     return shlex.join(words)
 
 
-def _said(recipe: Recipe) -> list[tuple[str, object]]:
+def _said(recipe: Recipe | Serving) -> list[tuple[str, object]]:
     """(field, value) of the model and of all that does not follow by itself; tuples as one text."""
-    if isinstance(recipe.model, PretrainedConfig):
-        raise ValueError(
-            f"model is a {recipe.model.model_type} config: allowed are names and paths, which can "
-            "be written down"
-        )
     said = [("model", recipe.model)]
-    for one in dataclasses.fields(Recipe)[1:]:
+    for one in dataclasses.fields(recipe)[1:]:
         value = getattr(recipe, one.name)
         try:
             follows = recipe.but(**{one.name: one.default}) == recipe
@@ -204,6 +211,8 @@ def _said(recipe: Recipe) -> list[tuple[str, object]]:
 
 def _literal(value) -> str:
     """A value in Python, texts in double quotes."""
+    if isinstance(value, PretrainedConfig):
+        return "config"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 from memlab.fields import documentation, field, one_of, switch, whole, wrong
 
 PLAIN = ("fp32", "fp16", "bf16")  # formats of weights that are not quantized
+TASKS = ("causal-lm", "seq2seq-lm")  # of the models that write text
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,10 @@ class Serving:
         from memlab import models  # torch and transformers, which a question for help can spare
 
         config = models.config(self.model)
-        if self.task not in ("causal-lm", "seq2seq-lm"):
+        if self.task not in TASKS:
             raise ValueError(
                 f"model is {self.model_name!r}, for {self.task}: allowed are those that write "
-                "text, by causal-lm or seq2seq-lm"
+                f"text, by {' or '.join(TASKS)}"
             )
         if self.cache == "fp8" and getattr(config, "sliding_window", None):
             raise ValueError(

@@ -268,6 +268,7 @@ ROOMS = {
     "15-ablation": {"memlab.book.ablation", "memlab.running", "memlab.scripts"},
     "16-planner": {"memlab.planning", "memlab.scripts"},
     "18-deploying": {
+        "memlab.book.claims",
         "memlab.book.serving_calculator",
         "memlab.generation",
         "memlab.quantized",

@@ -1,5 +1,6 @@
 """The doors of memlab and of its book: short, lazy, and clear about what they do not have."""
 
+import importlib.util
 import subprocess
 import sys
 
@@ -25,3 +26,12 @@ def test_a_question_for_help_loads_no_torch():
     code = "import sys, memlab.cli, memlab.recipe; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not here")
+def test_torchao_is_imported_and_says_nothing():
+    code = "import sys; from memlab import models; models.build('gpt2-tiny')"
+    code += "; print('torchao' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+    assert "torchao" not in done.stderr and "register_constant" not in done.stderr

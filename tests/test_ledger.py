@@ -9,7 +9,7 @@ import nbformat
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from memlab.book.claims import all_claims, verdict
+from memlab.book.claims import all_claims, all_named, named, verdict
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "_ext"))
@@ -21,10 +21,14 @@ DECIDED = [id for id in all_claims() if id not in OPEN]
 
 def decided(id, **changed):
     """A cell as a run leaves it that decided a statement."""
-    shown = verdict(id, **({"holds": True, "because": f"counted `{id}` < 1"} | changed))
+    if id in all_named():
+        shown, call = named(id, f"shown `{id}` < 1"), "named"
+    else:
+        because = {"holds": True, "because": f"counted `{id}` < 1"}
+        shown, call = verdict(id, **(because | changed)), "verdict"
     data, metadata = InteractiveShell.instance().display_formatter.format(shown)
     output = nbformat.v4.new_output("execute_result", data, metadata=metadata, execution_count=1)
-    source = f'verdict(\n    "{id}",\n    holds=found,\n)'
+    source = f'{call}(\n    "{id}",\n    because=found,\n)'
     return nbformat.v4.new_code_cell(source, outputs=[output], id=f"decides-{id}")
 
 
@@ -39,7 +43,8 @@ def book(tmp_path):
     """A small book: statements A.. to C.. in one executed notebook, D.. and E.. in another."""
     cells = {id: decided(id) for id in DECIDED}
     write(tmp_path / "01-first.ipynb", *(cell for id, cell in cells.items() if id < "D"))
-    write(tmp_path / "02-second.ipynb", *(cell for id, cell in cells.items() if id > "D"))
+    rest = [cell for id, cell in cells.items() if id > "D"] + [decided(id) for id in all_named()]
+    write(tmp_path / "02-second.ipynb", *rest)
     fence = f":::{{ledger}}\n:open: {' '.join(OPEN)}\n:::\n"
     (tmp_path / "claims.md").write_text(f"# Claims\n\n{fence}")
     toc = ":::{toctree}\n01-first\n02-second\nclaims\n:::\n"
@@ -91,6 +96,22 @@ def test_the_page_has_every_statement_with_its_verdict_and_a_link_to_the_cell(bo
         assert f'<a href="{target}">Title of {chapter}</a>' in page
         assert f"{chapter}.ipynb, cell decides-{id}" in page
         assert f'id="claim-{id.lower()}"' in (book / "html" / f"{chapter}.html").read_text()
+
+
+def test_what_is_only_named_has_a_table_and_no_verdict(book):
+    assert build(book) == (0, "")
+    page = (book / "html" / "claims.html").read_text(encoding="utf-8")
+    table = page.partition('<table class="named">')[2].partition("</table>")[0]
+    assert table.count('<tr id="named-') == len(all_named()) == 3
+    for id, one in all_named().items():
+        assert one["says"] in table and f"shown <code>{id}</code> &lt; 1" in table
+        assert f'<a href="02-second.html#claim-{id.lower()}">' in table
+        assert f'id="claim-{id.lower()}"' in (book / "html" / "02-second.html").read_text()
+    change(book / "02-second.ipynb", "TensorRT", without_output)
+    assert ledger.problems(found_in(book), OPEN) == [
+        "TensorRT has no cell that shows something of it "
+        "(02-second.ipynb, cell decides-TensorRT: nothing)"
+    ]
 
 
 def test_a_verdict_that_is_changed_or_removed_ends_the_build(book):

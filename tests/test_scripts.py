@@ -26,6 +26,7 @@ from memlab.scripts import (
     pip_line,
     training_script,
 )
+from memlab.serving import Serving
 
 CARD = "A100-40GB"
 CLASSES = {"task": "sequence-classification"}
@@ -223,6 +224,9 @@ RECIPES = [
     (Recipe("bert-large", task="masked-lm", freeze=("embeddings", 2), padded=True), 2**34),
     (Recipe("gpt2", upcast=False, set_to_none=False, max_grad_norm=0.5), "A100-40GB"),
     (Recipe("llama-3.2-1b", **CHECKPOINTED_QLORA, compute_dtype="fp16"), "T4"),
+    (Serving("gpt2"), None),
+    (Serving("t5-3b", weights="bf16", new_tokens=3, batch_size=9, cache="none"), "L4"),
+    (Serving("gpt2", weights="nf4", compute_dtype="fp32", all_logits=True), 2**33),
 ]
 
 
@@ -249,8 +253,20 @@ def test_only_what_is_not_the_default_is_said():
     assert command_line(nf4, "T4") == (
         "memlab simulate --model gpt2 --precision bf16 --lora-rank 4 --base nf4 --gpu T4"
     )
+    assert command_line(Serving("gpt2", weights="bf16"), "L4") == (
+        "memlab serve --model gpt2 --weights bf16 --gpu L4"
+    )
+
+
+def test_a_config_has_a_name_in_python_and_none_in_a_command():
+    recipe = Recipe(models.config("gpt2"), batch_size=3)
+    lines = memlab_lines(recipe, "T4", "fits")
+    assert lines.endswith('print(fits(recipe, gpu="T4"))\n')
+    names = {"config": recipe.model}
+    exec(lines.partition("print")[0], names)
+    assert names["recipe"] == recipe
     with pytest.raises(ValueError) as error:
-        memlab_lines(Recipe(models.config("gpt2")))
+        command_line(recipe)
     assert "model is a gpt2 config" in one_line(error)
 
 

@@ -64,6 +64,10 @@ AUTO = {
     "causal-lm": "AutoModelForCausalLM",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
 }
+# Of the allocator and of what is kept free.
+RULES = "MIN_BLOCK SMALL_REQUEST SMALL_SEGMENT MEDIUM_REQUEST MEDIUM_SEGMENT LARGE_ROUND"
+RULES = {name: getattr(allocator, name) for name in RULES.split()}
+RULES |= {"MARGIN": MARGIN, "CONTEXT_MARGIN": CONTEXT_MARGIN}
 START = Recipe(
     "bert-large",
     batch_size=8,
@@ -113,7 +117,8 @@ class Calculator(Panel):
             self.choices[name] = tuple(dict.fromkeys(wanted + mine))
 
     def source(self) -> str:
-        return super().source().replace("/* closed form */", read_file("calculator.js"))
+        script = read_file("forms.js") + read_file("calculator.js")
+        return super().source().replace("/* closed form */", script)
 
     def data(self) -> dict:
         text = json.dumps(self.known(), separators=(",", ":"))
@@ -142,7 +147,7 @@ class Calculator(Panel):
                 "auto": AUTO[models.default_task(model)],
             }
             if self.whole:
-                families[settings["model_type"]] = _family(settings["model_type"])
+                families[settings["model_type"]] = family(settings["model_type"])
         return {
             "start": {
                 "model": self.recipe.model,
@@ -163,7 +168,7 @@ class Calculator(Panel):
             "ways": WAYS,
             "models": offered,
             # The last one lends its rules to a number of GiB.
-            "cards": [_card(card) for card in (*self._cards(), ANY_CARD)],
+            "cards": [known_card(card) for card in (*self._cards(), ANY_CARD)],
             "structures": list(structures.values()),
             "families": families,
             **_constants(),
@@ -297,7 +302,7 @@ def _described(model, settings) -> dict:
     }
 
 
-def _family(model_type: str) -> dict:
+def family(model_type: str) -> dict:
     """A config class: its other names, and what a value is that a config.json leaves out."""
     kind = CONFIG_MAPPING[model_type]
     plain = {one.name: one.default for one in dataclasses.fields(kind)}
@@ -322,7 +327,8 @@ def _options(changes: dict) -> dict:
     return {"changes": changes, "options": options}
 
 
-def _card(card: GPU) -> dict:
+def known_card(card: GPU) -> dict:
+    """What a calculator's script is given of a card."""
     return {
         "name": card.name,
         "total": card.total_memory,
@@ -332,15 +338,14 @@ def _card(card: GPU) -> dict:
         "processors": card.processors,
         "rates": card.rates,
         "bandwidth": card.bandwidth,
+        "flash": card.capability[0] >= 8,
     }
 
 
 def _constants() -> dict:
     """What the script shares with memlab's modules."""
-    names = "MIN_BLOCK SMALL_REQUEST SMALL_SEGMENT MEDIUM_REQUEST MEDIUM_SEGMENT LARGE_ROUND"
-    rules = {name: getattr(allocator, name) for name in names.split()}
-    rules |= {name: getattr(work, name) for name in ("BLOCKS_OF_LAUNCH", "ELEMENTS_OF_BLOCK")}
-    rules |= {"MARGIN": MARGIN, "CONTEXT_MARGIN": CONTEXT_MARGIN, "SHALLOW": depth.SHALLOW[1]}
+    rules = {name: getattr(work, name) for name in ("BLOCKS_OF_LAUNCH", "ELEMENTS_OF_BLOCK")}
+    rules |= RULES | {"SHALLOW": depth.SHALLOW[1]}
     return {
         "rules": rules,
         "tiles": work.TILES | {"": work.TENSOR_CORE_TILE},

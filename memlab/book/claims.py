@@ -8,7 +8,10 @@ from importlib import resources
 
 @dataclass(frozen=True)
 class Verdict:
-    """One statement of a source, decided. `word` is one of the three of `WORDS`."""
+    """One statement of a source, decided, or a subject that it only names.
+
+    word: one of the three of `WORDS`, or `NAMED`.
+    """
 
     id: str
     says: str
@@ -29,6 +32,7 @@ class Verdict:
 
 
 WORDS = ("holds", "holds with a condition", "does not hold")
+NAMED = "named, not claimed"
 
 
 def verdict(id: str, holds: bool, because: str, condition: bool = False) -> Verdict:
@@ -43,6 +47,17 @@ def verdict(id: str, holds: bool, because: str, condition: bool = False) -> Verd
         raise ValueError(f"no claim has the id {id!r}: allowed are {', '.join(known)}")
     word = WORDS[bool(condition)] if holds else WORDS[2]
     return Verdict(id, known[id]["says"], known[id]["source"], word, because)
+
+
+def named(id: str, because: str) -> Verdict:
+    """What the book shows of a subject that a source names and says nothing of: no verdict.
+
+    because: what is shown, and the figures of it. Raises ValueError for an unknown id.
+    """
+    known = all_named()
+    if id not in known:
+        raise ValueError(f"nothing is named by the id {id!r}: allowed are {', '.join(known)}")
+    return Verdict(id, known[id]["says"], known[id]["source"], NAMED, because)
 
 
 @cache
@@ -62,4 +77,12 @@ def all_claims() -> dict[str, dict]:
     return {
         claim["id"]: claim | {"source": sources()[claim["id"][0]]["title"]}
         for claim in _data()["claims"]
+    }
+
+
+@cache
+def all_named() -> dict[str, dict]:
+    """id -> {"says", "source"} of every subject that a source only names."""
+    return {
+        one["id"]: one | {"source": sources()[one["source"]]["title"]} for one in _data()["named"]
     }

@@ -1,26 +1,34 @@
-"""The panel of `explore`: choose switches of a recipe, press run, and see its bytes on a card."""
+"""The panel of `explore`: choose switches of a recipe, press run, and see its bytes on a card.
+
+A `Serving` is shown as a `Recipe` is: both have fields that say what they may hold.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import html
+from dataclasses import dataclass
 
 from memlab import models
 from memlab.book.live import STYLE, Live
+from memlab.book.show import SERVING_COLOURS
 from memlab.gpus import GPUS, find_gpu
-from memlab.planning import Fit, fits
+from memlab.planning import fits
 from memlab.recipe import Recipe
+from memlab.scripts import command_line, memlab_lines
+from memlab.serving import TASKS, Serving
 from memlab.units import mib
 
 REST = "#e4e4e4"  # lighter than the greys of `show.COLOURS`
 KEPT = 5  # runs that stay in sight
+LENGTHS = ("seq_len", "prompt")  # fields that end where the model's positions do
 
 
-def explore(recipe: Recipe, *switches: str, gpu: str = "T4") -> Explorer:
+def explore(recipe: Recipe | Serving, *switches: str, gpu: str = "T4") -> Explorer:
     """A panel on which a reader changes a recipe and simulates it, in a live notebook.
 
-    switches: names of the recipe's fields that get a control. gpu: a name of `memlab.gpus.GPUS`,
-    which the panel can change.
+    recipe: of a training, or a `Serving`. switches: names of its fields that get a control.
+    gpu: a name of `memlab.gpus.GPUS`, which the panel can change.
 
     The recipe itself is simulated when the panel is shown. Without a kernel the panel is a still
     picture of that run. Raises ValueError for an unknown field or card.
@@ -28,35 +36,56 @@ def explore(recipe: Recipe, *switches: str, gpu: str = "T4") -> Explorer:
     return Explorer(recipe, switches, find_gpu(gpu).name)
 
 
+@dataclass(frozen=True)
+class Run:
+    """What is shown of a simulated recipe on a card: lines, and bytes by what they are for.
+
+    needed, total: bytes of the card that it asks for, context included, and those that it has.
+    """
+
+    recipe: Recipe | Serving
+    card: str
+    lines: tuple[str, ...]
+    held: dict[str, int]
+    needed: int
+    total: int
+
+
 class Explorer(Live):
-    """Controls, bars, the phase of the peak, and the code."""
+    """Controls, bars, the phase of the peak, and what to copy."""
 
     doing = "simulating"
 
-    def __init__(self, recipe: Recipe, switches: tuple[str, ...], card: str):
+    def __init__(self, recipe: Recipe | Serving, switches: tuple[str, ...], card: str):
         super().__init__()
         if card not in GPUS:
             raise ValueError(f"gpu is {card!r}: allowed are {', '.join(GPUS)}")
-        known = {one.name: one for one in dataclasses.fields(Recipe)}
+        known, kind = {one.name: one for one in dataclasses.fields(recipe)}, type(recipe).__name__
         for name in switches:
             if name not in known:
-                raise ValueError(f"a recipe has no field {name!r}: allowed are {', '.join(known)}")
+                allowed = ", ".join(known)
+                raise ValueError(f"a {kind.lower()} has no field {name!r}: allowed are {allowed}")
         self.recipe, self.card = recipe, card
         self.fields = [known[name] for name in switches]
-        self.runs: list[tuple[Recipe, str, Fit]] = []
+        self.runs: list[Run] = []
 
     def __repr__(self) -> str:
         return f"explore({self.recipe}, {', '.join(one.name for one in self.fields)})"
 
     @staticmethod
-    def work(recipe: Recipe, card: str) -> Fit:
-        """What the process of a run does. The timeline is left there: it can be large."""
+    def work(recipe: Recipe | Serving, card: str) -> Run:
+        """What the process of a run does. The footprint is left there: it can be large."""
         fit = fits(recipe, card)
-        return dataclasses.replace(fit, footprint=dataclasses.replace(fit.footprint, timeline=None))
+        found = fit.footprint
+        peak = f"peak allocated {mib(found.peak_allocated)}, in {found.peak_phase}"
+        times = [f"{what}, estimated: {time}" for what, time in found.times.items()]
+        assumed = [f"assumed: {line}" for line in found.assumptions]
+        lines = (str(fit), peak, *times, *assumed)
+        return Run(recipe, card, lines, dict(found.breakdown), fit.needed, fit.total_memory)
 
     def begin(self) -> None:
         """Simulate the recipe itself."""
-        self.finish(self.recipe, self.card, fits(self.recipe, self.card))
+        self.finish(self.recipe, self.card, self.work(self.recipe, self.card))
 
     def still(self) -> str:
         """The panel without controls, as HTML: the first run and what could be chosen."""
@@ -73,12 +102,9 @@ class Explorer(Live):
             f"<table>{chosen}</table>{self._picture(self.runs[:1])}</div>"
         )
 
-    def _picture(self, runs) -> str:
-        first = self.recipe
-        widest = max(max(fit.needed, fit.total_memory) for _, _, fit in runs)
-        return "".join(
-            _bar(_changes(first, recipe), card, fit, widest) for recipe, card, fit in runs
-        )
+    def _picture(self, runs: list[Run]) -> str:
+        widest = max(max(run.needed, run.total) for run in runs)
+        return "".join(_bar(_changes(self.recipe, run.recipe), run, widest) for run in runs)
 
     def controls(self, widgets, **look) -> list:
         """One for each field, and one for the card."""
@@ -90,43 +116,46 @@ class Explorer(Live):
         )
         return [*self._controls.values(), self._gpu]
 
-    def chosen(self) -> Recipe:
-        """The recipe that the controls say; raises ValueError as `Recipe` does."""
+    def chosen(self) -> Recipe | Serving:
+        """The recipe that the controls say; raises ValueError as its class does."""
         return self.recipe.but(**{name: one.value for name, one in self._controls.items()})
 
-    def asked(self) -> tuple[Recipe, str]:
+    def asked(self) -> tuple[Recipe | Serving, str]:
         """The recipe and the card that the controls say."""
         return self.chosen(), self._gpu.value
 
-    def is_shown(self, recipe: Recipe, card: str) -> bool:
+    def is_shown(self, recipe: Recipe | Serving, card: str) -> bool:
         """Whether the run is one of those in sight."""
-        return (recipe, card) in [(one, there) for one, there, _ in self.runs]
+        return (recipe, card) in [(run.recipe, run.card) for run in self.runs]
 
-    def finish(self, recipe: Recipe, card: str, fit: Fit) -> None:
+    def finish(self, recipe: Recipe | Serving, card: str, run: Run) -> None:
         """Show a run beside those before it."""
-        self.runs = [*self.runs[-KEPT + 1 :], (recipe, card, fit)]
-        self.show(self._picture(self.runs), _code(recipe, card))
+        self.runs = [*self.runs[-KEPT + 1 :], run]
+        line = [command_line(recipe, card)] if isinstance(recipe.model, str) else []
+        self.show(self._picture(self.runs), *line, memlab_lines(recipe, card, "fits"))
 
 
 # ---------------------------------------------------------------------- controls of the fields
 
 
-def _choices(recipe: Recipe, one: dataclasses.Field) -> list | None:
+def _choices(recipe: Recipe | Serving, one: dataclasses.Field) -> list | None:
     """The values among which a field is chosen; None for one that is typed in."""
     value, choices = getattr(recipe, one.name), one.metadata["choices"]
     if one.name == "model":
+        tasks = TASKS if isinstance(recipe, Serving) else models.TASKS
         named = [name for name in models.MODELS if not name.endswith("-tiny")]
+        named = [name for name in named if models.default_task(name) in tasks]
         return named if value in named else [value, *named]
     if choices:
         return list(choices)
     if isinstance(value, int) and not isinstance(value, bool):
-        most = models.max_length(models.config(recipe.model)) if one.name == "seq_len" else None
+        most = models.max_length(recipe.model) if one.name in LENGTHS else None
         powers = [2**i for i in range(18) if 2**i <= max(most or 256, value)]
         return sorted({one.default, value, *powers})
     return None
 
 
-def _control(widgets, recipe: Recipe, one: dataclasses.Field, **look):
+def _control(widgets, recipe: Recipe | Serving, one: dataclasses.Field, **look):
     """The widget of a field: a box to tick, a list, a slider of powers of two, a number, a text."""
     value, choices = getattr(recipe, one.name), _choices(recipe, one)
     look["description"] = _words(one.name)
@@ -156,7 +185,7 @@ def _text(value) -> str:
     return getattr(value, "model_type", str(value))
 
 
-def _others(recipe: Recipe, one: dataclasses.Field) -> str:
+def _others(recipe: Recipe | Serving, one: dataclasses.Field) -> str:
     """What else a field could be, in a few words."""
     choices = _choices(recipe, one)
     if choices is None:
@@ -170,21 +199,18 @@ def _others(recipe: Recipe, one: dataclasses.Field) -> str:
 # ---------------------------------------------------------------------- what a run looks like
 
 
-def _changes(first: Recipe, recipe: Recipe) -> str:
+def _changes(first: Recipe | Serving, recipe: Recipe | Serving) -> str:
     """What a recipe has that the first one had not."""
     pairs = ((one.name, getattr(recipe, one.name)) for one in dataclasses.fields(recipe))
     changed = [f"{_words(n)} {_text(value)}" for n, value in pairs if value != getattr(first, n)]
     return ", ".join(changed) or "as given"
 
 
-def _bar(label: str, card: str, fit: Fit, widest: int) -> str:
-    """One run: its name, a bar against the card, and what it says."""
-    from memlab.book.show import COLOURS
-
-    footprint = fit.footprint
-    held = {name: n for name, n in footprint.breakdown.items() if n > 0.002 * widest}
-    rest = fit.needed - sum(held.values())
-    pieces = [(_words(name), n, COLOURS[name]) for name, n in held.items()]
+def _bar(label: str, run: Run, widest: int) -> str:
+    """One run: its name, what it says, and a bar against the card."""
+    held = {name: n for name, n in run.held.items() if n > 0.002 * widest}
+    rest = run.needed - sum(held.values())
+    pieces = [(_words(name), n, SERVING_COLOURS[name]) for name, n in held.items()]
     pieces.append(("allocator's cache, context, the rest", rest, REST))
     bar = "".join(
         f'<div style="width:{n / widest:.2%};background:{colour}" title="{name}: {mib(n)}"></div>'
@@ -196,28 +222,10 @@ def _bar(label: str, card: str, fit: Fit, widest: int) -> str:
         for name, n, colour in pieces
         if n > 0
     )
-    end = f'<div class="end" style="left:{min(fit.total_memory / widest, 0.997):.2%}"></div>'
-    time = f"<br>a step, estimated: {footprint.step_time}" if footprint.step_time else ""
-    assumed = "".join(f"<br>assumed: {html.escape(line)}" for line in footprint.assumptions)
+    end = f'<div class="end" style="left:{min(run.total / widest, 0.997):.2%}"></div>'
     return (
-        f'<div class="run"><b>{html.escape(label)}</b> on {card}: '
-        f"{html.escape(str(fit))}<br>peak allocated {mib(footprint.peak_allocated)}, "
-        f"in {footprint.peak_phase}{time}{assumed}"
-        f'<div class="bar" role="img" aria-label="{mib(fit.needed)} of {mib(fit.total_memory)}">'
+        f'<div class="run"><b>{html.escape(label)}</b> on {run.card}: '
+        f"{'<br>'.join(map(html.escape, run.lines))}"
+        f'<div class="bar" role="img" aria-label="{mib(run.needed)} of {mib(run.total)}">'
         f'{bar}{end}</div><div class="key">{key}</div></div>'
     )
-
-
-def _code(recipe: Recipe, card: str) -> str:
-    """Python that repeats a run."""
-    given = [f'"{recipe.model}"' if isinstance(recipe.model, str) else "config"]
-    given += [
-        f"{one.name}={_literal(getattr(recipe, one.name))}"
-        for one in dataclasses.fields(recipe)
-        if one.name not in ("model", "task") and getattr(recipe, one.name) != one.default
-    ]
-    return f'print(fits(Recipe({", ".join(given)}), "{card}"))'
-
-
-def _literal(value) -> str:
-    return f'"{value}"' if isinstance(value, str) else repr(value)

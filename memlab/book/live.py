@@ -84,11 +84,11 @@ class Live:
         buttons = widgets.HBox([self._run, self._stop])
         self._box = widgets.VBox([*controls, buttons, self._said, self._shown, self._code])
 
-    def show(self, picture: str, code: str) -> None:
-        """Put HTML and code in their places."""
+    def show(self, picture: str, *codes: str) -> None:
+        """Put HTML and what can be copied in their places."""
         self._say("")
         self._shown.value = f'{STYLE}<div class="memlab-explore">{picture}</div>'
-        self._code.value = f"<pre>{html.escape(code)}</pre>"
+        self._code.value = "".join(f"<pre>{html.escape(code)}</pre>" for code in codes)
 
     def _say(self, text: str, wrong: bool = False) -> None:
         role = "alert" if wrong else "status"

@@ -3,11 +3,12 @@
 import dataclasses
 
 from memlab import models
+from memlab.book.calculator import RULES, family, known_card
 from memlab.book.panel import Panel
-from memlab.book.show import COLOURS
+from memlab.book.panel import read as read_file
+from memlab.book.show import SERVING_COLOURS
 from memlab.fields import one_of
-from memlab.gpus import GPUS, find_gpu
-from memlab.planning import CONTEXT_MARGIN, MARGIN
+from memlab.gpus import ANY_CARD, GPUS, find_gpu
 from memlab.serving import Serving
 from memlab.serving_form import BYTES, TYPES, serving_formula, shape
 
@@ -22,6 +23,9 @@ HELD = ("weights", "kv_cache", "activations", "logits", "workspaces")
 
 class ServingCalculator(Panel):
     """Weights, KV cache and the rest against a card, the largest batch, the longest prompt.
+
+    The model is a named one or a config.json that a reader pastes, the card a named one or a number
+    of GiB.
 
     serving: what it shows first, of a named model. gpu: the card. The page does what
     `memlab.serving_form` does. Raises ValueError for an unknown card, for a model without a form
@@ -40,28 +44,24 @@ class ServingCalculator(Panel):
         one_of("gpu", self.card.name, GPUS)
         serving_formula(self.serving, self.card)
 
+    def source(self) -> str:
+        return super().source().replace("/* forms */", read_file("forms.js"))
+
     def data(self) -> dict:
         start = {name: getattr(self.serving, name) for name in FIELDS}
         usual = {one.name: one.default for one in dataclasses.fields(Serving)}
-        colours = [COLOURS[name] for name in ("parameters", "optimizer_states", "activations")]
         return {
             "start": {"serve": self.serving.model, "gpu": self.card.name} | start,
             "defaults": {name: usual[name] for name in FIELDS},
             "models": {name: dataclasses.asdict(shape(name)) for name in NAMES},
             "bytes": BYTES,
-            "cards": {
-                name: {
-                    "total": card.total_memory,
-                    "context": card.context or 0,
-                    "workspace": card.workspace,
-                    "bf16": "bfloat16" in card.native_dtypes,
-                    "flash": card.capability[0] >= 8,
-                }
-                for name, card in GPUS.items()
-            },
+            "families": {name: family(name) for name in TYPES},
+            "widths": models.WIDTHS,
+            # The last one lends its rules to a number of GiB.
+            "cards": [known_card(card) for card in (*GPUS.values(), ANY_CARD)],
             "held": HELD,
-            "colours": [*colours, COLOURS["gradients"], COLOURS["workspaces"]],
-            "margins": [MARGIN, CONTEXT_MARGIN],
+            "colours": [SERVING_COLOURS[name] for name in HELD],
+            "rules": RULES,
         }
 
     def __repr__(self) -> str:

@@ -19,6 +19,12 @@ COLOURS = dict(
         strict=True,
     )
 )
+# The same for what inference names otherwise.
+SERVING_COLOURS = COLOURS | {
+    "weights": COLOURS[Category.PARAMETERS],
+    "kv_cache": COLOURS[Category.OPTIMIZER_STATES],
+    "logits": COLOURS[Category.GRADIENTS],
+}
 STYLE = {
     "axes.facecolor": "none",
     "savefig.transparent": True,

@@ -7,12 +7,6 @@
     const up = (bytes, unit) => Math.ceil(bytes / unit) * unit;
     const STEP = phases.indexOf("optimizer step");
 
-    // The nearest whole number, of two the even one, as Python and numpy round.
-    function round(x) {
-      const low = Math.floor(x), rest = x - low;
-      return rest < 0.5 || (rest === 0.5 && low % 2 === 0) ? low : low + 1;
-    }
-
     // ------------------------------------------------------------ closed_form.py
 
     // The two halves of a recipe's coefficients; null where there are none.
@@ -196,42 +190,22 @@
 
     // The answer of `fits`, for the least and for the most that the allocator may reserve.
     function judge(found, card) {
-      const [least, most] = found.reserved_range.map((bytes) => bytes + card.context), allowed = room(card);
+      const [least, most] = found.reserved_range.map((bytes) => bytes + card.context), allowed = room(card, rules);
       const verdict = most <= allowed ? "fits" : least > allowed ? "does not fit" : "may fit";
       return { verdict, least, most, allowed };
     }
-
-    const room = (card) => Math.ceil((card.total - rules.CONTEXT_MARGIN * (card.context > 0)) / (1 + rules.MARGIN));
 
     // ------------------------------------------------------------ models.py and the reading of a config.json
 
     // The model of the values of a config.json: its structure, dimensions and layers.
     function modelOf(values, name) {
-      const types = Object.keys(known.families), family = known.families[values?.model_type];
-      if (!family) throw new Refusal(`model_type is ${JSON.stringify(values?.model_type)}: known are ${types.join(", ")}`);
-      const own = (name) => family.aliases[name] || name, held = { ...family.defaults };
-      for (const [name, value] of Object.entries(values)) held[own(name)] = value;
-      held.rope_parameters = values.rope_parameters || values.rope_scaling || family.defaults.rope_parameters;
-      if (held.use_sliding_window === false) held.sliding_window = null;
-      const get = (name) => held[own(name)] ?? null;
-
-      const heads = get("num_attention_heads"), groups = get("num_key_value_heads") || heads, layers = get("num_hidden_layers");
-      const size = get("head_dim") || get("d_kv"), width = known.widths.find((name) => get(name));
-      const dimensions = {
-        V: get("vocab_size"), g: groups, m: Math.floor(heads / groups), h: get("hidden_size"), d: size || Math.floor(get("hidden_size") / heads),
-        ...(width && { f: get(width) }), ...(get("max_position_embeddings") && { P: get("max_position_embeddings") }),
-      };
-      const names = { V: "vocab_size", g: "num_key_value_heads", h: "hidden_size", d: "head_dim", f: width, P: "max_position_embeddings" };
-      for (const [what, number] of Object.entries({ ...dimensions, num_hidden_layers: layers }))
-        if (!(Number.isInteger(number) && number >= 1)) throw new Refusal(`${names[what] || what} is ${number}: allowed are whole numbers from 1`);
-      if (!size && dimensions.h % heads) throw new Refusal(`num_attention_heads is ${heads}: allowed are divisors of hidden_size, ${dimensions.h}`);
-      if (heads % groups) throw new Refusal(`num_key_value_heads is ${groups}: allowed are divisors of num_attention_heads, ${heads}`);
+      const { type, held, get, dimensions, layers, longest, window } = readConfig(values, known);
       if (layers < 2 || (get("num_decoder_layers") || layers) !== layers) throw new Refusal(
-        `${values.model_type} with ${layers} layers: the formula allows models of at least 2 layers, in a decoder as many as in the encoder`);
-      const structure = known.structures.findIndex((one) => one.model_type === values.model_type && !unlike(one, held, get));
-      if (structure < 0) throw new Refusal(`no coefficients for this ${values.model_type}: ${
-        known.structures.filter((one) => one.model_type === values.model_type).map((one) => unlike(one, held, get)).join("; or ")}`);
-      return { name: name || values.model_type, structure, dimensions, layers, longest: maxLength(values, held, get), window: get("sliding_window") };
+        `${type} with ${layers} layers: the formula allows models of at least 2 layers, in a decoder as many as in the encoder`);
+      const structure = known.structures.findIndex((one) => one.model_type === type && !unlike(one, held, get));
+      if (structure < 0) throw new Refusal(`no coefficients for this ${type}: ${
+        known.structures.filter((one) => one.model_type === type).map((one) => unlike(one, held, get)).join("; or ")}`);
+      return { name: name || type, structure, dimensions, layers, longest, window };
     }
 
     // In what a config differs from a structure, apart from its sizes; empty where it does not.
@@ -259,21 +233,8 @@
       return value;
     }
 
-    // The longest sequence, null where positions are only relative.
-    function maxLength({ model_type: type }, held, get) {
-      if (held.position_biased_input === false) return null;
-      const longest = get("max_position_embeddings"), rope = held.rope_parameters || {}, kind = rope.rope_type || rope.type;
-      if (!longest) return null;
-      if (kind === "linear") return round(longest * rope.factor);
-      if (kind === "yarn") return Math.max(longest, round((rope.original_max_position_embeddings || longest) * rope.factor));
-      return type === "roberta" ? longest - (held.pad_token_id + 1) : longest;
-    }
-
     return { formula, judge, modelOf };
   }
-
-  // What the panel says in place of an answer.
-  class Refusal extends Error {}
 
   // JSON that was packed by gzip and base64; the browser's own unpacking asks nobody.
   async function unpack(packed) {

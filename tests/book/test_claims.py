@@ -2,7 +2,7 @@
 
 import pytest
 
-from memlab.book.claims import all_claims, verdict
+from memlab.book.claims import all_claims, all_named, named, verdict
 
 
 def test_every_statement_has_its_words_and_source():
@@ -24,6 +24,16 @@ def test_the_word_follows_from_what_was_computed(holds, condition, word):
     assert verdict("B3", holds, "measured", condition).word == word
 
 
+def test_what_is_only_named_is_no_statement():
+    assert all_named().keys() == {"Pruning", "TensorRT", "LightSeq"}
+    shown = named("Pruning", "measured")
+    assert shown.source == "Memory_Ablation" and shown.word == "named, not claimed"
+    assert "**Named, not claimed**: measured" in shown._repr_markdown_()[0]
+    assert shown.id not in all_claims()
+
+
 def test_an_unknown_statement_is_refused():
     with pytest.raises(ValueError, match="'Z1': allowed are A1"):
         verdict("Z1", True, "")
+    with pytest.raises(ValueError, match="'Z1': allowed are Pruning"):
+        named("Z1", "")

@@ -8,11 +8,13 @@ import shlex
 import pytest
 from panel_page import PanelPage
 
-from memlab import cli
+from memlab import cli, models
 from memlab.book.serving_calculator import FIELDS, HELD, NAMES, ServingCalculator
 from memlab.gpus import GPUS
 from memlab.serving import Serving
-from memlab.serving_form import BYTES, judged, serving_formula
+from memlab.serving_form import BYTES, TYPES, judged, serving_formula
+
+PASTED, BY_SIZE = "a pasted config.json", "another, by its GiB"
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +28,31 @@ def settings(page):
     return dict(page.run("[...panel.querySelectorAll('[name]')].map(one => [one.name, one.value])"))
 
 
-def drawn(number):
+def config(draw):
+    """The values of a config.json, some of them left out."""
+    heads = draw.choice([8, 12, 20])
+    kind, size = draw.choice(TYPES), heads * draw.choice([64, 96])
+    values = {"model_type": kind, "vocab_size": draw.randint(9000, 60000)}
+    if kind == "gpt2":
+        values |= {"n_layer": draw.randint(1, 40), "n_head": heads, "n_embd": size}
+        return values | draw.choice([{}, {"n_inner": 5000}, {"n_positions": 3000}])
+    values |= {"num_hidden_layers": draw.randint(1, 40), "num_attention_heads": heads}
+    values |= {"hidden_size": size, "intermediate_size": draw.randint(1000, 9000)}
+    groups = draw.choice([heads // 4, heads])
+    values |= {"num_key_value_heads": groups} if kind != "llama" or groups < heads else {}
+    values |= draw.choice([{}, {"head_dim": 80}, {"max_position_embeddings": 3000}])
+    return values | draw.choice([{}, {"tie_word_embeddings": True}, {"attention_bias": True},
+                                 {"mlp_bias": True}, {"sliding_window": 2500}])  # fmt: skip
+
+
+def drawn(number, named=True):
     draw = random.Random(5)
     return [
         {
-            "serve": draw.choice(NAMES),
-            "gpu": draw.choice(list(GPUS)),
+            "serve": draw.choice(NAMES) if named else PASTED,
+            "config": "" if named else json.dumps(config(draw)),
+            "gpu": draw.choice([*GPUS, BY_SIZE]),
+            "gib": draw.choice(["7.5", "24", "31"]),
             "weights": draw.choice(list(BYTES)),
             "batch_size": draw.choice([1, 2, 7, 32]),
             "prompt": draw.randint(1, 3000),
@@ -44,15 +65,19 @@ def drawn(number):
 
 def in_python(one):
     """(bytes by name, verdict) of a setting, or the words of the refusal."""
+    pasted, by_size = one["serve"] == PASTED, one["gpu"] == BY_SIZE
+    model = models.config(json.loads(one["config"])) if pasted else one["serve"]
+    gpu = int(float(one["gib"]) * 2**30) if by_size else one["gpu"]
     try:
-        serving = Serving(one["serve"], **{name: one[name] for name in FIELDS})
-        return serving_formula(serving, one["gpu"]), judged(serving, one["gpu"])
+        serving = Serving(model, **{name: one[name] for name in FIELDS})
+        return serving_formula(serving, gpu), judged(serving, gpu)
     except ValueError as error:
         return str(error)
 
 
-def test_it_says_what_python_says_of_200_settings(page):
-    asked = drawn(200)
+@pytest.mark.parametrize("named", [True, False])
+def test_it_says_what_python_says_of_200_settings(page, named):
+    asked = drawn(200, named)
     answers = page.run(f"""{json.dumps(asked)}.map(one => {{
         try {{ const {{ found, verdict }} = panel.calculator.judged(one);
                return [found, verdict]; }}
@@ -80,6 +105,48 @@ def test_the_largest_fits_and_the_next_does_not(page, field):
     assert in_python(one | {field: most})[1] == "fits" != in_python(one | {field: most + 1})[1]
 
 
+@pytest.mark.parametrize("name", ["llama-3-8b", "qwen2.5-1.5b", "mistral-7b", "gpt2-xl"])
+def test_a_pasted_config_is_the_named_model(page, name):
+    page.set("serve", name)
+    said, shown = page.text(".say"), page.figures()
+    page.set("config", models.config(name).to_json_string(use_diff=False))
+    page.set("serve", PASTED)
+    assert (page.text(".say"), page.figures()) == (said, shown)
+    assert "--config config.json" in page.text(".line")
+    page.set("serve", name)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "Paste the config.json of a model"),
+        ("{", "config.json: this is not a readable JSON file"),
+        ("[]", "model_type is undefined: known are gpt2, llama, mistral, qwen2"),
+        ('{"model_type": "t5"}', 'model_type is "t5": known are gpt2, llama, mistral, qwen2'),
+        ('{"model_type": "llama", "hidden_size": -1}', "hidden_size is -1: allowed are whole"),
+    ],
+)
+def test_what_is_no_config_of_this_form_is_refused(page, text, words):
+    page.set("config", text)
+    page.set("serve", PASTED)
+    assert words in page.text(".say") and page.run("panel.querySelector('.answer').hidden")
+    page.set("serve", "llama-3.1-8b")
+    assert not page.run("panel.querySelector('.answer').hidden")
+    assert page.run("panel.querySelector('[name=config]').closest('label').hidden")
+
+
+def test_a_card_can_be_given_by_its_gib(page):
+    page.set("gpu", BY_SIZE)
+    page.set("gib", "11.5")
+    assert "the card of 11.5 GiB." in page.text(".say")
+    words = shlex.split(page.text(".line"))
+    assert cli._parser().parse_args(words[1:]).gpu == int(11.5 * 2**30)
+    page.set("gib", "-1")
+    assert "gpu is -1 GiB: allowed are numbers above 0" in page.text(".say")
+    page.set("gpu", "T4")
+    assert "the T4" in page.text(".say")
+
+
 def test_the_line_is_one_that_memlab_takes(page):
     page.set("weights", "int8")
     page.set("all_logits", "true")
@@ -100,6 +167,18 @@ def test_a_link_keeps_the_settings_and_a_broken_one_is_told(page):
     link = page.run("panel.querySelector('.links a').getAttribute('href')")
     page.set("serve", "llama-2-7b")
     assert page.figures() != shown
+    page.tab.run(go.format(json.dumps(link)))
+    assert settings(page) == said and page.figures() == shown
+    page.set("serve", PASTED)
+    page.set("config", json.dumps({"model_type": "gpt2", "n_layer": 3}))
+    page.set("gpu", BY_SIZE)
+    page.set("gib", "3.5")
+    said, shown = settings(page), page.figures()
+    link = page.run("panel.querySelector('.links a').getAttribute('href')")
+    page.set("gpu", "T4")
+    page.set("serve", "llama-2-7b")
+    plain = page.run("panel.querySelector('.links a').getAttribute('href')")
+    assert "config" not in plain and "gib" not in plain
     page.tab.run(go.format(json.dumps(link)))
     assert settings(page) == said and page.figures() == shown
     page.tab.run(go.format("'#serve=gpt-7'"))
@@ -126,6 +205,21 @@ def test_what_it_refuses_it_names(page, name, value, words):
     assert page.run("panel.querySelector('.answer').hidden")
     page.set(name, before)
     assert page.text(".say").startswith("Fits the T4")
+
+
+def test_by_touch(page):
+    """A tap on the link to the settings writes them into the address."""
+    page.tab.run("location.hash = ''")
+    place = page.run("""(() => {
+        const one = panel.querySelector('.links a');
+        one.scrollIntoView({ block: 'center' });
+        const box = one.getBoundingClientRect();
+        return { x: box.x + box.width / 2, y: box.y + box.height / 2 };
+    })()""")
+    page.tab.send("Input.dispatchTouchEvent", type="touchStart", touchPoints=[place])
+    page.tab.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    page.run("new Promise(done => setTimeout(done, 50))")
+    assert page.tab.run("location.hash") == page.run("panel.querySelector('.links a').hash")
 
 
 def test_by_keyboard(page):

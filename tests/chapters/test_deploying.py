@@ -139,7 +139,16 @@ def test_quantized_models_are_smaller_and_say_the_same(patients):
     assert not patients["AO"] or "Only CUDA tensors" in patients["refused"]
 
 
-@pytest.mark.parametrize("number, wrong", [(1, 73_728_000), (2, 5), (3, 0.5)])
+class Code(str):
+    """A wrong answer that is written as code."""
+
+    __repr__ = str.__str__
+
+
+ALL_AXES = Code("({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)")
+
+
+@pytest.mark.parametrize("number, wrong", [(1, 73_728_000), (2, 5), (3, 0.5), (4, ALL_AXES)])
 def test_solutions_pass_their_check_and_wrong_answers_are_told_so(chapter, capsys, number, wrong):
     CHAPTER.run("exercise-1-wanted" + " buggy" * (number == 3), chapter)
     CHAPTER.check_exercise(number, wrong, chapter, capsys)
