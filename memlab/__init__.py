@@ -23,7 +23,7 @@ from memlab.lazy import door
 
 # transformers imports torchao wherever it is installed. It then names, with their paths, the
 # kernels of its package that are for other machines, and PyTorch an old word that it uses.
-logging.getLogger("torchao").addFilter(lambda one: not one.msg.startswith("Failed to load"))
+logging.getLogger("torchao").addFilter(lambda one: not str(one.msg).startswith("Failed to load"))
 logging.getLogger("torch.utils._pytree").addFilter(
     lambda one: "register_constant" not in str(one.msg)
 )
