@@ -1,6 +1,6 @@
 """Does what `memlab.plan` says fits do so in `memlab.simulate`? Random questions, with a seed.
 
-    python benchmarks/plan.py answers.jsonl [questions] [first seed]
+    python benchmarks/plan.py [answers.jsonl] [questions] [first seed]
 
 Every option that a plan says fits is simulated on the card, from the formula or not. Of the fastest
 recipe and of the one with the most room, the largest micro-batch must fit by `memlab.fits`, which
@@ -13,6 +13,7 @@ no size: most of the time is that of the simulations they are checked by.
 import json
 import random
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,7 +89,8 @@ def answered(seed: int) -> dict:
 
 
 def main():
-    path, given = Path(sys.argv[1]), [int(word) for word in sys.argv[2:]]
+    path = Path(sys.argv[1] if len(sys.argv) > 1 else f"{tempfile.gettempdir()}/plans.jsonl")
+    given = [int(word) for word in sys.argv[2:]]
     number, first = given + [200, 0][len(given) :]
     choosing.KEPT = 64  # traces, which fill some GiB
     known = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
