@@ -9,6 +9,7 @@ beside: DDP's buckets, the layers that FSDP2 has gathered, the gradients that it
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ from memlab.footprint import Category, Footprint, Phase, StepTime
 from memlab.recipe import COMPUTED_IN, FULLY_SHARDED, Recipe
 from memlab.trace import depth
 
+# What benchmarks/ranks.py found between the closed form and simulations, for each `sharding`.
+ERRORS = Path(__file__).parent / "data" / "ranks.json"
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 SPLIT_ALWAYS = (Category.PARAMETERS, Category.OPTIMIZER_STATES)
 SPLIT = (*SPLIT_ALWAYS, Category.GRADIENTS)
