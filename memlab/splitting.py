@@ -4,6 +4,11 @@
 each tensor whether a rank holds it whole or a part of it, and what PyTorch's collectives hold
 beside: DDP's buckets, the layers that FSDP2 has gathered, the gradients that it is about to sum.
 `shared` is a rougher estimate, from the peak on one card alone.
+
+What is not in it: uneven rows of a weight, and that the peak of a rank may fall on a moment that is
+none of one card's; how DDP's buckets are filled, whose blocks are counted without their rests; and
+that each stream of a collective has free blocks of its own, so that what is reserved is often more
+than the closed form's range says. benchmarks/ranks.py counts the errors.
 """
 
 from __future__ import annotations
