@@ -141,6 +141,7 @@ def _fully(recipe, table, sizes, counts, more, weights, blocks) -> Divided:
         sums = np.where(behind > 0, of_layer @ sizes * stored, 0)
 
     backward = np.array([phase == Phase.BACKWARD for phase in table.phases])
+    backward |= behind > 0  # a layer that is run again for its backward pass
     at_head = _at_head(recipe, category, sizes, counts)
     if recipe.sharding == "zero2":
         here = layers - behind + ~backward

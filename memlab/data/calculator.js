@@ -250,7 +250,7 @@
         }
         const parts = counts.map((n, t) => (weight[t] || states[t] || (t >= shift && temporary[t]) || (update && gradient[t]) ? n :
           update ? 0 : Math.min(n, behind * ofLayer[t]) * (ofLayer[t] > 0)));
-        const atHead = counts.some((n, t) => large[t] && n > 0), backward = phase === BACKWARD;
+        const atHead = counts.some((n, t) => large[t] && n > 0), backward = phase === BACKWARD || behind > 0;
         const here = recipe.sharding === "zero2" ? layers - behind + !backward : atHead ? 1 : backward ? Math.min(2, layers - behind) : 3;
         found.parts.push(parts);
         found.whole.push(counts.map((n, t) => n - parts[t]));
