@@ -92,9 +92,9 @@ def formula(
     Domain: models of at least 2 equal layers (in an encoder-decoder as many in both), frozen as a
     whole or not at all, trained in a way for which coefficients were derived. Sizes are free.
     With several ranks under `zero2` and `zero3` no quantized base and one stack of layers.
-    Tensors are exact on one card, each in the block that the allocator would give it in a fresh segment; what a
-    reused block has over is not in it, nor what loading a quantized base leaves behind. No
-    out-of-memory error: compare with `gpu.usable` yourself.
+    Tensors are exact on one card, each in the block that the allocator would give it in a fresh
+    segment; what a reused block has over is not in it, nor what loading a quantized base leaves
+    behind. No out-of-memory error: compare with `gpu.usable` yourself.
 
     What is reserved is a matter of order, which sums do not have, and a replay of the order takes
     a thousand times as long. So peak_reserved and device_used are None, and `reserved_range`
