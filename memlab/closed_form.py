@@ -29,7 +29,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memlab import models
+from memlab import models, splitting
+from memlab.card.links import link_rate
 from memlab.card.step_time import PHASES, Columns, step_time
 from memlab.card.work import count_kernels, count_tiles
 from memlab.footprint import Category, Footprint, Phase
@@ -79,16 +80,21 @@ class Case(NamedTuple):
     layers: int
 
 
-def formula(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
+def formula(
+    recipe: Recipe, gpu: GPU | str | int | None = None, link: str | None = None
+) -> Footprint:
     """The footprint of one optimizer step of `recipe`, by arithmetic alone, without a timeline.
 
     gpu: as for `simulate`; it decides the size of the workspaces, the context and the seconds.
+    link: between ranks, as `simulate` has it. What a rank holds of its model is an estimate
+    (`memlab.splitting`).
 
     Domain: models of at least 2 equal layers (in an encoder-decoder as many in both), frozen as a
     whole or not at all, trained in a way for which coefficients were derived. Sizes are free.
-    Tensors are exact, each in the block that the allocator would give it in a fresh segment; what a
-    reused block has over is not in it, nor what loading a quantized base leaves behind. No
-    out-of-memory error: compare with `gpu.usable` yourself.
+    With several ranks under `zero2` and `zero3` no quantized base and one stack of layers.
+    Tensors are exact on one card, each in the block that the allocator would give it in a fresh
+    segment; what a reused block has over is not in it, nor what loading a quantized base leaves
+    behind. No out-of-memory error: compare with `gpu.usable` yourself.
 
     What is reserved is a matter of order, which sums do not have, and a replay of the order takes
     a thousand times as long. So peak_reserved and device_used are None, and `reserved_range`
@@ -108,7 +114,9 @@ def formula(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
         raise ValueError(
             f"no coefficients for {recipe}: memlab.derive(recipe) makes them in seconds"
         )
-    return _evaluate(recipe, case, tables(case.pass_key, case.update_key), card)
+    if link is not None:
+        link_rate(card, link)  # or refuses
+    return _evaluate(recipe, case, tables(case.pass_key, case.update_key), card, link)
 
 
 class Tables(NamedTuple):
@@ -123,6 +131,7 @@ class Tables(NamedTuple):
     categories: list[Category]
     once: np.ndarray
     each: np.ndarray
+    passes: tuple[int, int]
     phases: list[str]
     parameters: np.ndarray
     work: "_Operators"
@@ -172,6 +181,7 @@ def tables(pass_key: str, update_key: str) -> Tables:
         categories=[Category(category) for category, _ in tensors],
         once=once,
         each=each,
+        passes=(len(halves[0]["moments"]), first),
         phases=phases,
         parameters=np.array([[terms([t])[0], *rest] for t, *rest in halves[0]["parameters"]]),
         work=_operators([one for half in halves for one in half["work"]], terms),
@@ -225,7 +235,7 @@ def _operators(work, terms) -> _Operators:
     )
 
 
-def _evaluate(recipe, case: Case, table: Tables, card) -> Footprint:
+def _evaluate(recipe, case: Case, table: Tables, card, link) -> Footprint:
     more = case.layers - depth.SHALLOW[1]
     term, once, each, trained = table.parameters.T
     numbers = once + more * each
@@ -234,26 +244,41 @@ def _evaluate(recipe, case: Case, table: Tables, card) -> Footprint:
     terms = table.coefficients * np.prod(values**table.powers, axis=1)
 
     sizes = terms[table.tensors]
-    blocks = _blocks(sizes)
+    elements = np.round(terms[term.astype(int)])
     counts = table.once + more * table.each
-    allocated = counts @ blocks
+    blocks, made, divided = _blocks(sizes), 0, None
+    if recipe.ranks > 1:
+        weights = np.array([elements, numbers, trained])
+        divided = splitting.divide(recipe, table, sizes, more, weights, _blocks)
+        # A tensor may be whole at one moment, and a rank's part of it at another.
+        counts = np.hstack([divided.whole, divided.parts])
+        sizes = np.concatenate([sizes, divided.sizes])
+        blocks, made = _blocks(sizes), divided.sums + divided.gathered
+    allocated = counts @ blocks + made
     worst = int(allocated.argmax())
     peak = int(allocated[worst])
     breakdown = dict.fromkeys(Category, 0)
-    for category, size, count in zip(table.categories, sizes, counts[worst], strict=True):
+    for category, size, count in zip(
+        table.categories * (1 if divided is None else 2), sizes, counts[worst], strict=True
+    ):
         breakdown[category] += round(count * size)
+    if divided is not None:
+        breakdown[Category.GRADIENTS] += round(divided.sums[worst])
+        breakdown[Category.TEMPORARY] += round(divided.gathered[worst])
     breakdown[Category.ROUNDING] = peak - sum(breakdown.values())
     seconds, no_time = None, ""
     try:
         columns = _columns(table.work, terms, more, recipe.accumulation)
-        seconds = step_time(columns, card, recipe.batch_size * recipe.accumulation)
+        if divided is not None:
+            columns = _with_ranks(columns, divided)
+        seconds = step_time(columns, card, recipe.batch_size * recipe.accumulation, link)
     except ValueError as error:
         no_time = str(error)
-    weights = np.round(terms[term.astype(int)]) * numbers
+    weights = elements * numbers
     return Footprint(
         peak_allocated=peak,
         peak_reserved=None,
-        reserved_range=(peak, max(peak, _without_reuse(blocks, counts))),
+        reserved_range=(peak, max(peak, _without_reuse(blocks, counts) + int(np.max(made)))),
         breakdown=breakdown,
         peak_phase=Phase(table.phases[worst]),
         context=card.context,
@@ -279,6 +304,25 @@ def _columns(work: _Operators, terms, more: int, accumulation: int) -> Columns:
         work.phase,
         work.recomputed,
         times,
+    )
+
+
+def _with_ranks(columns: Columns, divided: splitting.Divided) -> Columns:
+    """The operators of a rank: its part of the update, and a kernel for each copy and sending."""
+    share = np.where(columns.phase == PHASES.index(Phase.STEP), divided.share, 1.0)
+    phases, sent, copied, times = zip(*divided.traffic, strict=True)
+    none = np.zeros(len(sent))
+    return Columns(
+        columns.dtypes,
+        np.append(columns.of, none.astype(int) - 1),
+        np.append(columns.flops, none),
+        np.append(columns.tiles, none),
+        np.append(columns.nbytes * share, copied),
+        np.append(columns.kernels * share, none + 1),
+        np.append(columns.phase, [PHASES.index(phase) for phase in phases]),
+        np.append(columns.recomputed, none > 0),
+        np.append(columns.times, times),
+        np.append(np.zeros(len(columns.of)), sent),
     )
 
 
@@ -340,8 +384,6 @@ def known(case: Case) -> bool:
 
 def read(recipe: Recipe) -> Case:
     """The case of a recipe. Raises ValueError outside the domain."""
-    if recipe.ranks > 1:
-        raise ValueError(f"ranks is {recipe.ranks}: the formula allows 1, simulate knows more")
     if not set(recipe.freeze) <= {"embeddings", "backbone"}:
         raise ValueError(
             f"freeze holds {', '.join(map(str, recipe.freeze))}: the formula allows embeddings and "
@@ -349,6 +391,7 @@ def read(recipe: Recipe) -> Case:
         )
     named = isinstance(recipe.model, str) and recipe.model in models.MODELS
     structure, dimensions, layers, window = (_named if named else _structure)(recipe.model)
+    in_pass, _ = splitting.alone(recipe)
     trained = {"task": recipe.task, "precision": recipe.precision, "freeze": sorted(recipe.freeze)}
     if recipe.lora_rank:
         targets = recipe.lora_targets
@@ -362,6 +405,7 @@ def read(recipe: Recipe) -> Case:
         if recipe.base != "int8":
             trained["base"] += [recipe.block_size, recipe.double_quant]
     passed = trained | {
+        "precision": in_pass.precision,
         "checkpointing": recipe.checkpointing,
         "attention": recipe.attention,
         "accumulated": recipe.accumulation > 1,

@@ -25,6 +25,7 @@ from memlab.footprint import Category, Phase
 from memlab.gpus import ANY_CARD
 from memlab.recipe import Recipe
 from memlab.simulation import built, log_of
+from memlab.splitting import alone
 from memlab.trace import depth
 from memlab.trace.allocator import MEDIUM_REQUEST
 from memlab.trace.events import Birth, Death, Mark
@@ -38,16 +39,18 @@ LARGEST_COEFFICIENT, LARGEST_CONSTANT = 2**10, 2**22
 def derive(recipe: Recipe) -> None:
     """Make the coefficients of a recipe's family and way of training; `formula` knows them then.
 
-    Three small traces for each half that is not there yet, a second or two. Raises ValueError where
+    Three small traces for each half that is not there yet, a second or two; of one card, whatever
+    the ranks. Raises ValueError where
     layers are unlike, where the traces do not agree on what a layer adds, and where a large tensor
     is no product of dimensions; `simulate` can still run such a recipe.
     """
     case, halves = read(recipe), coefficients()["halves"]
+    passed, updated = alone(recipe)
     if case.pass_key not in halves:
         # Whatever the optimizer, it does not step.
-        halves[case.pass_key] = _half(recipe.but(optimizer="sgd", max_grad_norm=0.0), only_pass)
+        halves[case.pass_key] = _half(passed.but(optimizer="sgd", max_grad_norm=0.0), only_pass)
     if case.update_key not in halves:
-        halves[case.update_key] = _half(recipe.but(accumulation=1, set_to_none=True), only_update)
+        halves[case.update_key] = _half(updated.but(accumulation=1, set_to_none=True), only_update)
     tables.cache_clear()
 
 

@@ -273,3 +273,12 @@ def build(model, task: str | None = None, dtype=torch.float32, attention="eager"
     if task == "causal-lm" and getattr(built, "loss_type", None) is None:
         built.loss_type = "ForCausalLM"  # what transformers takes anyway, after a warning (GPT-2)
     return built.train()
+
+
+def active_parameters(config) -> tuple[int, int]:
+    """(all parameters, those that one token meets) of a mixture of experts with this config."""
+    with torch.device("meta"):
+        named = list(build(config).named_parameters())
+    total = sum(p.numel() for _, p in named)
+    experts = sum(p.numel() for name, p in named if ".experts." in name)
+    return total, total - experts + experts * config.num_experts_per_tok // config.num_local_experts

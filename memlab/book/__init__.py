@@ -19,7 +19,6 @@ _HOMES = {
     "TilePlayer": "panels",
     "verdict": "claims",
     "QUIET": "lessons",
-    "active_parameters": "lessons",
     "estimated_run": "lessons",
     "in_turns": "lessons",
     "shuffled_blocks": "lessons",

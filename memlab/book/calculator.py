@@ -14,12 +14,14 @@ from memlab.book.panel import Panel
 from memlab.book.panel import read as read_file
 from memlab.book.show import COLOURS
 from memlab.card import step_time, work
+from memlab.card.links import LINKS
 from memlab.closed_form import HEAD_SIZES, SAME_ROPE, coefficients, formula, primed, read
 from memlab.fields import one_of
 from memlab.footprint import Category, StepTime
 from memlab.gpus import ANY_CARD, GPU, GPUS, find_gpu
 from memlab.planning import CONTEXT_MARGIN, MARGIN
-from memlab.recipe import COMPUTED_IN, Recipe
+from memlab.recipe import COMPUTED_IN, FULLY_SHARDED, SHARDED_OPTIMIZERS, Recipe
+from memlab.splitting import ERRORS
 from memlab.trace import allocator, depth
 
 # What can be chosen: that of which coefficients are kept (tools/derive_coefficients.py).
@@ -53,7 +55,13 @@ PLAIN = {one.name: one.default for one in dataclasses.fields(Recipe) if one.name
 FEW_WAYS = ("deberta-v3-base", "mixtral-8x7b")
 NAMES = [name for name in models.MODELS if not name.endswith("-tiny") and name not in FEW_WAYS]
 NUMBERS = ("batch_size", "seq_len", "accumulation", "lora_rank")
-SWITCHES = ("model", "gpu", *NUMBERS, "trained", *CHOICES)
+OWN_LINK = "the card's own"
+AMONG = {
+    "ranks": (1, 2, 4, 8, 16, 32, 64),
+    "sharding": ("ddp", "zero1", "zero2", "zero3"),
+    "link": (OWN_LINK, *LINKS),
+}
+SWITCHES = ("model", "gpu", *NUMBERS, "trained", *CHOICES, *AMONG)
 # On which switches a pass and an update depend; a pass also on whether it accumulates.
 WAYS = {
     "pass": ("trained", "precision", "attention", "checkpointing"),
@@ -111,8 +119,8 @@ class Calculator(Panel):
         self.own = named[0] if named else "as in the recipe"
         self.trained = (TRAINED if "trained" in self.fields else {}) | {self.own: own}
         self.choices = {"trained": tuple(self.trained)}
-        for name, choices in CHOICES.items():
-            mine = (getattr(self.recipe, name),)
+        for name, choices in (CHOICES | AMONG).items():
+            mine = (getattr(self.recipe, name, OWN_LINK),)
             wanted = choices if name in self.fields else mine
             self.choices[name] = tuple(dict.fromkeys(wanted + mine))
 
@@ -154,12 +162,13 @@ class Calculator(Panel):
                 "gpu": self.card.name,
                 "trained": self.own,
                 **{name: getattr(self.recipe, name) for name in (*NUMBERS, *CHOICES)},
+                **{name: getattr(self.recipe, name, OWN_LINK) for name in AMONG},
                 "lora_rank": self.recipe.lora_rank or RANK,
             },
             "defaults": {
                 one.name: one.default
                 for one in dataclasses.fields(Recipe)
-                if one.name in (*NUMBERS, *CHOICES)
+                if one.name in (*NUMBERS, *CHOICES, *AMONG)
             },
             "whole": self.whole,
             "fields": self.fields,
@@ -201,7 +210,8 @@ class Calculator(Panel):
     def _recipe(self, model, trained, **changes) -> Recipe:
         """A recipe of another model, of the least length, for one way of training."""
         values = {one.name: getattr(self.recipe, one.name) for one in dataclasses.fields(Recipe)}
-        values |= {"model": model, "task": None, "seq_len": 1} | PLAIN | self.trained[trained]
+        values |= {"model": model, "task": None, "seq_len": 1, "ranks": 1, "sharding": "ddp"}
+        values |= PLAIN | self.trained[trained]
         return Recipe(**values | changes)
 
     def __repr__(self) -> str:
@@ -299,6 +309,7 @@ def _described(model, settings) -> dict:
         "sizes": sizes,
         "settings": {name: value for name, value in settings.items() if name not in sizes},
         "grouped": real["m"] > 1,
+        "two_stacks": models.default_task(config) == "seq2seq-lm",
     }
 
 
@@ -362,4 +373,10 @@ def _constants() -> dict:
         "head_sizes": HEAD_SIZES,
         "optional_sizes": OPTIONAL,
         "same_rope": SAME_ROPE,
+        "links": {name: said["gb_per_second"] for name, said in LINKS.items()},
+        "own_link": OWN_LINK,
+        "computed_in": COMPUTED_IN,
+        "fully_sharded": FULLY_SHARDED,
+        "sharded_optimizers": SHARDED_OPTIMIZERS,
+        "errors": json.loads(ERRORS.read_text()),
     }

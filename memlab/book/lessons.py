@@ -46,15 +46,6 @@ def shuffled_blocks(length: int) -> tuple:
     return tokenizer, ids[torch.randperm(len(ids))]
 
 
-def active_parameters(config) -> tuple[int, int]:
-    """(all parameters, those that one token meets) of a mixture of experts with this config."""
-    with torch.device("meta"):
-        named = list(models.build(config).named_parameters())
-    total = sum(p.numel() for _, p in named)
-    experts = sum(p.numel() for name, p in named if ".experts." in name)
-    return total, total - experts + experts * config.num_experts_per_tok // config.num_local_experts
-
-
 def train_step(model, optimizer, batch):
     loss = model(**batch).loss
     loss.backward()

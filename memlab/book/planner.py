@@ -9,6 +9,7 @@ import shlex
 from memlab import models
 from memlab.book.live import STYLE, Live
 from memlab.book.show import COLOURS
+from memlab.card.links import LINKS
 from memlab.choosing import plan
 from memlab.footprint import Category
 from memlab.gpus import GPUS
@@ -53,7 +54,8 @@ class Planner(Live):
             words += ["--task", asked.task]
         if not asked.keep_quality:
             words.append("--any-quality")
-        return shlex.join([*words, "--script", "train.py"])
+        # A script is for one card.
+        return shlex.join([*words, *(["--script", "train.py"] if asked.ranks == 1 else [])])
 
     @staticmethod
     def work(question: Question, card: str) -> Plan:
@@ -80,8 +82,15 @@ class Planner(Live):
                 ("seq_len", "tokens"),
                 ("effective_batch", "effective batch"),
                 ("lora_rank", "rank of LoRA"),
+                ("ranks", "cards"),
             )
         }
+        self._link = widgets.Dropdown(
+            options=[("the card's own", None), *((name, name) for name in LINKS)],
+            value=asked.link,
+            description="link between them",
+            **look,
+        )
         self._ways = {
             way: widgets.Checkbox(value=way in asked.ways, description=words, **look)
             for way, words in WAYS.items()
@@ -93,6 +102,7 @@ class Planner(Live):
             self._model,
             self._gpu,
             *self._numbers.values(),
+            self._link,
             *self._ways.values(),
             self._quality,
         ]
@@ -102,6 +112,7 @@ class Planner(Live):
         numbers = {name: one.value for name, one in self._numbers.items()}
         ways = tuple(way for way, one in self._ways.items() if one.value)
         changed = {"model": self._model.value, "ways": ways, "keep_quality": self._quality.value}
+        changed["link"] = self._link.value
         question = dataclasses.replace(self.answer.question, **changed, **numbers)
         return question, self._gpu.value
 
@@ -122,6 +133,8 @@ class Planner(Live):
             "card": self.answer.card.name,
             "tokens": f"{asked.seq_len:,}",
             "effective batch": f"{asked.effective_batch:,}",
+            "cards": f"{asked.ranks:,}",
+            "link between them": asked.link or "the card's own",
             "ways": ", ".join(WAYS[way] for way in asked.ways),
         }
         rows = "".join(

@@ -43,10 +43,14 @@ def test_what_is_chosen_is_planned(live, answer):
     live.choose("tokens", value=32)
     live.choose("card", label="P100")
     live.choose("LoRA", value=True)
+    live.choose("cards", value=2)
+    live.choose("link between them", label="pcie")
     live.press("Run")
     live.follow(lambda: "<progress>" in live.shown())
     live.follow(lambda: "--gpu P100" in live.shown())
-    asked = dataclasses.replace(answer.question, seq_len=32, ways=("full", "lora"))
+    among = {"ranks": 2, "link": "pcie"}
+    asked = dataclasses.replace(answer.question, seq_len=32, ways=("full", "lora"), **among)
+    assert "--ranks 2 --link pcie" in live.shown() and "--script" not in live.shown()
     assert picture(plan(gpu="P100", **vars(asked))) in live.shown()
     assert picture(answer) not in live.shown()
 
@@ -61,6 +65,7 @@ def test_an_answer_in_sight_is_not_planned_again(live):
     "control, wrong, right, said",
     [
         ("tokens", 0, 32, "seq_len is 0: allowed are whole numbers from 1"),
+        ("cards", 3, 2, "effective_batch is 2: allowed are with ranks 3 multiples of it"),
         ("tokens", 10**6, 32, "seq_len is 1000000: gpt2-tiny allows whole numbers from 1 to"),
         ("model", "gpt-99", "gpt2-tiny", "gpt-99"),
     ],

@@ -3,6 +3,8 @@
 import pytest
 from notebook import Notebook
 
+from memlab.models import active_parameters
+
 CHAPTER, DEEPER = Notebook("17-parallel"), Notebook("17-parallel-deeper")
 
 
@@ -36,8 +38,8 @@ def test_the_launch_that_does_not_shard_is_seen(deeper):
 
 def test_active_parameters_are_those_of_a_dense_model_and_the_routers(deeper):
     dense = deeper["mixture"](1, active=1, width=256)
-    total, active = deeper["active_parameters"](deeper["mixture"](8))
-    alone = deeper["active_parameters"](dense)
+    total, active = active_parameters(deeper["mixture"](8))
+    alone = active_parameters(dense)
     routers = 2 * 64 * (8 - 1)  # of two layers; the dense model has one expert to choose from
     assert alone[0] == alone[1] == active - routers
     assert total - active == 2 * 6 * 3 * 64 * 128  # six idle experts of three matrices
