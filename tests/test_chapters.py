@@ -276,7 +276,13 @@ ROOMS = {
     },
     "17-parallel": {"memlab.evidence.loops", "memlab.launching", "memlab.simulation"},
     "17-parallel-deeper": {"memlab.launching"},
-    "accuracy": {"memlab.evidence", "memlab.trace", "memlab.card", "memlab.planning"},
+    "accuracy": {
+        "memlab.evidence",
+        "memlab.trace",
+        "memlab.card",
+        "memlab.planning",
+        "memlab.splitting",
+    },
 }
 
 
