@@ -100,8 +100,11 @@ def test_where_nothing_fits_the_form_says_what_would(answer):
 
 
 def test_the_command_asks_the_same(capsys):
-    narrow = {"ways": "full", "precisions": "fp32,fp16-amp", "task": "sequence-classification"}
+    narrow = {"ways": "full", "precisions": "fp32,fp16-amp"}
     answer = plan("gpt2-tiny", "T4", seq_len=64, effective_batch=2, **narrow)
+    other = dataclasses.replace(answer.question, task="sequence-classification")
+    other = Planner(dataclasses.replace(answer, question=other))
+    assert " --task sequence-classification " in other.command
     *words, option, name = Planner(answer).command.split()
     assert (words[0], option, name) == ("memlab", "--script", "train.py")
     assert main(words[1:]) == 0
