@@ -343,12 +343,7 @@ class _Search:
 
         Both are simulated at once where the formula is sure that there will be two.
         """
-        if not _fitting(options):
-            options, fastest = self.fastest(options)
-            if fastest is None:
-                return options, None, None
-            roomiest, _ = self.simulated(self.least_by_formula(options))
-        else:
+        if _fitting(options):
             least = self.least_by_formula(options)
             import_libraries(least)  # both processes know their operators
             (options, fastest), (roomiest, log) = at_once(
@@ -356,9 +351,11 @@ class _Search:
             )
             _keep(self._key(least), log)
             self.note_surplus(roomiest)
-            if fastest is None:
-                return options, None, None
-        return options, fastest, min(roomiest, fastest, key=lambda option: option.needed)
+        else:
+            options, fastest = self.fastest(options)
+            roomiest = fastest and self.simulated(self.least_by_formula(options))[0]
+        both = [option for option in (roomiest, fastest) if option]
+        return options, fastest, fastest and min(both, key=lambda option: option.needed)
 
     def fastest(self, options: dict) -> tuple[dict, Option | None]:
         """The options, the best one simulated, and that one with its sizes if it fits."""

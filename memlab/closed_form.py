@@ -45,6 +45,7 @@ from memlab.trace.allocator import (
     SMALL_REQUEST,
     SMALL_SEGMENT,
 )
+from memlab.units import round_up
 
 # Symbol: (prime, multiplier). b sequences of s tokens; g key-value heads with m query heads each,
 # of size d; h hidden size where it is not g * m * d; f feed-forward width; V vocabulary; P
@@ -336,22 +337,18 @@ def _without_reuse(blocks, counts) -> int:
     for sizes_of_pool, segment in (
         (sizes * small, SMALL_SEGMENT),
         (sizes * (~small & ~large), MEDIUM_SEGMENT),
-        (_up(sizes, LARGE_ROUND) * large, LARGE_ROUND),
+        (round_up(sizes, LARGE_ROUND) * large, LARGE_ROUND),
     ):
-        reserved += _up(int(held @ sizes_of_pool), segment)
+        reserved += round_up(int(held @ sizes_of_pool), segment)
     return reserved
 
 
 def _blocks(sizes: np.ndarray) -> np.ndarray:
     """The allocator's blocks for tensors; in a segment of its own, a rest up to 1 MiB included."""
-    blocks = _up(np.ceil(sizes), MIN_BLOCK)
-    segments = _up(blocks, LARGE_ROUND)
+    blocks = round_up(np.ceil(sizes), MIN_BLOCK)
+    segments = round_up(blocks, LARGE_ROUND)
     whole = (blocks >= MEDIUM_REQUEST) & (segments - blocks <= SMALL_REQUEST)
     return np.where(whole, segments, blocks)
-
-
-def _up(nbytes, unit):
-    return -(-nbytes // unit) * unit
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from memlab.trace.allocator import (
     SMALL_REQUEST,
     SMALL_SEGMENT,
 )
+from memlab.units import round_up
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 2, "nf4": 2}  # of a number that is computed
 MOVING = ("kv_cache", "activations", "logits")  # what is not the same at every moment
@@ -113,18 +114,14 @@ def _segments(tensors: dict[int, int]) -> int:
     """
     small = medium = large = 0
     for size, number in tensors.items():
-        block = _up(size, MIN_BLOCK)
+        block = round_up(size, MIN_BLOCK)
         if block <= SMALL_REQUEST:
             small += number * block
         elif block < MEDIUM_REQUEST:
             medium += MEDIUM_SEGMENT * -(-number // (MEDIUM_SEGMENT // block))
         else:
-            large += number * _up(block, LARGE_ROUND)
-    return _up(small, SMALL_SEGMENT) + medium + large
-
-
-def _up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
+            large += number * round_up(block, LARGE_ROUND)
+    return round_up(small, SMALL_SEGMENT) + medium + large
 
 
 def serving_formula(serving: Serving, gpu: GPU | str | int | None = None) -> dict:

@@ -23,6 +23,7 @@ from memlab.simulation import full_log, serves
 from memlab.trace.allocator import MIN_BLOCK
 from memlab.trace.events import Birth, Death, Mark, Step
 from memlab.trace.log import Event, Log
+from memlab.units import round_up
 
 PRIMES = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
 TIMES = 8  # masks have their rows in eights
@@ -136,7 +137,7 @@ class SizedLog:
 
         The most that the second step has allocated at once, each tensor in a block of its own size.
         """
-        blocks = -(-np.array(self._sizes(recipe)) // MIN_BLOCK) * MIN_BLOCK
+        blocks = round_up(np.array(self._sizes(recipe)), MIN_BLOCK)
         places, signs, start, given = self._changes
         most = int((signs * blocks[places]).cumsum()[start:].max())
         more = recipe.accumulation - self._accumulation
@@ -168,7 +169,7 @@ class SizedLog:
             size, times = size // self._batch, batch
             unit = ROUNDED.get(birth.operation)
             if unit and size % self._prime:  # a result of the kernel has the length as it is
-                return size // _up(self._length, unit) * times * _up(length, unit)
+                return size // round_up(self._length, unit) * times * round_up(length, unit)
             if size % (self._length + 1) == 0:  # shifted labels are padded by one token
                 return size // (self._length + 1) * times * (length + 1)
         below = 1
@@ -181,10 +182,6 @@ class SizedLog:
 def _is_given(step: Step) -> bool:
     """Whether it is the birth of tokens or labels of a micro-batch."""
     return type(step) is Birth and step.category == Category.INPUTS
-
-
-def _up(length: int, unit: int) -> int:
-    return -(-length // unit) * unit
 
 
 def _primes(recipe: Recipe) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Bytes and seconds in print: MiB and GiB are powers of two."""
+"""Bytes and seconds in print: MiB and GiB are powers of two; and numbers rounded up."""
 
 import math
 
@@ -20,3 +20,8 @@ def seconds_text(value: float) -> str:
     if value < 1:
         return f"{value * 1e3:.3g} ms"
     return f"{value:,.{max(0, 2 - int(math.log10(value)))}f} s"
+
+
+def round_up(nbytes, unit: int):
+    """The next multiple of a unit, of a number or of an array of them."""
+    return -(-nbytes // unit) * unit
