@@ -33,7 +33,7 @@ from memlab.plans import (
     described,
     way_of,
 )
-from memlab.processes import at_once
+from memlab.processes import at_once, map_at_once
 from memlab.recipe import Recipe
 from memlab.simulation import only_new_garbage, simulate
 from memlab.sizing import SizedLog
@@ -305,7 +305,7 @@ class _Search:
         key = self._key(recipe)
         if key not in _TRACES:
             self.say(f"simulating {described(recipe)} on {self.card.name}")
-            _keep(key, SizedLog(recipe, self.card))
+            _keep(key, SizedLog(recipe, self.card, map_at_once))
         _keep(key, _TRACES[key])
         return _TRACES[key]
 

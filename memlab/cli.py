@@ -1,7 +1,9 @@
 """The `memlab` command: plan, simulate, serve, run, measure, record, accuracy."""
 
 import argparse
+import atexit
 import dataclasses
+import gc
 import json
 import logging
 import sys
@@ -27,6 +29,8 @@ def main(argv=None) -> int:
     options = _parser().parse_args(argv[:cut])
     options.arguments = argv[cut + 1 :]  # a script's own
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    # The last collection goes through a million objects, for a second, before all of them end.
+    atexit.register(gc.freeze)
     try:
         result = options.run(options)
     except (ValueError, OSError) as error:

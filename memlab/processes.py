@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from tqdm.auto import tqdm
@@ -25,8 +25,9 @@ def at_once(here: Callable, there: Callable) -> tuple:
 
     It must not change what the first one reads, and what it returns can be pickled. Nothing that it
     prints is seen. Where a process cannot be forked safely (not on Linux, one core, a thread that
-    is not the main one, a real GPU, whose threads do not outlive a fork), and where the process
-    ends without an answer, the second function runs here, too, and raises what it raises.
+    is not the main one, a real GPU, whose threads do not outlive a fork) or there are two already,
+    and where the process ends without an answer, the second function runs here, too, and raises
+    what it raises.
     """
     if not _forks():
         return here(), there()
@@ -52,12 +53,20 @@ def at_once(here: Callable, there: Callable) -> tuple:
     return first, there()
 
 
+def map_at_once(function: Callable, items: Sequence) -> list:
+    """`map`, over the last item in a second process, as `at_once` has it."""
+    *first, last = items
+    here, there = at_once(lambda: [function(one) for one in first], lambda: function(last))
+    return [*here, there]
+
+
 def _forks() -> bool:
     return (
         sys.platform == "linux"
         and len(os.sched_getaffinity(0)) > 1
         and threading.current_thread() is threading.main_thread()
         and not multiprocessing.current_process().daemon
+        and not multiprocessing.active_children()
         and not torch.cuda.is_available()
     )
 

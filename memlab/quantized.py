@@ -1,7 +1,10 @@
 """Frozen 4-bit and 8-bit bases for LoRA (QLoRA), by bitsandbytes."""
 
+import contextlib
 import importlib
 import logging
+import os
+from unittest import mock
 
 import torch
 from transformers.pytorch_utils import Conv1D
@@ -18,11 +21,23 @@ def import_bitsandbytes(wanted_by: str):
     # And at every step that 8-bit layers compute in fp16.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     try:
-        return importlib.import_module("bitsandbytes")
+        with as_written():
+            return importlib.import_module("bitsandbytes")
     except ImportError:
         raise ValueError(
             f"{wanted_by} needs the package bitsandbytes, which is not here: pip install it"
         ) from None
+
+
+@contextlib.contextmanager
+def as_written():
+    """Let what is imported here run its functions as they are written, and not compiled.
+
+    bitsandbytes has four compiled for machines without a GPU. To say so, it brings PyTorch's whole
+    compiler, which takes a second.
+    """
+    with mock.patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"}):
+        yield
 
 
 def quantize_base(

@@ -3,7 +3,9 @@
 import contextlib
 import gc
 from dataclasses import replace
+from functools import partial
 
+import torch
 from tqdm.auto import tqdm
 
 from memlab.card.gpu import SimulatedGPU
@@ -59,16 +61,17 @@ def simulate(
     return serve(recipe, full_log(recipe, card), card, link)
 
 
-def full_log(recipe: Recipe, card: GPU, loop=None) -> Log:
+def full_log(recipe: Recipe, card: GPU, loop=None, run=map) -> Log:
     """What two steps of `recipe` do to memory on a card of this kind, whatever its size.
 
-    loop: another training loop than memlab's own, a function like `two_steps`.
+    loop: another training loop than memlab's own, a function like `two_steps`. run: as in
+    `log_at_full_depth`.
     """
     for precision in (recipe.precision, recipe.compute_dtype or ""):
         require_native(precision, card.name, "bfloat16" in card.native_dtypes)
     import_libraries(recipe)
     with only_new_garbage():
-        log = log_at_full_depth(recipe, lambda shallow: log_of(shallow, card, loop=loop))
+        log = log_at_full_depth(recipe, partial(log_of, gpu=card, loop=loop), run)
         return log or log_of(recipe, card, numbered=True, loop=loop)
 
 
@@ -87,6 +90,20 @@ def only_new_garbage():
         yield
     finally:
         gc.unfreeze()
+
+
+@contextlib.contextmanager
+def _one_thread():
+    """Compute what has data in one thread: it is little, and the others wait for more by spinning.
+
+    That takes a sixth more processor time, which a second process may want.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def serve(recipe: Recipe, log: Log, card: GPU, link: str | None = None) -> Footprint:
@@ -123,7 +140,7 @@ def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None) -> Lo
 
         return log_of_serving(recipe, gpu, numbered)
     import_libraries(recipe)
-    with _OwnLoop(gpu.without_limit(), ranks=recipe.ranks) as simulated:
+    with _one_thread(), _OwnLoop(gpu.without_limit(), ranks=recipe.ranks) as simulated:
         training = (loop or two_steps)(recipe, simulated)
         marks = loaded_weights(simulated.tracer, training)
         # Of more micro-batches some ran; the others do what the second did.

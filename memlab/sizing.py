@@ -59,9 +59,11 @@ class SizedLog:
 
     longest: the tokens up to which they hold, None for no end. Beyond a window of attention, or
     below it, a model computes in another way, so they hold on the side where the recipe is.
+
+    run: as in `memlab.trace.depth.log_at_full_depth`.
     """
 
-    def __init__(self, recipe: Recipe, card: GPU):
+    def __init__(self, recipe: Recipe, card: GPU, run=map):
         config = models.config(recipe.model)
         window = getattr(config, "sliding_window", None)
         inside = window is None or recipe.seq_len <= window
@@ -76,7 +78,7 @@ class SizedLog:
             times *= 2
         self._batch, self._prime, self._length = batch, length, length * times
         primed = replace(recipe, batch_size=batch, seq_len=self._length)
-        self._log = full_log(primed, card)
+        self._log = full_log(primed, card, run=run)
         self._places: dict[Birth, int] = {}
         self._events = [
             (number, step, self._place(step) if type(step) is Birth else -1)

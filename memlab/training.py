@@ -209,7 +209,8 @@ def import_libraries(recipe: Recipe) -> None:
 def import_peft():
     """The package peft, or a ValueError that says what needs it."""
     try:
-        return importlib.import_module("peft")
+        with quantized.as_written():  # it brings bitsandbytes, if that is there
+            return importlib.import_module("peft")
     except ImportError:
         raise ValueError("lora_rank needs the package peft, which is not here") from None
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memlab import processes
-from memlab.processes import at_once
+from memlab.processes import at_once, map_at_once
 
 forks = pytest.mark.skipif(not processes._forks(), reason="needs Linux and two cores")
 
@@ -18,6 +18,20 @@ forks = pytest.mark.skipif(not processes._forks(), reason="needs Linux and two c
 def test_each_has_its_process():
     here, there = at_once(os.getpid, os.getpid)
     assert here == os.getpid() != there
+
+
+def test_the_last_of_several_has_the_other_process():
+    assert map_at_once(lambda n: n * n, [1, 2, 3]) == [1, 4, 9]
+    assert map_at_once(lambda n: n * n, [2]) == [4]
+    processes_of = map_at_once(lambda _: os.getpid(), range(3))
+    assert len(set(processes_of)) == 1 + processes._forks()
+    assert processes_of[0] == processes_of[1] == os.getpid()
+
+
+@forks
+def test_there_are_two_processes_and_no_more():
+    here, there = at_once(lambda: map_at_once(lambda _: os.getpid(), range(2)), os.getpid)
+    assert here == [os.getpid()] * 2 != [there] * 2
 
 
 def test_operators_come_back_as_they_are():

@@ -29,17 +29,19 @@ FEWEST = (1, 2, 3)  # two thirds of the work, where the first and the last layer
 DEEP = 12  # up to so many layers the model itself is as quick
 
 
-def log_at_full_depth(recipe: Recipe, record: Callable[[Recipe], Log]) -> Log | None:
+def log_at_full_depth(
+    recipe: Recipe, record: Callable[[Recipe], Log], run: Callable = map
+) -> Log | None:
     """The log of a deep recipe, or None where the model has to run itself.
 
-    record: runs a recipe and returns its `Log`.
+    record: runs a recipe and returns its `Log`. run: a function like `map`, for all of them.
     """
     logs: dict[int, Log] = {}
     for depths in shallow_depths(recipe):
+        missing = [number for number in depths if number not in logs]
         try:
-            for number in depths:
-                if number not in logs:
-                    logs[number] = record(with_layers(recipe, number))
+            found = run(record, [with_layers(recipe, number) for number in missing])
+            logs |= zip(missing, found, strict=True)
         except ValueError:
             return None  # said at full depth, about the model that was asked for
         three = [logs[number] for number in depths]

@@ -141,7 +141,7 @@ class _Alike(list):
 
 def _is_replaced(birth: Birth, phase: Phase) -> bool:
     """Whether a death is that of a weight whose place another dtype takes, one after the other."""
-    return birth.category == Category.PARAMETERS and phase == Phase.FORWARD
+    return birth.category is Category.PARAMETERS and phase is Phase.FORWARD
 
 
 def _trained(weights: Counter) -> int:
