@@ -94,8 +94,9 @@ def formula(
     whole or not at all, trained in a way for which coefficients were derived. Sizes are free.
     With several ranks under `zero2` and `zero3` no quantized base and one stack of layers.
     Tensors are exact on one card, each in the block that the allocator would give it in a fresh
-    segment; what a reused block has over is not in it, nor what loading a quantized base leaves
-    behind. No out-of-memory error: compare with `gpu.usable` yourself.
+    segment, and in segments that several share as if the largest came first; what a reused block
+    has over is not in it, nor what loading a quantized base leaves behind. No out-of-memory error:
+    compare with `gpu.usable` yourself.
 
     What is reserved is a matter of order, which sums do not have, and a replay of the order takes
     a thousand times as long. So peak_reserved and device_used are None, and `reserved_range`
@@ -257,7 +258,7 @@ def _evaluate(recipe, case: Case, table: Tables, card, link) -> Footprint:
         blocks, made = _blocks(sizes), divided.sums + divided.gathered
     allocated = counts @ blocks + made
     worst = int(allocated.argmax())
-    peak = int(allocated[worst])
+    peak = int(allocated[worst]) + _rests(blocks, counts[worst])
     breakdown = dict.fromkeys(Category, 0)
     for category, size, count in zip(
         table.categories * (1 if divided is None else 2), sizes, counts[worst], strict=True
@@ -341,6 +342,35 @@ def _without_reuse(blocks, counts) -> int:
     ):
         reserved += round_up(int(held @ sizes_of_pool), segment)
     return reserved
+
+
+def _rests(blocks, counts) -> int:
+    """Bytes that are left of segments which several blocks share, and stay with the last of them.
+
+    The allocator does not split off a rest of up to 1 MiB. In a model whose weights take 1.125 MiB
+    each, that is of every segment of 20 MiB the 0.875 MiB beside 17 of them. In which order blocks
+    come is not known here: the largest come first, each segment as full as they make it.
+    """
+    sizes, which = np.unique(blocks, return_inverse=True)
+    numbers = np.bincount(which, counts).astype(int)
+    shared = (sizes > SMALL_REQUEST) & (sizes < MEDIUM_REQUEST) & (numbers > 0)
+    left = dict(
+        zip(sizes[shared][::-1].astype(int).tolist(), numbers[shared][::-1].tolist(), strict=True)
+    )
+    rests = 0
+    while left:
+        rest, taken = MEDIUM_SEGMENT, {}
+        for block, number in left.items():
+            fitting = min(number, rest // block)
+            if fitting:
+                taken[block] = fitting
+                rest -= fitting * block
+        segments = min(left[block] // number for block, number in taken.items())
+        if rest <= SMALL_REQUEST:
+            rests += segments * rest
+        left = {block: n - segments * taken.get(block, 0) for block, n in left.items()}
+        left = {block: n for block, n in left.items() if n}
+    return rests
 
 
 def _blocks(sizes: np.ndarray) -> np.ndarray:

@@ -115,7 +115,7 @@
       }
       const made = moments.map((_, i) => (divided ? divided.sums[i] + divided.gathered[i] : 0));
       moments.forEach((moment, i) => { moment.allocated = sum(moment.counts.map((n, t) => n * blocks[t])) + made[i]; });
-      const worst = moments.reduce((a, b) => (b.allocated > a.allocated ? b : a)), peak = Math.trunc(worst.allocated);
+      const worst = moments.reduce((a, b) => (b.allocated > a.allocated ? b : a)), peak = Math.trunc(worst.allocated) + rests(blocks, worst.counts);
 
       const breakdown = Object.fromEntries(known.categories.map((name) => [name, 0]));
       worst.counts.forEach((n, i) => { breakdown[known.categories[tensors[i % tensors.length][0]]] += round(n * sizes[i]); });
@@ -170,6 +170,22 @@
         pools[pool] += held * (pool === "large" ? up(bytes, rules.LARGE_ROUND) : bytes);
       }
       return up(pools.small, rules.SMALL_SEGMENT) + up(pools.medium, rules.MEDIUM_SEGMENT) + up(pools.large, rules.LARGE_ROUND);
+    }
+
+    // Bytes that are left of segments which several blocks share, and stay with the last of them; the largest come first.
+    function rests(blocks, counts) {
+      const numbers = new Map();
+      blocks.forEach((bytes, i) => { numbers.set(bytes, (numbers.get(bytes) || 0) + counts[i]); });
+      let found = 0, left = [...numbers].map(([bytes, n]) => [bytes, Math.trunc(n)])
+        .filter(([bytes, n]) => n && bytes > rules.SMALL_REQUEST && bytes < rules.MEDIUM_REQUEST).sort(([a], [b]) => b - a);
+      while (left.length) {
+        let rest = rules.MEDIUM_SEGMENT;
+        const taken = left.map(([bytes, n]) => { const fitting = Math.min(n, Math.floor(rest / bytes)); rest -= fitting * bytes; return fitting; });
+        const segments = Math.min(...left.flatMap(([, n], i) => (taken[i] ? [Math.floor(n / taken[i])] : [])));
+        if (rest <= rules.SMALL_REQUEST) found += segments * rest;
+        left = left.map(([bytes, n], i) => [bytes, n - segments * taken[i]]).filter(([, n]) => n);
+      }
+      return found;
     }
 
     // The allocator's block for a tensor; in a segment of its own, a rest up to 1 MiB included.
