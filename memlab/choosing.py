@@ -21,7 +21,7 @@ from memlab.closed_form import formula
 from memlab.derivation import derive
 from memlab.footprint import Category, Footprint
 from memlab.gpus import GPU, GPUS
-from memlab.planning import MARGIN, judged, largest_size, limited, room
+from memlab.planning import MARGIN, largest_size, limited, room, verdict
 from memlab.plans import (
     STATES,
     WAYS,
@@ -278,11 +278,11 @@ class _Search:
 
     def judged(self, recipe: Recipe) -> Option:
         """A recipe as a simulation has it."""
-        fit = judged(recipe, self.log(recipe).at(recipe), self.card, self.margin)
-        drawn = fit.footprint.reserved_range
+        said = verdict(recipe, self.log(recipe).at(recipe), self.card, self.margin)
+        drawn = said.reserved_range
         drawn = drawn and tuple(self.card.context + end for end in drawn)
-        total, seconds = fit.total_memory, self.seconds(recipe)
-        option = Option(recipe, fit.needed, fit.margin, total, seconds, True, drawn)
+        total, seconds = self.card.total_memory, self.seconds(recipe)
+        option = Option(recipe, said.needed, said.margin, total, seconds, True, drawn)
         self.note_surplus(option)
         return option
 

@@ -19,7 +19,7 @@ from memlab.card.work import without_trifles
 from memlab.footprint import Category, Footprint, Phase, StepTime, Timeline
 from memlab.gpus import GPU
 from memlab.serving import Serving, head_shape
-from memlab.simulation import full_log, serve, serves
+from memlab.simulation import full_log, peak_reserved_of, serve
 from memlab.trace.log import Log
 from memlab.trace.tracer import Tracer
 from memlab.units import mib
@@ -330,7 +330,7 @@ class ServingLogs:
 
     def is_served(self, serving: Serving, card: GPU) -> bool:
         """Whether a card's allocator can serve it."""
-        return serves(serving, self.at(serving), card)
+        return peak_reserved_of(serving, self.at(serving), card) is not None
 
     def least(self, serving: Serving) -> int:
         """About the bytes of its tensors, by a line through two small ones: where to look first."""

@@ -5,19 +5,22 @@ The prediction, and the margin that its known error asks for.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from bisect import bisect
 from dataclasses import dataclass
-
-import torch
+from typing import NamedTuple
 
 from memlab.fields import one_of
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, GPUS, find_gpu
 from memlab.recipe import Recipe
-from memlab.simulation import full_log, serve
+from memlab.simulation import (
+    full_log,
+    peak_reserved_of,
+    range_of_reserved,
+    serve_without_range,
+)
 from memlab.sizing import SizedLog
 from memlab.trace.log import Log
 from memlab.units import MiB, mib
@@ -89,21 +92,43 @@ def fits(recipe: Recipe, gpu: GPU | str | int, margin: float = MARGIN) -> Fit:
 
 def judged(recipe: Recipe, log: Log, card: GPU, margin: float = MARGIN) -> Fit:
     """The answer of `fits` for a log that is there already, on a card with a limit."""
-    footprint = serve(recipe, log, card.without_limit())
-    _, most = footprint.reserved_range or (None, footprint.peak_reserved)
-    needed = most + card.context
-    smaller = _less_margin(card, margin)
-    fit = needed <= smaller.total_memory
-    if not fit:
-        with contextlib.suppress(torch.OutOfMemoryError):
-            footprint = serve(recipe, log, smaller)
-            fit, needed = True, footprint.device_used
+    said = verdict(recipe, log, card, margin)
+    footprint = serve_without_range(recipe, log, said.card)
+    footprint = dataclasses.replace(footprint, reserved_range=said.reserved_range)
     if not isinstance(recipe, Recipe):
         from memlab.generation import told  # it brings all caches of transformers
 
         footprint = told(recipe, log, footprint, card)
-    kept = int(margin * needed) + _context_margin(card)
-    return Fit(fit, needed, kept, card.total_memory, footprint)
+    return Fit(said.fits, said.needed, said.margin, card.total_memory, footprint)
+
+
+class Verdict(NamedTuple):
+    """What `Fit` says, without a footprint, which takes as long again.
+
+    card: whose allocator serves it: one without a limit, or one smaller by the margin. Bytes of
+    reserved_range are without the context.
+    """
+
+    fits: bool
+    needed: int
+    margin: int
+    card: GPU
+    reserved_range: tuple[int, int] | None
+
+
+def verdict(recipe: Recipe, log: Log, card: GPU, margin: float = MARGIN) -> Verdict:
+    """Whether a log fits a card with a limit."""
+    smaller, by = _less_margin(card, margin), card.without_limit()
+    drawn = range_of_reserved(recipe, log, by)
+    peak = drawn[1] if drawn else peak_reserved_of(recipe, log, by)
+    fits = peak + card.context <= smaller.total_memory
+    if not fits:
+        tight = peak_reserved_of(recipe, log, smaller)
+        if tight is not None:
+            fits, peak, by = True, tight, smaller
+            drawn = range_of_reserved(recipe, log, by)
+    needed = peak + card.context
+    return Verdict(fits, needed, int(margin * needed) + _context_margin(card), by, drawn)
 
 
 def room(card: GPU, margin: float = MARGIN) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -24,7 +25,7 @@ from memlab.recipe import Recipe
 from memlab.sharding import is_moved_by_sharding
 from memlab.trace.depth import log_at_full_depth
 from memlab.trace.ledger import Ledger
-from memlab.trace.log import Log, replay
+from memlab.trace.log import Event, Log, replay
 from memlab.training import Training, import_libraries
 
 
@@ -108,21 +109,32 @@ def _one_thread():
 
 def serve(recipe: Recipe, log: Log, card: GPU, link: str | None = None) -> Footprint:
     """The footprint of a recipe's log, served by this card's allocator."""
+    footprint = serve_without_range(recipe, log, card, link)
+    return replace(footprint, reserved_range=range_of_reserved(recipe, log, card))
+
+
+def serve_without_range(recipe: Recipe, log: Log, card: GPU, link: str | None = None) -> Footprint:
+    """As `serve`, loaded in one way only, where a base could be loaded in several."""
     ledger = Ledger(CardMemory(card, statistics=False))
-    samples = recipe.batch_size * recipe.accumulation
+    replay(_as_loaded(recipe, log, card), ledger)
+    return card_footprint(ledger, log, recipe.batch_size * recipe.accumulation, link)
+
+
+def peak_reserved_of(recipe: Recipe, log: Log, card: GPU) -> int | None:
+    """The peak reserved that `serve` finds, in half the time; None where it runs out of memory."""
+    return peak_reserved(_as_loaded(recipe, log, card), card.usable)
+
+
+def range_of_reserved(recipe: Recipe, log: Log, card: GPU) -> tuple[int, int] | None:
+    """The range of the peak over the ways of loading a base; None where there is one way."""
     if not _comes_by_weight(recipe):
-        replay(log.events(), ledger)
-        return card_footprint(ledger, log, samples, link)
-    replay(loaded_by_transformers(log, card.total_memory), ledger)
-    footprint = card_footprint(ledger, log, samples, link)
-    return replace(footprint, reserved_range=reserved_range(log, card.usable, card.total_memory))
+        return None
+    return reserved_range(log, card.usable, card.total_memory)
 
 
-def serves(recipe: Recipe, log: Log, card: GPU) -> bool:
-    """Whether this card's allocator can serve a recipe's log: `serve` without a footprint."""
+def _as_loaded(recipe, log, card) -> Iterable[Event]:
     by_weight = _comes_by_weight(recipe)
-    events = loaded_by_transformers(log, card.total_memory) if by_weight else log.events()
-    return peak_reserved(events, card.usable) is not None
+    return loaded_by_transformers(log, card.total_memory) if by_weight else log.events()
 
 
 def _comes_by_weight(recipe: Recipe) -> bool:

@@ -19,7 +19,7 @@ from memlab.card.loading import loaded_by_transformers, peak_reserved
 from memlab.footprint import Category, Phase
 from memlab.gpus import GPU
 from memlab.recipe import Recipe
-from memlab.simulation import full_log, serves
+from memlab.simulation import full_log, peak_reserved_of
 from memlab.trace.allocator import MIN_BLOCK
 from memlab.trace.events import Birth, Death, Mark, Step
 from memlab.trace.log import Event, Log
@@ -110,13 +110,13 @@ class SizedLog:
         return events[: end + min(0, more) * each] + added + events[end:]
 
     def is_served(self, recipe: Recipe, card: GPU) -> bool:
-        """Whether a card's allocator can serve a size: `serves`, without sorting events again.
+        """Whether a card's allocator can serve a size, without sorting events again.
 
         In which order a quantized base is loaded, and by how large a block that is begun, is the
         same at every size.
         """
         if recipe.base == "none":
-            return serves(recipe, self.at(recipe), card)
+            return peak_reserved_of(recipe, self.at(recipe), card) is not None
         total = card.total_memory
         if total not in self._served:
             own = replace(

@@ -7,7 +7,7 @@ from helpers import TINY
 
 from memlab import Recipe, models, simulate
 from memlab.gpus import find_gpu
-from memlab.simulation import full_log, serve, serves
+from memlab.simulation import full_log, peak_reserved_of, serve
 from memlab.sizing import SizedLog
 from memlab.trace.events import Birth
 
@@ -64,7 +64,8 @@ def test_all_micro_batches_wait_on_the_card(base):
         assert resized.peak_reserved == whole.peak_reserved
         assert log.least(sized) == pytest.approx(whole.peak_allocated, rel=0.01)
         tight = replace(card, total_memory=whole.peak_reserved + card.context + 2**28)
-        assert log.is_served(sized, tight) == serves(sized, full_log(sized, card), tight)
+        peak = peak_reserved_of(sized, full_log(sized, card), tight)
+        assert log.is_served(sized, tight) == (peak is not None)
 
 
 def test_a_depth_that_is_written_out():
