@@ -8,7 +8,8 @@ from memlab import Recipe, simulate
 from memlab.evidence.accuracy import PYTORCH_2
 from memlab.evidence.records import find_records
 from memlab.gpus import GPUS, gpu_of_device
-from memlab.planning import CONTEXT_MARGIN, MARGIN, fits, largest, room
+from memlab.planning import CONTEXT_MARGIN, MARGIN, fits, largest, room, verdict
+from memlab.simulation import full_log
 
 MiB = 2**20
 TINY = Recipe(model="gpt2-tiny", batch_size=2, seq_len=64)
@@ -53,7 +54,7 @@ def test_a_cache_that_is_given_back_makes_room():
 
 @pytest.fixture(scope="module")
 def answers():
-    """What `fits` says of every run on record, on a card just too small for what it used."""
+    """The verdict on every run on record, on a card just too small for what it used."""
     found = {}
     for run in ON_RECORD:
         card = gpu_of_device(run.device)
@@ -63,12 +64,13 @@ def answers():
             total = run.figures["device_used_bytes"] - 1
         card = dataclasses.replace(card, total_memory=total, context=context)
         margin = 0.2 if run.date < PYTORCH_2 else MARGIN
-        found[run.name] = fits(Recipe(**run.recipe), card, margin=margin)
+        recipe = Recipe(**run.recipe)
+        found[run.name] = verdict(recipe, full_log(recipe, card), card, margin)
     return found
 
 
 def test_no_false_yes_on_a_run_on_record(answers):
-    assert [name for name, fit in answers.items() if fit] == []
+    assert [name for name, said in answers.items() if said.fits] == []
 
 
 def test_the_nine_published_runs(answers):
@@ -114,6 +116,7 @@ def test_a_base_is_counted_at_the_upper_end_of_its_range():
     recipe = TINY.but(seq_len=32, lora_rank=2, base="nf4")
     footprint = simulate(recipe, "T4")
     fit = fits(recipe, "T4")
+    assert fit.footprint == footprint
     assert fit.needed == footprint.reserved_range[1] + GPUS["T4"].context
     assert fit.margin == int(MARGIN * fit.needed) + CONTEXT_MARGIN
 

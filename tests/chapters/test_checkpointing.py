@@ -164,16 +164,11 @@ def test_only_the_reentrant_form_computes_a_nested_segment_again(deeper):
 
 
 def test_checkpointing_learns_the_same_over_three_seeds(chapter):
+    CHAPTER.run("learn", chapter)
     for seed in range(3):
-        ways = [{}, chapter["RIGHT"]]
-        one, other = (run_short(chapter, seed, switch) for switch in ways)
+        one, other = (chapter["learn"](seed, way, steps=6) for way in ({}, chapter["RIGHT"]))
         assert one == pytest.approx(other, abs=1e-3)
         assert one < 6.2  # a uniform guess over 512 tokens costs 6.24 nats
-
-
-def run_short(chapter, seed, switch):
-    CHAPTER.run("learn", chapter)
-    return chapter["learn"](seed, switch, steps=6)
 
 
 @pytest.mark.parametrize("number, wrong", [(1, 4), (2, 10.07), (3, 4)])
