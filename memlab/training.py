@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import itertools
 import operator
+import warnings
 
 import torch
 from transformers.pytorch_utils import Conv1D
@@ -188,7 +189,9 @@ def add_lora(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
         task_type=PEFT_TASKS.get(recipe.task),
         fan_in_fan_out=isinstance(next(iter(linear.values())), Conv1D),
     )
-    model = peft.get_peft_model(model, config, autocast_adapter_dtype=recipe.lora_fp32)
+    with warnings.catch_warnings():  # it asks transformers for checkpointing by an older name
+        warnings.simplefilter("ignore", FutureWarning)
+        model = peft.get_peft_model(model, config, autocast_adapter_dtype=recipe.lora_fp32)
     return model.train()
 
 
