@@ -1,6 +1,5 @@
 """Frozen 4-bit and 8-bit bases for LoRA (QLoRA), by bitsandbytes."""
 
-import contextlib
 import importlib
 import logging
 import os
@@ -16,28 +15,26 @@ COMPUTE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bf
 
 def import_bitsandbytes(wanted_by: str):
     """The package bitsandbytes, or a ValueError that says what needs it."""
-    # It warns of an optional kernel for 4-bit products on CPUs.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    # And at every step that 8-bit layers compute in fp16.
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     try:
-        with as_written():
-            return importlib.import_module("bitsandbytes")
+        return import_quietly("bitsandbytes")
     except ImportError:
         raise ValueError(
             f"{wanted_by} needs the package bitsandbytes, which is not here: pip install it"
         ) from None
 
 
-@contextlib.contextmanager
-def as_written():
-    """Let what is imported here run its functions as they are written, and not compiled.
+def import_quietly(name: str):
+    """The package bitsandbytes, or one that brings it along if it is there.
 
-    bitsandbytes has four compiled for machines without a GPU. To say so, it brings PyTorch's whole
-    compiler, which takes a second.
+    Four of its functions, for machines without a GPU, run as they are written: to have them
+    compiled it would bring PyTorch's whole compiler, which takes a second.
     """
+    # It warns of an optional kernel for 4-bit products on CPUs.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    # And at every step that 8-bit layers compute in fp16.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     with mock.patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"}):
-        yield
+        return importlib.import_module(name)
 
 
 def quantize_base(

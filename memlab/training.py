@@ -5,7 +5,6 @@ differs.
 """
 
 import contextlib
-import importlib
 import itertools
 import operator
 import warnings
@@ -206,14 +205,13 @@ def import_libraries(recipe: Recipe) -> None:
     if recipe.lora_rank:
         import_peft()
     if recipe.optimizer == "adafactor":
-        importlib.import_module("transformers.optimization")  # which brings peft, if it is there
+        quantized.import_quietly("transformers.optimization")  # with peft, if that is there
 
 
 def import_peft():
     """The package peft, or a ValueError that says what needs it."""
     try:
-        with quantized.as_written():  # it brings bitsandbytes, if that is there
-            return importlib.import_module("peft")
+        return quantized.import_quietly("peft")
     except ImportError:
         raise ValueError("lora_rank needs the package peft, which is not here") from None
 

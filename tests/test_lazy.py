@@ -29,9 +29,12 @@ def test_a_question_for_help_loads_no_torch():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not here")
-def test_torchao_is_imported_and_says_nothing():
-    code = "import sys; from memlab import models; models.build('gpt2-tiny')"
-    code += "; print('torchao' in sys.modules)"
+def test_what_is_imported_says_nothing_and_brings_no_compiler():
+    """bitsandbytes comes with peft, torchao with transformers."""
+    code = "import sys; from memlab import models, training; models.build('gpt2-tiny')"
+    code += "; training.import_peft(); names = 'torchao bitsandbytes torch._inductor.compile_fx'"
+    code += "; print(*[name in sys.modules for name in names.split()])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "True\n"
-    assert "torchao" not in done.stderr and "register_constant" not in done.stderr
+    assert done.stdout == "True True False\n"
+    for said in ("torchao", "register_constant", "Failed to load"):
+        assert said not in done.stderr
