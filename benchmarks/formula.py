@@ -2,17 +2,22 @@
 
 Goes through seeded random recipes of every family that has coefficients. Prints the error of peak
 allocated and of the estimated seconds: median, 95th percentile, worst; how often the range of
-reserved holds, and by how much it is missed.
+reserved holds, and by how much it is missed; and how often a training runs on the smallest card
+that the calculator says it fits.
 """
 
+import math
 import random
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 
-from memlab import Recipe, find_gpu, formula, models, simulate
+from memlab import Recipe, find_gpu, formula, models
 from memlab.closed_form import known, read
+from memlab.planning import CONTEXT_MARGIN, MARGIN
+from memlab.simulation import full_log, peak_reserved_of, serve_without_range
 
 NAMES = (
     "bert-base bert-large distilbert roberta-base deberta-v3-base gpt2 gpt2-medium gpt2-xl "
@@ -26,7 +31,7 @@ PRECISIONS = "fp32 fp16-amp bf16-amp bf16".split()
 OPTIMIZERS = (
     "adamw_torch adamw_torch_fused adafactor adamw_8bit paged_adamw_8bit sgd lion_8bit"
 ).split()
-ASKED = int(sys.argv[1]) if len(sys.argv) > 1 else 360
+ASKED = 360
 
 
 def recipes(number: int, seed: int = 0):
@@ -53,15 +58,24 @@ def recipes(number: int, seed: int = 0):
             yield recipe
 
 
+def runs_where_it_fits(recipe: Recipe, log, quick, card) -> bool:
+    """Whether the upper end of a range, with the margins of `fits`, is card enough in truth."""
+    needed = quick.reserved_range[1] + card.context
+    total = math.ceil(needed * (1 + MARGIN)) + CONTEXT_MARGIN
+    return peak_reserved_of(recipe, log, replace(card, total_memory=total)) is not None
+
+
 def main():
-    errors, times, ranges, seconds = [], [], [], []
+    errors, times, ranges, seconds, run = [], [], [], [], []
     card = find_gpu("A100-80GB").without_limit()
-    for recipe in recipes(ASKED):
+    for recipe in recipes(int(sys.argv[1]) if len(sys.argv) > 1 else ASKED):
         formula(recipe, card)
         start = time.process_time()
         quick = formula(recipe, card)
         seconds.append(time.process_time() - start)
-        whole = simulate(recipe, card)
+        log = full_log(recipe, card)
+        whole = serve_without_range(recipe, log, card)
+        run.append(runs_where_it_fits(recipe, log, quick, card))
         errors.append(quick.peak_allocated / whole.peak_allocated - 1)
         times.append(quick.step_seconds.expected / whole.step_seconds.expected - 1)
         ranges.append([end / whole.peak_reserved - 1 for end in quick.reserved_range])
@@ -79,6 +93,7 @@ def main():
         f"reserved: {inside.sum()} of {len(inside)} inside the range, whose upper end is "
         f"{np.median(high):+.2%} in the median, {high.min():+.2%} and {high.max():+.2%} at worst"
     )
+    print(f"the smallest card that the calculator says it fits: {sum(run)} of {len(run)} run")
 
 
 if __name__ == "__main__":
