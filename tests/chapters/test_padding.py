@@ -160,7 +160,7 @@ def test_the_closed_form_and_the_panels_coefficients_meet_the_simulation(chapter
     for r, w in [(16, 61), (64, 64), (3, 300)]:
         linear = memory["fixed"] + r * w * (memory["token"] + w * memory["pair"])
         # The panel is a plane; what is left of segments that blocks share lies beside it.
-        assert max(memory["least"], linear) == pytest.approx(height(r, w) * 2**30, rel=1e-2)
+        assert max(memory["least"], linear) == pytest.approx(height(r, w) * 2**30, rel=5e-3)
 
 
 @pytest.fixture(scope="module")
