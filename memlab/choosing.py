@@ -21,7 +21,7 @@ from memlab.closed_form import formula
 from memlab.derivation import derive
 from memlab.footprint import Category, Footprint
 from memlab.gpus import GPU, GPUS
-from memlab.planning import MARGIN, largest_size, limited, room, verdict
+from memlab.planning import MARGIN, largest_size, limited, room, verdict, why_no_larger
 from memlab.plans import (
     STATES,
     WAYS,
@@ -34,6 +34,7 @@ from memlab.plans import (
     way_of,
 )
 from memlab.processes import at_once, map_at_once
+from memlab.quantized import assumed
 from memlab.recipe import Recipe
 from memlab.simulation import only_new_garbage, simulate
 from memlab.sizing import SizedLog
@@ -102,8 +103,9 @@ class _Search:
         self.model = question.model if named else models.config(question.model)
         self.effective = question.effective_batch // question.ranks  # of each rank
         self.attention = "eager"
-        first = Combination(question.ways[0], "fp32", "adamw_torch_fused")
-        self.recipe(first, 1, ranks=1)  # or an error
+        for way in question.ways:
+            first = Combination(way, "fp32", "adamw_torch_fused")
+            self.recipe(first, 1, ranks=1, model=question.model)  # or an error
         self.attention = attention_of(self.model, question.task)
         refused = question.ways != ("full",) and refusal(self.model, question)
         self.batches = [n for n in range(1, self.effective + 1) if self.effective % n == 0]
@@ -130,6 +132,7 @@ class _Search:
             decision(start, footprint, switches, self.room),
             () if fastest else tuple(self.remedies(options)),
             self.excluded,
+            _assumed(self.question),
         )
 
     # ------------------------------------------------------------------ recipes and their bytes
@@ -387,7 +390,10 @@ class _Search:
         batch, _ = self.size(recipe, "batch_size")
         length, following = self.size(recipe, "seq_len")
         return dataclasses.replace(
-            option, largest_batch=batch, longest=length, longest_ends=following is None
+            option,
+            largest_batch=batch,
+            longest=length,
+            longest_ends="" if following else why_no_larger(recipe, "seq_len", self.log(recipe)),
         )
 
     def best_of_each_way(self, options, fastest: Option | None) -> dict[str, Option]:
@@ -501,7 +507,7 @@ def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
                 best = search.best_by_formula(of_way)
             options[card.name][way] = search.named(best)
     bar.close()
-    return Cards(question, options, smallest)
+    return Cards(question, options, smallest, _assumed(question))
 
 
 # ---------------------------------------------------------------------- words
@@ -603,6 +609,14 @@ def _trace_key(recipe: Recipe) -> tuple:
         recipe.checkpointing,
         recipe.sharding,
     )
+
+
+def _assumed(question: Question) -> tuple[str, ...]:
+    """What the answer to a question assumes of its model."""
+    changes = {"lora_rank": 1, "base": "nf4", "double_quant": True}
+    changes = changes if "qlora" in question.ways else {}
+    config = models.published(question.model)
+    return assumed(Recipe(config, question.task, seq_len=1, **changes))
 
 
 def _with_rates(card: GPU) -> GPU:

@@ -35,6 +35,7 @@ from memlab.card.step_time import PHASES, Columns, step_time
 from memlab.card.work import count_kernels, count_tiles
 from memlab.footprint import Category, Footprint, Phase
 from memlab.gpus import GPU, find_gpu, require_native
+from memlab.quantized import assumed
 from memlab.recipe import Recipe
 from memlab.trace import depth
 from memlab.trace.allocator import (
@@ -284,6 +285,7 @@ def _evaluate(recipe, case: Case, table: Tables, card, link) -> Footprint:
         breakdown=breakdown,
         peak_phase=Phase(table.phases[worst]),
         context=card.context,
+        assumptions=assumed(recipe),
         parameters=round(weights.sum()),
         trainable_parameters=round(weights @ trained),
         step_time=seconds,
@@ -464,6 +466,9 @@ def _structure(model) -> tuple[str, dict[str, int], int, int | None]:
     more: neither is of the model.
     """
     config = models.config(model)
+    reason = models.unlike_a_formula(config)
+    if reason:
+        raise ValueError(f"no formula for {config.model_type}: {reason}")
     layers = config.num_hidden_layers
     if layers < 2 or (getattr(config, "num_decoder_layers", None) or layers) != layers:
         raise ValueError(

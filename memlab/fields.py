@@ -9,20 +9,41 @@ import textwrap
 from collections.abc import Callable
 
 
-def field(default, help: str, choices=(), check: Callable | None = None, off=None, bare=None):
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What another field has to be for a field to have an effect.
+
+    name: of the other field. met: whether its value is one that does. allowed: those, in words.
+    """
+
+    name: str
+    met: Callable
+    allowed: str
+
+
+def field(
+    default,
+    help: str,
+    choices=(),
+    check: Callable | None = None,
+    off=None,
+    bare=None,
+    needs: Needs | None = None,
+):
     """A dataclass field that carries what is said of it.
 
     choices: the values that are allowed, or value -> what it means. off: of a switch that is on by
     default, the name of the option that turns it off, and what that means. bare: the choice that
-    is meant by True, and by the option or the word alone; False means the default.
+    is meant by True, and by the option or the word alone; False means the default. needs: without
+    which any value but the default is refused, as it would have no effect.
     """
     said = {"help": help, "choices": choices, "check": check, "off": off, "bare": bare}
-    return dataclasses.field(default=default, metadata=said)
+    return dataclasses.field(default=default, metadata=said | {"needs": needs})
 
 
-def switch(default: bool, help: str, off: tuple[str, str] | None = None):
+def switch(default: bool, help: str, off: tuple[str, str] | None = None, needs=None):
     """A field that is True or False."""
-    return field(default, help, (True, False), off=off)
+    return field(default, help, (True, False), off=off, needs=needs)
 
 
 def described(said) -> str:
@@ -36,6 +57,32 @@ def described(said) -> str:
     ]
     text = ": ".join(filter(None, [said["help"], ", ".join(listed)]))
     return f"{text}; or {said['off'][1]}" if said["off"] else text
+
+
+def without_effect(values, changes: dict) -> dict:
+    """The defaults of the fields that have no effect any more once `changes` are made to values.
+
+    Fields that `changes` names are left to it.
+    """
+    defaults = {}
+    for one in dataclasses.fields(values):
+        needs = one.metadata["needs"]
+        if needs and one.name not in changes and needs.name in changes:
+            if not needs.met(changes[needs.name]):
+                defaults[one.name] = one.default
+    return defaults
+
+
+def check_effects(values) -> None:
+    """Raise ValueError for a field that another one leaves without an effect."""
+    for one in dataclasses.fields(values):
+        needs, value = one.metadata["needs"], getattr(values, one.name)
+        if needs and value != one.default and not needs.met(getattr(values, needs.name)):
+            other = getattr(values, needs.name)
+            raise ValueError(
+                f"{one.name} is {value!r} and {needs.name} is {other!r}: it has no effect there, "
+                f"allowed is {one.default!r}, or {needs.allowed}"
+            )
 
 
 def documentation(recipe) -> str:

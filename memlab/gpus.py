@@ -18,6 +18,7 @@ loaded at the start, and a context took 0.7 to 1.3 GiB (pytorch/pytorch#86509, #
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import re
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ class GPU:
     rates: number format -> operations a second of a dense matrix product, without sparsity: of
     tensor cores that add in fp32 where the card has them, else of ordinary cores. bandwidth: bytes
     a second of its memory. Both are NVIDIA's (rates_source); empty and None where no card is named.
+
+    unlike: words of a name that tell other cards with the same chip's name from this one.
     """
 
     name: str
@@ -75,6 +78,7 @@ class GPU:
     rates: dict[str, float] = dataclasses.field(default_factory=dict, compare=False)
     bandwidth: float | None = None
     rates_source: str = ""
+    unlike: tuple[str, ...] = ()
 
     def rate(self, dtype: str) -> float | None:
         """Operations a second in a format; None where the card does not compute in it.
@@ -117,6 +121,7 @@ def _read(name: str, said: dict) -> GPU:
         rates,
         said["gb_per_second"] * 1e9,
         said["rates_source"],
+        tuple(said.get("unlike", ())),
     )
 
 
@@ -152,8 +157,11 @@ def _words(name: str) -> list[str]:
     return [word for word in apart if not COMMON_WORDS.fullmatch(word)]
 
 
-def _is_meant(card: GPU, words: list[str]) -> bool:
-    """Whether words name the card's model and nothing that it is not, its size included."""
+def _is_meant(card: GPU, name: str) -> bool:
+    """Whether a name has the card's model and nothing that it is not, its size included."""
+    if set(card.unlike) & set(re.findall("[a-z]+", name.lower())):
+        return False
+    words = _words(name)
     model, *more = _words(card.name)
     label = next(size for size in LABELS if size * 1024 >= card.total_memory / MiB)
     return model in words and set(words) <= {model, *more, str(label)}
@@ -164,7 +172,7 @@ def find_gpu(card: str | int | float | GPU | None) -> GPU:
 
     None is `ANY_CARD`. A number of bytes, or a text such as "11.5 GiB", is what PyTorch's allocator
     may take, so its context is 0; the other rules are those of `ANY_CARD`. Raises ValueError for
-    an unknown name and for less than 1 byte.
+    an unknown name, for one that two cards have, and for less than 1 byte.
     """
     if card is None or isinstance(card, GPU):
         return card or ANY_CARD
@@ -174,14 +182,27 @@ def find_gpu(card: str | int | float | GPU | None) -> GPU:
         size = f"{card / MiB:,.0f} MiB" if card >= MiB else f"{card} bytes"
         given = {"total_memory": int(card), "context": 0, "sources": "given by the caller"}
         return dataclasses.replace(ANY_CARD, name=size, **given)
+    hint = ""
     if isinstance(card, str):
-        meant = [known for known in GPUS.values() if _is_meant(known, _words(card))]
+        meant = [known for known in GPUS.values() if _is_meant(known, card)]
         if len(meant) == 1:
             return meant[0]
+        hint = _hint(card)
     raise ValueError(
-        f"gpu is {card!r}: allowed are {', '.join(GPUS)}, or a number of bytes above 0, or of GiB "
-        'such as "11.5 GiB"'
+        f"gpu is {card!r}{hint}: allowed are {', '.join(GPUS)}, or a number of bytes above 0, or "
+        'of GiB such as "11.5 GiB"'
     )
+
+
+def _hint(name: str) -> str:
+    """Which cards an unknown name may mean, for the words of an error."""
+    words = _words(name)
+    may_be = [known.name for known in GPUS.values() if words and words == _words(known.name)[:1]]
+    if len(may_be) > 1:
+        return f", which may be {' or '.join(may_be)}"
+    alike = {"".join(_words(known)): known for known in GPUS}
+    near = difflib.get_close_matches("".join(words), alike, 1)
+    return f", the nearest is {alike[near[0]]}" if near else ""
 
 
 def gpu_of_device(device: str) -> GPU | None:
@@ -190,5 +211,9 @@ def gpu_of_device(device: str) -> GPU | None:
     A card is meant where all words of its name are among the driver's; of two, the longer one.
     """
     words = set(device.lower().replace("-", " ").split())
-    meant = [name for name in GPUS if set(name.lower().split("-")) <= words]
+    meant = [
+        name
+        for name, card in GPUS.items()
+        if set(name.lower().split("-")) <= words and not words & set(card.unlike)
+    ]
     return GPUS[max(meant, key=len)] if meant else None

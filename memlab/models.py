@@ -6,6 +6,7 @@ config.json with seeded random weights. Each name has a tiny twin, `<name>-tiny`
 """
 
 import copy
+import difflib
 import json
 import re
 import socket
@@ -25,6 +26,11 @@ from transformers.models.auto import modeling_auto
 _PUBLISHED = json.loads((Path(__file__).parent / "data" / "models.json").read_text())
 # Everything `config` knows by name, with the hub name of the config it stands for.
 MODELS: dict[str, str] = {name: fields.pop("hub") for name, fields in _PUBLISHED.items()}
+# What else means one of them, in small letters: the hub name, with and without its owner.
+_ALIASES = {
+    alias.lower(): name for name, hub in MODELS.items() for alias in (hub, hub.split("/")[1], name)
+}
+_ALIASES |= {f"{name}-tiny": f"{name}-tiny" for name in MODELS}
 MODELS |= {f"{name}-tiny": f"a tiny twin of {hub}" for name, hub in list(MODELS.items())}
 
 # How architectures call the width of their feed-forward layers.
@@ -41,16 +47,25 @@ _CLASSES = {
 def config(model) -> PretrainedConfig:
     """A fresh config of a named model, a config.json (or its folder), a config or a hub name.
 
-    Also of a dictionary with the values of a config.json, `model_type` among them.
+    Also of a dictionary with the values of a config.json, `model_type` among them. Of a config that
+    nests several models, such as text and vision, it is that of the text model (`left_out`).
 
     Raises ValueError, in one line, for an unknown name, a file or values that are no model config,
     or a hub name that cannot be had here.
     """
+    text = copy.deepcopy(_text_of(published(model)))
+    if hasattr(text, "quantization_config"):
+        del text.quantization_config  # of the published weights, not of the architecture
+    return text
+
+
+def published(model) -> PretrainedConfig:
+    """The config as it was given or published, not to be changed."""
     if isinstance(model, PretrainedConfig):
-        return copy.deepcopy(model)
+        return model
     if isinstance(model, dict):
         return _from_values(model, "model")
-    name = str(model)
+    name = catalogued(model)
     if name in _PUBLISHED:
         fields = copy.deepcopy(_PUBLISHED[name])
         return CONFIG_MAPPING[fields.pop("model_type")](**fields)
@@ -60,9 +75,70 @@ def config(model) -> PretrainedConfig:
         return _read_file(Path(name))
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
         return _read_hub(name)
+    near = difflib.get_close_matches(name.lower(), _ALIASES, 1)
+    meant = f", the nearest is {_ALIASES[near[0]]!r}" if near else ""
     raise ValueError(
-        f"unknown model {name!r}: known are {', '.join(_PUBLISHED)} (each also as <name>-tiny), "
-        "or a config.json, a folder that save_pretrained wrote, or a hub name like org/name"
+        f"unknown model {name!r}{meant}: known are {', '.join(_PUBLISHED)} (each also as "
+        "<name>-tiny), or a config.json, a folder that save_pretrained wrote, or a hub name like "
+        "org/name"
+    )
+
+
+def catalogued(model):
+    """The name in `MODELS` that a text means: in any case, or where the model is on the hub.
+
+    The text itself where it means none, or is a path on this machine; what is no text, too.
+    """
+    if not isinstance(model, (str, Path)):
+        return model
+    name = str(model)
+    return name if name in MODELS or Path(name).exists() else _ALIASES.get(name.lower(), name)
+
+
+def _text_of(given: PretrainedConfig) -> PretrainedConfig:
+    if given.is_encoder_decoder:  # its decoder is no model by itself
+        return given
+    try:
+        return given.get_text_config()
+    except ValueError:  # several text models
+        return given
+
+
+def left_out(model) -> tuple[str, ...]:
+    """What of a nested config `config` leaves out, such as `vision`; empty for most models."""
+    given = published(model)
+    text = _text_of(given)
+    parts = {name: getattr(given, name, None) for name in given.sub_configs}
+    kept = text is given
+    return tuple(
+        name.removesuffix("_config")
+        for name, part in parts.items()
+        if not kept and part is not None and part is not text
+    )
+
+
+def check_published(asked) -> None:
+    """Raise ValueError where a model's published weights are quantized in another way than asked.
+
+    asked: a `Recipe` or a `Serving`. A base of bitsandbytes, as the config.json's
+    `quantization_config` says it, is answered for where it is the one that is asked for.
+    """
+    said = getattr(published(asked.model), "quantization_config", None)
+    if not said:
+        return
+    said = said if isinstance(said, dict) else said.to_dict()
+    text = f"{asked.model_name} is published quantized, by {said.get('quant_method')}"
+    if said.get("load_in_4bit") or said.get("load_in_8bit"):
+        base, doubled = "int8", False
+        if said.get("load_in_4bit"):
+            base = said.get("bnb_4bit_quant_type", "fp4")
+            doubled = bool(said.get("bnb_4bit_use_double_quant"))
+        if (asked.base, asked.double_quant and asked.base != "int8") == (base, doubled):
+            return
+        double = " with double quantization" if doubled else ""
+        raise ValueError(f"{text} as {base}{double}: allowed is that base, asked is {asked.base}")
+    raise ValueError(
+        f"{text}: allowed are unquantized models, or a config.json without its quantization_config"
     )
 
 
@@ -77,7 +153,7 @@ def _read_file(path: Path) -> PretrainedConfig:
         advice = "name a config.json, or a folder that save_pretrained wrote"
         raise ValueError(f"{path}: there is no such file: {advice}") from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: not a readable JSON file ({_one_line(error)})") from None
+        raise ValueError(f"{path}: not a readable JSON file ({one_line(error)})") from None
     return _from_values(values, path)
 
 
@@ -92,7 +168,7 @@ def _from_values(values, place) -> PretrainedConfig:
     try:
         return CONFIG_MAPPING[family].from_dict(values)
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{place}: not a valid {family} config ({_one_line(error)})") from None
+        raise ValueError(f"{place}: not a valid {family} config ({one_line(error)})") from None
 
 
 def _read_hub(name: str) -> PretrainedConfig:
@@ -102,7 +178,7 @@ def _read_hub(name: str) -> PretrainedConfig:
             try:
                 return AutoConfig.from_pretrained(name, local_files_only=cached_only)
             except (OSError, ValueError, RuntimeError, KeyError) as error:
-                problem = problem if cached_only else _one_line(error)
+                problem = problem if cached_only else one_line(error)
     raise ValueError(
         f"there is no folder {name!r}, and its config cannot be had from the hub ({problem}): "
         f"known without it are {', '.join(_PUBLISHED)}, or a path to a config.json"
@@ -120,7 +196,8 @@ def hub_reachable() -> bool:
     return True
 
 
-def _one_line(error: BaseException, limit: int = 160) -> str:
+def one_line(error: BaseException, limit: int = 160) -> str:
+    """What an error says, in one line of so many characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -178,17 +255,21 @@ def resized(model, **values) -> PretrainedConfig:
 def with_layers(model, layers: int) -> PretrainedConfig:
     """A copy of a config with so many layers (in an encoder and in a decoder)."""
     full = config(model)
-    lists = {
+    values = {
         name: (value * layers)[:layers]  # of more layers it begins anew
         for name, value in vars(full).items()
         if isinstance(value, (list, tuple)) and len(value) == full.num_hidden_layers
     }
-    return resized(full, num_hidden_layers=layers, num_decoder_layers=layers, **lists)
+    # The last layers that take keys and values of an earlier one: as large a share.
+    shared = getattr(full, "num_kv_shared_layers", None) or 0
+    values["num_kv_shared_layers"] = shared * layers // full.num_hidden_layers
+    return resized(full, num_hidden_layers=layers, num_decoder_layers=layers, **values)
 
 
 def tasks(model) -> tuple[str, ...]:
     """The tasks of `TASKS` that an architecture has, its usual one first."""
-    family = config(model).model_type
+    values = config(model)
+    family = values.model_type
     names = {
         "seq2seq-lm": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
         "masked-lm": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -201,6 +282,8 @@ def tasks(model) -> tuple[str, ...]:
         return ("seq2seq-lm",)
     if "masked-lm" in has:  # an encoder; as a decoder it would be another architecture
         return tuple(t for t in ("sequence-classification", "masked-lm") if t in has)
+    if values.is_encoder_decoder:  # its decoder alone would be another architecture
+        has = []
     if not has:
         raise ValueError(f"model type {family!r} has none of the tasks {', '.join(TASKS)}")
     return tuple(has)
@@ -223,6 +306,7 @@ def max_length(model) -> int | None:
     if not getattr(values, "position_biased_input", True):
         return None
     longest = getattr(values, "max_position_embeddings", None)
+    longest = None if longest == -1 else longest  # XLNet says so that there is no end
     rope = getattr(values, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("linear", "dynamic"):
         longest = round(longest * rope["factor"])
@@ -232,6 +316,16 @@ def max_length(model) -> int | None:
     if longest is not None and values.model_type in ("roberta", "xlm-roberta", "camembert"):
         longest -= values.pad_token_id + 1  # positions are counted from the padding index on
     return longest
+
+
+def unlike_a_formula(values: PretrainedConfig) -> str:
+    """Why a config's sizes are not those that `memlab.formula` knows; empty where they are."""
+    if values.is_heterogeneous:
+        return "its layers have sizes of their own"
+    narrow = getattr(values, "embedding_size", None) or values.hidden_size
+    if narrow != values.hidden_size:
+        return f"its embeddings have {narrow} numbers a token and its layers {values.hidden_size}"
+    return ""
 
 
 def has_experts(model) -> bool:
@@ -262,17 +356,35 @@ def build(model, task: str | None = None, dtype=torch.float32, attention="eager"
         values.problem_type = "single_label_classification"  # else DeBERTa looks at the labels
         if values.pad_token_id is None:  # a decoder needs one to find each last token
             values.pad_token_id = values.eos_token_id or 0
+    if task == "seq2seq-lm" and getattr(values, "decoder_start_token_id", None) is None:
+        values.decoder_start_token_id = values.pad_token_id or 0  # as T5's checkpoints have it
     torch.manual_seed(seed)
     try:
         built = _CLASSES[task].from_config(values, dtype=dtype, attn_implementation=attention)
+    except AssertionError as error:  # such as padding beyond the vocabulary
+        raise ValueError(f"not a valid {values.model_type} config ({one_line(error)})") from None
     except (ValueError, ImportError) as error:  # from here on only the attention can be wrong
         raise ValueError(
             f"attention {attention!r} cannot be had for model type {values.model_type!r}: "
-            f"allowed is eager ({_one_line(error)})"
+            f"allowed is eager ({one_line(error)})"
         ) from None
     if task == "causal-lm" and getattr(built, "loss_type", None) is None:
         built.loss_type = "ForCausalLM"  # what transformers takes anyway, after a warning (GPT-2)
+    if task == "seq2seq-lm" and _has_own_head(values):
+        built.lm_head.weight = torch.nn.Parameter(built.lm_head.weight.detach().clone())
+        del built.all_tied_weights_keys["lm_head.weight"]
     return built.train()
+
+
+def _has_own_head(values) -> bool:
+    """Whether a checkpoint of T5's family has a head that is not its embedding: from T5 1.1 on.
+
+    The classes of its configs say `tie_word_embeddings` of all of them, because encoder and decoder
+    share embeddings; `from_pretrained` gives the head its own weights where the checkpoint has
+    them. What a 1.1 config.json says is kept as `scale_decoder_outputs`; mT5 and umT5 are all 1.1.
+    """
+    scaled = getattr(values, "scale_decoder_outputs", True)
+    return values.model_type in ("mt5", "umt5") or not scaled
 
 
 def active_parameters(config) -> tuple[int, int]:

@@ -11,7 +11,8 @@ from bisect import bisect
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from memlab.fields import one_of
+from memlab import models
+from memlab.fields import one_of, share
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, GPUS, find_gpu
 from memlab.recipe import Recipe
@@ -83,8 +84,8 @@ def fits(recipe: Recipe, gpu: GPU | str | int, margin: float = MARGIN) -> Fit:
     as today's transformers loads it; its first releases with threads (5.0, until March 2026) can
     run out of memory while they load, and are not what this answers for.
 
-    Raises ValueError for an unknown card, a margin below 0, and a number format that the card
-    does not have.
+    Raises ValueError for an unknown card, a margin that is no share from 0 to below 1, and a number
+    format that the card does not have.
     """
     card = limited(gpu, margin)
     return judged(recipe, full_log(recipe, card), card, margin)
@@ -146,8 +147,7 @@ def _context_margin(card) -> int:
 
 def limited(gpu, margin) -> GPU:
     """The card that is named, which must have a limit."""
-    if not margin >= 0:
-        raise ValueError(f"margin is {margin!r}: allowed are numbers from 0")
+    share("margin", margin)
     card = find_gpu(gpu)
     if card.total_memory is None:
         raise ValueError(f"gpu is {gpu!r}: allowed are {', '.join(GPUS)}, or a number of bytes")
@@ -165,7 +165,7 @@ class Largest:
 
     field: of the recipe. value: the largest, 0 where not even the smallest fits. recipe: with that
     value, or the smallest; fit: what `fits` says of it. next: the next larger value, which does not
-    fit, or None where the model allows no larger one.
+    fit, or None where the search ends before one does not; why: why it ends there, else empty.
     """
 
     field: str
@@ -173,16 +173,17 @@ class Largest:
     recipe: Recipe
     fit: Fit
     next: int | None
+    why: str = ""
 
     def as_dict(self) -> dict:
         """Plain JSON values."""
-        asked = {"field": self.field, "value": self.value, "next": self.next}
+        asked = {"field": self.field, "value": self.value, "next": self.next, "why": self.why}
         return asked | {"needed": self.fit.needed, "margin": self.fit.margin}
 
     def __str__(self) -> str:
         if not self.value:
             return f"not even {self.field}={getattr(self.recipe, self.field)}: {self.fit}"
-        end = f"{self.next} does not fit" if self.next else "larger ones are not allowed"
+        end = self.why or f"{self.next} does not fit"
         return f"largest {self.field}: {self.value} ({end})\n{self.fit}"
 
 
@@ -207,7 +208,22 @@ def largest(
     value, following = largest_size(recipe, card, log, field, margin)
     least = min(STEPS[field], following or value)
     sized = recipe.but(**{field: value or least})
-    return Largest(field, value, sized, judged(sized, log.at(sized), card, margin), following)
+    fit = judged(sized, log.at(sized), card, margin)
+    why = "" if following else why_no_larger(recipe, field, log)
+    return Largest(field, value, sized, fit, following, why)
+
+
+def why_no_larger(recipe: Recipe, field: str, log: SizedLog) -> str:
+    """Why a search for the largest size ends where everything fits."""
+    if field == "batch_size" or log.longest is None:
+        return f"the search ends at {MOST:,}"
+    longest = models.max_length(recipe.model)
+    if field == "seq_len" and (longest is None or log.longest < longest):
+        return (
+            f"beyond its sliding window of {log.longest:,} tokens {recipe.model_name} computes "
+            "attention in another way: ask for the largest of a recipe with a longer seq_len"
+        )
+    return f"{recipe.model_name} allows no larger ones"
 
 
 def _logs(recipe, card, field):

@@ -79,7 +79,7 @@ class Option:
     simulated: whether bytes come from a simulation, or else from the formula.
 
     largest_batch, longest: the largest micro-batch, all else as it is, and the longest sequence in
-    steps of 64 tokens; the next one does not fit, unless the model allows none (`longest_ends`).
+    steps of 64 tokens; the next one does not fit, unless `longest_ends` says why none is longer.
     None where they were not asked.
     """
 
@@ -92,7 +92,7 @@ class Option:
     drawn: tuple[int, int] | None = None
     largest_batch: int | None = None
     longest: int | None = None
-    longest_ends: bool = False
+    longest_ends: str = ""
 
     @property
     def missing(self) -> int:
@@ -142,7 +142,7 @@ class Option:
 
     def sizes(self) -> str:
         """The largest micro-batch and the longest sequence."""
-        ends = "the model's end" if self.longest_ends else f"{self.longest + 64:,} does not fit"
+        ends = self.longest_ends or f"{self.longest + 64:,} does not fit"
         return (
             f"largest micro-batch {self.largest_batch:,} ({self.largest_batch + 1:,} does not "
             f"fit), longest sequence {self.longest:,} tokens ({ends})"
@@ -189,6 +189,7 @@ class Plan:
     nothing does. ways: the best of each way, or the one that lacks least. start: what a reader
     would start with; switches: single changes of it, the one that saves most first. decision:
     sentences. remedies: where nothing fits, what would; excluded: what was not considered, and why.
+    assumptions: as `memlab.footprint.Footprint` has them, of the model in any way.
     """
 
     question: Question
@@ -201,6 +202,7 @@ class Plan:
     decision: tuple[str, ...]
     remedies: tuple[str, ...]
     excluded: tuple[str, ...]
+    assumptions: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         """Whether anything fits."""
@@ -221,6 +223,7 @@ class Plan:
             "decision": list(self.decision),
             "remedies": list(self.remedies),
             "excluded": list(self.excluded),
+            "assumptions": list(self.assumptions),
         }
 
     def __str__(self) -> str:
@@ -254,6 +257,7 @@ class Plan:
             lines.append(f"  {switch.name:<{width}}  {_change(switch)}")
         lines += list(self.decision)
         lines += [f"Left out: {reason}" for reason in self.excluded]
+        lines += [f"Assumed: {one}" for one in self.assumptions]
         return "\n".join(lines)
 
 
@@ -277,12 +281,13 @@ def _change(switch: Switch) -> str:
 class Cards:
     """The answer for several cards: `options` by card and way the best option, smallest card first.
 
-    smallest: way -> name of the smallest card on which it fits, or None.
+    smallest: way -> name of the smallest card on which it fits, or None. assumptions: as of a Plan.
     """
 
     question: Question
     options: dict[str, dict[str, Option]]
     smallest: dict[str, str | None]
+    assumptions: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         """Whether anything fits anywhere."""
@@ -294,6 +299,7 @@ class Cards:
             "question": self.question.as_dict(),
             "fits": bool(self),
             "smallest": dict(self.smallest),
+            "assumptions": list(self.assumptions),
             "cards": {
                 card: {way: option.as_dict() for way, option in ways.items()}
                 for card, ways in self.options.items()
@@ -320,6 +326,7 @@ class Cards:
                 words.append(f"{WAYS[way]} fits none of them.")
             else:
                 words.append(f"Smallest for {WAYS[way]}: {card}, with {self.options[card][way]}")
+        words += [f"Assumed: {one}" for one in self.assumptions]
         return "\n".join([head, *table, *words])
 
 

@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from memlab import models
 from memlab.recipe import Recipe
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -56,8 +57,9 @@ def quantize_base(
 def to_be_quantized(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The linear layers of a base that bitsandbytes replaces, by name.
 
-    What transformers leaves alone stays as it is: the head of a language model, tied weights and
-    what a family keeps in fp32 (T5's `wo`); so does a classifier, as with `llm_int8_skip_modules`,
+    What transformers leaves alone stays as it is: the head of a language model, tied weights,
+    what a family keeps in fp32 (T5's `wo`), subclasses of `nn.Linear` such as routers, and experts
+    that are one tensor of three dimensions; so does a classifier, as with `llm_int8_skip_modules`,
     because it is trained.
     """
     from transformers.quantizers.base import get_keys_to_not_convert
@@ -68,8 +70,47 @@ def to_be_quantized(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, (torch.nn.Linear, Conv1D)) and should_convert_module(name, kept)
+        if _is_plain(module) and should_convert_module(name, kept)
     }
+
+
+def _is_plain(module) -> bool:
+    """Whether it is of a class that transformers quantizes: a subclass may compute otherwise."""
+    return type(module) is torch.nn.Linear or isinstance(module, Conv1D)
+
+
+def assumed(recipe) -> tuple[str, ...]:
+    """What a recipe's figures leave out or leave as it is, and a reader may not expect.
+
+    The parts of a nested config, and the weights that a quantized base does not reach, where they
+    are the larger part. recipe: or a `Serving`.
+    """
+    said, parts = [], models.left_out(recipe.model)
+    if parts:
+        said.append(f"the text model alone, without {' and '.join(parts)}")
+    if recipe.base != "none":
+        reached = _share_reached(recipe)
+        if reached < 0.5:
+            said.append(
+                f"{recipe.base} reaches {reached:.1%} of the weights: what is no plain linear "
+                "layer, such as experts and embeddings, stays unquantized"
+            )
+    return tuple(said)
+
+
+_SHARES: dict[tuple[str, str], float] = {}  # by config and task
+
+
+def _share_reached(recipe) -> float:
+    """The share of a model's weights that a base quantizes."""
+    config = models.config(recipe.model)
+    key = config.to_json_string(use_diff=False), recipe.task
+    if key not in _SHARES:
+        with torch.device("meta"):
+            model = models.build(config, recipe.task)
+        reached = sum(module.weight.numel() for module in to_be_quantized(model).values())
+        _SHARES[key] = reached / sum(parameter.numel() for parameter in model.parameters())
+    return _SHARES[key]
 
 
 def _quantized_linear(bitsandbytes, module, recipe: Recipe, storage):

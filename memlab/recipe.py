@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from memlab.fields import (
+    Needs,
+    check_effects,
     documentation,
     field,
     from_zero,
@@ -20,6 +22,7 @@ from memlab.fields import (
     share,
     switch,
     whole,
+    without_effect,
 )
 
 # precision -> the format of its products
@@ -34,6 +37,10 @@ COMPUTED_IN = {
 
 FULLY_SHARDED = ("zero2", "zero3")  # by FSDP2's fully_shard
 SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_loop", "adamw_torch_fused", "sgd")
+FOUR_BITS = ("nf4", "fp4")
+ADAPTERS = Needs("lora_rank", bool, "a lora_rank from 1")
+BASE = Needs("base", lambda base: base != "none", "a base of nf4, fp4 or int8")
+BASE_OF_FOUR_BITS = Needs("base", FOUR_BITS.__contains__, "a base of nf4 or fp4")
 
 
 @dataclass(frozen=True)
@@ -126,12 +133,16 @@ class Recipe:
         "names of the linear modules that get adapters, a tuple or one text with commas; "
         "all-linear means every one but the head",
         check=module_names,
+        needs=ADAPTERS,
     )
-    lora_dropout: float = field(0.0, "on the adapters' input, from 0 to below 1", check=share)
+    lora_dropout: float = field(
+        0.0, "on the adapters' input, from 0 to below 1", check=share, needs=ADAPTERS
+    )
     lora_fp32: bool = switch(
         True,
         "adapters in fp32 also where the model is in half precision, as peft does by default",
         ("lora_half", "adapters in the model's dtype"),
+        needs=ADAPTERS,
     )
     base: str = field(
         "none",
@@ -145,20 +156,27 @@ class Recipe:
         },
     )
     block_size: int = field(
-        64, "weights that share one scale, for 4 bits", (32, 64, 128, 256, 512, 1024, 2048, 4096)
+        64,
+        "weights that share one scale, for 4 bits",
+        (32, 64, 128, 256, 512, 1024, 2048, 4096),
+        needs=BASE_OF_FOUR_BITS,
     )
-    double_quant: bool = switch(False, "the scales of 4-bit blocks in 8 bits")
+    double_quant: bool = switch(
+        False, "the scales of 4-bit blocks in 8 bits", needs=BASE_OF_FOUR_BITS
+    )
     compute_dtype: str | None = field(
         None,
         "in which a base is loaded and its products are computed; None takes the half precision "
         "of `precision`, or fp32",
         ("fp32", "fp16", "bf16", None),
+        needs=BASE,
     )
     upcast: bool = switch(
         True,
         "what is not quantized (norms, embeddings, head) is cast to fp32, as peft's "
         "prepare_model_for_kbit_training does",
         ("no_upcast", "what is not quantized stays in the compute dtype"),
+        needs=BASE,
     )
     padded: bool = switch(
         False,
@@ -196,6 +214,7 @@ class Recipe:
                 one_of(one.name, value, choices)
             elif one.metadata["check"]:
                 object.__setattr__(self, one.name, one.metadata["check"](one.name, value))
+        check_effects(self)
         if self.compute_dtype is None and self.base != "none":
             object.__setattr__(self, "compute_dtype", COMPUTED_IN[self.precision])
         if self.base != "none" and not self.lora_rank:
@@ -204,9 +223,11 @@ class Recipe:
                 "allowed is a lora_rank from 1"
             )
         self._check_ranks()
+        named = models.catalogued(self.model)
+        named = models.published(named) if isinstance(named, dict) else named
+        object.__setattr__(self, "model", named)
         config = models.config(self.model)
-        if isinstance(self.model, dict):
-            object.__setattr__(self, "model", config)
+        models.check_published(self)
         if self.task is None:
             object.__setattr__(self, "task", models.default_task(config))
         one_of("task", self.task, models.TASKS)
@@ -251,6 +272,7 @@ class Recipe:
                 raise ValueError(f"a recipe has no field {name!r}: allowed are {', '.join(known)}")
         if "model" in changes and "task" not in changes:
             changes["task"] = None  # another model may have another usual task
+        changes = without_effect(self, changes) | changes
         return dataclasses.replace(self, **changes)
 
     def twin(self, **changes) -> Recipe:

@@ -81,7 +81,9 @@ class Serving:
             raise wrong("compute_dtype", self.compute_dtype, f"{plain}, that of the weights")
         from memlab import models  # torch and transformers, which a question for help can spare
 
+        object.__setattr__(self, "model", models.catalogued(self.model))
         config = models.config(self.model)
+        models.check_published(self)
         if self.task not in TASKS:
             raise ValueError(
                 f"model is {self.model_name!r}, for {self.task}: allowed are those that write "
@@ -141,7 +143,12 @@ Serving.__doc__ = f"{Serving.__doc__}\n{documentation(Serving)}\n"
 
 
 def head_shape(config) -> tuple[int, int]:
-    """(heads that have keys and values, size of a head) of a config's decoder."""
+    """(heads that have keys and values, size of a head) of a config's decoder.
+
+    Raises ValueError where layers have others than the rest.
+    """
+    if config.is_heterogeneous:
+        raise ValueError(f"{config.model_type}: its layers have heads of several sizes")
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
     return getattr(
@@ -166,8 +173,11 @@ def kv_cache_bytes(model, tokens: int, batch_size: int = 1, bytes_each: float = 
     heads, size = head_shape(config)
     layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
     kinds = getattr(config, "layer_types", None)
+    layers -= getattr(config, "num_kv_shared_layers", None) or 0  # the last take those of others
     window = getattr(config, "sliding_window", None)
     if kinds is None:
         kinds = ["sliding_attention" if window else "full_attention"] * layers
-    kept = sum(min(tokens, window) if kind == "sliding_attention" else tokens for kind in kinds)
+    kept = sum(
+        min(tokens, window) if kind == "sliding_attention" else tokens for kind in kinds[:layers]
+    )
     return round(2 * heads * size * bytes_each * kept * batch_size)

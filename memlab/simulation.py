@@ -2,13 +2,16 @@
 
 import contextlib
 import gc
+import traceback
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
 
+from memlab import models
 from memlab.card.gpu import SimulatedGPU
 from memlab.card.links import link_rate
 from memlab.card.loading import (
@@ -21,6 +24,7 @@ from memlab.card.memory import CardMemory, card_footprint
 from memlab.card.work import repeat_micro_batch, without_trifles
 from memlab.footprint import Footprint
 from memlab.gpus import ANY_CARD, GPU, find_gpu, require_native
+from memlab.quantized import assumed
 from memlab.recipe import Recipe
 from memlab.sharding import is_moved_by_sharding
 from memlab.trace.depth import log_at_full_depth
@@ -73,7 +77,8 @@ def full_log(recipe: Recipe, card: GPU, loop=None, run=map) -> Log:
     import_libraries(recipe)
     with only_new_garbage():
         log = log_at_full_depth(recipe, partial(log_of, gpu=card, loop=loop), run)
-        return log or log_of(recipe, card, numbered=True, loop=loop)
+        log = log or log_of(recipe, card, numbered=True, loop=loop)
+    return replace(log, assumptions=(*log.assumptions, *assumed(recipe)))
 
 
 @contextlib.contextmanager
@@ -153,12 +158,27 @@ def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None) -> Lo
         return log_of_serving(recipe, gpu, numbered)
     import_libraries(recipe)
     with _one_thread(), _OwnLoop(gpu.without_limit(), ranks=recipe.ranks) as simulated:
-        training = (loop or two_steps)(recipe, simulated)
+        training = _run(loop or two_steps, recipe, simulated)
         marks = loaded_weights(simulated.tracer, training)
         # Of more micro-batches some ran; the others do what the second did.
         times = max(1, recipe.accumulation - _unlike(recipe) + 1)
         work = without_trifles(repeat_micro_batch(simulated.tracer.work.of_step, times))
         return Log.of(simulated.tracer, training.model, marks, numbered, work)
+
+
+def _run(loop, recipe: Recipe, simulated: SimulatedGPU) -> Training:
+    """What a loop gives. Raises ValueError, in one line, for what its model or a library raises."""
+    try:
+        return loop(recipe, simulated)
+    except (LookupError, RuntimeError, TypeError, AttributeError, AssertionError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = tuple(str(Path(module.__file__).parent) for module in (torch, models))
+        theirs = (one for one in reversed(frames) if not one.filename.startswith(ours))
+        at = next(theirs, frames[-1])
+        raise ValueError(
+            f"{recipe.model_name} does not train so ({Path(at.filename).name}:{at.lineno}): "
+            f"{models.one_line(error)}"
+        ) from error
 
 
 class _OwnLoop(SimulatedGPU):

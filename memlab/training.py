@@ -10,6 +10,7 @@ import operator
 import warnings
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers.pytorch_utils import Conv1D
 
 from memlab import models, quantized, sharding
@@ -18,6 +19,10 @@ from memlab.recipe import Recipe
 LEARNING_RATE = 1e-5
 AUTOCAST = {"fp16-amp": torch.float16, "bf16-amp": torch.bfloat16}
 PURE = {"fp16": torch.float16, "bf16": torch.bfloat16}  # no fp32 copy of anything
+
+
+class NoAdapters(ValueError):
+    """A model gets no adapters at the targets that were asked for, whatever their rank."""
 
 
 class Training:
@@ -163,22 +168,27 @@ def add_lora(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
     linear = {n: m for n, m in model.named_modules() if isinstance(m, (torch.nn.Linear, Conv1D))}
     names = {name.split(".")[-1] for name in linear}
     targets = recipe.lora_targets
-    unknown = set() if targets == "all-linear" else set(targets) - names
-    if unknown:
-        raise ValueError(
-            f"lora_targets holds {', '.join(sorted(unknown))}: {recipe.model_name} has "
-            f"{', '.join(sorted(names))}"
-        )
     sides = operator.attrgetter("in_features", "out_features")  # packed weights have other shapes
-    chosen = [
-        min(module.weight.shape if isinstance(module, Conv1D) else sides(module))
+    chosen = {
+        name: module
         for name, module in linear.items()
         if targets == "all-linear" or name.split(".")[-1] in targets
+    }
+    odd = {name.split(".")[-1] for name, module in chosen.items() if not _is_as_linear(module)}
+    if odd:
+        raise NoAdapters(
+            f"lora_targets is {targets!r}: {', '.join(sorted(odd))} of {recipe.model_name} does "
+            "not compute as a linear layer, which peft's adapters ask for; allowed are "
+            f"{', '.join(sorted(names - odd))}"
+        )
+    widths = [
+        min(module.weight.shape if isinstance(module, Conv1D) else sides(module))
+        for module in chosen.values()
     ]
-    if recipe.lora_rank > max(chosen):
+    if widths and recipe.lora_rank > max(widths):
         raise ValueError(
             f"lora_rank is {recipe.lora_rank}: {recipe.model_name} allows whole numbers up to "
-            f"{max(chosen)}"
+            f"{max(widths)}"
         )
     config = peft.LoraConfig(
         r=recipe.lora_rank,
@@ -190,8 +200,41 @@ def add_lora(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
     )
     with warnings.catch_warnings():  # it asks transformers for checkpointing by an older name
         warnings.simplefilter("ignore", FutureWarning)
-        model = peft.get_peft_model(model, config, autocast_adapter_dtype=recipe.lora_fp32)
+        try:
+            model = peft.get_peft_model(model, config, autocast_adapter_dtype=recipe.lora_fp32)
+        except (ValueError, TypeError) as error:
+            raise NoAdapters(
+                f"lora_targets is {targets!r}: peft refuses it ({models.one_line(error)}); "
+                f"{recipe.model_name} has {', '.join(sorted(names))}"
+            ) from None
+    # Of mixtures of experts peft has taken out what it knows by older names.
+    asked = set() if targets == "all-linear" else set(config.target_modules)
+    unknown = asked - {name.split(".")[-1] for name in model.base_model.targeted_module_names}
+    if unknown:
+        raise ValueError(
+            f"lora_targets holds {', '.join(sorted(unknown))}: {recipe.model_name} has "
+            f"{', '.join(sorted(names))}"
+        )
     return model.train()
+
+
+def _is_as_linear(module: torch.nn.Module) -> bool:
+    """Whether a module gives what a linear layer of its sizes gives: a router may not.
+
+    Tried with tensors that have shapes only, which no trace and no card sees.
+    """
+    kind = getattr(module, "source_cls", type(module))  # of a quantized one
+    if kind is Conv1D or kind.forward is torch.nn.Linear.forward:
+        return True
+    with _disable_current_modes(), torch.no_grad():
+        shapes = {name: p.shape for name, p in module.named_parameters()}
+        weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        tokens = torch.empty(2, 3, module.in_features, device="meta")
+        try:
+            result = torch.func.functional_call(module, weights, (tokens,))
+        except Exception:  # whatever it expects instead
+            return False
+    return isinstance(result, torch.Tensor) and result.shape == (2, 3, module.out_features)
 
 
 def import_libraries(recipe: Recipe) -> None:

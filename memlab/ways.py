@@ -12,7 +12,7 @@ from memlab import models
 from memlab.gpus import GPU, require_native
 from memlab.plans import Question
 from memlab.recipe import SHARDED_OPTIMIZERS, Recipe
-from memlab.training import add_lora
+from memlab.training import NoAdapters, add_lora
 
 OPTIMIZERS = ("adamw_torch_fused", "adamw_8bit", "adafactor", "paged_adamw_8bit")
 FOR_ADAPTERS = ("adamw_torch_fused", "adamw_8bit")  # whose states are small in any case
@@ -105,7 +105,7 @@ def attention_of(model, task) -> str:
 
 
 def refusal(model, question: Question) -> str:
-    """Why peft puts no adapters into a model; empty where it does.
+    """Why a model gets no adapters; empty where it does.
 
     Raises ValueError for a rank above what the layers have.
     """
@@ -114,6 +114,6 @@ def refusal(model, question: Question) -> str:
         built = models.build(models.with_layers(model, 2), recipe.task)
         try:
             add_lora(built, recipe)
-        except TypeError as error:  # DistilBERT's classifier, which all-linear means, too
-            return f"peft: {error}"
+        except NoAdapters as error:
+            return str(error)
     return ""

@@ -77,7 +77,7 @@ def test_rules_by_capability():
         ("A100-80", "A100-80GB"),
         ("a100 40 gb", "A100-40GB"),
         ("h100 80gb", "H100"),
-        ("NVIDIA H100 PCIe", "H100"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
         ("Tesla V100-SXM2-16GB", "V100"),
@@ -118,6 +118,9 @@ def test_a_card_cannot_be_changed():
         "16GB",
         "V100 32GB",
         "H100 40",
+        "NVIDIA H100 PCIe",
+        "H100-NVL",
+        "H200 NVL",
         0,
         -1,
         0.5,
@@ -134,6 +137,22 @@ def test_what_is_no_card(wrong):
     assert "\n" not in text
     assert repr(wrong) in text
     assert "T4, P100" in text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        ("A100", "'A100', which may be A100-40GB or A100-80GB: allowed"),
+        ("nvidia a100", "which may be A100-40GB or A100-80GB: allowed"),
+        ("A10", "the nearest is A10G"),
+        ("RTX 409", "the nearest is RTX-4090"),
+        ("H10O", "the nearest is H100"),
+        ("something else", "'something else': allowed"),
+    ],
+)
+def test_what_an_unknown_name_may_mean(wrong, hint):
+    with pytest.raises(ValueError, match=hint):
+        find_gpu(wrong)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +175,16 @@ def test_the_card_that_a_driver_means(device, name):
     assert gpu_of_device(device) is GPUS[name]
 
 
-@pytest.mark.parametrize("device", ["CPU (x86_64, 2 threads)", "NVIDIA L40", "", "Tesla K80"])
+@pytest.mark.parametrize(
+    "device",
+    [
+        "CPU (x86_64, 2 threads)",
+        "NVIDIA L40",
+        "",
+        "Tesla K80",
+        "NVIDIA H100 PCIe",
+        "NVIDIA H200 NVL",
+    ],
+)
 def test_a_device_that_is_no_known_card(device):
     assert gpu_of_device(device) is None

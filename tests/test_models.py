@@ -7,7 +7,9 @@ import torch
 import transformers
 from torch._subclasses import FakeTensorMode
 
-from memlab import models
+from memlab import Recipe, models, simulate
+from memlab.quantized import assumed
+from memlab.serving import Serving
 
 # Parameters of the published checkpoints with this package's usual head, two labels for
 # classifiers. Sources: the element counts that the Hugging Face hub shows for the safetensors files
@@ -174,10 +176,148 @@ def test_unknown_names():
     with pytest.raises(ValueError) as error:
         models.config("bert-huge")
     text = one_line(error)
-    assert text.startswith("unknown model 'bert-huge': known are bert-base")
+    assert text.startswith("unknown model 'bert-huge', the nearest is 'bert-large': known are")
     assert text.endswith("a folder that save_pretrained wrote, or a hub name like org/name")
     with pytest.raises(ValueError, match="no such file"):
         models.config("nowhere/config.json")
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+        ("google-bert/bert-large-uncased", "bert-large"),
+        ("bert-base-uncased", "bert-base"),
+        ("QWEN/qwen2.5-7b", "qwen2.5-7b"),
+        ("Llama-3-8B", "llama-3-8b"),
+        ("GPT2-tiny", "gpt2-tiny"),
+    ],
+)
+def test_hub_names_of_known_models_need_no_network(monkeypatch, given, name):
+    monkeypatch.setattr(models, "hub_reachable", lambda: False)
+    assert models.config(given).to_dict() == models.config(name).to_dict()
+    assert Recipe(given, seq_len=16) == Recipe(name, seq_len=16)
+
+
+def test_a_folder_comes_before_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    transformers.BertConfig(hidden_size=64, num_attention_heads=4).save_pretrained("Bert-Base")
+    assert models.config("Bert-Base").hidden_size == 64
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "own"),
+    [
+        ("t5", {}, False),
+        ("t5", {"tie_word_embeddings": False}, True),  # T5 1.1, flan-T5
+        ("longt5", {"tie_word_embeddings": False}, True),
+        ("mt5", {"tie_word_embeddings": False}, True),
+        ("umt5", {"tie_word_embeddings": False}, True),
+    ],
+)
+def test_the_head_of_t5_and_its_successors(family, values, own, tmp_path):
+    """From 1.1 on the head is not the embedding, though the config's class says so of all."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    given = {"model_type": family, "vocab_size": 100, **sizes}
+    models.config(given | values).save_pretrained(tmp_path)  # transformers' own form of it
+    for config in (given | values, tmp_path):
+        model = models.build(config)
+        assert (model.lm_head.weight is not model.shared.weight) == own
+        assert model.get_encoder().embed_tokens.weight is model.shared.weight
+        model(**batch(model.config, "seq2seq-lm")).loss.backward()
+
+
+def test_flan_t5_has_the_parameters_of_its_checkpoint():
+    """247,577,856: the count that the hub shows of google/flan-t5-base's safetensors."""
+    flan = {"model_type": "t5", "d_ff": 2048, "d_model": 768, "num_heads": 12, "num_layers": 12}
+    flan |= {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    with torch.device("meta"):
+        assert models.build(flan).num_parameters() == 247_577_856
+
+
+NESTED = {
+    "model_type": "gemma3",
+    "text_config": {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    },
+    "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+}
+
+
+def test_of_a_nested_config_the_text_model_is_taken(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(NESTED))
+    whole = transformers.Gemma3Config.from_dict(NESTED)
+    text = transformers.Gemma3TextConfig(**NESTED["text_config"])
+    recipe = Recipe(text, seq_len=16, lora_rank=2)
+    for given in (NESTED, tmp_path, whole):
+        assert models.config(given).vocab_size == 128
+        assert assumed(recipe.but(model=given)) == ("the text model alone, without vision",)
+    nested, plain = simulate(recipe.but(model=whole)), simulate(recipe)
+    assert nested.peak_allocated == plain.peak_allocated
+    assert "the text model alone, without vision" in str(nested)
+    assert plain.assumptions == ()
+
+
+def test_a_model_of_speech_is_no_language_model():
+    with pytest.raises(ValueError) as error:
+        Recipe(transformers.WhisperConfig(), seq_len=16)
+    assert "'whisper' has none of the tasks" in one_line(error)
+
+
+def test_a_model_without_an_end_of_positions():
+    config = transformers.XLNetConfig(d_model=32, n_layer=2, n_head=4, d_inner=64, vocab_size=99)
+    assert models.max_length(config) is None
+    assert simulate(Recipe(config, seq_len=2048)).peak_allocated > 0
+
+
+MXFP4 = {"quant_method": "mxfp4"}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+def quantized(said):
+    config = models.config("llama-3-8b-tiny")
+    config.quantization_config = said
+    return config
+
+
+@pytest.mark.parametrize(
+    ("said", "changes", "expected"),
+    [
+        (MXFP4, {}, "is published quantized, by mxfp4: allowed are unquantized"),
+        (MXFP4, {"lora_rank": 2, "base": "nf4"}, "by mxfp4"),
+        ({"quant_method": "awq", "bits": 4}, {}, "by awq"),
+        (NF4, {}, "by bitsandbytes as nf4: allowed is that base, asked is none"),
+        (NF4, {"lora_rank": 2, "base": "fp4"}, "asked is fp4"),
+        (
+            NF4 | {"bnb_4bit_use_double_quant": True},
+            {"lora_rank": 2, "base": "nf4"},
+            "as nf4 with double quantization",
+        ),
+    ],
+)
+def test_published_quantized_weights_are_never_taken_for_others(said, changes, expected, tmp_path):
+    config = quantized(said)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    for given in (config, config.to_dict(), tmp_path):
+        with pytest.raises(ValueError, match=expected) as error:
+            Recipe(given, seq_len=16, **changes)
+        one_line(error)
+
+
+def test_a_published_base_of_bitsandbytes_is_that_base():
+    recipe = Recipe(quantized(NF4), seq_len=16, lora_rank=2, base="nf4")
+    plain = simulate(recipe.but(model="llama-3-8b-tiny"))
+    assert simulate(recipe).peak_allocated == plain.peak_allocated
+    eight = quantized({"quant_method": "bitsandbytes", "load_in_8bit": True})
+    assert Serving(eight, weights="int8").base == "int8"
+    with pytest.raises(ValueError, match="by mxfp4"):
+        Serving(quantized(MXFP4))
 
 
 def test_hub_name_without_a_network(monkeypatch):

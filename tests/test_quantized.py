@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+import transformers
+from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import get_keys_to_not_convert
 
 from memlab import Recipe, models, simulate
-from memlab.quantized import constants, import_bitsandbytes, numel
+from memlab.quantized import assumed, constants, import_bitsandbytes, numel, to_be_quantized
+from memlab.serving import Serving
 from memlab.trace.tracer import Tracer
 from memlab.training import Training
 
@@ -30,6 +34,58 @@ def test_every_linear_layer_but_the_head_is_quantized(model, base):
     }
     assert quantized == linear
     assert training.parameters == Training(QLORA.but(model=model, base="none")).parameters
+
+
+ROUTED = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.mark.parametrize("family", ["phimoe", "llama4_text", "qwen3_moe"])
+def test_a_router_is_quantized_where_transformers_does_so(family):
+    """A subclass of `nn.Linear` is not, whatever it is for: it may compute otherwise."""
+    with torch.device("meta"):
+        config = transformers.CONFIG_MAPPING[family](**ROUTED)
+        model = models.build(config)
+        ours = set(to_be_quantized(model))
+        asked = transformers.BitsAndBytesConfig(load_in_4bit=True)
+        replace_with_bnb_linear(model, get_keys_to_not_convert(model), asked)
+    assert ours == layers(model, bitsandbytes.nn.Linear4bit) != set()
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+    recipe = QLORA.but(model=config, lora_targets=targets)
+    assert simulate(recipe).peak_allocated > 0
+
+
+def test_how_little_of_a_mixture_4_bits_reach_is_said():
+    """Qwen3-30B-A3B: attention's 905,969,664 of 30,532,122,624 weights."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32}
+    sizes |= {"num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936}
+    sizes |= {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+    config = transformers.Qwen3MoeConfig(**sizes)
+    said = assumed(QLORA.but(model=config))
+    assert said == (
+        "nf4 reaches 3.0% of the weights: what is no plain linear layer, such as experts and "
+        "embeddings, stays unquantized",
+    )
+    assert assumed(QLORA.but(model=config, base="none")) == ()
+    assert assumed(QLORA.but(model="llama-3-8b")) == ()
+
+
+def test_the_share_stands_beside_every_figure():
+    recipe = QLORA.but(model="mixtral-8x7b-tiny")
+    (said,) = assumed(recipe)
+    assert said.startswith("nf4 reaches ")
+    assert said in simulate(recipe).assumptions
+    serving = Serving("mixtral-8x7b-tiny", prompt=16, new_tokens=2, weights="nf4")
+    assert said in simulate(serving).assumptions
 
 
 def test_what_a_family_keeps_in_fp32_is_not_quantized():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from memlab import models
 from memlab.book.live import STYLE, Live
 from memlab.book.show import SERVING_COLOURS
+from memlab.fields import without_effect
 from memlab.gpus import GPUS, find_gpu
 from memlab.planning import fits
 from memlab.recipe import Recipe
@@ -117,8 +118,13 @@ class Explorer(Live):
         return [*self._controls.values(), self._gpu]
 
     def chosen(self) -> Recipe | Serving:
-        """The recipe that the controls say; raises ValueError as its class does."""
-        return self.recipe.but(**{name: one.value for name, one in self._controls.items()})
+        """The recipe that the controls say; raises ValueError as its class does.
+
+        A control has no say while another one leaves it without an effect.
+        """
+        values = {name: one.value for name, one in self._controls.items()}
+        free = {one.name: values[one.name] for one in self.fields if not one.metadata["needs"]}
+        return self.recipe.but(**values | without_effect(self.recipe, free))
 
     def asked(self) -> tuple[Recipe | Serving, str]:
         """The recipe and the card that the controls say."""
