@@ -62,6 +62,8 @@ def _plan(options) -> dict:
             raise ValueError("a script is for one card: name it with --gpu, without --ranks")
         if Path(options.script).exists() and not options.force:
             raise ValueError(f"{options.script} is there already: --force writes over it")
+        if not Path(options.script).parent.is_dir():
+            raise ValueError(f"{options.script} cannot be written: there is no such folder")
     (cards,) = options.gpu if len(options.gpu) == 1 else (options.gpu or None,)
     answer = plan(options.model, cards, **asked)
     text, written = str(answer), options.script if answer else None

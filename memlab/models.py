@@ -253,16 +253,25 @@ def resized(model, **values) -> PretrainedConfig:
 
 
 def with_layers(model, layers: int) -> PretrainedConfig:
-    """A copy of a config with so many layers (in an encoder and in a decoder)."""
+    """A copy of a config with so many layers (in an encoder and in a decoder).
+
+    Of another number than its own none takes the keys and values of an earlier one.
+    """
     full = config(model)
+    usual = type(full)()
+
+    def has_one_a_layer(config, name):
+        value = getattr(config, name, None)
+        return isinstance(value, (list, tuple)) and len(value) == config.num_hidden_layers
+
     values = {
         name: (value * layers)[:layers]  # of more layers it begins anew
         for name, value in vars(full).items()
-        if isinstance(value, (list, tuple)) and len(value) == full.num_hidden_layers
+        if has_one_a_layer(full, name)
+        and (not getattr(usual, name, None) or has_one_a_layer(usual, name))
     }
-    # The last layers that take keys and values of an earlier one: as large a share.
-    shared = getattr(full, "num_kv_shared_layers", None) or 0
-    values["num_kv_shared_layers"] = shared * layers // full.num_hidden_layers
+    if layers != full.num_hidden_layers:
+        values["num_kv_shared_layers"] = 0
     return resized(full, num_hidden_layers=layers, num_decoder_layers=layers, **values)
 
 
@@ -322,6 +331,10 @@ def unlike_a_formula(values: PretrainedConfig) -> str:
     """Why a config's sizes are not those that `memlab.formula` knows; empty where they are."""
     if values.is_heterogeneous:
         return "its layers have sizes of their own"
+    if getattr(values, "num_attention_heads", None) is None:
+        return "it has no heads of attention"
+    if getattr(values, "num_kv_shared_layers", None):
+        return "some of its layers take the keys and values of others"
     narrow = getattr(values, "embedding_size", None) or values.hidden_size
     if narrow != values.hidden_size:
         return f"its embeddings have {narrow} numbers a token and its layers {values.hidden_size}"

@@ -234,8 +234,7 @@ class Plan:
             f"({gib(self.card.total_memory)}): "
             f"{asked.effective_batch} sequences of {asked.seq_len:,} tokens a step"
         )
-        same = self.fastest and self.roomiest and self.fastest.recipe == self.roomiest.recipe
-        if same:
+        if self and _is_same(self.fastest.recipe, self.roomiest.recipe):
             lines += _told("Fastest that fits, and with the most room", self.fastest)
         elif self:
             lines += _told("Fastest that fits", self.fastest)
@@ -259,6 +258,11 @@ class Plan:
         lines += [f"Left out: {reason}" for reason in self.excluded]
         lines += [f"Assumed: {one}" for one in self.assumptions]
         return "\n".join(lines)
+
+
+def _is_same(one: Recipe, other: Recipe) -> bool:
+    """Whether two recipes for the same model are one; not every config can be compared."""
+    return vars(one) | {"model": None} == vars(other) | {"model": None}
 
 
 def _told(title: str, option: Option) -> list[str]:

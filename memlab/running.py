@@ -1,6 +1,7 @@
 """A training script from the disk, unchanged, on a card that need not be there."""
 
 import contextlib
+import json
 import linecache
 import runpy
 import sys
@@ -80,6 +81,8 @@ def run_script(path, arguments=(), gpu=None, steps: int = 2, snapshot=None) -> S
     script = Path(path).resolve()
     if not script.is_file():
         raise ValueError(f"{path} is no file: allowed is a Python script")
+    if _is_json(script):
+        raise ValueError(f"{path} is a JSON file: allowed is a Python script")
     if steps < 1:
         raise ValueError(f"steps is {steps}: allowed are whole numbers from 1")
     made, error = Counter(), None
@@ -109,6 +112,15 @@ def run_script(path, arguments=(), gpu=None, steps: int = 2, snapshot=None) -> S
     if error is None:
         return ScriptRun(script, card.footprint, number)
     return ScriptRun(script, card.footprint, number, str(error), line_of_error(script, error))
+
+
+def _is_json(file: Path) -> bool:
+    """Whether a file is JSON, such as a config or a notebook, most of which Python takes, too."""
+    try:
+        json.loads(file.read_bytes())
+    except ValueError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

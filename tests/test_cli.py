@@ -131,6 +131,8 @@ def test_a_script_needs_one_card_and_a_plan(capsys, tmp_path):
         ["--gpu", "T4", "--precisions", "bf16"],
         ["--gpu", "T4", "--model", "no-such-model"],
         ["--gpu", "T4", "--margin", "-1"],
+        ["--gpu", "T4", "--margin", "5"],
+        ["--gpu", "T4", "--script", "no/such/folder/train.py"],
         ["--gpu", "T4", "--effective-batch", "none"],
     ],
 )

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import subprocess
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,10 +78,12 @@ def record(
     run_seconds: for one run. steps: timed steps of each, after the warm-up of `measure`.
 
     Each run has a process of its own, which ends with the one that started it. Running out of
-    memory is a result and recorded; what the device cannot do is skipped and said. Raises
-    ValueError for a file of `out` that is not whole, before anything runs.
+    memory is a result and recorded; what the device cannot do is skipped and said. Raises, before
+    anything runs, ValueError for a file of `out` that is not whole, and OSError where nothing can
+    be written to `out`.
     """
     whole(1)("steps", steps)
+    _be_writable(Path(out))
     device = pick_device(device)
     runs = grid_runs(tiny=device.type == "cpu") if runs is None else runs
     started = time.monotonic()
@@ -126,6 +129,13 @@ def _finished(path: Path, runs: dict[str, Recipe]) -> list[str]:
     """The names of the runs that a file has a record of, with the same recipe."""
     recorded = {run.name: Recipe(**run.recipe) for run in _load(path)}
     return [name for name in runs if recorded.get(name) == runs[name]]
+
+
+def _be_writable(folder: Path) -> None:
+    """Make a folder, where it is not there, and see whether a file can be written to it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def file_of(device_name: str, folder: Path | str = FOLDER) -> Path:
