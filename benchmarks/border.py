@@ -14,6 +14,8 @@ import random
 import sys
 from bisect import bisect
 
+from formula import computes
+
 from memlab import Recipe, fits, formula, models
 from memlab.book.calculator import CHOICES, NAMES, TRAINED
 from memlab.closed_form import known, read
@@ -53,9 +55,7 @@ def border(seed: int, cards=()) -> tuple[Recipe, str]:
         values["seq_len"] = min(values["seq_len"], window or longest)
         end = min(end, window or end) if field == "seq_len" else end
         recipe, card = Recipe(model, **values), find_gpu(gpu)
-        if "bf16" in recipe.precision and "bfloat16" not in card.native_dtypes:
-            continue
-        if not known(read(recipe, card)):
+        if not computes(card, recipe) or not known(read(recipe, card)):
             continue
 
         def of(size, recipe=recipe, field=field):

@@ -10,6 +10,7 @@ no block of memory is used twice, and else simulated.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from functools import partial
 
 from tqdm.auto import tqdm
@@ -67,7 +68,8 @@ def plan(model, gpu=None, seq_len: int = 512, effective_batch: int = 16, **more)
     holds by the formula is an estimate (`memlab.splitting`), so the best of each way is simulated.
     Seconds are those of the formula everywhere.
 
-    Raises ValueError in one line for what cannot be asked.
+    Where the formula's coefficients are of other releases of PyTorch and other libraries than those
+    installed, a warning says so. Raises ValueError in one line for what cannot be asked.
     """
     margin = more.pop("margin", MARGIN)
     question = Question(model, seq_len, effective_batch, **more)
@@ -563,7 +565,10 @@ def _quick(recipe: Recipe, card: GPU, link: str | None, say) -> Footprint:
     like = card if card.name in GPUS else dataclasses.replace(card, name=LIKE.name)  # its links
     recipe = recipe.but(max_grad_norm=0)  # clipping holds less than a MiB
     try:
-        return formula(recipe, like, link)
+        found = formula(recipe, like, link)
+        for assumed in found.assumptions:
+            warnings.warn(assumed, stacklevel=2)
+        return found
     except ValueError:
         pass
     try:

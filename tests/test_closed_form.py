@@ -48,7 +48,7 @@ SHARED = {
     "tie_word_embeddings": True,
 }
 WHOLE = {"model_type": "gpt2", "n_layer": 3, "n_embd": 512, "n_head": 8, "n_positions": 4096,
-         "vocab_size": 4096, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
+         "vocab_size": 16384, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
 
 
 @pytest.mark.parametrize("gpu", ["T4", "L4"])

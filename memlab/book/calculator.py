@@ -191,6 +191,7 @@ class Calculator(Panel):
             ],
             "structures": list(structures.values()),
             "families": families,
+            "versions": coefficients()["versions"],
             **_constants(),
             **pack.known(),
         }
