@@ -1,10 +1,10 @@
 """How far is the closed form of several ranks from the simulation?
 
-Goes through seeded random recipes of three families, ranks 2 to 64, all four ways to share. Prints
-the error of peak allocated, of the estimated seconds and of the bytes sent: median, 95th
-percentile, worst, for each way; and how often a rank runs on the smallest card that the calculator
-says it fits. With `--write` the errors of peak allocated go into the package, where the calculator
-reads them.
+Goes through seeded random recipes of three families, ranks 2 to 64, all four ways to share, on
+cards with flash attention and without. Prints the error of peak allocated, of the estimated seconds
+and of the bytes sent: median, 95th percentile, worst, for each way; and how often a rank runs on
+the smallest card that the calculator says it fits. With `--write` the errors of peak allocated go
+into the package, where the calculator reads them.
 """
 
 import json
@@ -12,7 +12,7 @@ import random
 import sys
 
 import numpy as np
-from formula import runs_where_it_fits
+from formula import CARDS, computes, runs_where_it_fits
 
 from memlab import Recipe, find_gpu, formula
 from memlab.closed_form import known, read
@@ -34,7 +34,7 @@ ASKED = 64
 
 
 def recipes(number: int = ASKED, seed: int = 0):
-    """So many recipes that the formula knows, the ways to share in turn."""
+    """So many recipes that the formula knows, the ways to share in turn, and cards."""
     draw, found = random.Random(seed), 0
     while found < number:
         model = draw.choice(MODELS)
@@ -44,21 +44,22 @@ def recipes(number: int = ASKED, seed: int = 0):
             batch_size=draw.choice((1, 2, 4, 8)),
             seq_len=draw.choice((64, 128, 256, 512)),
             accumulation=draw.choice((1, 1, 2, 4)),
-            precision=draw.choice("fp32 bf16-amp bf16-amp bf16 bf16".split()),
+            precision=draw.choice("fp32 fp16-amp bf16-amp bf16-amp bf16 bf16".split()),
             optimizer=draw.choice("adamw_torch adamw_torch_fused adamw_torch_fused sgd".split()),
             checkpointing=draw.choice((False, False, True)),
             attention=draw.choice(("eager", "sdpa", "sdpa")),
             **way,
         )
-        if known(read(recipe)):
+        card = find_gpu(draw.choice(CARDS)).without_limit()
+        if computes(card, recipe) and known(read(recipe, card)):
             ranks = draw.choice((2, 4, 8, 16, 32, 64))
-            yield recipe.but(ranks=ranks, sharding=SHARDINGS[found % len(SHARDINGS)])
+            yield recipe.but(ranks=ranks, sharding=SHARDINGS[found % len(SHARDINGS)]), card
             found += 1
 
 
 def main():
-    card, errors, run = find_gpu("A100-80GB").without_limit(), {}, []
-    for recipe in recipes():
+    errors, run = {}, []
+    for recipe, card in recipes():
         quick, log = formula(recipe, card), full_log(recipe, card)
         whole = serve_without_range(recipe, log, card)
         run.append(runs_where_it_fits(recipe, log, quick, card))
@@ -68,7 +69,7 @@ def main():
             for name in ("expected", "sent")
         ]
         errors.setdefault(recipe.sharding, []).append([a / b - 1 for a, b in pairs])
-        print(f"{errors[recipe.sharding][-1][0]:+8.2%}  {recipe}", flush=True)
+        print(f"{errors[recipe.sharding][-1][0]:+8.2%}  {card.name}  {recipe}", flush=True)
     told = {}
     for sharding, found in errors.items():
         table = abs(np.array(found))

@@ -10,12 +10,12 @@ no block of memory is used twice, and else simulated.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from functools import partial
 
 from tqdm.auto import tqdm
 
 from memlab import models
-from memlab.card.attention import SHARES_KEYS
 from memlab.card.links import link_rate
 from memlab.closed_form import formula
 from memlab.derivation import derive
@@ -38,7 +38,6 @@ from memlab.quantized import assumed
 from memlab.recipe import Recipe
 from memlab.simulation import only_new_garbage, simulate
 from memlab.sizing import SizedLog
-from memlab.splitting import shared
 from memlab.training import import_libraries
 from memlab.units import gib
 from memlab.ways import Combination, attention_of, combinations, computes, is_paged, refusal
@@ -66,11 +65,12 @@ def plan(model, gpu=None, seq_len: int = 512, effective_batch: int = 16, **more)
     says "simulated": the fastest recipe, the one with the most room, their largest micro-batch and
     their longest sequence. A card given in bytes is taken as quick as an A100.
 
-    With several ranks, on cards of one kind, `ddp`, `zero2` and `zero3` are looked at. The formula
-    knows one card, so bytes and seconds that are not simulated are an estimate
-    (`memlab.splitting`), and so are the seconds of what is.
+    With several ranks, on cards of one kind, `ddp`, `zero2` and `zero3` are looked at. What a rank
+    holds by the formula is an estimate (`memlab.splitting`), so the best of each way is simulated.
+    Seconds are those of the formula everywhere.
 
-    Raises ValueError in one line for what cannot be asked.
+    Where the formula's coefficients are of other releases of PyTorch and other libraries than those
+    installed, a warning says so. Raises ValueError in one line for what cannot be asked.
     """
     margin = more.pop("margin", MARGIN)
     question = Question(model, seq_len, effective_batch, **more)
@@ -98,7 +98,7 @@ class _Search:
     def __init__(self, question: Question, card: GPU, margin: float, progress=None):
         self.question, self.card, self.margin, self.progress = question, card, margin, progress
         self.room = room(card, margin)
-        self.rate = link_rate(GPUS.get(card.name, LIKE), question.link)  # or an error
+        link_rate(GPUS.get(card.name, LIKE), question.link)  # or an error
         named = isinstance(question.model, str) and question.model in models.MODELS
         self.model = question.model if named else models.config(question.model)
         self.effective = question.effective_batch // question.ranks  # of each rank
@@ -164,10 +164,7 @@ class _Search:
         """What the formula says, or a simulation where there is no formula."""
         key = (_trace_key(recipe), recipe.batch_size, recipe.accumulation, recipe.seq_len)
         if key not in self.footprints:
-            alone = _quick(recipe.but(ranks=1, sharding="ddp"), self.card, self.say)
-            if recipe.ranks > 1:
-                alone = shared(recipe, alone, self.rate)
-            self.footprints[key] = alone
+            self.footprints[key] = _quick(recipe, self.card, self.question.link, self.say)
         return self.footprints[key]
 
     def named(self, option: Option | None) -> Option | None:
@@ -569,35 +566,24 @@ def _fitting(options: dict[Combination, Option]) -> dict[Combination, Option]:
     return {one: option for one, option in options.items() if not option.missing}
 
 
-def _quick(recipe: Recipe, card: GPU, say) -> Footprint:
+def _quick(recipe: Recipe, card: GPU, link: str | None, say) -> Footprint:
     """The footprint by the formula, derived where it is not known; else simulated."""
-    if _runs_math(recipe, card):
-        recipe = recipe.but(attention="eager")
+    like = card if card.name in GPUS else dataclasses.replace(card, name=LIKE.name)  # its links
     recipe = recipe.but(max_grad_norm=0)  # clipping holds less than a MiB
     try:
-        return formula(recipe, card)
+        found = formula(recipe, like, link)
+        for assumed in found.assumptions:
+            warnings.warn(assumed, stacklevel=2)
+        return found
     except ValueError:
         pass
     try:
         say(f"deriving a formula for {described(recipe)}")
-        derive(recipe)
-        return formula(recipe, card)
+        derive(recipe, card)
+        return formula(recipe, like, link)
     except ValueError:
         say(f"simulating {described(recipe)} on {card.name}")
-        return simulate(recipe, card.without_limit())
-
-
-def _runs_math(recipe: Recipe, card: GPU) -> bool:
-    """Whether a card before Ampere computes sdpa with all weights, as it does for shared keys.
-
-    The formula's coefficients are those of an Ampere, which has flash attention; eager holds a
-    little more than PyTorch's math kernel.
-    """
-    config = models.config(recipe.model)
-    heads = getattr(config, "num_attention_heads", None)
-    shared = (getattr(config, "num_key_value_heads", None) or heads) != heads
-    fused = card.capability >= (8, 0) or "efficient" in SHARES_KEYS
-    return recipe.attention == "sdpa" and shared and not fused
+        return simulate(recipe, like.without_limit(), link)
 
 
 def _trace_key(recipe: Recipe) -> tuple:

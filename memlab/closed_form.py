@@ -6,7 +6,8 @@ by simulations of small models (`memlab.derivation`). Nothing is fitted.
 
 A step falls into two halves that know little of each other, and each has coefficients of its own:
 
-- the pass, forward and backward: what the model does, whatever the optimizer
+- the pass, forward and backward: what the model does, whatever the optimizer, with the kernels of
+  attention that the card has (`memlab.card.attention.model_routes`)
 - the update: clipping, the optimizer's states and what it makes while it steps, whatever the pass
 
 Of both are kept the moments at which a peak can be, each a list of tensors, and the work of the
@@ -22,6 +23,7 @@ how many more with each further layer]: those of each of its `moments`, of what 
 
 import functools
 import gzip
+import importlib.metadata
 import json
 from collections import UserDict
 from pathlib import Path
@@ -30,13 +32,14 @@ from typing import NamedTuple
 import numpy as np
 
 from memlab import models, splitting
+from memlab.card.attention import model_routes
 from memlab.card.links import link_rate
 from memlab.card.step_time import PHASES, Columns, step_time
 from memlab.card.work import count_kernels, count_tiles
 from memlab.footprint import Category, Footprint, Phase
-from memlab.gpus import GPU, find_gpu, require_native
-from memlab.quantized import assumed
-from memlab.recipe import Recipe
+from memlab.gpus import ANY_CARD, GPU, find_gpu, require_native
+from memlab.quantized import COMPUTE_DTYPES, assumed
+from memlab.recipe import COMPUTED_IN, Recipe
 from memlab.trace import depth
 from memlab.trace.allocator import (
     LARGE_ROUND,
@@ -71,6 +74,9 @@ HEAD_SIZES = ("head_dim", "d_kv")
 # Kinds of stretched rotary positions whose tensors are those of plain ones.
 SAME_ROPE = ("default", "linear", "llama3", "yarn")
 FILE = Path(__file__).parent / "data" / "coefficients.jsonl.gz"
+# On whose releases coefficients depend.
+LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
+OTHERS = "the formula's coefficients are of {}; memlab.derive(recipe, gpu) makes them of those here"
 
 
 class Case(NamedTuple):
@@ -87,7 +93,8 @@ def formula(
 ) -> Footprint:
     """The footprint of one optimizer step of `recipe`, by arithmetic alone, without a timeline.
 
-    gpu: as for `simulate`; it decides the size of the workspaces, the context and the seconds.
+    gpu: as for `simulate`; it decides the kernels of attention, the size of the workspaces, the
+    context and the seconds.
     link: between ranks, as `simulate` has it. What a rank holds of its model is an estimate
     (`memlab.splitting`).
 
@@ -106,16 +113,20 @@ def formula(
     block that a smaller tensor has split asks for one more, and of the moments of a step only
     those are known at which a peak can be. benchmarks/formula.py counts how often it holds.
 
+    Coefficients that came with memlab are of certain releases of PyTorch and other libraries. Where
+    others are installed, `assumptions` says so; `derive` makes them of those.
+
     Raises ValueError outside the domain, where the card does not have the recipe's number format,
     and where there are no coefficients; `derive` makes them.
     """
     card = find_gpu(gpu)
     for precision in (recipe.precision, recipe.compute_dtype or ""):
         require_native(precision, card.name, "bfloat16" in card.native_dtypes)
-    case = read(recipe)
+    case = read(recipe, card)
     if not known(case):
         raise ValueError(
-            f"no coefficients for {recipe}: memlab.derive(recipe) makes them in seconds"
+            f"no coefficients for {recipe} on {card.name}: memlab.derive(recipe, gpu) makes them "
+            "in seconds"
         )
     if link is not None:
         link_rate(card, link)  # or refuses
@@ -278,6 +289,7 @@ def _evaluate(recipe, case: Case, table: Tables, card, link) -> Footprint:
     except ValueError as error:
         no_time = str(error)
     weights = elements * numbers
+    others = of_other_releases(recipe, case)
     return Footprint(
         peak_allocated=peak,
         peak_reserved=None,
@@ -290,6 +302,7 @@ def _evaluate(recipe, case: Case, table: Tables, card, link) -> Footprint:
         trainable_parameters=round(weights @ trained),
         step_time=seconds,
         no_time=no_time,
+        assumptions=(OTHERS.format(others),) if others else (),
     )
 
 
@@ -385,12 +398,54 @@ def _blocks(sizes: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def coefficients() -> dict:
-    """Every term and half that is known; `derive` adds to them."""
+    """Every term and half that is known; `derive` adds to them.
+
+    versions: library -> release, of the halves whose keys are `kept`, which came with memlab.
+    """
     if not FILE.exists():
-        return {"terms": [], "halves": {}}
+        return {"terms": [], "halves": {}, "versions": {}, "kept": set()}
     first, *lines = gzip.decompress(FILE.read_bytes()).decode().splitlines()
-    halves = zip(map(json.loads, lines[::2]), lines[1::2], strict=True)
-    return {"terms": json.loads(first)["terms"], "halves": _Halves(halves)}
+    halves = _Halves(zip(map(json.loads, lines[::2]), lines[1::2], strict=True))
+    return json.loads(first) | {"halves": halves, "kept": set(halves)}
+
+
+@functools.cache
+def installed() -> dict[str, str]:
+    """Library -> its release here, of those on which coefficients depend, as far as they are here.
+
+    Builds for CUDA and for a CPU (2.13.0+cpu) are the same release.
+    """
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def other_releases(versions: dict[str, str], names=LIBRARIES) -> str:
+    """In which libraries kept numbers are of other releases than those here; empty for none.
+
+    versions: library -> release, as they were kept. names: the libraries that matter.
+    """
+    here = installed()
+    kept = {name: versions[name].partition("+")[0] for name in names if name in versions}
+    return ", ".join(
+        f"{name} {release} (here {here.get(name, 'none')})"
+        for name, release in kept.items()
+        if release != here.get(name)
+    )
+
+
+def of_other_releases(recipe: Recipe, case: Case) -> str:
+    """Of which other releases a case's coefficients are; empty where they are of those here."""
+    known, names = coefficients(), ["torch", "transformers"]
+    if known["kept"].isdisjoint((case.pass_key, case.update_key)):
+        return ""
+    names += ["peft"] * (recipe.lora_rank > 0)
+    names += ["bitsandbytes"] * (recipe.base != "none" or "8bit" in recipe.optimizer)
+    return other_releases(known["versions"], names)
 
 
 class _Halves(UserDict):
@@ -411,8 +466,8 @@ def known(case: Case) -> bool:
     return {case.pass_key, case.update_key} <= coefficients()["halves"].keys()
 
 
-def read(recipe: Recipe) -> Case:
-    """The case of a recipe. Raises ValueError outside the domain."""
+def read(recipe: Recipe, card: GPU = ANY_CARD) -> Case:
+    """The case of a recipe on a card. Raises ValueError outside the domain."""
     if not set(recipe.freeze) <= {"embeddings", "backbone"}:
         raise ValueError(
             f"freeze holds {', '.join(map(str, recipe.freeze))}: the formula allows embeddings and "
@@ -436,7 +491,7 @@ def read(recipe: Recipe) -> Case:
     passed = trained | {
         "precision": in_pass.precision,
         "checkpointing": recipe.checkpointing,
-        "attention": recipe.attention,
+        "attention": attention_of(in_pass, dimensions, card),
         "accumulated": recipe.accumulation > 1,
         "set_to_none": recipe.set_to_none,
         "padded": recipe.padded,
@@ -452,6 +507,25 @@ def read(recipe: Recipe) -> Case:
         )
     sizes = {"b": recipe.batch_size, "s": recipe.seq_len, "r": recipe.lora_rank}
     return Case(pass_key, update_key, dimensions | sizes, layers)
+
+
+def attention_of(in_pass: Recipe, dimensions: dict[str, int], card: GPU) -> str:
+    """How a pass computes attention on a card: `eager`, or the kernels that sdpa takes there.
+
+    Raises ValueError for a head size that a kernel pads, or takes otherwise than those of the
+    coefficients.
+    """
+    if in_pass.attention == "eager":
+        return "eager"
+    size, shares_keys = dimensions["d"], dimensions["m"] > 1
+    asked = COMPUTE_DTYPES[COMPUTED_IN[in_pass.precision]], shares_keys, card.capability
+    routes = model_routes(*asked)
+    if size % 8 or model_routes(*asked, size) != routes:
+        raise ValueError(
+            f"head size is {size}: with sdpa on {card.name} the formula allows multiples of 8 that "
+            "take the kernels of smaller ones, simulate knows more"
+        )
+    return "sdpa: {}, with a mask {}".format(*routes)
 
 
 @functools.cache

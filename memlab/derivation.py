@@ -17,12 +17,13 @@ from memlab.closed_form import (
     PRIMED,
     SYMBOLS,
     coefficients,
+    of_other_releases,
     primed,
     read,
     tables,
 )
 from memlab.footprint import Category, Phase
-from memlab.gpus import ANY_CARD
+from memlab.gpus import ANY_CARD, GPU, find_gpu
 from memlab.recipe import Recipe
 from memlab.simulation import built, log_of
 from memlab.splitting import alone
@@ -36,21 +37,33 @@ from memlab.training import Training
 LARGEST_COEFFICIENT, LARGEST_CONSTANT = 2**10, 2**22
 
 
-def derive(recipe: Recipe) -> None:
+def derive(recipe: Recipe, gpu: GPU | str | int | None = None) -> None:
     """Make the coefficients of a recipe's family and way of training; `formula` knows them then.
 
-    Three small traces for each half that is not there yet, a second or two; of one card, whatever
+    gpu: as for `formula`; they hold for all cards that compute attention with the same kernels.
+
+    Three small traces for each half that is not there yet, or is there of other releases of
+    PyTorch and other libraries than are installed; a second or two; of one card, whatever
     the ranks. Raises ValueError where
     layers are unlike, where the traces do not agree on what a layer adds, and where a large tensor
     is no product of dimensions; `simulate` can still run such a recipe.
     """
-    case, halves = read(recipe), coefficients()["halves"]
+    card = find_gpu(gpu)
+    case, halves = read(recipe, card), coefficients()["halves"]
     passed, updated = alone(recipe)
+    if of_other_releases(recipe, case):
+        for key in (case.pass_key, case.update_key):
+            coefficients()["kept"].discard(key)
+            halves.pop(key, None)
+    # Of the card only what decides kernels; sizes and rates come later.
+    like = replace(ANY_CARD, capability=min(card.capability, ANY_CARD.capability))
     if case.pass_key not in halves:
         # Whatever the optimizer, it does not step.
-        halves[case.pass_key] = _half(passed.but(optimizer="sgd", max_grad_norm=0.0), only_pass)
+        bare = passed.but(optimizer="sgd", max_grad_norm=0.0)
+        halves[case.pass_key] = _half(bare, only_pass, like)
     if case.update_key not in halves:
-        halves[case.update_key] = _half(updated.but(accumulation=1, set_to_none=True), only_update)
+        bare = updated.but(accumulation=1, set_to_none=True)
+        halves[case.update_key] = _half(bare, only_update, like)
     tables.cache_clear()
 
 
@@ -100,15 +113,15 @@ def only_update(recipe: Recipe, simulated) -> Training:
     return training
 
 
-def _half(recipe: Recipe, loop) -> dict:
-    """The coefficients of what a loop does."""
+def _half(recipe: Recipe, loop, card: GPU) -> dict:
+    """The coefficients of what a loop does on a card."""
     prime, _ = primed(models.config(recipe.model))
     changes = {"batch_size": PRIMED["b"], "seq_len": PRIMED["s"]}
     changes["accumulation"] = min(recipe.accumulation, 2)
     if recipe.lora_rank:
         changes["lora_rank"] = PRIMED["r"]
     logs = [
-        log_of(replace(recipe, model=models.with_layers(prime, number), **changes), loop=loop)
+        log_of(replace(recipe, model=models.with_layers(prime, number), **changes), card, loop=loop)
         for number in depth.SHALLOW
     ]
     blocks, (_, three, four), kinds = depth.agreed_growth(logs)
@@ -151,6 +164,22 @@ def _term(number: int) -> int:
     return _place(int(coefficient) if coefficient.is_integer() else coefficient, powers)
 
 
+def _term_of_operations(number: int) -> int:
+    """As `_term`, of the operations of a product: a factor 5 of theirs is no further head size.
+
+    They are a whole number of times the product of its dimensions, where a size in bytes need not
+    be: a scale stands for 64 weights.
+    """
+    place = _term(number)
+    if place < 0:
+        return place
+    coefficient, powers = coefficients()["terms"][place]
+    while not float(coefficient).is_integer() and powers.get("d"):
+        coefficient *= PRIMED["d"]
+        powers = powers | {"d": powers["d"] - 1}
+    return _place(int(coefficient), {name: power for name, power in powers.items() if power})
+
+
 def _place(coefficient, powers) -> int:
     """The place of a term, which is added if it is new."""
     known = coefficients()
@@ -186,7 +215,7 @@ def _operators(three: Counter, four: Counter) -> list[dict]:
     return [
         {
             "dtype": one.dtype,
-            "flops": _term(one.flops),
+            "flops": _term_of_operations(one.flops),
             "result": [_term(n) for n in one.result],
             "moved": [_term(n) for n in one.moved],
             "lists": one.lists,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from memlab import models
+from memlab.card.attention import model_routes
 from memlab.gpus import GPU, find_gpu, require_native
 from memlab.planning import MARGIN, limited, room
 from memlab.quantized import to_be_quantized
@@ -181,9 +182,18 @@ def judged(serving: Serving, gpu: GPU | str | int) -> str:
     return "may fit" if needed <= room(card) else "does not fit"
 
 
+def shares_keys(card: GPU) -> dict[int, bool]:
+    """Whether a fused kernel takes fewer key heads than query heads, by the bytes of a number."""
+    formats = {2: torch.float16, 4: torch.float32}
+    return {
+        each: model_routes(dtype, True, card.capability)[0] != "math"
+        for each, dtype in formats.items()
+    }
+
+
 def _not_fused(of: Shape, card: GPU, each: int) -> bool:
     """Whether attention is computed in fp32, with keys and values copied for every head."""
-    return of.groups < of.heads and not (each == 2 and card.capability[0] >= 8)
+    return of.groups < of.heads and not shares_keys(card)[each]
 
 
 def _attending(of: Shape, serving: Serving, card: GPU, each: int) -> int:

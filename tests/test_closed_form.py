@@ -2,13 +2,15 @@
 
 import json
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import assert_close
 
-from memlab import MiB, Recipe, formula, models, simulate
-from memlab.closed_form import _rests, coefficients
+from memlab import MiB, Recipe, closed_form, formula, models, simulate
+from memlab.closed_form import _rests, coefficients, other_releases
 from memlab.gpus import find_gpu
 from memlab.trace.allocator import CachingAllocator
 
@@ -31,6 +33,39 @@ NF4 = {"base": "nf4", "double_quant": True, "lora_rank": 16, "attention": "sdpa"
 )  # fmt: skip
 def test_it_agrees_with_the_simulation(recipe):
     assert_close(recipe, find_gpu("A100-80GB").without_limit())
+
+
+# Three layers of Llama 3.2's and of GPT-2's structure.
+SHARED = {
+    "model_type": "llama",
+    "num_hidden_layers": 3,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 4096,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+WHOLE = {"model_type": "gpt2", "n_layer": 3, "n_embd": 512, "n_head": 8, "n_positions": 4096,
+         "vocab_size": 16384, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", ["T4", "L4"])
+@pytest.mark.parametrize("model", [SHARED, WHOLE], ids=["shared keys", "own keys"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16-amp"])
+def test_attention_takes_the_kernels_of_the_card(gpu, model, precision):
+    """Cards before Ampere have no flash attention: they hold all weights where keys are shared."""
+    recipe = Recipe(model, batch_size=2, seq_len=1024, precision=precision, attention="sdpa")
+    assert_close(recipe, find_gpu(gpu).without_limit())
+
+
+@pytest.mark.parametrize(("size", "gpu"), [(20, "T4"), (200, "L4")])
+def test_heads_that_other_kernels_take_are_refused(size, gpu):
+    recipe = Recipe(WHOLE | {"n_embd": 8 * size}, seq_len=64, precision="fp16-amp")
+    assert formula(recipe, gpu).parameters
+    with pytest.raises(ValueError, match=f"head size is {size}: with sdpa on {gpu} the formula"):
+        formula(recipe.but(attention="sdpa"), gpu)
 
 
 def test_blocks_of_one_size_leave_the_rest_of_a_segment_to_the_last_one():
@@ -100,6 +135,38 @@ def test_without_a_card_there_are_no_seconds_and_it_says_why():
     footprint = formula(Recipe("bert-large"))
     with pytest.raises(ValueError, match="name a card|no rates"):
         print(footprint.step_seconds)
+
+
+def pinned(name):
+    pins = (Path(__file__).parents[1] / "requirements.txt").read_text()
+    return re.search(rf"^{name}==(\S+)", pins, re.MULTILINE)[1]
+
+
+@pytest.mark.parametrize("kept", ["coefficients", "predictions", "answers"])
+def test_kept_numbers_are_of_the_libraries_that_the_book_is_tested_with(kept):
+    """After an update the tools that made them make them anew."""
+    data = Path(closed_form.__file__).parent / "data"
+    said = (
+        coefficients()
+        if kept == "coefficients"
+        else json.loads((data / f"{kept}.json").read_text())
+    )
+    assert other_releases(said["versions"]) == ""
+    for name in closed_form.LIBRARIES:
+        assert said["versions"][name].partition("+")[0] == pinned(name)
+
+
+def test_coefficients_of_other_releases_are_named(monkeypatch):
+    here = closed_form.installed()
+    monkeypatch.setattr(closed_form, "installed", lambda: here | {"torch": "2.11.0"})
+    recipe = Recipe("gpt2", seq_len=64, precision="fp16-amp", attention="sdpa")
+    (assumed,) = formula(recipe, "T4").assumptions
+    assert f"torch {here['torch']} (here 2.11.0)" in assumed and "derive(recipe, gpu)" in assumed
+    monkeypatch.setattr(closed_form, "installed", lambda: {})
+    assert "bitsandbytes" not in formula(recipe).assumptions[0]
+    assert "bitsandbytes" in formula(recipe.but(optimizer="adamw_8bit")).assumptions[0]
+    monkeypatch.setattr(closed_form, "installed", lambda: here)
+    assert formula(recipe).assumptions == ()
 
 
 def test_the_coefficients_are_plain():

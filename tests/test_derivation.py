@@ -9,7 +9,7 @@ from memlab.derivation import adopt, derive
 
 @pytest.fixture
 def nothing_known(monkeypatch):
-    known = {"terms": [], "halves": {}}
+    known = {"terms": [], "halves": {}, "versions": {}, "kept": set()}
     for module in (closed_form, derivation):
         monkeypatch.setattr(module, "coefficients", lambda: known)
     closed_form.tables.cache_clear()
@@ -38,12 +38,35 @@ def test_coefficients_made_elsewhere_are_adopted(nothing_known, monkeypatch):
     recipe, other = Recipe("gpt2-tiny", seq_len=32), Recipe("bert-base-tiny", seq_len=32)
     derive(recipe)
     wanted = formula(recipe, "T4")
-    here = {"terms": [], "halves": {}}
+    here = {"terms": [], "halves": {}, "versions": {}, "kept": set()}
     for module in (closed_form, derivation):
         monkeypatch.setattr(module, "coefficients", lambda: here)
     derive(other)  # so that terms have other places
     adopt(nothing_known)
     assert formula(recipe, "T4") == wanted
+
+
+def test_what_is_of_other_releases_is_derived_anew(nothing_known, monkeypatch):
+    recipe = Recipe("gpt2-tiny", seq_len=32)
+    derive(recipe)
+    wanted = formula(recipe)
+    keys = closed_form.read(recipe)[:2]
+    for key in keys:
+        nothing_known["halves"][key] = nothing_known["halves"][key] | {"moments": []}
+    nothing_known |= {"versions": {"torch": "1.13.1"}, "kept": set(keys)}
+    derive(recipe)
+    assert formula(recipe) == wanted and wanted.assumptions == ()
+
+
+def test_a_card_without_flash_attention_has_coefficients_of_its_own(nothing_known):
+    """Keys that heads share are repeated there, and all weights held."""
+    recipe = Recipe("llama-3.2-1b-tiny", seq_len=256, precision="fp16-amp", attention="sdpa")
+    derive(recipe)
+    with pytest.raises(ValueError, match="no coefficients for .* on T4"):
+        formula(recipe, "T4")
+    derive(recipe, "T4")
+    assert_close(recipe, "T4")
+    assert formula(recipe, "V100").peak_allocated > formula(recipe, "L4").peak_allocated
 
 
 def test_clipping_reads_and_writes_the_gradients(nothing_known):

@@ -1,8 +1,8 @@
 """Derive the coefficients of memlab.formula anew, after an update of torch or transformers.
 
-It goes through the runs of `memlab record` and what readers ask for, on two processes, which takes
-about half an hour; what is done is kept after each family. Delete the file first to derive what it
-holds again.
+It goes through the runs of `memlab record` and what readers ask for, on cards with flash attention
+and without, on two processes, which takes about three quarters of an hour; what is done is kept
+after each family. Delete the file first to derive what it holds again.
 """
 
 import gzip
@@ -11,15 +11,13 @@ import json
 import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
-import peft
-import torch
-import transformers
 from tqdm import tqdm
 
 from memlab import Recipe
-from memlab.closed_form import FILE, coefficients, known, read
+from memlab.closed_form import FILE, coefficients, installed, known, read
 from memlab.derivation import adopt, derive
 from memlab.evidence.grid import grid_runs
+from memlab.gpus import ANY_CARD, find_gpu
 
 # A model for each structure that people train most, and those trained in fewer ways.
 COMMON = ("bert-large", "gpt2", "llama-3.2-1b", "llama-3-8b", "llama-2-7b")
@@ -48,7 +46,6 @@ def recipes(model: str):
             for precision in HALF
             for optimizer in STATES
         ]
-        # What memlab.plan asks in place of sdpa for a card without flash attention.
         ways += [start | {"precision": "fp16-amp", "attention": "eager"} for start in (LORA, NF4)]
     for way in ways:
         for more in ({}, {"checkpointing": True}):
@@ -58,10 +55,12 @@ def recipes(model: str):
 
 def family(asked: list[Recipe]) -> dict:
     """The coefficients of some recipes; the others' reasons go to stderr."""
-    for recipe in asked:
+    for recipe, card in itertools.product(asked, (ANY_CARD, find_gpu("T4"))):
+        if "bf16" in recipe.precision and card != ANY_CARD:
+            continue
         try:
-            if not known(read(recipe)):
-                derive(recipe)
+            if not known(read(recipe, card)):
+                derive(recipe, card)
         except ValueError as error:
             print(error, file=sys.stderr)
     return coefficients()
@@ -77,10 +76,8 @@ def main():
 
 
 def write():
-    packages = (torch, transformers, peft)
-    versions = {package.__name__: package.__version__ for package in packages}
     known = coefficients()
-    lines = [{"versions": versions, "terms": known["terms"]}]
+    lines = [{"versions": installed(), "terms": known["terms"]}]
     for key, half in known["halves"].items():
         lines += [key, half]
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)

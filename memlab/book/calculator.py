@@ -7,6 +7,7 @@ import gzip
 import itertools
 import json
 
+import torch
 from transformers import CONFIG_MAPPING
 
 from memlab import models
@@ -14,6 +15,7 @@ from memlab.book.panel import Panel
 from memlab.book.panel import read as read_file
 from memlab.book.show import COLOURS
 from memlab.card import step_time, work
+from memlab.card.attention import model_routes
 from memlab.card.links import LINKS
 from memlab.closed_form import HEAD_SIZES, SAME_ROPE, coefficients, formula, primed, read
 from memlab.fields import one_of
@@ -21,6 +23,7 @@ from memlab.footprint import Category, StepTime
 from memlab.gpus import ANY_CARD, GPU, GPUS, find_gpu
 from memlab.planning import CONTEXT_MARGIN, MARGIN
 from memlab.recipe import COMPUTED_IN, FULLY_SHARDED, SHARDED_OPTIMIZERS, Recipe
+from memlab.serving_form import shares_keys
 from memlab.splitting import ERRORS
 from memlab.trace import allocator, depth
 
@@ -135,15 +138,20 @@ class Calculator(Panel):
     def known(self) -> dict:
         """All that the script is given: constants, choices, models, cards, and the coefficients."""
         pack, structures, offered, families = _Pack(), {}, {}, {}
+        cards, classes = [*self._cards(), ANY_CARD], {}
+        for card in cards:
+            classes.setdefault(routes_of(card), card)
         keys = functools.cache(self._keys)
         for model in NAMES if "model" in self.fields else [self.recipe.model]:
             text, settings = _structure(model)
             if text not in structures:
-                places = {
-                    name: [pack.place(text + way) for way in ways]
-                    for name, ways in keys(models.default_task(model)).items()
+                said = _described(model, settings)
+                of = models.default_task(model), said["grouped"]
+                passes, updates = zip(*(keys(*of, card) for card in classes.values()), strict=True)
+                structures[text] = said | {
+                    "passes": [[pack.place(text + way) for way in ways] for ways in passes],
+                    "updates": [pack.place(text + way) for way in updates[0]],
                 }
-                structures[text] = _described(model, settings) | places
             case = read(Recipe(model, seq_len=1))
             offered[model] = {
                 "structure": list(structures).index(text),
@@ -177,9 +185,13 @@ class Calculator(Panel):
             "ways": WAYS,
             "models": offered,
             # The last one lends its rules to a number of GiB.
-            "cards": [known_card(card) for card in (*self._cards(), ANY_CARD)],
+            "cards": [
+                known_card(card) | {"attention": list(classes).index(routes_of(card))}
+                for card in cards
+            ],
             "structures": list(structures.values()),
             "families": families,
+            "versions": coefficients()["versions"],
             **_constants(),
             **pack.known(),
         }
@@ -187,25 +199,27 @@ class Calculator(Panel):
     def _cards(self) -> list[GPU]:
         return list(GPUS.values()) if "gpu" in self.fields else [self.card]
 
-    def _keys(self, task) -> dict[str, list[str]]:
-        """The keys of passes and updates of a task, as they go on after a structure.
+    def _keys(self, task: str, grouped: bool, card: GPU) -> tuple[list[str], list[str]]:
+        """The keys of passes and of updates of a task on a card, as they go on after a structure.
 
-        In the order of the choices, each pass without and with accumulation.
+        grouped: of models with fewer key heads than query heads. In the order of the choices, each
+        pass without and with accumulation.
         """
-        model = next(name for name in NAMES if models.default_task(name) == task)
+        model = next(
+            name
+            for name in NAMES
+            if models.default_task(name) == task and _grouped(models.config(name)) == grouped
+        )
         structure, _ = _structure(model)
 
         def cases(names, **more):
             choices = {name: self.choices[name] for name in names} | more
             for values in itertools.product(*choices.values()):
-                yield read(self._recipe(model, **dict(zip(choices, values, strict=True))))
+                yield read(self._recipe(model, **dict(zip(choices, values, strict=True))), card)
 
         passes = [case.pass_key for case in cases(WAYS["pass"], accumulation=(1, 2))]
         updates = [case.update_key for case in cases(WAYS["update"])]
-        return {
-            "passes": [key.removeprefix(structure) for key in passes],
-            "updates": [key.removeprefix(structure) for key in updates],
-        }
+        return tuple([key.removeprefix(structure) for key in found] for found in (passes, updates))
 
     def _recipe(self, model, trained, **changes) -> Recipe:
         """A recipe of another model, of the least length, for one way of training."""
@@ -302,15 +316,20 @@ def _structure(model) -> tuple[str, dict]:
 def _described(model, settings) -> dict:
     """What the script compares a config with: settings, and the names of those that are sizes."""
     config = models.config(model)
-    prime, real = primed(config)
+    prime, _ = primed(config)
     sizes = [name for name in settings if getattr(config, name) != getattr(prime, name)]
     return {
         "model_type": settings["model_type"],
         "sizes": sizes,
         "settings": {name: value for name, value in settings.items() if name not in sizes},
-        "grouped": real["m"] > 1,
+        "grouped": _grouped(config),
         "two_stacks": models.default_task(config) == "seq2seq-lm",
     }
+
+
+def _grouped(config) -> bool:
+    """Whether query heads share keys."""
+    return primed(config)[1]["m"] > 1
 
 
 def family(model_type: str) -> dict:
@@ -349,8 +368,26 @@ def known_card(card: GPU) -> dict:
         "processors": card.processors,
         "rates": card.rates,
         "bandwidth": card.bandwidth,
-        "flash": card.capability[0] >= 8,
+        "shares_keys": shares_keys(card),
+        "longest_head": longest_head(card.capability),
     }
+
+
+def routes_of(card: GPU, size: int = 64) -> tuple:
+    """How a card computes attention with heads of a size, in every format and kind of model."""
+    return tuple(
+        model_routes(dtype, shared, card.capability, size)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+        for shared in (False, True)
+    )
+
+
+@functools.cache
+def longest_head(capability: tuple[int, int]) -> int:
+    """The head size up to which multiples of 8 are computed with the kernels of smaller ones."""
+    card = dataclasses.replace(ANY_CARD, capability=capability)
+    sizes = itertools.count(8, 8)
+    return next(size for size in sizes if routes_of(card, size) != routes_of(card)) - 8
 
 
 def _constants() -> dict:

@@ -129,6 +129,32 @@ def sdpa_route(query, key, value, **call) -> str:
     raise RuntimeError("No available kernel. Aborting execution.")
 
 
+def model_routes(
+    dtype: torch.dtype, shares_keys: bool, capability: tuple[int, int], size: int = 64
+) -> tuple[str, str]:
+    """The routes of a model's attention: without a mask, and with one.
+
+    What of a card decides how attention is computed: for sums of bytes, cards are of one class
+    where these are the same.
+
+    dtype: of query, key and value. shares_keys: whether there are fewer key heads than query
+    heads; transformers passes them as they are where there is no mask and heads have up to 256
+    numbers, and else repeats them (transformers/integrations/sdpa_attention.py,
+    `use_gqa_in_sdpa`). size: of a head. capability: the card's.
+    """
+
+    def heads(number):
+        return torch.empty(1, number, 128, size, dtype=dtype, device="meta", requires_grad=True)
+
+    passed = 1 if shares_keys and size <= 256 else 2
+    mask = torch.empty(1, 1, 128, 128, dtype=dtype, device="meta")
+    call = {"enable_gqa": passed == 1, "capability": capability}
+    return (
+        sdpa_route(heads(2), heads(passed), heads(passed), is_causal=True, **call),
+        sdpa_route(heads(2), heads(2), heads(2), attn_mask=mask, capability=capability),
+    )
+
+
 def scaled_dot_product_attention(
     gpu,
     query,

@@ -10,12 +10,12 @@
     // ------------------------------------------------------------ closed_form.py
 
     // The two halves of a recipe's coefficients; null where there are none.
-    function read(recipe) {
+    function read(recipe, card) {
       const { choices, ways } = known, number = (names, recipe) => names.reduce(
         (place, name) => place * choices[name].length + choices[name].indexOf(recipe[name]), 0);
       const { passes, updates } = known.structures[recipe.model.structure], precision = passPrecision(recipe);
       const place = choices.precision.includes(precision) ? number(ways.pass, { ...recipe, precision }) : NaN;
-      return { pass: halfAt(passes[2 * place + (recipe.accumulation > 1)] ?? null), update: halfAt(updates[number(ways.update, recipe)]) };
+      return { pass: halfAt(passes[card.attention][2 * place + (recipe.accumulation > 1)] ?? null), update: halfAt(updates[number(ways.update, recipe)]) };
     }
 
     // A half as plain lists: [tensor, once, each] of each moment and of what is beside the other half's.
@@ -48,10 +48,11 @@
       if (longest && recipe.seq_len > longest) throw new Refusal(`seq_len is ${recipe.seq_len}: ${name} allows whole numbers from 1 to ${longest}`);
       requireNative(recipe.precision, card);
       checkDivided(recipe);
+      checkHeads(recipe, card);
       if (window && recipe.seq_len > window) throw new Refusal(
         `seq_len is ${recipe.seq_len}: the formula allows lengths up to the sliding window of ${name}, ${window}`);
-      const { pass, update } = read(recipe);
-      if (!pass || !update) throw new Refusal(`no coefficients for ${said(recipe)}: ask memlab simulate`);
+      const { pass, update } = read(recipe, card);
+      if (!pass || !update) throw new Refusal(`no coefficients for ${said(recipe)} on ${card.name}: ask memlab simulate`);
       if (recipe.link) linkRate(card, recipe.link);
       return evaluate(recipe, pass, update, card);
     }
@@ -61,6 +62,12 @@
     function requireNative(precision, card) {
       if (precision.includes("bf16") && !card.bf16) throw new Refusal(
         `precision is '${precision}': ${card.name} has no native bfloat16 and allows fp32, fp16, fp16-amp`);
+    }
+
+    function checkHeads({ attention, model }, card) {
+      const size = model.dimensions.d;
+      if (attention === "sdpa" && (size % 8 || size > card.longest_head)) throw new Refusal(
+        `head size is ${size}: with sdpa on ${card.name} the formula allows multiples of 8 that take the kernels of smaller ones, simulate knows more`);
     }
 
     // The numbers that the terms stand for, by their places; 0 for what has no term.

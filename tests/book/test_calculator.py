@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 from panel_page import PanelPage
 
-from memlab import Recipe, cli, formula, models
+from memlab import Recipe, cli, formula, models, simulate
 from memlab.book.calculator import AMONG, CHOICES, NUMBERS, OWN_LINK, TRAINED, Calculator
+from memlab.closed_form import installed
 from memlab.gpus import GPUS, find_gpu
 from memlab.planning import room
 
@@ -194,6 +195,48 @@ def test_fit_keeps_the_margin_of_fits(drawn):
         assert one["verdict"] == wanted, settings
         verdicts.add(wanted)
     assert verdicts == {"fits", "may fit", "does not fit"}
+
+
+@pytest.mark.parametrize("gpu", ["T4", "V100", "L4"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_it_says_what_is_simulated(page, gpu, shared):
+    """The page is not only Python's twin: of cards with flash attention and without."""
+    values = LLAMA | {"num_hidden_layers": 3, "hidden_size": 512, "intermediate_size": 1024}
+    values |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 4096}
+    del values["rope_scaling"]
+    if not shared:
+        values = {"model_type": "gpt2", "n_layer": 3, "n_embd": 512, "n_head": 8}
+        values |= {"n_positions": 4096, "vocab_size": 16384}
+    how = {"batch_size": 2, "seq_len": 1024, "precision": "fp16-amp", "attention": "sdpa"}
+    how |= {"optimizer": "adamw_torch"}
+    page.put(model="a pasted config.json", config=json.dumps(values), gpu=gpu, **how)
+    (found,) = in_page(page, [page.settings()])
+    whole = simulate(Recipe(values, **how), gpu)
+    assert found["found"]["peak_allocated"] == pytest.approx(whole.peak_allocated, rel=0.01)
+    for name in ("parameters", "optimizer_states", "activations"):
+        assert found["found"]["breakdown"][name] == pytest.approx(whole.breakdown[name], rel=1e-3)
+    expected = whole.step_seconds.expected
+    assert found["found"]["step_time"]["expected"] == pytest.approx(expected, rel=0.02)
+
+
+def test_what_keys_need_that_heads_share_is_not_said_to_fit(page):
+    """Llama 3.2 1B, LoRA, 1,792 tokens: 20,923 MiB on a T4, which has no flash attention."""
+    page.put(model="llama-3.2-1b", gpu="T4", trained="LoRA", precision="fp16-amp", batch_size=1,
+             seq_len=1792, accumulation=1, attention="sdpa", optimizer="adamw_torch",
+             checkpointing="none")  # fmt: skip
+    assert page.said().startswith("Does not fit the T4: 5.")
+    page.put(gpu="RTX-4090")
+    assert page.said().startswith("Fits the RTX-4090")
+
+
+def test_a_head_that_other_kernels_take_is_refused_by_name(page):
+    values = LLAMA | {"head_dim": 200}
+    page.put(model="a pasted config.json", config=json.dumps(values), gpu="L4", attention="sdpa")
+    assert page.said().startswith("head size is 200: with sdpa on L4 the formula allows")
+
+
+def test_it_says_of_which_releases_it_is(page):
+    assert f"torch {installed()['torch']}, transformers" in page.text(".made")
 
 
 # ---------------------------------------------------------------------- other models

@@ -8,9 +8,9 @@ import shlex
 import pytest
 from panel_page import PanelPage
 
-from memlab import cli, models
+from memlab import cli, models, simulate
 from memlab.book.serving_calculator import FIELDS, HELD, NAMES, ServingCalculator
-from memlab.gpus import GPUS
+from memlab.gpus import GPUS, find_gpu
 from memlab.serving import Serving
 from memlab.serving_form import BYTES, TYPES, judged, serving_formula
 
@@ -95,6 +95,24 @@ def test_it_says_what_python_says_of_200_settings(page, named):
         verdicts.add(found[1])
     assert verdicts >= {"fits", "does not fit"}
     assert sum(not isinstance(found, str) for found in answers) > 100
+
+
+@pytest.mark.parametrize("gpu", ["T4", "L4"])
+@pytest.mark.parametrize("weights", ["fp16", "fp32"])
+def test_it_says_what_is_simulated(page, gpu, weights):
+    """The page is not only Python's twin: of cards with flash attention and without."""
+    values = {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 1024}
+    values |= {"intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 4}
+    values |= {"vocab_size": 32000, "max_position_embeddings": 4096}
+    asked = {"weights": weights, "batch_size": 4, "prompt": 900, "new_tokens": 20}
+    asked |= {"all_logits": False}
+    setting = {"serve": PASTED, "config": json.dumps(values), "gpu": gpu, "gib": "24"} | asked
+    found = page.run(f"panel.calculator.judged({json.dumps(setting)}).found")
+    run = simulate(Serving(models.config(values), **asked), find_gpu(gpu).without_limit())
+    held = getattr(run, found["phase"])
+    assert sum(found[name] for name in HELD) == pytest.approx(run.peak_allocated, rel=0.025)
+    for name in ("weights", "kv_cache", "activations"):
+        assert found[name] == pytest.approx(held[name], abs=0.01 * run.peak_allocated)
 
 
 @pytest.mark.parametrize("field", ["batch_size", "prompt"])
