@@ -3,13 +3,14 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import nbformat
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
-from memlab.book.claims import all_claims, all_named, named, verdict
+from memlab.book.claims import WORDS, all_claims, all_named, named, verdict
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "_ext"))
@@ -20,12 +21,14 @@ DECIDED = [id for id in all_claims() if id not in OPEN]
 
 
 def decided(id, **changed):
-    """A cell as a run leaves it that decided a statement."""
+    """A cell as a run leaves it that decided a statement, as is expected unless `changed`."""
     if id in all_named():
         shown, call = named(id, f"shown `{id}` < 1"), "named"
     else:
-        because = {"holds": True, "because": f"counted `{id}` < 1"}
-        shown, call = verdict(id, **(because | changed)), "verdict"
+        word = all_claims()[id]["word"]
+        expected = {"holds": word != WORDS[2], "condition": word == WORDS[1]}
+        arguments = {"because": f"counted `{id}` < 1"} | expected | changed
+        shown, call = verdict(id, **arguments), "verdict"
     data, metadata = InteractiveShell.instance().display_formatter.format(shown)
     output = nbformat.v4.new_output("execute_result", data, metadata=metadata, execution_count=1)
     source = f'{call}(\n    "{id}",\n    because=found,\n)'
@@ -83,12 +86,13 @@ def without_output(cell):
 
 
 def test_the_page_has_every_statement_with_its_verdict_and_a_link_to_the_cell(book):
-    change(book / "02-second.ipynb", "E5", lambda _: decided("E5", holds=False))
     assert build(book) == (0, "")
     page = (book / "html" / "claims.html").read_text(encoding="utf-8")
     assert page.count('<tr id="statement-') == len(all_claims())
-    assert page.count("<b>✓ Holds</b>") == len(DECIDED) - 1
-    assert page.count("<b>✗ Does not hold</b>") == 1 and page.count("<b>○ Open</b>") == len(OPEN)
+    words = Counter(all_claims()[id]["word"] for id in DECIDED)
+    for word, mark in zip(WORDS, "✓◐✗", strict=True):
+        assert page.count(f"<b>{mark} {word.capitalize()}</b>") == words[word] > 0
+    assert page.count("<b>○ Open</b>") == len(OPEN)
     assert "counted <code>A1</code> &lt; 1" in page and "all five</td><td>76</td>" in page
     for id in DECIDED:
         chapter = "01-first" if id < "D" else "02-second"
@@ -125,11 +129,34 @@ def test_a_verdict_that_is_changed_or_removed_ends_the_build(book):
     lines = [line.split("WARNING: ")[1] for line in said.splitlines() if "WARNING: " in line]
     assert status != 0 and lines == [
         "A3 has no verdict (01-first.ipynb, cell decides-A3: nothing)",
-        "B4 has verdicts that differ (01-first.ipynb, cell decides-B4: holds; "
+        "B4 has verdicts that differ (01-first.ipynb, cell decides-B4: holds with a condition; "
         "02-second.ipynb, cell decides-B4: does not hold)",
-        "B26 is listed as open and is decided (02-second.ipynb, cell decides-B26: holds)",
+        "B26 is listed as open and is decided "
+        "(02-second.ipynb, cell decides-B26: holds with a condition)",
         "E5 has no verdict (in no cell)",
     ]
+
+
+def test_a_verdict_that_is_not_the_expected_one_ends_the_build(book):
+    change(book / "01-first.ipynb", "B8", lambda _: decided("B8", holds=False))
+    change(book / "02-second.ipynb", "E18", lambda _: decided("E18", condition=False))
+    status, said = build(book)
+    lines = [line.split("WARNING: ")[1] for line in said.splitlines() if "WARNING: " in line]
+    assert status != 0 and lines == [
+        "B8 is expected to be 'holds' and is 'does not hold' "
+        "(01-first.ipynb, cell decides-B8: does not hold)",
+        "E18 is expected to be 'holds with a condition' and is 'holds' "
+        "(02-second.ipynb, cell decides-E18: holds)",
+    ]
+
+
+@pytest.mark.parametrize("has_gpu, others", [(False, ["B10", "D3"]), (True, [])])
+def test_a_verdict_that_rests_on_a_clock_may_be_another(book, has_gpu, others, monkeypatch):
+    for id in ("A11", "B10", "B28", "D3", "E2"):
+        path = book / ("01-first.ipynb" if id < "D" else "02-second.ipynb")
+        change(path, id, lambda _, id=id: decided(id, holds=False))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    assert [line.split()[0] for line in ledger.problems(found_in(book), OPEN)] == others
 
 
 def test_verdicts_that_agree_are_no_problem(book):
@@ -147,4 +174,5 @@ def test_a_changed_word_in_the_file_is_seen(book):
     output = notebook["cells"][1]["outputs"][0]
     output["metadata"]["text/markdown"]["verdict"]["word"] = "does not hold"
     path.write_text(json.dumps(notebook))
-    assert [one.word for one in found_in(book)[:2]] == ["does not hold", "holds"]
+    words = ["does not hold", all_claims()["A2"]["word"]]
+    assert [one.word for one in found_in(book)[:2]] == words

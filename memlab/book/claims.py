@@ -73,7 +73,13 @@ def sources() -> dict[str, dict]:
 
 @cache
 def all_claims() -> dict[str, dict]:
-    """id -> {"says", "topic", "source"} of every statement, in the order of the sources."""
+    """id -> {"says", "topic", "source", "word"} of every statement, in the order of the sources.
+
+    word: the verdict that the book is expected to reach; its build fails at another one (the
+    extension `ledger`), a reader's notebook does not. "clock" or "gpu_clock", where it stands:
+    which measured time decides, everywhere or where there is a GPU, so that another machine may
+    reach another verdict.
+    """
     return {
         claim["id"]: claim | {"source": sources()[claim["id"][0]]["title"]}
         for claim in _data()["claims"]

@@ -2,13 +2,16 @@
 
 import pytest
 
-from memlab.book.claims import all_claims, all_named, named, verdict
+from memlab.book.claims import WORDS, all_claims, all_named, named, verdict
 
 
 def test_every_statement_has_its_words_and_source():
     known = all_claims()
     assert len(known) == 76
     assert all(claim["says"] and claim["source"] for claim in known.values())
+    assert {claim["word"] for claim in known.values()} == set(WORDS)
+    clocks = [claim[key] for claim in known.values() for key in claim if "clock" in key]
+    assert len(clocks) == 5 and all(len(why) > 20 for why in clocks)
 
 
 @pytest.mark.parametrize(
