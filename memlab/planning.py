@@ -14,6 +14,7 @@ from typing import NamedTuple
 from memlab.fields import one_of
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, GPUS, find_gpu
+from memlab.predict.record import Traces
 from memlab.recipe import Recipe
 from memlab.simulation import (
     full_log,
@@ -21,7 +22,6 @@ from memlab.simulation import (
     range_of_reserved,
     serve_without_range,
 )
-from memlab.sizing import SizedLog
 from memlab.trace.log import Log
 from memlab.units import MiB, mib
 
@@ -195,7 +195,7 @@ def largest(
     of the recipe `prompt`, in the same steps, which with its new tokens is the longest context.
     margin: as in `fits`.
 
-    One simulation of a recipe gives the log of every size (`memlab.sizing`), and the card's
+    One trace of a recipe gives the log of every size (`memlab.predict.record`), and the card's
     allocator serves those in question; a serving is simulated at each. The value fits, the next
     one does not.
 
@@ -213,14 +213,14 @@ def largest(
 def _logs(recipe, card, field):
     """What `largest_size` asks for logs of other sizes."""
     if isinstance(recipe, Recipe):
-        return SizedLog(recipe, card)
+        return Traces(recipe, card)
     from memlab.generation import ServingLogs  # it brings all caches of transformers
 
     return ServingLogs(recipe, card, field)
 
 
 def largest_size(
-    recipe: Recipe, card: GPU, log: SizedLog, field: str, margin: float = MARGIN
+    recipe: Recipe, card: GPU, log: Traces, field: str, margin: float = MARGIN
 ) -> tuple[int, int | None]:
     """(the largest value that fits or 0, the next one or None), as in `largest`.
 

@@ -73,7 +73,7 @@ def full_log(recipe: Recipe, card: GPU, loop=None, run=map) -> Log:
     import_libraries(recipe)
     with only_new_garbage():
         log = log_at_full_depth(recipe, partial(log_of, gpu=card, loop=loop), run)
-        return log or log_of(recipe, card, numbered=True, loop=loop)
+        return work_of_step(recipe, log or log_of(recipe, card, numbered=True, loop=loop))
 
 
 @contextlib.contextmanager
@@ -155,10 +155,15 @@ def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None) -> Lo
     with _one_thread(), _OwnLoop(gpu.without_limit(), ranks=recipe.ranks) as simulated:
         training = (loop or two_steps)(recipe, simulated)
         marks = loaded_weights(simulated.tracer, training)
-        # Of more micro-batches some ran; the others do what the second did.
-        times = max(1, recipe.accumulation - _unlike(recipe) + 1)
-        work = without_trifles(repeat_micro_batch(simulated.tracer.work.of_step, times))
+        work = simulated.tracer.work.of_step
         return Log.of(simulated.tracer, training.model, marks, numbered, work)
+
+
+def work_of_step(recipe: Recipe, log: Log) -> Log:
+    """The log with the work of all micro-batches, and without what takes no time."""
+    # Of more micro-batches some ran; the others do what the second did.
+    times = max(1, recipe.accumulation - _unlike(recipe) + 1)
+    return replace(log, work=without_trifles(repeat_micro_batch(log.work, times)))
 
 
 class _OwnLoop(SimulatedGPU):
