@@ -8,6 +8,7 @@ constant.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
@@ -89,38 +90,45 @@ def chosen_sizes(
     Raises ValueError where there are none.
     """
     own = {number for number in own if number > 1}
-    primes = [n for n in range(FEWEST, MOST + 2 * APART) if largest_prime(n) == n]
-    primes = [prime for prime in primes if all(number % prime for number in own)]
-    for length in range(alignment, MOST, alignment):
-        lengths = set(factors_of({"s": length}).values())
-        if math.gcd(length, ROUNDED[-1]) != alignment or not _tell_apart(length, lengths, own):
+    free = [prime for prime in _primes() if all(number % prime for number in own)]
+    known = set(free)
+    for length, telling in _lengths(alignment):
+        if not telling <= known:
             continue
-        free = [prime for prime in primes if all(value % prime for value in lengths)]
+        others = factors_of({"s": length}).values()
+        left = [prime for prime in free if all(value % prime for value in others)]
         sizes = {"s": length, "b": 1}
         if not one_sequence:
-            sizes["b"] = next((p for p in free if p * length <= TOKENS), 0)
+            sizes["b"] = next((p for p in left if p * length <= TOKENS), 0)
         if rank is not None:
-            below = [p for p in free if LEAST <= p <= rank and p != sizes["b"]]
+            below = [p for p in left if LEAST <= p <= rank and p != sizes["b"]]
             sizes["r"] = below[-1] if below else 0
-        longer = [p for p in free if p > length + APART][:2]
-        shorter = [p for p in free if sizes["b"] < p < length - APART][-1:]
+        longer = [p for p in left if p > length + APART][:2]
+        shorter = [p for p in left if sizes["b"] < p < length - APART][-1:]
         if len(longer) == 2 and shorter and all(sizes.values()):
             return sizes | {"P": longer[0], "w": longer[1] if inside else shorter[0]}
     raise ValueError("no sizes can be told from the numbers of the model")
 
 
-def _tell_apart(length: int, lengths: set[int], own: Collection[int]) -> bool:
-    """Whether each form of a length has a large prime that divides no other and nothing else."""
-    rounded = [-(-length // unit) * unit for unit in ROUNDED if length % unit]
-    if len(set(rounded)) < len(rounded) or {length + 1, length - 1} & set(rounded):
-        return False
-    for value in lengths:
-        prime = largest_prime(value)
-        if prime < LEAST or sum(other % prime == 0 for other in lengths) > 1:
-            return False
-        if any(number % prime == 0 for number in own):
-            return False
-    return True
+@functools.cache
+def _primes() -> list[int]:
+    return [n for n in range(FEWEST, MOST + 2 * APART) if largest_prime(n) == n]
+
+
+@functools.cache
+def _lengths(alignment: int) -> list[tuple[int, set[int]]]:
+    """Lengths of which each form has a large prime that divides no other; with these primes."""
+    found = []
+    for length in range(alignment, MOST, alignment):
+        rounded = [-(-length // unit) * unit for unit in ROUNDED if unit > alignment]
+        forms = {length, length + 1, length - 1, *rounded}
+        if math.gcd(length, ROUNDED[-1]) != alignment or len(forms) < 3 + len(rounded):
+            continue
+        telling = {largest_prime(form) for form in forms}
+        alone = all(sum(form % prime == 0 for form in forms) == 1 for prime in telling)
+        if alone and len(telling) == len(forms) and min(telling) >= LEAST:
+            found.append((length, telling))
+    return found
 
 
 def largest_prime(number: int) -> int:
