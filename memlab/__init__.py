@@ -9,7 +9,7 @@ here, `fits` answers for a card, and a `SimulatedGPU` takes any training loop. A
 - card: the simulated GPU; trace: the log of memory, its depth and its allocator
 - footprint, units: how the answer is said; lazy: how doors open
 - serving, generation, serving_form: the same for inference, prefill and decode
-- simulation, sizing, measuring, closed_form, derivation, planning, cli: the verbs
+- simulation, predict, measuring, closed_form, derivation, planning, cli: the verbs
 - choosing, ways, splitting, plans: what to do, searched among what there is, and how it is told
 - sharding, launching: several GPUs, and what starts them
 - evidence: records of real runs, and the predictions beside them

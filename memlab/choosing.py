@@ -2,7 +2,7 @@
 
 Every combination of way, precision, optimizer and checkpointing is asked of `memlab.formula` for
 the largest micro-batch that fits. The best are then simulated, one trace each
-(`memlab.sizing.SizedLog`), which corrects what the formula said, of the like of it too, until the
+(`memlab.predict.record`), which corrects what the formula said, of the like of it too, until the
 best one is a simulated one. The other ways are answered for by the formula where they fit even if
 no block of memory is used twice, and else simulated.
 """
@@ -33,11 +33,11 @@ from memlab.plans import (
     described,
     way_of,
 )
+from memlab.predict.record import Traces
 from memlab.processes import at_once, map_at_once
 from memlab.quantized import assumed
 from memlab.recipe import Recipe
 from memlab.simulation import only_new_garbage, simulate
-from memlab.sizing import SizedLog
 from memlab.training import import_libraries
 from memlab.units import gib
 from memlab.ways import Combination, attention_of, combinations, computes, is_paged, refusal
@@ -300,24 +300,22 @@ class _Search:
             self.sizes[key] = largest_size(recipe, self.card, log, field, self.margin)
         return self.sizes[key]
 
-    def log(self, recipe: Recipe) -> SizedLog:
+    def log(self, recipe: Recipe) -> Traces:
         """The trace of a recipe at all sizes."""
         key = self._key(recipe)
         if key not in _TRACES:
             self.say(f"simulating {described(recipe)} on {self.card.name}")
-            _keep(key, SizedLog(recipe, self.card, map_at_once))
+            _keep(key, Traces(recipe, self.card, map_at_once))
         _keep(key, _TRACES[key])
         return _TRACES[key]
 
     def _key(self, recipe) -> tuple:
-        """What decides a trace, but for sizes on the same side of a window of attention."""
+        """What decides a trace, but for sizes."""
         config = models.config(recipe.model)
-        window = getattr(config, "sliding_window", None)
         bare = recipe.but(model="gpt2-tiny", task=recipe.task, batch_size=1, seq_len=1)
         return (
             config.to_json_string(),
             str(bare.but(accumulation=min(recipe.accumulation, 2))),
-            window is not None and recipe.seq_len > window,
             self.card.capability,
             self.card.processors,
         )
@@ -377,7 +375,7 @@ class _Search:
             self.log(least)  # once for both processes
         return least
 
-    def simulated(self, recipe: Recipe) -> tuple[Option, SizedLog]:
+    def simulated(self, recipe: Recipe) -> tuple[Option, Traces]:
         """A recipe as a simulation has it, with its sizes, and its trace."""
         return self.with_sizes(self.judged(recipe)), self.log(recipe)
 
@@ -390,7 +388,7 @@ class _Search:
             option,
             largest_batch=batch,
             longest=length,
-            longest_ends="" if following else why_no_larger(recipe, "seq_len", self.log(recipe)),
+            longest_ends="" if following else why_no_larger(recipe, "seq_len"),
         )
 
     def best_of_each_way(self, options, fastest: Option | None) -> dict[str, Option]:
@@ -548,10 +546,10 @@ def decision(start: Option, footprint: Footprint, switches, room: int) -> tuple[
 
 # ---------------------------------------------------------------------- helpers
 
-_TRACES: dict[tuple, SizedLog] = {}  # the last ones of this process, the newest last
+_TRACES: dict[tuple, Traces] = {}  # the last ones of this process, the newest last
 
 
-def _keep(key: tuple, log: SizedLog) -> None:
+def _keep(key: tuple, log: Traces) -> None:
     _TRACES.pop(key, None)
     while len(_TRACES) >= KEPT:
         del _TRACES[next(iter(_TRACES))]

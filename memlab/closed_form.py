@@ -297,12 +297,11 @@ def _evaluate(recipe, case: Case, table: Tables, card, link) -> Footprint:
         breakdown=breakdown,
         peak_phase=Phase(table.phases[worst]),
         context=card.context,
-        assumptions=assumed(recipe),
         parameters=round(weights.sum()),
         trainable_parameters=round(weights @ trained),
         step_time=seconds,
         no_time=no_time,
-        assumptions=(OTHERS.format(others),) if others else (),
+        assumptions=(*assumed(recipe), *([OTHERS.format(others)] if others else [])),
     )
 
 

@@ -15,6 +15,7 @@ from memlab import models
 from memlab.fields import one_of, share
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, GPUS, find_gpu
+from memlab.predict.record import Traces
 from memlab.recipe import Recipe
 from memlab.simulation import (
     full_log,
@@ -22,7 +23,6 @@ from memlab.simulation import (
     range_of_reserved,
     serve_without_range,
 )
-from memlab.sizing import SizedLog
 from memlab.trace.log import Log
 from memlab.units import MiB, mib
 
@@ -196,7 +196,7 @@ def largest(
     of the recipe `prompt`, in the same steps, which with its new tokens is the longest context.
     margin: as in `fits`.
 
-    One simulation of a recipe gives the log of every size (`memlab.sizing`), and the card's
+    One trace of a recipe gives the log of every size (`memlab.predict.record`), and the card's
     allocator serves those in question; a serving is simulated at each. The value fits, the next
     one does not.
 
@@ -209,34 +209,28 @@ def largest(
     least = min(STEPS[field], following or value)
     sized = recipe.but(**{field: value or least})
     fit = judged(sized, log.at(sized), card, margin)
-    why = "" if following else why_no_larger(recipe, field, log)
+    why = "" if following else why_no_larger(recipe, field)
     return Largest(field, value, sized, fit, following, why)
 
 
-def why_no_larger(recipe: Recipe, field: str, log: SizedLog) -> str:
+def why_no_larger(recipe: Recipe, field: str) -> str:
     """Why a search for the largest size ends where everything fits."""
-    if field == "batch_size" or log.longest is None:
+    if field == "batch_size" or models.max_length(recipe.model) is None:
         return f"the search ends at {MOST:,}"
-    longest = models.max_length(recipe.model)
-    if field == "seq_len" and (longest is None or log.longest < longest):
-        return (
-            f"beyond its sliding window of {log.longest:,} tokens {recipe.model_name} computes "
-            "attention in another way: ask for the largest of a recipe with a longer seq_len"
-        )
     return f"{recipe.model_name} allows no larger ones"
 
 
 def _logs(recipe, card, field):
     """What `largest_size` asks for logs of other sizes."""
     if isinstance(recipe, Recipe):
-        return SizedLog(recipe, card)
+        return Traces(recipe, card)
     from memlab.generation import ServingLogs  # it brings all caches of transformers
 
     return ServingLogs(recipe, card, field)
 
 
 def largest_size(
-    recipe: Recipe, card: GPU, log: SizedLog, field: str, margin: float = MARGIN
+    recipe: Recipe, card: GPU, log: Traces, field: str, margin: float = MARGIN
 ) -> tuple[int, int | None]:
     """(the largest value that fits or 0, the next one or None), as in `largest`.
 

@@ -78,7 +78,7 @@ def full_log(recipe: Recipe, card: GPU, loop=None, run=map) -> Log:
     with only_new_garbage():
         log = log_at_full_depth(recipe, partial(log_of, gpu=card, loop=loop), run)
         log = log or log_of(recipe, card, numbered=True, loop=loop)
-    return replace(log, assumptions=(*log.assumptions, *assumed(recipe)))
+    return completed(recipe, log)
 
 
 @contextlib.contextmanager
@@ -160,9 +160,7 @@ def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None) -> Lo
     with _one_thread(), _OwnLoop(gpu.without_limit(), ranks=recipe.ranks) as simulated:
         training = _run(loop or two_steps, recipe, simulated)
         marks = loaded_weights(simulated.tracer, training)
-        # Of more micro-batches some ran; the others do what the second did.
-        times = max(1, recipe.accumulation - _unlike(recipe) + 1)
-        work = without_trifles(repeat_micro_batch(simulated.tracer.work.of_step, times))
+        work = simulated.tracer.work.of_step
         return Log.of(simulated.tracer, training.model, marks, numbered, work)
 
 
@@ -179,6 +177,14 @@ def _run(loop, recipe: Recipe, simulated: SimulatedGPU) -> Training:
             f"{recipe.model_name} does not train so ({Path(at.filename).name}:{at.lineno}): "
             f"{models.one_line(error)}"
         ) from error
+
+
+def completed(recipe: Recipe, log: Log) -> Log:
+    """The log with the work of all micro-batches that counts, and what is assumed of a recipe."""
+    # Of more micro-batches some ran; the others do what the second did.
+    times = max(1, recipe.accumulation - _unlike(recipe) + 1)
+    work = without_trifles(repeat_micro_batch(log.work, times))
+    return replace(log, work=work, assumptions=(*log.assumptions, *assumed(recipe)))
 
 
 class _OwnLoop(SimulatedGPU):

@@ -50,6 +50,16 @@ class Work(NamedTuple):
         """Bytes read and written."""
         return sum(self.moved)
 
+    def sized(self, number) -> Work:
+        """The same with other numbers; number: the function from one to the other."""
+        return self._replace(
+            flops=number(self.flops),
+            result=tuple(map(number, self.result)),
+            moved=tuple(map(number, self.moved)),
+            elements=number(self.elements),
+            sent=number(self.sent),
+        )
+
 
 class WorkLog:
     """The work of the optimizer step that is under way, and of the last whole one."""

@@ -69,7 +69,7 @@ class Log:
         marks.reverse()  # the next is the last
         steps, births, living, dying = [], {}, defaultdict(_Alike), []
         weights = Counter((numel(p), p.requires_grad) for p in model.parameters())
-        trained = _trained(weights)
+        free = trained(weights)
 
         def bury():
             for number, phase in sorted(dying):
@@ -85,8 +85,8 @@ class Log:
                 steps.append(marks.pop()[1])
             if change > 0:
                 module = storage.module if numbered else re.sub(r"\.\d+", ".*", storage.module)
-                norms = storage.operation in NORMS and storage.module == OUTSIDE and trained
-                of_each, rest = divmod(change, trained) if norms else (0, 0)
+                norms = storage.operation in NORMS and storage.module == OUTSIDE and free
+                of_each, rest = divmod(change, free) if norms else (0, 0)
                 nbytes = -of_each if of_each in NORM_BYTES and not rest else change
                 birth = Birth(nbytes, storage.category, phase, module, storage.operation)
                 birth = birth._replace(stream=storage.stream)
@@ -102,12 +102,12 @@ class Log:
     def events(self) -> Iterator[Event]:
         """Every step with the number of the birth that it is, or that it ends; None for marks."""
         living = defaultdict(_Alike)
-        trained = _trained(self.weights)
+        free = trained(self.weights)
         for number, step in enumerate(self.steps):
             if type(step) is Birth:
                 living[step].append(number)
                 if step.nbytes < 0:
-                    step = step._replace(nbytes=-step.nbytes * trained)
+                    step = step._replace(nbytes=-step.nbytes * free)
                 yield number, step
             elif type(step) is Death:
                 yield living[step.birth].buried(step), step
@@ -144,7 +144,7 @@ def _is_replaced(birth: Birth, phase: Phase) -> bool:
     return birth.category is Category.PARAMETERS and phase is Phase.FORWARD
 
 
-def _trained(weights: Counter) -> int:
+def trained(weights: Counter) -> int:
     """How many tensors are trained."""
     return sum(times for (_, free), times in weights.items() if free)
 

@@ -1,0 +1,1 @@
+"""What a recipe needs on a card, without running it there."""

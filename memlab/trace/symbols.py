@@ -1,0 +1,141 @@
+"""Sizes as products of symbols: micro-batch, length, LoRA rank, positions, window.
+
+A training at chosen sizes makes tensors whose bytes say by their prime factors which sizes are in
+them, also where a kernel rounds the length up. `Symbols` reads such numbers into terms, and terms
+give the bytes at any other sizes. Nothing is fitted: what is no product of the chosen sizes is a
+constant.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+# What kernels, masks and chunks of linear attention round lengths up to.
+ROUNDED = (8, 16, 32, 64, 128)
+ALIGNED = 16  # the largest power of two that matters to which events happen
+LEAST, MOST = 23, 20_000  # the smallest prime that tells a length, and the longest length
+FEWEST = 11  # sequences
+TOKENS = 2**18  # of a micro-batch: the values of more are not known (memlab.card.values)
+APART = 512  # positions or a window differ so much from the length
+
+
+class Term(NamedTuple):
+    """constant / divisor times powers of factors, each (name, exponent)."""
+
+    constant: int
+    divisor: int
+    powers: tuple[tuple[str, int], ...]
+
+    def at(self, factors: Mapping[str, int]) -> int:
+        """The number with these factors (`factors_of`), rounded up where it is no whole one."""
+        value = self.constant
+        for name, exponent in self.powers:
+            value *= factors[name] ** exponent
+        return -(-value // self.divisor)
+
+
+def factors_of(sizes: Mapping[str, int]) -> dict[str, int]:
+    """What sizes are found as in the number of a tensor's elements.
+
+    The length s also as s + 1 and s - 1, as labels that are shifted, and rounded up.
+    """
+    length = sizes["s"]
+    rounded = {f"s~{unit}": -(-length // unit) * unit for unit in ROUNDED}
+    return {**sizes, "s+1": length + 1, "s-1": length - 1, **rounded}
+
+
+class Symbols:
+    """The chosen sizes, and what a number at these sizes is made of."""
+
+    def __init__(self, sizes: Mapping[str, int]):
+        self.sizes = dict(sizes)
+        factors: dict[int, str] = {}
+        for name, value in factors_of(sizes).items():
+            if value > 1:
+                factors.setdefault(value, name)  # a rounded length that is the length is s
+        self._factors = [(name, value, largest_prime(value)) for value, name in factors.items()]
+        self._terms: dict[int, Term] = {}
+
+    def term(self, number: int) -> Term:
+        """The number, at least 0, as a product of sizes and a constant."""
+        if number not in self._terms:
+            self._terms[number] = self._read(number)
+        return self._terms[number]
+
+    def _read(self, number: int) -> Term:
+        left, below, powers = number, 1, []
+        for name, value, prime in self._factors if number else ():
+            exponent = 0
+            while left % prime == 0:
+                left, exponent = left // prime, exponent + 1
+            if exponent:
+                powers.append((name, exponent))
+                below *= (value // prime) ** exponent
+        shared = math.gcd(left, below)
+        return Term(left // shared, below // shared, tuple(powers))
+
+
+def chosen_sizes(
+    own: Collection[int], *, one_sequence: bool, alignment: int, inside: bool, rank: int | None
+) -> dict[str, int]:
+    """Sizes that can be told from each other and from a model's own numbers.
+
+    Of b, s, r and of P and w, the positions and the window that a model is to have. own: the
+    numbers of the model. one_sequence: b is 1. alignment: the greatest common divisor of s and
+    `ALIGNED`. inside: s is within the window. rank: the largest r there may be, None for none.
+
+    Raises ValueError where there are none.
+    """
+    own = {number for number in own if number > 1}
+    free = [prime for prime in _primes() if all(number % prime for number in own)]
+    known = set(free)
+    for length, telling in _lengths(alignment):
+        if not telling <= known:
+            continue
+        others = factors_of({"s": length}).values()
+        left = [prime for prime in free if all(value % prime for value in others)]
+        sizes = {"s": length, "b": 1}
+        if not one_sequence:
+            sizes["b"] = next((p for p in left if p * length <= TOKENS), 0)
+        if rank is not None:
+            below = [p for p in left if LEAST <= p <= rank and p != sizes["b"]]
+            sizes["r"] = below[-1] if below else 0
+        longer = [p for p in left if p > length + APART][:2]
+        shorter = [p for p in left if sizes["b"] < p < length - APART][-1:]
+        if len(longer) == 2 and shorter and all(sizes.values()):
+            return sizes | {"P": longer[0], "w": longer[1] if inside else shorter[0]}
+    raise ValueError("no sizes can be told from the numbers of the model")
+
+
+@functools.cache
+def _primes() -> list[int]:
+    return [n for n in range(FEWEST, MOST + 2 * APART) if largest_prime(n) == n]
+
+
+@functools.cache
+def _lengths(alignment: int) -> list[tuple[int, set[int]]]:
+    """Lengths of which each form has a large prime that divides no other; with these primes."""
+    found = []
+    for length in range(alignment, MOST, alignment):
+        rounded = [-(-length // unit) * unit for unit in ROUNDED if unit > alignment]
+        forms = {length, length + 1, length - 1, *rounded}
+        if math.gcd(length, ROUNDED[-1]) != alignment or len(forms) < 3 + len(rounded):
+            continue
+        telling = {largest_prime(form) for form in forms}
+        alone = all(sum(form % prime == 0 for form in forms) == 1 for prime in telling)
+        if alone and len(telling) == len(forms) and min(telling) >= LEAST:
+            found.append((length, telling))
+    return found
+
+
+def largest_prime(number: int) -> int:
+    """The largest prime that divides a number; 1 of 1."""
+    largest, divisor = 1, 2
+    while divisor * divisor <= number:
+        while number % divisor == 0:
+            largest, number = divisor, number // divisor
+        divisor += 1
+    return max(largest, number)

@@ -1,0 +1,157 @@
+"""One trace is the simulation of every micro-batch, length, rank and number of micro-batches."""
+
+from dataclasses import replace
+
+import pytest
+from helpers import TINY
+from transformers import CONFIG_MAPPING
+
+from memlab import Recipe, models
+from memlab.gpus import find_gpu
+from memlab.predict.record import Circumstances, Traces, are_alike
+from memlab.simulation import full_log, peak_reserved_of, serve, serve_without_range
+from memlab.trace.events import Birth
+
+LLAMA = Recipe("llama-3-8b-tiny", seq_len=64, attention="sdpa", precision="bf16")
+WAYS = [
+    (TINY, "P100"),
+    (TINY.but(precision="fp16-amp", accumulation=3, checkpointing=True, max_grad_norm=1.0), "T4"),
+    (Recipe("bert-large-tiny", optimizer="adafactor", padded=True, attention="sdpa"), "A100-80GB"),
+    (LLAMA.but(lora_rank=4, checkpointing=True), "H100"),
+    (LLAMA.but(precision="fp16-amp", lora_rank=4), "V100"),
+    (Recipe("t5-3b-tiny", seq_len=64, optimizer="adamw_8bit"), "T4"),
+    (Recipe("deberta-v3-base-tiny", padded=True), "A100-80GB"),
+    (Recipe("mixtral-8x7b-tiny", lora_rank=4, lora_targets="q_proj,v_proj"), "H100"),
+]
+SIZES = ((2, 64, 3), (16, 256, 5), (1, 77, 1), (3, 333, 1))
+
+
+def as_run(recipe, card, traces):
+    """Assert that a recipe's footprint by its trace is that of its own run, seconds included."""
+    by_trace, run = (
+        serve(recipe, log, card) for log in (traces.at(recipe), full_log(recipe, card))
+    )
+    assert by_trace.breakdown == run.breakdown
+    assert by_trace.peak_reserved == run.peak_reserved
+    assert by_trace.reserved_range == run.reserved_range
+    assert by_trace.peak_phase == run.peak_phase
+    assert by_trace.parameters == run.parameters
+    assert by_trace.trainable_parameters == run.trainable_parameters
+    if run.step_time:
+        assert by_trace.step_time.expected == pytest.approx(run.step_time.expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("recipe", "gpu"), WAYS, ids=str)
+def test_every_size_is_as_run(recipe, gpu):
+    card = find_gpu(gpu)
+    traces = Traces(recipe, card)
+    for batch, length, accumulation in SIZES:
+        sized = recipe.but(batch_size=batch, seq_len=length, accumulation=accumulation)
+        if recipe.lora_rank:
+            sized = sized.but(lora_rank=batch)
+        assert traces.trace(sized) is not None
+        as_run(sized, card, traces)
+
+
+def test_a_base_in_4_bits():
+    recipe = LLAMA.but(precision="bf16-amp", lora_rank=4, base="nf4", double_quant=True)
+    card = find_gpu("L4")
+    traces = Traces(recipe, card)
+    for sized in (recipe.but(batch_size=16, seq_len=256), recipe.but(batch_size=9, seq_len=333)):
+        assert traces.trace(sized) is not None
+        as_run(sized, card, traces)
+
+
+def test_few_tokens_on_a_base_in_4_bits_are_run():
+    """bitsandbytes multiplies them without writing the weight out, by a table of cases."""
+    recipe = LLAMA.but(lora_rank=4, base="nf4", batch_size=4)
+    card = find_gpu("L4")
+    traces = Traces(recipe, card)
+    as_run(recipe, card, traces)
+    assert traces.trace(recipe) is None
+    assert traces.trace(recipe.but(batch_size=64)) is not None
+
+
+def test_a_depth_that_is_written_out():
+    recipe, card = Recipe("gpt2-medium", seq_len=128, attention="sdpa"), find_gpu(None)
+    as_run(recipe.but(batch_size=3, seq_len=512), card, Traces(recipe, card))
+
+
+def test_a_window_has_a_trace_on_either_side():
+    narrow = models.resized("mistral-7b-tiny", sliding_window=256)
+    recipe, card = Recipe(narrow, seq_len=64, attention="sdpa", precision="bf16"), find_gpu("L4")
+    traces = Traces(recipe, card)
+    assert traces.longest == models.max_length(narrow)
+    for length in (256, 272, 512, 1024):
+        as_run(recipe.but(seq_len=length), card, traces)
+    inside = Circumstances.of(recipe.but(seq_len=256))
+    assert inside.inside and not Circumstances.of(recipe.but(seq_len=272)).inside
+
+
+def test_where_chunks_of_a_sequence_are_looped_over_each_size_is_run():
+    """Linear attention: 8 to 18 % were missing when such a trace was stretched."""
+    config = CONFIG_MAPPING["qwen3_next"](
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        layer_types=["linear_attention", "full_attention"],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        mlp_only_layers=[0, 1],
+    )
+    recipe = Recipe(config, seq_len=128, precision="bf16", attention="sdpa")
+    card = find_gpu("A100-80GB")
+    traces = Traces(recipe, card)
+    for batch, length in ((1, 128), (2, 192)):
+        as_run(recipe.but(batch_size=batch, seq_len=length), card, traces)
+
+
+def test_a_log_with_other_bytes_is_not_alike():
+    card = find_gpu("L4")
+    log = full_log(TINY, card)
+    assert are_alike(log, full_log(TINY, card))
+    assert not are_alike(log, full_log(TINY.but(seq_len=TINY.seq_len + 16), card))
+    assert not are_alike(log, full_log(TINY.but(checkpointing=True), card))
+
+
+@pytest.mark.parametrize(("gpu", "kernel"), [("P100", "efficient"), ("L4", "flash")])
+def test_what_attention_rounds_up(gpu, kernel):
+    """The memory-efficient kernel's sums go in 32 tokens, flash's backward in 128."""
+    recipe, card = Recipe("bert-base-tiny", attention="sdpa", precision="fp16-amp"), find_gpu(gpu)
+    traces = Traces(recipe, card)
+    for batch, length in ((3, 40), (2, 64), (5, 200)):
+        sized = recipe.but(batch_size=batch, seq_len=length)
+        by_trace, run = (
+            [step for _, step in one.events() if type(step) is Birth]
+            for one in (traces.at(sized), full_log(sized, card))
+        )
+        assert any(kernel in str(birth.operation) for birth in run)
+        assert [birth.nbytes for birth in by_trace] == [birth.nbytes for birth in run]
+
+
+@pytest.mark.parametrize("base", ({}, {"lora_rank": 4, "base": "nf4"}))
+def test_all_micro_batches_wait_on_the_card(base):
+    """Of more of them the tokens are there, too."""
+    card = find_gpu("L4")
+    recipe = Recipe("llama-3-8b-tiny", seq_len=64, precision="fp16-amp", accumulation=5, **base)
+    traces = Traces(recipe, card)
+    for number in (2, 5, 300):
+        sized = recipe.but(batch_size=300, seq_len=512, accumulation=number)
+        full = full_log(sized, card)
+        by_trace, run = (serve_without_range(sized, one, card) for one in (traces.at(sized), full))
+        assert by_trace.peak_allocated == run.peak_allocated
+        assert by_trace.peak_reserved == run.peak_reserved
+        assert traces.least(sized) == pytest.approx(run.peak_allocated, rel=0.01)
+        tight = replace(card, total_memory=run.peak_reserved + card.context + 2**28)
+        peak = peak_reserved_of(sized, full, tight)
+        assert traces.is_served(sized, tight) == (peak is not None)

@@ -1,0 +1,45 @@
+"""Numbers at chosen sizes say which sizes they are made of."""
+
+import itertools
+import math
+
+import pytest
+
+from memlab.trace.symbols import ROUNDED, Symbols, chosen_sizes, factors_of, largest_prime
+
+# Widths, vocabularies and heads of llama-3-8b, qwen2.5-7b, gpt2, TinyLlama.
+MODELS = [
+    {4096, 14336, 128256, 1024, 32, 128},
+    {3584, 18944, 152064, 512, 28, 4},
+    {768, 3072, 50257, 1024, 12},
+    {2048, 5632, 32000, 256},
+]
+KINDS = list(itertools.product(MODELS, (True, False), (16, 8, 4, 2, 1), (True, False)))
+
+
+@pytest.mark.parametrize(("own", "one", "alignment", "inside"), KINDS)
+def test_a_number_is_read_and_put_together_again_at_other_sizes(own, one, alignment, inside):
+    sizes = chosen_sizes(own, one_sequence=one, alignment=alignment, inside=inside, rank=256)
+    assert math.gcd(sizes["s"], 16) == alignment
+    assert (sizes["b"] == 1) == one and (sizes["w"] > sizes["s"]) == inside
+    symbols, here = Symbols(sizes), factors_of(sizes)
+    other = {"b": 1 if one else 6, "s": 5 * 16 * alignment + alignment, "r": 8, "P": 2048, "w": 96}
+    there = factors_of(other)
+    made = ["b", "s", "r", "P", "w", "s+1", "s-1", *(f"s~{unit}" for unit in ROUNDED)]
+    for constant, first, second in itertools.product((1, 4, 2 * max(own)), made, made):
+        number = constant * here[first] * here[second]
+        assert symbols.term(number).at(there) == constant * there[first] * there[second]
+    for number in own | {0, 1, 512, 2**20}:
+        assert symbols.term(number).at(there) == number
+
+
+def test_a_part_of_a_length_is_rounded_up():
+    sizes = chosen_sizes(MODELS[0], one_sequence=False, alignment=16, inside=True, rank=None)
+    chunks = Symbols(sizes).term(sizes["b"] * -(-sizes["s"] // 64))
+    assert chunks.at(factors_of({"b": 3, "s": 208})) == 3 * 4
+
+
+def test_a_model_that_has_every_prime_has_no_sizes():
+    primes = {n for n in range(2, 21000) if largest_prime(n) == n}
+    with pytest.raises(ValueError, match="no sizes"):
+        chosen_sizes(primes, one_sequence=True, alignment=16, inside=True, rank=None)
