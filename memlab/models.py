@@ -258,17 +258,16 @@ def with_layers(model, layers: int) -> PretrainedConfig:
     Of another number than its own none takes the keys and values of an earlier one.
     """
     full = config(model)
-    usual = type(full)()
+    usual = type(full)()  # says which lists are one entry a layer, and which have that length, too
 
-    def has_one_a_layer(config, name):
-        value = getattr(config, name, None)
+    def by_layer(config, value):
         return isinstance(value, (list, tuple)) and len(value) == config.num_hidden_layers
 
     values = {
         name: (value * layers)[:layers]  # of more layers it begins anew
         for name, value in vars(full).items()
-        if has_one_a_layer(full, name)
-        and (not getattr(usual, name, None) or has_one_a_layer(usual, name))
+        if by_layer(full, value)
+        and (not vars(usual).get(name) or by_layer(usual, vars(usual)[name]))
     }
     if layers != full.num_hidden_layers:
         values["num_kv_shared_layers"] = 0

@@ -25,6 +25,40 @@ PRINTED_GIB = {
 }
 
 
+# Compute capability, GB on the box, streaming multiprocessors, GB/s of memory, and 10^12 operations
+# a second: fp32 of ordinary cores; of tensor cores, without sparsity and added in fp32, tf32, fp16
+# (as bf16, where there is), fp8, int8. Sources: NVIDIA's table "CUDA GPU compute capability"; the
+# data sheets of T4, P100 (PCIe), V100 (SXM2), L4, L40S, A100 (40 GB; 80 GB SXM), H100 (SXM) and
+# H200 (SXM); AWS's page on G5 (A10G); NVIDIA's whitepapers of GA102 (3090) and of Ada (4090).
+SHEETS = {
+    "T4": ((7, 5), 16, 40, 320, 8.1, None, 65, None, 130),
+    "P100": ((6, 0), 16, 56, 732, 9.3, None, 18.7, None, None),
+    "V100": ((7, 0), 16, 80, 900, 15.7, None, 125, None, None),
+    "L4": ((8, 9), 24, 58, 300, 30.3, 60, 121, 242.5, 242.5),
+    "A10G": ((8, 6), 24, 80, 600, 35, 35, 70, None, 140),
+    "RTX-3090": ((8, 6), 24, 82, 936, 35.6, 35.6, 71, None, 284),
+    "RTX-4090": ((8, 9), 24, 128, 1008, 82.6, 82.6, 165.2, 330.3, 660.6),
+    "L40S": ((8, 9), 48, 142, 864, 91.6, 183, 362, 733, 733),
+    "A100-40GB": ((8, 0), 40, 108, 1555, 19.5, 156, 312, None, 624),
+    "A100-80GB": ((8, 0), 80, 108, 2039, 19.5, 156, 312, None, 624),
+    "H100": ((9, 0), 80, 132, 3350, 67, 494.7, 989.4, 1978.9, 1978.9),
+    "H200": ((9, 0), 141, 132, 4800, 67, 494.7, 989.4, 1978.9, 1978.9),
+}
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_card_is_what_its_maker_says(name):
+    card = GPUS[name]
+    capability, label, processors, bandwidth, fp32, tf32, fp16, fp8, int8 = SHEETS[name]
+    assert (card.capability, card.processors) == (capability, processors)
+    assert card.bandwidth == bandwidth * 1e9
+    assert 0.9 * label < card.total_memory / 1e9 < 1.08 * label
+    said = {"float32": fp32, "tf32": tf32, "float16": fp16, "int8": int8}
+    said |= {"bfloat16": fp16 if capability >= (8, 0) else None}
+    said |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), fp8)
+    assert card.rates == {name: n * 1e12 for name, n in said.items() if n is not None}
+
+
 @pytest.mark.parametrize("name", PRINTED_GIB)
 def test_total_memory_prints_as_pytorch_printed_it(name):
     assert f"{GPUS[name].total_memory / 2**30:.2f}" == PRINTED_GIB[name]

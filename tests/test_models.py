@@ -9,7 +9,7 @@ from torch._subclasses import FakeTensorMode
 
 from memlab import Recipe, models, simulate
 from memlab.quantized import assumed
-from memlab.serving import Serving
+from memlab.serving import Serving, head_shape
 
 # Parameters of the published checkpoints with this package's usual head, two labels for
 # classifiers. Sources: the element counts that the Hugging Face hub shows for the safetensors files
@@ -42,6 +42,38 @@ PUBLISHED = {
 }
 FULL = [name for name in models.MODELS if not name.endswith("-tiny")]
 
+# Layers, hidden size, feed-forward width, query heads, key-value heads, size of a head, vocabulary,
+# longest sequence. Sources: Devlin et al. 2019, section 3 (BERT); Sanh et al. 2019 (DistilBERT);
+# Liu et al. 2019, table 9 (RoBERTa); He et al. 2021, DeBERTaV3, table 10 and the model card;
+# Radford et al. 2019, table 2, with the heads of openai/gpt-2's hparams.json (GPT-2); Raffel et al.
+# 2020, section 3.7 (T5-3B); Touvron et al. 2023, Llama 2, with llama-models' params.json; Llama 3
+# herd of models, 2024, table 3, and the model cards of Llama 3.2; Qwen2.5 technical report, 2024,
+# table 1, and the model cards; Jiang et al. 2023, Mistral 7B, table 1; Jiang et al. 2024, Mixtral,
+# table 1. Vocabularies are those of the checkpoints, padding of the embeddings included.
+ARCHITECTURES = {
+    "bert-base": (12, 768, 3072, 12, 12, 64, 30_522, 512),
+    "bert-large": (24, 1024, 4096, 16, 16, 64, 30_522, 512),
+    "distilbert": (6, 768, 3072, 12, 12, 64, 30_522, 512),
+    "roberta-base": (12, 768, 3072, 12, 12, 64, 50_265, 512),
+    "deberta-v3-base": (12, 768, 3072, 12, 12, 64, 128_100, None),
+    "gpt2": (12, 768, 3072, 12, 12, 64, 50_257, 1024),
+    "gpt2-medium": (24, 1024, 4096, 16, 16, 64, 50_257, 1024),
+    "gpt2-large": (36, 1280, 5120, 20, 20, 64, 50_257, 1024),
+    "gpt2-xl": (48, 1600, 6400, 25, 25, 64, 50_257, 1024),
+    "t5-3b": (24, 1024, 16_384, 32, 32, 128, 32_128, None),
+    "llama-3.2-1b": (16, 2048, 8192, 32, 8, 64, 128_256, 131_072),
+    "llama-3.2-3b": (28, 3072, 8192, 24, 8, 128, 128_256, 131_072),
+    "llama-3-8b": (32, 4096, 14_336, 32, 8, 128, 128_256, 8192),
+    "llama-3.1-8b": (32, 4096, 14_336, 32, 8, 128, 128_256, 131_072),
+    "llama-2-7b": (32, 4096, 11_008, 32, 32, 128, 32_000, 4096),
+    "llama-2-70b": (80, 8192, 28_672, 64, 8, 128, 32_000, 4096),
+    "qwen2.5-0.5b": (24, 896, 4864, 14, 2, 64, 151_936, 32_768),
+    "qwen2.5-1.5b": (28, 1536, 8960, 12, 2, 128, 151_936, 131_072),
+    "qwen2.5-7b": (28, 3584, 18_944, 28, 4, 128, 152_064, 131_072),
+    "mistral-7b": (32, 4096, 14_336, 32, 8, 128, 32_000, 32_768),
+    "mixtral-8x7b": (32, 4096, 14_336, 32, 8, 128, 32_000, 32_768),
+}
+
 
 def one_line(error) -> str:
     text = str(error.value)
@@ -64,6 +96,28 @@ def test_every_named_model_is_checked():
 def test_parameters_are_those_of_the_published_checkpoint(name):
     with torch.device("meta"):
         assert models.build(name).num_parameters() == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_the_architecture_is_the_published_one(name):
+    config = models.config(name)
+    wide = next(filter(None, (getattr(config, width, None) for width in models.WIDTHS)), None)
+    assert ARCHITECTURES[name] == (
+        config.num_hidden_layers,
+        config.hidden_size,
+        wide or 4 * config.hidden_size,  # GPT-2 says none
+        config.num_attention_heads,
+        *head_shape(config),
+        config.vocab_size,
+        models.max_length(name),
+    )
+    assert (name == "mixtral-8x7b") == models.has_experts(name)
+    assert (getattr(config, "sliding_window", None) or 0) == 4096 * (name == "mistral-7b")
+
+
+def test_mixtral_has_eight_experts_of_which_a_token_meets_two():
+    config = models.config("mixtral-8x7b")
+    assert (config.num_local_experts, config.num_experts_per_tok) == (8, 2)
 
 
 @pytest.mark.parametrize("name", FULL)

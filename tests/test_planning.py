@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from memlab import Recipe, simulate
+from memlab import Recipe, models, simulate
 from memlab.evidence.accuracy import PYTORCH_2
 from memlab.evidence.records import find_records
 from memlab.gpus import GPUS, gpu_of_device
@@ -99,6 +99,7 @@ def test_kernels_of_2022_need_the_wider_margin():
         (("T5",), "gpu is 'T5'"),
         (("T4", -0.1), "margin is -0.1"),
         (("T4", float("nan")), "margin is nan"),
+        (("T4", 5), "margin is 5: allowed are numbers from 0 to below 1"),
     ],
 )
 def test_bad_input(arguments, says):
@@ -141,6 +142,16 @@ def test_the_largest_ends_at_the_model_or_is_none():
     assert not found.fit and str(found).startswith("not even batch_size=1: does not fit")
     with pytest.raises(ValueError, match="field is 'model': allowed are batch_size, seq_len"):
         largest(TINY, "T4", "model")
+
+
+def test_a_search_that_ends_says_why():
+    window = models.resized("mistral-7b-tiny", sliding_window=128, max_position_embeddings=512)
+    found = largest(Recipe(window, seq_len=64), 2**34, "seq_len")
+    assert (found.value, found.next) == (128, None)
+    assert "beyond its sliding window of 128 tokens mistral computes attention in" in str(found)
+    found = largest(Recipe("bert-large-tiny", seq_len=64), 2**34, "seq_len")
+    assert found.value == 512
+    assert "largest seq_len: 512 (bert-large-tiny allows no larger ones)" in str(found)
 
 
 def test_room_and_margin_are_one_rule():

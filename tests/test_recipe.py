@@ -111,6 +111,37 @@ def test_bad_values_are_told_in_one_line(field, value, allowed):
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"compute_dtype": "bf16"}, "compute_dtype is 'bf16' and base is 'none': it has no effect"),
+        ({"double_quant": True}, "double_quant is True and base is 'none'"),
+        ({"block_size": 128}, "block_size is 128 and base is 'none'"),
+        ({"upcast": False}, "upcast is False and base is 'none'"),
+        ({"lora_rank": 2, "base": "int8", "double_quant": True}, "allowed is False, or a base of"),
+        ({"lora_targets": "c_attn"}, "lora_targets is ('c_attn',) and lora_rank is 0"),
+        ({"lora_dropout": 0.1}, "lora_dropout is 0.1 and lora_rank is 0"),
+        ({"lora_fp32": False}, "lora_fp32 is False and lora_rank is 0"),
+    ],
+)
+def test_an_argument_without_effect_is_refused(changes, said):
+    with pytest.raises(ValueError) as error:
+        Recipe("gpt2-tiny", seq_len=16, **changes)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_a_change_leaves_without_effect_goes_with_it():
+    full = Recipe("gpt2-tiny", seq_len=16)
+    lora = full.but(lora_rank=2, lora_targets="c_attn", lora_dropout=0.1)
+    quantized = lora.but(base="nf4", double_quant=True, block_size=128, upcast=False)
+    assert quantized.but(base="none") == lora
+    eight = quantized.but(base="int8")
+    assert (eight.double_quant, eight.block_size, eight.upcast) == (False, 64, False)
+    assert lora.but(lora_rank=0) == full
+    with pytest.raises(ValueError, match="double_quant"):
+        quantized.but(base="none", double_quant=True)
+
+
 def test_an_unknown_field_is_told():
     with pytest.raises(ValueError, match="no field 'batch': allowed are model"):
         Recipe().but(batch=1)

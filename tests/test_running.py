@@ -88,6 +88,13 @@ def test_what_is_not_simulated_is_one_line_with_its_place(line, said, tmp_path, 
 def test_bad_input_is_one_line(tmp_path, capsys):
     assert main(["run", str(tmp_path / "none.py")]) == 2
     assert "is no file" in capsys.readouterr().err
+
+
+def test_a_json_file_is_no_script(tmp_path, capsys):
+    """Most of JSON is Python, too, and would end without a word."""
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert main(["run", str(tmp_path / "config.json"), "--gpu", "T4"]) == 2
+    assert "config.json is a JSON file: allowed is a Python script" in capsys.readouterr().err
     (tmp_path / "empty.py").write_text("")
     assert main(["run", str(tmp_path / "empty.py"), "--steps", "0"]) == 2
     assert "allowed are whole numbers from 1" in capsys.readouterr().err

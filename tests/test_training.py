@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 
 from memlab import Recipe
 from memlab.training import Training
@@ -229,6 +230,38 @@ def test_lora_trains_adapters_and_a_new_head_only(model, targets, task):
     assert bool(heads) == (task == "sequence-classification")
 
 
+USUAL = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@pytest.mark.parametrize(
+    ("model", "experts"),
+    [
+        ("mixtral-8x7b-tiny", ("w1", "w2", "w3")),
+        (
+            transformers.Qwen3MoeConfig(
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=8,
+                vocab_size=64,
+                moe_intermediate_size=16,
+                num_experts=4,
+                num_experts_per_tok=2,
+            ),
+            ("gate_proj", "up_proj", "down_proj"),
+        ),
+    ],
+)
+def test_adapters_of_experts_by_their_usual_names(model, experts):
+    """PEFT knows them by the names that they had before all experts were one tensor."""
+    recipe = Recipe(model=model, lora_rank=2, seq_len=16, lora_targets=USUAL)
+    attention = Training(recipe).trainable_parameters
+    with_experts = Training(recipe.but(lora_targets=USUAL + experts))
+    assert with_experts.trainable_parameters > attention
+    assert with_experts.step() > 0
+
+
 def test_lora_counts_are_rank_times_both_sides():
     recipe = Recipe(model="llama-3-8b-tiny", lora_rank=4, lora_targets="q_proj", seq_len=16)
     training = Training(recipe)
@@ -248,6 +281,7 @@ def test_adapters_are_in_the_dtype_asked_for(fp32):
     ("changes", "said"),
     [
         ({"lora_targets": "q_proj"}, "bert-large-tiny has .*query"),
+        ({"lora_targets": "query,q_proj"}, "lora_targets holds q_proj: bert-large-tiny has .*key"),
         ({"lora_rank": 100_000}, "allows whole numbers up to"),
     ],
 )

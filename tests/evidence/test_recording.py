@@ -124,3 +124,11 @@ def test_a_file_that_is_not_whole_is_refused_and_left_alone(tmp_path):
 def test_steps_that_are_none(tmp_path):
     with pytest.raises(ValueError, match="steps is 0"):
         recording.record("cpu", tmp_path, {"one": TINY}, steps=0)
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(recording, "machine", lambda device: pytest.fail("work has begun"))
+    for out in (tmp_path / "file", tmp_path / "file" / "records"):
+        with pytest.raises(OSError):
+            recording.record("cpu", out, {})
