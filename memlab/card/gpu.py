@@ -20,7 +20,6 @@ from memlab.card.places import CARD, tensors_name_their_place
 from memlab.card.ranks import check_ranks, rank_of
 from memlab.card.rules import RULES, cuda_kernels
 from memlab.card.tracer import CardTracer
-from memlab.card.values import host_copy
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, find_gpu
 from memlab.quantized import import_bitsandbytes
@@ -120,7 +119,7 @@ class SimulatedGPU:
             tracer.mode = stack.enter_context(fake_tensors.tensors_without_data())
             names = stack.enter_context(moves.cuda_code(tracer))
             for context in (
-                tensors_name_their_place(host_copy),
+                tensors_name_their_place(tracer.host_copy),
                 moves.threads_come_along(tracer.mode, tracer, names),
                 bitsandbytes.paged_states(tracer.zeros_on_host),
                 cuda_kernels(self.gpu, tracer.rules, tracer.met_rules),
