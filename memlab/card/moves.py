@@ -133,6 +133,10 @@ class CudaNames(TorchFunctionMode):
             if args and isinstance(args[0], int):
                 args = (torch.device("cuda", args[0]), *args[1:])
             return func(*args, **kwargs)
+        for kind in types:
+            if not issubclass(kind, torch.Tensor):  # what answers for a tensor, such as a lazy one
+                with self._called_by_nobody():
+                    return kind.__torch_function__(func, types, args, kwargs)
         if func in MOVES:
             return self._moved(func, args, kwargs)
         device = kwargs.get("device")
@@ -141,6 +145,8 @@ class CudaNames(TorchFunctionMode):
                 device = torch.device("cuda", device)
                 kwargs = kwargs | {"device": device}
             names_card(device)  # or refuses
+        if func is torch.tensor:
+            args = (self._scalars_on_host(args[0]), *args[1:]) if args else args
         if func in FROM_DATA:  # PyTorch makes it on the host, and moves it by itself
             place = device or (device_of(args[0]) if func is torch.Tensor.new_tensor else HOST)
             made = func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
@@ -157,20 +163,36 @@ class CudaNames(TorchFunctionMode):
         finally:
             thread.call = before
 
+    def _scalars_on_host(self, data):
+        """What a tensor is made of, with ordinary tensors for the numbers on the card."""
+        if not isinstance(data, (list, tuple)):
+            return data
+        if isinstance(data[0] if data else None, (list, tuple)):
+            return [self._scalars_on_host(row) for row in data]
+        if not any(isinstance(one, FakeTensor) for one in data):
+            return data
+        return [self.tracer.host_copy(x) if isinstance(x, FakeTensor) else x for x in data]
+
     # ------------------------------------------------------------------ where no mode is
+
+    @contextlib.contextmanager
+    def _called_by_nobody(self):
+        """Under this mode, as where Python code stands by itself."""
+        thread = self.tracer.thread
+        before, thread.call = thread.call, None
+        here = self in _get_current_function_mode_stack()
+        try:
+            with contextlib.nullcontext() if here else self:
+                yield
+        finally:
+            thread.call = before
 
     def entered(self, function):
         """The function, run under this mode."""
 
         def run(*args, **kwargs):
-            thread = self.tracer.thread
-            before, thread.call = thread.call, None
-            here = self in _get_current_function_mode_stack()
-            try:
-                with contextlib.nullcontext() if here else self:
-                    return function(*args, **kwargs)
-            finally:
-                thread.call = before
+            with self._called_by_nobody():
+                return function(*args, **kwargs)
 
         return run
 

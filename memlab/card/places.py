@@ -88,6 +88,16 @@ def names_host(value) -> bool:
     return isinstance(value, torch.device) and value.type == "cpu"
 
 
+_make = FakeTensor.__new__
+
+
+def _new(cls, *args, requires_grad=None, **kwargs):
+    """`type(parameter)(data, requires_grad=..., **parameter.__dict__)`, as libraries copy one."""
+    if args and isinstance(args[0], torch.Tensor):
+        return torch.nn.Parameter(args[0], requires_grad)
+    return _make(cls, *args, **kwargs)
+
+
 @contextlib.contextmanager
 def tensors_name_their_place(host_copy):
     """Let fake tensors answer Python code as tensors of a card and of its host do.
@@ -117,7 +127,8 @@ def tensors_name_their_place(host_copy):
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def represent(self, *, tensor_contents=None):
-        shown = f"{self.item()}" if self.dim() == 0 else "..."
+        readable = self.dim() == 0 and not self.fake_mode.in_kernel_invocation
+        shown = f"{self.item()}" if readable else "..."
         place = f", device='{self.device}'" if on_card(self) else ""
         size = "" if self.dim() == 0 else f", size={tuple(self.shape)}"
         dtype = "" if self.dtype in (torch.float32, torch.int64, torch.bool) else f", {self.dtype}"
@@ -132,6 +143,7 @@ def tensors_name_their_place(host_copy):
         return name.replace("torch.", "torch.cuda.") if on_card(self) else name
 
     answers = {
+        "__new__": staticmethod(_new),
         "device": property(device),
         "is_cuda": property(on_card),
         "is_cpu": property(lambda self: device_of(self) == HOST),

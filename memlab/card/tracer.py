@@ -25,6 +25,7 @@ from memlab.card.places import (
     on_card,
 )
 from memlab.card.rules import RULES
+from memlab.card.waiting import Waits
 from memlab.card.work import WorkLog
 from memlab.footprint import Category, Phase
 from memlab.gpus import GPU
@@ -71,9 +72,12 @@ class CardTracer(Tracer):
         self.assumptions: dict[str, None] = {}  # in their order
         self.work = WorkLog()
         self.stream_object = None  # the stream that Python code has chosen, if any
+        self.waits = Waits(self.assumptions)
         self.thread = _Thread()
         self._handles_used = set()
         self._stopped = False
+        self.on_step_by_hand = lambda: None
+        self._by_hand = None  # whether weights were changed since a backward pass; None before one
         self._lock = threading.RLock()  # the reader's threads
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -118,6 +122,30 @@ class CardTracer(Tracer):
     def step_ended(self) -> None:
         """As `Tracer.step_ended`; the work of a step ends here."""
         self.work.end_step()
+        self.waits.steps += 1
+        self._by_hand = None
+
+    def end_step_by_hand(self) -> None:
+        """Weights that were changed in place after a backward pass made a step."""
+        if self._by_hand:
+            self.step_ended()
+            self.on_step_by_hand()
+
+    def _follow_step_by_hand(self, func, args) -> None:
+        """The change of one weight begins such a step, the next backward pass ends it."""
+        if torch._C._current_graph_task_id() != -1:
+            if self._by_hand is None:
+                self._by_hand = False
+            elif self._by_hand:
+                self.end_step_by_hand()
+        elif self._by_hand is False and func._schema.is_mutable and self._stepping is None:
+            first = args[0][0] if isinstance(args[0], (list, tuple)) and args[0] else args[0]
+            self._by_hand = isinstance(first, torch.Tensor) and self._is_weight(first)
+
+    def _is_weight(self, tensor) -> bool:
+        known = self._live.get(tensor.untyped_storage()._cdata)
+        parameter = known and known[0].category == Category.PARAMETERS
+        return bool(parameter or (tensor.requires_grad and tensor.is_leaf))
 
     def stop(self) -> None:
         """Enter nothing any more: what dies from now on was there to the end."""
@@ -144,11 +172,27 @@ class CardTracer(Tracer):
         """As `Tracer.resized`, for what is on the card."""
         return None if is_on_host(data) else super().resized(data)
 
+    # ------------------------------------------------------------------ values
+
+    def _read(self, tensor):
+        """What `.item()` gives: the value if it is known, else one that stands for it."""
+        known = values.values_of(tensor) is not None
+        return values.reading(tensor) if known else self.waits.answer(values.reading(tensor))
+
+    def _compare(self, func, args, kwargs):
+        answer = values.compare(func, args, kwargs)
+        return answer if values.all_known(args, kwargs) else self.waits.answer(answer)
+
+    def host_copy(self, tensor):
+        """An ordinary tensor for a fake one, as `memlab.card.values.host_copy` makes it."""
+        known = values.values_of(tensor) is not None or tensor.numel() != 1
+        return values.host_copy(tensor, None if known else self._read(tensor))
+
     # ------------------------------------------------------------------ the card
 
     def _on_card(self, func, types, args, kwargs, tensors):
         if func is aten._local_scalar_dense.default:
-            return values.reading(args[0])
+            return self._read(args[0])
         if func is aten.copy_.default and not on_card(args[0]):
             return self._write_on_host(*args[:2])
         if func is aten.masked_select.default:
@@ -161,7 +205,8 @@ class CardTracer(Tracer):
         if func in dynamic_shapes.LARGEST:
             return self._shaped_by_values(func, args, kwargs, tensors)
         if func in (aten.equal.default, aten.allclose.default):
-            return values.compare(func, args, kwargs)
+            return self._compare(func, args, kwargs)
+        self._follow_step_by_hand(func, args)
         here, options = self._without_data(args, kwargs, tensors)
         self._take_workspaces(func)
         try:
@@ -293,9 +338,9 @@ class CardTracer(Tracer):
                 mark_inside(made)
             return made
         if func is aten._local_scalar_dense.default:
-            return values.reading(args[0])
+            return self._read(args[0])
         if func in (aten.equal.default, aten.allclose.default):
-            return values.compare(func, args, kwargs)
+            return self._compare(func, args, kwargs)
         if func is aten._to_copy.default and on_card(args[0]):
             return self.copy_to_host(args[0], kwargs.get("dtype"))
         here, options = self._without_data(args, kwargs, tensors)
@@ -304,13 +349,14 @@ class CardTracer(Tracer):
         except (DynamicOutputShapeException, DataDependentOutputException):
             raise NotSimulated(f"{func} is not simulated: {NO_DATA_ON_THE_HOST}") from None
         if any(map(on_card, tensors)) and all(map(_holds_data, _tensors([made]))):
-            here = tree_map_only(FakeTensor, values.host_copy, (args, kwargs))
+            here = tree_map_only(FakeTensor, self.host_copy, (args, kwargs))
             with no_dispatch():
                 return func(*here[0], **here[1])
         if made is None:  # lists of tensors, changed in place
             return None
         if func._schema.is_mutable and not isinstance(args[0], FakeTensor):
             return args[0]  # its numbers stay what they were
+        values.learn(func, args, kwargs, made)
         for tensor in _tensors([made]):
             if tensor.device.type != "meta":
                 keep_on_host(tensor)
@@ -327,7 +373,7 @@ class CardTracer(Tracer):
         if copy.stride() != tensor.stride():
             self._take_and_give_back(tensor.nbytes)
         if _holds_data(copy):
-            data = values.host_copy(tensor)
+            data = self.host_copy(tensor)
             with no_dispatch():
                 copy = data.to(copy.dtype)
         return copy
@@ -337,7 +383,7 @@ class CardTracer(Tracer):
         if target.stride() != source.stride():
             self._take_and_give_back(source.nbytes)
         if not isinstance(target, FakeTensor):
-            copy = values.host_copy(source)
+            copy = self.host_copy(source)
             with no_dispatch():
                 target.copy_(copy)
         return target

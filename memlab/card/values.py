@@ -110,7 +110,7 @@ def learn(func, args, kwargs, out) -> None:
     ]
     if not new:
         return
-    if _all_known(args, kwargs) and all(m.numel() <= MOST_KNOWN for _, m in new):
+    if all_known(args, kwargs) and all(m.numel() <= MOST_KNOWN for _, m in new):
         results = run_on_values(func, args, kwargs)
         results = results if isinstance(results, (list, tuple)) else (results,)
         assumed = assumed_of(_tensors(args, kwargs))
@@ -157,7 +157,7 @@ def _written(func, args, kwargs) -> None:
     known = [t for t in written if isinstance(t, FakeTensor) and values_of(t) is not None]
     if not known:
         return
-    if _all_known(args, kwargs):
+    if all_known(args, kwargs):
         run_on_values(func, args, kwargs)
     else:
         for tensor in known:
@@ -168,7 +168,7 @@ def _tensors(*arguments):
     return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
 
 
-def _all_known(args, kwargs) -> bool:
+def all_known(args, kwargs) -> bool:
     """Whether all values are known and integers, or single numbers."""
     return all(
         values_of(tensor) is not None and (not tensor.is_floating_point() or tensor.numel() == 1)
@@ -253,7 +253,13 @@ def _counts_as(tensor):
     """What an element of a tensor of any size counts as."""
     if tensor.numel() == 1:
         return reading(tensor)
-    return _unknown(tensor) if isinstance(tensor, FakeTensor) else 1
+    known = values_of(tensor)
+    if known is not None and tensor.numel():
+        with no_dispatch():
+            first = known.flatten()[0]
+            if bool((known == first).all()):
+                return first.item()
+    return _unknown(tensor)
 
 
 def _unknown(tensor):
@@ -266,13 +272,15 @@ def _unknown(tensor):
 
 def compare(func, args, kwargs) -> bool:
     """What `torch.equal` and `torch.allclose` give."""
-    if _all_known(args, kwargs):
+    if all_known(args, kwargs):
         return run_on_values(func, args, kwargs)
     return args[0].shape == args[1].shape
 
 
-def host_copy(tensor):
+def host_copy(tensor, stand_in=None):
     """An ordinary tensor for a fake one: its values if they are known, else what stands for them.
+
+    stand_in: that number, or None for the usual one.
 
     Large ones hold zeros, whose memory the system does not take before they are read.
     """
@@ -282,4 +290,5 @@ def host_copy(tensor):
             return known.clone()
         if tensor.nbytes > 2**24:
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
-        return torch.full(tensor.shape, _unknown(tensor), dtype=tensor.dtype)
+        number = _unknown(tensor) if stand_in is None else stand_in
+        return torch.full(tensor.shape, number, dtype=tensor.dtype)

@@ -1,0 +1,172 @@
+"""Loops that wait for a value that is not known, and that its stand-in would never let end."""
+
+import dis
+import functools
+import inspect
+import sys
+from pathlib import Path
+
+import torch
+
+from memlab.card.places import NotSimulated
+
+PATIENCE = 20  # readings in which nothing that is known changes, before another answer is given
+MOST = 10_000  # readings in one loop, where something does
+OTHERS = (0, 2**20)  # for a number that reads as 1: below and above what a loop compares it with
+TRIES = 10  # other answers, after which the loop is given up
+MARK = "_memlab_waits"
+
+
+class Waits:
+    """What the `while` loops at work have read that is not known.
+
+    A loop that reads the same again and again, while nothing known changes (the numbers, texts and
+    shapes that the loop's names stand for, the count of optimizer steps), waits for another value
+    and is given one. Loops over an iterator end by themselves.
+
+    assumptions: a dict that takes a line for each loop that was given another answer.
+    """
+
+    def __init__(self, assumptions: dict):
+        self.steps = 0  # of optimizers
+        self._assumptions = assumptions
+        self._of_modules: dict[int, dict] = {}  # by their names' dict
+
+    def answer(self, value):
+        """A stand-in value, or another one where a loop has waited for it for long.
+
+        Raises NotSimulated, with the loop's line, where no other value ends it.
+        """
+        place, frame = _loop_at_work(sys._getframe(1))
+        if frame is None:
+            return value
+        known, kept = self._look(frame)
+        reading = kept.setdefault(place, _Reading())
+        given = reading.answer(value, (self.steps, *known))
+        line = f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+        if given is None:
+            raise NotSimulated(
+                f"the while loop at {line} waits for a value that only a real card has: it was "
+                f"read {reading.times:,} times. Give the loop a bound, or do it on the host"
+            )
+        if given != value:
+            said = f"{value!r} was read {PATIENCE} times, then {given!r}"
+            self._assumptions[f"{line}: a loop waits for a value that is not known: {said}"] = None
+        return given
+
+    def _look(self, frame):
+        """(what is known of what the names in a frame stand for, what is kept of its readings)."""
+        names = frame.f_locals
+        if names is frame.f_globals:
+            return _known_of(names), self._of_modules.setdefault(id(names), {})
+        kept = names.get(MARK, {})
+        known = _known_of({name: value for name, value in names.items() if name != MARK})
+        # Before Python 3.13 these are copies, and would keep tensors alive. The frame has them, and
+        # `names`, and getrefcount; whoever else has them called locals().
+        if type(names) is dict and sys.getrefcount(names) <= 3:
+            names.clear()
+        names[MARK] = kept  # lives as long as the call
+        return known, kept
+
+
+class _Reading:
+    """How often one place in a loop has read a value, and what was known then."""
+
+    times = unchanged = others = 0
+    known = None
+
+    def answer(self, value, known):
+        """The value, another one, or None where the loop is given up."""
+        self.times += 1
+        self.unchanged = self.unchanged + 1 if known == self.known else 0
+        self.known = known
+        if self.times > MOST or self.others > TRIES:
+            return None
+        if self.unchanged < PATIENCE:
+            return value
+        self.unchanged = 0
+        self.others += 1
+        if isinstance(value, bool):
+            return not value
+        return type(value)(OTHERS[(self.others - 1) % len(OTHERS)])
+
+
+def _loop_at_work(frame):
+    """(the place, the frame) of the `while` loop that reads a value; (None, None) for none.
+
+    place: the instructions at work, from the reading to the loop.
+    """
+    while frame is not None and _is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    place = []
+    while frame is not None:
+        place += id(frame.f_code), frame.f_lasti
+        kind = _loop_around(frame.f_code, frame.f_lasti)
+        if kind:
+            return (tuple(place), frame) if kind == "while" else (None, None)
+        frame = frame.f_back
+    return None, None
+
+
+_OURS = (str(Path(__file__).parent), str(Path(torch.__file__).parent / "utils"))
+
+
+@functools.cache
+def _is_ours(file) -> bool:
+    return file.startswith(_OURS)
+
+
+@functools.cache
+def _loop_around(code, at) -> str:
+    """`for` or `while`: the innermost loop around an instruction; empty for none."""
+    around = [(start, kind) for start, end, kind in _loops(code) if start <= at <= end]
+    return max(around)[1] if around else ""
+
+
+@functools.cache
+def _loops(code) -> list[tuple[int, int, str]]:
+    """(first instruction, last one, kind) of each loop: of each jump back."""
+    instructions = list(dis.get_instructions(code))
+    at = {one.offset: one.opname for one in instructions}
+    jumps = [
+        (one.argval, one.offset)
+        for one in instructions
+        if one.opcode in (*dis.hasjrel, *dis.hasjabs)
+        and one.argval < one.offset
+        and "NO_INTERRUPT" not in one.opname  # waits for another generator
+    ]
+    return [(to, end, "for" if at[to] == "FOR_ITER" else "while") for to, end in jumps]
+
+
+PLAIN = (int, float, str, bytes, bool, type(None))
+SIZED = (list, tuple, dict, set)
+
+
+def _known_of(names) -> list:
+    """What is known of what names stand for: plain values, shapes and lengths."""
+    known = []
+    for value in list(names.values()):
+        known += _known(value)
+        attributes = getattr(value, "__dict__", None)
+        if type(attributes) is dict and not isinstance(value, torch.Tensor) and not _is_code(value):
+            for attribute in list(attributes.values()):
+                known += _known(attribute)
+    return known
+
+
+def _known(value) -> tuple:
+    if isinstance(value, PLAIN):
+        return (value,)
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape),)
+    return (len(value),) if isinstance(value, SIZED) else ()
+
+
+def _is_code(value) -> bool:
+    return inspect.ismodule(value) or inspect.isclass(value) or inspect.isroutine(value)
+
+
+def _short(file) -> str:
+    """A file as it is read: below the packages, or with its folder."""
+    _, _, installed = file.rpartition("site-packages/")
+    return installed if "site-packages/" in file else Path(file).name

@@ -1,0 +1,168 @@
+"""Loops that wait for values which only a real card has."""
+
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+from helpers import one_line
+
+from memlab import SimulatedGPU
+from memlab.card.places import NotSimulated
+
+LARGE = 600  # a matrix of these, on the host, has no data
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("bounds", [{}, dict(a=-0.04, b=0.04), dict(a=0.03, b=0.04)])
+def test_truncated_normal_numbers_are_drawn(device, bounds):
+    with SimulatedGPU() as gpu:
+        weight = torch.empty(LARGE, LARGE, device=device)
+        assert torch.nn.init.trunc_normal_(weight, std=0.02, **bounds) is weight
+    assert gpu.footprint.peak_allocated <= 6 * weight.nbytes
+
+
+def rejection(x):
+    sample = torch.randn_like(x)
+    while True:
+        bad = sample.abs() > 0.5
+        if not bad.any():
+            return sample
+        sample = torch.where(bad, torch.randn_like(x), sample)
+
+
+def done_flags(x):
+    done = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+    while not done.all():
+        done = done | (x.mean(1) > 2)
+
+
+def convergence(x):
+    error = x.norm()
+    while error > 1e-6:
+        x = x / 2
+        error = x.norm()
+
+
+def convergence_of_numbers(x):
+    while x.norm().item() > 1e-6:
+        x = x / 2
+
+
+def convergence_on_the_host(x):
+    while float(x.norm().cpu().numpy()) > 1e-6:
+        x = x / 2
+
+
+def growth(x):
+    while x.norm().item() < 1000:
+        x = x * 2
+
+
+class Chain:
+    """A reading in a function of its own."""
+
+    def finished(self, x):
+        return bool((x.max() > 100).any())
+
+    def __call__(self, x):
+        while not self.finished(x):
+            x = x + 1
+
+
+WAITING = [
+    rejection,
+    done_flags,
+    convergence,
+    convergence_of_numbers,
+    convergence_on_the_host,
+    growth,
+    Chain(),
+]
+
+
+@pytest.mark.parametrize("loop", WAITING, ids=lambda one: getattr(one, "__name__", "Chain"))
+def test_a_loop_that_waits_is_given_another_answer_and_that_is_said(loop):
+    with SimulatedGPU() as gpu:
+        loop(torch.randn(8, 8, device="cuda"))
+    assert gpu.footprint.assumptions
+    for said in gpu.footprint.assumptions:
+        assert said.startswith("test_waiting.py:") and "times, then" in said
+
+
+def test_a_loop_that_nothing_ends_is_refused_with_its_line():
+    with SimulatedGPU():
+        x = torch.randn(4, device="cuda")
+        with pytest.raises(NotSimulated, match=r"the while loop at test_waiting.py:\d+") as error:
+            while x.sum().item() != 0.25:
+                x = x + 1
+    one_line(error)
+
+
+def test_a_count_in_the_loop_does_not_make_it_endless(monkeypatch):
+    monkeypatch.setattr("memlab.card.waiting.MOST", 300)
+    with SimulatedGPU():
+        x, count = torch.randn(4, device="cuda"), 0
+        with pytest.raises(NotSimulated, match="read 301 times"):
+            while x.sum() > 1e-3:
+                count += 1
+    assert 300 <= count <= 301  # the first reading has a place of its own
+
+
+def test_a_training_loop_is_not_disturbed():
+    def train(steps):
+        model = torch.nn.Linear(8, 8, device="cuda")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        while True:  # bounded by the optimizer's steps, not by a number here
+            loss = model(torch.randn(2, 8, device="cuda")).mean()
+            assert loss.item() == 1
+            if not torch.isfinite(loss):
+                raise AssertionError("the loss is finite")
+            loss.backward()
+            optimizer.step()
+            if next(steps) == 50:
+                return
+
+    with SimulatedGPU() as gpu:
+        train(itertools.count())
+        for _ in range(50):
+            assert not (torch.randn(4, device="cuda") > 2).any()
+        lengths = torch.ones(1, 1, dtype=torch.long, device="cuda")
+        while lengths.size(1) < 50:  # generating: the sequence grows
+            assert not (torch.randn(4, device="cuda").argmax() == 5)
+            lengths = torch.cat([lengths, lengths[:, :1]], 1)
+    assert gpu.footprint.assumptions == ()
+
+
+def test_each_call_waits_anew():
+    def halve(x):
+        while x.norm() > 2:
+            x = x / 2
+        return x
+
+    with SimulatedGPU() as gpu:
+        x = torch.randn(4, device="cuda")
+        for _ in range(50):
+            halve(x)
+    assert gpu.footprint.assumptions == ()
+
+
+def test_looking_at_a_loop_keeps_nothing_alive():
+    def loop(x, mine):
+        values = locals() if mine else None
+        gone = torch.ones(4, device="cuda")
+        seen = weakref.ref(gone.untyped_storage())
+        for again in (True, False):
+            while again and x.norm() > 0:
+                if not again:
+                    break
+                again = x.norm() < 0
+        del gone
+        gc.collect()
+        assert mine or seen() is None
+        assert not mine or values["mine"] is True
+
+    with SimulatedGPU():
+        loop(torch.randn(4, device="cuda"), False)
+        loop(torch.randn(4, device="cuda"), True)
