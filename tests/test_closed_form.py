@@ -8,7 +8,7 @@ import pytest
 from helpers import assert_close
 
 from memlab import MiB, Recipe, formula, models, simulate
-from memlab.closed_form import _rests, coefficients
+from memlab.closed_form import _rests, _without_reuse, coefficients
 from memlab.gpus import find_gpu
 from memlab.trace.allocator import CachingAllocator
 
@@ -100,6 +100,14 @@ def test_without_a_card_there_are_no_seconds_and_it_says_why():
     footprint = formula(Recipe("bert-large"))
     with pytest.raises(ValueError, match="name a card|no rates"):
         print(footprint.step_seconds)
+
+
+def test_segments_without_reuse_hold_the_most_of_every_size():
+    """Blocks of exactly 1 and 10 MiB are a small and a large one; segments are never shared."""
+    blocks = np.array([MiB, MiB, 5 * MiB, 10 * MiB, 13 * MiB])
+    counts = np.array([[1, 2, 0, 1, 0], [1, 0, 5, 0, 1]])
+    small, medium, large = 4 * MiB, 40 * MiB, (10 + 14) * MiB
+    assert _without_reuse(blocks, counts) == small + medium + large
 
 
 def test_the_coefficients_are_plain():
