@@ -303,4 +303,3 @@ def test_a_simulation_runs_out_where_a_plan_ends():
     simulate(largest, 100 * MiB)
     with pytest.raises(torch.OutOfMemoryError):
         simulate(largest.but(batch_size=largest.batch_size + 1), 100 * MiB)
-    assert isinstance(largest, Recipe)

@@ -10,7 +10,7 @@ import pytest
 from helpers import assert_close
 
 from memlab import MiB, Recipe, closed_form, formula, models, simulate
-from memlab.closed_form import _rests, coefficients, other_releases
+from memlab.closed_form import _rests, _without_reuse, coefficients, other_releases
 from memlab.gpus import find_gpu
 from memlab.trace.allocator import CachingAllocator
 
@@ -167,6 +167,14 @@ def test_coefficients_of_other_releases_are_named(monkeypatch):
     assert "bitsandbytes" in formula(recipe.but(optimizer="adamw_8bit")).assumptions[0]
     monkeypatch.setattr(closed_form, "installed", lambda: here)
     assert formula(recipe).assumptions == ()
+
+
+def test_segments_without_reuse_hold_the_most_of_every_size():
+    """Blocks of exactly 1 and 10 MiB are a small and a large one; segments are never shared."""
+    blocks = np.array([MiB, MiB, 5 * MiB, 10 * MiB, 13 * MiB])
+    counts = np.array([[1, 2, 0, 1, 0], [1, 0, 5, 0, 1]])
+    small, medium, large = 4 * MiB, 40 * MiB, (10 + 14) * MiB
+    assert _without_reuse(blocks, counts) == small + medium + large
 
 
 def test_the_coefficients_are_plain():

@@ -181,7 +181,7 @@ def test_a_traced_step_shares_out_the_counters_peak():
     explained = with_breakdown(counted, training)
     assert sum(explained.breakdown.values()) == explained.peak_allocated == 10**8
     assert explained.breakdown["parameters"] == 4 * training.parameters
-    assert explained.peak_phase in ("forward", "backward", "optimizer step")
+    assert explained.peak_phase == "optimizer step"
     assert explained.peak_reserved == counted.peak_reserved
 
 

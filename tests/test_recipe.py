@@ -167,3 +167,13 @@ def test_training_arguments_say_the_same(tmp_path):
 def test_what_the_trainer_cannot_do_is_refused():
     with pytest.raises(ValueError, match="adamw_torch_loop"):
         Recipe(optimizer="adamw_torch_loop").training_arguments()
+
+
+@pytest.mark.parametrize("sharding, allowed", [("zero1", True), ("zero2", False), ("zero3", False)])
+def test_layers_of_8_bits_are_never_split(sharding, allowed):
+    quantized = Recipe("llama-3-8b-tiny", seq_len=16, precision="fp16", base="int8", lora_rank=4)
+    if allowed:
+        assert quantized.but(ranks=2, sharding=sharding).sharding == sharding
+    else:
+        with pytest.raises(ValueError, match="base is 'int8'"):
+            quantized.but(ranks=2, sharding=sharding)

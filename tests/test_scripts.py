@@ -27,6 +27,7 @@ from memlab.scripts import (
     training_script,
 )
 from memlab.serving import Serving
+from memlab.training import Training
 
 CARD = "A100-40GB"
 CLASSES = {"task": "sequence-classification"}
@@ -183,6 +184,14 @@ def test_it_really_trains(model, changes, api, file, a_recipe, tmp_path, monkeyp
     if model == "gpt2":
         assert losses[-1] < losses[0]
         AutoModelForCausalLM.from_pretrained(tmp_path / "output")
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_rank_and_alpha_of_a_script_are_the_trainings(api):
+    (own,) = Training(Recipe("gpt2-tiny", seq_len=16, lora_rank=4)).model.peft_config.values()
+    script = training_script(Recipe("gpt2", lora_rank=4), api)
+    assert re.findall(r"lora_alpha=(\d+)", script) == [str(own.lora_alpha)]
+    assert re.findall(r"\br=(\d+)", script) == [str(own.r)]
 
 
 def test_a_published_model_has_its_hub_name():

@@ -117,8 +117,7 @@ def test_shards_of_what_does_not_divide_are_padded():
         assert net.weight.to_local().shape == (251, 16)
         gpu.reset_peak()
         assert net.weight.shape == (1001, 16) and net.weight.is_cuda
-        torch.cuda.synchronize()
-    assert gpu.footprint.breakdown["parameters"] in (0, 251 * 16 * 4)
+        assert torch.cuda.memory_allocated() == 32 * 512  # 251 rows of 16 numbers, rounded up
 
 
 def test_a_model_from_the_meta_device_comes_to_the_card_in_shards():

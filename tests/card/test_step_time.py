@@ -57,6 +57,18 @@ def test_recomputation_is_no_useful_work():
     assert again.flops == alone.flops and again.mfu == pytest.approx(alone.mfu / 2)
 
 
+def test_updated_weights_are_sent_when_all_is_done():
+    """A step that computes long and sends: beside the passes it is hidden, after the update not."""
+
+    def communication(phase):
+        computed = Work(10**13, "bfloat16", (), (), 0, 0, phase, False, 0, 0)
+        sent = Work(0, "", (), (), 0, 0, phase, False, 0, 10**8)
+        return step_time(Counter([computed, sent]), A100, link="pcie").parts["communication"]
+
+    assert communication(Phase.BACKWARD) == 0
+    assert communication(Phase.STEP) > 0
+
+
 @pytest.mark.parametrize(
     "tiles, processors, share", [(0, 80, 1), (80, 80, 1), (81, 80, 81 / 160), (8, 80, 0.1)]
 )

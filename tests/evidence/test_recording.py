@@ -7,11 +7,11 @@ import time
 
 import psutil
 import pytest
-from helpers import TINY, one_line
+from helpers import TINY, TWO, a_run, one_line
 
 from memlab import Recipe
 from memlab.evidence import recording
-from memlab.evidence.records import load
+from memlab.evidence.records import load, save
 
 # 2**53 bytes of tokens are more than any host can address.
 TOO_LARGE = TINY.but(batch_size=2**40, seq_len=1024)
@@ -84,6 +84,13 @@ def test_a_killed_grid_goes_on_and_loses_nothing(tmp_path):
     again = path.read_bytes()
     assert recording.record("cpu", tmp_path, runs).done == []
     assert path.read_bytes() == again
+
+
+def test_a_run_of_another_recipe_is_not_done(tmp_path):
+    path = tmp_path / "runs.json"
+    save(path, [a_run({"peak_tensors_bytes": 1})])
+    assert recording._finished(path, {"one": TWO}) == ["one"]
+    assert recording._finished(path, {"one": TWO.but(batch_size=3)}) == []
 
 
 def test_a_run_has_a_time_limit_and_is_no_record(tmp_path):

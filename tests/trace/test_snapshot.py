@@ -106,7 +106,9 @@ def test_every_piece_says_who_made_it(run):
     attention = [f for f in frames if f["module"].endswith("attention.self")]
     assert {"aten._softmax", "aten.bmm"} <= {frame["operation"] for frame in attention}
     assert any(frame["category"] == "workspaces" for frame in frames)
-    assert all(entry["category"] == frame["category"] for entry, frame in zip(entries, frames))  # noqa: B905
+    assert all(
+        entry["category"] == frame["category"] for entry, frame in zip(entries, frames, strict=True)
+    )
 
 
 def test_it_is_written_as_pytorch_writes_it(tmp_path):
