@@ -1,42 +1,68 @@
-"""What ranks send each other, and how fast the link between them is."""
+"""What ranks send each other, and how fast the link between them is.
+
+A link is one inside a machine (NVLink, PCIe), or between machines of eight cards (InfiniBand,
+Ethernet). NCCL's rings run through all cards of a machine over the link inside, and leave the
+machine once each; as many rings as it has ports share the bytes. So a collective takes the longer
+of what the cards pass on inside and what the ports pass on together: NVIDIA/nccl#495 has eight
+ports of 100 Gbit/s at 600 Gbit/s a ring, where one would give 100; NVIDIA/nccl-tests#119 counts
+the same way.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import torch.distributed as dist
 
 from memlab.fields import wrong
-from memlab.gpus import GPU
+from memlab.gpus import GPU, GPUS
 
 _FILE = Path(__file__).parent.parent / "data" / "links.json"
-# name -> {"gb_per_second": one number, or card -> number; "source": where it is written down}
+# name -> {"gb_per_second": card -> number, "source": where it is written down}; of a link between
+# machines also "gb_per_second_of_port" and "ports", how many a machine of eight cards has.
 LINKS: dict[str, dict] = json.loads(_FILE.read_text(encoding="utf-8"))
 
 
 def link_rate(gpu: GPU, link: str | None = None) -> float:
-    """Bytes a second that a rank sends over a link, in one direction.
+    """Bytes a second that a rank sends over a link, in one direction, while all ranks send.
 
-    link: a name of `LINKS`; None takes NVLink where the card has it, and else PCIe. Raises
-    ValueError for another name, and for a link that the card does not have.
+    link: a name of `LINKS`; None takes NVLink where the card has it, and else PCIe. One between
+    machines (`infiniband-400`, with eight ports a machine of eight cards; `ethernet-100` and
+    `ethernet-10`, with one) is as fast as the ports together, and no faster than the link inside.
+
+    Raises ValueError for another name, and for a link that the card does not have.
     """
     if link is None:
-        link = "nvlink" if gpu.name in LINKS["nvlink"]["gb_per_second"] else "pcie"
+        link = _inside(gpu)
     if link not in LINKS:
         raise wrong("link", link, ", ".join(LINKS))
-    rate = LINKS[link]["gb_per_second"]
-    if isinstance(rate, dict):
-        if gpu.name not in rate:
-            raise wrong("link", link, f"for {gpu.name} {', '.join(links_of(gpu))}")
-        rate = rate[gpu.name]
-    return rate * 1e9
+    if link not in links_of(gpu):
+        raise wrong("link", link, f"for {gpu.name} {', '.join(links_of(gpu))}")
+    return _gb_per_second(gpu.name, link) * 1e9
 
 
 def links_of(gpu: GPU) -> list[str]:
     """The links whose rate is known for a card."""
-    rates = {name: said["gb_per_second"] for name, said in LINKS.items()}
-    return [n for n, rate in rates.items() if not isinstance(rate, dict) or gpu.name in rate]
+    return [n for n, said in LINKS.items() if "ports" in said or gpu.name in said["gb_per_second"]]
+
+
+def _inside(gpu: GPU) -> str:
+    return "nvlink" if gpu.name in LINKS["nvlink"]["gb_per_second"] else "pcie"
+
+
+def _gb_per_second(card: str, link: str) -> float:
+    said = LINKS[link]
+    if "ports" not in said:
+        return said["gb_per_second"][card]
+    inside = (LINKS[name]["gb_per_second"].get(card) for name in ("nvlink", "pcie"))
+    return min(said["ports"] * said["gb_per_second_of_port"], next(filter(None, inside), math.inf))
+
+
+for _link, _said in LINKS.items():
+    if "ports" in _said:
+        _said["gb_per_second"] = {card: _gb_per_second(card, _link) for card in GPUS}
 
 
 # What each rank of n sends at least for every byte of the larger tensor: NVIDIA/nccl-tests,

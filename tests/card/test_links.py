@@ -1,0 +1,52 @@
+"""How fast ranks send, inside a machine and between machines."""
+
+import pytest
+
+from memlab import Recipe, formula
+from memlab.card.links import LINKS, link_rate, links_of
+from memlab.gpus import ANY_CARD, GPUS, find_gpu
+
+
+@pytest.mark.parametrize(
+    ("card", "link", "gigabytes"),
+    [
+        ("H100", "infiniband-400", 400),  # eight ports of 50, and NVLink is faster
+        ("A100-80GB", "infiniband-400", 300),  # NVLink, which the ring runs through inside
+        ("T4", "infiniband-400", 15.75),  # PCIe inside
+        ("H100", "ethernet-100", 12.5),  # one port a machine
+        ("T4", "ethernet-10", 1.25),
+        ("H100", None, 450),
+        ("L4", None, 31.5),
+    ],
+)
+def test_a_ring_is_as_fast_as_its_slowest_stretch(card, link, gigabytes):
+    assert link_rate(find_gpu(card), link) == gigabytes * 1e9
+
+
+def test_slow_and_fast_links_of_a_large_training():
+    """64 cards with a port each send behind the computing; with a port a machine they wait."""
+    recipe = Recipe(
+        "llama-2-70b", seq_len=4096, precision="bf16-amp", attention="sdpa", checkpointing=True,
+        ranks=64, sharding="zero3",
+    )  # fmt: skip
+    waiting = {
+        link: formula(recipe, "H100", link).step_time.parts["communication"]
+        for link in ("nvlink", "infiniband-400", "ethernet-100")
+    }
+    assert waiting["infiniband-400"] == waiting["nvlink"] < 0.1 < waiting["ethernet-100"]
+
+
+def test_every_card_of_the_calculator_has_every_link_between_machines():
+    between = [name for name, said in LINKS.items() if "ports" in said]
+    assert between == ["infiniband-400", "ethernet-100", "ethernet-10"]
+    for card in GPUS.values():
+        for name in between:
+            assert LINKS[name]["gb_per_second"][card.name] * 1e9 == link_rate(card, name)
+    assert links_of(ANY_CARD) == between
+
+
+def test_what_a_card_does_not_have_is_refused():
+    with pytest.raises(ValueError, match="for L4 pcie, infiniband-400"):
+        link_rate(find_gpu("L4"), "nvlink")
+    with pytest.raises(ValueError, match="nvlink, pcie"):
+        link_rate(find_gpu("L4"), "infiniband")
