@@ -22,7 +22,8 @@ def main(argv=None) -> int:
     """Run the command; returns the exit status.
 
     0, 1 if runs of a grid failed, 2 for bad input, 3 for out of memory and for a plan where nothing
-    fits, 130 for Ctrl-C.
+    fits, 130 for Ctrl-C. Of `run` also the script's own, 1 for its exception and for a script that
+    made no optimizer step, and 124 at the time limit.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     cut = argv.index("--") if argv[:1] == ["run"] and "--" in argv else len(argv)
@@ -113,15 +114,25 @@ def _simulated(recipe, options, link=None) -> dict:
 
 
 def _run(options) -> dict:
-    from memlab.running import run_script
+    from memlab.running import FAILED, traceback_of, try_script
 
-    ran = run_script(
-        options.script, options.arguments, options.gpu, options.steps, options.snapshot
+    ran = try_script(
+        options.script,
+        options.arguments,
+        options.gpu,
+        options.steps,
+        options.snapshot,
+        limit_minutes=options.limit_minutes,
+        ranks=options.ranks,
+        compile_eagerly=options.compile_eagerly,
     )
-    if ran.error:
-        print(f"memlab: {ran.line}: {ran.error}", file=sys.stderr)
+    if ran.status == FAILED and isinstance(ran.raised, Exception):
+        print(traceback_of(ran), end="", file=sys.stderr)
+    elif ran.error:
+        place = f"{ran.line}: " if ran.line else ""
+        print(f"memlab: {place}{ran.error}", file=sys.stderr)
     values = ran.as_dict() if options.json else {"text": str(ran)}
-    return values | {"status": 3 if ran.error else 0}
+    return values | {"status": ran.status}
 
 
 def _measure(options) -> dict:
@@ -285,6 +296,10 @@ def _parser() -> argparse.ArgumentParser:
     add("script", help="a Python script, as it is; its own arguments come last, after --")
     add("--gpu", type=_card, help="a card's name or a number of bytes; none means no limit")
     add("--steps", type=int, default=2, help="optimizer steps after which it ends")
+    add("--ranks", type=int, default=1, help="started as torchrun would, as the first of so many")
+    add("--limit-minutes", type=_minutes, default=float("inf"), help="after which it is stopped")
+    eager = "run what torch.compile would compile eagerly: an upper bound"
+    add("--compile-eagerly", action="store_true", help=eager)
     add("--snapshot", metavar="FILE", help="for pytorch.org/memory_viz")
     add("--json", action="store_true", help="bytes as JSON")
     add = command("measure", _measure, "measure a step on this machine", [recipe])

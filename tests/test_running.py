@@ -85,6 +85,127 @@ def test_what_is_not_simulated_is_one_line_with_its_place(line, said, tmp_path, 
     assert error.startswith(f"memlab: {said}") and error.count("\n") == 1
 
 
+def run(tmp_path, text, *options):
+    path = tmp_path / "train.py"
+    path.write_text(f"import torch\n{text}")
+    return main(["run", str(path), *options])
+
+
+STEP = """
+w = torch.nn.Parameter(torch.randn(512, 512, device="cuda"))
+torch.optim.SGD([w], 0.1).step()
+"""
+
+
+def test_a_scripts_own_exception_keeps_its_traceback_and_what_was_seen_is_told(tmp_path, capsys):
+    text = f"def check(x):\n    raise ValueError('bad thing')\n{STEP}\ncheck(1)\n"
+    assert run(tmp_path, text) == 1
+    said = capsys.readouterr()
+    first, *_, last = said.err.splitlines()
+    assert first.startswith("Traceback") and last == "ValueError: bad thing"
+    assert said.err.count('train.py", line') == 2 and "memlab" not in said.err
+    assert said.out.startswith("ended after 1 optimizer steps, in train.py:3")
+    assert "1.0 MiB  train.py:5" in said.out
+
+
+@pytest.mark.parametrize(
+    "ending, status, said",
+    [
+        ("raise SystemExit(1)", 1, "the script ended with status 1"),
+        ("import sys; sys.exit(7)", 7, "the script ended with status 7"),
+        ("raise SystemExit('no data found')", 1, "no data found"),
+        ("raise SystemExit(0)", 0, ""),
+        ("raise KeyboardInterrupt", 130, "interrupted"),
+    ],
+)
+def test_a_script_ends_with_its_own_status(ending, status, said, tmp_path, capsys):
+    assert run(tmp_path, f"{STEP}\n{ending}") == status
+    told = capsys.readouterr()
+    assert said in told.err and told.err.count("\n") == bool(said)
+    assert "1.0 MiB" in told.out
+
+
+def test_a_script_without_a_step_is_no_success(tmp_path, capsys):
+    assert run(tmp_path, "print(torch.cuda.device_count())") == 1
+    assert capsys.readouterr().err == "memlab: the script ended without an optimizer step\n"
+
+
+def test_a_script_that_goes_on_is_stopped_at_the_limit(tmp_path, capsys):
+    text = f"{STEP}\nx = torch.ones(4, device='cuda')\nfor _ in range(10**9):\n    x = x + 1"
+    assert run(tmp_path, text, "--limit-minutes", "0.02") == 124
+    told = capsys.readouterr()
+    assert "stopped after 0.02 minutes" in told.err and told.err.count("\n") == 1
+    assert "1.0 MiB" in told.out
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        "with torch.no_grad(): w -= 0.1 * w.grad; b -= 0.1 * b.grad",
+        "w.data.sub_(w.grad, alpha=0.1); b.data -= 0.1 * b.grad",
+        "with torch.no_grad(): torch._foreach_add_([w, b], [w.grad, b.grad], alpha=-0.1)",
+    ],
+)
+@pytest.mark.parametrize("kind", ["torch.nn.Parameter({})", "{}.requires_grad_()"])
+def test_weights_that_are_changed_by_hand_make_a_step(update, kind, tmp_path, capsys):
+    weight = kind.format("torch.randn(512, 512, device='cuda')")
+    bias = kind.format("torch.randn(512, device='cuda')")
+    text = f"""
+w, b = {weight}, {bias}
+for step in range({{steps}}):
+    for micro in range(2):
+        (torch.randn(8, 512, device="cuda") @ w + b).square().mean().backward()
+    {update}
+    w.grad.zero_(); b.grad = None
+"""
+    assert run(tmp_path, text.format(steps=10**9)) == 0
+    assert capsys.readouterr().out.startswith("2 optimizer steps")
+    assert run(tmp_path, text.format(steps=1)) == 0
+    assert capsys.readouterr().out.startswith("1 optimizer steps")
+
+
+def test_a_moving_average_of_the_weights_is_no_step(tmp_path, capsys):
+    text = """
+import copy
+m = torch.nn.Linear(64, 64).cuda()
+ema, optimizer = copy.deepcopy(m), torch.optim.SGD(m.parameters(), 0.1)
+for step in range(100):
+    m(torch.randn(8, 64, device="cuda")).mean().backward()
+    optimizer.step()
+    print(f"step {step}")
+    with torch.no_grad():
+        for mine, its in zip(ema.parameters(), m.parameters()):
+            mine.mul_(0.9).add_(its, alpha=0.1)
+"""
+    assert run(tmp_path, text, "--steps", "5") == 0
+    assert capsys.readouterr().out.count("step ") == 4
+
+
+def test_it_starts_a_script_as_torchrun_does(tmp_path, capsys):
+    text = """
+import os
+import torch.distributed as dist
+dist.init_process_group("nccl")
+assert torch.cuda.device_count() == dist.get_world_size() == int(os.environ["WORLD_SIZE"]) == 4
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64).cuda())
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model(torch.randn(8, 64, device="cuda")).mean().backward()
+optimizer.step()
+"""
+    assert run(tmp_path, text, "--ranks", "4") == 0
+    assert run(tmp_path, text) == 2
+    assert "--ranks N" in capsys.readouterr().err
+
+
+def test_compiled_code_runs_eagerly_where_that_is_asked_for(tmp_path, capsys):
+    text = f"f = torch.compile(torch.nn.Linear(4, 4).cuda())\n{STEP}"
+    assert run(tmp_path, text) == 2
+    assert "--compile-eagerly" in capsys.readouterr().err
+    assert run(tmp_path, text, "--compile-eagerly") == 0
+    assert "assumed: torch.compile: the code ran as it is" in capsys.readouterr().out
+
+
 def test_bad_input_is_one_line(tmp_path, capsys):
     assert main(["run", str(tmp_path / "none.py")]) == 2
     assert "is no file" in capsys.readouterr().err

@@ -8,12 +8,15 @@ refused by name.
 import contextlib
 import functools
 import itertools
+import os
 import sys
 from unittest import mock
 
 import torch
 from transformers.utils import import_utils
 
+from memlab.card import cuda_build
+from memlab.card.cuda_build import DeviceProperties
 from memlab.card.places import ONE_CARD, NotSimulated, names_card
 
 NOT_SIMULATED = {
@@ -29,7 +32,6 @@ NOT_SIMULATED = {
     "torch.cuda.temperature": "there is no time here",
     "torch.cuda.power_draw": "there is no time here",
     "torch.cuda.clock_rate": "there is no time here",
-    "torch.distributed.init_process_group": f"{ONE_CARD}. Give SimulatedGPU ranks=N",
     "torch.nested.nested_tensor": "what it takes depends on its lengths: pad the sequences instead",
     "torch.nested.as_nested_tensor": "what it takes depends on its lengths: pad instead",
     "torch.nested.nested_tensor_from_jagged": "what it takes depends on its lengths: pad instead",
@@ -37,18 +39,20 @@ NOT_SIMULATED = {
 
 
 @contextlib.contextmanager
-def cuda_answers(tracer, snapshot):
+def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False):
     """Let `torch.cuda` and `torch.accelerator` speak of the card that `tracer` simulates.
 
-    snapshot: a function that gives what `torch.cuda.memory._snapshot()` gives.
+    snapshot: a function that gives what `torch.cuda.memory._snapshot()` gives. ranks: how many
+    cards the machine has. compile_eagerly: whether what would be compiled runs as it is.
     """
     with contextlib.ExitStack() as stack:
         for target, answers in (
             (torch.cuda, _of_the_card(tracer)),
             (torch.cuda.memory, {"mem_get_info": _free_and_total(tracer)}),
-            (torch._C, _of_the_driver(tracer, snapshot)),
+            *cuda_build.answers(tracer.gpu),
+            (torch._C, _of_the_driver(tracer, snapshot, ranks)),
             (torch._C, _of_the_accelerator(tracer)),
-            (torch, {"compile": compiles_no_module, "Generator": Generator}),
+            (torch, {"compile": _compile(tracer, compile_eagerly), "Generator": Generator}),
             # Recurrent layers run as PyTorch's own operations.
             (torch.backends.cudnn, {"is_acceptable": lambda tensor: False}),
             (torch.Tensor, {"record_stream": lambda tensor, stream: None}),
@@ -70,7 +74,7 @@ def _free_and_total(tracer):
 
 def _of_the_card(tracer) -> dict:
     """What `torch.cuda` itself holds or decides."""
-    properties = DeviceProperties(tracer)
+    properties = DeviceProperties(tracer.gpu, tracer.allocator)
     return {
         "_initialized": True,
         "_cached_device_count": None,
@@ -90,11 +94,11 @@ def _of_the_card(tracer) -> dict:
     }
 
 
-def _of_the_driver(tracer, snapshot) -> dict:
+def _of_the_driver(tracer, snapshot, ranks) -> dict:
     """What `torch.cuda` asks of the driver and of the allocator."""
     memory = tracer.allocator
     return {
-        "_cuda_getDeviceCount": lambda: 1,
+        "_cuda_getDeviceCount": lambda: ranks,
         "_cuda_getDevice": lambda: 0,
         "_cuda_setDevice": only_card,
         "_cuda_synchronize": lambda: None,
@@ -158,32 +162,37 @@ def refuse(name, why):
     return refused
 
 
-_NO_COMPILE = refuse("torch.compile", "compiled graphs plan their memory in another way")
+_NO_COMPILE = refuse(
+    "torch.compile",
+    "compiled graphs plan their memory in another way. compile_eagerly=True, or memlab run "
+    "--compile-eagerly, runs the code as it is, an upper bound",
+)
+EAGERLY = "torch.compile: the code ran as it is, which holds as much as compiled code or more"
 
 
-def compiles_no_module(model=None, **settings):
-    """`torch.compile` of a module is refused, of a function when the function is called."""
-    if isinstance(model, torch.nn.Module):
-        _NO_COMPILE()
-    # Libraries decorate functions that they may never call.
-    return _NO_COMPILE if model is not None else lambda function: _NO_COMPILE
+def _compile(tracer, eagerly):
+    """`torch.compile` under its own switches; a module is refused, a function when it is called."""
+
+    def compiled(model=None, *, backend="inductor", disable=False, **settings):
+        if model is None:
+            return lambda function: compiled(function, backend=backend, disable=disable)
+        if disable or backend == "eager" or _is_switched_off():
+            return model
+        if eagerly:
+            tracer.assumptions[EAGERLY] = None
+            return model
+        if isinstance(model, torch.nn.Module):
+            _NO_COMPILE()
+        return _NO_COMPILE  # libraries decorate functions that they may never call
+
+    return compiled
 
 
-class DeviceProperties:
-    """What is known of the card: what `torch.cuda.get_device_properties` is asked for."""
-
-    def __init__(self, tracer):
-        self._memory = tracer.allocator
-        self.name = tracer.gpu.name
-        self.major, self.minor = tracer.gpu.capability
-        self.multi_processor_count = tracer.gpu.processors
-
-    @property
-    def total_memory(self) -> int:
-        return self._memory.free_and_total()[1]
-
-    def __repr__(self):
-        return f"simulated {self.name}, compute capability {self.major}.{self.minor}"
+def _is_switched_off() -> bool:
+    """Whether PyTorch's own settings turn torch.compile off."""
+    settings = sys.modules.get("torch._dynamo.config")
+    names = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+    return getattr(settings, "disable", False) or any(os.environ.get(n) == "1" for n in names)
 
 
 _OriginalGenerator = torch.Generator

@@ -37,6 +37,9 @@ class SimulatedGPU:
     rules: which of `memlab.card.rules.RULES` hold; all do on a card.
     script: a pathlib.Path; `Footprint.by_line` then tells which of its lines made what.
     ranks: how many processes train together; this is the first of them (`memlab.card.ranks`).
+    compile_eagerly: whether what `torch.compile` would compile runs as it is, as an upper bound,
+        which `Footprint.assumptions` then says; else it is refused. PyTorch's own switches
+        (disable=True, TORCH_COMPILE_DISABLE=1, backend="eager") hold without.
     link: between them, a name of `memlab.card.links.LINKS`, for the time of their collectives;
         None takes NVLink where the card has it, and else PCIe.
 
@@ -47,10 +50,11 @@ class SimulatedGPU:
     not simulated is refused by a NotSimulated, a ValueError, that names it: a second card, CUDA
     graphs, torch.compile, sparse and nested tensors, times.
 
-    With several ranks `torch.distributed` starts a group of PyTorch's fake backend, whichever is
-    asked for, and code written for torchrun runs as its first rank: DistributedDataParallel,
-    `fully_shard`, ZeroRedundancyOptimizer, `parallelize_module`. What arrives from other ranks is a
-    stand-in. Pipelines, RPC and FullyShardedDataParallel are refused.
+    `torch.distributed` starts a group of PyTorch's fake backend, whichever is asked for. With
+    several ranks there is torchrun's environment and a card for each, and code written for torchrun
+    runs as its first rank: DistributedDataParallel, `fully_shard`, ZeroRedundancyOptimizer,
+    `parallelize_module`. What arrives from other ranks is a stand-in. Pipelines, RPC and
+    FullyShardedDataParallel are refused.
 
     Where things lie:
 
@@ -68,6 +72,8 @@ class SimulatedGPU:
     - Any other number reads as 1, in `.item()`, in print and, up to 16 MiB, in a copy on the host;
       larger copies hold zeros. Comparisons come out of that, isnan and isinf are False, and the
       gradient scaler never skips a step.
+    - A `while` loop that reads such a value 20 times, while nothing that is known changes, is given
+      another one, which `Footprint.assumptions` says; one that reads it 10,000 times is refused.
     - Where a shape follows from values that are not known, it is the largest that can come out
       (nonzero, boolean masks, masked_select, unique; bincount with minlength), and the choices of a
       top-k, such as an expert mixture's, are spread evenly; `Footprint.assumptions` then says so.
@@ -98,11 +104,13 @@ class SimulatedGPU:
         script=None,
         ranks: int = 1,
         link: str | None = None,
+        compile_eagerly: bool = False,
     ):
         self.gpu, self.ranks, self.link = find_gpu(gpu), check_ranks(ranks), link
         if link is not None:
             link_rate(self.gpu, link)  # or refuses
         self.tracer = CardTracer(self.gpu, rules, script)
+        self.compile_eagerly = compile_eagerly
         self._stack = None  # of what is patched while it is entered
         self.device = CARD
 
@@ -123,8 +131,8 @@ class SimulatedGPU:
                 moves.threads_come_along(tracer.mode, tracer, names),
                 bitsandbytes.paged_states(tracer.zeros_on_host),
                 cuda_kernels(self.gpu, tracer.rules, tracer.met_rules),
-                cuda_names.cuda_answers(tracer, self.snapshot),
-                rank_of(tracer, self.ranks) if self.ranks > 1 else contextlib.nullcontext(),
+                cuda_names.cuda_answers(tracer, self.snapshot, self.ranks, self.compile_eagerly),
+                rank_of(tracer, self.ranks),
                 triton_kernels.nothing_is_compiled(tracer.assumptions),
                 files.checkpoints(),
                 tracer,

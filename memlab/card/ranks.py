@@ -54,13 +54,14 @@ def check_ranks(ranks) -> int:
 def fake_group(ranks: int):
     """Let `torch.distributed` start a group of so many ranks, of which this process is the first.
 
-    The environment is torchrun's. Any backend that is asked for is PyTorch's fake one, and a group
-    that is left over ends with the block.
+    The environment of several is torchrun's. Any backend that is asked for is PyTorch's fake one,
+    and a group that is left over ends with the block.
     """
     rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     rank |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 0, "GROUP_RANK": 0}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, {k: str(v) for k, v in rank.items()}))
+        if ranks > 1:
+            stack.enter_context(mock.patch.dict(os.environ, {k: str(v) for k, v in rank.items()}))
         for module in (dist, distributed_c10d, device_mesh):
             start = functools.partial(_start, ranks)
             stack.enter_context(mock.patch.object(module, "init_process_group", start))
@@ -79,6 +80,11 @@ def _start(ranks, backend=None, *args, rank=-1, world_size=-1, **settings):
         raise NotSimulated(
             f"init_process_group asks for rank {rank} of {world_size}: this is rank 0 of {ranks}, "
             "as SimulatedGPU's ranks says"
+        )
+    if world_size == -1 and "WORLD_SIZE" not in os.environ:
+        raise NotSimulated(
+            "init_process_group without world_size, and no torchrun has set WORLD_SIZE: give "
+            "SimulatedGPU ranks=N, or memlab run --ranks N"
         )
     _init("fake", store=FakeStore(), rank=0, world_size=ranks)
 
@@ -118,6 +124,9 @@ OBJECTS = {
 @contextlib.contextmanager
 def rank_of(tracer, ranks: int):
     """Rank 0 of so many on the card of a `CardTracer`."""
+    if dist.is_initialized():  # a real group's rank, whose card is its own
+        yield
+        return
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_group(ranks))
         for target, answers in cuda_names.refusals(NOT_SIMULATED):

@@ -76,6 +76,8 @@ class CardTracer(Tracer):
         self.thread = _Thread()
         self._handles_used = set()
         self._stopped = False
+        self.on_step_by_hand = lambda: None
+        self._by_hand = None  # whether weights were changed since a backward pass; None before one
         self._lock = threading.RLock()  # the reader's threads
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -121,6 +123,28 @@ class CardTracer(Tracer):
         """As `Tracer.step_ended`; the work of a step ends here."""
         self.work.end_step()
         self.waits.steps += 1
+        self._by_hand = None
+
+    def end_step_by_hand(self) -> None:
+        """Weights that were changed in place after a backward pass made a step."""
+        if self._by_hand:
+            self.step_ended()
+            self.on_step_by_hand()
+
+    def _follow_step_by_hand(self, func, args, tensors) -> None:
+        """The change of one weight begins such a step, the next backward pass ends it."""
+        for tensor in tensors:
+            if tensor.requires_grad and tensor.is_leaf:
+                tensor.untyped_storage()._memlab_weight = True
+        if torch._C._current_graph_task_id() != -1:
+            if self._by_hand is None:
+                self._by_hand = False
+            elif self._by_hand:
+                self.end_step_by_hand()
+        elif self._by_hand is False and func._schema.is_mutable and self._stepping is None:
+            first = args[0][0] if isinstance(args[0], (list, tuple)) and args[0] else args[0]
+            weight = isinstance(first, torch.Tensor) and first.untyped_storage()
+            self._by_hand = hasattr(weight, "_memlab_weight")
 
     def stop(self) -> None:
         """Enter nothing any more: what dies from now on was there to the end."""
@@ -181,6 +205,7 @@ class CardTracer(Tracer):
             return self._shaped_by_values(func, args, kwargs, tensors)
         if func in (aten.equal.default, aten.allclose.default):
             return self._compare(func, args, kwargs)
+        self._follow_step_by_hand(func, args, tensors)
         here, options = self._without_data(args, kwargs, tensors)
         self._take_workspaces(func)
         try:

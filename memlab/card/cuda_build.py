@@ -1,0 +1,104 @@
+"""What a build of PyTorch with CUDA says of itself and of its libraries."""
+
+import itertools
+import uuid
+
+import torch
+
+ARCHITECTURES = (70, 75, 80, 86, 90, 100, 120)  # that the wheels are built for
+# Bytes of shared memory of a multiprocessor and, at most, of a block; threads of a multiprocessor:
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+OF_CLASS = {
+    (7, 0): (96, 96, 2048),
+    (7, 5): (64, 64, 1024),
+    (8, 0): (164, 163, 2048),
+    (8, 6): (100, 99, 1536),
+    (8, 9): (100, 99, 1536),
+    (9, 0): (228, 227, 2048),
+    (10, 0): (228, 227, 2048),
+    (10, 3): (228, 227, 2048),
+    (12, 0): (100, 99, 1536),
+    (12, 1): (100, 99, 1536),
+}
+
+
+def answers(gpu) -> list[tuple[object, dict]]:
+    """(module, {name: its answer}) of a build for a card, `memlab.gpus.GPU`.
+
+    The versions are those of a recent build that has the card's class: CUDA 13 has none before 7.5.
+    """
+    volta = gpu.capability is not None and tuple(gpu.capability) < (7, 5)
+    architectures = [n for n in ARCHITECTURES if volta or n >= 75]
+    yes = {"is_available": lambda *args: True}
+    nccl = {"is_nccl_available": lambda: True}
+    return [
+        (torch.version, {"cuda": "12.6" if volta else "13.0"}),
+        (torch.backends.cuda, {"is_built": lambda: True}),
+        (torch.backends.cudnn, yes | {"version": lambda: 91002}),
+        (torch.cuda.nccl, yes | {"version": lambda: (2, 27, 7)}),
+        (torch.cuda.nvtx, {"_nvtx": Ranges()}),
+        (torch.distributed, nccl),
+        (torch.distributed.distributed_c10d, nccl),
+        (
+            torch._C,
+            {
+                "_cuda_getArchFlags": lambda: " ".join(f"sm_{n}" for n in architectures),
+                "_cuda_canDeviceAccessPeer": lambda one, other: one != other,
+                "_cuda_sleep": lambda cycles: None,
+            },
+        ),
+    ]
+
+
+class Ranges:
+    """NVTX's marks, which a profiler would show."""
+
+    def __init__(self):
+        self._depth, self._numbers = 0, itertools.count(1)
+
+    def rangePushA(self, message) -> int:
+        self._depth += 1
+        return self._depth - 1
+
+    def rangePop(self) -> int:
+        self._depth -= 1
+        return self._depth
+
+    def rangeStartA(self, message) -> int:
+        return next(self._numbers)
+
+    def rangeEnd(self, number) -> None:
+        pass
+
+    def markA(self, message) -> None:
+        pass
+
+
+class DeviceProperties:
+    """What is known of the card: what `torch.cuda.get_device_properties` is asked for."""
+
+    warp_size = 32
+    regs_per_multiprocessor = 65536
+    max_threads_per_block = 1024
+    shared_memory_per_block = 48 * 2**10
+    is_integrated = is_multi_gpu_board = 0
+    pci_bus_id = pci_device_id = pci_domain_id = 0
+
+    def __init__(self, gpu, memory):
+        self._memory = memory
+        self.name = gpu.name
+        self.gcnArchName = gpu.name  # as builds for CUDA have it
+        self.major, self.minor = gpu.capability
+        self.multi_processor_count = gpu.processors
+        self.uuid = uuid.uuid5(uuid.NAMESPACE_DNS, gpu.name)
+        shared, of_a_block, threads = OF_CLASS.get((self.major, self.minor), OF_CLASS[8, 0])
+        self.shared_memory_per_multiprocessor = shared * 2**10
+        self.shared_memory_per_block_optin = of_a_block * 2**10
+        self.max_threads_per_multi_processor = threads
+
+    @property
+    def total_memory(self) -> int:
+        return self._memory.free_and_total()[1]
+
+    def __repr__(self):
+        return f"simulated {self.name}, compute capability {self.major}.{self.minor}"
