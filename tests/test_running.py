@@ -105,7 +105,7 @@ def test_a_scripts_own_exception_keeps_its_traceback_and_what_was_seen_is_told(t
     assert first.startswith("Traceback") and last == "ValueError: bad thing"
     assert said.err.count('train.py", line') == 2 and "memlab" not in said.err
     assert said.out.startswith("ended after 1 optimizer steps, in train.py:3")
-    assert "1.00 MiB  train.py:5" in said.out
+    assert "1.0 MiB  train.py:5" in said.out
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_script_ends_with_its_own_status(ending, status, said, tmp_path, capsy
     assert run(tmp_path, f"{STEP}\n{ending}") == status
     told = capsys.readouterr()
     assert said in told.err and told.err.count("\n") == bool(said)
-    assert "1.00 MiB" in told.out
+    assert "1.0 MiB" in told.out
 
 
 def test_a_script_without_a_step_is_no_success(tmp_path, capsys):
@@ -135,7 +135,7 @@ def test_a_script_that_goes_on_is_stopped_at_the_limit(tmp_path, capsys):
     assert run(tmp_path, text, "--limit-minutes", "0.02") == 124
     told = capsys.readouterr()
     assert "stopped after 0.02 minutes" in told.err and told.err.count("\n") == 1
-    assert "1.00 MiB" in told.out
+    assert "1.0 MiB" in told.out
 
 
 @pytest.mark.parametrize(

@@ -131,8 +131,11 @@ class CardTracer(Tracer):
             self.step_ended()
             self.on_step_by_hand()
 
-    def _follow_step_by_hand(self, func, args) -> None:
+    def _follow_step_by_hand(self, func, args, tensors) -> None:
         """The change of one weight begins such a step, the next backward pass ends it."""
+        for tensor in tensors:
+            if tensor.requires_grad and tensor.is_leaf:
+                tensor.untyped_storage()._memlab_weight = True
         if torch._C._current_graph_task_id() != -1:
             if self._by_hand is None:
                 self._by_hand = False
@@ -140,12 +143,8 @@ class CardTracer(Tracer):
                 self.end_step_by_hand()
         elif self._by_hand is False and func._schema.is_mutable and self._stepping is None:
             first = args[0][0] if isinstance(args[0], (list, tuple)) and args[0] else args[0]
-            self._by_hand = isinstance(first, torch.Tensor) and self._is_weight(first)
-
-    def _is_weight(self, tensor) -> bool:
-        known = self._live.get(tensor.untyped_storage()._cdata)
-        parameter = known and known[0].category == Category.PARAMETERS
-        return bool(parameter or (tensor.requires_grad and tensor.is_leaf))
+            weight = isinstance(first, torch.Tensor) and first.untyped_storage()
+            self._by_hand = hasattr(weight, "_memlab_weight")
 
     def stop(self) -> None:
         """Enter nothing any more: what dies from now on was there to the end."""
@@ -206,7 +205,7 @@ class CardTracer(Tracer):
             return self._shaped_by_values(func, args, kwargs, tensors)
         if func in (aten.equal.default, aten.allclose.default):
             return self._compare(func, args, kwargs)
-        self._follow_step_by_hand(func, args)
+        self._follow_step_by_hand(func, args, tensors)
         here, options = self._without_data(args, kwargs, tensors)
         self._take_workspaces(func)
         try:
