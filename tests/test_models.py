@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch._subclasses import FakeTensorMode
 
-from memlab import Recipe, models, simulate
+from memlab import Recipe, formula, models, simulate
 from memlab.quantized import assumed
 from memlab.serving import Serving, head_shape
 
@@ -394,3 +394,11 @@ def test_task_or_attention_that_the_model_lacks():
     assert "allowed is eager" in one_line(error)
     with pytest.raises(ValueError, match="no tiny twin for model type 'opt'"):
         models.twin(transformers.OPTConfig())
+
+
+@pytest.mark.parametrize("family", [transformers.ElectraConfig, transformers.AlbertConfig])
+def test_the_formula_refuses_embeddings_narrower_than_layers(family):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    narrow = family(embedding_size=32, intermediate_size=128, **sizes)
+    with pytest.raises(ValueError, match="embeddings have 32 numbers a token and its layers 64"):
+        formula(Recipe(narrow, seq_len=16))
