@@ -241,7 +241,13 @@ class Tree:
         return done.returncode, done.stdout
 
     def noticed(self, page: str, tests: list[str], seconds: float) -> str:
-        """What fails in the copy as it stands, a test's name or a page's line; "" for nothing."""
+        """What fails in the copy as it stands, a page's line or a test's name; "" for nothing."""
+        if page:
+            status, _ = self.pytest("--nbmake", "--overwrite", page, seconds=seconds)
+            found = ledger.decisions(self.folder / page, page)
+            lines = [line for line in ledger.problems(found, []) if "in no cell" not in line]
+            if status or lines:
+                return page if status else " ".join(lines)
         for which in ("not slow and not rendered", "slow and not rendered") if tests else ():
             status, said = self.pytest(*tests, "-m", which, seconds=seconds)
             if status == 124:
@@ -249,12 +255,7 @@ class Tree:
             if status not in (0, 5):  # 5: there is no such test
                 failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", said, re.MULTILINE)
                 return failed[1] if failed else "pytest"
-        if not page:
-            return ""
-        status, _ = self.pytest("--nbmake", "--overwrite", page, seconds=seconds)
-        found = ledger.decisions(self.folder / page, page)
-        lines = [line for line in ledger.problems(found, []) if "in no cell" not in line]
-        return page if status else " ".join(lines)
+        return ""
 
     def judge(self, fault: Fault, seconds: float) -> str:
         """The name of what kills a fault and passes without it; "" if it survives."""
@@ -269,7 +270,7 @@ class Tree:
 
         page = fault.path if fault.cell else ""
         killer = run(fault.text, tests, page)
-        again = ([killer], "") if "::" in killer else (tests, page)
+        again = ([killer], "") if "::" in killer else ([] if page else tests, page)
         return killer if killer and run(whole, *again) != killer else ""
 
 

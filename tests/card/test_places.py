@@ -99,3 +99,11 @@ def test_a_copy_lands_in_what_is_there():
         card = torch.zeros(3, dtype=torch.long, device="cuda")
         card.copy_(host)
         assert card.tolist() == [4, 5, 6]
+
+
+def test_a_tensor_of_the_card_is_shown_with_its_place():
+    """A number with its stand-in, anything else without values and with its size."""
+    with SimulatedGPU():
+        assert repr(torch.zeros((), device="cuda")) == "tensor(1.0, device='cuda:0')"
+        shown = repr(torch.zeros(2, 3, dtype=torch.float16, device="cuda"))
+        assert shown == "tensor(..., size=(2, 3), device='cuda:0', torch.float16)"
