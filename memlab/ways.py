@@ -61,12 +61,15 @@ def combinations(
     found = []
     shardings = ("ddp",)
     if question.ranks > 1:
-        shardings = SHARDINGS
+        two_stacks = (question.task or models.default_task(question.model)) == "seq2seq-lm"
+        shardings = ("ddp",) if two_stacks else SHARDINGS
+        what = "two stacks of layers" if two_stacks else "QLoRA"
         excluded.append(
-            "QLoRA (no estimate of ranks: simulate it), zero1 (the states alone are split)"
+            f"{what} under zero2 and zero3 (the formula does not know it: simulate it), "
+            "zero1 (the states alone are split)"
         )
     for way in question.ways:
-        if way == "qlora" and not (bitsandbytes and question.ranks == 1):
+        if way == "qlora" and not bitsandbytes:
             continue
         if way != "full" and refused:
             continue
@@ -76,6 +79,7 @@ def combinations(
         )
         for precision, optimizer, checkpointing, sharding in every:
             known = bitsandbytes or not optimizer.endswith("8bit")
+            known &= way != "qlora" or sharding == "ddp"
             if known and (sharding == "ddp" or optimizer in SHARDED_OPTIMIZERS):
                 found.append(Combination(way, precision, optimizer, checkpointing, sharding))
     if not found:

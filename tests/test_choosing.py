@@ -212,7 +212,29 @@ def test_a_rank_of_several_is_simulated():
         assert not fits(recipe.but(batch_size=option.largest_batch + 1), 60 * MiB)
     assert {"zero2", "zero3"} <= {switch.name for switch in answer.switches}
     assert str(answer).startswith("gpt2-tiny on 2 x 60 MiB")
-    assert any("QLoRA" in reason for reason in answer.excluded)
+    assert any("QLoRA under zero2" in reason for reason in answer.excluded)
+
+
+def test_ranks_are_judged_by_the_formula_of_ranks():
+    """A rank's buckets, parts and gathered weights: within 6 % of a simulation."""
+    model = models.config("gpt2-tiny")
+    answer = plan(model, "T4", ranks=4, **PLAIN)
+    start = answer.start
+    whole = simulate(start.recipe, "T4")
+    assert start.recipe.ranks == 4 and not start.simulated
+    needed = start.needed - GPUS["T4"].context
+    assert needed == pytest.approx(whole.peak_allocated, rel=0.06)
+    assert start.seconds == pytest.approx(whole.step_seconds.expected, rel=0.15)
+
+
+def test_what_is_looked_at_with_ranks_is_what_the_formula_knows():
+    asked = {"ranks": 2, "effective_batch": 4}
+    found, excluded = combinations(Question("llama-3.2-1b", **asked), find_gpu("L4"))
+    assert {one.sharding for one in found if one.way == "qlora"} == {"ddp"}
+    assert {one.sharding for one in found if one.way == "lora"} == set(SHARDINGS)
+    found, excluded = combinations(Question("t5-3b", **asked), find_gpu("L4"))
+    assert {one.sharding for one in found} == {"ddp"}
+    assert any("two stacks of layers under zero2" in reason for reason in excluded)
 
 
 def test_a_slow_link_takes_time():
