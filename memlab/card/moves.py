@@ -23,6 +23,7 @@ from memlab.card.places import (
     on_card,
 )
 from memlab.card.tracer import Call
+from memlab.trace.tracer import is_made_of_others
 
 # The module: the name torch.optim.optimizer is taken away from the package after its import.
 optimizers = importlib.import_module("torch.optim.optimizer")
@@ -245,8 +246,11 @@ class CudaNames(TorchFunctionMode):
         return self._called(call, _TO_COPY, (tensor,), options)
 
     def become(self, tensor, data) -> None:
-        """`tensor.data = data`, also where one holds data and the other does not."""
-        if _kind(tensor) == _kind(data):
+        """`tensor.data = data`, also where one holds data and the other does not.
+
+        What is made of other tensors, as DTensor is of this rank's part, gets those of the other.
+        """
+        if _kind(tensor) == _kind(data) and not is_made_of_others(type(tensor)):
             SET_DATA(tensor, data)
             return
         parameter = isinstance(tensor, torch.nn.Parameter)

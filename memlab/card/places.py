@@ -46,6 +46,8 @@ def mark_inside(tensor) -> None:
 
 def from_outside(tensor) -> bool:
     """Whether a tensor has data, and had them before the card was entered."""
+    if is_made_of_others(type(tensor)):
+        return all(map(from_outside, parts_of(tensor)))
     return not (
         isinstance(tensor, FakeTensor) or hasattr(tensor.untyped_storage(), "_memlab_inside")
     )

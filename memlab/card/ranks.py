@@ -139,6 +139,7 @@ def rank_of(tracer, ranks: int):
             (DTensor, "device", property(device_of)),
             (DTensor, "is_cuda", property(on_card)),
             (DTensor, "is_cpu", property(lambda self: not on_card(self))),
+            (DTensor, "get_device", lambda self: 0 if on_card(self) else -1),
         ):
             patch = mock.patch.object(target, name, replacement, create=True)
             stack.enter_context(patch)
