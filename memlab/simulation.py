@@ -76,7 +76,7 @@ def full_log(recipe: Recipe, card: GPU, loop=None, run=map) -> Log:
         require_native(precision, card.name, "bfloat16" in card.native_dtypes)
     import_libraries(recipe)
     with only_new_garbage():
-        log = log_at_full_depth(recipe, partial(log_of, gpu=card, loop=loop), run)
+        log = log_at_full_depth(recipe, partial(shallow_log, gpu=card, loop=loop), run)
         log = log or log_of(recipe, card, numbered=True, loop=loop)
     return completed(recipe, log)
 
@@ -162,6 +162,12 @@ def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None) -> Lo
         marks = loaded_weights(simulated.tracer, training)
         work = simulated.tracer.work.of_step
         return Log.of(simulated.tracer, training.model, marks, numbered, work)
+
+
+def shallow_log(recipe: Recipe, gpu: GPU, loop=None) -> Log:
+    """`log_of`, for comparing depths: without the trifles of work, which grow with each layer."""
+    log = log_of(recipe, gpu, loop=loop)
+    return replace(log, work=without_trifles(log.work))
 
 
 def _run(loop, recipe: Recipe, simulated: SimulatedGPU) -> Training:

@@ -1,6 +1,7 @@
 """Ranks that are really run, beside the one that is simulated."""
 
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -237,12 +238,12 @@ def test_gradients_stay_whole_until_the_last_micro_batch_reduces_them():
 def test_a_deep_model_is_written_out_as_it_would_run(more):
     from memlab.gpus import find_gpu
     from memlab.models import config, with_layers
-    from memlab.simulation import log_of, serve
+    from memlab.simulation import log_of, serve, shallow_log
     from memlab.trace.depth import log_at_full_depth
 
     deep = FOUR.but(model=with_layers(config("llama-3-8b-tiny"), 13), checkpointing=True, **more)
     card = find_gpu("A100-40GB")
-    logs = log_at_full_depth(deep, lambda shallow: log_of(shallow, card)), log_of(deep, card)
+    logs = log_at_full_depth(deep, partial(shallow_log, gpu=card)), log_of(deep, card)
     quick, whole = (serve(deep, log, card) for log in logs)
     assert quick.peak_allocated == whole.peak_allocated
     assert quick.peak_reserved == whole.peak_reserved

@@ -47,7 +47,7 @@ def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False):
     """
     with contextlib.ExitStack() as stack:
         for target, answers in (
-            (torch.cuda, _of_the_card(tracer)),
+            (torch.cuda, _of_the_card(tracer, ranks)),
             (torch.cuda.memory, {"mem_get_info": _free_and_total(tracer)}),
             *cuda_build.answers(tracer.gpu),
             (torch._C, _of_the_driver(tracer, snapshot, ranks)),
@@ -72,7 +72,7 @@ def _free_and_total(tracer):
     return lambda device=None: only_card(device) or tracer.allocator.free_and_total()
 
 
-def _of_the_card(tracer) -> dict:
+def _of_the_card(tracer, ranks) -> dict:
     """What `torch.cuda` itself holds or decides."""
     properties = DeviceProperties(tracer.gpu, tracer.allocator)
     return {
@@ -82,7 +82,7 @@ def _of_the_card(tracer) -> dict:
         "_check_bf16_tensor_supported": lambda device: True,  # by emulation, on any card
         "device": Selected,
         "device_of": Selected,
-        "default_generators": (torch.Generator(),),
+        "default_generators": tuple(torch.Generator() for _ in range(ranks)),
         "Stream": type("Stream", (Stream,), {"numbers": itertools.count(1)}),  # of this card
         "current_stream": functools.partial(current_stream, tracer),
         "default_stream": default_stream,

@@ -19,7 +19,7 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.rpc
 from torch.distributed import device_mesh, distributed_c10d
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _dispatch
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
@@ -136,6 +136,7 @@ def rank_of(tracer, ranks: int):
             (dist, "Reducer", _reducer_on_the_card(tracer)),
             (torch._C, "_get_accelerator", lambda check=None: torch.device("cuda")),
             (ShardingPropagator, _SHAPES, _unseen(tracer, getattr(ShardingPropagator, _SHAPES))),
+            (_dispatch, "run_dtensor_rng_op", _drawn),
             (DTensor, "device", property(device_of)),
             (DTensor, "is_cuda", property(on_card)),
             (DTensor, "is_cpu", property(lambda self: not on_card(self))),
@@ -147,6 +148,11 @@ def rank_of(tracer, ranks: int):
 
 
 _SHAPES = "_propagate_tensor_meta_non_cached"
+
+
+def _drawn(before, after, operator, *args, **kwargs):
+    """Random numbers of a rank's part: no generator's state is set, no number has a value."""
+    return operator(*args, **kwargs)
 
 
 def _unseen(tracer, shapes):

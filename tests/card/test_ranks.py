@@ -9,8 +9,10 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from helpers import one_line
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -18,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
 from transformers import Trainer
 
 from memlab import Recipe, SimulatedGPU, simulate
@@ -365,3 +368,55 @@ def test_everything_is_put_back_whatever_ended_it(end):
     storage = torch.zeros(8).untyped_storage()
     storage.resize_(0)
     assert storage.nbytes() == 0
+
+
+# ---------------------------------------------------------------------- sharded parameters
+
+
+@pytest.mark.parametrize("split", ["tp", "fsdp", "tp+fsdp"])
+def test_sharded_parameters_follow_their_module_to_another_dtype(split):
+    with SimulatedGPU("H100", ranks=4):
+        net = sharded(split)
+        assert torch.cuda.memory_allocated() == LAYER // 4
+        net.to(dtype=torch.bfloat16)
+        weight = net[0].weight
+        assert (weight.dtype, weight.to_local().dtype) == (torch.bfloat16, torch.bfloat16)
+        assert torch.cuda.memory_allocated() == LAYER // 8
+        net(torch.ones(8, WIDE, device="cuda", dtype=torch.bfloat16)).sum().backward()
+        assert weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("split", ["tp", "fsdp"])
+def test_sharded_parameters_are_drawn_where_they_are(split):
+    with SimulatedGPU("H100", ranks=4):
+        net = sharded(split)
+        torch.nn.init.normal_(net[0].weight)
+        assert torch.cuda.memory_allocated() == LAYER // 4
+
+
+def test_a_checkpoint_recomputes_what_is_spread_over_ranks():
+    with SimulatedGPU("H100", ranks=2):
+        local = torch.ones(4, 64, device="cuda", requires_grad=True)
+        spread = DTensor.from_local(local, init_device_mesh("cuda", (2,)), [Replicate()])
+        assert spread.get_device() == 0
+        checkpoint(torch.relu, spread, use_reentrant=False).sum().backward()
+        assert local.grad.shape == local.shape
+
+
+def test_every_card_of_the_machine_has_its_generator():
+    with SimulatedGPU("T4", ranks=4):
+        assert torch.cuda.device_count() == 4
+        torch.manual_seed(1)
+
+
+def sharded(split):
+    """A layer from the meta device, in shards on the card."""
+    shape, names = ((2, 2), ("fsdp", "tp")) if "+" in split else ((4,), (split,))
+    mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
+    with torch.device("meta"):
+        net = torch.nn.Sequential(torch.nn.Linear(WIDE, WIDE, bias=False))
+    if "tp" in split:
+        parallelize_module(net, mesh["tp"], {"0": ColwiseParallel()})
+    if "fsdp" in split:
+        fully_shard(net, mesh=mesh["fsdp"])
+    return net.to_empty(device="cuda")
