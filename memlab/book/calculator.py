@@ -16,7 +16,7 @@ from memlab.book.panel import read as read_file
 from memlab.book.show import COLOURS
 from memlab.card import step_time, work
 from memlab.card.attention import model_routes
-from memlab.card.links import LINKS
+from memlab.card.links import LINKS, link_rate, links_of
 from memlab.closed_form import HEAD_SIZES, SAME_ROPE, coefficients, formula, primed, read
 from memlab.fields import one_of
 from memlab.footprint import Category, StepTime
@@ -370,6 +370,7 @@ def known_card(card: GPU) -> dict:
         "bandwidth": card.bandwidth,
         "shares_keys": shares_keys(card),
         "longest_head": longest_head(card.capability),
+        "links": {name: link_rate(card, name) for name in links_of(card)},
     }
 
 
@@ -410,7 +411,6 @@ def _constants() -> dict:
         "head_sizes": HEAD_SIZES,
         "optional_sizes": OPTIONAL,
         "same_rope": SAME_ROPE,
-        "links": {name: said["gb_per_second"] for name, said in LINKS.items()},
         "own_link": OWN_LINK,
         "computed_in": COMPUTED_IN,
         "fully_sharded": FULLY_SHARDED,

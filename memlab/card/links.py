@@ -17,7 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from memlab.fields import wrong
-from memlab.gpus import GPU, GPUS
+from memlab.gpus import GPU
 
 _FILE = Path(__file__).parent.parent / "data" / "links.json"
 # name -> {"gb_per_second": card -> number, "source": where it is written down}; of a link between
@@ -58,11 +58,6 @@ def _gb_per_second(card: str, link: str) -> float:
         return said["gb_per_second"][card]
     inside = (LINKS[name]["gb_per_second"].get(card) for name in ("nvlink", "pcie"))
     return min(said["ports"] * said["gb_per_second_of_port"], next(filter(None, inside), math.inf))
-
-
-for _link, _said in LINKS.items():
-    if "ports" in _said:
-        _said["gb_per_second"] = {card: _gb_per_second(card, _link) for card in GPUS}
 
 
 # What each rank of n sends at least for every byte of the larger tensor: NVIDIA/nccl-tests,

@@ -293,10 +293,9 @@
     // ------------------------------------------------------------ links.py
 
     function linkRate(card, link) {
-      const has = (name) => typeof known.links[name] === "number" || card.name in known.links[name];
-      const named = link || (has("nvlink") ? "nvlink" : "pcie");
-      if (!has(named)) throw new Refusal(`link is '${named}': allowed are for ${card.name} ${Object.keys(known.links).filter(has).join(", ")}`);
-      return (typeof known.links[named] === "number" ? known.links[named] : known.links[named][card.name]) * 1e9;
+      const named = link || ("nvlink" in card.links ? "nvlink" : "pcie");
+      if (!(named in card.links)) throw new Refusal(`link is '${named}': allowed are for ${card.name} ${Object.keys(card.links).join(", ")}`);
+      return card.links[named];
     }
 
     // ------------------------------------------------------------ work.py

@@ -85,6 +85,7 @@ def whole(chromium, tmp_path_factory):
 @pytest.fixture
 def page(whole):
     """The page as it begins."""
+    whole.put(config="")
     whole.click(".presets button")
     return whole
 
