@@ -89,7 +89,8 @@ def _cause(problems: str) -> str:
 def accelerate_config(recipe: Recipe, machines: int = 1, cpu: bool = False) -> str:
     """The file that `accelerate launch --config_file` takes for a recipe's ranks, as YAML.
 
-    machines: among which the ranks are divided equally. cpu: for processes without a GPU.
+    machines: among which the ranks are divided equally; which of them one is, and where the first
+    is found, `slurm_script(..., config=...)` says on each. cpu: for processes without a GPU.
 
     Raises ValueError where ranks do not divide among machines, and for `zero1`, which Accelerate
     leaves to DeepSpeed.
@@ -121,16 +122,38 @@ def accelerate_config(recipe: Recipe, machines: int = 1, cpu: bool = False) -> s
     return yaml.safe_dump(values, sort_keys=False)
 
 
-def slurm_script(recipe: Recipe, machines: int, script: str = "train.py", hours: int = 1) -> str:
-    """A Slurm batch script that starts a recipe's ranks by one torchrun on each machine.
+def slurm_script(
+    recipe: Recipe,
+    machines: int,
+    script: str = "train.py",
+    hours: int = 1,
+    config: str | None = None,
+) -> str:
+    """A Slurm batch script that starts a recipe's ranks by one launcher on each machine.
 
     machines: among which the ranks are divided equally, a GPU for each. script: the program,
-    relative to where `sbatch` is called. hours: the time that is asked for.
+    relative to where `sbatch` is called. hours: the time that is asked for. config: the file of
+    `accelerate_config`, for a program that leaves sharding to Accelerate or the Trainer;
+    `accelerate launch` reads it, and torchrun, the launcher without it, does not.
 
     Raises ValueError where ranks do not divide among machines.
     """
     each = _per_machine(recipe, machines)
     whole(1)("hours", hours)
+    if config is None:
+        start = f"""\
+torchrun \\
+    --nnodes={machines} --nproc-per-node={each} \\
+    --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d \\
+    --rdzv-endpoint="$first:$port" \\
+    {shlex.quote(script)}"""
+    else:  # a shell on each machine, which alone knows its SLURM_NODEID
+        launch = f"""\
+accelerate launch \\
+    --config_file {shlex.quote(config)} --machine_rank $SLURM_NODEID \\
+    --main_process_ip $first --main_process_port $port \\
+    {shlex.quote(script)}"""
+        start = f"bash -c {shlex.quote(launch)}"
     return f"""\
 #!/bin/bash
 #SBATCH --nodes={machines}
@@ -138,12 +161,9 @@ def slurm_script(recipe: Recipe, machines: int, script: str = "train.py", hours:
 #SBATCH --gpus-per-node={each}
 #SBATCH --time={hours:02}:00:00
 
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun torchrun \\
-    --nnodes={machines} --nproc-per-node={each} \\
-    --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d \\
-    --rdzv-endpoint="$first:$((20000 + SLURM_JOB_ID % 20000))" \\
-    {shlex.quote(script)}
+export first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export port=$((20000 + SLURM_JOB_ID % 20000))
+srun {start}
 """
 
 

@@ -11,11 +11,14 @@ CHAPTERS = Path(__file__).parent.parent / "chapters"
 
 
 class Notebook:
-    """Code cells of one chapter by their ids."""
+    """Cells of one chapter by their ids: `code`, and `text` in Markdown."""
 
     def __init__(self, name):
         self.cells = nbformat.read(CHAPTERS / f"{name}.ipynb", as_version=4).cells
-        self.code = {cell.id: cell.source for cell in self.cells if cell.cell_type == "code"}
+        self.code, self.text = (
+            {cell.id: cell.source for cell in self.cells if cell.cell_type == kind}
+            for kind in ("code", "markdown")
+        )
 
     def run(self, names, namespace=None):
         """Run the cells with these ids (one string, apart by spaces); give their namespace."""

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,7 +12,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from helpers import one_line
 
 from memlab import Recipe
-from memlab.launching import RanksFailed, accelerate_config, run_ranks, slurm_script
+from memlab.launching import RanksFailed, _objects, accelerate_config, run_ranks, slurm_script
 
 RECIPE = Recipe("llama-3-8b-tiny", ranks=4, sharding="zero3", precision="bf16-amp")
 
@@ -82,6 +83,39 @@ def test_slurm_takes_the_script(tmp_path):
     assert subprocess.run(["bash", "-n", path]).returncode == 0
     assert "--nodes=2" in path.read_text() and "--nproc-per-node=2" in path.read_text()
     assert "'my train.py'" in path.read_text()
+
+
+SRUN = """#!/bin/bash
+SLURM_NODEID=1 "$@" &
+SLURM_NODEID=0 "$@"
+wait
+"""
+SAYS = """import json, os
+names = "RANK", "WORLD_SIZE", "GROUP_RANK", "ACCELERATE_USE_FSDP"
+print(json.dumps({name: os.environ.get(name) for name in names}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("config", [None, "my accelerate.yaml"])
+def test_the_ranks_of_two_machines_find_each_other(tmp_path, config):
+    """The script as a cluster of two runs it; torchrun passes over what the YAML asks for."""
+    (tmp_path / "my accelerate.yaml").write_text(accelerate_config(RECIPE, machines=2))
+    (tmp_path / "my train.py").write_text(SAYS)
+    (tmp_path / "job.sh").write_text(slurm_script(RECIPE, 2, "my train.py", config=config))
+    for name, text in (("srun", SRUN), ("scontrol", "#!/bin/bash\necho 127.0.0.1\necho other\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    job = {"PATH": path, "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "both"}
+    ran = subprocess.run(
+        ["bash", "job.sh"], cwd=tmp_path, env=os.environ | job, capture_output=True, timeout=240
+    )
+    assert ran.returncode == 0, ran.stderr
+    said = _objects(ran.stdout.decode())
+    assert sorted(one["RANK"] for one in said) == ["0", "1", "2", "3"]
+    assert {one["WORLD_SIZE"] for one in said} == {"4"}
+    assert sorted(one["GROUP_RANK"] for one in said) == ["0", "0", "1", "1"]  # two a machine
+    assert {one["ACCELERATE_USE_FSDP"] for one in said} == {"true" if config else None}
 
 
 @pytest.mark.parametrize("sharding, kind", [("ddp", "MULTI_GPU"), ("zero2", "FSDP")])

@@ -33,6 +33,18 @@ def test_an_8b_does_not_fit_a_t4_in_fp16_and_does_in_nf4(chapter):
     assert chapter["nf4"].prefill["weights"] < chapter["served"].prefill["weights"] / 2
 
 
+def test_a_weight_in_nf4_takes_what_the_page_says(chapter):
+    """Half a byte in the layers, and two in the embedding and the output layer."""
+    config = chapter["models"].config("llama-3-8b")
+    outer = 2 * config.vocab_size * config.hidden_size
+    with torch.device("meta"):
+        weights = chapter["models"].build("llama-3-8b").num_parameters()
+    held = chapter["nf4"].prefill["weights"]
+    assert (held - 2 * outer) / (weights - outer) == pytest.approx(0.5, abs=0.04)
+    text = CHAPTER.text["situation"]
+    assert f"2 bytes a weight in fp16, {held / weights:.1f} in" in text
+
+
 def test_published_and_live_figures_stand_beside_simulated_ones(chapter):
     CHAPTER.run(
         "published published-facts process speed measure-run measure-table measure-facts", chapter
@@ -62,6 +74,9 @@ def test_a_window_lowers_the_cache_and_not_the_prefill(chapter):
 
 def test_blocks_hold_more_texts_than_reservations(chapter):
     CHAPTER.run("paged-run", chapter)
+    assert "Four hundred requests of random lengths up to 4,096" in CHAPTER.text["paged"]
+    assert len(chapter["lengths"]) == 400 and chapter["longest"] == 4096
+    assert chapter["lengths"].max() > 4000  # drawn up to what is reserved
     lengths, fits = chapter["lengths"], chapter["fits"]
     held = lengths[:fits].sum().item() * chapter["token"]
     assert held <= chapter["room"] < lengths[: fits + 1].sum().item() * chapter["token"] * 1.02
@@ -100,6 +115,29 @@ def test_zeros_and_masks_save_nothing_and_smaller_shapes_do(patients):
         assert not patients["prune"].is_pruned(model)
     CHAPTER.run("sparse-run", patients)
     assert patients["ratios"][0.5] > 1
+
+
+def test_the_small_models_miss_nothing_that_is_pruned(patients):
+    """So the page says that they rank no way of pruning; one that does makes its cell fail."""
+    control, cut = (
+        patients["cure"](lambda model: None, 0),
+        patients["cure"](patients["one_layer"], 0),
+    )
+    patients["more_of"], patients["masks"] = {"one layer of two": [cut[1] - control[1]]}, 1.8
+    CHAPTER.run("prune-words", patients)
+    patients["more_of"]["another"] = [0.06, 0.08]
+    with pytest.raises(AssertionError):
+        CHAPTER.run("prune-words", patients)
+
+
+def test_the_commands_for_tensorrt_are_those_of_its_release():
+    """Version 11 has no flags of precision: the file says the formats, and AutoCast writes it."""
+    commands = CHAPTER.text["trtexec"].split("```")[1]
+    for flag in ("--fp16", "--bf16", "--int8", "--fp8", "--best", "--stronglyTyped"):
+        assert flag not in commands
+    cast, build, run = commands.replace("\\\n", "").splitlines()[1:]
+    assert cast.endswith("--output_path fp16.onnx") and "--onnx=fp16.onnx" in build
+    assert "--loadEngine" in run
 
 
 def test_a_compiled_function_keeps_less_and_is_made_again_for_other_lists(chapter):
