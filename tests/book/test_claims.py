@@ -42,3 +42,12 @@ def test_an_unknown_statement_is_refused():
         verdict("Z1", True, "")
     with pytest.raises(ValueError, match="'Z1': allowed are Ablation"):
         named("Z1", "")
+
+
+def test_what_nobody_measured_is_not_expected_to_hold():
+    """Printed seconds that no clock has met again leave a condition, and what the clock of a GPU
+    alone decides is open without one."""
+    printed = {id: one["word"] for id, one in all_claims().items() if "samples/s" in one["says"]}
+    assert len(printed) == 9 and set(printed.values()) == {"holds with a condition"}
+    timed = {id: one["word"] for id, one in all_claims().items() if "gpu_clock" in one}
+    assert timed == {"B10": "open", "D3": "open"}
