@@ -16,7 +16,7 @@ PAGE = Notebook("accuracy")
 @pytest.fixture(scope="module")
 def page():
     names = PAGE.run("imports glance-run glance-table") | {"Markdown": str}
-    return PAGE.run("glance-said", names)
+    return PAGE.run("glance-blind glance-said", names)
 
 
 def test_every_file_of_published_runs_has_its_row(page):
