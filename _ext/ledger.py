@@ -8,7 +8,8 @@ executed notebooks and writes the tables: nothing is typed again.
     :open: B26 B27
     :::
 
-`open` names the statements that no chapter decides yet. Any other statement without a verdict is
+`open` names the statements that no chapter takes up yet; a cell, too, may say that it cannot
+decide one. Any other statement without a verdict is
 a warning, and so are two verdicts that differ, one that is not the expected one of claims.json
 (unless it rests on a clock), an open statement that has one, and a named subject of which no cell
 shows anything. The build treats warnings as errors.
@@ -30,8 +31,8 @@ from sphinx.util.docutils import SphinxDirective
 
 from memlab.book.claims import WORDS, all_claims, all_named, sources
 
-OPEN = "open"
-MARKS = dict(zip((*WORDS, OPEN), "✓◐✗○", strict=True))
+OPEN = WORDS[-1]
+MARKS = dict(zip(WORDS, "✓◐✗○", strict=True))
 CALL = re.compile(r'\b(?:verdict|named)\(\s*"(\w+)"')
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,8 @@ def record_of(row: dict, session: dict) -> Record:
     recipe = {"model": config_of(row["model_id"], row["model_config"])}
     recipe |= {field: run[field] for field in same}
     recipe |= {"attention": run["attn_impl"], "base": run["quantization"]}
-    recipe |= {"checkpointing": "non-reentrant", "compute_dtype": "fp16"}
+    dtype = "precision" if run["quantization"] == "none" else "compute_dtype"
+    recipe |= {"checkpointing": "non-reentrant", dtype: "fp16"}
     peaks = {k: round(measured[f"{k}_mib"] * MiB) for k in ("peak_allocated", "peak_reserved")}
     figures = {f"{name}_bytes": nbytes for name, nbytes in peaks.items()}
     figures["step_seconds"] = round(measured["step_seconds"], 4)

@@ -17,6 +17,7 @@ _HOMES = {
     "RunningSoftmax": "softmax",
     "SegmentFilm": "segments",
     "TilePlayer": "panels",
+    "named": "claims",
     "verdict": "claims",
     "QUIET": "lessons",
     "estimated_run": "lessons",

@@ -10,7 +10,7 @@ from importlib import resources
 class Verdict:
     """One statement of a source, decided, or a subject that it only names.
 
-    word: one of the three of `WORDS`, or `NAMED`.
+    word: one of `WORDS`, or `NAMED`.
     """
 
     id: str
@@ -31,21 +31,26 @@ class Verdict:
         return text, {"verdict": {"id": self.id, "word": self.word, "because": self.because}}
 
 
-WORDS = ("holds", "holds with a condition", "does not hold")
+WORDS = ("holds", "holds with a condition", "does not hold", "open")
 NAMED = "named, not claimed"
 
 
-def verdict(id: str, holds: bool, because: str, condition: bool = False) -> Verdict:
-    """Decide a statement: `holds` is what a cell computed, `because` the figures behind it.
+def verdict(id: str, holds: bool | None, because: str, condition: bool = False) -> Verdict:
+    """Decide a statement by the rule of the claims page: `because` has the figures behind it.
 
-    condition: the statement is true in some cases only, which `because` names.
+    holds: what a cell computed; None where that does not decide the statement.
+    condition: the statement is true in some cases only, or was checked in part only, and `because`
+    names which.
 
     Raises ValueError for an unknown id.
     """
     known = all_claims()
     if id not in known:
         raise ValueError(f"no claim has the id {id!r}: allowed are {', '.join(known)}")
-    word = WORDS[bool(condition)] if holds else WORDS[2]
+    if holds is None:
+        word = WORDS[3]
+    else:
+        word = WORDS[bool(condition)] if holds else WORDS[2]
     return Verdict(id, known[id]["says"], known[id]["source"], word, because)
 
 

@@ -1,11 +1,14 @@
 """Chapter 4: what its cells show is true, and its loop is the loop that memlab runs."""
 
+import ast
+from types import SimpleNamespace
+
 import pytest
 import torch
 from notebook import Notebook, assert_same_run, traced
 
-from memlab import Recipe, simulate
-from memlab.book import small_config
+from memlab import Recipe, find_gpu, simulate
+from memlab.book import small_config, verdict
 from memlab.trace.tracer import Tracer
 from memlab.training import Training
 
@@ -182,3 +185,19 @@ def test_solutions_pass_their_check_and_wrong_answers_are_told_so(chapter, capsy
     before = {1: "distil", 3: "buggy"}[number]
     CHAPTER.run(before, chapter)
     CHAPTER.check_exercise(number, wrong, chapter, capsys)
+
+
+@pytest.mark.parametrize("ratio, word", [(1.14, "holds"), (0.98, "does not hold")])
+@pytest.mark.parametrize("estimate", [0.9, 1.1])
+def test_b12_is_decided_by_the_published_clock_and_by_no_estimate(ratio, word, estimate):
+    """Of 16 times as many micro-batches a step only the ratio's distance from 1 can grow."""
+
+    def simulated(recipe, gpu):
+        seconds = SimpleNamespace(expected=estimate if recipe.batch_size == 1 else 1.0)
+        return SimpleNamespace(step_time=seconds, peak_allocated=2**30, peak_reserved=2**30)
+
+    names = {"vanilla": Recipe("bert-large"), "simulate": simulated, "v100_ratio": ratio}
+    names |= {"find_gpu": find_gpu, "verdict": verdict, "MiB": 2**20}
+    *before, last = ast.parse(CHAPTER.code["verdict-b12"]).body
+    exec(compile(ast.Module(before, []), "b12", "exec"), names)
+    assert eval(compile(ast.Expression(last.value), "b12", "eval"), names).word == word

@@ -9,7 +9,7 @@ from notebook import Notebook
 from memlab import Recipe, check, models, simulate
 from memlab.training import Training
 
-CHAPTER = Notebook("03-anatomy")
+CHAPTER, DEEPER = Notebook("03-anatomy"), Notebook("03-anatomy-deeper")
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +92,22 @@ def test_the_buggy_estimate_is_told_so_and_the_fixed_one_passes(shown, capsys):
     assert not check(shown["estimate"](truth.parameters, waiting), truth.peak_tensors, 0.02)
     assert "too small" in capsys.readouterr().out
     assert check(shown["fixed"](truth.parameters, waiting), truth.peak_tensors, 0.02)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-amp", "fp16-amp"])
+def test_a_logit_takes_twelve_bytes_at_the_peak_on_both_pages(shown, precision):
+    """Log-softmax, its gradient and the logits', in fp32; without the output matrix's copies."""
+    said = Notebook("09-tokenizers").run("vocabulary-formula")["logit"]
+    assert shown["bytes_per_logit"](precision) == pytest.approx(said) == 12
+
+
+def test_what_waits_is_layers_what_the_loss_keeps_and_little_more():
+    """The two tables on GPT-2 1.5B count layers; a whole model keeps log-softmax beside them."""
+    names = DEEPER.run("imports waiting big-models")
+    config, kept = names["big"]["GPT-2 1.5B"], names["one_layer"]
+    log_softmax = 32 * 1024 * config.vocab_size * 4 / names["GB"]
+    for switch in (False, True):
+        recipe = Recipe("gpt2-xl", **names["shape"], checkpointing=switch)
+        layers = config.num_hidden_layers * kept(config, checkpointing=switch)
+        beside = names["waiting"](recipe) / names["GB"] - layers - log_softmax
+        assert 0 < beside < 0.5

@@ -58,6 +58,18 @@ def test_work_in_forward_passes(chapter):
     assert passes(chapter["keep_all"], 8) == pytest.approx(3)
     assert [passes(segments(k), 8) for k in (1, 2, 8)] == pytest.approx([4, 4, 4])
     assert passes(chapter["OnDemand"].apply, 8) == pytest.approx(3 + (8 + 1) / 2)
+    frozen = [passes(way, 8, frozen=True) for way in (chapter["keep_all"], segments(1))]
+    assert frozen == pytest.approx([2, 3])  # a half more, as under LoRA
+
+
+def test_the_lines_of_llamas_layers_go_on_as_they_begin(chapter):
+    """Two and four segments are simulated; the page goes on to 80 layers, here it is 16."""
+    held = chapter["llama_layers"]
+    for k in (1, 2):
+        two, four, far = (held(n, k) for n in (2 * k, 4 * k, 16))
+        assert far == pytest.approx(two + (four - two) * (16 - 2 * k) / (2 * k), abs=0.01)
+    a_layer = (held(4, 0) - held(2, 0)) / 2
+    assert a_layer == pytest.approx(24.3, abs=0.1)  # so two are better from 49 layers on
 
 
 def test_the_film_names_what_each_bar_is(chapter):

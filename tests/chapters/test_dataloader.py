@@ -3,6 +3,7 @@
 import ast
 import itertools
 import os
+import random
 
 import pandas as pd
 import pytest
@@ -268,17 +269,20 @@ def test_verdicts():
     names = DEEPER.run("imports tiles rows-shown")
     names |= {"even": names["models"].config("gpt2"), "products": None}
     names["even"].vocab_size = 50304
-    words["sizes"] = decided(DEEPER, "sizes", names)
+    assert words.pop("pinned") == decided(DEEPER, "sizes", names) == "open"  # without a GPU
     DEEPER.run("overview", names)
     names |= {"saving": {1: 0.0, 16: 0.24}, "faster": {1: 2.0, 16: 3.4}}
     words["overview"] = decided(DEEPER, "overview", names)
     assert set(words.values()) == {"holds with a condition"}
+    names |= {"faster": {1: 0.5, 16: 0.5}}  # an estimate decides nothing
+    assert decided(DEEPER, "overview", names) == "holds with a condition"
     for padded, word in ((0.5, "holds with a condition"), (1.1, "does not hold")):
         names["products"] = {"padded": padded, "as it is, again": 1.0}
         assert decided(DEEPER, "sizes", names) == word
-    loses = {"pageable": [9.0, 9.0], "pinned": [12.0, 6.0]}
-    names = {"fast": pd.DataFrame(loses), "share": 3e-5, "verdict": verdict}
-    assert decided(CHAPTER, "pinned", names) == "does not hold"
+    names = {"share": 3e-5, "verdict": verdict}
+    for pinned, word in (([12.0, 6.0], "does not hold"), ([6.0, 12.0], "holds with a condition")):
+        names["fast"] = pd.DataFrame({"pageable": [9.0, 9.0], "pinned": pinned})
+        assert decided(CHAPTER, "pinned", names) == word
 
 
 def decided(notebook, cell, names):
@@ -295,3 +299,18 @@ def test_solutions_pass_their_check_and_wrong_answers_are_told_so(loading, capsy
     CHAPTER.run("schedule uneven", loading)
     loading["batches"] = {"images, 64 x 3 x 224 x 224, fp32": 64 * 3 * 224 * 224 * 4}
     CHAPTER.check_exercise(number, wrong, loading, capsys)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 4])
+@pytest.mark.parametrize("prefetch", [1, 2, 4])
+def test_no_schedule_beats_the_formula(schedule, workers, prefetch):
+    """Loading and computing take at least max(C, L/w) a step; without workers exactly L + C."""
+    draw = random.Random(0)
+    for compute in (0.5, 1.0, 3.0):
+        loads = [draw.choice([0.2, 1.0, 10.0]) for _ in range(60)]
+        took = schedule(loads, compute, workers, prefetch)[-1][3]
+        work, bound = sum(loads), 60 * compute
+        if workers:
+            assert took >= max(bound, work / workers) - 1e-9
+        else:
+            assert took == pytest.approx(work + bound)

@@ -65,3 +65,15 @@ def test_every_solution_passes_its_own_check_and_refuses_a_wrong_answer():
     for cell in solutions:
         assert "hide-cell" in cell.metadata.tags
         assert "assert check(" in cell.source and "assert not check(" in cell.source
+
+
+def test_what_a_snapshot_names_is_alive_at_the_peak():
+    names = CHAPTER.run("imports imports-memlab mlp mlp-step snapshot snapshot-read")
+    moments = {when: sum(size for size, _ in alive) for when, alive in names["moments"].items()}
+    with SimulatedGPU("T4"):
+        parts = names["build"]("cuda")
+        names["train_step"](*parts)
+        assert moments["when written"] == torch.cuda.memory_allocated()
+        peak = torch.cuda.max_memory_allocated()  # in blocks; the trace has what was asked for
+    assert 0 <= peak - moments["at the peak"] < 512 * len(names["moments"]["at the peak"])
+    assert moments["at the peak"] > 1.5 * moments["when written"]

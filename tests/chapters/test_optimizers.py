@@ -1,5 +1,6 @@
 """Chapter 7: what its cells show is true, and its optimizers are the ones that memlab runs."""
 
+import ast
 import gc
 
 import bitsandbytes as bnb
@@ -295,3 +296,23 @@ def test_solutions_pass_their_check_and_wrong_answers_are_told_so(chapter, capsy
     source = CHAPTER.code[f"exercise-{number}"].replace("answer = ...", f"answer = {wrong!r}")
     exec(source, chapter)
     assert "Not yet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "small, calls, word",
+    [
+        (0.3, 20, "holds with a condition"),
+        (0.99, 20, "open"),  # this machine's clock shows nothing, and an estimate decides nothing
+        (0.3, 900, "does not hold"),
+    ],
+)
+def test_b29_is_decided_by_calls_and_a_clock(small, calls, word):
+    names = DEEPER.run("imports")
+    rows = [dict.fromkeys(("foreach", "fused"), n) | {"control": 1.02} for n in (small, 0.9)]
+    names["timed"] = dict(zip(("400 x 64", "2 x 1M"), rows, strict=True))
+    names["on_t4"] = {"loop": 9.0, "foreach": 1.0}
+    names["calls"] = {"loop": 1600, "foreach": calls, "fused": 4}
+    names["forms"] = {"loop": {"foreach": False}, "foreach": {"foreach": True}}
+    *before, last = ast.parse(DEEPER.code["verdict-b29"]).body
+    exec(compile(ast.Module(before, []), "b29", "exec"), names)
+    assert eval(compile(ast.Expression(last.value), "b29", "eval"), names).word == word

@@ -1,7 +1,9 @@
 """Chapter 10: what its cells show is true, and its batches are those that memlab simulates."""
 
+import ast
 import random
 
+import pandas as pd
 import pytest
 import torch
 from accelerate import Accelerator
@@ -9,6 +11,8 @@ from notebook import Notebook
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding
 from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from memlab.book import verdict
 
 CHAPTER = Notebook("10-padding")
 DEEPER = Notebook("10-padding-deeper")
@@ -304,3 +308,31 @@ def test_accelerate_keeps_our_batches(chapter):
 def test_solutions_pass_their_check_and_wrong_answers_are_told_so(chapter, capsys, number, wrong):
     chapter["DataLoader"] = DataLoader
     CHAPTER.check_exercise(number, wrong, chapter, capsys)
+
+
+@pytest.mark.parametrize(
+    "control, rounds, word",
+    [
+        ((1.05, 1.19), (1.0, 1.02), "within"),  # lies below the control, and inside the noise
+        ((0.72, 1.02), (0.85, 0.89), "within"),
+        ((1.05, 1.19), (0.3, 0.5), "more than"),
+        ((0.98, 1.01), (1.05, 1.1), "more than"),
+    ],
+)
+def test_a_ratio_of_times_is_told_by_how_far_the_control_is_off(control, rounds, word):
+    rows = {"fixed again": control, "dynamic": rounds, "grouped": rounds}
+    times = pd.DataFrame(rows, index=["lowest", "highest"]).T.assign(tokens=1.0, time=1.0)
+    table = pd.DataFrame({"tokens": dict.fromkeys(["fixed", *rows], 16)})
+    names = CHAPTER.run("time-words", {"times": times, "table": table, "Markdown": str})
+    assert f", {word} what the control is off" in names["told"]("dynamic")
+
+
+@pytest.mark.parametrize("visible", [False, True])
+@pytest.mark.parametrize("misleads, word", [(True, "holds"), (False, "does not hold")])
+def test_a14_is_decided_by_what_counting_does_at_once(visible, misleads, word):
+    """Not by thirty steps of a small model, whichever way they end."""
+    names = {"visible": visible, "misleads": misleads, "off": 3.3, "verdict": verdict}
+    names["ends_at"] = {"-100": [5.26, 5.23], "counted": [3.64, 5.24]}
+    *before, last = ast.parse(CHAPTER.code["verdict-loss"]).body
+    exec(compile(ast.Module(before, []), "a14", "exec"), names)
+    assert eval(compile(ast.Expression(last.value), "a14", "eval"), names).word == word

@@ -1,11 +1,13 @@
 """Chapter 12: its formulas are the libraries', its comparisons hold, its refusals are clear."""
 
+import inspect
 import math
 import statistics
 
 import pytest
 import torch
 from notebook import Notebook
+from transformers import AwqConfig, GPTQConfig
 
 CHAPTER, DEEPER = Notebook("12-quantization"), Notebook("12-quantization-deeper")
 SETUP = """imports checked affine symmetric error bits bits-stored by-hand by-hand-run by-hand-table
@@ -372,3 +374,15 @@ def test_the_verdicts_that_need_no_more_runs(patients):
     assert decided("e12", patients) == ("E12", "holds")
     CHAPTER.run("counting stored-model stored-run stored-table int8-run e13-because", patients)
     assert decided("e13", patients) == ("E13", "holds with a condition")
+
+
+@pytest.mark.parametrize("method", [AwqConfig, GPTQConfig])
+def test_the_files_of_gptq_and_awq_take_the_bits_of_the_table(chapter, method):
+    """Codes, and of each group an fp16 scale and a zero point as wide as a code, in int32."""
+    default = {n: p.default for n, p in inspect.signature(method).parameters.items()}
+    size, outputs, inputs = default["group_size"], 4096, 4096
+    codes = torch.empty(inputs * 4 // 32, outputs, dtype=torch.int32)
+    zeros = torch.empty(inputs // size, outputs * 4 // 32, dtype=torch.int32)
+    scales = torch.empty(inputs // size, outputs, dtype=torch.float16)
+    stored = sum(8 * t.nbytes for t in (codes, zeros, scales)) / (inputs * outputs)
+    assert size == 128 and stored == chapter["bits"]["int4: GPTQ, AWQ"]

@@ -55,6 +55,11 @@ def test_every_published_run_has_a_prediction():
     assert {run.loop for runs in published.values() for run in runs} == {"", *loops.LOOPS}
 
 
+@pytest.mark.parametrize("file", KEPT["runs"])
+def test_every_published_run_stands_beside_its_kept_prediction(file):
+    assert {one.name for one in compare_kept(file)} == set(KEPT["runs"][file])
+
+
 def test_without_a_base_allocated_is_exact_and_reserved_nearly():
     allocated, reserved = errors("none", "allocated"), errors("none", "reserved")
     assert len(allocated) == 20

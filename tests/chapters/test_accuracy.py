@@ -1,0 +1,72 @@
+"""The page on accuracy: its counts are those of the records, its tables what they say they are."""
+
+import re
+
+import pytest
+from notebook import Notebook
+
+from memlab import find_records
+from memlab.card.step_time import BEST, EXPECTED, WORST
+from memlab.evidence.loops import kept_predictions
+from memlab.evidence.records import FOLDER
+
+PAGE = Notebook("accuracy")
+
+
+@pytest.fixture(scope="module")
+def page():
+    names = PAGE.run("imports glance-run glance-table") | {"Markdown": str}
+    return PAGE.run("glance-blind glance-said", names)
+
+
+def test_every_file_of_published_runs_has_its_row(page):
+    files = {file for file, _ in page["REGIMES"].values()}
+    assert files == {path.name for path in FOLDER.glob("published-*.json")}
+    loops = {one.loop for one in find_records("published")} - {"", "fitcheck"}
+    PAGE.run("others-run", page)
+    assert {page["groups"][name] for name in page["groups"]} < files
+    assert len(loops) == len(page["groups"])
+
+
+def test_runs_are_counted_once_and_without_the_one_that_gave_a_length(page):
+    said = kept_predictions()["runs"].values()
+    simulated = sum("refused" not in kept for file in said for kept in file.values())
+    assert len(page["runs"]) == simulated - 1
+    assert "allocated" not in set(page["promised"]["figure"])
+    assert len(page["new"]) + page["runs"]["old"].sum() == len(page["runs"])
+
+
+def test_the_blind_sample_is_that_of_the_twelve_questions(page):
+    deeper = Notebook("16-planner-deeper").run("imports load")
+    called = [
+        fitted
+        for (*_, fitted), answer in zip(deeper["tries"], deeper["answers"], strict=True)
+        if answer["fits"]
+    ]
+    assert len(page["blind"]) == len(called) and sum(page["blind"]) == sum(called)
+
+
+def test_a_card_is_verified_by_its_own_runs_alone(page):
+    assert {"L4", "RTX-4090", "A100-40GB"} <= set(page["bare"])
+    assert not {"L40S", "T4", "V100", "A100-80GB", "H100"} & set(page["bare"])
+
+
+def test_the_nine_runs_have_the_figure_of_the_chapters(page):
+    """Reserved, as simulated, and the context that the guide printed: one figure a run."""
+    PAGE.run("nine-run nine-table", page)
+    said = page["kept"]["runs"]["published-source-001.json"]
+    for run, label in zip(page["published"], page["names"], strict=True):
+        used = said[run.name]["peak_reserved_bytes"] + run.figures["context_bytes"]
+        assert page["nine"]["simulated"][label] == used / 2**20
+    assert [name for name in page["nine"] if name.startswith("error")] == ["error"]
+
+
+def test_shares_of_the_data_sheet_are_printed_as_they_are(page):
+    source = PAGE.code["seconds-assumed"].replace("assumed.style", "shown = assumed.style")
+    exec(source, page)
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", page["shown"].to_html())
+    columns = [vars(reach).values() for reach in (BEST, EXPECTED, WORST)]
+    wanted = [one for row in zip(*columns, strict=True) for one in row]
+    assert len(cells) == len(wanted) == 3 * 6  # six assumptions, as the text says
+    for printed, one in zip(cells, wanted, strict=True):
+        assert float(printed) == one or float(printed) == pytest.approx(one * 1e6)
