@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from bisect import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -247,26 +248,31 @@ def largest_size(
         return log.is_served(sized(steps), smaller)
 
     every = range(1, end // step + 1)
-    last = bisect(every, smaller.usable, key=lambda steps: log.least(sized(steps)))
-    found = _border(fits, last, len(every))
+
+    def guess() -> int:
+        return bisect(every, smaller.usable, key=lambda steps: log.least(sized(steps)))
+
+    found = _border(fits, guess, len(every))
     return found * step, None if found == len(every) else (found + 1) * step
 
 
-def _border(fits, guess: int, end: int) -> int:
+def _border(fits: Callable[[int], bool], guess: Callable[[], int], end: int) -> int:
     """The number from 1 to `end` that fits while the next, if there is one, does not; else 0.
 
-    Goes down or up from the guess in strides that double, and then halves what is between.
+    guess: where the border is by what is known so far. It is tried, and while it is not between
+    what fits and what does not, so is the number beside it, in strides that double.
     """
-    fitting, over, stride, trial = 0, end + 1, 1, max(1, guess)
+    fitting, over, stride = 0, end + 1, 1
     while over - fitting > 1:
+        trial, half = guess(), (over - fitting) // 2
+        if fitting < trial < over:
+            stride = 1
+        else:
+            by = min(stride, half)
+            trial = fitting + by if trial <= fitting else over - by
+            stride *= 2
         if fits(trial):
             fitting = trial
         else:
             over = trial
-        trial = (fitting + over) // 2
-        if not fitting:
-            trial = max(trial, over - stride)
-        elif over > end:
-            trial = min(trial, fitting + stride)
-        stride *= 2
     return fitting

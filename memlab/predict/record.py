@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from bisect import bisect
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ LARGEST_RANK, NARROW = 512, 32
 # Lengths of the run that checks, by alignment, and its sequences unless there is one.
 CHECKED = {16: 256, 8: 88, 4: 84, 2: 82, 1: 81}
 CHECKED_BATCH = 2
+SIZES = ("batch_size", "seq_len", "accumulation")
 FEW_TOKENS = 1536  # bitsandbytes' own limit of fused products with 4-bit weights
 
 
@@ -72,7 +74,8 @@ class Traces:
     def __init__(self, recipe: Recipe, card: GPU, run=map):
         self._recipe, self._card, self._run = recipe, card, run
         self._traces: dict[Circumstances, Trace | None] = {}
-        self._logs: dict[tuple[int, int, int], Log] = {}
+        self._logs: dict[tuple[int, int, int], Log] = {}  # of runs, by their sizes
+        self._needed: dict[tuple[int, int, int], int] = {}  # bytes
         self.longest = models.max_length(recipe.model)  # tokens, None for no end
 
     def at(self, recipe: Recipe) -> Log:
@@ -80,7 +83,7 @@ class Traces:
         trace = self.trace(recipe)
         if trace is not None:
             return completed(recipe, trace.at(sizes_of(recipe), recipe.accumulation))
-        sizes = recipe.batch_size, recipe.seq_len, recipe.accumulation
+        sizes = tuple(getattr(recipe, name) for name in SIZES)
         if sizes not in self._logs:
             self._logs[sizes] = full_log(recipe, self._card, run=self._run)
         return self._logs[sizes]
@@ -92,23 +95,43 @@ class Traces:
     def least(self, recipe: Recipe) -> int:
         """About the bytes that a size needs: where to look first.
 
-        No more than it needs by a trace; by a line through two sizes where each is a run.
+        No more than it needs by a trace; where each size is a run, by a line through the two runs
+        that are nearest, of as many sequences or of the same length.
         """
         trace = self.trace(recipe)
         if trace is not None:
             return trace.least(sizes_of(recipe), recipe.accumulation)
-        first, second = self._line
+        runs = self._runs_like(recipe)
+        if len(runs) < 2:
+            self._run_two(recipe)
+            runs = self._runs_like(recipe)
         tokens = recipe.batch_size * recipe.seq_len
-        return int(
-            first + (second - first) * (tokens / self._recipe.batch_size / self._recipe.seq_len - 1)
+        above = min(max(1, bisect(runs, (tokens,))), len(runs) - 1)
+        (few, first), (many, second) = runs[above - 1 : above + 1]
+        return int(first + (second - first) * (tokens - few) / (many - few))
+
+    def _runs_like(self, recipe: Recipe) -> list[tuple[int, int]]:
+        """(tokens, bytes) of the runs that differ from a recipe in one size at most, in order."""
+        for sizes in self._logs.keys() - self._needed.keys():
+            one = replace(self._recipe, **dict(zip(SIZES, sizes, strict=True)))
+            card = self._card.without_limit()
+            self._needed[sizes] = peak_reserved_of(one, self._logs[sizes], card)
+        return sorted(
+            (batch * length, needed)
+            for (batch, length, times), needed in self._needed.items()
+            if times == recipe.accumulation
+            and (batch == recipe.batch_size or length == recipe.seq_len)
         )
 
-    @functools.cached_property
-    def _line(self) -> tuple[int, int]:
-        """The bytes of the first recipe, and of one with twice the sequences."""
-        once, card = self._recipe, self._card.without_limit()
-        twice = once.but(batch_size=2 * once.batch_size)
-        return tuple(peak_reserved_of(one, self.at(one), card) for one in (once, twice))
+    def _run_two(self, recipe: Recipe) -> None:
+        """Run the first recipe, and one twice or half as large in the size in question."""
+        first = replace(self._recipe, accumulation=recipe.accumulation)
+        name = "batch_size" if recipe.seq_len == first.seq_len else "seq_len"
+        size = 2 * getattr(first, name)
+        if name == "seq_len" and self.longest is not None and size > self.longest:
+            size //= 4
+        for one in (first, first.but(**{name: max(1, size)})):
+            self.at(one)
 
     def trace(self, recipe: Recipe) -> Trace | None:
         """The trace that holds for the recipe's sizes, None where none does."""
