@@ -23,6 +23,7 @@ from memlab.footprint import Category, Footprint
 from memlab.gpus import GPU, GPUS
 from memlab.planning import MARGIN, largest_size, limited, room, verdict, why_no_larger
 from memlab.plans import (
+    PAGED_OUT,
     STATES,
     WAYS,
     Cards,
@@ -31,6 +32,7 @@ from memlab.plans import (
     Question,
     Switch,
     described,
+    is_paged,
     way_of,
 )
 from memlab.predict.record import Traces
@@ -40,7 +42,7 @@ from memlab.recipe import Recipe
 from memlab.simulation import only_new_garbage, simulate
 from memlab.training import import_libraries
 from memlab.units import gib
-from memlab.ways import Combination, attention_of, combinations, computes, is_paged, refusal
+from memlab.ways import NF4, Combination, attention_of, combinations, computes, refusal
 
 CLIPPING = 1.0  # the Trainer's own
 TRACES = 4  # simulations at most until the fastest is one that is simulated
@@ -157,7 +159,7 @@ class _Search:
         if one.way != "full":
             values["lora_rank"] = asked.lora_rank
         if one.way == "qlora":
-            values |= {"base": "nf4", "double_quant": True}
+            values |= NF4
         return Recipe(**values | changes)
 
     def footprint(self, recipe: Recipe) -> Footprint:
@@ -181,9 +183,14 @@ class _Search:
         return Option(recipe, needed, total - self.room, total, self.seconds(recipe), False)
 
     def seconds(self, recipe: Recipe) -> float | None:
-        """The estimated seconds of a step."""
+        """The estimated seconds of a step; None with states that move, which takes unknown ones."""
         time = self.footprint(recipe).step_time
-        return time and time.expected
+        return None if is_paged(recipe.optimizer) else time and time.expected
+
+    def time(self, option: Option) -> float:
+        """What options are sorted by: the estimated seconds of a step, as if no state moved."""
+        time = self.footprint(option.recipe).step_time
+        return time.expected if time else float("inf")
 
     def expected(self, recipe: Recipe) -> Option:
         """As `option`, with what a simulation of the same way was found to need beyond that."""
@@ -254,7 +261,7 @@ class _Search:
             surely = {one: self.largest(one, self.at_most) for one in options}
             surely = {one: it for one, it in surely.items() if not it.missing}
             best, hoped = self.fastest_of(surely), self.fastest_of(_fitting(options))
-            if best and _time(surely[best]) <= (1 + ALIKE) * _time(options[hoped]):
+            if best and self.time(surely[best]) <= (1 + ALIKE) * self.time(options[hoped]):
                 return surely[best]
         options = self.confirm_the_best(options)
         return options[self.told(options)]
@@ -329,10 +336,10 @@ class _Search:
     def fastest_of(self, options: dict[Combination, Option]) -> Combination | None:
         """The plainest of those that are about as fast as the fastest.
 
-        What pages comes last, because nobody estimates the seconds of moving its states.
+        What pages comes last, because nobody knows the seconds of moving its states.
         """
         settled = {one: it for one, it in options.items() if not is_paged(one.optimizer)}
-        seconds = {one: _time(it) for one, it in (settled or options).items()}
+        seconds = {one: self.time(it) for one, it in (settled or options).items()}
         least = min(seconds.values(), default=None)
         return next((one for one, time in seconds.items() if time <= (1 + ALIKE) * least), None)
 
@@ -420,7 +427,8 @@ class _Search:
                 changed.setdefault(WAYS[one.way], self.recipe(one, 1))
             elif len(other) == 1:
                 ((name, value),) = other.items()
-                changed[named.get(name, {}).get(value, value)] = self.recipe(one, 1)
+                value = named.get(name, {}).get(value, value)
+                changed[f"{value}{PAGED_OUT * is_paged(one.optimizer)}"] = self.recipe(one, 1)
         if len(self.batches) > 1:
             changed[f"micro-batch {self.batches[1]}"] = self.recipe(first, self.batches[1])
         if self.question.seq_len > 1:
@@ -429,7 +437,7 @@ class _Search:
         switches = []
         for name, recipe in changed.items():
             option = self.option(recipe)
-            known = option.seconds and start.seconds and not is_paged(recipe.optimizer)
+            known = option.seconds and start.seconds
             slower = option.seconds - start.seconds if known else None
             switches.append(Switch(name, start.needed - option.needed, slower, not option.missing))
         return tuple(sorted(switches, key=lambda switch: -switch.saved))
@@ -556,10 +564,6 @@ def _keep(key: tuple, log: Traces) -> None:
     _TRACES[key] = log
 
 
-def _time(option: Option) -> float:
-    return option.seconds or float("inf")
-
-
 def _fitting(options: dict[Combination, Option]) -> dict[Combination, Option]:
     return {one: option for one, option in options.items() if not option.missing}
 
@@ -597,7 +601,7 @@ def _trace_key(recipe: Recipe) -> tuple:
 
 def _assumed(question: Question) -> tuple[str, ...]:
     """What the answer to a question assumes of its model."""
-    changes = {"lora_rank": 1, "base": "nf4", "double_quant": True}
+    changes = {"lora_rank": 1} | NF4
     changes = changes if "qlora" in question.ways else {}
     config = models.published(question.model)
     return assumed(Recipe(config, question.task, seq_len=1, **changes))

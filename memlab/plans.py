@@ -13,6 +13,7 @@ from memlab.units import GiB, gib, seconds_text
 
 WAYS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 FASTEST, ROOMIEST = "fastest", "most room"
+PAGED_OUT = " (all states paged out)"  # which the driver need not do
 STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES)
 
 
@@ -74,9 +75,10 @@ class Option:
     """A recipe on a card, in bytes and seconds.
 
     needed: bytes of the card, context included, as in `Fit`; margin: kept free beside them.
-    seconds: estimated, of one optimizer step, None where that is not known. drawn: (lowest,
-    highest) `needed` over the ways of loading a quantized base, None where that is certain.
-    simulated: whether bytes come from a simulation, or else from the formula.
+    Paged states are counted as if all were paged out. seconds: estimated, of one optimizer step,
+    None where that is not known, as of such states. drawn: (lowest, highest) `needed` over the ways
+    of loading a quantized base, None where that is certain. simulated: whether bytes come from a
+    simulation, or else from the formula.
 
     largest_batch, longest: the largest micro-batch, all else as it is, and the longest sequence in
     steps of 64 tokens; the next one does not fit, unless `longest_ends` says why none is longer.
@@ -134,6 +136,7 @@ class Option:
         if self.drawn and self.drawn[1] - self.drawn[0] >= 0.05 * GiB:
             low, high = (f"{end / GiB:,.1f}" for end in self.drawn)
             text += f" ({low} to {high} by the way it is loaded)"
+        text += PAGED_OUT * is_paged(self.recipe.optimizer)
         return f"{text}, {self.time()}" if self.seconds else text
 
     def time(self) -> str:
@@ -147,6 +150,11 @@ class Option:
             f"largest micro-batch {self.largest_batch:,} ({self.largest_batch + 1:,} does not "
             f"fit), longest sequence {self.longest:,} tokens ({ends})"
         )
+
+
+def is_paged(optimizer: str) -> bool:
+    """Whether states may leave the card, in seconds that are not estimated."""
+    return optimizer.startswith("paged")
 
 
 def way_of(recipe: Recipe) -> str:

@@ -12,6 +12,7 @@ from memlab import models
 from memlab.recipe import Recipe
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+HEADS = ("classifier", "score")  # of a classifier, by the names that peft trains them under
 
 
 def import_bitsandbytes(wanted_by: str):
@@ -65,7 +66,7 @@ def to_be_quantized(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    kept = [*get_keys_to_not_convert(model), "classifier", "score"]
+    kept = [*get_keys_to_not_convert(model), *HEADS]
     kept += model._keep_in_fp32_modules or ()
     return {
         name: module
@@ -139,6 +140,21 @@ def _quantized_linear(bitsandbytes, module, recipe: Recipe, storage):
     return layer
 
 
+def leave_in_fp32(model: torch.nn.Module, recipe: Recipe) -> None:
+    """Cast what is in fp32 beside a base in fp16 whose rest is not, in place.
+
+    What from_pretrained leaves so, such as T5's `wo`; and a head, which is trained, where the loss
+    is scaled: PyTorch's scaler refuses gradients in fp16.
+    """
+    if recipe.compute_dtype != "fp16":
+        return
+    kept = set(model._keep_in_fp32_modules or ())
+    kept |= set(HEADS) if recipe.precision == "fp16-amp" else set()
+    for name, module in model.named_modules():
+        if name.split(".")[-1] in kept:
+            module.float()
+
+
 def cast_the_rest(model: torch.nn.Module) -> None:
     """Freeze everything and cast what is not quantized to fp32.
 
@@ -151,8 +167,6 @@ def cast_the_rest(model: torch.nn.Module) -> None:
         half = parameter.dtype in (torch.float16, torch.bfloat16)
         if half and id(parameter) not in quantized:
             parameter.data = parameter.data.float()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def quantized_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from memlab import models, training
 from memlab.fields import one_of
 from memlab.gpus import GPU
-from memlab.quantized import COMPUTE_DTYPES
+from memlab.quantized import COMPUTE_DTYPES, HEADS
 from memlab.recipe import Recipe
 from memlab.serving import Serving
 
@@ -126,7 +126,7 @@ def training_script(recipe: Recipe, api: str = "trainer") -> str:
     Raises ValueError, in one line, for another api, for a model without weights to load (a config,
     a tiny twin), and for what cannot be said: the Trainer always drops gradients, transformers
     quantizes in blocks of 64 weights and leaves parts of some families, such as T5's, in fp32
-    where the rest is in fp16.
+    where all else is in fp16.
     """
     one_of("api", api, APIS)
     if api == "trainer" and not recipe.set_to_none:
@@ -251,7 +251,7 @@ def _values(recipe: Recipe, api: str) -> dict:
     with torch.device("meta"):
         skeleton = models.build(config, task)
     stays = sorted(skeleton._keep_in_fp32_modules or ())
-    if stays and dtype == torch.float16 and not (recipe.base != "none" and recipe.upcast):
+    if stays and dtype == torch.float16 and recipe.base == "none":
         raise ValueError(
             f"precision is {recipe.precision!r}: from_pretrained leaves {', '.join(stays)} of "
             f"{recipe.model_name} in fp32, allowed are fp32, fp16-amp, bf16-amp, bf16"
@@ -277,6 +277,7 @@ def _values(recipe: Recipe, api: str) -> dict:
         "targets": targets if isinstance(targets, str) else list(targets),
         "fan_in_fan_out": lora and _first_linear_is_transposed(skeleton),
         "frozen": _frozen(recipe, skeleton) if recipe.freeze and not lora else [],
+        "head_to_cast": _head_to_cast(recipe, skeleton),
     }
 
 
@@ -288,6 +289,14 @@ def _meaning_of_dtype(recipe: Recipe) -> str:
     if recipe.precision in training.AUTOCAST:
         return "weights, gradients, states; products by autocast"
     return "weights, gradients, states, products"
+
+
+def _head_to_cast(recipe: Recipe, model: torch.nn.Module) -> str:
+    """The name of a head that is trained in fp32 beside a base in fp16, if there is one."""
+    scaled = recipe.base != "none" and not recipe.upcast and recipe.precision == "fp16-amp"
+    if not scaled or recipe.compute_dtype != "fp16":
+        return ""
+    return next((name for name in HEADS if hasattr(model, name)), "")
 
 
 def _first_linear_is_transposed(model) -> bool:

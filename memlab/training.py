@@ -56,10 +56,15 @@ class Training:
             self.model = models.build(config, recipe.task, dtype, recipe.attention, seed)
             if recipe.base != "none":
                 quantized.quantize_base(self.model, recipe, *stored_as)
+                if not recipe.upcast:
+                    quantized.leave_in_fp32(self.model, recipe)
         if not self._sharded:
             self.model.to(self.device)
-        if recipe.base != "none" and recipe.upcast:
-            quantized.cast_the_rest(self.model)
+        if recipe.base != "none":
+            if recipe.upcast:
+                quantized.cast_the_rest(self.model)
+            # Gives back what loading has left, as peft's cast does and the Trainer before it trains.
+            torch.cuda.empty_cache()
         if recipe.freeze:
             freeze(self.model, recipe.freeze)
         if recipe.lora_rank:

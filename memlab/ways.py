@@ -18,6 +18,8 @@ OPTIMIZERS = ("adamw_torch_fused", "adamw_8bit", "adafactor", "paged_adamw_8bit"
 FOR_ADAPTERS = ("adamw_torch_fused", "adamw_8bit")  # whose states are small in any case
 OTHER_OPTIMIZERS = ("sgd", "lion_8bit")
 SHARDINGS = ("ddp", "zero2", "zero3")
+# The base of QLoRA. What is not quantized stays in 16 bits, as TRL's SFTTrainer leaves it.
+NF4 = {"base": "nf4", "double_quant": True, "upcast": False}
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ def combinations(
     usual = {
         "full": (amp, "fp32") if kept or not native else (amp, "fp32", half),
         "lora": (half, amp) if native or not kept else (amp,),
-        "qlora": (amp,),
+        # As LoRA, so that the two compare: what trains are fp32 adapters, peft's default.
+        "qlora": (half if native else amp,),
     }
     excluded = []
     if kept:
@@ -85,11 +88,6 @@ def combinations(
     if not found:
         raise ValueError(f"ways is {question.ways!r}: {'; '.join(excluded)}")
     return found, tuple(excluded)
-
-
-def is_paged(optimizer: str) -> bool:
-    """Whether states may leave the card, in seconds that are not estimated."""
-    return optimizer.startswith("paged")
 
 
 def computes(card: GPU, question: Question) -> bool:

@@ -11,7 +11,8 @@ from helpers import one_line
 
 from memlab import Recipe, choosing, closed_form, fits, models, plan, simulate
 from memlab.gpus import GPUS, find_gpu
-from memlab.plans import Question
+from memlab.plans import Question, is_paged
+from memlab.training import Training
 from memlab.ways import SHARDINGS, Combination, combinations
 
 MiB = 2**20
@@ -58,7 +59,8 @@ def test_what_fits_is_simulated_and_the_next_size_does_not(seed):
         return
     assert answer.roomiest.needed <= answer.fastest.needed
     for option in distinct(answer.fastest, answer.roomiest):
-        assert option.simulated and option.seconds > 0
+        assert option.simulated
+        assert is_paged(option.recipe.optimizer) or option.seconds > 0
         assert option.recipe.batch_size * option.recipe.accumulation == question["effective_batch"]
         sizes = {"batch_size": (option.largest_batch, 1), "seq_len": (option.longest, 64)}
         for field, (value, step) in sizes.items():
@@ -139,7 +141,24 @@ def test_switches_are_sorted_by_what_they_save(roomy):
     names = {switch.name for switch in roomy.switches}
     assert {"LoRA", "QLoRA", "checkpointing", "adamw_8bit", "adafactor", "32 tokens"} <= names
     paged = next(switch for switch in roomy.switches if switch.name.startswith("paged"))
+    assert paged.name == "paged_adamw_8bit (all states paged out)"
     assert paged.seconds is None  # nobody estimates the seconds of moving pages
+
+
+def test_no_seconds_are_told_where_states_move():
+    """Beside the bytes stands what they assume, and what pages is the last to be told."""
+    question = Question("gpt2-tiny", ways=("full",), seq_len=64)
+    search = choosing._Search(question, find_gpu("T4"), 0.05)
+    found = {one: search.option(search.recipe(one, 1)) for one in search.combinations}
+    paged = {one: it for one, it in found.items() if it.recipe.optimizer == "paged_adamw_8bit"}
+    for option in paged.values():
+        assert option.seconds is option.samples_per_second is None
+        assert str(option).count("(all states paged out)") == 1 and "a step" not in str(option)
+    rest = {one: it for one, it in found.items() if one not in paged}
+    assert all(it.seconds > 0 and "paged out" not in str(it) for it in rest.values())
+    assert search.fastest_of(found) == search.fastest_of(rest)
+    quick = search.fastest_of(dict(reversed(paged.items())))
+    assert not quick.checkpointing and quick in paged
 
 
 def test_quality_is_kept_unless_told_otherwise():
@@ -150,6 +169,24 @@ def test_quality_is_kept_unless_told_otherwise():
     assert {"bf16"} == {one.precision for one in free} - {one.precision for one in kept}
     assert excluded and not none
     assert kept[0] == Combination("full", "bf16-amp", "adamw_torch_fused")
+
+
+@pytest.mark.parametrize("gpu", ["L4", "T4"])
+@pytest.mark.parametrize("task", ["causal-lm", "sequence-classification"])
+def test_lora_and_qlora_differ_in_the_base_alone(gpu, task):
+    """No cast to fp32, and the same adapters; a T4 has no LoRA in fp16 without loss scaling."""
+    card, question = find_gpu(gpu), Question("llama-3.2-1b-tiny", task=task, lora_rank=4)
+    search = choosing._Search(question, card, 0.05)
+    first = {one.way: one for one in reversed(search.combinations)}
+    lora, qlora = (search.recipe(first[way], 1) for way in ("lora", "qlora"))
+    assert lora.precision == qlora.precision == ("bf16" if gpu == "L4" else "fp16-amp")
+    assert qlora == lora.but(base="nf4", double_quant=True, upcast=False)
+    trained = Training(qlora).model.named_parameters()
+    adapters = {p.dtype for n, p in trained if "lora_" in n}
+    assert adapters == {torch.float32} == {
+        p.dtype for n, p in Training(lora).model.named_parameters() if "lora_" in n
+    }
+    assert simulate(qlora, card).peak_allocated < simulate(lora, card).peak_allocated
 
 
 def test_an_old_card_has_fp16_and_no_flash_attention():
@@ -269,7 +306,6 @@ def test_a_model_that_peft_gives_no_adapters():
         ({"ranks": 0}, "ranks is 0: allowed are whole numbers from 1"),
         ({"ranks": 3}, "effective_batch is 16: allowed are with ranks 3 multiples of it"),
         ({"ranks": 2, "gpu": None}, "ranks is 2 and gpu names"),
-        ({"ranks": 2, "ways": "qlora"}, "QLoRA (no estimate of ranks: simulate it)"),
         ({"ranks": 2, "link": "nvlink"}, "link is 'nvlink': allowed are for T4 pcie"),
         ({"lora_rank": 4000}, "lora_rank is 4000: gpt2-tiny allows whole numbers up to"),
         ({"task": "seq2seq-lm"}, "task 'seq2seq-lm' is not one of"),

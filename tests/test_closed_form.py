@@ -24,6 +24,9 @@ NF4 = {"base": "nf4", "double_quant": True, "lora_rank": 16, "attention": "sdpa"
         Recipe("bert-base", batch_size=16, seq_len=128),  # the same coefficients
         Recipe("gpt2-xl", seq_len=512, precision="bf16", attention="sdpa", checkpointing=True),
         Recipe("llama-3.2-3b", seq_len=512, precision="bf16", **NF4),
+        Recipe("llama-3-8b", seq_len=1024, precision="bf16", upcast=False, checkpointing=True,
+               accumulation=2, **NF4),
+        Recipe("bert-large", precision="fp16-amp", upcast=False, **NF4),
         Recipe("qwen2.5-1.5b", seq_len=256, precision="bf16-amp", optimizer="adamw_8bit",
                attention="sdpa", accumulation=4),
         Recipe("gpt2-medium", precision="fp16-amp", freeze="embeddings", attention="sdpa",

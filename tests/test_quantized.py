@@ -129,6 +129,25 @@ def test_the_rest_is_cast_to_fp32_unless_told_not_to():
         assert {p.dtype for p in kept} == {dtype}
 
 
+def test_beside_a_base_in_fp16_what_must_be_is_in_fp32():
+    """A head, whose gradients loss scaling refuses in fp16, and what from_pretrained leaves so."""
+    base = QLORA.but(upcast=False, precision="fp16-amp", compute_dtype="fp16")
+
+    def formats(recipe, part):
+        weights = Training(recipe).model.named_parameters()
+        return {weight.dtype for name, weight in weights if part in name}
+
+    classifier = base.but(model="bert-large-tiny")
+    assert formats(classifier, "classifier") == {torch.float32}
+    assert formats(classifier, "word_embeddings") == {torch.float16}
+    assert simulate(classifier, "T4").peak_allocated  # or the scaler's refusal
+    t5 = base.but(model="t5-3b-tiny")
+    assert formats(t5, ".wo.base_layer") == {torch.float32}
+    assert formats(t5, "layer_norm") == {torch.float16}
+    t5 = t5.but(precision="bf16", compute_dtype="bf16")
+    assert formats(t5, ".wo.base_layer") == {torch.bfloat16}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+import torch
 from helpers import one_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -65,7 +66,10 @@ KINDS = [
     ("gpt2", {"lora_rank": 4, "precision": "bf16", "lora_fp32": False}, ["accelerate"]),
     ("bert-large", QLORA, ["trainer"]),
     ("t5-3b", QLORA, ["accelerate"]),
+    ("t5-3b", QLORA | {"precision": "fp16-amp", "upcast": False}, ["accelerate"]),
+    ("bert-large", QLORA | {"precision": "fp16-amp", "upcast": False}, APIS),
     ("qwen2.5-0.5b", CHECKPOINTED_QLORA, APIS),
+    ("qwen2.5-0.5b", CHECKPOINTED_QLORA | {"precision": "bf16", "upcast": False}, APIS),
     ("qwen2.5-0.5b", CLASSES | QLORA | {"upcast": False, "padded": True}, ["accelerate"]),
     ("bert-large", {"lora_rank": 4, "base": "int8", "precision": "fp16-amp"}, APIS),
     ("bert-large", {"task": "masked-lm", "padded": True, "attention": "sdpa"}, ["accelerate"]),
@@ -221,6 +225,25 @@ def test_what_cannot_be_said_is_refused_in_one_line(recipe, api, said):
     with pytest.raises(ValueError) as error:
         training_script(recipe, api)
     assert said in one_line(error)
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_what_loading_a_base_has_left_is_given_back(api, a_recipe, tmp_path, monkeypatch):
+    """The Trainer does so by itself before its first step, and a recipe's training does."""
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    monkeypatch.chdir(tmp_path)
+    recipe = a_recipe("qwen2.5-0.5b", **QLORA, upcast=False)
+    run_script(written(tmp_path, recipe, api), gpu=CARD, steps=1)
+    assert emptied
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_only_a_recipe_that_asks_for_it_casts_what_is_not_quantized(api):
+    recipe = Recipe("llama-3-8b", lora_rank=4, base="nf4", precision="bf16")
+    assert "prepare_model_for_kbit_training" in training_script(recipe, api)
+    script = training_script(recipe.but(upcast=False), api)
+    assert "prepare_model" not in script and ".float()" not in script
 
 
 def test_every_optimizer_of_a_recipe_has_its_line():

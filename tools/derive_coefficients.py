@@ -18,13 +18,15 @@ from memlab.closed_form import FILE, coefficients, installed, known, read
 from memlab.derivation import adopt, derive
 from memlab.evidence.grid import grid_runs
 from memlab.gpus import ANY_CARD, find_gpu
+from memlab.ways import NF4
 
 # A model for each structure that people train most, and those trained in fewer ways.
 COMMON = ("bert-large", "gpt2", "llama-3.2-1b", "llama-3-8b", "llama-2-7b")
 COMMON += ("qwen2.5-0.5b", "qwen2.5-7b", "mistral-7b")
 FEWER = ("distilbert", "roberta-base", "deberta-v3-base", "t5-3b")
 LORA = {"lora_rank": 8, "attention": "sdpa"}
-NF4 = LORA | {"base": "nf4", "double_quant": True}
+QLORA = LORA | NF4
+CAST = QLORA | {"upcast": True}
 HALF = ("fp16-amp", "bf16-amp", "bf16")
 STATES = ("adamw_torch", "adamw_torch_fused", "adafactor", "adamw_8bit", "paged_adamw_8bit")
 
@@ -42,11 +44,11 @@ def recipes(model: str):
     if model in COMMON:
         ways += [
             start | {"precision": precision, "optimizer": optimizer}
-            for start in (LORA, NF4, {"freeze": "embeddings", "attention": "sdpa"})
+            for start in (LORA, QLORA, CAST, {"freeze": "embeddings", "attention": "sdpa"})
             for precision in HALF
             for optimizer in STATES
         ]
-        ways += [start | {"precision": "fp16-amp", "attention": "eager"} for start in (LORA, NF4)]
+        ways += [start | {"precision": "fp16-amp", "attention": "eager"} for start in (LORA, QLORA)]
     for way in ways:
         for more in ({}, {"checkpointing": True}):
             for accumulation in (1, 2) if model in COMMON else (1,):

@@ -26,6 +26,7 @@ from memlab.recipe import COMPUTED_IN, FULLY_SHARDED, SHARDED_OPTIMIZERS, Recipe
 from memlab.serving_form import shares_keys
 from memlab.splitting import ERRORS
 from memlab.trace import allocator, depth
+from memlab.ways import NF4
 
 # What can be chosen: that of which coefficients are kept (tools/derive_coefficients.py).
 CHOICES = {
@@ -48,7 +49,7 @@ TRAINED = {
     "every weight": {},
     "all but the embeddings": {"freeze": ("embeddings",)},
     "LoRA": {"lora_rank": RANK},
-    "LoRA on NF4": {"lora_rank": RANK, "base": "nf4", "double_quant": True},
+    "LoRA on NF4": {"lora_rank": RANK, **NF4},
 }
 # The fields of a recipe that say what is trained, and their defaults.
 PARTS = "freeze lora_rank lora_targets lora_dropout lora_fp32 base block_size double_quant"

@@ -378,6 +378,7 @@ def test_of_what_fits_it_advises_what_is_quicker(page):
         {"accumulation": 4, "optimizer": "sgd", "batch_size": 2},
         {"model": "llama-3-8b", "gpu": "H100", "precision": "bf16-amp", "trained": "LoRA on NF4",
          "lora_rank": 16},
+        {"trained": "LoRA on NF4", "lora_rank": 16},
     ],
 )  # fmt: skip
 def test_what_is_copied_means_the_same_training(page, values):
@@ -399,6 +400,11 @@ def test_what_is_copied_means_the_same_training(page, values):
     assert f'attn_implementation="{recipe.attention}"' in text
     assert ("LoraConfig(r=16" in text) == (recipe.lora_rank == 16)
     assert ("nf4" in text) == (recipe.base == "nf4")
+    # What is not quantized is loaded in the compute dtype and stays in it, but for a trained head.
+    half = {"fp16": "float16", "bf16": "bfloat16"}.get(recipe.compute_dtype)
+    assert recipe.base == "none" or f" dtype=torch.{half}," in text
+    assert "prepare_model" not in text
+    assert ("classifier.float()" in text) == (half == "float16")
 
 
 def test_a_link_keeps_the_settings(page):

@@ -278,6 +278,22 @@ def test_full_size_bytes_a_weight_and_what_the_step_borrows(chapter):
     assert found["Adafactor"][0] < 0.05 < 1 < found["Adafactor"][1]
 
 
+def test_lighter_states_lower_a_peak_of_activations_and_a_lighter_step_does_not():
+    recipe = Recipe("bert-large", batch_size=4, attention="sdpa", optimizer="adamw_torch_fused")
+    fused, foreach, light = (
+        simulate(recipe.but(optimizer=name))
+        for name in ("adamw_torch_fused", "adamw_torch", "adamw_8bit")
+    )
+    runs = fused, foreach, light
+    assert {run.peak_phase for run in runs} == {"backward"}
+    assert len({run.breakdown["activations"] for run in runs}) == 1
+    assert fused.breakdown["activations"] == max(fused.breakdown.values())
+    assert foreach.peak_allocated == fused.peak_allocated
+    states = [run.breakdown["optimizer_states"] for run in (fused, light)]
+    saved = fused.peak_allocated - light.peak_allocated
+    assert saved == pytest.approx(states[0] - states[1], rel=0.01) and saved > 0
+
+
 def test_the_published_table_leaves_adafactor_no_four_bytes():
     used = {run.name: run.figures["device_used_bytes"] for run in find_records(device="V100")}
     with torch.device("meta"):
