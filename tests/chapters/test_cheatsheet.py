@@ -36,16 +36,16 @@ def a_fit(needed, low, high, fits=True):
 
 def test_a_time_is_said_with_its_range_and_never_by_one_figure_inside(sheet):
     plain, cell = a_fit(16, 0.3, 0.4), sheet["cell"]
-    assert cell(plain, plain) == "<b>16.0 GiB ✓</b><br>0.30 to 0.40 s a step"
+    assert cell(plain, plain) == "<b>16.0 GiB ✓</b><br>0.30–0.40 s a step"
     wide = cell(a_fit(12, 0.24, 0.44, fits=False), plain)
-    assert wide == "<b>12.0 GiB ✗</b><br>-25%<br>time × 0.80 to 1.10"
+    assert wide == "<b>12.0 GiB ✗</b><br>-25%<br>time × 0.80–1.10"
     assert cell(a_fit(12, 0.6, 0.8), plain).endswith("time × 2.00")
 
 
 def test_what_does_not_fit_can_be_compared_with(sheet):
     lora = a_fit(40, 0.3, 0.4, fits=False)
     said = sheet["cell"](a_fit(30, 0.3, 0.4), a_fit(60, 0.3, 0.4), lora)
-    assert "-50%, of LoRA -25%" in said
+    assert "-50%<br>of LoRA -25%" in said
 
 
 def test_qlora_differs_from_lora_by_its_base_alone(sheet):
