@@ -8,7 +8,7 @@ import itertools
 
 from memlab.book.panel import Panel
 from memlab.closed_form import formula
-from memlab.gpus import find_gpu
+from memlab.gpus import GPU, find_gpu
 from memlab.recipe import Recipe
 
 SAMPLES, LENGTH = 4, 512
@@ -32,7 +32,8 @@ SWITCHES = {
     "trained": {
         "all weights": {},
         "LoRA": {"lora_rank": 16},
-        "QLoRA": {"lora_rank": 16, "base": "nf4", "double_quant": True},
+        # What is not quantized stays as it is loaded: nothing is cast to fp32.
+        "QLoRA": {"lora_rank": 16, "base": "nf4", "double_quant": True, "upcast": False},
     },
 }
 
@@ -41,12 +42,24 @@ def sensible(choice: tuple[str, ...]) -> bool:
     """Whether settings, one of each switch in their order, are worth a look together.
 
     Adapters have so few states that no optimizer saves some, and nobody who needs them computes
-    in fp32 or keeps the matrices of eager attention.
+    in fp32 or keeps the matrices of eager attention. Under autocast LoRA's base is in fp32, and
+    nothing of QLoRA's is: where a card has bf16, QLoRA stands beside a LoRA in bf16 alone.
     """
     _, _, precision, optimizer, attention, trained = choice
+    if trained == "QLoRA" and precision == "bf16-amp":
+        return False
     return trained == "all weights" or (
         precision != "fp32" and optimizer == "AdamW" and attention == "sdpa"
     )
+
+
+def asked_of(choice: tuple[str, ...], card: GPU) -> bool:
+    """Whether a card computes in the precision of some settings, and is asked for it."""
+    native = "bfloat16" in card.native_dtypes
+    _, _, precision, *_, trained = choice
+    if precision.startswith("bf16"):
+        return native
+    return not (native and trained == "QLoRA")
 
 
 CHOICES = [choice for choice in itertools.product(*SWITCHES.values()) if sensible(choice)]
@@ -79,15 +92,15 @@ class Point:
 
 
 def combinations(model: str, gpu: str) -> list[Point]:
-    """A point for each of `CHOICES` that the card can compute, in their order, by `formula`.
+    """A point for each of `CHOICES` that a card is asked for, in their order, by `formula`.
 
     The memory of the card sets no limit. Raises ValueError for an unknown model or card.
     """
     card, points = find_gpu(gpu).without_limit(), []
     for choice in CHOICES:
-        fields = fields_of(choice)
-        if fields["precision"].startswith("bf16") and "bfloat16" not in card.native_dtypes:
+        if not asked_of(choice, card):
             continue
+        fields = fields_of(choice)
         run = formula(Recipe(model, seq_len=LENGTH, **fields), card)
         kept = sum(run.breakdown[n] for n in ("parameters", "gradients", "optimizer_states"))
         points.append(Point(choice, run.peak_allocated, run.step_seconds.expected, kept))

@@ -33,10 +33,22 @@ def page(open_once, grid):
 
 def test_the_grid_has_every_sensible_combination_once(grid):
     assert len(CHOICES) == len(set(CHOICES)) >= 200
-    counts = {place: len(points) for place, points in grid.items()}
-    assert counts["bert-large", "RTX-4090"] == len(CHOICES)
-    no_bf16 = [one for one in CHOICES if not one[NAMES.index("precision")].startswith("bf16")]
+    precision, trained = NAMES.index("precision"), NAMES.index("trained")
+    no_bf16 = [one for one in CHOICES if not one[precision].startswith("bf16")]
     assert [point.choice for point in grid["bert-large", "T4"]] == no_bf16
+    fp16 = [one for one in CHOICES if one[precision] == "fp16-amp" and one[trained] == "QLoRA"]
+    with_bf16 = [one for one in CHOICES if one not in fp16]
+    assert fp16 and [point.choice for point in grid["bert-large", "RTX-4090"]] == with_bf16
+
+
+def test_qlora_stands_beside_a_lora_of_the_same_precision_and_casts_nothing():
+    for choice in CHOICES:
+        if choice[-1] == "QLoRA":
+            qlora, lora = (fields_of((*choice[:-1], one)) for one in ("QLoRA", "LoRA"))
+            changed = {name for name in qlora if qlora[name] != lora.get(name)}
+            assert changed == {"base", "double_quant", "upcast"} and not qlora["upcast"]
+    on_card = [p.choice[2] for p in combinations("bert-large", "RTX-4090") if "QLoRA" in p.choice]
+    assert set(on_card) == {"bf16"}  # under autocast LoRA's base is in fp32
 
 
 def test_each_step_has_the_same_samples_and_plain_comes_first():

@@ -1,5 +1,6 @@
 """Chapter 15: its sums are those of the formula, and its recipes are what it says of them."""
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ from notebook import Notebook
 
 from memlab import Recipe, models, simulate
 from memlab.book import small_config
-from memlab.book.ablation import SWITCHES, Point
+from memlab.book.ablation import SWITCHES, Point, fields_of
 
 CHAPTER = Notebook("15-ablation")
 # Cells without a training or a simulation, in the order of the chapter.
@@ -33,9 +34,39 @@ def test_the_nine_rows_are_near_what_was_printed(chapter):
 def test_the_rows_are_the_records_own_figures(chapter):
     run, row = chapter["nine"]["fp16"], chapter["table"].loc["fp16"]
     guess = chapter["formula"](Recipe(**run.recipe), chapter["v100"])
-    assert row["MiB"] * 2**20 == guess.peak_allocated + run.figures["context_bytes"]
+    assert row["MiB"] * 2**20 == guess.reserved_range[1] + run.figures["context_bytes"]
     assert row["s printed"] == run.figures["run_seconds"]
     assert chapter["held"](run) == (13939 - 1343) * 2**20
+
+
+def test_shares_of_the_plain_run_have_one_context_on_both_sides(chapter):
+    gib, guides = 2**30, 1343 * 2**20
+    card_gives = {"vanilla": 12 * gib, "ninth": 4 * gib, "swift_run": 3 * gib}
+    runs = iter([SimpleNamespace(peak_reserved=n) for n in card_gives.values()])
+    own = chapter | {"simulate": lambda recipe, card: next(runs)}
+    CHAPTER.run("shares", own)
+    assert own["swift_recipe"] in [
+        Recipe("bert-large", seq_len=512, **fields_of(p.choice)) for p in own["smaller"]
+    ]
+    for name, nbytes in card_gives.items():
+        assert own["share"](own[name]) == (nbytes + guides) / (12 * gib + guides)
+        assert own["share"](own[name], gib) == (nbytes + gib) / (13 * gib)
+
+
+def test_what_the_pairs_the_fronts_and_the_takeaways_conclude_is_so(chapter):
+    CHAPTER.run("alone pairs-words front-words front-said takeaways-held", chapter)  # assert
+    smallest = [row["recipe"] for name, row in chapter["named"].items() if "smallest" in name]
+    assert len(smallest) == 9 and all(r.startswith("1 x 4, checkpoints") for r in smallest)
+    assert all("LoRA" in recipe for recipe in smallest)
+
+
+def test_checkpoints_that_save_less_alone_are_not_said_to_save_nearly_all(chapter):
+    sets, alone = dict(chapter["sets"]), frozenset(["checkpointing"])
+    more = sets[alone].peak_allocated + 512 * 2**20
+    sets[alone] = dataclasses.replace(sets[alone], peak_allocated=more)
+    own = chapter | {"sets": sets}
+    with pytest.raises(AssertionError):
+        CHAPTER.run("alone", own)
 
 
 @pytest.mark.parametrize("order", [1, -1])

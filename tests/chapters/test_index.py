@@ -1,0 +1,60 @@
+"""The first page and the glossary: the order they advise, the labels, the words."""
+
+import re
+from pathlib import Path
+
+from notebook import Notebook
+
+from memlab import Recipe, find_gpu, find_records, formula
+
+CHAPTERS = Path(__file__).parents[2] / "chapters"
+INDEX = (CHAPTERS / "index.md").read_text(encoding="utf-8")
+GLOSSARY = (CHAPTERS / "glossary.md").read_text(encoding="utf-8")
+# Chapter -> its row of the cheat sheet; chapter 14's is that of the technique left out.
+ROWS = {"06": "precision", "07": "8-bit", "04": "accumulation", "08": "checkpointing"}
+
+
+def test_the_order_of_trying_is_that_of_time():
+    advice = INDEX.partition("take least time first:")[2].partition(";")[0]
+    asked = re.findall(r"\]\((\d\d)-", advice)
+    assert sorted(asked) == sorted([*ROWS, "14"])
+    sheet = Notebook("cheatsheet").run("plain changes", {"Recipe": Recipe})
+    card = find_gpu("RTX-4090").without_limit()
+    for which, name in enumerate(("encoder", "decoder")):
+
+        def took(row, which=which, name=name):
+            recipe = sheet[name].but(**sheet["changes"][row][which])
+            return formula(recipe, card).step_seconds.expected
+
+        factors = {chapter: took(row) / took("plain") for chapter, row in ROWS.items()}
+        assert [c for c in asked if c != "14"] == sorted(factors, key=factors.get)
+        assert took("eager") > took("plain") and asked[0] == "14"
+
+
+def labels():
+    table = INDEX.partition("| label |")[2].partition("\n\n")[0]
+    return re.findall(r"^\| ([a-z ]+) \|", table, re.MULTILINE)
+
+
+def test_the_labels_are_as_many_as_it_says_and_in_the_glossary():
+    assert "one of five labels" in INDEX and len(labels()) == 5
+    heads = re.findall(r"^(\S[^\n]*)$", GLOSSARY, re.MULTILINE)
+    assert set(labels()) <= set(heads)
+
+
+def test_the_first_page_says_which_kinds_of_figures_there_are_none_of():
+    line = re.search(r"^\| recorded \|.*$", INDEX, re.MULTILINE)[0]
+    assert line.endswith("none yet |") == (not find_records("recorded"))
+
+
+def test_words_that_chapters_use_without_explaining_have_an_entry():
+    words = "ZeRO FSDP DDP all-reduce GPTQ AWQ MXFP4 NVFP4 DoRA rsLoRA Muon GaLore".split()
+    words += ["rank (process)", "mixture of experts", "grouped keys", "variable length (attention)"]
+    missing = [word for word in words if not re.search(rf"^{re.escape(word)}$", GLOSSARY, re.M)]
+    assert missing == []
+
+
+def test_the_page_behind_launch_bound_has_the_word():
+    entry = GLOSSARY.partition("\nlaunch-bound\n")[2].partition("\n\n")[0]
+    (page,) = re.findall(r"\[\]\(([\w-]+)\.ipynb\)", entry)
+    assert any("launch-bound" in cell.source for cell in Notebook(page).cells)
