@@ -218,9 +218,14 @@ def _with_data(function):
 
 
 def _weight_of_a_file(tensor, device=None, dtype=None):
-    """A weight of a checkpoint, of which only the shape and the dtype are wanted."""
+    """A weight of a checkpoint, of which only the shape and the dtype are wanted.
+
+    What is no floating-point number is read: the json text of a 4-bit weight is a tensor.
+    """
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         weight = tensor[...]
+    if not weight.is_floating_point():
+        return weight.to(device=device, dtype=dtype)
     return torch.empty(weight.shape, dtype=dtype or weight.dtype, device=device)
 
 

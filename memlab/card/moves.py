@@ -310,7 +310,8 @@ def _swap(one, other) -> None:
     inner, noted = {}, {}
     for name, value in one.__dict__.items():
         (inner if name in FAKE_ATTRIBUTES else noted)[name] = value
-    one.__class__, other.__class__ = other.__class__, one.__class__
+    kinds = type(one), type(other)
+    bitsandbytes.set_type(one, kinds[1]), bitsandbytes.set_type(other, kinds[0])
     one.__dict__, other.__dict__ = noted | other.__dict__, inner
     for name in getattr(type(one), "__slots__", ()):  # what a DTensor is made of
         mine, its = getattr(one, name), getattr(other, name)
