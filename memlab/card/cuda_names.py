@@ -47,6 +47,7 @@ def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False):
     """
     with contextlib.ExitStack() as stack:
         for target, answers in (
+            (torch.autograd.profiler.profile, {"__init__": _profile(tracer.assumptions)}),
             (torch.cuda, _of_the_card(tracer, ranks)),
             (torch.cuda.memory, {"mem_get_info": _free_and_total(tracer)}),
             *cuda_build.answers(tracer.gpu),
@@ -78,6 +79,7 @@ def _of_the_card(tracer, ranks) -> dict:
     return {
         "_initialized": True,
         "_cached_device_count": None,
+        "_cudart": cuda_build.runtime(_free_and_total(tracer)),
         "_get_device_properties": lambda device: properties,
         "_check_bf16_tensor_supported": lambda device: True,  # by emulation, on any card
         "device": Selected,
@@ -193,6 +195,21 @@ def _is_switched_off() -> bool:
     settings = sys.modules.get("torch._dynamo.config")
     names = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
     return getattr(settings, "disable", False) or any(os.environ.get(n) == "1" for n in names)
+
+
+_original_profile = torch.autograd.profiler.profile.__init__
+PROFILED = "torch.profiler: no times of the card, no shapes; its times are those of this machine"
+
+
+def _profile(assumptions):
+    """The profiler's start, which here follows the host: it would keep every tensor it has seen."""
+
+    def start(self, *args, **settings):
+        assumptions[PROFILED] = None
+        without = {"use_cuda": False, "use_device": None, "record_shapes": False}
+        _original_profile(self, *args, **settings | without | {"with_flops": False})
+
+    return start
 
 
 _OriginalGenerator = torch.Generator
