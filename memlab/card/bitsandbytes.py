@@ -208,7 +208,9 @@ def quantize(parameter, device) -> bool:
     """Quantize a parameter of `without_data` that is not yet; whether it was one."""
     if not is_to_be(parameter):
         return False
-    done = parameter.bnb_quantized if hasattr(parameter, "bnb_quantized") else parameter.CB is not None
+    done = (
+        parameter.bnb_quantized if hasattr(parameter, "bnb_quantized") else parameter.CB is not None
+    )
     if not done:
         parameter._memlab_quantizes_as._quantize(parameter, device)
         _pass_for_its_class(parameter)

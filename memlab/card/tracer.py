@@ -141,10 +141,11 @@ class CardTracer(Tracer):
                 self._by_hand = False
             elif self._by_hand:
                 self.end_step_by_hand()
-        elif self._by_hand is False and func._schema.is_mutable and self._stepping is None:
-            first = args[0][0] if isinstance(args[0], (list, tuple)) and args[0] else args[0]
-            weight = isinstance(first, torch.Tensor) and first.untyped_storage()
-            self._by_hand = hasattr(weight, "_memlab_weight")
+        elif self._by_hand is not None and func._schema.is_mutable and self._stepping is None:
+            for tensor in _tensors(args[:1]):
+                if hasattr(tensor.untyped_storage(), "_memlab_weight"):
+                    self._by_hand = True
+                    self._see_weight(tensor)
 
     def stop(self) -> None:
         """Enter nothing any more: what dies from now on was there to the end."""
