@@ -139,9 +139,13 @@ def refusals(names: dict[str, str]):
     for path, why in names.items():
         *modules, name = path.split(".")[1:]
         target = functools.reduce(getattr, modules, torch)
-        refused = refuse(path, why)
-        if isinstance(getattr(target, name), type):  # also a name in annotations
-            refused = type(name, (), {"__new__": refused})
+        refused, original = refuse(path, why), getattr(target, name)
+        plain = isinstance(original, type) and original.__new__ is object.__new__
+        if plain and "__init__" in vars(original):  # libraries ask the class of more
+            yield original, {"__init__": refused}
+            continue
+        if isinstance(original, type):  # also a name in annotations
+            refused = type(name, (original,), {"__new__": refused})
         for module in {target, torch.cuda} if "memory" in modules else {target}:
             yield module, {name: refused}
 

@@ -95,7 +95,7 @@ def quantized(kind, storage=torch.uint8):
 
 @pytest.mark.parametrize("kind", ["Params4bit", "Int8Params"])
 def test_a_quantized_weight_is_of_its_class(kind):
-    """peft, accelerate and trl ask for the name, transformers by isinstance; copies have it, too."""
+    """peft, accelerate and trl ask for its name, transformers by isinstance; of copies, too."""
     with SimulatedGPU():
         weight = quantized(kind)
         before = torch.cuda.memory_allocated()

@@ -338,6 +338,29 @@ def test_what_is_not_simulated_is_refused_by_name(use, said):
     one_line(error)
 
 
+def test_a_whole_checkpoint_is_gathered_from_the_shards():
+    """By PyTorch's own functions for it, which ask its older FSDP for modules of its own."""
+    from torch.distributed.checkpoint import state_dict
+
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    with SimulatedGPU("H100", ranks=4):
+        start("nccl")
+        layer = fully_shard(torch.nn.Linear(512, 512, device="cuda"))
+        optimizer = torch.optim.AdamW(layer.parameters())
+        layer(torch.ones(2, 512, device="cuda")).sum().backward()
+        optimizer.step()
+        held = torch.cuda.memory_allocated()
+        weights = state_dict.get_model_state_dict(layer, options=options)
+        states = state_dict.get_optimizer_state_dict(layer, optimizer, options=options)
+        assert torch.cuda.memory_allocated() == held
+        assert torch.cuda.max_memory_allocated() >= held + 512 * 512 * 4
+    moments = states["state"]["weight"]
+    for whole in (weights["weight"], moments["exp_avg"], moments["exp_avg_sq"]):
+        assert whole.shape == (512, 512) and whole.device.type == "cpu"
+    assert issubclass(state_dict.FSDP, torch.nn.Module)
+    assert state_dict.FSDP is torch.distributed.fsdp.FullyShardedDataParallel
+
+
 @pytest.mark.parametrize("end", [None, ZeroDivisionError, KeyboardInterrupt, "out of memory"])
 def test_everything_is_put_back_whatever_ended_it(end):
     def names():
