@@ -101,6 +101,10 @@ VIEWS = {  # operators that make a view of their first argument: the kernel that
 }
 
 
+# PyTorch's cache of fake results would keep the storage that these are given, and its memory.
+TAKE_STORAGE = {aten.set_.source_Storage, aten.set_.source_Storage_storage_offset}
+
+
 class NoData(FakeTensorMode):
     """PyTorch's fake tensors, which refuse to be read, with an answer to `.item()`."""
 
@@ -144,6 +148,8 @@ class NoData(FakeTensorMode):
         try:
             if func is aten._grouped_mm.default:
                 return self._grouped_product(func, types, args, kwargs)
+            if func in TAKE_STORAGE:
+                return self._dispatch_impl(func, types, args, kwargs)
             key = self.known_results.key(func, args, kwargs)
             known = key and self.known_results.get(key)
             if known is None:

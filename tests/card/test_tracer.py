@@ -1,5 +1,6 @@
 """Memory served as a CUDA device serves it: workspaces, the host's tensors, the limit."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -134,3 +135,14 @@ def test_what_is_overwritten_in_its_own_pass_stays_an_activation():
             y.relu_().square().mean().backward()
 
     assert labels_of(loop)["buffers"] == 0
+
+
+def test_a_copy_that_is_let_go_is_gone():
+    with SimulatedGPU():
+        layer = torch.nn.Linear(256, 256, device="cuda")
+        for one in (layer.weight.detach(), layer.weight, layer):
+            before = torch.cuda.memory_allocated()
+            its_copy = copy.deepcopy(one)
+            assert torch.cuda.memory_allocated() >= before + 256 * 256 * 4
+            del its_copy
+            assert torch.cuda.memory_allocated() == before

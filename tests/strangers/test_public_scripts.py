@@ -74,9 +74,7 @@ def imagenet():
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
     scheduler = StepLR(optimizer, step_size=30, gamma=0.1)
     scaler = torch.amp.GradScaler("cuda")
-    images = torch.utils.data.TensorDataset(
-        torch.rand(32, 3, 64, 64), torch.randint(0, 10, (32,))
-    )
+    images = torch.utils.data.TensorDataset(torch.rand(32, 3, 64, 64), torch.randint(0, 10, (32,)))
     sets = [
         torch.utils.data.DataLoader(
             images, batch_size=args.batch_size, shuffle=shuffle, num_workers=0, pin_memory=True
@@ -84,7 +82,7 @@ def imagenet():
         for shuffle in (True, False)
     ]
     best = 0.0
-    for epoch in range(args.epochs):
+    for _ in range(args.epochs):
         model.train()
         for i, (pictures, target) in enumerate(sets[0]):
             pictures = pictures.to(device, non_blocking=True, memory_format=torch.channels_last)
@@ -145,7 +143,7 @@ def mnist():
     model = Net().to(device)
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
     scheduler = StepLR(optimizer, step_size=1, gamma=0.7)
-    for epoch in range(2):
+    for _ in range(2):
         model.train()
         for data, target in train:
             data, target = data.to(device), target.to(device)
@@ -215,6 +213,7 @@ def mae():
             mask[:, :keep] = 0
             mask = mask.gather(1, back)
             x = torch.cat([self.first.expand(rows, -1, -1), x.gather(1, chosen)], 1)
+            assert x.shape == (rows, 1 + keep, width)
             for block in self.encoder:
                 x = block(x)
             x = self.between(x)
@@ -419,6 +418,7 @@ def text_to_image_lora():
     for part in (unet, vae, text_encoder):
         part.requires_grad_(False)
         part.to(accelerator.device, dtype=torch.float16)
+    print("frozen", sum(p.numel() for m in (unet, vae, text_encoder) for p in m.parameters()))
     unet.add_adapter(
         LoraConfig(
             r=4,
@@ -617,3 +617,488 @@ def tensor_parallel():
         optimizer.step()
         optimizer.zero_grad()
         print(f"step {step} done")
+
+
+def fabric_lora():
+    """Lightning's Fabric over an empty model and a checkpoint that is read weight by weight."""
+    import lightning
+    import torch
+    from lightning.fabric.utilities.load import _lazy_load
+    from torch import nn
+
+    class Lora(nn.Module):
+        def __init__(self, width, rank=8):
+            super().__init__()
+            self.linear = nn.Linear(width, width, bias=False)
+            self.lora_A = nn.Parameter(torch.empty(rank, width))
+            self.lora_B = nn.Parameter(torch.empty(width, rank))
+
+        def reset_parameters(self):
+            nn.init.kaiming_uniform_(self.lora_A, a=5**0.5)
+            nn.init.zeros_(self.lora_B)
+
+        def forward(self, x):
+            return self.linear(x) + (x @ self.lora_A.T @ self.lora_B.T) * 2
+
+    width = 1024  # 2 MiB a weight in bf16
+    torch.save({f"{i}.linear.weight": torch.zeros(width, width) for i in range(2)}, "lit.pth")
+    fabric = lightning.Fabric(accelerator="cuda", devices=1, precision="bf16-true")
+    fabric.launch()
+    fabric.seed_everything(0, verbose=False)
+    with fabric.init_module(empty_init=True):
+        model = nn.Sequential(Lora(width), Lora(width))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    model = fabric.setup_module(model)
+    optimizer = fabric.setup_optimizers(
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-4)
+    )
+    model.load_state_dict(_lazy_load("lit.pth"), strict=False)
+    for layer in model.modules():
+        if isinstance(layer, Lora):
+            layer.reset_parameters()
+    for step in range(10):
+        x = torch.randn(4, width, device=fabric.device, dtype=torch.bfloat16)
+        with fabric.no_backward_sync(model, enabled=step % 2 == 0):
+            loss = model(x).float().square().mean()
+            fabric.backward(loss / 2)
+        if step % 2:
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        fabric.print(f"step {step}: loss {loss.item():.3f}")
+    fabric.save("lora.pth", {"model": model}, filter={"model": lambda name, _: "lora_" in name})
+
+
+def recipe_of_torchtune():
+    """Checks of the build before the start, a group of one, bf16 by default, checkpointing."""
+    import os
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        CheckpointWrapper,
+        apply_activation_checkpointing,
+    )
+
+    bf16 = (
+        torch.cuda.is_available()
+        and torch.version.cuda
+        and torch.cuda.is_bf16_supported()
+        and dist.is_nccl_available()
+        and torch.cuda.nccl.version() >= (2, 10)
+    )
+    if not bf16:
+        raise RuntimeError("bf16 precision was requested but not available on this hardware.")
+    assert "sm_80" in torch.cuda.get_arch_list() and torch.backends.cuda.is_built()
+    torch.backends.cudnn.deterministic = True
+    assert torch.backends.cudnn.version() > 90000
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    dist.init_process_group("cuda:nccl,cpu:gloo")
+    assert dist.get_world_size() == 1
+
+    class Layer(nn.Module):
+        def __init__(self, width=512):
+            super().__init__()
+            self.norm = nn.RMSNorm(width)
+            self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+            self.down = nn.Linear(2 * width, width, bias=False)
+
+        def forward(self, x):
+            y = self.norm(x)
+            return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            model = nn.Sequential(*(Layer() for _ in range(4)))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Layer))
+    assert sum(isinstance(module, CheckpointWrapper) for module in model.modules()) == 4
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
+    torch.cuda.reset_peak_memory_stats()
+    for step in range(10):
+        x = torch.randn(2, 256, 512, dtype=torch.bfloat16, device="cuda")
+        loss = model(x).float().pow(2).mean()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        schedule.step()
+        stats = torch.cuda.memory_stats()
+        active = stats["active_bytes.all.peak"] / 2**30
+        print(f"{step}|loss {loss.item():.4f}|norm {norm.item():.4f}|peak {active:.3f} GiB")
+    dist.destroy_process_group()
+
+
+def speedrun():
+    """Compiled functions, numbers of the host in the update, Muon by hand beside AdamW by hand."""
+    import torch
+    from torch import nn
+
+    @torch.compile(dynamic=False, fullgraph=True)
+    def adamw(p, grad, first, second, step, rate, decay):
+        p.mul_(1 - rate * decay)
+        first.lerp_(grad, 1 - 0.9)
+        second.lerp_(grad.square(), torch.tensor(0.05))
+        p.add_(-rate * first / (1 - 0.9**step) / (second.sqrt() + 1e-8))
+
+    @torch.compile(dynamic=False, fullgraph=True)
+    def muon(p, grad, momentum, rate, beta):
+        momentum.lerp_(grad, 1 - beta)
+        g = grad.lerp_(momentum, beta)
+        x = g.bfloat16()
+        x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+        for _ in range(5):
+            a = x @ x.mT
+            x = 3.4445 * x + (-4.775 * a + 2.0315 * a @ a) @ x
+        p.sub_(rate * x.to(p.dtype))
+
+    class Both(torch.optim.Optimizer):
+        def __init__(self, matrices, others):
+            super().__init__([{"params": matrices, "muon": True}, {"params": others}], {})
+            self.numbers = [torch.tensor(0.0) for _ in range(2)]
+
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                if group.get("muon"):
+                    self.step_muon(group["params"])
+                    continue
+                for p in group["params"]:
+                    state = self.state[p]
+                    if not state:
+                        state["first"], state["second"] = torch.zeros_like(p), torch.zeros_like(p)
+                        state["step"] = 0
+                    state["step"] += 1
+                    self.numbers[0].fill_(state["step"])
+                    self.numbers[1].fill_(3e-4)
+                    numbers = *self.numbers, 0.01
+                    adamw(p, p.grad, state["first"], state["second"], *numbers)
+
+        def step_muon(self, params):
+            state, stacked = self.state[params[0]], torch.stack(params)
+            if "momentum" not in state:
+                state["momentum"] = torch.zeros_like(stacked)
+            grads = torch.stack([p.grad for p in params])
+            self.numbers[0].fill_(0.02), self.numbers[1].fill_(0.95)
+            muon(stacked, grads, state["momentum"], *self.numbers)
+            torch._foreach_copy_(params, list(stacked.unbind(0)))
+
+    class Model(nn.Module):
+        def __init__(self, width=256, words=512):
+            super().__init__()
+            self.tokens = nn.Embedding(words, width, dtype=torch.bfloat16)
+            self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(4))
+            self.head = nn.Linear(width, words, bias=False)
+
+        def forward(self, x):
+            x = nn.functional.rms_norm(self.tokens(x), (256,))
+            for layer in self.layers:
+                x = x + nn.functional.relu(layer(x)).square()
+            return 15 * torch.tanh(self.head(x).float() / 15)
+
+    with torch.device("meta"):
+        model = Model()
+    model.to_empty(device="cuda")
+    raw, model = model, torch.compile(model, dynamic=False)
+    optimizer = Both([layer.weight for layer in raw.layers], [raw.tokens.weight, raw.head.weight])
+    for step in range(10):
+        tokens = torch.randint(512, (4, 64), device="cuda")
+        with torch.amp.autocast("cuda", torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(tokens).view(-1, 512), tokens.view(-1))
+        loss.backward()
+        optimizer.step()
+        model.zero_grad(set_to_none=True)
+        print(f"step {step} | loss {loss.item():.4f}")
+
+
+def dino():
+    """A student and its moving average over crops of two sizes, in a group of processes."""
+    import math
+    import sys
+
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch import nn
+
+    dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29511", world_size=1, rank=0)
+    torch.cuda.set_device(0)
+    dist.barrier()
+
+    class Net(nn.Module):
+        def __init__(self, width=256, out=1024):
+            super().__init__()
+            self.patches = nn.Conv2d(3, width, 16, 16)
+            self.mlp = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+            last = nn.Linear(width, out, bias=False)
+            self.last = nn.utils.parametrizations.weight_norm(last)
+            self.last.parametrizations.weight.original0.requires_grad = False
+            self.apply(self.start)
+
+        def start(self, module):
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+
+        def forward(self, crops):
+            sizes = torch.tensor([crop.shape[-1] for crop in crops])
+            counts = torch.unique_consecutive(sizes, return_counts=True)[1]
+            out, start = [], 0
+            for end in torch.cumsum(counts, 0):
+                x = self.patches(torch.cat(crops[start:end])).flatten(2).mean(2)
+                out.append(self.last(F.normalize(self.mlp(x), dim=-1)))
+                start = end
+            return torch.cat(out)
+
+    student, teacher = Net().cuda(), Net().cuda()
+    teacher.load_state_dict(student.state_dict())
+    student = nn.parallel.DistributedDataParallel(student, device_ids=[0])
+    for p in teacher.parameters():
+        p.requires_grad = False
+    shadow = [p.detach().clone() for p in teacher.parameters()]
+    center = torch.zeros(1, 1024).cuda()
+    optimizer = torch.optim.AdamW([p for p in student.parameters() if p.requires_grad])
+    scaler = torch.cuda.amp.GradScaler()
+    for _ in range(10):
+        pictures = [torch.rand(4, 3, n, n).cuda(non_blocking=True) for n in (64, 64, 32, 32)]
+        with torch.cuda.amp.autocast():
+            taught, learnt = teacher(pictures[:2]), student(pictures)
+            targets = F.softmax((taught - center) / 0.04, dim=-1).detach().chunk(2)
+            guesses = [F.log_softmax(one / 0.1, dim=-1) for one in learnt.chunk(4)]
+            losses = [
+                -(target * guess).sum(dim=-1).mean()
+                for i, target in enumerate(targets)
+                for j, guess in enumerate(guesses)
+                if i != j
+            ]
+            loss = sum(losses) / len(losses)
+        if not math.isfinite(loss.item()):
+            sys.exit(1)
+        mean = taught.sum(dim=0, keepdim=True)
+        dist.all_reduce(mean)
+        center = center * 0.9 + mean / (len(taught) * dist.get_world_size()) * 0.1
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        for p in student.parameters():
+            if p.grad is not None:
+                norm = p.grad.data.norm(2)
+                if 3.0 / (norm + 1e-6) < 1:
+                    p.grad.data.mul_(3.0 / (norm + 1e-6))
+        scaler.step(optimizer)
+        scaler.update()
+        with torch.no_grad():
+            for mine, its in zip(teacher.parameters(), student.module.parameters(), strict=True):
+                mine.data.mul_(0.996).add_((1 - 0.996) * its.detach().data)
+            for mine, its in zip(shadow, teacher.parameters(), strict=True):
+                mine.lerp_(its, 0.01)
+        torch.cuda.synchronize()
+        print(f"loss {loss.item():.4f}")
+
+
+def sgd_by_hand():
+    """No optimizer: weights that are no parameters, a loop without an end."""
+    import torch
+
+    w1 = torch.randn(512, 1024, device="cuda", requires_grad=True)
+    w2 = torch.randn(1024, 256, device="cuda", requires_grad=True)
+    x, y = torch.randn(64, 512, device="cuda"), torch.randn(64, 256, device="cuda")
+    step = 0
+    while True:
+        loss = (x.mm(w1).clamp(min=0).mm(w2) - y).pow(2).sum()
+        if step % 100 == 99:
+            print(step, loss.item())
+        loss.backward()
+        with torch.no_grad():
+            w1 -= 1e-6 * w1.grad
+            w2 -= 1e-6 * w2.grad
+            w1.grad.zero_()
+            w2.grad.zero_()
+        step += 1
+
+
+def qdora():
+    """DoRA over a 4-bit base by peft and bitsandbytes, in a plain loop."""
+    import torch
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained("base")
+    how = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        "base", quantization_config=how, device_map={"": 0}, dtype=torch.float16
+    )
+    model = prepare_model_for_kbit_training(model)
+    model = get_peft_model(
+        model, LoraConfig(r=8, use_dora=True, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    trained, whole = model.get_nb_trainable_parameters()
+    assert (trained, whole) == (74_240, 1_648_384)
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    tokens = torch.randint(0, 512, (2, 64), device="cuda")
+    for _ in range(10):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def grpo():
+    """TRL's trainer of GRPO: it generates inside, and compares with a reference model."""
+    from datasets import Dataset
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from trl import GRPOConfig, GRPOTrainer
+
+    from memlab.book.corpora import tokenizer
+
+    texts = ["the cat sat on the mat and looked at the rain"] * 16
+    words = tokenizer(texts, vocab_size=512, kind="bpe")
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained("policy")
+    words.save_pretrained("policy")
+    trainer = GRPOTrainer(
+        model="policy",
+        reward_funcs=lambda completions, **kwargs: [float(len(one)) for one in completions],
+        args=GRPOConfig(
+            output_dir="grpo",
+            per_device_train_batch_size=4,
+            num_generations=4,
+            max_completion_length=16,
+            beta=0.04,
+            max_steps=3,
+            report_to=[],
+            bf16=False,
+            gradient_checkpointing=False,
+            logging_steps=1,
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": texts}),
+    )
+    trainer.train()
+
+
+CLM = "--output_dir clm --per_device_train_batch_size 4 --max_steps 8 --report_to none"
+CLM += " --logging_steps 1 --save_strategy no --disable_tqdm True --optim adamw_torch_fused"
+VIT_LAYER = 12 * 128**2 + 13 * 128
+MAE = 3 * 64 * 128 + 128 + 128 + 2 * VIT_LAYER + 128 * 64 + 64 + 64  # to the decoder's mask
+MAE += 12 * 64**2 + 13 * 64 + 64 * 192 + 192
+CLM_WEIGHTS = (512 + 64 + 2 * (12 * 64 + 13) + 2) * 64
+MLM_LAYER = 4 * 64 * 64 + 2 * 64 * 128 + 9 * 64 + 128
+MLM_WEIGHTS = (520 + 64 + 2 + 2) * 64 + 2 * MLM_LAYER + 64 * 64 + 3 * 64 + 520
+SHARD = (2 * 256 * 1024 + 1024 + 3 * 256) * 3 * 4 // 2
+SPLIT = (2 * 512 * 1024 + 1024 + 3 * 512) * 2 * 4  # norms and the second bias on every rank
+MATRICES, EMBEDDING, HEAD = 4 * 256**2 * 4, 512 * 256 * 2, 512 * 256 * 4
+DINO = 3 * 16**2 * 256 + 256 + 2 * (256**2 + 256) + 1024 * 256  # and a length for each output
+GRPO = (2 * 512 * 64 + 2 * (4 * 64**2 + 3 * 64 * 128 + 2 * 64) + 64) * 4
+LINEAR = 2 * (4 * 256**2 + 3 * 256 * 512)  # of QDoRA's base, in 4 bits, a scale for each 64
+DORA = 74_240 * 4
+
+# Script, how it is run, then bytes: parameters at the peak, most gradients, most states.
+SCRIPTS = [
+    (imagenet, {}, 4 * 94_762, 4 * 94_762, 4 * 94_762),
+    (mnist, {}, 4 * 1_199_882, 4 * 1_199_882, 8 * 1_199_882),
+    (mae, {}, 4 * MAE + 4 * 64 * 128, 4 * MAE, 8 * MAE),
+    (
+        run_clm,
+        {"arguments": CLM.split()},
+        4 * CLM_WEIGHTS,
+        4 * CLM_WEIGHTS,
+        8 * CLM_WEIGHTS + 4 * 28,
+    ),
+    (run_mlm_no_trainer, {}, 4 * MLM_WEIGHTS, 4 * MLM_WEIGHTS, 8 * MLM_WEIGHTS),
+    # Buckets beside the gradients.
+    (ddp, {"ranks": 2}, 4 * 525_312, 8 * 525_312, 8 * 525_312),
+    (fsdp2, {"ranks": 2, "gpu": "H100"}, SHARD, SHARD, 2 * SHARD),
+    (tensor_parallel, {"ranks": 2}, SPLIT, SPLIT, 2 * SPLIT),
+    (fabric_lora, {"gpu": "L4"}, 2 * 2**21 + 2**16, 2**16, 2**17),
+    # A fused step counts on the card, for each weight.
+    (recipe_of_torchtune, {"gpu": "A100-40GB"}, 12_587_008, 12_587_008, 2 * 12_587_008 + 4 * 16),
+    (
+        speedrun,
+        {"gpu": "H100", "compile_eagerly": True},
+        MATRICES + EMBEDDING + HEAD,
+        MATRICES + EMBEDDING + HEAD,
+        MATRICES + 2 * (EMBEDDING + HEAD),
+    ),
+    (dino, {}, 8 * (DINO + 1024), 8 * DINO, 8 * DINO),
+    (sgd_by_hand, {}, 4 * (512 * 1024 + 1024 * 256), 4 * (512 * 1024 + 1024 * 256), 0),
+    (
+        qdora,
+        {},
+        LINEAR // 2 + LINEAR // 64 * 4 + 14 * 16 * 4 + 4 * (2 * 512 * 256 + 5 * 256) + DORA,
+        DORA,
+        2 * DORA,
+    ),
+    (grpo, {"gpu": "A100-40GB"}, 2 * GRPO, GRPO, 2 * GRPO + 4 * 21),
+]
+
+
+def run(script, folder, monkeypatch, gpu="T4", **settings):
+    monkeypatch.chdir(folder)
+    return try_script(as_file(script, folder), gpu=gpu, **settings)
+
+
+@pytest.mark.parametrize(
+    "script, how, weights, gradients, states", SCRIPTS, ids=lambda it: getattr(it, "__name__", "")
+)
+def test_it_trains_and_holds_what_is_reckoned(
+    script, how, weights, gradients, states, tmp_path, monkeypatch
+):
+    if script is grpo:
+        import_or_skip("trl")
+    if script is fabric_lora:
+        import_or_skip("lightning")
+    ran = run(script, tmp_path, monkeypatch, **how)
+    assert (ran.steps, ran.status, ran.error) == (2, 0, "")
+    assert ran.footprint.breakdown["parameters"] == weights
+    assert most(ran, "gradients") == gradients
+    assert most(ran, "optimizer_states") == states
+
+
+def test_adapters_of_a_diffusion_model(tmp_path, monkeypatch, capsys):
+    import_or_skip("diffusers")
+    ran = run(text_to_image_lora, tmp_path, monkeypatch)
+    assert (ran.steps, ran.status, ran.error) == (2, 0, "")
+    frozen = int(capsys.readouterr().out.split("frozen ")[1].split()[0])
+    # Of rank 4: three blocks of 32 channels and one of 64, each with two attentions.
+    adapters = 4 * (3 * (6 * 64 + 2 * (64 + 32)) + 8 * 128)
+    assert ran.footprint.breakdown["parameters"] == 2 * frozen + 4 * adapters
+    assert most(ran, "gradients") == 4 * adapters
+    assert most(ran, "optimizer_states") == 8 * adapters
+
+
+@pytest.mark.parametrize(
+    "script, status, error",
+    [
+        (speedrun, 2, "torch.compile is not simulated: "),  # but by --compile-eagerly
+        (fsdp2, 1, "this example needs 2 devices"),
+        (ddp, 1, "KeyError: 'RANK'"),  # without torchrun, there as here
+    ],
+)
+def test_it_ends_in_one_line(script, status, error, tmp_path, monkeypatch):
+    ran = run(script, tmp_path, monkeypatch)
+    assert (ran.steps, ran.status) == (0, status)
+    assert ran.error.startswith(error) and "\n" not in ran.error
+    assert ran.line.startswith(f"{script.__name__}.py:")
