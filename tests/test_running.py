@@ -215,6 +215,8 @@ optimizer.step()
 """
     assert run(tmp_path, text, "--gpu", "T4") == 0
     assert "no seconds: T4 has no rate for bfloat16" in capsys.readouterr().out
+    assert run(tmp_path, "", "--gpu", "T4") == 1
+    assert "no seconds: no operator has run on the card" in capsys.readouterr().out
     assert run(tmp_path, text, "--gpu", "L4") == 0
     assert "no seconds" not in capsys.readouterr().out
     assert run(tmp_path, text) == 0  # nor does a card without a name have any

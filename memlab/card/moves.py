@@ -154,6 +154,8 @@ class CudaNames(TorchFunctionMode):
             return self._moved(torch.Tensor.to, (made, place), {})
         if func in RECURRENT and on_card(args[0]):
             self.tracer.assumptions[CUDNN] = None
+        if func is torch._VF._pad_packed_sequence:  # of its lengths the host makes a tensor
+            return self._called(Call(args, kwargs, host_dtype=torch.int64), func, args, kwargs)
         return self._called(Call(args, kwargs, names_host(device)), func, args, kwargs)
 
     def _called(self, call, func, args, kwargs):

@@ -160,6 +160,8 @@ class Tracer(Ledger, TorchDispatchMode):
 
     def _belongs(self, tensor, module) -> None:
         """A parameter or buffer belongs to a module, and its gradient with it."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return
         tensor._memlab_module = module
         for whole in (tensor, tensor.grad if tensor.is_leaf else None):
             for part in parts_of(whole) if whole is not None else ():
@@ -313,7 +315,7 @@ class Tracer(Ledger, TorchDispatchMode):
     def _see_weight(self, tensor) -> None:
         """A weight that is no `torch.nn.Parameter`: what an optimizer, or code, steps."""
         self.see(tensor, Category.PARAMETERS, existed=True)
-        if tensor.requires_grad and tensor.is_leaf:
+        if tensor.requires_grad and not tensor._is_view() and tensor.is_leaf:
             if getattr(tensor, "_memlab_token", None) is not self._token:
                 self._follow_gradient(tensor)
 
