@@ -31,6 +31,7 @@ class Category(_Word):
     ROUNDING = "rounding"
 
 
+NOBODY = "nobody estimated it"  # why a measured footprint has no seconds
 NOT_TENSORS = (Category.WORKSPACES, Category.ROUNDING)
 
 
@@ -211,7 +212,7 @@ class Footprint:
     assumptions: tuple[str, ...] = ()
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
     step_time: StepTime | None = field(default=None, repr=False)
-    no_time: str = field(default="nobody estimated it", repr=False, compare=False)
+    no_time: str = field(default=NOBODY, repr=False, compare=False)
 
     @property
     def step_seconds(self) -> StepTime:
@@ -316,5 +317,7 @@ class Footprint:
             low, high = map(mib, self.reserved_range)
             lines.append(f"peak reserved, as a range: {low} to {high}")
         lines += [f"{what}, estimated: {time}" for what, time in self.times.items()]
+        if self.step_time is None and self.context is not None and self.no_time != NOBODY:
+            lines.append(f"no seconds: {self.no_time}")
         lines += [f"assumed: {assumption}" for assumption in self.assumptions]
         return "\n".join(lines)

@@ -206,6 +206,23 @@ def test_compiled_code_runs_eagerly_where_that_is_asked_for(tmp_path, capsys):
     assert "assumed: torch.compile: the code ran as it is" in capsys.readouterr().out
 
 
+def test_it_says_why_a_card_has_no_seconds(tmp_path, capsys):
+    text = """
+m = torch.nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16)
+optimizer = torch.optim.SGD(m.parameters(), 0.1)
+m(torch.ones(8, 64, device="cuda", dtype=torch.bfloat16)).sum().backward()
+optimizer.step()
+"""
+    assert run(tmp_path, text, "--gpu", "T4") == 0
+    assert "no seconds: T4 has no rate for bfloat16" in capsys.readouterr().out
+    assert run(tmp_path, "", "--gpu", "T4") == 1
+    assert "no seconds: no operator has run on the card" in capsys.readouterr().out
+    assert run(tmp_path, text, "--gpu", "L4") == 0
+    assert "no seconds" not in capsys.readouterr().out
+    assert run(tmp_path, text) == 0  # nor does a card without a name have any
+    assert "no seconds" not in capsys.readouterr().out
+
+
 def test_bad_input_is_one_line(tmp_path, capsys):
     assert main(["run", str(tmp_path / "none.py")]) == 2
     assert "is no file" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """bitsandbytes on the simulated card: its CUDA kernels, its layers and states without data."""
 
 import contextlib
+import copy
 import functools
 import importlib
 import sys
@@ -166,6 +167,7 @@ def without_data(with_data):
     original = is_imported() and sys.modules["bitsandbytes.functional"].create_dynamic_map
     replacements = {
         "nn.Params4bit.__new__": _params4bit,
+        "nn.Params4bit.from_prequantized": classmethod(_from_prequantized),
         "nn.Int8Params.__new__": _int8_params,
         "nn.modules.has_avx512bf16": lambda: False,
         "functional.create_dynamic_map": create_dynamic_map,
@@ -206,9 +208,47 @@ def quantize(parameter, device) -> bool:
     """Quantize a parameter of `without_data` that is not yet; whether it was one."""
     if not is_to_be(parameter):
         return False
-    if parameter.data.dtype not in (torch.uint8, torch.int8):
+    done = (
+        parameter.bnb_quantized if hasattr(parameter, "bnb_quantized") else parameter.CB is not None
+    )
+    if not done:
         parameter._memlab_quantizes_as._quantize(parameter, device)
+        _pass_for_its_class(parameter)
     return True
+
+
+def _pass_for_its_class(parameter) -> None:
+    """Let libraries that ask a quantized parameter for its class hear bitsandbytes' one.
+
+    peft, accelerate, trl and transformers do, by its name or by isinstance.
+    """
+    kind, base = parameter._memlab_quantizes_as, type(parameter)
+    set_type(parameter, _passing_for(kind, base))
+
+
+@functools.cache
+def _passing_for(kind, base):
+    names = {"__class__": property(lambda self: kind), "__deepcopy__": _copy_whole}
+    return type(kind.__name__, (base,), names)
+
+
+def set_type(tensor, kind) -> None:
+    """`tensor.__class__ = kind`, also where it says that it has another."""
+    object.__dict__["__class__"].__set__(tensor, kind)
+
+
+def _copy_whole(self, memo):
+    """As bitsandbytes' classes copy themselves: with what belongs to the numbers."""
+    if id(self) not in memo:
+        made = memo[id(self)] = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+        for name in self.__dict__.keys() - made.__dict__.keys():
+            value = self.__dict__[name]
+            if name == "CB" and value is not None:  # the numbers themselves
+                made.CB = made.data
+            else:
+                setattr(made, name, value if name == "module" else copy.deepcopy(value, memo))
+        _pass_for_its_class(made)
+    return memo[id(self)]
 
 
 def _params4bit(
@@ -230,6 +270,26 @@ def _params4bit(
     parameter.compress_statistics, parameter.quant_storage = compress_statistics, quant_storage
     parameter.quant_state, parameter.bnb_quantized = quant_state, bnb_quantized
     parameter.module = module
+    return parameter
+
+
+def _from_prequantized(cls, data, quantized_stats, requires_grad=False, device="cuda", module=None):
+    """A weight of a checkpoint that holds quantized ones."""
+    state = sys.modules["bitsandbytes.functional"].QuantState.from_dict(quantized_stats, device)
+    parameter = cls(
+        data.to(device),
+        requires_grad,
+        quant_state=state,
+        blocksize=state.blocksize,
+        compress_statistics=state.nested,
+        quant_type=state.quant_type,
+        quant_storage=data.dtype,
+        module=module,
+        bnb_quantized=True,
+    )
+    if module is not None:
+        module.quant_state = state
+    _pass_for_its_class(parameter)
     return parameter
 
 

@@ -1,6 +1,8 @@
 """What a build of PyTorch with CUDA says of itself and of its libraries."""
 
+import contextlib
 import itertools
+import types
 import uuid
 
 import torch
@@ -37,6 +39,7 @@ def answers(gpu) -> list[tuple[object, dict]]:
         (torch.backends.cudnn, yes | {"version": lambda: 91002}),
         (torch.cuda.nccl, yes | {"version": lambda: (2, 27, 7)}),
         (torch.cuda.nvtx, {"_nvtx": Ranges()}),
+        (torch.autograd.profiler, {"emit_nvtx": lambda *args, **kwargs: contextlib.nullcontext()}),
         (torch.distributed, nccl),
         (torch.distributed.distributed_c10d, nccl),
         (
@@ -48,6 +51,15 @@ def answers(gpu) -> list[tuple[object, dict]]:
             },
         ),
     ]
+
+
+def runtime(free_and_total):
+    """What `torch.cuda.cudart()` gives: CUDA's runtime, of which all succeeds."""
+    calls = "cudaProfilerStart cudaProfilerStop cudaHostRegister cudaHostUnregister".split()
+    done = {name: lambda *args: 0 for name in (*calls, "cudaStreamCreate", "cudaStreamDestroy")}
+    return types.SimpleNamespace(
+        cudaError=types.SimpleNamespace(success=0), cudaMemGetInfo=free_and_total, **done
+    )
 
 
 class Ranges:

@@ -47,6 +47,7 @@ def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False):
     """
     with contextlib.ExitStack() as stack:
         for target, answers in (
+            (torch.autograd.profiler.profile, {"__init__": _profile(tracer.assumptions)}),
             (torch.cuda, _of_the_card(tracer, ranks)),
             (torch.cuda.memory, {"mem_get_info": _free_and_total(tracer)}),
             *cuda_build.answers(tracer.gpu),
@@ -78,6 +79,7 @@ def _of_the_card(tracer, ranks) -> dict:
     return {
         "_initialized": True,
         "_cached_device_count": None,
+        "_cudart": cuda_build.runtime(_free_and_total(tracer)),
         "_get_device_properties": lambda device: properties,
         "_check_bf16_tensor_supported": lambda device: True,  # by emulation, on any card
         "device": Selected,
@@ -137,9 +139,13 @@ def refusals(names: dict[str, str]):
     for path, why in names.items():
         *modules, name = path.split(".")[1:]
         target = functools.reduce(getattr, modules, torch)
-        refused = refuse(path, why)
-        if isinstance(getattr(target, name), type):  # also a name in annotations
-            refused = type(name, (), {"__new__": refused})
+        refused, original = refuse(path, why), getattr(target, name)
+        plain = isinstance(original, type) and original.__new__ is object.__new__
+        if plain and "__init__" in vars(original):  # libraries ask the class of more
+            yield original, {"__init__": refused}
+            continue
+        if isinstance(original, type):  # also a name in annotations
+            refused = type(name, (original,), {"__new__": refused})
         for module in {target, torch.cuda} if "memory" in modules else {target}:
             yield module, {name: refused}
 
@@ -193,6 +199,21 @@ def _is_switched_off() -> bool:
     settings = sys.modules.get("torch._dynamo.config")
     names = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
     return getattr(settings, "disable", False) or any(os.environ.get(n) == "1" for n in names)
+
+
+_original_profile = torch.autograd.profiler.profile.__init__
+PROFILED = "torch.profiler: no times of the card, no shapes; its times are those of this machine"
+
+
+def _profile(assumptions):
+    """The profiler's start, which here follows the host: it would keep every tensor it has seen."""
+
+    def start(self, *args, **settings):
+        assumptions[PROFILED] = None
+        without = {"use_cuda": False, "use_device": None, "record_shapes": False}
+        _original_profile(self, *args, **settings | without | {"with_flops": False})
+
+    return start
 
 
 _OriginalGenerator = torch.Generator

@@ -101,6 +101,10 @@ VIEWS = {  # operators that make a view of their first argument: the kernel that
 }
 
 
+# PyTorch's cache of fake results would keep the storage that these are given, and its memory.
+TAKE_STORAGE = {aten.set_.source_Storage, aten.set_.source_Storage_storage_offset}
+
+
 class NoData(FakeTensorMode):
     """PyTorch's fake tensors, which refuse to be read, with an answer to `.item()`."""
 
@@ -144,6 +148,8 @@ class NoData(FakeTensorMode):
         try:
             if func is aten._grouped_mm.default:
                 return self._grouped_product(func, types, args, kwargs)
+            if func in TAKE_STORAGE:
+                return self._dispatch_impl(func, types, args, kwargs)
             key = self.known_results.key(func, args, kwargs)
             known = key and self.known_results.get(key)
             if known is None:
@@ -218,9 +224,14 @@ def _with_data(function):
 
 
 def _weight_of_a_file(tensor, device=None, dtype=None):
-    """A weight of a checkpoint, of which only the shape and the dtype are wanted."""
+    """A weight of a checkpoint, of which only the shape and the dtype are wanted.
+
+    What is no floating-point number is read: the json text of a 4-bit weight is a tensor.
+    """
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         weight = tensor[...]
+    if not weight.is_floating_point():
+        return weight.to(device=device, dtype=dtype)
     return torch.empty(weight.shape, dtype=dtype or weight.dtype, device=device)
 
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from memlab.card.places import on_card
+from memlab.card.places import names_card, on_card
 from memlab.card.values import values_of
 
 
@@ -33,6 +33,7 @@ def checkpoints():
             (torch.UntypedStorage, "data_ptr", _address_of),
             *((module, name, _save_file) for module, name in _who_has(_write)),
             *((module, name, _load_file) for module, name in _who_has(_read_file)),
+            *((module, name, _open) for module, name in _who_has(_open_file)),
         ):
             stack.enter_context(mock.patch.object(target, name, replacement))
         yield
@@ -40,12 +41,13 @@ def checkpoints():
 
 _read = torch.load
 _write, _read_file = safetensors.save_file, safetensors.load_file
+_open_file = safetensors.safe_open
 _tag, _address = torch.serialization.location_tag, torch.UntypedStorage.data_ptr
 
 
 def _who_has(function):
     """(module, name) of every name that a library has given a function of safetensors."""
-    names = ("save_file", "load_file", "safe_save_file", "safe_load_file")
+    names = ("save_file", "load_file", "safe_save_file", "safe_load_file", "safe_open")
     for module in list(sys.modules.values()):
         for name in names:
             if getattr(module, "__dict__", {}).get(name) is function:
@@ -114,6 +116,46 @@ def _load_file(filename, device="cpu", **kwargs):
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         loaded = _read_file(filename, **kwargs)
     return {name: tensor.to(device) for name, tensor in loaded.items()}
+
+
+def _open(filename, framework="pt", device="cpu", **settings):
+    """safetensors' safe_open, which would write to a card's memory by itself."""
+    if isinstance(device, int):
+        device = torch.device("cuda", device)
+    opened = _open_file(filename, framework, **settings)
+    return _ToCard(opened) if framework == "pt" and names_card(device) else opened
+
+
+class _ToCard:
+    """A file of weights that are put on the card as they are asked for."""
+
+    def __init__(self, opened):
+        self._opened = opened
+
+    def __getattr__(self, name):
+        return getattr(self._opened, name)
+
+    def __enter__(self):
+        self._opened.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        return self._opened.__exit__(*error)
+
+    def get_tensor(self, name):
+        return self.get_slice(name)[...]
+
+    def get_slice(self, name):
+        return _Slice(self._opened.get_slice(name))
+
+
+class _Slice(_ToCard):
+    """Of one of its weights."""
+
+    def __getitem__(self, places):
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            part = self._opened[places]
+        return part.to("cuda")
 
 
 def _save_file(tensors, filename, metadata=None):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch._decomp import decompositions
 from torch._subclasses.fake_tensor import FakeTensor
 
 
@@ -58,22 +59,65 @@ def _fused_softmax(kernel, input, dim, dtype):
     return kernel(input if dtype is None else input.to(dtype), dim, False)
 
 
+def fused_rms_norm(input, normalized_shape, weight, eps):
+    """CUDA normalizes in one kernel and keeps a number a row; a CPU takes it apart.
+
+    aten/src/ATen/native/layer_norm.cpp: `rms_norm_symint` asks for it where the dtypes agree. This
+    is for tensors that have data; a mode sees the operator itself.
+    """
+    return decompositions._fused_rms_norm(input, normalized_shape, weight, eps)
+
+
+def fused_rms_norm_backward(grad, input, normalized_shape, rstd, weight, output_mask):
+    return decompositions._fused_rms_norm_backward(
+        grad, input, normalized_shape, rstd, weight, output_mask
+    )
+
+
 # ---------------------------------------------------------------------- autocast
 
-# Operations that autocast runs in fp32 on CUDA and leaves alone on a CPU. Source: the macro
-# AT_FORALL_FP32 in aten/src/ATen/autocast_mode.h. The losses of that list are in the CPU's too.
+# Operations by what autocast does with them on CUDA and not on a CPU: the macros AT_FORALL_ of
+# aten/src/ATen/autocast_mode.h. Those for which both do the same, such as products and most losses,
+# are left out.
 AUTOCAST_FP32 = (
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan "
-    "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm group_norm "
-    "cosine_similarity dist renorm"
+    "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm "
+    "group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity dist pdist "
+    "renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d "
+    "_upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d "
+    "upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d "
+    "_upsample_bicubic2d_aa"
 ).split()
-# Operations that take a dtype, which autocast sets to fp32: AT_FORALL_FP32_SET_OPT_DTYPE.
-AUTOCAST_FP32_DTYPE = ("softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList").split()
+# Those that take a dtype, which is set to fp32 where it is not set: AT_FORALL_FP32_SET_OPT_DTYPE.
+AUTOCAST_FP32_DTYPE = (
+    "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm "
+    "linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList"
+).split()
+# Those with another form that takes it: AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE.
+AUTOCAST_FP32_APPENDED = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+}
+# Those that run in the widest format among their tensors: AT_FORALL_PROMOTE.
+AUTOCAST_WIDEST = (
+    "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
+).split()
 
 
-def _autocast(operator, how):
-    packet, _, overload = operator.partition(".")
-    return functools.partial(how, getattr(getattr(torch.ops.aten, packet), overload or "default"))
+def autocast_of_cpu_only() -> list[str]:
+    """Operations that autocast changes on a CPU and leaves alone on CUDA, such as cross_entropy."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = torch._C._dispatch_get_all_op_names()
+    return [
+        name.removeprefix("aten::")
+        for name in names
+        if name.startswith("aten::") and has(name, "AutocastCPU") and not has(name, "AutocastCUDA")
+    ]
+
+
+def _operator(name):
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def _run_in_fp32(function, *args, **kwargs):
@@ -84,12 +128,18 @@ def _run_in_fp32(function, *args, **kwargs):
 def _ask_for_fp32(function, *args, **kwargs):
     names = (argument.name for argument in function._schema.arguments)
     named = dict(zip(names, args, strict=False)) | kwargs
-    if named.get("dtype") is None and any(
-        isinstance(a, torch.Tensor) and _is_half(a) for a in args
-    ):
+    if named.get("dtype") is None and _is_half(args[0]):
         named["dtype"] = torch.float32
     with _no_autocast():
         return function(**named)
+
+
+def _run_in_the_widest(function, *args, **kwargs):
+    given = (*args, *kwargs.values())
+    if any(isinstance(value, torch.Tensor) and value.dtype == torch.float32 for value in given):
+        return _run_in_fp32(function, *args, **kwargs)
+    with _no_autocast():
+        return function(*args, **kwargs)
 
 
 def _no_autocast():
@@ -105,18 +155,26 @@ def _to_fp32(value):
     return value.float() if isinstance(value, torch.Tensor) and _is_half(value) else value
 
 
+def _autocast_kernels():
+    ways = [
+        *((name, name, _run_in_fp32) for name in AUTOCAST_FP32),
+        *((name, name, _ask_for_fp32) for name in AUTOCAST_FP32_DTYPE),
+        *((name, other, _ask_for_fp32) for name, other in AUTOCAST_FP32_APPENDED.items()),
+        *((name, name, _run_in_the_widest) for name in AUTOCAST_WIDEST),
+    ]
+    for name, runs, how in ways:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA"):
+            function = functools.partial(how, _operator(runs))
+            yield Kernel("autocast", name, function, key="AutocastCPU")
+
+
 KERNELS = [
     Kernel("dropout", "dropout", dropout),
     Kernel("softmax to fp32", "softmax.int", softmax),
     Kernel("softmax to fp32", "log_softmax.int", log_softmax),
-    *(
-        Kernel("autocast", operator, _autocast(operator, how), key="AutocastCPU")
-        for operators, how in (
-            (AUTOCAST_FP32, _run_in_fp32),
-            (AUTOCAST_FP32_DTYPE, _ask_for_fp32),
-        )
-        for operator in operators
-    ),
+    Kernel("RMS norm", "_fused_rms_norm", fused_rms_norm, key="CPU"),
+    Kernel("RMS norm", "_fused_rms_norm_backward", fused_rms_norm_backward, key="CPU"),
+    *_autocast_kernels(),
 ]
 
 # ---------------------------------------------------------------------- memory of the libraries

@@ -70,7 +70,9 @@ def card_footprint(
     log = getattr(ledger, "work", None)  # a replay has none of its own
     work = counts.work if isinstance(counts, Log) else log and log.of_step
     seconds, no_time = None, "what its operators do is not known"
-    if work is not None:
+    if work is not None and not work:
+        no_time = "no operator has run on the card"
+    elif work is not None:
         try:
             seconds, no_time = step_time(work, gpu, samples, link), ""
         except ValueError as error:

@@ -154,6 +154,8 @@ class CudaNames(TorchFunctionMode):
             return self._moved(torch.Tensor.to, (made, place), {})
         if func in RECURRENT and on_card(args[0]):
             self.tracer.assumptions[CUDNN] = None
+        if func is torch._VF._pad_packed_sequence:  # of its lengths the host makes a tensor
+            return self._called(Call(args, kwargs, host_dtype=torch.int64), func, args, kwargs)
         return self._called(Call(args, kwargs, names_host(device)), func, args, kwargs)
 
     def _called(self, call, func, args, kwargs):
@@ -310,7 +312,8 @@ def _swap(one, other) -> None:
     inner, noted = {}, {}
     for name, value in one.__dict__.items():
         (inner if name in FAKE_ATTRIBUTES else noted)[name] = value
-    one.__class__, other.__class__ = other.__class__, one.__class__
+    kinds = type(one), type(other)
+    bitsandbytes.set_type(one, kinds[1]), bitsandbytes.set_type(other, kinds[0])
     one.__dict__, other.__dict__ = noted | other.__dict__, inner
     for name in getattr(type(one), "__slots__", ()):  # what a DTensor is made of
         mine, its = getattr(one, name), getattr(other, name)

@@ -11,6 +11,8 @@ counted.
 import contextlib
 import functools
 import os
+import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -18,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.rpc
+import torch.multiprocessing.spawn
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.tensor import DTensor, _dispatch
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -68,6 +71,7 @@ def fake_group(ranks: int):
         for target, name, replacement in (
             (distributed_c10d, "_new_process_group_helper", _fake_backend),
             *((m, name, f) for m in (dist, distributed_c10d) for name, f in OBJECTS.items()),
+            *((module, name, functools.partial(_spawn, ranks)) for module, name in SPAWNS),
         ):
             stack.enter_context(mock.patch.object(target, name, replacement))
         stack.callback(_end_group)
@@ -87,6 +91,25 @@ def _start(ranks, backend=None, *args, rank=-1, world_size=-1, **settings):
             "SimulatedGPU ranks=N, or memlab run --ranks N"
         )
     _init("fake", store=FakeStore(), rank=0, world_size=ranks)
+
+
+def _spawn(ranks, function, args=(), nprocs=1, join=True, *settings, **more):
+    """`torch.multiprocessing.spawn`: of the processes only the first runs, and runs here."""
+    if nprocs != ranks:
+        raise NotSimulated(
+            f"torch.multiprocessing.spawn asks for {nprocs} processes: this is the first of "
+            f"{ranks}. Give SimulatedGPU ranks={nprocs}, or memlab run --ranks {nprocs}"
+        )
+    function(0, *args)
+    return None if join else SimpleNamespace(join=lambda *args, **kwargs: True, processes=[])
+
+
+# The name of the function hides the module in which both are.
+SPAWNS = [
+    (torch.multiprocessing, "spawn"),
+    (torch.multiprocessing, "start_processes"),
+    (sys.modules["torch.multiprocessing.spawn"], "start_processes"),
+]
 
 
 def _end_group() -> None:
@@ -173,7 +196,7 @@ def _reducer_on_the_card(tracer):
 
     class Reducer(dist.Reducer):
         def __init__(self, parameters, *args, **kwargs):
-            self._beside = Call((parameters,), {}, integers_on_host=True)
+            self._beside = Call((parameters,), {}, host_dtype=torch.int32)
             with self._called():
                 super().__init__(parameters, *args, **kwargs)
 

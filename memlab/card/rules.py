@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 
 import torch
 
@@ -13,6 +14,7 @@ from memlab.gpus import GPU
 RULES = {
     "dropout": "PyTorch, aten/src/ATen/native/Dropout.cpp",
     "softmax to fp32": "PyTorch, aten/src/ATen/native/SoftMax.cpp",
+    "RMS norm": "PyTorch, aten/src/ATen/native/layer_norm.cpp",
     "attention": "PyTorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp",
     "autocast": "PyTorch, aten/src/ATen/autocast_mode.h",
     "4-bit numbers": "bitsandbytes, bitsandbytes/backends/cuda/ops.py",
@@ -21,6 +23,12 @@ RULES = {
     "paged states": "bitsandbytes, bitsandbytes/optim/optimizer.py",
 }
 KERNELS = [*kernels.KERNELS, *attention.KERNELS, *bitsandbytes.KERNELS]
+
+
+def _put(library, operator, function, key) -> None:
+    with warnings.catch_warnings():  # that there was one
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        library.impl(operator, function, key)
 
 
 @contextlib.contextmanager
@@ -46,7 +54,10 @@ def cuda_kernels(gpu: GPU, rules=frozenset(RULES), met=None):
             function = kernel.function
             function = functools.partial(function, gpu) if kernel.of_card else function
             function = noted(kernel.rule, function)
-            libraries[kernel.package].impl(kernel.operator, function, kernel.key)
+            _put(libraries[kernel.package], kernel.operator, function, kernel.key)
+    if "autocast" in rules:
+        for operator in kernels.autocast_of_cpu_only():
+            _put(libraries["aten"], operator, torch.library.fallthrough_kernel, "AutocastCPU")
     with contextlib.ExitStack() as stack:
         for library in libraries.values():
             stack.callback(library._destroy)

@@ -42,13 +42,13 @@ ORDINARY = 2**28  # the same for integers and booleans
 class Call(NamedTuple):
     """What Python code called: its arguments, and whether it named the host as the device.
 
-    integers_on_host: whether it makes integers for the host beside floats for the card.
+    host_dtype: what it makes of this dtype is for the host, beside what it makes for the card.
     """
 
     args: tuple
     kwargs: dict
     names_host: bool = False
-    integers_on_host: bool = False
+    host_dtype: torch.dtype | None = None
 
 
 class _Thread(threading.local):
@@ -113,7 +113,7 @@ class CardTracer(Tracer):
             return any(map(on_card, tensors))
         # PyTorch's own code makes a tensor beside others, whose device it takes for the cpu.
         call = self.thread.call
-        if call is not None and call.integers_on_host and dtype is torch.int32:
+        if call is not None and dtype is not None and dtype is call.host_dtype:
             return False
         if call is not None:
             return any(map(on_card, _tensors((*call.args, *call.kwargs.values()))))
@@ -134,17 +134,19 @@ class CardTracer(Tracer):
     def _follow_step_by_hand(self, func, args, tensors) -> None:
         """The change of one weight begins such a step, the next backward pass ends it."""
         for tensor in tensors:
-            if tensor.requires_grad and tensor.is_leaf:
+            # A view that was made under no_grad may not be asked for its graph.
+            if tensor.requires_grad and not tensor._is_view() and tensor.is_leaf:
                 tensor.untyped_storage()._memlab_weight = True
         if torch._C._current_graph_task_id() != -1:
             if self._by_hand is None:
                 self._by_hand = False
             elif self._by_hand:
                 self.end_step_by_hand()
-        elif self._by_hand is False and func._schema.is_mutable and self._stepping is None:
-            first = args[0][0] if isinstance(args[0], (list, tuple)) and args[0] else args[0]
-            weight = isinstance(first, torch.Tensor) and first.untyped_storage()
-            self._by_hand = hasattr(weight, "_memlab_weight")
+        elif self._by_hand is not None and func._schema.is_mutable and self._stepping is None:
+            for tensor in _tensors(args[:1]):
+                if hasattr(tensor.untyped_storage(), "_memlab_weight"):
+                    self._by_hand = True
+                    self._see_weight(tensor)
 
     def stop(self) -> None:
         """Enter nothing any more: what dies from now on was there to the end."""

@@ -42,7 +42,8 @@ class Tracer(Ledger, TorchDispatchMode):
     - optimizer_states: tensors in `optimizer.state` after a step
     - activations: born in the forward pass and still alive when the backward pass begins, or
       recomputed for it
-    - inputs, buffers: what `watch` was given
+    - inputs, buffers: what `watch` was given; what is written to after the backward pass that it
+      lived through, such as a moving average of the weights, counts under buffers, too
     - temporary: everything else; also what FSDP gathers of other ranks' parameters, for as long as
       it is here
 
@@ -58,6 +59,7 @@ class Tracer(Ledger, TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         self._live: dict[int, tuple[Storage, weakref.ref]] = {}
         self._awaiting_backward: set[Storage] = set()
+        self._before_backward = 0  # the storages that there were when the last one began
         self.operation = None  # the one at work, which makes what is born
         self.stream = 0  # the number of the one in which it works
         self._stepping = None  # the optimizer that is at work
@@ -158,6 +160,8 @@ class Tracer(Ledger, TorchDispatchMode):
 
     def _belongs(self, tensor, module) -> None:
         """A parameter or buffer belongs to a module, and its gradient with it."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return
         tensor._memlab_module = module
         for whole in (tensor, tensor.grad if tensor.is_leaf else None):
             for part in parts_of(whole) if whole is not None else ():
@@ -252,6 +256,9 @@ class Tracer(Ledger, TorchDispatchMode):
             for storage in self._awaiting_backward:
                 storage.category = Category.ACTIVATIONS
             self._awaiting_backward.clear()
+            self._before_backward = len(self.storages)
+        elif self._before_backward and not in_backward and func._schema.is_mutable and args:
+            self._see_written(args[0])
         self.operation = func
         out = func(*args, **kwargs)
         if in_backward and func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
@@ -260,6 +267,15 @@ class Tracer(Ledger, TorchDispatchMode):
         self.see_result(out)
         self._see_communication(func, args, kwargs)
         return out
+
+    def _see_written(self, written) -> None:
+        """What is written to after its backward pass is no activation of it."""
+        for tensor in written if isinstance(written, (list, tuple)) else [written]:
+            if isinstance(tensor, torch.Tensor):
+                storage, _ = self._live.get(tensor.untyped_storage()._cdata, (None, None))
+                old = storage is not None and storage.number < self._before_backward
+                if old and storage.category == Category.ACTIVATIONS:
+                    storage.category = Category.BUFFERS
 
     def _see_communication(self, func, args, kwargs) -> None:
         """Name what other ranks take part in."""
@@ -295,6 +311,13 @@ class Tracer(Ledger, TorchDispatchMode):
     def see_parameter(self, parameter) -> None:
         for tensor in (parameter, *constants(parameter)):
             self.see(tensor, Category.PARAMETERS, existed=True)
+
+    def _see_weight(self, tensor) -> None:
+        """A weight that is no `torch.nn.Parameter`: what an optimizer, or code, steps."""
+        self.see(tensor, Category.PARAMETERS, existed=True)
+        if tensor.requires_grad and not tensor._is_view() and tensor.is_leaf:
+            if getattr(tensor, "_memlab_token", None) is not self._token:
+                self._follow_gradient(tensor)
 
     def see_result(self, out) -> None:
         if isinstance(out, torch.Tensor):
@@ -358,6 +381,8 @@ class Tracer(Ledger, TorchDispatchMode):
         self._stepping = optimizer
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                if not isinstance(parameter, torch.nn.Parameter):
+                    self._see_weight(parameter)
                 if parameter.grad is not None:  # FSDP puts it there itself
                     self.see(parameter.grad, Category.GRADIENTS, existed=True)
                     self._same_module(parameter.grad, parameter)

@@ -1,11 +1,16 @@
 """bitsandbytes' kernels and layers on the simulated card."""
 
+import copy
+
+import pytest
 import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from memlab import Recipe, SimulatedGPU, models, simulate
 from memlab.card.bitsandbytes import fuses_4bit_product
+from memlab.card.places import on_card
 from memlab.gpus import find_gpu
-from memlab.quantized import import_bitsandbytes
+from memlab.quantized import constants, import_bitsandbytes
 from memlab.training import Training
 
 bitsandbytes = import_bitsandbytes("this test")
@@ -79,3 +84,57 @@ def test_a_weight_that_is_quantized_by_itself_is_a_parameter():
         weight.quant_state.absmax + 1
     levels = gpu.footprint.timeline.levels
     assert levels["parameters"][-1] == 256 * 256 // 2 + 256 * 256 // 64 * 4 + 16 * 4 <= held
+
+
+def quantized(kind, storage=torch.uint8):
+    weight = torch.randn(256, 256)
+    if kind == "Int8Params":
+        return bitsandbytes.nn.Int8Params(weight, requires_grad=False).to("cuda")
+    return bitsandbytes.nn.Params4bit(weight, False, quant_storage=storage).to("cuda")
+
+
+@pytest.mark.parametrize("kind", ["Params4bit", "Int8Params"])
+def test_a_quantized_weight_is_of_its_class(kind):
+    """peft, accelerate and trl ask for its name, transformers by isinstance; of copies, too."""
+    with SimulatedGPU():
+        weight = quantized(kind)
+        before = torch.cuda.memory_allocated()
+        its_copy = copy.deepcopy(weight)
+        for one in (weight, its_copy):
+            assert one.__class__ is getattr(bitsandbytes.nn, kind)
+            assert isinstance(one, getattr(bitsandbytes.nn, kind))
+            assert isinstance(one, torch.nn.Parameter) and one.shape == weight.shape
+        parts = [weight, *constants(weight)]
+        assert len(parts) == (6 if kind == "Params4bit" else 2)
+        of_a_copy = sum(-(-part.nbytes // 512) * 512 for part in parts if on_card(part))
+        assert torch.cuda.memory_allocated() - before == of_a_copy
+
+
+def test_a_weight_in_another_storage_is_quantized_once():
+    with SimulatedGPU():
+        weight = quantized("Params4bit", torch.bfloat16)
+        before = weight.shape, torch.cuda.memory_allocated()
+        assert weight.numel() == 256 * 256 // 4
+        weight = weight.to("cuda")
+        assert (weight.shape, torch.cuda.memory_allocated()) == before
+
+
+def test_a_checkpoint_of_quantized_weights_is_loaded_as_it_is(tmp_path):
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    models.build("llama-3-8b-tiny").save_pretrained(tmp_path / "whole")
+    held = []
+    for folder, how in (("whole", {"quantization_config": config}), ("packed", {})):
+        with SimulatedGPU("T4"):
+            model = AutoModelForCausalLM.from_pretrained(
+                tmp_path / folder, device_map={"": 0}, **how
+            )
+            if folder == "whole":
+                model.save_pretrained(tmp_path / "packed")
+            weight = model.model.layers[0].mlp.up_proj.weight
+            state = weight.quant_state
+            assert (state.shape, state.quant_type) == ((448, 128), "nf4")
+            parts = [p for w in model.parameters() for p in (w, *constants(w)) if on_card(p)]
+            held.append(sum(part.nbytes for part in parts))
+    assert held[0] == held[1]

@@ -141,6 +141,35 @@ def test_what_a_plain_loop_asks_for_goes_on():
     assert isinstance(torch.Generator(), torch.Generator)
 
 
+def test_profilers_go_on_without_the_cards_times():
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    def step():
+        layer = torch.nn.Linear(64, 64).cuda()
+        layer(torch.ones(4, 64, device="cuda")).sum().backward()
+
+    both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with SimulatedGPU("T4") as gpu:
+        with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx():
+            step()
+        held = torch.cuda.memory_allocated()
+        assert torch.cuda.cudart().cudaMemGetInfo(0) == torch.cuda.mem_get_info()
+        assert gpu.footprint.assumptions == ()
+        with profile(
+            activities=both,
+            schedule=schedule(wait=1, warmup=1, active=1),
+            record_shapes=True,
+            profile_memory=True,
+            with_flops=True,
+        ) as profiler:
+            for _ in range(3):
+                step()
+                profiler.step()
+        assert "aten::linear" in profiler.key_averages().table(sort_by="cuda_time_total")
+        assert torch.cuda.memory_allocated() == held
+    assert ["torch.profiler" in said for said in gpu.footprint.assumptions] == [True]
+
+
 def test_weights_that_are_tied_have_one_address_and_others_have_their_own():
     """Libraries tell by it, the Trainer's count of what an embedding manager skips among them."""
     with SimulatedGPU("T4"):

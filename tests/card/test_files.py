@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from memlab import SimulatedGPU, models
@@ -67,3 +68,23 @@ def test_a_transformers_model_is_saved_and_loaded_with_its_tied_weights(tmp_path
         model.save_pretrained(tmp_path)
         again = type(model).from_pretrained(tmp_path, device_map="cuda")
         assert again.lm_head.weight is again.transformer.wte.weight and again.device.type == "cuda"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", 0, torch.device("cuda"), "cpu"])
+def test_a_file_of_weights_is_opened_for_the_card(device, tmp_path):
+    import safetensors
+
+    path = tmp_path / "a.safetensors"
+    save_file({"weight": torch.ones(1024, 1024), "ids": torch.arange(5)}, path)
+    with SimulatedGPU():
+        with safetensors.safe_open(path, framework="pt", device=device) as file:
+            assert sorted(file.keys()) == ["ids", "weight"]
+            part = file.get_slice("weight")
+            assert part.get_shape() == [1024, 1024]
+            held = [part[:512], file.get_tensor("weight")]
+            ids = file.get_tensor("ids")
+        there = device != "cpu"
+        assert all(one.is_cuda == there for one in (*held, ids))
+        assert torch.cuda.memory_allocated() == there * (6 * MiB + 512)
+        assert ids.tolist() == [0, 1, 2, 3, 4]
+    assert safetensors.safe_open is safe_open

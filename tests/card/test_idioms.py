@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from helpers import one_line
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.func import functional_call, grad, vmap
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, random_split
 
 from memlab import SimulatedGPU
@@ -126,9 +127,28 @@ def test_packed_sequences_hold_their_tokens_and_no_padding(gpu):
     assert packed.data.shape == (21, 8)
     out, _ = layer(packed)
     assert out.data.shape == (21, 16)
-    out.data.sum().backward()
+    padded, lengths = pad_packed_sequence(out, batch_first=True)
+    assert padded.shape == (3, 9, 16) and padded.is_cuda
+    assert lengths.tolist() == [9, 7, 5]
+    padded.sum().backward()
     assert x.grad.shape == x.shape
     assert any("cuDNN" in assumed for assumed in gpu.footprint.assumptions)
+
+
+def test_gradients_of_each_sample_by_function_transforms(gpu):
+    layer = nn.Linear(64, 4).cuda()
+    weights = {name: p.detach() for name, p in layer.named_parameters()}
+    x, y = torch.randn(8, 64, device="cuda"), torch.zeros(8, dtype=torch.long, device="cuda")
+
+    def loss(weights, sample, answer):
+        return nn.functional.cross_entropy(functional_call(layer, weights, sample), answer)
+
+    found = vmap(grad(loss), in_dims=(None, 0, 0))(weights, x, y)
+    assert {name: one.shape for name, one in found.items()} == {
+        "weight": (8, 4, 64),
+        "bias": (8, 4),
+    }
+    assert all(one.is_cuda for one in found.values())
 
 
 # ---------------------------------------------------------------------- data

@@ -1,12 +1,17 @@
 """Each CUDA rule against what PyTorch documents or does; outside the context nothing is changed."""
 
+import contextlib
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from memlab.card.kernels import AUTOCAST_FP32, kernel_scratch
-from memlab.card.rules import cuda_kernels
+from memlab.card.kernels import kernel_scratch
+from memlab.card.rules import KERNELS, cuda_kernels
 from memlab.gpus import ANY_CARD
 from memlab.trace.tracer import Tracer
 
@@ -55,9 +60,51 @@ def test_softmax_gives_the_same_values(dtype):
         torch.testing.assert_close(F.log_softmax(x, -1).exp(), expected)
 
 
-def autocast_dtype(function, *inputs):
-    with FakeTensorMode(), cuda_kernels(ANY_CARD), torch.autocast("cpu", dtype=torch.float16):
-        return function(*(torch.zeros(*shape, dtype=torch.float16) for shape in inputs)).dtype
+def assert_autocast_as_on_cuda(function, *shapes, dtype=torch.float16):
+    """The operators that run are those of PyTorch's own autocast on fake CUDA tensors."""
+    heard = {}
+    for place in ("cuda", "cpu"):
+        with (
+            FakeTensorMode(),
+            cuda_kernels(ANY_CARD) if place == "cpu" else contextlib.nullcontext(),
+            Heard() as heard[place],
+            autocast(place),
+        ):
+            function(*(torch.empty(shape, dtype=dtype, device=place) for shape in shapes))
+    assert heard["cpu"].gave == heard["cuda"].gave
+
+
+class Heard(TorchDispatchMode):
+    """The operators that ran, and the dtypes of what they gave; autocast's copies by themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.gave = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "aten" and func._opname not in ("empty", "new_empty"):
+            self.gave.append((str(func), *(one.dtype for one in tree_leaves(out))))
+        return out
+
+
+@contextlib.contextmanager
+def autocast(place):
+    """`torch.autocast`, which turns itself off for "cuda" on a machine without."""
+    torch.set_autocast_enabled(place, True)
+    torch.set_autocast_dtype(place, torch.float16)
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        torch.autocast_decrement_nesting()
+        torch.clear_autocast_cache()
+        torch.set_autocast_enabled(place, False)
+
+
+WIDE = (4, 8)
+CLASSES = lambda x: torch.zeros(4, dtype=torch.long, device=x.device)  # noqa: E731
+PLACES = lambda x: torch.zeros(4, 8, dtype=torch.long, device=x.device)  # noqa: E731
 
 
 @pytest.mark.parametrize(
@@ -65,34 +112,107 @@ def autocast_dtype(function, *inputs):
     [
         lambda x: F.softmax(x, -1),
         lambda x: F.log_softmax(x, -1),
-        lambda x: F.softmax(x, -1, dtype=torch.float32),
         lambda x: F.layer_norm(x, (8,)),
-        lambda x: x.exp(),
-        lambda x: x.pow(2),
+        lambda x: F.layer_norm(x, (4, 8), x.float()),
+        lambda x: F.group_norm(x, 2),
+        lambda x: x.exp().log1p(),
+        lambda x: x.pow(2) + 2**x,
         lambda x: torch.rsqrt(x),
-        lambda x: x.sum(-1),
-        lambda x: x.cumsum(-1),
-        lambda x: F.cross_entropy(x, torch.zeros(4, dtype=torch.long)),
+        lambda x: x.sum(-1) * x.sum() * x.cumsum(-1).prod(),
+        lambda x: x.sum(-1, dtype=torch.float16),
+        lambda x: x.norm() + x.norm(dim=-1) + torch.linalg.vector_norm(x, dim=0).sum(),
+        lambda x: F.normalize(x) + x.logsumexp(-1, keepdim=True),
+        lambda x: F.cosine_similarity(x, x),
+        lambda x: F.cross_entropy(x, CLASSES(x)),
+        lambda x: F.cross_entropy(x, CLASSES(x), label_smoothing=0.1),
+        lambda x: F.cross_entropy(x, x.softmax(-1)),
+        lambda x: F.nll_loss(x, CLASSES(x)) + F.mse_loss(x, x) + F.kl_div(x, x),
+        lambda x: F.binary_cross_entropy_with_logits(x, x),
+        lambda x: F.gelu(x) + F.silu(x) + torch.tanh(x) + torch.relu(x),
+        lambda x: x.float() @ x.T,
+        lambda x: F.linear(x.float(), x.float()),
+        lambda x: torch.addcmul(x.float(), x, x) + torch.addcmul(x, x, x),
+        lambda x: x.float().scatter_add(0, PLACES(x), x),
+        lambda x: x.float().index_put((CLASSES(x),), x),
+        lambda x: torch.cat([x, x.float()]) + torch.stack([x, x.float()]).flatten(0, 1),
+    ],
+    ids=itertools.count(),
+)
+def test_autocast_does_what_it_does_on_cuda(function):
+    assert_autocast_as_on_cuda(function, WIDE)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.interpolate(x, scale_factor=2.0),
+        lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"),
+        lambda x: F.interpolate(x, size=(3, 3), mode="bicubic", antialias=True),
+        lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+        lambda x: F.pad(x, (1, 1, 1, 1), mode="replicate"),
+        lambda x: F.avg_pool2d(F.max_pool2d(x, 2), 2),
+    ],
+    ids=itertools.count(),
+)
+def test_autocast_treats_pictures_as_on_cuda(function):
+    assert_autocast_as_on_cuda(function, (2, 4, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype"),
+    [
+        (lambda x: F.rms_norm(x, (8,)), torch.float32),
+        (lambda x: F.grid_sample(x, x[..., :2], align_corners=False), torch.float16),
+        (lambda x: F.grid_sample(x, x[..., :2].float(), align_corners=False), torch.float32),
     ],
 )
-def test_autocast_runs_these_in_fp32_on_cuda(function):
-    """torch.amp's documentation, "CUDA Ops that can autocast to float32"."""
-    assert autocast_dtype(function, (4, 8)) == torch.float32
+def test_autocast_of_what_fake_cuda_tensors_do_not_run(function, dtype):
+    """Its policies are in autocast_mode.h: fp32, and the widest of its tensors."""
+    with FakeTensorMode(), cuda_kernels(ANY_CARD), autocast("cpu"):
+        assert function(torch.empty(2, 4, 8, 8, dtype=torch.float16)).dtype == dtype
 
 
-@pytest.mark.parametrize("function", [torch.nn.functional.gelu, torch.tanh, torch.relu])
-def test_autocast_leaves_the_others_alone(function):
-    assert autocast_dtype(function, (4, 8)) == torch.float16
-
-
-def test_autocast_runs_products_in_half():
-    assert autocast_dtype(lambda a, b: a.float() @ b.float(), (4, 8), (8, 4)) == torch.float16
-
-
-def test_no_rule_overrides_one_that_the_cpu_has():
+def test_autocast_changes_what_it_changes_on_cuda():
+    """Each operator of its list on CUDA is in a CPU's, or in ours."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    for operator in AUTOCAST_FP32:
-        assert not has(f"aten::{operator}", "AutocastCPU"), operator
+    names = {
+        name.removeprefix("aten::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if has(name, "AutocastCUDA") and not has(name, "AutocastCPU")
+    }
+    ours = {kernel.operator for kernel in KERNELS if kernel.rule == "autocast"}
+    # Products that are taken apart into others of the list, and what only a card has.
+    products = "convolution _convolution einsum chain_matmul linalg_multi_dot addmv addr mv "
+    products += "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell "
+    cards = "_thnn_fused_lstm_cell _thnn_fused_gru_cell cudnn_convolution "
+    cards += "cudnn_convolution_transpose _scaled_dot_product_flash_attention"
+    assert names - ours == set((products + cards).split())
+
+
+@pytest.mark.parametrize("weight", [None, torch.float16, torch.float32])
+def test_rms_norm_keeps_its_input_and_a_number_a_row(weight):
+    """As `rms_norm_symint` says: not where the dtypes of input and weight differ."""
+
+    def kept_of(shape):
+        with FakeTensorMode(), cuda_kernels(ANY_CARD):
+            scale = weight and torch.ones(shape[-1:], dtype=weight)
+            return kept(lambda x: F.rms_norm(x, shape[-1:], scale), shape, dtype=torch.float16)[0]
+
+    found = kept_of((10, 100))
+    if weight == torch.float32:
+        assert found > 2 * (2 * 1000)
+    else:
+        assert found == 2 * 1000 + 4 * 10
+
+
+def test_rms_norm_gives_the_same_values():
+    x, weight = torch.randn(4, 5, requires_grad=True), torch.randn(5, requires_grad=True)
+    results = []
+    for context in (contextlib.nullcontext(), cuda_kernels(ANY_CARD)):
+        with context:
+            y = F.rms_norm(x, (5,), weight)
+            results.append((y, *torch.autograd.grad(y.square().sum(), (x, weight))))
+    torch.testing.assert_close(*results)
 
 
 def test_softmax_backward_takes_a_temporary():

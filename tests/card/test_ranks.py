@@ -338,6 +338,70 @@ def test_what_is_not_simulated_is_refused_by_name(use, said):
     one_line(error)
 
 
+def worker(rank, world, seen):
+    """As PyTorch's tutorial of DistributedDataParallel starts it."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "12355"}
+    dist.init_process_group("nccl", rank=rank, world_size=world)
+    layer = DistributedDataParallel(torch.nn.Linear(64, 64).to(rank), device_ids=[rank])
+    layer(torch.ones(2, 64).to(rank)).sum().backward()
+    seen.append((rank, dist.get_world_size()))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_of_processes_that_a_script_starts_the_first_runs(ranks, monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    seen = []
+    with SimulatedGPU("H100", ranks=ranks):
+        world = torch.cuda.device_count()
+        torch.multiprocessing.spawn(worker, args=(world, seen), nprocs=world, join=True)
+        with pytest.raises(NotSimulated, match="ranks=3, or memlab run --ranks 3") as error:
+            torch.multiprocessing.spawn(worker, args=(3, seen), nprocs=3)
+    one_line(error)
+    assert seen == [(0, ranks)]
+
+
+def test_an_update_by_hand_writes_to_its_part_and_gathers_the_others():
+    """As nanochat's optimizers do, with views that are made under no_grad."""
+    with SimulatedGPU("H100", ranks=4):
+        start("nccl")
+        weight = torch.nn.Parameter(torch.randn(1024, 256, device="cuda"))
+        for _ in range(2):
+            (torch.randn(8, 1024, device="cuda") @ weight).square().mean().backward()
+            with torch.no_grad():
+                part = torch.empty_like(weight.grad[:256])
+                sent = dist.reduce_scatter_tensor(part, weight.grad, async_op=True)
+                sent.get_future().wait()
+                mine = weight[:256]
+                mine.add_(part, alpha=-0.1)
+                dist.all_gather_into_tensor(weight, mine, async_op=True).get_future().wait()
+        assert weight.grad.shape == (1024, 256)
+
+
+def test_a_whole_checkpoint_is_gathered_from_the_shards():
+    """By PyTorch's own functions for it, which ask its older FSDP for modules of its own."""
+    from torch.distributed.checkpoint import state_dict
+
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    with SimulatedGPU("H100", ranks=4):
+        start("nccl")
+        layer = fully_shard(torch.nn.Linear(512, 512, device="cuda"))
+        optimizer = torch.optim.AdamW(layer.parameters())
+        layer(torch.ones(2, 512, device="cuda")).sum().backward()
+        optimizer.step()
+        held = torch.cuda.memory_allocated()
+        weights = state_dict.get_model_state_dict(layer, options=options)
+        states = state_dict.get_optimizer_state_dict(layer, optimizer, options=options)
+        assert torch.cuda.memory_allocated() == held
+        assert torch.cuda.max_memory_allocated() >= held + 512 * 512 * 4
+    moments = states["state"]["weight"]
+    for whole in (weights["weight"], moments["exp_avg"], moments["exp_avg_sq"]):
+        assert whole.shape == (512, 512) and whole.device.type == "cpu"
+    assert issubclass(state_dict.FSDP, torch.nn.Module)
+    assert state_dict.FSDP is torch.distributed.fsdp.FullyShardedDataParallel
+
+
 @pytest.mark.parametrize("end", [None, ZeroDivisionError, KeyboardInterrupt, "out of memory"])
 def test_everything_is_put_back_whatever_ended_it(end):
     def names():

@@ -1,7 +1,9 @@
 """Memory served as a CUDA device serves it: workspaces, the host's tensors, the limit."""
 
+import copy
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from memlab import Recipe, SimulatedGPU
@@ -73,3 +75,74 @@ def test_a_moved_weight_may_be_replaced_before_the_end():
         training = SimpleNamespace(model=model, recipe=Recipe("gpt2-tiny"))
         names = [step.name for _, step in loaded_weights(card.tracer, training)]
     assert names == ["0.weight", "0.bias"]
+
+
+def labels_of(loop):
+    with SimulatedGPU() as gpu:
+        loop()
+    return gpu.footprint.breakdown
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_weights_that_are_no_parameters_are_weights_when_they_are_stepped(by_hand):
+    def loop():
+        weight = torch.randn(256, 256, device="cuda", requires_grad=True)
+        optimizer = torch.optim.SGD([weight], 0.1)
+        for _ in range(2):
+            (torch.randn(8, 256, device="cuda") @ weight).square().mean().backward()
+            if by_hand:
+                with torch.no_grad():
+                    weight -= 0.1 * weight.grad
+            else:
+                optimizer.step()
+            weight.grad = None
+
+    found = labels_of(loop)
+    assert found["parameters"] == found["gradients"] == 256 * 256 * 4
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda ema, now: [
+            mine.mul_(0.9).add_(its, alpha=0.1) for mine, its in zip(ema, now, strict=True)
+        ],
+        lambda ema, now: torch._foreach_lerp_(ema, now, 0.1),
+        lambda ema, now: [mine.data.lerp_(its, 0.1) for mine, its in zip(ema, now, strict=True)],
+    ],
+)
+def test_a_moving_average_is_no_activation(update):
+    def loop():
+        layer = torch.nn.Linear(256, 256, bias=False, device="cuda")
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        average = [weight.detach().clone() for weight in layer.parameters()]
+        for _ in range(2):
+            layer(torch.randn(8, 256, device="cuda")).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                update(average, list(layer.parameters()))
+
+    found = labels_of(loop)
+    assert found["buffers"] == found["parameters"] == 256 * 256 * 4
+    assert found["activations"] < 256 * 256 * 4
+
+
+def test_what_is_overwritten_in_its_own_pass_stays_an_activation():
+    def loop():
+        layer = torch.nn.Linear(256, 256, bias=False, device="cuda")
+        for _ in range(2):
+            y = layer(torch.randn(64, 256, device="cuda"))
+            y.relu_().square().mean().backward()
+
+    assert labels_of(loop)["buffers"] == 0
+
+
+def test_a_copy_that_is_let_go_is_gone():
+    with SimulatedGPU():
+        layer = torch.nn.Linear(256, 256, device="cuda")
+        for one in (layer.weight.detach(), layer.weight, layer):
+            before = torch.cuda.memory_allocated()
+            its_copy = copy.deepcopy(one)
+            assert torch.cuda.memory_allocated() >= before + 256 * 256 * 4
+            del its_copy
+            assert torch.cuda.memory_allocated() == before

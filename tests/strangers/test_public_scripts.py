@@ -1,0 +1,1104 @@
+"""Training scripts of the kinds that stand in public repositories, each run as a file of its own.
+
+Written anew and small after pytorch/examples (imagenet, mnist, tensor parallel, FSDP2; BSD-3),
+huggingface/transformers (examples/pytorch; Apache-2.0), facebookresearch/mae and dino (CC BY-NC and
+Apache-2.0), karpathy/nanochat (MIT), meta-pytorch/torchtune (BSD-3) and Lightning-AI/litgpt
+(Apache-2.0). A function below is a script: its body is written to a file and run as
+`memlab run` runs it.
+"""
+
+import inspect
+import textwrap
+
+import pytest
+from helpers import import_or_skip
+
+from memlab.running import try_script
+
+
+def as_file(script, folder):
+    """The body of a function as a script on the disk."""
+    lines = inspect.getsource(script).splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("def ")) + 1
+    path = folder / f"{script.__name__}.py"
+    path.write_text(textwrap.dedent("\n".join(lines[start:])) + "\n")
+    return path
+
+
+def most(ran, category) -> int:
+    """The most bytes that a category had."""
+    return max(ran.footprint.timeline.levels[category])
+
+
+# ruff: noqa: F841
+
+
+def imagenet():
+    """Convolutions, batch norm, channels last, autocast, SGD with momentum, a checkpoint."""
+    import argparse
+    import os
+    import shutil
+
+    import torch
+    import torch.backends.cudnn as cudnn
+    from torch import nn
+    from torch.optim.lr_scheduler import StepLR
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("-b", "--batch-size", default=8, type=int)
+    parser.add_argument("--epochs", default=2, type=int)
+    parser.add_argument("--print-freq", default=1, type=int)
+    args = parser.parse_args()
+    assert torch.accelerator.is_available() and torch.accelerator.device_count() == 1
+    device = torch.accelerator.current_accelerator()
+    cudnn.benchmark = True
+
+    def block(inside, outside, stride):
+        return nn.Sequential(
+            nn.Conv2d(inside, outside, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(outside),
+            nn.ReLU(inplace=True),
+        )
+
+    model = nn.Sequential(
+        block(3, 32, 2),
+        nn.MaxPool2d(3, 2, 1),
+        block(32, 64, 2),
+        block(64, 128, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )
+    model = nn.DataParallel(model).to(device, memory_format=torch.channels_last)
+    criterion = nn.CrossEntropyLoss().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
+    scheduler = StepLR(optimizer, step_size=30, gamma=0.1)
+    scaler = torch.amp.GradScaler("cuda")
+    images = torch.utils.data.TensorDataset(torch.rand(32, 3, 64, 64), torch.randint(0, 10, (32,)))
+    sets = [
+        torch.utils.data.DataLoader(
+            images, batch_size=args.batch_size, shuffle=shuffle, num_workers=0, pin_memory=True
+        )
+        for shuffle in (True, False)
+    ]
+    best = 0.0
+    for _ in range(args.epochs):
+        model.train()
+        for i, (pictures, target) in enumerate(sets[0]):
+            pictures = pictures.to(device, non_blocking=True, memory_format=torch.channels_last)
+            target = target.to(device, non_blocking=True)
+            with torch.autocast("cuda", torch.float16):
+                output = model(pictures)
+                loss = criterion(output, target)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if i % args.print_freq == 0:
+                _, chosen = output.topk(5, 1, True, True)
+                correct = chosen.t().eq(target.view(1, -1).expand(5, -1))
+                print(f"Loss {loss.item():.4e} Acc@1 {correct[:1].float().sum().item()}")
+        model.eval()
+        with torch.no_grad():
+            for pictures, target in sets[1]:
+                output = model(pictures.to(device)).argmax(1)
+                hits = (output == target.to(device)).float().mean()
+        scheduler.step()
+        is_best = hits > best
+        best = max(hits, best)
+        torch.save({"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}, "c.pth")
+        if is_best:
+            shutil.copyfile("c.pth", "best.pth")
+    os.remove("c.pth")
+
+
+def mnist():
+    """Dropout, nll_loss and Adadelta; a test after each epoch."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+    from torch.optim.lr_scheduler import StepLR
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv1 = nn.Conv2d(1, 32, 3, 1)
+            self.conv2 = nn.Conv2d(32, 64, 3, 1)
+            self.dropout1 = nn.Dropout(0.25)
+            self.dropout2 = nn.Dropout(0.5)
+            self.fc1 = nn.Linear(9216, 128)
+            self.fc2 = nn.Linear(128, 10)
+
+        def forward(self, x):
+            x = F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(x)))), 2)
+            x = F.relu(self.fc1(torch.flatten(self.dropout1(x), 1)))
+            return F.log_softmax(self.fc2(self.dropout2(x)), dim=1)
+
+    torch.manual_seed(1)
+    device = torch.accelerator.current_accelerator()
+    digits = torch.utils.data.TensorDataset(torch.rand(64, 1, 28, 28), torch.randint(0, 10, (64,)))
+    settings = {"num_workers": 0, "pin_memory": True, "shuffle": True}
+    train = torch.utils.data.DataLoader(digits, batch_size=16, **settings)
+    test = torch.utils.data.DataLoader(digits, batch_size=32, **settings)
+    model = Net().to(device)
+    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
+    scheduler = StepLR(optimizer, step_size=1, gamma=0.7)
+    for _ in range(2):
+        model.train()
+        for data, target in train:
+            data, target = data.to(device), target.to(device)
+            optimizer.zero_grad()
+            loss = F.nll_loss(model(data), target)
+            loss.backward()
+            optimizer.step()
+        model.eval()
+        total = correct = 0
+        with torch.no_grad():
+            for data, target in test:
+                data, target = data.to(device), target.to(device)
+                output = model(data)
+                total += F.nll_loss(output, target, reduction="sum").item()
+                guess = output.argmax(dim=1, keepdim=True)
+                correct += guess.eq(target.view_as(guess)).sum().item()
+        print(f"loss {total / 64:.4f}, accuracy {correct}/64")
+        scheduler.step()
+
+
+def mae():
+    """A masked autoencoder: a quarter of the patches, chosen by sorting noise, is encoded."""
+    import math
+    import sys
+
+    import torch
+    from torch import nn
+
+    WIDTH, PATCH, SIDE = 128, 8, 64
+
+    class Block(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
+            self.mlp = nn.Sequential(
+                nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+            )
+
+        def forward(self, x):
+            y = self.norm1(x)
+            x = x + self.attention(y, y, y, need_weights=False)[0]
+            return x + self.mlp(self.norm2(x))
+
+    class Masked(nn.Module):
+        def __init__(self, number=(SIDE // PATCH) ** 2):
+            super().__init__()
+            self.patches = nn.Conv2d(3, WIDTH, PATCH, PATCH)
+            self.first = nn.Parameter(torch.zeros(1, 1, WIDTH))
+            self.places = nn.Parameter(torch.zeros(1, number, WIDTH), requires_grad=False)
+            self.encoder = nn.ModuleList([Block(WIDTH) for _ in range(2)])
+            self.between = nn.Linear(WIDTH, 64)
+            self.mask = nn.Parameter(torch.zeros(1, 1, 64))
+            self.decoder = nn.ModuleList([Block(64)])
+            self.pixels = nn.Linear(64, 3 * PATCH**2)
+            nn.init.trunc_normal_(self.mask, std=0.02)
+
+        def forward(self, pictures, ratio=0.75):
+            x = self.patches(pictures).flatten(2).transpose(1, 2) + self.places
+            rows, number, width = x.shape
+            keep = int(number * (1 - ratio))
+            noise = torch.rand(rows, number, device=x.device)
+            order = noise.argsort(dim=1)
+            back = order.argsort(dim=1)
+            chosen = order[:, :keep].unsqueeze(-1).expand(-1, -1, width)
+            mask = torch.ones(rows, number, device=x.device)
+            mask[:, :keep] = 0
+            mask = mask.gather(1, back)
+            x = torch.cat([self.first.expand(rows, -1, -1), x.gather(1, chosen)], 1)
+            assert x.shape == (rows, 1 + keep, width)
+            for block in self.encoder:
+                x = block(x)
+            x = self.between(x)
+            masked = self.mask.expand(rows, number - keep, -1)
+            both = torch.cat([x[:, 1:], masked], 1)
+            both = both.gather(1, back.unsqueeze(-1).expand(-1, -1, 64))
+            for block in self.decoder:
+                both = block(both)
+            wanted = pictures.unfold(2, PATCH, PATCH).unfold(3, PATCH, PATCH)
+            wanted = wanted.permute(0, 2, 3, 4, 5, 1).reshape(rows, number, -1)
+            loss = (self.pixels(both) - wanted).pow(2).mean(dim=-1)
+            return (loss * mask).sum() / mask.sum()
+
+    torch.backends.cudnn.benchmark = True
+    model = Masked().to("cuda")
+    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+    others = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95))
+    scaler = torch.amp.GradScaler("cuda")
+    for step in range(10):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-4 * (0.5 + 0.5 * math.cos(math.pi * step / 10))
+        pictures = torch.rand(16, 3, SIDE, SIDE).to("cuda", non_blocking=True)
+        with torch.autocast("cuda"):
+            loss = model(pictures)
+        if not math.isfinite(loss.item()):
+            print(f"Loss is {loss.item()}, stopping training")
+            sys.exit(1)
+        scaler.scale(loss).backward(create_graph=False)
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        print(f"loss {loss.item():.4f} mem {torch.cuda.max_memory_allocated() / 2**20:.0f}")
+
+
+def run_clm():
+    """Texts concatenated into blocks, the Trainer, an evaluation, a model saved."""
+    import math
+    from dataclasses import dataclass, field
+    from itertools import chain
+
+    from datasets import Dataset
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        HfArgumentParser,
+        Trainer,
+        TrainingArguments,
+        default_data_collator,
+        set_seed,
+    )
+
+    from memlab.book.corpora import tokenizer
+
+    @dataclass
+    class DataArguments:
+        block_size: int = field(default=64)
+
+    parser = HfArgumentParser((DataArguments, TrainingArguments))
+    data, training = parser.parse_args_into_dataclasses()
+    set_seed(training.seed)
+    texts = ["the old clock told every hour to the cat that slept below it. " * 4] * 60
+    words = tokenizer(texts, vocab_size=512, kind="bpe")
+    raw = Dataset.from_dict({"text": texts}).train_test_split(test_size=0.2, seed=0)
+
+    def group(examples):
+        joined = {name: list(chain(*examples[name])) for name in examples}
+        total = len(joined["input_ids"]) // data.block_size * data.block_size
+        blocks = {
+            name: [t[i : i + data.block_size] for i in range(0, total, data.block_size)]
+            for name, t in joined.items()
+        }
+        blocks["labels"] = blocks["input_ids"].copy()
+        return blocks
+
+    tokens = raw.map(lambda rows: words(rows["text"]), batched=True, remove_columns=["text"])
+    blocks = tokens.map(group, batched=True)
+    config = AutoConfig.for_model(
+        "gpt2", vocab_size=512, n_embd=64, n_layer=2, n_head=2, n_positions=64
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    trainer = Trainer(
+        model=model,
+        args=training,
+        train_dataset=blocks["train"],
+        eval_dataset=blocks["test"],
+        processing_class=words,
+        data_collator=default_data_collator,
+        compute_metrics=lambda it: {"accuracy": float((it[0] == it[1]).mean())},
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(dim=-1),
+    )
+    result = trainer.train()
+    trainer.save_model()
+    trainer.save_metrics("train", result.metrics)
+    found = trainer.evaluate()
+    print(f"perplexity {math.exp(found['eval_loss']):.2f}")
+
+
+def run_mlm_no_trainer():
+    """Accelerate's loop over words masked at random, with accumulation and a saved state."""
+    import math
+
+    import torch
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+    from transformers import (
+        AutoConfig,
+        AutoModelForMaskedLM,
+        DataCollatorForLanguageModeling,
+        get_scheduler,
+    )
+
+    from memlab.book.corpora import tokenizer
+
+    accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision="fp16")
+    texts = ["the cat sat on the mat and looked at the rain"] * 32
+    words = tokenizer(texts, vocab_size=512)
+    collator = DataCollatorForLanguageModeling(tokenizer=words, mlm_probability=0.15)
+    rows = [words(text, truncation=True, max_length=32) for text in texts]
+    train = DataLoader(rows, shuffle=True, collate_fn=collator, batch_size=4)
+    test = DataLoader(rows[:8], collate_fn=collator, batch_size=4)
+    config = AutoConfig.for_model(
+        "bert",
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=128,
+        max_position_embeddings=64,
+    )
+    model = AutoModelForMaskedLM.from_config(config)
+    model.resize_token_embeddings(520)
+    rest = ["bias", "LayerNorm.weight"]
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [p for n, p in named if not any(r in n for r in rest)], "weight_decay": 0.01},
+        {"params": [p for n, p in named if any(r in n for r in rest)], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=5e-5)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=8)
+    model, optimizer, train, test, scheduler = accelerator.prepare(
+        model, optimizer, train, test, scheduler
+    )
+    for epoch in range(2):
+        model.train()
+        total = 0
+        for batch in train:
+            with accelerator.accumulate(model):
+                outputs = model(**batch)
+                total += outputs.loss.detach().float()
+                accelerator.backward(outputs.loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        model.eval()
+        losses = []
+        for batch in test:
+            with torch.no_grad():
+                loss = model(**batch).loss
+            losses.append(accelerator.gather_for_metrics(loss.repeat(4)))
+        print(f"epoch {epoch}: perplexity {math.exp(torch.mean(torch.cat(losses)))}")
+        accelerator.save_state(f"epoch_{epoch}")
+    accelerator.wait_for_everyone()
+    accelerator.unwrap_model(model).save_pretrained("out", save_function=accelerator.save)
+
+
+def text_to_image_lora():
+    """A text encoder and an autoencoder in half precision, adapters on the UNet's attention."""
+    import diffusers
+    import torch
+    import torch.nn.functional as F
+    from accelerate import Accelerator
+    from diffusers.training_utils import cast_training_params, compute_snr
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    accelerator = Accelerator(mixed_precision="fp16")
+    noise_scheduler = diffusers.DDPMScheduler(num_train_timesteps=1000)
+    text = CLIPTextConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2
+    )
+    text_encoder = CLIPTextModel(text)
+    diffusers.AutoencoderKL(block_out_channels=(32,), norm_num_groups=8).save_pretrained("vae")
+    vae = diffusers.AutoencoderKL.from_pretrained("vae")
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=16,
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=64,
+        attention_head_dim=4,
+        norm_num_groups=8,
+    )
+    for part in (unet, vae, text_encoder):
+        part.requires_grad_(False)
+        part.to(accelerator.device, dtype=torch.float16)
+    print("frozen", sum(p.numel() for m in (unet, vae, text_encoder) for p in m.parameters()))
+    unet.add_adapter(
+        LoraConfig(
+            r=4,
+            lora_alpha=4,
+            init_lora_weights="gaussian",
+            target_modules=["to_k", "to_q", "to_v", "to_out.0"],
+        )
+    )
+    cast_training_params(unet, dtype=torch.float32)
+    layers = [p for p in unet.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(layers, lr=1e-4)
+    data = [
+        {"pixel_values": torch.rand(3, 16, 16), "input_ids": torch.randint(0, 256, (77,))}
+        for _ in range(8)
+    ]
+    loader = torch.utils.data.DataLoader(data, shuffle=True, batch_size=2)
+    unet, optimizer, loader = accelerator.prepare(unet, optimizer, loader)
+    for batch in loader:
+        with accelerator.accumulate(unet):
+            pixels = batch["pixel_values"].to(dtype=torch.float16)
+            latents = vae.encode(pixels).latent_dist.sample() * vae.config.scaling_factor
+            noise = torch.randn_like(latents)
+            times = torch.randint(0, 1000, (len(latents),), device=latents.device).long()
+            noisy = noise_scheduler.add_noise(latents, noise, times)
+            states = text_encoder(batch["input_ids"], return_dict=False)[0]
+            predicted = unet(noisy, times, states, return_dict=False)[0]
+            snr = compute_snr(noise_scheduler, times)
+            weights = torch.stack([snr, 5.0 * torch.ones_like(times)], dim=1).min(dim=1)[0] / snr
+            loss = F.mse_loss(predicted.float(), noise.float(), reduction="none")
+            loss = (loss.mean(dim=list(range(1, loss.ndim))) * weights).mean()
+            mean = accelerator.gather(loss.repeat(2)).mean().item()
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(layers, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    unet = accelerator.unwrap_model(unet).to(torch.float32)
+    print(len(get_peft_model_state_dict(unet)))
+
+
+def ddp():
+    """DistributedDataParallel with its sampler, as torchrun starts it."""
+    import os
+
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data.distributed import DistributedSampler
+
+    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    torch.accelerator.set_device_index(local)
+    dist.init_process_group(torch.distributed.get_default_backend_for_device("cuda"))
+    device = torch.device("cuda", local)
+    data = torch.utils.data.TensorDataset(torch.rand(64, 512), torch.rand(64, 512))
+    sampler = DistributedSampler(data)
+    loader = torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler, pin_memory=True)
+    assert len(loader) == 64 // 8 // dist.get_world_size() and dist.get_rank() == rank == 0
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 512)).to(device)
+    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = DistributedDataParallel(model, device_ids=[local])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for source, target in loader:
+            optimizer.zero_grad()
+            output = model(source.to(device))
+            loss = torch.nn.functional.mse_loss(output, target.to(device))
+            loss.backward()
+            optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total, op=dist.ReduceOp.AVG)
+        if rank == 0:
+            torch.save(model.module.state_dict(), "ddp.pt")
+            print(f"epoch {epoch}: {total.item():.4f}")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def fsdp2():
+    """A model from the meta device in shards, mixed precision, prefetching, a full checkpoint."""
+    import os
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+    )
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import DTensor, Shard
+
+    need = 2
+    if torch.accelerator.device_count() < need:
+        raise SystemExit(f"this example needs {need} devices")
+    rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device(f"{torch.accelerator.current_accelerator().type}:{rank}")
+    torch.accelerator.set_device_index(rank)
+    dist.init_process_group(backend="nccl", device_id=device)
+
+    class Layer(nn.Module):
+        def __init__(self, width=256):
+            super().__init__()
+            self.norm = nn.LayerNorm(width)
+            self.wide, self.back = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+            self.reset_parameters()
+
+        def reset_parameters(self):
+            for part in (self.norm, self.wide, self.back):
+                part.reset_parameters()
+
+        def forward(self, x):
+            return x + self.back(nn.functional.gelu(self.wide(self.norm(x))))
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(Layer() for _ in range(3)))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    assert isinstance(model, FSDPModule)
+    model.to_empty(device="cuda")
+    for layer in model:
+        layer.reset_parameters()
+    for one, other in zip(model[:-1], model[1:], strict=True):
+        one.set_modules_to_forward_prefetch([other])
+    weight = model[0].wide.weight
+    assert isinstance(weight, DTensor) and weight.placements == (Shard(0),)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(10):
+        x = torch.randn(32, 256, device=device)
+        loss = model(x).sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        states = get_model_state_dict(model, options=options)
+        if rank == 0:
+            torch.save(states, "fsdp2.pt")
+        assert get_optimizer_state_dict(model, optimizer, options=options)
+    dist.destroy_process_group()
+
+
+def tensor_parallel():
+    """Column- and row-wise layers between sequences that are split, over a mesh of all devices."""
+    import os
+
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    world = int(os.environ["WORLD_SIZE"])
+    mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("tp",))
+
+    class Layer(nn.Module):
+        def __init__(self, width=512):
+            super().__init__()
+            self.norm = nn.LayerNorm(width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x):
+            return x + self.down(torch.relu(self.up(self.norm(x))))
+
+    model = nn.Sequential(Layer(), Layer()).to("cuda")
+    for layer in model:
+        plan = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(layer, mesh, plan)
+    parallelize_module(
+        model,
+        mesh,
+        PrepareModuleInput(
+            input_layouts=(Replicate(),),
+            desired_input_layouts=(Shard(1),),
+            use_local_output=True,
+        ),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    for step in range(10):
+        torch.manual_seed(step)
+        output = model(torch.rand(4, 64, 512, device="cuda"))
+        output.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"step {step} done")
+
+
+def fabric_lora():
+    """Lightning's Fabric over an empty model and a checkpoint that is read weight by weight."""
+    import lightning
+    import torch
+    from lightning.fabric.utilities.load import _lazy_load
+    from torch import nn
+
+    class Lora(nn.Module):
+        def __init__(self, width, rank=8):
+            super().__init__()
+            self.linear = nn.Linear(width, width, bias=False)
+            self.lora_A = nn.Parameter(torch.empty(rank, width))
+            self.lora_B = nn.Parameter(torch.empty(width, rank))
+
+        def reset_parameters(self):
+            nn.init.kaiming_uniform_(self.lora_A, a=5**0.5)
+            nn.init.zeros_(self.lora_B)
+
+        def forward(self, x):
+            return self.linear(x) + (x @ self.lora_A.T @ self.lora_B.T) * 2
+
+    width = 1024  # 2 MiB a weight in bf16
+    torch.save({f"{i}.linear.weight": torch.zeros(width, width) for i in range(2)}, "lit.pth")
+    fabric = lightning.Fabric(accelerator="cuda", devices=1, precision="bf16-true")
+    fabric.launch()
+    fabric.seed_everything(0, verbose=False)
+    with fabric.init_module(empty_init=True):
+        model = nn.Sequential(Lora(width), Lora(width))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    model = fabric.setup_module(model)
+    optimizer = fabric.setup_optimizers(
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-4)
+    )
+    model.load_state_dict(_lazy_load("lit.pth"), strict=False)
+    for layer in model.modules():
+        if isinstance(layer, Lora):
+            layer.reset_parameters()
+    for step in range(10):
+        x = torch.randn(4, width, device=fabric.device, dtype=torch.bfloat16)
+        with fabric.no_backward_sync(model, enabled=step % 2 == 0):
+            loss = model(x).float().square().mean()
+            fabric.backward(loss / 2)
+        if step % 2:
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        fabric.print(f"step {step}: loss {loss.item():.3f}")
+    fabric.save("lora.pth", {"model": model}, filter={"model": lambda name, _: "lora_" in name})
+
+
+def recipe_of_torchtune():
+    """Checks of the build before the start, a group of one, bf16 by default, checkpointing."""
+    import os
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        CheckpointWrapper,
+        apply_activation_checkpointing,
+    )
+
+    bf16 = (
+        torch.cuda.is_available()
+        and torch.version.cuda
+        and torch.cuda.is_bf16_supported()
+        and dist.is_nccl_available()
+        and torch.cuda.nccl.version() >= (2, 10)
+    )
+    if not bf16:
+        raise RuntimeError("bf16 precision was requested but not available on this hardware.")
+    assert "sm_80" in torch.cuda.get_arch_list() and torch.backends.cuda.is_built()
+    torch.backends.cudnn.deterministic = True
+    assert torch.backends.cudnn.version() > 90000
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+    dist.init_process_group("cuda:nccl,cpu:gloo")
+    assert dist.get_world_size() == 1
+
+    class Layer(nn.Module):
+        def __init__(self, width=512):
+            super().__init__()
+            self.norm = nn.RMSNorm(width)
+            self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+            self.down = nn.Linear(2 * width, width, bias=False)
+
+        def forward(self, x):
+            y = self.norm(x)
+            return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            model = nn.Sequential(*(Layer() for _ in range(4)))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Layer))
+    assert sum(isinstance(module, CheckpointWrapper) for module in model.modules()) == 4
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
+    torch.cuda.reset_peak_memory_stats()
+    for step in range(10):
+        x = torch.randn(2, 256, 512, dtype=torch.bfloat16, device="cuda")
+        loss = model(x).float().pow(2).mean()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        schedule.step()
+        stats = torch.cuda.memory_stats()
+        active = stats["active_bytes.all.peak"] / 2**30
+        print(f"{step}|loss {loss.item():.4f}|norm {norm.item():.4f}|peak {active:.3f} GiB")
+    dist.destroy_process_group()
+
+
+def speedrun():
+    """Compiled functions, numbers of the host in the update, Muon by hand beside AdamW by hand."""
+    import torch
+    from torch import nn
+
+    @torch.compile(dynamic=False, fullgraph=True)
+    def adamw(p, grad, first, second, step, rate, decay):
+        p.mul_(1 - rate * decay)
+        first.lerp_(grad, 1 - 0.9)
+        second.lerp_(grad.square(), torch.tensor(0.05))
+        p.add_(-rate * first / (1 - 0.9**step) / (second.sqrt() + 1e-8))
+
+    @torch.compile(dynamic=False, fullgraph=True)
+    def muon(p, grad, momentum, rate, beta):
+        momentum.lerp_(grad, 1 - beta)
+        g = grad.lerp_(momentum, beta)
+        x = g.bfloat16()
+        x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+        for _ in range(5):
+            a = x @ x.mT
+            x = 3.4445 * x + (-4.775 * a + 2.0315 * a @ a) @ x
+        p.sub_(rate * x.to(p.dtype))
+
+    class Both(torch.optim.Optimizer):
+        def __init__(self, matrices, others):
+            super().__init__([{"params": matrices, "muon": True}, {"params": others}], {})
+            self.numbers = [torch.tensor(0.0) for _ in range(2)]
+
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                if group.get("muon"):
+                    self.step_muon(group["params"])
+                    continue
+                for p in group["params"]:
+                    state = self.state[p]
+                    if not state:
+                        state["first"], state["second"] = torch.zeros_like(p), torch.zeros_like(p)
+                        state["step"] = 0
+                    state["step"] += 1
+                    self.numbers[0].fill_(state["step"])
+                    self.numbers[1].fill_(3e-4)
+                    numbers = *self.numbers, 0.01
+                    adamw(p, p.grad, state["first"], state["second"], *numbers)
+
+        def step_muon(self, params):
+            state, stacked = self.state[params[0]], torch.stack(params)
+            if "momentum" not in state:
+                state["momentum"] = torch.zeros_like(stacked)
+            grads = torch.stack([p.grad for p in params])
+            self.numbers[0].fill_(0.02), self.numbers[1].fill_(0.95)
+            muon(stacked, grads, state["momentum"], *self.numbers)
+            torch._foreach_copy_(params, list(stacked.unbind(0)))
+
+    class Model(nn.Module):
+        def __init__(self, width=256, words=512):
+            super().__init__()
+            self.tokens = nn.Embedding(words, width, dtype=torch.bfloat16)
+            self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(4))
+            self.head = nn.Linear(width, words, bias=False)
+
+        def forward(self, x):
+            x = nn.functional.rms_norm(self.tokens(x), (256,))
+            for layer in self.layers:
+                x = x + nn.functional.relu(layer(x)).square()
+            return 15 * torch.tanh(self.head(x).float() / 15)
+
+    with torch.device("meta"):
+        model = Model()
+    model.to_empty(device="cuda")
+    raw, model = model, torch.compile(model, dynamic=False)
+    optimizer = Both([layer.weight for layer in raw.layers], [raw.tokens.weight, raw.head.weight])
+    for step in range(10):
+        tokens = torch.randint(512, (4, 64), device="cuda")
+        with torch.amp.autocast("cuda", torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(tokens).view(-1, 512), tokens.view(-1))
+        loss.backward()
+        optimizer.step()
+        model.zero_grad(set_to_none=True)
+        print(f"step {step} | loss {loss.item():.4f}")
+
+
+def dino():
+    """A student and its moving average over crops of two sizes, in a group of processes."""
+    import math
+    import sys
+
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch import nn
+
+    dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29511", world_size=1, rank=0)
+    torch.cuda.set_device(0)
+    dist.barrier()
+
+    class Net(nn.Module):
+        def __init__(self, width=256, out=1024):
+            super().__init__()
+            self.patches = nn.Conv2d(3, width, 16, 16)
+            self.mlp = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+            last = nn.Linear(width, out, bias=False)
+            self.last = nn.utils.parametrizations.weight_norm(last)
+            self.last.parametrizations.weight.original0.requires_grad = False
+            self.apply(self.start)
+
+        def start(self, module):
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+
+        def forward(self, crops):
+            sizes = torch.tensor([crop.shape[-1] for crop in crops])
+            counts = torch.unique_consecutive(sizes, return_counts=True)[1]
+            out, start = [], 0
+            for end in torch.cumsum(counts, 0):
+                x = self.patches(torch.cat(crops[start:end])).flatten(2).mean(2)
+                out.append(self.last(F.normalize(self.mlp(x), dim=-1)))
+                start = end
+            return torch.cat(out)
+
+    student, teacher = Net().cuda(), Net().cuda()
+    teacher.load_state_dict(student.state_dict())
+    student = nn.parallel.DistributedDataParallel(student, device_ids=[0])
+    for p in teacher.parameters():
+        p.requires_grad = False
+    shadow = [p.detach().clone() for p in teacher.parameters()]
+    center = torch.zeros(1, 1024).cuda()
+    optimizer = torch.optim.AdamW([p for p in student.parameters() if p.requires_grad])
+    scaler = torch.cuda.amp.GradScaler()
+    for _ in range(10):
+        pictures = [torch.rand(4, 3, n, n).cuda(non_blocking=True) for n in (64, 64, 32, 32)]
+        with torch.cuda.amp.autocast():
+            taught, learnt = teacher(pictures[:2]), student(pictures)
+            targets = F.softmax((taught - center) / 0.04, dim=-1).detach().chunk(2)
+            guesses = [F.log_softmax(one / 0.1, dim=-1) for one in learnt.chunk(4)]
+            losses = [
+                -(target * guess).sum(dim=-1).mean()
+                for i, target in enumerate(targets)
+                for j, guess in enumerate(guesses)
+                if i != j
+            ]
+            loss = sum(losses) / len(losses)
+        if not math.isfinite(loss.item()):
+            sys.exit(1)
+        mean = taught.sum(dim=0, keepdim=True)
+        dist.all_reduce(mean)
+        center = center * 0.9 + mean / (len(taught) * dist.get_world_size()) * 0.1
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        for p in student.parameters():
+            if p.grad is not None:
+                norm = p.grad.data.norm(2)
+                if 3.0 / (norm + 1e-6) < 1:
+                    p.grad.data.mul_(3.0 / (norm + 1e-6))
+        scaler.step(optimizer)
+        scaler.update()
+        with torch.no_grad():
+            for mine, its in zip(teacher.parameters(), student.module.parameters(), strict=True):
+                mine.data.mul_(0.996).add_((1 - 0.996) * its.detach().data)
+            for mine, its in zip(shadow, teacher.parameters(), strict=True):
+                mine.lerp_(its, 0.01)
+        torch.cuda.synchronize()
+        print(f"loss {loss.item():.4f}")
+
+
+def sgd_by_hand():
+    """No optimizer: weights that are no parameters, a loop without an end."""
+    import torch
+
+    w1 = torch.randn(512, 1024, device="cuda", requires_grad=True)
+    w2 = torch.randn(1024, 256, device="cuda", requires_grad=True)
+    x, y = torch.randn(64, 512, device="cuda"), torch.randn(64, 256, device="cuda")
+    step = 0
+    while True:
+        loss = (x.mm(w1).clamp(min=0).mm(w2) - y).pow(2).sum()
+        if step % 100 == 99:
+            print(step, loss.item())
+        loss.backward()
+        with torch.no_grad():
+            w1 -= 1e-6 * w1.grad
+            w2 -= 1e-6 * w2.grad
+            w1.grad.zero_()
+            w2.grad.zero_()
+        step += 1
+
+
+def qdora():
+    """DoRA over a 4-bit base by peft and bitsandbytes, in a plain loop."""
+    import torch
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained("base")
+    how = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float16
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        "base", quantization_config=how, device_map={"": 0}, dtype=torch.float16
+    )
+    model = prepare_model_for_kbit_training(model)
+    model = get_peft_model(
+        model, LoraConfig(r=8, use_dora=True, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    trained, whole = model.get_nb_trainable_parameters()
+    assert (trained, whole) == (74_240, 1_648_384)
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    tokens = torch.randint(0, 512, (2, 64), device="cuda")
+    for _ in range(10):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def grpo():
+    """TRL's trainer of GRPO: it generates inside, and compares with a reference model."""
+    from datasets import Dataset
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from trl import GRPOConfig, GRPOTrainer
+
+    from memlab.book.corpora import tokenizer
+
+    texts = ["the cat sat on the mat and looked at the rain"] * 16
+    words = tokenizer(texts, vocab_size=512, kind="bpe")
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained("policy")
+    words.save_pretrained("policy")
+    trainer = GRPOTrainer(
+        model="policy",
+        reward_funcs=lambda completions, **kwargs: [float(len(one)) for one in completions],
+        args=GRPOConfig(
+            output_dir="grpo",
+            per_device_train_batch_size=4,
+            num_generations=4,
+            max_completion_length=16,
+            beta=0.04,
+            max_steps=3,
+            report_to=[],
+            bf16=False,
+            gradient_checkpointing=False,
+            logging_steps=1,
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": texts}),
+    )
+    trainer.train()
+
+
+CLM = "--output_dir clm --per_device_train_batch_size 4 --max_steps 8 --report_to none"
+CLM += " --logging_steps 1 --save_strategy no --disable_tqdm True --optim adamw_torch_fused"
+VIT_LAYER = 12 * 128**2 + 13 * 128
+MAE = 3 * 64 * 128 + 128 + 128 + 2 * VIT_LAYER + 128 * 64 + 64 + 64  # to the decoder's mask
+MAE += 12 * 64**2 + 13 * 64 + 64 * 192 + 192
+CLM_WEIGHTS = (512 + 64 + 2 * (12 * 64 + 13) + 2) * 64
+MLM_LAYER = 4 * 64 * 64 + 2 * 64 * 128 + 9 * 64 + 128
+MLM_WEIGHTS = (520 + 64 + 2 + 2) * 64 + 2 * MLM_LAYER + 64 * 64 + 3 * 64 + 520
+SHARD = (2 * 256 * 1024 + 1024 + 3 * 256) * 3 * 4 // 2
+SPLIT = (2 * 512 * 1024 + 1024 + 3 * 512) * 2 * 4  # norms and the second bias on every rank
+MATRICES, EMBEDDING, HEAD = 4 * 256**2 * 4, 512 * 256 * 2, 512 * 256 * 4
+DINO = 3 * 16**2 * 256 + 256 + 2 * (256**2 + 256) + 1024 * 256  # and a length for each output
+GRPO = (2 * 512 * 64 + 2 * (4 * 64**2 + 3 * 64 * 128 + 2 * 64) + 64) * 4
+LINEAR = 2 * (4 * 256**2 + 3 * 256 * 512)  # of QDoRA's base, in 4 bits, a scale for each 64
+DORA = 74_240 * 4
+
+# Script, how it is run, then bytes: parameters at the peak, most gradients, most states.
+SCRIPTS = [
+    (imagenet, {}, 4 * 94_762, 4 * 94_762, 4 * 94_762),
+    (mnist, {}, 4 * 1_199_882, 4 * 1_199_882, 8 * 1_199_882),
+    (mae, {}, 4 * MAE + 4 * 64 * 128, 4 * MAE, 8 * MAE),
+    (
+        run_clm,
+        {"arguments": CLM.split()},
+        4 * CLM_WEIGHTS,
+        4 * CLM_WEIGHTS,
+        8 * CLM_WEIGHTS + 4 * 28,
+    ),
+    (run_mlm_no_trainer, {}, 4 * MLM_WEIGHTS, 4 * MLM_WEIGHTS, 8 * MLM_WEIGHTS),
+    # Buckets beside the gradients.
+    (ddp, {"ranks": 2}, 4 * 525_312, 8 * 525_312, 8 * 525_312),
+    (fsdp2, {"ranks": 2, "gpu": "H100"}, SHARD, SHARD, 2 * SHARD),
+    (tensor_parallel, {"ranks": 2}, SPLIT, SPLIT, 2 * SPLIT),
+    (fabric_lora, {"gpu": "L4"}, 2 * 2**21 + 2**16, 2**16, 2**17),
+    # A fused step counts on the card, for each weight.
+    (recipe_of_torchtune, {"gpu": "A100-40GB"}, 12_587_008, 12_587_008, 2 * 12_587_008 + 4 * 16),
+    (
+        speedrun,
+        {"gpu": "H100", "compile_eagerly": True},
+        MATRICES + EMBEDDING + HEAD,
+        MATRICES + EMBEDDING + HEAD,
+        MATRICES + 2 * (EMBEDDING + HEAD),
+    ),
+    (dino, {}, 8 * (DINO + 1024), 8 * DINO, 8 * DINO),
+    (sgd_by_hand, {}, 4 * (512 * 1024 + 1024 * 256), 4 * (512 * 1024 + 1024 * 256), 0),
+    (
+        qdora,
+        {},
+        LINEAR // 2 + LINEAR // 64 * 4 + 14 * 16 * 4 + 4 * (2 * 512 * 256 + 5 * 256) + DORA,
+        DORA,
+        2 * DORA,
+    ),
+    (grpo, {"gpu": "A100-40GB"}, 2 * GRPO, GRPO, 2 * GRPO + 4 * 21),
+]
+
+
+def run(script, folder, monkeypatch, gpu="T4", **settings):
+    monkeypatch.chdir(folder)
+    return try_script(as_file(script, folder), gpu=gpu, **settings)
+
+
+@pytest.mark.parametrize(
+    "script, how, weights, gradients, states", SCRIPTS, ids=lambda it: getattr(it, "__name__", "")
+)
+def test_it_trains_and_holds_what_is_reckoned(
+    script, how, weights, gradients, states, tmp_path, monkeypatch
+):
+    if script is grpo:
+        import_or_skip("trl")
+    if script is fabric_lora:
+        import_or_skip("lightning")
+    ran = run(script, tmp_path, monkeypatch, **how)
+    assert (ran.steps, ran.status, ran.error) == (2, 0, "")
+    assert ran.footprint.breakdown["parameters"] == weights
+    assert most(ran, "gradients") == gradients
+    assert most(ran, "optimizer_states") == states
+
+
+def test_adapters_of_a_diffusion_model(tmp_path, monkeypatch, capsys):
+    import_or_skip("diffusers")
+    ran = run(text_to_image_lora, tmp_path, monkeypatch)
+    assert (ran.steps, ran.status, ran.error) == (2, 0, "")
+    frozen = int(capsys.readouterr().out.split("frozen ")[1].split()[0])
+    # Of rank 4: three blocks of 32 channels and one of 64, each with two attentions.
+    adapters = 4 * (3 * (6 * 64 + 2 * (64 + 32)) + 8 * 128)
+    assert ran.footprint.breakdown["parameters"] == 2 * frozen + 4 * adapters
+    assert most(ran, "gradients") == 4 * adapters
+    assert most(ran, "optimizer_states") == 8 * adapters
+
+
+@pytest.mark.parametrize(
+    "script, status, error",
+    [
+        (speedrun, 2, "torch.compile is not simulated: "),  # but by --compile-eagerly
+        (fsdp2, 1, "this example needs 2 devices"),
+        (ddp, 1, "KeyError: 'RANK'"),  # without torchrun, there as here
+    ],
+)
+def test_it_ends_in_one_line(script, status, error, tmp_path, monkeypatch):
+    ran = run(script, tmp_path, monkeypatch)
+    assert (ran.steps, ran.status) == (0, status)
+    assert ran.error.startswith(error) and "\n" not in ran.error
+    assert ran.line.startswith(f"{script.__name__}.py:")
