@@ -63,7 +63,7 @@ class Training:
         if recipe.base != "none":
             if recipe.upcast:
                 quantized.cast_the_rest(self.model)
-            # Gives back what loading has left, as peft's cast does and the Trainer before it trains.
+            # Gives back what loading has left, as peft's cast and the Trainer's first act do.
             torch.cuda.empty_cache()
         if recipe.freeze:
             freeze(self.model, recipe.freeze)

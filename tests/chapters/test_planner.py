@@ -6,9 +6,10 @@ from importlib import resources
 import pytest
 from notebook import Notebook
 
-from memlab import Recipe, find_gpu, fits
+from memlab import Recipe, choosing, find_gpu, fits, formula, models
 from memlab.gpus import GPUS
 from memlab.planning import room
+from memlab.plans import Question
 
 CHAPTER = Notebook("16-planner")
 DEEPER = Notebook("16-planner-deeper")
@@ -85,7 +86,60 @@ def test_the_decision_tree_is_decided_by_the_pairs(chapter):
 def test_the_quantized_base_pays_with_size(chapter):
     CHAPTER.run("quantize-table quantize-words", chapter)
     saved = chapter["saved"]
-    assert saved.idxmax() == "llama-2-70b" and saved["gpt2"] < 10 < saved["llama-3-8b"]
+    assert saved.idxmax() == "llama-2-70b" and saved["gpt2"] < 20 < saved["llama-3-8b"]
+    for name in chapter["little"]:
+        run = formula(chapter["four_ways"](name)["QLoRA"], chapter["a100"])
+        config = models.config(name)
+        table = 2 * config.vocab_size * config.hidden_size
+        assert run.breakdown["temporary"] + table > 0.5 * run.peak_allocated
+
+
+def test_lora_and_qlora_of_the_tables_differ_in_the_base_alone(chapter):
+    for bf16 in (True, False):
+        ways = chapter["four_ways"]("llama-3-8b", bf16)
+        nf4 = dict(base="nf4", double_quant=True, upcast=False)
+        assert ways["QLoRA"] == ways["LoRA"].but(**nf4)
+
+
+def test_what_qlora_spares_is_the_checkpoints_of_lora(chapter):
+    """On the card of the opening: in bytes and in seconds, one sequence at a time."""
+    ways, card = chapter["four_ways"]("llama-3-8b"), find_gpu("RTX-4090")
+    lora, qlora = ways["LoRA"], ways["QLoRA"].but(checkpointing=False)
+    runs = {name: formula(r, card) for name, r in {"lora": lora, "qlora": qlora}.items()}
+    needed = [run.peak_allocated + card.context for run in runs.values()]
+    assert max(needed) <= room(card)
+    bare = formula(lora.but(checkpointing=False), card)
+    assert bare.peak_allocated + card.context > room(card)
+    seconds = {name: run.step_seconds.expected for name, run in runs.items()}
+    assert seconds["qlora"] < seconds["lora"]
+    assert formula(ways["QLoRA"], card).step_seconds.expected > seconds["lora"]
+
+
+def test_the_plan_and_the_chapter_on_lora_mean_the_same_qlora(chapter):
+    """Its figure is of one sequence; gradients of adapters wait in a step of several."""
+    lora = Notebook("13-lora").run("imports recipes")
+    theirs = lora["qlora"].but(checkpointing=True)
+    plans = chapter["four_ways"]("llama-3-8b")["QLoRA"]
+    assert plans.but(accumulation=1) == theirs
+    search = choosing._Search(Question("llama-3-8b", 1024), find_gpu("RTX-4090"), 0.05)
+    options = [search.recipe(one, 1) for one in search.combinations if one.way == "qlora"]
+    assert plans.but(max_grad_norm=1.0) in options
+    one, step = (formula(recipe, "RTX-4090") for recipe in (theirs, plans))
+    waiting = step.breakdown["gradients"] - one.breakdown["gradients"]
+    assert step.peak_allocated - one.peak_allocated == pytest.approx(waiting, rel=0.01)
+
+
+def test_torchtunes_rung_is_none_that_a_plan_knows():
+    """What the page names beside the answer: bf16 weights, 8-bit states, and 18.9 GiB."""
+    asked = Question("llama-3-8b", 1024, ways=("full",), keep_quality=False)
+    search = choosing._Search(asked, find_gpu("RTX-4090"), 0.05)
+    needed = [search.option(search.recipe(one, 1)).needed for one in search.combinations]
+    assert min(needed) > find_gpu("RTX-4090").total_memory
+
+
+def test_offloading_asks_for_host_memory_by_two_counts(chapter):
+    CHAPTER.run("offload-table offload-words", chapter)
+    assert (round(chapter["host"]), round(chapter["theirs"])) == (105, 179)
 
 
 def test_a_plan_for_short_texts_fails_with_long_ones(chapter, capsys):
