@@ -53,7 +53,8 @@ class SimulatedGPU:
     `torch.distributed` starts a group of PyTorch's fake backend, whichever is asked for. With
     several ranks there is torchrun's environment and a card for each, and code written for torchrun
     runs as its first rank: DistributedDataParallel, `fully_shard`, ZeroRedundancyOptimizer,
-    `parallelize_module`. What arrives from other ranks is a stand-in. Pipelines, RPC and
+    `parallelize_module`. Of as many processes as `torch.multiprocessing.spawn` starts the first
+    runs, here. What arrives from other ranks is a stand-in. Pipelines, RPC and
     FullyShardedDataParallel are refused.
 
     Where things lie:

@@ -79,3 +79,21 @@ def test_a_mixtures_tokens_are_spread_evenly():
 def test_guards_stay_quiet(ask, answer):
     with SimulatedGPU():
         assert bool(ask(torch.randn(4, 8, device="cuda"))) is answer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.distributions.Categorical(probs=x.softmax(-1)),
+        lambda x: torch.distributions.Categorical(logits=x),
+        lambda x: torch.distributions.Normal(x, x.exp()),
+        lambda x: torch.distributions.Beta(x.exp(), x.exp()),
+    ],
+)
+def test_distributions_take_values_that_are_not_known(make):
+    with SimulatedGPU():
+        chosen = make(torch.randn(4, 8, device="cuda"))
+        sample = chosen.sample()
+        assert chosen.log_prob(sample).sum().item() == 1
+        with pytest.raises(ValueError, match="to satisfy the constraint"):  # of the host's numbers
+            torch.distributions.Normal(torch.zeros(2), -torch.ones(2))
