@@ -109,9 +109,10 @@ def formula(
     What is reserved is a matter of order, which sums do not have, and a replay of the order takes
     a thousand times as long. So peak_reserved and device_used are None, and `reserved_range`
     holds, in bytes, peak_allocated, below which no allocator can be, and what would be reserved
-    if no block were ever used again for another size. The upper end is usual and no bound: a
-    block that a smaller tensor has split asks for one more, and of the moments of a step only
-    those are known at which a peak can be. benchmarks/formula.py counts how often it holds.
+    if no block were ever used again for another size, and one of the largest were split. The upper
+    end is usual and no bound: several blocks may be split, and of the moments of a step only
+    those are known at which a peak can be. benchmarks/formula.py counts how often it holds,
+    benchmarks/border.py what fits by it and does not run.
 
     Coefficients that came with memlab are of certain releases of PyTorch and other libraries. Where
     others are installed, `assumptions` says so; `derive` makes them of those.
@@ -343,12 +344,17 @@ def _with_ranks(columns: Columns, divided: splitting.Divided) -> Columns:
 
 
 def _without_reuse(blocks, counts) -> int:
-    """Bytes of the segments if every size of block had its own: the most of each, summed up."""
+    """Bytes of the segments if every size of block had its own: the most of each, summed up.
+
+    And one more of the largest that come and go: a smaller tensor splits the free block of one,
+    and the next finds it too small.
+    """
     sizes, which = np.unique(blocks, return_inverse=True)
     of_each = counts @ (which[:, None] == np.arange(len(sizes)))
     held = of_each.max(axis=0)
     small, large = sizes <= SMALL_REQUEST, sizes >= MEDIUM_REQUEST
-    reserved = 0
+    come_and_go = large & (of_each.min(axis=0) < held)
+    reserved = round_up(int((sizes * come_and_go).max(initial=0)), LARGE_ROUND)
     for sizes_of_pool, segment in (
         (sizes * small, SMALL_SEGMENT),
         (sizes * (~small & ~large), MEDIUM_SEGMENT),

@@ -167,16 +167,18 @@
         ({ dtype: "", phase, recomputed: 0, flops: 0, tiles: 0, nbytes, kernels: 1, times, sent }))];
     }
 
-    // Bytes of the segments if every size of block had its own: the most of each, summed up.
+    // Bytes of the segments if every size of block had its own, and one more of the largest that come and go.
     function withoutReuse(blocks, moments) {
       const pools = { small: 0, medium: 0, large: 0 };
+      let split = 0;
       for (const bytes of new Set(blocks)) {
         const same = blocks.flatMap((other, i) => (other === bytes ? [i] : []));
-        const held = Math.max(...moments.map(({ counts }) => sum(same.map((i) => counts[i]))));
+        const there = moments.map(({ counts }) => sum(same.map((i) => counts[i]))), held = Math.max(...there);
         const pool = bytes <= rules.SMALL_REQUEST ? "small" : bytes >= rules.MEDIUM_REQUEST ? "large" : "medium";
         pools[pool] += held * (pool === "large" ? up(bytes, rules.LARGE_ROUND) : bytes);
+        if (pool === "large" && Math.min(...there) < held) split = Math.max(split, up(bytes, rules.LARGE_ROUND));
       }
-      return up(pools.small, rules.SMALL_SEGMENT) + up(pools.medium, rules.MEDIUM_SEGMENT) + up(pools.large, rules.LARGE_ROUND);
+      return split + up(pools.small, rules.SMALL_SEGMENT) + up(pools.medium, rules.MEDIUM_SEGMENT) + up(pools.large, rules.LARGE_ROUND);
     }
 
     // Bytes that are left of segments which several blocks share, and stay with the last of them; the largest come first.
