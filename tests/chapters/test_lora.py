@@ -157,7 +157,8 @@ def test_the_cast_changes_the_attention_kernel_without_autocast(deeper, capsys):
 
 
 def test_the_paged_optimizer_pages_large_states_only():
-    llama = Recipe("llama-3-8b", seq_len=16, precision="bf16", lora_targets="q_proj,v_proj")
+    llama = Recipe("llama-3-8b", seq_len=16, precision="bf16", lora_rank=16)
+    llama = llama.but(lora_targets="q_proj,v_proj")
     for rank, leaves in [(16, False), (32, True)]:  # 65,536 and 131,072 numbers in q's matrices
         recipe = llama.but(lora_rank=rank, optimizer="adamw_8bit")
         held, left = (

@@ -288,7 +288,10 @@ def test_lighter_states_lower_a_peak_of_activations_and_a_lighter_step_does_not(
     assert {run.peak_phase for run in runs} == {"backward"}
     assert len({run.breakdown["activations"] for run in runs}) == 1
     assert fused.breakdown["activations"] == max(fused.breakdown.values())
-    assert foreach.peak_allocated == fused.peak_allocated
+    with torch.device("meta"):
+        count = len(list(models.build("bert-large").parameters()))
+    counters = 512 * count  # of steps, which fused has on the card
+    assert fused.peak_allocated - foreach.peak_allocated == counters
     states = [run.breakdown["optimizer_states"] for run in (fused, light)]
     saved = fused.peak_allocated - light.peak_allocated
     assert saved == pytest.approx(states[0] - states[1], rel=0.01) and saved > 0
