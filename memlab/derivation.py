@@ -25,7 +25,7 @@ from memlab.closed_form import (
 from memlab.footprint import Category, Phase
 from memlab.gpus import ANY_CARD, GPU, find_gpu
 from memlab.recipe import Recipe
-from memlab.simulation import built, log_of
+from memlab.simulation import built, shallow_log
 from memlab.splitting import alone
 from memlab.trace import depth
 from memlab.trace.allocator import MEDIUM_REQUEST
@@ -121,7 +121,9 @@ def _half(recipe: Recipe, loop, card: GPU) -> dict:
     if recipe.lora_rank:
         changes["lora_rank"] = PRIMED["r"]
     logs = [
-        log_of(replace(recipe, model=models.with_layers(prime, number), **changes), card, loop=loop)
+        shallow_log(
+            replace(recipe, model=models.with_layers(prime, number), **changes), card, loop=loop
+        )
         for number in depth.SHALLOW
     ]
     blocks, (_, three, four), kinds = depth.agreed_growth(logs)

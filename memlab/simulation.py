@@ -21,7 +21,7 @@ from memlab.card.loading import (
     reserved_range,
 )
 from memlab.card.memory import CardMemory, card_footprint
-from memlab.card.work import repeat_micro_batch, without_trifles
+from memlab.card.work import NORMS, repeat_micro_batch, without_trifles
 from memlab.footprint import Footprint
 from memlab.gpus import ANY_CARD, GPU, find_gpu, require_native
 from memlab.quantized import assumed
@@ -165,9 +165,9 @@ def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None) -> Lo
 
 
 def shallow_log(recipe: Recipe, gpu: GPU, loop=None) -> Log:
-    """`log_of`, for comparing depths: without the trifles of work, which grow with each layer."""
+    """`log_of`, for comparing depths: without the bytes of norms, which grow with each layer."""
     log = log_of(recipe, gpu, loop=loop)
-    return replace(log, work=without_trifles(log.work))
+    return replace(log, work=without_trifles(log.work, NORMS))
 
 
 def _run(loop, recipe: Recipe, simulated: SimulatedGPU) -> Training:

@@ -110,14 +110,14 @@ def repeat_micro_batch(work: Counter, times: int) -> Counter:
 # What moves less takes a card less than a launch does, and its bytes need no telling apart: no card
 # moves less than 100 GB/s, which is 200 KB in the 2 us of the quickest launch.
 TRIFLE = 64 * 1024
-NORMS = 4 * 1024  # what ranks send of the norms of all weights, which are more at each depth
+NORMS = 4 * 1024  # what the norms of all weights move and ranks send of them, more at each depth
 
 
-def without_trifles(work) -> Counter:
-    """The work, in which operators that only move or send a little have no bytes."""
+def without_trifles(work, least: int = TRIFLE) -> Counter:
+    """The work; what only moves less than `least`, or sends little, has no bytes in it."""
     counted = Counter()
     for one, times in Counter(work).items():
-        small = not one.flops and not one.lists and one.nbytes < TRIFLE
+        small = not one.flops and not one.lists and one.nbytes < least
         sent = one.sent if one.sent >= NORMS else 0
         counted[one._replace(moved=() if small else one.moved, sent=sent)] += times
     return counted

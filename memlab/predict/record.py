@@ -22,7 +22,14 @@ from memlab.card.bitsandbytes import fuses_4bit_product
 from memlab.gpus import GPU
 from memlab.quantized import COMPUTE_DTYPES
 from memlab.recipe import Recipe
-from memlab.simulation import completed, full_log, log_of, only_new_garbage, peak_reserved_of
+from memlab.simulation import (
+    completed,
+    full_log,
+    log_of,
+    only_new_garbage,
+    peak_reserved_of,
+    shallow_log,
+)
 from memlab.trace.depth import log_at_full_depth
 from memlab.trace.events import Birth
 from memlab.trace.log import Log
@@ -169,7 +176,7 @@ def _recorded(recipe: Recipe, card: GPU, run) -> Trace | None:
             shallow[models.config(of.model).num_hidden_layers] = log
         return logs
 
-    log = log_at_full_depth(primed, functools.partial(log_of, gpu=card), kept)
+    log = log_at_full_depth(primed, functools.partial(shallow_log, gpu=card), kept)
     if log is None:
         log = log_of(primed, gpu=card, numbered=True)
         checked, run_of_it = log, log_of(check, gpu=card, numbered=True)

@@ -15,7 +15,7 @@ from memlab.evidence.loops import kept_predictions
 from memlab.evidence.records import FOLDER, load
 from memlab.footprint import Phase, StepTime
 from memlab.gpus import GPUS
-from memlab.simulation import log_of
+from memlab.simulation import completed, log_of
 from memlab.trace import depth
 
 A100 = find_gpu("A100-40GB")
@@ -88,7 +88,7 @@ def test_the_estimate_by_depth_is_that_of_the_whole_model(recipe, monkeypatch):
     monkeypatch.setattr(depth, "DEEP", 4)
     card = find_gpu("V100")
     by_depth = simulate(recipe, card).step_seconds
-    whole = step_time(log_of(recipe, card, numbered=True).work, card)
+    whole = step_time(completed(recipe, log_of(recipe, card, numbered=True)).work, card)
     assert by_depth.expected == pytest.approx(whole.expected, rel=1e-3)
     assert by_depth.flops == whole.flops
 
