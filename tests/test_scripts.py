@@ -133,7 +133,12 @@ def test_a_script_takes_what_its_recipe_takes(model, changes, api, a_recipe, tmp
     # so copies the gradients of one after those of the other.
     two_groups = api == "trainer" and wanted.peak_phase == "optimizer step"
     less = 0.01 * wanted.peak_tensors if two_groups else 0
-    assert -batches - less <= more <= numbers + batches
+    # Accelerate copies what a model gives under autocast to fp32, of which T5's logits are in half
+    # precision until then.
+    halves = recipe.task == "seq2seq-lm" and recipe.precision.endswith("amp")
+    vocabulary = models.config(recipe.model).vocab_size
+    outputs = 4 * halves * recipe.batch_size * recipe.seq_len * vocabulary
+    assert -batches - less <= more <= numbers + batches + outputs
     # A large block that is used again may have up to 1 MiB more than is asked for.
     unsplit = ran.breakdown["rounding"] - wanted.breakdown["rounding"]
     assert abs(unsplit) <= 2**20

@@ -59,6 +59,7 @@ class StandInCard:
         self._process = os.getpid()
         self.stream, self.stream_object = 0, None  # the default one, whatever is chosen
         self._now = threading.local()
+        self.assumptions: dict[str, None] = {}  # which nobody reads: here values are known
 
     def empty_cache(self) -> None:
         self.allocator.empty_cache()

@@ -90,7 +90,9 @@ def test_guards_stay_quiet(ask, answer):
         lambda x: torch.distributions.Beta(x.exp(), x.exp()),
     ],
 )
-def test_distributions_take_values_that_are_not_known(make):
+def test_distributions_take_values_that_are_not_known(make, monkeypatch):
+    # Some libraries turn the checks off for all.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     with SimulatedGPU():
         chosen = make(torch.randn(4, 8, device="cuda"))
         sample = chosen.sample()
