@@ -187,8 +187,11 @@ def kernel_scratch(func, args) -> list[int]:
     aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`. Flash attention's backward
     sums the query's gradient in fp32, and computes the gradients of keys and values for every query
     head before it adds those of a group: aten/src/ATen/native/transformers/cuda/flash_attn/
-    flash_api.cpp, `mha_bwd`.
+    flash_api.cpp, `mha_bwd`. The backward of a norm copies gradient and input where they are not
+    contiguous: aten/src/ATen/native/cuda/layer_norm_kernel.cu, `LayerNormBackwardKernelImpl`.
     """
+    if func in _NORMS_BACKWARD:
+        return [tensor.nbytes for tensor in args[:2] if not tensor.is_contiguous()]
     if func is torch.ops.aten._softmax_backward_data.default:
         return [args[0].numel() * args[1].element_size()]
     if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
@@ -203,6 +206,10 @@ def kernel_scratch(func, args) -> list[int]:
     return []
 
 
+_NORMS_BACKWARD = (
+    torch.ops.aten.native_layer_norm_backward.default,
+    torch.ops.aten._fused_rms_norm_backward.default,
+)
 CUBLASLT_WORKSPACE = 2**20  # addmm with a bias: aten/src/ATen/cuda/CUDABlas.cpp
 
 

@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 import torchgen
 import yaml
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from memlab import MiB, SimulatedGPU
 from memlab.card.kernels import kernel_scratch
 from memlab.card.rules import KERNELS, cuda_kernels
 from memlab.gpus import ANY_CARD
@@ -223,6 +225,28 @@ def test_softmax_backward_takes_a_temporary():
     func = torch.ops.aten._softmax_backward_data.default
     assert kernel_scratch(func, (grad, out, -1, torch.float32)) == [grad.nbytes]
     assert kernel_scratch(torch.ops.aten.mul.Tensor, (grad, out)) == []
+
+
+@pytest.mark.parametrize("name", ["native_layer_norm_backward", "_fused_rms_norm_backward"])
+def test_backward_of_a_norm_copies_a_gradient_that_is_not_contiguous(name):
+    """A sum's gradient is one number, expanded."""
+    func = getattr(torch.ops.aten, name).default
+    x, expanded = torch.zeros(10, 4), torch.zeros(()).expand(10, 4)
+    assert kernel_scratch(func, (expanded, x, [4])) == [x.nbytes]
+    assert kernel_scratch(func, (x, x, [4])) == []
+    assert kernel_scratch(func, (x, x.t().contiguous().t(), [4])) == [x.nbytes]
+
+
+@pytest.mark.parametrize("hidden, published", [(1024, 40.0224609375), (16384, 640.1103515625)])
+def test_rms_norm_peaks_as_published(hidden, published):
+    """Liger-Kernel, benchmark/data/all_benchmark_data.csv, megatron_rms_norm of torch, H100."""
+    with SimulatedGPU("H100") as gpu:
+        norm = nn.RMSNorm(hidden, eps=1e-6, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(4096, 1, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(2):
+            y = norm(x)
+            y.sum().backward()
+    assert gpu.footprint.peak_allocated == pytest.approx(published * MiB, rel=0.001)
 
 
 @pytest.mark.parametrize("key_heads", [4, 2])
