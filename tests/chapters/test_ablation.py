@@ -13,9 +13,9 @@ from memlab.book import small_config
 from memlab.book.ablation import SWITCHES, Point, fields_of
 
 CHAPTER = Notebook("15-ablation")
-# Cells without a training or a simulation, in the order of the chapter.
-SUMS = """imports source printed lines nine-table sets sets-run order-table pairs lora-batch grid
-    front-table"""
+# Cells without a training, in the order of the chapter.
+SUMS = """imports source printed lines shares nine-table sets sets-run order-table pairs lora-batch
+    grid front-table"""
 LOOPS = "in-backward fused-step makers reader learners learners-more pruning"
 
 
@@ -33,8 +33,8 @@ def test_the_nine_rows_are_near_what_was_printed(chapter):
 
 def test_the_rows_are_the_records_own_figures(chapter):
     run, row = chapter["nine"]["fp16"], chapter["table"].loc["fp16"]
-    guess = chapter["formula"](Recipe(**run.recipe), chapter["v100"])
-    assert row["MiB"] * 2**20 == guess.reserved_range[1] + run.figures["context_bytes"]
+    ran = simulate(Recipe(**run.recipe), "V100")
+    assert row["MiB"] * 2**20 == ran.peak_reserved + run.figures["context_bytes"]
     assert row["s printed"] == run.figures["run_seconds"]
     assert chapter["held"](run) == (13939 - 1343) * 2**20
 
@@ -42,8 +42,15 @@ def test_the_rows_are_the_records_own_figures(chapter):
 def test_shares_of_the_plain_run_have_one_context_on_both_sides(chapter):
     gib, guides = 2**30, 1343 * 2**20
     card_gives = {"vanilla": 12 * gib, "ninth": 4 * gib, "swift_run": 3 * gib}
-    runs = iter([SimpleNamespace(peak_reserved=n) for n in card_gives.values()])
-    own = chapter | {"simulate": lambda recipe, card: next(runs)}
+
+    def gives(recipe, card):
+        (name,) = [n for n, r in chapter["nine"].items() if Recipe(**r.recipe) == recipe] or [
+            "swift"
+        ]
+        of = {"vanilla": "vanilla", chapter["last"]: "ninth"}
+        return SimpleNamespace(peak_reserved=card_gives[of.get(name, "swift_run")])
+
+    own = chapter | {"simulate": gives}
     CHAPTER.run("shares", own)
     assert own["swift_recipe"] in [
         Recipe("bert-large", seq_len=512, **fields_of(p.choice)) for p in own["smaller"]
