@@ -28,6 +28,7 @@ from memlab.quantized import assumed
 from memlab.recipe import Recipe
 from memlab.sharding import is_moved_by_sharding
 from memlab.trace.depth import log_at_full_depth
+from memlab.trace.events import Mark
 from memlab.trace.ledger import Ledger
 from memlab.trace.log import Event, Log, replay
 from memlab.training import Training, import_libraries
@@ -207,7 +208,11 @@ def two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
     held, training.batches = training.batches, training.batches[: _unlike(recipe)]
     for _ in tqdm(range(2), f"simulating {recipe.model_name}", leave=False, delay=2):
         simulated.reset_peak()
-        training.step()
+        losses = training.make_gradients()
+        simulated.tracer.begin_update()
+        training.update()
+        simulated.tracer.mark(Mark.UPDATED)
+        del losses
     training.batches = held
     return training
 

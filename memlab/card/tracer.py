@@ -29,6 +29,7 @@ from memlab.card.waiting import Waits
 from memlab.card.work import WorkLog
 from memlab.footprint import Category, Phase
 from memlab.gpus import GPU
+from memlab.trace.events import Mark
 from memlab.trace.ledger import Storage
 from memlab.trace.script_lines import line_at_work
 from memlab.trace.tracer import Tracer, is_made_of_others
@@ -124,6 +125,11 @@ class CardTracer(Tracer):
         self.work.end_step()
         self.waits.steps += 1
         self._by_hand = None
+
+    def begin_update(self) -> None:
+        """The gradients of a step are there; what follows clips and applies them."""
+        self.mark(Mark.UPDATE)
+        self.work.begin_update()
 
     def end_step_by_hand(self) -> None:
         """Weights that were changed in place after a backward pass made a step."""

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from memlab.card.links import sent_bytes
 from memlab.footprint import Phase
+from memlab.trace.log import UPDATE
 
 
 class Work(NamedTuple):
@@ -30,7 +31,8 @@ class Work(NamedTuple):
     as attention does. moved: bytes of each tensor that is read or written, in order. lists: how
     many lists of tensors one launch goes through, of which this is one tensor of each, with so many
     elements; 0 and 0 for an operator with a kernel of its own. recomputed: whether it is a forward
-    pass that activation checkpointing repeats. micro_batch: its number in the step, from 0.
+    pass that activation checkpointing repeats. micro_batch: its number in the step, from 0, and
+    `UPDATE` where the loop says that its gradients are all there.
     sent: bytes that a collective sends to other ranks (`memlab.card.links`).
     """
 
@@ -51,11 +53,14 @@ class Work(NamedTuple):
         return sum(self.moved)
 
     def sized(self, number) -> Work:
-        """The same with other numbers; number: the function from one to the other."""
+        """The same with other numbers; number: the function from one to the other.
+
+        It is told of operations that they are a whole number of times the product of some sizes.
+        """
         return self._replace(
-            flops=number(self.flops),
+            flops=number(self.flops, whole=True),
             result=tuple(map(number, self.result)),
-            moved=tuple(map(number, self.moved)),
+            moved=tuple(sorted(map(number, self.moved))),
             elements=number(self.elements),
             sent=number(self.sent),
         )
@@ -81,7 +86,7 @@ class WorkLog:
         if _does_nothing(func) and func.namespace != "c10d":
             return
         if phase == Phase.FORWARD and self._phase == Phase.BACKWARD:
-            self._micro_batch += 1
+            self._micro_batch += self._micro_batch != UPDATE
         self._phase = phase
         again = phase == Phase.BACKWARD and torch.is_grad_enabled()
         sent = sent_bytes(func, args, tensors, out)
@@ -90,6 +95,10 @@ class WorkLog:
             return
         for one in _work_of(func, args, kwargs, tensors, out):
             self._now[Work(*one, phase, again, self._micro_batch)] += 1
+
+    def begin_update(self) -> None:
+        """The gradients of the step are there."""
+        self._micro_batch = UPDATE
 
     def end_step(self) -> None:
         """An optimizer has stepped."""

@@ -51,10 +51,15 @@ class Loaded(NamedTuple):
 
 
 class Mark(Enum):
-    """RESET: the measured stretch begins. EMPTY_CACHE: cached blocks go back to the device."""
+    """RESET: the measured stretch begins. EMPTY_CACHE: cached blocks go back to the device.
+
+    UPDATE and UPDATED: the gradients of a step are there, and what clips and applies them is over.
+    """
 
     RESET = "reset"
     EMPTY_CACHE = "empty cache"
+    UPDATE = "update"
+    UPDATED = "updated"
 
 
 Step = Birth | Death | Loaded | Mark

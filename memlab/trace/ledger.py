@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from memlab.footprint import Category, Footprint, Life, Phase, Timeline
+from memlab.trace.events import Mark
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +57,7 @@ class Ledger:
         self._phases: list[Phase] = []
         self._served: list[int] = []
         self._reserved: list[int] = []
-        self.emptied: list[int] = []  # the entries before which the cache was emptied
+        self.marks: list[tuple[int, Mark]] = []  # and the entry that each comes before
         self.start = 0  # the entry from which peaks count
         self._allocated = 0
         self._before = 0  # bytes that existed before the first entry
@@ -105,9 +106,13 @@ class Ledger:
         if self.allocator is not None:
             self.allocator.reset_peak_stats()
 
+    def mark(self, mark: Mark) -> None:
+        """Note what no storage tells."""
+        self.marks.append((len(self), mark))
+
     def empty_cache(self) -> None:
         """Give cached blocks back to the device, as `torch.cuda.empty_cache` does."""
-        self.emptied.append(len(self))
+        self.mark(Mark.EMPTY_CACHE)
         if self.allocator is not None:
             self.allocator.empty_cache()
 

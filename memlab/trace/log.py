@@ -24,6 +24,7 @@ NORMS = {
     torch.ops._c10d_functional.wait_tensor.default,
 }
 NORM_BYTES = (2, 4, 8)
+UPDATE = -1  # in place of the number of a micro-batch, of what an update does
 
 # What happens, and to which storage: a number, or another name of one that a log does not have.
 Event = tuple[object, Step]
@@ -63,8 +64,7 @@ class Log:
         marks: (number of an entry, step that comes before it), in their order. numbered: whether
         modules keep the number of their layer, so that layers differ. work: see there.
         """
-        marks = [*marks, (ledger.start, Mark.RESET)]
-        marks += [(at, Mark.EMPTY_CACHE) for at in ledger.emptied]
+        marks = [*marks, (ledger.start, Mark.RESET), *ledger.marks]
         marks.sort(key=lambda mark: mark[0])
         marks.reverse()  # the next is the last
         steps, births, living, dying = [], {}, defaultdict(_Alike), []
@@ -101,18 +101,60 @@ class Log:
 
     def events(self) -> Iterator[Event]:
         """Every step with the number of the birth that it is, or that it ends; None for marks."""
-        living = defaultdict(_Alike)
         free = trained(self.weights)
-        for number, step in enumerate(self.steps):
-            if type(step) is Birth:
-                living[step].append(number)
-                if step.nbytes < 0:
-                    step = step._replace(nbytes=-step.nbytes * free)
-                yield number, step
-            elif type(step) is Death:
-                yield living[step.birth].buried(step), step
-            else:
-                yield None, step
+        for number, step in named(self.steps):
+            if type(step) is Birth and step.nbytes < 0:
+                step = step._replace(nbytes=-step.nbytes * free)
+            yield number, step
+
+    def halves(self) -> tuple[Log, Log]:
+        """What is made in the passes, and what in the updates, each with its deaths and its work.
+
+        The one does not depend on the other: a `memlab.trace.trace.Trace` joins halves of two logs.
+        """
+        halves, updated, inside = ([], []), set(), False
+        for number, step in named(self.steps):
+            if step in (Mark.UPDATE, Mark.UPDATED):
+                inside = step is Mark.UPDATE
+                for half in halves:
+                    half.append((None, step))
+                continue
+            if type(step) is Birth and inside:
+                updated.add(number)
+            halves[number in updated].append((number, step))
+        work = Counter(), Counter()
+        for one, times in self.work.items():
+            work[one.micro_batch == UPDATE][one] = times
+        return tuple(
+            Log(renumbered(half), self.weights, self.assumptions, done)
+            for half, done in zip(halves, work, strict=True)
+        )
+
+
+def named(steps: Iterable[Step]) -> Iterator[Event]:
+    """Every step with the place of the birth that it is, or that it ends; None for marks."""
+    living = defaultdict(_Alike)
+    for number, step in enumerate(steps):
+        if type(step) is Birth:
+            living[step].append(number)
+            yield number, step
+        elif type(step) is Death:
+            yield living[step.birth].buried(step), step
+        else:
+            yield None, step
+
+
+def renumbered(events: Iterable[Event]) -> list[Step]:
+    """The steps of events, each death among the living of these events alone."""
+    living, steps = defaultdict(_Alike), []
+    for number, step in events:
+        if type(step) is Birth:
+            living[step].append(number)
+        elif type(step) is Death:
+            which = living[step.birth].bury(number, step.birth, step.phase)
+            step = step._replace(which=which)
+        steps.append(step)
+    return steps
 
 
 class _Alike(list):

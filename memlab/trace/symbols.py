@@ -53,47 +53,71 @@ class Symbols:
     def __init__(self, sizes: Mapping[str, int]):
         self.sizes = dict(sizes)
         factors: dict[int, str] = {}
-        for name, value in factors_of(sizes).items():
+        lengths = factors_of({"s": sizes["s"]})
+        for name, value in (lengths | self.sizes).items():
             if value > 1:
                 factors.setdefault(value, name)  # a rounded length that is the length is s
         self._factors = [(name, value, largest_prime(value)) for value, name in factors.items()]
         self._terms: dict[int, Term] = {}
 
-    def term(self, number: int) -> Term:
-        """The number, at least 0, as a product of sizes and a constant."""
+    def term(self, number: int, whole: bool = False) -> Term:
+        """The number, at least 0, as a product of sizes and a constant.
+
+        whole: the constant is a whole number. Then a prime too many is its own: the five products
+        of an attention's backward pass are no further size of a head.
+        """
         if number not in self._terms:
             self._terms[number] = self._read(number)
-        return self._terms[number]
+        return self._terms[number] if not whole else self._whole(self._terms[number])
+
+    def _whole(self, term: Term) -> Term:
+        """The term with one size less, that with which its constant is the least whole number."""
+        found = []
+        for i, (name, exponent) in enumerate(term.powers if term.divisor > 1 else ()):
+            constant, rest = divmod(term.constant * self.sizes.get(name, 0), term.divisor)
+            if constant and not rest:
+                fewer = ((name, exponent - 1),) if exponent > 1 else ()
+                found.append(Term(constant, 1, term.powers[:i] + fewer + term.powers[i + 1 :]))
+        return min(found, default=term)
 
     def _read(self, number: int) -> Term:
         left, below, powers = number, 1, []
         for name, value, prime in self._factors if number else ():
             exponent = 0
+            while left % value == 0:  # whole, so that it takes along the primes of other sizes
+                left, exponent = left // value, exponent + 1
             while left % prime == 0:
                 left, exponent = left // prime, exponent + 1
+                below *= value // prime
             if exponent:
                 powers.append((name, exponent))
-                below *= (value // prime) ** exponent
         shared = math.gcd(left, below)
         return Term(left // shared, below // shared, tuple(powers))
 
 
 def chosen_sizes(
-    own: Collection[int], *, one_sequence: bool, alignment: int, inside: bool, rank: int | None
+    own: Collection[int],
+    *,
+    one_sequence: bool,
+    alignment: int,
+    inside: bool,
+    rank: int | None,
+    widths: Collection[int] = (),
 ) -> dict[str, int]:
     """Sizes that can be told from each other and from a model's own numbers.
 
     Of b, s, r and of P and w, the positions and the window that a model is to have. own: the
     numbers of the model. one_sequence: b is 1. alignment: the greatest common divisor of s and
     `ALIGNED`. inside: s is within the window. rank: the largest r there may be, None for none.
+    widths: those of the model that are chosen, too.
 
     Raises ValueError where there are none.
     """
     own = {number for number in own if number > 1}
     free = [prime for prime in _primes() if all(number % prime for number in own)]
-    known = set(free)
+    known, told = set(free), {largest_prime(width) for width in widths}
     for length, telling in _lengths(alignment):
-        if not telling <= known:
+        if not telling <= known - told:
             continue
         others = factors_of({"s": length}).values()
         left = [prime for prime in free if all(value % prime for value in others)]

@@ -1,7 +1,8 @@
 """One trace for all sizes: what a training does to memory, with sizes as symbols.
 
 A `Trace` holds the log of a training at sizes that can be told apart (`memlab.trace.symbols`). `at`
-puts other sizes in, in milliseconds, and an allocator serves the log like any other.
+puts other sizes in, in milliseconds, and an allocator serves the log like any other. `level` is how
+many bytes it has allocated, event by event, without an allocator.
 """
 
 from __future__ import annotations
@@ -10,135 +11,177 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from memlab.footprint import Category
-from memlab.trace.allocator import MIN_BLOCK
 from memlab.trace.events import Birth, Death, Mark, Step
-from memlab.trace.log import Event, Log, trained
+from memlab.trace.layered import LayeredLog
+from memlab.trace.log import Event, Log, named, trained
 from memlab.trace.symbols import Symbols, factors_of
-from memlab.units import round_up
 
 
-@dataclass(frozen=True)
-class _Sized(Log):
-    """A log in which every storage has the bytes of other sizes.
+class Half:
+    """The passes or the updates of a training, for all sizes and depths.
 
-    known: (name of the storage or None, step, place among the births or -1). births: as they are
-    now; those that have become alike are still told apart by their storages' names.
+    log: at `sizes`, the chosen values of the symbols. batches: its micro-batches in a step.
     """
 
-    known: list[tuple[object, Step, int]] = field(default_factory=list)
-    births: list[Birth] = field(default_factory=list)
+    def __init__(self, log: LayeredLog, sizes: Mapping[str, int], batches: int):
+        self.log, self.symbols, self.batches = log, Symbols(sizes), batches
 
-    def events(self) -> Iterator[Event]:
-        """As `Log.events`."""
-        births = self.births
-        return ((name, births[i] if i >= 0 else step) for name, step, i in self.known)
-
-
-class Trace:
-    """What a training does to memory at all sizes at which the same events happen.
-
-    log: at `sizes`, the chosen values of the symbols, and over so many micro-batches of a step. Of
-    more of them the tokens of more are there, from before the first step on, and nothing else.
-    """
-
-    def __init__(self, log: Log, sizes: Mapping[str, int], accumulation: int):
-        self.log, self.symbols, self.accumulation = log, Symbols(sizes), accumulation
-        self._places: dict[Birth, int] = {}
-        self._events = []
-        for number, step in log.events():
-            place = -1
-            if type(step) is Birth:  # as it is logged: norms have the bytes of one
-                place = self._places.setdefault(log.steps[number], len(self._places))
-            self._events.append((number, step, place))
-
-    def at(self, sizes: Mapping[str, int], accumulation: int) -> Log:
-        """The log at these sizes, over so many micro-batches."""
+    def number(self, sizes: Mapping[str, int]):
+        """The function from a number at the chosen sizes to the one at others."""
         factors = factors_of(self.symbols.sizes | dict(sizes))
 
-        def sized(number: int) -> int:
-            return self.symbols.term(number).at(factors)
+        def number(chosen: int, whole: bool = False) -> int:
+            return self.symbols.term(chosen, whole).at(factors)
 
-        weights = Counter()
-        for (elements, free), times in self.log.weights.items():
-            weights[sized(elements), free] += times
-        births = [
-            birth._replace(nbytes=nbytes)
-            for birth, nbytes in zip(self._places, self._bytes(sized), strict=True)
-        ]
-        work = Counter()
-        for one, times in self.log.work.items():
-            work[one.sized(sized)] += times
-        known = self._with_batches(accumulation)
-        return _Sized(self.log.steps, weights, self.log.assumptions, work, known, births)
+        return number
 
-    def least(self, sizes: Mapping[str, int], accumulation: int) -> int:
-        """Bytes below which no allocator can serve these sizes, in a fraction of a replay's time.
+    def bytes_at(self, number, norms: int) -> list[int]:
+        """The bytes of each kind of step that is a birth, else 0. norms: tensors that train."""
+        found = []
+        for kind in self.log.kinds:
+            nbytes = kind.nbytes if type(kind) is Birth else 0
+            if nbytes < 0:
+                nbytes = -nbytes * norms
+            elif nbytes and kind.category != Category.WORKSPACES:
+                nbytes = number(nbytes)
+            found.append(nbytes)
+        return found
 
-        The most that the second step has allocated at once, each tensor in a block of its own size.
-        """
-        factors = factors_of(self.symbols.sizes | dict(sizes))
-        sized = self._bytes(lambda number: self.symbols.term(number).at(factors))
-        blocks = round_up(np.array(sized), MIN_BLOCK)
-        changes, start, given = self._changes
-        most = int((changes[:, 1] * blocks[changes[:, 0]]).cumsum()[start:].max())
-        more = accumulation - self.accumulation
-        return most + int(blocks[given].sum()) * more // self.accumulation
+    def steps(self, patterns: int, batches: int) -> list[tuple[object, int]]:
+        """(name of the storage, place of the kind) of every step; None for what is no storage."""
+        order = self.log.order_at(patterns).tolist()
+        kinds = self.log.kinds
+        names = (name for name, _ in named(kinds[i] for i in order))
+        steps = list(zip(names, order, strict=True))
+        return self._with_batches(steps, batches) if batches > self.batches else steps
 
-    def _bytes(self, sized) -> list[int]:
-        """The bytes of each birth that differs from the others."""
-        norms = trained(self.log.weights)
-        return [
-            birth.nbytes
-            if birth.category == Category.WORKSPACES
-            else sized(birth.nbytes)
-            if birth.nbytes >= 0
-            else -birth.nbytes * norms
-            for birth in self._places
-        ]
-
-    def _with_batches(self, accumulation: int) -> list:
-        """The events with the tokens of so many micro-batches, which come before the first step."""
-        events, more = self._events, accumulation - self.accumulation
-        if not more:
-            return events
-        given = [i for i, (_, step, _) in enumerate(events) if _is_given(step)]
-        start, end = (given[i] + 1 for i in (-1 - len(given) // self.accumulation, -1))
-        born = [name for name, step, _ in events[:end] if type(step) is Birth]
-        last = [name for name, step, _ in events[start:end] if type(step) is Birth]
+    def _with_batches(self, steps, batches: int) -> list:
+        """With the tokens of so many micro-batches, which come before the first step."""
+        kinds, more = self.log.kinds, batches - self.batches
+        given = [i for i, (_, kind) in enumerate(steps) if is_given(kinds[kind])]
+        start, end = (given[i] + 1 for i in (-1 - len(given) // self.batches, -1))
+        born = [name for name, kind in steps[:end] if type(kinds[kind]) is Birth]
+        last = [name for name, kind in steps[start:end] if type(kinds[kind]) is Birth]
         # What was made on the way to a batch may die on the way to the next.
         before = dict(zip(born[-2 * len(last) : -len(last)], last, strict=True))
         added = []
         for copy in range(more):
-            for name, *rest in events[start:end]:
+            for name, kind in steps[start:end]:
                 if name in last:
                     name = name, copy
                 elif name in before:
                     name = (before[name], copy - 1) if copy else before[name]
-                added.append((name, *rest))
-        rest = [((name, more - 1) if name in last else name, *rest) for name, *rest in events[end:]]
-        return events[:end] + added + rest
-
-    @functools.cached_property
-    def _changes(self) -> tuple[np.ndarray, int, list[int]]:
-        """([whose bytes come or go, 1 or -1] of each change, where the second step begins, which
-        bytes are those of tokens)."""
-        places, changes, start = {}, [], 0
-        for number, step, place in self._events:
-            if type(step) is Birth:
-                places[number] = place
-                changes.append((place, 1))
-            elif type(step) is Death:
-                changes.append((places[number], -1))
-            elif step is Mark.RESET:
-                start = len(changes)
-        given = [place for _, step, place in self._events if _is_given(step)]
-        return np.array(changes), start, given
+                added.append((name, kind))
+        rest = [((n, more - 1) if n in last else n, kind) for n, kind in steps[end:]]
+        return steps[:end] + added + rest
 
 
-def _is_given(step: Step) -> bool:
+class Depth(NamedTuple):
+    """What of a training is no size of a tensor: patterns of layers, micro-batches of a step."""
+
+    patterns: int
+    batches: int
+
+
+class Trace:
+    """What a training does to memory at all sizes at which the same events happen."""
+
+    def __init__(self, passed: Half, updated: Half):
+        self.passed, self.updated = passed, updated
+        self._joined = functools.lru_cache(maxsize=4)(self._join)
+        self._places = functools.lru_cache(maxsize=4)(self._place)
+
+    def at(self, sizes: Mapping[str, int], depth: Depth) -> Log:
+        """The log at these sizes and this depth."""
+        halves = self.passed, self.updated
+        numbers = [half.number(sizes) for half in halves]
+        weights = Counter()
+        first = self.passed.log
+        for (elements, free), times in first.counted(first.weights, depth.patterns).items():
+            weights[numbers[0](elements), free] += times
+        work, kinds = Counter(), []
+        for half, number in zip(halves, numbers, strict=True):
+            for one, times in half.log.counted(half.log.work, depth.patterns).items():
+                work[one.sized(number)] += times
+            nbytes = half.bytes_at(number, trained(weights))
+            kinds += [
+                kind._replace(nbytes=n) if n else kind
+                for kind, n in zip(half.log.kinds, nbytes, strict=True)
+            ]
+        said = dict.fromkeys(one for half in halves for one in half.log.assumptions)
+        return SizedLog([], weights, tuple(said), work, kinds, self._joined(depth))
+
+    def _join(self, depth: Depth) -> list[tuple[object, int]]:
+        """The steps of both halves: an update comes where the gradients of a pass are there."""
+        shift, kinds = len(self.passed.log.kinds), self.updated.log.kinds
+        updates = [[]]
+        for name, kind in self.updated.steps(depth.patterns, 0):
+            if kinds[kind] is Mark.UPDATED:
+                updates.append([])
+            elif kinds[kind] is not Mark.UPDATE:
+                updates[-1].append((("update", name), shift + kind))
+        waiting, joined = iter(updates), []
+        for name, kind in self.passed.steps(depth.patterns, depth.batches):
+            joined.append((name, kind))
+            if self.passed.log.kinds[kind] is Mark.UPDATE:
+                joined += next(waiting)
+        return joined
+
+    def level(self, sizes: Mapping[str, int], depth: Depth, block) -> np.ndarray:
+        """Bytes after each event of the second step, each storage a `block` of its bytes."""
+        counted = self.passed.log.counted(self.passed.log.weights, depth.patterns)
+        nbytes = [
+            n
+            for half in (self.passed, self.updated)
+            for n in half.bytes_at(half.number(sizes), trained(counted))
+        ]
+        places, signs, start = self._places(depth)
+        blocks = block(np.array(nbytes))
+        return (signs * blocks[places]).cumsum()[start:]
+
+    def _place(self, depth: Depth) -> tuple[np.ndarray, np.ndarray, int]:
+        """Of each birth and death: whose kind's bytes come or go, 1 or -1; the second step."""
+        kinds = self.passed.log.kinds + self.updated.log.kinds
+        shift = len(self.passed.log.kinds)
+        births = {}
+        for part, (offset, log) in enumerate(((0, self.passed.log), (shift, self.updated.log))):
+            for i, kind in enumerate(log.kinds):
+                births[part, kind] = offset + i
+        whose = np.zeros(len(kinds), int)
+        sign = np.zeros(len(kinds), int)
+        for i, kind in enumerate(kinds):
+            if type(kind) is Birth:
+                whose[i], sign[i] = i, 1
+            elif type(kind) is Death:
+                whose[i], sign[i] = births[int(i >= shift), kind.birth], -1
+        order = np.array([kind for _, kind in self._joined(depth)])
+        reset = kinds.index(Mark.RESET)
+        start = int(np.flatnonzero(order == reset)[-1])
+        return whose[order], sign[order], start
+
+
+@dataclass(frozen=True)
+class SizedLog(Log):
+    """A log in which every storage has the bytes of other sizes.
+
+    kinds: as they are now; those that have become alike are still told apart by their storages'
+    names. joined: (name, place among the kinds) of each step.
+    """
+
+    kinds: list[Step] = field(default_factory=list)
+    joined: list[tuple[object, int]] = field(default_factory=list)
+
+    def events(self) -> Iterator[Event]:
+        """As `Log.events`."""
+        kinds = self.kinds
+        return ((name, kinds[i]) for name, i in self.joined)
+
+
+def is_given(step: Step) -> bool:
     """Whether it is the birth of tokens or labels of a micro-batch."""
     return type(step) is Birth and step.category == Category.INPUTS

@@ -1,0 +1,282 @@
+"""What of a recipe decides which events happen, and which sizes only say how large they are.
+
+A model's structure is its config without sizes. Where its dimensions are the usual ones, all of
+them are sizes, and models of a family share a structure; else its widths belong to the structure,
+and micro-batch, length, LoRA rank, positions and window are the sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from memlab import models
+from memlab.card.attention import model_routes
+from memlab.card.bitsandbytes import fuses_4bit_product
+from memlab.gpus import GPU
+from memlab.quantized import COMPUTE_DTYPES
+from memlab.recipe import COMPUTED_IN, Recipe
+from memlab.trace.symbols import ALIGNED, chosen_sizes
+
+# Chosen widths: g key-value heads with m query heads each, of size d; h hidden size where it is not
+# g * m * d; f feed-forward width; V vocabulary. Each has a prime factor of its own; the rest, a
+# power of two, is what kernels round it up to, and makes every matrix a multiple of the 64 * 256
+# weights that share a scale of scales in 4 bits.
+WIDTHS = {"g": 17 * 4, "m": 19, "d": 5 * 32, "h": 31 * 128, "f": 53 * 128, "V": 41 * 64}
+HEAD_SIZES = ("head_dim", "d_kv")
+# Kinds of stretched rotary positions whose tensors are those of plain ones.
+SAME_ROPE = ("default", "linear", "llama3", "yarn")
+# Of adapters at the chosen sizes; what is narrower than the second, a router, has none.
+LARGEST_RANK, NARROW = 128, 32
+# Elements: bitsandbytes keeps the states of smaller tensors in 32 bits, and on the card.
+LEAST_8BIT, LEAST_PAGED = 4096, 100_000
+
+
+class Circumstances(NamedTuple):
+    """What of a recipe's sizes decides which events happen, and not only how large they are.
+
+    one_sequence: with one of them dimensions can be swapped without a copy. alignment: the greatest
+    common divisor of the length and 16, because kernels pad masks. inside: whether the length is
+    within the window of attention. batches: micro-batches whose events differ; the first makes
+    gradients, the second adds to them, and the last of several ranks reduces them.
+    """
+
+    one_sequence: bool
+    alignment: int
+    inside: bool
+    batches: int
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Circumstances:
+        """Those of a recipe."""
+        window = getattr(models.config(recipe.model), "sliding_window", None)
+        return cls(
+            recipe.batch_size == 1,
+            math.gcd(recipe.seq_len, ALIGNED),
+            window is None or recipe.seq_len <= window,
+            min(recipe.accumulation, 2 if recipe.ranks == 1 else 3),
+        )
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A model without its sizes.
+
+    key: what is special about it, as a text. config: it at the chosen widths, or at its own.
+    widths: symbol -> (chosen, own), empty where widths are part of the structure. rank: whether
+    the rank of adapters is a size.
+    """
+
+    key: str
+    config: object
+    widths: dict[str, tuple[int, int]]
+    rank: bool = True
+
+    def sizes(self, recipe: Recipe) -> dict[str, int]:
+        """The values of all symbols in a recipe, as far as its model has them."""
+        config = models.config(recipe.model)
+        sizes = {
+            "b": recipe.batch_size,
+            "s": recipe.seq_len,
+            "r": self.rank and recipe.lora_rank,
+            "P": getattr(config, "max_position_embeddings", None),
+            "w": getattr(config, "sliding_window", None),
+        }
+        sizes |= {name: own for name, (_, own) in self.widths.items()}
+        return {name: value for name, value in sizes.items() if value}
+
+    def chosen(self, recipe: Recipe, around: Circumstances) -> tuple[Recipe, dict[str, int]]:
+        """(the recipe at chosen sizes, with its model made as long as they ask for; the sizes).
+
+        Raises ValueError where no sizes can be told apart.
+        """
+        model = models.with_layers(self.config, 2)
+        shapes = shapes_of(model, recipe.task)
+        own = {size for shape in shapes for size in shape}
+        own |= {value for value in vars(model).values() if type(value) is int}
+        narrow = [min(shape) for shape in shapes if len(shape) == 2 and min(shape) >= NARROW]
+        widths = {name: chosen for name, (chosen, _) in self.widths.items()}
+        sizes = chosen_sizes(
+            own,
+            one_sequence=around.one_sequence,
+            alignment=around.alignment,
+            inside=around.inside,
+            rank=min([LARGEST_RANK, *narrow]) if self.rank and recipe.lora_rank else None,
+            widths=widths.values(),
+        )
+        values = {
+            name: sizes[symbol]
+            for name, symbol in (("max_position_embeddings", "P"), ("sliding_window", "w"))
+            if getattr(self.config, name, None)
+        }
+        changes = {"batch_size": sizes["b"], "seq_len": sizes["s"], "accumulation": around.batches}
+        if "r" in sizes:
+            changes["lora_rank"] = sizes["r"]
+        model = models.resized(self.config, **values)
+        return replace(recipe, model=model, **changes), sizes | widths
+
+
+def structures(recipe: Recipe, card: GPU) -> Iterator[Structure]:
+    """The structures that may be those of a recipe's model on a card, the widest shared first."""
+    named = isinstance(recipe.model, str) and recipe.model in models.MODELS
+    found = (_named if named else _usual)(recipe.model)
+    if found is not None and recipe.ranks == 1:
+        attention = _attention(recipe, found, card)
+        if attention and _states_are_alike(recipe, found):
+            yield replace(found, key=f"{found.key} {attention}")
+    yield _own(recipe, card)
+
+
+def has_fused_products(recipe: Recipe, card: GPU) -> bool:
+    """Whether bitsandbytes multiplies so few tokens with a 4-bit weight without writing it out.
+
+    Which weights of which shapes at how many tokens is a table of its own.
+    """
+    if recipe.base not in ("nf4", "fp4"):
+        return False
+    dtype = COMPUTE_DTYPES[recipe.compute_dtype]
+    tokens = recipe.batch_size * recipe.seq_len
+    return any(
+        fuses_4bit_product(card, dtype, tokens, *shape)
+        for shape in shapes_of(recipe.model, recipe.task)
+        if len(shape) == 2
+    )
+
+
+def shapes_of(model, task: str) -> tuple[tuple[int, ...], ...]:
+    """The shapes of a model's weights, of two of its layers."""
+    config = models.with_layers(model, 2)
+    key = config.to_json_string(), task
+    if key not in _SHAPES:
+        with torch.device("meta"):
+            built = models.build(config, task)
+        _SHAPES[key] = tuple(tuple(weight.shape) for weight in built.parameters())
+    return _SHAPES[key]
+
+
+_SHAPES: dict[tuple[str, str], tuple] = {}  # by config and task
+
+
+# ---------------------------------------------------------------------- the usual dimensions
+
+
+@functools.cache
+def _named(model: str) -> Structure | None:
+    return _usual(model)
+
+
+def _usual(model) -> Structure | None:
+    """The structure of a model whose widths are `WIDTHS`; None where it has others.
+
+    A config.json names the release that wrote it, and settings that its class does not know any
+    more: neither is of the model.
+    """
+    config = models.config(model)
+    layers = getattr(config, "num_hidden_layers", 0)
+    if models.unlike_a_formula(config) or not layers:
+        return None
+    if (getattr(config, "num_decoder_layers", None) or layers) != layers:
+        return None
+    chosen, own = _at_chosen_widths(config)
+    known = vars(type(config)()).keys() - {"architectures", "transformers_version"}
+    kept = {"model_type": config.model_type}
+    for name, value in vars(chosen).items():
+        if isinstance(value, (list, tuple)) and value and len(set(map(str, value))) == 1:
+            value = value[0]  # a kind of layer, named for each of them
+        if isinstance(value, float):
+            value = bool(value) if "drop" in name else None
+        if isinstance(value, dict):
+            value = value.get("rope_type")
+            value = "default" if value in SAME_ROPE else value
+        hidden = name not in known or name.startswith("_") or name.endswith("token_id")
+        hidden |= type(value) is int and ("layers" in name or name == "n_layer")
+        if not hidden and isinstance(value, (bool, int, str, list, tuple)):
+            kept[name] = value
+    for name in ("max_position_embeddings", "sliding_window"):
+        if kept.get(name):
+            kept[name] = True
+    return Structure(json.dumps(kept, sort_keys=True), chosen, own)
+
+
+def _at_chosen_widths(config):
+    """The config with `WIDTHS`, and symbol -> (chosen, own)."""
+    get = functools.partial(getattr, config)
+    heads = config.num_attention_heads
+    groups = get("num_key_value_heads", None) or heads
+    size = next((get(name) for name in HEAD_SIZES if get(name, None)), None)
+    own = {"V": config.vocab_size, "g": groups, "m": heads // groups, "h": config.hidden_size}
+    own["d"] = size or config.hidden_size // heads
+    new = dict(WIDTHS)
+    if groups == heads:
+        new["m"] = 1
+    if size is None:
+        new["h"] = new["g"] * new["m"] * new["d"]
+    values = {
+        "vocab_size": new["V"],
+        "hidden_size": new["h"],
+        "pooler_hidden_size": new["h"],
+        "embedding_size": new["h"],
+        "num_attention_heads": new["g"] * new["m"],
+        "num_key_value_heads": new["g"],
+    }
+    values |= dict.fromkeys(HEAD_SIZES, new["d"])
+    for name in models.WIDTHS:
+        if get(name, None):
+            own["f"], values[name] = get(name), new["f"]
+    if size is None:
+        del own["h"]  # it is g * m * d
+    return models.resized(config, **values), {
+        name: (new[name], value) for name, value in own.items() if new[name] > 1
+    }
+
+
+def _attention(recipe: Recipe, usual: Structure, card: GPU) -> str:
+    """How attention is computed on a card: `eager`, or the kernels that sdpa takes there.
+
+    Empty for a size of heads that kernels pad, or take otherwise than the chosen one.
+    """
+    if recipe.attention == "eager":
+        return "eager"
+    size, shares = usual.widths["d"][1], "m" in usual.widths
+    asked = COMPUTE_DTYPES[COMPUTED_IN[recipe.precision]], shares, card.capability
+    routes = model_routes(*asked)
+    if size % 32 or model_routes(*asked, size) != routes:
+        return ""
+    return "sdpa: {}, with a mask {}".format(*routes)
+
+
+def _states_are_alike(recipe: Recipe, usual: Structure) -> bool:
+    """Whether bitsandbytes keeps the states of the same weights in 8 bits at the chosen widths."""
+    if not recipe.optimizer.endswith("8bit"):
+        return True
+
+    def kinds(config, rank):
+        shapes = shapes_of(config, recipe.task)
+        if recipe.lora_rank:
+            shapes = [(rank, side) for shape in shapes if len(shape) == 2 for side in shape]
+        least = LEAST_8BIT, LEAST_PAGED * recipe.optimizer.startswith("paged")
+        return [[math.prod(shape) >= few for few in least] for shape in shapes]
+
+    return kinds(usual.config, LARGEST_RANK) == kinds(recipe.model, recipe.lora_rank)
+
+
+# ---------------------------------------------------------------------- dimensions of its own
+
+
+def _own(recipe: Recipe, card: GPU) -> Structure:
+    config = models.config(recipe.model)
+    kept = json.loads(config.to_json_string(use_diff=False))
+    for name in ("max_position_embeddings", "sliding_window"):
+        if kept.get(name):
+            kept[name] = True
+    kept |= {"attention": recipe.attention, "capability": card.capability}
+    # A rank may decide which states bitsandbytes keeps in 8 bits, and on the card.
+    rank = not recipe.optimizer.endswith("8bit")
+    kept["rank"] = rank or recipe.lora_rank
+    return Structure(json.dumps(kept, sort_keys=True), config, {}, rank)

@@ -1,0 +1,138 @@
+"""Logs of one training at three depths, as one log for every depth.
+
+The layers of a transformer are alike, or repeat in a pattern, so a deeper model does the same
+things in the same order, only more often: each stage (building, forward, backward, every list of
+the optimizer step ...) has one block of events more for each pattern more. The blocks are found by
+comparing the logs. Nothing is fitted: the log at another depth is written out event by event.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from memlab.trace.events import Step
+from memlab.trace.log import Log
+
+Counts = dict[object, tuple[int, int]]  # what is counted -> (once, more with each pattern)
+
+
+@dataclass(frozen=True)
+class LayeredLog:
+    """A log for any number of patterns of layers.
+
+    kinds: the steps that differ. order: a place among the kinds for each step of the log with
+    `patterns` patterns. blocks: (place in order, kinds of a pattern more), in order. weights, work:
+    as in `Log`. Without blocks it is of `patterns` patterns only.
+    """
+
+    kinds: tuple[Step, ...]
+    order: np.ndarray
+    blocks: tuple[tuple[int, np.ndarray], ...]
+    patterns: int
+    weights: Counts
+    work: Counts
+    assumptions: tuple[str, ...]
+
+    @classmethod
+    def of(cls, logs: Sequence[Log], patterns: int) -> LayeredLog | None:
+        """Of the logs with one pattern less than `patterns`, with so many and with one more.
+
+        Or of one log alone, for its own depth. None where the logs do not agree.
+        """
+        numbers: dict[Step, int] = {}
+        orders = [
+            np.array([numbers.setdefault(step, len(numbers)) for step in log.steps], np.int32)
+            for log in logs
+        ]
+        if len(logs) == 1:
+            weights, work = ({k: (n, 0) for k, n in c.items()} for c in _counts(logs[0]))
+            found = cls(tuple(numbers), orders[0], (), patterns, weights, work, ())
+            return found._assuming(logs)
+        few, some, more = orders
+        blocks = growth(some, more)
+        if blocks is None or not np.array_equal(repeated(some, blocks, -1), few):
+            return None
+        weights, work = map(_growing, *map(_counts, logs))
+        if weights is None or work is None:
+            return None
+        found = cls(tuple(numbers), some, tuple(blocks), patterns, weights, work, ())
+        return found._assuming(logs)
+
+    def _assuming(self, logs) -> LayeredLog:
+        said = dict.fromkeys(one for log in logs for one in log.assumptions)
+        return LayeredLog(*(getattr(self, name) for name in _FIELDS), tuple(said))
+
+    def order_at(self, patterns: int) -> np.ndarray:
+        """The kinds of the log with so many patterns. Raises ValueError where there is none."""
+        if not self.blocks and patterns != self.patterns:
+            raise ValueError(f"the log is of {self.patterns} patterns only, not of {patterns}")
+        return repeated(self.order, self.blocks, patterns - self.patterns)
+
+    def counted(self, counts: Counts, patterns: int) -> Counter:
+        """Weights or work with so many patterns."""
+        more = patterns - self.patterns
+        return Counter({kind: once + more * each for kind, (once, each) in counts.items()})
+
+
+_FIELDS = ("kinds", "order", "blocks", "patterns", "weights", "work")
+
+
+def _counts(log: Log) -> tuple[Counter, Counter]:
+    return log.weights, log.work
+
+
+def _growing(few: Counter, some: Counter, more: Counter) -> Counts | None:
+    """What is counted, at the middle depth and with each pattern more; None if it is uneven."""
+    kinds = {*few, *some, *more}
+    if any(more[kind] - some[kind] != some[kind] - few[kind] for kind in kinds):
+        return None
+    return {kind: (some[kind], more[kind] - some[kind]) for kind in kinds}
+
+
+def growth(short: np.ndarray, long: np.ndarray) -> list[tuple[int, np.ndarray]] | None:
+    """What `long` has more than `short`: (place in short, block), each block a repetition.
+
+    Both are walked together. Where they part, `long` goes on with a block that it has just had
+    and `short` with what comes after; of several such blocks it is the one after which they
+    agree to the end, or else longest. None if there is no such block.
+    """
+    blocks, i, j = [], 0, 0
+    while True:
+        agreed = _agreement(short[i:], long[j:])
+        i, j = i + agreed, j + agreed
+        if i == len(short) and j == len(long):
+            return blocks
+        spare = (len(long) - j) - (len(short) - i)
+        best, size = (False, -1), None
+        for p in range(1, min(spare, j) + 1):
+            if np.array_equal(long[j - p : j], long[j : j + p]):
+                after = _agreement(short[i:], long[j + p :])
+                ends = i + after == len(short) and j + p + after == len(long)
+                if (ends, after) > best:
+                    best, size = (ends, after), p
+        if size is None:
+            return None
+        blocks.append((i, long[j : j + size]))
+        j += size
+
+
+def _agreement(a, b) -> int:
+    """How many first elements two arrays have in common."""
+    shorter = min(len(a), len(b))
+    different = a[:shorter] != b[:shorter]
+    return int(different.argmax()) if different.any() else shorter
+
+
+def repeated(steps, blocks, more: int) -> np.ndarray:
+    """`steps` with each block `more` times more often; a negative number takes blocks away."""
+    pieces, start = [], 0
+    for place, block in blocks:
+        end = place if more >= 0 else max(start, place + more * len(block))
+        pieces.append(steps[start:end])
+        pieces += [block] * more
+        start = place
+    return np.concatenate([*pieces, steps[start:]])
