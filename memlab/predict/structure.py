@@ -33,7 +33,7 @@ HEAD_SIZES = ("head_dim", "d_kv")
 # Kinds of stretched rotary positions whose tensors are those of plain ones.
 SAME_ROPE = ("default", "linear", "llama3", "yarn")
 # Of adapters at the chosen sizes; what is narrower than the second, a router, has none.
-LARGEST_RANK, NARROW = 128, 32
+LARGEST_RANK, NARROW = 512, 32
 # Elements: bitsandbytes keeps the states of smaller tensors in 32 bits, and on the card.
 LEAST_8BIT, LEAST_PAGED = 4096, 100_000
 

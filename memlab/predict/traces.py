@@ -28,7 +28,6 @@ from memlab.training import import_libraries
 # Lengths of the run that checks, by alignment, and its sequences unless there is one.
 CHECKED = {16: 256, 8: 88, 4: 84, 2: 82, 1: 81}
 CHECKED_BATCH = 2
-FEW_TOKENS = 1536  # bitsandbytes' own limit of fused products with 4-bit weights
 LONGEST_PATTERN = 12  # layers
 SHALLOW = (1, 2, 3), (2, 3, 4)  # patterns; of one the first layer may be another kind
 # A recipe's fields that only one half depends on, with what the other is recorded with.
@@ -188,8 +187,13 @@ def _in_words(log: Log) -> list:
 
 
 def _to_check(recipe: Recipe, around: Circumstances) -> Recipe:
-    """The recipe at the sizes of the run that checks. Raises ValueError where it allows none."""
-    length = CHECKED[around.alignment] + FEW_TOKENS * (recipe.base in ("nf4", "fp4"))
+    """The recipe at the sizes of the run that checks. Raises ValueError where it allows none.
+
+    With 4-bit weights at its own, because bitsandbytes fuses products of few tokens.
+    """
+    if recipe.base in ("nf4", "fp4"):
+        return replace(recipe, accumulation=around.batches)
+    length = CHECKED[around.alignment]
     window = getattr(models.config(recipe.model), "sliding_window", None)
     if window and not around.inside:
         length += -(-window // ALIGNED) * ALIGNED

@@ -14,7 +14,7 @@ class Birth(NamedTuple):
     """A storage of `nbytes` bytes is made, by an operation of PyTorch and in a module.
 
     module: its path, with `*` for the number of its layer unless layers are told apart. stream: the
-    CUDA stream whose memory it is, 0 for the default one.
+    CUDA stream whose memory it is, 0 for the default one. item: bytes of one of its elements.
     """
 
     nbytes: int
@@ -23,6 +23,7 @@ class Birth(NamedTuple):
     module: str
     operation: object
     stream: int = 0
+    item: int = 1
 
 
 class Death(NamedTuple):

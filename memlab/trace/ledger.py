@@ -16,7 +16,7 @@ class Storage:
 
     address: its block in the allocator while it lives, if there is one.
     line: the line of the reader's script that made it, where one is followed. stream: the CUDA
-    stream whose memory it is, 0 for the default one.
+    stream whose memory it is, 0 for the default one. item: bytes of an element.
     """
 
     number: int
@@ -27,6 +27,7 @@ class Storage:
     address: int | None = None
     line: str = ""
     stream: int = 0
+    item: int = 1
 
 
 class Entry(NamedTuple):
@@ -66,11 +67,13 @@ class Ledger:
 
     # ------------------------------------------------------------------ what happens
 
-    def birth(self, nbytes, category, phase, module="", operation=None, stream=0) -> Storage:
+    def birth(
+        self, nbytes, category, phase, module="", operation=None, stream=0, item=1
+    ) -> Storage:
         """Enter a new storage of so many bytes."""
         address = None if self.allocator is None else self.allocator.allocate(nbytes, stream)
         storage = self._describe(nbytes, category, module, operation)
-        storage.address, storage.stream = address, stream
+        storage.address, storage.stream, storage.item = address, stream, item
         self._enter(storage, nbytes, phase)
         return storage
 

@@ -18,6 +18,7 @@ ROUNDED = (8, 16, 32, 64, 128)
 ALIGNED = 16  # the largest power of two that matters to which events happen
 LEAST, MOST = 23, 20_000  # the smallest prime that tells a length, and the longest length
 FEWEST = 11  # sequences
+RANK_UNIT = 16  # in a rank, so that adapters are whole blocks of 8-bit states
 TOKENS = 2**18  # of a micro-batch: the values of more are not known (memlab.card.values)
 APART = 512  # positions or a window differ so much from the length
 
@@ -29,12 +30,12 @@ class Term(NamedTuple):
     divisor: int
     powers: tuple[tuple[str, int], ...]
 
-    def at(self, factors: Mapping[str, int]) -> int:
-        """The number with these factors (`factors_of`), rounded up where it is no whole one."""
+    def at(self, factors: Mapping[str, int], item: int = 1) -> int:
+        """The number with these factors (`factors_of`), rounded up to whole items."""
         value = self.constant
         for name, exponent in self.powers:
             value *= factors[name] ** exponent
-        return -(-value // self.divisor)
+        return -(-value // (self.divisor * item)) * item
 
 
 def factors_of(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -58,17 +59,19 @@ class Symbols:
             if value > 1:
                 factors.setdefault(value, name)  # a rounded length that is the length is s
         self._factors = [(name, value, largest_prime(value)) for value, name in factors.items()]
-        self._terms: dict[int, Term] = {}
+        self._terms: dict[tuple[int, bool], Term] = {}
 
-    def term(self, number: int, whole: bool = False) -> Term:
+    def term(self, number: int, whole: bool = False, of_model: bool = False) -> Term:
         """The number, at least 0, as a product of sizes and a constant.
 
         whole: the constant is a whole number. Then a prime too many is its own: the five products
-        of an attention's backward pass are no further size of a head.
+        of an attention's backward pass are no further size of a head. of_model: whether batch and
+        length are not in it.
         """
-        if number not in self._terms:
-            self._terms[number] = self._read(number)
-        return self._terms[number] if not whole else self._whole(self._terms[number])
+        key = number, of_model
+        if key not in self._terms:
+            self._terms[key] = self._read(number, of_model)
+        return self._terms[key] if not whole else self._whole(self._terms[key])
 
     def _whole(self, term: Term) -> Term:
         """The term with one size less, that with which its constant is the least whole number."""
@@ -80,9 +83,11 @@ class Symbols:
                 found.append(Term(constant, 1, term.powers[:i] + fewer + term.powers[i + 1 :]))
         return min(found, default=term)
 
-    def _read(self, number: int) -> Term:
+    def _read(self, number: int, of_model: bool) -> Term:
         left, below, powers = number, 1, []
         for name, value, prime in self._factors if number else ():
+            if of_model and name[0] in "bs":
+                continue
             exponent = 0
             while left % value == 0:  # whole, so that it takes along the primes of other sizes
                 left, exponent = left // value, exponent + 1
@@ -125,8 +130,9 @@ def chosen_sizes(
         if not one_sequence:
             sizes["b"] = next((p for p in left if p * length <= TOKENS), 0)
         if rank is not None:
-            below = [p for p in left if LEAST <= p <= rank and p != sizes["b"]]
-            sizes["r"] = below[-1] if below else 0
+            unit = RANK_UNIT if rank >= RANK_UNIT * FEWEST else 1
+            below = [p for p in left if p * unit <= rank and p != sizes["b"]]
+            sizes["r"] = below[-1] * unit if below else 0
         longer = [p for p in left if p > length + APART][:2]
         shorter = [p for p in left if sizes["b"] < p < length - APART][-1:]
         if len(longer) == 2 and shorter and all(sizes.values()):

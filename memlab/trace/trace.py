@@ -22,6 +22,10 @@ from memlab.trace.log import Event, Log, named, trained
 from memlab.trace.symbols import Symbols, factors_of
 
 
+# What has the sizes of weights, whatever the batch.
+OF_MODEL = {Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES}
+
+
 class Half:
     """The passes or the updates of a training, for all sizes and depths.
 
@@ -35,8 +39,8 @@ class Half:
         """The function from a number at the chosen sizes to the one at others."""
         factors = factors_of(self.symbols.sizes | dict(sizes))
 
-        def number(chosen: int, whole: bool = False) -> int:
-            return self.symbols.term(chosen, whole).at(factors)
+        def number(chosen: int, item: int = 1, **known) -> int:
+            return self.symbols.term(chosen, **known).at(factors, item)
 
         return number
 
@@ -48,7 +52,7 @@ class Half:
             if nbytes < 0:
                 nbytes = -nbytes * norms
             elif nbytes and kind.category != Category.WORKSPACES:
-                nbytes = number(nbytes)
+                nbytes = number(nbytes, kind.item, of_model=kind.category in OF_MODEL)
             found.append(nbytes)
         return found
 
@@ -103,7 +107,7 @@ class Trace:
         weights = Counter()
         first = self.passed.log
         for (elements, free), times in first.counted(first.weights, depth.patterns).items():
-            weights[numbers[0](elements), free] += times
+            weights[numbers[0](elements, of_model=True), free] += times
         work, kinds = Counter(), []
         for half, number in zip(halves, numbers, strict=True):
             for one, times in half.log.counted(half.log.work, depth.patterns).items():

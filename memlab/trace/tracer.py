@@ -129,6 +129,7 @@ class Tracer(Ledger, TorchDispatchMode):
             if nbytes == 0:
                 return
             storage = self._first_sight(nbytes, category, existed)
+            storage.item = tensor.itemsize
             self._follow(data, key, storage)
         else:
             storage = known[0]
