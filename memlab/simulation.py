@@ -148,10 +148,11 @@ def _comes_by_weight(recipe: Recipe) -> bool:
     return recipe.base != "none" and not is_moved_by_sharding(recipe)
 
 
-def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None) -> Log:
+def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None, most=None) -> Log:
     """What `recipe` does to memory, at its own depth, on a card like `gpu` without a limit.
 
-    numbered: whether the log tells layers apart. loop: as in `full_log`.
+    numbered: whether the log tells layers apart. loop: as in `full_log`. most: births and deaths,
+    beyond which it ends with a ValueError.
     """
     if not isinstance(recipe, Recipe):
         from memlab.generation import log_of_serving
@@ -159,15 +160,16 @@ def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None) -> Lo
         return log_of_serving(recipe, gpu, numbered)
     import_libraries(recipe)
     with _one_thread(), _OwnLoop(gpu.without_limit(), ranks=recipe.ranks) as simulated:
+        simulated.tracer.most = most
         training = _run(loop or two_steps, recipe, simulated)
         marks = loaded_weights(simulated.tracer, training)
         work = simulated.tracer.work.of_step
         return Log.of(simulated.tracer, training.model, marks, numbered, work)
 
 
-def shallow_log(recipe: Recipe, gpu: GPU, loop=None) -> Log:
+def shallow_log(recipe: Recipe, gpu: GPU, loop=None, most=None) -> Log:
     """`log_of`, for comparing depths: without the bytes of norms, which grow with each layer."""
-    log = log_of(recipe, gpu, loop=loop)
+    log = log_of(recipe, gpu, loop=loop, most=most)
     return replace(log, work=without_trifles(log.work, NORMS))
 
 

@@ -72,6 +72,7 @@ class CardTracer(Tracer):
         self.met_rules: set[str] = set()
         self.assumptions: dict[str, None] = {}  # in their order
         self.work = WorkLog()
+        self.most = None  # births and deaths that there may be
         self.stream_object = None  # the stream that Python code has chosen, if any
         self.waits = Waits(self.assumptions)
         self.thread = _Thread()
@@ -165,6 +166,8 @@ class CardTracer(Tracer):
 
     def born(self, nbytes, category) -> Storage:
         """As `Tracer.born`, with the line of the script that is at work."""
+        if self.most is not None and len(self) > self.most:
+            raise ValueError(f"more than {self.most:,} births and deaths")
         storage = super().born(nbytes, category)
         if self.script is not None:
             storage.line = line_at_work(self.script, sys._getframe())

@@ -30,6 +30,7 @@ CHECKED = {16: 256, 8: 88, 4: 84, 2: 82, 1: 81}
 CHECKED_BATCH = 2
 LONGEST_PATTERN = 12  # layers
 SHALLOW = (1, 2, 3), (2, 3, 4)  # patterns; of one the first layer may be another kind
+MORE = 2  # times as many steps as expected say that their number follows from sizes
 # A recipe's fields that only one half depends on, with what the other is recorded with.
 OF_PASSES = {"checkpointing": "none", "padded": False}
 OF_UPDATES = {"optimizer": "sgd", "max_grad_norm": 0.0}
@@ -128,34 +129,39 @@ def _recorded(recipe: Recipe, card: GPU, found: Structure) -> tuple[Kept, Kept] 
     primed, sizes = found.chosen(recipe, around)
     sizes["W"] = card.workspace
     layers, check = layers_of(primed), _to_check(recipe, around)
-    halves, patterns = layers and _of_shallow(primed, layers, card) or (None, 1)
-    if halves:
-        run_of_it = shallow_log(_deep(check, layers.number(patterns)), gpu=card)
-    elif found.widths:
+    halves = None
+    if layers:
+        patterns, of_check = SHALLOW[0][0], shallow_log(_deep(check, layers.number(1)), gpu=card)
+        halves = _of_shallow(primed, layers, card, len(of_check.steps))
+    if not halves and found.widths:
         return None  # at its own depth it may as well have its own widths
-    else:
-        layers, log = None, log_of(primed, gpu=card, numbered=True)
+    if not halves:
+        layers, patterns, of_check = None, 1, log_of(check, gpu=card, numbered=True)
+        log = log_of(primed, gpu=card, numbered=True, most=MORE * len(of_check.steps))
         halves = [LayeredLog.of([half], 1) for half in log.halves()]
-        run_of_it = log_of(check, gpu=card, numbered=True)
     halves = [Half(one, sizes, around.batches) for one in halves]
     checked = found.sizes(check) | {"W": card.workspace}
-    if not are_alike(Trace(*halves).at(checked, Depth(patterns, around.batches)), run_of_it):
+    if not are_alike(Trace(*halves).at(checked, Depth(patterns, around.batches)), of_check):
         return None
     return tuple(Kept(half, layers) for half in halves)
 
 
-def _of_shallow(primed: Recipe, layers: Layers, card: GPU) -> tuple[list[LayeredLog], int] | None:
-    """(both halves for any depth, the least patterns); None where shallow models do not agree."""
+def _of_shallow(primed: Recipe, layers: Layers, card: GPU, steps: int) -> list[LayeredLog] | None:
+    """Both halves for any depth; None where shallow models do not agree.
+
+    steps: of a run of one pattern at other sizes.
+    """
     logs = {}
     for depths in SHALLOW:
         for number in depths:
             if number not in logs:
-                logs[number] = shallow_log(_deep(primed, layers.number(number)), gpu=card).halves()
+                short, most = _deep(primed, layers.number(number)), MORE * number * steps
+                logs[number] = shallow_log(short, gpu=card, most=most).halves()
         halves = [
             LayeredLog.of([logs[number][half] for number in depths], depths[1]) for half in (0, 1)
         ]
         if None not in halves:
-            return halves, depths[0]
+            return halves
     return None
 
 
