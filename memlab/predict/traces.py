@@ -25,8 +25,10 @@ from memlab.trace.symbols import ALIGNED
 from memlab.trace.trace import Depth, Half, Trace
 from memlab.training import import_libraries
 
-# Lengths of the run that checks, by alignment, and its sequences unless there is one.
-CHECKED = {16: 256, 8: 88, 4: 84, 2: 82, 1: 81}
+# Lengths of the run that checks, by alignment, the second within short windows; its sequences
+# unless there is one; its patterns, more than were recorded.
+CHECKED = {16: (256, 48), 8: (88, 40), 4: (84, 36), 2: (82, 34), 1: (81, 33)}
+CHECKED_PATTERNS = 4
 CHECKED_BATCH = 2
 LONGEST_PATTERN = 12  # layers
 SHALLOW = (1, 2, 3), (2, 3, 4)  # patterns; of one the first layer may be another kind
@@ -131,8 +133,9 @@ def _recorded(recipe: Recipe, card: GPU, found: Structure) -> tuple[Kept, Kept] 
     layers, check = layers_of(primed), _to_check(recipe, around)
     halves = None
     if layers:
-        patterns, of_check = SHALLOW[0][0], shallow_log(_deep(check, layers.number(1)), gpu=card)
-        halves = _of_shallow(primed, layers, card, len(of_check.steps))
+        patterns = CHECKED_PATTERNS
+        of_check = shallow_log(_deep(check, layers.number(patterns)), gpu=card)
+        halves = _of_shallow(primed, layers, card, MORE * len(of_check.steps))
     if not halves and found.widths:
         return None  # at its own depth it may as well have its own widths
     if not halves:
@@ -146,16 +149,16 @@ def _recorded(recipe: Recipe, card: GPU, found: Structure) -> tuple[Kept, Kept] 
     return tuple(Kept(half, layers) for half in halves)
 
 
-def _of_shallow(primed: Recipe, layers: Layers, card: GPU, steps: int) -> list[LayeredLog] | None:
+def _of_shallow(primed: Recipe, layers: Layers, card: GPU, most: int) -> list[LayeredLog] | None:
     """Both halves for any depth; None where shallow models do not agree.
 
-    steps: of a run of one pattern at other sizes.
+    most: births and deaths there may be.
     """
     logs = {}
     for depths in SHALLOW:
         for number in depths:
             if number not in logs:
-                short, most = _deep(primed, layers.number(number)), MORE * number * steps
+                short = _deep(primed, layers.number(number))
                 logs[number] = shallow_log(short, gpu=card, most=most).halves()
         halves = [
             LayeredLog.of([logs[number][half] for number in depths], depths[1]) for half in (0, 1)
@@ -199,11 +202,13 @@ def _to_check(recipe: Recipe, around: Circumstances) -> Recipe:
     """
     if recipe.base in ("nf4", "fp4"):
         return replace(recipe, accumulation=around.batches)
-    length = CHECKED[around.alignment]
+    length, shorter = CHECKED[around.alignment]
     window = getattr(models.config(recipe.model), "sliding_window", None)
     if window and not around.inside:
         length += -(-window // ALIGNED) * ALIGNED
-    elif window and length > window:
+    elif window and window < length:
+        length = shorter
+    if window and around.inside and window < length:
         raise ValueError(f"no length of the check is within a window of {window}")
     batch = 1 if around.one_sequence else CHECKED_BATCH
     return replace(recipe, batch_size=batch, seq_len=length, accumulation=around.batches)
