@@ -9,6 +9,7 @@ from matplotlib.colors import to_rgba
 
 from memlab import Recipe, compare, measure, simulate
 from memlab.book import show
+from memlab.gpus import GPUS
 
 TINY = Recipe(model="bert-large-tiny", batch_size=2, seq_len=32)
 MiB = 2**20
@@ -70,6 +71,14 @@ def test_bars_draw_every_category_of_weight(runs):
     drawn = sum(bar.get_width() for bar in fig.axes[0].patches) * 2**30
     wanted = sum(getattr(run, "footprint", run).peak_allocated for run in runs.values())
     assert drawn == pytest.approx(wanted, rel=0.02)
+    plt.close(fig)
+
+
+def test_the_line_of_a_card_is_where_its_memory_ends(runs):
+    fig = show.bars(runs, limit="T4")
+    (line,) = fig.axes[0].lines
+    assert line.get_xdata() == pytest.approx([GPUS["T4"].usable / 2**30] * 2)
+    assert fig.axes[0].get_xlim()[1] >= GPUS["T4"].usable / 2**30
     plt.close(fig)
 
 
