@@ -35,6 +35,8 @@ def test_the_rows_are_the_records_own_figures(chapter):
     run, row = chapter["nine"]["fp16"], chapter["table"].loc["fp16"]
     ran = simulate(Recipe(**run.recipe), "V100")
     assert row["MiB"] * 2**20 == ran.peak_reserved + run.figures["context_bytes"]
+    printed = run.figures["device_used_bytes"]
+    assert row["error in bytes"] == (ran.peak_reserved + 1343 * 2**20) / printed - 1 < 0
     assert row["s printed"] == run.figures["run_seconds"]
     assert chapter["held"](run) == (13939 - 1343) * 2**20
 
