@@ -45,6 +45,11 @@ def test_a_live_table_sets_tensors_beside_tensors(runs):
     assert list(again.iloc[0]) == list(row[:4])
 
 
+def test_a_prediction_that_falls_short_has_an_error_below_zero():
+    assert show.error(90, 100) == pytest.approx(-0.1)
+    assert show.error(103, 100) == pytest.approx(0.03)
+
+
 def test_compare_needs_a_row_to_compare_with(runs):
     with pytest.raises(ValueError, match="against is 'truth': allowed are simulated, measured"):
         compare(runs, against="truth")
