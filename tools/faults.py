@@ -207,6 +207,8 @@ def tests_of(path: str) -> list[str]:
     names = {p.parent.name if p.stem == "__init__" else p.stem for p in users}
     by_users = [p for p in tests if Path(p).stem.removeprefix("test_") in names]
     found = own or list(dict.fromkeys(naming + by_users))
+    # A module that is loaded by its name has the tests of its package.
+    found = found or [p for p in tests if Path(p).stem == f"test_{room}"]
     return found or [p for p in tests if Path(p).parent.name == near]
 
 
