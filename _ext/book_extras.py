@@ -120,7 +120,7 @@ def dead_links(folder):
 
 # A share that says by its sign what its words say already.
 TURNED = re.compile(
-    r"[-−]\d[\d.,]* ?% (?:more|less|fewer|slower|faster|longer|shorter|smaller|larger|of)\b"
+    r"[-−]\d[\d.,]* ?% (?:more|less|fewer|slower|faster|longer|shorter|smaller|larger|of the)\b"
 )
 
 
