@@ -147,8 +147,8 @@ def try_script(
         except BaseException as problem:
             raised = problem
         finally:
+            clock.cancel()  # first: it rings again
             hook.remove()
-            clock.cancel()
     card.tracer.start = 0
     if snapshot:
         card.dump_snapshot(snapshot)
