@@ -147,8 +147,8 @@ def try_script(
         except BaseException as problem:
             raised = problem
         finally:
+            clock.cancel()  # first: it rings again
             hook.remove()
-            clock.cancel()
     card.tracer.start = 0
     if snapshot:
         card.dump_snapshot(snapshot)
@@ -185,23 +185,31 @@ def traceback_of(ran: ScriptRun) -> str:
 
 
 class _Clock:
-    """Interrupts the main thread, as Ctrl-C does, when its time is up."""
+    """Interrupts the main thread, as Ctrl-C does, when its time is up, until it has ended.
+
+    Once is not enough: Python ignores an interrupt that comes while an object dies.
+    """
 
     def __init__(self, minutes: float):
         self.minutes, self.up = minutes, False
-        self._timer = threading.Timer(min(60 * minutes, threading.TIMEOUT_MAX), self._ring)
-        self._timer.daemon = True
+        self._over = threading.Event()
+        self._waiting = threading.Thread(target=self._ring, daemon=True)
 
     def start(self) -> None:
         if self.minutes != float("inf"):
-            self._timer.start()
+            self._waiting.start()
 
     def cancel(self) -> None:
-        self._timer.cancel()
+        self._over.set()
 
     def _ring(self) -> None:
-        self.up = True
-        _thread.interrupt_main()
+        seconds = min(60 * self.minutes, threading.TIMEOUT_MAX)
+        while not self._over.wait(seconds):
+            self.up, seconds = True, AGAIN
+            _thread.interrupt_main()
+
+
+AGAIN = 1.0  # seconds between interrupts
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from memlab.book.claims import all_claims
 ROOT = Path(__file__).parent.parent
 HTML = ROOT / "_build" / "html"
 sys.path.insert(0, str(ROOT / "_ext"))
-from book_extras import dead_links, reading_minutes, says_something  # noqa: E402
+from book_extras import dead_links, reading_minutes, says_something, turned_shares  # noqa: E402
 
 PHONE, DESKTOP = 390, 1280
 REPORT = (Path(__file__).parent / "page_report.js").read_text()
@@ -185,6 +185,13 @@ def test_no_page_shows_a_path_of_the_machine_it_was_built_on(visit, page):
 
 def test_links_inside_the_book_lead_somewhere():
     assert dead_links(HTML) == []
+
+
+def test_a_share_whose_sign_says_what_its_words_say_is_found():
+    assert turned_shares("takes -3.1%\nmore, or −12 % fewer; -0.4% away, +3 % more") == [
+        "-3.1% more",
+        "−12 % fewer",
+    ]
 
 
 def test_a_dead_link_is_found(tmp_path):

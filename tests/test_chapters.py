@@ -259,6 +259,7 @@ def test_what_is_short_or_in_one_chapter_is_no_twin():
 
 # Rooms behind the door that a chapter names because they are its subject.
 ROOMS = {
+    "02-dtypes": {"memlab.book.bits"},
     "01-measuring": {"memlab.trace.allocator"},
     "12-quantization": {"memlab.quantized"},
     "13-lora": {"memlab.quantized"},

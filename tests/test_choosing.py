@@ -135,6 +135,13 @@ def test_a_plain_optimizer_before_one_that_is_no_faster():
     assert answer.fastest.recipe.max_grad_norm == 1.0
 
 
+def test_a_sequence_of_one_token_is_not_halved():
+    """Nor is a micro-batch of one sequence; both are asked for."""
+    answer = plan("gpt2-tiny", "T4", **PLAIN | {"seq_len": 1, "effective_batch": 1})
+    names = {switch.name for switch in answer.switches}
+    assert names and not any(name.endswith((" tokens", "micro-batch 2")) for name in names)
+
+
 def test_switches_are_sorted_by_what_they_save(roomy):
     saved = [switch.saved for switch in roomy.switches]
     assert saved == sorted(saved, reverse=True)

@@ -49,6 +49,7 @@ def test_the_same_seed_draws_the_same_faults_from_every_room():
         ("memlab/trace/allocator.py", "tests/trace/test_allocator.py"),
         ("memlab/data/gpus.json", "tests/test_gpus.py"),
         ("memlab/book/live.py", "tests/book/test_explorer.py"),
+        ("memlab/evidence/loops/fitcheck.py", "tests/evidence/test_loops.py"),
         ("chapters/03-anatomy-deeper.ipynb", "tests/chapters/test_anatomy.py"),
     ],
 )

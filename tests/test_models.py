@@ -115,6 +115,14 @@ def test_the_architecture_is_the_published_one(name):
     assert (getattr(config, "sliding_window", None) or 0) == 4096 * (name == "mistral-7b")
 
 
+@pytest.mark.parametrize("name", models.MODELS)
+def test_special_tokens_are_of_the_vocabulary(name):
+    config = models.config(name)
+    for kind in ("pad", "bos", "eos", "decoder_start"):
+        token = getattr(config, f"{kind}_token_id", None)
+        assert token is None or 0 <= token < config.vocab_size
+
+
 def test_mixtral_has_eight_experts_of_which_a_token_meets_two():
     config = models.config("mixtral-8x7b")
     assert (config.num_local_experts, config.num_experts_per_tok) == (8, 2)

@@ -37,6 +37,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "_ext"))
 import ledger  # noqa: E402
+from book_extras import turned_shares  # noqa: E402
 
 TABLES = ("gpus", "models", "links")  # facts of others; what memlab keeps is made by its tools
 PAIRS = "Lt LtE  Gt GtE  Eq NotEq  In NotIn  Is IsNot  Add Sub  Mult Div"
@@ -206,6 +207,8 @@ def tests_of(path: str) -> list[str]:
     names = {p.parent.name if p.stem == "__init__" else p.stem for p in users}
     by_users = [p for p in tests if Path(p).stem.removeprefix("test_") in names]
     found = own or list(dict.fromkeys(naming + by_users))
+    # A module that is loaded by its name has the tests of its package.
+    found = found or [p for p in tests if Path(p).stem == f"test_{room}"]
     return found or [p for p in tests if Path(p).parent.name == near]
 
 
@@ -217,6 +220,14 @@ def _naming(path: str) -> re.Pattern:
     room, _, name = module.rpartition(".")
     line = rf"from {re.escape(room)} import (?:[^\n]*|\([^)]*)\b{name}\b"
     return re.compile(rf"\b{re.escape(module)}\b|{line}")
+
+
+def printed(notebook: Path) -> str:
+    """What the cells of an executed notebook print and say."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", ())]
+    said = [one.get("text") or one.get("data", {}).get("text/markdown", "") for one in outputs]
+    return "\n".join(map("".join, said))
 
 
 class Tree:
@@ -246,6 +257,7 @@ class Tree:
             status, _ = self.pytest("--nbmake", "--overwrite", page, seconds=seconds)
             found = ledger.decisions(self.folder / page, page)
             lines = [line for line in ledger.problems(found, []) if "in no cell" not in line]
+            lines += turned_shares(printed(self.folder / page))
             if status or lines:
                 return page if status else " ".join(lines)
         for which in ("not slow and not rendered", "slow and not rendered") if tests else ():

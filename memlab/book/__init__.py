@@ -5,7 +5,6 @@ from memlab.lazy import door
 _HOMES = {
     "AblationPanel": "ablation",
     "AllocatorSandbox": "sandbox",
-    "FORMATS": "bits",
     "BitExplorer": "bits",
     "Calculator": "calculator",
     "Film": "film",

@@ -221,12 +221,10 @@ def _bar(label: str, run: Run, widest: int) -> str:
     bar = "".join(
         f'<div style="width:{n / widest:.2%};background:{colour}" title="{name}: {mib(n)}"></div>'
         for name, n, colour in pieces
-        if n > 0
     )
     key = "".join(
         f'<span><i style="background:{colour}"></i>{name} {mib(n)}</span> '
         for name, n, colour in pieces
-        if n > 0
     )
     end = f'<div class="end" style="left:{min(run.total / widest, 0.997):.2%}"></div>'
     return (

@@ -56,6 +56,11 @@ def figure(width: float = 7.0, height: float = 3.2, **subplots):
     return plt.subplots(**look, **subplots)
 
 
+def error(predicted, found):
+    """Predicted over found, less one: below zero where the prediction falls short."""
+    return predicted / found - 1
+
+
 def compare(rows: dict, against: str | None = None) -> pd.DataFrame:
     """Runs side by side, a row each, in MiB.
 
@@ -86,7 +91,7 @@ def compare(rows: dict, against: str | None = None) -> pd.DataFrame:
     if against is not None:
         if against not in rows:
             raise ValueError(f"against is {against!r}: allowed are {', '.join(rows)}")
-        frame.insert(1, f"error against {against}", frame["peak"] / frame["peak"][against] - 1)
+        frame.insert(1, f"error against {against}", error(frame["peak"], frame["peak"][against]))
     return frame
 
 
@@ -101,7 +106,7 @@ def live_table(pairs: dict, categories=()) -> pd.DataFrame:
     for label, (predicted, measured) in pairs.items():
         found = getattr(measured, "footprint", measured)
         guess, there = predicted.peak_tensors, found.peak_tensors
-        row = {"predicted": guess / MiB, "measured": there / MiB, "error": guess / there - 1}
+        row = {"predicted": guess / MiB, "measured": there / MiB, "error": error(guess, there)}
         row["difference, bytes"] = guess - there
         for name in categories:
             for side, run in (("predicted", predicted), ("measured", found)):

@@ -164,6 +164,14 @@ def test_a_run_that_is_in_sight_is_not_repeated(live):
     assert live.shown().count('class="run"') == before
 
 
+def test_a_switch_that_is_on_or_off_is_shown_so():
+    for value, word in ((True, "on"), (False, "off")):
+        panel = explore(dataclasses.replace(TINY, set_to_none=value), "set_to_none", gpu="T4")
+        panel.runs = [panel.work(panel.recipe, panel.card)]
+        page = panel.still()
+        assert f"<td>set to none</td><td><b>{word}</b></td>" in page
+
+
 @pytest.mark.parametrize("recipe", [TINY, SERVING])
 def test_every_field_has_a_control(recipe):
     names = [one.name for one in dataclasses.fields(recipe)]

@@ -9,6 +9,7 @@ from matplotlib.colors import to_rgba
 
 from memlab import Recipe, compare, measure, simulate
 from memlab.book import show
+from memlab.gpus import GPUS
 
 TINY = Recipe(model="bert-large-tiny", batch_size=2, seq_len=32)
 MiB = 2**20
@@ -44,6 +45,11 @@ def test_a_live_table_sets_tensors_beside_tensors(runs):
     assert list(again.iloc[0]) == list(row[:4])
 
 
+def test_a_prediction_that_falls_short_has_an_error_below_zero():
+    assert show.error(90, 100) == pytest.approx(-0.1)
+    assert show.error(103, 100) == pytest.approx(0.03)
+
+
 def test_compare_needs_a_row_to_compare_with(runs):
     with pytest.raises(ValueError, match="against is 'truth': allowed are simulated, measured"):
         compare(runs, against="truth")
@@ -70,6 +76,14 @@ def test_bars_draw_every_category_of_weight(runs):
     drawn = sum(bar.get_width() for bar in fig.axes[0].patches) * 2**30
     wanted = sum(getattr(run, "footprint", run).peak_allocated for run in runs.values())
     assert drawn == pytest.approx(wanted, rel=0.02)
+    plt.close(fig)
+
+
+def test_the_line_of_a_card_is_where_its_memory_ends(runs):
+    fig = show.bars(runs, limit="T4")
+    (line,) = fig.axes[0].lines
+    assert line.get_xdata() == pytest.approx([GPUS["T4"].usable / 2**30] * 2)
+    assert fig.axes[0].get_xlim()[1] >= GPUS["T4"].usable / 2**30
     plt.close(fig)
 
 

@@ -30,6 +30,27 @@ def test_the_card_says_what_it_is(name):
         assert torch.cuda.is_bf16_supported() is True
 
 
+@pytest.mark.parametrize(
+    ("name", "of_processor", "of_block", "threads"),
+    [
+        ("V100", 96, 96, 2048),
+        ("T4", 64, 64, 1024),
+        ("A100-80GB", 164, 163, 2048),
+        ("RTX-3090", 100, 99, 1536),
+        ("L4", 100, 99, 1536),
+        ("RTX-4090", 100, 99, 1536),
+        ("H100", 228, 227, 2048),
+    ],
+)
+def test_a_multiprocessor_is_that_of_its_class(name, of_processor, of_block, threads):
+    """CUDA C++ Programming Guide, technical specifications per compute capability."""
+    with SimulatedGPU(name):
+        found = torch.cuda.get_device_properties()
+    assert found.shared_memory_per_multiprocessor == of_processor * 1024
+    assert found.shared_memory_per_block_optin == of_block * 1024
+    assert found.max_threads_per_multi_processor == threads
+
+
 def test_there_is_one_card_inside_and_none_after():
     before = torch.cuda.is_available()
     with SimulatedGPU("T4"):

@@ -23,6 +23,28 @@ def test_a_ring_is_as_fast_as_its_slowest_stretch(card, link, gigabytes):
     assert link_rate(find_gpu(card), link) == gigabytes * 1e9
 
 
+NVLINKS = {"V100": 6, "A100-40GB": 12, "A100-80GB": 12, "H100": 18, "H200": 18}  # of 25 GB/s each
+PCIE = {3: {"T4", "P100", "V100"}, 5: {"H100", "H200"}}  # generations; the others are of the 4th
+
+
+@pytest.mark.parametrize("card", GPUS)
+def test_rates_are_those_of_lanes_and_links(card):
+    """PCIe: 16 lanes of 8 GT/s in generation 3, twice as many in each, 128 of 130 bits are data."""
+    generation = next((g for g, names in PCIE.items() if card in names), 4)
+    lanes = 16 * 2 ** (generation - 3) * 128 / 130
+    assert link_rate(GPUS[card], "pcie") == pytest.approx(lanes * 1e9, rel=0.001)
+    if card in NVLINKS:
+        assert link_rate(GPUS[card], "nvlink") == NVLINKS[card] * 25e9
+    assert ("nvlink" in links_of(GPUS[card])) == (card in NVLINKS)
+
+
+def test_ports_are_as_fast_as_their_names():
+    for name, ports in (("infiniband-400", 8), ("ethernet-100", 1), ("ethernet-10", 1)):
+        gigabits = int(name.partition("-")[2])
+        assert LINKS[name]["gb_per_second_of_port"] == gigabits / 8
+        assert LINKS[name]["ports"] == ports
+
+
 def test_slow_and_fast_links_of_a_large_training():
     """64 cards with a port each send behind the computing; with a port a machine they wait."""
     recipe = Recipe(

@@ -187,6 +187,17 @@ def test_solutions_pass_their_check_and_wrong_answers_are_told_so(chapter, capsy
     CHAPTER.check_exercise(number, wrong, chapter, capsys)
 
 
+def test_errors_are_those_of_the_simulation(chapter):
+    """A simulated run below the printed one has an error below zero."""
+    CHAPTER.run("published-run", chapter)
+    frame = chapter["frame"]
+    for name, (row, printed) in zip(
+        chapter["guide"], (("4 x 1", 14949), ("1 x 4", 8681)), strict=True
+    ):
+        mib = (chapter["then"][name].peak_reserved + 1343 * 2**20) / 2**20
+        assert frame.loc[row, "error"] == pytest.approx((mib - printed) / printed) and mib < printed
+
+
 @pytest.mark.parametrize("ratio, word", [(1.14, "holds"), (0.98, "does not hold")])
 @pytest.mark.parametrize("estimate", [0.9, 1.1])
 def test_b12_is_decided_by_the_published_clock_and_by_no_estimate(ratio, word, estimate):

@@ -8,6 +8,7 @@ from helpers import a_run
 from memlab import Meter, Recipe, measure, models, simulate
 from memlab.evidence import grid, worker
 from memlab.evidence.accuracy import (
+    Comparison,
     compare_records,
     family,
     simulate_on_cpu,
@@ -88,6 +89,24 @@ def test_a_cpu_run_is_compared_with_the_cpus_own_kernels():
     (one,) = compare_records([run])
     assert one.predictor == "simulate, CPU kernels" and one.figure == "tensors"
     assert one.error == pytest.approx(0, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("figure", "old", "error", "missed"),
+    [
+        ("reserved", False, 0.04, False),
+        ("reserved", False, -0.06, True),
+        ("reserved", True, -0.14, False),
+        ("reserved", True, 0.16, True),
+        ("seconds", True, 0.3, False),
+        ("seconds", False, 0.5, True),
+    ],
+)
+def test_software_of_before_pytorch_2_is_allowed_more_bytes_and_no_more_seconds(
+    figure, old, error, missed
+):
+    one = Comparison("T4", "a run", "decoder", "full", "simulate", figure, 1 + error, 1, old=old)
+    assert one.missed is missed
 
 
 def test_out_of_memory_is_a_verdict():

@@ -114,6 +114,12 @@ def test_where_chunks_of_a_sequence_are_looped_over_each_size_is_run():
     traces = Traces(recipe, card)
     for batch, length in ((1, 128), (2, 192)):
         as_run(recipe.but(batch_size=batch, seq_len=length), card, traces)
+    # Where to look first: by a line through runs that differ in one size, also beyond them.
+    # Segments are large for so small a model.
+    for sizes in ({"batch_size": 3}, {"seq_len": 160}):
+        one = recipe.but(**sizes)
+        needed = peak_reserved_of(one, full_log(one, card), card)
+        assert needed / 2 < traces.least(one) < 2 * needed
 
 
 def test_a_log_with_other_bytes_is_not_alike():

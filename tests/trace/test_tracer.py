@@ -52,6 +52,20 @@ def traced(training):
     return tracer.footprint()
 
 
+def test_states_that_an_optimizer_has_already_count_where_it_is_watched():
+    weight = torch.nn.Parameter(torch.ones(1000))
+    weight.grad = torch.ones(1000)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    optimizer.step()
+    for watched in ({"optimizer": optimizer}, {"inputs": [weight.grad]}):
+        tracer = Tracer()
+        tracer.watch(**watched)
+        with tracer:
+            torch.ones(10)
+        states = 4 * (2 * 1000 + 1) if "optimizer" in watched else 0  # two moments, and the step
+        assert tracer.footprint().breakdown["optimizer_states"] == states
+
+
 def memtracker_peak(training):
     tracker = MemTracker()
     tracker.track_external(training.model, training.optimizer, *training.inputs)
