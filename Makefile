@@ -17,6 +17,8 @@ export TQDM_DISABLE := 1
 # Threads that wait sleep instead of spinning, which on a busy machine costs small models most of their time.
 export OMP_WAIT_POLICY := PASSIVE
 export PYDEVD_DISABLE_FILE_VALIDATION := 1
+# What a test records the next one, and the book, need not record again.
+export MEMLAB_CACHE := $(abspath .cache)
 
 .PHONY: help env book serve test lint stripped units standin pages bench format strip address cover clean
 
@@ -109,4 +111,4 @@ cover: $(READY)
 	$(BIN)/python tools/draw_cover.py
 
 clean:
-	rm -rf _build $(WORK) .pytest_cache .ruff_cache
+	rm -rf _build $(WORK) .cache .pytest_cache .ruff_cache

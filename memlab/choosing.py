@@ -2,7 +2,7 @@
 
 Every combination of way, precision, optimizer and checkpointing is asked of `memlab.formula` for
 the largest micro-batch that fits. The best are then simulated, one trace each
-(`memlab.predict.record`), which corrects what the formula said, of the like of it too, until the
+(`memlab.predict.traces`), which corrects what the formula said, of the like of it too, until the
 best one is a simulated one. The other ways are answered for by the formula where they fit even if
 no block of memory is used twice, and else simulated.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from functools import partial
 
 from tqdm.auto import tqdm
 
@@ -35,12 +34,11 @@ from memlab.plans import (
     is_paged,
     way_of,
 )
-from memlab.predict.record import Traces
-from memlab.processes import at_once, map_at_once
+from memlab.predict.run import only_new_garbage
 from memlab.quantized import assumed
 from memlab.recipe import Recipe
-from memlab.simulation import only_new_garbage, simulate
-from memlab.training import import_libraries
+from memlab.simulation import simulate, sized_log
+from memlab.trace.log import Log
 from memlab.units import gib
 from memlab.ways import NF4, Combination, attention_of, combinations, computes, refusal
 
@@ -52,7 +50,6 @@ SHORT = 0.03  # of what is allocated; benchmarks/formula.py finds the formula th
 NEAR = 0.05  # lacking so much of a card by the formula, it may yet fit
 LIKE = GPUS["A100-80GB"]  # how quick a card is that is only bytes
 RANKS = (2, 4, 8, 16, 32, 64)  # cards that are proposed where one does not do
-KEPT = 8  # traces of a process, each of some ten MiB, for its next questions
 
 
 def plan(model, gpu=None, seq_len: int = 512, effective_batch: int = 16, **more) -> Plan | Cards:
@@ -285,7 +282,7 @@ class _Search:
 
     def judged(self, recipe: Recipe) -> Option:
         """A recipe as a simulation has it."""
-        said = verdict(recipe, self.log(recipe).at(recipe), self.card, self.margin)
+        said = verdict(recipe, self.log(recipe), self.card, self.margin)
         drawn = said.reserved_range
         drawn = drawn and tuple(self.card.context + end for end in drawn)
         total, seconds = self.card.total_memory, self.seconds(recipe)
@@ -303,29 +300,14 @@ class _Search:
         other = recipe.seq_len if field == "batch_size" else recipe.batch_size
         key = _trace_key(recipe), recipe.accumulation > 1, field, other
         if key not in self.sizes:
-            log = self.log(recipe)
-            self.sizes[key] = largest_size(recipe, self.card, log, field, self.margin)
+            self.say(f"simulating {described(recipe)} on {self.card.name}")
+            self.sizes[key] = largest_size(recipe, self.card, field, self.margin)
         return self.sizes[key]
 
-    def log(self, recipe: Recipe) -> Traces:
-        """The trace of a recipe at all sizes."""
-        key = self._key(recipe)
-        if key not in _TRACES:
-            self.say(f"simulating {described(recipe)} on {self.card.name}")
-            _keep(key, Traces(recipe, self.card, map_at_once))
-        _keep(key, _TRACES[key])
-        return _TRACES[key]
-
-    def _key(self, recipe) -> tuple:
-        """What decides a trace, but for sizes."""
-        config = models.config(recipe.model)
-        bare = recipe.but(model="gpt2-tiny", task=recipe.task, batch_size=1, seq_len=1)
-        return (
-            config.to_json_string(),
-            str(bare.but(accumulation=min(recipe.accumulation, 2))),
-            self.card.capability,
-            self.card.processors,
-        )
+    def log(self, recipe: Recipe) -> Log:
+        """What a recipe does to memory."""
+        self.say(f"simulating {described(recipe)} on {self.card.name}")
+        return sized_log(recipe, self.card)
 
     def say(self, text: str) -> None:
         """What is being done."""
@@ -344,23 +326,12 @@ class _Search:
         return next((one for one, time in seconds.items() if time <= (1 + ALIKE) * least), None)
 
     def fastest_and_roomiest(self, options: dict) -> tuple[dict, Option | None, Option | None]:
-        """The options, the best one simulated; that one and what leaves the most room, if any fits.
-
-        Both are simulated at once where the formula is sure that there will be two.
-        """
-        if _fitting(options):
-            least = self.least_by_formula(options)
-            import_libraries(least)  # both processes know their operators
-            (options, fastest), (roomiest, log) = at_once(
-                partial(self.fastest, options), partial(self.simulated, least)
-            )
-            _keep(self._key(least), log)
-            self.note_surplus(roomiest)
-        else:
-            options, fastest = self.fastest(options)
-            roomiest = fastest and self.simulated(self.least_by_formula(options))[0]
-        both = [option for option in (roomiest, fastest) if option]
-        return options, fastest, fastest and min(both, key=lambda option: option.needed)
+        """The options, the best one simulated; that one and what leaves most room, if any fits."""
+        options, fastest = self.fastest(options)
+        if fastest is None:
+            return options, None, None
+        roomiest = self.with_sizes(self.judged(self.least_by_formula(fastest)))
+        return options, fastest, min(roomiest, fastest, key=lambda option: option.needed)
 
     def fastest(self, options: dict) -> tuple[dict, Option | None]:
         """The options, the best one simulated, and that one with its sizes if it fits."""
@@ -368,23 +339,14 @@ class _Search:
         best = options[self.told(options)]
         return options, None if best.missing else self.with_sizes(best)
 
-    def least_by_formula(self, options: dict[Combination, Option]) -> Recipe:
-        """What leaves the most room by the formula, of the like the one that is traced anyway."""
-        likely = self.fastest_of(_fitting(options))
-        likely = likely and self._key(options[likely].recipe)
+    def least_by_formula(self, fastest: Option) -> Recipe:
+        """What leaves the most room by the formula, of the like what trains as the fastest does."""
         recipes = [self.recipe(one, 1) for one in self.combinations]
         needed = [self.option(recipe).needed for recipe in recipes]
         most = min(needed) + SAME_ROOM * self.card.total_memory
         alike = [it for it, there in zip(recipes, needed, strict=True) if there <= most]
-        traced = [it for it in alike if self._key(it) in (likely, *_TRACES)]
-        least = (traced or alike)[0]
-        if self._key(least) == likely:
-            self.log(least)  # once for both processes
-        return least
-
-    def simulated(self, recipe: Recipe) -> tuple[Option, Traces]:
-        """A recipe as a simulation has it, with its sizes, and its trace."""
-        return self.with_sizes(self.judged(recipe)), self.log(recipe)
+        same = _trace_key(fastest.recipe)
+        return next((it for it in alike if _trace_key(it) == same), alike[0])
 
     def with_sizes(self, option: Option) -> Option:
         """The option with its largest micro-batch and its longest sequence."""
@@ -553,15 +515,6 @@ def decision(start: Option, footprint: Footprint, switches, room: int) -> tuple[
 
 
 # ---------------------------------------------------------------------- helpers
-
-_TRACES: dict[tuple, Traces] = {}  # the last ones of this process, the newest last
-
-
-def _keep(key: tuple, log: Traces) -> None:
-    _TRACES.pop(key, None)
-    while len(_TRACES) >= KEPT:
-        del _TRACES[next(iter(_TRACES))]
-    _TRACES[key] = log
 
 
 def _fitting(options: dict[Combination, Option]) -> dict[Combination, Option]:

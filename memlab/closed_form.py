@@ -40,7 +40,6 @@ from memlab.footprint import Category, Footprint, Phase
 from memlab.gpus import ANY_CARD, GPU, find_gpu, require_native
 from memlab.quantized import COMPUTE_DTYPES, assumed
 from memlab.recipe import COMPUTED_IN, Recipe
-from memlab.trace import depth
 from memlab.trace.allocator import (
     LARGE_ROUND,
     MEDIUM_REQUEST,
@@ -251,7 +250,7 @@ def _operators(work, terms) -> _Operators:
 
 
 def _evaluate(recipe, case: Case, table: Tables, card, link) -> Footprint:
-    more = case.layers - depth.SHALLOW[1]
+    more = case.layers - splitting.LAYERS
     term, once, each, trained = table.parameters.T
     numbers = once + more * each
     symbols = case.dimensions | {"W": card.workspace, "n": int(numbers @ trained)}

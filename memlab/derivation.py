@@ -5,7 +5,6 @@ each storage's bytes can be factored back into dimensions, with two, three and f
 says what each further layer adds. Nothing is fitted.
 """
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -24,12 +23,12 @@ from memlab.closed_form import (
 )
 from memlab.footprint import Category, Phase
 from memlab.gpus import ANY_CARD, GPU, find_gpu
+from memlab.predict.run import built, shallow_log
 from memlab.recipe import Recipe
-from memlab.simulation import built, shallow_log
-from memlab.splitting import alone
-from memlab.trace import depth
+from memlab.splitting import LAYERS, alone
 from memlab.trace.allocator import MEDIUM_REQUEST
 from memlab.trace.events import Birth, Death, Mark
+from memlab.trace.layered import Counts, LayeredLog
 from memlab.training import Training
 
 # A size is a product of dimensions if what is left of it is a small number; kernels' own scratch
@@ -124,18 +123,15 @@ def _half(recipe: Recipe, loop, card: GPU) -> dict:
         shallow_log(
             replace(recipe, model=models.with_layers(prime, number), **changes), card, loop=loop
         )
-        for number in depth.SHALLOW
+        for number in (LAYERS - 1, LAYERS, LAYERS + 1)
     ]
-    blocks, (_, three, four), kinds = depth.agreed_growth(logs)
-    if blocks is None or depth.deeper([log.work for log in logs], 1) is None:
+    log = LayeredLog.of(logs, LAYERS)
+    if log is None:
         raise ValueError(f"no formula for {recipe}: its layers have no common pattern")
-    update = loop is only_update
-    half = _moments(three, four, blocks, kinds, update)
-    half["work"] = _operators(*(log.work for log in logs[1:]))
-    few, many = logs[1].weights, logs[2].weights
+    half = _moments(log, loop is only_update)
+    half["work"] = _operators(log.work)
     half["parameters"] = [
-        [_term(elements), few[elements, free], many[elements, free] - few[elements, free], free]
-        for elements, free in many
+        [_term(elements), *counts, free] for (elements, free), counts in log.weights.items()
     ]
     return half
 
@@ -205,15 +201,15 @@ def _bytes_term(category, nbytes) -> int:
     return _term(nbytes)
 
 
-def _operators(three: Counter, four: Counter) -> list[dict]:
+def _operators(work: Counts) -> list[dict]:
     """The operators of a step by terms, and how often each runs."""
     alike: dict = {}
-    for one in four:
+    for one, (once, each) in work.items():
         bare = one._replace(micro_batch=0)
         counts = alike.setdefault(bare, [0, 0, 0, 0])
         further = 2 if one.micro_batch == 1 and one.phase != Phase.STEP else 0
-        counts[further] += three[one]
-        counts[further + 1] += four[one] - three[one]
+        counts[further] += once
+        counts[further + 1] += each
     return [
         {
             "dtype": one.dtype,
@@ -230,11 +226,12 @@ def _operators(three: Counter, four: Counter) -> list[dict]:
     ]
 
 
-def _moments(three, four, blocks, kinds, update: bool) -> dict:
+def _moments(log: LayeredLog, update: bool) -> dict:
     """The tensors of a half and the moments at which a peak of allocated or reserved can be.
 
     update: whether the moments count what is there beyond what was there at the start.
     """
+    kinds, three, four = list(log.kinds), log.order, log.order_at(LAYERS + 1)
     tensors, places = [], {}
     changes = np.zeros(len(kinds), int), np.zeros(len(kinds), int)  # tensor, +1 or -1
     for i, kind in enumerate(kinds):
@@ -259,7 +256,7 @@ def _moments(three, four, blocks, kinds, update: bool) -> dict:
     left = low[-1], high[-1]
     if update:
         low, high = low - low[start], high - high[start_of_four]
-    pairs, shift, waiting = [], 0, list(blocks)  # (place in three, the like place in four)
+    pairs, shift, waiting = [], 0, list(log.blocks)  # (place in three, the like place in four)
     for t in range(len(three)):
         while waiting and waiting[0][0] <= t:
             place, block = waiting.pop(0)

@@ -18,8 +18,9 @@ from memlab.card.step_time import step_time
 from memlab.card.work import without_trifles
 from memlab.footprint import Category, Footprint, Phase, StepTime, Timeline
 from memlab.gpus import GPU
+from memlab.predict.run import weights_of
 from memlab.serving import Serving, head_shape
-from memlab.simulation import full_log, peak_reserved_of, serve
+from memlab.simulation import full_log, serve
 from memlab.trace.log import Log
 from memlab.trace.tracer import Tracer
 from memlab.units import mib
@@ -296,47 +297,7 @@ def log_of_serving(serving: Serving, card: GPU, numbered=False) -> Log:
             tracer.assumptions[said] = None
         work = without_trifles(tracer.work.of_step)
         loaded = loaded_weights(tracer, generation)
-        return Log.of(tracer, generation.model, loaded, numbered, work)
-
-
-# Where `ServingLogs` begins to look.
-SMALL = {"batch_size": (1, 8), "prompt": (64, 640)}
-
-
-class ServingLogs:
-    """The logs of a serving on a card for other batches or prompts, each simulated when asked for.
-
-    field: the one that is another, batch_size or prompt. longest: the prompt that the model allows
-    beside the new tokens, None for no end.
-    """
-
-    def __init__(self, serving: Serving, card: GPU, field: str):
-        self._card, self._field, self._logs = card, field, {}
-        most = models.max_length(serving.model)
-        self.longest = most and most - serving.new_tokens
-        end = (self.longest if field == "prompt" else None) or max(SMALL[field])
-        self._line = [
-            (size, serve(small, self.at(small), card.without_limit()).peak_tensors)
-            for size in sorted({min(size, end) for size in SMALL[field]})
-            for small in [serving.but(**{field: size})]
-        ]
-
-    def at(self, serving: Serving) -> Log:
-        """The log of the serving with another value of the field."""
-        size = getattr(serving, self._field)
-        if size not in self._logs:
-            self._logs[size] = full_log(serving, self._card)
-        return self._logs[size]
-
-    def is_served(self, serving: Serving, card: GPU) -> bool:
-        """Whether a card's allocator can serve it."""
-        return peak_reserved_of(serving, self.at(serving), card) is not None
-
-    def least(self, serving: Serving) -> int:
-        """About the bytes of its tensors, by a line through two small ones: where to look first."""
-        (small, low), (large, high) = self._line[0], self._line[-1]
-        slope = (high - low) / max(1, large - small)
-        return round(low + slope * (getattr(serving, self._field) - small))
+        return Log.of(tracer, weights_of(generation.model), loaded, numbered, work)
 
 
 def measure_serving(serving: Serving, device="cpu") -> ServingFootprint:

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from memlab import models
+from memlab.card.loading import peak_allocated
 from memlab.fields import one_of, share
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, GPUS, find_gpu
-from memlab.predict.record import Traces
 from memlab.recipe import Recipe
 from memlab.simulation import (
     full_log,
     peak_reserved_of,
     range_of_reserved,
     serve_without_range,
+    sized_log,
 )
 from memlab.trace.log import Log
 from memlab.units import MiB, mib
@@ -197,7 +197,7 @@ def largest(
     of the recipe `prompt`, in the same steps, which with its new tokens is the longest context.
     margin: as in `fits`.
 
-    One trace of a recipe gives the log of every size (`memlab.predict.record`), and the card's
+    One trace of a recipe gives the log of every size (`memlab.predict.traces`), and the card's
     allocator serves those in question; a serving is simulated at each. The value fits, the next
     one does not.
 
@@ -205,11 +205,10 @@ def largest(
     """
     one_of("field", field, [name for name in STEPS if hasattr(recipe, name)])
     card = limited(gpu, margin)
-    log = _logs(recipe, card, field)
-    value, following = largest_size(recipe, card, log, field, margin)
+    value, following = largest_size(recipe, card, field, margin)
     least = min(STEPS[field], following or value)
     sized = recipe.but(**{field: value or least})
-    fit = judged(sized, log.at(sized), card, margin)
+    fit = judged(sized, sized_log(sized, card), card, margin)
     why = "" if following else why_no_larger(recipe, field)
     return Largest(field, value, sized, fit, following, why)
 
@@ -221,58 +220,70 @@ def why_no_larger(recipe: Recipe, field: str) -> str:
     return f"{recipe.model_name} allows no larger ones"
 
 
-def _logs(recipe, card, field):
-    """What `largest_size` asks for logs of other sizes."""
-    if isinstance(recipe, Recipe):
-        return Traces(recipe, card)
-    from memlab.generation import ServingLogs  # it brings all caches of transformers
-
-    return ServingLogs(recipe, card, field)
-
-
 def largest_size(
-    recipe: Recipe, card: GPU, log: Traces, field: str, margin: float = MARGIN
+    recipe: Recipe, card: GPU, field: str, margin: float = MARGIN
 ) -> tuple[int, int | None]:
-    """(the largest value that fits or 0, the next one or None), as in `largest`.
-
-    What the tensors alone are too large for is left out before an allocator serves anything.
-    """
+    """(the largest value that fits or 0, the next one or None), as in `largest`."""
     smaller = _less_margin(card, margin)
-    end = log.longest if field != "batch_size" and log.longest is not None else MOST
+    end = _longest(recipe) if field != "batch_size" else None
+    end = MOST if end is None else end
     step = min(STEPS[field], end)
 
     def sized(steps: int) -> Recipe:
         return recipe.but(**{field: steps * step})
 
+    def tensors(steps: int) -> int:
+        return peak_allocated(sized_log(sized(steps), card).events())
+
     def fits(steps: int) -> bool:
-        return log.is_served(sized(steps), smaller)
+        one = sized(steps)
+        return peak_reserved_of(one, sized_log(one, card), smaller) is not None
 
-    every = range(1, end // step + 1)
-
-    def guess() -> int:
-        return bisect(every, smaller.usable, key=lambda steps: log.least(sized(steps)))
-
-    found = _border(fits, guess, len(every))
-    return found * step, None if found == len(every) else (found + 1) * step
+    every = end // step
+    first = min(max(1, getattr(recipe, field) // step), every)
+    found = _last(fits, _last_by_line(tensors, first, every, smaller.usable))
+    return found * step, None if found == every else (found + 1) * step
 
 
-def _border(fits: Callable[[int], bool], guess: Callable[[], int], end: int) -> int:
-    """The number from 1 to `end` that fits while the next, if there is one, does not; else 0.
+def _longest(recipe) -> int | None:
+    """The longest sequence or prompt of a model; None for no end."""
+    longest = models.max_length(recipe.model)
+    return longest and longest - getattr(recipe, "new_tokens", 0)
 
-    guess: where the border is by what is known so far. It is tried, and while it is not between
-    what fits and what does not, so is the number beside it, in strides that double.
-    """
-    fitting, over, stride = 0, end + 1, 1
+
+def _last(fits: Callable[[int], bool], most: int) -> int:
+    """A number up to `most` that fits while the next does not, near `most`; else 0."""
+    fitting, over, stride = most, most + 1, 1
+    while fitting and not fits(fitting):
+        over, fitting = fitting, max(0, fitting - stride)
+        stride *= 2
     while over - fitting > 1:
-        trial, half = guess(), (over - fitting) // 2
-        if fitting < trial < over:
-            stride = 1
+        middle = (fitting + over) // 2
+        if fits(middle):
+            fitting = middle
         else:
-            by = min(stride, half)
-            trial = fitting + by if trial <= fitting else over - by
-            stride *= 2
-        if fits(trial):
+            over = middle
+    return fitting
+
+
+def _last_by_line(needed: Callable[[int], int], first: int, end: int, usable: int) -> int:
+    """The largest number up to `end` that needs at most `usable`, of which more need more; else 0.
+
+    What to try next, after `first` and its double, lies on the line through the last two tries.
+    """
+    fitting, over, tries, trial = 0, end + 1, [], first
+    while over - fitting > 1:
+        if not fitting < trial < over:
+            # Beside what is known, by the line; in the middle where lines have led nowhere.
+            near = fitting + 1 if trial <= fitting else over - 1
+            trial = near if len(tries) < 8 else (fitting + over) // 2
+        tries.append((trial, needed(trial)))
+        if tries[-1][1] <= usable:
             fitting = trial
         else:
             over = trial
+        trial = 2 * first
+        if len(tries) > 1:
+            (one, low), (other, high) = tries[-2:]
+            trial = one + (other - one) * (usable - low) // ((high - low) or 1)
     return fitting

@@ -20,10 +20,10 @@ import numpy as np
 from memlab import models
 from memlab.footprint import Category, Phase
 from memlab.recipe import COMPUTED_IN, FULLY_SHARDED, Recipe
-from memlab.trace import depth
 
 # What benchmarks/ranks.py found between the closed form and simulations, for each `sharding`.
 ERRORS = Path(__file__).parent / "data" / "ranks.json"
+LAYERS = 3  # of the models that coefficients are of
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
@@ -110,7 +110,7 @@ def _fully(recipe, table, sizes, counts, more, weights, blocks) -> Divided:
     weight, gradient = category == Category.PARAMETERS, category == Category.GRADIENTS
     half = BYTES[COMPUTED_IN[recipe.precision]]
     stored = BYTES.get(recipe.precision, 4) / half
-    layers = depth.SHALLOW[1] + more
+    layers = LAYERS + more
     each = np.where(weight, table.each[0], 0)
     layer = each @ blocks(sizes)
     around = np.where(weight, counts[0], 0) @ blocks(sizes) - layers * layer

@@ -1,11 +1,14 @@
 import os
 import sys
+from pathlib import Path
 
 import browser
 import pytest
 
 # Models this small gain nothing from more threads, and lose much where cores are shared.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Traces of one session serve all of it, and never a reader's own.
+os.environ.setdefault("MEMLAB_CACHE", str(Path(__file__).parent.parent / ".cache"))
 
 
 @pytest.fixture(autouse=True)

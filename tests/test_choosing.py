@@ -235,7 +235,7 @@ def test_the_text_is_short_and_the_rest_is_json(roomy):
 
 def test_the_next_question_finds_the_traces(monkeypatch):
     first = plan("gpt2-tiny", "T4", **PLAIN)
-    monkeypatch.setattr(choosing, "Traces", None)
+    monkeypatch.setattr("memlab.predict.traces.record", None)
     longer = plan("gpt2-tiny", "T4", **PLAIN | {"seq_len": 65})
     assert longer.fastest.simulated and longer.fastest.needed > first.fastest.needed
     with pytest.raises(TypeError):

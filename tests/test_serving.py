@@ -8,8 +8,8 @@ from memlab import models, simulate
 from memlab.footprint import NOT_TENSORS
 from memlab.generation import Generation, measure_serving
 from memlab.planning import fits, largest
+from memlab.predict.traces import DEEP
 from memlab.serving import Serving, kv_cache_bytes
-from memlab.trace.depth import DEEP
 from memlab.trace.tracer import Tracer
 
 GiB, MiB = 2**30, 2**20

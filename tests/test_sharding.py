@@ -1,7 +1,6 @@
 """Ranks that are really run, beside the one that is simulated."""
 
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from memlab import Recipe, SimulatedGPU, measure, simulate
 from memlab.footprint import NOT_TENSORS, Category
-from memlab.simulation import built
+from memlab.predict.run import built
 from memlab.training import Training
 
 MODELS = ("gpt2-tiny", "bert-base-tiny", "llama-3-8b-tiny")
@@ -238,12 +237,13 @@ def test_gradients_stay_whole_until_the_last_micro_batch_reduces_them():
 def test_a_deep_model_is_written_out_as_it_would_run(more):
     from memlab.gpus import find_gpu
     from memlab.models import config, with_layers
-    from memlab.simulation import log_of, serve, shallow_log
-    from memlab.trace.depth import log_at_full_depth
+    from memlab.predict.run import completed, log_of
+    from memlab.predict.traces import run_log
+    from memlab.simulation import serve
 
     deep = FOUR.but(model=with_layers(config("llama-3-8b-tiny"), 13), checkpointing=True, **more)
     card = find_gpu("A100-40GB")
-    logs = log_at_full_depth(deep, partial(shallow_log, gpu=card)), log_of(deep, card)
+    logs = run_log(deep, card), completed(deep, log_of(deep, card))
     quick, whole = (serve(deep, log, card) for log in logs)
     assert quick.peak_allocated == whole.peak_allocated
     assert quick.peak_reserved == whole.peak_reserved

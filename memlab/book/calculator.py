@@ -10,7 +10,7 @@ import json
 import torch
 from transformers import CONFIG_MAPPING
 
-from memlab import models
+from memlab import models, splitting
 from memlab.book.panel import Panel
 from memlab.book.panel import read as read_file
 from memlab.book.show import COLOURS
@@ -24,8 +24,7 @@ from memlab.gpus import ANY_CARD, GPU, GPUS, find_gpu
 from memlab.planning import CONTEXT_MARGIN, MARGIN
 from memlab.recipe import COMPUTED_IN, FULLY_SHARDED, SHARDED_OPTIMIZERS, Recipe
 from memlab.serving_form import shares_keys
-from memlab.splitting import ERRORS
-from memlab.trace import allocator, depth
+from memlab.trace import allocator
 from memlab.ways import NF4
 
 # What can be chosen: that of which coefficients are kept (tools/derive_coefficients.py).
@@ -395,7 +394,7 @@ def longest_head(capability: tuple[int, int]) -> int:
 def _constants() -> dict:
     """What the script shares with memlab's modules."""
     rules = {name: getattr(work, name) for name in ("BLOCKS_OF_LAUNCH", "ELEMENTS_OF_BLOCK")}
-    rules |= RULES | {"SHALLOW": depth.SHALLOW[1]}
+    rules |= RULES | {"SHALLOW": splitting.LAYERS}
     return {
         "rules": rules,
         "tiles": work.TILES | {"": work.TENSOR_CORE_TILE},
@@ -416,5 +415,5 @@ def _constants() -> dict:
         "computed_in": COMPUTED_IN,
         "fully_sharded": FULLY_SHARDED,
         "sharded_optimizers": SHARDED_OPTIMIZERS,
-        "errors": json.loads(ERRORS.read_text()),
+        "errors": json.loads(splitting.ERRORS.read_text()),
     }

@@ -21,17 +21,18 @@ no monotonous matter, so a range over the draws is one of orders that were tried
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from transformers.core_model_loading import dot_natural_key
 from transformers.pytorch_utils import Conv1D
 
 from memlab.card.tracer import CardTracer
 from memlab.footprint import Category, Phase
-from memlab.trace.allocator import CachingAllocator, CapacityError
+from memlab.trace.allocator import MIN_BLOCK, CachingAllocator, CapacityError
 from memlab.trace.events import Birth, Death, Loaded, Mark
 from memlab.trace.log import Event, Log
 from memlab.training import Training
+from memlab.units import round_up
 
 # How often of ten times a loader thread and not the quantization is next, where both could be: 0 is
 # one by one, as today, 10 loads everything first. A draw each.
@@ -119,6 +120,21 @@ def peak_reserved(events: list[Event], capacity: int | None = None) -> int | Non
                 allocator.empty_cache()
     except CapacityError:
         return None
+    return peak
+
+
+def peak_allocated(events: Iterable[Event]) -> int:
+    """The most bytes of blocks since RESET, which no allocator can be below."""
+    living, now, peak = {}, 0, 0
+    for which, step in events:
+        if type(step) is Birth:
+            living[which] = block = round_up(step.nbytes, MIN_BLOCK)
+            now += block
+            peak = max(peak, now)
+        elif type(step) is Death:
+            now -= living.pop(which)
+        elif step is Mark.RESET:
+            peak = now
     return peak
 
 

@@ -6,8 +6,8 @@ from memlab.card.gpu import SimulatedGPU
 from memlab.card.rules import RULES
 from memlab.footprint import Category
 from memlab.gpus import GPU
+from memlab.predict.run import two_steps
 from memlab.recipe import Recipe
-from memlab.simulation import two_steps
 from memlab.training import import_libraries
 
 LIBRARIES = "PyTorch, aten/src/ATen/cuda/CublasHandlePool.cpp and CUDABlas.cpp"

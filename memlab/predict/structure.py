@@ -43,8 +43,9 @@ class Circumstances(NamedTuple):
 
     one_sequence: with one of them dimensions can be swapped without a copy. alignment: the greatest
     common divisor of the length and 16, because kernels pad masks. inside: whether the length is
-    within the window of attention. batches: micro-batches whose events differ; the first makes
-    gradients, the second adds to them, and the last of several ranks reduces them.
+    below the window of attention, where no mask is made. batches: micro-batches whose events
+    differ; the first makes gradients, the second adds to them, and the last of several ranks
+    reduces them.
     """
 
     one_sequence: bool
@@ -59,7 +60,7 @@ class Circumstances(NamedTuple):
         return cls(
             recipe.batch_size == 1,
             math.gcd(recipe.seq_len, ALIGNED),
-            window is None or recipe.seq_len <= window,
+            window is None or recipe.seq_len < window,
             min(recipe.accumulation, 2 if recipe.ranks == 1 else 3),
         )
 

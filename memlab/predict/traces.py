@@ -8,16 +8,18 @@ there is no trace, and each size is run when it is asked for.
 
 from __future__ import annotations
 
+import functools
 import json
-from dataclasses import dataclass, replace
-
-import torch
+from collections import OrderedDict
+from dataclasses import replace
 
 from memlab import models
 from memlab.gpus import GPU
+from memlab.predict.layers import FEWEST, Layers, layers_of
+from memlab.predict.run import completed, log_of, only_new_garbage, shallow_log
+from memlab.predict.store import Kept, Store
 from memlab.predict.structure import Circumstances, Structure, has_fused_products, structures
-from memlab.recipe import FULLY_SHARDED, Recipe
-from memlab.simulation import log_of, only_new_garbage, shallow_log
+from memlab.recipe import Recipe
 from memlab.trace.events import Birth, Death
 from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Log
@@ -28,47 +30,34 @@ from memlab.training import import_libraries
 # Lengths of the run that checks, by alignment, the second within short windows; its sequences
 # unless there is one; its patterns, more than were recorded.
 CHECKED = {16: (256, 48), 8: (88, 40), 4: (84, 36), 2: (82, 34), 1: (81, 33)}
-CHECKED_PATTERNS = 4
 CHECKED_BATCH = 2
-LONGEST_PATTERN = 12  # layers
-SHALLOW = (1, 2, 3), (2, 3, 4)  # patterns; of one the first layer may be another kind
+CHECKED_PATTERNS = 4
+SHALLOW = FEWEST, (2, 3, 4)  # patterns that are recorded; the first may be another kind
+DEEP = 12  # up to so many layers the model itself is as quick, and its log tells layers apart
 MORE = 2  # times as many steps as expected say that their number follows from sizes
-# A recipe's fields that only one half depends on, with what the other is recorded with.
-OF_PASSES = {"checkpointing": "none", "padded": False}
-OF_UPDATES = {"optimizer": "sgd", "max_grad_norm": 0.0}
-
-
-@dataclass(frozen=True)
-class Layers:
-    """How a stack of layers repeats: once `before`, patterns of `period` layers, once `after`."""
-
-    before: int
-    period: int
-    after: int
-
-    def number(self, patterns: int) -> int:
-        """Layers of a model with so many patterns."""
-        return self.before + patterns * self.period + self.after
-
-    def patterns(self, layers: int) -> int | None:
-        """Patterns of a model with so many layers, None where it does not come out even."""
-        patterns, rest = divmod(layers - self.before - self.after, self.period)
-        return None if rest or patterns < 1 else patterns
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A half with the layers that it is of; None for a model that ran at its own depth."""
-
-    half: Half
-    layers: Layers | None
+RUNS = 8  # that are kept
+# A recipe's fields that only the passes depend on.
+OF_PASSES = ("checkpointing", "padded", "set_to_none")
 
 
 class Traces:
-    """The halves that are known, by their keys; None for what has no trace."""
+    """Everything that is known of recipes' logs: halves by their keys, None for what has no trace.
 
-    def __init__(self):
-        self.known: dict[str, Kept | None] = {}
+    store: where halves outlive the process, or None.
+    """
+
+    def __init__(self, store: Store | None = None):
+        self._store, self._known = store, {}
+        self._joined: dict[tuple[str, str], Trace] = {}
+        self._runs: OrderedDict[tuple, Log] = OrderedDict()  # the last is the newest
+
+    def log(self, recipe: Recipe, card: GPU) -> Log:
+        """What two steps of a recipe, or a serving, do to memory on cards like this one."""
+        found = self.of(recipe, card) if isinstance(recipe, Recipe) else None
+        if found is None:
+            return self._run(recipe, card)
+        trace, depth, sizes = found
+        return completed(recipe, trace.at(sizes, depth))
 
     def of(self, recipe: Recipe, card: GPU) -> tuple[Trace, Depth, dict] | None:
         """The trace of a recipe on cards like this, with its depth and sizes; None for none."""
@@ -76,18 +65,84 @@ class Traces:
             return None
         for found in structures(recipe, card):
             keys = keys_of(recipe, found)
-            if not self.known.keys() >= set(keys):
-                recorded = record(recipe, card, found) or (None, None)
-                self.known = dict(zip(keys, recorded, strict=True)) | self.known
-            halves = [self.known[key] for key in keys]
-            if None not in halves:
-                layers = getattr(models.config(recipe.model), "num_hidden_layers", 1)
-                patterns = {h.layers.patterns(layers) if h.layers else 1 for h in halves}
-                if len(patterns) == 1 and None not in patterns:
-                    depth = Depth(patterns.pop(), recipe.accumulation)
-                    sizes = found.sizes(recipe) | {"W": card.workspace}
-                    return Trace(*(kept.half for kept in halves)), depth, sizes
+            halves = self._halves(keys, recipe, card, found)
+            if None in halves:
+                continue
+            layers = getattr(models.config(recipe.model), "num_hidden_layers", 1)
+            patterns = {h.layers.patterns(layers) if h.layers else 1 for h in halves}
+            if len(patterns) == 1 and None not in patterns:
+                depth = Depth(patterns.pop(), recipe.accumulation)
+                sizes = found.sizes(recipe) | {"W": card.workspace}
+                if keys not in self._joined:
+                    self._joined[keys] = Trace(*(kept.half for kept in halves))
+                return self._joined[keys], depth, sizes
         return None
+
+    def _halves(self, keys, recipe, card, found: Structure) -> list[Kept | None]:
+        for key in keys:
+            if key not in self._known and self._store:
+                self._store.read_into(self._known, key)
+        if not self._known.keys() >= set(keys):
+            recorded = record(recipe, card, found) or (None, None)
+            for key, half in zip(keys, recorded, strict=True):
+                if key not in self._known:
+                    self._known[key] = half
+                    if self._store:
+                        self._store.write(key, half)
+        return [self._known[key] for key in keys]
+
+    def _run(self, recipe, card) -> Log:
+        bare = vars(recipe) | {"model": models.config(recipe.model).to_json_string()}
+        key = str(bare), card.capability, card.processors, card.workspace
+        if key not in self._runs:
+            self._runs[key] = run_log(recipe, card)
+        self._runs.move_to_end(key)
+        while len(self._runs) > RUNS:
+            self._runs.popitem(last=False)
+        return self._runs[key]
+
+
+@functools.cache
+def traces() -> Traces:
+    """Those of this process, kept in the user's cache."""
+    return Traces(Store.of_user())
+
+
+def is_deep(recipe: Recipe) -> bool:
+    """Whether a model has so many layers that shallow ones are quicker to run."""
+    return getattr(models.config(recipe.model), "num_hidden_layers", 0) > DEEP
+
+
+def run_log(recipe: Recipe, card: GPU, loop=None) -> Log:
+    """The log of a recipe at its own sizes, of shallow models where these stand for a deep one.
+
+    loop: another training loop than memlab's own, a function like `memlab.predict.run.two_steps`.
+    """
+    import_libraries(recipe)
+    card = card.without_limit()
+    with only_new_garbage():
+        log = _stretched(recipe, card, loop) if is_deep(recipe) else None
+        return completed(recipe, log or log_of(recipe, card, numbered=True, loop=loop))
+
+
+def _stretched(recipe: Recipe, card: GPU, loop) -> Log | None:
+    layers = layers_of(recipe)
+    if not layers:
+        return None
+    batches = recipe.accumulation
+    run = functools.partial(shallow_log, gpu=card, loop=loop)
+    try:
+        of_check = run(_deep(recipe, layers.number(CHECKED_PATTERNS)))
+        halves = _of_shallow(recipe, layers, run)
+    except ValueError:
+        return None  # said at full depth, about the model that was asked for
+    if not halves:
+        return None
+    trace = Trace(*(Half(one, None, batches) for one in halves))
+    if not are_alike(trace.at({}, Depth(CHECKED_PATTERNS, batches)), of_check):
+        return None
+    patterns = layers.patterns(models.config(recipe.model).num_hidden_layers)
+    return trace.at({}, Depth(patterns, batches))
 
 
 def keys_of(recipe: Recipe, found: Structure) -> tuple[str, str]:
@@ -111,13 +166,13 @@ def keys_of(recipe: Recipe, found: Structure) -> tuple[str, str]:
         if recipe.base != "int8":
             both["base"] += [recipe.block_size, recipe.double_quant]
     passed = both | {name: getattr(recipe, name) for name in OF_PASSES}
-    passed |= {"set_to_none": recipe.set_to_none, "around": Circumstances.of(recipe)}
+    passed["around"] = Circumstances.of(recipe)
     updated = both | {"optimizer": recipe.optimizer, "clipped": recipe.max_grad_norm > 0}
     return tuple(f"{found.key} {json.dumps(way, sort_keys=True)}" for way in (passed, updated))
 
 
 def record(recipe: Recipe, card: GPU, found: Structure) -> tuple[Kept, Kept] | None:
-    """The halves of a recipe for all sizes under its circumstances; None where no trace is theirs."""
+    """The halves of a recipe for all sizes under its circumstances; None where there are none."""
     try:
         with only_new_garbage():
             return _recorded(recipe, card.without_limit(), found)
@@ -135,7 +190,8 @@ def _recorded(recipe: Recipe, card: GPU, found: Structure) -> tuple[Kept, Kept] 
     if layers:
         patterns = CHECKED_PATTERNS
         of_check = shallow_log(_deep(check, layers.number(patterns)), gpu=card)
-        halves = _of_shallow(primed, layers, card, MORE * len(of_check.steps))
+        run = functools.partial(shallow_log, gpu=card, most=MORE * len(of_check.steps))
+        halves = _of_shallow(primed, layers, run)
     if not halves and found.widths:
         return None  # at its own depth it may as well have its own widths
     if not halves:
@@ -149,17 +205,13 @@ def _recorded(recipe: Recipe, card: GPU, found: Structure) -> tuple[Kept, Kept] 
     return tuple(Kept(half, layers) for half in halves)
 
 
-def _of_shallow(primed: Recipe, layers: Layers, card: GPU, most: int) -> list[LayeredLog] | None:
-    """Both halves for any depth; None where shallow models do not agree.
-
-    most: births and deaths there may be.
-    """
+def _of_shallow(recipe: Recipe, layers: Layers, run) -> list[LayeredLog] | None:
+    """Both halves for any depth; None where shallow models do not agree. run: gives a log."""
     logs = {}
     for depths in SHALLOW:
         for number in depths:
             if number not in logs:
-                short = _deep(primed, layers.number(number))
-                logs[number] = shallow_log(short, gpu=card, most=most).halves()
+                logs[number] = run(_deep(recipe, layers.number(number))).halves()
         halves = [
             LayeredLog.of([logs[number][half] for number in depths], depths[1]) for half in (0, 1)
         ]
@@ -206,87 +258,9 @@ def _to_check(recipe: Recipe, around: Circumstances) -> Recipe:
     window = getattr(models.config(recipe.model), "sliding_window", None)
     if window and not around.inside:
         length += -(-window // ALIGNED) * ALIGNED
-    elif window and window < length:
+    elif window and window <= length:
         length = shorter
-    if window and around.inside and window < length:
-        raise ValueError(f"no length of the check is within a window of {window}")
+    if window and around.inside and window <= length:
+        raise ValueError(f"no length of the check is shorter than a window of {window}")
     batch = 1 if around.one_sequence else CHECKED_BATCH
     return replace(recipe, batch_size=batch, seq_len=length, accumulation=around.batches)
-
-
-# ---------------------------------------------------------------------- layers that repeat
-
-
-def layers_of(recipe: Recipe) -> Layers | None:
-    """How the layers of a recipe's model repeat, so that shallow models stand for it."""
-    config = models.config(recipe.model)
-    layers = getattr(config, "num_hidden_layers", 0)
-    if layers < 2 or (getattr(config, "num_decoder_layers", None) or layers) != layers:
-        return None
-    if recipe.ranks > 1 and recipe.sharding not in FULLY_SHARDED:
-        return None  # DDP's buckets go across layers, and ZeRO 1 chooses among all weights
-    if not set(recipe.freeze) <= {"embeddings", "backbone"}:
-        return None  # single layers may be named
-    with torch.device("meta"):
-        full = _described(models.build(config, recipe.task))
-        full = {name: stack for name, stack in full.items() if len(stack) == layers}
-        kinds = zip(*full.values(), strict=True)
-        found = full and repeats([tuple(map(str, layer)) for layer in kinds])
-        if not found:
-            return None
-        for patterns in SHALLOW[0]:
-            number = found.number(patterns)
-            short = models.build(models.with_layers(config, number), recipe.task)
-            stacks = _described(short)
-            for name, stack in full.items():
-                pattern = stack[found.before : found.before + found.period]
-                after = stack[layers - found.after :]
-                if stacks.get(name) != stack[: found.before] + pattern * patterns + after:
-                    return None
-    return found
-
-
-def repeats(kinds: list) -> Layers | None:
-    """How a list repeats, by the shortest pattern that most of it is made of."""
-    best, most = None, 0
-    for period in range(1, min(LONGEST_PATTERN, len(kinds) // 3) + 1):
-        start = 0
-        while start < len(kinds):
-            end = start + period
-            while end < len(kinds) and kinds[end] == kinds[end - period]:
-                end += 1
-            patterns = (end - start) // period
-            if patterns >= 3 and patterns * period > most:
-                most = patterns * period
-                best = Layers(start, period, len(kinds) - start - most)
-            start = max(start + 1, end - period + 1)
-        if best and most == len(kinds):
-            break
-    return best
-
-
-def _described(model) -> dict[str, list]:
-    """By the name of each list of modules, a description of every module in it."""
-    return {
-        name: [_description(layer) for layer in stack]
-        for name, stack in model.named_modules()
-        if isinstance(stack, torch.nn.ModuleList)
-    }
-
-
-def _description(layer):
-    """Classes, plain settings and shapes inside a layer, without its number."""
-    plain = (bool, int, float, str, type(None))
-    return [
-        (
-            name,
-            type(module).__name__,
-            {
-                k: v
-                for k, v in vars(module).items()
-                if isinstance(v, plain) and k not in ("layer_id", "layer_idx")
-            },
-            [(key, value.shape, value.dtype) for key, value in module.named_parameters()],
-        )
-        for name, module in layer.named_modules()
-    ]

@@ -21,7 +21,7 @@ class Birth(NamedTuple):
     category: Category
     phase: Phase
     module: str
-    operation: object
+    operation: str
     stream: int = 0
     item: int = 1
 

@@ -26,12 +26,12 @@ class LayeredLog:
 
     kinds: the steps that differ. order: a place among the kinds for each step of the log with
     `patterns` patterns. blocks: (place in order, kinds of a pattern more), in order. weights, work:
-    as in `Log`. Without blocks it is of `patterns` patterns only.
+    as in `Log`. Where blocks are None it is of `patterns` patterns only.
     """
 
     kinds: tuple[Step, ...]
     order: np.ndarray
-    blocks: tuple[tuple[int, np.ndarray], ...]
+    blocks: tuple[tuple[int, np.ndarray], ...] | None
     patterns: int
     weights: Counts
     work: Counts
@@ -50,7 +50,7 @@ class LayeredLog:
         ]
         if len(logs) == 1:
             weights, work = ({k: (n, 0) for k, n in c.items()} for c in _counts(logs[0]))
-            found = cls(tuple(numbers), orders[0], (), patterns, weights, work, ())
+            found = cls(tuple(numbers), orders[0], None, patterns, weights, work, ())
             return found._assuming(logs)
         few, some, more = orders
         blocks = growth(some, more)
@@ -68,8 +68,10 @@ class LayeredLog:
 
     def order_at(self, patterns: int) -> np.ndarray:
         """The kinds of the log with so many patterns. Raises ValueError where there is none."""
-        if not self.blocks and patterns != self.patterns:
-            raise ValueError(f"the log is of {self.patterns} patterns only, not of {patterns}")
+        if self.blocks is None:
+            if patterns != self.patterns:
+                raise ValueError(f"the log is of {self.patterns} patterns only, not of {patterns}")
+            return self.order
         return repeated(self.order, self.blocks, patterns - self.patterns)
 
     def counted(self, counts: Counts, patterns: int) -> Counter:

@@ -1,5 +1,6 @@
 """The ledger of births and deaths, and what can be read from it: peak, breakdown, timeline."""
 
+import functools
 import threading
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,7 +24,7 @@ class Storage:
     nbytes: int
     category: Category
     module: str
-    operation: object
+    operation: str
     address: int | None = None
     line: str = ""
     stream: int = 0
@@ -120,7 +121,8 @@ class Ledger:
             self.allocator.empty_cache()
 
     def _describe(self, nbytes, category, module, operation) -> Storage:
-        storage = Storage(len(self.storages), nbytes, category, module, operation)
+        name = operation_name(operation)
+        storage = Storage(len(self.storages), nbytes, category, module, name)
         self.storages.append(storage)
         return storage
 
@@ -208,7 +210,7 @@ class Ledger:
                 storage.nbytes,
                 storage.category,
                 storage.module,
-                operation_name(storage.operation),
+                storage.operation,
                 born[storage.number],
                 died.get(storage.number),
                 storage.line,
@@ -218,6 +220,9 @@ class Ledger:
         ]
 
 
+@functools.cache
 def operation_name(operation) -> str:
-    """`aten.mm`, in PyTorch's words."""
-    return str(operation.overloadpacket) if operation is not None else "made before"
+    """`aten.mm`, in PyTorch's words; a name stays."""
+    if operation is None:
+        return "made before"
+    return operation if isinstance(operation, str) else str(operation.overloadpacket)

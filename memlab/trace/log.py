@@ -7,10 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-import torch
-
 from memlab.footprint import Category, Phase
-from memlab.quantized import numel
 from memlab.trace.events import Birth, Death, Mark, Step
 from memlab.trace.ledger import Ledger
 from memlab.trace.module_names import OUTSIDE
@@ -18,10 +15,10 @@ from memlab.trace.module_names import OUTSIDE
 # Clipping stacks the norms of all trained weights, whose number is another at each depth, and ranks
 # add up their powers: a log has the bytes of one norm, as a negative number, in place of the sum.
 NORMS = {
-    torch.ops.aten.stack.default,
-    torch.ops.aten.pow.Tensor_Scalar,
-    torch.ops._c10d_functional.all_reduce.default,
-    torch.ops._c10d_functional.wait_tensor.default,
+    "aten.stack",
+    "aten.pow",
+    "_c10d_functional.all_reduce",
+    "_c10d_functional.wait_tensor",
 }
 NORM_BYTES = (2, 4, 8)
 UPDATE = -1  # in place of the number of a micro-batch, of what an update does
@@ -58,8 +55,8 @@ class Log:
         return sum(elements * times for (elements, free), times in self.weights.items() if free)
 
     @classmethod
-    def of(cls, ledger, model: torch.nn.Module, marks=(), numbered=False, work=()) -> Log:
-        """The log of a ledger in which `model` was trained.
+    def of(cls, ledger: Ledger, weights: Counter, marks=(), numbered=False, work=()) -> Log:
+        """The log of a ledger in which a model with these weights was trained.
 
         marks: (number of an entry, step that comes before it), in their order. numbered: whether
         modules keep the number of their layer, so that layers differ. work: see there.
@@ -68,7 +65,6 @@ class Log:
         marks.sort(key=lambda mark: mark[0])
         marks.reverse()  # the next is the last
         steps, births, living, dying = [], {}, defaultdict(_Alike), []
-        weights = Counter((numel(p), p.requires_grad) for p in model.parameters())
         free = trained(weights)
 
         def bury():

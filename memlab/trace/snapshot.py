@@ -4,7 +4,7 @@ The form is described at `torch.cuda.memory._snapshot`; `torch.cuda._memory_viz`
 pytorch.org/memory_viz read it. Addresses are the simulation's own, and its clock counts actions.
 """
 
-from memlab.trace.ledger import Ledger, operation_name
+from memlab.trace.ledger import Ledger
 
 
 def take_snapshot(ledger: Ledger) -> dict:
@@ -86,7 +86,7 @@ def _trace(ledger) -> list[dict]:
 def _frames(storage) -> list[dict]:
     """The innermost first, as in a stack."""
     names = (
-        ("operation", operation_name(storage.operation)),
+        ("operation", storage.operation),
         ("module", storage.module),
         ("category", storage.category),
     )

@@ -127,12 +127,12 @@ def chosen_sizes(
         others = factors_of({"s": length}).values()
         left = [prime for prime in free if all(value % prime for value in others)]
         sizes = {"s": length, "b": 1}
-        if not one_sequence:
-            sizes["b"] = next((p for p in left if p * length <= TOKENS), 0)
         if rank is not None:
             unit = RANK_UNIT if rank >= RANK_UNIT * FEWEST else 1
-            below = [p for p in left if p * unit <= rank and p != sizes["b"]]
-            sizes["r"] = below[-1] * unit if below else 0
+            sizes["r"] = unit * max((p for p in left if p * unit <= rank), default=0)
+            left = [p for p in left if p * unit != sizes["r"]]
+        if not one_sequence:
+            sizes["b"] = next((p for p in left if p * length <= TOKENS), 0)
         longer = [p for p in left if p > length + APART][:2]
         shorter = [p for p in left if sizes["b"] < p < length - APART][-1:]
         if len(longer) == 2 and shorter and all(sizes.values()):

@@ -21,7 +21,6 @@ from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Event, Log, named, trained
 from memlab.trace.symbols import Symbols, factors_of
 
-
 # What has the sizes of weights, whatever the batch.
 OF_MODEL = {Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES}
 
@@ -29,14 +28,18 @@ OF_MODEL = {Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES}
 class Half:
     """The passes or the updates of a training, for all sizes and depths.
 
-    log: at `sizes`, the chosen values of the symbols. batches: its micro-batches in a step.
+    log: at `sizes`, the chosen values of the symbols; None if it is of its own sizes only. batches:
+    its micro-batches in a step.
     """
 
-    def __init__(self, log: LayeredLog, sizes: Mapping[str, int], batches: int):
-        self.log, self.symbols, self.batches = log, Symbols(sizes), batches
+    def __init__(self, log: LayeredLog, sizes: Mapping[str, int] | None, batches: int):
+        self.log, self.batches = log, batches
+        self.symbols = sizes and Symbols(sizes)
 
     def number(self, sizes: Mapping[str, int]):
         """The function from a number at the chosen sizes to the one at others."""
+        if not self.symbols:
+            return lambda chosen, item=1, **known: chosen
         factors = factors_of(self.symbols.sizes | dict(sizes))
 
         def number(chosen: int, item: int = 1, **known) -> int:

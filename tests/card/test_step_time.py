@@ -15,8 +15,7 @@ from memlab.evidence.loops import kept_predictions
 from memlab.evidence.records import FOLDER, load
 from memlab.footprint import Phase, StepTime
 from memlab.gpus import GPUS
-from memlab.simulation import completed, log_of
-from memlab.trace import depth
+from memlab.predict.run import completed, log_of
 
 A100 = find_gpu("A100-40GB")
 
@@ -85,7 +84,7 @@ def test_the_last_round_of_tiles_is_seldom_full(tiles, processors, share):
     ids=str,
 )
 def test_the_estimate_by_depth_is_that_of_the_whole_model(recipe, monkeypatch):
-    monkeypatch.setattr(depth, "DEEP", 4)
+    monkeypatch.setattr("memlab.predict.traces.DEEP", 4)
     card = find_gpu("V100")
     by_depth = simulate(recipe, card).step_seconds
     whole = step_time(completed(recipe, log_of(recipe, card, numbered=True)).work, card)

@@ -11,8 +11,8 @@ from memlab.card.bitsandbytes import cuda_module
 from memlab.card.rules import RULES
 from memlab.evidence.accuracy import simulate_on_cpu
 from memlab.evidence.effects import changed_bytes
+from memlab.predict.run import two_steps
 from memlab.quantized import import_bitsandbytes
-from memlab.simulation import two_steps
 
 import_bitsandbytes("this test")
 TINY = Recipe("bert-base-tiny", batch_size=8, seq_len=256)

@@ -10,8 +10,11 @@ from memlab import Recipe, models, simulate
 from memlab.card.gpu import SimulatedGPU
 from memlab.card.memory import card_footprint
 from memlab.gpus import ANY_CARD
-from memlab.simulation import log_of, serve, two_steps
-from memlab.trace import depth
+from memlab.predict.layers import Layers, layers_of, repeats
+from memlab.predict.run import completed, log_of, two_steps
+from memlab.predict.traces import run_log
+from memlab.simulation import serve
+from memlab.trace.layered import LayeredLog, growth, repeated
 from memlab.trace.log import Log
 
 FULL = {"optimizer": "adamw_torch_loop", "accumulation": 2}
@@ -22,7 +25,7 @@ CHECKPOINTED = {"checkpointing": True, "precision": "fp16-amp"}
 
 @pytest.fixture(autouse=True)
 def six_layers_are_deep(monkeypatch):
-    monkeypatch.setattr(depth, "DEEP", 5)
+    monkeypatch.setattr("memlab.predict.traces.DEEP", 5)
 
 
 def deep(model, layers=6):
@@ -49,31 +52,27 @@ def at_full_depth(recipe, gpu=None):
     ],
 )
 def test_it_equals_full_depth(model, changes):
-    """From three logs, of the least layers and of one more."""
     recipe = Recipe(model=deep(model), seq_len=64, **changes)
-    logs = {n: log_of(depth.with_layers(recipe, n)) for n in range(1, 5)}
-    full = at_full_depth(recipe)
-    least = depth.log_at_full_depth(recipe, lambda short: logs[short.model.num_hidden_layers])
-    for log in (least, depth.extended([logs[n] for n in depth.SHALLOW], 6)):
-        extended = serve(recipe, log, ANY_CARD)
-        assert extended == full
-    assert extended.timeline.phases == full.timeline.phases
+    assert layers_of(recipe)
+    stretched, full = simulate(recipe), at_full_depth(recipe)
+    assert stretched == full
+    assert stretched.timeline.phases == full.timeline.phases
 
 
 def test_biases_that_are_cast_among_scales_of_their_size():
     """A quantized base whose biases leave their first dtype one by one, and its codes stay."""
     recipe = Recipe(deep("qwen2.5-7b"), seq_len=64, base="nf4", double_quant=True, lora_rank=8)
-    log = depth.log_at_full_depth(recipe, log_of)
-    assert serve(recipe, log, ANY_CARD) == serve(recipe, log_of(recipe, numbered=True), ANY_CARD)
+    direct = completed(recipe, log_of(recipe, numbered=True))
+    assert serve(recipe, run_log(recipe, ANY_CARD), ANY_CARD) == serve(recipe, direct, ANY_CARD)
 
 
 def test_an_encoder_and_a_decoder_grow_together():
     recipe = Recipe(model=deep("t5-3b"), seq_len=64, checkpointing=True)
     assert simulate(recipe) == at_full_depth(recipe)
-    assert depth.shallow_depths(recipe) == [(2, 3, 4)]  # only first layers know distances
+    assert layers_of(recipe).before == 1  # only first layers know distances
     uneven = models.config(recipe.model)
     uneven.num_decoder_layers = 2
-    assert not depth.shallow_depths(Recipe(model=uneven, seq_len=64))
+    assert not layers_of(Recipe(model=uneven, seq_len=64))
 
 
 def test_it_runs_out_of_memory_on_the_same_request():
@@ -87,24 +86,42 @@ def test_it_runs_out_of_memory_on_the_same_request():
     assert simulate(recipe, 8 * 2**30).peak_reserved <= 8 * 2**30
 
 
-def unequal_layers():
+def test_patterns_of_layers():
+    one, other = "full", "sliding"
+    assert repeats([one] * 9) == Layers(0, 1, 0)
+    assert repeats(["dense", *[one] * 9, "last"]) == Layers(1, 1, 1)
+    assert repeats([other, other, one] * 4 + [other]) == Layers(0, 3, 1)
+    assert repeats([one, other] * 2) is None  # a pattern comes three times
+    assert repeats(list(range(12))) is None
+    layers = Layers(1, 3, 2)
+    assert layers.number(4) == 15 and layers.patterns(15) == 4
+    assert layers.patterns(14) is None and layers.patterns(3) is None
+
+
+def alternating_layers():
     config = models.config("qwen2.5-0.5b")
-    config.layer_types = ["full_attention", "sliding_attention"] * 12
+    config.use_sliding_window, config.sliding_window = True, 128
+    config.layer_types = ["full_attention", "sliding_attention"] * 7
+    config.num_hidden_layers = 14
     return config
+
+
+def test_layers_that_alternate_are_a_pattern():
+    recipe = Recipe(alternating_layers(), seq_len=64, precision="bf16", attention="sdpa")
+    assert layers_of(recipe).period == 2
+    assert simulate(recipe) == at_full_depth(recipe)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model": deep("bert-base", 5)},  # not deep
         {"model": "bert-large", "freeze": "embeddings,3"},  # three layers are not like the others
-        {"model": unequal_layers()},
         {"model": "bert-large", "ranks": 2},  # gradients share buckets across layers
         {"model": "bert-large", "ranks": 2, "sharding": "zero1"},
     ],
 )
 def test_what_it_leaves_to_the_full_depth(changes):
-    assert not depth.shallow_depths(Recipe(**{"seq_len": 64} | changes))
+    assert not layers_of(Recipe(**{"seq_len": 64} | changes))
 
 
 def log(letters):
@@ -113,9 +130,10 @@ def log(letters):
 
 def test_blocks_are_repeated():
     shallow = [log("o" + n * "fa" + "h" + n * "b" + "(" + n * "xx" + ")") for n in (2, 3, 4)]
-    five = depth.extended(shallow, 5)
-    assert "".join(five.steps) == "o" + 5 * "fa" + "h" + 5 * "b" + "(" + 5 * "xx" + ")"
-    assert (five.parameters, five.trainable_parameters) == (35, 25)
+    layered = LayeredLog.of(shallow, 3)
+    five = "".join(layered.kinds[i] for i in layered.order_at(5))
+    assert five == "o" + 5 * "fa" + "h" + 5 * "b" + "(" + 5 * "xx" + ")"
+    assert layered.counted(layered.weights, 5) == {(10, False): 1, (5, True): 5}
 
 
 @pytest.mark.parametrize(
@@ -127,15 +145,15 @@ def test_blocks_are_repeated():
     ],
 )
 def test_no_log_without_a_pattern(logs):
-    assert depth.extended([log(letters) for letters in logs], 9) is None
+    assert LayeredLog.of([log(letters) for letters in logs], 3) is None
 
 
 def test_taking_away_undoes_repeating():
     # The last block ends in a repetition of its own.
     short, long = (np.array(list(text)) for text in ("oababcxyy", "oabababcxyyxyy"))
-    blocks = depth.growth(short, long)
-    assert "".join(depth.repeated(short, blocks, 1)) == "oabababcxyyxyy"
-    assert "".join(depth.repeated(short, blocks, -1)) == "oabc"
+    blocks = growth(short, long)
+    assert "".join(repeated(short, blocks, 1)) == "oabababcxyyxyy"
+    assert "".join(repeated(short, blocks, -1)) == "oabc"
 
 
 def test_a_refusal_speaks_of_the_model_that_was_asked_for():

@@ -1,0 +1,169 @@
+"""Halves of traces on disk: in the user's cache, a file each, made anew when anything changes.
+
+A file's name says what it is of: the half's key, the installed releases that decide what happens,
+and memlab's own code. What cannot be read is recorded anew.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import gzip
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import platformdirs
+
+from memlab.card.work import Work
+from memlab.footprint import Category, Phase
+from memlab.predict.layers import Layers
+from memlab.trace.events import Birth, Death, Loaded, Mark, Step
+from memlab.trace.layered import LayeredLog
+from memlab.trace.trace import Half
+
+# On whose releases it depends which events happen.
+LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
+LARGEST = 256 * 2**20  # bytes of all files; the oldest go first
+FOLDER = "MEMLAB_CACHE"  # an environment's variable that names another folder
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A half with the layers that it is of; None for a model that ran at its own depth."""
+
+    half: Half
+    layers: Layers | None
+
+
+class Store:
+    """A folder of halves. Several processes may use it at once: files appear whole."""
+
+    def __init__(self, folder: Path):
+        self.folder = Path(folder)
+
+    @classmethod
+    def of_user(cls) -> Store:
+        """The one in the user's cache, or where `MEMLAB_CACHE` says."""
+        folder = os.environ.get(FOLDER) or platformdirs.user_cache_path("memlab")
+        return cls(Path(folder) / "traces")
+
+    def read_into(self, known: dict, key: str) -> None:
+        """Add what is there of a key: a half, or None for what has no trace."""
+        with contextlib.suppress(OSError, EOFError, ValueError, LookupError, TypeError):
+            values = json.loads(gzip.decompress(self._file(key).read_bytes()))
+            known[key] = values and _kept(values)
+            os.utime(self._file(key))
+
+    def write(self, key: str, kept: Kept | None) -> None:
+        """Keep a half, if the folder allows it."""
+        text = json.dumps(kept and _values(kept), separators=(",", ":"))
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
+                file.write(gzip.compress(text.encode(), compresslevel=3))
+            os.replace(file.name, self._file(key))
+            self._forget_the_oldest()
+
+    def _file(self, key: str) -> Path:
+        text = f"{key} {_surroundings()}"
+        return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.json.gz"
+
+    def _forget_the_oldest(self) -> None:
+        files = [(file.stat(), file) for file in self.folder.iterdir()]
+        files.sort(key=lambda one: one[0].st_mtime)
+        total = sum(stat.st_size for stat, _ in files)
+        while total > LARGEST:
+            stat, file = files.pop(0)
+            file.unlink(missing_ok=True)
+            total -= stat.st_size
+
+
+@functools.cache
+def _surroundings() -> str:
+    """The installed releases, and a digest of memlab's code."""
+    code = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.parent.rglob("*.py")):
+        code.update(file.read_bytes())
+    found = []
+    for name in LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    return f"{', '.join(found)}, {code.hexdigest()}"
+
+
+# ---------------------------------------------------------------------- as JSON
+
+
+def _values(kept: Kept) -> dict:
+    half, places = kept.half, {}
+    kinds, blocks = [], half.log.blocks
+    for kind in half.log.kinds:
+        kinds.append(_step_values(kind, places))
+        if type(kind) is Birth:
+            places[kind] = len(kinds) - 1
+    return {
+        "sizes": half.symbols and half.symbols.sizes,
+        "batches": half.batches,
+        "layers": kept.layers and asdict(kept.layers),
+        "kinds": kinds,
+        "order": _packed(half.log.order),
+        "blocks": blocks and [[place, _packed(block)] for place, block in blocks],
+        "patterns": half.log.patterns,
+        "weights": [[*kind, *counts] for kind, counts in half.log.weights.items()],
+        "work": [[*work, *counts] for work, counts in half.log.work.items()],
+        "assumptions": half.log.assumptions,
+    }
+
+
+def _step_values(step: Step, places: dict[Birth, int]) -> list:
+    if type(step) is Death:
+        return ["Death", places[step.birth], step.phase, step.which]
+    return ["Mark", step.value] if type(step) is Mark else [type(step).__name__, *step]
+
+
+def _kept(values: dict) -> Kept:
+    kinds = []
+    for name, *rest in values["kinds"]:
+        kinds.append(_step(name, rest, kinds))
+    work = {}
+    for *fields, once, each in values["work"]:
+        flops, dtype, result, moved, lists, elements, phase, *last = fields
+        known = flops, dtype, tuple(result), tuple(moved), lists, elements, Phase(phase)
+        work[Work(*known, *last)] = once, each
+    blocks = values["blocks"]
+    log = LayeredLog(
+        tuple(kinds),
+        _unpacked(values["order"]),
+        blocks and tuple((place, _unpacked(block)) for place, block in blocks),
+        values["patterns"],
+        {(elements, free): tuple(counts) for elements, free, *counts in values["weights"]},
+        work,
+        tuple(values["assumptions"]),
+    )
+    layers = values["layers"] and Layers(**values["layers"])
+    return Kept(Half(log, values["sizes"], values["batches"]), layers)
+
+
+def _step(name: str, rest: list, kinds: list[Step]) -> Step:
+    if name == "Birth":
+        nbytes, category, phase, *others = rest
+        return Birth(nbytes, Category(category), Phase(phase), *others)
+    if name == "Death":
+        birth, phase, which = rest
+        return Death(kinds[birth], Phase(phase), which)
+    return Mark(rest[0]) if name == "Mark" else Loaded(*rest)
+
+
+def _packed(numbers: np.ndarray) -> str:
+    return base64.b64encode(numbers.astype("<i4").tobytes()).decode()
+
+
+def _unpacked(text: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), "<i4").astype(np.int32)
