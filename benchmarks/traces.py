@@ -3,8 +3,8 @@
     python benchmarks/traces.py [how many] [first seed] [ranks]
 
 Each is simulated by its trace and by a run at its own sizes and full depth. Compared are every
-category's bytes, allocated and reserved, the phase of the peak, weights and seconds. Printed is what
-differs, what has no trace, and how many are equal.
+category's bytes, allocated and reserved, the phase of the peak, weights and seconds. Printed is
+what differs, what has no trace, and how many are equal.
 """
 
 import random

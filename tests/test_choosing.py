@@ -12,6 +12,7 @@ from helpers import one_line
 from memlab import Recipe, choosing, closed_form, fits, models, plan, simulate
 from memlab.gpus import GPUS, find_gpu
 from memlab.plans import Question, is_paged
+from memlab.predict.traces import Traces
 from memlab.training import Training
 from memlab.ways import SHARDINGS, Combination, combinations
 
@@ -234,9 +235,10 @@ def test_the_text_is_short_and_the_rest_is_json(roomy):
 
 
 def test_the_next_question_finds_the_traces(monkeypatch):
+    monkeypatch.setattr("memlab.simulation.traces", functools.cache(Traces))  # none on disk
     first = plan("gpt2-tiny", "T4", **PLAIN)
     monkeypatch.setattr("memlab.predict.traces.record", None)
-    longer = plan("gpt2-tiny", "T4", **PLAIN | {"seq_len": 65})
+    longer = plan("gpt2-tiny", "T4", **PLAIN | {"seq_len": 80})
     assert longer.fastest.simulated and longer.fastest.needed > first.fastest.needed
     with pytest.raises(TypeError):
         plan("gpt2-tiny", "L4", **PLAIN)
