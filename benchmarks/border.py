@@ -18,10 +18,10 @@ from formula import computes
 
 from memlab import Recipe, fits, formula, models
 from memlab.book.calculator import CHOICES, NAMES, TRAINED
-from memlab.closed_form import known, read
 from memlab.gpus import GPUS, find_gpu
-from memlab.planning import room
-from memlab.simulation import full_log, peak_reserved_of
+from memlab.predict.closed_form import known, read
+from memlab.predict.fit import room
+from memlab.predict.simulate import full_log, peak_reserved_of
 
 VERDICTS = ("fits", "may fit", "does not fit")
 OLD = ("T4", "V100")
@@ -29,7 +29,7 @@ END = {"batch_size": 1024, "seq_len": 16384}
 
 
 def verdict(recipe: Recipe, card) -> str:
-    """The calculator's word: as `judge` of memlab/data/calculator.js."""
+    """The calculator's word: as `judge` of memlab/book/assets/calculator.js."""
     least, most = (end + card.context for end in formula(recipe, card).reserved_range)
     allowed = room(card)
     return "fits" if most <= allowed else "may fit" if least <= allowed else "does not fit"

@@ -15,9 +15,9 @@ from dataclasses import replace
 import numpy as np
 
 from memlab import Recipe, find_gpu, formula, models
-from memlab.closed_form import known, read
-from memlab.planning import CONTEXT_MARGIN, MARGIN
-from memlab.simulation import full_log, peak_reserved_of, serve_without_range
+from memlab.predict.closed_form import known, read
+from memlab.predict.fit import CONTEXT_MARGIN, MARGIN
+from memlab.predict.simulate import full_log, peak_reserved_of, serve_without_range
 
 NAMES = (
     "bert-base bert-large distilbert roberta-base deberta-v3-base gpt2 gpt2-medium gpt2-xl "

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import torch
 
-from memlab import choosing, fits, models, plan, simulate
+from memlab import fits, models, plan, simulate
 from memlab.gpus import GPUS
-from memlab.plans import WAYS
+from memlab.planner import search
+from memlab.planner.result import WAYS
 
 MODELS = ("bert-base", "bert-large", "gpt2", "gpt2-xl", "llama-3.2-1b", "llama-3-8b")
 
@@ -92,7 +93,7 @@ def main():
     path = Path(sys.argv[1] if len(sys.argv) > 1 else f"{tempfile.gettempdir()}/plans.jsonl")
     given = [int(word) for word in sys.argv[2:]]
     number, first = given + [200, 0][len(given) :]
-    choosing.KEPT = 64  # traces, which fill some GiB
+    search.KEPT = 64  # traces, which fill some GiB
     known = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
     answers = {one["seed"]: one for one in known}
     for seed in range(first, first + number):

@@ -15,9 +15,9 @@ import numpy as np
 from formula import CARDS, computes, runs_where_it_fits
 
 from memlab import Recipe, find_gpu, formula
-from memlab.closed_form import known, read
-from memlab.simulation import full_log, serve_without_range
-from memlab.splitting import ERRORS
+from memlab.predict.closed_form import known, read
+from memlab.predict.closed_form_ranks import ERRORS
+from memlab.predict.simulate import full_log, serve_without_range
 
 MODELS = (
     {"model_type": "gpt2", "n_layer": 8, "n_embd": 512, "n_head": 8, "n_positions": 1024,

@@ -18,7 +18,7 @@ import time
 from unittest import mock
 
 from memlab import Recipe, simulate
-from memlab.card.work import WorkLog
+from memlab.card.op_cost import WorkLog
 
 LORA = {"precision": "bf16", "attention": "sdpa", "lora_rank": 16, "checkpointing": True}
 QLORA = LORA | {"base": "nf4", "upcast": False}
@@ -57,7 +57,7 @@ def memtracked(recipe) -> None:
     from torch.distributed._tools.mem_tracker import MemTracker
 
     from memlab.card.fake_tensors import tensors_without_data
-    from memlab.training import Training
+    from memlab.workloads.training import Training
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(tensors_without_data())
@@ -106,7 +106,7 @@ def seconds_of_a_plan(gpu, seq_len) -> None:
         [sys.executable, "-m", "memlab.cli", "plan", *asked], check=True, capture_output=True
     )
     command = time.monotonic() - start
-    code = "import time, memlab.choosing as c; t = time.monotonic(); "
+    code = "import time, memlab.planner.search as c; t = time.monotonic(); "
     code += f"c.plan('llama-3-8b', {gpu!r}, {seq_len}); print(time.monotonic() - t)"
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     print(f"plan of 8B on {gpu}, {seq_len} tokens: {float(told.stdout):.1f} s, {command:.1f} s")

@@ -13,10 +13,10 @@ from collections import Counter
 
 from memlab import Recipe, find_gpu, models
 from memlab.gpus import GPU
+from memlab.planner.space import NF4
 from memlab.predict.run import completed, log_of
+from memlab.predict.simulate import refuse_format, serve_without_range
 from memlab.predict.traces import Traces
-from memlab.simulation import refuse_format, serve_without_range
-from memlab.ways import NF4
 
 CARDS = ("T4", "A100-80GB", "H100")
 MODELS = [name for name in models.MODELS if not name.endswith("-tiny")]

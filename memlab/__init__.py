@@ -2,24 +2,22 @@
 
 A `Recipe` says what is trained; `simulate` and `formula` predict its memory, `measure` trains it
 here, `fits` answers for a card, and a `SimulatedGPU` takes any training loop. All of them give a
-`Footprint`. The rooms behind this door, in the order of the road that the data go:
+`Footprint`. The packages behind it; each imports only from those below it:
 
-- recipe (and its fields), models, gpus: what is trained, and on what
-- training, quantized: the one loop, and real 4-bit and 8-bit layers
-- card: the simulated GPU; trace: the log of memory, its depth and its allocator
-- footprint, units: how the answer is said; lazy: how doors open
-- serving, generation, serving_form: the same for inference, prefill and decode
-- simulation, predict, measuring, closed_form, derivation, planning, cli: the verbs
-- choosing, ways, splitting, plans: what to do, searched among what there is, and how it is told
-- sharding, launching: several GPUs, and what starts them
-- evidence: records of real runs, and the predictions beside them
 - book: what the chapters share: figures, texts, lessons, exercises, claims, panels
-- data: what is read from files
+- cli: the command; evidence: records of real runs, and the predictions beside them
+- planner: the search for a recipe; export: the scripts that it writes
+- predict: simulate, formula, fits, largest, measure; traces at all sizes
+- workloads: the training loop, generation, quantized bases, sharding
+- card: the simulated GPU; trace: what happens to memory, and the allocator that serves it
+- spec: what is asked: recipes and servings
+
+At the root: models and gpus, the catalogues; footprint, the answer; fields, libraries and units.
 """
 
 import logging
 
-from memlab.lazy import door
+from memlab._lazy import door
 
 # transformers imports torchao wherever it is installed. It then names, with their paths, the
 # kernels of its package that are for other machines, and PyTorch an old word that it uses.
@@ -30,26 +28,26 @@ logging.getLogger("torch.utils._pytree").addFilter(
 
 # Name -> where it is defined. Loaded when it is first asked for, as most bring torch along.
 _HOMES = {
-    "Recipe": "recipe",
+    "Recipe": "spec.recipe",
     "Footprint": "footprint",
     "MiB": "units",
-    "Training": "training",
+    "Training": "workloads.training",
     "find_gpu": "gpus",
-    "simulate": "simulation",
-    "SimulatedGPU": "card.gpu",
-    "formula": "closed_form",
-    "derive": "derivation",
-    "fits": "planning",
-    "largest": "planning",
-    "plan": "choosing",
-    "measure": "measuring",
-    "Measurement": "measuring",
-    "Meter": "measuring",
-    "alive_tensors": "measuring",
-    "device_name": "measuring",
-    "pick_device": "measuring",
-    "seconds": "measuring",
-    "synchronize": "measuring",
+    "simulate": "predict.simulate",
+    "SimulatedGPU": "card.device",
+    "formula": "predict.closed_form",
+    "derive": "predict.coefficients",
+    "fits": "predict.fit",
+    "largest": "predict.fit",
+    "plan": "planner.search",
+    "measure": "predict.measure",
+    "Measurement": "predict.measure",
+    "Meter": "predict.measure",
+    "alive_tensors": "predict.measure",
+    "device_name": "predict.measure",
+    "pick_device": "predict.measure",
+    "seconds": "predict.measure",
+    "synchronize": "predict.measure",
     "find_records": "evidence.records",
     "check": "book.exercise",
     "compare": "book.show",

@@ -42,7 +42,7 @@ class Phase(_Word):
     BACKWARD = "backward"
     STEP = "optimizer step"
     ZERO_GRAD = "zero_grad"
-    PREFILL = "prefill"  # of inference (`memlab.serving`), as the next
+    PREFILL = "prefill"  # of inference (`memlab.spec.serving`), as the next
     DECODE = "decode"
     UNKNOWN = "unknown"  # CUDA's counters tell no phase
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from memlab import Meter
-from memlab.launching import RanksFailed
-from memlab.training import Training
+from memlab.export.launchers import RanksFailed
+from memlab.workloads.training import Training
 
 
 def run_ranks(ranks: int, work, *given, folder: Path, seconds: float = 240) -> list:

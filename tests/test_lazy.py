@@ -23,7 +23,7 @@ def test_an_unknown_name_is_told():
 
 
 def test_a_question_for_help_loads_no_torch():
-    code = "import sys, memlab.cli, memlab.recipe; print('torch' in sys.modules)"
+    code = "import sys, memlab.cli, memlab.spec.recipe; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

@@ -8,8 +8,8 @@ import transformers
 from torch._subclasses import FakeTensorMode
 
 from memlab import Recipe, formula, models, simulate
-from memlab.quantized import assumed
-from memlab.serving import Serving, head_shape
+from memlab.spec.serving import Serving, head_shape
+from memlab.workloads.quantized import assumed
 
 # Parameters of the published checkpoints with this package's usual head, two labels for
 # classifiers. Sources: the element counts that the Hugging Face hub shows for the safetensors files

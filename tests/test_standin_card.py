@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from memlab import Meter, Recipe, SimulatedGPU, gpus, simulate
-from memlab.training import Training
+from memlab.workloads.training import Training
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 from standin_card import stand_in

@@ -14,11 +14,11 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from tqdm import tqdm
 
 from memlab import Recipe
-from memlab.closed_form import FILE, coefficients, installed, known, read
-from memlab.derivation import adopt, derive
 from memlab.evidence.grid import grid_runs
 from memlab.gpus import ANY_CARD, find_gpu
-from memlab.ways import NF4
+from memlab.planner.space import NF4
+from memlab.predict.closed_form import FILE, coefficients, installed, known, read
+from memlab.predict.coefficients import adopt, derive
 
 # A model for each structure that people train most, and those trained in fewer ways.
 COMMON = ("bert-large", "gpt2", "llama-3.2-1b", "llama-3-8b", "llama-2-7b")

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 import memlab
 from memlab import Recipe, fits
-from memlab.measuring import versions
+from memlab.predict.measure import versions
 
 DATA = Path(memlab.__file__).parent / "data"
 

@@ -23,7 +23,7 @@ from memlab import Recipe, simulate
 from memlab.evidence.loops import PREDICTIONS, kept_predictions, simulate_loop
 from memlab.evidence.records import FOLDER, load
 from memlab.gpus import gpu_of_device
-from memlab.measuring import versions
+from memlab.predict.measure import versions
 
 
 def said_of(run) -> dict:

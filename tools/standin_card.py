@@ -36,11 +36,11 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memlab import SimulatedGPU
-from memlab.card.cuda_names import cuda_answers
+from memlab.card.cuda_api import cuda_answers
 from memlab.card.memory import CardMemory
 from memlab.card.moves import AUTOCAST
 from memlab.gpus import find_gpu
-from memlab.quantized import import_bitsandbytes
+from memlab.libraries import import_bitsandbytes
 
 DRIVERS_NAMES = {"T4": "Tesla T4", "H100": "NVIDIA H100 80GB HBM3"}
 CUDA, HOST = torch.device("cuda", 0), torch.device("cpu")

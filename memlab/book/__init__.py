@@ -1,21 +1,21 @@
 """What the chapters share: figures and tables, texts, lessons, exercises, claims, panels."""
 
-from memlab.lazy import door
+from memlab._lazy import door
 
 _HOMES = {
-    "AblationPanel": "ablation",
-    "AllocatorSandbox": "sandbox",
-    "BitExplorer": "bits",
+    "AblationPanel": "chapters.ablation",
+    "AllocatorSandbox": "chapters.sandbox",
+    "BitExplorer": "chapters.bits",
     "Calculator": "calculator",
-    "Film": "film",
-    "FreezingPanel": "freezing",
-    "LoaderLanes": "loading",
-    "PaddingExplorer": "panels",
-    "Planner": "planner",
-    "QuantizationRuler": "ruler",
-    "RunningSoftmax": "softmax",
-    "SegmentFilm": "segments",
-    "TilePlayer": "panels",
+    "Film": "chapters.film",
+    "FreezingPanel": "chapters.freezing",
+    "LoaderLanes": "chapters.loading",
+    "PaddingExplorer": "chapters.panels",
+    "Planner": "planner_form",
+    "QuantizationRuler": "chapters.ruler",
+    "RunningSoftmax": "chapters.softmax",
+    "SegmentFilm": "chapters.segments",
+    "TilePlayer": "chapters.panels",
     "named": "claims",
     "verdict": "claims",
     "QUIET": "lessons",

@@ -10,22 +10,23 @@ import json
 import torch
 from transformers import CONFIG_MAPPING
 
-from memlab import models, splitting
+from memlab import models
 from memlab.book.panel import Panel
 from memlab.book.panel import read as read_file
 from memlab.book.show import COLOURS
-from memlab.card import step_time, work
-from memlab.card.attention import model_routes
+from memlab.card import op_cost, step_time
+from memlab.card.kernels.sdpa import model_routes
 from memlab.card.links import LINKS, link_rate, links_of
-from memlab.closed_form import HEAD_SIZES, SAME_ROPE, coefficients, formula, primed, read
 from memlab.fields import one_of
 from memlab.footprint import Category, StepTime
 from memlab.gpus import ANY_CARD, GPU, GPUS, find_gpu
-from memlab.planning import CONTEXT_MARGIN, MARGIN
-from memlab.recipe import COMPUTED_IN, FULLY_SHARDED, SHARDED_OPTIMIZERS, Recipe
-from memlab.serving_form import shares_keys
+from memlab.planner.space import NF4
+from memlab.predict import closed_form_ranks
+from memlab.predict.closed_form import HEAD_SIZES, SAME_ROPE, coefficients, formula, primed, read
+from memlab.predict.closed_form_serving import shares_keys
+from memlab.predict.fit import CONTEXT_MARGIN, MARGIN
+from memlab.spec.recipe import COMPUTED_IN, FULLY_SHARDED, SHARDED_OPTIMIZERS, Recipe
 from memlab.trace import allocator
-from memlab.ways import NF4
 
 # What can be chosen: that of which coefficients are kept (tools/derive_coefficients.py).
 CHOICES = {
@@ -393,12 +394,12 @@ def longest_head(capability: tuple[int, int]) -> int:
 
 def _constants() -> dict:
     """What the script shares with memlab's modules."""
-    rules = {name: getattr(work, name) for name in ("BLOCKS_OF_LAUNCH", "ELEMENTS_OF_BLOCK")}
-    rules |= RULES | {"SHALLOW": splitting.LAYERS}
+    rules = {name: getattr(op_cost, name) for name in ("BLOCKS_OF_LAUNCH", "ELEMENTS_OF_BLOCK")}
+    rules |= RULES | {"SHALLOW": closed_form_ranks.LAYERS}
     return {
         "rules": rules,
-        "tiles": work.TILES | {"": work.TENSOR_CORE_TILE},
-        "tensors_of_launch": [1, *work.TENSORS_OF_LAUNCH.values()],
+        "tiles": op_cost.TILES | {"": op_cost.TENSOR_CORE_TILE},
+        "tensors_of_launch": [1, *op_cost.TENSORS_OF_LAUNCH.values()],
         "reaches": {
             name: dataclasses.asdict(getattr(step_time, name.upper()))
             for name in ("best", "expected", "worst")
@@ -415,5 +416,5 @@ def _constants() -> dict:
         "computed_in": COMPUTED_IN,
         "fully_sharded": FULLY_SHARDED,
         "sharded_optimizers": SHARDED_OPTIMIZERS,
-        "errors": json.loads(splitting.ERRORS.read_text()),
+        "errors": json.loads(closed_form_ranks.ERRORS.read_text()),
     }

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from memlab import models
 from memlab.book.live import STYLE, Live
 from memlab.book.show import SERVING_COLOURS
+from memlab.export.training_script import command_line, memlab_lines
 from memlab.fields import without_effect
 from memlab.gpus import GPUS, find_gpu
-from memlab.planning import fits
-from memlab.recipe import Recipe
-from memlab.scripts import command_line, memlab_lines
-from memlab.serving import TASKS, Serving
+from memlab.predict.fit import fits
+from memlab.spec.recipe import Recipe
+from memlab.spec.serving import TASKS, Serving
 from memlab.units import mib
 
 REST = "#e4e4e4"  # lighter than the greys of `show.COLOURS`

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 
 from memlab import models
 from memlab.book import corpora
-from memlab.measuring import seconds
+from memlab.predict.measure import seconds
 from memlab.trace.tracer import Tracer
 
 DROPOUTS = "resid_pdrop embd_pdrop attn_pdrop hidden_dropout_prob attention_probs_dropout_prob"

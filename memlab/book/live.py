@@ -11,7 +11,7 @@ from importlib import resources
 from multiprocessing import get_context
 
 VIEW = "application/vnd.jupyter.widget-view+json"
-_CSS = resources.files("memlab.data").joinpath("explore.css").read_text(encoding="utf8")
+_CSS = resources.files("memlab.book.assets").joinpath("explore.css").read_text(encoding="utf8")
 STYLE = f"<style>\n{_CSS}</style>"
 
 

@@ -10,14 +10,14 @@ PARTS = re.compile(r"<style>\n(.*?)</style>\n(.*?)<script>\n(.*)</script>\n", re
 
 
 def read(name: str) -> str:
-    """The text of a file in memlab's data."""
-    return resources.files("memlab.data").joinpath(name).read_text(encoding="utf8")
+    """The text of a file of the panels' assets."""
+    return resources.files("memlab.book.assets").joinpath(name).read_text(encoding="utf8")
 
 
 class Panel:
     """A part of a page with its own script: no kernel, no network, no library.
 
-    kind: its file in memlab's data, without the ending, and its class in the page.
+    kind: its file in `assets`, without the ending, and its class in the page.
     data: what the script is given, of what JSON has.
     still: what stands there without scripts, as HTML.
 

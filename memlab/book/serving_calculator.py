@@ -1,4 +1,4 @@
-"""The calculator of inference: a model that answers, on a card, by `memlab.serving_form`."""
+"""The calculator of inference: a model that answers, on a card, by the closed form of serving."""
 
 import dataclasses
 
@@ -9,8 +9,8 @@ from memlab.book.panel import read as read_file
 from memlab.book.show import SERVING_COLOURS
 from memlab.fields import one_of
 from memlab.gpus import ANY_CARD, GPUS, find_gpu
-from memlab.serving import Serving
-from memlab.serving_form import BYTES, TYPES, serving_formula, shape
+from memlab.predict.closed_form_serving import BYTES, TYPES, serving_formula, shape
+from memlab.spec.serving import Serving
 
 NAMES = [
     name
@@ -28,8 +28,8 @@ class ServingCalculator(Panel):
     of GiB.
 
     serving: what it shows first, of a named model. gpu: the card. The page does what
-    `memlab.serving_form` does. Raises ValueError for an unknown card, for a model without a form
-    and for a serving outside the form's domain.
+    `memlab.predict.closed_form_serving` does. Raises ValueError for an unknown card, for a model
+    without a form and for a serving outside the form's domain.
     """
 
     kind = "serving"

@@ -70,7 +70,7 @@ def compare(rows: dict, against: str | None = None) -> pd.DataFrame:
 
     Returns a DataFrame whose figures are numbers in MiB (2**20 bytes).
     """
-    from memlab.measuring import Measurement
+    from memlab.predict.measure import Measurement
 
     table = {}
     for label, run in rows.items():

@@ -3,7 +3,7 @@
 import torch
 from torch.utils._mode_utils import no_dispatch
 
-from memlab.card.places import NotSimulated
+from memlab.card.placement import NotSimulated
 
 aten = torch.ops.aten
 

@@ -16,10 +16,10 @@ from torch.utils.data import dataloader
 from torch.utils.data._utils import pin_memory, worker
 from transformers import core_model_loading, masking_utils
 
-from memlab.card import bitsandbytes
-from memlab.card.known_results import KnownResults
-from memlab.card.places import HOST, names_card
-from memlab.card.values import values_of
+from memlab.card.constants import values_of
+from memlab.card.fake_output_cache import KnownResults
+from memlab.card.kernels import bitsandbytes
+from memlab.card.placement import HOST, names_card
 
 
 @contextlib.contextmanager

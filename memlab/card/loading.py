@@ -31,7 +31,6 @@ from memlab.footprint import Category, Phase
 from memlab.trace.allocator import MIN_BLOCK, CachingAllocator, CapacityError
 from memlab.trace.events import Birth, Death, Loaded, Mark
 from memlab.trace.log import Event, Log
-from memlab.training import Training
 from memlab.units import round_up
 
 # How often of ten times a loader thread and not the quantization is next, where both could be: 0 is
@@ -40,7 +39,7 @@ SHARES = (0, 3, 5, 6, 7, 8, 8, 9, 9, 9.5, 9.5, 10)
 LEFT_FREE = int(1.2 * 2**30)  # what the warm-up leaves of a card: caching_allocator_warmup
 
 
-def loaded_weights(tracer: CardTracer, training: Training) -> list[tuple[int, Loaded]]:
+def loaded_weights(tracer: CardTracer, training) -> list[tuple[int, Loaded]]:
     """(number of the entry, step) for every weight of a base that has come to the card.
 
     What comes between two weights, a module's buffers, has a step without a name.

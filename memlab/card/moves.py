@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-from memlab.card import bitsandbytes
 from memlab.card.fake_tensors import apply_by
-from memlab.card.places import (
+from memlab.card.kernels import bitsandbytes
+from memlab.card.placement import (
     CARD,
     HOST,
     device_of,

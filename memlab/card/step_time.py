@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from memlab.card.links import link_rate
-from memlab.card.work import count_kernels, count_tiles
+from memlab.card.op_cost import count_kernels, count_tiles
 from memlab.footprint import Phase, StepTime
 from memlab.gpus import GPU
 
@@ -180,7 +180,7 @@ def busy(tiles: np.ndarray, processors: int) -> np.ndarray:
     A product's result is computed tile by tile, one a processor at a time, and the last round of
     tiles is seldom full: "wave quantization" in NVIDIA's "Matrix multiplication background user's
     guide". cuBLAS has other tiles, too, which fill the rounds better and are less efficient each;
-    here all are of one size (`memlab.card.work`).
+    here all are of one size (`memlab.card.op_cost`).
     """
     rounds = np.ceil(tiles / processors)
     return np.where(tiles > 0, tiles / np.maximum(rounds * processors, 1), 1.0)

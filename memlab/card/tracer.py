@@ -14,9 +14,12 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
-from memlab.card import dynamic_shapes, kernels, values
+from memlab.card import constants, dynamic_shapes
+from memlab.card.kernels import pytorch
+from memlab.card.kernels.rules import RULES
 from memlab.card.memory import CardMemory
-from memlab.card.places import (
+from memlab.card.op_cost import WorkLog
+from memlab.card.placement import (
     NotSimulated,
     is_on_host,
     keep_on_host,
@@ -24,15 +27,13 @@ from memlab.card.places import (
     names_card,
     on_card,
 )
-from memlab.card.rules import RULES
 from memlab.card.waiting import Waits
-from memlab.card.work import WorkLog
 from memlab.footprint import Category, Phase
 from memlab.gpus import GPU
 from memlab.trace.events import Mark
 from memlab.trace.ledger import Storage
-from memlab.trace.script_lines import line_at_work
 from memlab.trace.tracer import Tracer, is_made_of_others
+from memlab.trace.user_frames import line_at_work
 from memlab.units import mib
 
 aten = torch.ops.aten
@@ -61,7 +62,7 @@ class _Thread(threading.local):
 class CardTracer(Tracer):
     """A tracer of one card: it knows the host's tensors and takes the libraries' workspaces.
 
-    rules: which of `memlab.card.rules.RULES` hold; met_rules: those that were at work.
+    rules: which of `memlab.card.kernels.rules.RULES` hold; met_rules: those that were at work.
     script: whose lines are noted with what they make; files beside it count as its own.
     assumptions: what stands in for values that only a real card has, where a shape follows them.
     """
@@ -186,17 +187,17 @@ class CardTracer(Tracer):
 
     def _read(self, tensor):
         """What `.item()` gives: the value if it is known, else one that stands for it."""
-        known = values.values_of(tensor) is not None
-        return values.reading(tensor) if known else self.waits.answer(values.reading(tensor))
+        known = constants.values_of(tensor) is not None
+        return constants.reading(tensor) if known else self.waits.answer(constants.reading(tensor))
 
     def _compare(self, func, args, kwargs):
-        answer = values.compare(func, args, kwargs)
-        return answer if values.all_known(args, kwargs) else self.waits.answer(answer)
+        answer = constants.compare(func, args, kwargs)
+        return answer if constants.all_known(args, kwargs) else self.waits.answer(answer)
 
     def host_copy(self, tensor):
-        """An ordinary tensor for a fake one, as `memlab.card.values.host_copy` makes it."""
-        known = values.values_of(tensor) is not None or tensor.numel() != 1
-        return values.host_copy(tensor, None if known else self._read(tensor))
+        """An ordinary tensor for a fake one, as `memlab.card.constants.host_copy` makes it."""
+        known = constants.values_of(tensor) is not None or tensor.numel() != 1
+        return constants.host_copy(tensor, None if known else self._read(tensor))
 
     # ------------------------------------------------------------------ the card
 
@@ -224,12 +225,12 @@ class CardTracer(Tracer):
         except (DynamicOutputShapeException, DataDependentOutputException):
             raise NotSimulated(f"{func} is not simulated: {ONLY_A_CARD_KNOWS}") from None
         self.work.note(func, here, options, tensors, out, self.phase())
-        scratch = kernels.kernel_scratch(func, here)
+        scratch = pytorch.kernel_scratch(func, here)
         if scratch:
             self.met_rules.add("softmax backward")
         if scratch and "softmax backward" in self.rules:
             self._take_and_give_back(*scratch)
-        values.learn(func, args, kwargs, out)
+        constants.learn(func, args, kwargs, out)
         return out
 
     def _take_and_give_back(self, *sizes) -> None:
@@ -270,9 +271,9 @@ class CardTracer(Tracer):
     def _shaped_by_values(self, func, args, kwargs, tensors):
         """The result of an operation whose shape follows from values."""
         self.operation = func
-        if all(values.values_of(tensor) is not None for tensor in tensors):
-            results = values.run_on_values(func, args, kwargs)
-            assumed = values.assumed_of(tensors)
+        if all(constants.values_of(tensor) is not None for tensor in tensors):
+            results = constants.run_on_values(func, args, kwargs)
+            assumed = constants.assumed_of(tensors)
         else:
             results, assumed = dynamic_shapes.largest(func, args, kwargs)
         if assumed:
@@ -282,7 +283,7 @@ class CardTracer(Tracer):
             made = self._fake(result)
             self.see_result(made)
             if result.device.type != "meta":
-                values.know(made, result, assumed)
+                constants.know(made, result, assumed)
             return made
 
         return tree_map_only(torch.Tensor, card_tensor, results)
@@ -366,7 +367,7 @@ class CardTracer(Tracer):
             return None
         if func._schema.is_mutable and not isinstance(args[0], FakeTensor):
             return args[0]  # its numbers stay what they were
-        values.learn(func, args, kwargs, made)
+        constants.learn(func, args, kwargs, made)
         for tensor in _tensors([made]):
             if tensor.device.type != "meta":
                 keep_on_host(tensor)
@@ -419,13 +420,13 @@ class CardTracer(Tracer):
         (aten/src/ATen/cuda/CublasHandlePool.cpp); so has cublasLt, which addmm uses for the
         bias.
         """
-        if not kernels.uses_cublas(func):
+        if not pytorch.uses_cublas(func):
             return
         self.operation = func
         thread = self.phase() == Phase.BACKWARD
         for handle, nbytes in (
             ("cublas", self.gpu.workspace),
-            ("cublasLt", kernels.CUBLASLT_WORKSPACE),
+            ("cublasLt", pytorch.CUBLASLT_WORKSPACE),
         ):
             wanted = handle == "cublas" or func is torch.ops.aten.addmm.default
             if wanted and (handle, thread) not in self._handles_used:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from memlab.card.places import NotSimulated
+from memlab.card.placement import NotSimulated
 
 PATIENCE = 20  # readings in which nothing that is known changes, before another answer is given
 MOST = 10_000  # readings in one loop, where something does

@@ -14,15 +14,15 @@ from tqdm.auto import tqdm
 
 from memlab import models
 from memlab.card import fake_tensors
-from memlab.closed_form import formula
 from memlab.evidence.loops import kept_predictions, simulate_loop
 from memlab.evidence.records import FOLDER, Record, load
 from memlab.footprint import Footprint, Phase, StepTime
 from memlab.gpus import GPU, GPUS, gpu_of_device
-from memlab.recipe import Recipe
-from memlab.simulation import simulate
+from memlab.predict.closed_form import formula
+from memlab.predict.simulate import simulate
+from memlab.spec.recipe import Recipe
 from memlab.trace.tracer import Tracer
-from memlab.training import Training, import_libraries
+from memlab.workloads.training import Training, import_libraries
 
 
 def formula_on_card(recipe: Recipe, card: GPU) -> Footprint:

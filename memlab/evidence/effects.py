@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-from memlab.card.gpu import SimulatedGPU
-from memlab.card.rules import RULES
+from memlab.card.device import SimulatedGPU
+from memlab.card.kernels.rules import RULES
 from memlab.footprint import Category
 from memlab.gpus import GPU
 from memlab.predict.run import two_steps
-from memlab.recipe import Recipe
-from memlab.training import import_libraries
+from memlab.spec.recipe import Recipe
+from memlab.workloads.training import import_libraries
 
 LIBRARIES = "PyTorch, aten/src/ATen/cuda/CublasHandlePool.cpp and CUDABlas.cpp"
 BLOCKS = "PyTorch, c10/cuda/CUDACachingAllocator.cpp"
@@ -27,9 +27,9 @@ def changed_bytes(recipe: Recipe, gpu: GPU | str | int | None = None) -> list[Ch
     """From the peak with the CPU's kernels to the peak allocated on a card, rule by rule.
 
     The first row is the tensors at the peak with no rule at all. Each further one is what a rule
-    of `memlab.card.rules.RULES` changes on top of those before it, 0 for one that the recipe
-    does not meet; then the libraries' workspaces, and what the allocator's blocks have over. The
-    rows sum to `peak_allocated`. Every rule that is met takes a simulation at full depth.
+    of `memlab.card.kernels.rules.RULES` changes on top of those before it, 0 for one that the
+    recipe does not meet; then the libraries' workspaces, and what the allocator's blocks have over.
+    The rows sum to `peak_allocated`. Every rule that is met takes a simulation at full depth.
     """
     import_libraries(recipe)
     whole, met = _run(recipe, gpu, frozenset(RULES))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from memlab import models
 from memlab.evidence.records import find_records
-from memlab.recipe import Recipe
+from memlab.spec.recipe import Recipe
 
 # A row: model, micro-batch x length, and what differs from Recipe's defaults (fp32, eager,
 # adamw_torch, nothing frozen). The rows that say most come first, for a card that is lent for

@@ -23,10 +23,10 @@ from memlab.evidence.grid import grid_runs
 from memlab.evidence.records import FOLDER, Record, load, save
 from memlab.evidence.worker import Worker, about
 from memlab.fields import whole
-from memlab.measuring import pick_device, versions
-from memlab.recipe import Recipe
-from memlab.training import Training, import_libraries
+from memlab.predict.measure import pick_device, versions
+from memlab.spec.recipe import Recipe
 from memlab.units import mib
+from memlab.workloads.training import Training, import_libraries
 
 # Cores from which on the next process starts while one is measured: fewer would disturb its clock.
 ROOMY = 8

@@ -11,8 +11,8 @@ import threading
 import torch
 
 from memlab.footprint import NOT_TENSORS, Category, Phase
-from memlab.measuring import Measurement, device_name, measure, versions
-from memlab.recipe import Recipe
+from memlab.predict.measure import Measurement, device_name, measure, versions
+from memlab.spec.recipe import Recipe
 
 
 class Worker:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from memlab import models
-from memlab.recipe import FULLY_SHARDED, Recipe
+from memlab.spec.recipe import FULLY_SHARDED, Recipe
 
 FEWEST = (1, 2, 3)  # patterns that are enough where the first layer is no kind of its own
 LONGEST_PATTERN = 12  # layers

@@ -11,16 +11,17 @@ import torch
 from tqdm.auto import tqdm
 
 from memlab import models
-from memlab.card.gpu import SimulatedGPU
+from memlab.card.device import SimulatedGPU
 from memlab.card.loading import loaded_weights
-from memlab.card.work import NORMS, repeat_micro_batch, without_trifles
+from memlab.card.op_cost import NORMS, repeat_micro_batch, without_trifles
 from memlab.gpus import ANY_CARD, GPU
-from memlab.quantized import assumed, numel
-from memlab.recipe import Recipe
-from memlab.sharding import is_moved_by_sharding
+from memlab.spec.recipe import Recipe
 from memlab.trace.events import Mark
 from memlab.trace.log import Log
-from memlab.training import Training, import_libraries
+from memlab.trace.quantized_weights import numel
+from memlab.workloads.quantized import assumed
+from memlab.workloads.sharding import is_moved_by_sharding
+from memlab.workloads.training import Training, import_libraries
 
 
 def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None, most=None) -> Log:
@@ -30,7 +31,7 @@ def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None, most=
     beyond which it ends with a ValueError.
     """
     if not isinstance(recipe, Recipe):
-        from memlab.generation import log_of_serving
+        from memlab.predict.serving import log_of_serving
 
         return log_of_serving(recipe, gpu, numbered)
     import_libraries(recipe)

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import platformdirs
 
-from memlab.card.work import Work
+from memlab.card.op_cost import Work
 from memlab.footprint import Category, Phase
 from memlab.predict.layers import Layers
 from memlab.trace.events import Birth, Death, Loaded, Mark, Step

@@ -17,12 +17,12 @@ from typing import NamedTuple
 import torch
 
 from memlab import models
-from memlab.card.attention import model_routes
-from memlab.card.bitsandbytes import fuses_4bit_product
+from memlab.card.kernels.bitsandbytes import fuses_4bit_product
+from memlab.card.kernels.sdpa import model_routes
 from memlab.gpus import GPU
-from memlab.quantized import COMPUTE_DTYPES
-from memlab.recipe import COMPUTED_IN, Recipe
+from memlab.spec.recipe import COMPUTED_IN, Recipe
 from memlab.trace.symbols import ALIGNED, chosen_sizes
+from memlab.workloads.quantized import COMPUTE_DTYPES
 
 # Chosen widths: g key-value heads with m query heads each, of size d; h hidden size where it is not
 # g * m * d; f feed-forward width; V vocabulary. Each has a prime factor of its own; the rest, a

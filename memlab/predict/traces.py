@@ -19,13 +19,13 @@ from memlab.predict.layers import FEWEST, Layers, layers_of
 from memlab.predict.run import completed, log_of, only_new_garbage, shallow_log
 from memlab.predict.store import Kept, Store
 from memlab.predict.structure import Circumstances, Structure, has_fused_products, structures
-from memlab.recipe import Recipe
+from memlab.spec.recipe import Recipe
 from memlab.trace.events import Birth, Death
 from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Log
 from memlab.trace.symbols import ALIGNED
 from memlab.trace.trace import Depth, Half, Trace
-from memlab.training import import_libraries
+from memlab.workloads.training import import_libraries
 
 # Lengths of the run that checks, by alignment, the second within short windows; its sequences
 # unless there is one; its patterns, more than were recorded.

@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import (
 )
 
 from memlab.footprint import Category, Phase
-from memlab.quantized import constants, constants_of_layers
 from memlab.trace.ledger import Ledger, Storage
 from memlab.trace.module_names import ModuleWatch
+from memlab.trace.quantized_weights import constants, constants_of_layers
 
 
 class Tracer(Ledger, TorchDispatchMode):

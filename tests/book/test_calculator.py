@@ -13,9 +13,9 @@ from panel_page import PanelPage
 
 from memlab import Recipe, cli, formula, models, simulate
 from memlab.book.calculator import AMONG, CHOICES, NUMBERS, OWN_LINK, TRAINED, Calculator
-from memlab.closed_form import installed
 from memlab.gpus import GPUS, find_gpu
-from memlab.planning import room
+from memlab.predict.closed_form import installed
+from memlab.predict.fit import room
 
 GIB = 2**30
 BY_SIZE = "another, by its GiB"
@@ -385,8 +385,8 @@ def test_what_is_copied_means_the_same_training(page, values):
     page.put(**values)
     line = shlex.split(page.text(".line"))
     assert line[0] == "memlab"
-    options = cli._parser().parse_args(line[1:])
-    recipe = cli._recipe(options)
+    options = cli.parser().parse_args(line[1:])
+    recipe = cli.options.recipe_of(options)
     assert formula(recipe, options.gpu).peak_allocated == page.figures()["peak"]
 
     transformers = pytest.importorskip("transformers")

@@ -10,7 +10,7 @@ from front_end import Live
 
 from memlab import Recipe, cli, explore, fits, models
 from memlab.book.live import VIEW
-from memlab.serving import Serving
+from memlab.spec.serving import Serving
 from memlab.units import mib
 
 TINY = Recipe("bert-large-tiny", batch_size=2, seq_len=64)
@@ -25,7 +25,7 @@ panel
 SERVING = Serving("gpt2-tiny", prompt=48, new_tokens=9)
 SERVING_PANEL = """
 from memlab import explore
-from memlab.serving import Serving
+from memlab.spec.serving import Serving
 explore(Serving("gpt2-tiny", prompt=48, new_tokens=9),
         "weights", "cache", "prompt", "batch_size", gpu="T4")
 """
@@ -73,7 +73,7 @@ def what_can_be_copied(live):
     """(what the command would be asked, what the Python says) of the lines that are shown."""
     blocks = re.findall(r"<pre>(.*?)</pre>", live.shown(), re.DOTALL)
     line, python = map(html.unescape, blocks)
-    options = cli._parser().parse_args(shlex.split(line)[1:])
+    options = cli.parser().parse_args(shlex.split(line)[1:])
     names = {}
     lines, _, asked = python.rpartition("print")
     exec(lines, names)

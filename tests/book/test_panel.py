@@ -5,7 +5,7 @@ import re
 import pytest
 
 from memlab import Recipe, book
-from memlab.book.freezing import Part
+from memlab.book.chapters.freezing import Part
 from memlab.book.panel import Panel
 from memlab.book.serving_calculator import ServingCalculator
 

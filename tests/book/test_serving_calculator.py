@@ -11,8 +11,8 @@ from panel_page import PanelPage
 from memlab import cli, models, simulate
 from memlab.book.serving_calculator import FIELDS, HELD, NAMES, ServingCalculator
 from memlab.gpus import GPUS, find_gpu
-from memlab.serving import Serving
-from memlab.serving_form import BYTES, TYPES, judged, serving_formula
+from memlab.predict.closed_form_serving import BYTES, TYPES, judged, serving_formula
+from memlab.spec.serving import Serving
 
 PASTED, BY_SIZE = "a pasted config.json", "another, by its GiB"
 
@@ -158,7 +158,7 @@ def test_a_card_can_be_given_by_its_gib(page):
     page.set("gib", "11.5")
     assert "the card of 11.5 GiB." in page.text(".say")
     words = shlex.split(page.text(".line"))
-    assert cli._parser().parse_args(words[1:]).gpu == int(11.5 * 2**30)
+    assert cli.parser().parse_args(words[1:]).gpu == int(11.5 * 2**30)
     page.set("gib", "-1")
     assert "gpu is -1 GiB: allowed are numbers above 0" in page.text(".say")
     page.set("gpu", "T4")
@@ -170,7 +170,7 @@ def test_the_line_is_one_that_memlab_takes(page):
     page.set("all_logits", "true")
     page.set("new_tokens", "9")
     words = shlex.split(page.text(".line"))
-    options = cli._parser().parse_args(words[1:])
+    options = cli.parser().parse_args(words[1:])
     said = settings(page)
     assert (options.model, options.gpu) == (said["serve"], said["gpu"])
     assert (options.weights, options.new_tokens, options.all_logits) == ("int8", 9, True)

@@ -8,9 +8,9 @@ import torch
 
 from memlab import Recipe
 from memlab.card.fake_tensors import tensors_without_data
-from memlab.quantized import import_bitsandbytes
+from memlab.libraries import import_bitsandbytes
 from memlab.trace.tracer import Tracer
-from memlab.training import Training
+from memlab.workloads.training import Training
 
 RECIPES = [
     Recipe(model="bert-large-tiny", batch_size=2, seq_len=64),

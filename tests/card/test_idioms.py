@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, random_split
 
 from memlab import SimulatedGPU
-from memlab.card.places import NotSimulated
+from memlab.card.placement import NotSimulated
 
 
 @pytest.fixture

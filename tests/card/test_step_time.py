@@ -9,8 +9,8 @@ import torch
 
 from memlab import Recipe, SimulatedGPU, find_gpu, simulate
 from memlab.card import step_time as seconds
+from memlab.card.op_cost import Work
 from memlab.card.step_time import EXPECTED, busy, step_time
-from memlab.card.work import Work
 from memlab.evidence.loops import kept_predictions
 from memlab.evidence.records import FOLDER, load
 from memlab.footprint import Phase, StepTime

@@ -10,7 +10,7 @@ import torch
 from helpers import one_line
 
 from memlab import SimulatedGPU
-from memlab.card.places import NotSimulated
+from memlab.card.placement import NotSimulated
 
 LARGE = 600  # a matrix of these, on the host, has no data
 

@@ -10,7 +10,7 @@ from notebook import Notebook
 
 from memlab import Recipe, models, simulate
 from memlab.book import small_config
-from memlab.book.ablation import SWITCHES, Point, fields_of
+from memlab.book.chapters.ablation import SWITCHES, Point, fields_of
 
 CHAPTER = Notebook("15-ablation")
 # Cells without a training, in the order of the chapter.

@@ -10,7 +10,7 @@ from notebook import Notebook, assert_same_run, traced
 from memlab import Recipe, find_gpu, simulate
 from memlab.book import small_config, verdict
 from memlab.trace.tracer import Tracer
-from memlab.training import Training
+from memlab.workloads.training import Training
 
 CHAPTER, DEEPER = Notebook("04-accumulation"), Notebook("04-accumulation-deeper")
 # Cells that train tiny models only, in the order of the page.

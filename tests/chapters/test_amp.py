@@ -7,7 +7,7 @@ import torch
 from notebook import Notebook, assert_same_run, traced
 
 from memlab import Recipe, simulate
-from memlab.training import Training
+from memlab.workloads.training import Training
 
 NOTEBOOK, DEEPER = Notebook("06-amp"), Notebook("06-amp-deeper")
 TINY = "imports published-records reader gradients gradients-figure"

@@ -7,7 +7,7 @@ import torch
 from notebook import Notebook
 
 from memlab import Recipe, check, models, simulate
-from memlab.training import Training
+from memlab.workloads.training import Training
 
 CHAPTER, DEEPER = Notebook("03-anatomy"), Notebook("03-anatomy-deeper")
 

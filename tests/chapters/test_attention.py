@@ -12,7 +12,7 @@ from notebook import Notebook
 
 from memlab import Recipe, SimulatedGPU
 from memlab.trace.tracer import Tracer
-from memlab.training import Training
+from memlab.workloads.training import Training
 
 CHAPTER = Notebook("14-attention")
 PARTS = """imports standard traffic traffic-table two-numbers extremes extremes-run floor floor-run

@@ -8,7 +8,7 @@ from notebook import Notebook
 
 from memlab import Recipe, simulate
 from memlab.trace.tracer import Tracer
-from memlab.training import Training
+from memlab.workloads.training import Training
 
 CHAPTER = Notebook("08-checkpointing")
 DEEPER = Notebook("08-checkpointing-deeper")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from notebook import Notebook
 
-from memlab.serving import kv_cache_bytes
+from memlab.spec.serving import kv_cache_bytes
 
 CHAPTER = Notebook("18-deploying")
 PRUNING = "patients patients-run prune-masks prune-fours prune-shapes prune-heads prune-run"

@@ -8,7 +8,7 @@ import torch
 from exact import exact_code, finite, interesting, value
 from notebook import Notebook
 
-from memlab.book.bits import FORMATS
+from memlab.book.chapters.bits import FORMATS
 from memlab.book.claims import all_claims
 
 CHAPTER = Notebook("02-dtypes")

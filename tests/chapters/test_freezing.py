@@ -6,7 +6,7 @@ from notebook import Notebook, assert_same_run, traced
 
 from memlab import Recipe, models, simulate
 from memlab.book import small_config, three_steps, train_step
-from memlab.training import Training
+from memlab.workloads.training import Training
 
 CHAPTER = Notebook("05-freezing")
 # Cells that train tiny models only, in the order of the chapter.

@@ -6,7 +6,7 @@ from notebook import Notebook, assert_same_run, traced
 
 from memlab import Recipe, models, simulate
 from memlab.book import small_config
-from memlab.training import Training
+from memlab.workloads.training import Training
 
 CHAPTER = Notebook("13-lora")
 DEEPER = Notebook("13-lora-deeper")

@@ -10,7 +10,7 @@ from notebook import Notebook
 
 from memlab import Meter, Recipe, SimulatedGPU, models
 from memlab.book import verdict
-from memlab.training import Training
+from memlab.workloads.training import Training
 
 CHAPTER = Notebook("01-measuring")
 DEEPER = Notebook("01-measuring-deeper")

@@ -17,7 +17,7 @@ from memlab.evidence.accuracy import (
 from memlab.evidence.records import find_records
 from memlab.evidence.report import report, summary
 from memlab.gpus import GPUS
-from memlab.training import Training
+from memlab.workloads.training import Training
 
 MiB = 2**20
 TINY = Recipe(model="gpt2-tiny", batch_size=2, seq_len=32)

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from memlab import Recipe, SimulatedGPU, models
-from memlab.card.bitsandbytes import cuda_module
-from memlab.card.rules import RULES
+from memlab.card.kernels.bitsandbytes import cuda_module
+from memlab.card.kernels.rules import RULES
 from memlab.evidence.accuracy import simulate_on_cpu
 from memlab.evidence.effects import changed_bytes
+from memlab.libraries import import_bitsandbytes
 from memlab.predict.run import two_steps
-from memlab.quantized import import_bitsandbytes
 
 import_bitsandbytes("this test")
 TINY = Recipe("bert-base-tiny", batch_size=8, seq_len=256)

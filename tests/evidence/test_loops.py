@@ -11,8 +11,8 @@ from memlab.evidence.accuracy import compare_kept, compare_records
 from memlab.evidence.loops import torch_preflight, torchtune
 from memlab.evidence.records import FOLDER, find_records, load
 from memlab.gpus import gpu_of_device
-from memlab.planning import CONTEXT_MARGIN, MARGIN
-from memlab.training import import_peft
+from memlab.predict.fit import CONTEXT_MARGIN, MARGIN
+from memlab.workloads.training import import_peft
 
 KEPT = loops.kept_predictions()
 T4 = find_records("published", "T4", loop="fitcheck")

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from memlab import Recipe, models, simulate
-from memlab.card.gpu import SimulatedGPU
+from memlab.card.device import SimulatedGPU
 from memlab.card.memory import card_footprint
 from memlab.gpus import ANY_CARD
 from memlab.predict.layers import Layers, layers_of, repeats
 from memlab.predict.run import completed, log_of, two_steps
+from memlab.predict.simulate import serve
 from memlab.predict.traces import run_log
-from memlab.simulation import serve
 from memlab.trace.layered import LayeredLog, growth, repeated
 from memlab.trace.log import Log
 

@@ -9,10 +9,10 @@ from transformers import CONFIG_MAPPING
 
 from memlab import Recipe, models
 from memlab.gpus import find_gpu
+from memlab.predict.simulate import serve, serve_without_range
 from memlab.predict.store import Store
 from memlab.predict.structure import Circumstances
 from memlab.predict.traces import Traces, are_alike, run_log
-from memlab.simulation import serve, serve_without_range
 from memlab.trace.events import Birth
 
 LLAMA = Recipe("llama-3-8b-tiny", seq_len=64, attention="sdpa", precision="bf16")

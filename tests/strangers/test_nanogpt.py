@@ -10,7 +10,7 @@ from helpers import one_line
 from torch import nn
 
 from memlab import SimulatedGPU
-from memlab.card.places import NotSimulated
+from memlab.card.placement import NotSimulated
 
 VOCABULARY, BLOCK, WIDTH, BATCH = 1024, 128, 128, 4
 

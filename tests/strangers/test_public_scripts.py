@@ -13,7 +13,7 @@ import textwrap
 import pytest
 from helpers import import_or_skip
 
-from memlab.running import try_script
+from memlab.predict.script import try_script
 
 
 def as_file(script, folder):

@@ -8,7 +8,7 @@ import torch
 from torch.cuda import _memory_viz as viz
 
 from memlab import Recipe, SimulatedGPU
-from memlab.training import Training
+from memlab.workloads.training import Training
 
 MiB = 2**20
 

@@ -9,7 +9,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from memlab import Recipe
 from memlab.trace.tracer import Tracer
-from memlab.training import Training
+from memlab.workloads.training import Training
 
 RECIPES = {
     "plain": {},

@@ -15,14 +15,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memlab import models
-from memlab.card.gpu import SimulatedGPU
+from memlab.card.device import SimulatedGPU
 from memlab.evidence.records import Record
 from memlab.footprint import Footprint
 from memlab.gpus import GPU
-from memlab.quantized import quantize_base
-from memlab.recipe import Recipe
-from memlab.simulation import full_log, serve
-from memlab.training import import_peft
+from memlab.predict.simulate import full_log, serve
+from memlab.spec.recipe import Recipe
+from memlab.workloads.quantized import quantize_base
+from memlab.workloads.training import import_peft
 
 
 def footprint_of(run: Record, card: GPU) -> Footprint:

@@ -31,12 +31,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from memlab import models
-from memlab.card.gpu import SimulatedGPU
+from memlab.card.device import SimulatedGPU
 from memlab.evidence.records import Record
 from memlab.footprint import Footprint
 from memlab.gpus import GPU
-from memlab.recipe import Recipe
-from memlab.training import import_peft
+from memlab.spec.recipe import Recipe
+from memlab.workloads.training import import_peft
 
 SHORT = 100  # tokens of a bucket's last batches, about
 

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, ResNetConfig, ResNetForImageClassification
 
 from memlab import models
-from memlab.card.gpu import SimulatedGPU
+from memlab.card.device import SimulatedGPU
 from memlab.evidence.records import Record
 from memlab.footprint import Footprint
 from memlab.gpus import GPU

@@ -29,11 +29,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from memlab import models
-from memlab.card.gpu import SimulatedGPU
+from memlab.card.device import SimulatedGPU
 from memlab.evidence.records import Record
 from memlab.footprint import Footprint
 from memlab.gpus import GPU
-from memlab.recipe import Recipe
+from memlab.spec.recipe import Recipe
 
 MM = torch.ops.aten.mm.default
 KEPT = {

@@ -31,12 +31,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from memlab import models
-from memlab.card.gpu import SimulatedGPU
+from memlab.card.device import SimulatedGPU
 from memlab.evidence.records import Record
 from memlab.footprint import Footprint
 from memlab.gpus import GPU
-from memlab.quantized import import_bitsandbytes
-from memlab.recipe import Recipe
+from memlab.libraries import import_bitsandbytes
+from memlab.spec.recipe import Recipe
 
 CHUNKS = 8
 

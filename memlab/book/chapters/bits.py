@@ -1,0 +1,107 @@
+"""Number formats as bits, and a page element that shows any number in all of them."""
+
+import json
+from dataclasses import asdict, dataclass
+from importlib import resources
+
+
+@dataclass(frozen=True)
+class Format:
+    """A signed number format: 1 sign bit, `exponent` bits, `mantissa` bits.
+
+    exponent: 0 for an integer in two's complement; a float's bias is 2**(exponent - 1) - 1, and
+        exponent field 0 holds zero and the subnormal numbers.
+    special: what the largest codes of a float mean: `ieee` (exponent field all ones: infinity and
+        NaN), `nan` (all ones: NaN, no infinity) or `none`.
+    overflow: what a number beyond the largest becomes, `infinity` or `largest`.
+    ties: a number halfway between two goes to the one that ends in 0 (`even`; with no mantissa,
+        where both end in 1, to the larger one: IEEE 754-2019, section 4.3.1) or `away` from zero.
+    stored: bits that a number takes in memory where it has none of its own size.
+    """
+
+    name: str
+    exponent: int
+    mantissa: int
+    special: str = "ieee"
+    overflow: str = "infinity"
+    ties: str = "even"
+    stored: int | None = None
+
+    @property
+    def bits(self) -> int:
+        """Bits that mean something."""
+        return 1 + self.exponent + self.mantissa
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of one number in memory; half a byte where two numbers share one."""
+        return (self.stored or self.bits) / 8
+
+    @property
+    def bias(self) -> int:
+        """What is taken off the exponent field."""
+        return 2 ** (self.exponent - 1) - 1 if self.exponent else 0
+
+    @property
+    def largest(self) -> float:
+        """The largest finite number."""
+        if not self.exponent:
+            return float(2**self.mantissa - 1)
+        top = 2**self.exponent - (2 if self.special == "ieee" else 1) - self.bias
+        steps = 2 ** (self.mantissa + 1) - (2 if self.special == "nan" else 1)
+        return steps * 2.0 ** (top - self.mantissa)
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest positive number with all its precision."""
+        return 2.0 ** (1 - self.bias) if self.exponent else 1.0
+
+    @property
+    def smallest(self) -> float:
+        """The smallest positive number."""
+        return self.smallest_normal * self.epsilon if self.mantissa else self.smallest_normal
+
+    @property
+    def epsilon(self) -> float:
+        """The distance from 1 to the next larger number."""
+        return 2.0**-self.mantissa if self.exponent else 1.0
+
+
+_FORMATS = (
+    Format("fp32", 8, 23),
+    # NVIDIA's "TF32 Tensor Cores" rounds fp32 inputs to it; the rounding is that of PTX's
+    # `cvt.rna.tf32.f32`. It is no type of its own: tensors stay in fp32.
+    Format("tf32", 8, 10, ties="away", stored=32),
+    Format("bf16", 8, 7),
+    Format("fp16", 5, 10),
+    # FP8 Formats for Deep Learning, arXiv:2209.05433. Overflow is the converter's choice: torch
+    # from 2.12 on stores the largest number (pytorch/pytorch#178817), before it NaN.
+    Format("fp8 E5M2", 5, 2),
+    Format("fp8 E4M3", 4, 3, special="nan", overflow="largest"),
+    # E2M1: OCP Microscaling Formats (MX) v1.0. E3M0 has no standard: the same rules with no
+    # mantissa, so powers of two and zero.
+    Format("fp4 E2M1", 2, 1, special="none", overflow="largest"),
+    Format("fp4 E3M0", 3, 0, special="none", overflow="largest"),
+    Format("int16", 0, 15, special="none", overflow="largest"),
+    Format("int8", 0, 7, special="none", overflow="largest"),
+    Format("int4", 0, 3, special="none", overflow="largest"),
+)
+FORMATS: dict[str, Format] = {known.name: known for known in _FORMATS}
+
+
+class BitExplorer:
+    """Type a number or flip a bit, and see it in every format: HTML with its own script.
+
+    It needs no kernel and no network.
+    """
+
+    def _repr_html_(self) -> str:
+        def read(name):
+            return resources.files("memlab.book.assets").joinpath(name).read_text(encoding="utf8")
+
+        formats = json.dumps([asdict(known) for known in FORMATS.values()])
+        page = read("bits.html").replace("/* script */", read("bits.js"))
+        return page.replace("/* formats */", formats)
+
+    def __repr__(self) -> str:
+        return "A bit explorer, to be seen where HTML is shown."

@@ -1,0 +1,187 @@
+"""Checkpoints: written with zeros that take no room on the disk, read with what is in them."""
+
+import contextlib
+import json
+import sys
+from unittest import mock
+
+import torch
+from safetensors import torch as safetensors
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from memlab.card.constants import values_of
+from memlab.card.placement import names_card, on_card
+
+
+@contextlib.contextmanager
+def checkpoints():
+    """Let torch.save, torch.load and safetensors' save_file take tensors without data.
+
+    A fake tensor is written as zeros, or as its values where they are known. With torch.save it is
+    one zero that is expanded to the tensor's shape, with safetensors a hole in the file: neither
+    takes room. What lay on the card comes back to the card, unless map_location says otherwise.
+    """
+    with contextlib.ExitStack() as stack:
+        for target, name, replacement in (
+            (FakeTensor, "__reduce_ex__", _as_zeros),
+            (torch.serialization, "location_tag", _location_of),
+            (torch, "load", _load),
+            # What lies nowhere has an address of its own all the same: libraries tell by it
+            # which weights are tied.
+            (torch.UntypedStorage, "data_ptr", _address_of),
+            *((module, name, _save_file) for module, name in _who_has(_write)),
+            *((module, name, _load_file) for module, name in _who_has(_read_file)),
+            *((module, name, _open) for module, name in _who_has(_open_file)),
+        ):
+            stack.enter_context(mock.patch.object(target, name, replacement))
+        yield
+
+
+_read = torch.load
+_write, _read_file = safetensors.save_file, safetensors.load_file
+_open_file = safetensors.safe_open
+_tag, _address = torch.serialization.location_tag, torch.UntypedStorage.data_ptr
+
+
+def _who_has(function):
+    """(module, name) of every name that a library has given a function of safetensors."""
+    names = ("save_file", "load_file", "safe_save_file", "safe_load_file", "safe_open")
+    for module in list(sys.modules.values()):
+        for name in names:
+            if getattr(module, "__dict__", {}).get(name) is function:
+                yield module, name
+
+
+def _plain(tensor):
+    """An ordinary tensor for a fake one, which takes no memory; its storage notes the card."""
+    values = values_of(tensor)
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        if values is None:
+            values = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+        values = values.clone() if values.numel() == 1 else values
+        values.untyped_storage()._memlab_from_card = on_card(tensor)
+    return values
+
+
+def _as_zeros(tensor, protocol):
+    plain = _plain(tensor)
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        if getattr(tensor, "_is_param", False):
+            plain = torch.nn.Parameter(plain, tensor.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+
+def _address_of(storage):
+    return storage._cdata if storage.device.type == "meta" else _address(storage)
+
+
+def _location_of(storage):
+    untyped = getattr(storage, "_untyped_storage", storage)
+    return "cuda:0" if getattr(untyped, "_memlab_from_card", False) else _tag(storage)
+
+
+def _load(f, map_location=None, *args, **kwargs):
+    """torch.load, which would ask a card that is not there for memory.
+
+    A function for a map_location is taken to send all to the host.
+    """
+    for_card = []  # storages, kept so that no other takes the place of one
+
+    def place(storage, location):
+        mapped = map_location
+        if isinstance(mapped, dict):
+            mapped = mapped.get(location, location)
+        elif mapped is None:
+            mapped = location
+        if not callable(mapped) and str(mapped).startswith("cuda"):
+            for_card.append(storage)
+        return storage
+
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        loaded = _read(f, place, *args, **kwargs)
+    card = {storage._cdata for storage in for_card}
+
+    def move(tensor):
+        return tensor.to("cuda") if tensor.untyped_storage()._cdata in card else tensor
+
+    def moved(found):
+        return found._apply(move) if isinstance(found, torch.nn.Module) else move(found)
+
+    return tree_map_only((torch.Tensor, torch.nn.Module), moved, loaded)
+
+
+def _load_file(filename, device="cpu", **kwargs):
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        loaded = _read_file(filename, **kwargs)
+    return {name: tensor.to(device) for name, tensor in loaded.items()}
+
+
+def _open(filename, framework="pt", device="cpu", **settings):
+    """safetensors' safe_open, which would write to a card's memory by itself."""
+    if isinstance(device, int):
+        device = torch.device("cuda", device)
+    opened = _open_file(filename, framework, **settings)
+    return _ToCard(opened) if framework == "pt" and names_card(device) else opened
+
+
+class _ToCard:
+    """A file of weights that are put on the card as they are asked for."""
+
+    def __init__(self, opened):
+        self._opened = opened
+
+    def __getattr__(self, name):
+        return getattr(self._opened, name)
+
+    def __enter__(self):
+        self._opened.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        return self._opened.__exit__(*error)
+
+    def get_tensor(self, name):
+        return self.get_slice(name)[...]
+
+    def get_slice(self, name):
+        return _Slice(self._opened.get_slice(name))
+
+
+class _Slice(_ToCard):
+    """Of one of its weights."""
+
+    def __getitem__(self, places):
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            part = self._opened[places]
+        return part.to("cuda")
+
+
+def _save_file(tensors, filename, metadata=None):
+    """safetensors' save_file, of tensors of which some have no data.
+
+    The format: github.com/huggingface/safetensors, README.md.
+    """
+    if not any(isinstance(tensor, FakeTensor) for tensor in tensors.values()):
+        return _write(tensors, filename, metadata)
+    header, end = {"__metadata__": metadata} if metadata else {}, 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        where = {"shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": _KINDS[tensor.dtype], **where}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(filename, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            data = values_of(tensor)
+            if data is None:
+                file.seek(tensor.nbytes, 1)
+                continue
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                file.write(data.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        file.truncate(8 + len(text) + end)
+
+
+_KINDS = {dtype: name for name, dtype in safetensors._TYPES.items()}

@@ -1,0 +1,360 @@
+"""What `torch.cuda` and `torch.accelerator` answer inside a simulated GPU.
+
+PyTorch's own functions run wherever they can: only what they ask of the driver and of the
+allocator, the functions of `torch._C`, is answered by the simulation. What has no answer is
+refused by name.
+"""
+
+import contextlib
+import functools
+import itertools
+import os
+import sys
+from unittest import mock
+
+import torch
+from transformers.utils import import_utils
+
+from memlab.card import cuda_build
+from memlab.card.cuda_build import DeviceProperties
+from memlab.card.placement import ONE_CARD, NotSimulated, names_card
+
+NOT_SIMULATED = {
+    "torch.cuda.CUDAGraph": "CUDA graphs have memory pools of their own",
+    "torch.cuda.graph": "CUDA graphs have memory pools of their own",
+    "torch.cuda.make_graphed_callables": "CUDA graphs have memory pools of their own",
+    "torch.cuda.MemPool": "the simulation follows one memory pool",
+    "torch.cuda.ExternalStream": "the simulation follows PyTorch's own streams",
+    "torch.cuda.memory.change_current_allocator": "the simulation is of PyTorch's own allocator",
+    "torch.cuda.memory._set_allocator_settings": "the allocator has its default settings",
+    "torch.cuda.memory.set_per_process_memory_fraction": "give SimulatedGPU the bytes instead",
+    "torch.cuda.utilization": "there is no time here",
+    "torch.cuda.temperature": "there is no time here",
+    "torch.cuda.power_draw": "there is no time here",
+    "torch.cuda.clock_rate": "there is no time here",
+    "torch.nested.nested_tensor": "what it takes depends on its lengths: pad the sequences instead",
+    "torch.nested.as_nested_tensor": "what it takes depends on its lengths: pad instead",
+    "torch.nested.nested_tensor_from_jagged": "what it takes depends on its lengths: pad instead",
+}
+
+
+@contextlib.contextmanager
+def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False):
+    """Let `torch.cuda` and `torch.accelerator` speak of the card that `tracer` simulates.
+
+    snapshot: a function that gives what `torch.cuda.memory._snapshot()` gives. ranks: how many
+    cards the machine has. compile_eagerly: whether what would be compiled runs as it is.
+    """
+    with contextlib.ExitStack() as stack:
+        for target, answers in (
+            (torch.autograd.profiler.profile, {"__init__": _profile(tracer.assumptions)}),
+            (torch.cuda, _of_the_card(tracer, ranks)),
+            (torch.cuda.memory, {"mem_get_info": _free_and_total(tracer)}),
+            *cuda_build.answers(tracer.gpu),
+            (torch._C, _of_the_driver(tracer, snapshot, ranks)),
+            (torch._C, _of_the_accelerator(tracer)),
+            (torch, {"compile": _compile(tracer, compile_eagerly), "Generator": Generator}),
+            # Recurrent layers run as PyTorch's own operations.
+            (torch.backends.cudnn, {"is_acceptable": lambda tensor: False}),
+            (torch.Tensor, {"record_stream": lambda tensor, stream: None}),
+            # DataParallel over one card moves the batch there and runs the module.
+            (torch.nn.parallel.comm, {"scatter": lambda tensor, *where: (tensor.to("cuda"),)}),
+            (torch.nn.parallel._functions, {"_get_stream": lambda device: None}),
+            *refusals(NOT_SIMULATED),
+        ):
+            for name, value in answers.items():
+                # What only builds with CUDA have is made for as long as it is asked for.
+                stack.enter_context(mock.patch.object(target, name, value, create=True))
+        stack.enter_context(libraries_look_again())
+        yield torch.device("cuda", 0)
+
+
+def _free_and_total(tracer):
+    return lambda device=None: only_card(device) or tracer.allocator.free_and_total()
+
+
+def _of_the_card(tracer, ranks) -> dict:
+    """What `torch.cuda` itself holds or decides."""
+    properties = DeviceProperties(tracer.gpu, tracer.allocator)
+    return {
+        "_initialized": True,
+        "_cached_device_count": None,
+        "_cudart": cuda_build.runtime(_free_and_total(tracer)),
+        "_get_device_properties": lambda device: properties,
+        "_check_bf16_tensor_supported": lambda device: True,  # by emulation, on any card
+        "device": Selected,
+        "device_of": Selected,
+        "default_generators": tuple(torch.Generator() for _ in range(ranks)),
+        "Stream": type("Stream", (Stream,), {"numbers": itertools.count(1)}),  # of this card
+        "current_stream": functools.partial(current_stream, tracer),
+        "default_stream": default_stream,
+        "stream": functools.partial(SelectedStream, tracer),
+        "set_stream": functools.partial(_set_stream, tracer),
+        "Event": Event,
+        "is_current_stream_capturing": lambda: False,
+        "mem_get_info": _free_and_total(tracer),
+    }
+
+
+def _of_the_driver(tracer, snapshot, ranks) -> dict:
+    """What `torch.cuda` asks of the driver and of the allocator."""
+    memory = tracer.allocator
+    return {
+        "_cuda_getDeviceCount": lambda: ranks,
+        "_cuda_getDevice": lambda: 0,
+        "_cuda_setDevice": only_card,
+        "_cuda_synchronize": lambda: None,
+        "_cuda_ipc_collect": lambda: None,
+        "_cuda_memoryStats": lambda device: memory.stats(),
+        "_cuda_emptyCache": tracer.empty_cache,
+        "_cuda_resetPeakMemoryStats": lambda device: tracer.reset_peak(),
+        "_cuda_resetAccumulatedMemoryStats": lambda device: memory.reset_accumulated_stats(),
+        "_cuda_memorySnapshot": lambda pool: snapshot(),
+        # The simulation always records; the export is always there.
+        "_cuda_record_memory_history": lambda *settings: None,
+        "_cuda_record_memory_history_legacy": lambda *settings: None,
+    }
+
+
+def _of_the_accelerator(tracer) -> dict:
+    """What `torch.accelerator` asks."""
+    memory = tracer.allocator
+    return {
+        "_accelerator_getAccelerator": lambda: torch.device("cuda"),
+        "_accelerator_getDeviceIndex": lambda: 0,
+        "_accelerator_setDeviceIndex": only_card,
+        "_accelerator_getStream": functools.partial(current_stream, tracer),
+        "_accelerator_synchronizeDevice": only_card,
+        "_accelerator_isAllocatorInitialized": lambda: True,
+        "_accelerator_emptyCache": tracer.empty_cache,
+        "_accelerator_getDeviceStats": lambda device: memory.stats(),
+        "_accelerator_resetPeakStats": lambda device: tracer.reset_peak(),
+        "_accelerator_resetAccumulatedStats": lambda device: memory.reset_accumulated_stats(),
+        "_accelerator_getMemoryInfo": lambda device: memory.free_and_total(),
+    }
+
+
+def refusals(names: dict[str, str]):
+    """(module, {name: a function that refuses}) of names, each with the reason why."""
+    for path, why in names.items():
+        *modules, name = path.split(".")[1:]
+        target = functools.reduce(getattr, modules, torch)
+        refused, original = refuse(path, why), getattr(target, name)
+        plain = isinstance(original, type) and original.__new__ is object.__new__
+        if plain and "__init__" in vars(original):  # libraries ask the class of more
+            yield original, {"__init__": refused}
+            continue
+        if isinstance(original, type):  # also a name in annotations
+            refused = type(name, (original,), {"__new__": refused})
+        for module in {target, torch.cuda} if "memory" in modules else {target}:
+            yield module, {name: refused}
+
+
+def only_card(device=None) -> None:
+    """Raise NotSimulated for any device but cuda:0."""
+    if device is None or (isinstance(device, int) and device < 1):
+        return
+    named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if not names_card(named):
+        raise NotSimulated(f"device is {str(named)!r}: {ONE_CARD}")
+
+
+def refuse(name, why):
+    """A function that stands for one that is not simulated."""
+
+    def refused(*args, **kwargs):
+        raise NotSimulated(f"{name} is not simulated: {why}")
+
+    return refused
+
+
+_NO_COMPILE = refuse(
+    "torch.compile",
+    "compiled graphs plan their memory in another way. compile_eagerly=True, or memlab run "
+    "--compile-eagerly, runs the code as it is, an upper bound",
+)
+EAGERLY = "torch.compile: the code ran as it is, which holds as much as compiled code or more"
+
+
+def _compile(tracer, eagerly):
+    """`torch.compile` under its own switches; a module is refused, a function when it is called."""
+
+    def compiled(model=None, *, backend="inductor", disable=False, **settings):
+        if model is None:
+            return lambda function: compiled(function, backend=backend, disable=disable)
+        if disable or backend == "eager" or _is_switched_off():
+            return model
+        if eagerly:
+            tracer.assumptions[EAGERLY] = None
+            return model
+        if isinstance(model, torch.nn.Module):
+            _NO_COMPILE()
+        return _NO_COMPILE  # libraries decorate functions that they may never call
+
+    return compiled
+
+
+def _is_switched_off() -> bool:
+    """Whether PyTorch's own settings turn torch.compile off."""
+    settings = sys.modules.get("torch._dynamo.config")
+    names = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+    return getattr(settings, "disable", False) or any(os.environ.get(n) == "1" for n in names)
+
+
+_original_profile = torch.autograd.profiler.profile.__init__
+PROFILED = "torch.profiler: no times of the card, no shapes; its times are those of this machine"
+
+
+def _profile(assumptions):
+    """The profiler's start, which here follows the host: it would keep every tensor it has seen."""
+
+    def start(self, *args, **settings):
+        assumptions[PROFILED] = None
+        without = {"use_cuda": False, "use_device": None, "record_shapes": False}
+        _original_profile(self, *args, **settings | without | {"with_flops": False})
+
+    return start
+
+
+_OriginalGenerator = torch.Generator
+
+
+class _AnyGenerator(type):
+    def __instancecheck__(cls, instance):
+        return isinstance(instance, _OriginalGenerator)
+
+
+class Generator(metaclass=_AnyGenerator):
+    """`torch.Generator("cuda")` too: its numbers have no value here."""
+
+    def __new__(cls, device="cpu"):
+        if torch.device(device).type == "cuda":
+            only_card(device)
+        return _OriginalGenerator()
+
+
+class Selected:
+    """A device, or a tensor's, that is chosen for a block: there is one."""
+
+    def __init__(self, chosen=None):
+        if not isinstance(chosen, torch.Tensor):
+            only_card(chosen)
+
+    def __enter__(self):
+        return None
+
+    def __exit__(self, *error):
+        return False
+
+
+class Stream:
+    """A stream, in which nothing waits. What is made in it is memory of its own."""
+
+    device = torch.device("cuda", 0)
+    device_index = 0
+    numbers = itertools.repeat(0)
+
+    def __init__(self, device=None, priority=0, **settings):
+        only_card(device)
+        self.stream_id = self.cuda_stream = next(self.numbers)
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def wait_stream(self, stream) -> None:
+        pass
+
+    def wait_event(self, event) -> None:
+        pass
+
+    def record_event(self, event=None):
+        return event or Event()
+
+
+_DEFAULT = Stream()
+
+
+def default_stream(device=None) -> Stream:
+    only_card(device)
+    return _DEFAULT
+
+
+def current_stream(tracer, device=None) -> Stream:
+    """The stream that is chosen now."""
+    only_card(device)
+    return tracer.stream_object or _DEFAULT
+
+
+def _set_stream(tracer, stream) -> None:
+    if stream is not None:
+        tracer.stream, tracer.stream_object = stream.stream_id, stream
+
+
+class SelectedStream:
+    """`torch.cuda.stream`: a stream that is chosen for a block."""
+
+    def __init__(self, tracer, stream):
+        self.tracer, self.stream = tracer, stream
+
+    def __enter__(self):
+        self._before = current_stream(self.tracer)
+        _set_stream(self.tracer, self.stream)
+
+    def __exit__(self, *error):
+        _set_stream(self.tracer, self._before)
+        return False
+
+
+class Event:
+    """A mark in the stream. Nothing takes time here, so the time between two is refused."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def record(self, stream=None) -> None:
+        pass
+
+    def wait(self, stream=None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    elapsed_time = staticmethod(refuse("torch.cuda.Event.elapsed_time", "there is no time here"))
+
+
+@contextlib.contextmanager
+def libraries_look_again():
+    """transformers and accelerate remember whether there is CUDA: let them forget, twice."""
+    before = [dict(shared) for shared in _accelerates_memory()]
+    _forget()
+    try:
+        yield
+    finally:
+        _forget()
+        for shared, values in itertools.zip_longest(_accelerates_memory(), before, fillvalue={}):
+            shared.update(values)
+
+
+def _accelerates_memory() -> list[dict]:
+    """What accelerate's states share, where it is imported."""
+    state = sys.modules.get("accelerate.state")
+    kinds = ("PartialState", "AcceleratorState", "GradientState") if state else ()
+    return [getattr(state, kind)._shared_state for kind in kinds]
+
+
+def _forget() -> None:
+    for shared in _accelerates_memory():
+        shared.clear()
+    for name, value in vars(import_utils).items():
+        if name.startswith("is_") and hasattr(value, "cache_clear"):
+            value.cache_clear()

@@ -1,0 +1,172 @@
+"""A GPU that is not there, and its host: real training loops under CUDA's rules.
+
+Inside `SimulatedGPU` a tensor on the card is a fake one: it has a shape, a dtype and a lifetime,
+but no data. What CUDA's kernels would keep, what its libraries would take and how its allocator
+would serve it is followed byte by byte, so a full-size model runs in seconds on a laptop and runs
+out of memory where the card would. The host stays a host: samplers, tokenizers and collators work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import pickle
+from pathlib import Path
+
+from memlab.card import checkpoints, cuda_api, fake_tensors, moves
+from memlab.card.kernels import bitsandbytes, triton
+from memlab.card.kernels.rules import RULES, cuda_kernels
+from memlab.card.links import link_rate
+from memlab.card.memory import card_footprint
+from memlab.card.placement import CARD, tensors_name_their_place
+from memlab.card.process_group import check_ranks, rank_of
+from memlab.card.tracer import CardTracer
+from memlab.footprint import Footprint
+from memlab.gpus import GPU, find_gpu
+from memlab.libraries import import_bitsandbytes
+from memlab.trace.snapshot import take_snapshot
+
+
+class SimulatedGPU:
+    """A context in which training loops run on a card that need not be there.
+
+        with SimulatedGPU("T4") as gpu:
+            ...build the model, train two steps...
+        print(gpu.footprint)
+
+    gpu: a name of `memlab.gpus.GPUS`, a number of bytes, or None for a card without a limit.
+    rules: which of `memlab.card.kernels.rules.RULES` hold; all do on a card.
+    script: a pathlib.Path; `Footprint.by_line` then tells which of its lines made what.
+    ranks: how many processes train together; this is the first (`memlab.card.process_group`).
+    compile_eagerly: whether what `torch.compile` would compile runs as it is, as an upper bound,
+        which `Footprint.assumptions` then says; else it is refused. PyTorch's own switches
+        (disable=True, TORCH_COMPILE_DISABLE=1, backend="eager") hold without.
+    link: between them, a name of `memlab.card.links.LINKS`, for the time of their collectives;
+        None takes NVLink where the card has it, and else PCIe.
+
+    Code written for CUDA runs unchanged: it places tensors (`.to("cuda")`, `.cuda()`,
+    `device="cuda"`, `device_map="cuda"`), uses `torch.autocast("cuda")` and
+    `torch.amp.GradScaler("cuda")`, asks `torch.cuda` and `torch.accelerator` for the card and its
+    memory, and hands its model to peft, bitsandbytes, Accelerate or transformers' Trainer. What is
+    not simulated is refused by a NotSimulated, a ValueError, that names it: a second card, CUDA
+    graphs, torch.compile, sparse and nested tensors, times.
+
+    `torch.distributed` starts a group of PyTorch's fake backend, whichever is asked for. With
+    several ranks there is torchrun's environment and a card for each, and code written for torchrun
+    runs as its first rank: DistributedDataParallel, `fully_shard`, ZeroRedundancyOptimizer,
+    `parallelize_module`. Of as many processes as `torch.multiprocessing.spawn` starts the first
+    runs, here. What arrives from other ranks is a stand-in. Pipelines, RPC and
+    FullyShardedDataParallel are refused.
+
+    Where things lie:
+
+    - What is made without naming the card lies on the host and does not count. Integers, booleans
+      and tensors up to 1 MiB are ordinary ones with data; larger ones, weights, have none until
+      they move. What meets a tensor of the other place is refused in CUDA's words.
+    - A model from outside may move in. It has its data again when the card is left.
+    - The states of paged optimizers lie in managed memory outside PyTorch's allocator. How much of
+      those the driver keeps on the card at a time is not simulated.
+
+    What values are:
+
+    - Up to 262,144 integers or booleans keep theirs on the card where all that they were made of
+      is known, and so the shapes that follow from masks and lengths are those of a real run.
+    - Any other number reads as 1, in `.item()`, in print and, up to 16 MiB, in a copy on the host;
+      larger copies hold zeros. Comparisons come out of that, isnan and isinf are False, and the
+      gradient scaler never skips a step.
+    - A `while` loop that reads such a value 20 times, while nothing that is known changes, is given
+      another one, which `Footprint.assumptions` says; one that reads it 10,000 times is refused.
+    - Where a shape follows from values that are not known, it is the largest that can come out
+      (nonzero, boolean masks, masked_select, unique; bincount with minlength), and the choices of a
+      top-k, such as an expert mixture's, are spread evenly; `Footprint.assumptions` then says so.
+      What has no largest is refused: bincount without minlength, repeat_interleave without
+      output_size, CTC loss.
+    - A checkpoint is written with zeros that take no room on the disk (`memlab.card.checkpoints`).
+    - Several sequences packed into one row are told apart where their position_ids are known.
+
+    What else it assumes: a stream waits for no other, and what another stream has used
+    (`record_stream`) is free at once; the allocator's default settings; no other process on the
+    card, and nothing of NCCL's own. Weights of a checkpoint are read one after the other, where
+    transformers takes four threads unless it quantizes them. Recurrent layers run as PyTorch's own
+    operations, where a card may take a kernel of cuDNN's; what cuDNN takes for itself in a
+    convolution is not counted.
+    Kernels of Triton write into tensors that are there and take none; where Triton is not
+    installed, libraries may go another way.
+
+    Raises torch.OutOfMemoryError, with PyTorch's message, where the card would.
+    """
+
+    entered = False  # one card at a time
+    imports_bitsandbytes = True
+
+    def __init__(
+        self,
+        gpu: GPU | str | int | None = None,
+        rules=frozenset(RULES),
+        script=None,
+        ranks: int = 1,
+        link: str | None = None,
+        compile_eagerly: bool = False,
+    ):
+        self.gpu, self.ranks, self.link = find_gpu(gpu), check_ranks(ranks), link
+        if link is not None:
+            link_rate(self.gpu, link)  # or refuses
+        self.tracer = CardTracer(self.gpu, rules, script)
+        self.compile_eagerly = compile_eagerly
+        self._stack = None  # of what is patched while it is entered
+        self.device = CARD
+
+    def __enter__(self) -> SimulatedGPU:
+        if SimulatedGPU.entered:
+            raise ValueError("a SimulatedGPU is entered already: leave it before the next")
+        if self._stack is not None:
+            raise ValueError("this SimulatedGPU was entered before: make another for another run")
+        if self.imports_bitsandbytes and importlib.util.find_spec("bitsandbytes"):
+            # Other libraries import it, and inside it would look for its CUDA library.
+            import_bitsandbytes("SimulatedGPU")
+        tracer = self.tracer
+        with contextlib.ExitStack() as stack:
+            tracer.mode = stack.enter_context(fake_tensors.tensors_without_data())
+            names = stack.enter_context(moves.cuda_code(tracer))
+            for context in (
+                tensors_name_their_place(tracer.host_copy),
+                moves.threads_come_along(tracer.mode, tracer, names),
+                bitsandbytes.paged_states(tracer.zeros_on_host),
+                cuda_kernels(self.gpu, tracer.rules, tracer.met_rules),
+                cuda_api.cuda_answers(tracer, self.snapshot, self.ranks, self.compile_eagerly),
+                rank_of(tracer, self.ranks),
+                triton.nothing_is_compiled(tracer.assumptions),
+                checkpoints.checkpoints(),
+                tracer,
+            ):
+                stack.enter_context(context)
+            self._stack = stack.pop_all()
+        SimulatedGPU.entered = True
+        return self
+
+    def __exit__(self, *error):
+        SimulatedGPU.entered = False
+        self.tracer.stop()  # what dies later is no part of it
+        return self._stack.__exit__(*error)
+
+    def watch(self, model=None, optimizer=None, inputs=()) -> None:
+        """Name and count these from now on, also the parts that no operation touches."""
+        self.tracer.watch(model, optimizer, inputs)
+
+    def reset_peak(self) -> None:
+        """Count from here, as `torch.cuda.reset_peak_memory_stats()` does."""
+        self.tracer.reset_peak()
+
+    @property
+    def footprint(self) -> Footprint:
+        """The peak since the last `reset_peak`, or since the beginning."""
+        return card_footprint(self.tracer, link=self.link)
+
+    def snapshot(self) -> dict:
+        """What happened on the card, in the form of `torch.cuda.memory._snapshot()`."""
+        return take_snapshot(self.tracer)
+
+    def dump_snapshot(self, path: str | Path) -> None:
+        """Write the snapshot to a file that PyTorch's viewer opens (pytorch.org/memory_viz)."""
+        with open(path, "wb") as file:
+            pickle.dump(self.snapshot(), file)

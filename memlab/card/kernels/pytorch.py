@@ -1,0 +1,224 @@
+"""What CUDA kernels keep in memory where CPU kernels keep something else.
+
+The simulated GPU runs on fake CPU tensors. Their shapes are right, but some CPU kernels save
+other tensors for the backward pass than the CUDA kernels do. Each function here is PyTorch's own
+CUDA choice and names its source in the PyTorch repository; `memlab.card.kernels.rules` puts
+them in place.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch._decomp import decompositions
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+class Kernel(NamedTuple):
+    """A function that stands for an operator of PyTorch's dispatcher while a rule holds.
+
+    of_card: whether its first argument is the `memlab.gpus.GPU`, because cards differ in it.
+    """
+
+    rule: str
+    operator: str
+    function: Callable
+    of_card: bool = False
+    key: str = "AutogradCPU"
+    package: str = "aten"
+
+
+def dropout(input, p, train):
+    """CUDA keeps a mask of one byte an element; the CPU keeps one as wide as the input.
+
+    aten/src/ATen/native/Dropout.cpp: `is_fused_kernel_acceptable` sends CUDA tensors with
+    0 < p < 1 to `native_dropout`.
+    """
+    if not train or p == 0:
+        return input
+    return torch.native_dropout(input, p, train)[0]
+
+
+def softmax(input, dim, dtype=None):
+    """softmax(half, dtype=float32) makes no fp32 copy of its input on CUDA.
+
+    aten/src/ATen/native/SoftMax.cpp: `softmax` passes half_to_float to the kernel for CUDA.
+    """
+    return _fused_softmax(torch._softmax, input, dim, dtype)
+
+
+def log_softmax(input, dim, dtype=None):
+    """The same for log_softmax, the first half of the cross-entropy."""
+    return _fused_softmax(torch._log_softmax, input, dim, dtype)
+
+
+def _fused_softmax(kernel, input, dim, dtype):
+    here = isinstance(input, FakeTensor)  # and no data of the host
+    if here and dtype == torch.float32 and input.dtype == torch.float16:
+        return kernel(input, dim, True)
+    return kernel(input if dtype is None else input.to(dtype), dim, False)
+
+
+def fused_rms_norm(input, normalized_shape, weight, eps):
+    """CUDA normalizes in one kernel and keeps a number a row; a CPU takes it apart.
+
+    aten/src/ATen/native/layer_norm.cpp: `rms_norm_symint` asks for it where the dtypes agree. This
+    is for tensors that have data; a mode sees the operator itself.
+    """
+    return decompositions._fused_rms_norm(input, normalized_shape, weight, eps)
+
+
+def fused_rms_norm_backward(grad, input, normalized_shape, rstd, weight, output_mask):
+    return decompositions._fused_rms_norm_backward(
+        grad, input, normalized_shape, rstd, weight, output_mask
+    )
+
+
+# ---------------------------------------------------------------------- autocast
+
+# Operations by what autocast does with them on CUDA and not on a CPU: the macros AT_FORALL_ of
+# aten/src/ATen/autocast_mode.h. Those for which both do the same, such as products and most losses,
+# are left out.
+AUTOCAST_FP32 = (
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan "
+    "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm "
+    "group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity dist pdist "
+    "renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d "
+    "_upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d "
+    "upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d "
+    "_upsample_bicubic2d_aa"
+).split()
+# Those that take a dtype, which is set to fp32 where it is not set: AT_FORALL_FP32_SET_OPT_DTYPE.
+AUTOCAST_FP32_DTYPE = (
+    "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm "
+    "linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList"
+).split()
+# Those with another form that takes it: AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE.
+AUTOCAST_FP32_APPENDED = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+}
+# Those that run in the widest format among their tensors: AT_FORALL_PROMOTE.
+AUTOCAST_WIDEST = (
+    "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
+).split()
+
+
+def autocast_of_cpu_only() -> list[str]:
+    """Operations that autocast changes on a CPU and leaves alone on CUDA, such as cross_entropy."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = torch._C._dispatch_get_all_op_names()
+    return [
+        name.removeprefix("aten::")
+        for name in names
+        if name.startswith("aten::") and has(name, "AutocastCPU") and not has(name, "AutocastCUDA")
+    ]
+
+
+def _operator(name):
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _run_in_fp32(function, *args, **kwargs):
+    with _no_autocast():
+        return function(*map(_to_fp32, args), **{k: _to_fp32(v) for k, v in kwargs.items()})
+
+
+def _ask_for_fp32(function, *args, **kwargs):
+    names = (argument.name for argument in function._schema.arguments)
+    named = dict(zip(names, args, strict=False)) | kwargs
+    if named.get("dtype") is None and _is_half(args[0]):
+        named["dtype"] = torch.float32
+    with _no_autocast():
+        return function(**named)
+
+
+def _run_in_the_widest(function, *args, **kwargs):
+    given = (*args, *kwargs.values())
+    if any(isinstance(value, torch.Tensor) and value.dtype == torch.float32 for value in given):
+        return _run_in_fp32(function, *args, **kwargs)
+    with _no_autocast():
+        return function(*args, **kwargs)
+
+
+def _no_autocast():
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    return torch._C._ExcludeDispatchKeyGuard(key)
+
+
+def _is_half(value):
+    return value.dtype in (torch.float16, torch.bfloat16)
+
+
+def _to_fp32(value):
+    return value.float() if isinstance(value, torch.Tensor) and _is_half(value) else value
+
+
+def _autocast_kernels():
+    ways = [
+        *((name, name, _run_in_fp32) for name in AUTOCAST_FP32),
+        *((name, name, _ask_for_fp32) for name in AUTOCAST_FP32_DTYPE),
+        *((name, other, _ask_for_fp32) for name, other in AUTOCAST_FP32_APPENDED.items()),
+        *((name, name, _run_in_the_widest) for name in AUTOCAST_WIDEST),
+    ]
+    for name, runs, how in ways:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA"):
+            function = functools.partial(how, _operator(runs))
+            yield Kernel("autocast", name, function, key="AutocastCPU")
+
+
+KERNELS = [
+    Kernel("dropout", "dropout", dropout),
+    Kernel("softmax to fp32", "softmax.int", softmax),
+    Kernel("softmax to fp32", "log_softmax.int", log_softmax),
+    Kernel("RMS norm", "_fused_rms_norm", fused_rms_norm, key="CPU"),
+    Kernel("RMS norm", "_fused_rms_norm_backward", fused_rms_norm_backward, key="CPU"),
+    *_autocast_kernels(),
+]
+
+# ---------------------------------------------------------------------- memory of the libraries
+
+
+def kernel_scratch(func, args) -> list[int]:
+    """Bytes of each tensor that the CUDA kernel of an operation takes and gives back inside it.
+
+    Softmax's backward computes `grad * output` into a temporary tensor before the kernel runs:
+    aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`. Flash attention's backward
+    sums the query's gradient in fp32, and computes the gradients of keys and values for every query
+    head before it adds those of a group: aten/src/ATen/native/transformers/cuda/flash_attn/
+    flash_api.cpp, `mha_bwd`. The backward of a norm copies gradient and input where they are not
+    contiguous: aten/src/ATen/native/cuda/layer_norm_kernel.cu, `LayerNormBackwardKernelImpl`.
+    """
+    if func in _NORMS_BACKWARD:
+        return [tensor.nbytes for tensor in args[:2] if not tensor.is_contiguous()]
+    if func is torch.ops.aten._softmax_backward_data.default:
+        return [args[0].numel() * args[1].element_size()]
+    if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
+        query, key = args[1:3]
+        batch, heads, length, size = query.shape
+        size = -(-size // 32) * 32 if size <= 192 else 256
+        sums = 4 * batch * heads * (-(-length // 128) * 128)
+        scratch = [sums, sums * size]
+        if key.size(1) != heads:
+            scratch += 2 * [batch * heads * key.size(2) * key.size(3) * key.element_size()]
+        return scratch
+    return []
+
+
+_NORMS_BACKWARD = (
+    torch.ops.aten.native_layer_norm_backward.default,
+    torch.ops.aten._fused_rms_norm_backward.default,
+)
+CUBLASLT_WORKSPACE = 2**20  # addmm with a bias: aten/src/ATen/cuda/CUDABlas.cpp
+
+
+def uses_cublas(func) -> bool:
+    """Whether an operation is a matrix product, which needs cuBLAS's workspace."""
+    return func in _MATRIX_PRODUCTS
+
+
+_MATRIX_PRODUCTS = frozenset(
+    getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm")
+)

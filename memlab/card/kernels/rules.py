@@ -1,0 +1,66 @@
+"""Every rule by which the simulated card differs from the CPU, in one registry."""
+
+import contextlib
+import functools
+import warnings
+
+import torch
+
+from memlab.card.kernels import bitsandbytes, pytorch, sdpa
+from memlab.gpus import GPU
+
+# Every rule by name, with where it is written down. `memlab.evidence.effects` says what each one
+# changes.
+RULES = {
+    "dropout": "PyTorch, aten/src/ATen/native/Dropout.cpp",
+    "softmax to fp32": "PyTorch, aten/src/ATen/native/SoftMax.cpp",
+    "RMS norm": "PyTorch, aten/src/ATen/native/layer_norm.cpp",
+    "attention": "PyTorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp",
+    "autocast": "PyTorch, aten/src/ATen/autocast_mode.h",
+    "4-bit numbers": "bitsandbytes, bitsandbytes/backends/cuda/ops.py",
+    "8-bit products": "bitsandbytes, bitsandbytes/backends/cuda/ops.py",
+    "softmax backward": "PyTorch, aten/src/ATen/native/cuda/SoftMax.cu",
+    "paged states": "bitsandbytes, bitsandbytes/optim/optimizer.py",
+}
+KERNELS = [*pytorch.KERNELS, *sdpa.KERNELS, *bitsandbytes.KERNELS]
+
+
+def _put(library, operator, function, key) -> None:
+    with warnings.catch_warnings():  # that there was one
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        library.impl(operator, function, key)
+
+
+@contextlib.contextmanager
+def cuda_kernels(gpu: GPU, rules=frozenset(RULES), met=None):
+    """Let operations on CPU tensors keep what CUDA keeps.
+
+    gpu: the card whose choices count where kernels differ between cards.
+    rules: which of `RULES` hold. met: a set that gets the name of every rule that was at work.
+    """
+    met = set() if met is None else met
+    packages = {"aten"} | ({"bitsandbytes"} if bitsandbytes.is_imported() else set())
+    libraries = {package: torch.library.Library(package, "IMPL") for package in packages}
+
+    def noted(rule, function):
+        def run(*args, **kwargs):
+            met.add(rule)
+            return function(*args, **kwargs)
+
+        return run
+
+    for kernel in KERNELS:
+        if kernel.rule in rules and kernel.package in libraries:
+            function = kernel.function
+            function = functools.partial(function, gpu) if kernel.of_card else function
+            function = noted(kernel.rule, function)
+            _put(libraries[kernel.package], kernel.operator, function, kernel.key)
+    if "autocast" in rules:
+        for operator in pytorch.autocast_of_cpu_only():
+            _put(libraries["aten"], operator, torch.library.fallthrough_kernel, "AutocastCPU")
+    with contextlib.ExitStack() as stack:
+        for library in libraries.values():
+            stack.callback(library._destroy)
+        if "8-bit products" in rules:
+            stack.enter_context(bitsandbytes.int8_products())
+        yield

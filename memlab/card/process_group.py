@@ -1,0 +1,216 @@
+"""One of several ranks: PyTorch's distributed code on one simulated card, as rank 0.
+
+PyTorch's own fake process group (torch.testing._internal.distributed.fake_pg) answers every
+collective at once, without other processes. What a rank holds (its shards, the buffers of its
+collectives, what it gathers of the others' parameters) is made by PyTorch's own code: DDP, FSDP2's
+`fully_shard`, `ZeroRedundancyOptimizer`. Values that come from other ranks are stand-ins, as every
+value on the card is. What NCCL takes for itself lies outside PyTorch's allocator and is not
+counted.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.rpc
+import torch.multiprocessing.spawn
+from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed.tensor import DTensor, _dispatch
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memlab.card import cuda_api
+from memlab.card.placement import NotSimulated, device_of, on_card
+from memlab.card.tracer import Call
+from memlab.fields import whole
+
+NOT_SIMULATED = {
+    "torch.distributed.fsdp.FullyShardedDataParallel": "use fully_shard, its successor",
+    "torch.distributed.rpc.init_rpc": "a rank of a SimulatedGPU has no other processes to call",
+    "torch.distributed.pipelining.PipelineStage": "all stages of a model are on each rank",
+}
+
+
+def check_ranks(ranks) -> int:
+    """The number of ranks, a whole number from 1.
+
+    Raises ValueError for another, and where this process is a rank of a real group already.
+    """
+    whole(1)("ranks", ranks)
+    if ranks > 1 and dist.is_available() and dist.is_initialized():
+        raise ValueError(
+            f"ranks is {ranks}, and this process is rank {dist.get_rank()} of a group of "
+            f"{dist.get_world_size()} already: call torch.distributed.destroy_process_group() first"
+        )
+    return ranks
+
+
+@contextlib.contextmanager
+def fake_group(ranks: int):
+    """Let `torch.distributed` start a group of so many ranks, of which this process is the first.
+
+    The environment of several is torchrun's. Any backend that is asked for is PyTorch's fake one,
+    and a group that is left over ends with the block.
+    """
+    rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    rank |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 0, "GROUP_RANK": 0}
+    with contextlib.ExitStack() as stack:
+        if ranks > 1:
+            stack.enter_context(mock.patch.dict(os.environ, {k: str(v) for k, v in rank.items()}))
+        for module in (dist, distributed_c10d, device_mesh):
+            start = functools.partial(_start, ranks)
+            stack.enter_context(mock.patch.object(module, "init_process_group", start))
+        for target, name, replacement in (
+            (distributed_c10d, "_new_process_group_helper", _fake_backend),
+            *((m, name, f) for m in (dist, distributed_c10d) for name, f in OBJECTS.items()),
+            *((module, name, functools.partial(_spawn, ranks)) for module, name in SPAWNS),
+        ):
+            stack.enter_context(mock.patch.object(target, name, replacement))
+        stack.callback(_end_group)
+        yield
+
+
+def _start(ranks, backend=None, *args, rank=-1, world_size=-1, **settings):
+    """`torch.distributed.init_process_group`."""
+    if world_size not in (-1, ranks) or rank not in (-1, 0):
+        raise NotSimulated(
+            f"init_process_group asks for rank {rank} of {world_size}: this is rank 0 of {ranks}, "
+            "as SimulatedGPU's ranks says"
+        )
+    if world_size == -1 and "WORLD_SIZE" not in os.environ:
+        raise NotSimulated(
+            "init_process_group without world_size, and no torchrun has set WORLD_SIZE: give "
+            "SimulatedGPU ranks=N, or memlab run --ranks N"
+        )
+    _init("fake", store=FakeStore(), rank=0, world_size=ranks)
+
+
+def _spawn(ranks, function, args=(), nprocs=1, join=True, *settings, **more):
+    """`torch.multiprocessing.spawn`: of the processes only the first runs, and runs here."""
+    if nprocs != ranks:
+        raise NotSimulated(
+            f"torch.multiprocessing.spawn asks for {nprocs} processes: this is the first of "
+            f"{ranks}. Give SimulatedGPU ranks={nprocs}, or memlab run --ranks {nprocs}"
+        )
+    function(0, *args)
+    return None if join else SimpleNamespace(join=lambda *args, **kwargs: True, processes=[])
+
+
+# The name of the function hides the module in which both are.
+SPAWNS = [
+    (torch.multiprocessing, "spawn"),
+    (torch.multiprocessing, "start_processes"),
+    (sys.modules["torch.multiprocessing.spawn"], "start_processes"),
+]
+
+
+def _end_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+_init = dist.init_process_group
+_new_group = distributed_c10d._new_process_group_helper
+
+
+def _fake_backend(size, rank, ranks, backend, store, *args, **settings):
+    """A group of some of the ranks is fake, too."""
+    settings.pop("backend_options", None)
+    return _new_group(size, rank, ranks, dist.Backend("fake"), store, *args, **settings)
+
+
+def _all_gather_object(objects, mine, group=None):
+    objects[:] = [mine] * len(objects)
+
+
+def _gather_object(mine, objects=None, *args, **kwargs):
+    if objects is not None:
+        objects[:] = [mine] * len(objects)
+
+
+# Objects that are no tensors: every other rank would have sent what this one has.
+OBJECTS = {
+    "all_gather_object": _all_gather_object,
+    "gather_object": _gather_object,
+    "broadcast_object_list": lambda objects, *args, **kwargs: None,
+}
+
+
+@contextlib.contextmanager
+def rank_of(tracer, ranks: int):
+    """Rank 0 of so many on the card of a `CardTracer`."""
+    if dist.is_initialized():  # a real group's rank, whose card is its own
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(fake_group(ranks))
+        for target, answers in cuda_api.refusals(NOT_SIMULATED):
+            for name, refused in answers.items():
+                stack.enter_context(mock.patch.object(target, name, refused))
+        for target, name, replacement in (
+            (dist, "Reducer", _reducer_on_the_card(tracer)),
+            (torch._C, "_get_accelerator", lambda check=None: torch.device("cuda")),
+            (ShardingPropagator, _SHAPES, _unseen(tracer, getattr(ShardingPropagator, _SHAPES))),
+            (_dispatch, "run_dtensor_rng_op", _drawn),
+            (DTensor, "device", property(device_of)),
+            (DTensor, "is_cuda", property(on_card)),
+            (DTensor, "is_cpu", property(lambda self: not on_card(self))),
+            (DTensor, "get_device", lambda self: 0 if on_card(self) else -1),
+        ):
+            patch = mock.patch.object(target, name, replacement, create=True)
+            stack.enter_context(patch)
+        yield
+
+
+_SHAPES = "_propagate_tensor_meta_non_cached"
+
+
+def _drawn(before, after, operator, *args, **kwargs):
+    """Random numbers of a rank's part: no generator's state is set, no number has a value."""
+    return operator(*args, **kwargs)
+
+
+def _unseen(tracer, shapes):
+    """How DTensor finds the shapes of a result, once for each kind, on tensors that nobody has."""
+
+    def run(*args):
+        with _disable_current_modes(), tracer.mode:
+            return shapes(*args)
+
+    return run
+
+
+def _reducer_on_the_card(tracer):
+    """DDP's reducer, whose C++ code makes buckets beside the parameters, on their device.
+
+    Where each parameter goes it reads from integers on the host.
+    """
+
+    class Reducer(dist.Reducer):
+        def __init__(self, parameters, *args, **kwargs):
+            self._beside = Call((parameters,), {}, host_dtype=torch.int32)
+            with self._called():
+                super().__init__(parameters, *args, **kwargs)
+
+        @contextlib.contextmanager
+        def _called(self):
+            thread = tracer.thread
+            before, thread.call = thread.call, self._beside
+            try:
+                yield
+            finally:
+                thread.call = before
+
+        def _rebuild_buckets(self):
+            with self._called():
+                return super()._rebuild_buckets()
+
+    return Reducer

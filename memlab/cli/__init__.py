@@ -1,0 +1,63 @@
+"""The `memlab` command, a module for each of its verbs."""
+
+import argparse
+import atexit
+import gc
+import json
+import logging
+import sys
+
+from memlab.cli import accuracy, measure, plan, record, run, serve, simulate
+from memlab.cli.options import Parser
+
+COMMANDS = (plan, simulate, serve, run, measure, record, accuracy)
+
+
+def main(argv=None) -> int:
+    """Run the command; returns the exit status.
+
+    0, 1 if runs of a grid failed, 2 for bad input, 3 for out of memory and for a plan where nothing
+    fits, 130 for Ctrl-C. Of `run` also the script's own, 1 for its exception and for a script that
+    made no optimizer step, and 124 at the time limit.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    cut = argv.index("--") if argv[:1] == ["run"] and "--" in argv else len(argv)
+    options = parser().parse_args(argv[:cut])
+    options.arguments = argv[cut + 1 :]  # a script's own
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    # The last collection goes through a million objects, for a second, before all of them end.
+    atexit.register(gc.freeze)
+    try:
+        result = options.run(options)
+    except (ValueError, OSError) as error:
+        print(f"memlab: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        import torch  # loaded with the command, and not for a question for help
+
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
+        print(f"memlab: {error}", file=sys.stderr)
+        return 3
+    except KeyboardInterrupt as interrupt:
+        print(f"memlab: interrupted; {interrupt or 'nothing was written'}", file=sys.stderr)
+        return 130
+    print(json.dumps(result, indent=2) if options.json else result["text"])
+    return result.get("status", 1 if result.get("failed") else 0)
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands with their options."""
+    whole = Parser(prog="memlab", description="The GPU memory of training a transformer.")
+    names = " | ".join(module.__name__.rpartition(".")[2] for module in COMMANDS)
+    commands = whole.add_subparsers(required=True, metavar=names)
+
+    def command(name, run, help, parents=()):
+        added = commands.add_parser(name, parents=parents, help=help)
+        added.set_defaults(run=run)
+        added.error = whole.error
+        return added.add_argument
+
+    for module in COMMANDS:
+        module.add_to(command)
+    return whole

@@ -1,0 +1,22 @@
+"""`memlab measure`: a step on this machine."""
+
+from memlab.cli.options import options_of, recipe_of, result_of
+from memlab.spec.recipe import Recipe
+
+
+def add_to(commands) -> None:
+    """Add the command with the options of a recipe."""
+    add = commands("measure", run, "measure a step on this machine", [options_of(Recipe)])
+    add("--device", help="cuda or cpu; CUDA where there is one")
+    add("--steps", type=int, default=5, help="timed steps")
+
+
+def run(options) -> dict:
+    """What a step takes here."""
+    from memlab.predict.measure import measure
+
+    recipe = recipe_of(options)
+    measurement = measure(recipe, options.device, options.steps)
+    return result_of(
+        options, recipe, measurement.as_dict() | {"recipe": recipe.as_dict()}, measurement
+    )

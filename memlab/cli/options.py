@@ -1,0 +1,85 @@
+"""Options and results that several commands have."""
+
+import argparse
+import dataclasses
+
+from memlab.fields import described
+from memlab.gpus import find_gpu
+from memlab.spec.recipe import Recipe
+
+LINK = "between ranks: nvlink, pcie, infiniband-400, ethernet-100, ethernet-10"
+GPU = "a card's name or a number of bytes; none means no limit"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message):
+        """One line instead of the whole usage."""
+        self.exit(2, f"memlab: {message}\n")
+
+
+def card(text: str) -> str | int:
+    """A card's name, which may be a number (4090), or so many bytes."""
+    try:
+        find_gpu(text)
+    except ValueError:
+        return int(text) if text.lstrip("-").isdigit() else text
+    return text
+
+
+def minutes(text: str) -> float:
+    """A time limit."""
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = 0.0
+    if not limit > 0:
+        raise argparse.ArgumentTypeError(f"it is {text!r}: allowed are numbers above 0")
+    return limit
+
+
+def options_of(kind) -> argparse.ArgumentParser:
+    """The options of a `Recipe` or a `Serving`, made from its fields."""
+    parser = argparse.ArgumentParser(add_help=False)
+    group = parser.add_argument_group(kind.__name__.lower())
+    for field in dataclasses.fields(kind):
+        if field.name == "model":
+            _add_model(group, field)
+        else:
+            _add_field(group, field)
+    parser.add_argument("--json", action="store_true", help="bytes and seconds as JSON")
+    return parser
+
+
+def _add_model(group, field) -> None:
+    which = group.add_mutually_exclusive_group()
+    which.add_argument("--model", default=field.default, help=field.metadata["help"])
+    which.add_argument("--config", dest="model", metavar="PATH", help="a config.json")
+
+
+def _add_field(group, field) -> None:
+    said, default = field.metadata, field.default
+    name, text = field.name, described(said)
+    if default is True:
+        name, text = said["off"]
+    option = f"--{name.replace('_', '-')}"
+    if isinstance(default, bool):
+        action = "store_false" if default else "store_true"
+        group.add_argument(option, dest=field.name, action=action, help=text)
+    elif said["bare"]:
+        group.add_argument(option, nargs="?", const=said["bare"], default=default, help=text)
+    else:
+        kind = type(default) if isinstance(default, (int, float)) else str
+        group.add_argument(option, type=kind, default=default, help=text)
+
+
+def result_of(options, recipe, values, shown) -> dict:
+    """What a command gives: values for JSON, or text."""
+    return values if options.json else {"text": f"{recipe}\n{shown}"}
+
+
+def recipe_of(options, kind=Recipe):
+    """The recipe or the serving that the options say."""
+    fields = [field.name for field in dataclasses.fields(kind)]
+    return kind(**{name: getattr(options, name) for name in fields})

@@ -1,0 +1,64 @@
+"""`memlab plan`: how to train a model on a card, or which card to take."""
+
+import dataclasses
+from pathlib import Path
+
+from memlab.cli.options import LINK, card
+from memlab.spec.recipe import Recipe
+
+
+def add_to(commands) -> None:
+    """Add the command with the options of a question."""
+    add = commands("plan", run, "how to train a model on a card, or which card to take")
+    told = {field.name: field for field in dataclasses.fields(Recipe)}
+    add("--model", "--config", required=True, help=told["model"].metadata["help"])
+    cards = "a card's name or a number of bytes; several, or none for all, ask which card to take"
+    add("--gpu", type=card, nargs="+", default=[], help=cards)
+    add("--seq-len", type=int, default=512, help=told["seq_len"].metadata["help"])
+    add("--effective-batch", type=int, default=16, help="sequences of one optimizer step")
+    add("--ways", default="full,lora,qlora", help="what may be tried, what you would try first")
+    add("--precisions", help="what may be taken, with commas; else what the card is made for")
+    quality = "also what may train worse: pure half precision, SGD"
+    add("--any-quality", dest="keep_quality", action="store_false", help=quality)
+    add("--lora-rank", type=int, default=16, help=told["lora_rank"].metadata["help"])
+    add("--task", help=told["task"].metadata["help"])
+    add("--ranks", type=int, default=1, help="cards of that kind that train together")
+    add("--link", help=LINK)
+    add("--margin", type=float, help="share of what is predicted to keep free; 0.05 if none is")
+    add("--script", metavar="FILE", help="writes a training script of the fastest")
+    add("--api", default="trainer", help="of the script: trainer or accelerate")
+    add("--force", action="store_true", help="writes the script over a file that is there")
+    add("--json", action="store_true", help="the plan as JSON")
+
+
+def run(options) -> dict:
+    """The plan, and a script of its fastest recipe."""
+    from memlab.planner.search import plan
+
+    fields = ("seq_len", "effective_batch", "ways", "precisions", "keep_quality", "lora_rank")
+    asked = {name: getattr(options, name) for name in (*fields, "task", "ranks", "link")}
+    if options.margin is not None:
+        asked["margin"] = options.margin
+    if options.script:
+        if len(options.gpu) != 1 or options.ranks > 1:
+            raise ValueError("a script is for one card: name it with --gpu, without --ranks")
+        if Path(options.script).exists() and not options.force:
+            raise ValueError(f"{options.script} is there already: --force writes over it")
+        if not Path(options.script).parent.is_dir():
+            raise ValueError(f"{options.script} cannot be written: there is no such folder")
+    (cards,) = options.gpu if len(options.gpu) == 1 else (options.gpu or None,)
+    answer = plan(options.model, cards, **asked)
+    text, written = str(answer), options.script if answer else None
+    if written:
+        text = f"{text}\n{_write_script(answer.fastest.recipe, options)}"
+    values = answer.as_dict() | {"script": written} if options.json else {"text": text}
+    return values | {"status": 0 if answer else 3}
+
+
+def _write_script(recipe, options) -> str:
+    from memlab.export.training_script import pip_line, training_script
+
+    text = training_script(recipe, options.api)
+    with open(options.script, "w" if options.force else "x", encoding="utf-8") as file:
+        file.write(text)
+    return f"The fastest is written to {options.script}; it needs: {pip_line(recipe, options.api)}"

@@ -1,0 +1,1 @@
+"""What leaves memlab: training scripts, and what starts several ranks."""

@@ -1,0 +1,372 @@
+"""Code to paste for a recipe: a training script, memlab's own lines, and what to install.
+
+A script needs no memlab, and `memlab run` predicts of it what `simulate` predicts of its recipe.
+"""
+
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+
+import jinja2
+import torch
+from transformers import PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from memlab import models
+from memlab.fields import one_of
+from memlab.gpus import GPU
+from memlab.spec.recipe import Recipe
+from memlab.spec.serving import Serving
+from memlab.workloads import training
+from memlab.workloads.quantized import COMPUTE_DTYPES, HEADS
+
+APIS = ("trainer", "accelerate")
+LINE = 88  # the usual width of a formatted line
+COMMANDS = {Recipe: "simulate", Serving: "serve"}
+
+# What a script may use, by the module that it is imported from, and the oldest release of its
+# package that has it (pyproject.toml says the same of memlab).
+NAMES = {
+    "accelerate": ["Accelerator"],
+    "datasets": ["Dataset"],
+    "itertools": ["chain"],
+    "peft": ["LoraConfig", "get_peft_model", "prepare_model_for_kbit_training"],
+    "torch.utils.data": ["DataLoader"],
+    "transformers": [
+        "Adafactor",
+        "AutoModelForCausalLM",
+        "AutoModelForMaskedLM",
+        "AutoModelForSeq2SeqLM",
+        "AutoModelForSequenceClassification",
+        "AutoTokenizer",
+        "BitsAndBytesConfig",
+        "DataCollatorForLanguageModeling",
+        "DataCollatorForSeq2Seq",
+        "DataCollatorWithPadding",
+        "Trainer",
+        "TrainingArguments",
+        "default_data_collator",
+    ],
+}
+OLDEST = {
+    "accelerate": "1.12",
+    "bitsandbytes": "0.50",
+    "datasets": "4.0",
+    "peft": "0.21",
+    "torch": "2.11",
+    "transformers": "5.23",
+}
+
+AUTO_CLASSES = {
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+}
+COLLATORS = {
+    "sequence-classification": "DataCollatorWithPadding(tokenizer)",
+    "causal-lm": "DataCollatorForLanguageModeling(tokenizer, mlm=False)",
+    "masked-lm": "DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)",
+    "seq2seq-lm": "DataCollatorForSeq2Seq(tokenizer)",
+}
+# The optimizer of a plain loop, and what its choice means for memory.
+OPTIMIZERS = {
+    "adamw_torch": (
+        "torch.optim.AdamW(weights, lr=LEARNING_RATE, foreach=True)",
+        "its step holds a copy of the gradients",
+    ),
+    "adamw_torch_loop": (
+        "torch.optim.AdamW(weights, lr=LEARNING_RATE, foreach=False)",
+        "its step takes one weight after the other",
+    ),
+    "adamw_torch_fused": (
+        "torch.optim.AdamW(weights, lr=LEARNING_RATE, fused=True)",
+        "its step holds no copy of the gradients",
+    ),
+    "sgd": (
+        "torch.optim.SGD(weights, lr=LEARNING_RATE, momentum=0.9, foreach=True)",
+        "one state a weight",
+    ),
+    "adafactor": (
+        "Adafactor(\n        weights,\n        lr=LEARNING_RATE,\n        scale_parameter=False,\n"
+        "        relative_step=False,\n    )",
+        "states by rows and columns",
+    ),
+    "adamw_8bit": (
+        "bitsandbytes.optim.AdamW8bit(weights, lr=LEARNING_RATE)",
+        "two 8-bit states a weight",
+    ),
+    "paged_adamw_8bit": (
+        "bitsandbytes.optim.PagedAdamW8bit(weights, lr=LEARNING_RATE)",
+        "two 8-bit states a weight, which can leave the GPU",
+    ),
+    "lion_8bit": (
+        "bitsandbytes.optim.Lion8bit(weights, lr=LEARNING_RATE)",
+        "one 8-bit state a weight",
+    ),
+}
+
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader("memlab.export", ""),
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    undefined=jinja2.StrictUndefined,
+)
+
+
+def training_script(recipe: Recipe, api: str = "trainer") -> str:
+    """A complete script that trains what `recipe` says on one GPU.
+
+    api: `trainer`, transformers' Trainer, or `accelerate`, a plain loop. The data are rows of one
+    word, at a marked place for the reader's own; whatever a recipe does not say, such as the
+    learning rate, is a usual value.
+
+    Raises ValueError, in one line, for another api, for a model without weights to load (a config,
+    a tiny twin), and for what cannot be said: the Trainer always drops gradients, transformers
+    quantizes in blocks of 64 weights and leaves parts of some families, such as T5's, in fp32
+    where all else is in fp16.
+    """
+    one_of("api", api, APIS)
+    if api == "trainer" and not recipe.set_to_none:
+        raise ValueError(
+            "set_to_none is False: the Trainer always drops gradients, allowed is True"
+        )
+    if recipe.base in ("nf4", "fp4") and recipe.block_size != 64:
+        raise ValueError(
+            f"block_size is {recipe.block_size}: transformers quantizes in blocks of 64 weights"
+        )
+    values = _values(recipe, api)
+    body = _TEMPLATES.get_template("script.jinja").render(values)
+    library = "transformers' Trainer" if api == "trainer" else "Accelerate"
+    return f'"""Trains a model on one GPU with {library}."""\n\n{_imports(body)}\n\n{body}'
+
+
+def pip_line(recipe: Recipe, api: str = "trainer") -> str:
+    """What installs the packages of `training_script(recipe, api)`, as one command."""
+    used = {module.split(".")[0] for module in _used(training_script(recipe, api))}
+    used |= {"accelerate"}  # which the Trainer asks for
+    if recipe.base != "none" or recipe.optimizer.endswith("8bit"):
+        used |= {"bitsandbytes"}  # which transformers imports
+    wanted = [f'"{name}>={OLDEST[name]}"' for name in sorted(used & OLDEST.keys())]
+    return " ".join(["pip install", *wanted])
+
+
+def memlab_lines(
+    recipe: Recipe | Serving, gpu: GPU | str | int | None = None, verb: str = "simulate"
+) -> str:
+    """A recipe or a serving in Python, with the fields that are not the default, and its answer.
+
+    gpu: as for `memlab.simulate`. verb: who answers, simulate or fits. A config stands there by
+    the name `config`.
+    """
+    kind = type(recipe)
+    names = f"from memlab import {verb}\nfrom memlab.spec.serving import Serving\n"
+    if kind is Recipe:
+        names = f"from memlab import Recipe, {verb}\n"
+    fields = "".join(f"    {name}={_literal(value)},\n" for name, value in _said(recipe))
+    card = "" if gpu is None else f", gpu={_literal(_card(gpu))}"
+    name = kind.__name__.lower()
+    return f"{names}\n{name} = {kind.__name__}(\n{fields})\nprint({verb}({name}{card}))\n"
+
+
+def command_line(recipe: Recipe | Serving, gpu: GPU | str | int | None = None) -> str:
+    """The `memlab simulate` command of a recipe, or the `memlab serve` command of a serving.
+
+    gpu: as for `memlab.simulate`. Raises ValueError for one that holds a config.
+    """
+    if isinstance(recipe.model, PretrainedConfig):
+        raise ValueError(
+            f"model is a {recipe.model.model_type} config: allowed are names and paths, which can "
+            "be written down"
+        )
+    words = ["memlab", COMMANDS[type(recipe)]]
+    metadata = {one.name: one.metadata for one in dataclasses.fields(recipe)}
+    for name, value in _said(recipe):
+        if value is False:
+            name = metadata[name]["off"][0]
+        words.append(f"--{name.replace('_', '-')}")
+        if not isinstance(value, bool):
+            words.append(str(value))
+    if gpu is not None:
+        words += ["--gpu", str(_card(gpu))]
+    return shlex.join(words)
+
+
+def _said(recipe: Recipe | Serving) -> list[tuple[str, object]]:
+    """(field, value) of the model and of all that does not follow by itself; tuples as one text."""
+    said = [("model", recipe.model)]
+    for one in dataclasses.fields(recipe)[1:]:
+        value = getattr(recipe, one.name)
+        try:
+            follows = recipe.but(**{one.name: one.default}) == recipe
+        except ValueError:  # a base needs its rank
+            follows = False
+        if not follows:
+            value = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            said.append((one.name, value))
+    return said
+
+
+def _literal(value) -> str:
+    """A value in Python, texts in double quotes."""
+    if isinstance(value, PretrainedConfig):
+        return "config"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def _card(gpu):
+    return gpu.name if isinstance(gpu, GPU) else gpu
+
+
+def _hub_name(recipe: Recipe) -> str:
+    """What `from_pretrained` takes."""
+    name = recipe.model
+    if isinstance(name, PretrainedConfig):
+        raise ValueError(
+            f"model is a {name.model_type} config: a script loads weights, allowed are names of "
+            "memlab.models.MODELS, hub names and folders"
+        )
+    if name in models.MODELS:
+        if name.endswith("-tiny"):
+            raise ValueError(
+                f"model is {name!r}, whose weights are nowhere: allowed are names without -tiny, "
+                "hub names and folders"
+            )
+        return models.MODELS[name]
+    return str(Path(name).parent) if name.endswith(".json") else name
+
+
+def _values(recipe: Recipe, api: str) -> dict:
+    """What the template asks for."""
+    config = models.config(recipe.model)
+    task, lora, targets = recipe.task, recipe.lora_rank, recipe.lora_targets
+    decoder = not config.is_encoder_decoder and "masked-lm" not in models.tasks(config)
+    blocks = task in ("causal-lm", "masked-lm") and not recipe.padded
+    optimizer, meaning_of_optimizer = OPTIMIZERS[recipe.optimizer]
+    dtype = training.PURE.get(recipe.precision, torch.float32)
+    if recipe.base != "none":
+        dtype = COMPUTE_DTYPES[recipe.compute_dtype]
+    with torch.device("meta"):
+        skeleton = models.build(config, task)
+    stays = sorted(skeleton._keep_in_fp32_modules or ())
+    if stays and dtype == torch.float16 and recipe.base == "none":
+        raise ValueError(
+            f"precision is {recipe.precision!r}: from_pretrained leaves {', '.join(stays)} of "
+            f"{recipe.model_name} in fp32, allowed are fp32, fp16-amp, bf16-amp, bf16"
+        )
+    return {
+        "recipe": recipe,
+        "api": api,
+        "name": _hub_name(recipe),
+        "task": task,
+        "classes": config.num_labels,
+        "decoder": decoder,
+        "finds_last_token": decoder and task == "sequence-classification",
+        "blocks": blocks,
+        "drops_mask": not recipe.padded and task != "causal-lm",
+        "collator": "default_data_collator" if blocks and decoder else COLLATORS[task],
+        "auto": AUTO_CLASSES[task],
+        "dtype": str(dtype).removeprefix("torch."),
+        "meaning_of_dtype": _meaning_of_dtype(recipe),
+        "autocast": recipe.precision.removesuffix("-amp") if "amp" in recipe.precision else "",
+        "optimizer": optimizer,
+        "meaning_of_optimizer": meaning_of_optimizer,
+        "peft_task": training.PEFT_TASKS.get(task),
+        "targets": targets if isinstance(targets, str) else list(targets),
+        "fan_in_fan_out": lora and _first_linear_is_transposed(skeleton),
+        "frozen": _frozen(recipe, skeleton) if recipe.freeze and not lora else [],
+        "head_to_cast": _head_to_cast(recipe, skeleton),
+    }
+
+
+def _meaning_of_dtype(recipe: Recipe) -> str:
+    if recipe.base != "none":
+        return "of products, and of what is not quantized"
+    if recipe.precision in training.PURE:
+        return "weights, gradients, states; no autocast"
+    if recipe.precision in training.AUTOCAST:
+        return "weights, gradients, states; products by autocast"
+    return "weights, gradients, states, products"
+
+
+def _head_to_cast(recipe: Recipe, model: torch.nn.Module) -> str:
+    """The name of a head that is trained in fp32 beside a base in fp16, if there is one."""
+    scaled = recipe.base != "none" and not recipe.upcast and recipe.precision == "fp16-amp"
+    if not scaled or recipe.compute_dtype != "fp16":
+        return ""
+    return next((name for name in HEADS if hasattr(model, name)), "")
+
+
+def _first_linear_is_transposed(model) -> bool:
+    linear = (m for m in model.modules() if isinstance(m, (torch.nn.Linear, Conv1D)))
+    return isinstance(next(linear), Conv1D)
+
+
+def _frozen(recipe: Recipe, model: torch.nn.Module) -> list[str]:
+    """The modules that a recipe freezes, as Python says them of `model`."""
+    training.freeze(model, recipe.freeze)  # refuses what the model does not have
+    base = model.base_model
+    paths = {module: path for path, module in model.named_modules()}
+    named = dict(model.named_modules()) | dict(base.named_modules())
+    stacks = [module for module in base.modules() if isinstance(module, torch.nn.ModuleList)]
+    layers = max(stacks, key=len)
+    found = []
+    for part in recipe.freeze:
+        if part == "backbone":
+            found.append(_in_python(paths[base]))
+        elif part == "embeddings":
+            found += [_in_python(paths[one]) for one in _before(base, layers)]
+        elif isinstance(part, int):
+            found.append(f"{_in_python(paths[layers])}[:{part}]")
+        else:
+            found.append(_in_python(paths[named[part]]))
+    return found
+
+
+def _before(base, layers) -> list[torch.nn.Module]:
+    """The largest modules with weights that all stand before the first layer."""
+    in_layers = set(layers.parameters())
+    found, seen = [], set()
+    for module in base.modules():
+        own = set(module.parameters())
+        if own & in_layers:
+            if module is layers:
+                break
+        elif own - seen:
+            found.append(module)
+            seen |= own
+    return found
+
+
+def _in_python(path: str) -> str:
+    """`h.0.mlp` as `model.h[0].mlp`."""
+    return "model." + re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", path)
+
+
+def _used(code: str) -> dict[str, list[str]]:
+    """Module -> the names that code takes from it; of some modules none, the module itself."""
+    words = set(re.findall(r"\w+", re.sub(r"#.*", "", code)))
+    used = {module: [name for name in names if name in words] for module, names in NAMES.items()}
+    used = {module: names for module, names in used.items() if names}
+    return used | {name: [] for name in ("bitsandbytes", "torch") if f"{name}." in code}
+
+
+def _imports(code: str) -> str:
+    """The import lines of code, sorted as ruff and isort sort them."""
+    used = _used(code)
+    plain = [f"import {module}" for module in sorted(used) if not used[module]]
+    lines = []
+    for module in sorted(used):
+        names = sorted(used[module], key=lambda name: (name[0].islower(), name.lower()))
+        line = f"from {module} import {', '.join(names)}"
+        if len(line) > LINE:
+            line = (
+                "\n    ".join([f"from {module} import (", *(f"{name}," for name in names)]) + "\n)"
+            )
+        lines += [line] if names else []
+    first = [line for line in lines if line.startswith("from itertools")]
+    rest = plain + [line for line in lines if line not in first]
+    return "\n".join([*first, *([""] if first else []), *rest])

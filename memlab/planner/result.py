@@ -1,0 +1,351 @@
+"""What a reader asks before a training, and what he is told: question, options, plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from memlab.fields import one_of, wrong
+from memlab.footprint import Category
+from memlab.gpus import GPU
+from memlab.spec.recipe import COMPUTED_IN, Recipe
+from memlab.units import GiB, gib, seconds_text
+
+WAYS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
+FASTEST, ROOMIEST = "fastest", "most room"
+PAGED_OUT = " (all states paged out)"  # which the driver need not do
+STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be trained, and what may change.
+
+    model, task, seq_len, lora_rank, ranks: as in `Recipe`; link: between ranks, as in `simulate`.
+    effective_batch: sequences of one optimizer step, of all ranks together. ways: of `WAYS`, first
+    the one that the reader would start with. precisions: those of `Recipe` that may be taken, None
+    for those that the card is made for. keep_quality: without what may train worse: weights in pure
+    half precision that are trained, or trained without loss scaling, and optimizers other than
+    AdamW and Adafactor.
+    """
+
+    model: Any
+    seq_len: int = 512
+    effective_batch: int = 16
+    ways: tuple[str, ...] = tuple(WAYS)
+    precisions: tuple[str, ...] | None = None
+    keep_quality: bool = True
+    lora_rank: int = 16
+    task: str | None = None
+    ranks: int = 1
+    link: str | None = None
+
+    def __post_init__(self):
+        for name in ("ways", "precisions"):
+            value = getattr(self, name)
+            value = tuple(value.split(",")) if isinstance(value, str) else value
+            value = None if value is None else tuple(value)
+            object.__setattr__(self, name, value)
+        if not self.ways:
+            raise wrong("ways", self.ways, ", ".join(WAYS))
+        for way in self.ways:
+            one_of("ways", way, WAYS)
+        for precision in self.precisions or ():
+            one_of("precisions", precision, COMPUTED_IN)
+        for name in ("seq_len", "effective_batch", "lora_rank", "ranks"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise wrong(name, value, "whole numbers from 1")
+        if self.effective_batch % self.ranks:
+            what = f"with ranks {self.ranks} multiples of it"
+            raise wrong("effective_batch", self.effective_batch, what)
+
+    def as_dict(self) -> dict:
+        """Plain JSON values."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return values | {"model": _model_name(self.model)}
+
+
+def _model_name(model) -> str:
+    return model if isinstance(model, str) else getattr(model, "model_type", "a config")
+
+
+@dataclass(frozen=True)
+class Option:
+    """A recipe on a card, in bytes and seconds.
+
+    needed: bytes of the card, context included, as in `Fit`; margin: kept free beside them.
+    Paged states are counted as if all were paged out. seconds: estimated, of one optimizer step,
+    None where that is not known, as of such states. drawn: (lowest, highest) `needed` over the ways
+    of loading a quantized base, None where that is certain. simulated: whether bytes come from a
+    simulation, or else from the formula.
+
+    largest_batch, longest: the largest micro-batch, all else as it is, and the longest sequence in
+    steps of 64 tokens; the next one does not fit, unless `longest_ends` says why none is longer.
+    None where they were not asked.
+    """
+
+    recipe: Recipe
+    needed: int
+    margin: int
+    total_memory: int
+    seconds: float | None
+    simulated: bool
+    drawn: tuple[int, int] | None = None
+    largest_batch: int | None = None
+    longest: int | None = None
+    longest_ends: str = ""
+
+    @property
+    def missing(self) -> int:
+        """Bytes that the card has too few, 0 where it fits."""
+        return max(0, self.needed + self.margin - self.total_memory)
+
+    @property
+    def way(self) -> str:
+        """One of `WAYS`."""
+        return way_of(self.recipe)
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Sequences a second, by the estimate."""
+        sequences = self.recipe.batch_size * self.recipe.accumulation * self.recipe.ranks
+        return None if self.seconds is None else sequences / self.seconds
+
+    def as_dict(self) -> dict:
+        """Plain JSON values."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        more = {"way": self.way, "missing": self.missing}
+        more["samples_per_second"] = self.samples_per_second
+        return values | {"recipe": self.recipe.as_dict()} | more
+
+    def __str__(self) -> str:
+        return f"{described(self.recipe)}: {self.bytes_and_seconds()}; {self.source}"
+
+    @property
+    def source(self) -> str:
+        """Where its bytes come from, in a word."""
+        return "simulated" if self.simulated else "formula"
+
+    def bytes_and_seconds(self) -> str:
+        """What it needs of the card, or lacks, and how long a step takes."""
+        text = f"{self.needed / GiB:,.1f} of {gib(self.total_memory)}"
+        if self.missing:
+            least = "" if self.simulated else "at least "
+            text = f"{least}{text}, with the margin {gib(self.missing)} too many"
+        if self.drawn and self.drawn[1] - self.drawn[0] >= 0.05 * GiB:
+            low, high = (f"{end / GiB:,.1f}" for end in self.drawn)
+            text += f" ({low} to {high} by the way it is loaded)"
+        text += PAGED_OUT * is_paged(self.recipe.optimizer)
+        return f"{text}, {self.time()}" if self.seconds else text
+
+    def time(self) -> str:
+        """The seconds of a step and the sequences a second."""
+        return f"{seconds_text(self.seconds)} a step, {self.samples_per_second:.3g} sequences/s"
+
+    def sizes(self) -> str:
+        """The largest micro-batch and the longest sequence."""
+        ends = self.longest_ends or f"{self.longest + 64:,} does not fit"
+        return (
+            f"largest micro-batch {self.largest_batch:,} ({self.largest_batch + 1:,} does not "
+            f"fit), longest sequence {self.longest:,} tokens ({ends})"
+        )
+
+
+def is_paged(optimizer: str) -> bool:
+    """Whether states may leave the card, in seconds that are not estimated."""
+    return optimizer.startswith("paged")
+
+
+def way_of(recipe: Recipe) -> str:
+    """The way in which a recipe trains, of `WAYS`."""
+    return "qlora" if recipe.base != "none" else "lora" if recipe.lora_rank else "full"
+
+
+def described(recipe: Recipe) -> str:
+    """A recipe of a plan in words."""
+    parts = [WAYS[way_of(recipe)], recipe.precision, recipe.optimizer]
+    parts += ["checkpointing"] if recipe.checkpointing != "none" else []
+    parts += [recipe.sharding] if recipe.ranks > 1 else []
+    parts.append(f"micro-batch {recipe.batch_size} x {recipe.accumulation}")
+    return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One change of the recipe that a reader would start with, by the formula.
+
+    saved: bytes at the peak, below 0 where it takes more. seconds: that a step takes longer, None
+    where that is not known. fits: whether the changed recipe fits the card.
+    """
+
+    name: str
+    saved: int
+    seconds: float | None
+    fits: bool
+
+    def as_dict(self) -> dict:
+        """Plain JSON values."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer for one card.
+
+    fastest, roomiest: what fits, with the least seconds and with the most bytes left; None where
+    nothing does. ways: the best of each way, or the one that lacks least. start: what a reader
+    would start with; switches: single changes of it, the one that saves most first. decision:
+    sentences. remedies: where nothing fits, what would; excluded: what was not considered, and why.
+    assumptions: as `memlab.footprint.Footprint` has them, of the model in any way.
+    """
+
+    question: Question
+    card: GPU
+    fastest: Option | None
+    roomiest: Option | None
+    ways: dict[str, Option]
+    start: Option
+    switches: tuple[Switch, ...]
+    decision: tuple[str, ...]
+    remedies: tuple[str, ...]
+    excluded: tuple[str, ...]
+    assumptions: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether anything fits."""
+        return self.fastest is not None
+
+    def as_dict(self) -> dict:
+        """Plain JSON values."""
+        return {
+            "question": self.question.as_dict(),
+            "gpu": self.card.name,
+            "total_memory": self.card.total_memory,
+            "fits": bool(self),
+            "fastest": self.fastest and self.fastest.as_dict(),
+            "roomiest": self.roomiest and self.roomiest.as_dict(),
+            "ways": {way: option.as_dict() for way, option in self.ways.items()},
+            "start": self.start.as_dict(),
+            "switches": [switch.as_dict() for switch in self.switches],
+            "decision": list(self.decision),
+            "remedies": list(self.remedies),
+            "excluded": list(self.excluded),
+            "assumptions": list(self.assumptions),
+        }
+
+    def __str__(self) -> str:
+        asked, lines = self.question, []
+        cards = f"{asked.ranks} x " if asked.ranks > 1 else ""
+        lines.append(
+            f"{_model_name(asked.model)} on {cards}{self.card.name} "
+            f"({gib(self.card.total_memory)}): "
+            f"{asked.effective_batch} sequences of {asked.seq_len:,} tokens a step"
+        )
+        if self and _is_same(self.fastest.recipe, self.roomiest.recipe):
+            lines += _told("Fastest that fits, and with the most room", self.fastest)
+        elif self:
+            lines += _told("Fastest that fits", self.fastest)
+            lines += _told("With the most room", self.roomiest)
+        else:
+            lines.append("Nothing fits. What would:")
+            lines += [f"  {remedy}" for remedy in self.remedies]
+        lines.append("Best of each way:")
+        width = max(len(WAYS[way]) for way in self.ways)
+        for way, option in self.ways.items():
+            told = option.bytes_and_seconds()
+            lines.append(f"  {WAYS[way]:<{width}}  {told}; {option.source}")
+            detail = described(option.recipe).removeprefix(f"{WAYS[way]}, ")
+            lines.append(f"  {'':<{width}}  {detail}")
+        lines.append(f"One switch at a time, by the formula, from {described(self.start.recipe)}")
+        lines.append(f"  {self.start.bytes_and_seconds()}")
+        width = max((len(switch.name) for switch in self.switches), default=0)
+        for switch in self.switches:
+            lines.append(f"  {switch.name:<{width}}  {_change(switch)}")
+        lines += list(self.decision)
+        lines += [f"Left out: {reason}" for reason in self.excluded]
+        lines += [f"Assumed: {one}" for one in self.assumptions]
+        return "\n".join(lines)
+
+
+def _is_same(one: Recipe, other: Recipe) -> bool:
+    """Whether two recipes for the same model are one; not every config can be compared."""
+    return vars(one) | {"model": None} == vars(other) | {"model": None}
+
+
+def _told(title: str, option: Option) -> list[str]:
+    told = f"  {option.bytes_and_seconds()}; {option.source}"
+    lines = [f"{title}: {described(option.recipe)}", told]
+    return [*lines, f"  {option.sizes()}"] if option.largest_batch else lines
+
+
+def _change(switch: Switch) -> str:
+    saved = f"saves {gib(switch.saved)}" if switch.saved >= 0 else f"takes {gib(-switch.saved)}"
+    saved += "" if switch.saved >= 0 else " more"
+    if switch.seconds is None:
+        return saved
+    slower = "slower" if switch.seconds >= 0 else "faster"
+    fits = "; fits" if switch.fits else ""
+    return f"{saved}, {seconds_text(abs(switch.seconds))} a step {slower}{fits}"
+
+
+@dataclass(frozen=True)
+class Cards:
+    """The answer for several cards: `options` by card and way the best option, smallest card first.
+
+    smallest: way -> name of the smallest card on which it fits, or None. assumptions: as of a Plan.
+    """
+
+    question: Question
+    options: dict[str, dict[str, Option]]
+    smallest: dict[str, str | None]
+    assumptions: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether anything fits anywhere."""
+        return any(self.smallest.values())
+
+    def as_dict(self) -> dict:
+        """Plain JSON values."""
+        return {
+            "question": self.question.as_dict(),
+            "fits": bool(self),
+            "smallest": dict(self.smallest),
+            "assumptions": list(self.assumptions),
+            "cards": {
+                card: {way: option.as_dict() for way, option in ways.items()}
+                for card, ways in self.options.items()
+            },
+        }
+
+    def __str__(self) -> str:
+        asked = self.question
+        head = (
+            f"{_model_name(asked.model)}: {asked.effective_batch} sequences of "
+            f"{asked.seq_len:,} tokens a step"
+        )
+        rows = [["card", *(WAYS[way] for way in asked.ways)]]
+        for card, ways in self.options.items():
+            rows.append([card, *(_cell(ways.get(way)) for way in asked.ways)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        words = []
+        for way, card in self.smallest.items():
+            if card is None:
+                words.append(f"{WAYS[way]} fits none of them.")
+            else:
+                words.append(f"Smallest for {WAYS[way]}: {card}, with {self.options[card][way]}")
+        words += [f"Assumed: {one}" for one in self.assumptions]
+        return "\n".join([head, *table, *words])
+
+
+def _cell(option: Option | None) -> str:
+    if option is None:
+        return "not possible"
+    if option.missing:
+        return f"lacks {gib(option.missing)}"
+    speed = f", {option.samples_per_second:.3g}/s" if option.seconds else ""
+    return f"{gib(option.needed)}{speed}"

@@ -1,0 +1,289 @@
+"""Does a training fit a card, and how large may it be?
+
+The prediction, and the margin that its known error asks for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from memlab import models
+from memlab.card.loading import peak_allocated
+from memlab.fields import one_of, share
+from memlab.footprint import Footprint
+from memlab.gpus import GPU, GPUS, find_gpu
+from memlab.predict.simulate import (
+    full_log,
+    peak_reserved_of,
+    range_of_reserved,
+    serve_without_range,
+    sized_log,
+)
+from memlab.spec.recipe import Recipe
+from memlab.trace.log import Log
+from memlab.units import MiB, mib
+
+# The prediction is trusted to so much of what it says ...
+MARGIN = 0.05
+# ... and a context to so many bytes: those of two programs on the same kind of card differ by up
+# to that (memlab/gpus.py).
+CONTEXT_MARGIN = 100 * MiB
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The answer of `fits`, in bytes.
+
+    needed: of the card's memory, context included; with a quantized base the most that a way of
+    loading it asks for, unless it fits in another way only. margin: kept free beside it.
+    footprint: what `memlab.simulate` gives, a `ServingFootprint` of a serving.
+    """
+
+    fits: bool
+    needed: int
+    margin: int
+    total_memory: int
+    footprint: Footprint
+
+    def __bool__(self) -> bool:
+        return self.fits
+
+    def __str__(self) -> str:
+        verdict = "fits" if self.fits else "does not fit"
+        return (
+            f"{verdict}: {mib(self.needed)}, and {mib(self.margin)} kept free for the error of the "
+            f"prediction; the card has {mib(self.total_memory)}"
+        )
+
+
+def fits(recipe: Recipe, gpu: GPU | str | int, margin: float = MARGIN) -> Fit:
+    """Whether `recipe` trains on a card, by a simulated step and a margin for its error.
+
+    A `memlab.spec.serving.Serving` in place of the recipe: whether its text is written there.
+
+    gpu: a name of `memlab.gpus.GPUS` or a number of bytes. margin: the share of the predicted
+    bytes that is kept free, beside 100 MiB for what a program's context may have more.
+
+    On 61 LoRA trainings that others measured on a T4 (`memlab.evidence`), peak allocated is
+    simulated to 0.5 % and, without a quantized base, peak reserved to 0.3 %. Runs that others
+    measured of full fine-tuning, autocast, PEFT's methods and torchtune's techniques, on a T4, an
+    L40S and an A100, are simulated to 2 %, but for some that the book's page on accuracy explains.
+    The default keeps 5 %, which is also the most that this package allows its prediction to fall
+    short of a recorded run. It is meant for today's kernels: the nine published runs of January
+    2022 used up to 16 % more than today's kernels are predicted to, and software of that age needs
+    `margin=0.2`.
+
+    A quantized base leaves more or less in the allocator's cache, by the way it is loaded:
+    counted is the upper end of `Footprint.reserved_range`.
+
+    What passes the card only by blocks that the allocator could give back is tried again on a
+    card smaller by the margin, where it does give them back. There a base comes weight by weight,
+    as today's transformers loads it; its first releases with threads (5.0, until March 2026) can
+    run out of memory while they load, and are not what this answers for.
+
+    Raises ValueError for an unknown card, a margin that is no share from 0 to below 1, and a number
+    format that the card does not have.
+    """
+    card = limited(gpu, margin)
+    return judged(recipe, full_log(recipe, card), card, margin)
+
+
+def judged(recipe: Recipe, log: Log, card: GPU, margin: float = MARGIN) -> Fit:
+    """The answer of `fits` for a log that is there already, on a card with a limit."""
+    said = verdict(recipe, log, card, margin)
+    footprint = serve_without_range(recipe, log, said.card)
+    footprint = dataclasses.replace(footprint, reserved_range=said.reserved_range)
+    if not isinstance(recipe, Recipe):
+        from memlab.predict.serving import told  # it brings all caches of transformers
+
+        footprint = told(recipe, log, footprint, card)
+    return Fit(said.fits, said.needed, said.margin, card.total_memory, footprint)
+
+
+class Verdict(NamedTuple):
+    """What `Fit` says, without a footprint, which takes as long again.
+
+    card: whose allocator serves it: one without a limit, or one smaller by the margin. Bytes of
+    reserved_range are without the context.
+    """
+
+    fits: bool
+    needed: int
+    margin: int
+    card: GPU
+    reserved_range: tuple[int, int] | None
+
+
+def verdict(recipe: Recipe, log: Log, card: GPU, margin: float = MARGIN) -> Verdict:
+    """Whether a log fits a card with a limit."""
+    smaller, by = _less_margin(card, margin), card.without_limit()
+    drawn = range_of_reserved(recipe, log, by)
+    peak = drawn[1] if drawn else peak_reserved_of(recipe, log, by)
+    fits = peak + card.context <= smaller.total_memory
+    if not fits:
+        tight = peak_reserved_of(recipe, log, smaller)
+        if tight is not None:
+            fits, peak, by = True, tight, smaller
+            drawn = range_of_reserved(recipe, log, by)
+    needed = peak + card.context
+    return Verdict(fits, needed, int(margin * needed) + _context_margin(card), by, drawn)
+
+
+def room(card: GPU, margin: float = MARGIN) -> int:
+    """Bytes of a card, context included, that a training may be predicted to need."""
+    return math.ceil((card.total_memory - _context_margin(card)) / (1 + margin))
+
+
+def _less_margin(card, margin) -> GPU:
+    return dataclasses.replace(card, total_memory=room(card, margin))
+
+
+def _context_margin(card) -> int:
+    return CONTEXT_MARGIN * (card.context > 0)
+
+
+def limited(gpu, margin) -> GPU:
+    """The card that is named, which must have a limit."""
+    share("margin", margin)
+    card = find_gpu(gpu)
+    if card.total_memory is None:
+        raise ValueError(f"gpu is {gpu!r}: allowed are {', '.join(GPUS)}, or a number of bytes")
+    return card
+
+
+# What `largest` can look for, and its steps; a recipe has a `seq_len`, a serving a `prompt`.
+STEPS = {"batch_size": 1, "seq_len": 64, "prompt": 64}
+MOST = 2**16  # sequences or tokens where nothing else ends the search
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest size with which a recipe fits a card.
+
+    field: of the recipe. value: the largest, 0 where not even the smallest fits. recipe: with that
+    value, or the smallest; fit: what `fits` says of it. next: the next larger value, which does not
+    fit, or None where the search ends before one does not; why: why it ends there, else empty.
+    """
+
+    field: str
+    value: int
+    recipe: Recipe
+    fit: Fit
+    next: int | None
+    why: str = ""
+
+    def as_dict(self) -> dict:
+        """Plain JSON values."""
+        asked = {"field": self.field, "value": self.value, "next": self.next, "why": self.why}
+        return asked | {"needed": self.fit.needed, "margin": self.fit.margin}
+
+    def __str__(self) -> str:
+        if not self.value:
+            return f"not even {self.field}={getattr(self.recipe, self.field)}: {self.fit}"
+        end = self.why or f"{self.next} does not fit"
+        return f"largest {self.field}: {self.value} ({end})\n{self.fit}"
+
+
+def largest(
+    recipe: Recipe, gpu: GPU | str | int, field: str = "batch_size", margin: float = MARGIN
+) -> Largest:
+    """The largest micro-batch, or the longest sequence, with which `recipe` fits a card.
+
+    field: `batch_size`, or `seq_len` in steps of 64 tokens; of a `memlab.spec.serving.Serving`
+    in place of the recipe `prompt`, in the same steps, which with its new tokens is the longest
+    context. margin: as in `fits`.
+
+    One trace of a recipe gives the log of every size (`memlab.predict.traces`), and the card's
+    allocator serves those in question; a serving is simulated at each. The value fits, the next
+    one does not.
+
+    Raises ValueError as `fits` does, and for another field.
+    """
+    one_of("field", field, [name for name in STEPS if hasattr(recipe, name)])
+    card = limited(gpu, margin)
+    value, following = largest_size(recipe, card, field, margin)
+    least = min(STEPS[field], following or value)
+    sized = recipe.but(**{field: value or least})
+    fit = judged(sized, sized_log(sized, card), card, margin)
+    why = "" if following else why_no_larger(recipe, field)
+    return Largest(field, value, sized, fit, following, why)
+
+
+def why_no_larger(recipe: Recipe, field: str) -> str:
+    """Why a search for the largest size ends where everything fits."""
+    if field == "batch_size" or models.max_length(recipe.model) is None:
+        return f"the search ends at {MOST:,}"
+    return f"{recipe.model_name} allows no larger ones"
+
+
+def largest_size(
+    recipe: Recipe, card: GPU, field: str, margin: float = MARGIN
+) -> tuple[int, int | None]:
+    """(the largest value that fits or 0, the next one or None), as in `largest`."""
+    smaller = _less_margin(card, margin)
+    end = _longest(recipe) if field != "batch_size" else None
+    end = MOST if end is None else end
+    step = min(STEPS[field], end)
+
+    def sized(steps: int) -> Recipe:
+        return recipe.but(**{field: steps * step})
+
+    def tensors(steps: int) -> int:
+        return peak_allocated(sized_log(sized(steps), card).events())
+
+    def fits(steps: int) -> bool:
+        one = sized(steps)
+        return peak_reserved_of(one, sized_log(one, card), smaller) is not None
+
+    every = end // step
+    first = min(max(1, getattr(recipe, field) // step), every)
+    found = _last(fits, _last_by_line(tensors, first, every, smaller.usable))
+    return found * step, None if found == every else (found + 1) * step
+
+
+def _longest(recipe) -> int | None:
+    """The longest sequence or prompt of a model; None for no end."""
+    longest = models.max_length(recipe.model)
+    return longest and longest - getattr(recipe, "new_tokens", 0)
+
+
+def _last(fits: Callable[[int], bool], most: int) -> int:
+    """A number up to `most` that fits while the next does not, near `most`; else 0."""
+    fitting, over, stride = most, most + 1, 1
+    while fitting and not fits(fitting):
+        over, fitting = fitting, max(0, fitting - stride)
+        stride *= 2
+    while over - fitting > 1:
+        middle = (fitting + over) // 2
+        if fits(middle):
+            fitting = middle
+        else:
+            over = middle
+    return fitting
+
+
+def _last_by_line(needed: Callable[[int], int], first: int, end: int, usable: int) -> int:
+    """The largest number up to `end` that needs at most `usable`, of which more need more; else 0.
+
+    What to try next, after `first` and its double, lies on the line through the last two tries.
+    """
+    fitting, over, tries, trial = 0, end + 1, [], first
+    while over - fitting > 1:
+        if not fitting < trial < over:
+            # Beside what is known, by the line; in the middle where lines have led nowhere.
+            near = fitting + 1 if trial <= fitting else over - 1
+            trial = near if len(tries) < 8 else (fitting + over) // 2
+        tries.append((trial, needed(trial)))
+        if tries[-1][1] <= usable:
+            fitting = trial
+        else:
+            over = trial
+        trial = 2 * first
+        if len(tries) > 1:
+            (one, low), (other, high) = tries[-2:]
+            trial = one + (other - one) * (usable - low) // ((high - low) or 1)
+    return fitting

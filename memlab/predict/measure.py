@@ -1,0 +1,300 @@
+"""What a training step takes on the device that is here: exact bytes and honest times."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import platform
+import statistics
+import time
+import warnings
+from dataclasses import dataclass, field, replace
+
+import torch
+from tqdm.auto import tqdm
+
+from memlab.fields import whole
+from memlab.footprint import Category, Footprint, Phase
+from memlab.gpus import require_native
+from memlab.spec.recipe import Recipe
+from memlab.trace.tracer import Tracer
+from memlab.workloads.training import Training
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What `measure` saw. Bytes and seconds; one optimizer step is the unit.
+
+    step_seconds: {"median", "lower_quartile", "upper_quartile"} of the timed steps.
+    samples_per_second: sequences of the whole effective batch over the median step.
+    """
+
+    footprint: Footprint
+    step_seconds: dict[str, float]
+    samples_per_second: float
+    loss: float
+    device: str
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict:
+        return self.footprint.as_dict() | {
+            "step_seconds": self.step_seconds,
+            "samples_per_second": self.samples_per_second,
+            "device": self.device,
+            "versions": self.versions,
+        }
+
+    def __str__(self) -> str:
+        seconds = self.step_seconds
+        return (
+            f"{self.footprint}\n"
+            f"step: median {seconds['median'] * 1e3:,.1f} ms, quartiles "
+            f"{seconds['lower_quartile'] * 1e3:,.1f} to {seconds['upper_quartile'] * 1e3:,.1f}; "
+            f"{self.samples_per_second:,.1f} samples/s on {self.device}"
+        )
+
+
+def seconds(work, *given, clock=time.perf_counter, device=None) -> float:
+    """Seconds of `work(*given)`, from an idle device to an idle device (None: as `pick_device`)."""
+    device = pick_device(device)
+    synchronize(device)
+    began = clock()
+    work(*given)
+    synchronize(device)
+    return clock() - began
+
+
+def measure(recipe: Recipe, device=None, steps: int = 5, seed: int = 0) -> Measurement:
+    """Train `recipe` for a few steps on the device that is here and report what it took.
+
+    device: `cuda` or `cpu`; None takes CUDA where there is one.
+    steps: timed steps, after two that warm up.
+
+    On CUDA the peaks are the allocator's counters and device_used is what the driver reports; on
+    a CPU the peak is the exact sum of the tensors alive (a CPU has no caching allocator). The
+    cache is emptied before the model is built and then left alone, as a training leaves it.
+
+    Raises ValueError when the device does not have the recipe's number format.
+    """
+    device = pick_device(device)
+    require(recipe.precision, device)
+    whole(1)("steps", steps)
+    if recipe.ranks > 1:
+        raise ValueError(f"ranks is {recipe.ranks}: one process is measured here, simulate them")
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+    built_in = device if recipe.base == "none" else None
+    training = Training(recipe, device, seed, built_in)
+    progress = tqdm(total=steps + 3, desc=f"measuring {recipe.model_name}", leave=False)
+    training.step()  # optimizer states and kernels appear in the first step
+    progress.update()
+    watched = training.model, training.optimizer, training.inputs
+    with Meter(device, *watched, empty_cache=False) as meter:
+        loss = training.step()
+    progress.update()
+    training.step()
+    progress.update()
+    taken = []
+    for _ in range(steps):
+        taken.append(seconds(training.step, device=device))
+        progress.update()
+    progress.close()
+    footprint = replace(
+        meter.footprint,
+        parameters=training.parameters,
+        trainable_parameters=training.trainable_parameters,
+    )
+    if device.type == "cuda":
+        footprint = with_breakdown(footprint, training)
+    lower, median, upper = _quartiles(taken)
+    return Measurement(
+        footprint=footprint,
+        step_seconds={"median": median, "lower_quartile": lower, "upper_quartile": upper},
+        samples_per_second=recipe.batch_size * recipe.accumulation / median,
+        loss=loss,
+        device=device_name(device),
+        versions=versions(),
+    )
+
+
+class Meter:
+    """Measures the block of your own code that it wraps.
+
+        with Meter(model=model, optimizer=optimizer) as meter:
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        print(meter.footprint)
+
+    device: `cuda` or `cpu`; None takes CUDA where there is one.
+    model, optimizer, inputs: on a CPU, what counts from the start even if the block never
+        touches it. What the block does touch is found by itself.
+    counters: the memory functions to ask on CUDA, `torch.cuda` unless a test brings its own.
+    empty_cache: whether cached blocks that nobody uses go back to the device first. Without, the
+        reserved memory has them in it, as it has after the steps of a training.
+
+    On CUDA the block runs undisturbed and the figures are the caching allocator's, so the
+    breakdown knows only what was there at the start (`inputs`) and what came on top
+    (`temporary`). Its context is what the whole card uses beyond this process's reserved memory,
+    so another process on the card counts in. On a CPU every storage is traced; the time then
+    includes the tracing.
+
+    Attributes after the block: footprint, seconds, and already_there: (bytes, description) of
+    the largest tensors that were alive on the device when it began.
+    """
+
+    def __init__(
+        self,
+        device=None,
+        model=None,
+        optimizer=None,
+        inputs=(),
+        counters=torch.cuda,
+        empty_cache=True,
+    ):
+        self.device = pick_device(device, counters)
+        self.counters = counters
+        self._watched = model, optimizer, inputs
+        self._empty_cache = empty_cache
+        self.already_there = []
+
+    def __enter__(self) -> Meter:
+        gc.collect()
+        self.already_there = alive_tensors(self.device)
+        if self.device.type == "cuda":
+            if self._empty_cache:
+                self.counters.empty_cache()
+            self.counters.synchronize()
+            self.counters.reset_peak_memory_stats()
+            self._at_start = self.counters.memory_allocated()
+        else:
+            self._tracer = Tracer()
+            self._tracer.watch(*self._watched)
+            self._tracer.__enter__()
+        self._started = time.perf_counter()
+        return self
+
+    def __exit__(self, *error) -> None:
+        if self.device.type == "cuda":
+            self.counters.synchronize()
+        self.seconds = time.perf_counter() - self._started
+        if self.device.type == "cuda":
+            self.footprint = self._from_counters()
+        else:
+            self._tracer.__exit__(*error)
+            self.footprint = self._tracer.footprint()
+            del self._tracer
+
+    def _from_counters(self) -> Footprint:
+        counters = self.counters
+        free, total = counters.mem_get_info()
+        used, reserved = total - free, counters.memory_reserved()
+        peak = counters.max_memory_allocated()
+        return Footprint(
+            peak_allocated=peak,
+            peak_reserved=counters.max_memory_reserved(),
+            breakdown={
+                Category.INPUTS: self._at_start,
+                Category.TEMPORARY: peak - self._at_start,
+            },
+            peak_phase=Phase.UNKNOWN,
+            context=used - reserved,
+            device_used=used,
+        )
+
+
+def alive_tensors(device, most: int = 5) -> list[tuple[int, str]]:
+    """The largest tensors that Python still reaches on a device: (bytes, shape and dtype).
+
+    Storages are counted once. What only the autograd graph holds is not seen.
+    """
+    device, found = torch.device(device), {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # asking old objects for their class can warn
+        for thing in gc.get_objects():
+            if (
+                type(thing) in (torch.Tensor, torch.nn.Parameter)
+                and thing.device.type == device.type
+            ):
+                storage = thing.untyped_storage()
+                text = f"{type(thing).__name__} {list(thing.shape)} {thing.dtype}"
+                found[storage._cdata] = (storage.nbytes(), text)
+    return sorted(found.values(), reverse=True)[:most]
+
+
+def with_breakdown(footprint: Footprint, training: Training) -> Footprint:
+    """The counters' figures with a breakdown, a phase and a timeline from a traced step.
+
+    Tracing makes autograd add some gradients out of place, so the peak itself is taken from the
+    undisturbed step; what the tensors do not explain is the libraries' and the allocator's. A card
+    that is too full for the traced step gets no breakdown.
+    """
+    tracer = Tracer()
+    tracer.watch(training.model, training.optimizer, training.inputs)
+    try:
+        with tracer:
+            training.step()
+    except torch.OutOfMemoryError:
+        return footprint
+    traced = tracer.footprint()
+    breakdown = dict(traced.breakdown)
+    breakdown[Category.ROUNDING] = footprint.peak_allocated - sum(breakdown.values())
+    return replace(
+        footprint,
+        breakdown=breakdown,
+        peak_phase=traced.peak_phase,
+        timeline=traced.timeline,
+    )
+
+
+def _quartiles(seconds: list[float]) -> tuple[float, float, float]:
+    if len(seconds) == 1:
+        return seconds[0], seconds[0], seconds[0]
+    return tuple(statistics.quantiles(seconds, n=4, method="inclusive"))
+
+
+def pick_device(device=None, cuda=torch.cuda) -> torch.device:
+    """The device asked for, or CUDA where there is one, or the CPU.
+
+    Raises ValueError for a device that is not here.
+    """
+    if device is None:
+        return torch.device("cuda" if cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        chosen = None
+    here = ["cpu"] + ["cuda"] * cuda.is_available()
+    if chosen is None or chosen.type not in here:
+        raise ValueError(f"device is {str(device)!r}: this machine has {', '.join(here)}")
+    return chosen
+
+
+def require(precision: str, device: torch.device) -> None:
+    """Raise ValueError if a device computes a recipe's precision by emulation only."""
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        require_native(precision, device_name(device), has_bf16)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what was queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_name(device: torch.device) -> str:
+    """The card's name, or the processor's architecture with the number of threads used."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+
+
+def versions() -> dict[str, str]:
+    """Versions that a figure depends on."""
+    names = ("torch", "transformers", "memlab", "peft", "bitsandbytes")
+    installed = {known.name.lower() for known in importlib.metadata.distributions()}
+    found = {name: importlib.metadata.version(name) for name in names if name in installed}
+    return found | {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}

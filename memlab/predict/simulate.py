@@ -1,0 +1,108 @@
+"""The memory of a recipe's step on a card that need not be there."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from memlab.card.links import link_rate
+from memlab.card.loading import loaded_by_transformers, peak_reserved, reserved_range
+from memlab.card.memory import CardMemory, card_footprint
+from memlab.footprint import Footprint
+from memlab.gpus import GPU, find_gpu, require_native
+from memlab.predict.traces import is_deep, run_log, traces
+from memlab.spec.recipe import Recipe
+from memlab.trace.ledger import Ledger
+from memlab.trace.log import Event, Log, replay
+from memlab.workloads.sharding import is_moved_by_sharding
+
+
+def simulate(
+    recipe: Recipe, gpu: GPU | str | int | None = None, link: str | None = None
+) -> Footprint:
+    """The memory of one optimizer step of `recipe` on a GPU that need not be there.
+
+    gpu: a name of `memlab.gpus.GPUS`, a number of bytes, or None for a card without a limit.
+    link: between several ranks, as `SimulatedGPU` has it.
+
+    Two steps run; the second is counted, because optimizer states appear in the first. Of a model
+    with many layers a trace is kept, that `memlab.predict.traces` records with a few of them.
+
+    A quantized base comes to the card as today's `from_pretrained` loads it, or one layer after the
+    other where ranks split it. The order leaves
+    other free blocks behind, and so other rests of split ones, than a model that is moved whole,
+    as `memlab.measure` moves it: `reserved_range` holds the lowest and the highest peak reserved of
+    the orders that `memlab.card.loading` tries, which are a sample and no proven bound.
+
+    A `memlab.spec.serving.Serving` in place of the recipe gives a `ServingFootprint`: inference,
+    with the peaks of prefill and decode apart.
+
+    Raises torch.OutOfMemoryError in PyTorch's own words when the card is too small, and ValueError
+    when it does not have the recipe's number format.
+    """
+    card = find_gpu(gpu)
+    if not isinstance(recipe, Recipe):
+        from memlab.workloads.generation import (
+            simulate_serving,  # it brings all caches of transformers
+        )
+
+        return simulate_serving(recipe, card)
+    if link is not None:
+        link_rate(card, link)  # or refuses
+    return serve(recipe, full_log(recipe, card), card, link)
+
+
+def full_log(recipe: Recipe, card: GPU, loop=None) -> Log:
+    """What two steps of `recipe` do to memory on a card of this kind, whatever its size.
+
+    loop: another training loop than memlab's own, a function like `memlab.predict.run.two_steps`.
+    """
+    refuse_format(recipe, card)
+    if loop or not isinstance(recipe, Recipe) or not is_deep(recipe):
+        return run_log(recipe, card, loop)
+    return traces().log(recipe, card)
+
+
+def sized_log(recipe: Recipe, card: GPU) -> Log:
+    """As `full_log`, where other sizes of the same recipe are to be asked for, too."""
+    refuse_format(recipe, card)
+    return traces().log(recipe, card)
+
+
+def refuse_format(recipe: Recipe, card: GPU) -> None:
+    """Raise ValueError where a card does not compute in a number format of the recipe."""
+    for precision in (recipe.precision, recipe.compute_dtype or ""):
+        require_native(precision, card.name, "bfloat16" in card.native_dtypes)
+
+
+def serve(recipe: Recipe, log: Log, card: GPU, link: str | None = None) -> Footprint:
+    """The footprint of a recipe's log, served by this card's allocator."""
+    footprint = serve_without_range(recipe, log, card, link)
+    return replace(footprint, reserved_range=range_of_reserved(recipe, log, card))
+
+
+def serve_without_range(recipe: Recipe, log: Log, card: GPU, link: str | None = None) -> Footprint:
+    """As `serve`, loaded in one way only, where a base could be loaded in several."""
+    ledger = Ledger(CardMemory(card, statistics=False))
+    replay(_as_loaded(recipe, log, card), ledger)
+    return card_footprint(ledger, log, recipe.batch_size * recipe.accumulation, link)
+
+
+def peak_reserved_of(recipe: Recipe, log: Log, card: GPU) -> int | None:
+    """The peak reserved that `serve` finds, in half the time; None where it runs out of memory."""
+    return peak_reserved(_as_loaded(recipe, log, card), card.usable)
+
+
+def range_of_reserved(recipe: Recipe, log: Log, card: GPU) -> tuple[int, int] | None:
+    """The range of the peak over the ways of loading a base; None where there is one way."""
+    if not _comes_by_weight(recipe):
+        return None
+    return reserved_range(log, card.usable, card.total_memory)
+
+
+def _as_loaded(recipe, log, card) -> Iterable[Event]:
+    by_weight = _comes_by_weight(recipe)
+    return loaded_by_transformers(log, card.total_memory) if by_weight else log.events()
+
+
+def _comes_by_weight(recipe: Recipe) -> bool:
+    """Whether `from_pretrained` loads the model and quantizes it, and not `sharding.share`."""
+    return recipe.base != "none" and not is_moved_by_sharding(recipe)

@@ -1,0 +1,1 @@
+"""What is asked: a recipe of a training, a serving of inference."""

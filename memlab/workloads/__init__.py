@@ -1,0 +1,1 @@
+"""The real PyTorch code: the one training loop, generation, quantized bases, sharding."""

@@ -1,0 +1,150 @@
+"""Frozen 4-bit and 8-bit bases for LoRA (QLoRA), by bitsandbytes."""
+
+import importlib
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from memlab import models
+from memlab.libraries import import_bitsandbytes
+from memlab.spec.recipe import Recipe
+
+COMPUTE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+HEADS = ("classifier", "score")  # of a classifier, by the names that peft trains them under
+
+
+def quantize_base(
+    model: torch.nn.Module, recipe: Recipe, storage: torch.dtype = torch.uint8
+) -> None:
+    """Replace the linear layers by bitsandbytes' 4-bit or 8-bit ones, in place.
+
+    storage: the dtype that 4-bit weights are said to have (`bnb_4bit_quant_storage`).
+
+    Their weights are quantized when the model is moved to its device, as bitsandbytes does.
+    """
+    bitsandbytes = import_bitsandbytes(f"base {recipe.base}")
+    for name, module in to_be_quantized(model).items():
+        model.set_submodule(name, _quantized_linear(bitsandbytes, module, recipe, storage))
+    model.is_loaded_in_8bit = recipe.base == "int8"  # as from_pretrained tells peft
+    model.is_loaded_in_4bit = not model.is_loaded_in_8bit
+
+
+def to_be_quantized(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The linear layers of a base that bitsandbytes replaces, by name.
+
+    What transformers leaves alone stays as it is: the head of a language model, tied weights,
+    what a family keeps in fp32 (T5's `wo`), subclasses of `nn.Linear` such as routers, and experts
+    that are one tensor of three dimensions; so does a classifier, as with `llm_int8_skip_modules`,
+    because it is trained.
+    """
+    from transformers.quantizers.base import get_keys_to_not_convert
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    kept = [*get_keys_to_not_convert(model), *HEADS]
+    kept += model._keep_in_fp32_modules or ()
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if _is_plain(module) and should_convert_module(name, kept)
+    }
+
+
+def _is_plain(module) -> bool:
+    """Whether it is of a class that transformers quantizes: a subclass may compute otherwise."""
+    return type(module) is torch.nn.Linear or isinstance(module, Conv1D)
+
+
+def assumed(recipe) -> tuple[str, ...]:
+    """What a recipe's figures leave out or leave as it is, and a reader may not expect.
+
+    The parts of a nested config, and the weights that a quantized base does not reach, where they
+    are the larger part. recipe: or a `Serving`.
+    """
+    said, parts = [], models.left_out(recipe.model)
+    if parts:
+        said.append(f"the text model alone, without {' and '.join(parts)}")
+    if recipe.base != "none":
+        reached = _share_reached(recipe)
+        if reached < 0.5:
+            said.append(
+                f"{recipe.base} reaches {reached:.1%} of the weights: what is no plain linear "
+                "layer, such as experts and embeddings, stays unquantized"
+            )
+    return tuple(said)
+
+
+_SHARES: dict[tuple[str, str], float] = {}  # by config and task
+
+
+def _share_reached(recipe) -> float:
+    """The share of a model's weights that a base quantizes."""
+    config = models.config(recipe.model)
+    key = config.to_json_string(use_diff=False), recipe.task
+    if key not in _SHARES:
+        with torch.device("meta"):
+            model = models.build(config, recipe.task)
+        reached = sum(module.weight.numel() for module in to_be_quantized(model).values())
+        _SHARES[key] = reached / sum(parameter.numel() for parameter in model.parameters())
+    return _SHARES[key]
+
+
+def _quantized_linear(bitsandbytes, module, recipe: Recipe, storage):
+    weight = module.weight.data
+    if isinstance(module, Conv1D):
+        weight = weight.T.contiguous()
+    # Made tiny, because its own weight is thrown away.
+    if recipe.base == "int8":
+        layer = bitsandbytes.nn.Linear8bitLt(1, 1, has_fp16_weights=False, threshold=6.0)
+        layer.weight = bitsandbytes.nn.Int8Params(weight, requires_grad=False)
+    else:
+        compute = COMPUTE_DTYPES[recipe.compute_dtype]
+        layer = bitsandbytes.nn.Linear4bit(1, 1, compute_dtype=compute, quant_storage=storage)
+        layer.weight = bitsandbytes.nn.Params4bit(
+            weight,
+            requires_grad=False,
+            blocksize=recipe.block_size,
+            compress_statistics=recipe.double_quant,
+            quant_type=recipe.base,
+            quant_storage=storage,
+            module=layer,
+        )
+    layer.bias = module.bias
+    layer.source_cls = type(module)  # as transformers notes it
+    layer.out_features, layer.in_features = weight.shape
+    return layer
+
+
+def leave_in_fp32(model: torch.nn.Module, recipe: Recipe) -> None:
+    """Cast what is in fp32 beside a base in fp16 whose rest is not, in place.
+
+    What from_pretrained leaves so, such as T5's `wo`; and a head, which is trained, where the loss
+    is scaled: PyTorch's scaler refuses gradients in fp16.
+    """
+    if recipe.compute_dtype != "fp16":
+        return
+    kept = set(model._keep_in_fp32_modules or ())
+    kept |= set(HEADS) if recipe.precision == "fp16-amp" else set()
+    for name, module in model.named_modules():
+        if name.split(".")[-1] in kept:
+            module.float()
+
+
+def cast_the_rest(model: torch.nn.Module) -> None:
+    """Freeze everything and cast what is not quantized to fp32.
+
+    As peft's `prepare_model_for_kbit_training` does before adapters are added, which knows
+    quantized weights by their dtype or class, and so only those that are quantized already.
+    """
+    quantized = {id(layer.weight) for layer in quantized_layers(model)}
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        half = parameter.dtype in (torch.float16, torch.bfloat16)
+        if half and id(parameter) not in quantized:
+            parameter.data = parameter.data.float()
+
+
+def quantized_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers whose weights are quantized, or are to be when they move."""
+    nn = importlib.import_module("bitsandbytes.nn")
+    kinds = nn.Linear4bit, nn.Linear8bitLt
+    return [module for module in model.modules() if isinstance(module, kinds)]

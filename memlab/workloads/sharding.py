@@ -1,0 +1,114 @@
+"""How the ranks of a training share its model: PyTorch's own ways, by a recipe's `sharding`."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from memlab.spec.recipe import FULLY_SHARDED, Recipe
+
+
+def join_ranks(recipe: Recipe) -> int:
+    """The number of this process among the recipe's ranks; starts torch.distributed if need be.
+
+    Raises ValueError where the process belongs to a group of another size.
+    """
+    if recipe.ranks == 1:
+        return 0
+    if not dist.is_initialized():
+        dist.init_process_group()
+    if dist.get_world_size() != recipe.ranks:
+        raise ValueError(
+            f"ranks is {recipe.ranks}: this process belongs to a group of {dist.get_world_size()}; "
+            f"start it with torchrun --nproc-per-node {recipe.ranks}"
+        )
+    return dist.get_rank()
+
+
+def is_moved_by_sharding(recipe: Recipe) -> bool:
+    """Whether the model stays on the host until `share` moves it, one layer after the other."""
+    return recipe.ranks > 1 and recipe.sharding in FULLY_SHARDED
+
+
+def share(model: torch.nn.Module, recipe: Recipe, device: torch.device, half=None):
+    """The model as one of the recipe's ranks has it, on `device`.
+
+    half: the format that fp32 parameters are gathered and computed in, or None for their own.
+    Gradients of such are summed in fp32, as in PyTorch's tutorial of FSDP2. Each layer is gathered
+    by itself, what stands around the layers together.
+    """
+    if recipe.ranks == 1:
+        return model
+    if not is_moved_by_sharding(recipe):
+        return DistributedDataParallel(model)
+    mesh = dist.init_device_mesh(device.type, (recipe.ranks,))
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half and torch.float32)
+    after_forward = recipe.sharding == "zero3"
+    for layer in [*layers_of(model), model]:
+        layer.to(device)  # quantized, if it is to be, and moved
+        fully_shard(layer, mesh=mesh, reshard_after_forward=after_forward, mp_policy=policy)
+    if recipe.base != "none":
+        from memlab import quantized  # which brings transformers
+
+        for layer in quantized.quantized_layers(model):
+            layer.weight.quant_state = layer.quant_state  # which each rank keeps whole
+    return model
+
+
+@contextlib.contextmanager
+def not_reduced(model: torch.nn.Module):
+    """A backward pass whose gradients each rank keeps for itself, whole, to add to them.
+
+    As Accelerate's `no_sync`, and so the Trainer's, in all micro-batches but the last.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    elif isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+    else:
+        yield
+
+
+def check_split(model: torch.nn.Module, ranks: int) -> None:
+    """Raise ValueError unless this process holds only its part of a model.
+
+    ranks: among which the first dimension of every weight is divided, up to a whole row. A launcher
+    may start so many processes and split nothing, as Accelerate's FSDP where there is no GPU: each
+    then trains the whole model, and nothing says so.
+    """
+    weights = list(model.parameters())
+    held = sum((w.to_local() if isinstance(w, DTensor) else w).numel() for w in weights)
+    part = sum(-(len(w) // -ranks) * w[:1].numel() for w in weights)
+    if held > part:
+        raise ValueError(
+            f"this process holds {held:,} of {sum(w.numel() for w in weights):,} weights: of "
+            f"{ranks} ranks each has at most {part:,}, the model is not split"
+        )
+
+
+def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers of every stack in a transformer, in their order."""
+    found = []
+    for module in model.modules():
+        inside = any(module is part for layer in found for part in layer.modules())
+        if isinstance(module, torch.nn.ModuleList) and not inside:
+            found += module
+    return found
+
+
+def shared_optimizer(recipe: Recipe, parameters, kind, **settings) -> torch.optim.Optimizer:
+    """An optimizer of a class, which under `zero1` keeps the states of this rank's share only."""
+    if recipe.ranks > 1 and recipe.sharding == "zero1":
+        return ZeroRedundancyOptimizer(parameters, kind, **settings)
+    return kind(parameters, **settings)

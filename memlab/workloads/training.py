@@ -1,0 +1,351 @@
+"""Builds what a recipe says and runs its optimizer steps.
+
+The same loop runs on a real device and on the simulated GPU; only the place of the tensors
+differs.
+"""
+
+import contextlib
+import itertools
+import operator
+import warnings
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers.pytorch_utils import Conv1D
+
+from memlab import libraries, models
+from memlab.spec.recipe import Recipe
+from memlab.workloads import quantized, sharding
+
+LEARNING_RATE = 1e-5
+AUTOCAST = {"fp16-amp": torch.float16, "bf16-amp": torch.bfloat16}
+PURE = {"fp16": torch.float16, "bf16": torch.bfloat16}  # no fp32 copy of anything
+
+
+class NoAdapters(ValueError):
+    """A model gets no adapters at the targets that were asked for, whatever their rank."""
+
+
+class Training:
+    """A model, its optimizer and one optimizer step's micro-batches, ready to `step()`.
+
+    device: where everything lives, a torch device or its name.
+    seed: of the weights, the data and the dropout.
+    built_in: a context in which the model is made before it moves to `device`. On a GPU
+        a large one is made in seconds, on its host in minutes; a base is made on the host, and
+        quantized weight by weight when it moves.
+
+    Of a recipe with several ranks this is one; it joins their group (`memlab.workloads.sharding`).
+
+    Attributes: model (torch.nn.Module), optimizer (torch.optim.Optimizer), batches (a list of
+    `recipe.accumulation` dictionaries of int64 tensors, input_ids of shape
+    [batch_size, seq_len]), scaler (torch.amp.GradScaler, at work for fp16-amp only).
+    """
+
+    def __init__(self, recipe: Recipe, device="cpu", seed: int = 0, built_in=None):
+        self.recipe, self.device = recipe, torch.device(device)
+        rank = sharding.join_ranks(recipe)
+        config = models.config(recipe.model)
+        dtype = PURE.get(recipe.precision, torch.float32)
+        if recipe.base != "none":
+            dtype = quantized.COMPUTE_DTYPES[recipe.compute_dtype]
+        self._sharded = sharding.is_moved_by_sharding(recipe)
+        half = AUTOCAST.get(recipe.precision) if self._sharded else None
+        # What is gathered may be cast on the way: 4-bit weights come as what is none.
+        stored_as = [half or dtype] if self._sharded else []
+        with built_in or contextlib.nullcontext():
+            self.model = models.build(config, recipe.task, dtype, recipe.attention, seed)
+            if recipe.base != "none":
+                quantized.quantize_base(self.model, recipe, *stored_as)
+                if not recipe.upcast:
+                    quantized.leave_in_fp32(self.model, recipe)
+        if not self._sharded:
+            self.model.to(self.device)
+        if recipe.base != "none":
+            if recipe.upcast:
+                quantized.cast_the_rest(self.model)
+            # Gives back what loading has left, as peft's cast and the Trainer's first act do.
+            torch.cuda.empty_cache()
+        if recipe.freeze:
+            freeze(self.model, recipe.freeze)
+        if recipe.lora_rank:
+            self.model = add_lora(self.model, recipe)
+        if recipe.checkpointing != "none":
+            model = self.model.get_base_model() if recipe.lora_rank else self.model
+            enable = getattr(model, "activation_checkpointing_enable", None)
+            enable = enable or model.gradient_checkpointing_enable  # its older name
+            enable({"use_reentrant": recipe.checkpointing == "reentrant"})
+        self.model = sharding.share(self.model, recipe, self.device, half)
+        self.optimizer = make_optimizer(recipe, self.model)
+        self.batches = make_batches(recipe, config, self.device, seed, rank)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=recipe.precision == "fp16-amp")
+
+    def step(self) -> float:
+        """One optimizer step over all micro-batches; returns the mean loss."""
+        losses = self.make_gradients()
+        self.update()
+        return sum(loss.item() for loss in losses)
+
+    def make_gradients(self) -> list[torch.Tensor]:
+        """Forward and backward of each micro-batch; returns its share of the mean loss.
+
+        Ranks reduce their gradients in the last one only.
+        """
+        losses = []
+        for number, batch in enumerate(self.batches, 1):
+            last = number == len(self.batches)
+            with contextlib.nullcontext() if last else sharding.not_reduced(self.model):
+                with self.autocast():
+                    loss = self.model(**batch).loss / self.recipe.accumulation
+                self.scaler.scale(loss).backward()
+            losses.append(loss.detach())
+        return losses
+
+    def update(self) -> None:
+        """Clipping, the optimizer's step and zero_grad."""
+        if self.recipe.max_grad_norm:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.max_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=self.recipe.set_to_none)
+
+    def autocast(self):
+        dtype = None if self._sharded else AUTOCAST.get(self.recipe.precision)
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """Every tensor of the micro-batches."""
+        return [tensor for batch in self.batches for tensor in batch.values()]
+
+    @property
+    def parameters(self) -> int:
+        return sum(map(quantized.numel, self.model.parameters()))
+
+    @property
+    def trainable_parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+
+def freeze(model: torch.nn.Module, parts) -> None:
+    """Switch off the gradients of parts of a transformers model.
+
+    parts: `embeddings` (what stands before the first layer), whole numbers (that many first
+        layers), `backbone` (everything but the head), or names of modules.
+
+    Raises ValueError for a part that the model does not have.
+    """
+    base = model.base_model
+    stacks = [module for module in base.modules() if isinstance(module, torch.nn.ModuleList)]
+    layers = max(stacks, key=len)
+    in_layers = {id(parameter) for parameter in layers.parameters()}
+    for part in parts:
+        if part == "backbone":
+            frozen = base.parameters()
+        elif part == "embeddings":
+            before = lambda parameter: id(parameter) not in in_layers  # noqa: E731
+            frozen = itertools.takewhile(before, base.parameters())
+        elif isinstance(part, int):
+            if part > len(layers):
+                raise ValueError(f"freeze holds {part}: the model has {len(layers)} layers")
+            frozen = layers[:part].parameters()
+        else:
+            named = dict(model.named_modules()) | dict(base.named_modules())
+            if part not in named:
+                names = ", ".join(name for name, _ in base.named_children())
+                raise ValueError(
+                    f"freeze holds {part!r}: allowed are embeddings, backbone, a number of "
+                    f"layers, and names of modules such as {names}"
+                )
+            frozen = named[part].parameters()
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"freeze holds {', '.join(map(str, parts))}: nothing is left to train")
+
+
+def add_lora(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
+    """The model with peft's LoRA adapters, which alone are trained with the head, if any.
+
+    Raises ValueError for targets that the model does not have and ranks above a layer's size.
+    """
+    peft = import_peft()
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, (torch.nn.Linear, Conv1D))}
+    names = {name.split(".")[-1] for name in linear}
+    targets = recipe.lora_targets
+    sides = operator.attrgetter("in_features", "out_features")  # packed weights have other shapes
+    chosen = {
+        name: module
+        for name, module in linear.items()
+        if targets == "all-linear" or name.split(".")[-1] in targets
+    }
+    odd = {name.split(".")[-1] for name, module in chosen.items() if not _is_as_linear(module)}
+    if odd:
+        raise NoAdapters(
+            f"lora_targets is {targets!r}: {', '.join(sorted(odd))} of {recipe.model_name} does "
+            "not compute as a linear layer, which peft's adapters ask for; allowed are "
+            f"{', '.join(sorted(names - odd))}"
+        )
+    widths = [
+        min(module.weight.shape if isinstance(module, Conv1D) else sides(module))
+        for module in chosen.values()
+    ]
+    if widths and recipe.lora_rank > max(widths):
+        raise ValueError(
+            f"lora_rank is {recipe.lora_rank}: {recipe.model_name} allows whole numbers up to "
+            f"{max(widths)}"
+        )
+    config = peft.LoraConfig(
+        r=recipe.lora_rank,
+        lora_alpha=2 * recipe.lora_rank,
+        lora_dropout=recipe.lora_dropout,
+        target_modules=targets if targets == "all-linear" else list(targets),
+        task_type=PEFT_TASKS.get(recipe.task),
+        fan_in_fan_out=isinstance(next(iter(linear.values())), Conv1D),
+    )
+    with warnings.catch_warnings():  # it asks transformers for checkpointing by an older name
+        warnings.simplefilter("ignore", FutureWarning)
+        try:
+            model = peft.get_peft_model(model, config, autocast_adapter_dtype=recipe.lora_fp32)
+        except (ValueError, TypeError) as error:
+            raise NoAdapters(
+                f"lora_targets is {targets!r}: peft refuses it ({models.one_line(error)}); "
+                f"{recipe.model_name} has {', '.join(sorted(names))}"
+            ) from None
+    # Of mixtures of experts peft has taken out what it knows by older names.
+    asked = set() if targets == "all-linear" else set(config.target_modules)
+    unknown = asked - {name.split(".")[-1] for name in model.base_model.targeted_module_names}
+    if unknown:
+        raise ValueError(
+            f"lora_targets holds {', '.join(sorted(unknown))}: {recipe.model_name} has "
+            f"{', '.join(sorted(names))}"
+        )
+    return model.train()
+
+
+def _is_as_linear(module: torch.nn.Module) -> bool:
+    """Whether a module gives what a linear layer of its sizes gives: a router may not.
+
+    Tried with tensors that have shapes only, which no trace and no card sees.
+    """
+    kind = getattr(module, "source_cls", type(module))  # of a quantized one
+    if kind is Conv1D or kind.forward is torch.nn.Linear.forward:
+        return True
+    with _disable_current_modes(), torch.no_grad():
+        shapes = {name: p.shape for name, p in module.named_parameters()}
+        weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        tokens = torch.empty(2, 3, module.in_features, device="meta")
+        try:
+            result = torch.func.functional_call(module, weights, (tokens,))
+        except Exception:  # whatever it expects instead
+            return False
+    return isinstance(result, torch.Tensor) and result.shape == (2, 3, module.out_features)
+
+
+def import_libraries(recipe: Recipe) -> None:
+    """Import what a recipe needs beside torch and transformers.
+
+    Done before a simulation, because some packages make tensors when they are imported. Raises
+    ValueError for one that is not installed.
+    """
+    if recipe.optimizer.endswith("8bit") or recipe.base != "none":
+        libraries.import_bitsandbytes(f"optimizer {recipe.optimizer}, base {recipe.base}")
+    if recipe.lora_rank:
+        import_peft()
+    if recipe.optimizer == "adafactor":
+        libraries.import_quietly("transformers.optimization")  # with peft, if that is there
+
+
+def import_peft():
+    """The package peft, or a ValueError that says what needs it."""
+    try:
+        return libraries.import_quietly("peft")
+    except ImportError:
+        raise ValueError("lora_rank needs the package peft, which is not here") from None
+
+
+# Named so, peft also trains the new classification head; a masked LM has no name there.
+PEFT_TASKS = {
+    "sequence-classification": "SEQ_CLS",
+    "causal-lm": "CAUSAL_LM",
+    "seq2seq-lm": "SEQ_2_SEQ_LM",
+}
+
+
+def make_optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that `recipe.optimizer` names, over the trainable parameters of `model`.
+
+    Raises ValueError for an 8-bit optimizer where bitsandbytes is not installed.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if recipe.optimizer.endswith("8bit"):
+        return _bitsandbytes_optimizer(recipe, parameters, model)
+    kind = torch.optim.AdamW
+    if recipe.optimizer == "adafactor":
+        from transformers.optimization import Adafactor
+
+        kind, settings = Adafactor, {"scale_parameter": False, "relative_step": False}
+    elif recipe.optimizer == "sgd":
+        kind, settings = torch.optim.SGD, {"momentum": 0.9, "foreach": True}
+    elif recipe.optimizer == "adamw_torch_fused":
+        settings = {"fused": True}
+    else:
+        settings = {"foreach": recipe.optimizer == "adamw_torch"}
+    return sharding.shared_optimizer(recipe, parameters, kind, lr=LEARNING_RATE, **settings)
+
+
+def _bitsandbytes_optimizer(recipe, parameters, model):
+    bitsandbytes = libraries.import_bitsandbytes(recipe.optimizer)
+    kinds = {
+        "adamw_8bit": bitsandbytes.optim.AdamW8bit,
+        "paged_adamw_8bit": bitsandbytes.optim.PagedAdamW8bit,
+        "lion_8bit": bitsandbytes.optim.Lion8bit,
+    }
+    kind = kinds[recipe.optimizer]
+    optimizer = sharding.shared_optimizer(recipe, parameters, kind, lr=LEARNING_RATE)
+    # The process's one manager would hand these overrides to later optimizers, by the position of
+    # the weight, and hold the model for ever: this optimizer gets a manager of its own.
+    manager = object.__new__(bitsandbytes.optim.GlobalOptimManager)
+    manager.initialize()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
+    getattr(optimizer, "optim", optimizer).mng = manager  # a shared one has it do the work
+    return optimizer
+
+
+def make_batches(recipe: Recipe, config, device, seed: int = 0, rank: int = 0) -> list[dict]:
+    """Seeded random tokens and labels, one dictionary a micro-batch.
+
+    All ranks draw the whole batch, and each takes its part.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(high, sequences, *shape):
+        of_all = (recipe.ranks * sequences, *shape)
+        drawn = torch.randint(0, high, of_all, generator=generator)
+        return drawn.chunk(recipe.ranks)[rank].clone().to(device)
+
+    batches = []
+    for _ in range(recipe.accumulation):
+        tokens = integers(config.vocab_size, recipe.batch_size, recipe.seq_len)
+        if recipe.task == "sequence-classification":
+            labels = integers(config.num_labels, recipe.batch_size)
+        else:
+            labels = tokens
+        batch = {"input_ids": tokens, "labels": labels}
+        batches.append(_padded(batch, config) if recipe.padded else batch)
+    return batches
+
+
+def _padded(batch, config):
+    """The batch with padding for the last token of every sequence, and the mask that says so."""
+    mask = torch.ones_like(batch["input_ids"])
+    mask[:, -1] = 0
+    padding = config.pad_token_id or 0
+    tokens = batch["input_ids"].masked_fill(mask == 0, padding)
+    labels = batch["labels"]
+    if labels.dim() == 2:  # a label a token
+        labels = labels.masked_fill(mask == 0, -100)
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}

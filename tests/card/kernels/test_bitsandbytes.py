@@ -1,0 +1,141 @@
+"""bitsandbytes' kernels and layers on the simulated card."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from memlab import Recipe, SimulatedGPU, models, simulate
+from memlab.card.kernels.bitsandbytes import fuses_4bit_product
+from memlab.card.placement import on_card
+from memlab.gpus import find_gpu
+from memlab.libraries import import_bitsandbytes
+from memlab.trace.quantized_weights import constants
+from memlab.workloads.training import Training
+
+bitsandbytes = import_bitsandbytes("this test")
+QLORA = Recipe(model="llama-3-8b-tiny", seq_len=16, lora_rank=2, base="nf4", precision="bf16-amp")
+
+
+def layers(model, kind):
+    return {name for name, module in model.named_modules() if isinstance(module, kind)}
+
+
+def test_a_product_writes_the_weight_out_except_for_few_tokens():
+    def highest(tokens, nested=False):
+        with SimulatedGPU("T4"):
+            layer = bitsandbytes.nn.Linear4bit(1024, 1024, False, torch.float16, nested)
+            layer = layer.to("cuda")
+            x = torch.randn(tokens, 1024, device="cuda", dtype=torch.float16)
+            layer(x)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            layer(x)
+            return torch.cuda.max_memory_allocated() - before - 2 * tokens * 1024
+
+    assert highest(4) == 0
+    assert highest(2048) == 2 * 1024 * 1024
+    scales = 4 * 1024 * 1024 // 64
+    assert highest(2048, nested=True) == 2 * 1024 * 1024 + 2 * scales
+
+
+def test_bitsandbytes_own_rule_is_asked_for_the_card():
+    """_gemm_4bit_use_custom_cuda: up to 4 rows always, above 1,536 never, by the card between."""
+    half = torch.float16
+    for name in ("T4", "A100-40GB", "H200"):
+        assert fuses_4bit_product(find_gpu(name), half, 4, 4096, 4096)
+        assert not fuses_4bit_product(find_gpu(name), half, 2048, 4096, 4096)
+    assert not fuses_4bit_product(find_gpu("V100"), half, 8, 4096, 4096)
+    assert fuses_4bit_product(find_gpu("T4"), half, 8, 4096, 4096)
+
+
+def test_the_base_does_not_exist_in_half_precision_on_the_card():
+    """Weights are quantized one by one: the whole in bf16 is never there."""
+    config = models.config("llama-3-8b")
+    config.num_hidden_layers, config.vocab_size = 4, 1000
+    config.bos_token_id = config.eos_token_id = 1
+    recipe = QLORA.but(model=config)
+    half = 2 * simulate(recipe).parameters
+    assert simulate(recipe).peak_reserved < 0.9 * half
+
+
+def test_the_first_run_of_a_process_is_like_the_second():
+    """bitsandbytes keeps the table of the scales' codes, once made."""
+    recipe = QLORA.but(double_quant=True)
+    bitsandbytes.functional.name2qmap.clear()
+    first, second = simulate(recipe), simulate(recipe)
+    assert first == second
+    Training(recipe).step()  # with data, the table is a real one
+
+
+def test_nothing_of_bitsandbytes_stays_changed():
+    new = bitsandbytes.nn.Params4bit.__dict__["__new__"], bitsandbytes.matmul
+    simulate(QLORA)
+    assert new == (bitsandbytes.nn.Params4bit.__dict__["__new__"], bitsandbytes.matmul)
+    Training(QLORA).step()
+
+
+def test_a_weight_that_is_quantized_by_itself_is_a_parameter():
+    """As transformers' loader does, which moves no module."""
+    with SimulatedGPU() as gpu:
+        weight = torch.randn(256, 256)
+        weight = bitsandbytes.nn.Params4bit(weight, False, compress_statistics=False).to("cuda")
+        held = torch.cuda.memory_allocated()
+        weight.quant_state.absmax + 1
+    levels = gpu.footprint.timeline.levels
+    assert levels["parameters"][-1] == 256 * 256 // 2 + 256 * 256 // 64 * 4 + 16 * 4 <= held
+
+
+def quantized(kind, storage=torch.uint8):
+    weight = torch.randn(256, 256)
+    if kind == "Int8Params":
+        return bitsandbytes.nn.Int8Params(weight, requires_grad=False).to("cuda")
+    return bitsandbytes.nn.Params4bit(weight, False, quant_storage=storage).to("cuda")
+
+
+@pytest.mark.parametrize("kind", ["Params4bit", "Int8Params"])
+def test_a_quantized_weight_is_of_its_class(kind):
+    """peft, accelerate and trl ask for its name, transformers by isinstance; of copies, too."""
+    with SimulatedGPU():
+        weight = quantized(kind)
+        before = torch.cuda.memory_allocated()
+        its_copy = copy.deepcopy(weight)
+        for one in (weight, its_copy):
+            assert one.__class__ is getattr(bitsandbytes.nn, kind)
+            assert isinstance(one, getattr(bitsandbytes.nn, kind))
+            assert isinstance(one, torch.nn.Parameter) and one.shape == weight.shape
+        parts = [weight, *constants(weight)]
+        assert len(parts) == (6 if kind == "Params4bit" else 2)
+        of_a_copy = sum(-(-part.nbytes // 512) * 512 for part in parts if on_card(part))
+        assert torch.cuda.memory_allocated() - before == of_a_copy
+
+
+def test_a_weight_in_another_storage_is_quantized_once():
+    with SimulatedGPU():
+        weight = quantized("Params4bit", torch.bfloat16)
+        before = weight.shape, torch.cuda.memory_allocated()
+        assert weight.numel() == 256 * 256 // 4
+        weight = weight.to("cuda")
+        assert (weight.shape, torch.cuda.memory_allocated()) == before
+
+
+def test_a_checkpoint_of_quantized_weights_is_loaded_as_it_is(tmp_path):
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    models.build("llama-3-8b-tiny").save_pretrained(tmp_path / "whole")
+    held = []
+    for folder, how in (("whole", {"quantization_config": config}), ("packed", {})):
+        with SimulatedGPU("T4"):
+            model = AutoModelForCausalLM.from_pretrained(
+                tmp_path / folder, device_map={"": 0}, **how
+            )
+            if folder == "whole":
+                model.save_pretrained(tmp_path / "packed")
+            weight = model.model.layers[0].mlp.up_proj.weight
+            state = weight.quant_state
+            assert (state.shape, state.quant_type) == ((448, 128), "nf4")
+            parts = [p for w in model.parameters() for p in (w, *constants(w)) if on_card(p)]
+            held.append(sum(part.nbytes for part in parts))
+    assert held[0] == held[1]

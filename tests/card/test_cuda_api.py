@@ -1,0 +1,328 @@
+"""Code written for CUDA inside a simulated GPU: what it is told, and what is refused."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.utils import is_torch_cuda_available
+
+from memlab import Recipe, SimulatedGPU, models, simulate
+from memlab.gpus import GPUS
+from memlab.workloads.training import Training
+
+MiB = 2**20
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_the_card_says_what_it_is(name):
+    with SimulatedGPU(name):
+        properties = torch.cuda.get_device_properties(0)
+        assert properties.total_memory == GPUS[name].total_memory
+        assert (properties.major, properties.minor) == GPUS[name].capability
+        assert torch.cuda.get_device_name() == name
+        assert torch.cuda.get_device_capability("cuda") == GPUS[name].capability
+        native = "bfloat16" in GPUS[name].native_dtypes
+        assert torch.cuda.is_bf16_supported(including_emulation=False) is native
+        assert torch.cuda.is_bf16_supported() is True
+
+
+@pytest.mark.parametrize(
+    ("name", "of_processor", "of_block", "threads"),
+    [
+        ("V100", 96, 96, 2048),
+        ("T4", 64, 64, 1024),
+        ("A100-80GB", 164, 163, 2048),
+        ("RTX-3090", 100, 99, 1536),
+        ("L4", 100, 99, 1536),
+        ("RTX-4090", 100, 99, 1536),
+        ("H100", 228, 227, 2048),
+    ],
+)
+def test_a_multiprocessor_is_that_of_its_class(name, of_processor, of_block, threads):
+    """CUDA C++ Programming Guide, technical specifications per compute capability."""
+    with SimulatedGPU(name):
+        found = torch.cuda.get_device_properties()
+    assert found.shared_memory_per_multiprocessor == of_processor * 1024
+    assert found.shared_memory_per_block_optin == of_block * 1024
+    assert found.max_threads_per_multi_processor == threads
+
+
+def test_there_is_one_card_inside_and_none_after():
+    before = torch.cuda.is_available()
+    with SimulatedGPU("T4"):
+        assert torch.cuda.is_available() and is_torch_cuda_available()
+        assert (torch.cuda.device_count(), torch.cuda.current_device()) == (1, 0)
+        torch.cuda.set_device("cuda:0")
+        assert torch.accelerator.current_accelerator() == torch.device("cuda")
+        assert torch.accelerator.device_count() == 1
+        assert torch.accelerator.current_device_index() == 0
+        torch.accelerator.synchronize()
+    assert torch.cuda.is_available() == is_torch_cuda_available() == before
+
+
+def test_a_card_without_a_limit_has_no_size():
+    with SimulatedGPU():
+        assert torch.cuda.get_device_capability() == (8, 0)
+        with pytest.raises(ValueError, match="has none"):
+            print(torch.cuda.get_device_properties().total_memory)
+
+
+def test_memory_statistics_have_pytorchs_names():
+    with SimulatedGPU("T4") as gpu:
+        training = Training(Recipe(model="bert-base-tiny", seq_len=32), "cuda")
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            training.step()
+        stats = torch.cuda.memory_stats()
+        footprint = gpu.footprint
+        assert stats["allocated_bytes.all.peak"] == footprint.peak_allocated
+        assert stats["reserved_bytes.all.peak"] == footprint.peak_reserved
+        assert stats["allocated_bytes.all.current"] == torch.cuda.memory_allocated()
+        assert stats["active_bytes.all.current"] == torch.cuda.memory_allocated()
+        assert torch.accelerator.max_memory_allocated() == torch.cuda.max_memory_allocated()
+        assert torch.accelerator.get_memory_info() == torch.cuda.mem_get_info()
+        allocated, freed = (stats[f"allocated_bytes.all.{how}"] for how in ("allocated", "freed"))
+        assert allocated - freed == stats["allocated_bytes.all.current"]
+        assert stats["num_ooms"] == stats["num_alloc_retries"] == 0
+        assert "segment.large_pool.peak" in stats and "inactive_split_bytes.all.peak" in stats
+        summary = torch.cuda.memory_summary()
+        assert f"{torch.cuda.memory_allocated() // 1024:6d} KiB" in summary
+        torch.cuda.reset_accumulated_memory_stats()
+        assert torch.cuda.memory_stats()["allocated_bytes.all.freed"] == 0
+
+
+def test_out_of_memory_is_counted():
+    assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
+    with SimulatedGPU("T4"):
+        cached = torch.zeros(2**31, device="cuda")
+        del cached
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            torch.zeros(2**32, device="cuda")
+        stats = torch.cuda.memory_stats()
+        assert (stats["num_ooms"], stats["num_alloc_retries"]) == (1, 1)
+        assert torch.cuda.memory_reserved() == 0  # the cache was emptied first
+
+
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [
+        (lambda: torch.zeros(1, device="cuda:1"), "cuda:1"),
+        (lambda: torch.zeros(1).cuda(1), "cuda:1"),
+        (lambda: torch.zeros(1).to(1), "cuda:1"),
+        (lambda: torch.nn.Linear(1, 1).to("cuda:1"), "cuda:1"),
+        (lambda: torch.cuda.set_device(1), "cuda:1"),
+        (lambda: torch.cuda.device(1), "cuda:1"),
+        (lambda: torch.Generator("cuda:1"), "cuda:1"),
+        (lambda: torch.compile(torch.nn.Linear(1, 1)), "torch.compile"),
+        (lambda: torch.compile(lambda x: x)(1), "torch.compile"),
+        (lambda: torch.compile(dynamic=True)(lambda x: x)(1), "torch.compile"),
+        (lambda: torch.cuda.Event().elapsed_time(torch.cuda.Event()), "elapsed_time"),
+        (lambda: torch.cuda.ExternalStream(0), "torch.cuda.ExternalStream"),
+        (lambda: torch.cuda.CUDAGraph(), "torch.cuda.CUDAGraph"),
+        (lambda: torch.cuda.graph(None), "torch.cuda.graph"),
+        (lambda: torch.cuda.MemPool(), "torch.cuda.MemPool"),
+        (lambda: torch.cuda.set_per_process_memory_fraction(0.5), "set_per_process_memory"),
+        (lambda: torch.cuda.utilization(), "torch.cuda.utilization"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2)]), "torch.nested.nested_tensor"),
+        (lambda: torch.distributed.init_process_group("nccl"), "init_process_group"),
+    ],
+)
+def test_what_is_not_simulated_is_refused_by_name(use, name):
+    with SimulatedGPU("T4"):
+        with pytest.raises(ValueError, match=name) as error:
+            use()
+    assert "\n" not in str(error.value)
+
+
+def test_what_a_plain_loop_asks_for_goes_on():
+    with SimulatedGPU("T4"):
+        torch.cuda.manual_seed_all(0)
+        torch.manual_seed(0)
+        torch.cuda.set_rng_state(torch.cuda.get_rng_state())
+        start = torch.cuda.Event(enable_timing=True)
+        start.record()
+        with torch.cuda.device(0), torch.cuda.stream(torch.cuda.current_stream()):
+            x = torch.randn(3, generator=torch.Generator("cuda"), device=0)
+            x.record_stream(torch.cuda.current_stream())
+        torch.cuda.synchronize()
+        with torch.device("cuda"):
+            layer = torch.nn.Linear(3, 3)
+        torch.set_default_device("cuda")
+        y = torch.ones(3)
+        torch.set_default_device(None)
+        assert layer.to(0)(x + y).shape == (3,)
+        with torch.autocast("cuda", torch.bfloat16):
+            assert torch.is_autocast_enabled() and torch.is_autocast_enabled("cuda")
+            assert torch.get_autocast_dtype("cuda") == torch.bfloat16
+        assert not torch.is_autocast_enabled("cuda")
+    assert isinstance(torch.Generator(), torch.Generator)
+
+
+def test_profilers_go_on_without_the_cards_times():
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    def step():
+        layer = torch.nn.Linear(64, 64).cuda()
+        layer(torch.ones(4, 64, device="cuda")).sum().backward()
+
+    both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with SimulatedGPU("T4") as gpu:
+        with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx():
+            step()
+        held = torch.cuda.memory_allocated()
+        assert torch.cuda.cudart().cudaMemGetInfo(0) == torch.cuda.mem_get_info()
+        assert gpu.footprint.assumptions == ()
+        with profile(
+            activities=both,
+            schedule=schedule(wait=1, warmup=1, active=1),
+            record_shapes=True,
+            profile_memory=True,
+            with_flops=True,
+        ) as profiler:
+            for _ in range(3):
+                step()
+                profiler.step()
+        assert "aten::linear" in profiler.key_averages().table(sort_by="cuda_time_total")
+        assert torch.cuda.memory_allocated() == held
+    assert ["torch.profiler" in said for said in gpu.footprint.assumptions] == [True]
+
+
+def test_weights_that_are_tied_have_one_address_and_others_have_their_own():
+    """Libraries tell by it, the Trainer's count of what an embedding manager skips among them."""
+    with SimulatedGPU("T4"):
+        one, two = torch.nn.Linear(4, 4, device="cuda"), torch.nn.Linear(4, 4, device="cuda")
+        two.bias = one.bias
+        assert one.bias.data_ptr() == two.bias.detach().data_ptr() != 0
+        assert one.weight.data_ptr() != two.weight.data_ptr()
+        assert one.weight[1].data_ptr() == one.weight.data_ptr() + 16
+
+
+def test_data_made_outside_takes_room_when_it_is_moved():
+    data = torch.zeros(1000, MiB // 4)  # 1000 MiB on the host
+    with SimulatedGPU("T4"):
+        batch = data[:2].pin_memory().to("cuda", non_blocking=True)
+        assert torch.cuda.memory_allocated() == 2 * MiB
+        assert (batch.float() + 1).shape == (2, MiB // 4)
+        data[0].cuda()
+        moved = data[0].to(batch.device, torch.float16)
+        assert (moved.dtype, moved.untyped_storage().nbytes()) == (torch.float16, MiB // 2)
+        assert torch.cuda.max_memory_allocated() < 8 * MiB
+
+
+@pytest.mark.parametrize("place", [{"device_map": "cuda"}, {"device_map": {"": 0}}, {}])
+def test_a_checkpoint_is_loaded_onto_the_card(place, tmp_path):
+    model = models.build("gpt2-tiny")
+    model.save_pretrained(tmp_path)
+    stored = sum(weight.numel() for weight in model.parameters())
+    with SimulatedGPU("T4") as gpu:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16, **place)
+        model.to("cuda")
+        assert 2 * stored <= torch.cuda.memory_allocated() < 2.01 * stored + MiB
+        model(input_ids=torch.ones(1, 8, dtype=torch.long, device="cuda"))
+        assert gpu.footprint.timeline.levels["parameters"][-1] == 2 * stored
+
+
+# ---------------------------------------------------------------------- Trainer and Accelerate
+
+TINY = Recipe(model="bert-base-tiny", batch_size=2, seq_len=64, optimizer="adamw_torch_fused")
+
+
+class CountTheLastStep(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        torch.cuda.reset_peak_memory_stats()
+
+
+def trained(folder, recipe, **arguments):
+    data = [{"input_ids": [5] * recipe.seq_len, "labels": 1} for _ in range(32)]
+    with SimulatedGPU("A100-40GB") as gpu:
+        model = models.build(recipe.model, attention=recipe.attention)
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=2,
+            per_device_train_batch_size=recipe.batch_size,
+            gradient_accumulation_steps=recipe.accumulation,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            **arguments,
+        )
+        assert arguments.device == torch.device("cuda:0") and arguments.n_gpu == 1
+        Trainer(model, arguments, train_dataset=data, callbacks=[CountTheLastStep()]).train()
+        return gpu.footprint
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments"),
+    [
+        ({}, {}),
+        ({"precision": "fp16-amp"}, {"fp16": True}),
+        ({"precision": "bf16-amp"}, {"bf16": True}),
+        ({"accumulation": 3}, {}),
+        ({"checkpointing": True}, {"gradient_checkpointing": True}),
+        ({"optimizer": "adafactor"}, {"optim": "adafactor"}),
+        ({"optimizer": "adamw_8bit"}, {"optim": "adamw_8bit"}),
+    ],
+)
+def test_the_trainer_holds_what_the_recipe_holds(changes, arguments, tmp_path):
+    recipe = TINY.but(**changes)
+    simulated, real = simulate(recipe, "A100-40GB"), trained(tmp_path, recipe, **arguments)
+    # The Trainer keeps the running loss and the number of items on the card: small numbers.
+    assert real.peak_tensors == pytest.approx(simulated.peak_tensors, abs=4096)
+    assert real.peak_phase == simulated.peak_phase
+    for category in ("parameters", "gradients", "optimizer_states"):
+        assert real.breakdown[category] == simulated.breakdown[category]
+
+
+def test_the_trainers_two_groups_of_parameters_step_one_after_the_other(tmp_path):
+    """Weights with and without decay: the multi-tensor step copies one group's gradients."""
+    recipe = TINY.but(optimizer="adamw_torch")
+    simulated = simulate(recipe, "A100-40GB")
+    real = trained(tmp_path, recipe, optim="adamw_torch")
+    assert real.peak_phase == simulated.peak_phase == "optimizer step"
+    assert 0 < simulated.peak_tensors - real.peak_tensors < 0.01 * simulated.peak_tensors
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
+def test_accelerates_loop_runs(precision):
+    with SimulatedGPU("A100-40GB") as gpu:
+        accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=2)
+        assert accelerator.device == torch.device("cuda")
+        model = models.build("bert-base-tiny", attention="eager")
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        data = [{"input_ids": torch.tensor([5] * 64), "labels": torch.tensor(1)} for _ in range(16)]
+        loader = torch.utils.data.DataLoader(data, batch_size=2, pin_memory=True)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        steps = 0
+        for batch in loader:
+            if steps % 2 == 0:
+                torch.cuda.reset_peak_memory_stats()
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            steps += 1
+        assert (steps, loss.item()) == (8, 1.0)
+        assert gpu.footprint.breakdown["optimizer_states"] > 8 * sum(
+            parameter.numel() for parameter in model.parameters()
+        )
+    assert PartialState._shared_state == {}  # the next one looks for a device of its own
+
+
+def test_accelerate_imported_inside_looks_for_a_device_again_outside():
+    code = (
+        "import torch, memlab\n"
+        "with memlab.SimulatedGPU('T4'):\n"
+        "    from accelerate import Accelerator\n"
+        "    assert Accelerator().device.type == 'cuda'\n"
+        "assert (Accelerator().device.type == 'cuda') == torch.cuda.is_available()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

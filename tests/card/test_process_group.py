@@ -1,0 +1,486 @@
+"""One of several ranks on the simulated card: DDP, FSDP2, ZeRO-1, and what is put back."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import FullyShardedDataParallelPlugin
+from helpers import one_line
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+from transformers import Trainer
+
+from memlab import Recipe, SimulatedGPU, simulate
+from memlab.card.placement import NotSimulated
+from memlab.models import build, config
+from memlab.workloads.sharding import check_split
+
+MiB = 2**20
+WIDE, LAYERS = 1024, 4
+LAYER = WIDE * WIDE * 4  # bytes in fp32
+
+
+def model():
+    return torch.nn.Sequential(*[torch.nn.Linear(WIDE, WIDE, bias=False) for _ in range(LAYERS)])
+
+
+def two_steps(gpu, net, optimizer):
+    """The footprint of the second of two steps."""
+    for _ in range(2):
+        gpu.reset_peak()
+        net(torch.randn(8, WIDE, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return gpu.footprint
+
+
+def of_category(footprint, category):
+    return max(footprint.timeline.levels[category])
+
+
+def start(backend="nccl"):
+    dist.init_process_group(backend)
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 4)
+
+
+# ---------------------------------------------------------------------- what a rank holds
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_ddp_keeps_its_buckets_beside_the_gradients_unless_these_are_views(views):
+    with SimulatedGPU(ranks=4) as gpu:
+        start()
+        net = DistributedDataParallel(model().cuda(), gradient_as_bucket_view=views)
+        footprint = two_steps(gpu, net, torch.optim.SGD(net.parameters(), foreach=False))
+    assert of_category(footprint, "parameters") == LAYERS * LAYER
+    # A view is filled from a gradient that is made first and dropped at once.
+    assert of_category(footprint, "gradients") == (LAYERS + 1 if views else 2 * LAYERS) * LAYER
+
+
+def test_ddp_fills_buckets_up_to_25_mib_and_a_smaller_one_first():
+    with SimulatedGPU(ranks=4) as gpu:
+        start()
+        net = DistributedDataParallel(model().cuda())
+        footprint = two_steps(gpu, net, torch.optim.SGD(net.parameters(), foreach=False))
+    made = {life.nbytes for life in footprint.timeline.lives if life.operation == "aten.empty"}
+    # The last layer's gradient, which is there first, is more than 1 MiB; the others are less than
+    # 25. Before the first step all were one bucket.
+    assert {n for n in made if n >= LAYER} == {LAYER, (LAYERS - 1) * LAYER, LAYERS * LAYER}
+
+
+def test_zero_1_keeps_the_states_of_its_share():
+    with SimulatedGPU(ranks=4) as gpu:
+        start()
+        net = DistributedDataParallel(model().cuda())
+        optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW)
+        footprint = two_steps(gpu, net, optimizer)
+    assert of_category(footprint, "optimizer_states") == 2 * LAYER  # of one of four layers
+    assert of_category(footprint, "parameters") == LAYERS * LAYER
+
+
+@pytest.mark.parametrize("after_forward", [True, False])
+@pytest.mark.parametrize("half", [None, torch.bfloat16])
+def test_fsdp_keeps_a_share_and_gathers_a_layer_at_a_time(after_forward, half):
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half and torch.float32)
+    with SimulatedGPU(ranks=4) as gpu:
+        net = model()
+        for layer in net:
+            fully_shard(layer, mp_policy=policy, reshard_after_forward=after_forward)
+        fully_shard(net, mp_policy=policy)
+        footprint = two_steps(gpu, net, torch.optim.AdamW(net.parameters()))
+    share = LAYERS * LAYER // 4
+    assert of_category(footprint, "parameters") == share
+    assert of_category(footprint, "gradients") == share
+    assert of_category(footprint, "optimizer_states") == 2 * share
+    gathered = [x for x in footprint.timeline.lives if x.operation == "aten.resize_"]
+    whole = LAYER if half is None else LAYER // 2
+    assert {life.nbytes for life in gathered} == {whole}
+    assert {life.category for life in gathered} == {"temporary"}
+    assert len(gathered) == (2 if after_forward else 1) * LAYERS
+    assert all(life.died is not None for life in gathered)
+
+
+def test_shards_of_what_does_not_divide_are_padded():
+    with SimulatedGPU(ranks=4) as gpu:
+        net = torch.nn.Linear(16, 1001, bias=False)
+        fully_shard(net)
+        assert net.weight.to_local().shape == (251, 16)
+        gpu.reset_peak()
+        assert net.weight.shape == (1001, 16) and net.weight.is_cuda
+        assert torch.cuda.memory_allocated() == 32 * 512  # 251 rows of 16 numbers, rounded up
+
+
+def test_a_model_from_the_meta_device_comes_to_the_card_in_shards():
+    with SimulatedGPU(ranks=4) as gpu:
+        with torch.device("meta"):
+            net = model()
+        fully_shard(net)
+        net.to_empty(device="cuda")
+        assert torch.cuda.max_memory_allocated() == LAYERS * LAYER // 4
+        footprint = two_steps(gpu, net, torch.optim.AdamW(net.parameters()))
+    assert of_category(footprint, "parameters") == LAYERS * LAYER // 4
+
+
+def test_what_streams_make_is_memory_of_their_own():
+    with SimulatedGPU():
+        side = torch.cuda.Stream()
+        x = torch.zeros(4 * MiB, device="cuda")
+        del x  # 16 MiB wait in the default stream's pool
+        with torch.cuda.stream(side):
+            assert torch.cuda.current_stream() is side
+            y = torch.zeros(4 * MiB, device="cuda")
+        assert torch.cuda.memory_reserved() == 32 * MiB
+        z = torch.zeros(4 * MiB, device="cuda")
+        assert torch.cuda.memory_reserved() == 32 * MiB
+        del y, z
+
+
+def test_every_run_of_a_rank_is_the_same():
+    recipe = Recipe("gpt2-tiny", seq_len=32, ranks=4, sharding="zero3")
+    first, second = simulate(recipe), simulate(recipe)
+    assert first == second
+
+
+def test_ddp_of_a_static_graph_keeps_gradients_once():
+    with SimulatedGPU(ranks=4) as gpu:
+        start()
+        net = model().cuda()
+        net = DistributedDataParallel(net, static_graph=True, gradient_as_bucket_view=True)
+        footprint = two_steps(gpu, net, torch.optim.SGD(net.parameters(), foreach=False))
+    assert of_category(footprint, "gradients") == (LAYERS + 1) * LAYER
+
+
+PLAN = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel()}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_tensor_parallel_layers_are_split_with_their_gradients_and_states(replicas):
+    """Alone, and inside fully_shard, which splits each part again."""
+    with SimulatedGPU(ranks=4) as gpu:
+        names = "copies", "parts"
+        mesh = dist.init_device_mesh("cuda", (replicas, 4 // replicas), mesh_dim_names=names)
+        net = parallelize_module(model().cuda(), mesh["parts"], PLAN | {"3": RowwiseParallel()})
+        if replicas > 1:
+            for layer in [*net, net]:
+                fully_shard(layer, mesh=mesh["copies"])
+        footprint = two_steps(gpu, net, torch.optim.AdamW(net.parameters()))
+    share = LAYERS * LAYER // 4
+    assert of_category(footprint, "parameters") == share
+    assert of_category(footprint, "gradients") == share
+    assert of_category(footprint, "optimizer_states") == 2 * share
+
+
+def test_what_is_offloaded_is_on_the_card_for_a_layer_only():
+    with SimulatedGPU(ranks=4) as gpu:
+        mesh, net = dist.init_device_mesh("cuda", (4,)), model()
+        for layer in [*net, net]:
+            fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy())
+        footprint = two_steps(gpu, net, torch.optim.AdamW(net.parameters()))
+    assert net[0].weight.device.type == "cpu"
+    for category in ("parameters", "gradients", "optimizer_states"):
+        assert of_category(footprint, category) == 0
+    assert LAYER < of_category(footprint, "temporary") <= 5 * LAYER
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_shards_on_the_host_without_data_are_stepped_there(foreach):
+    with SimulatedGPU(ranks=4) as gpu:
+        with torch.device("meta"):
+            net = torch.nn.Linear(4096, 4096, bias=False)
+        fully_shard(net, offload_policy=CPUOffloadPolicy())
+        net.to_empty(device="cpu")
+        optimizer = torch.optim.AdamW(net.parameters(), foreach=foreach)
+        net(torch.ones(1, 4096, device="cuda")).sum().backward()
+        optimizer.step()
+        moment = optimizer.state[net.weight]["exp_avg"].to_local()
+    assert moment.device.type == "cpu" and moment.shape == (1024, 4096)
+    assert of_category(gpu.footprint, "optimizer_states") == 0
+
+
+@pytest.fixture
+def accelerate_forgets():
+    """Accelerate keeps what it found of the ranks for the life of a process."""
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.usefixtures("accelerate_forgets")
+def test_accelerate_shards_by_its_plugin():
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=100
+    )
+    with SimulatedGPU(ranks=4) as gpu:
+        accelerator, net = Accelerator(fsdp_plugin=plugin), model()
+        net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+        footprint = two_steps(gpu, net, optimizer)
+        assert accelerator.distributed_type == "FSDP" and accelerator.num_processes == 4
+        check_split(net, 4)
+    assert of_category(footprint, "parameters") == LAYERS * LAYER // 4
+    assert of_category(footprint, "optimizer_states") == 2 * LAYERS * LAYER // 4
+
+
+@pytest.mark.usefixtures("accelerate_forgets")
+@pytest.mark.parametrize("sharding", ["ddp", "zero3"])
+def test_the_trainer_holds_what_the_recipe_holds(sharding, tmp_path):
+    recipe = Recipe("llama-3-8b-tiny", seq_len=32, ranks=4, sharding=sharding)
+    more = {"max_steps": 2, "save_strategy": "no", "disable_tqdm": True}
+    if sharding == "zero3":
+        more |= {"fsdp": True, "fsdp_config": {"version": 2, **FSDP_OF_LLAMA}}
+    tokens = torch.zeros(32, dtype=torch.long)
+    with SimulatedGPU(ranks=4) as gpu:
+        trainer = Trainer(
+            build(config(recipe.model), recipe.task),
+            recipe.training_arguments(tmp_path, **more),
+            train_dataset=[{"input_ids": tokens, "labels": tokens}] * 8,
+        )
+        trainer.train()
+    held, said = (of.timeline.levels for of in (gpu.footprint, simulate(recipe)))
+    assert max(held["parameters"]) >= max(said["parameters"])
+    for category in ("gradients", "optimizer_states"):
+        assert max(held[category]) == pytest.approx(max(said[category]), rel=1e-4), category
+
+
+FSDP_OF_LLAMA = {
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+    "reshard_after_forward": True,
+}
+
+
+# ---------------------------------------------------------------------- the link
+
+
+def test_a_slower_link_takes_longer_and_carries_the_same():
+    recipe = Recipe("gpt2-tiny", seq_len=32, ranks=8, sharding="zero3", precision="bf16-amp")
+    fast, slow = (simulate(recipe, "H100", link).step_seconds for link in (None, "ethernet-10"))
+    assert fast.sent == slow.sent > 0
+    assert slow.parts["communication"] > fast.parts["communication"]
+    assert sum(slow.parts.values()) == pytest.approx(slow.expected)
+    assert simulate(recipe.but(ranks=1, sharding="ddp"), "H100").step_seconds.sent == 0
+
+
+def test_a_rank_sends_what_a_ring_needs():
+    """Twice (n - 1) / n of the gradients, as an all-reduce or as a reduce-scatter and gathers."""
+    recipe = Recipe("gpt2-tiny", seq_len=32, ranks=4)
+    weights = simulate(recipe).breakdown["parameters"]
+    ddp, zero2 = (
+        simulate(recipe.but(sharding=way), "A100-40GB").step_seconds.sent
+        for way in ("ddp", "zero2")
+    )
+    assert ddp == zero2 == pytest.approx(2 * 3 / 4 * weights, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "link", "said"),
+    [
+        ("H100", "string", "link is 'string': allowed are nvlink, pcie"),
+        ("T4", "nvlink", "link is 'nvlink': allowed are for T4 pcie"),
+    ],
+)
+def test_a_link_that_is_not_there_is_refused_in_one_line(gpu, link, said):
+    for ask in (
+        lambda: SimulatedGPU(gpu, ranks=2, link=link),
+        lambda: simulate(Recipe("gpt2-tiny", seq_len=16), gpu, link),
+    ):
+        with pytest.raises(ValueError) as error:
+            ask()
+        assert said in one_line(error)
+
+
+# ---------------------------------------------------------------------- refused, and put back
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 2.5, "two", True])
+def test_ranks_are_whole_numbers_from_1(ranks):
+    with pytest.raises(ValueError, match="ranks is .*: allowed are whole numbers from 1") as error:
+        SimulatedGPU(ranks=ranks)
+    one_line(error)
+
+
+def test_a_process_that_is_a_rank_already_is_refused():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
+    try:
+        with pytest.raises(ValueError, match="rank 0 of a group of 3 already") as error:
+            SimulatedGPU(ranks=2)
+        one_line(error)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda: dist.init_process_group("nccl", rank=1, world_size=4), "rank 1 of 4"),
+        (lambda: dist.init_process_group("nccl", rank=0, world_size=2), "rank 0 of 2"),
+        (lambda: dist.rpc.init_rpc("one"), "torch.distributed.rpc.init_rpc"),
+        (lambda: dist.pipelining.PipelineStage(None), "PipelineStage"),
+        (lambda: dist.fsdp.FullyShardedDataParallel(model()), "use fully_shard"),
+    ],
+)
+def test_what_is_not_simulated_is_refused_by_name(use, said):
+    with SimulatedGPU(ranks=4):
+        with pytest.raises(NotSimulated, match=said) as error:
+            use()
+    one_line(error)
+
+
+def worker(rank, world, seen):
+    """As PyTorch's tutorial of DistributedDataParallel starts it."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "12355"}
+    dist.init_process_group("nccl", rank=rank, world_size=world)
+    layer = DistributedDataParallel(torch.nn.Linear(64, 64).to(rank), device_ids=[rank])
+    layer(torch.ones(2, 64).to(rank)).sum().backward()
+    seen.append((rank, dist.get_world_size()))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_of_processes_that_a_script_starts_the_first_runs(ranks, monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    seen = []
+    with SimulatedGPU("H100", ranks=ranks):
+        world = torch.cuda.device_count()
+        torch.multiprocessing.spawn(worker, args=(world, seen), nprocs=world, join=True)
+        with pytest.raises(NotSimulated, match="ranks=3, or memlab run --ranks 3") as error:
+            torch.multiprocessing.spawn(worker, args=(3, seen), nprocs=3)
+    one_line(error)
+    assert seen == [(0, ranks)]
+
+
+def test_an_update_by_hand_writes_to_its_part_and_gathers_the_others():
+    """As nanochat's optimizers do, with views that are made under no_grad."""
+    with SimulatedGPU("H100", ranks=4):
+        start("nccl")
+        weight = torch.nn.Parameter(torch.randn(1024, 256, device="cuda"))
+        for _ in range(2):
+            (torch.randn(8, 1024, device="cuda") @ weight).square().mean().backward()
+            with torch.no_grad():
+                part = torch.empty_like(weight.grad[:256])
+                sent = dist.reduce_scatter_tensor(part, weight.grad, async_op=True)
+                sent.get_future().wait()
+                mine = weight[:256]
+                mine.add_(part, alpha=-0.1)
+                dist.all_gather_into_tensor(weight, mine, async_op=True).get_future().wait()
+        assert weight.grad.shape == (1024, 256)
+
+
+def test_a_whole_checkpoint_is_gathered_from_the_shards():
+    """By PyTorch's own functions for it, which ask its older FSDP for modules of its own."""
+    from torch.distributed.checkpoint import state_dict
+
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    with SimulatedGPU("H100", ranks=4):
+        start("nccl")
+        layer = fully_shard(torch.nn.Linear(512, 512, device="cuda"))
+        optimizer = torch.optim.AdamW(layer.parameters())
+        layer(torch.ones(2, 512, device="cuda")).sum().backward()
+        optimizer.step()
+        held = torch.cuda.memory_allocated()
+        weights = state_dict.get_model_state_dict(layer, options=options)
+        states = state_dict.get_optimizer_state_dict(layer, optimizer, options=options)
+        assert torch.cuda.memory_allocated() == held
+        assert torch.cuda.max_memory_allocated() >= held + 512 * 512 * 4
+    moments = states["state"]["weight"]
+    for whole in (weights["weight"], moments["exp_avg"], moments["exp_avg_sq"]):
+        assert whole.shape == (512, 512) and whole.device.type == "cpu"
+    assert issubclass(state_dict.FSDP, torch.nn.Module)
+    assert state_dict.FSDP is torch.distributed.fsdp.FullyShardedDataParallel
+
+
+@pytest.mark.parametrize("end", [None, ZeroDivisionError, KeyboardInterrupt, "out of memory"])
+def test_everything_is_put_back_whatever_ended_it(end):
+    def names():
+        return (
+            dist.init_process_group,
+            dist.Reducer,
+            dist.all_gather_object,
+            dist.distributed_c10d._new_process_group_helper,
+            torch.UntypedStorage.resize_,
+            torch.cuda.Stream,
+            {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        )
+
+    before = names()
+    kinds = ZeroDivisionError, KeyboardInterrupt, torch.OutOfMemoryError
+    try:
+        with SimulatedGPU(64 * MiB, ranks=4):
+            start("gloo")
+            fully_shard(model())
+            if end == "out of memory":
+                torch.zeros(64 * MiB, device="cuda")
+            elif end:
+                raise end
+    except kinds:
+        assert end is not None
+    assert names() == before
+    assert not dist.is_initialized()
+    storage = torch.zeros(8).untyped_storage()
+    storage.resize_(0)
+    assert storage.nbytes() == 0
+
+
+# ---------------------------------------------------------------------- sharded parameters
+
+
+@pytest.mark.parametrize("split", ["tp", "fsdp", "tp+fsdp"])
+def test_sharded_parameters_follow_their_module_to_another_dtype(split):
+    with SimulatedGPU("H100", ranks=4):
+        net = sharded(split)
+        assert torch.cuda.memory_allocated() == LAYER // 4
+        net.to(dtype=torch.bfloat16)
+        weight = net[0].weight
+        assert (weight.dtype, weight.to_local().dtype) == (torch.bfloat16, torch.bfloat16)
+        assert torch.cuda.memory_allocated() == LAYER // 8
+        net(torch.ones(8, WIDE, device="cuda", dtype=torch.bfloat16)).sum().backward()
+        assert weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("split", ["tp", "fsdp"])
+def test_sharded_parameters_are_drawn_where_they_are(split):
+    with SimulatedGPU("H100", ranks=4):
+        net = sharded(split)
+        torch.nn.init.normal_(net[0].weight)
+        assert torch.cuda.memory_allocated() == LAYER // 4
+
+
+def test_a_checkpoint_recomputes_what_is_spread_over_ranks():
+    with SimulatedGPU("H100", ranks=2):
+        local = torch.ones(4, 64, device="cuda", requires_grad=True)
+        spread = DTensor.from_local(local, init_device_mesh("cuda", (2,)), [Replicate()])
+        assert spread.get_device() == 0
+        checkpoint(torch.relu, spread, use_reentrant=False).sum().backward()
+        assert local.grad.shape == local.shape
+
+
+def test_every_card_of_the_machine_has_its_generator():
+    with SimulatedGPU("T4", ranks=4):
+        assert torch.cuda.device_count() == 4
+        torch.manual_seed(1)
+
+
+def sharded(split):
+    """A layer from the meta device, in shards on the card."""
+    shape, names = ((2, 2), ("fsdp", "tp")) if "+" in split else ((4,), (split,))
+    mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
+    with torch.device("meta"):
+        net = torch.nn.Sequential(torch.nn.Linear(WIDE, WIDE, bias=False))
+    if "tp" in split:
+        parallelize_module(net, mesh["tp"], {"0": ColwiseParallel()})
+    if "fsdp" in split:
+        fully_shard(net, mesh=mesh["fsdp"])
+    return net.to_empty(device="cuda")

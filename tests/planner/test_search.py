@@ -1,0 +1,372 @@
+"""What a plan says fits does so in a simulation, and what it says of sizes is so."""
+
+import dataclasses
+import functools
+import json
+import random
+
+import pytest
+import torch
+from helpers import one_line
+
+from memlab import Recipe, fits, models, plan, simulate
+from memlab.gpus import GPUS, find_gpu
+from memlab.planner import search as planner
+from memlab.planner.result import Question, is_paged
+from memlab.planner.space import SHARDINGS, Combination, combinations
+from memlab.predict import closed_form
+from memlab.predict.traces import Traces
+from memlab.workloads.training import Training
+
+MiB = 2**20
+SEEDS = (0, 1, 4)  # benchmarks/plan.py asks as many as one has time for
+SMALL = {"effective_batch": 4, "seq_len": 64, "lora_rank": 2}
+PLAIN = {"ways": "full", "precisions": "fp32"} | SMALL
+
+
+def asked(seed):
+    """A random question about a tiny model, on a card of some MiB."""
+    draw = random.Random(seed)
+    model = draw.choice(("gpt2-tiny", "bert-base-tiny", "llama-3.2-1b-tiny"))
+    return {
+        "model": model,
+        "gpu": int(draw.uniform(30, 120)) * MiB,
+        "seq_len": draw.choice((64, 200, 384)),
+        "effective_batch": draw.choice((1, 6, 16)),
+        "ways": draw.choice(("full", "full,lora", "lora,qlora")),
+        "precisions": draw.choice(("bf16-amp", "fp16-amp")),
+        "lora_rank": 4,
+    }
+
+
+@functools.cache
+def answered(seed):
+    return plan(**asked(seed))
+
+
+def distinct(*options):
+    """Those that are there, a recipe once."""
+    return {str(option.recipe): option for option in options if option}.values()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_fits_is_simulated_and_the_next_size_does_not(seed):
+    question = asked(seed)
+    card = question["gpu"]
+    answer = answered(seed)
+    for option in distinct(answer.fastest, answer.roomiest, *answer.ways.values()):
+        if not option.missing:
+            simulate(option.recipe, card)  # or out of memory
+    if not answer:
+        assert answer.remedies and all(option.missing for option in answer.ways.values())
+        return
+    assert answer.roomiest.needed <= answer.fastest.needed
+    for option in distinct(answer.fastest, answer.roomiest):
+        assert option.simulated
+        assert is_paged(option.recipe.optimizer) or option.seconds > 0
+        assert option.recipe.batch_size * option.recipe.accumulation == question["effective_batch"]
+        sizes = {"batch_size": (option.largest_batch, 1), "seq_len": (option.longest, 64)}
+        for field, (value, step) in sizes.items():
+            assert fits(option.recipe.but(**{field: value}), card)
+            if field == "batch_size" or not option.longest_ends:
+                assert not fits(option.recipe.but(**{field: value + step}), card)
+
+
+def test_the_questions_are_of_both_kinds():
+    """Else the test above asks nothing."""
+    assert {bool(answered(seed)) for seed in SEEDS} == {True, False}
+
+
+@pytest.fixture(scope="module")
+def roomy():
+    """A tiny model on a card where all fits."""
+    return plan("gpt2-tiny", "T4", **SMALL)
+
+
+@pytest.fixture(scope="module")
+def tight():
+    """A model whose states are larger than the card."""
+    config = models.with_layers("gpt2", 4)
+    config.vocab_size = 1000
+    question = SMALL | {"ways": "full", "precisions": "bf16-amp", "effective_batch": 8}
+    return plan(config, 200 * MiB, **question)
+
+
+def test_nothing_fits_says_what_would(tight):
+    assert not tight and tight.fastest is None and tight.roomiest is None
+    words = " ".join(tight.remedies)
+    assert "QLoRA" in words and any(card in words for card in GPUS)
+    assert "Nothing fits" in str(tight)
+    assert tight.ways["full"].missing > 0 and "too many" in str(tight)
+
+
+def test_nothing_fits_says_how_many_cards_would(tight):
+    (words,) = [words for words in tight.remedies if " x 200 MiB, with full fine-tuning" in words]
+    ranks, (sharding,) = int(words.split()[0]), [kind for kind in SHARDINGS if kind in words]
+    recipe = {"seq_len": 64, "precision": "bf16-amp", "optimizer": "adamw_torch_fused"}
+    recipe = Recipe(
+        tight.question.model, **recipe, attention="sdpa", ranks=ranks, sharding=sharding
+    )
+    assert fits(recipe.but(checkpointing="checkpointing" in words), 200 * MiB)
+    fewer = recipe.but(checkpointing=True, ranks=ranks // 2)
+    assert not any(fits(fewer.but(sharding=kind), 200 * MiB) for kind in SHARDINGS)
+
+
+def test_a_shorter_sequence_is_a_remedy():
+    question = {"effective_batch": 1, "ways": "full", "precisions": "fp16-amp"}
+    short = plan("gpt2-tiny", "T4", seq_len=256, **question).roomiest
+    card = int(1.06 * (short.needed - GPUS["T4"].context))
+    answer = plan("gpt2-tiny", card, seq_len=1024, **question)
+    assert not answer and any("tokens" in remedy for remedy in answer.remedies)
+
+
+def test_cards_without_the_format_asked_for_are_left_out():
+    answer = plan("gpt2-tiny", ["T4", "L4"], precisions="bf16-amp", ways="full", **SMALL)
+    assert list(answer.options) == ["L4"]
+
+
+def test_words_follow_from_the_breakdown(roomy, tight):
+    """States that pass the card: no switch of activations can help; where they do not, it can."""
+    assert "cannot help" in tight.decision[0]
+    assert roomy.decision[0] == "Full fine-tuning fits as it is."
+
+
+def test_a_plain_optimizer_before_one_that_is_no_faster():
+    answer = plan("bert-base", "L4", seq_len=512, effective_batch=16, ways="full")
+    assert answer.fastest.recipe.optimizer == "adamw_torch_fused"
+    assert answer.fastest.recipe.checkpointing == "none"
+    assert answer.fastest.recipe.max_grad_norm == 1.0
+
+
+def test_a_sequence_of_one_token_is_not_halved():
+    """Nor is a micro-batch of one sequence; both are asked for."""
+    answer = plan("gpt2-tiny", "T4", **PLAIN | {"seq_len": 1, "effective_batch": 1})
+    names = {switch.name for switch in answer.switches}
+    assert names and not any(name.endswith((" tokens", "micro-batch 2")) for name in names)
+
+
+def test_switches_are_sorted_by_what_they_save(roomy):
+    saved = [switch.saved for switch in roomy.switches]
+    assert saved == sorted(saved, reverse=True)
+    names = {switch.name for switch in roomy.switches}
+    assert {"LoRA", "QLoRA", "checkpointing", "adamw_8bit", "adafactor", "32 tokens"} <= names
+    paged = next(switch for switch in roomy.switches if switch.name.startswith("paged"))
+    assert paged.name == "paged_adamw_8bit (all states paged out)"
+    assert paged.seconds is None  # nobody estimates the seconds of moving pages
+
+
+def test_no_seconds_are_told_where_states_move():
+    """Beside the bytes stands what they assume, and what pages is the last to be told."""
+    question = Question("gpt2-tiny", ways=("full",), seq_len=64)
+    search = planner._Search(question, find_gpu("T4"), 0.05)
+    found = {one: search.option(search.recipe(one, 1)) for one in search.combinations}
+    paged = {one: it for one, it in found.items() if it.recipe.optimizer == "paged_adamw_8bit"}
+    for option in paged.values():
+        assert option.seconds is option.samples_per_second is None
+        assert str(option).count("(all states paged out)") == 1 and "a step" not in str(option)
+    rest = {one: it for one, it in found.items() if one not in paged}
+    assert all(it.seconds > 0 and "paged out" not in str(it) for it in rest.values())
+    assert search.fastest_of(found) == search.fastest_of(rest)
+    quick = search.fastest_of(dict(reversed(paged.items())))
+    assert not quick.checkpointing and quick in paged
+
+
+def test_quality_is_kept_unless_told_otherwise():
+    question = Question("gpt2", ways=("full",))
+    kept, excluded = combinations(question, find_gpu("L4"))
+    free, none = combinations(dataclasses.replace(question, keep_quality=False), find_gpu("L4"))
+    assert {"sgd", "lion_8bit"} == {one.optimizer for one in free} - {one.optimizer for one in kept}
+    assert {"bf16"} == {one.precision for one in free} - {one.precision for one in kept}
+    assert excluded and not none
+    assert kept[0] == Combination("full", "bf16-amp", "adamw_torch_fused")
+
+
+@pytest.mark.parametrize("gpu", ["L4", "T4"])
+@pytest.mark.parametrize("task", ["causal-lm", "sequence-classification"])
+def test_lora_and_qlora_differ_in_the_base_alone(gpu, task):
+    """No cast to fp32, and the same adapters; a T4 has no LoRA in fp16 without loss scaling."""
+    card, question = find_gpu(gpu), Question("llama-3.2-1b-tiny", task=task, lora_rank=4)
+    search = planner._Search(question, card, 0.05)
+    first = {one.way: one for one in reversed(search.combinations)}
+    lora, qlora = (search.recipe(first[way], 1) for way in ("lora", "qlora"))
+    assert lora.precision == qlora.precision == ("bf16" if gpu == "L4" else "fp16-amp")
+    assert qlora == lora.but(base="nf4", double_quant=True, upcast=False)
+    for recipe in (lora, qlora):
+        weights = Training(recipe).model.named_parameters()
+        assert {p.dtype for name, p in weights if "lora_" in name} == {torch.float32}
+    assert simulate(qlora, card).peak_allocated < simulate(lora, card).peak_allocated
+
+
+def test_an_old_card_has_fp16_and_no_flash_attention():
+    """PyTorch's math kernel keeps all weights of attention there, and the formula knows it."""
+    kept, _ = combinations(Question("llama-3.2-1b"), find_gpu("T4"))
+    assert {one.precision for one in kept} == {"fp16-amp", "fp32"}
+    tiny = models.config("llama-3.2-1b-tiny")
+    answer = plan(tiny, "T4", seq_len=1024, effective_batch=2, ways="full", precisions="fp16-amp")
+    whole = simulate(answer.start.recipe, "T4")
+    needed = answer.start.needed - GPUS["T4"].context
+    assert needed == pytest.approx(whole.peak_allocated, rel=0.02)
+
+
+def test_a_model_by_every_name(tmp_path):
+    config = models.config("gpt2-tiny")
+    config.save_pretrained(tmp_path)
+    named = [tmp_path, str(tmp_path / "config.json"), config, config.to_dict(), "gpt2-tiny"]
+    needed = [plan(name, "T4", ways="full", **SMALL).fastest.needed for name in named]
+    assert len(set(needed)) == 1
+    assert plan(str(tmp_path), "T4", ways="full", **SMALL).fastest.recipe.model == str(tmp_path)
+
+
+def test_several_cards_are_a_table():
+    answer = plan("gpt2", ["H100", "t4", "1 GiB"], seq_len=256, effective_batch=4, ways="full")
+    assert list(answer.options) == ["1,024 MiB", "T4", "H100"]
+    assert answer and answer.smallest == {"full": "T4"}
+    assert answer.options["T4"]["full"].simulated
+    assert answer.options["1,024 MiB"]["full"].missing
+    assert json.loads(json.dumps(answer.as_dict()))["smallest"] == {"full": "T4"}
+    lines = str(answer).splitlines()
+    assert lines[1].split() == ["card", "full", "fine-tuning"] and "lacks" in lines[2]
+    assert not plan("gpt2-xl", ["1 GiB", "2 GiB"], ways="full", effective_batch=1)
+
+
+def test_the_text_is_short_and_the_rest_is_json(roomy):
+    assert len(str(roomy).splitlines()) <= 30
+    values = json.loads(json.dumps(roomy.as_dict()))
+    assert values["fits"] and values["fastest"]["recipe"]["model"] == "gpt2-tiny"
+    assert values["question"]["seq_len"] == 64
+
+
+def test_the_next_question_finds_the_traces(monkeypatch):
+    monkeypatch.setattr("memlab.predict.simulate.traces", functools.cache(Traces))  # none on disk
+    first = plan("gpt2-tiny", "T4", **PLAIN)
+    monkeypatch.setattr("memlab.predict.traces.record", None)
+    longer = plan("gpt2-tiny", "T4", **PLAIN | {"seq_len": 80})
+    assert longer.fastest.simulated and longer.fastest.needed > first.fastest.needed
+    with pytest.raises(TypeError):
+        plan("gpt2-tiny", "L4", **PLAIN)
+
+
+def test_a_rank_of_several_is_simulated():
+    question = PLAIN | {"model": "gpt2-tiny", "ranks": 2}
+    answer = plan(gpu=60 * MiB, **question)
+    for option in distinct(answer.fastest, answer.roomiest, *answer.ways.values()):
+        recipe = option.recipe
+        assert recipe.ranks == 2 and option.simulated
+        assert recipe.batch_size * recipe.accumulation * 2 == question["effective_batch"]
+        simulate(recipe, 60 * MiB)
+        assert fits(recipe.but(batch_size=option.largest_batch), 60 * MiB)
+        assert not fits(recipe.but(batch_size=option.largest_batch + 1), 60 * MiB)
+    assert {"zero2", "zero3"} <= {switch.name for switch in answer.switches}
+    assert str(answer).startswith("gpt2-tiny on 2 x 60 MiB")
+    assert any("QLoRA under zero2" in reason for reason in answer.excluded)
+
+
+def test_ranks_are_judged_by_the_formula_of_ranks():
+    """A rank's buckets, parts and gathered weights: within 6 % of a simulation."""
+    model = models.config("gpt2-tiny")
+    answer = plan(model, "T4", ranks=4, **PLAIN)
+    start = answer.start
+    whole = simulate(start.recipe, "T4")
+    assert start.recipe.ranks == 4 and not start.simulated
+    needed = start.needed - GPUS["T4"].context
+    assert needed == pytest.approx(whole.peak_allocated, rel=0.06)
+    assert start.seconds == pytest.approx(whole.step_seconds.expected, rel=0.15)
+
+
+def test_what_is_looked_at_with_ranks_is_what_the_formula_knows():
+    asked = {"ranks": 2, "effective_batch": 4}
+    found, excluded = combinations(Question("llama-3.2-1b", **asked), find_gpu("L4"))
+    assert {one.sharding for one in found if one.way == "qlora"} == {"ddp"}
+    assert {one.sharding for one in found if one.way == "lora"} == set(SHARDINGS)
+    found, excluded = combinations(Question("t5-3b", **asked), find_gpu("L4"))
+    assert {one.sharding for one in found} == {"ddp"}
+    assert any("two stacks of layers under zero2" in reason for reason in excluded)
+
+
+def test_a_slow_link_takes_time():
+    question = PLAIN | {"model": "gpt2-tiny", "gpu": "H100", "ranks": 2, "effective_batch": 2}
+    quick, slow = (plan(link=link, **question).fastest for link in ("nvlink", "ethernet-10"))
+    assert slow.seconds > quick.seconds
+
+
+def test_a_model_that_peft_gives_no_adapters():
+    answer = plan("distilbert-tiny", "T4", **SMALL | {"effective_batch": 1})
+    assert list(answer.ways) == ["full"]
+    assert any("all-linear': peft refuses it (" in reason for reason in answer.excluded)
+    with pytest.raises(ValueError, match="ways is .'lora',.: .*peft"):
+        plan("distilbert-tiny", "T4", ways="lora", **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"gpu": 0}, "gpu is 0"),
+        ({"gpu": "0 GiB"}, "gpu is"),
+        ({"gpu": []}, "gpu is []"),
+        ({"gpu": "T5"}, "gpu is 'T5'"),
+        ({"margin": -1}, "margin is -1"),
+        ({"seq_len": 2048}, "seq_len is 2048: gpt2-tiny allows whole numbers from 1 to 1024"),
+        ({"seq_len": 0}, "seq_len is 0"),
+        ({"effective_batch": 2.5}, "effective_batch is 2.5"),
+        ({"ways": ()}, "ways is ()"),
+        ({"ways": "half"}, "ways is 'half': allowed are full, lora, qlora"),
+        ({"precisions": ("fp8",)}, "precisions is 'fp8'"),
+        ({"precisions": "bf16"}, "no native bfloat16"),
+        ({"ranks": 0}, "ranks is 0: allowed are whole numbers from 1"),
+        ({"ranks": 3}, "effective_batch is 16: allowed are with ranks 3 multiples of it"),
+        ({"ranks": 2, "gpu": None}, "ranks is 2 and gpu names"),
+        ({"ranks": 2, "link": "nvlink"}, "link is 'nvlink': allowed are for T4 pcie"),
+        ({"lora_rank": 4000}, "lora_rank is 4000: gpt2-tiny allows whole numbers up to"),
+        ({"task": "seq2seq-lm"}, "task 'seq2seq-lm' is not one of"),
+        ({"model": "/no/such/folder"}, "unknown model '/no/such/folder'"),
+        ({"model": "no/folder"}, "there is no folder 'no/folder'"),
+    ],
+)
+def test_bad_input_is_one_line(changes, says, monkeypatch):
+    monkeypatch.setattr(models, "hub_reachable", lambda: False)
+    with pytest.raises(ValueError) as error:
+        plan(**{"model": "gpt2-tiny", "gpu": "T4"} | changes)
+    assert says in one_line(error)
+
+
+def test_folders_that_are_no_model(tmp_path):
+    with pytest.raises(ValueError, match="there is no such file: name a config.json") as error:
+        plan(str(tmp_path), "T4")
+    one_line(error)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds an adapter only: name the model"):
+        plan(str(tmp_path), "T4")
+    (tmp_path / "config.json").write_text('{"model_type": "gizmo"}')
+    with pytest.raises(ValueError, match="model_type is 'gizmo': .* a newer one may know it"):
+        plan(str(tmp_path), "T4")
+
+
+def test_a_family_without_a_formula_is_simulated(monkeypatch):
+    def refuses(*_):
+        raise ValueError("its layers have no common pattern")
+
+    monkeypatch.setattr(planner, "formula", refuses)
+    monkeypatch.setattr(planner, "derive", refuses)
+    question = PLAIN | {"effective_batch": 1}
+    slow = plan("gpt2-tiny", "T4", **question)
+    monkeypatch.undo()
+    quick = plan("gpt2-tiny", "T4", **question)
+    assert slow.fastest.needed == quick.fastest.needed
+    assert slow.fastest.recipe == quick.fastest.recipe
+    assert slow.fastest.seconds == pytest.approx(quick.fastest.seconds, rel=0.05)
+
+
+def test_a_formula_of_other_releases_is_warned_of(monkeypatch):
+    here = closed_form.installed()
+    monkeypatch.setattr(closed_form, "installed", lambda: here | {"torch": "2.11.0"})
+    with pytest.warns(UserWarning, match=r"of torch .* \(here 2.11.0\)"):
+        plan("gpt2-tiny", "T4", **PLAIN | {"effective_batch": 1})
+
+
+def test_a_simulation_runs_out_where_a_plan_ends():
+    """Without the margin the border is near that of the simulation itself."""
+    answer = plan("gpt2-tiny", 100 * MiB, margin=0, **PLAIN)
+    largest = answer.fastest.recipe.but(batch_size=answer.fastest.largest_batch)
+    simulate(largest, 100 * MiB)
+    with pytest.raises(torch.OutOfMemoryError):
+        simulate(largest.but(batch_size=largest.batch_size + 1), 100 * MiB)

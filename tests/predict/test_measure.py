@@ -1,0 +1,219 @@
+"""Measuring on the device that is here, and the CUDA branch with a real allocator's counters."""
+
+import gc
+
+import pytest
+import torch
+
+from memlab import Meter, Recipe, measure, models, seconds
+from memlab.footprint import Footprint
+from memlab.predict.measure import alive_tensors, pick_device, require, with_breakdown
+from memlab.trace.allocator import CachingAllocator
+from memlab.workloads.training import Training
+
+MiB = 2**20
+TINY = Recipe(model="bert-large-tiny", batch_size=2, seq_len=32)
+
+
+def test_bytes_of_the_states_are_exact():
+    result = measure(TINY, "cpu", steps=2)
+    nbytes = 4 * result.footprint.parameters
+    assert result.footprint.breakdown["parameters"] == nbytes
+    assert 0 <= result.footprint.breakdown["optimizer_states"] - 2 * nbytes < 4096
+    assert sum(result.footprint.breakdown.values()) == result.footprint.peak_allocated
+
+
+def test_the_same_call_gives_the_same_bytes():
+    first, second = (measure(TINY, "cpu", steps=1).footprint for _ in range(2))
+    assert first == second
+
+
+def test_times_are_ordered_and_samples_follow():
+    result = measure(TINY.but(accumulation=3), "cpu", steps=3)
+    seconds = result.step_seconds
+    assert 0 < seconds["lower_quartile"] <= seconds["median"] <= seconds["upper_quartile"]
+    assert result.samples_per_second == pytest.approx(6 / seconds["median"])
+
+
+def test_a_twin_in_half_precision_takes_half():
+    whole = measure(TINY, "cpu", steps=1).footprint
+    half = measure(TINY.but(precision="bf16"), "cpu", steps=1).footprint
+    assert half.breakdown["parameters"] * 2 == whole.breakdown["parameters"]
+
+
+def test_meter_measures_the_readers_loop():
+    training = Training(TINY)
+    training.step()
+    with Meter("cpu", training.model, training.optimizer) as meter:
+        training.step()
+    again = measure(TINY, "cpu", steps=1).footprint
+    assert meter.footprint.peak_allocated == again.peak_allocated
+    assert meter.seconds > 0
+
+
+def test_meter_counts_what_was_there_and_is_touched():
+    x = torch.zeros(1000)
+    with Meter("cpu") as meter:
+        y = x + 1
+    assert meter.footprint.peak_allocated == x.nbytes + y.nbytes
+
+
+def test_meter_lets_errors_through_and_still_reports():
+    meter = Meter("cpu")
+    with pytest.raises(KeyError), meter:
+        kept = torch.zeros(1000)
+        raise KeyError
+    assert meter.footprint.peak_allocated == kept.nbytes
+
+
+def test_meter_says_what_was_alive():
+    gc.collect()
+    leftover = torch.zeros(3_000_000)
+    with Meter("cpu") as meter:
+        pass
+    assert (leftover.nbytes, "Tensor [3000000] torch.float32") in meter.already_there
+
+
+def test_alive_tensors_counts_storages_once():
+    base = torch.zeros(4_000_000)
+    views = [base.view(2, -1), base[1:]]
+    found = [nbytes for nbytes, _ in alive_tensors("cpu") if nbytes == base.nbytes]
+    assert len(found) == 1 and len(views) == 2
+
+
+class Counters:
+    """The part of `torch.cuda` that Meter asks, served by the replayed caching allocator."""
+
+    def __init__(self, total, context):
+        self.allocator = CachingAllocator(total - context)
+        self.total, self.context = total, context
+        self.calls = []
+
+    def is_available(self):
+        return True
+
+    def synchronize(self):
+        self.calls.append("synchronize")
+
+    def empty_cache(self):
+        self.allocator.empty_cache()
+
+    def reset_peak_memory_stats(self):
+        self.calls.append("reset")
+        self.peaks = [self.allocator.allocated, self.allocator.reserved]
+
+    def allocate(self, nbytes):
+        address = self.allocator.allocate(nbytes)
+        now = (self.allocator.allocated, self.allocator.reserved)
+        self.peaks = [max(pair) for pair in zip(self.peaks, now, strict=True)]
+        return address
+
+    def memory_allocated(self):
+        return self.allocator.allocated
+
+    def memory_reserved(self):
+        return self.allocator.reserved
+
+    def max_memory_allocated(self):
+        return self.peaks[0]
+
+    def max_memory_reserved(self):
+        return self.peaks[1]
+
+    def mem_get_info(self):
+        return self.total - self.context - self.allocator.reserved, self.total
+
+
+def test_cuda_figures_come_from_the_counters():
+    counters = Counters(total=1000 * MiB, context=150 * MiB)
+    weights = counters.allocator.allocate(100 * MiB)
+    counters.allocator.free(counters.allocator.allocate(50 * MiB))  # cached rubbish of before
+    with Meter("cuda", counters=counters) as meter:
+        first, second = counters.allocate(30 * MiB), counters.allocate(40 * MiB)
+        counters.allocator.free(first)
+        counters.allocate(10 * MiB)
+    footprint = meter.footprint
+    assert footprint.peak_allocated == 170 * MiB
+    assert footprint.peak_reserved == 170 * MiB  # the cache was emptied, the 30 were used again
+    assert footprint.breakdown == {"inputs": 100 * MiB, "temporary": 70 * MiB}
+    assert footprint.context == 150 * MiB
+    assert footprint.device_used == 320 * MiB
+    assert counters.calls == ["synchronize", "reset", "synchronize"]
+    assert weights != second
+
+
+def test_a_cache_that_is_kept_is_reserved_memory():
+    counters = Counters(total=1000 * MiB, context=150 * MiB)
+    counters.allocator.free(counters.allocator.allocate(50 * MiB))
+    with Meter("cuda", counters=counters, empty_cache=False) as meter:
+        counters.allocate(30 * MiB)
+    assert meter.footprint.peak_allocated == 30 * MiB
+    assert meter.footprint.peak_reserved == 50 * MiB  # the 30 were cut from the cached block
+
+
+def test_a_card_too_full_for_the_traced_step_has_figures_without_breakdown(monkeypatch):
+    def no_room():
+        raise torch.OutOfMemoryError
+
+    training = Training(TINY)
+    monkeypatch.setattr(training, "step", no_room)
+    counted = Footprint(10**8, 2 * 10**8, {"temporary": 10**8}, "unknown")
+    assert with_breakdown(counted, training) == counted
+
+
+def test_the_weights_are_made_where_they_are_wanted(monkeypatch):
+    made_on, build = [], models.build
+
+    def seen(*arguments):
+        made_on.append(torch.get_default_device().type)
+        with torch.device("cpu"):
+            return build(*arguments)
+
+    monkeypatch.setattr(models, "build", seen)
+    Training(TINY, built_in=torch.device("meta"))
+    assert made_on == ["meta"]
+
+
+def test_a_traced_step_shares_out_the_counters_peak():
+    training = Training(TINY)
+    training.step()
+    counted = Footprint(10**8, 2 * 10**8, {"temporary": 10**8}, "unknown")
+    explained = with_breakdown(counted, training)
+    assert sum(explained.breakdown.values()) == explained.peak_allocated == 10**8
+    assert explained.breakdown["parameters"] == 4 * training.parameters
+    assert explained.peak_phase == "optimizer step"
+    assert explained.peak_reserved == counted.peak_reserved
+
+
+@pytest.mark.parametrize("device", ["tpu", "nonsense", 3.5])
+def test_a_device_that_is_not_here_is_refused(device):
+    with pytest.raises((ValueError, TypeError), match="device"):
+        pick_device(device)
+
+
+def test_cuda_is_refused_where_there_is_none():
+    if torch.cuda.is_available():
+        assert pick_device(None).type == "cuda"
+    else:
+        with pytest.raises(ValueError, match="this machine has cpu"):
+            measure(TINY, "cuda")
+
+
+def test_bf16_is_refused_on_a_card_that_emulates_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
+    with pytest.raises(ValueError, match="Tesla T4 has no native bfloat16"):
+        require("bf16-amp", torch.device("cuda"))
+    require("fp16-amp", torch.device("cuda"))
+
+
+def test_no_timed_step_is_refused():
+    with pytest.raises(ValueError, match="steps is 0"):
+        measure(TINY, "cpu", steps=0)
+
+
+def test_seconds_are_counted_by_the_clock_around_the_work():
+    told, ticks = [], iter([3.0, 10.0])
+    assert seconds(told.append, "once", clock=lambda: next(ticks)) == 7.0
+    assert told == ["once"]
+    assert seconds(told.clear) > 0

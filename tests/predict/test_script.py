@@ -1,0 +1,251 @@
+"""A script from the disk inside a simulated card."""
+
+import json
+
+import pytest
+
+from memlab.cli import main
+from memlab.predict.script import run_script
+
+SCRIPT = """
+import argparse, torch
+from model import make
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=512)
+width = parser.parse_args().width
+model = make(width).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range({steps}):
+    loss = model(torch.randn(8, width, device="cuda")).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"step {{step}}, loss {{loss:.2f}}")
+"""
+MODEL = """
+import torch
+def make(width):
+    return torch.nn.Linear(width, width, bias=False)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "model.py").write_text(MODEL)
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.format(steps=50))
+    return path
+
+
+def test_it_ends_after_two_steps_and_says_which_lines_hold_what(script, capsys):
+    ran = run_script(script, ["--width", "1024"], gpu="T4")
+    assert ran.steps == 2 and not ran.error
+    weights = 4 * 1024 * 1024
+    held = ran.footprint.by_line()
+    assert held["train.py:7"] == weights  # the line that moves the model, not the one that makes it
+    assert held["train.py:11"] == weights  # gradients
+    assert held["train.py:12"] >= 2 * weights  # AdamW's states, and what its step needs
+    assert sum(held.values()) == ran.footprint.peak_allocated
+    assert "optimizer.step()" in str(ran)
+    assert capsys.readouterr().out.count("loss 1.00") == 1  # the second print comes after the end
+
+
+def test_a_script_that_ends_by_itself_is_told_to_the_end(script):
+    script.write_text(SCRIPT.format(steps=1))
+    assert run_script(script).steps == 1
+
+
+def test_the_command_gives_the_exit_status_of_simulate(script, tmp_path, capsys):
+    assert main(["run", str(script), "--gpu", "T4", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert json.loads(out[out.index("\n{") :])["steps"] == 2
+    snapshot = tmp_path / "memory.pickle"
+    tight = ["run", str(script), "--gpu", str(2**27), "--snapshot", str(snapshot)]
+    assert main([*tight, "--", "--width", "8192"]) == 3
+    said = capsys.readouterr()
+    assert said.err.startswith(
+        "memlab: train.py:7: CUDA out of memory. Tried to allocate 256.00 MiB"
+    )
+    assert "out of memory after 0 optimizer steps, in train.py:7" in said.out
+    assert snapshot.stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("torch.compile(torch.nn.Linear(1, 1))", "train.py:1: torch.compile is not simulated"),
+        ("torch.zeros(1, device='cuda:1')", "train.py:1: device is 'cuda:1'"),
+    ],
+)
+def test_what_is_not_simulated_is_one_line_with_its_place(line, said, tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(f"import torch; {line}")
+    assert main(["run", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"memlab: {said}") and error.count("\n") == 1
+
+
+def run(tmp_path, text, *options):
+    path = tmp_path / "train.py"
+    path.write_text(f"import torch\n{text}")
+    return main(["run", str(path), *options])
+
+
+STEP = """
+w = torch.nn.Parameter(torch.randn(512, 512, device="cuda"))
+torch.optim.SGD([w], 0.1).step()
+"""
+
+
+def test_a_scripts_own_exception_keeps_its_traceback_and_what_was_seen_is_told(tmp_path, capsys):
+    text = f"def check(x):\n    raise ValueError('bad thing')\n{STEP}\ncheck(1)\n"
+    assert run(tmp_path, text) == 1
+    said = capsys.readouterr()
+    first, *_, last = said.err.splitlines()
+    assert first.startswith("Traceback") and last == "ValueError: bad thing"
+    assert said.err.count('train.py", line') == 2 and "memlab" not in said.err
+    assert said.out.startswith("ended after 1 optimizer steps, in train.py:3")
+    assert "1.0 MiB  train.py:5" in said.out
+
+
+@pytest.mark.parametrize(
+    "ending, status, said",
+    [
+        ("raise SystemExit(1)", 1, "the script ended with status 1"),
+        ("import sys; sys.exit(7)", 7, "the script ended with status 7"),
+        ("raise SystemExit('no data found')", 1, "no data found"),
+        ("raise SystemExit(0)", 0, ""),
+        ("raise KeyboardInterrupt", 130, "interrupted"),
+    ],
+)
+def test_a_script_ends_with_its_own_status(ending, status, said, tmp_path, capsys):
+    assert run(tmp_path, f"{STEP}\n{ending}") == status
+    told = capsys.readouterr()
+    assert said in told.err and told.err.count("\n") == bool(said)
+    assert "1.0 MiB" in told.out
+
+
+def test_a_script_without_a_step_is_no_success(tmp_path, capsys):
+    assert run(tmp_path, "print(torch.cuda.device_count())") == 1
+    assert capsys.readouterr().err == "memlab: the script ended without an optimizer step\n"
+
+
+LOSES_ONE = """
+for _ in range(10**9):
+    try:
+        time.sleep(0.001)
+    except KeyboardInterrupt:
+        break
+while True:
+    time.sleep(0.001)
+"""
+
+
+@pytest.mark.parametrize("on", ["while True:\n    time.sleep(0.001)", LOSES_ONE])
+def test_a_script_that_goes_on_is_stopped_at_the_limit(on, tmp_path, capsys):
+    """Also where an interrupt is lost, as Python loses those that come while an object dies."""
+    text = f"import time\n{STEP}\nx = torch.ones(4, device='cuda')\n{on}"
+    assert run(tmp_path, text, "--limit-minutes", "0.02") == 124
+    told = capsys.readouterr()
+    assert "stopped after 0.02 minutes" in told.err and told.err.count("\n") == 1
+    assert "1.0 MiB" in told.out
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        "with torch.no_grad(): w -= 0.1 * w.grad; b -= 0.1 * b.grad",
+        "w.data.sub_(w.grad, alpha=0.1); b.data -= 0.1 * b.grad",
+        "with torch.no_grad(): torch._foreach_add_([w, b], [w.grad, b.grad], alpha=-0.1)",
+    ],
+)
+@pytest.mark.parametrize("kind", ["torch.nn.Parameter({})", "{}.requires_grad_()"])
+def test_weights_that_are_changed_by_hand_make_a_step(update, kind, tmp_path, capsys):
+    weight = kind.format("torch.randn(512, 512, device='cuda')")
+    bias = kind.format("torch.randn(512, device='cuda')")
+    text = f"""
+w, b = {weight}, {bias}
+for step in range({{steps}}):
+    for micro in range(2):
+        (torch.randn(8, 512, device="cuda") @ w + b).square().mean().backward()
+    {update}
+    w.grad.zero_(); b.grad = None
+"""
+    assert run(tmp_path, text.format(steps=10**9)) == 0
+    assert capsys.readouterr().out.startswith("2 optimizer steps")
+    assert run(tmp_path, text.format(steps=1)) == 0
+    assert capsys.readouterr().out.startswith("1 optimizer steps")
+
+
+def test_a_moving_average_of_the_weights_is_no_step(tmp_path, capsys):
+    text = """
+import copy
+m = torch.nn.Linear(64, 64).cuda()
+ema, optimizer = copy.deepcopy(m), torch.optim.SGD(m.parameters(), 0.1)
+for step in range(100):
+    m(torch.randn(8, 64, device="cuda")).mean().backward()
+    optimizer.step()
+    print(f"step {step}")
+    with torch.no_grad():
+        for mine, its in zip(ema.parameters(), m.parameters()):
+            mine.mul_(0.9).add_(its, alpha=0.1)
+"""
+    assert run(tmp_path, text, "--steps", "5") == 0
+    assert capsys.readouterr().out.count("step ") == 4
+
+
+def test_it_starts_a_script_as_torchrun_does(tmp_path, capsys):
+    text = """
+import os
+import torch.distributed as dist
+dist.init_process_group("nccl")
+assert torch.cuda.device_count() == dist.get_world_size() == int(os.environ["WORLD_SIZE"]) == 4
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64).cuda())
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+model(torch.randn(8, 64, device="cuda")).mean().backward()
+optimizer.step()
+"""
+    assert run(tmp_path, text, "--ranks", "4") == 0
+    assert run(tmp_path, text) == 2
+    assert "--ranks N" in capsys.readouterr().err
+
+
+def test_compiled_code_runs_eagerly_where_that_is_asked_for(tmp_path, capsys):
+    text = f"f = torch.compile(torch.nn.Linear(4, 4).cuda())\n{STEP}"
+    assert run(tmp_path, text) == 2
+    assert "--compile-eagerly" in capsys.readouterr().err
+    assert run(tmp_path, text, "--compile-eagerly") == 0
+    assert "assumed: torch.compile: the code ran as it is" in capsys.readouterr().out
+
+
+def test_it_says_why_a_card_has_no_seconds(tmp_path, capsys):
+    text = """
+m = torch.nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16)
+optimizer = torch.optim.SGD(m.parameters(), 0.1)
+m(torch.ones(8, 64, device="cuda", dtype=torch.bfloat16)).sum().backward()
+optimizer.step()
+"""
+    assert run(tmp_path, text, "--gpu", "T4") == 0
+    assert "no seconds: T4 has no rate for bfloat16" in capsys.readouterr().out
+    assert run(tmp_path, "", "--gpu", "T4") == 1
+    assert "no seconds: no operator has run on the card" in capsys.readouterr().out
+    assert run(tmp_path, text, "--gpu", "L4") == 0
+    assert "no seconds" not in capsys.readouterr().out
+    assert run(tmp_path, text) == 0  # nor does a card without a name have any
+    assert "no seconds" not in capsys.readouterr().out
+
+
+def test_bad_input_is_one_line(tmp_path, capsys):
+    assert main(["run", str(tmp_path / "none.py")]) == 2
+    assert "is no file" in capsys.readouterr().err
+
+
+def test_a_json_file_is_no_script(tmp_path, capsys):
+    """Most of JSON is Python, too, and would end without a word."""
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert main(["run", str(tmp_path / "config.json"), "--gpu", "T4"]) == 2
+    assert "config.json is a JSON file: allowed is a Python script" in capsys.readouterr().err
+    (tmp_path / "empty.py").write_text("")
+    assert main(["run", str(tmp_path / "empty.py"), "--steps", "0"]) == 2
+    assert "allowed are whole numbers from 1" in capsys.readouterr().err

@@ -1,0 +1,217 @@
+"""The simulated GPU: full-size figures, the reader's own loops, and running out of memory."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import DataCollatorWithPadding
+
+from memlab import Recipe, SimulatedGPU, measure, simulate
+from memlab.book.corpora import tokenizer
+from memlab.models import build
+from memlab.workloads.training import Training
+
+MiB = 2**20
+BERT = Recipe(model="bert-large", batch_size=4, seq_len=512, optimizer="adamw_torch_loop")
+
+
+def test_bert_large_at_full_size():
+    footprint = simulate(BERT)
+    assert footprint.peak_tensors / MiB == pytest.approx(10_528, rel=0.005)
+    assert footprint.breakdown["parameters"] / MiB == pytest.approx(1278.5, abs=0.05)
+    assert footprint.breakdown["optimizer_states"] / MiB == pytest.approx(2557, abs=0.2)
+    assert footprint.parameters == footprint.trainable_parameters == 335_143_938
+    assert footprint.peak_phase == "backward"
+    assert sum(footprint.breakdown.values()) == footprint.peak_allocated
+    assert footprint.peak_allocated <= footprint.peak_reserved
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensors", "phase"),
+    [
+        ({"batch_size": 1}, 5_531, "backward"),
+        ({"batch_size": 1, "accumulation": 4}, 6_798, "backward"),
+        ({"batch_size": 1, "accumulation": 4, "checkpointing": True}, 5_352, "optimizer step"),
+        # PyTorch's own choice on CUDA, foreach, holds a copy of all gradients in the step.
+        ({"batch_size": 1, "optimizer": "adamw_torch"}, 6_393, "optimizer step"),
+    ],
+)
+def test_bert_large_with_less_in_flight(changes, tensors, phase):
+    footprint = simulate(BERT.but(**changes))
+    assert footprint.peak_tensors / MiB == pytest.approx(tensors, rel=0.005)
+    assert footprint.peak_phase == phase
+
+
+def test_every_layer_keeps_a_padding_mask_of_its_own():
+    recipe = Recipe(model="bert-base", batch_size=16, seq_len=256, attention="sdpa")
+    full, padded = simulate(recipe), simulate(recipe.but(padded=True))
+    more = padded.breakdown["activations"] - full.breakdown["activations"]
+    masks = 12 * 16 * 256 * 256 * 4
+    assert more == pytest.approx(masks, rel=0.01)
+
+
+def test_a_collated_batch_takes_what_its_recipe_says():
+    """DataCollatorWithPadding's batch in the reader's own loop, against a recipe of its shape."""
+    words = tokenizer(["one two three four five six"], vocab_size=512)
+    texts = [dict(input_ids=[7] * n, labels=n % 2) for n in (77, 30, 12, 50)]
+    recipe = Recipe("bert-base-tiny", batch_size=4, seq_len=77, padded=True, attention="sdpa")
+    with SimulatedGPU() as gpu:
+        with gpu.device:
+            model = build(recipe.model, attention="sdpa")
+        optimizer = torch.optim.AdamW(model.parameters())
+        batch = DataCollatorWithPadding(words)(texts).to("cuda")
+        for _ in range(2):
+            gpu.reset_peak()
+            loss = model(**batch).loss
+            loss.backward()
+            loss = loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert gpu.footprint.peak_allocated == simulate(recipe).peak_allocated
+
+
+ALONE = """
+import memlab
+recipe = memlab.Recipe(model="gpt2-tiny", seq_len=16, lora_rank=2)
+assert memlab.simulate(recipe) == memlab.simulate(recipe)
+memlab.simulate(memlab.Recipe(model="bert-large", batch_size=4))
+print(open("/proc/self/status").read())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_new_process_says_the_same_twice_and_takes_little_memory():
+    """peft imports bitsandbytes, which makes tables: on the card, if it came too late."""
+    run = [sys.executable, "-c", ALONE]
+    out = subprocess.run(run, capture_output=True, text=True, check=True)
+    # Not ru_maxrss, which a process takes over from the one that started it.
+    highest = int(re.search(r"VmHWM:\s+(\d+) kB", out.stdout)[1]) * 1024
+    assert highest < 2**30
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "non-reentrant"])
+def test_more_micro_batches_hold_what_two_hold(checkpointing):
+    tiny = Recipe(model="bert-large-tiny", batch_size=2, seq_len=64, checkpointing=checkpointing)
+    with SimulatedGPU() as gpu:
+        training = Training(tiny.but(accumulation=5), gpu.device, built_in=gpu.device)
+        gpu.watch(training.model, inputs=training.inputs)
+        training.step()
+        gpu.reset_peak()
+        training.step()
+        whole = gpu.footprint
+    short = simulate(tiny.but(accumulation=5))
+    losses = 3 * 512  # the loop keeps each loss until the end of the step, a block each
+    assert short.peak_allocated + losses == whole.peak_allocated
+    assert short.peak_reserved == whole.peak_reserved
+
+
+def test_states_and_gradients_equal_a_real_run():
+    recipe = Recipe(model="gpt2-tiny", batch_size=2, seq_len=64, optimizer="adamw_torch_fused")
+    simulated, real = simulate(recipe), measure(recipe, "cpu", steps=1)
+    for category in ("parameters", "optimizer_states"):
+        assert simulated.breakdown[category] == real.footprint.breakdown[category]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_a_weight"),
+    [("adamw_8bit", 2), ("lion_8bit", 1), ("paged_adamw_8bit", 0), ("adafactor", 0), ("sgd", 4)],
+)
+def test_states_of_the_lean_optimizers(optimizer, bytes_a_weight):
+    recipe = Recipe(model="bert-base", seq_len=64, optimizer=optimizer)
+    footprint = simulate(recipe)
+    embeddings = (30522 + 512 + 2) * 768
+    expected = bytes_a_weight * footprint.parameters
+    if "8bit" in optimizer:  # the embeddings' states stay in 32 bit, except where they are paged
+        expected += (4 - 1) * bytes_a_weight * embeddings
+        expected += bytes_a_weight * (footprint.parameters - embeddings) * 4 / 256  # constants
+    slack = 0.05 * footprint.parameters  # rows and columns of Adafactor, small tensors in 32 bit
+    assert footprint.breakdown["optimizer_states"] == pytest.approx(expected, abs=slack)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "lion_8bit", "adafactor"])
+def test_states_of_the_lean_optimizers_equal_a_real_run(optimizer):
+    recipe = Recipe(model="bert-base-tiny", batch_size=2, seq_len=64, optimizer=optimizer)
+    simulated, real = simulate(recipe), measure(recipe, "cpu", steps=1)
+    for category in ("parameters", "optimizer_states"):
+        there = real.footprint.breakdown[category]
+        assert simulated.breakdown[category] == pytest.approx(there, abs=4096)
+
+
+def test_the_recipe_runs_out_where_the_loop_does():
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        simulate(BERT.but(batch_size=8), gpu="T4")
+    assert simulate(BERT, gpu="T4").device_used < 14912 * MiB
+
+
+def test_the_default_step_is_the_one_of_cuda():
+    def peak(**choice):
+        with SimulatedGPU() as gpu:
+            zeros = [torch.zeros(256, 1024, device="cuda") for _ in range(8)]
+            weights = [torch.nn.Parameter(values) for values in zeros]
+            optimizer = torch.optim.AdamW(weights, **choice)
+            for _ in range(2):
+                gpu.reset_peak()
+                sum(weight.sum() for weight in weights).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return gpu.footprint.peak_tensors
+
+    assert peak() == peak(foreach=True) > peak(foreach=False)
+
+
+def test_step_counters_live_on_the_host_unless_the_step_is_fused():
+    loop = simulate(Recipe(model="bert-large-tiny", seq_len=32, optimizer="adamw_torch_loop"))
+    fused = simulate(Recipe(model="bert-large-tiny", seq_len=32, optimizer="adamw_torch_fused"))
+    assert loop.breakdown["optimizer_states"] == 8 * loop.parameters
+    assert fused.breakdown["optimizer_states"] > 8 * fused.parameters
+
+
+def test_workspaces_are_apart_and_depend_on_the_card():
+    recipe = Recipe(model="bert-large-tiny", seq_len=32)
+    t4, h200 = simulate(recipe, "T4"), simulate(recipe, "H200")
+    assert t4.breakdown["workspaces"] == 2 * 8_519_680 + 1 * MiB
+    assert h200.breakdown["workspaces"] == 2 * 32 * MiB + 1 * MiB
+
+
+@pytest.mark.parametrize(
+    ("gpu", "allowed"), [("T5", "T4"), (0, "above 0"), (-1, "above 0"), (True, "T4")]
+)
+def test_unknown_cards_are_refused(gpu, allowed):
+    with pytest.raises(ValueError, match=allowed) as error:
+        SimulatedGPU(gpu)
+    assert "\n" not in str(error.value)
+
+
+def test_pure_fp16_takes_what_pure_bf16_takes():
+    half = Recipe("gpt2-tiny", seq_len=64, precision="fp16", max_grad_norm=1.0)
+    bfloat = half.but(precision="bf16")
+    assert simulate(half, "T4").parameters
+    assert simulate(half).peak_tensors == simulate(bfloat).peak_tensors
+
+
+def test_clipping_makes_no_second_copy_of_the_gradients():
+    """Only norms are made, of 512 bytes each as blocks; the gradients shrink in place."""
+    plain = Recipe("gpt2-tiny", batch_size=1, seq_len=8, optimizer="sgd")
+    clipped = simulate(plain.but(max_grad_norm=1.0))
+    weights = 2 * 12 + 4  # 12 in a layer, two embeddings, the last norm's two
+    more = clipped.peak_allocated - simulate(plain).peak_allocated
+    assert 0 <= more <= 512 * (2 * weights + 8)
+
+
+def test_a_precision_that_the_card_lacks_is_refused():
+    with pytest.raises(ValueError, match="T4 has no native bfloat16"):
+        simulate(Recipe(precision="bf16"), gpu="T4")
+
+
+@pytest.mark.parametrize("gpu", ["T4", "A100-40GB"])  # a kernel of transformers, and PyTorch's
+def test_experts_are_simulated_in_every_precision(gpu):
+    recipe = Recipe(model="mixtral-8x7b-tiny", seq_len=64, optimizer="sgd")
+    fp32, amp = simulate(recipe, gpu), simulate(recipe.but(precision="fp16-amp"), gpu)
+    assert fp32.breakdown["parameters"] == amp.breakdown["parameters"] == 4 * fp32.parameters
+    assert any("chosen evenly" in assumption for assumption in fp32.assumptions)
+    if gpu != "T4":
+        half = simulate(recipe.but(precision="bf16"), gpu)
+        # Weights and gradients, and nearly all of what the layers keep.
+        assert half.peak_tensors == pytest.approx(fp32.peak_tensors / 2, rel=0.02)

@@ -1,0 +1,250 @@
+"""Ranks that are really run, beside the one that is simulated."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import one_line
+from real_ranks import (
+    RanksFailed,
+    dies,
+    measured,
+    measured_one_after_the_other,
+    run_ranks,
+    without_dropout,
+)
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from memlab import Recipe, SimulatedGPU, measure, simulate
+from memlab.footprint import NOT_TENSORS, Category
+from memlab.predict.run import built
+from memlab.workloads.training import Training
+
+MODELS = ("gpt2-tiny", "bert-base-tiny", "llama-3-8b-tiny")
+WAYS = ("ddp", "zero1", "zero2", "zero3")
+SEQUENCES = 4  # of all ranks together
+
+
+def recipe(model, sharding, ranks):
+    return Recipe(
+        model=model,
+        batch_size=SEQUENCES // ranks,
+        seq_len=32,
+        ranks=ranks,
+        sharding=sharding if ranks > 1 else "ddp",
+    )
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def real(request, tmp_path_factory):
+    """recipe -> (footprint or None, losses) of each of its two or four ranks."""
+    recipes = [recipe(model, way, request.param) for model in MODELS for way in WAYS]
+    folder = tmp_path_factory.mktemp("ranks")
+    found = run_ranks(request.param, measured_one_after_the_other, recipes, folder=folder)
+    of_recipes = zip(*found, strict=True)
+    return {one: tuple(of) for one, of in zip(recipes, of_recipes, strict=True)}
+
+
+# What was not in it: micro-batches before the last, quantized weights and states, and states that
+# each step makes anew (Adafactor's RMS).
+MORE = [
+    recipe("gpt2-tiny", "ddp", 2).but(accumulation=3),
+    recipe("gpt2-tiny", "zero3", 2).but(accumulation=3),
+    recipe("llama-3-8b-tiny", "zero1", 2).but(optimizer="adamw_8bit"),
+    recipe("llama-3-8b-tiny", "zero1", 2).but(optimizer="adafactor"),
+    recipe("llama-3-8b-tiny", "ddp", 2).but(base="nf4", lora_rank=4, optimizer="adamw_8bit"),
+    recipe("llama-3-8b-tiny", "zero3", 2).but(base="nf4", lora_rank=4, double_quant=True),
+]
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("more")
+    found = run_ranks(2, measured_one_after_the_other, MORE, folder=folder)
+    return dict(zip(MORE, zip(*found, strict=True), strict=True))
+
+
+def simulated(one):
+    """The footprint of the same loop as rank 0 under the CPU's own rules."""
+    with SimulatedGPU(rules=frozenset(), ranks=one.ranks) as gpu:
+        training = built(one, gpu)
+        without_dropout(training)
+        for _ in range(3):
+            gpu.reset_peak()
+            training.step()
+    return gpu.footprint
+
+
+def highest(timeline):
+    """(phase, bytes by category) of the moment with the most tensors.
+
+    Without the batch, among which are gloo's own copies of what it reduces.
+    """
+    left_out = (*NOT_TENSORS, Category.INPUTS)
+    levels = {name: level for name, level in timeline.levels.items() if name not in left_out}
+    totals = [sum(moment) for moment in zip(*levels.values(), strict=True)]
+    moment = totals.index(max(totals))
+    return timeline.phases[moment], {name: level[moment] for name, level in levels.items()}
+
+
+@pytest.mark.parametrize("sharding", WAYS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_simulated_rank_holds_what_a_real_one_holds(real, model, sharding):
+    one = next(one for one in real if (one.model, one.sharding) == (model, sharding))
+    assert_simulated(one, real[one])
+
+
+@pytest.mark.parametrize("one", MORE, ids=lambda one: f"{one.sharding}-{one.optimizer}-{one.base}")
+def test_what_else_a_rank_does_is_simulated_too(more, one):
+    assert_simulated(one, more[one])
+    whole = one.but(ranks=1, sharding="ddp", batch_size=SEQUENCES)
+    losses = torch.tensor([losses for _, losses in more[one]])
+    assert losses.mean(0).tolist() == pytest.approx(measured(whole)[1], rel=1e-5)
+
+
+def assert_simulated(one, ranks):
+    """The first of some ranks, as (footprint, losses), holds what the simulated one holds."""
+    (phase, there), (simulated_phase, here) = (
+        highest(footprint.timeline) for footprint in (ranks[0][0], simulated(one))
+    )
+    assert simulated_phase == phase
+    for category in ("parameters", "gradients"):
+        assert here[category] == there[category], category
+    # AdamW's count of the steps, 4 bytes a weight, lies on the host; 8-bit states have none.
+    counts = there["optimizer_states"] - here["optimizer_states"]
+    assert 0 <= counts < 4 * 64 and counts % 4 == 0
+    assert (counts > 0) == one.optimizer.startswith("adamw_torch")
+    for category in ("activations", "temporary"):
+        assert here[category] == pytest.approx(there[category], rel=0.01, abs=64), category
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_ranks_learn_what_one_process_learns_from_the_whole_batch(real, model):
+    alone = measured(recipe(model, "ddp", 1))[1]
+    assert alone[0] > alone[-1]
+    for one in real:
+        if one.model == model:
+            losses = torch.tensor([losses for _, losses in real[one]])
+            assert losses.mean(0).tolist() == pytest.approx(alone, rel=1e-5), one.sharding
+
+
+def test_what_is_split_is_a_part_of_what_is_copied(real):
+    of_way = {one.sharding: one for one in real if one.model == "gpt2-tiny"}
+    whole, shared = (real[of_way[way]][0][0] for way in ("ddp", "zero3"))
+    there = shared.breakdown["parameters"]
+    assert there * of_way["zero3"].ranks == whole.breakdown["parameters"]
+
+
+def test_the_simulated_rank_holds_what_pytorchs_own_tracker_of_fsdp_counts():
+    """On real tensors and the fake group: by FSDPMemTracker, what belongs to whom at the peak."""
+    one = recipe("llama-3-8b-tiny", "zero3", 4).but(batch_size=2, seq_len=64)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        training = Training(one)
+        training.step()
+        training.step()
+        tracker = FSDPMemTracker(training.model, training.optimizer)
+        tracker.track_inputs(tuple(training.inputs))
+        with tracker:
+            training.step()
+    finally:
+        dist.destroy_process_group()
+    (counted,) = tracker.get_tracker_snapshot("peak").values()
+    counted = {getattr(name, "name", name): nbytes for name, nbytes in counted.items()}
+    _, here = highest(simulated(one).timeline)
+    assert here["parameters"] == counted["SHARDED_PARAM"]
+    assert here["gradients"] == counted["SHARDED_GRAD"]
+    assert here["activations"] == counted["ACT"]
+    in_flight = "UNSHARDED_PARAM", "UNSHARDED_GRAD", "ALL_GATHER", "REDUCE_SCATTER", "TEMP"
+    assert here["temporary"] == sum(counted[name] for name in in_flight)
+    counts = counted["OPT"] - here["optimizer_states"]  # of the steps, on the host
+    assert counts == 4 * len(list(training.model.parameters()))
+
+
+def test_a_rank_that_dies_ends_all_of_them(tmp_path):
+    began = time.monotonic()
+    with pytest.raises(RanksFailed, match="exit code 7"):
+        run_ranks(2, dies, 1, folder=tmp_path)
+    assert time.monotonic() - began < 50  # and not the minute that the other one would wait
+
+
+# ---------------------------------------------------------------------- recipes
+
+FOUR = recipe("gpt2-tiny", "zero3", 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"ranks": 0}, "ranks is 0: allowed are whole numbers from 1"),
+        ({"ranks": -2}, "ranks is -2"),
+        ({"ranks": 1}, "ranks is 1: one rank has nothing to split"),
+        ({"sharding": "zero4"}, "sharding is 'zero4': allowed are ddp, zero1, zero2, zero3"),
+        ({"optimizer": "adamw_8bit"}, "optimizer is 'adamw_8bit' and sharding is 'zero3'"),
+        ({"base": "int8", "lora_rank": 4}, "base is 'int8' and sharding is 'zero3'"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_in_one_line(changes, said):
+    with pytest.raises(ValueError) as error:
+        FOUR.but(**changes)
+    assert said in one_line(error)
+
+
+def test_a_verb_of_one_rank_says_so():
+    with pytest.raises(ValueError, match="ranks is 4") as error:
+        measure(FOUR)
+    one_line(error)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-amp", "fp16-amp", "bf16"])
+def test_the_more_is_split_the_less_a_rank_holds(precision):
+    found = [simulate(FOUR.but(sharding=way, precision=precision)) for way in WAYS]
+    peaks = [footprint.peak_tensors for footprint in found]
+    assert peaks == sorted(peaks, reverse=True)
+    ddp, zero1, zero2, zero3 = (footprint.breakdown for footprint in found)
+    assert ddp["parameters"] == zero1["parameters"] == 4 * zero3["parameters"]
+    assert zero2["parameters"] == zero3["parameters"]
+    assert ddp["optimizer_states"] == 4 * zero3["optimizer_states"] > zero1["optimizer_states"]
+
+
+def test_lora_and_checkpointing_are_sharded_too():
+    lora = FOUR.but(model="llama-3-8b-tiny", lora_rank=4, checkpointing=True, precision="bf16")
+    split, whole = simulate(lora), simulate(lora.but(sharding="ddp"))
+    assert split.trainable_parameters == whole.trainable_parameters < split.parameters
+    assert 3.5 < whole.breakdown["parameters"] / split.breakdown["parameters"] <= 4
+
+
+def test_quantized_weights_are_split_and_their_scales_copied():
+    base = FOUR.but(model="llama-3-8b-tiny", lora_rank=4, base="nf4", precision="bf16")
+    split, whole = simulate(base), simulate(base.but(sharding="ddp"))
+    assert split.parameters == whole.parameters
+    assert 3.5 < whole.breakdown["parameters"] / split.breakdown["parameters"] < 4
+
+
+def test_gradients_stay_whole_until_the_last_micro_batch_reduces_them():
+    held = [simulate(FOUR.but(accumulation=n), "H100") for n in (1, 3, 5)]
+    once, *kept = (max(one.timeline.levels["gradients"]) for one in held)
+    assert kept == [4 * once, 4 * once]
+    sent = [one.step_seconds.sent for one in held]
+    assert sent[1] - sent[0] == sent[2] - sent[1]  # each gathers twice more
+    ddp = [simulate(FOUR.but(sharding="ddp", accumulation=n), "H100") for n in (1, 3)]
+    assert ddp[0].step_seconds.sent == ddp[1].step_seconds.sent
+
+
+@pytest.mark.parametrize("more", ({}, {"max_grad_norm": 1.0, "lora_rank": 4}))
+def test_a_deep_model_is_written_out_as_it_would_run(more):
+    from memlab.gpus import find_gpu
+    from memlab.models import config, with_layers
+    from memlab.predict.run import completed, log_of
+    from memlab.predict.simulate import serve
+    from memlab.predict.traces import run_log
+
+    deep = FOUR.but(model=with_layers(config("llama-3-8b-tiny"), 13), checkpointing=True, **more)
+    card = find_gpu("A100-40GB")
+    logs = run_log(deep, card), completed(deep, log_of(deep, card))
+    quick, whole = (serve(deep, log, card) for log in logs)
+    assert quick.peak_allocated == whole.peak_allocated
+    assert quick.peak_reserved == whole.peak_reserved
+    assert quick.breakdown == whole.breakdown
