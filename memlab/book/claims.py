@@ -67,7 +67,7 @@ def named(id: str, because: str) -> Verdict:
 
 @cache
 def _data() -> dict:
-    text = resources.files("memlab.book.assets").joinpath("claims.json").read_text(encoding="utf8")
+    text = resources.files("memlab.data").joinpath("claims.json").read_text(encoding="utf8")
     return json.loads(text)
 
 

@@ -7,11 +7,12 @@ import threading
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from importlib import resources
 from multiprocessing import get_context
 
+from memlab.book.panel import read
+
 VIEW = "application/vnd.jupyter.widget-view+json"
-_CSS = resources.files("memlab.book.assets").joinpath("explore.css").read_text(encoding="utf8")
+_CSS = read("explore.css")
 STYLE = f"<style>\n{_CSS}</style>"
 
 

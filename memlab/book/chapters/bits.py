@@ -2,7 +2,8 @@
 
 import json
 from dataclasses import asdict, dataclass
-from importlib import resources
+
+from memlab.book.panel import read
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,6 @@ class BitExplorer:
     """
 
     def _repr_html_(self) -> str:
-        def read(name):
-            return resources.files("memlab.book.assets").joinpath(name).read_text(encoding="utf8")
-
         formats = json.dumps([asdict(known) for known in FORMATS.values()])
         page = read("bits.html").replace("/* script */", read("bits.js"))
         return page.replace("/* formats */", formats)

@@ -2,7 +2,8 @@
 
 import html
 import json
-from importlib import resources
+
+from memlab.book.panel import read
 
 
 class PaddingExplorer:
@@ -36,11 +37,7 @@ class PaddingExplorer:
         self.memory = memory
 
     def _repr_html_(self) -> str:
-        page = (
-            resources.files("memlab.book.assets")
-            .joinpath("padding.html")
-            .read_text(encoding="utf8")
-        )
+        page = read("padding.html")
         page = page.replace("NAME", "memlab-padding-1")
         for mark, data in {"PEAK": self.memory, "DATA": self.lengths}.items():
             text = json.dumps(data).replace("<", "\\u003c")  # no tag can begin in the script
@@ -82,9 +79,7 @@ class TilePlayer:
             self.films[html.escape(name)] = film
 
     def _repr_html_(self) -> str:
-        page = (
-            resources.files("memlab.book.assets").joinpath("tiles.html").read_text(encoding="utf8")
-        )
+        page = read("tiles.html")
         data = json.dumps(self.films).replace("</", "<\\/")
         return page.replace("NAME", "memlab-tiles-1").replace("DATA", data)
 
