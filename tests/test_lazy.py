@@ -31,8 +31,9 @@ def test_a_question_for_help_loads_no_torch():
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not here")
 def test_what_is_imported_says_nothing_and_brings_no_compiler():
     """bitsandbytes comes with peft, torchao with transformers."""
-    code = "import sys; from memlab import models, training; models.build('gpt2-tiny')"
-    code += "; training.import_peft(); names = 'torchao bitsandbytes torch._inductor.compile_fx'"
+    code = "import sys; from memlab import models; models.build('gpt2-tiny')"
+    code += "; from memlab.workloads.training import import_peft; import_peft()"
+    code += "; names = 'torchao bitsandbytes torch._inductor.compile_fx'"
     code += "; print(*[name in sys.modules for name in names.split()])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True True False\n"

@@ -100,6 +100,12 @@ def _new(cls, *args, requires_grad=None, **kwargs):
     return _make(cls, *args, **kwargs)
 
 
+NO_ARRAY = (  # PyTorch's words
+    "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
+    "memory first."
+)
+
+
 @contextlib.contextmanager
 def tensors_name_their_place(host_copy):
     """Let fake tensors answer Python code as tensors of a card and of its host do.
@@ -115,10 +121,7 @@ def tensors_name_their_place(host_copy):
 
     def numpy(self, *, force=False):
         if on_card(self) and not force:
-            raise TypeError(
-                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the "
-                "tensor to host memory first."
-            )
+            raise TypeError(NO_ARRAY)
         return host_copy(self).numpy()
 
     def as_array(self, dtype=None, copy=None):

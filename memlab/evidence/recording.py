@@ -84,9 +84,8 @@ def record(
     """
     whole(1)("steps", steps)
     _be_writable(Path(out))
-    device = pick_device(device)
+    started, device = time.monotonic(), pick_device(device)
     runs = grid_runs(tiny=device.type == "cpu") if runs is None else runs
-    started = time.monotonic()
     here = machine(device)
     report = Report(file_of(here["device_name"], out), here["device_name"])
     report.kept = _finished(report.path, runs)
@@ -104,10 +103,9 @@ def record(
             elif remaining <= 0:
                 report.left.append(name)
             else:
-                order = {"device": str(device), "recipe": runs[name].as_dict(), "steps": steps}
                 with ready or Worker() as running:
                     ready = None
-                    running.begin(order)
+                    running.begin(_order(runs[name], device, steps))
                     if roomy and following:
                         ready = Worker()
                         cannot_fit(runs[following], here["total_memory"])  # kept for its turn
@@ -153,6 +151,10 @@ def machine(device: torch.device) -> dict:
     if "failed" in here:
         raise OSError(f"{device} cannot be asked what it is: {here['failed']}")
     return here
+
+
+def _order(recipe: Recipe, device, steps: int) -> dict:
+    return {"device": str(device), "recipe": recipe.as_dict(), "steps": steps}
 
 
 def _enter(report: Report, here: dict, name: str, recipe: Recipe, answer: dict) -> None:

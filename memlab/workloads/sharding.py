@@ -54,7 +54,7 @@ def share(model: torch.nn.Module, recipe: Recipe, device: torch.device, half=Non
         layer.to(device)  # quantized, if it is to be, and moved
         fully_shard(layer, mesh=mesh, reshard_after_forward=after_forward, mp_policy=policy)
     if recipe.base != "none":
-        from memlab import quantized  # which brings transformers
+        from memlab.workloads import quantized  # which brings transformers
 
         for layer in quantized.quantized_layers(model):
             layer.weight.quant_state = layer.quant_state  # which each rank keeps whole

@@ -7,10 +7,11 @@ from helpers import one_line
 from memlab import models, simulate
 from memlab.footprint import NOT_TENSORS
 from memlab.predict.fit import fits, largest
+from memlab.predict.serving import measure_serving
 from memlab.predict.traces import DEEP
 from memlab.spec.serving import Serving, kv_cache_bytes
 from memlab.trace.tracer import Tracer
-from memlab.workloads.generation import Generation, measure_serving
+from memlab.workloads.generation import Generation
 
 GiB, MiB = 2**30, 2**20
 # Four texts: a token of each is a multiple of the allocator's 512 bytes in every cache below.
