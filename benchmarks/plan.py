@@ -21,7 +21,6 @@ import torch
 
 from memlab import fits, models, plan, simulate
 from memlab.gpus import GPUS
-from memlab.planner import search
 from memlab.planner.result import WAYS
 
 MODELS = ("bert-base", "bert-large", "gpt2", "gpt2-xl", "llama-3.2-1b", "llama-3-8b")
@@ -93,7 +92,6 @@ def main():
     path = Path(sys.argv[1] if len(sys.argv) > 1 else f"{tempfile.gettempdir()}/plans.jsonl")
     given = [int(word) for word in sys.argv[2:]]
     number, first = given + [200, 0][len(given) :]
-    search.KEPT = 64  # traces, which fill some GiB
     known = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
     answers = {one["seed"]: one for one in known}
     for seed in range(first, first + number):

@@ -40,9 +40,7 @@ def simulate(
     """
     card = find_gpu(gpu)
     if not isinstance(recipe, Recipe):
-        from memlab.workloads.generation import (
-            simulate_serving,  # it brings all caches of transformers
-        )
+        from memlab.predict.serving import simulate_serving  # it brings transformers' caches
 
         return simulate_serving(recipe, card)
     if link is not None:

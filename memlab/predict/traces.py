@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections import OrderedDict
 from dataclasses import replace
 
 from memlab import models
@@ -35,7 +34,7 @@ CHECKED_PATTERNS = 4
 SHALLOW = FEWEST, (2, 3, 4)  # patterns that are recorded; the first may be another kind
 DEEP = 12  # up to so many layers the model itself is as quick, and its log tells layers apart
 MORE = 2  # times as many steps as expected say that their number follows from sizes
-RUNS = 8  # that are kept
+KEPT = 8  # logs of a process
 # A recipe's fields that only the passes depend on.
 OF_PASSES = ("checkpointing", "padded", "set_to_none")
 
@@ -48,8 +47,9 @@ class Traces:
 
     def __init__(self, store: Store | None = None):
         self._store, self._known = store, {}
+        # The last ones, the newest last: a log at full depth fills some MiB.
         self._joined: dict[tuple[str, str], Trace] = {}
-        self._runs: OrderedDict[tuple, Log] = OrderedDict()  # the last is the newest
+        self._runs: dict[tuple, Log] = {}
 
     def log(self, recipe: Recipe, card: GPU) -> Log:
         """What two steps of a recipe, or a serving, do to memory on cards like this one."""
@@ -73,9 +73,9 @@ class Traces:
             if len(patterns) == 1 and None not in patterns:
                 depth = Depth(patterns.pop(), recipe.accumulation)
                 sizes = found.sizes(recipe) | {"W": card.workspace}
-                if keys not in self._joined:
-                    self._joined[keys] = Trace(*(kept.half for kept in halves))
-                return self._joined[keys], depth, sizes
+                make = functools.partial(Trace, *(one.half for one in halves))
+                trace = _kept(self._joined, keys, make)
+                return trace, depth, sizes
         return None
 
     def _halves(self, keys, recipe, card, found: Structure) -> list[Kept | None]:
@@ -94,12 +94,15 @@ class Traces:
     def _run(self, recipe, card) -> Log:
         bare = vars(recipe) | {"model": models.config(recipe.model).to_json_string()}
         key = str(bare), card.capability, card.processors, card.workspace
-        if key not in self._runs:
-            self._runs[key] = run_log(recipe, card)
-        self._runs.move_to_end(key)
-        while len(self._runs) > RUNS:
-            self._runs.popitem(last=False)
-        return self._runs[key]
+        return _kept(self._runs, key, lambda: run_log(recipe, card))
+
+
+def _kept(values: dict, key, make):
+    """The value of a key, made where it is not there; the last `KEPT` stay."""
+    values[key] = values.pop(key) if key in values else make()
+    while len(values) > KEPT:
+        del values[next(iter(values))]
+    return values[key]
 
 
 @functools.cache

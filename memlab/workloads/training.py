@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from memlab import libraries, models
 from memlab.spec.recipe import Recipe
+from memlab.trace.quantized_weights import numel
 from memlab.workloads import quantized, sharding
 
 LEARNING_RATE = 1e-5
@@ -121,7 +122,7 @@ class Training:
 
     @property
     def parameters(self) -> int:
-        return sum(map(quantized.numel, self.model.parameters()))
+        return sum(map(numel, self.model.parameters()))
 
     @property
     def trainable_parameters(self) -> int:
