@@ -48,7 +48,7 @@ class Phase(_Word):
 
 
 @dataclass(frozen=True)
-class Life:
+class Allocation:
     """One piece of memory: what it is, who made it, and from which moment to which it lived.
 
     nbytes: of the tensor, or of the workspace. module: the path of the module that made it, or
@@ -76,7 +76,7 @@ class Timeline:
 
     phases: list[Phase]
     levels: dict[Category, list[int]]
-    lives: list[Life] = field(default_factory=list, repr=False)
+    lives: list[Allocation] = field(default_factory=list, repr=False)
     peak: int = 0
 
     def spans(self) -> list[tuple[Phase, int, int]]:
@@ -92,7 +92,7 @@ class Timeline:
         """Bytes of all categories at each moment."""
         return [sum(levels) for levels in zip(*self.levels.values(), strict=True)]
 
-    def alive(self, moment: int) -> list[Life]:
+    def alive(self, moment: int) -> list[Allocation]:
         """What lives at a moment, the largest first."""
         there = [
             life

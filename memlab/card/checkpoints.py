@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from memlab.card.constants import values_of
-from memlab.card.placement import names_card, on_card
+from memlab.card.placement import is_cuda_device, on_card
 
 
 @contextlib.contextmanager
@@ -123,7 +123,7 @@ def _open(filename, framework="pt", device="cpu", **settings):
     if isinstance(device, int):
         device = torch.device("cuda", device)
     opened = _open_file(filename, framework, **settings)
-    return _ToCard(opened) if framework == "pt" and names_card(device) else opened
+    return _ToCard(opened) if framework == "pt" and is_cuda_device(device) else opened
 
 
 class _ToCard:

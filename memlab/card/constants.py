@@ -31,7 +31,7 @@ def values_of(tensor):
         return torch.as_strided(flat, tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def know(tensor, values, assumed="") -> None:
+def set_constant(tensor, values, assumed="") -> None:
     """From now on the values of a fake tensor are known, if they are integers and not too many.
 
     values: an ordinary tensor of its shape. assumed: what they rest on, where they are not the
@@ -48,7 +48,7 @@ def know(tensor, values, assumed="") -> None:
     storage._memlab_values, storage._memlab_assumed = flat, assumed
 
 
-def forget(tensor) -> None:
+def drop_constant(tensor) -> None:
     """The values of a fake tensor are not known any more."""
     storage = tensor.untyped_storage()
     if hasattr(storage, "_memlab_values"):
@@ -92,7 +92,7 @@ RANDOM = {
 }
 
 
-def learn(func, args, kwargs, out) -> None:
+def propagate_constants(func, args, kwargs, out) -> None:
     """Take down what is known of the values of an operation's result, or of what it wrote into."""
     if isinstance(out, FakeTensor) and out.dtype.is_floating_point:
         return  # the most
@@ -115,13 +115,13 @@ def learn(func, args, kwargs, out) -> None:
         results = results if isinstance(results, (list, tuple)) else (results,)
         assumed = assumed_of(_tensors(args, kwargs))
         for number, made in new:
-            know(made, results[number], assumed)
+            set_constant(made, results[number], assumed)
         return
     if func is aten.topk.default:
         even_routing(args, kwargs, outs[1])
     if func in DECIDES and _decided(func, args):
         with no_dispatch():
-            know(out, torch.full(out.shape, DECIDES[func], dtype=out.dtype))
+            set_constant(out, torch.full(out.shape, DECIDES[func], dtype=out.dtype))
         return
     for _, made in new:
         if made.dtype == torch.bool:
@@ -161,7 +161,7 @@ def _written(func, args, kwargs) -> None:
         run_on_values(func, args, kwargs)
     else:
         for tensor in known:
-            forget(tensor)
+            drop_constant(tensor)
 
 
 def _tensors(*arguments):
@@ -188,13 +188,15 @@ def even_routing(args, kwargs, indices) -> None:
     with no_dispatch():
         order = torch.arange(indices.numel()) % tensor.size(dim)
         rows = order.view(*indices.movedim(dim, -1).shape) if k else order
-        know(indices, rows.movedim(-1, dim), "top-k of values that are not known: chosen evenly")
+        set_constant(
+            indices, rows.movedim(-1, dim), "top-k of values that are not known: chosen evenly"
+        )
 
 
 # ---------------------------------------------------------------------- stand-in values
 
 
-def reading(tensor):
+def item_value(tensor):
     """What `.item()` gives: the value if it is known, else the one that stands for it."""
     values = values_of(tensor)
     if values is None:
@@ -253,7 +255,7 @@ def stand_in(func, args) -> bool:
 def _counts_as(tensor):
     """What an element of a tensor of any size counts as."""
     if tensor.numel() == 1:
-        return reading(tensor)
+        return item_value(tensor)
     known = values_of(tensor)
     if known is not None and tensor.numel():
         with no_dispatch():

@@ -17,7 +17,7 @@ from transformers.utils import import_utils
 
 from memlab.card import cuda_build
 from memlab.card.cuda_build import DeviceProperties
-from memlab.card.placement import ONE_CARD, NotSimulated, names_card
+from memlab.card.placement import ONE_CARD, NotSimulated, is_cuda_device
 
 NOT_SIMULATED = {
     "torch.cuda.CUDAGraph": "CUDA graphs have memory pools of their own",
@@ -155,7 +155,7 @@ def only_card(device=None) -> None:
     if device is None or (isinstance(device, int) and device < 1):
         return
     named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if not names_card(named):
+    if not is_cuda_device(named):
         raise NotSimulated(f"device is {str(named)!r}: {ONE_CARD}")
 
 

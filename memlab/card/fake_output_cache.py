@@ -20,7 +20,7 @@ NUMBERS = {bool, int, float}
 HOST = torch.device("cpu")  # what PyTorch takes every fake tensor for
 
 
-class Kind(NamedTuple):
+class TensorMeta(NamedTuple):
     """What a call depends on, of a tensor that it is given, and what is known of one it makes."""
 
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class Kind(NamedTuple):
     dtype: torch.dtype
 
 
-class KnownResults:
+class FakeOutputCache:
     """The kinds of tensors that operators make of what they are given.
 
     mode: the FakeTensorMode whose tensors these are.
@@ -37,7 +37,7 @@ class KnownResults:
 
     def __init__(self, mode):
         self._mode = mode
-        self._kinds: dict[tuple, Kind | tuple[Kind, ...]] = {}
+        self._kinds: dict[tuple, TensorMeta | tuple[TensorMeta, ...]] = {}
 
     def key(self, func, args, kwargs) -> tuple | None:
         """What decides the result of a call; None where that is more than kinds and numbers."""
@@ -57,7 +57,7 @@ class KnownResults:
     def get(self, key: tuple):
         """New fake tensors such as a call was found to make, or None where it is new."""
         known = self._kinds.get(key)
-        if type(known) is Kind:
+        if type(known) is TensorMeta:
             return _made(known, self._mode)
         return known and tuple(_made(kind, self._mode) for kind in known)
 
@@ -102,7 +102,7 @@ def _described(value, mode):
             and not value.is_neg()
         )
         if plain:
-            return Kind(value.shape, value.stride(), value.storage_offset(), value.dtype)
+            return TensorMeta(value.shape, value.stride(), value.storage_offset(), value.dtype)
     elif type(value) in PLAIN:
         return value
     elif type(value) in NUMBERS:
@@ -114,12 +114,12 @@ def _described(value, mode):
 
 def _is_all_of(mode, kind, result) -> bool:
     """Whether a kind says everything of a result, its memory too."""
-    if type(kind) is not Kind or kind.offset:
+    if type(kind) is not TensorMeta or kind.offset:
         return False
     return _made(kind, mode).untyped_storage().nbytes() == result.untyped_storage().nbytes()
 
 
-def _made(kind: Kind, mode) -> FakeTensor:
+def _made(kind: TensorMeta, mode) -> FakeTensor:
     with no_dispatch():
         made = torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device="meta")
     return FakeTensor(mode, made, HOST)

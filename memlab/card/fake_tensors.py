@@ -17,9 +17,9 @@ from torch.utils.data._utils import pin_memory, worker
 from transformers import core_model_loading, masking_utils
 
 from memlab.card.constants import values_of
-from memlab.card.fake_output_cache import KnownResults
+from memlab.card.fake_output_cache import FakeOutputCache
 from memlab.card.kernels import bitsandbytes
-from memlab.card.placement import HOST, names_card
+from memlab.card.placement import HOST, is_cuda_device
 
 
 @contextlib.contextmanager
@@ -113,7 +113,7 @@ class NoData(FakeTensorMode):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.known_results = KnownResults(self)
+        self.known_results = FakeOutputCache(self)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -140,7 +140,7 @@ class NoData(FakeTensorMode):
                 return FakeTensor(self, torch.empty((), dtype=first.dtype, device="meta"), "cpu")
         device = kwargs.get("device")
         if device is not None and device.type != "meta":
-            names_card(device)  # or refuses
+            is_cuda_device(device)  # or refuses
             kwargs = kwargs | {"device": HOST}  # PyTorch takes all for cpu tensors
             if func is aten._to_copy.default:
                 del kwargs["device"]  # given one and no dtype, it makes no copy

@@ -29,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from memlab.card.tracer import CardTracer
 from memlab.footprint import Category, Phase
 from memlab.trace.allocator import MIN_BLOCK, CachingAllocator, CapacityError
-from memlab.trace.events import Birth, Death, Loaded, Mark
+from memlab.trace.events import Alloc, Free, Marker, WeightLoaded
 from memlab.trace.log import Event, Log
 from memlab.units import round_up
 
@@ -39,7 +39,7 @@ SHARES = (0, 3, 5, 6, 7, 8, 8, 9, 9, 9.5, 9.5, 10)
 LEFT_FREE = int(1.2 * 2**30)  # what the warm-up leaves of a card: caching_allocator_warmup
 
 
-def loaded_weights(tracer: CardTracer, training) -> list[tuple[int, Loaded]]:
+def loaded_weights(tracer: CardTracer, training) -> list[tuple[int, WeightLoaded]]:
     """(number of the entry, step) for every weight of a base that has come to the card.
 
     What comes between two weights, a module's buffers, has a step without a name.
@@ -60,11 +60,11 @@ def loaded_weights(tracer: CardTracer, training) -> list[tuple[int, Loaded]]:
             fp16 = training.recipe.compute_dtype == "fp16"
             int8 = hasattr(parameter, "SCB") and fp16  # else it is converted
             one_of_many = re.sub(r"\.\d+\.", ".*.", full, count=1)
-            found.append((*entries, Loaded(one_of_many, int(int8 or transposed))))
+            found.append((*entries, WeightLoaded(one_of_many, int(int8 or transposed))))
     marks, last = [], 0
     for start, end, step in sorted(found, key=lambda entry: entry[:2]):
         if start > last:
-            marks.append((start, Loaded("", 0)))
+            marks.append((start, WeightLoaded("", 0)))
         marks.append((end, step))
         last = end
     return marks
@@ -108,14 +108,14 @@ def peak_reserved(events: list[Event], capacity: int | None = None) -> int | Non
     allocator, addresses, peak = CachingAllocator(capacity, statistics=False), {}, 0
     try:
         for which, step in events:
-            if type(step) is Birth:
+            if type(step) is Alloc:
                 addresses[which] = allocator.allocate(step.nbytes, step.stream)
                 peak = max(peak, allocator.reserved)
-            elif type(step) is Death:
+            elif type(step) is Free:
                 allocator.free(addresses.pop(which))
-            elif step is Mark.RESET:
+            elif step is Marker.RESET:
                 peak = allocator.reserved
-            elif step is Mark.EMPTY_CACHE:
+            elif step is Marker.EMPTY_CACHE:
                 allocator.empty_cache()
     except CapacityError:
         return None
@@ -126,13 +126,13 @@ def peak_allocated(events: Iterable[Event]) -> int:
     """The most bytes of blocks since RESET, which no allocator can be below."""
     living, now, peak = {}, 0, 0
     for which, step in events:
-        if type(step) is Birth:
+        if type(step) is Alloc:
             living[which] = block = round_up(step.nbytes, MIN_BLOCK)
             now += block
             peak = max(peak, now)
-        elif type(step) is Death:
+        elif type(step) is Free:
             now -= living.pop(which)
-        elif step is Mark.RESET:
+        elif step is Marker.RESET:
             peak = now
     return peak
 
@@ -141,7 +141,7 @@ def by_weight(log: Log) -> tuple[list[tuple[str, int, list[Event]]], list[Event]
     """[(name, copies, events) of each weight], all other events."""
     weights, events, others, layers = [], [], [], Counter()
     for number, step in log.events():
-        if type(step) is not Loaded:
+        if type(step) is not WeightLoaded:
             events.append((number, step))
             continue
         if step.name:
@@ -177,16 +177,16 @@ def _quantized(copies, events) -> list[Event]:
     if not copies:
         return events[1:]
     number, birth = events[0]
-    return [*events, (("file", number), Death(birth, birth.phase, 0))]
+    return [*events, (("file", number), Free(birth, birth.phase, 0))]
 
 
 def _block(name, nbytes) -> list[Event]:
     """One block that is taken and given back."""
-    birth = Birth(nbytes, Category.TEMPORARY, Phase.FORWARD, "", None)
-    return [(name, birth), (name, Death(birth, birth.phase, 0))]
+    birth = Alloc(nbytes, Category.TEMPORARY, Phase.FORWARD, "", None)
+    return [(name, birth), (name, Free(birth, birth.phase, 0))]
 
 
 def bytes_to_hold(events) -> int:
     """What the warm-up reckons for a weight: without its scales, or as it is if it stays so."""
-    gone = {which for which, step in events if type(step) is Death}
-    return max(s.nbytes for which, s in events if type(s) is Birth and which not in gone)
+    gone = {which for which, step in events if type(step) is Free}
+    return max(s.nbytes for which, s in events if type(s) is Alloc and which not in gone)

@@ -17,13 +17,13 @@ from memlab.card.placement import (
     CARD,
     HOST,
     device_of,
-    from_outside,
-    names_card,
+    is_cuda_device,
     names_host,
     on_card,
+    predates_context,
 )
 from memlab.card.tracer import Call
-from memlab.trace.tracer import is_made_of_others
+from memlab.trace.tracer import is_wrapper_subclass
 
 # The module: the name torch.optim.optimizer is taken away from the package after its import.
 optimizers = importlib.import_module("torch.optim.optimizer")
@@ -58,7 +58,7 @@ AUTOCAST = (  # "cuda" on tensors that PyTorch takes for the cpu's
 @contextlib.contextmanager
 def cuda_code(tracer):
     """Let code written for CUDA run, and tell a `CardTracer` what Python calls."""
-    names = CudaNames(tracer)
+    names = DeviceMoveMode(tracer)
     types = [*optimizers._foreach_supported_types, FakeTensor]
     init_hooks = torch.autograd.graph.saved_tensors_hooks.__init__
     with contextlib.ExitStack() as stack:
@@ -74,7 +74,7 @@ def cuda_code(tracer):
             (torch.autograd.graph.saved_tensors_hooks, "__init__", names.hooks(init_hooks)),
         ):
             stack.enter_context(mock.patch.object(target, name, replacement))
-        stack.callback(names.give_back)
+        stack.callback(names.restore)
         stack.enter_context(names)
         yield names
 
@@ -117,7 +117,7 @@ RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 CUDNN = "recurrent layers: PyTorch's own operations, where a card may take one kernel of cuDNN"
 
 
-class CudaNames(TorchFunctionMode):
+class DeviceMoveMode(TorchFunctionMode):
     """Moves tensors between host and card, and notes what Python calls."""
 
     def __init__(self, tracer):
@@ -129,7 +129,7 @@ class CudaNames(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if type(func) is PROPERTY:  # a property; asked very often
-            return self.become(*args) if func == SET_DATA else func(*args, **kwargs)
+            return self.set_data(*args) if func == SET_DATA else func(*args, **kwargs)
         if func in (torch.device, torch._C._nn._parse_to):  # a name alone makes no tensor
             if args and isinstance(args[0], int):
                 args = (torch.device("cuda", args[0]), *args[1:])
@@ -145,7 +145,7 @@ class CudaNames(TorchFunctionMode):
             if isinstance(device, int):
                 device = torch.device("cuda", device)
                 kwargs = kwargs | {"device": device}
-            names_card(device)  # or refuses
+            is_cuda_device(device)  # or refuses
         if func is torch.tensor:
             args = (self._scalars_on_host(args[0]), *args[1:]) if args else args
         if func in FROM_DATA:  # PyTorch makes it on the host, and moves it by itself
@@ -247,27 +247,27 @@ class CudaNames(TorchFunctionMode):
             return _Move.apply(tensor, self, call, options)
         return self._called(call, _TO_COPY, (tensor,), options)
 
-    def become(self, tensor, data) -> None:
+    def set_data(self, tensor, data) -> None:
         """`tensor.data = data`, also where one holds data and the other does not.
 
         What is made of other tensors, as DTensor is of this rank's part, gets those of the other.
         """
-        if _kind(tensor) == _kind(data) and not is_made_of_others(type(tensor)):
+        if _kind(tensor) == _kind(data) and not is_wrapper_subclass(type(tensor)):
             SET_DATA(tensor, data)
             return
         parameter = isinstance(tensor, torch.nn.Parameter)
         new = data.detach().requires_grad_(tensor.requires_grad)
         new = torch.nn.Parameter(new, tensor.requires_grad) if parameter else new
-        if from_outside(tensor):
+        if predates_context(tensor):
             self._from_outside.append((weakref.ref(tensor), new))
         _swap(tensor, new)
 
     def replaces(self, module, name, buffer) -> None:
         """A module gets another buffer."""
-        if from_outside(buffer):
+        if predates_context(buffer):
             self._buffers.append((weakref.ref(module), name, buffer))
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """What had data before it moved has them again."""
         for reference, name, buffer in reversed(self._buffers):
             module = reference()
@@ -345,7 +345,7 @@ def _asked(rest, kwargs) -> tuple[torch.device | None, dict]:
     if isinstance(device, int):
         device = torch.device("cuda", device)
     if device is not None:
-        device = CARD if names_card(device) else torch.device(device)
+        device = CARD if is_cuda_device(device) else torch.device(device)
     return device, {name: value for name, value in options.items() if value}
 
 
@@ -366,7 +366,7 @@ def _move_by(tracer, names):
         start = len(tracer)
         applied = function(parameter)
         if applied is not parameter:
-            names.become(parameter, applied)
+            names.set_data(parameter, applied)
         if on_card(parameter) and not was_here:
             tracer.moved(parameter, start)
 

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.trace.tracer import is_made_of_others, parts_of
+from memlab.trace.tracer import inner_tensors, is_wrapper_subclass
 
 
 class NotSimulated(ValueError):
@@ -25,7 +25,7 @@ CARD, HOST, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("m
 def on_card(tensor) -> bool:
     """Whether a tensor's memory is the card's."""
     if not isinstance(tensor, FakeTensor):
-        return is_made_of_others(type(tensor)) and any(map(on_card, parts_of(tensor)))
+        return is_wrapper_subclass(type(tensor)) and any(map(on_card, inner_tensors(tensor)))
     return tensor.fake_device.type != "meta" and not is_on_host(tensor.untyped_storage())
 
 
@@ -34,20 +34,20 @@ def is_on_host(data: torch.UntypedStorage) -> bool:
     return hasattr(data, "_memlab_on_host")
 
 
-def keep_on_host(tensor) -> None:
+def place_on_cpu(tensor) -> None:
     """From now on a fake tensor's storage, and every view of it, lies on the host."""
     tensor.untyped_storage()._memlab_on_host = True
 
 
-def mark_inside(tensor) -> None:
+def mark_owned(tensor) -> None:
     """An ordinary tensor was made inside, and is nobody's outside."""
     tensor.untyped_storage()._memlab_inside = True
 
 
-def from_outside(tensor) -> bool:
+def predates_context(tensor) -> bool:
     """Whether a tensor has data, and had them before the card was entered."""
-    if is_made_of_others(type(tensor)):
-        return all(map(from_outside, parts_of(tensor)))
+    if is_wrapper_subclass(type(tensor)):
+        return all(map(predates_context, inner_tensors(tensor)))
     return not (
         isinstance(tensor, FakeTensor) or hasattr(tensor.untyped_storage(), "_memlab_inside")
     )
@@ -55,8 +55,8 @@ def from_outside(tensor) -> bool:
 
 def device_of(tensor) -> torch.device:
     """What `tensor.device` is on a machine with the card."""
-    if is_made_of_others(type(tensor)):
-        return device_of(parts_of(tensor)[0])
+    if is_wrapper_subclass(type(tensor)):
+        return device_of(inner_tensors(tensor)[0])
     if not isinstance(tensor, FakeTensor):
         return HOST if tensor.device.type == "cpu" else tensor.device
     if tensor.fake_device.type == "meta":
@@ -69,7 +69,7 @@ def address_of(tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def names_card(value) -> bool:
+def is_cuda_device(value) -> bool:
     """Whether a device, or its name, is the card.
 
     Raises NotSimulated for another card than the first.

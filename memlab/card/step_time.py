@@ -28,7 +28,7 @@ PHASES = list(Phase)
 
 
 @dataclass(frozen=True)
-class Reach:
+class Efficiency:
     """What programs reach of a card's data sheet, the same for all cards and recipes.
 
     products: share of the rate of ordinary cores in a matrix product; tensor_products: of tensor
@@ -62,10 +62,10 @@ class Reach:
 # - hidden 1: FSDP and DDP start a collective while the layer before or after computes (PyTorch's
 #   documentation of fully_shard, "prefetching"; Li et al. 2020, "PyTorch distributed"). That a
 #   link reaches the share of its rate that a memory does was compared with no measurement yet.
-EXPECTED = Reach(0.85, 0.5, 0.8, 3e-6, 10e-6, 1)
+EXPECTED = Efficiency(0.85, 0.5, 0.8, 3e-6, 10e-6, 1)
 # Nobody's mean: what a good and a bad program, card and day make of it.
-BEST = Reach(0.95, 0.75, 0.92, 2e-6, 5e-6, 1)
-WORST = Reach(0.7, 0.35, 0.65, 5e-6, 20e-6, 0)
+BEST = Efficiency(0.95, 0.75, 0.92, 2e-6, 5e-6, 1)
+WORST = Efficiency(0.7, 0.35, 0.65, 5e-6, 20e-6, 0)
 
 
 class Columns(NamedTuple):
@@ -186,6 +186,6 @@ def busy(tiles: np.ndarray, processors: int) -> np.ndarray:
     return np.where(tiles > 0, tiles / np.maximum(rounds * processors, 1), 1.0)
 
 
-def reached(dtype: str, reach: Reach) -> float:
+def reached(dtype: str, reach: Efficiency) -> float:
     """The share of a card's rate that products of this format reach."""
     return reach.products if dtype in ("float32", "float64") else reach.tensor_products

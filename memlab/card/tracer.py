@@ -21,18 +21,18 @@ from memlab.card.memory import CardMemory
 from memlab.card.op_cost import WorkLog
 from memlab.card.placement import (
     NotSimulated,
+    is_cuda_device,
     is_on_host,
-    keep_on_host,
-    mark_inside,
-    names_card,
+    mark_owned,
     on_card,
+    place_on_cpu,
 )
 from memlab.card.waiting import Waits
 from memlab.footprint import Category, Phase
 from memlab.gpus import GPU
-from memlab.trace.events import Mark
+from memlab.trace.events import Marker
 from memlab.trace.ledger import Storage
-from memlab.trace.tracer import Tracer, is_made_of_others
+from memlab.trace.tracer import Tracer, is_wrapper_subclass
 from memlab.trace.user_frames import line_at_work
 from memlab.units import mib
 
@@ -86,7 +86,7 @@ class CardTracer(Tracer):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.prim.device.default:  # asked very often, touches no memory
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
-        if any(map(is_made_of_others, types)):
+        if any(map(is_wrapper_subclass, types)):
             return NotImplemented  # it comes again with the others
         kwargs = kwargs or {}
         tensors = _tensors(args) if not kwargs else _tensors((*args, *kwargs.values()))
@@ -108,7 +108,7 @@ class CardTracer(Tracer):
         if device is not None:
             if device.type == "meta":
                 return False
-            if names_card(device):
+            if is_cuda_device(device):
                 return True
             if self.thread.call is not None and self.thread.call.names_host:
                 return False
@@ -130,7 +130,7 @@ class CardTracer(Tracer):
 
     def begin_update(self) -> None:
         """The gradients of a step are there; what follows clips and applies them."""
-        self.mark(Mark.UPDATE)
+        self.mark(Marker.UPDATE)
         self.work.begin_update()
 
     def end_step_by_hand(self) -> None:
@@ -188,7 +188,11 @@ class CardTracer(Tracer):
     def _read(self, tensor):
         """What `.item()` gives: the value if it is known, else one that stands for it."""
         known = constants.values_of(tensor) is not None
-        return constants.reading(tensor) if known else self.waits.answer(constants.reading(tensor))
+        return (
+            constants.item_value(tensor)
+            if known
+            else self.waits.answer(constants.item_value(tensor))
+        )
 
     def _compare(self, func, args, kwargs):
         answer = constants.compare(func, args, kwargs)
@@ -230,7 +234,7 @@ class CardTracer(Tracer):
             self.met_rules.add("softmax backward")
         if scratch and "softmax backward" in self.rules:
             self._take_and_give_back(*scratch)
-        constants.learn(func, args, kwargs, out)
+        constants.propagate_constants(func, args, kwargs, out)
         return out
 
     def _take_and_give_back(self, *sizes) -> None:
@@ -265,7 +269,7 @@ class CardTracer(Tracer):
             meta = torch.empty_strided(shape, strides, dtype=like.dtype, device="meta")
             made = FakeTensor(self.mode, meta, torch.device("cpu"))
         if on_host:
-            keep_on_host(made)
+            place_on_cpu(made)
         return made
 
     def _shaped_by_values(self, func, args, kwargs, tensors):
@@ -283,7 +287,7 @@ class CardTracer(Tracer):
             made = self._fake(result)
             self.see_result(made)
             if result.device.type != "meta":
-                constants.know(made, result, assumed)
+                constants.set_constant(made, result, assumed)
             return made
 
         return tree_map_only(torch.Tensor, card_tensor, results)
@@ -341,12 +345,12 @@ class CardTracer(Tracer):
             # What a factory makes has data if it is small; what is made of data has some.
             made = None if tensors else func(*args, **kwargs)
             if isinstance(made, FakeTensor) and not _holds_data(made):
-                keep_on_host(made)
+                place_on_cpu(made)
                 return made
             with no_dispatch():
                 made = func(*args, **kwargs)
             if not tensors and isinstance(made, torch.Tensor):
-                mark_inside(made)
+                mark_owned(made)
             return made
         if func is aten._local_scalar_dense.default:
             return self._read(args[0])
@@ -367,10 +371,10 @@ class CardTracer(Tracer):
             return None
         if func._schema.is_mutable and not isinstance(args[0], FakeTensor):
             return args[0]  # its numbers stay what they were
-        constants.learn(func, args, kwargs, made)
+        constants.propagate_constants(func, args, kwargs, made)
         for tensor in _tensors([made]):
             if tensor.device.type != "meta":
-                keep_on_host(tensor)
+                place_on_cpu(tensor)
         return made
 
     def copy_to_host(self, tensor, dtype=None):
@@ -380,7 +384,7 @@ class CardTracer(Tracer):
         (`copy_requires_temporaries` in aten/src/ATen/native/cuda/Copy.cu).
         """
         copy = aten.empty_like.default(self._fake(tensor), dtype=dtype)
-        keep_on_host(copy)
+        place_on_cpu(copy)
         if copy.stride() != tensor.stride():
             self._take_and_give_back(tensor.nbytes)
         if _holds_data(copy):

@@ -35,7 +35,7 @@ from memlab.planner.space import NF4, Combination, attention_of, combinations, c
 from memlab.predict.closed_form import formula
 from memlab.predict.coefficients import derive
 from memlab.predict.fit import MARGIN, largest_size, limited, room, verdict, why_no_larger
-from memlab.predict.run import only_new_garbage
+from memlab.predict.run import gc_frozen
 from memlab.predict.simulate import simulate, sized_log
 from memlab.spec.recipe import Recipe
 from memlab.trace.log import Log
@@ -81,10 +81,10 @@ def plan(model, gpu=None, seq_len: int = 512, effective_batch: int = 16, **more)
     if question.ranks > 1 and len(cards) > 1:
         raise ValueError(f"ranks is {question.ranks} and gpu names {len(cards)} cards: name one")
     if several and len(cards) > 1:
-        with only_new_garbage():
+        with gc_frozen():
             return _which_card(question, cards, margin)
     search = _Search(question, cards[0], margin)
-    with only_new_garbage(), tqdm(desc="planning", leave=False, bar_format=BAR) as search.progress:
+    with gc_frozen(), tqdm(desc="planning", leave=False, bar_format=BAR) as search.progress:
         return search.plan()
 
 
@@ -116,7 +116,7 @@ class _Search:
     def plan(self) -> Plan:
         """The whole answer."""
         options = {one: self.largest(one) for one in self.combinations}
-        options, fastest, roomiest = self.fastest_and_roomiest(options)
+        options, fastest, roomiest = self.fastest_and_smallest(options)
         ways = self.best_of_each_way(options, fastest)
         start, footprint = self.start()
         switches = self.switches(start)
@@ -195,7 +195,7 @@ class _Search:
         more = self.surplus.get((option.way, recipe.sharding), 0)
         return dataclasses.replace(option, needed=option.needed + more)
 
-    def at_most(self, recipe: Recipe) -> Option:
+    def upper_bound(self, recipe: Recipe) -> Option:
         """A recipe as if no block were used twice, and the formula as short as it ever was."""
         option, most = self.expected(recipe), self.footprint(recipe).reserved_range
         most = most[1] + self.card.context if most else 0
@@ -204,7 +204,7 @@ class _Search:
     def largest(self, one: Combination, judge=None) -> Option:
         """The combination with the largest micro-batch that fits by the formula, or else with 1.
 
-        judge: `at_most`, or by itself `expected`.
+        judge: `upper_bound`, or by itself `expected`.
         """
         judge = judge or self.expected
         found = judge(self.recipe(one, 1))
@@ -220,7 +220,9 @@ class _Search:
 
     # ------------------------------------------------------------------ simulations
 
-    def confirm_the_best(self, options: dict[Combination, Option]) -> dict[Combination, Option]:
+    def simulate_until_stable(
+        self, options: dict[Combination, Option]
+    ) -> dict[Combination, Option]:
         """The options; the best of those that fit is a simulated one."""
         options = dict(options)
         for _ in range(TRACES):
@@ -248,19 +250,19 @@ class _Search:
                 return best or least
             options[least] = self.confirmed(options[least])
 
-    def best_by_formula(self, options: dict[Combination, Option]) -> Option:
+    def best_of_method(self, options: dict[Combination, Option]) -> Option:
         """The best of a way, simulated only where something better may fit than surely does.
 
         What loading a quantized base leaves behind is known from a simulation only.
         """
         (way,) = {one.way for one in options}
         if self.question.ranks == 1 and (way != "qlora" or (way, "ddp") in self.surplus):
-            surely = {one: self.largest(one, self.at_most) for one in options}
+            surely = {one: self.largest(one, self.upper_bound) for one in options}
             surely = {one: it for one, it in surely.items() if not it.missing}
             best, hoped = self.fastest_of(surely), self.fastest_of(_fitting(options))
             if best and self.time(surely[best]) <= (1 + ALIKE) * self.time(options[hoped]):
                 return surely[best]
-        options = self.confirm_the_best(options)
+        options = self.simulate_until_stable(options)
         return options[self.told(options)]
 
     def confirmed(self, option: Option) -> Option:
@@ -325,7 +327,7 @@ class _Search:
         least = min(seconds.values(), default=None)
         return next((one for one, time in seconds.items() if time <= (1 + ALIKE) * least), None)
 
-    def fastest_and_roomiest(self, options: dict) -> tuple[dict, Option | None, Option | None]:
+    def fastest_and_smallest(self, options: dict) -> tuple[dict, Option | None, Option | None]:
         """The options, the best one simulated; that one and what leaves most room, if any fits."""
         options, fastest = self.fastest(options)
         if fastest is None:
@@ -335,7 +337,7 @@ class _Search:
 
     def fastest(self, options: dict) -> tuple[dict, Option | None]:
         """The options, the best one simulated, and that one with its sizes if it fits."""
-        options = self.confirm_the_best(options)
+        options = self.simulate_until_stable(options)
         best = options[self.told(options)]
         return options, None if best.missing else self.with_sizes(best)
 
@@ -370,7 +372,7 @@ class _Search:
             elif any(it.simulated and not it.missing for it in of_way.values()):
                 best[way] = of_way[self.told(of_way)]
             else:
-                best[way] = self.best_by_formula(of_way)
+                best[way] = self.best_of_method(of_way)
         return best
 
     def start(self) -> tuple[Option, Footprint]:
@@ -438,15 +440,15 @@ class _Search:
         except ValueError:  # no adapters for this model, or no such way with ranks
             return None
         search.surplus |= self.surplus
-        return search.surely_fits()
+        return search.certain_fit()
 
-    def surely_fits(self) -> Option | None:
+    def certain_fit(self) -> Option | None:
         """The best option that fits for sure by the formula, and of ranks by a simulation."""
         if self.question.ranks == 1:
-            options = {one: self.largest(one, self.at_most) for one in self.combinations}
+            options = {one: self.largest(one, self.upper_bound) for one in self.combinations}
             best = self.fastest_of(_fitting(options))
             return best and options[best]
-        options = self.confirm_the_best({one: self.largest(one) for one in self.combinations})
+        options = self.simulate_until_stable({one: self.largest(one) for one in self.combinations})
         best = options[self.told(options)]
         return None if best.missing else best
 
@@ -465,11 +467,11 @@ def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
         for way in {one.way: None for one in every}:
             of_way = {one: option for one, option in every.items() if one.way == way}
             if smallest[way] is None:
-                of_way = search.confirm_the_best(of_way)
+                of_way = search.simulate_until_stable(of_way)
                 best = of_way[search.told(of_way)]
                 smallest[way] = None if best.missing else card.name
             else:
-                best = search.best_by_formula(of_way)
+                best = search.best_of_method(of_way)
             options[card.name][way] = search.named(best)
     bar.close()
     return Cards(question, options, smallest, _assumed(question))

@@ -324,7 +324,7 @@ def _columns(work: _Operators, terms, more: int, accumulation: int) -> Columns:
     )
 
 
-def _with_ranks(columns: Columns, divided: closed_form_ranks.Divided) -> Columns:
+def _with_ranks(columns: Columns, divided: closed_form_ranks.RankTables) -> Columns:
     """The operators of a rank: its part of the update, and a kernel for each copy and sending."""
     share = np.where(columns.phase == PHASES.index(Phase.STEP), divided.share, 1.0)
     phases, sent, copied, times = zip(*divided.traffic, strict=True)

@@ -51,7 +51,7 @@ def alone(recipe: Recipe) -> tuple[Recipe, Recipe]:
     return update.but(precision=COMPUTED_IN[recipe.precision]), update
 
 
-class Divided(NamedTuple):
+class RankTables(NamedTuple):
     """What a rank holds at each moment of a step.
 
     whole, parts: how many of each tensor it holds whole, and its part of; rows are moments.
@@ -74,13 +74,13 @@ def divide(recipe: Recipe, table, sizes: np.ndarray, more: int, weights: np.ndar
 
     sizes: bytes of each tensor on one card. more: layers beyond those of the coefficients.
     weights: rows of [how large, how many, whether trained], a kind of weight each. blocks: the
-    allocator's for sizes. Gives a `Divided`.
+    allocator's for sizes. Gives a `RankTables`.
     """
     split = _fully if recipe.sharding in FULLY_SHARDED else _copied
     return split(recipe, table, sizes, table.once + more * table.each, more, weights, blocks)
 
 
-def _copied(recipe, table, sizes, counts, more, weights, blocks) -> Divided:
+def _copied(recipe, table, sizes, counts, more, weights, blocks) -> RankTables:
     """Under DistributedDataParallel, whose buckets hold a copy of every gradient all the time."""
     category, in_pass = _columns(table)
     of_update = ~in_pass & (category == Category.TEMPORARY)
@@ -100,10 +100,10 @@ def _copied(recipe, table, sizes, counts, more, weights, blocks) -> Divided:
         ]
     parts = counts * ((category == Category.OPTIMIZER_STATES) | of_update)
     sums = np.full(len(counts), bucketed)
-    return Divided(counts - parts, parts, sizes * share, sums, sums * 0, share, traffic)
+    return RankTables(counts - parts, parts, sizes * share, sums, sums * 0, share, traffic)
 
 
-def _fully(recipe, table, sizes, counts, more, weights, blocks) -> Divided:
+def _fully(recipe, table, sizes, counts, more, weights, blocks) -> RankTables:
     """Under fully_shard, of each layer by itself and of what stands around the layers together."""
     category, in_pass = _columns(table)
     update = np.arange(len(counts)) >= table.passes[0]
@@ -154,7 +154,9 @@ def _fully(recipe, table, sizes, counts, more, weights, blocks) -> Divided:
         traffic.append((Phase.BACKWARD, others * model, 2 * model, times))
     traffic.append((Phase.BACKWARD, others * summed, 2 * summed, groups))
     ratio = np.where(in_pass & (weight | gradient), stored, 1.0) / recipe.ranks
-    return Divided(counts - parts, parts, sizes * ratio, sums, gathered, 1 / recipe.ranks, traffic)
+    return RankTables(
+        counts - parts, parts, sizes * ratio, sums, gathered, 1 / recipe.ranks, traffic
+    )
 
 
 def _columns(table) -> tuple[np.ndarray, np.ndarray]:

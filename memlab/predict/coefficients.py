@@ -27,7 +27,7 @@ from memlab.predict.closed_form_ranks import LAYERS, alone
 from memlab.predict.run import built, shallow_log
 from memlab.spec.recipe import Recipe
 from memlab.trace.allocator import MEDIUM_REQUEST
-from memlab.trace.events import Birth, Death, Mark
+from memlab.trace.events import Alloc, Free, Marker
 from memlab.trace.layered import Counts, LayeredLog
 from memlab.workloads.training import Training
 
@@ -235,8 +235,8 @@ def _moments(log: LayeredLog, update: bool) -> dict:
     tensors, places = [], {}
     changes = np.zeros(len(kinds), int), np.zeros(len(kinds), int)  # tensor, +1 or -1
     for i, kind in enumerate(kinds):
-        birth = kind.birth if type(kind) is Death else kind
-        if type(birth) is Birth:
+        birth = kind.birth if type(kind) is Free else kind
+        if type(birth) is Alloc:
             tensor = str(birth.category), _bytes_term(birth.category, birth.nbytes)
             if tensor not in places:
                 places[tensor] = len(tensors)
@@ -249,7 +249,7 @@ def _moments(log: LayeredLog, update: bool) -> dict:
         return change.cumsum(axis=0)
 
     low, high = levels(three), levels(four)
-    reset = kinds.index(Mark.RESET)
+    reset = kinds.index(Marker.RESET)
     start, start_of_four = (int(np.flatnonzero(steps == reset)[-1]) for steps in (three, four))
     states = np.array([category == Category.OPTIMIZER_STATES for category, _ in tensors])
     before = low[start] * states, high[start_of_four] * states
@@ -265,7 +265,7 @@ def _moments(log: LayeredLog, update: bool) -> dict:
             pairs += [(place - size + u, place + shift + u) for u in range(size)]
             shift += size
         pairs.append((t, t + shift))
-    born = [p for p in pairs if p[0] > start and type(kinds[three[p[0]]]) is Birth]
+    born = [p for p in pairs if p[0] > start and type(kinds[three[p[0]]]) is Alloc]
     pairs = [(start, start_of_four), *born]
     at, like = np.array(pairs).T
     once, each = low[at], high[like] - low[at]

@@ -16,7 +16,7 @@ from memlab.card.loading import loaded_weights
 from memlab.card.op_cost import NORMS, repeat_micro_batch, without_trifles
 from memlab.gpus import ANY_CARD, GPU
 from memlab.spec.recipe import Recipe
-from memlab.trace.events import Mark
+from memlab.trace.events import Marker
 from memlab.trace.log import Log
 from memlab.trace.quantized_weights import numel
 from memlab.workloads.quantized import assumed
@@ -94,7 +94,7 @@ def two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
         losses = training.make_gradients()
         simulated.tracer.begin_update()
         training.update()
-        simulated.tracer.mark(Mark.UPDATED)
+        simulated.tracer.mark(Marker.UPDATED)
         del losses
     training.batches = held
     return training
@@ -120,7 +120,7 @@ def built(recipe: Recipe, simulated: SimulatedGPU) -> Training:
 
 
 @contextlib.contextmanager
-def only_new_garbage():
+def gc_frozen():
     """Let the garbage collector leave alone what is there already: the libraries.
 
     It goes through all of a million objects again and again while others come and go by the

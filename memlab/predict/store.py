@@ -24,7 +24,7 @@ import platformdirs
 from memlab.card.op_cost import Work
 from memlab.footprint import Category, Phase
 from memlab.predict.layers import Layers
-from memlab.trace.events import Birth, Death, Loaded, Mark, Step
+from memlab.trace.events import Alloc, Free, Marker, TraceEvent, WeightLoaded
 from memlab.trace.layered import LayeredLog
 from memlab.trace.trace import Half
 
@@ -106,7 +106,7 @@ def _values(kept: Kept) -> dict:
     kinds, blocks = [], half.log.blocks
     for kind in half.log.kinds:
         kinds.append(_step_values(kind, places))
-        if type(kind) is Birth:
+        if type(kind) is Alloc:
             places[kind] = len(kinds) - 1
     return {
         "sizes": half.symbols and half.symbols.sizes,
@@ -122,10 +122,10 @@ def _values(kept: Kept) -> dict:
     }
 
 
-def _step_values(step: Step, places: dict[Birth, int]) -> list:
-    if type(step) is Death:
-        return ["Death", places[step.birth], step.phase, step.which]
-    return ["Mark", step.value] if type(step) is Mark else [type(step).__name__, *step]
+def _step_values(step: TraceEvent, places: dict[Alloc, int]) -> list:
+    if type(step) is Free:
+        return ["Free", places[step.birth], step.phase, step.which]
+    return ["Marker", step.value] if type(step) is Marker else [type(step).__name__, *step]
 
 
 def _kept(values: dict) -> Kept:
@@ -151,14 +151,14 @@ def _kept(values: dict) -> Kept:
     return Kept(Half(log, values["sizes"], values["batches"]), layers)
 
 
-def _step(name: str, rest: list, kinds: list[Step]) -> Step:
-    if name == "Birth":
+def _step(name: str, rest: list, kinds: list[TraceEvent]) -> TraceEvent:
+    if name == "Alloc":
         nbytes, category, phase, *others = rest
-        return Birth(nbytes, Category(category), Phase(phase), *others)
-    if name == "Death":
+        return Alloc(nbytes, Category(category), Phase(phase), *others)
+    if name == "Free":
         birth, phase, which = rest
-        return Death(kinds[birth], Phase(phase), which)
-    return Mark(rest[0]) if name == "Mark" else Loaded(*rest)
+        return Free(kinds[birth], Phase(phase), which)
+    return Marker(rest[0]) if name == "Marker" else WeightLoaded(*rest)
 
 
 def _packed(numbers: np.ndarray) -> str:

@@ -15,11 +15,11 @@ from dataclasses import replace
 from memlab import models
 from memlab.gpus import GPU
 from memlab.predict.layers import FEWEST, Layers, layers_of
-from memlab.predict.run import completed, log_of, only_new_garbage, shallow_log
+from memlab.predict.run import completed, gc_frozen, log_of, shallow_log
 from memlab.predict.store import Kept, Store
 from memlab.predict.structure import Circumstances, Structure, has_fused_products, structures
 from memlab.spec.recipe import Recipe
-from memlab.trace.events import Birth, Death
+from memlab.trace.events import Alloc, Free
 from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Log
 from memlab.trace.symbols import ALIGNED
@@ -123,7 +123,7 @@ def run_log(recipe: Recipe, card: GPU, loop=None) -> Log:
     """
     import_libraries(recipe)
     card = card.without_limit()
-    with only_new_garbage():
+    with gc_frozen():
         log = _stretched(recipe, card, loop) if is_deep(recipe) else None
         return completed(recipe, log or log_of(recipe, card, numbered=True, loop=loop))
 
@@ -177,7 +177,7 @@ def keys_of(recipe: Recipe, found: Structure) -> tuple[str, str]:
 def record(recipe: Recipe, card: GPU, found: Structure) -> tuple[Kept, Kept] | None:
     """The halves of a recipe for all sizes under its circumstances; None where there are none."""
     try:
-        with only_new_garbage():
+        with gc_frozen():
             return _recorded(recipe, card.without_limit(), found)
     except ValueError:
         return None  # a run of the recipe's own sizes says what is wrong with them
@@ -239,12 +239,12 @@ def _in_words(log: Log) -> list:
     """The events of a log, storages named by the place of their birth, deaths in a row sorted."""
     places, words, dying = {}, [], []
     for name, step in log.events():
-        if type(step) is Death:
+        if type(step) is Free:
             dying.append(places.pop(name))
             continue
         words += sorted(dying)
         dying.clear()
-        if type(step) is Birth:
+        if type(step) is Alloc:
             places[name] = len(words)
         words.append(step)
     return words + sorted(dying)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from memlab.footprint import Category, Phase
 
 
-class Birth(NamedTuple):
+class Alloc(NamedTuple):
     """A storage of `nbytes` bytes is made, by an operation of PyTorch and in a module.
 
     module: its path, with `*` for the number of its layer unless layers are told apart. stream: the
@@ -26,7 +26,7 @@ class Birth(NamedTuple):
     item: int = 1
 
 
-class Death(NamedTuple):
+class Free(NamedTuple):
     """One of the storages born like `birth` dies.
 
     which: its place among those that live, from the oldest (0, 1, ...) or the youngest (-1, -2,
@@ -35,12 +35,12 @@ class Death(NamedTuple):
         from where the last of them died: between those that are cast others may stay.
     """
 
-    birth: Birth
+    birth: Alloc
     phase: Phase
     which: int
 
 
-class Loaded(NamedTuple):
+class WeightLoaded(NamedTuple):
     """A weight of a quantized base has come to the card.
 
     name: its path, with `*` for the number of its layer. copies: how many copies in its first dtype
@@ -51,7 +51,7 @@ class Loaded(NamedTuple):
     copies: int
 
 
-class Mark(Enum):
+class Marker(Enum):
     """RESET: the measured stretch begins. EMPTY_CACHE: cached blocks go back to the device.
 
     UPDATE and UPDATED: the gradients of a step are there, and what clips and applies them is over.
@@ -63,4 +63,4 @@ class Mark(Enum):
     UPDATED = "updated"
 
 
-Step = Birth | Death | Loaded | Mark
+TraceEvent = Alloc | Free | WeightLoaded | Marker

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memlab.trace.events import Step
+from memlab.trace.events import TraceEvent
 from memlab.trace.log import Log
 
 Counts = dict[object, tuple[int, int]]  # what is counted -> (once, more with each pattern)
@@ -29,7 +29,7 @@ class LayeredLog:
     as in `Log`. Where blocks are None it is of `patterns` patterns only.
     """
 
-    kinds: tuple[Step, ...]
+    kinds: tuple[TraceEvent, ...]
     order: np.ndarray
     blocks: tuple[tuple[int, np.ndarray], ...] | None
     patterns: int
@@ -43,7 +43,7 @@ class LayeredLog:
 
         Or of one log alone, for its own depth. None where the logs do not agree.
         """
-        numbers: dict[Step, int] = {}
+        numbers: dict[TraceEvent, int] = {}
         orders = [
             np.array([numbers.setdefault(step, len(numbers)) for step in log.steps], np.int32)
             for log in logs

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memlab.footprint import Category, Footprint, Life, Phase, Timeline
-from memlab.trace.events import Mark
+from memlab.footprint import Allocation, Category, Footprint, Phase, Timeline
+from memlab.trace.events import Marker
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +59,7 @@ class Ledger:
         self._phases: list[Phase] = []
         self._served: list[int] = []
         self._reserved: list[int] = []
-        self.marks: list[tuple[int, Mark]] = []  # and the entry that each comes before
+        self.marks: list[tuple[int, Marker]] = []  # and the entry that each comes before
         self.start = 0  # the entry from which peaks count
         self._allocated = 0
         self._before = 0  # bytes that existed before the first entry
@@ -110,13 +110,13 @@ class Ledger:
         if self.allocator is not None:
             self.allocator.reset_peak_stats()
 
-    def mark(self, mark: Mark) -> None:
+    def mark(self, mark: Marker) -> None:
         """Note what no storage tells."""
         self.marks.append((len(self), mark))
 
     def empty_cache(self) -> None:
         """Give cached blocks back to the device, as `torch.cuda.empty_cache` does."""
-        self.mark(Mark.EMPTY_CACHE)
+        self.mark(Marker.EMPTY_CACHE)
         if self.allocator is not None:
             self.allocator.empty_cache()
 
@@ -199,14 +199,14 @@ class Ledger:
             peak_index - self.start + 1,
         )
 
-    def _lives(self) -> list[Life]:
+    def _lives(self) -> list[Allocation]:
         """Everything that lived from the entry `start` on, in the order of birth."""
         born, died = [0] * len(self.storages), {}
         changes = zip(self._numbers, self._changes, strict=True)
         for moment, (number, change) in enumerate(changes, start=1 - self.start):
             (born if change > 0 else died)[number] = max(0, moment)
         return [
-            Life(
+            Allocation(
                 storage.nbytes,
                 storage.category,
                 storage.module,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from memlab.footprint import Category, Phase
-from memlab.trace.events import Birth, Death, Mark, Step
+from memlab.trace.events import Alloc, Free, Marker, TraceEvent
 from memlab.trace.ledger import Ledger
 from memlab.trace.module_names import OUTSIDE
 
@@ -24,7 +24,7 @@ NORM_BYTES = (2, 4, 8)
 UPDATE = -1  # in place of the number of a micro-batch, of what an update does
 
 # What happens, and to which storage: a number, or another name of one that a log does not have.
-Event = tuple[object, Step]
+Event = tuple[object, TraceEvent]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Log:
     work: what the second step's operators do (`memlab.card.op_cost.Work`) -> how often.
     """
 
-    steps: list[Step]
+    steps: list[TraceEvent]
     weights: Counter
     assumptions: tuple[str, ...] = ()
     work: Counter = field(default_factory=Counter)
@@ -61,7 +61,7 @@ class Log:
         marks: (number of an entry, step that comes before it), in their order. numbered: whether
         modules keep the number of their layer, so that layers differ. work: see there.
         """
-        marks = [*marks, (ledger.start, Mark.RESET), *ledger.marks]
+        marks = [*marks, (ledger.start, Marker.RESET), *ledger.marks]
         marks.sort(key=lambda mark: mark[0])
         marks.reverse()  # the next is the last
         steps, births, living, dying = [], {}, defaultdict(_Alike), []
@@ -70,7 +70,7 @@ class Log:
         def bury():
             for number, phase in sorted(dying):
                 birth = births[number]
-                steps.append(Death(birth, phase, living[birth].bury(number, birth, phase)))
+                steps.append(Free(birth, phase, living[birth].bury(number, birth, phase)))
             dying.clear()
 
         for at, (storage, change, phase, *_) in enumerate(ledger.entries):
@@ -84,7 +84,7 @@ class Log:
                 norms = storage.operation in NORMS and storage.module == OUTSIDE and free
                 of_each, rest = divmod(change, free) if norms else (0, 0)
                 nbytes = -of_each if of_each in NORM_BYTES and not rest else change
-                birth = Birth(nbytes, storage.category, phase, module, storage.operation)
+                birth = Alloc(nbytes, storage.category, phase, module, storage.operation)
                 birth = birth._replace(stream=storage.stream, item=storage.item)
                 births[storage.number] = birth
                 living[birth].append(storage.number)
@@ -99,7 +99,7 @@ class Log:
         """Every step with the number of the birth that it is, or that it ends; None for marks."""
         free = trained(self.weights)
         for number, step in named(self.steps):
-            if type(step) is Birth and step.nbytes < 0:
+            if type(step) is Alloc and step.nbytes < 0:
                 step = step._replace(nbytes=-step.nbytes * free)
             yield number, step
 
@@ -110,12 +110,12 @@ class Log:
         """
         halves, updated, inside = ([], []), set(), False
         for number, step in named(self.steps):
-            if step in (Mark.UPDATE, Mark.UPDATED):
-                inside = step is Mark.UPDATE
+            if step in (Marker.UPDATE, Marker.UPDATED):
+                inside = step is Marker.UPDATE
                 for half in halves:
                     half.append((None, step))
                 continue
-            if type(step) is Birth and inside:
+            if type(step) is Alloc and inside:
                 updated.add(number)
             halves[number in updated].append((number, step))
         work = Counter(), Counter()
@@ -127,26 +127,26 @@ class Log:
         )
 
 
-def named(steps: Iterable[Step]) -> Iterator[Event]:
+def named(steps: Iterable[TraceEvent]) -> Iterator[Event]:
     """Every step with the place of the birth that it is, or that it ends; None for marks."""
     living = defaultdict(_Alike)
     for number, step in enumerate(steps):
-        if type(step) is Birth:
+        if type(step) is Alloc:
             living[step].append(number)
             yield number, step
-        elif type(step) is Death:
+        elif type(step) is Free:
             yield living[step.birth].buried(step), step
         else:
             yield None, step
 
 
-def renumbered(events: Iterable[Event]) -> list[Step]:
+def renumbered(events: Iterable[Event]) -> list[TraceEvent]:
     """The steps of events, each death among the living of these events alone."""
     living, steps = defaultdict(_Alike), []
     for number, step in events:
-        if type(step) is Birth:
+        if type(step) is Alloc:
             living[step].append(number)
-        elif type(step) is Death:
+        elif type(step) is Free:
             which = living[step.birth].bury(number, step.birth, step.phase)
             step = step._replace(which=which)
         steps.append(step)
@@ -158,8 +158,8 @@ class _Alike(list):
 
     last = 0  # where the last weight died that was replaced
 
-    def bury(self, number: int, birth: Birth, phase: Phase) -> int:
-        """Take a number out; which it was, in the words of `Death`."""
+    def bury(self, number: int, birth: Alloc, phase: Phase) -> int:
+        """Take a number out; which it was, in the words of `Free`."""
         place = self.index(number)
         self.pop(place)
         if _is_replaced(birth, phase):
@@ -169,7 +169,7 @@ class _Alike(list):
         undone = phase == Phase.BACKWARD and birth.phase == Phase.FORWARD
         return place - living if undone or place > living - place else place
 
-    def buried(self, death: Death) -> int:
+    def buried(self, death: Free) -> int:
         """Take out what dies; its number."""
         if not _is_replaced(death.birth, death.phase):
             return self.pop(death.which)
@@ -177,7 +177,7 @@ class _Alike(list):
         return self.pop(self.last)
 
 
-def _is_replaced(birth: Birth, phase: Phase) -> bool:
+def _is_replaced(birth: Alloc, phase: Phase) -> bool:
     """Whether a death is that of a weight whose place another dtype takes, one after the other."""
     return birth.category is Category.PARAMETERS and phase is Phase.FORWARD
 
@@ -191,11 +191,11 @@ def replay(events: Iterable[Event], ledger: Ledger) -> None:
     """Let a ledger live through events. Raises what its allocator raises."""
     living = {}
     for which, step in events:
-        if type(step) is Birth:
+        if type(step) is Alloc:
             living[which] = ledger.birth(*step)
-        elif type(step) is Death:
+        elif type(step) is Free:
             ledger.death(living.pop(which), step.phase)
-        elif step is Mark.RESET:
+        elif step is Marker.RESET:
             ledger.reset_peak()
-        elif step is Mark.EMPTY_CACHE:
+        elif step is Marker.EMPTY_CACHE:
             ledger.empty_cache()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from memlab.footprint import Category
-from memlab.trace.events import Birth, Death, Mark, Step
+from memlab.trace.events import Alloc, Free, Marker, TraceEvent
 from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Event, Log, named, trained
 from memlab.trace.symbols import Symbols, factors_of
@@ -51,7 +51,7 @@ class Half:
         """The bytes of each kind of step that is a birth, else 0. norms: tensors that train."""
         found = []
         for kind in self.log.kinds:
-            nbytes = kind.nbytes if type(kind) is Birth else 0
+            nbytes = kind.nbytes if type(kind) is Alloc else 0
             if nbytes < 0:
                 nbytes = -nbytes * norms
             elif nbytes and kind.category != Category.WORKSPACES:
@@ -72,8 +72,8 @@ class Half:
         kinds, more = self.log.kinds, batches - self.batches
         given = [i for i, (_, kind) in enumerate(steps) if is_given(kinds[kind])]
         start, end = (given[i] + 1 for i in (-1 - len(given) // self.batches, -1))
-        born = [name for name, kind in steps[:end] if type(kinds[kind]) is Birth]
-        last = [name for name, kind in steps[start:end] if type(kinds[kind]) is Birth]
+        born = [name for name, kind in steps[:end] if type(kinds[kind]) is Alloc]
+        last = [name for name, kind in steps[start:end] if type(kinds[kind]) is Alloc]
         # What was made on the way to a batch may die on the way to the next.
         before = dict(zip(born[-2 * len(last) : -len(last)], last, strict=True))
         added = []
@@ -128,14 +128,14 @@ class Trace:
         shift, kinds = len(self.passed.log.kinds), self.updated.log.kinds
         updates = [[]]
         for name, kind in self.updated.steps(depth.patterns, 0):
-            if kinds[kind] is Mark.UPDATED:
+            if kinds[kind] is Marker.UPDATED:
                 updates.append([])
-            elif kinds[kind] is not Mark.UPDATE:
+            elif kinds[kind] is not Marker.UPDATE:
                 updates[-1].append((("update", name), shift + kind))
         waiting, joined = iter(updates), []
         for name, kind in self.passed.steps(depth.patterns, depth.batches):
             joined.append((name, kind))
-            if self.passed.log.kinds[kind] is Mark.UPDATE:
+            if self.passed.log.kinds[kind] is Marker.UPDATE:
                 joined += next(waiting)
         return joined
 
@@ -162,12 +162,12 @@ class Trace:
         whose = np.zeros(len(kinds), int)
         sign = np.zeros(len(kinds), int)
         for i, kind in enumerate(kinds):
-            if type(kind) is Birth:
+            if type(kind) is Alloc:
                 whose[i], sign[i] = i, 1
-            elif type(kind) is Death:
+            elif type(kind) is Free:
                 whose[i], sign[i] = births[int(i >= shift), kind.birth], -1
         order = np.array([kind for _, kind in self._joined(depth)])
-        reset = kinds.index(Mark.RESET)
+        reset = kinds.index(Marker.RESET)
         start = int(np.flatnonzero(order == reset)[-1])
         return whose[order], sign[order], start
 
@@ -180,7 +180,7 @@ class SizedLog(Log):
     names. joined: (name, place among the kinds) of each step.
     """
 
-    kinds: list[Step] = field(default_factory=list)
+    kinds: list[TraceEvent] = field(default_factory=list)
     joined: list[tuple[object, int]] = field(default_factory=list)
 
     def events(self) -> Iterator[Event]:
@@ -189,6 +189,6 @@ class SizedLog(Log):
         return ((name, kinds[i]) for name, i in self.joined)
 
 
-def is_given(step: Step) -> bool:
+def is_given(step: TraceEvent) -> bool:
     """Whether it is the birth of tokens or labels of a micro-batch."""
-    return type(step) is Birth and step.category == Category.INPUTS
+    return type(step) is Alloc and step.category == Category.INPUTS

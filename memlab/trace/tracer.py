@@ -117,7 +117,7 @@ class Tracer(Ledger, TorchDispatchMode):
     def see(self, tensor, category=None, existed=False) -> None:
         """Log a storage at first sight or when it was resized; give it a category."""
         module = getattr(tensor, "_memlab_module", None)
-        for part in parts_of(tensor):
+        for part in inner_tensors(tensor):
             self.see_part(part, category, existed, module)
 
     def see_part(self, tensor, category, existed, module) -> None:
@@ -157,7 +157,7 @@ class Tracer(Ledger, TorchDispatchMode):
 
     def is_counted(self, tensor) -> bool:
         """Whether a tensor's storage is in the log and alive."""
-        return all(part.untyped_storage()._cdata in self._live for part in parts_of(tensor))
+        return all(part.untyped_storage()._cdata in self._live for part in inner_tensors(tensor))
 
     def _belongs(self, tensor, module) -> None:
         """A parameter or buffer belongs to a module, and its gradient with it."""
@@ -165,7 +165,7 @@ class Tracer(Ledger, TorchDispatchMode):
             return
         tensor._memlab_module = module
         for whole in (tensor, tensor.grad if tensor.is_leaf else None):
-            for part in parts_of(whole) if whole is not None else ():
+            for part in inner_tensors(whole) if whole is not None else ():
                 data = part.untyped_storage()
                 known = self._live.get(data._cdata)
                 if known:
@@ -240,7 +240,7 @@ class Tracer(Ledger, TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(map(is_made_of_others, types)):
+        if any(map(is_wrapper_subclass, types)):
             return NotImplemented  # it comes again with the others
         kwargs = kwargs or {}
         self.operation = None  # what an operation meets and does not make
@@ -344,7 +344,7 @@ class Tracer(Ledger, TorchDispatchMode):
 
     def _same_module(self, tensor, parameter) -> None:
         module = getattr(parameter, "_memlab_module", None)
-        for part in parts_of(tensor):
+        for part in inner_tensors(tensor):
             known = self._live.get(part.untyped_storage()._cdata)
             if module and known:
                 known[0].module = module
@@ -408,18 +408,18 @@ class Tracer(Ledger, TorchDispatchMode):
 
 
 @functools.cache
-def is_made_of_others(kind) -> bool:
+def is_wrapper_subclass(kind) -> bool:
     """Whether tensors of a class are made of others, as DTensor is of this rank's part."""
     return is_traceable_wrapper_subclass_type(kind)
 
 
-def parts_of(tensor) -> list[torch.Tensor]:
+def inner_tensors(tensor) -> list[torch.Tensor]:
     """The tensors that hold a tensor's data: itself, or those that it is made of."""
-    if not is_made_of_others(type(tensor)):
+    if not is_wrapper_subclass(type(tensor)):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
     parts = (getattr(tensor, name) for name in names)
-    found = [parts_of(part) for part in parts if isinstance(part, torch.Tensor)]
+    found = [inner_tensors(part) for part in parts if isinstance(part, torch.Tensor)]
     return [part for some in found for part in some]
 
 

@@ -107,7 +107,7 @@ def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def shared_optimizer(recipe: Recipe, parameters, kind, **settings) -> torch.optim.Optimizer:
+def sharded_optimizer(recipe: Recipe, parameters, kind, **settings) -> torch.optim.Optimizer:
     """An optimizer of a class, which under `zero1` keeps the states of this rank's share only."""
     if recipe.ranks > 1 and recipe.sharding == "zero1":
         return ZeroRedundancyOptimizer(parameters, kind, **settings)

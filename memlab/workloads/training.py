@@ -293,7 +293,7 @@ def make_optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimi
         settings = {"fused": True}
     else:
         settings = {"foreach": recipe.optimizer == "adamw_torch"}
-    return sharding.shared_optimizer(recipe, parameters, kind, lr=LEARNING_RATE, **settings)
+    return sharding.sharded_optimizer(recipe, parameters, kind, lr=LEARNING_RATE, **settings)
 
 
 def _bitsandbytes_optimizer(recipe, parameters, model):
@@ -304,7 +304,7 @@ def _bitsandbytes_optimizer(recipe, parameters, model):
         "lion_8bit": bitsandbytes.optim.Lion8bit,
     }
     kind = kinds[recipe.optimizer]
-    optimizer = sharding.shared_optimizer(recipe, parameters, kind, lr=LEARNING_RATE)
+    optimizer = sharding.sharded_optimizer(recipe, parameters, kind, lr=LEARNING_RATE)
     # The process's one manager would hand these overrides to later optimizers, by the position of
     # the weight, and hold the model for ever: this optimizer gets a manager of its own.
     manager = object.__new__(bitsandbytes.optim.GlobalOptimManager)

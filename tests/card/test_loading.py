@@ -10,7 +10,7 @@ from memlab.card.loading import LEFT_FREE, peak_reserved, reserved_range, ways
 from memlab.gpus import find_gpu
 from memlab.libraries import import_bitsandbytes
 from memlab.predict.run import log_of, two_steps
-from memlab.trace.events import Birth, Death, Mark
+from memlab.trace.events import Alloc, Free, Marker
 
 import_bitsandbytes("this test")
 MiB = 2**20
@@ -27,17 +27,17 @@ def weights_of(log):
 
 
 def births(events):
-    return sorted(step.nbytes for _, step in events if type(step) is Birth)
+    return sorted(step.nbytes for _, step in events if type(step) is Alloc)
 
 
 def highest(events):
     """The most bytes that live at a time."""
     now = most = 0
     for _, step in events:
-        if type(step) is Birth:
+        if type(step) is Alloc:
             now += step.nbytes
             most = max(most, now)
-        elif type(step) is Death:
+        elif type(step) is Free:
             now -= step.birth.nbytes
     return most
 
@@ -66,7 +66,7 @@ def test_one_by_one_is_what_transformers_does(model, base, tmp_path):
     _, afterwards = loading.by_weight(log)
     load = one_by_one[: -len(afterwards)]
     said = [
-        (type(step) is Birth, (step if type(step) is Birth else step.birth).nbytes)
+        (type(step) is Alloc, (step if type(step) is Alloc else step.birth).nbytes)
         for _, step in load
     ]
     assert between_births(said) == between_births(done[: len(said)])
@@ -85,7 +85,7 @@ def between_births(events):
 
 def test_every_way_makes_the_same_base(log):
     own, *others = ways(log)
-    allocated = {highest(events[events.index((None, Mark.RESET)) :]) for events in (own, *others)}
+    allocated = {highest(events[events.index((None, Marker.RESET)) :]) for events in (own, *others)}
     assert len(allocated) == 1
     for events in others:
         warmup = events[0][1].nbytes
@@ -131,7 +131,7 @@ def test_an_emptied_cache_forgets_most_of_the_loading(upcast, monkeypatch):
     config.num_hidden_layers, config.vocab_size = 6, 1000
     config.bos_token_id = config.eos_token_id = 1
     recipe = QLORA.but(model=config, upcast=upcast)
-    assert Mark.EMPTY_CACHE in log_of(recipe).steps
+    assert Marker.EMPTY_CACHE in log_of(recipe).steps
     emptied = simulate(recipe)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     kept = simulate(recipe)

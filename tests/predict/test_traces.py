@@ -13,7 +13,7 @@ from memlab.predict.simulate import serve, serve_without_range
 from memlab.predict.store import Store
 from memlab.predict.structure import Circumstances
 from memlab.predict.traces import Traces, are_alike, run_log
-from memlab.trace.events import Birth
+from memlab.trace.events import Alloc
 
 LLAMA = Recipe("llama-3-8b-tiny", seq_len=64, attention="sdpa", precision="bf16")
 WAYS = [
@@ -130,7 +130,7 @@ def test_what_attention_rounds_up(gpu, kernel):
     for batch, length in ((3, 40), (2, 64), (5, 200)):
         sized = recipe.but(batch_size=batch, seq_len=length)
         by_trace, run = (
-            [step for _, step in one.events() if type(step) is Birth]
+            [step for _, step in one.events() if type(step) is Alloc]
             for one in (traces.log(sized, card), run_log(sized, card))
         )
         assert any(kernel in str(birth.operation) for birth in run)

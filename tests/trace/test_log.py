@@ -4,7 +4,7 @@ from collections import Counter
 
 from memlab.footprint import Phase
 from memlab.trace.allocator import CachingAllocator
-from memlab.trace.events import Birth, Death, Loaded, Mark
+from memlab.trace.events import Alloc, Free, Marker, WeightLoaded
 from memlab.trace.ledger import Ledger
 from memlab.trace.log import Log, replay
 
@@ -24,10 +24,10 @@ def a_ledger():
 
 
 def test_storages_of_like_birth_are_told_apart_by_their_place():
-    birth = Birth(1000, "activations", FORWARD, "layers.*.mlp", "made before")
+    birth = Alloc(1000, "activations", FORWARD, "layers.*.mlp", "made before")
     steps = Log.of(a_ledger(), Counter()).steps
-    freed = Death(birth, BACKWARD, -1)
-    assert steps == [birth, birth, Mark.RESET, freed, Mark.EMPTY_CACHE, freed]
+    freed = Free(birth, BACKWARD, -1)
+    assert steps == [birth, birth, Marker.RESET, freed, Marker.EMPTY_CACHE, freed]
 
 
 def test_numbered_layers_differ():
@@ -36,8 +36,10 @@ def test_numbered_layers_differ():
 
 
 def test_marks_come_before_their_entries_and_weights_are_counted():
-    log = Log.of(a_ledger(), Counter({(6, True): 1, (2, True): 1}), marks=[(1, Loaded("a", 0))])
-    assert log.steps[1] == Loaded("a", 0)
+    log = Log.of(
+        a_ledger(), Counter({(6, True): 1, (2, True): 1}), marks=[(1, WeightLoaded("a", 0))]
+    )
+    assert log.steps[1] == WeightLoaded("a", 0)
     assert log.weights == Counter({(6, True): 1, (2, True): 1})
     assert log.parameters == log.trainable_parameters == 8
 
