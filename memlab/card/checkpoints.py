@@ -3,7 +3,6 @@
 import contextlib
 import json
 import sys
-from unittest import mock
 
 import torch
 from safetensors import torch as safetensors
@@ -13,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from memlab.card.constants import values_of
 from memlab.card.placement import is_cuda_device, on_card
+from memlab.trace.patches import replaced
 
 
 @contextlib.contextmanager
@@ -23,19 +23,17 @@ def checkpoints():
     one zero that is expanded to the tensor's shape, with safetensors a hole in the file: neither
     takes room. What lay on the card comes back to the card, unless map_location says otherwise.
     """
-    with contextlib.ExitStack() as stack:
-        for target, name, replacement in (
-            (FakeTensor, "__reduce_ex__", _as_zeros),
-            (torch.serialization, "location_tag", _location_of),
-            (torch, "load", _load),
-            # What lies nowhere has an address of its own all the same: libraries tell by it
-            # which weights are tied.
-            (torch.UntypedStorage, "data_ptr", _address_of),
-            *((module, name, _save_file) for module, name in _who_has(_write)),
-            *((module, name, _load_file) for module, name in _who_has(_read_file)),
-            *((module, name, _open) for module, name in _who_has(_open_file)),
-        ):
-            stack.enter_context(mock.patch.object(target, name, replacement))
+    with replaced(
+        (FakeTensor, "__reduce_ex__", _as_zeros),
+        (torch.serialization, "location_tag", _location_of),
+        (torch, "load", _load),
+        # What lies nowhere has an address of its own all the same: libraries tell by it which
+        # weights are tied.
+        (torch.UntypedStorage, "data_ptr", _address_of),
+        *((module, name, _save_file) for module, name in _who_has(_write)),
+        *((module, name, _load_file) for module, name in _who_has(_read_file)),
+        *((module, name, _open) for module, name in _who_has(_open_file)),
+    ):
         yield
 
 

@@ -10,7 +10,6 @@ import functools
 import itertools
 import os
 import sys
-from unittest import mock
 
 import torch
 from transformers.utils import import_utils
@@ -18,6 +17,7 @@ from transformers.utils import import_utils
 from memlab.card import cuda_build
 from memlab.card.cuda_build import DeviceProperties
 from memlab.card.placement import ONE_CARD, NotSimulated, is_cuda_device
+from memlab.trace.patches import replaced
 
 NOT_SIMULATED = {
     "torch.cuda.CUDAGraph": "CUDA graphs have memory pools of their own",
@@ -62,9 +62,9 @@ def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False):
             (torch.nn.parallel._functions, {"_get_stream": lambda device: None}),
             *refusals(NOT_SIMULATED),
         ):
-            for name, value in answers.items():
-                # What only builds with CUDA have is made for as long as it is asked for.
-                stack.enter_context(mock.patch.object(target, name, value, create=True))
+            # What only builds with CUDA have is made for as long as it is asked for.
+            rows = [(target, name, value) for name, value in answers.items()]
+            stack.enter_context(replaced(*rows, create=True))
         stack.enter_context(libraries_look_again())
         yield torch.device("cuda", 0)
 

@@ -20,6 +20,7 @@ from memlab.card.constants import values_of
 from memlab.card.fake_output_cache import FakeOutputCache
 from memlab.card.kernels import bitsandbytes
 from memlab.card.placement import HOST, is_cuda_device
+from memlab.trace.patches import replaced
 
 
 @contextlib.contextmanager
@@ -32,7 +33,7 @@ def tensors_without_data():
     with contextlib.ExitStack() as stack:
         mode = stack.enter_context(NoData(allow_non_fake_inputs=True))
         stack.enter_context(bitsandbytes.without_data(_with_data))
-        for target, name, replacement in (
+        rows = (
             (torch.nn.Module, "_apply", apply_by(_move)),
             (torch.amp.GradScaler, "_maybe_opt_step", _always_step),
             # transformers takes a fake tensor for tracing and then builds masks that a run
@@ -43,12 +44,11 @@ def tensors_without_data():
             (dataloader._MultiProcessingDataLoaderIter, "_try_get_data", _batch_of_a_worker),
             (pin_memory, "pin_memory", lambda data, *a, **k: data),  # in a thread of its own
             *((masking_utils, name, _only_without_mask(name)) for name in MASK_SKIPS),
-        ):
-            stack.enter_context(mock.patch.object(target, name, replacement))
+            (core_model_loading, "_materialize_copy", _weight_of_a_file),
+        )
+        stack.enter_context(replaced(*rows))
         # It reads weights in threads, which no mode follows.
         stack.enter_context(mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))
-        load = mock.patch.object(core_model_loading, "_materialize_copy", _weight_of_a_file)
-        stack.enter_context(load)
         yield mode
 
 
@@ -64,7 +64,7 @@ def _packed_sequences(position_ids):
     data = values_of(position_ids)
     if data is None or _with_data(_original_find_packed)(data) is None:
         return None
-    with mock.patch.object(masking_utils, "is_tracing", lambda *a, **k: True):
+    with replaced((masking_utils, "is_tracing", lambda *a, **k: True)):
         return _original_find_packed(position_ids)
 
 

@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import threading
 import weakref
-from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -23,6 +22,7 @@ from memlab.card.placement import (
     predates_context,
 )
 from memlab.card.tracer import Call
+from memlab.trace.patches import replaced
 from memlab.trace.tracer import is_wrapper_subclass
 
 # The module: the name torch.optim.optimizer is taken away from the package after its import.
@@ -62,7 +62,7 @@ def cuda_code(tracer):
     types = [*optimizers._foreach_supported_types, FakeTensor]
     init_hooks = torch.autograd.graph.saved_tensors_hooks.__init__
     with contextlib.ExitStack() as stack:
-        for target, name, replacement in (
+        rows = (
             *AUTOCAST,
             (optimizers, "_foreach_supported_types", types),
             (torch.utils._foreach_utils, "_foreach_supported_types", types),
@@ -72,8 +72,8 @@ def cuda_code(tracer):
             # PyTorch calls these from within, where no mode is.
             (torch.autograd, "_engine_run_backward", names.entered(_run_backward)),
             (torch.autograd.graph.saved_tensors_hooks, "__init__", names.hooks(init_hooks)),
-        ):
-            stack.enter_context(mock.patch.object(target, name, replacement))
+        )
+        stack.enter_context(replaced(*rows))
         stack.callback(names.restore)
         stack.enter_context(names)
         yield names
@@ -94,7 +94,7 @@ def threads_come_along(without_data, tracer, names):
         thread.run = run_inside
         start(thread)
 
-    with mock.patch.object(threading.Thread, "start", start_inside):
+    with replaced((threading.Thread, "start", start_inside)):
         yield
 
 

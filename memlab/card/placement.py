@@ -6,11 +6,11 @@ its CPU kernels answer for their shapes; what Python code asks is answered here.
 """
 
 import contextlib
-from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memlab.trace.patches import replaced
 from memlab.trace.tracer import inner_tensors, is_wrapper_subclass
 
 
@@ -161,7 +161,6 @@ def tensors_name_their_place(host_copy):
         "__format__": as_text,
         "__repr__": represent,
     }
-    with contextlib.ExitStack() as stack:
-        for name, answer in answers.items():
-            stack.enter_context(mock.patch.object(FakeTensor, name, answer, create=True))
+    rows = [(FakeTensor, name, answer) for name, answer in answers.items()]
+    with replaced(*rows, create=True):
         yield

@@ -31,6 +31,7 @@ from memlab.card import cuda_api
 from memlab.card.placement import NotSimulated, device_of, on_card
 from memlab.card.tracer import Call
 from memlab.fields import whole
+from memlab.trace.patches import replaced
 
 NOT_SIMULATED = {
     "torch.distributed.fsdp.FullyShardedDataParallel": "use fully_shard, its successor",
@@ -67,13 +68,13 @@ def fake_group(ranks: int):
             stack.enter_context(mock.patch.dict(os.environ, {k: str(v) for k, v in rank.items()}))
         for module in (dist, distributed_c10d, device_mesh):
             start = functools.partial(_start, ranks)
-            stack.enter_context(mock.patch.object(module, "init_process_group", start))
-        for target, name, replacement in (
+            stack.enter_context(replaced((module, "init_process_group", start)))
+        rows = (
             (distributed_c10d, "_new_process_group_helper", _fake_backend),
             *((m, name, f) for m in (dist, distributed_c10d) for name, f in OBJECTS.items()),
             *((module, name, functools.partial(_spawn, ranks)) for module, name in SPAWNS),
-        ):
-            stack.enter_context(mock.patch.object(target, name, replacement))
+        )
+        stack.enter_context(replaced(*rows))
         stack.callback(_end_group)
         yield
 
@@ -153,9 +154,9 @@ def rank_of(tracer, ranks: int):
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_group(ranks))
         for target, answers in cuda_api.refusals(NOT_SIMULATED):
-            for name, refused in answers.items():
-                stack.enter_context(mock.patch.object(target, name, refused))
-        for target, name, replacement in (
+            rows = [(target, name, refused) for name, refused in answers.items()]
+            stack.enter_context(replaced(*rows))
+        rows = (
             (dist, "Reducer", _reducer_on_the_card(tracer)),
             (torch._C, "_get_accelerator", lambda check=None: torch.device("cuda")),
             (ShardingPropagator, _SHAPES, _unseen(tracer, getattr(ShardingPropagator, _SHAPES))),
@@ -164,9 +165,8 @@ def rank_of(tracer, ranks: int):
             (DTensor, "is_cuda", property(on_card)),
             (DTensor, "is_cpu", property(lambda self: not on_card(self))),
             (DTensor, "get_device", lambda self: 0 if on_card(self) else -1),
-        ):
-            patch = mock.patch.object(target, name, replacement, create=True)
-            stack.enter_context(patch)
+        )
+        stack.enter_context(replaced(*rows, create=True))
         yield
 
 

@@ -58,32 +58,24 @@ class Symbols:
         for name, value in (lengths | self.sizes).items():
             if value > 1:
                 factors.setdefault(value, name)  # a rounded length that is the length is s
-        self._factors = [(name, value, largest_prime(value)) for value, name in factors.items()]
-        self._terms: dict[tuple[int, bool], Term] = {}
+        told = [(name, value, largest_prime(value)) for value, name in factors.items()]
+        # The largest prime first: a small one is the likeliest to be in a constant, too.
+        self._factors = sorted(told, key=lambda one: -one[2])
+        self._terms: dict[tuple[int, bool, bool], Term] = {}
 
     def term(self, number: int, whole: bool = False, of_model: bool = False) -> Term:
         """The number, at least 0, as a product of sizes and a constant.
 
-        whole: the constant is a whole number. Then a prime too many is its own: the five products
-        of an attention's backward pass are no further size of a head. of_model: whether batch and
-        length are not in it.
+        whole: it is a whole number of times the product of some sizes, as operations are. Then a
+        prime too many is its own: the five products of an attention's backward pass are no further
+        size of a head. of_model: whether batch and length are not in it.
         """
-        key = number, of_model
+        key = number, whole, of_model
         if key not in self._terms:
-            self._terms[key] = self._read(number, of_model)
-        return self._terms[key] if not whole else self._whole(self._terms[key])
+            self._terms[key] = self._read(*key)
+        return self._terms[key]
 
-    def _whole(self, term: Term) -> Term:
-        """The term with one size less, that with which its constant is the least whole number."""
-        found = []
-        for i, (name, exponent) in enumerate(term.powers if term.divisor > 1 else ()):
-            constant, rest = divmod(term.constant * self.sizes.get(name, 0), term.divisor)
-            if constant and not rest:
-                fewer = ((name, exponent - 1),) if exponent > 1 else ()
-                found.append(Term(constant, 1, term.powers[:i] + fewer + term.powers[i + 1 :]))
-        return min(found, default=term)
-
-    def _read(self, number: int, of_model: bool) -> Term:
+    def _read(self, number: int, whole: bool, of_model: bool) -> Term:
         left, below, powers = number, 1, []
         for name, value, prime in self._factors if number else ():
             if of_model and name[0] in "bs":
@@ -91,7 +83,7 @@ class Symbols:
             exponent = 0
             while left % value == 0:  # whole, so that it takes along the primes of other sizes
                 left, exponent = left // value, exponent + 1
-            while left % prime == 0:
+            while not whole and left % prime == 0:
                 left, exponent = left // prime, exponent + 1
                 below *= value // prime
             if exponent:

@@ -8,7 +8,6 @@ and it keeps a weak reference to each, so it prolongs no life. Everything is in 
 import contextlib
 import functools
 import weakref
-from unittest import mock
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -25,6 +24,7 @@ from torch.utils._python_dispatch import (
 from memlab.footprint import Category, Phase
 from memlab.trace.ledger import Ledger, Storage
 from memlab.trace.module_names import ModuleWatch
+from memlab.trace.patches import replaced
 from memlab.trace.quantized_weights import constants, constants_of_layers
 
 
@@ -220,11 +220,11 @@ class Tracer(Ledger, TorchDispatchMode):
             self._see_kept(shared)
 
         self._told = contextlib.ExitStack()
-        for target, replacement in (
-            (torch.UntypedStorage, {"resize_": resize_and_tell}),
-            (FSDPParam, {"to_accumulated_grad_if_needed": keep_and_tell}),
-        ):
-            self._told.enter_context(mock.patch.multiple(target, **replacement))
+        rows = (
+            (torch.UntypedStorage, "resize_", resize_and_tell),
+            (FSDPParam, "to_accumulated_grad_if_needed", keep_and_tell),
+        )
+        self._told.enter_context(replaced(*rows))
         return super().__enter__()
 
     def __exit__(self, *error):

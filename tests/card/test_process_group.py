@@ -26,6 +26,7 @@ from transformers import Trainer
 from memlab import Recipe, SimulatedGPU, simulate
 from memlab.card.placement import NotSimulated
 from memlab.models import build, config
+from memlab.trace.patches import MISSING, replacements
 from memlab.workloads.sharding import check_split
 
 MiB = 2**20
@@ -404,21 +405,13 @@ def test_a_whole_checkpoint_is_gathered_from_the_shards():
 
 @pytest.mark.parametrize("end", [None, ZeroDivisionError, KeyboardInterrupt, "out of memory"])
 def test_everything_is_put_back_whatever_ended_it(end):
-    def names():
-        return (
-            dist.init_process_group,
-            dist.Reducer,
-            dist.all_gather_object,
-            dist.distributed_c10d._new_process_group_helper,
-            torch.UntypedStorage.resize_,
-            torch.cuda.Stream,
-            {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
-        )
-
-    before = names()
     kinds = ZeroDivisionError, KeyboardInterrupt, torch.OutOfMemoryError
+    environment = dict(os.environ)
+    kernels = registered_kernels()
     try:
         with SimulatedGPU(64 * MiB, ranks=4):
+            changed = replacements()
+            assert registered_kernels() != kernels
             start("gloo")
             fully_shard(model())
             if end == "out of memory":
@@ -427,11 +420,23 @@ def test_everything_is_put_back_whatever_ended_it(end):
                 raise end
     except kinds:
         assert end is not None
-    assert names() == before
+    assert not replacements() and dict(os.environ) == environment
+    packages = {getattr(one.target, "__module__", one.target.__name__) for one in changed}
+    assert len(changed) > 100 and {"torch.cuda", "torch._C", "torch.distributed"} <= packages
+    first = {(one.target, one.name): one.original for one in reversed(changed)}
+    for (target, name), original in first.items():
+        assert getattr(target, name, MISSING) == original, (target, name)
+    assert registered_kernels() == kernels
     assert not dist.is_initialized()
     storage = torch.zeros(8).untyped_storage()
     storage.resize_(0)
     assert storage.nbytes() == 0
+
+
+def registered_kernels() -> dict[str, str]:
+    """What the dispatcher has for every operator."""
+    names = torch._C._dispatch_get_all_op_names()
+    return {name: torch._C._dispatch_dump(name) for name in names}
 
 
 # ---------------------------------------------------------------------- sharded parameters

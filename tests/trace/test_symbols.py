@@ -33,6 +33,17 @@ def test_a_number_is_read_and_put_together_again_at_other_sizes(own, one, alignm
         assert symbols.term(number).at(there) == number
 
 
+def test_five_products_are_no_further_size_of_a_head():
+    """Also where the other sizes have the powers of two that such a size would have."""
+    sizes = chosen_sizes(
+        MODELS[0], one_sequence=False, alignment=16, inside=True, rank=None, widths=(160, 68)
+    )
+    symbols = Symbols(sizes | {"d": 160, "g": 68})
+    operations = symbols.term(2 * 5 * 4 * sizes["b"] * 68 * sizes["s"] ** 2 * 160, whole=True)
+    other = {"b": 3, "s": 512, "g": 16, "d": 64}
+    assert operations.at(factors_of(other)) == 2 * 5 * 4 * 3 * 16 * 512**2 * 64
+
+
 def test_a_part_of_a_length_is_rounded_up():
     sizes = chosen_sizes(MODELS[0], one_sequence=False, alignment=16, inside=True, rank=None)
     chunks = Symbols(sizes).term(sizes["b"] * -(-sizes["s"] // 64))

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 
 from memlab.card.kernels.pytorch import Kernel
+from memlab.trace.patches import replaced
 
 
 def is_imported() -> bool:
@@ -18,11 +19,14 @@ def is_imported() -> bool:
 
 
 @contextlib.contextmanager
-def _replaced(replacements: dict):
+def _replaced_inside(replacements: dict):
     """Names inside the package stand for other objects, if it is in use."""
-    with contextlib.ExitStack() as stack:
-        for name, replacement in replacements.items() if is_imported() else ():
-            stack.enter_context(mock.patch(f"bitsandbytes.{name}", replacement))
+    rows = []
+    for path, replacement in replacements.items() if is_imported() else ():
+        *parts, name = path.split(".")
+        target = functools.reduce(getattr, parts, sys.modules["bitsandbytes"])
+        rows.append((target, name, replacement))
+    with replaced(*rows):
         yield
 
 
@@ -65,7 +69,7 @@ def fuses_4bit_product(gpu, dtype, rows, n, k) -> bool:
     if rows > module._gemm_4bit_custom_max_m:
         return False
     properties = gpu.processors, *gpu.capability
-    with mock.patch.object(module, "_gpu_dispatch_props", lambda _: properties):
+    with replaced((module, "_gpu_dispatch_props", lambda _: properties)):
         return module._gemm_4bit_use_custom_cuda.__wrapped__(0, dtype, rows, n, k)
 
 
@@ -75,9 +79,9 @@ def cuda_module():
     extension = importlib.import_module("bitsandbytes.cextension")
     operators = importlib.import_module("bitsandbytes._ops")
     with (
-        mock.patch.object(extension, "lib", mock.MagicMock()),
-        mock.patch.object(operators, "register_kernel", lambda *names: lambda function: function),
-        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", None, create=True),
+        replaced((extension, "lib", mock.MagicMock())),
+        replaced((operators, "register_kernel", lambda *names: lambda function: function)),
+        replaced((torch._C, "_cuda_getCurrentRawStream", None), create=True),
         mock.patch.dict(sys.modules),
     ):
         sys.modules.pop("bitsandbytes.backends.cuda.ops", None)
@@ -146,7 +150,7 @@ def int8_products():
         autograd = sys.modules["bitsandbytes.autograd._functions"]
         return autograd.MatMul8bitLt.apply(A, B, out, bias, state)
 
-    return _replaced({"matmul": matmul})
+    return _replaced_inside({"matmul": matmul})
 
 
 # ---------------------------------------------------------------------- without data
@@ -173,7 +177,7 @@ def without_data(with_data):
         "functional.create_dynamic_map": create_dynamic_map,
         "functional.name2qmap": {},  # its cache
     }
-    with _replaced(replacements):
+    with _replaced_inside(replacements):
         yield
 
 
@@ -191,7 +195,7 @@ def paged_states(zeros_on_host):
             return paged
         return torch.zeros_like(p, dtype=dtype, device=p.device)
 
-    return _replaced(
+    return _replaced_inside(
         {
             "optim.optimizer.Optimizer8bit.get_state_buffer": get_state_buffer,
             "functional.prefetch_tensor": lambda *args, **kwargs: None,

@@ -3,7 +3,8 @@
 import contextlib
 import importlib
 import importlib.util
-from unittest import mock
+
+from memlab.trace.patches import replaced
 
 ASSUMED = "Triton kernels only write into the tensors they are given; their seconds are not counted"
 
@@ -20,9 +21,10 @@ def nothing_is_compiled(assumptions: dict):
     def launch(*args, **kwargs):
         assumptions[ASSUMED] = None
 
-    with contextlib.ExitStack() as stack:
-        if importlib.util.find_spec("triton"):
-            for module, name in (("jit", "JITFunction"), ("autotuner", "Autotuner")):
-                kind = getattr(importlib.import_module(f"triton.runtime.{module}"), name)
-                stack.enter_context(mock.patch.object(kind, "run", launch))
+    rows = []
+    if importlib.util.find_spec("triton"):
+        for module, name in (("jit", "JITFunction"), ("autotuner", "Autotuner")):
+            kind = getattr(importlib.import_module(f"triton.runtime.{module}"), name)
+            rows.append((kind, "run", launch))
+    with replaced(*rows):
         yield
