@@ -5,6 +5,7 @@ import contextlib
 import json
 import linecache
 import runpy
+import signal
 import sys
 import threading
 import traceback
@@ -214,12 +215,18 @@ AGAIN = 1.0  # seconds between interrupts
 
 @contextlib.contextmanager
 def _time_limit(minutes):
-    clock = _Clock(minutes)
+    clock, handler = _Clock(minutes), signal.getsignal(signal.SIGINT)
+    here = threading.current_thread() is threading.main_thread()  # others may set no handlers
+    ignored = minutes != float("inf") and not callable(handler) and here
+    if ignored:  # as by what a shell starts in its background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     clock.start()
     try:
         yield clock
     finally:
         clock.cancel()
+        if ignored:
+            signal.signal(signal.SIGINT, handler)
 
 
 def _is_json(file: Path) -> bool:

@@ -1,6 +1,7 @@
 """A script from the disk inside a simulated card."""
 
 import json
+import signal
 
 import pytest
 
@@ -149,6 +150,18 @@ def test_a_script_that_goes_on_is_stopped_at_the_limit(on, tmp_path, capsys):
     told = capsys.readouterr()
     assert "stopped after 0.02 minutes" in told.err and told.err.count("\n") == 1
     assert "1.0 MiB" in told.out
+
+
+def test_a_limit_holds_where_interrupts_are_ignored(tmp_path, capsys):
+    """A shell starts what runs in its background so, and Python then has no handler for them."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        text = f"import time\n{STEP}\ntime.sleep(30)"
+        assert run(tmp_path, text, "--limit-minutes", "0.02") == 124
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "stopped after 0.02 minutes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
