@@ -1,5 +1,6 @@
 """What is on the card and what on its host, and what CUDA's libraries take beside the tensors."""
 
+import functools
 import sys
 import threading
 from pathlib import Path
@@ -150,7 +151,7 @@ class CardTracer(Tracer):
                 self._by_hand = False
             elif self._by_hand:
                 self.end_step_by_hand()
-        elif self._by_hand is not None and func._schema.is_mutable and self._stepping is None:
+        elif self._by_hand is not None and _writes(func) and self._stepping is None:
             for tensor in _tensors(args[:1]):
                 if hasattr(tensor.untyped_storage(), "_memlab_weight"):
                     self._by_hand = True
@@ -482,6 +483,12 @@ def _refuse_two_devices(func, tensors) -> None:
 def _holds_data(tensor) -> bool:
     """Whether a tensor of this size and dtype is an ordinary one on the host."""
     return tensor.nbytes <= (SMALL if tensor.is_floating_point() else ORDINARY)
+
+
+@functools.cache
+def _writes(func) -> bool:
+    """Whether an operator changes values: `set_` only gives a tensor another storage."""
+    return func._schema.is_mutable and func._opname != "set_"
 
 
 def _tensors(values) -> list:

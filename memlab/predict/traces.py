@@ -34,7 +34,7 @@ CHECKED_PATTERNS = 4
 SHALLOW = FEWEST, (2, 3, 4)  # patterns that are recorded; the first may be another kind
 DEEP = 12  # up to so many layers the model itself is as quick, and its log tells layers apart
 MORE = 2  # times as many steps as expected say that their number follows from sizes
-KEPT = 8  # logs of a process
+KEPT, HALVES = 8, 128  # logs at full depth, and halves, of a process
 # A recipe's fields that only the passes depend on.
 OF_PASSES = ("checkpointing", "padded", "set_to_none")
 
@@ -86,7 +86,7 @@ class Traces:
             recorded = record(recipe, card, found) or (None, None)
             for key, half in zip(keys, recorded, strict=True):
                 if key not in self._known:
-                    self._known[key] = half
+                    _keep(self._known, key, half, HALVES)
                     if self._store:
                         self._store.write(key, half)
         return [self._known[key] for key in keys]
@@ -99,10 +99,14 @@ class Traces:
 
 def _kept(values: dict, key, make):
     """The value of a key, made where it is not there; the last `KEPT` stay."""
-    values[key] = values.pop(key) if key in values else make()
-    while len(values) > KEPT:
-        del values[next(iter(values))]
+    _keep(values, key, values.pop(key) if key in values else make(), KEPT)
     return values[key]
+
+
+def _keep(values: dict, key, value, most: int) -> None:
+    values[key] = value
+    while len(values) > most:
+        del values[next(iter(values))]
 
 
 @functools.cache

@@ -100,8 +100,8 @@ class Trace:
 
     def __init__(self, passed: Half, updated: Half):
         self.passed, self.updated = passed, updated
-        self._joined = functools.lru_cache(maxsize=4)(self._join)
-        self._places = functools.lru_cache(maxsize=4)(self._place)
+        self._joined = functools.lru_cache(maxsize=2)(self._join)
+        self._places = functools.lru_cache(maxsize=2)(self._place)
 
     def at(self, sizes: Mapping[str, int], depth: Depth) -> Log:
         """The log at these sizes and this depth."""
