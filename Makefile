@@ -72,6 +72,7 @@ test: lint
 lint: stripped
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/deptry memlab
 
 stripped: $(READY)
 	@$(if $(NOTEBOOKS),$(BIN)/$(STRIP) --verify $(NOTEBOOKS) || { echo "Chapters are stored without outputs: make strip"; exit 1; },:)
