@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from memlab import models
 from memlab.gpus import GPU
+from memlab.predict.changed_code import has_changed_code
 from memlab.predict.layers import FEWEST, Layers, layers_of
 from memlab.predict.run import completed, gc_frozen, log_of, shallow_log
 from memlab.predict.store import Kept, Store
@@ -53,6 +54,8 @@ class Traces:
 
     def log(self, recipe: Recipe, card: GPU) -> Log:
         """What two steps of a recipe, or a serving, do to memory on cards like this one."""
+        if has_changed_code(recipe.model, recipe.task):
+            return run_log(recipe, card)
         found = self.of(recipe, card) if isinstance(recipe, Recipe) else None
         if found is None:
             return self._run(recipe, card)
@@ -82,14 +85,17 @@ class Traces:
         for key in keys:
             if key not in self._known and self._store:
                 self._store.read_into(self._known, key)
-        if not self._known.keys() >= set(keys):
+        halves = {key: self._known[key] for key in keys if key in self._known}
+        if len(halves) < len(keys):
             recorded = record(recipe, card, found) or (None, None)
             for key, half in zip(keys, recorded, strict=True):
-                if key not in self._known:
-                    _keep(self._known, key, half, HALVES)
+                if key not in halves:
+                    halves[key] = half
                     if self._store:
                         self._store.write(key, half)
-        return [self._known[key] for key in keys]
+        for key in keys:
+            _kept(self._known, key, lambda key=key: halves[key], HALVES)
+        return [halves[key] for key in keys]
 
     def _run(self, recipe, card) -> Log:
         bare = vars(recipe) | {"model": models.config(recipe.model).to_json_string()}
@@ -97,16 +103,12 @@ class Traces:
         return _kept(self._runs, key, lambda: run_log(recipe, card))
 
 
-def _kept(values: dict, key, make):
-    """The value of a key, made where it is not there; the last `KEPT` stay."""
-    _keep(values, key, values.pop(key) if key in values else make(), KEPT)
-    return values[key]
-
-
-def _keep(values: dict, key, value, most: int) -> None:
-    values[key] = value
+def _kept(values: dict, key, make, most: int = KEPT):
+    """The value of a key, made where it is not there; the last ones stay."""
+    values[key] = values.pop(key) if key in values else make()
     while len(values) > most:
         del values[next(iter(values))]
+    return values[key]
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from transformers import CONFIG_MAPPING
 
 from memlab import Recipe, models
 from memlab.gpus import find_gpu
+from memlab.predict.changed_code import has_changed_code
 from memlab.predict.simulate import serve, serve_without_range
 from memlab.predict.store import Store
 from memlab.predict.structure import Circumstances
@@ -151,6 +152,36 @@ def test_all_micro_batches_wait_on_the_card(base):
         )
         assert by_trace.peak_allocated == run.peak_allocated
         assert by_trace.peak_reserved == run.peak_reserved
+
+
+def test_what_somebody_has_changed_in_a_model_is_run(monkeypatch):
+    from transformers.integrations import sdpa_attention
+    from transformers.models.llama import modeling_llama
+
+    assert not has_changed_code("llama-3.2-1b", "causal-lm")
+    with monkeypatch.context() as patch:
+        patch.setattr(sdpa_attention, "use_gqa_in_sdpa", lambda *tensors: False)
+        assert has_changed_code("llama-3.2-1b", "causal-lm")
+        recipe = Recipe("llama-3.2-1b", seq_len=128, attention="sdpa", precision="fp16-amp")
+        card, traces = find_gpu("T4"), Traces()
+        repeated = traces.log(recipe, card)
+    assert not are_alike(repeated, traces.log(recipe, card))
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x)
+    assert has_changed_code("llama-3.2-1b", "causal-lm")
+    assert not has_changed_code("gpt2", "causal-lm")
+
+
+@pytest.mark.parametrize("name", [n for n in models.MODELS if not n.endswith("-tiny")])
+def test_no_model_has_changed_code_by_itself(name):
+    assert not has_changed_code(name, models.default_task(name))
+
+
+def test_two_halves_are_there_however_few_are_kept(monkeypatch):
+    monkeypatch.setattr("memlab.predict.traces.HALVES", 2)
+    traces, card = Traces(), find_gpu("T4")
+    for optimizer in ("sgd", "adamw_torch", "sgd"):
+        for length in (32, 33):
+            assert traces.of(TINY.but(optimizer=optimizer, seq_len=length), card)
 
 
 # ---------------------------------------------------------------------- kept on disk
