@@ -22,9 +22,10 @@ from memlab.footprint import Category, StepTime
 from memlab.gpus import ANY_CARD, GPU, GPUS, find_gpu
 from memlab.planner.space import NF4
 from memlab.predict import closed_form_ranks
-from memlab.predict.closed_form import HEAD_SIZES, SAME_ROPE, coefficients, formula, primed, read
+from memlab.predict.closed_form import coefficients, formula, primed, read
 from memlab.predict.closed_form_serving import shares_keys
 from memlab.predict.fit import CONTEXT_MARGIN, MARGIN
+from memlab.predict.structure import HEAD_SIZES, SAME_ROPE
 from memlab.spec.recipe import COMPUTED_IN, FULLY_SHARDED, SHARDED_OPTIMIZERS, Recipe
 from memlab.trace import allocator
 

@@ -39,6 +39,7 @@ from memlab.card.step_time import PHASES, Columns, step_time
 from memlab.footprint import Category, Footprint, Phase
 from memlab.gpus import ANY_CARD, GPU, find_gpu, require_native
 from memlab.predict import closed_form_ranks
+from memlab.predict.structure import SAME_ROPE, at_widths, trained_as
 from memlab.spec.recipe import COMPUTED_IN, Recipe
 from memlab.trace.allocator import (
     LARGE_ROUND,
@@ -70,9 +71,6 @@ SYMBOLS = {
 PRIMED = {name: prime * times for name, (prime, times) in SYMBOLS.items()}
 # Not of the model: W bytes of a workspace of the card, n tensors that are trained.
 ALL_SYMBOLS = (*SYMBOLS, "W", "n")
-HEAD_SIZES = ("head_dim", "d_kv")
-# Kinds of stretched rotary positions whose tensors are those of plain ones.
-SAME_ROPE = ("default", "linear", "llama3", "yarn")
 FILE = Path(__file__).parent.parent / "data" / "coefficients.jsonl.gz"
 # On whose releases coefficients depend.
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
@@ -481,18 +479,7 @@ def read(recipe: Recipe, card: GPU = ANY_CARD) -> Case:
     named = isinstance(recipe.model, str) and recipe.model in models.MODELS
     structure, dimensions, layers, window = (_named if named else _structure)(recipe.model)
     in_pass, _ = closed_form_ranks.alone(recipe)
-    trained = {"task": recipe.task, "precision": recipe.precision, "freeze": sorted(recipe.freeze)}
-    if recipe.lora_rank:
-        targets = recipe.lora_targets
-        trained["lora"] = [
-            targets if isinstance(targets, str) else sorted(targets),
-            recipe.lora_dropout > 0,
-            recipe.lora_fp32,
-        ]
-    if recipe.base != "none":
-        trained["base"] = [recipe.base, recipe.compute_dtype, recipe.upcast]
-        if recipe.base != "int8":
-            trained["base"] += [recipe.block_size, recipe.double_quant]
+    trained = trained_as(recipe)
     passed = trained | {
         "precision": in_pass.precision,
         "checkpointing": recipe.checkpointing,
@@ -576,30 +563,9 @@ def _structure(model) -> tuple[str, dict[str, int], int, int | None]:
 
 def primed(config):
     """The config with dimensions that are distinct primes, and its real dimensions."""
-    get = functools.partial(getattr, config)
-    heads = config.num_attention_heads
-    groups = get("num_key_value_heads", None) or heads
-    size = next((get(name) for name in HEAD_SIZES if get(name, None)), None)
-    real = {"V": config.vocab_size, "g": groups, "m": heads // groups, "h": config.hidden_size}
-    real["d"] = size or config.hidden_size // heads
-    new = dict(PRIMED)
-    if groups == heads:
-        new["m"] = 1
-    if size is None:
-        new["h"] = new["g"] * new["m"] * new["d"]
-    values = {
-        "vocab_size": new["V"],
-        "hidden_size": new["h"],
-        "pooler_hidden_size": new["h"],
-        "embedding_size": new["h"],
-        "num_attention_heads": new["g"] * new["m"],
-        "num_key_value_heads": new["g"],
-        "sliding_window": 2 * new["P"],  # wider than any sequence
-    }
-    values |= dict.fromkeys(HEAD_SIZES, new["d"])
-    for name in models.WIDTHS:
-        if get(name, None):
-            real["f"], values[name] = get(name), new["f"]
-    if get("max_position_embeddings", None):
-        real["P"], values["max_position_embeddings"] = config.max_position_embeddings, new["P"]
+    values, real, _ = at_widths(config, PRIMED)
+    values["sliding_window"] = 2 * PRIMED["P"]  # wider than any sequence
+    if getattr(config, "max_position_embeddings", None):
+        real["P"] = config.max_position_embeddings
+        values["max_position_embeddings"] = PRIMED["P"]
     return models.resized(config, **values), real

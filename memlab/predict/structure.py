@@ -134,6 +134,27 @@ def structures(recipe: Recipe, card: GPU) -> Iterator[Structure]:
     yield _own(recipe, card)
 
 
+def trained_as(recipe: Recipe) -> dict:
+    """What both the passes and the updates of a recipe depend on, as plain JSON values."""
+    values = {
+        "task": recipe.task,
+        "precision": recipe.precision,
+        "freeze": sorted(map(str, recipe.freeze)),
+    }
+    if recipe.lora_rank:
+        targets = recipe.lora_targets
+        values["lora"] = [
+            targets if isinstance(targets, str) else sorted(targets),
+            recipe.lora_dropout > 0,
+            recipe.lora_fp32,
+        ]
+    if recipe.base != "none":
+        values["base"] = [recipe.base, recipe.compute_dtype, recipe.upcast]
+        if recipe.base != "int8":
+            values["base"] += [recipe.block_size, recipe.double_quant]
+    return values
+
+
 def has_fused_products(recipe: Recipe, card: GPU) -> bool:
     """Whether bitsandbytes multiplies so few tokens with a 4-bit weight without writing it out.
 
@@ -207,13 +228,26 @@ def _usual(model) -> Structure | None:
 
 def _at_chosen_widths(config):
     """The config with `WIDTHS`, and symbol -> (chosen, own)."""
+    values, own, new = at_widths(config, WIDTHS)
+    if new["h"] != WIDTHS["h"]:
+        del own["h"]  # it is g * m * d
+    return models.resized(config, **values), {
+        name: (new[name], value) for name, value in own.items() if new[name] > 1
+    }
+
+
+def at_widths(config, chosen: dict[str, int]) -> tuple[dict, dict[str, int], dict[str, int]]:
+    """(what a config with these widths has, symbol -> its own width, symbol -> the chosen one).
+
+    m is 1 where each head has keys of its own, and h is g * m * d where heads have no size.
+    """
     get = functools.partial(getattr, config)
     heads = config.num_attention_heads
     groups = get("num_key_value_heads", None) or heads
     size = next((get(name) for name in HEAD_SIZES if get(name, None)), None)
     own = {"V": config.vocab_size, "g": groups, "m": heads // groups, "h": config.hidden_size}
     own["d"] = size or config.hidden_size // heads
-    new = dict(WIDTHS)
+    new = dict(chosen)
     if groups == heads:
         new["m"] = 1
     if size is None:
@@ -230,11 +264,7 @@ def _at_chosen_widths(config):
     for name in models.WIDTHS:
         if get(name, None):
             own["f"], values[name] = get(name), new["f"]
-    if size is None:
-        del own["h"]  # it is g * m * d
-    return models.resized(config, **values), {
-        name: (new[name], value) for name, value in own.items() if new[name] > 1
-    }
+    return values, own, new
 
 
 def _attention(recipe: Recipe, usual: Structure, card: GPU) -> str:

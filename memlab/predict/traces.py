@@ -18,7 +18,13 @@ from memlab.predict.changed_code import has_changed_code
 from memlab.predict.layers import FEWEST, Layers, layers_of
 from memlab.predict.run import completed, gc_frozen, log_of, shallow_log
 from memlab.predict.store import Kept, Store
-from memlab.predict.structure import Circumstances, Structure, has_fused_products, structures
+from memlab.predict.structure import (
+    Circumstances,
+    Structure,
+    has_fused_products,
+    structures,
+    trained_as,
+)
 from memlab.spec.recipe import Recipe
 from memlab.trace.events import Alloc, Free
 from memlab.trace.layered import LayeredLog
@@ -156,24 +162,9 @@ def _stretched(recipe: Recipe, card: GPU, loop) -> Log | None:
 
 def keys_of(recipe: Recipe, found: Structure) -> tuple[str, str]:
     """What the passes, and what the updates, of a recipe depend on."""
-    both = {
-        "task": recipe.task,
-        "precision": recipe.precision,
-        "freeze": sorted(map(str, recipe.freeze)),
-    }
+    both = trained_as(recipe)
     if recipe.ranks > 1:
         both |= {"ranks": recipe.ranks, "sharding": recipe.sharding}
-    if recipe.lora_rank:
-        targets = recipe.lora_targets
-        both["lora"] = [
-            targets if isinstance(targets, str) else sorted(targets),
-            recipe.lora_dropout > 0,
-            recipe.lora_fp32,
-        ]
-    if recipe.base != "none":
-        both["base"] = [recipe.base, recipe.compute_dtype, recipe.upcast]
-        if recipe.base != "int8":
-            both["base"] += [recipe.block_size, recipe.double_quant]
     passed = both | {name: getattr(recipe, name) for name in OF_PASSES}
     passed["around"] = Circumstances.of(recipe)
     updated = both | {"optimizer": recipe.optimizer, "clipped": recipe.max_grad_norm > 0}
