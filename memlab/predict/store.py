@@ -111,6 +111,7 @@ def _values(kept: Kept) -> dict:
     return {
         "sizes": half.symbols and half.symbols.sizes,
         "batches": half.batches,
+        "workspace": half.workspace,
         "layers": kept.layers and asdict(kept.layers),
         "kinds": kinds,
         "order": _packed(half.log.order),
@@ -148,7 +149,7 @@ def _kept(values: dict) -> Kept:
         tuple(values["assumptions"]),
     )
     layers = values["layers"] and Layers(**values["layers"])
-    return Kept(Half(log, values["sizes"], values["batches"]), layers)
+    return Kept(Half(log, values["sizes"], values["batches"], values["workspace"]), layers)
 
 
 def _step(name: str, rest: list, kinds: list[TraceEvent]) -> TraceEvent:

@@ -153,7 +153,7 @@ def _stretched(recipe: Recipe, card: GPU, loop) -> Log | None:
         return None  # said at full depth, about the model that was asked for
     if not halves:
         return None
-    trace = Trace(*(Half(one, None, batches) for one in halves))
+    trace = Trace(*(Half(one, None, batches, card.workspace) for one in halves))
     if not are_alike(trace.at({}, Depth(CHECKED_PATTERNS, batches)), of_check):
         return None
     patterns = layers.patterns(models.config(recipe.model).num_hidden_layers)
@@ -184,7 +184,6 @@ def _recorded(recipe: Recipe, card: GPU, found: Structure) -> tuple[Kept, Kept] 
     around = Circumstances.of(recipe)
     import_libraries(recipe)
     primed, sizes = found.chosen(recipe, around)
-    sizes["W"] = card.workspace
     layers, check = layers_of(primed), _to_check(recipe, around)
     halves = None
     if layers:
@@ -198,7 +197,7 @@ def _recorded(recipe: Recipe, card: GPU, found: Structure) -> tuple[Kept, Kept] 
         layers, patterns, of_check = None, 1, log_of(check, gpu=card, numbered=True)
         log = log_of(primed, gpu=card, numbered=True, most=MORE * len(of_check.steps))
         halves = [LayeredLog.of([half], 1) for half in log.halves()]
-    halves = [Half(one, sizes, around.batches) for one in halves]
+    halves = [Half(one, sizes, around.batches, card.workspace) for one in halves]
     checked = found.sizes(check) | {"W": card.workspace}
     if not are_alike(Trace(*halves).at(checked, Depth(patterns, around.batches)), of_check):
         return None

@@ -1,8 +1,7 @@
 """One trace for all sizes: what a training does to memory, with sizes as symbols.
 
 A `Trace` holds the log of a training at sizes that can be told apart (`memlab.trace.symbols`). `at`
-puts other sizes in, in milliseconds, and an allocator serves the log like any other. `level` is how
-many bytes it has allocated, event by event, without an allocator.
+puts other sizes in, in milliseconds, and an allocator serves the log like any other.
 """
 
 from __future__ import annotations
@@ -13,13 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-
 from memlab.footprint import Category
 from memlab.trace.events import Alloc, Free, Marker, TraceEvent
 from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Event, Log, named, trained
-from memlab.trace.symbols import Symbols, factors_of
+from memlab.trace.symbols import Symbols, Term, factors_of
 
 # What has the sizes of weights, whatever the batch.
 OF_MODEL = {Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES}
@@ -29,12 +26,14 @@ class Half:
     """The passes or the updates of a training, for all sizes and depths.
 
     log: at `sizes`, the chosen values of the symbols; None if it is of its own sizes only. batches:
-    its micro-batches in a step.
+    its micro-batches in a step. workspace: bytes of the card's on which it was recorded.
     """
 
-    def __init__(self, log: LayeredLog, sizes: Mapping[str, int] | None, batches: int):
-        self.log, self.batches = log, batches
-        self.symbols = sizes and Symbols(sizes)
+    def __init__(
+        self, log: LayeredLog, sizes: Mapping[str, int] | None, batches: int, workspace: int
+    ):
+        self.log, self.batches, self.workspace = log, batches, workspace
+        self.symbols = Symbols(sizes) if sizes else None
 
     def number(self, sizes: Mapping[str, int]):
         """The function from a number at the chosen sizes to the one at others."""
@@ -47,17 +46,25 @@ class Half:
 
         return number
 
-    def bytes_at(self, number, norms: int) -> list[int]:
+    def term(self, birth: Alloc) -> Term:
+        """The bytes of what is born, in symbols; `W` is a workspace, `n` the tensors that train."""
+        if birth.nbytes < 0:
+            return Term(-birth.nbytes, 1, (("n", 1),))
+        if birth.category == Category.WORKSPACES:
+            is_of_card = birth.nbytes == self.workspace
+            return Term(1, 1, (("W", 1),)) if is_of_card else Term(birth.nbytes, 1, ())
+        if not self.symbols:
+            return Term(birth.nbytes, 1, ())
+        return self.symbols.term(birth.nbytes, of_model=birth.category in OF_MODEL)
+
+    def bytes_at(self, sizes: Mapping[str, int], norms: int) -> list[int]:
         """The bytes of each kind of step that is a birth, else 0. norms: tensors that train."""
-        found = []
-        for kind in self.log.kinds:
-            nbytes = kind.nbytes if type(kind) is Alloc else 0
-            if nbytes < 0:
-                nbytes = -nbytes * norms
-            elif nbytes and kind.category != Category.WORKSPACES:
-                nbytes = number(nbytes, kind.item, of_model=kind.category in OF_MODEL)
-            found.append(nbytes)
-        return found
+        chosen = self.symbols.sizes if self.symbols else {"s": 1}
+        factors = factors_of({"W": self.workspace} | chosen | dict(sizes)) | {"n": norms}
+        return [
+            self.term(kind).at(factors, kind.item) if type(kind) is Alloc else 0
+            for kind in self.log.kinds
+        ]
 
     def steps(self, patterns: int, batches: int) -> list[tuple[object, int]]:
         """(name of the storage, place of the kind) of every step; None for what is no storage."""
@@ -101,7 +108,6 @@ class Trace:
     def __init__(self, passed: Half, updated: Half):
         self.passed, self.updated = passed, updated
         self._joined = functools.lru_cache(maxsize=2)(self._join)
-        self._places = functools.lru_cache(maxsize=2)(self._place)
 
     def at(self, sizes: Mapping[str, int], depth: Depth) -> Log:
         """The log at these sizes and this depth."""
@@ -115,7 +121,7 @@ class Trace:
         for half, number in zip(halves, numbers, strict=True):
             for one, times in half.log.counted(half.log.work, depth.patterns).items():
                 work[one.sized(number)] += times
-            nbytes = half.bytes_at(number, trained(weights))
+            nbytes = half.bytes_at(sizes, trained(weights))
             kinds += [
                 kind._replace(nbytes=n) if n else kind
                 for kind, n in zip(half.log.kinds, nbytes, strict=True)
@@ -138,38 +144,6 @@ class Trace:
             if self.passed.log.kinds[kind] is Marker.UPDATE:
                 joined += next(waiting)
         return joined
-
-    def level(self, sizes: Mapping[str, int], depth: Depth, block) -> np.ndarray:
-        """Bytes after each event of the second step, each storage a `block` of its bytes."""
-        counted = self.passed.log.counted(self.passed.log.weights, depth.patterns)
-        nbytes = [
-            n
-            for half in (self.passed, self.updated)
-            for n in half.bytes_at(half.number(sizes), trained(counted))
-        ]
-        places, signs, start = self._places(depth)
-        blocks = block(np.array(nbytes))
-        return (signs * blocks[places]).cumsum()[start:]
-
-    def _place(self, depth: Depth) -> tuple[np.ndarray, np.ndarray, int]:
-        """Of each birth and death: whose kind's bytes come or go, 1 or -1; the second step."""
-        kinds = self.passed.log.kinds + self.updated.log.kinds
-        shift = len(self.passed.log.kinds)
-        births = {}
-        for part, (offset, log) in enumerate(((0, self.passed.log), (shift, self.updated.log))):
-            for i, kind in enumerate(log.kinds):
-                births[part, kind] = offset + i
-        whose = np.zeros(len(kinds), int)
-        sign = np.zeros(len(kinds), int)
-        for i, kind in enumerate(kinds):
-            if type(kind) is Alloc:
-                whose[i], sign[i] = i, 1
-            elif type(kind) is Free:
-                whose[i], sign[i] = births[int(i >= shift), kind.birth], -1
-        order = np.array([kind for _, kind in self._joined(depth)])
-        reset = kinds.index(Marker.RESET)
-        start = int(np.flatnonzero(order == reset)[-1])
-        return whose[order], sign[order], start
 
 
 @dataclass(frozen=True)

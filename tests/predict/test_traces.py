@@ -57,6 +57,14 @@ def test_every_size_is_as_run(recipe, gpu):
         as_run(sized, card, traces)
 
 
+def test_a_trace_has_the_workspaces_of_the_card_that_is_asked_for():
+    """An H100 runs what an A100 runs, with a cuBLAS workspace of 32 MiB in place of 8."""
+    model = models.with_layers(models.resized(models.config(TINY.model), num_attention_heads=2), 4)
+    traces, recipe = Traces(), Recipe(model, seq_len=16, attention="sdpa")
+    for gpu in ("A100-80GB", "H100", "L4"):
+        as_run(recipe, find_gpu(gpu), traces)
+
+
 def test_a_base_in_4_bits():
     recipe = LLAMA.but(precision="bf16-amp", lora_rank=4, base="nf4", double_quant=True)
     card = find_gpu("L4")
