@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from memlab.footprint import Category
-from memlab.trace.events import Alloc, Free, Marker, TraceEvent
+from memlab.trace.events import Alloc, Marker, TraceEvent
 from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Event, Log, named, trained
 from memlab.trace.symbols import Symbols, Term, factors_of
