@@ -19,8 +19,8 @@ from formula import computes
 from memlab import Recipe, fits, formula, models
 from memlab.book.calculator import CHOICES, NAMES, TRAINED
 from memlab.gpus import GPUS, find_gpu
-from memlab.predict.closed_form import known, read
 from memlab.predict.fit import room
+from memlab.predict.formula import is_kept
 from memlab.predict.simulate import full_log, peak_reserved_of
 
 VERDICTS = ("fits", "may fit", "does not fit")
@@ -55,7 +55,7 @@ def border(seed: int, cards=()) -> tuple[Recipe, str]:
         values["seq_len"] = min(values["seq_len"], window or longest)
         end = min(end, window or end) if field == "seq_len" else end
         recipe, card = Recipe(model, **values), find_gpu(gpu)
-        if not computes(card, recipe) or not known(read(recipe, card)):
+        if not computes(card, recipe) or not is_kept(recipe, card):
             continue
 
         def of(size, recipe=recipe, field=field):

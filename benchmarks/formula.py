@@ -1,9 +1,9 @@
-"""How far is the closed form from the simulation, and how long does it take?
+"""How far is the formula from the simulation, and how long does it take?
 
-Goes through seeded random recipes of every family that has coefficients, on cards with flash
-attention and without. Prints the error of peak allocated and of the estimated seconds: median, 95th
-percentile, worst; how often the range of reserved holds, and by how much it is missed; and how
-often a training runs on the smallest card that the calculator says it fits.
+Goes through seeded random recipes of every family whose traces came with memlab, on cards with
+flash attention and without. Prints the error of peak allocated and of the estimated seconds:
+median, 95th percentile, worst; how often the range of reserved holds, and by how much it is missed;
+and how often a training runs on the smallest card that the calculator says it fits.
 """
 
 import math
@@ -15,8 +15,8 @@ from dataclasses import replace
 import numpy as np
 
 from memlab import Recipe, find_gpu, formula, models
-from memlab.predict.closed_form import known, read
 from memlab.predict.fit import CONTEXT_MARGIN, MARGIN
+from memlab.predict.formula import is_kept
 from memlab.predict.simulate import full_log, peak_reserved_of, serve_without_range
 
 NAMES = (
@@ -55,7 +55,7 @@ def recipes(number: int, seed: int = 0):
             **way,
         )
         card = find_gpu(draw.choice(CARDS)).without_limit()
-        if computes(card, recipe) and known(read(recipe, card)):
+        if computes(card, recipe) and is_kept(recipe, card):
             number -= 1
             yield recipe, card
 

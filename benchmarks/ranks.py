@@ -1,4 +1,4 @@
-"""How far is the closed form of several ranks from the simulation?
+"""How far is the formula of several ranks from the simulation?
 
 Goes through seeded random recipes of three families, ranks 2 to 64, all four ways to share, on
 cards with flash attention and without. Prints the error of peak allocated, of the estimated seconds
@@ -15,8 +15,8 @@ import numpy as np
 from formula import CARDS, computes, runs_where_it_fits
 
 from memlab import Recipe, find_gpu, formula
-from memlab.predict.closed_form import known, read
-from memlab.predict.closed_form_ranks import ERRORS
+from memlab.predict.formula import is_kept
+from memlab.predict.formula_ranks import ERRORS
 from memlab.predict.simulate import full_log, serve_without_range
 
 MODELS = (
@@ -51,7 +51,7 @@ def recipes(number: int = ASKED, seed: int = 0):
             **way,
         )
         card = find_gpu(draw.choice(CARDS)).without_limit()
-        if computes(card, recipe) and known(read(recipe, card)):
+        if computes(card, recipe) and is_kept(recipe, card):
             ranks = draw.choice((2, 4, 8, 16, 32, 64))
             yield recipe.but(ranks=ranks, sharding=SHARDINGS[found % len(SHARDINGS)]), card
             found += 1

@@ -2,8 +2,8 @@
 
     python benchmarks/serving.py [questions] [first seed]
 
-A question is a model, a format, a card and lengths for which the closed form
-(`memlab.predict.closed_form_serving`) has a border: the largest batch, or the longest prompt, that
+A question is a model, a format, a card and lengths for which the formula
+(`memlab.predict.formula_serving`) has a border: the largest batch, or the longest prompt, that
 it says fits, and the first that it says does not.
 Both are simulated. A "fits" that is not so is an error; a "does not fit" that would have fitted is
 the price of care, and counted. Each answer is printed as a line, in 3 seconds or so. Half of the
@@ -18,7 +18,7 @@ from bisect import bisect
 from memlab import fits
 from memlab.book.serving_calculator import NAMES
 from memlab.gpus import GPUS
-from memlab.predict.closed_form_serving import BYTES, judged, shape
+from memlab.predict.formula_serving import BYTES, judged, shape
 from memlab.spec.serving import Serving
 
 OLD = ("T4", "V100")

@@ -7,6 +7,7 @@ config.json with seeded random weights. Each name has a tiny twin, `<name>-tiny`
 
 import copy
 import difflib
+import functools
 import json
 import re
 import socket
@@ -66,11 +67,8 @@ def published(model) -> PretrainedConfig:
     if isinstance(model, dict):
         return _from_values(model, "model")
     name = catalogued(model)
-    if name in _PUBLISHED:
-        fields = copy.deepcopy(_PUBLISHED[name])
-        return CONFIG_MAPPING[fields.pop("model_type")](**fields)
     if name in MODELS:
-        return twin(name.removesuffix("-tiny"))
+        return _of_catalogue(name)
     if Path(name).exists() or name.endswith(".json"):
         return _read_file(Path(name))
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
@@ -82,6 +80,14 @@ def published(model) -> PretrainedConfig:
         "<name>-tiny), or a config.json, a folder that save_pretrained wrote, or a hub name like "
         "org/name"
     )
+
+
+@functools.cache
+def _of_catalogue(name: str) -> PretrainedConfig:
+    if name not in _PUBLISHED:
+        return twin(name.removesuffix("-tiny"))
+    fields = copy.deepcopy(_PUBLISHED[name])
+    return CONFIG_MAPPING[fields.pop("model_type")](**fields)
 
 
 def catalogued(model):
@@ -324,20 +330,6 @@ def max_length(model) -> int | None:
     if longest is not None and values.model_type in ("roberta", "xlm-roberta", "camembert"):
         longest -= values.pad_token_id + 1  # positions are counted from the padding index on
     return longest
-
-
-def unlike_a_formula(values: PretrainedConfig) -> str:
-    """Why a config's sizes are not those that `memlab.formula` knows; empty where they are."""
-    if values.is_heterogeneous:
-        return "its layers have sizes of their own"
-    if getattr(values, "num_attention_heads", None) is None:
-        return "it has no heads of attention"
-    if getattr(values, "num_kv_shared_layers", None):
-        return "some of its layers take the keys and values of others"
-    narrow = getattr(values, "embedding_size", None) or values.hidden_size
-    if narrow != values.hidden_size:
-        return f"its embeddings have {narrow} numbers a token and its layers {values.hidden_size}"
-    return ""
 
 
 def has_experts(model) -> bool:

@@ -37,7 +37,7 @@ def a_comparison(predicted, recorded, **changes) -> Comparison:
 
 
 def assert_close(recipe, card=None):
-    """The closed form says of a recipe what the simulation says."""
+    """The formula says of a recipe what the simulation says."""
     quick, whole = formula(recipe, card), simulate(recipe, card)
     assert quick.peak_allocated == pytest.approx(whole.peak_allocated, rel=0.01)
     assert quick.peak_reserved is quick.device_used is None

@@ -292,7 +292,7 @@ ROOMS = {
         "memlab.trace",
         "memlab.card",
         "memlab.predict.fit",
-        "memlab.predict.closed_form_ranks",
+        "memlab.predict.formula_ranks",
     },
 }
 

@@ -1,4 +1,4 @@
-"""The calculator: a training on a card, by memlab's closed form, evaluated in the page."""
+"""The calculator: a training on a card, by memlab's formula, evaluated in the page."""
 
 import base64
 import dataclasses
@@ -11,6 +11,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from memlab import models
+from memlab.book.packed_tables import PackedTables
 from memlab.book.panel import Panel
 from memlab.book.panel import read as read_file
 from memlab.book.show import COLOURS
@@ -21,15 +22,19 @@ from memlab.fields import one_of
 from memlab.footprint import Category, StepTime
 from memlab.gpus import ANY_CARD, GPU, GPUS, find_gpu
 from memlab.planner.space import NF4
-from memlab.predict import closed_form_ranks
-from memlab.predict.closed_form import coefficients, formula, primed, read
-from memlab.predict.closed_form_serving import shares_keys
+from memlab.predict import formula_ranks
 from memlab.predict.fit import CONTEXT_MARGIN, MARGIN
-from memlab.predict.structure import HEAD_SIZES, SAME_ROPE
+from memlab.predict.formula import is_kept
+from memlab.predict.formula_serving import shares_keys
+from memlab.predict.run import refuse_format
+from memlab.predict.shipped import Shipped
+from memlab.predict.structure import HEAD_SIZES, SAME_ROPE, Structure, structures
+from memlab.predict.traces import keys_of, usual_sizes
 from memlab.spec.recipe import COMPUTED_IN, FULLY_SHARDED, SHARDED_OPTIMIZERS, Recipe
 from memlab.trace import allocator
+from memlab.trace.symbols import ROUNDED
 
-# What can be chosen: that of which coefficients are kept (tools/derive_coefficients.py).
+# What can be chosen: that of which traces are kept (tools/record_traces.py).
 CHOICES = {
     "precision": ("fp32", "fp16-amp", "bf16-amp", "bf16"),
     "optimizer": (
@@ -56,7 +61,7 @@ TRAINED = {
 PARTS = "freeze lora_rank lora_targets lora_dropout lora_fp32 base block_size double_quant"
 PARTS = (*PARTS.split(), "compute_dtype", "upcast")
 PLAIN = {one.name: one.default for one in dataclasses.fields(Recipe) if one.name in PARTS}
-# Models that have coefficients in hardly any way are left out.
+# Models that have traces in hardly any way are left out.
 FEW_WAYS = ("deberta-v3-base", "mixtral-8x7b")
 NAMES = [name for name in models.MODELS if not name.endswith("-tiny") and name not in FEW_WAYS]
 NUMBERS = ("batch_size", "seq_len", "accumulation", "lora_rank")
@@ -97,11 +102,11 @@ class Calculator(Panel):
 
     recipe: what it shows first, of a named model. fields: the switches that the page has, of
     `SWITCHES`; the rest is as in the recipe. gpu: the card. Without a recipe it has all switches,
-    models of every structure with coefficients, every card, and more to read.
+    models of every structure with kept traces, every card, and more to read.
 
-    The coefficients that the switches need are in the page, and its script does what
-    `memlab.formula` does. Raises ValueError for an unknown switch, model or card, for a recipe
-    outside the closed form's domain, and for one without coefficients.
+    The moments of the traces that the switches need are in the page, and its script does what
+    `memlab.formula` does. Raises ValueError for an unknown switch, model or card, for a number
+    format that the card does not have, and for a recipe of which no trace is kept.
     """
 
     kind = "calculator"
@@ -114,7 +119,9 @@ class Calculator(Panel):
         self.whole, self.recipe, self.card = recipe is None, recipe or START, find_gpu(gpu)
         self.fields = tuple(one_of("switch", name, SWITCHES) for name in fields or SWITCHES)
         one_of("model", self.recipe.model, NAMES)
-        formula(self.recipe, self.card)
+        refuse_format(self.recipe, self.card)
+        if not is_kept(self.recipe, self.card):
+            raise ValueError(f"no trace is kept of {self.recipe} on {self.card.name}: simulate it")
         own = {name: getattr(self.recipe, name) for name in PLAIN}
         if own["compute_dtype"] == COMPUTED_IN[self.recipe.precision]:
             own["compute_dtype"] = None  # it goes with the precision
@@ -138,34 +145,35 @@ class Calculator(Panel):
         return {"packed": base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()}
 
     def known(self) -> dict:
-        """All that the script is given: constants, choices, models, cards, and the coefficients."""
-        pack, structures, offered, families = _Pack(), {}, {}, {}
+        """All that the script is given: constants, choices, models, cards, and the moments."""
+        pack, described, offered, families = PackedTables(), {}, {}, {}
         cards, classes = [*self._cards(), ANY_CARD], {}
         for card in cards:
             classes.setdefault(routes_of(card), card)
         keys = functools.cache(self._keys)
         for model in NAMES if "model" in self.fields else [self.recipe.model]:
-            text, settings = _structure(model)
-            if text not in structures:
-                said = _described(model, settings)
+            structure = _structure(model)
+            text = structure.key
+            if text not in described:
+                said = _described(models.config(model), structure)
                 of = models.default_task(model), said["grouped"]
                 passes, updates = zip(*(keys(*of, card) for card in classes.values()), strict=True)
-                structures[text] = said | {
+                described[text] = said | {
                     "passes": [[pack.place(text + way) for way in ways] for ways in passes],
                     "updates": [pack.place(text + way) for way in updates[0]],
                 }
-            case = read(Recipe(model, seq_len=1))
+            sizes = structure.sizes(Recipe(model, seq_len=1))
             offered[model] = {
-                "structure": list(structures).index(text),
-                "dimensions": {n: case.dimensions[n] for n in case.dimensions if n not in "bsr"},
-                "layers": case.layers,
+                "structure": list(described).index(text),
+                "dimensions": {name: n for name, n in sizes.items() if name not in "bsr"},
+                "layers": models.config(model).num_hidden_layers,
                 "longest": models.max_length(model),
                 "window": getattr(models.config(model), "sliding_window", None),
                 "hub": models.MODELS[model],
                 "auto": AUTO[models.default_task(model)],
             }
             if self.whole:
-                families[settings["model_type"]] = family(settings["model_type"])
+                families[_model_type(structure)] = family(_model_type(structure))
         return {
             "start": {
                 "model": self.recipe.model,
@@ -191,9 +199,9 @@ class Calculator(Panel):
                 known_card(card) | {"attention": list(classes).index(routes_of(card))}
                 for card in cards
             ],
-            "structures": list(structures.values()),
+            "structures": list(described.values()),
             "families": families,
-            "versions": coefficients()["versions"],
+            "versions": Shipped.of_memlab().versions,
             **_constants(),
             **pack.known(),
         }
@@ -212,114 +220,44 @@ class Calculator(Panel):
             for name in NAMES
             if models.default_task(name) == task and _grouped(models.config(name)) == grouped
         )
-        structure, _ = _structure(model)
 
         def cases(names, **more):
             choices = {name: self.choices[name] for name in names} | more
             for values in itertools.product(*choices.values()):
-                yield read(self._recipe(model, **dict(zip(choices, values, strict=True))), card)
+                recipe = self._recipe(model, **dict(zip(choices, values, strict=True)))
+                both = next(structures(recipe, card, roughly=True))
+                yield [key.removeprefix(both[0].key) for key in keys_of(recipe, *both)]
 
-        passes = [case.pass_key for case in cases(WAYS["pass"], accumulation=(1, 2))]
-        updates = [case.update_key for case in cases(WAYS["update"])]
-        return tuple([key.removeprefix(structure) for key in found] for found in (passes, updates))
+        passes = [passed for passed, _ in cases(WAYS["pass"], accumulation=(1, 2))]
+        return passes, [updated for _, updated in cases(WAYS["update"])]
 
     def _recipe(self, model, trained, **changes) -> Recipe:
-        """A recipe of another model, of the least length, for one way of training."""
+        """A recipe of another model, of the usual sizes, for one way of training."""
         values = {one.name: getattr(self.recipe, one.name) for one in dataclasses.fields(Recipe)}
         values |= {"model": model, "task": None, "seq_len": 1, "ranks": 1, "sharding": "ddp"}
         values |= PLAIN | self.trained[trained]
-        return Recipe(**values | changes)
+        return usual_sizes(Recipe(**values | changes))
 
     def __repr__(self) -> str:
         return f"Calculator of {', '.join(self.fields)}"
 
 
-class _Pack:
-    """Coefficients of what is asked for, with halves, operators and terms numbered anew.
-
-    Neighbours have much in common: columns are kept together, and differences in place of numbers,
-    which gzip makes a third as large.
-    """
-
-    def __init__(self):
-        self.places, self.operators, self.terms = {}, {}, {}
-        self.columns = {name: [] for name in ("tensors", "beside", "moments", "work", "parameters")}
-
-    def place(self, key: str) -> int | None:
-        """The number of a half; None where it is not known."""
-        half = coefficients()["halves"].get(key)
-        if half and key not in self.places:
-            self.places[key] = len(self.places)
-            self._add(half)
-        return self.places.get(key)
-
-    def _add(self, half) -> None:
-        categories = list(Category)
-        moments, before = [], {}
-        for one in half["moments"]:
-            now = {tensor: (once, each) for tensor, once, each in one["counts"]}
-            changes = []
-            for tensor in before.keys() | now.keys():
-                old, new = before.get(tensor, (0, 0)), now.get(tensor, (0, 0))
-                if old != new:
-                    changes.append((tensor, new[0] - old[0], new[1] - old[1]))
-            moments.append([_phase(one["phase"]), *_flat(changes)])
-            before = now
-        for name, column in {
-            "tensors": [[categories.index(name), self._term(t)] for name, t in half["tensors"]],
-            "beside": _flat(half["left"] if "left" in half else half["states"]),
-            "moments": moments,
-            "work": _flat([self._operator(one), *one["counts"]] for one in half["work"]),
-            "parameters": [[self._term(t), *rest] for t, *rest in half["parameters"]],
-        }.items():
-            self.columns[name].append(column)
-
-    def _operator(self, one) -> int:
-        row = (
-            one["dtype"],
-            self._term(one["flops"]),
-            tuple(map(self._term, one["result"])),
-            tuple(map(self._term, one["moved"])),
-            one["lists"],
-            self._term(one["elements"]),
-            _phase(one["phase"]),
-            int(one["recomputed"]),
-        )
-        return self.operators.setdefault(row, len(self.operators))
-
-    def _term(self, term: int) -> int:
-        return self.terms.setdefault(term, len(self.terms)) if term >= 0 else term
-
-    def known(self) -> dict:
-        terms = [coefficients()["terms"][term] for term in self.terms]
-        return {"terms": terms, "operators": list(self.operators), "halves": self.columns}
+def _structure(model) -> Structure:
+    """What is special about a model."""
+    return next(structures(Recipe(model, seq_len=1), ANY_CARD, roughly=True))[0]
 
 
-def _flat(rows) -> list[int]:
-    """Rows as one list, sorted; each begins with the distance from the one before."""
-    flat, place = [], 0
-    for first, *rest in sorted(rows):
-        flat += [first - place, *rest]
-        place = first
-    return flat
+def _model_type(structure: Structure) -> str:
+    """The model_type of a structure."""
+    return json.loads(structure.key)["model_type"]
 
 
-def _phase(name: str) -> int:
-    return step_time.PHASES.index(name)
-
-
-def _structure(model) -> tuple[str, dict]:
-    """What is special about a model, as the coefficients' keys begin, and as values."""
-    text = read(Recipe(model, seq_len=1)).pass_key
-    settings, end = json.JSONDecoder().raw_decode(text)
-    return text[:end], settings
-
-
-def _described(model, settings) -> dict:
+def _described(config, structure: Structure) -> dict:
     """What the script compares a config with: settings, and the names of those that are sizes."""
-    config = models.config(model)
-    prime, _ = primed(config)
-    sizes = [name for name in settings if getattr(config, name) != getattr(prime, name)]
+    settings = json.loads(structure.key)
+    sizes = ["max_position_embeddings", "sliding_window"]
+    sizes += [n for n in settings if getattr(config, n) != getattr(structure.config, n)]
+    sizes = [name for name in dict.fromkeys(sizes) if settings.get(name)]
     return {
         "model_type": settings["model_type"],
         "sizes": sizes,
@@ -331,7 +269,7 @@ def _described(model, settings) -> dict:
 
 def _grouped(config) -> bool:
     """Whether query heads share keys."""
-    return primed(config)[1]["m"] > 1
+    return "m" in _structure(config).widths
 
 
 def family(model_type: str) -> dict:
@@ -339,7 +277,7 @@ def family(model_type: str) -> dict:
     kind = CONFIG_MAPPING[model_type]
     plain = {one.name: one.default for one in dataclasses.fields(kind)}
     values = {n: v for n, v in plain.items() if v is None or isinstance(v, (bool, int, str))}
-    settings = _described(kind(), _structure(kind())[1])["settings"]
+    settings = _described(kind(), _structure(kind()))["settings"]
     return {"aliases": kind.attribute_map, "defaults": values | settings}
 
 
@@ -396,9 +334,9 @@ def longest_head(capability: tuple[int, int]) -> int:
 def _constants() -> dict:
     """What the script shares with memlab's modules."""
     rules = {name: getattr(op_cost, name) for name in ("BLOCKS_OF_LAUNCH", "ELEMENTS_OF_BLOCK")}
-    rules |= RULES | {"SHALLOW": closed_form_ranks.LAYERS}
     return {
-        "rules": rules,
+        "rules": rules | RULES,
+        "rounded": ROUNDED,
         "tiles": op_cost.TILES | {"": op_cost.TENSOR_CORE_TILE},
         "tensors_of_launch": [1, *op_cost.TENSORS_OF_LAUNCH.values()],
         "reaches": {
@@ -417,5 +355,5 @@ def _constants() -> dict:
         "computed_in": COMPUTED_IN,
         "fully_sharded": FULLY_SHARDED,
         "sharded_optimizers": SHARDED_OPTIMIZERS,
-        "errors": json.loads(closed_form_ranks.ERRORS.read_text()),
+        "errors": json.loads(formula_ranks.ERRORS.read_text()),
     }

@@ -9,7 +9,7 @@ from memlab.book.panel import read as read_file
 from memlab.book.show import SERVING_COLOURS
 from memlab.fields import one_of
 from memlab.gpus import ANY_CARD, GPUS, find_gpu
-from memlab.predict.closed_form_serving import BYTES, TYPES, serving_formula, shape
+from memlab.predict.formula_serving import BYTES, TYPES, serving_formula, shape
 from memlab.spec.serving import Serving
 
 NAMES = [
@@ -28,7 +28,7 @@ class ServingCalculator(Panel):
     of GiB.
 
     serving: what it shows first, of a named model. gpu: the card. The page does what
-    `memlab.predict.closed_form_serving` does. Raises ValueError for an unknown card, for a model
+    `memlab.predict.formula_serving` does. Raises ValueError for an unknown card, for a model
     without a form and for a serving outside the form's domain.
     """
 

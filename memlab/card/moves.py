@@ -23,7 +23,7 @@ from memlab.card.placement import (
 )
 from memlab.card.tracer import Call
 from memlab.trace.patches import replaced
-from memlab.trace.tracer import is_wrapper_subclass
+from memlab.trace.tensors import is_wrapper_subclass
 
 # The module: the name torch.optim.optimizer is taken away from the package after its import.
 optimizers = importlib.import_module("torch.optim.optimizer")

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.trace.patches import replaced
-from memlab.trace.tracer import inner_tensors, is_wrapper_subclass
+from memlab.trace.tensors import inner_tensors, is_wrapper_subclass
 
 
 class NotSimulated(ValueError):

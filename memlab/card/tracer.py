@@ -19,12 +19,12 @@ from memlab.card import constants, dynamic_shapes
 from memlab.card.kernels import pytorch
 from memlab.card.kernels.rules import RULES
 from memlab.card.memory import CardMemory
+from memlab.card.on_host import OnHost, refuse_two_devices
 from memlab.card.op_cost import WorkLog
 from memlab.card.placement import (
     NotSimulated,
     is_cuda_device,
     is_on_host,
-    mark_owned,
     on_card,
     place_on_cpu,
 )
@@ -33,13 +33,11 @@ from memlab.footprint import Category, Phase
 from memlab.gpus import GPU
 from memlab.trace.events import Marker
 from memlab.trace.ledger import Storage
-from memlab.trace.tracer import Tracer, is_wrapper_subclass
+from memlab.trace.tensors import is_wrapper_subclass, tensors_in
+from memlab.trace.tracer import Tracer
 from memlab.trace.user_frames import line_at_work
-from memlab.units import mib
 
 aten = torch.ops.aten
-SMALL = 2**20  # bytes up to which numbers on the host hold data
-ORDINARY = 2**28  # the same for integers and booleans
 
 
 class Call(NamedTuple):
@@ -60,7 +58,7 @@ class _Thread(threading.local):
     call: Call | None = None
 
 
-class CardTracer(Tracer):
+class CardTracer(OnHost, Tracer):
     """A tracer of one card: it knows the host's tensors and takes the libraries' workspaces.
 
     rules: which of `memlab.card.kernels.rules.RULES` hold; met_rules: those that were at work.
@@ -90,7 +88,7 @@ class CardTracer(Tracer):
         if any(map(is_wrapper_subclass, types)):
             return NotImplemented  # it comes again with the others
         kwargs = kwargs or {}
-        tensors = _tensors(args) if not kwargs else _tensors((*args, *kwargs.values()))
+        tensors = tensors_in(args) if not kwargs else tensors_in((*args, *kwargs.values()))
         with self._lock, torch._C.DisableTorchFunction():  # what is asked here is asked by nobody
             try:
                 if self._goes_to_card(tensors, kwargs.get("device"), kwargs.get("dtype")):
@@ -120,7 +118,7 @@ class CardTracer(Tracer):
         if call is not None and dtype is not None and dtype is call.host_dtype:
             return False
         if call is not None:
-            return any(map(on_card, _tensors((*call.args, *call.kwargs.values()))))
+            return any(map(on_card, tensors_in((*call.args, *call.kwargs.values()))))
         return self.phase() == Phase.BACKWARD
 
     def step_ended(self) -> None:
@@ -152,7 +150,7 @@ class CardTracer(Tracer):
             elif self._by_hand:
                 self.end_step_by_hand()
         elif self._by_hand is not None and _writes(func) and self._stepping is None:
-            for tensor in _tensors(args[:1]):
+            for tensor in tensors_in(args[:1]):
                 if hasattr(tensor.untyped_storage(), "_memlab_weight"):
                     self._by_hand = True
                     self._see_weight(tensor)
@@ -217,7 +215,7 @@ class CardTracer(Tracer):
             return self._pack(*args)
         if func in dynamic_shapes.BY_MASK:
             args = self._without_masks(args, dynamic_shapes.BY_MASK[func])
-        _refuse_two_devices(func, tensors)
+        refuse_two_devices(func, tensors)
         if func in dynamic_shapes.LARGEST:
             return self._shaped_by_values(func, args, kwargs, tensors)
         if func in (aten.equal.default, aten.allclose.default):
@@ -337,79 +335,6 @@ class CardTracer(Tracer):
         self.see_result(packed)
         return packed, sizes
 
-    # ------------------------------------------------------------------ the host
-
-    def _on_host(self, func, args, kwargs, tensors):
-        if kwargs.get("pin_memory"):
-            kwargs = kwargs | {"pin_memory": False}
-        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            # What a factory makes has data if it is small; what is made of data has some.
-            made = None if tensors else func(*args, **kwargs)
-            if isinstance(made, FakeTensor) and not _holds_data(made):
-                place_on_cpu(made)
-                return made
-            with no_dispatch():
-                made = func(*args, **kwargs)
-            if not tensors and isinstance(made, torch.Tensor):
-                mark_owned(made)
-            return made
-        if func is aten._local_scalar_dense.default:
-            return self._read(args[0])
-        if func in (aten.equal.default, aten.allclose.default):
-            return self._compare(func, args, kwargs)
-        if func is aten._to_copy.default and on_card(args[0]):
-            return self.copy_to_host(args[0], kwargs.get("dtype"))
-        here, options = self._without_data(args, kwargs, tensors)
-        try:
-            made = func(*here, **options)
-        except (DynamicOutputShapeException, DataDependentOutputException):
-            raise NotSimulated(f"{func} is not simulated: {NO_DATA_ON_THE_HOST}") from None
-        if any(map(on_card, tensors)) and all(map(_holds_data, _tensors([made]))):
-            here = tree_map_only(FakeTensor, self.host_copy, (args, kwargs))
-            with no_dispatch():
-                return func(*here[0], **here[1])
-        if made is None:  # lists of tensors, changed in place
-            return None
-        if func._schema.is_mutable and not isinstance(args[0], FakeTensor):
-            return args[0]  # its numbers stay what they were
-        constants.propagate_constants(func, args, kwargs, made)
-        for tensor in _tensors([made]):
-            if tensor.device.type != "meta":
-                place_on_cpu(tensor)
-        return made
-
-    def copy_to_host(self, tensor, dtype=None):
-        """A copy on the host of a tensor on the card: with data if it is small.
-
-        Where strides differ, a copy in the right order is made on the card first
-        (`copy_requires_temporaries` in aten/src/ATen/native/cuda/Copy.cu).
-        """
-        copy = aten.empty_like.default(self._fake(tensor), dtype=dtype)
-        place_on_cpu(copy)
-        if copy.stride() != tensor.stride():
-            self._take_and_give_back(tensor.nbytes)
-        if _holds_data(copy):
-            data = self.host_copy(tensor)
-            with no_dispatch():
-                copy = data.to(copy.dtype)
-        return copy
-
-    def _write_on_host(self, target, source):
-        """`target.copy_(source)` from the card into a tensor of the host."""
-        if target.stride() != source.stride():
-            self._take_and_give_back(source.nbytes)
-        if not isinstance(target, FakeTensor):
-            copy = self.host_copy(source)
-            with no_dispatch():
-                target.copy_(copy)
-        return target
-
-    def zeros_on_host(self, like, dtype):
-        """Zeros of the shape of `like` that the card never holds."""
-        self.met_rules.add("paged states")
-        where = {"device": "cpu"} if "paged states" in self.rules else {}
-        return torch.zeros_like(like, dtype=dtype, **where)
-
     def came_back(self, tensor) -> None:
         """A saved tensor is wanted again, which a hook may have moved or made anew."""
         known = self._live.get(tensor.untyped_storage()._cdata) if on_card(tensor) else None
@@ -443,59 +368,9 @@ ONLY_A_CARD_KNOWS = (
     "what it gives depends on values that only a real card has. Do it on the host, with .cpu(), or "
     "without it"
 )
-NO_DATA_ON_THE_HOST = (
-    f"what it gives depends on values of a tensor on the host that has none here, because it takes "
-    f"more than {mib(SMALL)}. Do it in smaller parts, or before the card is entered"
-)
-
-MAY_MIX = {  # where CUDA takes tensors of both
-    aten.copy_.default,
-    aten._to_copy.default,
-    aten.set_.source_Tensor,
-    aten.set_.source_Storage,
-    *dynamic_shapes.BY_MASK,
-}
-
-
-def _refuse_two_devices(func, tensors) -> None:
-    """Raise CUDA's own error where a tensor of the host meets one of the card.
-
-    Raises NotSimulated where one of a real card does.
-    """
-    for tensor in tensors:
-        if not isinstance(tensor, FakeTensor) and tensor.is_cuda:
-            raise NotSimulated(
-                f"a tensor on a real card, of shape {list(tensor.shape)}, meets a SimulatedGPU: "
-                "make it inside, or take its .cpu()"
-            )
-    if len(tensors) < 2 or func.namespace != "aten" or func in MAY_MIX:
-        return
-    if func._opname.startswith(("_foreach", "_pack_padded", "_ctc_loss", "ctc_loss")):
-        return
-    for tensor in tensors:
-        if not on_card(tensor) and tensor.dim() and tensor.numel() and not tensor.is_meta:
-            raise RuntimeError(
-                "Expected all tensors to be on the same device, but found at least two devices, "
-                f"cuda:0 and cpu! (in {func})"
-            )
-
-
-def _holds_data(tensor) -> bool:
-    """Whether a tensor of this size and dtype is an ordinary one on the host."""
-    return tensor.nbytes <= (SMALL if tensor.is_floating_point() else ORDINARY)
 
 
 @functools.cache
 def _writes(func) -> bool:
     """Whether an operator changes values: `set_` only gives a tensor another storage."""
     return func._schema.is_mutable and func._opname != "set_"
-
-
-def _tensors(values) -> list:
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found

@@ -18,7 +18,7 @@ from memlab.evidence.loops import kept_predictions, simulate_loop
 from memlab.evidence.records import FOLDER, Record, load
 from memlab.footprint import Footprint, Phase, StepTime
 from memlab.gpus import GPU, GPUS, gpu_of_device
-from memlab.predict.closed_form import formula
+from memlab.predict.formula import formula
 from memlab.predict.simulate import simulate
 from memlab.spec.recipe import Recipe
 from memlab.trace.tracer import Tracer

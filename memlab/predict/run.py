@@ -14,7 +14,7 @@ from memlab import models
 from memlab.card.device import SimulatedGPU
 from memlab.card.loading import loaded_weights
 from memlab.card.op_cost import NORMS, repeat_micro_batch, without_trifles
-from memlab.gpus import ANY_CARD, GPU
+from memlab.gpus import ANY_CARD, GPU, require_native
 from memlab.spec.recipe import Recipe
 from memlab.trace.events import Marker
 from memlab.trace.log import Log
@@ -47,6 +47,12 @@ def shallow_log(recipe: Recipe, gpu: GPU, loop=None, most=None) -> Log:
     """`log_of`, for comparing depths: without the bytes of norms, which grow with each layer."""
     log = log_of(recipe, gpu, loop=loop, most=most)
     return replace(log, work=without_trifles(log.work, NORMS))
+
+
+def refuse_format(recipe: Recipe, card: GPU) -> None:
+    """Raise ValueError where a card does not compute in a number format of the recipe."""
+    for precision in (recipe.precision, recipe.compute_dtype or ""):
+        require_native(precision, card.name, "bfloat16" in card.native_dtypes)
 
 
 def weights_of(model: torch.nn.Module) -> Counter:

@@ -7,7 +7,8 @@ from memlab.card.links import link_rate
 from memlab.card.loading import loaded_by_transformers, peak_reserved, reserved_range
 from memlab.card.memory import CardMemory, card_footprint
 from memlab.footprint import Footprint
-from memlab.gpus import GPU, find_gpu, require_native
+from memlab.gpus import GPU, find_gpu
+from memlab.predict.run import refuse_format
 from memlab.predict.traces import is_deep, run_log, traces
 from memlab.spec.recipe import Recipe
 from memlab.trace.ledger import Ledger
@@ -63,12 +64,6 @@ def sized_log(recipe: Recipe, card: GPU) -> Log:
     """As `full_log`, where other sizes of the same recipe are to be asked for, too."""
     refuse_format(recipe, card)
     return traces().log(recipe, card)
-
-
-def refuse_format(recipe: Recipe, card: GPU) -> None:
-    """Raise ValueError where a card does not compute in a number format of the recipe."""
-    for precision in (recipe.precision, recipe.compute_dtype or ""):
-        require_native(precision, card.name, "bfloat16" in card.native_dtypes)
 
 
 def serve(recipe: Recipe, log: Log, card: GPU, link: str | None = None) -> Footprint:

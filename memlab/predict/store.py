@@ -26,6 +26,7 @@ from memlab.footprint import Category, Phase
 from memlab.predict.layers import Layers
 from memlab.trace.events import Alloc, Free, Marker, TraceEvent, WeightLoaded
 from memlab.trace.layered import LayeredLog
+from memlab.trace.moments import Moments, moments_of
 from memlab.trace.trace import Half
 
 # On whose releases it depends which events happen.
@@ -36,10 +37,19 @@ FOLDER = "MEMLAB_CACHE"  # an environment's variable that names another folder
 
 @dataclass(frozen=True)
 class Kept:
-    """A half with the layers that it is of; None for a model that ran at its own depth."""
+    """A half with the layers that it is of; None for a model that ran at its own depth.
+
+    largest: which of its moments are the largest for some sizes.
+    """
 
     half: Half
     layers: Layers | None
+    largest: list[int]
+
+    @functools.cached_property
+    def moments(self) -> Moments:
+        """What is there at its largest moments."""
+        return moments_of(self.half, self.largest)
 
 
 class Store:
@@ -57,13 +67,12 @@ class Store:
     def read_into(self, known: dict, key: str) -> None:
         """Add what is there of a key: a half, or None for what has no trace."""
         with contextlib.suppress(OSError, EOFError, ValueError, LookupError, TypeError):
-            values = json.loads(gzip.decompress(self._file(key).read_bytes()))
-            known[key] = values and _kept(values)
+            known[key] = kept_of(gzip.decompress(self._file(key).read_bytes()))
             os.utime(self._file(key))
 
     def write(self, key: str, kept: Kept | None) -> None:
         """Keep a half, if the folder allows it."""
-        text = json.dumps(kept and _values(kept), separators=(",", ":"))
+        text = text_of(kept)
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
@@ -88,17 +97,57 @@ class Store:
 @functools.cache
 def _surroundings() -> str:
     """The installed releases, and a digest of memlab's code."""
-    code = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.parent.rglob("*.py")):
-        code.update(file.read_bytes())
-    found = []
+    found = [f"{name} {release}" for name, release in installed().items()]
+    return f"{', '.join(found)}, {digest_of(Path(__file__).parent.parent.rglob('*.py'))}"
+
+
+@functools.cache
+def installed() -> dict[str, str]:
+    """Library -> its release here, of those on which traces depend, as far as they are here.
+
+    Builds for CUDA and for a CPU (2.13.0+cpu) are the same release.
+    """
+    found = {}
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
-    return f"{', '.join(found)}, {code.hexdigest()}"
+            found[name] = importlib.metadata.version(name).partition("+")[0]
+    return found
+
+
+def other_releases(versions: dict[str, str], names=LIBRARIES) -> str:
+    """In which libraries kept numbers are of other releases than those here; empty for none.
+
+    versions: library -> release, as they were kept. names: the libraries that matter.
+    """
+    here = installed()
+    kept = {name: versions[name].partition("+")[0] for name in names if name in versions}
+    return ", ".join(
+        f"{name} {release} (here {here.get(name, 'none')})"
+        for name, release in kept.items()
+        if release != here.get(name)
+    )
+
+
+def digest_of(files) -> str:
+    """A digest of what stands in some files."""
+    code = hashlib.sha256()
+    for file in sorted(files):
+        code.update(file.read_bytes())
+    return code.hexdigest()
 
 
 # ---------------------------------------------------------------------- as JSON
+
+
+def text_of(kept: Kept | None) -> str:
+    """A half, or None, as a line of JSON."""
+    return json.dumps(kept and _values(kept), separators=(",", ":"))
+
+
+def kept_of(text: str | bytes) -> Kept | None:
+    """What `text_of` wrote. Raises ValueError, LookupError or TypeError for anything else."""
+    values = json.loads(text)
+    return values and _kept(values)
 
 
 def _values(kept: Kept) -> dict:
@@ -113,6 +162,7 @@ def _values(kept: Kept) -> dict:
         "batches": half.batches,
         "workspace": half.workspace,
         "layers": kept.layers and asdict(kept.layers),
+        "largest": kept.largest,
         "kinds": kinds,
         "order": _packed(half.log.order),
         "blocks": blocks and [[place, _packed(block)] for place, block in blocks],
@@ -149,7 +199,8 @@ def _kept(values: dict) -> Kept:
         tuple(values["assumptions"]),
     )
     layers = values["layers"] and Layers(**values["layers"])
-    return Kept(Half(log, values["sizes"], values["batches"], values["workspace"]), layers)
+    half = Half(log, values["sizes"], values["batches"], values["workspace"])
+    return Kept(half, layers, values["largest"])
 
 
 def _step(name: str, rest: list, kinds: list[TraceEvent]) -> TraceEvent:

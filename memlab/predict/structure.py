@@ -34,8 +34,16 @@ HEAD_SIZES = ("head_dim", "d_kv")
 SAME_ROPE = ("default", "linear", "llama3", "yarn")
 # Of adapters at the chosen sizes; what is narrower than the second, a router, has none.
 LARGEST_RANK, NARROW = 512, 32
+LAYERS = 4  # of a model that stands for all of a structure, at least
 # Elements: bitsandbytes keeps the states of smaller tensors in 32 bits, and on the card.
 LEAST_8BIT, LEAST_PAGED = 4096, 100_000
+# Other widths at which that is of the same weights, and a rank.
+LIKE_WIDTHS = (
+    {"g": 8, "m": 3, "d": 128, "h": 3072, "f": 8192, "V": 32000},
+    {"g": 64, "m": 1, "d": 128, "h": 8192, "f": 16384, "V": 32000},
+    {"g": 64, "m": 8, "d": 256, "h": 3072, "f": 8192, "V": 32000},
+)
+LIKE_RANK = 256
 
 
 class Circumstances(NamedTuple):
@@ -71,13 +79,15 @@ class Structure:
 
     key: what is special about it, as a text. config: it at the chosen widths, or at its own.
     widths: symbol -> (chosen, own), empty where widths are part of the structure. rank: whether
-    the rank of adapters is a size.
+    the rank of adapters is a size. attention: the kernels of the passes, where the key leaves them
+    open.
     """
 
     key: str
     config: object
     widths: dict[str, tuple[int, int]]
     rank: bool = True
+    attention: str = ""
 
     def sizes(self, recipe: Recipe) -> dict[str, int]:
         """The values of all symbols in a recipe, as far as its model has them."""
@@ -120,18 +130,28 @@ class Structure:
         if "r" in sizes:
             changes["lora_rank"] = sizes["r"]
         model = models.resized(self.config, **values)
+        if self.widths:  # so that layers can be seen to repeat
+            model = models.with_layers(model, max(model.num_hidden_layers, LAYERS))
         return replace(recipe, model=model, **changes), sizes | widths
 
 
-def structures(recipe: Recipe, card: GPU) -> Iterator[Structure]:
-    """The structures that may be those of a recipe's model on a card, the widest shared first."""
+def structures(
+    recipe: Recipe, card: GPU, roughly: bool = False
+) -> Iterator[tuple[Structure, Structure]]:
+    """The structures that may be those of a recipe's passes and updates, the widest shared first.
+
+    roughly: whether they may be those of a model whose small weights have 8-bit states, too, and
+    in which kernels do not pad heads.
+    """
     named = isinstance(recipe.model, str) and recipe.model in models.MODELS
-    found = (_named if named else _usual)(recipe.model)
+    found, own = (_named if named else _usual)(recipe.model), _own(recipe, card)
     if found is not None and recipe.ranks == 1:
-        attention = _attention(recipe, found, card)
-        if attention and _states_are_alike(recipe, found):
-            yield replace(found, key=f"{found.key} {attention}")
-    yield _own(recipe, card)
+        attention = _attention(recipe, found, card, 8 if roughly else 32)
+        if attention:
+            found = replace(found, attention=attention)
+            alike = roughly or _states_are_alike(recipe, found)
+            yield found, found if alike else own
+    yield own, own
 
 
 def trained_as(recipe: Recipe) -> dict:
@@ -173,16 +193,16 @@ def has_fused_products(recipe: Recipe, card: GPU) -> bool:
 
 def shapes_of(model, task: str) -> tuple[tuple[int, ...], ...]:
     """The shapes of a model's weights, of two of its layers."""
-    config = models.with_layers(model, 2)
-    key = config.to_json_string(), task
+    known = isinstance(model, str) and model in models.MODELS
+    key = model if known else models.config(model).to_json_string(), task
     if key not in _SHAPES:
         with torch.device("meta"):
-            built = models.build(config, task)
+            built = models.build(models.with_layers(model, 2), task)
         _SHAPES[key] = tuple(tuple(weight.shape) for weight in built.parameters())
     return _SHAPES[key]
 
 
-_SHAPES: dict[tuple[str, str], tuple] = {}  # by config and task
+_SHAPES: dict[tuple[str, str], tuple] = {}  # by model and task
 
 
 # ---------------------------------------------------------------------- the usual dimensions
@@ -201,7 +221,7 @@ def _usual(model) -> Structure | None:
     """
     config = models.config(model)
     layers = getattr(config, "num_hidden_layers", 0)
-    if models.unlike_a_formula(config) or not layers:
+    if _unlike_usual(config) or not layers:
         return None
     if (getattr(config, "num_decoder_layers", None) or layers) != layers:
         return None
@@ -224,6 +244,20 @@ def _usual(model) -> Structure | None:
         if kept.get(name):
             kept[name] = True
     return Structure(json.dumps(kept, sort_keys=True), chosen, own)
+
+
+def _unlike_usual(config) -> str:
+    """Why a config has other widths than `WIDTHS`; empty where it has these."""
+    if config.is_heterogeneous:
+        return "its layers have sizes of their own"
+    if getattr(config, "num_attention_heads", None) is None:
+        return "it has no heads of attention"
+    if getattr(config, "num_kv_shared_layers", None):
+        return "some of its layers take the keys and config of others"
+    narrow = getattr(config, "embedding_size", None) or config.hidden_size
+    if narrow != config.hidden_size:
+        return f"its embeddings have {narrow} numbers a token and its layers {config.hidden_size}"
+    return ""
 
 
 def _at_chosen_widths(config):
@@ -267,19 +301,36 @@ def at_widths(config, chosen: dict[str, int]) -> tuple[dict, dict[str, int], dic
     return values, own, new
 
 
-def _attention(recipe: Recipe, usual: Structure, card: GPU) -> str:
+def _attention(recipe: Recipe, usual: Structure, card: GPU, unit: int) -> str:
     """How attention is computed on a card: `eager`, or the kernels that sdpa takes there.
 
-    Empty for a size of heads that kernels pad, or take otherwise than the chosen one.
+    Empty for a size of heads that is no multiple of a unit, or taken otherwise than the chosen one.
     """
     if recipe.attention == "eager":
         return "eager"
     size, shares = usual.widths["d"][1], "m" in usual.widths
     asked = COMPUTE_DTYPES[COMPUTED_IN[recipe.precision]], shares, card.capability
     routes = model_routes(*asked)
-    if size % 32 or model_routes(*asked, size) != routes:
+    if size % unit or model_routes(*asked, size) != routes:
         return ""
     return "sdpa: {}, with a mask {}".format(*routes)
+
+
+def with_like_states(recipe: Recipe, found: Structure) -> Recipe:
+    """A recipe of the same structure whose weights have states in 8 bits as at chosen widths.
+
+    Raises ValueError where none of a few widths does.
+    """
+    if not found.widths or _states_are_alike(recipe, found):
+        return recipe
+    config = models.config(recipe.model)
+    rank = {"lora_rank": LIKE_RANK} if recipe.lora_rank else {}
+    for widths in LIKE_WIDTHS:
+        values, _, _ = at_widths(config, widths)
+        like = replace(recipe, model=models.resized(config, **values), **rank)
+        if _states_are_alike(like, found):
+            return like
+    raise ValueError(f"no widths at which states of {recipe.model_name} are as at the chosen ones")
 
 
 def _states_are_alike(recipe: Recipe, usual: Structure) -> bool:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import replace
+from typing import NamedTuple
 
 from memlab import models
 from memlab.gpus import GPU
 from memlab.predict.changed_code import has_changed_code
 from memlab.predict.layers import FEWEST, Layers, layers_of
 from memlab.predict.run import completed, gc_frozen, log_of, shallow_log
+from memlab.predict.shipped import Shipped
 from memlab.predict.store import Kept, Store
 from memlab.predict.structure import (
     Circumstances,
@@ -24,11 +26,13 @@ from memlab.predict.structure import (
     has_fused_products,
     structures,
     trained_as,
+    with_like_states,
 )
 from memlab.spec.recipe import Recipe
 from memlab.trace.events import Alloc, Free
 from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Log
+from memlab.trace.moments import largest_moments
 from memlab.trace.symbols import ALIGNED
 from memlab.trace.trace import Depth, Half, Trace
 from memlab.workloads.training import import_libraries
@@ -38,6 +42,7 @@ from memlab.workloads.training import import_libraries
 CHECKED = {16: (256, 48), 8: (88, 40), 4: (84, 36), 2: (82, 34), 1: (81, 33)}
 CHECKED_BATCH = 2
 CHECKED_PATTERNS = 4
+USUAL_LENGTH = 512  # tokens
 SHALLOW = FEWEST, (2, 3, 4)  # patterns that are recorded; the first may be another kind
 DEEP = 12  # up to so many layers the model itself is as quick, and its log tells layers apart
 MORE = 2  # times as many steps as expected say that their number follows from sizes
@@ -46,14 +51,29 @@ KEPT, HALVES = 8, 128  # logs at full depth, and halves, of a process
 OF_PASSES = ("checkpointing", "padded", "set_to_none")
 
 
+class Found(NamedTuple):
+    """The halves of a recipe's trace, passes and updates; patterns: of layers, in its model."""
+
+    structures: tuple[Structure, Structure]
+    keys: tuple[str, str]
+    halves: list[Kept]
+    patterns: int
+
+    def sizes(self, recipe: Recipe) -> dict[str, int]:
+        """The values of all symbols of both halves."""
+        passed, updated = self.structures
+        return updated.sizes(recipe) | passed.sizes(recipe)
+
+
 class Traces:
     """Everything that is known of recipes' logs: halves by their keys, None for what has no trace.
 
-    store: where halves outlive the process, or None.
+    store: where halves outlive the process, or None. shipped: those that came with memlab, or None.
     """
 
-    def __init__(self, store: Store | None = None):
+    def __init__(self, store: Store | None = None, shipped: Shipped | None = None):
         self._store, self._known = store, {}
+        self._sources = [one for one in (shipped, store) if one]
         # The last ones, the newest last: a log at full depth fills some MiB.
         self._joined: dict[tuple[str, str], Trace] = {}
         self._runs: dict[tuple, Log] = {}
@@ -70,46 +90,56 @@ class Traces:
 
     def of(self, recipe: Recipe, card: GPU) -> tuple[Trace, Depth, dict] | None:
         """The trace of a recipe on cards like this, with its depth and sizes; None for none."""
+        found = self.halves_of(recipe, card)
+        if found is None:
+            return None
+        depth = Depth(found.patterns, recipe.accumulation)
+        sizes = found.sizes(recipe) | {"W": card.workspace}
+        make = functools.partial(Trace, *(one.half for one in found.halves))
+        return last_used(self._joined, found.keys, make), depth, sizes
+
+    def halves_of(self, recipe: Recipe, card: GPU, roughly: bool = False) -> Found | None:
+        """The halves of a recipe's trace, recorded where they are not known; None for none.
+
+        roughly: as for `structures`.
+        """
         if has_fused_products(recipe, card):
             return None
-        for found in structures(recipe, card):
-            keys = keys_of(recipe, found)
-            halves = self._halves(keys, recipe, card, found)
+        for of_halves in structures(recipe, card, roughly):
+            keys = keys_of(recipe, *of_halves)
+            halves = [
+                self._half(which, keys, recipe, card, of_halves) for which in range(len(keys))
+            ]
             if None in halves:
                 continue
             layers = getattr(models.config(recipe.model), "num_hidden_layers", 1)
             patterns = {h.layers.patterns(layers) if h.layers else 1 for h in halves}
             if len(patterns) == 1 and None not in patterns:
-                depth = Depth(patterns.pop(), recipe.accumulation)
-                sizes = found.sizes(recipe) | {"W": card.workspace}
-                make = functools.partial(Trace, *(one.half for one in halves))
-                trace = _kept(self._joined, keys, make)
-                return trace, depth, sizes
+                return Found(of_halves, keys, halves, patterns.pop())
         return None
 
-    def _halves(self, keys, recipe, card, found: Structure) -> list[Kept | None]:
-        for key in keys:
-            if key not in self._known and self._store:
-                self._store.read_into(self._known, key)
-        halves = {key: self._known[key] for key in keys if key in self._known}
-        if len(halves) < len(keys):
-            recorded = record(recipe, card, found) or (None, None)
-            for key, half in zip(keys, recorded, strict=True):
-                if key not in halves:
-                    halves[key] = half
+    def _half(self, which: int, keys, recipe, card, of_halves) -> Kept | None:
+        """The passes or the updates; what is recorded with them is kept, too."""
+        key, structure = keys[which], of_halves[which]
+        for source in self._sources:
+            if key not in self._known:
+                source.read_into(self._known, key)
+        if key not in self._known:
+            recorded = record(recipe, card, structure) or (None, None)
+            for name, of, half in zip(keys, of_halves, recorded, strict=True):
+                if of == structure and name not in self._known:
+                    self._known[name] = half
                     if self._store:
-                        self._store.write(key, half)
-        for key in keys:
-            _kept(self._known, key, lambda key=key: halves[key], HALVES)
-        return [halves[key] for key in keys]
+                        self._store.write(name, half)
+        return last_used(self._known, key, None, HALVES)
 
     def _run(self, recipe, card) -> Log:
         bare = vars(recipe) | {"model": models.config(recipe.model).to_json_string()}
         key = str(bare), card.capability, card.processors, card.workspace
-        return _kept(self._runs, key, lambda: run_log(recipe, card))
+        return last_used(self._runs, key, lambda: run_log(recipe, card))
 
 
-def _kept(values: dict, key, make, most: int = KEPT):
+def last_used(values: dict, key, make, most: int = KEPT):
     """The value of a key, made where it is not there; the last ones stay."""
     values[key] = values.pop(key) if key in values else make()
     while len(values) > most:
@@ -119,8 +149,28 @@ def _kept(values: dict, key, make, most: int = KEPT):
 
 @functools.cache
 def traces() -> Traces:
-    """Those of this process, kept in the user's cache."""
-    return Traces(Store.of_user())
+    """Those of this process: kept in the user's cache, or as they came with memlab."""
+    shipped = Shipped.of_memlab()
+    return Traces(Store.of_user(), None if shipped.others else shipped)
+
+
+@functools.cache
+def traces_of_any_release() -> Traces:
+    """As `traces`, where those that came with memlab may be of other releases than those here."""
+    shipped = Shipped.of_memlab()
+    return Traces(Store.of_user(), shipped) if shipped.others else traces()
+
+
+def usual_sizes(recipe: Recipe) -> Recipe:
+    """The recipe with several sequences, of a length that no kernel pads."""
+    window = getattr(models.config(recipe.model), "sliding_window", None)
+    longest = min(models.max_length(recipe.model) or USUAL_LENGTH, USUAL_LENGTH)
+    if window and recipe.seq_len >= window:
+        longest = window + ALIGNED
+    elif window:
+        longest = min(longest, window - 1)
+    length = max(1, longest // ALIGNED) * ALIGNED
+    return recipe.but(batch_size=CHECKED_BATCH, seq_len=length)
 
 
 def is_deep(recipe: Recipe) -> bool:
@@ -160,15 +210,18 @@ def _stretched(recipe: Recipe, card: GPU, loop) -> Log | None:
     return trace.at({}, Depth(patterns, batches))
 
 
-def keys_of(recipe: Recipe, found: Structure) -> tuple[str, str]:
+def keys_of(recipe: Recipe, passes: Structure, updates: Structure) -> tuple[str, str]:
     """What the passes, and what the updates, of a recipe depend on."""
     both = trained_as(recipe)
     if recipe.ranks > 1:
         both |= {"ranks": recipe.ranks, "sharding": recipe.sharding}
     passed = both | {name: getattr(recipe, name) for name in OF_PASSES}
-    passed["around"] = Circumstances.of(recipe)
+    passed |= {"around": Circumstances.of(recipe), "attention": passes.attention}
     updated = both | {"optimizer": recipe.optimizer, "clipped": recipe.max_grad_norm > 0}
-    return tuple(f"{found.key} {json.dumps(way, sort_keys=True)}" for way in (passed, updated))
+    return tuple(
+        f"{structure.key} {json.dumps(way, sort_keys=True)}"
+        for structure, way in ((passes, passed), (updates, updated))
+    )
 
 
 def record(recipe: Recipe, card: GPU, found: Structure) -> tuple[Kept, Kept] | None:
@@ -184,7 +237,8 @@ def _recorded(recipe: Recipe, card: GPU, found: Structure) -> tuple[Kept, Kept] 
     around = Circumstances.of(recipe)
     import_libraries(recipe)
     primed, sizes = found.chosen(recipe, around)
-    layers, check = layers_of(primed), _to_check(recipe, around)
+    like = with_like_states(recipe, found)
+    layers, check = layers_of(primed), _to_check(like, around)
     halves = None
     if layers:
         patterns = CHECKED_PATTERNS
@@ -198,10 +252,11 @@ def _recorded(recipe: Recipe, card: GPU, found: Structure) -> tuple[Kept, Kept] 
         log = log_of(primed, gpu=card, numbered=True, most=MORE * len(of_check.steps))
         halves = [LayeredLog.of([half], 1) for half in log.halves()]
     halves = [Half(one, sizes, around.batches, card.workspace) for one in halves]
-    checked = found.sizes(check) | {"W": card.workspace}
+    of_like = found if like is recipe else next(structures(like, card, roughly=True))[0]
+    checked = of_like.sizes(check) | {"W": card.workspace}
     if not are_alike(Trace(*halves).at(checked, Depth(patterns, around.batches)), of_check):
         return None
-    return tuple(Kept(half, layers) for half in halves)
+    return tuple(Kept(half, layers, largest_moments(half)) for half in halves)
 
 
 def _of_shallow(recipe: Recipe, layers: Layers, run) -> list[LayeredLog] | None:

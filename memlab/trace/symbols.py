@@ -13,6 +13,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 # What kernels, masks and chunks of linear attention round lengths up to.
 ROUNDED = (8, 16, 32, 64, 128)
 ALIGNED = 16  # the largest power of two that matters to which events happen
@@ -36,6 +38,39 @@ class Term(NamedTuple):
         for name, exponent in self.powers:
             value *= factors[name] ** exponent
         return -(-value // (self.divisor * item)) * item
+
+
+class TermTable:
+    """Terms by their places, evaluated all at once."""
+
+    def __init__(self):
+        self._places: dict[Term, int] = {}
+        self._scales = np.empty((0, 2))
+        self._factors: list[tuple[str, np.ndarray, np.ndarray]] = []
+
+    def place(self, term: Term) -> int:
+        """The place of a term, a new one for a new one."""
+        return self._places.setdefault(term, len(self._places))
+
+    def at(self, factors: Mapping[str, float]) -> np.ndarray:
+        """The numbers of all terms with these factors (`factors_of`), not rounded."""
+        if len(self._scales) < len(self._places):
+            self._compile()
+        values = self._scales[:, 0].copy()
+        for name, places, exponents in self._factors:
+            values[places] *= float(factors[name]) ** exponents
+        return values / self._scales[:, 1]
+
+    def _compile(self) -> None:
+        self._scales = np.array([term[:2] for term in self._places], float)
+        found: dict[str, tuple[list[int], list[int]]] = {}
+        for place, term in enumerate(self._places):
+            for name, exponent in term.powers:
+                for values, value in zip(
+                    found.setdefault(name, ([], [])), (place, exponent), strict=True
+                ):
+                    values.append(value)
+        self._factors = [(name, *map(np.array, columns)) for name, columns in found.items()]
 
 
 def factors_of(sizes: Mapping[str, int]) -> dict[str, int]:

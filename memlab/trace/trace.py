@@ -35,16 +35,9 @@ class Half:
         self.log, self.batches, self.workspace = log, batches, workspace
         self.symbols = Symbols(sizes) if sizes else None
 
-    def number(self, sizes: Mapping[str, int]):
-        """The function from a number at the chosen sizes to the one at others."""
-        if not self.symbols:
-            return lambda chosen, item=1, **known: chosen
-        factors = factors_of(self.symbols.sizes | dict(sizes))
-
-        def number(chosen: int, item: int = 1, **known) -> int:
-            return self.symbols.term(chosen, **known).at(factors, item)
-
-        return number
+    def read(self, number: int, **known) -> Term:
+        """A number at the chosen sizes, as a product of symbols. known: as for `Symbols.term`."""
+        return self.symbols.term(number, **known) if self.symbols else Term(number, 1, ())
 
     def term(self, birth: Alloc) -> Term:
         """The bytes of what is born, in symbols; `W` is a workspace, `n` the tensors that train."""
@@ -53,14 +46,21 @@ class Half:
         if birth.category == Category.WORKSPACES:
             is_of_card = birth.nbytes == self.workspace
             return Term(1, 1, (("W", 1),)) if is_of_card else Term(birth.nbytes, 1, ())
-        if not self.symbols:
-            return Term(birth.nbytes, 1, ())
-        return self.symbols.term(birth.nbytes, of_model=birth.category in OF_MODEL)
+        return self.read(birth.nbytes, of_model=birth.category in OF_MODEL)
+
+    def factors(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """The factors of terms at these sizes, and at the chosen ones where these have none."""
+        chosen = self.symbols.sizes if self.symbols else {"s": 1}
+        return factors_of({"W": self.workspace} | chosen | dict(sizes))
+
+    def number(self, sizes: Mapping[str, int]):
+        """The function from a number at the chosen sizes to the one at these."""
+        factors = self.factors(sizes)
+        return lambda chosen, **known: self.read(chosen, **known).at(factors)
 
     def bytes_at(self, sizes: Mapping[str, int], norms: int) -> list[int]:
         """The bytes of each kind of step that is a birth, else 0. norms: tensors that train."""
-        chosen = self.symbols.sizes if self.symbols else {"s": 1}
-        factors = factors_of({"W": self.workspace} | chosen | dict(sizes)) | {"n": norms}
+        factors = self.factors(sizes) | {"n": norms}
         return [
             self.term(kind).at(factors, kind.item) if type(kind) is Alloc else 0
             for kind in self.log.kinds
@@ -112,13 +112,13 @@ class Trace:
     def at(self, sizes: Mapping[str, int], depth: Depth) -> Log:
         """The log at these sizes and this depth."""
         halves = self.passed, self.updated
-        numbers = [half.number(sizes) for half in halves]
-        weights = Counter()
-        first = self.passed.log
-        for (elements, free), times in first.counted(first.weights, depth.patterns).items():
-            weights[numbers[0](elements, of_model=True), free] += times
+        number, weights = self.passed.number(sizes), Counter()
+        counted = self.passed.log.counted(self.passed.log.weights, depth.patterns)
+        for (elements, free), times in counted.items():
+            weights[number(elements, of_model=True), free] += times
         work, kinds = Counter(), []
-        for half, number in zip(halves, numbers, strict=True):
+        for half in halves:
+            number = half.number(sizes)
             for one, times in half.log.counted(half.log.work, depth.patterns).items():
                 work[one.sized(number)] += times
             nbytes = half.bytes_at(sizes, trained(weights))

@@ -6,7 +6,6 @@ and it keeps a weak reference to each, so it prolongs no life. Everything is in 
 """
 
 import contextlib
-import functools
 import weakref
 
 import torch
@@ -16,16 +15,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    is_traceable_wrapper_subclass_type,
-)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.footprint import Category, Phase
 from memlab.trace.ledger import Ledger, Storage
 from memlab.trace.module_names import ModuleWatch
 from memlab.trace.patches import replaced
 from memlab.trace.quantized_weights import constants, constants_of_layers
+from memlab.trace.tensors import inner_tensors, is_gathered, is_wrapper_subclass, sole_summand
 
 
 class Tracer(Ledger, TorchDispatchMode):
@@ -350,31 +347,14 @@ class Tracer(Ledger, TorchDispatchMode):
                 known[0].module = module
 
     def _accumulated_in_place(self, args, out) -> bool:
-        """Whether the engine would have added into its own buffer instead of a new tensor.
-
-        Where two paths of the graph meet, autograd adds their gradients. It reuses the first
-        one's memory when nobody else holds it, except under a dispatch mode such as this one
-        (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp). So the log follows
-        what happens without the tracer: the sum takes over the storage of a summand.
-        """
-        first, second = args[0], args[1]
-        if not isinstance(second, torch.Tensor) or first.shape != second.shape:
+        """Whether a sum of gradients takes over a summand's storage (`sole_summand`)."""
+        summand = sole_summand(args, out, self._live)
+        if summand is None:
             return False
-        if first.dtype != out.dtype:
-            return False
-        for summand in (first, second):
-            storage = summand.untyped_storage()
-            known = self._live.get(storage._cdata)
-            alone = (
-                summand._use_count() <= SOLE_TENSOR_USES
-                and torch._C._storage_Use_Count(storage._cdata) <= SOLE_STORAGE_USES
-            )
-            if known and alone:
-                del self._live[storage._cdata]
-                new = out.untyped_storage()
-                self._follow(new, new._cdata, known[0])
-                return True
-        return False
+        storage, _ = self._live.pop(summand.untyped_storage()._cdata)
+        data = out.untyped_storage()
+        self._follow(data, data._cdata, storage)
+        return True
 
     def _before_step(self, optimizer, args, kwargs) -> None:
         if self._stepping is not None:  # an optimizer that has another do the work
@@ -405,31 +385,3 @@ class Tracer(Ledger, TorchDispatchMode):
                 if isinstance(value, torch.Tensor):
                     self.see(value, Category.OPTIMIZER_STATES, existed=True)
                     self._same_module(value, parameter)
-
-
-@functools.cache
-def is_wrapper_subclass(kind) -> bool:
-    """Whether tensors of a class are made of others, as DTensor is of this rank's part."""
-    return is_traceable_wrapper_subclass_type(kind)
-
-
-def inner_tensors(tensor) -> list[torch.Tensor]:
-    """The tensors that hold a tensor's data: itself, or those that it is made of."""
-    if not is_wrapper_subclass(type(tensor)):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    parts = (getattr(tensor, name) for name in names)
-    found = [inner_tensors(part) for part in parts if isinstance(part, torch.Tensor)]
-    return [part for some in found for part in some]
-
-
-def is_gathered(data: torch.UntypedStorage) -> bool:
-    """Whether a storage holds parameters of all ranks, for as long as a layer needs them."""
-    return hasattr(data, "_memlab_gathered")
-
-
-# How many references a gradient has, seen from the dispatch of the addition, when the autograd
-# engine alone holds it: the engine's buffer and the dispatcher's copies of the argument.
-# tests/trace/test_tracer.py compares the result with the profiler, under which no mode is active.
-SOLE_TENSOR_USES = 4
-SOLE_STORAGE_USES = 2

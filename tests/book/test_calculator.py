@@ -14,8 +14,10 @@ from panel_page import PanelPage
 from memlab import Recipe, cli, formula, models, simulate
 from memlab.book.calculator import AMONG, CHOICES, NUMBERS, OWN_LINK, TRAINED, Calculator
 from memlab.gpus import GPUS, find_gpu
-from memlab.predict.closed_form import installed
 from memlab.predict.fit import room
+from memlab.predict.formula import is_kept
+from memlab.predict.run import refuse_format
+from memlab.predict.store import installed
 
 GIB = 2**30
 BY_SIZE = "another, by its GiB"
@@ -43,7 +45,7 @@ LLAMA = {
 
 
 class CalculatorPage(PanelPage):
-    """A page with one calculator, once it has unpacked its coefficients."""
+    """A page with one calculator, once it has unpacked its tables."""
 
     def ready(self):
         self.run("new Promise(done => { const look = () => panel.calculator ? done() : "
@@ -112,7 +114,11 @@ def in_python(settings):
         values |= {"ranks": int(settings["ranks"]), "sharding": settings["sharding"]}
         link = None if settings["link"] == OWN_LINK else settings["link"]
     try:
-        return formula(Recipe(**values), card_of(settings), link)
+        recipe, card = Recipe(**values), find_gpu(card_of(settings))
+        refuse_format(recipe, card)
+        if not is_kept(recipe, card):
+            return f"no trace is kept of {recipe}"
+        return formula(recipe, card, link)
     except ValueError as error:
         return str(error)
 
@@ -170,8 +176,8 @@ def test_it_says_what_python_says(drawn):
     answered, refused, shared = 0, set(), Counter()
     for settings, found in drawn:
         wanted = in_python(settings)
-        if isinstance(wanted, str) and "no coefficients" in wanted:
-            assert "no coefficients for" in found and settings["model"] in found
+        if isinstance(wanted, str) and "no trace is kept" in wanted:
+            assert "no trace is kept of" in found and settings["model"] in found
         elif isinstance(wanted, str):
             by_size = find_gpu(card_of(settings)).name  # which the page calls as it was asked for
             assert found.replace(f"a card of {settings['gib']} GiB", by_size) == wanted
@@ -261,7 +267,7 @@ def test_a_pasted_config_is_the_named_model(page):
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu", known is "silu"'),
         ({"num_key_value_heads": 32}, "known are fewer key-value heads than heads"),
         ({"rope_scaling": {"type": "dynamic"}}, "rope_parameters"),
-        ({"num_hidden_layers": 1}, "models of at least 2 layers"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0: allowed are whole numbers from 1"),
         ({"vocab_size": "many"}, "vocab_size is many: allowed are whole numbers"),
         (
             {"num_attention_heads": 31},
@@ -323,7 +329,7 @@ def test_a_model_by_its_widths(page, kind, widths, rest):
         ({"accumulation": "1.5"}, "accumulation is 1.5"),
         ({"batch_size": ""}, "batch_size is empty"),
         ({"gpu": BY_SIZE, "gib": "-1"}, "gpu is -1 GiB: allowed are numbers above 0"),
-        ({"precision": "fp32", "trained": "LoRA on NF4"}, "no coefficients for bert-large"),
+        ({"precision": "fp32", "trained": "LoRA on NF4"}, "no trace is kept of bert-large"),
     ],
 )
 def test_what_it_refuses_it_names(page, values, words):
@@ -563,8 +569,8 @@ def test_a_chapter_may_train_what_has_no_name_here(chromium, tmp_path):
     [
         (Recipe("gpt2"), ["speed"], "T4", "switch is 'speed': allowed are model, gpu"),
         (Recipe("gpt2"), ["batch_size"], "T5", "gpu is 'T5'"),
-        (Recipe("gpt2", freeze="embeddings,2"), ["batch_size"], "T4", "freeze holds"),
-        (Recipe("gpt2", padded=True), ["batch_size"], "T4", "no coefficients"),
+        (Recipe("gpt2", freeze="embeddings,2"), ["batch_size"], "T4", "no trace is kept"),
+        (Recipe("gpt2", padded=True), ["batch_size"], "T4", "no trace is kept"),
         (Recipe("gpt2-tiny"), ["batch_size"], "T4", "model is 'gpt2-tiny'"),
         (Recipe("gpt2", precision="bf16"), ["batch_size"], "T4", "no native bfloat16"),
     ],

@@ -11,7 +11,7 @@ from panel_page import PanelPage
 from memlab import cli, models, simulate
 from memlab.book.serving_calculator import FIELDS, HELD, NAMES, ServingCalculator
 from memlab.gpus import GPUS, find_gpu
-from memlab.predict.closed_form_serving import BYTES, TYPES, judged, serving_formula
+from memlab.predict.formula_serving import BYTES, TYPES, judged, serving_formula
 from memlab.spec.serving import Serving
 
 PASTED, BY_SIZE = "a pasted config.json", "another, by its GiB"

@@ -150,7 +150,7 @@ def test_the_formula_of_operations_meets_the_counter(deeper):
     assert abs(deeper["off"]) < 1e-3
 
 
-def test_the_closed_form_and_the_panels_coefficients_meet_the_simulation(chapter):
+def test_the_formula_and_the_panels_coefficients_meet_the_simulation(chapter):
     CHAPTER.run("plans", chapter | {"Recipe": chapter["Recipe"]})
     shapes = [(16, 512), (5, 512)]
     chapter["bert"] = chapter["Recipe"]("bert-base", batch_size=16, attention="sdpa", padded=True)

@@ -8,7 +8,7 @@ from notebook import Notebook
 
 from memlab import Recipe, find_gpu, fits, formula, models
 from memlab.gpus import GPUS
-from memlab.planner import search as planner
+from memlab.planner.estimates import Estimates
 from memlab.planner.result import Question
 from memlab.predict.fit import room
 
@@ -122,8 +122,8 @@ def test_the_plan_and_the_chapter_on_lora_mean_the_same_qlora(chapter):
     theirs = lora["qlora"].but(checkpointing=True)
     plans = chapter["four_ways"]("llama-3-8b")["QLoRA"]
     assert plans.but(accumulation=1) == theirs
-    search = planner._Search(Question("llama-3-8b", 1024), find_gpu("RTX-4090"), 0.05)
-    options = [search.recipe(one, 1) for one in search.combinations if one.way == "qlora"]
+    said = Estimates(Question("llama-3-8b", 1024), find_gpu("RTX-4090"), 0.05, say=str)
+    options = [said.recipe(one, 1) for one in said.combinations if one.way == "qlora"]
     assert plans.but(max_grad_norm=1.0) in options
     one, step = (formula(recipe, "RTX-4090") for recipe in (theirs, plans))
     waiting = step.breakdown["gradients"] - one.breakdown["gradients"]
@@ -133,8 +133,8 @@ def test_the_plan_and_the_chapter_on_lora_mean_the_same_qlora(chapter):
 def test_torchtunes_rung_is_none_that_a_plan_knows():
     """What the page names beside the answer: bf16 weights, 8-bit states, and 18.9 GiB."""
     asked = Question("llama-3-8b", 1024, ways=("full",), keep_quality=False)
-    search = planner._Search(asked, find_gpu("RTX-4090"), 0.05)
-    needed = [search.option(search.recipe(one, 1)).needed for one in search.combinations]
+    said = Estimates(asked, find_gpu("RTX-4090"), 0.05, say=str)
+    needed = [said.option(said.recipe(one, 1)).needed for one in said.combinations]
     assert min(needed) > find_gpu("RTX-4090").total_memory
 
 

@@ -11,10 +11,10 @@ from helpers import one_line
 
 from memlab import Recipe, fits, models, plan, simulate
 from memlab.gpus import GPUS, find_gpu
-from memlab.planner import search as planner
+from memlab.planner import estimates
+from memlab.planner.estimates import Estimates
 from memlab.planner.result import Question, is_paged
 from memlab.planner.space import SHARDINGS, Combination, combinations
-from memlab.predict import closed_form
 from memlab.predict.traces import Traces
 from memlab.workloads.training import Training
 
@@ -158,16 +158,16 @@ def test_switches_are_sorted_by_what_they_save(roomy):
 def test_no_seconds_are_told_where_states_move():
     """Beside the bytes stands what they assume, and what pages is the last to be told."""
     question = Question("gpt2-tiny", ways=("full",), seq_len=64)
-    search = planner._Search(question, find_gpu("T4"), 0.05)
-    found = {one: search.option(search.recipe(one, 1)) for one in search.combinations}
+    said = Estimates(question, find_gpu("T4"), 0.05, say=str)
+    found = {one: said.option(said.recipe(one, 1)) for one in said.combinations}
     paged = {one: it for one, it in found.items() if it.recipe.optimizer == "paged_adamw_8bit"}
     for option in paged.values():
         assert option.seconds is option.samples_per_second is None
         assert str(option).count("(all states paged out)") == 1 and "a step" not in str(option)
     rest = {one: it for one, it in found.items() if one not in paged}
     assert all(it.seconds > 0 and "paged out" not in str(it) for it in rest.values())
-    assert search.fastest_of(found) == search.fastest_of(rest)
-    quick = search.fastest_of(dict(reversed(paged.items())))
+    assert said.fastest_of(found) == said.fastest_of(rest)
+    quick = said.fastest_of(dict(reversed(paged.items())))
     assert not quick.checkpointing and quick in paged
 
 
@@ -186,9 +186,9 @@ def test_quality_is_kept_unless_told_otherwise():
 def test_lora_and_qlora_differ_in_the_base_alone(gpu, task):
     """No cast to fp32, and the same adapters; a T4 has no LoRA in fp16 without loss scaling."""
     card, question = find_gpu(gpu), Question("llama-3.2-1b-tiny", task=task, lora_rank=4)
-    search = planner._Search(question, card, 0.05)
-    first = {one.way: one for one in reversed(search.combinations)}
-    lora, qlora = (search.recipe(first[way], 1) for way in ("lora", "qlora"))
+    said = Estimates(question, card, 0.05, say=str)
+    first = {one.way: one for one in reversed(said.combinations)}
+    lora, qlora = (said.recipe(first[way], 1) for way in ("lora", "qlora"))
     assert lora.precision == qlora.precision == ("bf16" if gpu == "L4" else "fp16-amp")
     assert qlora == lora.but(base="nf4", double_quant=True, upcast=False)
     for recipe in (lora, qlora):
@@ -345,8 +345,7 @@ def test_a_family_without_a_formula_is_simulated(monkeypatch):
     def refuses(*_):
         raise ValueError("its layers have no common pattern")
 
-    monkeypatch.setattr(planner, "formula", refuses)
-    monkeypatch.setattr(planner, "derive", refuses)
+    monkeypatch.setattr(estimates, "formula", refuses)
     question = PLAIN | {"effective_batch": 1}
     slow = plan("gpt2-tiny", "T4", **question)
     monkeypatch.undo()
@@ -354,13 +353,6 @@ def test_a_family_without_a_formula_is_simulated(monkeypatch):
     assert slow.fastest.needed == quick.fastest.needed
     assert slow.fastest.recipe == quick.fastest.recipe
     assert slow.fastest.seconds == pytest.approx(quick.fastest.seconds, rel=0.05)
-
-
-def test_a_formula_of_other_releases_is_warned_of(monkeypatch):
-    here = closed_form.installed()
-    monkeypatch.setattr(closed_form, "installed", lambda: here | {"torch": "2.11.0"})
-    with pytest.warns(UserWarning, match=r"of torch .* \(here 2.11.0\)"):
-        plan("gpt2-tiny", "T4", **PLAIN | {"effective_batch": 1})
 
 
 def test_a_simulation_runs_out_where_a_plan_ends():

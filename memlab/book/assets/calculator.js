@@ -1,15 +1,15 @@
-  // The closed form of memlab in a page. Functions bear the names of those of memlab/predict/closed_form.py,
-  // memlab/predict/closed_form_ranks.py, memlab/card/step_time.py and memlab/card/op_cost.py, and do the same in the same order.
+  // The formula of memlab in a page. Functions bear the names of those of memlab/predict/formula.py,
+  // memlab/predict/formula_ranks.py, memlab/card/step_time.py and memlab/card/op_cost.py, and do the same in the same order.
   //
-  // known: their constants, the coefficients, models and cards, as memlab/book/calculator.py gives them.
+  // known: their constants, the moments of traces, models and cards, as memlab/book/calculator.py gives them.
   function closedForm(known) {
     const { rules, reaches, phases } = known;
     const up = (bytes, unit) => Math.ceil(bytes / unit) * unit;
     const [FORWARD, BACKWARD, STEP] = ["forward", "backward", "optimizer step"].map((name) => phases.indexOf(name));
 
-    // ------------------------------------------------------------ closed_form.py
+    // ------------------------------------------------------------ formula.py
 
-    // The two halves of a recipe's coefficients; null where there are none.
+    // The two halves of a recipe's trace; null where there are none.
     function read(recipe, card) {
       const { choices, ways } = known, number = (names, recipe) => names.reduce(
         (place, name) => place * choices[name].length + choices[name].indexOf(recipe[name]), 0);
@@ -49,10 +49,10 @@
       requireNative(recipe.precision, card);
       checkDivided(recipe);
       checkHeads(recipe, card);
-      if (window && recipe.seq_len > window) throw new Refusal(
-        `seq_len is ${recipe.seq_len}: the formula allows lengths up to the sliding window of ${name}, ${window}`);
+      if (window && recipe.seq_len >= window) throw new Refusal(
+        `no trace is kept of ${name} with ${recipe.seq_len} tokens, only below its sliding window of ${window}: ask memlab simulate`);
       const { pass, update } = read(recipe, card);
-      if (!pass || !update) throw new Refusal(`no coefficients for ${said(recipe)} on ${card.name}: ask memlab simulate`);
+      if (!pass || !update) throw new Refusal(`no trace is kept of ${said(recipe)} on ${card.name}: ask memlab simulate`);
       if (recipe.link) linkRate(card, recipe.link);
       return evaluate(recipe, pass, update, card);
     }
@@ -71,8 +71,9 @@
     }
 
     // The numbers that the terms stand for, by their places; 0 for what has no term.
-    function valuesOf(symbols) {
-      const found = new Map([[-1, 0]]);
+    function valuesOf(sizes) {
+      const { s } = sizes, found = new Map([[-1, 0]]), symbols = { ...sizes, "s+1": s + 1, "s-1": s - 1 };
+      for (const unit of known.rounded) symbols[`s~${unit}`] = up(s, unit);
       return (term) => {
         if (!found.has(term)) {
           const [coefficient, powers] = known.terms[term];
@@ -85,23 +86,23 @@
     }
 
     function evaluate(recipe, pass, update, card) {
-      const { dimensions, layers } = recipe.model, more = layers - rules.SHALLOW;
-      const numbers = pass.parameters.map(([, once, each]) => once + more * each);
+      const { dimensions, layers } = recipe.model;
+      const numbers = pass.parameters.map(([, once, each]) => once + layers * each);
       const trained = sum(pass.parameters.map(([, , , free], i) => free * numbers[i]));
       const value = valuesOf({
         ...dimensions, b: recipe.batch_size, s: recipe.seq_len, r: recipe.lora_rank, W: card.workspace, n: trained,
       });
 
       const tensors = [...pass.tensors, ...update.tensors], shift = pass.tensors.length;
-      let sizes = tensors.map(([, term]) => value(term)), blocks = sizes.map(block);
+      let sizes = tensors.map(([, term, item]) => up(value(term), item)), blocks = sizes.map(block);
       const count = (...lists) => {  // how many of each tensor, of lists of [tensor, once, each]
         const counts = new Array(tensors.length).fill(0);
-        for (const [list, first] of lists) for (const [tensor, once, each] of list) counts[first + tensor] += once + more * each;
+        for (const [list, first] of lists) for (const [tensor, once, each] of list) counts[first + tensor] += once + layers * each;
         return counts;
       };
       const each = (...lists) => {  // how many more with each further layer
         const counts = new Array(tensors.length).fill(0);
-        for (const [list, first] of lists) for (const [tensor, , more] of list) counts[first + tensor] += more;
+        for (const [list, first] of lists) for (const [tensor, , each] of list) counts[first + tensor] += each;
         return counts;
       };
       const states = [update.beside, shift], left = [pass.beside, 0];
@@ -113,7 +114,7 @@
       if (recipe.ranks > 1) {
         const weights = pass.parameters.map(([term, , , free], i) => [round(value(term)), numbers[i], free]);
         divided = divide(recipe, {
-          category: tensors.map(([category]) => known.categories[category]), moments, shift, more, weights, sizes, passes: pass.moments.length,
+          category: tensors.map(([category]) => known.categories[category]), moments, shift, layers, weights, sizes, passes: pass.moments.length,
           first: each(states, [pass.moments[0][1], 0]), last: each(states, left, [update.moments.at(-1)[1], shift]),
         });
         sizes = [...sizes, ...divided.sizes];
@@ -139,13 +140,13 @@
         peak_phase: phases[worst.phase],
         parameters: sum(weights),
         trainable_parameters: sum(weights.map((n, i) => n * pass.parameters[i][3])),
-        step_time: card.bandwidth ? stepTime(withRanks(columns(pass, update, value, more, recipe.accumulation), divided), card, divided && linkRate(card, recipe.link)) : null,
+        step_time: card.bandwidth ? stepTime(withRanks(columns(pass, update, value, layers, recipe.accumulation), divided), card, divided && linkRate(card, recipe.link)) : null,
         samples: recipe.batch_size * recipe.accumulation,
       };
     }
 
     // The operators of a step, with numbers in place of terms.
-    function columns(pass, update, value, more, accumulation) {
+    function columns(pass, update, value, layers, accumulation) {
       return [...pass.work, ...update.work].map(([operator, once, each, again, eachAgain]) => {
         const [dtype, flops, result, moved, lists, elements, phase, recomputed] = known.operators[operator];
         return {
@@ -154,7 +155,7 @@
           tiles: countTiles(result.map(value), dtype),
           nbytes: sum(moved.map(value)),
           kernels: countKernels(lists, value(elements)),
-          times: once + more * each + (accumulation - 1) * (again + more * eachAgain),
+          times: once + layers * each + (accumulation - 1) * (again + layers * eachAgain),
         };
       });
     }
@@ -247,10 +248,10 @@
     }
 
     // Under fully_shard, of each layer by itself and of what stands around the layers together.
-    function dividedFully(recipe, { category, moments, shift, more, weights, sizes, passes, first, last }) {
+    function dividedFully(recipe, { category, moments, shift, layers, weights, sizes, passes, first, last }) {
       const is = (name) => category.map((one) => one === name), bytes = { fp32: 4, fp16: 2, bf16: 2 };
       const weight = is("parameters"), gradient = is("gradients"), temporary = is("temporary"), states = is("optimizer_states");
-      const stored = (bytes[recipe.precision] || 4) / bytes[known.computed_in[recipe.precision]], layers = rules.SHALLOW + more;
+      const stored = (bytes[recipe.precision] || 4) / bytes[known.computed_in[recipe.precision]];
       const blocks = sizes.map(block), over = (which, counts, each) => sum(counts.map((n, t) => (which[t] ? n * each[t] : 0)));
       const layer = over(weight, first, blocks), around = over(weight, moments[0].counts, blocks) - layers * layer;
       const ofLayer = last.map((n, t) => (gradient[t] ? n : 0)), ofLayers = ofLayer.flatMap((n, t) => (n ? [t] : []));
@@ -360,10 +361,10 @@
     // The model of the values of a config.json: its structure, dimensions and layers.
     function modelOf(values, name) {
       const { type, held, get, dimensions, layers, longest, window } = readConfig(values, known);
-      if (layers < 2 || (get("num_decoder_layers") || layers) !== layers) throw new Refusal(
-        `${type} with ${layers} layers: the formula allows models of at least 2 layers, in a decoder as many as in the encoder`);
+      if ((get("num_decoder_layers") || layers) !== layers) throw new Refusal(
+        `${type} with ${layers} layers: the formula allows as many in a decoder as in the encoder`);
       const structure = known.structures.findIndex((one) => one.model_type === type && !unlike(one, held, get));
-      if (structure < 0) throw new Refusal(`no coefficients for this ${type}: ${
+      if (structure < 0) throw new Refusal(`no trace is kept of this ${type}: ${
         known.structures.filter((one) => one.model_type === type).map((one) => unlike(one, held, get)).join("; or ")}`);
       return { name: name || type, structure, dimensions, layers, longest, window };
     }
@@ -399,7 +400,7 @@
   // JSON that was packed by gzip and base64; the browser's own unpacking asks nobody.
   async function unpack(packed) {
     if (typeof DecompressionStream === "undefined") throw new Refusal(
-      "this browser cannot unpack the calculator's coefficients: it works in browsers from 2023 on");
+      "this browser cannot unpack the calculator's tables: it works in browsers from 2023 on");
     const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
     return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
   }

@@ -8,7 +8,7 @@ import itertools
 
 from memlab.book.panel import Panel
 from memlab.gpus import GPU, find_gpu
-from memlab.predict.closed_form import formula
+from memlab.predict.formula import formula
 from memlab.spec.recipe import Recipe
 
 SAMPLES, LENGTH = 4, 512

@@ -6,7 +6,7 @@ from helpers import one_line
 
 from memlab import fits, models, simulate
 from memlab.gpus import find_gpu
-from memlab.predict.closed_form_serving import judged, serving_formula, shape
+from memlab.predict.formula_serving import judged, serving_formula, shape
 from memlab.spec.serving import Serving
 from memlab.trace.allocator import MEDIUM_SEGMENT, CachingAllocator
 

@@ -1,4 +1,4 @@
-"""The closed form against the simulation."""
+"""The formula against the simulation."""
 
 import json
 import random
@@ -11,8 +11,9 @@ from helpers import assert_close
 
 from memlab import MiB, Recipe, formula, models, simulate
 from memlab.gpus import find_gpu
-from memlab.predict import closed_form
-from memlab.predict.closed_form import _rests, _without_reuse, coefficients, other_releases
+from memlab.predict.formula import _rests, _without_reuse
+from memlab.predict.shipped import MEMLAB
+from memlab.predict.store import LIBRARIES, other_releases
 from memlab.trace.allocator import CachingAllocator
 
 NF4 = {"base": "nf4", "double_quant": True, "lora_rank": 16, "attention": "sdpa"}
@@ -22,7 +23,7 @@ NF4 = {"base": "nf4", "double_quant": True, "lora_rank": 16, "attention": "sdpa"
     "recipe",
     [
         Recipe("bert-large", batch_size=4),
-        Recipe("bert-base", batch_size=16, seq_len=128),  # the same coefficients
+        Recipe("bert-base", batch_size=16, seq_len=128),  # the same trace
         Recipe("gpt2-xl", seq_len=512, precision="bf16", attention="sdpa", checkpointing=True),
         Recipe("llama-3.2-3b", seq_len=512, precision="bf16", **NF4),
         Recipe("llama-3-8b", seq_len=1024, precision="bf16", upcast=False, checkpointing=True,
@@ -65,11 +66,16 @@ def test_attention_takes_the_kernels_of_the_card(gpu, model, precision):
 
 
 @pytest.mark.parametrize(("size", "gpu"), [(20, "T4"), (200, "L4")])
-def test_heads_that_other_kernels_take_are_refused(size, gpu):
-    recipe = Recipe(WHOLE | {"n_embd": 8 * size}, seq_len=64, precision="fp16-amp")
-    assert formula(recipe, gpu).parameters
-    with pytest.raises(ValueError, match=f"head size is {size}: with sdpa on {gpu} the formula"):
-        formula(recipe.but(attention="sdpa"), gpu)
+def test_heads_that_other_kernels_take_have_a_trace_of_their_own(size, gpu):
+    model = WHOLE | {"n_embd": 8 * size, "n_layer": 4}
+    recipe = Recipe(model, batch_size=2, seq_len=64, precision="fp16-amp", attention="sdpa")
+    assert_close(recipe, find_gpu(gpu).without_limit())
+
+
+def test_a_length_beyond_the_window_has_masks():
+    model = SHARED | {"model_type": "mistral", "sliding_window": 100, "tie_word_embeddings": False}
+    recipe = Recipe(model, batch_size=2, seq_len=256, attention="sdpa")
+    assert_close(recipe, find_gpu("A100-80GB").without_limit())
 
 
 def test_blocks_of_one_size_leave_the_rest_of_a_segment_to_the_last_one():
@@ -104,19 +110,13 @@ def test_the_card_decides_workspaces_and_context():
     assert small.context == find_gpu("T4").context and formula(recipe).context is None
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"freeze": "embeddings,2"}, "freeze holds embeddings, 2"),
-        ({"model": "mistral-7b", "seq_len": 8192}, "up to the sliding window of mistral-7b, 4096"),
-        ({"model": "mixtral-8x7b", "optimizer": "adafactor"}, "derive"),
-    ],
-)
-def test_what_it_refuses(changes, said):
-    """A number format that the card lacks, too, and what nobody derived."""
-    with pytest.raises(ValueError, match=said) as error:
-        formula(Recipe(**{"seq_len": 64} | changes))
+def test_what_has_no_pattern_of_layers_it_refuses():
+    recipe = Recipe("gpt2", seq_len=64)
+    with pytest.raises(ValueError, match="freeze holds embeddings, 2") as error:
+        formula(recipe.but(freeze="embeddings,2"))
     assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="no formula for .* simulate knows it"):
+        formula(Recipe(WHOLE | {"n_embd": 160, "n_layer": 2}, seq_len=64, attention="sdpa"))
 
 
 def test_a_config_json_of_the_hub_is_the_model_that_it_names(tmp_path):
@@ -146,31 +146,13 @@ def pinned(name):
     return re.search(rf"^{name}==(\S+)", pins, re.MULTILINE)[1]
 
 
-@pytest.mark.parametrize("kept", ["coefficients", "predictions", "answers"])
+@pytest.mark.parametrize("kept", ["traces/index", "predictions", "answers"])
 def test_kept_numbers_are_of_the_libraries_that_the_book_is_tested_with(kept):
     """After an update the tools that made them make them anew."""
-    data = Path(closed_form.__file__).parents[1] / "data"
-    said = (
-        coefficients()
-        if kept == "coefficients"
-        else json.loads((data / f"{kept}.json").read_text())
-    )
-    assert other_releases(said["versions"]) == ""
-    for name in closed_form.LIBRARIES:
-        assert said["versions"][name].partition("+")[0] == pinned(name)
-
-
-def test_coefficients_of_other_releases_are_named(monkeypatch):
-    here = closed_form.installed()
-    monkeypatch.setattr(closed_form, "installed", lambda: here | {"torch": "2.11.0"})
-    recipe = Recipe("gpt2", seq_len=64, precision="fp16-amp", attention="sdpa")
-    (assumed,) = formula(recipe, "T4").assumptions
-    assert f"torch {here['torch']} (here 2.11.0)" in assumed and "derive(recipe, gpu)" in assumed
-    monkeypatch.setattr(closed_form, "installed", lambda: {})
-    assert "bitsandbytes" not in formula(recipe).assumptions[0]
-    assert "bitsandbytes" in formula(recipe.but(optimizer="adamw_8bit")).assumptions[0]
-    monkeypatch.setattr(closed_form, "installed", lambda: here)
-    assert formula(recipe).assumptions == ()
+    versions = json.loads((MEMLAB / "data" / f"{kept}.json").read_text())["versions"]
+    assert other_releases(versions) == ""
+    for name in LIBRARIES:
+        assert versions[name].partition("+")[0] == pinned(name)
 
 
 def test_segments_without_reuse_hold_the_most_of_every_size():
@@ -183,15 +165,3 @@ def test_segments_without_reuse_hold_the_most_of_every_size():
     small, medium, large = 4 * MiB, 40 * MiB, (10 + 14) * MiB
     assert _without_reuse(blocks, counts) == small + medium + large + 14 * MiB
     assert _without_reuse(blocks, counts[:1]) == 4 * MiB + 10 * MiB  # nothing comes or goes
-
-
-def test_the_coefficients_are_plain():
-    known = coefficients()
-    for coefficient, powers in known["terms"]:
-        assert coefficient > 0
-        assert all(isinstance(power, int) and power > 0 for power in powers.values())
-    assert known["halves"]
-    for half in known["halves"].values():
-        for moment in half["moments"]:
-            assert moment["phase"] in ("forward", "backward", "optimizer step")
-            assert all(isinstance(number, int) for one in moment["counts"] for number in one)

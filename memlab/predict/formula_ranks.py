@@ -1,13 +1,13 @@
 """What a training on one card becomes on each of several.
 
-`divide` takes the closed form's moments of a step on one card, each a list of tensors, and says of
+`divide` takes the formula's moments of a step on one card, each a list of tensors, and says of
 each tensor whether a rank holds it whole or a part of it, and what PyTorch's collectives hold
 beside: DDP's buckets, the layers that FSDP2 has gathered, the gradients that it is about to sum.
 
 What is not in it: uneven rows of a weight, and that the peak of a rank may fall on a moment that is
 none of one card's; how DDP's buckets are filled, whose blocks are counted without their rests; and
 that each stream of a collective has free blocks of its own, so that what is reserved is often more
-than the closed form's range says. benchmarks/ranks.py counts the errors.
+than the formula's range says. benchmarks/ranks.py counts the errors.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from memlab import models
 from memlab.footprint import Category, Phase
 from memlab.spec.recipe import COMPUTED_IN, FULLY_SHARDED, Recipe
 
-# What benchmarks/ranks.py found between the closed form and simulations, for each `sharding`.
+# What benchmarks/ranks.py found between the formula and simulations, for each `sharding`.
 ERRORS = Path(__file__).parent.parent / "data" / "ranks.json"
-LAYERS = 3  # of the models that coefficients are of
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
@@ -69,18 +68,18 @@ class RankTables(NamedTuple):
     traffic: list[tuple[Phase, float, float, float]]
 
 
-def divide(recipe: Recipe, table, sizes: np.ndarray, more: int, weights: np.ndarray, blocks):
-    """What one of a recipe's ranks holds of the tensors of `table`, a `closed_form.Tables`.
+def divide(recipe: Recipe, table, sizes: np.ndarray, layers: int, weights: np.ndarray, blocks):
+    """What one of a recipe's ranks holds of the tensors of `table`, a `formula.Tables`.
 
-    sizes: bytes of each tensor on one card. more: layers beyond those of the coefficients.
+    sizes: bytes of each tensor on one card. layers: patterns of them.
     weights: rows of [how large, how many, whether trained], a kind of weight each. blocks: the
     allocator's for sizes. Gives a `RankTables`.
     """
     split = _fully if recipe.sharding in FULLY_SHARDED else _copied
-    return split(recipe, table, sizes, table.once + more * table.each, more, weights, blocks)
+    return split(recipe, table, sizes, table.once + layers * table.each, layers, weights, blocks)
 
 
-def _copied(recipe, table, sizes, counts, more, weights, blocks) -> RankTables:
+def _copied(recipe, table, sizes, counts, layers, weights, blocks) -> RankTables:
     """Under DistributedDataParallel, whose buckets hold a copy of every gradient all the time."""
     category, in_pass = _columns(table)
     of_update = ~in_pass & (category == Category.TEMPORARY)
@@ -103,14 +102,13 @@ def _copied(recipe, table, sizes, counts, more, weights, blocks) -> RankTables:
     return RankTables(counts - parts, parts, sizes * share, sums, sums * 0, share, traffic)
 
 
-def _fully(recipe, table, sizes, counts, more, weights, blocks) -> RankTables:
+def _fully(recipe, table, sizes, counts, layers, weights, blocks) -> RankTables:
     """Under fully_shard, of each layer by itself and of what stands around the layers together."""
     category, in_pass = _columns(table)
     update = np.arange(len(counts)) >= table.passes[0]
     weight, gradient = category == Category.PARAMETERS, category == Category.GRADIENTS
     half = BYTES[COMPUTED_IN[recipe.precision]]
     stored = BYTES.get(recipe.precision, 4) / half
-    layers = LAYERS + more
     each = np.where(weight, table.each[0], 0)
     layer = each @ blocks(sizes)
     around = np.where(weight, counts[0], 0) @ blocks(sizes) - layers * layer

@@ -1,4 +1,4 @@
-"""The closed form of one of several ranks, beside what is simulated."""
+"""The formula of one of several ranks, beside what is simulated."""
 
 import json
 
@@ -8,7 +8,7 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from memlab import Recipe, SimulatedGPU, formula, simulate
-from memlab.predict.closed_form_ranks import ERRORS, first_share
+from memlab.predict.formula_ranks import ERRORS, first_share
 
 ALONE = Recipe("gpt2", seq_len=64, precision="bf16-amp", optimizer="adamw_torch_fused",
                attention="sdpa")  # fmt: skip
@@ -16,7 +16,7 @@ ALONE = Recipe("gpt2", seq_len=64, precision="bf16-amp", optimizer="adamw_torch_
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_closed_form_is_near_a_simulation(sharding, accumulation):
+def test_the_formula_is_near_a_simulation(sharding, accumulation):
     recipe = ALONE.but(ranks=8, sharding=sharding, accumulation=accumulation)
     whole, quick = simulate(recipe, "L4", link="pcie"), formula(recipe, "L4", link="pcie")
     assert quick.peak_allocated == pytest.approx(whole.peak_allocated, rel=0.06)
@@ -53,7 +53,7 @@ def test_zero1_gives_the_first_rank_what_pytorch_gives_it():
         ({"model": "t5-3b"}, "ddp and zero1 for two stacks of layers"),
     ],
 )
-def test_what_the_closed_form_does_not_know_it_names(changes, words):
+def test_what_the_formula_does_not_know_it_names(changes, words):
     with pytest.raises(ValueError, match=words):
         formula(ALONE.but(ranks=2, sharding="zero3", **changes), "L4")
 

@@ -1,0 +1,94 @@
+"""What the calculator's script evaluates: the moments of kept traces, in few bytes."""
+
+import numpy as np
+
+from memlab.card.step_time import PHASES
+from memlab.footprint import Category
+from memlab.predict.formula import operators_of
+from memlab.predict.layers import Layers
+from memlab.predict.shipped import Shipped
+from memlab.predict.store import Kept
+from memlab.trace.moments import from_none
+from memlab.trace.symbols import Term
+
+
+class PackedTables:
+    """The halves that are asked for, with halves, operators and terms numbered.
+
+    Neighbours have much in common: columns are kept together, and differences in place of numbers,
+    which gzip makes a third as large.
+    """
+
+    def __init__(self):
+        self.places, self.operators, self.terms = {}, {}, {}
+        self.columns = {name: [] for name in ("tensors", "beside", "moments", "work", "parameters")}
+
+    def place(self, key: str) -> int | None:
+        """The number of a half; None where it is not kept, or where layers have a pattern."""
+        if key not in self.places:
+            found = {}
+            Shipped.of_memlab().read_into(found, key)
+            kept = found.get(key)
+            if kept is None or kept.layers != Layers(0, 1, 0):
+                return None
+            self.places[key] = len(self.places)
+            self._add(kept)
+        return self.places[key]
+
+    def _add(self, kept: Kept) -> None:
+        categories, found, half = list(Category), kept.moments, kept.half
+        moments, before = [], np.zeros((2, len(found.tensors)))
+        for phase, *now in zip(found.phases, found.once, found.each, strict=True):
+            moments.append([_phase(phase), *_flat(_counts(np.array(now) - before))])
+            before = np.array(now)
+        weights = from_none(half.log.weights, half.log.patterns)
+        for name, column in {
+            "tensors": [[categories.index(c), self._term(t), item] for c, t, item in found.tensors],
+            "beside": _flat(_counts(found.beside)),
+            "moments": moments,
+            "work": _flat([self._operator(*one), *counts] for *one, counts in operators_of(half)),
+            "parameters": [
+                [self._term(half.read(elements, of_model=True)), *counts, free]
+                for (elements, free), counts in weights.items()
+            ],
+        }.items():
+            self.columns[name].append(column)
+
+    def _operator(self, dtype, flops, result, moved, lists, elements, phase, recomputed) -> int:
+        row = (
+            dtype,
+            self._term(flops),
+            tuple(map(self._term, result)),
+            tuple(map(self._term, moved)),
+            lists,
+            self._term(elements),
+            _phase(phase),
+            int(recomputed),
+        )
+        return self.operators.setdefault(row, len(self.operators))
+
+    def _term(self, term: Term) -> int:
+        """The place of a term; -1 of nothing."""
+        return self.terms.setdefault(term, len(self.terms)) if term.constant else -1
+
+    def known(self) -> dict:
+        terms = [[term.constant / term.divisor, dict(term.powers)] for term in self.terms]
+        return {"terms": terms, "operators": list(self.operators), "halves": self.columns}
+
+
+def _counts(counts: np.ndarray) -> list[tuple[int, int, int]]:
+    """(tensor, once, each) of those that there are, of two rows."""
+    return [(int(t), *map(int, counts[:, t])) for t in np.flatnonzero(counts.any(axis=0))]
+
+
+def _flat(rows) -> list[int]:
+    """Rows as one list, sorted; each begins with the distance from the one before."""
+    flat, place = [], 0
+    for first, *rest in sorted(rows):
+        flat += [first - place, *rest]
+        place = first
+    return flat
+
+
+def _phase(name: str) -> int:
+    return PHASES.index(name)

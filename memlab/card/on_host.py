@@ -1,0 +1,135 @@
+"""Operations whose result lies on the host of a simulated card: with data where it is small."""
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_map_only
+
+from memlab.card import constants, dynamic_shapes
+from memlab.card.placement import NotSimulated, mark_owned, on_card, place_on_cpu
+from memlab.trace.tensors import tensors_in
+from memlab.units import mib
+
+aten = torch.ops.aten
+SMALL = 2**20  # bytes up to which numbers on the host hold data
+ORDINARY = 2**28  # the same for integers and booleans
+NO_DATA_ON_THE_HOST = (
+    f"what it gives depends on values of a tensor on the host that has none here, because it takes "
+    f"more than {mib(SMALL)}. Do it in smaller parts, or before the card is entered"
+)
+
+
+class OnHost:
+    """The part of a card's tracer that runs what is on the host, or comes there."""
+
+    def _on_host(self, func, args, kwargs, tensors):
+        if kwargs.get("pin_memory"):
+            kwargs = kwargs | {"pin_memory": False}
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            # What a factory makes has data if it is small; what is made of data has some.
+            made = None if tensors else func(*args, **kwargs)
+            if isinstance(made, FakeTensor) and not holds_data(made):
+                place_on_cpu(made)
+                return made
+            with no_dispatch():
+                made = func(*args, **kwargs)
+            if not tensors and isinstance(made, torch.Tensor):
+                mark_owned(made)
+            return made
+        if func is aten._local_scalar_dense.default:
+            return self._read(args[0])
+        if func in (aten.equal.default, aten.allclose.default):
+            return self._compare(func, args, kwargs)
+        if func is aten._to_copy.default and on_card(args[0]):
+            return self.copy_to_host(args[0], kwargs.get("dtype"))
+        here, options = self._without_data(args, kwargs, tensors)
+        try:
+            made = func(*here, **options)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            raise NotSimulated(f"{func} is not simulated: {NO_DATA_ON_THE_HOST}") from None
+        if any(map(on_card, tensors)) and all(map(holds_data, tensors_in([made]))):
+            here = tree_map_only(FakeTensor, self.host_copy, (args, kwargs))
+            with no_dispatch():
+                return func(*here[0], **here[1])
+        if made is None:  # lists of tensors, changed in place
+            return None
+        if func._schema.is_mutable and not isinstance(args[0], FakeTensor):
+            return args[0]  # its numbers stay what they were
+        constants.propagate_constants(func, args, kwargs, made)
+        for tensor in tensors_in([made]):
+            if tensor.device.type != "meta":
+                place_on_cpu(tensor)
+        return made
+
+    def copy_to_host(self, tensor, dtype=None):
+        """A copy on the host of a tensor on the card: with data if it is small.
+
+        Where strides differ, a copy in the right order is made on the card first
+        (`copy_requires_temporaries` in aten/src/ATen/native/cuda/Copy.cu).
+        """
+        copy = aten.empty_like.default(self._fake(tensor), dtype=dtype)
+        place_on_cpu(copy)
+        if copy.stride() != tensor.stride():
+            self._take_and_give_back(tensor.nbytes)
+        if holds_data(copy):
+            data = self.host_copy(tensor)
+            with no_dispatch():
+                copy = data.to(copy.dtype)
+        return copy
+
+    def _write_on_host(self, target, source):
+        """`target.copy_(source)` from the card into a tensor of the host."""
+        if target.stride() != source.stride():
+            self._take_and_give_back(source.nbytes)
+        if not isinstance(target, FakeTensor):
+            copy = self.host_copy(source)
+            with no_dispatch():
+                target.copy_(copy)
+        return target
+
+    def zeros_on_host(self, like, dtype):
+        """Zeros of the shape of `like` that the card never holds."""
+        self.met_rules.add("paged states")
+        where = {"device": "cpu"} if "paged states" in self.rules else {}
+        return torch.zeros_like(like, dtype=dtype, **where)
+
+
+def holds_data(tensor) -> bool:
+    """Whether a tensor of this size and dtype is an ordinary one on the host."""
+    return tensor.nbytes <= (SMALL if tensor.is_floating_point() else ORDINARY)
+
+
+MAY_MIX = {  # where CUDA takes tensors of both
+    aten.copy_.default,
+    aten._to_copy.default,
+    aten.set_.source_Tensor,
+    aten.set_.source_Storage,
+    *dynamic_shapes.BY_MASK,
+}
+
+
+def refuse_two_devices(func, tensors) -> None:
+    """Raise CUDA's own error where a tensor of the host meets one of the card.
+
+    Raises NotSimulated where one of a real card does.
+    """
+    for tensor in tensors:
+        if not isinstance(tensor, FakeTensor) and tensor.is_cuda:
+            raise NotSimulated(
+                f"a tensor on a real card, of shape {list(tensor.shape)}, meets a SimulatedGPU: "
+                "make it inside, or take its .cpu()"
+            )
+    if len(tensors) < 2 or func.namespace != "aten" or func in MAY_MIX:
+        return
+    if func._opname.startswith(("_foreach", "_pack_padded", "_ctc_loss", "ctc_loss")):
+        return
+    for tensor in tensors:
+        if not on_card(tensor) and tensor.dim() and tensor.numel() and not tensor.is_meta:
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"cuda:0 and cpu! (in {func})"
+            )

@@ -1,0 +1,28 @@
+"""How a plan chooses among options: what fits, and the plainest of what is about as fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memlab.planner.result import Option, is_paged
+from memlab.planner.space import Combination
+
+ALIKE = 0.05  # seconds are a rough figure: within so much of the least, the plainer recipe is told
+
+
+def fitting(options: dict[Combination, Option]) -> dict[Combination, Option]:
+    """Those that fit."""
+    return {one: option for one, option in options.items() if not option.missing}
+
+
+def plainest(
+    options: dict[Combination, Option], seconds: Callable[[Option], float]
+) -> Combination | None:
+    """The first of those that are about as fast as the fastest; None of none.
+
+    What pages comes last, because nobody knows the seconds of moving its states.
+    """
+    settled = {one: it for one, it in options.items() if not is_paged(one.optimizer)}
+    times = {one: seconds(it) for one, it in (settled or options).items()}
+    least = min(times.values(), default=None)
+    return next((one for one, time in times.items() if time <= (1 + ALIKE) * least), None)

@@ -1,0 +1,397 @@
+"""The memory and the time of a training step by arithmetic alone: a trace without its replay.
+
+Every tensor of a step has a size like 4 * b * s * f bytes, and every operator moves and multiplies
+such tensors. A trace has these products (`memlab.predict.traces`), and of each of its halves, the
+passes and the updates, the moments at which a peak can be (`memlab.trace.moments`). At a moment of
+a pass the optimizer's states are there, too; at one of an update everything is that the pass
+leaves. Sums over them are the peak of any model and any sizes of the same structure.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from memlab import models
+from memlab.card.links import link_rate
+from memlab.card.op_cost import Work, count_kernels, count_tiles
+from memlab.card.step_time import PHASES, Columns, step_time
+from memlab.footprint import Category, Footprint, Phase
+from memlab.gpus import GPU, find_gpu
+from memlab.predict import formula_ranks
+from memlab.predict.run import refuse_format
+from memlab.predict.shipped import Shipped
+from memlab.predict.store import Kept
+from memlab.predict.structure import structures
+from memlab.predict.traces import keys_of, last_used, traces_of_any_release, usual_sizes
+from memlab.spec.recipe import Recipe
+from memlab.trace.allocator import (
+    LARGE_ROUND,
+    MEDIUM_REQUEST,
+    MEDIUM_SEGMENT,
+    MIN_BLOCK,
+    SMALL_REQUEST,
+    SMALL_SEGMENT,
+)
+from memlab.trace.moments import from_none
+from memlab.trace.symbols import Term, TermTable, factors_of
+from memlab.trace.trace import Half
+from memlab.units import round_up
+from memlab.workloads.quantized import assumed
+
+NOTHING = Term(0, 1, ())
+OTHERS = "the formula is of {}; where simulate answers, it is of the releases here"
+
+
+def formula(
+    recipe: Recipe, gpu: GPU | str | int | None = None, link: str | None = None
+) -> Footprint:
+    """The footprint of one optimizer step of `recipe`, by arithmetic alone, without a timeline.
+
+    gpu: as for `simulate`; it decides the kernels of attention, the size of the workspaces, the
+    context and the seconds.
+    link: between ranks, as `simulate` has it. What a rank holds of its model is an estimate
+    (`memlab.predict.formula_ranks`).
+
+    Domain: recipes that have a trace whose layers repeat (`memlab.predict.traces`); it is recorded,
+    in seconds, where it is not kept. Sizes are free. With several ranks under `zero2` and `zero3`
+    no quantized base and one stack of layers. The trace is that of several sequences of a length
+    that no kernel pads, whatever the recipe's. Tensors are exact on one card, each in the block
+    that the allocator would give it in a fresh segment, and in segments that several share as if
+    the largest came first; what a reused block has over is not in it, nor what loading a quantized
+    base leaves behind. No out-of-memory error: compare with `gpu.usable` yourself.
+
+    What is reserved is a matter of order, which sums do not have. So peak_reserved and device_used
+    are None, and `reserved_range` holds, in bytes, peak_allocated, below which no allocator can be,
+    and what would be reserved if no block were ever used again for another size, and one of the
+    largest were split. The upper end is usual and no bound: several blocks may be split, and of the
+    moments of a step only those are known at which a peak can be. benchmarks/formula.py counts how
+    often it holds, benchmarks/border.py what fits by it and does not run.
+
+    Raises ValueError outside the domain, and where the card does not have the recipe's number
+    format; `simulate` can still run such a recipe.
+    """
+    card = find_gpu(gpu)
+    refuse_format(recipe, card)
+    if link is not None:
+        link_rate(card, link)  # or refuses
+    keys, halves, sizes, assumptions = _halves(recipe, card)
+    table = last_used(_TABLES, keys, lambda: Tables.of(*halves), 256)
+    (patterns,) = {
+        half.layers.patterns(models.config(recipe.model).num_hidden_layers) for half in halves
+    }
+    return _evaluate(recipe, table, sizes, patterns, card, link, assumptions)
+
+
+class Tables(NamedTuple):
+    """Two halves put together, as arrays.
+
+    terms: all of them; tensors, parameters and work have their places. tensors: the term of each
+    kind; items: bytes of its elements; categories: what it is. once, each: how many of each, rows
+    are moments, without layers and more with each pattern of them. passes: how many of the moments,
+    and of the tensors, are the passes'. phases: of the moments. parameters: rows of [term, once,
+    each, trained].
+    """
+
+    terms: TermTable
+    tensors: np.ndarray
+    items: np.ndarray
+    categories: list[Category]
+    once: np.ndarray
+    each: np.ndarray
+    passes: tuple[int, int]
+    phases: list[Phase]
+    parameters: np.ndarray
+    work: Operators
+
+    @classmethod
+    def of(cls, passed: Kept, updated: Kept) -> Tables:
+        """Those of two kept halves."""
+        terms, found = TermTable(), (passed.moments, updated.moments)
+        first = len(found[0].tensors)
+        tensors = [one for moments in found for one in moments.tensors]
+        left, states = (_wide(m.beside, i * first, len(tensors)) for i, m in enumerate(found))
+        rows = [
+            _wide(np.stack([moments.once, moments.each]), i * first, len(tensors))
+            + (left + states if i else states)[:, None]
+            for i, moments in enumerate(found)
+        ]
+        once, each = np.concatenate(rows, axis=1)
+        read = passed.half.read
+        weights = from_none(passed.half.log.weights, passed.half.log.patterns)
+        return cls(
+            terms,
+            np.array([terms.place(term) for _, term, _ in tensors]),
+            np.array([item for *_, item in tensors]),
+            [category for category, *_ in tensors],
+            once,
+            each,
+            (len(found[0].phases), first),
+            [phase for moments in found for phase in moments.phases],
+            np.array(
+                [
+                    [terms.place(read(elements, of_model=True)), *counts, free]
+                    for (elements, free), counts in weights.items()
+                ]
+            ),
+            Operators.of_halves((passed, updated), terms),
+        )
+
+
+def _wide(counts: np.ndarray, first: int, columns: int) -> np.ndarray:
+    """The counts of some tensors, from the first on, among those of both halves."""
+    wide = np.zeros((*counts.shape[:-1], columns))
+    wide[..., first : first + counts.shape[-1]] = counts
+    return wide
+
+
+class Operators(NamedTuple):
+    """Operators as arrays: terms by their places; `moved` a list for each of them.
+
+    counts: rows of [once, each, once of each further micro-batch, each of it].
+    """
+
+    dtypes: list[str]
+    dtype_of_each: list[str]
+    of: np.ndarray
+    flops: np.ndarray
+    result: np.ndarray
+    moved: np.ndarray
+    mover: np.ndarray
+    lists: np.ndarray
+    elements: np.ndarray
+    phase: np.ndarray
+    recomputed: np.ndarray
+    counts: np.ndarray
+
+    @classmethod
+    def of_halves(cls, halves: tuple[Kept, Kept], terms: TermTable) -> Operators:
+        """Those of both halves of a trace."""
+        rows = [row for kept in halves for row in operators_of(kept.half)]
+        dtypes = sorted({dtype for dtype, *_ in rows if dtype})
+        place = {dtype: i for i, dtype in enumerate(dtypes)} | {"": -1}
+        of_each, flops, result, moved, lists, elements, phase, recomputed, counts = zip(
+            *rows, strict=True
+        )
+        return cls(
+            dtypes,
+            list(of_each),
+            np.array([place[dtype] for dtype in of_each]),
+            np.array([terms.place(term) for term in flops]),
+            np.array([[terms.place(t) for t in one or (NOTHING,) * 3] for one in result]),
+            np.array([terms.place(t) for one in moved for t in one], int),
+            np.array([i for i, one in enumerate(moved) for _ in one], int),
+            np.array(lists),
+            np.array([terms.place(term) for term in elements]),
+            np.array([PHASES.index(one) for one in phase]),
+            np.array(recomputed, bool),
+            np.array(counts),
+        )
+
+
+def operators_of(half: Half) -> list[tuple]:
+    """The operators of a half by terms, and how often each runs, as columns of `Operators`."""
+    alike: dict[Work, list[int]] = {}
+    for one, (once, each) in from_none(half.log.work, half.log.patterns).items():
+        counts = alike.setdefault(one._replace(micro_batch=0), [0, 0, 0, 0])
+        further = 2 if one.micro_batch == 1 and one.phase != Phase.STEP else 0
+        counts[further] += once
+        counts[further + 1] += each
+    return [
+        (
+            one.dtype,
+            half.read(one.flops, whole=True),
+            tuple(map(half.read, one.result)),
+            tuple(map(half.read, one.moved)),
+            one.lists,
+            half.read(one.elements),
+            one.phase,
+            one.recomputed,
+            counts,
+        )
+        for one, counts in alike.items()
+    ]
+
+
+def _halves(recipe: Recipe, card: GPU) -> tuple:
+    """(keys, halves, sizes, what is assumed of them) of the passes and the updates of a recipe."""
+    if not set(recipe.freeze) <= {"embeddings", "backbone"}:
+        raise ValueError(
+            f"freeze holds {', '.join(map(str, recipe.freeze))}: the formula allows embeddings and "
+            "backbone"
+        )
+    keys, halves, shipped = [], [], Shipped.of_memlab()
+    for which, alone in enumerate(formula_ranks.alone(recipe)):
+        found = traces_of_any_release().halves_of(usual_sizes(alone), card, roughly=True)
+        if found is None or found.halves[which].layers is None:
+            raise ValueError(
+                f"no formula for {recipe}: its layers have no common pattern, or other sizes do "
+                "other things; simulate knows it"
+            )
+        keys.append(found.keys[which])
+        halves.append(found.halves[which])
+    others = shipped.others_of(recipe) if any(key in shipped for key in keys) else ""
+    assumptions = (OTHERS.format(others),) if others else ()
+    sizes = found.sizes(recipe) | {"W": card.workspace}
+    return tuple(keys), halves, sizes, assumptions
+
+
+def is_kept(recipe: Recipe, card: GPU) -> bool:
+    """Whether the traces that `formula` needs came with memlab: it records others in seconds."""
+    for which, alone in enumerate(formula_ranks.alone(recipe)):
+        usual = usual_sizes(alone)
+        keys = keys_of(usual, *next(structures(usual, card, roughly=True)))
+        if keys[which] not in Shipped.of_memlab():
+            return False
+    return True
+
+
+def _evaluate(recipe, table: Tables, sizes, patterns, card, link, assumptions) -> Footprint:
+    term, once, each, trained = table.parameters.T
+    numbers = once + patterns * each
+    factors = factors_of(sizes) | {"n": int(numbers @ trained)}
+    terms = table.terms.at(factors)
+
+    tensors = np.ceil(terms[table.tensors] / table.items) * table.items
+    elements = np.round(terms[term.astype(int)])
+    counts = table.once + patterns * table.each
+    blocks, made, divided = _blocks(tensors), 0, None
+    if recipe.ranks > 1:
+        weights = np.array([elements, numbers, trained])
+        divided = formula_ranks.divide(recipe, table, tensors, patterns, weights, _blocks)
+        # A tensor may be whole at one moment, and a rank's part of it at another.
+        counts = np.hstack([divided.whole, divided.parts])
+        tensors = np.concatenate([tensors, divided.sizes])
+        blocks, made = _blocks(tensors), divided.sums + divided.gathered
+    allocated = counts @ blocks + made
+    worst = int(allocated.argmax())
+    peak = int(allocated[worst]) + _rests(blocks, counts[worst])
+    breakdown = dict.fromkeys(Category, 0)
+    for category, size, count in zip(
+        table.categories * (1 if divided is None else 2), tensors, counts[worst], strict=True
+    ):
+        breakdown[category] += round(count * size)
+    if divided is not None:
+        breakdown[Category.GRADIENTS] += round(divided.sums[worst])
+        breakdown[Category.TEMPORARY] += round(divided.gathered[worst])
+    breakdown[Category.ROUNDING] = peak - sum(breakdown.values())
+    seconds, no_time = None, ""
+    try:
+        columns = _columns(table.work, terms, patterns, recipe.accumulation)
+        if divided is not None:
+            columns = _with_ranks(columns, divided)
+        seconds = step_time(columns, card, recipe.batch_size * recipe.accumulation, link)
+    except ValueError as error:
+        no_time = str(error)
+    weights = elements * numbers
+    return Footprint(
+        peak_allocated=peak,
+        peak_reserved=None,
+        reserved_range=(peak, max(peak, _without_reuse(blocks, counts) + int(np.max(made)))),
+        breakdown=breakdown,
+        peak_phase=table.phases[worst],
+        context=card.context,
+        parameters=round(weights.sum()),
+        trainable_parameters=round(weights @ trained),
+        step_time=seconds,
+        no_time=no_time,
+        assumptions=(*assumed(recipe), *assumptions),
+    )
+
+
+def _columns(work: Operators, terms, patterns: int, accumulation: int) -> Columns:
+    """The operators of a step, with numbers in place of terms."""
+    once, each, again, each_again = work.counts.T
+    times = once + patterns * each + (accumulation - 1) * (again + patterns * each_again)
+    return Columns(
+        work.dtypes,
+        work.of,
+        terms[work.flops],
+        count_tiles(terms[work.result], work.dtype_of_each),
+        np.bincount(work.mover, terms[work.moved], len(times)),
+        count_kernels(work.lists, terms[work.elements]),
+        work.phase,
+        work.recomputed,
+        times,
+    )
+
+
+def _with_ranks(columns: Columns, divided: formula_ranks.RankTables) -> Columns:
+    """The operators of a rank: its part of the update, and a kernel for each copy and sending."""
+    share = np.where(columns.phase == PHASES.index(Phase.STEP), divided.share, 1.0)
+    phases, sent, copied, times = zip(*divided.traffic, strict=True)
+    none = np.zeros(len(sent))
+    return Columns(
+        columns.dtypes,
+        np.append(columns.of, none.astype(int) - 1),
+        np.append(columns.flops, none),
+        np.append(columns.tiles, none),
+        np.append(columns.nbytes * share, copied),
+        np.append(columns.kernels * share, none + 1),
+        np.append(columns.phase, [PHASES.index(phase) for phase in phases]),
+        np.append(columns.recomputed, none > 0),
+        np.append(columns.times, times),
+        np.append(np.zeros(len(columns.of)), sent),
+    )
+
+
+def _without_reuse(blocks, counts) -> int:
+    """Bytes of the segments if every size of block had its own: the most of each, summed up.
+
+    And one more of the largest that come and go: a smaller tensor splits the free block of one,
+    and the next finds it too small.
+    """
+    sizes, which = np.unique(blocks, return_inverse=True)
+    of_each = counts @ (which[:, None] == np.arange(len(sizes)))
+    held = of_each.max(axis=0)
+    small, large = sizes <= SMALL_REQUEST, sizes >= MEDIUM_REQUEST
+    come_and_go = large & (of_each.min(axis=0) < held)
+    reserved = round_up(int((sizes * come_and_go).max(initial=0)), LARGE_ROUND)
+    for sizes_of_pool, segment in (
+        (sizes * small, SMALL_SEGMENT),
+        (sizes * (~small & ~large), MEDIUM_SEGMENT),
+        (round_up(sizes, LARGE_ROUND) * large, LARGE_ROUND),
+    ):
+        reserved += round_up(int(held @ sizes_of_pool), segment)
+    return reserved
+
+
+def _rests(blocks, counts) -> int:
+    """Bytes that are left of segments which several blocks share, and stay with the last of them.
+
+    The allocator does not split off a rest of up to 1 MiB. In a model whose weights take 1.125 MiB
+    each, that is of every segment of 20 MiB the 0.875 MiB beside 17 of them. In which order blocks
+    come is not known here: the largest come first, each segment as full as they make it.
+    """
+    sizes, which = np.unique(blocks, return_inverse=True)
+    numbers = np.bincount(which, counts).astype(int)
+    shared = (sizes > SMALL_REQUEST) & (sizes < MEDIUM_REQUEST) & (numbers > 0)
+    left = dict(
+        zip(sizes[shared][::-1].astype(int).tolist(), numbers[shared][::-1].tolist(), strict=True)
+    )
+    rests = 0
+    while left:
+        rest, taken = MEDIUM_SEGMENT, {}
+        for block, number in left.items():
+            fitting = min(number, rest // block)
+            if fitting:
+                taken[block] = fitting
+                rest -= fitting * block
+        segments = min(left[block] // number for block, number in taken.items())
+        if rest <= SMALL_REQUEST:
+            rests += segments * rest
+        left = {block: n - segments * taken.get(block, 0) for block, n in left.items()}
+        left = {block: n for block, n in left.items() if n}
+    return rests
+
+
+def _blocks(sizes: np.ndarray) -> np.ndarray:
+    """The allocator's blocks for tensors; in a segment of its own, a rest up to 1 MiB included."""
+    blocks = round_up(np.ceil(sizes), MIN_BLOCK)
+    segments = round_up(blocks, LARGE_ROUND)
+    whole = (blocks >= MEDIUM_REQUEST) & (segments - blocks <= SMALL_REQUEST)
+    return np.where(whole, segments, blocks)
+
+
+_TABLES: dict[tuple[str, str], Tables] = {}  # by the keys of both halves, those used last

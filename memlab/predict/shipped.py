@@ -1,0 +1,100 @@
+"""Halves of traces that come with memlab: those of the catalogue's structures.
+
+A file a structure (memlab/data/traces), xz of lines of JSON: in turn the rest of a key, as the
+structure begins all of them, and its half. `index.json` says of which releases they are, and of
+which code. tools/record_traces.py makes them. With other code they are not used: it may do other
+things.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import lzma
+from hashlib import sha256
+from pathlib import Path
+
+from memlab.predict.store import digest_of, kept_of, other_releases
+
+MEMLAB = Path(__file__).parent.parent
+FOLDER = MEMLAB / "data" / "traces"
+# What decides which events happen.
+CODE = ("trace", "card", "workloads", "spec/recipe.py", "models.py", "gpus.py", "predict/run.py")
+CODE += ("predict/layers.py", "predict/structure.py", "predict/traces.py", "predict/store.py")
+
+
+class Shipped:
+    """The halves of a folder, read when they are asked for."""
+
+    def __init__(self, folder: Path = FOLDER):
+        self._folder, self._lines = folder, {}
+        index = folder / "index.json"
+        self.index = json.loads(index.read_text()) if index.exists() else {}
+        self.versions = self.index.get("versions", {})
+
+    @classmethod
+    @functools.cache
+    def of_memlab(cls) -> Shipped:
+        """Those of this package."""
+        return cls()
+
+    @functools.cached_property
+    def is_of_this_code(self) -> bool:
+        """Whether memlab does today what it did when they were recorded."""
+        return self.index.get("code") == code_digest()
+
+    @functools.cached_property
+    def others(self) -> str:
+        """In which libraries they are of other releases than those here; empty for none."""
+        return other_releases(self.versions)
+
+    def others_of(self, recipe) -> str:
+        """As `others`, of the libraries that a recipe uses."""
+        names = ["torch", "transformers"]
+        names += ["peft"] * (recipe.lora_rank > 0)
+        names += ["bitsandbytes"] * (recipe.base != "none" or "8bit" in recipe.optimizer)
+        return other_releases(self.versions, names)
+
+    def __contains__(self, key: str) -> bool:
+        structure, rest = divided(key)
+        return rest in self.lines(structure)
+
+    def read_into(self, known: dict, key: str) -> None:
+        """Add what is there of a key: a half, or None for what has no trace."""
+        structure, rest = divided(key)
+        if rest in self.lines(structure):
+            known[key] = kept_of(self.lines(structure)[rest])
+
+    def lines(self, structure: str) -> dict[str, str]:
+        """The rest of each key -> the line of its half."""
+        if structure not in self._lines:
+            file = self._folder / file_of(structure)
+            found = {}
+            if self.is_of_this_code and file.exists():
+                lines = lzma.decompress(file.read_bytes()).decode().splitlines()
+                found = dict(zip(lines[::2], lines[1::2], strict=True))
+            self._lines[structure] = found
+        return self._lines[structure]
+
+
+def divided(key: str) -> tuple[str, str]:
+    """(the structure that a key begins with, the rest)."""
+    _, end = json.JSONDecoder().raw_decode(key)
+    return key[:end], key[end + 1 :]
+
+
+def file_of(structure: str) -> str:
+    """The name of a structure's file."""
+    model_type = json.loads(structure)["model_type"]
+    return f"{model_type}-{sha256(structure.encode()).hexdigest()[:8]}.xz"
+
+
+@functools.cache
+def code_digest() -> str:
+    """A digest of the code that decides which events happen."""
+    files = [
+        file
+        for place in CODE
+        for file in ((MEMLAB / place).rglob("*.py") if "." not in place else [MEMLAB / place])
+    ]
+    return digest_of(files)

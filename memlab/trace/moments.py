@@ -1,0 +1,141 @@
+"""The moments of a training at which a peak can be, as sums over kinds of tensors.
+
+Of the events of a step a few dozen are the largest for some model and some sizes. What is there at
+one of these is so many tensors of every kind, some once and some with each layer, and the bytes of
+a kind are a product of symbols (`memlab.trace.symbols`): a peak is arithmetic then, without a
+replay of the events.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from memlab.footprint import Category, Phase
+from memlab.trace.allocator import MEDIUM_REQUEST
+from memlab.trace.events import Alloc, Free, Marker
+from memlab.trace.layered import Counts, LayeredLog
+from memlab.trace.symbols import Term, TermTable, factors_of
+from memlab.trace.trace import Half
+
+# Models that peaks are looked for with: sizes from (least, most), W bytes of a workspace, n tensors
+# that train.
+DRAWS = 400
+RANGES = {"b": (1, 128), "s": (16, 16384), "g": (1, 96), "m": (1, 8), "d": (32, 256)}
+RANGES |= {"h": (256, 16384), "f": (512, 65536), "V": (1000, 260000), "n": (10, 1000)}
+RANGES |= {"P": (512, 131072), "w": (64, 8192), "r": (1, 256), "W": (2**23, 2**25)}
+PATTERNS = (2, 128)  # of layers
+
+
+class Moments(NamedTuple):
+    """What a half of a training holds when it holds most.
+
+    tensors: (category, bytes in symbols, bytes of an element) of each kind. once, each: how many of
+    them there are at each moment, an array [moments, tensors] without any pattern of layers and one
+    of what a pattern adds. phases: of the moments. beside: [2, tensors], once and each, of what the
+    passes leave to the update, or of what an update leaves to the passes.
+    """
+
+    tensors: list[tuple[Category, Term, int]]
+    once: np.ndarray
+    each: np.ndarray
+    phases: list[Phase]
+    beside: np.ndarray
+
+
+def from_none(counts: Counts, patterns: int) -> Counts:
+    """Counts at so many patterns of layers, as counts without any."""
+    return {kind: (once - patterns * each, each) for kind, (once, each) in counts.items()}
+
+
+def largest_moments(half: Half) -> list[int]:
+    """Which moments of a half are the largest for some model, among those of `moments_of`.
+
+    Of all tensors, for the peak, and of those with segments of their own, for what is reserved.
+    """
+    found = moments_of(half)
+    random, chosen, terms = np.random.default_rng(0), set(), TermTable()
+    places = [terms.place(term) for _, term, _ in found.tensors]
+    # Of widths that belong to the structure the chosen ones are the real ones.
+    known = half.symbols.sizes if half.symbols else {}
+    ranges = {name: ends for name, ends in RANGES.items() if name in known or name in "nW"}
+    for _ in range(DRAWS):
+        drawn = {n: float(np.exp(random.uniform(*np.log(ends)))) for n, ends in ranges.items()}
+        sizes = terms.at(factors_of({"s": 1} | drawn))[places]
+        patterns = float(np.exp(random.uniform(*np.log(PATTERNS))))
+        counts = found.once + (patterns if half.log.blocks else 0) * found.each
+        for pool in (True, sizes >= MEDIUM_REQUEST):
+            chosen.add(int((counts @ (sizes * pool)).argmax()))
+    return sorted(chosen)
+
+
+def moments_of(half: Half, chosen: list[int] | None = None) -> Moments:
+    """The moments of a half at the start of the measured stretch and after each birth.
+
+    chosen: the numbers of those that are wanted, by themselves all. Moments of the updates count
+    what is there beyond what is there when one begins.
+    """
+    is_update = Marker.RESET not in half.log.kinds
+    log, (tensors, places, signs) = half.log, _changes(half)
+
+    def levels(order):
+        change = np.zeros((len(order), len(tensors)), np.int32)
+        change[np.arange(len(order)), places[order]] = signs[order]
+        return change.cumsum(axis=0)
+
+    order = log.order
+    deep = order if log.blocks is None else log.order_at(log.patterns + 1)
+    low, high = levels(order), levels(deep)
+    begins, ends = Marker.UPDATE if is_update else Marker.RESET, Marker.UPDATE
+    start, end = (_last(log, order, mark) for mark in (begins, ends))
+    deep_start, deep_end = (_last(log, deep, mark) for mark in (begins, ends))
+    beside = low[end], high[deep_end] - low[end]
+    if is_update:
+        low, high = low - low[start], high - high[deep_start]
+    born = [p for p in _pairs(log) if p[0] > start and type(log.kinds[order[p[0]]]) is Alloc]
+    pairs = np.array([(start, deep_start), *born])
+    pairs = pairs if chosen is None else pairs[chosen]
+    at = [log.kinds[i] for i in order[pairs[:, 0]]]
+    first = Phase.STEP if is_update else Phase.FORWARD
+    once, each = low[pairs[:, 0]], high[pairs[:, 1]] - low[pairs[:, 0]]
+    used = (once != 0).any(0) | (each != 0).any(0) | (beside[0] != 0) | (beside[1] != 0)
+    beside = np.array([beside[0] - log.patterns * beside[1], beside[1]])
+    return Moments(
+        [tensor for tensor, there in zip(tensors, used, strict=True) if there],
+        (once - log.patterns * each)[:, used],
+        each[:, used],
+        [one.phase if type(one) is Alloc else first for one in at],
+        beside[:, used],
+    )
+
+
+def _changes(half: Half) -> tuple[list, np.ndarray, np.ndarray]:
+    """The kinds of tensors; for each kind of step which of them it changes, and by 1 or -1."""
+    tensors, kinds = {}, half.log.kinds
+    places, signs = np.zeros(len(kinds), int), np.zeros(len(kinds), np.int32)
+    for i, kind in enumerate(kinds):
+        birth = kind.birth if type(kind) is Free else kind
+        if type(birth) is Alloc:
+            tensor = birth.category, half.term(birth), birth.item
+            places[i] = tensors.setdefault(tensor, len(tensors))
+            signs[i] = 1 if kind is birth else -1
+    return list(tensors), places, signs
+
+
+def _last(log: LayeredLog, order: np.ndarray, mark: Marker) -> int:
+    return int(np.flatnonzero(order == log.kinds.index(mark))[-1])
+
+
+def _pairs(log: LayeredLog) -> list[tuple[int, int]]:
+    """(place in the log's order, the like place in that of a pattern more) of every event."""
+    pairs, shift, waiting = [], 0, list(log.blocks or ())
+    for place in range(len(log.order)):
+        while waiting and waiting[0][0] <= place:
+            after, block = waiting.pop(0)
+            size = len(block)
+            # The last of a stage's blocks; the others, when they differ, lie in between.
+            pairs += [(after - size + i, after + shift + i) for i in range(size)]
+            shift += size
+        pairs.append((place, place + shift))
+    return pairs

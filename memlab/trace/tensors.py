@@ -1,0 +1,70 @@
+"""What a tensor is made of, and who else holds it."""
+
+import functools
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
+
+
+@functools.cache
+def is_wrapper_subclass(kind) -> bool:
+    """Whether tensors of a class are made of others, as DTensor is of this rank's part."""
+    return is_traceable_wrapper_subclass_type(kind)
+
+
+def inner_tensors(tensor) -> list[torch.Tensor]:
+    """The tensors that hold a tensor's data: itself, or those that it is made of."""
+    if not is_wrapper_subclass(type(tensor)):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    parts = (getattr(tensor, name) for name in names)
+    found = [inner_tensors(part) for part in parts if isinstance(part, torch.Tensor)]
+    return [part for some in found for part in some]
+
+
+def is_gathered(data: torch.UntypedStorage) -> bool:
+    """Whether a storage holds parameters of all ranks, for as long as a layer needs them."""
+    return hasattr(data, "_memlab_gathered")
+
+
+def tensors_in(values) -> list[torch.Tensor]:
+    """The tensors among values, and in lists of them."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(value)
+    return found
+
+
+def sole_summand(args, out, live) -> torch.Tensor | None:
+    """The summand whose memory autograd would take for a sum of gradients, None for none.
+
+    Where two paths of the graph meet, autograd adds their gradients. It reuses the first one's
+    memory when nobody else holds it, except under a dispatch mode such as the tracer
+    (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp). So the log follows what
+    happens without the tracer: the sum takes over the storage of a summand. live: the storages that
+    are counted, by their addresses.
+    """
+    first, second = args[0], args[1]
+    if not isinstance(second, torch.Tensor) or first.shape != second.shape:
+        return None
+    if first.dtype != out.dtype:
+        return None
+    for summand in (first, second):
+        storage = summand.untyped_storage()
+        alone = (
+            summand._use_count() <= SOLE_TENSOR_USES
+            and torch._C._storage_Use_Count(storage._cdata) <= SOLE_STORAGE_USES
+        )
+        if storage._cdata in live and alone:
+            return summand
+    return None
+
+
+# How many references a gradient has, seen from the dispatch of the addition, when the autograd
+# engine alone holds it: the engine's buffer and the dispatcher's copies of the argument.
+# tests/trace/test_tracer.py compares the result with the profiler, under which no mode is active.
+SOLE_TENSOR_USES = 4
+SOLE_STORAGE_USES = 2

@@ -1,0 +1,51 @@
+"""Choices on tables of options."""
+
+import pytest
+
+from memlab import Recipe
+from memlab.planner.choice import ALIKE, fitting, plainest
+from memlab.planner.result import Option
+from memlab.planner.space import Combination
+
+GB, TOTAL = 10**9, 16 * 10**9
+
+
+def options(*rows):
+    """Combination -> option, of rows of (optimizer, bytes, seconds), the plainest first."""
+    found = {}
+    for optimizer, needed, seconds in rows:
+        recipe = Recipe("gpt2-tiny", seq_len=16, optimizer=optimizer)
+        one = Option(recipe, needed, GB, TOTAL, seconds, False)
+        found[Combination("full", "fp32", optimizer)] = one
+    return found
+
+
+def seconds(option):
+    return option.seconds
+
+
+def test_what_lacks_a_byte_does_not_fit():
+    table = options(("adamw_torch", TOTAL - GB, 1), ("sgd", TOTAL - GB + 1, 1))
+    assert [one.optimizer for one in fitting(table)] == ["adamw_torch"]
+
+
+@pytest.mark.parametrize(
+    ("times", "told"),
+    [
+        ((1.0, 1.0), "adamw_torch"),
+        ((1.0 + ALIKE, 1.0), "adamw_torch"),  # about as fast, and plainer
+        ((1.0 + 1.1 * ALIKE, 1.0), "adafactor"),
+        ((1.0, 2.0), "adamw_torch"),
+    ],
+)
+def test_the_plainest_of_the_fastest_is_told(times, told):
+    names = "adamw_torch", "adafactor"
+    table = options(*((name, GB, time) for name, time in zip(names, times, strict=True)))
+    assert plainest(table, seconds).optimizer == told
+
+
+def test_what_pages_is_told_where_nothing_else_fits():
+    table = options(("paged_adamw_8bit", GB, 0.1), ("adamw_8bit", GB, 9))
+    assert plainest(table, seconds).optimizer == "adamw_8bit"
+    assert plainest(options(("paged_adamw_8bit", GB, 1)), seconds).optimizer == "paged_adamw_8bit"
+    assert plainest({}, seconds) is None

@@ -1,0 +1,175 @@
+"""Record anew the traces that come with memlab, after an update of torch or of memlab itself.
+
+    python tools/record_traces.py            what is missing; all where the code is another
+    python tools/record_traces.py --check 40 so many, at random: if they are those that are kept,
+                                             these are of today's code
+
+It goes through what the pages' calculator and the planner ask for, on cards with flash attention
+and without, and through the runs of `memlab record`, on two processes, for about an hour; what is
+done is kept after each structure.
+"""
+
+import argparse
+import itertools
+import json
+import lzma
+import random
+import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
+
+from tqdm import tqdm
+
+from memlab import Recipe
+from memlab.evidence.grid import grid_runs
+from memlab.gpus import ANY_CARD, find_gpu
+from memlab.planner.space import NF4
+from memlab.predict.shipped import FOLDER, Shipped, code_digest, divided, file_of
+from memlab.predict.store import installed, text_of
+from memlab.predict.structure import structures
+from memlab.predict.traces import keys_of, record, usual_sizes
+
+# A model for each structure that people train most, and those trained in fewer ways.
+COMMON = ("bert-large", "gpt2", "llama-3.2-1b", "llama-3-8b", "llama-2-7b")
+COMMON += ("qwen2.5-0.5b", "qwen2.5-7b", "mistral-7b")
+FEWER = ("distilbert", "roberta-base", "deberta-v3-base", "t5-3b")
+WAYS = {
+    "plain": {},
+    "lora": {"lora_rank": 8},
+    "qlora": {"lora_rank": 8} | NF4,
+    "frozen embeddings": {"freeze": "embeddings"},
+}
+PLANNED = ("adamw_torch_fused", "adamw_8bit", "adafactor", "paged_adamw_8bit")  # and clipped
+OTHERS = ("adamw_torch", "sgd", "lion_8bit")
+CARDS = ANY_CARD, find_gpu("T4")
+
+
+def recipes(model: str):
+    """(recipe, card) of every half that is wanted of a model's structure; sizes do not matter."""
+    common, only_eager = model in COMMON, model == "deberta-v3-base"
+    ways = WAYS if common else {"plain": {}}
+    for card, (way, start) in itertools.product(CARDS, ways.items()):
+        precisions = ["fp16-amp"] + ["bf16-amp", "bf16"] * (card == ANY_CARD)
+        precisions += ["fp32"] * (way == "plain")
+        for precision in precisions:
+            attentions = ["eager"]
+            if not only_eager:
+                few = way in ("plain", "lora", "qlora") and precision != "fp32"
+                attentions = ["sdpa"] + ["eager"] * (way == "plain" or few and card != ANY_CARD)
+            for attention in attentions:
+                yield from _pairs(model, card, start | {"precision": precision}, attention, common)
+
+
+def _pairs(model, card, values, attention, common):
+    """Passes and updates together, as each run has one of both."""
+    planned = common and attention == "sdpa" and "freeze" not in values
+    batches, accumulations = (2, 1) if planned else (2,), (1, 2) if common else (1,)
+    passes = list(itertools.product(batches, (False, True), accumulations))
+    clipped = [(name, 1.0) for name in PLANNED] if planned else []
+    updates = [(name, 0.0) for name in (*PLANNED, *OTHERS)] + clipped
+    if values.get("lora_rank"):
+        updates = [one for one in updates if one[0] not in OTHERS[1:]]
+    if attention == "eager" and model != "deberta-v3-base":
+        updates = updates[:1]
+    for i in range(max(len(passes), len(updates))):
+        batch, checkpointing, accumulation = passes[i if i < len(passes) else 0]
+        optimizer, norm = updates[i % len(updates)]
+        changes = {"checkpointing": checkpointing, "accumulation": accumulation}
+        changes |= {"optimizer": optimizer, "max_grad_norm": norm, "attention": attention}
+        usual = usual_sizes(Recipe(model, seq_len=64, **values, **changes))
+        yield usual.but(batch_size=batch), card
+
+
+def wanted(asked) -> list[tuple]:
+    """(recipe, card, structure) of as few as have all halves."""
+    cases, known = [], set()
+    for recipe, card in asked:
+        case = recipe, card, next(structures(recipe, card, roughly=True))[0]
+        if not known.issuperset(keys(case)):
+            cases.append(case)
+            known.update(keys(case))
+    return cases
+
+
+def keys(case: tuple) -> tuple[str, str]:
+    """Those of the halves of a case."""
+    recipe, _, structure = case
+    return keys_of(recipe, structure, structure)
+
+
+def recorded(cases: list[tuple]) -> dict[str, str]:
+    """Key -> the line of its half."""
+    found = {}
+    for case in cases:
+        halves = record(*case) or (None, None)
+        found |= {key: text_of(half) for key, half in zip(keys(case), halves, strict=True)}
+    return found
+
+
+def write(lines: dict[str, str]) -> None:
+    """Add lines, by their keys, to the files of their structures."""
+    shipped, by_structure = Shipped(), {}
+    for key, line in lines.items():
+        structure, rest = divided(key)
+        by_structure.setdefault(structure, {})[rest] = line
+    FOLDER.mkdir(exist_ok=True)
+    for structure, found in by_structure.items():
+        kept = shipped.lines(structure) | found
+        text = "\n".join(itertools.chain.from_iterable(sorted(kept.items())))
+        new = FOLDER / "new"
+        new.write_bytes(lzma.compress(text.encode(), preset=6))
+        new.replace(FOLDER / file_of(structure))
+
+
+def stamp() -> None:
+    """Say that the kept halves are of today's code and releases."""
+    index = {"versions": installed(), "code": code_digest()}
+    (FOLDER / "index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
+def check(number: int) -> None:
+    """Record some anew; end with their names if they are others than those that are kept."""
+    kept = Shipped()
+    kept.is_of_this_code = True
+    cases = wanted(itertools.chain.from_iterable(map(recipes, (*COMMON, *FEWER))))
+    differing = []
+    for case in random.sample(cases, number):
+        for key, line in recorded([case]).items():
+            structure, rest = divided(key)
+            if kept.lines(structure).get(rest, line) != line:
+                differing.append(key)
+    if differing:
+        sys.exit("\n".join(["these do something else today: record all anew", *differing]))
+    stamp()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", type=int, default=0, help="so many, at random")
+    number = parser.parse_args().check
+    if number:
+        check(number)
+        return
+    if not Shipped().is_of_this_code:
+        for file in FOLDER.glob("*"):
+            file.unlink()
+        FOLDER.mkdir(exist_ok=True)
+        stamp()
+    grid = [
+        (usual_sizes(run), card)
+        for run in grid_runs().values()
+        for card in CARDS
+        if "bf16" not in run.precision or "bfloat16" in card.native_dtypes
+        if set(run.freeze) <= {"embeddings", "backbone"}
+    ]
+    shipped = Shipped()
+    with ProcessPoolExecutor(2) as pool:
+        jobs = []
+        for asked in (*map(recipes, (*COMMON, *FEWER)), grid):
+            new = [case for case in wanted(asked) if not all(key in shipped for key in keys(case))]
+            jobs += [pool.submit(recorded, new[i : i + 12]) for i in range(0, len(new), 12)]
+        for job in tqdm(as_completed(jobs), total=len(jobs)):
+            write(job.result())
+
+
+if __name__ == "__main__":
+    main()
