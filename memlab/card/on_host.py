@@ -92,10 +92,13 @@ class OnHost:
         return target
 
     def zeros_on_host(self, like, dtype):
-        """Zeros of the shape of `like` that the card never holds."""
+        """Zeros of the shape of `like` that the card never holds, without data."""
         self.met_rules.add("paged states")
-        where = {"device": "cpu"} if "paged states" in self.rules else {}
-        return torch.zeros_like(like, dtype=dtype, **where)
+        if "paged states" not in self.rules:
+            return torch.zeros_like(like, dtype=dtype)
+        zeros = aten.empty_like.default(self._fake(like), dtype=dtype)
+        place_on_cpu(zeros)
+        return zeros
 
 
 def holds_data(tensor) -> bool:

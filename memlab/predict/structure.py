@@ -26,9 +26,10 @@ from memlab.workloads.quantized import COMPUTE_DTYPES
 
 # Chosen widths: g key-value heads with m query heads each, of size d; h hidden size where it is not
 # g * m * d; f feed-forward width; V vocabulary. Each has a prime factor of its own; the rest, a
-# power of two, is what kernels round it up to, and makes every matrix a multiple of the 64 * 256
-# weights that share a scale of scales in 4 bits.
-WIDTHS = {"g": 17 * 4, "m": 19, "d": 5 * 32, "h": 31 * 128, "f": 53 * 128, "V": 41 * 64}
+# power of two, is what kernels round it up to. It makes every vector with states in 8 bits whole
+# blocks of 256, and every matrix a multiple of the 64 * 256 weights that share a scale of scales
+# in 4 bits.
+WIDTHS = {"g": 13 * 8, "m": 19, "d": 5 * 32, "h": 31 * 128, "f": 53 * 256, "V": 41 * 64}
 HEAD_SIZES = ("head_dim", "d_kv")
 # Kinds of stretched rotary positions whose tensors are those of plain ones.
 SAME_ROPE = ("default", "linear", "llama3", "yarn")
@@ -328,7 +329,7 @@ def with_like_states(recipe: Recipe, found: Structure) -> Recipe:
     for widths in LIKE_WIDTHS:
         values, _, _ = at_widths(config, widths)
         like = replace(recipe, model=models.resized(config, **values), **rank)
-        if _states_are_alike(like, found):
+        if _usual(like.model).key == found.key and _states_are_alike(like, found):
             return like
     raise ValueError(f"no widths at which states of {recipe.model_name} are as at the chosen ones")
 
@@ -340,8 +341,10 @@ def _states_are_alike(recipe: Recipe, usual: Structure) -> bool:
 
     def kinds(config, rank):
         shapes = shapes_of(config, recipe.task)
-        if recipe.lora_rank:
-            shapes = [(rank, side) for shape in shapes if len(shape) == 2 for side in shape]
+        if recipe.lora_rank:  # a head of few classes is trained whole
+            matrices = [shape for shape in shapes if len(shape) == 2]
+            shapes = [shape for shape in matrices if min(shape) < NARROW]
+            shapes += [(rank, side) for shape in matrices for side in shape]
         least = LEAST_8BIT, LEAST_PAGED * recipe.optimizer.startswith("paged")
         return [[math.prod(shape) >= few for few in least] for shape in shapes]
 
