@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 
 from tqdm import tqdm
 
-from memlab import Recipe
+from memlab import Recipe, models
 from memlab.evidence.grid import grid_runs
 from memlab.gpus import ANY_CARD, find_gpu
 from memlab.planner.space import NF4
@@ -27,6 +27,7 @@ from memlab.predict.shipped import FOLDER, Shipped, code_digest, divided, file_o
 from memlab.predict.store import installed, text_of
 from memlab.predict.structure import structures
 from memlab.predict.traces import keys_of, record, usual_sizes
+from memlab.spec.recipe import AUTOCAST
 
 # A model for each structure that people train most, and those trained in fewer ways.
 COMMON = ("bert-large", "gpt2", "llama-3.2-1b", "llama-3-8b", "llama-2-7b")
@@ -35,6 +36,7 @@ FEWER = ("distilbert", "roberta-base", "deberta-v3-base", "t5-3b")
 WAYS = {
     "plain": {},
     "lora": {"lora_rank": 8},
+    "lora in 16 bits": {"lora_rank": 8, "base": "half"},
     "qlora": {"lora_rank": 8} | NF4,
     "frozen embeddings": {"freeze": "embeddings"},
 }
@@ -50,10 +52,12 @@ def recipes(model: str):
     for card, (way, start) in itertools.product(CARDS, ways.items()):
         precisions = ["fp16-amp"] + ["bf16-amp", "bf16"] * (card == ANY_CARD)
         precisions += ["fp32"] * (way == "plain")
+        if start.get("base") == "half":
+            precisions = [one for one in precisions if one in AUTOCAST]
         for precision in precisions:
             attentions = ["eager"]
             if not only_eager:
-                few = way in ("plain", "lora", "qlora") and precision != "fp32"
+                few = way != "frozen embeddings" and precision != "fp32"
                 attentions = ["sdpa"] + ["eager"] * (way == "plain" or few and card != ANY_CARD)
             for attention in attentions:
                 yield from _pairs(model, card, start | {"precision": precision}, attention, common)
@@ -76,7 +80,9 @@ def _pairs(model, card, values, attention, common):
         changes = {"checkpointing": checkpointing, "accumulation": accumulation}
         changes |= {"optimizer": optimizer, "max_grad_norm": norm, "attention": attention}
         usual = usual_sizes(Recipe(model, seq_len=64, **values, **changes))
-        yield usual.but(batch_size=batch), card
+        length = usual.seq_len * usual.batch_size // batch  # bitsandbytes fuses few tokens
+        longest = models.max_length(model) or length
+        yield usual.but(batch_size=batch, seq_len=min(length, longest)), card
 
 
 def wanted(asked) -> list[tuple]:

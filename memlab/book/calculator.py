@@ -17,12 +17,10 @@ from memlab.book.panel import read as read_file
 from memlab.book.show import COLOURS
 from memlab.card import op_cost, step_time
 from memlab.card.kernels.sdpa import model_routes
-from memlab.card.links import LINKS, link_rate, links_of
 from memlab.fields import one_of
 from memlab.footprint import Category, StepTime
 from memlab.gpus import ANY_CARD, GPU, GPUS, find_gpu
-from memlab.planner.space import NF4
-from memlab.predict import formula_ranks
+from memlab.planner.space import HALF, NF4
 from memlab.predict.fit import CONTEXT_MARGIN, MARGIN
 from memlab.predict.formula import is_kept
 from memlab.predict.formula_serving import shares_keys
@@ -30,7 +28,7 @@ from memlab.predict.run import refuse_format
 from memlab.predict.shipped import Shipped
 from memlab.predict.structure import HEAD_SIZES, SAME_ROPE, Structure, structures
 from memlab.predict.traces import keys_of, usual_sizes
-from memlab.spec.recipe import COMPUTED_IN, FULLY_SHARDED, SHARDED_OPTIMIZERS, Recipe
+from memlab.spec.recipe import AUTOCAST, COMPUTED_IN, Recipe
 from memlab.trace import allocator
 from memlab.trace.symbols import ROUNDED
 
@@ -55,6 +53,7 @@ TRAINED = {
     "every weight": {},
     "all but the embeddings": {"freeze": ("embeddings",)},
     "LoRA": {"lora_rank": RANK},
+    "LoRA on a 16-bit base": {"lora_rank": RANK, **HALF},
     "LoRA on NF4": {"lora_rank": RANK, **NF4},
 }
 # The fields of a recipe that say what is trained, and their defaults.
@@ -65,13 +64,7 @@ PLAIN = {one.name: one.default for one in dataclasses.fields(Recipe) if one.name
 FEW_WAYS = ("deberta-v3-base", "mixtral-8x7b")
 NAMES = [name for name in models.MODELS if not name.endswith("-tiny") and name not in FEW_WAYS]
 NUMBERS = ("batch_size", "seq_len", "accumulation", "lora_rank")
-OWN_LINK = "the card's own"
-AMONG = {
-    "ranks": (1, 2, 4, 8, 16, 32, 64),
-    "sharding": ("ddp", "zero1", "zero2", "zero3"),
-    "link": (OWN_LINK, *LINKS),
-}
-SWITCHES = ("model", "gpu", *NUMBERS, "trained", *CHOICES, *AMONG)
+SWITCHES = ("model", "gpu", *NUMBERS, "trained", *CHOICES)
 # On which switches a pass and an update depend; a pass also on whether it accumulates.
 WAYS = {
     "pass": ("trained", "precision", "attention", "checkpointing"),
@@ -120,6 +113,11 @@ class Calculator(Panel):
         self.fields = tuple(one_of("switch", name, SWITCHES) for name in fields or SWITCHES)
         one_of("model", self.recipe.model, NAMES)
         refuse_format(self.recipe, self.card)
+        if self.recipe.ranks > 1:
+            raise ValueError(
+                f"ranks is {self.recipe.ranks}: a calculator is of one card, allowed is 1; "
+                "simulate knows more"
+            )
         if not is_kept(self.recipe, self.card):
             raise ValueError(f"no trace is kept of {self.recipe} on {self.card.name}: simulate it")
         own = {name: getattr(self.recipe, name) for name in PLAIN}
@@ -131,8 +129,8 @@ class Calculator(Panel):
         self.own = named[0] if named else "as in the recipe"
         self.trained = (TRAINED if "trained" in self.fields else {}) | {self.own: own}
         self.choices = {"trained": tuple(self.trained)}
-        for name, choices in (CHOICES | AMONG).items():
-            mine = (getattr(self.recipe, name, OWN_LINK),)
+        for name, choices in CHOICES.items():
+            mine = (getattr(self.recipe, name),)
             wanted = choices if name in self.fields else mine
             self.choices[name] = tuple(dict.fromkeys(wanted + mine))
 
@@ -180,13 +178,12 @@ class Calculator(Panel):
                 "gpu": self.card.name,
                 "trained": self.own,
                 **{name: getattr(self.recipe, name) for name in (*NUMBERS, *CHOICES)},
-                **{name: getattr(self.recipe, name, OWN_LINK) for name in AMONG},
                 "lora_rank": self.recipe.lora_rank or RANK,
             },
             "defaults": {
                 one.name: one.default
                 for one in dataclasses.fields(Recipe)
-                if one.name in (*NUMBERS, *CHOICES, *AMONG)
+                if one.name in (*NUMBERS, *CHOICES)
             },
             "whole": self.whole,
             "fields": self.fields,
@@ -224,7 +221,11 @@ class Calculator(Panel):
         def cases(names, **more):
             choices = {name: self.choices[name] for name in names} | more
             for values in itertools.product(*choices.values()):
-                recipe = self._recipe(model, **dict(zip(choices, values, strict=True)))
+                try:
+                    recipe = self._recipe(model, **dict(zip(choices, values, strict=True)))
+                except ValueError:  # a base in half precision without autocast
+                    yield "", ""
+                    continue
                 both = next(structures(recipe, card, roughly=True))
                 yield [key.removeprefix(both[0].key) for key in keys_of(recipe, *both)]
 
@@ -263,7 +264,6 @@ def _described(config, structure: Structure) -> dict:
         "sizes": sizes,
         "settings": {name: value for name, value in settings.items() if name not in sizes},
         "grouped": _grouped(config),
-        "two_stacks": models.default_task(config) == "seq2seq-lm",
     }
 
 
@@ -310,7 +310,6 @@ def known_card(card: GPU) -> dict:
         "bandwidth": card.bandwidth,
         "shares_keys": shares_keys(card),
         "longest_head": longest_head(card.capability),
-        "links": {name: link_rate(card, name) for name in links_of(card)},
     }
 
 
@@ -351,9 +350,5 @@ def _constants() -> dict:
         "head_sizes": HEAD_SIZES,
         "optional_sizes": OPTIONAL,
         "same_rope": SAME_ROPE,
-        "own_link": OWN_LINK,
-        "computed_in": COMPUTED_IN,
-        "fully_sharded": FULLY_SHARDED,
-        "sharded_optimizers": SHARDED_OPTIMIZERS,
-        "errors": json.loads(formula_ranks.ERRORS.read_text()),
+        "autocast": AUTOCAST,
     }

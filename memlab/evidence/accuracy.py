@@ -20,7 +20,7 @@ from memlab.footprint import Footprint, Phase, StepTime
 from memlab.gpus import GPU, GPUS, gpu_of_device
 from memlab.predict.formula import formula
 from memlab.predict.simulate import simulate
-from memlab.spec.recipe import Recipe
+from memlab.spec.recipe import QUANTIZED, Recipe
 from memlab.trace.tracer import Tracer
 from memlab.workloads.training import Training, import_libraries
 
@@ -275,6 +275,6 @@ def family(recipe: Recipe) -> str:
 
 def technique(recipe: Recipe) -> str:
     """full, frozen, LoRA or QLoRA."""
-    if recipe.base != "none":
+    if recipe.base in QUANTIZED:
         return "QLoRA"
     return "LoRA" if recipe.lora_rank else "frozen" if recipe.freeze else "full"

@@ -17,10 +17,10 @@ from transformers.pytorch_utils import Conv1D
 from memlab import models
 from memlab.fields import one_of
 from memlab.gpus import GPU
-from memlab.spec.recipe import Recipe
+from memlab.spec.recipe import FOUR_BITS, QUANTIZED, Recipe
 from memlab.spec.serving import Serving
 from memlab.workloads import training
-from memlab.workloads.quantized import COMPUTE_DTYPES, HEADS
+from memlab.workloads.quantized import HEADS
 
 APIS = ("trainer", "accelerate")
 LINE = 88  # the usual width of a formatted line
@@ -134,7 +134,7 @@ def training_script(recipe: Recipe, api: str = "trainer") -> str:
         raise ValueError(
             "set_to_none is False: the Trainer always drops gradients, allowed is True"
         )
-    if recipe.base in ("nf4", "fp4") and recipe.block_size != 64:
+    if recipe.base in FOUR_BITS and recipe.block_size != 64:
         raise ValueError(
             f"block_size is {recipe.block_size}: transformers quantizes in blocks of 64 weights"
         )
@@ -148,7 +148,7 @@ def pip_line(recipe: Recipe, api: str = "trainer") -> str:
     """What installs the packages of `training_script(recipe, api)`, as one command."""
     used = {module.split(".")[0] for module in _used(training_script(recipe, api))}
     used |= {"accelerate"}  # which the Trainer asks for
-    if recipe.base != "none" or recipe.optimizer.endswith("8bit"):
+    if recipe.base in QUANTIZED or recipe.optimizer.endswith("8bit"):
         used |= {"bitsandbytes"}  # which transformers imports
     wanted = [f'"{name}>={OLDEST[name]}"' for name in sorted(used & OLDEST.keys())]
     return " ".join(["pip install", *wanted])
@@ -246,9 +246,7 @@ def _values(recipe: Recipe, api: str) -> dict:
     decoder = not config.is_encoder_decoder and "masked-lm" not in models.tasks(config)
     blocks = task in ("causal-lm", "masked-lm") and not recipe.padded
     optimizer, meaning_of_optimizer = OPTIMIZERS[recipe.optimizer]
-    dtype = training.PURE.get(recipe.precision, torch.float32)
-    if recipe.base != "none":
-        dtype = COMPUTE_DTYPES[recipe.compute_dtype]
+    dtype = training.stored_as(recipe)
     with torch.device("meta"):
         skeleton = models.build(config, task)
     stays = sorted(skeleton._keep_in_fp32_modules or ())
@@ -259,6 +257,7 @@ def _values(recipe: Recipe, api: str) -> dict:
         )
     return {
         "recipe": recipe,
+        "quantized": recipe.base in QUANTIZED,
         "api": api,
         "name": _hub_name(recipe),
         "task": task,
@@ -283,8 +282,10 @@ def _values(recipe: Recipe, api: str) -> dict:
 
 
 def _meaning_of_dtype(recipe: Recipe) -> str:
-    if recipe.base != "none":
+    if recipe.base in QUANTIZED:
         return "of products, and of what is not quantized"
+    if recipe.base == "half":
+        return "frozen weights; adapters are fp32, products by autocast"
     if recipe.precision in training.PURE:
         return "weights, gradients, states; no autocast"
     if recipe.precision in training.AUTOCAST:
@@ -294,8 +295,9 @@ def _meaning_of_dtype(recipe: Recipe) -> str:
 
 def _head_to_cast(recipe: Recipe, model: torch.nn.Module) -> str:
     """The name of a head that is trained in fp32 beside a base in fp16, if there is one."""
-    scaled = recipe.base != "none" and not recipe.upcast and recipe.precision == "fp16-amp"
-    if not scaled or recipe.compute_dtype != "fp16":
+    loaded = recipe.base == "half" or recipe.base in QUANTIZED and not recipe.upcast
+    scaled = recipe.precision == "fp16-amp" and training.stored_as(recipe) == torch.float16
+    if not loaded or not scaled:
         return ""
     return next((name for name in HEADS if hasattr(model, name)), "")
 

@@ -12,11 +12,11 @@ from memlab.footprint import Footprint
 from memlab.gpus import GPU, GPUS
 from memlab.planner.choice import plainest
 from memlab.planner.result import Option, Question, described, is_paged, way_of
-from memlab.planner.space import NF4, Combination, attention_of, combinations, refusal
+from memlab.planner.space import HALF, NF4, Combination, attention_of, combinations, refusal
 from memlab.predict.fit import room
 from memlab.predict.formula import formula
 from memlab.predict.simulate import simulate
-from memlab.spec.recipe import Recipe
+from memlab.spec.recipe import AUTOCAST, Recipe
 
 CLIPPING = 1.0  # the Trainer's own
 SAME_ROOM = 0.02  # of a card; within so much of the most room a recipe that is simulated is told
@@ -69,6 +69,7 @@ class Estimates:
         }
         if one.way != "full":
             values["lora_rank"] = asked.lora_rank
+            values |= HALF if one.precision in AUTOCAST else {}
         if one.way == "qlora":
             values |= NF4
         return Recipe(**values | changes)

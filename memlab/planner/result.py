@@ -8,7 +8,7 @@ from typing import Any
 from memlab.fields import one_of, wrong
 from memlab.footprint import Category
 from memlab.gpus import GPU
-from memlab.spec.recipe import COMPUTED_IN, Recipe
+from memlab.spec.recipe import COMPUTED_IN, QUANTIZED, Recipe
 from memlab.units import GiB, gib, seconds_text
 
 WAYS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
@@ -159,7 +159,7 @@ def is_paged(optimizer: str) -> bool:
 
 def way_of(recipe: Recipe) -> str:
     """The way in which a recipe trains, of `WAYS`."""
-    return "qlora" if recipe.base != "none" else "lora" if recipe.lora_rank else "full"
+    return "qlora" if recipe.base in QUANTIZED else "lora" if recipe.lora_rank else "full"
 
 
 def described(recipe: Recipe) -> str:

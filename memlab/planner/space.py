@@ -18,6 +18,8 @@ OPTIMIZERS = ("adamw_torch_fused", "adamw_8bit", "adafactor", "paged_adamw_8bit"
 FOR_ADAPTERS = ("adamw_torch_fused", "adamw_8bit")  # whose states are small in any case
 OTHER_OPTIMIZERS = ("sgd", "lion_8bit")
 SHARDINGS = ("ddp", "zero2", "zero3")
+# The base of LoRA where there is autocast, as from_pretrained loads most models by themselves.
+HALF = {"base": "half"}
 # The base of QLoRA. What is not quantized stays in 16 bits, as TRL's SFTTrainer leaves it.
 NF4 = {"base": "nf4", "double_quant": True, "upcast": False}
 
@@ -47,14 +49,14 @@ def combinations(
     amp, kept = f"{half}-amp", question.keep_quality
     usual = {
         "full": (amp, "fp32") if kept or not native else (amp, "fp32", half),
-        "lora": (half, amp) if native or not kept else (amp,),
-        # As LoRA, so that the two compare: what trains are fp32 adapters, peft's default.
-        "qlora": (half if native else amp,),
+        # Adapters in fp32 on a base in 16 bits, under autocast: as the Trainer runs it.
+        "lora": (amp,),
+        "qlora": (amp,),
     }
     excluded = []
     if kept:
-        rather = "trained weights in pure bf16" if native else "LoRA on a base in pure fp16"
-        excluded.append(f"{rather}, {' and '.join(OTHER_OPTIMIZERS)} (they may train worse)")
+        rather = "trained weights in pure bf16, " if native else ""
+        excluded.append(f"{rather}{' and '.join(OTHER_OPTIMIZERS)} (they may train worse)")
     optimizers = OPTIMIZERS if kept else OPTIMIZERS + OTHER_OPTIMIZERS
     bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None
     if not bitsandbytes:

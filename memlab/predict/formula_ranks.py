@@ -19,7 +19,7 @@ import numpy as np
 
 from memlab import models
 from memlab.footprint import Category, Phase
-from memlab.spec.recipe import COMPUTED_IN, FULLY_SHARDED, Recipe
+from memlab.spec.recipe import COMPUTED_IN, FULLY_SHARDED, QUANTIZED, Recipe
 
 # What benchmarks/ranks.py found between the formula and simulations, for each `sharding`.
 ERRORS = Path(__file__).parent.parent / "data" / "ranks.json"
@@ -37,17 +37,17 @@ def alone(recipe: Recipe) -> tuple[Recipe, Recipe]:
     update = recipe.but(ranks=1, sharding="ddp")
     if recipe.ranks == 1 or recipe.sharding not in FULLY_SHARDED:
         return update, update
-    if recipe.base != "none":
+    if recipe.base in QUANTIZED:
         raise ValueError(
             f"base is {recipe.base!r} and sharding is {recipe.sharding!r}: the formula allows "
-            "none, simulate knows more"
+            "none and half, simulate knows more"
         )
     if recipe.task == "seq2seq-lm":
         raise ValueError(
             f"sharding is {recipe.sharding!r}: the formula allows ddp and zero1 for two stacks of "
             "layers, simulate knows more"
         )
-    return update.but(precision=COMPUTED_IN[recipe.precision]), update
+    return update.but(base="none", precision=COMPUTED_IN[recipe.precision]), update
 
 
 class RankTables(NamedTuple):
@@ -151,10 +151,10 @@ def _fully(recipe, table, sizes, counts, layers, weights, blocks) -> RankTables:
     if recipe.sharding == "zero3":
         traffic.append((Phase.BACKWARD, others * model, 2 * model, times))
     traffic.append((Phase.BACKWARD, others * summed, 2 * summed, groups))
-    ratio = np.where(in_pass & (weight | gradient), stored, 1.0) / recipe.ranks
-    return RankTables(
-        counts - parts, parts, sizes * ratio, sums, gathered, 1 / recipe.ranks, traffic
-    )
+    of_weight = 1.0 if recipe.base == "half" else stored  # of a base; adapters are few
+    ratio = np.where(in_pass & weight, of_weight, np.where(in_pass & gradient, stored, 1.0))
+    parts_of = sizes * ratio / recipe.ranks
+    return RankTables(counts - parts, parts, parts_of, sums, gathered, 1 / recipe.ranks, traffic)
 
 
 def _columns(table) -> tuple[np.ndarray, np.ndarray]:

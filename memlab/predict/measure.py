@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from memlab.fields import whole
 from memlab.footprint import Category, Footprint, Phase
 from memlab.gpus import require_native
-from memlab.spec.recipe import Recipe
+from memlab.spec.recipe import QUANTIZED, Recipe
 from memlab.trace.tracer import Tracer
 from memlab.workloads.training import Training
 
@@ -84,7 +84,7 @@ def measure(recipe: Recipe, device=None, steps: int = 5, seed: int = 0) -> Measu
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
-    built_in = device if recipe.base == "none" else None
+    built_in = None if recipe.base in QUANTIZED else device
     training = Training(recipe, device, seed, built_in)
     progress = tqdm(total=steps + 3, desc=f"measuring {recipe.model_name}", leave=False)
     training.step()  # optimizer states and kernels appear in the first step

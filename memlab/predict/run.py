@@ -15,7 +15,7 @@ from memlab.card.device import SimulatedGPU
 from memlab.card.loading import loaded_weights
 from memlab.card.op_cost import NORMS, repeat_micro_batch, without_trifles
 from memlab.gpus import ANY_CARD, GPU, require_native
-from memlab.spec.recipe import Recipe
+from memlab.spec.recipe import QUANTIZED, Recipe
 from memlab.trace.events import Marker
 from memlab.trace.log import Log
 from memlab.trace.quantized_weights import numel
@@ -118,7 +118,7 @@ def built(recipe: Recipe, simulated: SimulatedGPU) -> Training:
     """A training on a card that is entered, watched, before its first step."""
     # A base is made on the host, and quantized weight by weight when it moves; so is what moves
     # to the card in shards.
-    on_host = recipe.base != "none" or is_moved_by_sharding(recipe)
+    on_host = recipe.base in QUANTIZED or is_moved_by_sharding(recipe)
     built_in = None if on_host else simulated.device
     training = Training(recipe, simulated.device, built_in=built_in)
     simulated.watch(training.model, inputs=training.inputs)

@@ -15,6 +15,7 @@ from memlab.footprint import Category, Footprint, Phase, StepTime, Timeline
 from memlab.gpus import GPU
 from memlab.predict.run import weights_of
 from memlab.predict.simulate import full_log, serve
+from memlab.spec.recipe import QUANTIZED
 from memlab.spec.serving import Serving
 from memlab.trace.log import Log
 from memlab.trace.tracer import Tracer
@@ -158,7 +159,7 @@ def log_of_serving(serving: Serving, card: GPU, numbered=False) -> Log:
     numbered: whether the log tells layers apart.
     """
     with SimulatedGPU(card.without_limit()) as simulated:
-        place = simulated.device if serving.base == "none" else "cpu"
+        place = simulated.device if serving.base not in QUANTIZED else "cpu"
         generation = Generation(serving, simulated.device, place)
         tracer = simulated.tracer
         simulated.watch(generation.model, inputs=_inputs(generation))

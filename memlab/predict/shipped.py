@@ -15,6 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from memlab.predict.store import digest_of, kept_of, other_releases
+from memlab.spec.recipe import QUANTIZED
 
 MEMLAB = Path(__file__).parent.parent
 FOLDER = MEMLAB / "data" / "traces"
@@ -52,7 +53,7 @@ class Shipped:
         """As `others`, of the libraries that a recipe uses."""
         names = ["torch", "transformers"]
         names += ["peft"] * (recipe.lora_rank > 0)
-        names += ["bitsandbytes"] * (recipe.base != "none" or "8bit" in recipe.optimizer)
+        names += ["bitsandbytes"] * (recipe.base in QUANTIZED or "8bit" in recipe.optimizer)
         return other_releases(self.versions, names)
 
     def __contains__(self, key: str) -> bool:

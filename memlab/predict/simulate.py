@@ -10,7 +10,7 @@ from memlab.footprint import Footprint
 from memlab.gpus import GPU, find_gpu
 from memlab.predict.run import refuse_format
 from memlab.predict.traces import is_deep, run_log, traces
-from memlab.spec.recipe import Recipe
+from memlab.spec.recipe import QUANTIZED, Recipe
 from memlab.trace.ledger import Ledger
 from memlab.trace.log import Event, Log, replay
 from memlab.workloads.sharding import is_moved_by_sharding
@@ -98,4 +98,4 @@ def _as_loaded(recipe, log, card) -> Iterable[Event]:
 
 def _comes_by_weight(recipe: Recipe) -> bool:
     """Whether `from_pretrained` loads the model and quantizes it, and not `sharding.share`."""
-    return recipe.base != "none" and not is_moved_by_sharding(recipe)
+    return recipe.base in QUANTIZED and not is_moved_by_sharding(recipe)

@@ -20,7 +20,7 @@ from memlab import models
 from memlab.card.kernels.bitsandbytes import fuses_4bit_product
 from memlab.card.kernels.sdpa import model_routes
 from memlab.gpus import GPU
-from memlab.spec.recipe import COMPUTED_IN, Recipe
+from memlab.spec.recipe import COMPUTED_IN, FOUR_BITS, Recipe
 from memlab.trace.symbols import ALIGNED, chosen_sizes
 from memlab.workloads.quantized import COMPUTE_DTYPES
 
@@ -171,7 +171,7 @@ def trained_as(recipe: Recipe) -> dict:
         ]
     if recipe.base != "none":
         values["base"] = [recipe.base, recipe.compute_dtype, recipe.upcast]
-        if recipe.base != "int8":
+        if recipe.base in FOUR_BITS:
             values["base"] += [recipe.block_size, recipe.double_quant]
     return values
 
@@ -181,7 +181,7 @@ def has_fused_products(recipe: Recipe, card: GPU) -> bool:
 
     Which weights of which shapes at how many tokens is a table of its own.
     """
-    if recipe.base not in ("nf4", "fp4"):
+    if recipe.base not in FOUR_BITS:
         return False
     dtype = COMPUTE_DTYPES[recipe.compute_dtype]
     tokens = recipe.batch_size * recipe.seq_len

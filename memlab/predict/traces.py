@@ -28,7 +28,7 @@ from memlab.predict.structure import (
     trained_as,
     with_like_states,
 )
-from memlab.spec.recipe import Recipe
+from memlab.spec.recipe import FOUR_BITS, Recipe
 from memlab.trace.events import Alloc, Free
 from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Log
@@ -306,7 +306,7 @@ def _to_check(recipe: Recipe, around: Circumstances) -> Recipe:
 
     With 4-bit weights at its own, because bitsandbytes fuses products of few tokens.
     """
-    if recipe.base in ("nf4", "fp4"):
+    if recipe.base in FOUR_BITS:
         return replace(recipe, accumulation=around.batches)
     length, shorter = CHECKED[around.alignment]
     window = getattr(models.config(recipe.model), "sliding_window", None)

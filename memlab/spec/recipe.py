@@ -38,8 +38,10 @@ COMPUTED_IN = {
 FULLY_SHARDED = ("zero2", "zero3")  # by FSDP2's fully_shard
 SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_loop", "adamw_torch_fused", "sgd")
 FOUR_BITS = ("nf4", "fp4")
+QUANTIZED = (*FOUR_BITS, "int8")
+AUTOCAST = ("fp16-amp", "bf16-amp")
 ADAPTERS = Needs("lora_rank", bool, "a lora_rank from 1")
-BASE = Needs("base", lambda base: base != "none", "a base of nf4, fp4 or int8")
+BASE = Needs("base", QUANTIZED.__contains__, "a base of nf4, fp4 or int8")
 BASE_OF_FOUR_BITS = Needs("base", FOUR_BITS.__contains__, "a base of nf4 or fp4")
 
 
@@ -146,11 +148,11 @@ class Recipe:
     )
     base: str = field(
         "none",
-        "the frozen linear layers under LoRA, never the head, as they are or in bitsandbytes' "
-        "formats",
+        "the frozen model under LoRA",
         {
-            "none": "",
-            "nf4": "4 bits",
+            "none": "in the format of `precision`",
+            "half": "in the half precision of autocast, adapters in fp32",
+            "nf4": "its linear layers, but for the head, in bitsandbytes' 4 bits; as the next two",
             "fp4": "4 bits",
             "int8": "LLM.int8, transformers' outlier threshold",
         },
@@ -215,12 +217,17 @@ class Recipe:
             elif one.metadata["check"]:
                 object.__setattr__(self, one.name, one.metadata["check"](one.name, value))
         check_effects(self)
-        if self.compute_dtype is None and self.base != "none":
+        if self.compute_dtype is None and self.base in QUANTIZED:
             object.__setattr__(self, "compute_dtype", COMPUTED_IN[self.precision])
         if self.base != "none" and not self.lora_rank:
             raise ValueError(
-                f"base is {self.base!r} and lora_rank is 0: a quantized base cannot be trained, "
+                f"base is {self.base!r} and lora_rank is 0: a base is what adapters leave frozen, "
                 "allowed is a lora_rank from 1"
+            )
+        if self.base == "half" and self.precision not in AUTOCAST:
+            raise ValueError(
+                f"base is 'half' and precision is {self.precision!r}: without autocast the base "
+                f"has the format of precision, allowed are {', '.join(AUTOCAST)}"
             )
         self._check_ranks()
         named = models.catalogued(self.model)
@@ -250,7 +257,7 @@ class Recipe:
         if self.base == "int8" and self.sharding in FULLY_SHARDED:
             raise ValueError(
                 f"base is 'int8' and sharding is {self.sharding!r}: bitsandbytes' 8-bit layers "
-                "cannot be split, allowed are nf4, fp4, or sharding ddp or zero1"
+                "cannot be split, allowed are none, half, nf4, fp4, or sharding ddp or zero1"
             )
         if self.optimizer not in SHARDED_OPTIMIZERS and self.sharding in FULLY_SHARDED:
             raise ValueError(

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from memlab import models
 from memlab.footprint import Phase
+from memlab.spec.recipe import QUANTIZED
 from memlab.spec.serving import Serving, head_shape
 from memlab.trace.tracer import Tracer
 from memlab.workloads import quantized
@@ -36,7 +37,7 @@ class Generation:
         with torch.device(built_in):
             self.model = models.build(config, serving.task, dtype, serving.attention, seed)
         self.model.eval()
-        if serving.base != "none":
+        if serving.base in QUANTIZED:
             quantized.quantize_base(self.model, serving)
         self.model.to(device)
         generator = torch.Generator().manual_seed(seed)

@@ -7,7 +7,7 @@ from transformers.pytorch_utils import Conv1D
 
 from memlab import models
 from memlab.libraries import import_bitsandbytes
-from memlab.spec.recipe import Recipe
+from memlab.spec.recipe import COMPUTED_IN, QUANTIZED, Recipe
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 HEADS = ("classifier", "score")  # of a classifier, by the names that peft trains them under
@@ -63,7 +63,7 @@ def assumed(recipe) -> tuple[str, ...]:
     said, parts = [], models.left_out(recipe.model)
     if parts:
         said.append(f"the text model alone, without {' and '.join(parts)}")
-    if recipe.base != "none":
+    if recipe.base in QUANTIZED:
         reached = _share_reached(recipe)
         if reached < 0.5:
             said.append(
@@ -120,7 +120,8 @@ def leave_in_fp32(model: torch.nn.Module, recipe: Recipe) -> None:
     What from_pretrained leaves so, such as T5's `wo`; and a head, which is trained, where the loss
     is scaled: PyTorch's scaler refuses gradients in fp16.
     """
-    if recipe.compute_dtype != "fp16":
+    held = recipe.compute_dtype or COMPUTED_IN[recipe.precision]
+    if held != "fp16":
         return
     kept = set(model._keep_in_fp32_modules or ())
     kept |= set(HEADS) if recipe.precision == "fp16-amp" else set()

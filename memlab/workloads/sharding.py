@@ -11,7 +11,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from memlab.spec.recipe import FULLY_SHARDED, Recipe
+from memlab.spec.recipe import FULLY_SHARDED, QUANTIZED, Recipe
 
 
 def join_ranks(recipe: Recipe) -> int:
@@ -53,7 +53,7 @@ def share(model: torch.nn.Module, recipe: Recipe, device: torch.device, half=Non
     for layer in [*layers_of(model), model]:
         layer.to(device)  # quantized, if it is to be, and moved
         fully_shard(layer, mesh=mesh, reshard_after_forward=after_forward, mp_policy=policy)
-    if recipe.base != "none":
+    if recipe.base in QUANTIZED:
         from memlab.workloads import quantized  # which brings transformers
 
         for layer in quantized.quantized_layers(model):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.pytorch_utils import Conv1D
 
 from memlab import libraries, models
-from memlab.spec.recipe import Recipe
+from memlab.spec.recipe import QUANTIZED, Recipe
 from memlab.trace.quantized_weights import numel
 from memlab.workloads import quantized, sharding
 
@@ -47,22 +47,20 @@ class Training:
         self.recipe, self.device = recipe, torch.device(device)
         rank = sharding.join_ranks(recipe)
         config = models.config(recipe.model)
-        dtype = PURE.get(recipe.precision, torch.float32)
-        if recipe.base != "none":
-            dtype = quantized.COMPUTE_DTYPES[recipe.compute_dtype]
+        dtype = stored_as(recipe)
         self._sharded = sharding.is_moved_by_sharding(recipe)
         half = AUTOCAST.get(recipe.precision) if self._sharded else None
         # What is gathered may be cast on the way: 4-bit weights come as what is none.
-        stored_as = [half or dtype] if self._sharded else []
+        storage = [half or dtype] if self._sharded else []
         with built_in or contextlib.nullcontext():
             self.model = models.build(config, recipe.task, dtype, recipe.attention, seed)
-            if recipe.base != "none":
-                quantized.quantize_base(self.model, recipe, *stored_as)
-                if not recipe.upcast:
-                    quantized.leave_in_fp32(self.model, recipe)
+            if recipe.base in QUANTIZED:
+                quantized.quantize_base(self.model, recipe, *storage)
+            if recipe.base == "half" or recipe.base in QUANTIZED and not recipe.upcast:
+                quantized.leave_in_fp32(self.model, recipe)
         if not self._sharded:
             self.model.to(self.device)
-        if recipe.base != "none":
+        if recipe.base in QUANTIZED:
             if recipe.upcast:
                 quantized.cast_the_rest(self.model)
             # Gives back what loading has left, as peft's cast and the Trainer's first act do.
@@ -127,6 +125,14 @@ class Training:
     @property
     def trainable_parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+
+def stored_as(recipe: Recipe) -> torch.dtype:
+    """The dtype in which a recipe's model is loaded."""
+    if recipe.base in QUANTIZED:
+        return quantized.COMPUTE_DTYPES[recipe.compute_dtype]
+    kept = AUTOCAST if recipe.base == "half" else PURE
+    return kept.get(recipe.precision, torch.float32)
 
 
 def freeze(model: torch.nn.Module, parts) -> None:
@@ -250,7 +256,7 @@ def import_libraries(recipe: Recipe) -> None:
     Done before a simulation, because some packages make tensors when they are imported. Raises
     ValueError for one that is not installed.
     """
-    if recipe.optimizer.endswith("8bit") or recipe.base != "none":
+    if recipe.optimizer.endswith("8bit") or recipe.base in QUANTIZED:
         libraries.import_bitsandbytes(f"optimizer {recipe.optimizer}, base {recipe.base}")
     if recipe.lora_rank:
         import_peft()

@@ -4,7 +4,6 @@ import json
 import random
 import re
 import shlex
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ import pytest
 from panel_page import PanelPage
 
 from memlab import Recipe, cli, formula, models, simulate
-from memlab.book.calculator import AMONG, CHOICES, NUMBERS, OWN_LINK, TRAINED, Calculator
+from memlab.book.calculator import CHOICES, NUMBERS, TRAINED, Calculator
 from memlab.gpus import GPUS, find_gpu
 from memlab.predict.fit import room
 from memlab.predict.formula import is_kept
@@ -109,16 +108,12 @@ def in_python(settings):
     values |= trained | (
         {"lora_rank": int(settings["lora_rank"])} if "lora_rank" in trained else {}
     )
-    link = None
-    if int(settings["ranks"]) > 1:
-        values |= {"ranks": int(settings["ranks"]), "sharding": settings["sharding"]}
-        link = None if settings["link"] == OWN_LINK else settings["link"]
     try:
         recipe, card = Recipe(**values), find_gpu(card_of(settings))
         refuse_format(recipe, card)
         if not is_kept(recipe, card):
             return f"no trace is kept of {recipe}"
-        return formula(recipe, card, link)
+        return formula(recipe, card)
     except ValueError as error:
         return str(error)
 
@@ -159,7 +154,6 @@ def assert_same(found, wanted):
     if wanted.step_time is None:
         assert found["step_time"] is None
         return
-    assert found["step_time"]["sent"] == pytest.approx(wanted.step_time.sent, rel=1e-9)
     assert found["step_time"]["parts"] == pytest.approx(wanted.step_time.parts, rel=1e-9)
     for name in ("low", "expected", "high"):
         assert found["step_time"][name] == pytest.approx(getattr(wanted.step_time, name), rel=1e-9)
@@ -173,7 +167,7 @@ def drawn(whole):
 
 
 def test_it_says_what_python_says(drawn):
-    answered, refused, shared = 0, set(), Counter()
+    answered, refused = 0, set()
     for settings, found in drawn:
         wanted = in_python(settings)
         if isinstance(wanted, str) and "no trace is kept" in wanted:
@@ -184,10 +178,8 @@ def test_it_says_what_python_says(drawn):
             refused.add(wanted.split()[0])
         else:
             answered += 1
-            shared[settings["sharding"]] += int(settings["ranks"]) > 1
             assert_same(found["found"], wanted)
-    assert answered >= 200 and refused >= {"precision", "seq_len", "optimizer", "base"}
-    assert all(shared[name] >= 20 for name in AMONG["sharding"]), shared
+    assert answered >= 200 and refused >= {"precision", "seq_len", "base"}
 
 
 def test_fit_keeps_the_margin_of_fits(drawn):
@@ -572,6 +564,7 @@ def test_a_chapter_may_train_what_has_no_name_here(chromium, tmp_path):
         (Recipe("gpt2", freeze="embeddings,2"), ["batch_size"], "T4", "no trace is kept"),
         (Recipe("gpt2", padded=True), ["batch_size"], "T4", "no trace is kept"),
         (Recipe("gpt2-tiny"), ["batch_size"], "T4", "model is 'gpt2-tiny'"),
+        (Recipe("gpt2", ranks=2), ["batch_size"], "T4", "ranks is 2: a calculator is of one card"),
         (Recipe("gpt2", precision="bf16"), ["batch_size"], "T4", "no native bfloat16"),
     ],
 )

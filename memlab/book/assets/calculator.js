@@ -1,21 +1,19 @@
   // The formula of memlab in a page. Functions bear the names of those of memlab/predict/formula.py,
-  // memlab/predict/formula_ranks.py, memlab/card/step_time.py and memlab/card/op_cost.py, and do the same in the same order.
+  // memlab/card/step_time.py and memlab/card/op_cost.py, and do the same in the same order.
   //
   // known: their constants, the moments of traces, models and cards, as memlab/book/calculator.py gives them.
   function closedForm(known) {
     const { rules, reaches, phases } = known;
     const up = (bytes, unit) => Math.ceil(bytes / unit) * unit;
-    const [FORWARD, BACKWARD, STEP] = ["forward", "backward", "optimizer step"].map((name) => phases.indexOf(name));
+    const STEP = phases.indexOf("optimizer step");
 
     // ------------------------------------------------------------ formula.py
 
     // The two halves of a recipe's trace; null where there are none.
     function read(recipe, card) {
-      const { choices, ways } = known, number = (names, recipe) => names.reduce(
-        (place, name) => place * choices[name].length + choices[name].indexOf(recipe[name]), 0);
-      const { passes, updates } = known.structures[recipe.model.structure], precision = passPrecision(recipe);
-      const place = choices.precision.includes(precision) ? number(ways.pass, { ...recipe, precision }) : NaN;
-      return { pass: halfAt(passes[card.attention][2 * place + (recipe.accumulation > 1)] ?? null), update: halfAt(updates[number(ways.update, recipe)]) };
+      const { choices, ways } = known, { passes, updates } = known.structures[recipe.model.structure];
+      const number = (names) => names.reduce((place, name) => place * choices[name].length + choices[name].indexOf(recipe[name]), 0);
+      return { pass: halfAt(passes[card.attention][2 * number(ways.pass) + (recipe.accumulation > 1)]), update: halfAt(updates[number(ways.update)]) };
     }
 
     // A half as plain lists: [tensor, once, each] of each moment and of what is beside the other half's.
@@ -44,16 +42,14 @@
 
     function formula(recipe, card) {
       const { longest, window, name } = recipe.model;
-      checkRanks(recipe);
       if (longest && recipe.seq_len > longest) throw new Refusal(`seq_len is ${recipe.seq_len}: ${name} allows whole numbers from 1 to ${longest}`);
       requireNative(recipe.precision, card);
-      checkDivided(recipe);
+      checkBase(recipe);
       checkHeads(recipe, card);
       if (window && recipe.seq_len >= window) throw new Refusal(
         `no trace is kept of ${name} with ${recipe.seq_len} tokens, only below its sliding window of ${window}: ask memlab simulate`);
       const { pass, update } = read(recipe, card);
       if (!pass || !update) throw new Refusal(`no trace is kept of ${said(recipe)} on ${card.name}: ask memlab simulate`);
-      if (recipe.link) linkRate(card, recipe.link);
       return evaluate(recipe, pass, update, card);
     }
 
@@ -62,6 +58,12 @@
     function requireNative(precision, card) {
       if (precision.includes("bf16") && !card.bf16) throw new Refusal(
         `precision is '${precision}': ${card.name} has no native bfloat16 and allows fp32, fp16, fp16-amp`);
+    }
+
+    function checkBase({ trained, precision }) {
+      const { base } = known.trained[trained].changes;
+      if (base === "half" && !known.autocast.includes(precision)) throw new Refusal(
+        `base is 'half' and precision is '${precision}': without autocast the base has the format of precision, allowed are ${known.autocast.join(", ")}`);
     }
 
     function checkHeads({ attention, model }, card) {
@@ -94,15 +96,10 @@
       });
 
       const tensors = [...pass.tensors, ...update.tensors], shift = pass.tensors.length;
-      let sizes = tensors.map(([, term, item]) => up(value(term), item)), blocks = sizes.map(block);
+      const sizes = tensors.map(([, term, item]) => up(value(term), item)), blocks = sizes.map(block);
       const count = (...lists) => {  // how many of each tensor, of lists of [tensor, once, each]
         const counts = new Array(tensors.length).fill(0);
         for (const [list, first] of lists) for (const [tensor, once, each] of list) counts[first + tensor] += once + layers * each;
-        return counts;
-      };
-      const each = (...lists) => {  // how many more with each further layer
-        const counts = new Array(tensors.length).fill(0);
-        for (const [list, first] of lists) for (const [tensor, , each] of list) counts[first + tensor] += each;
         return counts;
       };
       const states = [update.beside, shift], left = [pass.beside, 0];
@@ -110,37 +107,21 @@
         ...pass.moments.map(([phase, counts]) => ({ phase, counts: count(states, [counts, 0]) })),
         ...update.moments.map(([phase, counts]) => ({ phase, counts: count(states, left, [counts, shift]) })),
       ];
-      let divided = null;
-      if (recipe.ranks > 1) {
-        const weights = pass.parameters.map(([term, , , free], i) => [round(value(term)), numbers[i], free]);
-        divided = divide(recipe, {
-          category: tensors.map(([category]) => known.categories[category]), moments, shift, layers, weights, sizes, passes: pass.moments.length,
-          first: each(states, [pass.moments[0][1], 0]), last: each(states, left, [update.moments.at(-1)[1], shift]),
-        });
-        sizes = [...sizes, ...divided.sizes];
-        blocks = sizes.map(block);
-        moments.forEach((moment, i) => { moment.counts = [...divided.whole[i], ...divided.parts[i]]; });
-      }
-      const made = moments.map((_, i) => (divided ? divided.sums[i] + divided.gathered[i] : 0));
-      moments.forEach((moment, i) => { moment.allocated = sum(moment.counts.map((n, t) => n * blocks[t])) + made[i]; });
-      const worst = moments.reduce((a, b) => (b.allocated > a.allocated ? b : a)), peak = Math.trunc(worst.allocated) + rests(blocks, worst.counts);
+      for (const moment of moments) moment.allocated = sum(moment.counts.map((n, t) => n * blocks[t]));
+      const worst = moments.reduce((a, b) => (b.allocated > a.allocated ? b : a)), peak = worst.allocated + rests(blocks, worst.counts);
 
       const breakdown = Object.fromEntries(known.categories.map((name) => [name, 0]));
-      worst.counts.forEach((n, i) => { breakdown[known.categories[tensors[i % tensors.length][0]]] += round(n * sizes[i]); });
-      if (divided) {
-        breakdown.gradients += round(divided.sums[moments.indexOf(worst)]);
-        breakdown.temporary += round(divided.gathered[moments.indexOf(worst)]);
-      }
+      worst.counts.forEach((n, i) => { breakdown[known.categories[tensors[i][0]]] += round(n * sizes[i]); });
       breakdown.rounding = peak - sum(Object.values(breakdown));
       const weights = pass.parameters.map(([term], i) => round(value(term)) * numbers[i]);
       return {
         peak_allocated: peak,
-        reserved_range: [peak, Math.max(peak, withoutReuse(blocks, moments) + Math.trunc(Math.max(...made)))],
+        reserved_range: [peak, Math.max(peak, withoutReuse(blocks, moments))],
         breakdown,
         peak_phase: phases[worst.phase],
         parameters: sum(weights),
         trainable_parameters: sum(weights.map((n, i) => n * pass.parameters[i][3])),
-        step_time: card.bandwidth ? stepTime(withRanks(columns(pass, update, value, layers, recipe.accumulation), divided), card, divided && linkRate(card, recipe.link)) : null,
+        step_time: card.bandwidth ? stepTime(columns(pass, update, value, layers, recipe.accumulation), card) : null,
         samples: recipe.batch_size * recipe.accumulation,
       };
     }
@@ -158,14 +139,6 @@
           times: once + layers * each + (accumulation - 1) * (again + layers * eachAgain),
         };
       });
-    }
-
-    // The operators of a rank: its part of the update, and a kernel for each copy and sending.
-    function withRanks(work, divided) {
-      if (!divided) return work;
-      const shared = work.map((one) => (one.phase === STEP ? { ...one, nbytes: one.nbytes * divided.share, kernels: one.kernels * divided.share } : one));
-      return [...shared, ...divided.traffic.map(([phase, sent, nbytes, times]) =>
-        ({ dtype: "", phase, recomputed: 0, flops: 0, tiles: 0, nbytes, kernels: 1, times, sent }))];
     }
 
     // Bytes of the segments if every size of block had its own, and one more of the largest that come and go.
@@ -204,103 +177,6 @@
       return bytes >= rules.MEDIUM_REQUEST && segment - bytes <= rules.SMALL_REQUEST ? segment : bytes;
     }
 
-    // ------------------------------------------------------------ splitting.py, and what recipe.py says of ranks
-
-    const fully = ({ ranks, sharding }) => ranks > 1 && known.fully_sharded.includes(sharding);
-    const passPrecision = (recipe) => (fully(recipe) ? known.computed_in[recipe.precision] : recipe.precision);
-
-    function checkRanks(recipe) {
-      if (fully(recipe) && !known.sharded_optimizers.includes(recipe.optimizer)) throw new Refusal(
-        `optimizer is '${recipe.optimizer}' and sharding is '${recipe.sharding}': it takes no parts of weights, allowed are ${
-          known.sharded_optimizers.join(", ")}, or sharding ddp or zero1`);
-    }
-
-    function checkDivided(recipe) {
-      if (!fully(recipe)) return;
-      const { base } = known.trained[recipe.trained].changes;
-      if (base) throw new Refusal(`base is '${base}' and sharding is '${recipe.sharding}': the formula allows none, simulate knows more`);
-      if (known.structures[recipe.model.structure].two_stacks) throw new Refusal(
-        `sharding is '${recipe.sharding}': the formula allows ddp and zero1 for two stacks of layers, simulate knows more`);
-    }
-
-    function divide(recipe, table) {
-      return fully(recipe) ? dividedFully(recipe, table) : copied(recipe, table);
-    }
-
-    // Under DistributedDataParallel, whose buckets hold a copy of every gradient all the time.
-    function copied(recipe, { category, moments, shift, weights, sizes }) {
-      const trained = weights.filter(([, , free]) => free), others = 1 - 1 / recipe.ranks;
-      const bucketed = sum(moments.at(-1).counts.map((n, t) => (category[t] === "gradients" ? n * sizes[t] : 0)));
-      const all = sum(trained.map(([elements, number]) => elements * number));
-      const each = trained.map(([elements, number]) => [elements * bucketed / all, number]);
-      const traffic = each.map(([size, number]) => [BACKWARD, others * size, 2 * size, 2 * number]);
-      let share = 1;
-      if (recipe.sharding === "zero1") {
-        share = firstShare(trained, recipe.ranks);
-        traffic.push(...each.map(([size, number]) => [STEP, size, 0, number]));
-      }
-      const part = category.map((name, t) => name === "optimizer_states" || (t >= shift && name === "temporary"));
-      return {
-        whole: moments.map(({ counts }) => counts.map((n, t) => (part[t] ? 0 : n))),
-        parts: moments.map(({ counts }) => counts.map((n, t) => (part[t] ? n : 0))),
-        sizes: sizes.map((size) => size * share), sums: moments.map(() => bucketed), gathered: moments.map(() => 0), share, traffic,
-      };
-    }
-
-    // Under fully_shard, of each layer by itself and of what stands around the layers together.
-    function dividedFully(recipe, { category, moments, shift, layers, weights, sizes, passes, first, last }) {
-      const is = (name) => category.map((one) => one === name), bytes = { fp32: 4, fp16: 2, bf16: 2 };
-      const weight = is("parameters"), gradient = is("gradients"), temporary = is("temporary"), states = is("optimizer_states");
-      const stored = (bytes[recipe.precision] || 4) / bytes[known.computed_in[recipe.precision]];
-      const blocks = sizes.map(block), over = (which, counts, each) => sum(counts.map((n, t) => (which[t] ? n * each[t] : 0)));
-      const layer = over(weight, first, blocks), around = over(weight, moments[0].counts, blocks) - layers * layer;
-      const ofLayer = last.map((n, t) => (gradient[t] ? n : 0)), ofLayers = ofLayer.flatMap((n, t) => (n ? [t] : []));
-      const large = sizes.map((size, t) => temporary[t] && size >= recipe.batch_size * recipe.seq_len * recipe.model.dimensions.V);
-      const found = { whole: [], parts: [], sums: [], gathered: [] };
-      moments.forEach(({ phase, counts }, i) => {
-        const update = i >= passes;
-        let sums = 0, behind = 0;
-        if (recipe.accumulation > 1) {
-          if (!update) sums = sum(counts.map((n, t) => (gradient[t] ? n * (block(sizes[t] * stored) - blocks[t]) : 0)));
-        } else {
-          const done = ofLayers.every((t) => counts[t] >= layers * ofLayer[t]);
-          const begun = Math.max(0, ...ofLayers.map((t) => Math.ceil(counts[t] / ofLayer[t])));
-          behind = update ? 0 : done ? layers : Math.max(0, begun - 1);
-          if (behind > 0) sums = sum(ofLayer.map((n, t) => n * sizes[t])) * stored;
-        }
-        const parts = counts.map((n, t) => (weight[t] || states[t] || (t >= shift && temporary[t]) || (update && gradient[t]) ? n :
-          update ? 0 : Math.min(n, behind * ofLayer[t]) * (ofLayer[t] > 0)));
-        const atHead = counts.some((n, t) => large[t] && n > 0), backward = phase === BACKWARD || behind > 0;
-        const here = recipe.sharding === "zero2" ? layers - behind + !backward : atHead ? 1 : backward ? Math.min(2, layers - behind) : 3;
-        found.parts.push(parts);
-        found.whole.push(counts.map((n, t) => n - parts[t]));
-        found.sums.push(sums);
-        found.gathered.push(update ? 0 : around + layer * here);
-      });
-      const others = 1 - 1 / recipe.ranks, groups = layers + 1, times = recipe.accumulation * groups;
-      const model = over(weight, moments[0].counts, sizes) / groups, summed = over(gradient, moments.at(-1).counts, sizes) * stored / groups;
-      const traffic = [[FORWARD, others * model, 2 * model, times]];
-      if (recipe.sharding === "zero3") traffic.push([BACKWARD, others * model, 2 * model, times]);
-      traffic.push([BACKWARD, others * summed, 2 * summed, groups]);
-      const ratio = (t) => (t < shift && (weight[t] || gradient[t]) ? stored : 1) / recipe.ranks;
-      return { ...found, sizes: sizes.map((size, t) => size * ratio(t)), share: 1 / recipe.ranks, traffic };
-    }
-
-    // The share of the weights whose states the first rank keeps: each goes, the largest first, to the rank that has least.
-    function firstShare(trained, ranks) {
-      const held = new Array(ranks).fill(0), weights = trained.flatMap(([elements, number]) => new Array(number).fill(elements));
-      for (const one of weights.sort((a, b) => b - a)) held[held.indexOf(Math.min(...held))] += one;
-      return held[0] / sum(weights);
-    }
-
-    // ------------------------------------------------------------ links.py
-
-    function linkRate(card, link) {
-      const named = link || ("nvlink" in card.links ? "nvlink" : "pcie");
-      if (!(named in card.links)) throw new Refusal(`link is '${named}': allowed are for ${card.name} ${Object.keys(card.links).join(", ")}`);
-      return card.links[named];
-    }
-
     // ------------------------------------------------------------ work.py
 
     function countTiles([matrices, rows, columns] = [0, 0, 0], dtype) {
@@ -315,15 +191,14 @@
 
     // ------------------------------------------------------------ step_time.py
 
-    function stepTime(work, card, over) {
-      const [low, parts, high] = ["best", "expected", "worst"].map((name) => secondsOf(work, card, reaches[name], over));
-      return {
-        sent: round(sum(work.map((one) => (one.sent || 0) * one.times))), low: sum(Object.values(low)), expected: sum(Object.values(parts)), high: sum(Object.values(high)), parts };
+    function stepTime(work, card) {
+      const [low, parts, high] = ["best", "expected", "worst"].map((name) => secondsOf(work, card, reaches[name]));
+      return { low: sum(Object.values(low)), expected: sum(Object.values(parts)), high: sum(Object.values(high)), parts };
     }
 
-    function secondsOf(work, card, reach, over) {
+    function secondsOf(work, card, reach) {
       const parts = Object.fromEntries(known.parts.map((name) => [name, 0]));
-      const [onHost, onCard, sending] = [0, 0, 0].map(() => phases.map(() => 0));
+      const [onHost, onCard] = [0, 0].map(() => phases.map(() => 0));
       for (const one of work) {
         const byFlops = one.flops / (one.dtype ? rate(one.dtype, card) * reached(one.dtype, reach) * busy(one.tiles, card.processors) : 1);
         const byBytes = one.nbytes / (card.bandwidth * reach.bandwidth);
@@ -332,11 +207,8 @@
         parts[part] += longest;
         onHost[one.phase] += one.kernels * one.times * reach.operator;
         onCard[one.phase] += longest;
-        if (one.sent) sending[one.phase] += one.sent * one.times / (over * reach.bandwidth);
       }
       parts["waiting for launches"] = sum(onHost.map((seconds, i) => Math.max(0, seconds - onCard[i])));
-      parts.communication = sum(sending.map((seconds, i) =>
-        seconds - (i === STEP ? 0 : reach.hidden * Math.min(seconds, Math.max(onHost[i], onCard[i])))));
       return parts;
     }
 

@@ -20,7 +20,7 @@ from memlab.evidence.records import Record
 from memlab.footprint import Footprint
 from memlab.gpus import GPU
 from memlab.predict.simulate import full_log, serve
-from memlab.spec.recipe import Recipe
+from memlab.spec.recipe import QUANTIZED, Recipe
 from memlab.workloads.quantized import quantize_base
 from memlab.workloads.training import import_peft
 
@@ -47,10 +47,10 @@ def two_steps(recipe: Recipe, gpu: SimulatedGPU) -> Trained:
     """
     peft = import_peft()
     model = models.build(recipe.model, dtype=torch.float16, attention=recipe.attention)
-    if recipe.base != "none":
+    if recipe.base in QUANTIZED:
         quantize_base(model, recipe)
     model.to("cuda")
-    if recipe.base != "none":
+    if recipe.base in QUANTIZED:
         model = peft.prepare_model_for_kbit_training(model)
     targets = list(recipe.lora_targets)
     model = peft.get_peft_model(model, peft.LoraConfig(r=recipe.lora_rank, target_modules=targets))
