@@ -96,10 +96,9 @@ def test_the_quantized_base_pays_with_size(chapter):
 
 
 def test_lora_and_qlora_of_the_tables_differ_in_the_base_alone(chapter):
-    for bf16 in (True, False):
-        ways = chapter["four_ways"]("llama-3-8b", bf16)
-        nf4 = dict(base="nf4", double_quant=True, upcast=False)
-        assert ways["QLoRA"] == ways["LoRA"].but(**nf4)
+    ways = chapter["four_ways"]("llama-3-8b")
+    nf4 = dict(base="nf4", double_quant=True, upcast=False)
+    assert ways["QLoRA"] == ways["LoRA"].but(**nf4)
 
 
 def test_what_qlora_spares_is_the_checkpoints_of_lora(chapter):
@@ -117,9 +116,11 @@ def test_what_qlora_spares_is_the_checkpoints_of_lora(chapter):
 
 
 def test_the_plan_and_the_chapter_on_lora_mean_the_same_qlora(chapter):
-    """Its figure is of one sequence; gradients of adapters wait in a step of several."""
+    """But for autocast; its figure is of one sequence, and gradients of adapters wait in a step
+    of several.
+    """
     lora = Notebook("13-lora").run("imports recipes")
-    theirs = lora["qlora"].but(checkpointing=True)
+    theirs = lora["qlora"].but(checkpointing=True, precision="bf16-amp")
     plans = chapter["four_ways"]("llama-3-8b")["QLoRA"]
     assert plans.but(accumulation=1) == theirs
     said = Estimates(Question("llama-3-8b", 1024), find_gpu("RTX-4090"), 0.05, say=str)

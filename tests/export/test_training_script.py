@@ -73,6 +73,9 @@ KINDS = [
     ("qwen2.5-0.5b", CHECKPOINTED_QLORA | {"precision": "bf16", "upcast": False}, APIS),
     ("qwen2.5-0.5b", CLASSES | QLORA | {"upcast": False, "padded": True}, ["accelerate"]),
     ("bert-large", {"lora_rank": 4, "base": "int8", "precision": "fp16-amp"}, APIS),
+    ("bert-large", {"lora_rank": 4, "base": "half", "precision": "fp16-amp"}, APIS),
+    ("t5-3b", {"lora_rank": 4, "base": "half", "precision": "fp16-amp"}, ["accelerate"]),
+    ("qwen2.5-0.5b", {"lora_rank": 4, "base": "half", "precision": "bf16-amp"}, ["trainer"]),
     ("bert-large", {"task": "masked-lm", "padded": True, "attention": "sdpa"}, ["accelerate"]),
     ("qwen2.5-0.5b", EVERYTHING, APIS),
 ]

@@ -184,12 +184,13 @@ def test_quality_is_kept_unless_told_otherwise():
 @pytest.mark.parametrize("gpu", ["L4", "T4"])
 @pytest.mark.parametrize("task", ["causal-lm", "sequence-classification"])
 def test_lora_and_qlora_differ_in_the_base_alone(gpu, task):
-    """No cast to fp32, and the same adapters; a T4 has no LoRA in fp16 without loss scaling."""
+    """Bases of 16 and of 4 bits under autocast, no cast to fp32, and the same fp32 adapters."""
     card, question = find_gpu(gpu), Question("llama-3.2-1b-tiny", task=task, lora_rank=4)
     said = Estimates(question, card, 0.05, say=str)
     first = {one.way: one for one in reversed(said.combinations)}
     lora, qlora = (said.recipe(first[way], 1) for way in ("lora", "qlora"))
-    assert lora.precision == qlora.precision == ("bf16" if gpu == "L4" else "fp16-amp")
+    assert lora.precision == qlora.precision == ("bf16-amp" if gpu == "L4" else "fp16-amp")
+    assert lora.base == "half"
     assert qlora == lora.but(base="nf4", double_quant=True, upcast=False)
     for recipe in (lora, qlora):
         weights = Training(recipe).model.named_parameters()

@@ -22,7 +22,7 @@ WAYS = [
     (TINY.but(precision="fp16-amp", accumulation=3, checkpointing=True, max_grad_norm=1.0), "T4"),
     (Recipe("bert-large-tiny", optimizer="adafactor", padded=True, attention="sdpa"), "A100-80GB"),
     (LLAMA.but(lora_rank=4, checkpointing=True), "H100"),
-    (LLAMA.but(precision="fp16-amp", lora_rank=4), "V100"),
+    (LLAMA.but(precision="fp16-amp", lora_rank=4, base="half"), "V100"),
     (Recipe("t5-3b-tiny", seq_len=64, optimizer="adamw_8bit"), "T4"),
     (Recipe("deberta-v3-base-tiny", padded=True), "A100-80GB"),
     (Recipe("mixtral-8x7b-tiny", lora_rank=4, lora_targets="q_proj,v_proj"), "H100"),

@@ -122,6 +122,12 @@ def test_bad_values_are_told_in_one_line(field, value, allowed):
         ({"lora_targets": "c_attn"}, "lora_targets is ('c_attn',) and lora_rank is 0"),
         ({"lora_dropout": 0.1}, "lora_dropout is 0.1 and lora_rank is 0"),
         ({"lora_fp32": False}, "lora_fp32 is False and lora_rank is 0"),
+        ({"base": "half"}, "base is 'half' and lora_rank is 0"),
+        ({"lora_rank": 2, "base": "half"}, "precision is 'fp32': without autocast the base has"),
+        (
+            {"lora_rank": 2, "base": "half", "precision": "bf16-amp", "upcast": False},
+            "upcast is False and base is 'half'",
+        ),
     ],
 )
 def test_an_argument_without_effect_is_refused(changes, said):
