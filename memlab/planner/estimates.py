@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 
 from memlab import models
@@ -28,8 +27,8 @@ class Estimates:
     """The recipes of one question, and the formula's footprint of each on a card.
 
     combinations: what is searched, the plainest first; excluded: what is not, and why. surplus:
-    what a simulation was found to need beyond the formula, by way and sharding. say: told what is
-    being done.
+    what a simulation was found to need beyond the formula, by way and sharding. assumptions: what
+    the footprints assume, in their order. say: told what is being done.
     """
 
     def __init__(self, question: Question, card: GPU, margin: float, say: Callable[[str], None]):
@@ -49,6 +48,7 @@ class Estimates:
         self.combinations, self.excluded = combinations(question, card, refused or "")
         self.surplus: dict[tuple[str, str], int] = {}
         self.footprints: dict[tuple, Footprint] = {}
+        self.assumptions: dict[str, None] = {}
 
     def recipe(self, one: Combination, batch: int, **changes) -> Recipe:
         """A combination with a micro-batch."""
@@ -79,6 +79,7 @@ class Estimates:
         key = (trace_key(recipe), recipe.batch_size, recipe.accumulation, recipe.seq_len)
         if key not in self.footprints:
             self.footprints[key] = _quick(recipe, self.card, self.question.link, self.say)
+            self.assumptions |= dict.fromkeys(self.footprints[key].assumptions)
         return self.footprints[key]
 
     def option(self, recipe: Recipe) -> Option:
@@ -155,10 +156,7 @@ def _quick(recipe: Recipe, card: GPU, link: str | None, say) -> Footprint:
     like = card if card.name in GPUS else dataclasses.replace(card, name=LIKE.name)  # its links
     say(f"asking the formula for {described(recipe)}")
     try:
-        found = formula(recipe, like, link)
-        for assumed in found.assumptions:
-            warnings.warn(assumed, stacklevel=2)
-        return found
+        return formula(recipe, like, link)
     except ValueError:
         say(f"simulating {described(recipe)} on {card.name}")
         return simulate(recipe, like.without_limit(), link)

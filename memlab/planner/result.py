@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from tabulate import tabulate
+
 from memlab.fields import one_of, wrong
 from memlab.footprint import Category
 from memlab.gpus import GPU
@@ -13,6 +15,7 @@ from memlab.units import GiB, gib, seconds_text
 
 WAYS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 FASTEST, ROOMIEST = "fastest", "most room"
+NO_TIME = 1e-6  # seconds
 PAGED_OUT = " (all states paged out)"  # which the driver need not do
 STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES)
 
@@ -24,9 +27,8 @@ class Question:
     model, task, seq_len, lora_rank, ranks: as in `Recipe`; link: between ranks, as in `simulate`.
     effective_batch: sequences of one optimizer step, of all ranks together. ways: of `WAYS`, first
     the one that the reader would start with. precisions: those of `Recipe` that may be taken, None
-    for those that the card is made for. keep_quality: without what may train worse: weights in pure
-    half precision that are trained, or trained without loss scaling, and optimizers other than
-    AdamW and Adafactor.
+    for those that the card is made for. keep_quality: without what may train worse: weights that
+    train in pure half precision, and optimizers other than AdamW and Adafactor.
     """
 
     model: Any
@@ -129,7 +131,7 @@ class Option:
 
     def bytes_and_seconds(self) -> str:
         """What it needs of the card, or lacks, and how long a step takes."""
-        text = f"{self.needed / GiB:,.1f} of {gib(self.total_memory)}"
+        text = gib(self.needed)
         if self.missing:
             least = "" if self.simulated else "at least "
             text = f"{least}{text}, with the margin {gib(self.missing)} too many"
@@ -141,7 +143,7 @@ class Option:
 
     def time(self) -> str:
         """The seconds of a step and the sequences a second."""
-        return f"{seconds_text(self.seconds)} a step, {self.samples_per_second:.3g} sequences/s"
+        return f"{seconds_text(self.seconds)} a step, {_rate(self)} sequences/s"
 
     def sizes(self) -> str:
         """The largest micro-batch and the longest sequence."""
@@ -235,37 +237,71 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        asked, lines = self.question, []
+        asked, card = self.question, self.card
         cards = f"{asked.ranks} x " if asked.ranks > 1 else ""
-        lines.append(
-            f"{_model_name(asked.model)} on {cards}{self.card.name} "
-            f"({gib(self.card.total_memory)}): "
-            f"{asked.effective_batch} sequences of {asked.seq_len:,} tokens a step"
-        )
-        if self and _is_same(self.fastest.recipe, self.roomiest.recipe):
-            lines += _told("Fastest that fits, and with the most room", self.fastest)
-        elif self:
-            lines += _told("Fastest that fits", self.fastest)
-            lines += _told("With the most room", self.roomiest)
+        best = f"fastest is {described(self.fastest.recipe)}" if self else "nothing fits"
+        usable = self.start.total_memory - self.start.margin
+        lines = [
+            f"{_model_name(asked.model)} on {cards}{card.name}: {best}.",
+            f"{asked.effective_batch} sequences of {asked.seq_len:,} tokens a step. GiB include "
+            f"the context; {usable / GiB:,.1f} of the card's {gib(card.total_memory)} may be used.",
+            "",
+            _table(self._told()),
+            "",
+        ]
+        if self:
+            sized = {FASTEST: self.fastest, ROOMIEST: self.roomiest}
+            same = _is_same(self.fastest.recipe, self.roomiest.recipe)
+            lines += [f"{n}: {it.sizes()}." for n, it in list(sized.items())[: 2 - same]]
         else:
-            lines.append("Nothing fits. What would:")
-            lines += [f"  {remedy}" for remedy in self.remedies]
-        lines.append("Best of each way:")
-        width = max(len(WAYS[way]) for way in self.ways)
-        for way, option in self.ways.items():
-            told = option.bytes_and_seconds()
-            lines.append(f"  {WAYS[way]:<{width}}  {told}; {option.source}")
-            detail = described(option.recipe).removeprefix(f"{WAYS[way]}, ")
-            lines.append(f"  {'':<{width}}  {detail}")
-        lines.append(f"One switch at a time, by the formula, from {described(self.start.recipe)}")
-        lines.append(f"  {self.start.bytes_and_seconds()}")
-        width = max((len(switch.name) for switch in self.switches), default=0)
-        for switch in self.switches:
-            lines.append(f"  {switch.name:<{width}}  {_change(switch)}")
-        lines += list(self.decision)
-        lines += [f"Left out: {reason}" for reason in self.excluded]
-        lines += [f"Assumed: {one}" for one in self.assumptions]
+            lines += ["What would fit:", *(f"  {remedy}" for remedy in self.remedies)]
+        start = f"{described(self.start.recipe)}, {gib(self.start.needed)}"
+        lines += [
+            f"One change at a time, by the formula, from {start}:",
+            "",
+            tabulate(
+                [_change(switch) for switch in self.switches],
+                ["change", "saves GiB", "a step takes", "fits"],
+                colalign=("left", "right", "right", "left"),
+                disable_numparse=True,
+            ),
+            "",
+            *self.decision,
+        ]
+        lines += [f"Left out: {reason}." for reason in self.excluded]
+        lines += [f"Assumed: {one}." for one in self.assumptions]
         return "\n".join(lines)
+
+    def _told(self) -> list[tuple[str, Option]]:
+        """The rows of the table: words, and an option."""
+        told = [(FASTEST, self.fastest), (ROOMIEST, self.roomiest)] if self else []
+        if self and _is_same(self.fastest.recipe, self.roomiest.recipe):
+            told = [(f"{FASTEST}, {ROOMIEST}", self.fastest)]
+        known = [option for _, option in told]
+        return told + [("", it) for it in self.ways.values() if it not in known]
+
+
+def _table(told: list[tuple[str, Option]]) -> str:
+    """Options side by side, as lines of text."""
+    rows = []
+    for name, option in told:
+        recipe = described(option.recipe).removeprefix(f"{WAYS[option.way]}, ")
+        time = seconds_text(option.seconds) if option.seconds else "unknown"
+        rate = _rate(option) if option.seconds else "unknown"
+        lacks = f"{option.missing / GiB:,.1f}" if option.missing else ""
+        needed = f"{option.needed / GiB:,.1f}"
+        if option.missing and not option.simulated:
+            needed = f"over {needed}"
+        rows.append([name, WAYS[option.way], recipe, needed, lacks, time, rate, option.source])
+    heads = ["", "way", "recipe", "GiB", "lacks", "a step", "sequences/s", "by"]
+    left, right = ("left",) * 3, ("right",) * 4
+    return tabulate(rows, heads, colalign=(*left, *right, "left"), disable_numparse=True)
+
+
+def _rate(option: Option) -> str:
+    """Sequences a second, three figures that count."""
+    rate = option.samples_per_second
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _is_same(one: Recipe, other: Recipe) -> bool:
@@ -273,20 +309,15 @@ def _is_same(one: Recipe, other: Recipe) -> bool:
     return vars(one) | {"model": None} == vars(other) | {"model": None}
 
 
-def _told(title: str, option: Option) -> list[str]:
-    told = f"  {option.bytes_and_seconds()}; {option.source}"
-    lines = [f"{title}: {described(option.recipe)}", told]
-    return [*lines, f"  {option.sizes()}"] if option.largest_batch else lines
-
-
-def _change(switch: Switch) -> str:
-    saved = f"saves {gib(switch.saved)}" if switch.saved >= 0 else f"takes {gib(-switch.saved)}"
-    saved += "" if switch.saved >= 0 else " more"
-    if switch.seconds is None:
-        return saved
-    slower = "slower" if switch.seconds >= 0 else "faster"
-    fits = "; fits" if switch.fits else ""
-    return f"{saved}, {seconds_text(abs(switch.seconds))} a step {slower}{fits}"
+def _change(switch: Switch) -> list[str]:
+    """The row of a change."""
+    time = "unknown"
+    if switch.seconds is not None:
+        longer = "longer" if switch.seconds >= 0 else "shorter"
+        same = abs(switch.seconds) < NO_TIME
+        time = "as long" if same else f"{seconds_text(abs(switch.seconds))} {longer}"
+    saved = round(switch.saved / GiB, 1) + 0.0  # no negative zero
+    return [switch.name, f"{saved:,.1f}", time, "yes" if switch.fits else "no"]
 
 
 @dataclass(frozen=True)
@@ -324,22 +355,20 @@ class Cards:
             f"{_model_name(asked.model)}: {asked.effective_batch} sequences of "
             f"{asked.seq_len:,} tokens a step"
         )
-        rows = [["card", *(WAYS[way] for way in asked.ways)]]
-        for card, ways in self.options.items():
-            rows.append([card, *(_cell(ways.get(way)) for way in asked.ways)])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
+        rows = [
+            [card, *(_cell(ways.get(way)) for way in asked.ways)]
+            for card, ways in self.options.items()
         ]
+        heads = ["card", *(WAYS[way] for way in asked.ways)]
+        table = tabulate(rows, heads, disable_numparse=True)
         words = []
         for way, card in self.smallest.items():
             if card is None:
                 words.append(f"{WAYS[way]} fits none of them.")
             else:
                 words.append(f"Smallest for {WAYS[way]}: {card}, with {self.options[card][way]}")
-        words += [f"Assumed: {one}" for one in self.assumptions]
-        return "\n".join([head, *table, *words])
+        assumed = [f"Assumed: {one}." for one in self.assumptions]
+        return "\n".join([head, *words, "", table, *assumed])
 
 
 def _cell(option: Option | None) -> str:
@@ -347,5 +376,5 @@ def _cell(option: Option | None) -> str:
         return "not possible"
     if option.missing:
         return f"lacks {gib(option.missing)}"
-    speed = f", {option.samples_per_second:.3g}/s" if option.seconds else ""
+    speed = f", {_rate(option)}/s" if option.seconds else ""
     return f"{gib(option.needed)}{speed}"

@@ -13,19 +13,17 @@ import dataclasses
 
 from tqdm.auto import tqdm
 
-from memlab import models
 from memlab.gpus import GPU, GPUS
 from memlab.planner.advice import decision, switches
 from memlab.planner.choice import ALIKE, fitting
 from memlab.planner.estimates import LIKE, Estimates, trace_key
 from memlab.planner.result import WAYS, Cards, Option, Plan, Question, described
-from memlab.planner.space import NF4, Combination, computes
+from memlab.planner.space import Combination, computes
 from memlab.predict.fit import MARGIN, largest_size, limited, verdict, why_no_larger
 from memlab.predict.run import gc_frozen
 from memlab.predict.simulate import sized_log
 from memlab.spec.recipe import Recipe
 from memlab.trace.log import Log
-from memlab.workloads.quantized import assumed
 
 TRACES = 4  # simulations at most until the fastest is one that is simulated
 NEAR = 0.05  # lacking so much of a card by the formula, it may yet fit
@@ -49,7 +47,7 @@ def plan(model, gpu=None, seq_len: int = 512, effective_batch: int = 16, **more)
     way is simulated. Seconds are those of the formula everywhere.
 
     Where the formula's traces are of other releases of PyTorch and other libraries than those
-    installed, a warning says so. Raises ValueError in one line for what cannot be asked.
+    installed, the answer says so. Raises ValueError in one line for what cannot be asked.
     """
     margin = more.pop("margin", MARGIN)
     question = Question(model, seq_len, effective_batch, **more)
@@ -97,7 +95,7 @@ class Search:
             decision(start, footprint, changes, self.estimates.room),
             () if fastest else tuple(self.remedies(options)),
             self.estimates.excluded,
-            _assumed(self.question),
+            tuple(self.estimates.assumptions),
         )
 
     def named(self, option: Option | None) -> Option | None:
@@ -298,7 +296,7 @@ def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
     cards = sorted(cards, key=lambda card: card.total_memory)
     cards = [card for card in cards if computes(card, question)] or cards[:1]
     bar = tqdm(cards, leave=False)
-    options, smallest = {}, dict.fromkeys(question.ways)
+    options, smallest, assumed = {}, dict.fromkeys(question.ways), {}
     for card in bar:
         search = Search(question, card, margin, bar)
         search.say(f"planning for {card.name}")
@@ -313,16 +311,9 @@ def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
             else:
                 best = search.best_of_method(of_way)
             options[card.name][way] = search.named(best)
+        assumed |= search.estimates.assumptions
     bar.close()
-    return Cards(question, options, smallest, _assumed(question))
-
-
-def _assumed(question: Question) -> tuple[str, ...]:
-    """What the answer to a question assumes of its model."""
-    changes = {"lora_rank": 1} | NF4
-    changes = changes if "qlora" in question.ways else {}
-    config = models.published(question.model)
-    return assumed(Recipe(config, question.task, seq_len=1, **changes))
+    return Cards(question, options, smallest, tuple(assumed))
 
 
 def _with_rates(card: GPU) -> GPU:

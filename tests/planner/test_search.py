@@ -96,8 +96,8 @@ def test_nothing_fits_says_what_would(tight):
     assert not tight and tight.fastest is None and tight.roomiest is None
     words = " ".join(tight.remedies)
     assert "QLoRA" in words and any(card in words for card in GPUS)
-    assert "Nothing fits" in str(tight)
-    assert tight.ways["full"].missing > 0 and "too many" in str(tight)
+    assert ": nothing fits." in str(tight)
+    assert tight.ways["full"].missing > 0 and "over " in str(tight)
 
 
 def test_nothing_fits_says_how_many_cards_would(tight):
