@@ -175,7 +175,8 @@ def test_the_t4():
 
 def test_rules_by_capability():
     assert cublas_workspace((8, 9)) == 8_519_680
-    assert cublas_workspace((9, 0)) == 32 * MiB
+    for newer in ((9, 0), (10, 0), (10, 3), (12, 0), (12, 1)):
+        assert cublas_workspace(newer) == 32 * MiB
     assert find_gpu("H200").workspace == 32 * MiB
     assert native_dtypes((7, 0)) == ("float32", "float16")
     assert {"bfloat16", "tf32"} <= set(native_dtypes((8, 0)))
