@@ -11,8 +11,10 @@ driver, and its thread is named. Contexts other than the T4's are derived from a
 message of PyTorch 2: "this process has A memory in use. Of the allocated memory B is allocated,
 and C is reserved but unallocated" gives A - B - C. The message rounds to 0.01 GiB, so such a figure
 is right to about 15 MiB for that process; another program loads other kernels, so two messages of
-the same kind of card differ by up to 100 MiB. Before PyTorch 1.13 with CUDA 11.7 all kernels were
-loaded at the start, and a context took 0.7 to 1.3 GiB (pytorch/pytorch#86509, #107667).
+the same kind of card differ by up to 100 MiB. Where no message of a card was found, its context is
+that of a relative with about as many multiprocessors, and its sources say "assumed". Before PyTorch
+1.13 with CUDA 11.7 all kernels were loaded at the start, and a context took 0.7 to 1.3 GiB
+(pytorch/pytorch#86509, #107667).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +69,8 @@ class GPU:
     tensor cores that add in fp32 where the card has them, else of ordinary cores. bandwidth: bytes
     a second of its memory. Both are NVIDIA's (rates_source); empty and None where no card is named.
 
-    unlike: words of a name that tell other cards with the same chip's name from this one.
+    label: GB as it stands on the box. also: further words that may stand in the card's name, such
+    as those that a driver adds to it.
     """
 
     name: str
@@ -78,7 +82,8 @@ class GPU:
     rates: dict[str, float] = dataclasses.field(default_factory=dict, compare=False)
     bandwidth: float | None = None
     rates_source: str = ""
-    unlike: tuple[str, ...] = ()
+    label: int | None = None
+    also: tuple[str, ...] = ()
 
     def rate(self, dtype: str) -> float | None:
         """Operations a second in a format; None where the card does not compute in it.
@@ -121,7 +126,8 @@ def _read(name: str, said: dict) -> GPU:
         rates,
         said["gb_per_second"] * 1e9,
         said["rates_source"],
-        tuple(said.get("unlike", ())),
+        said["gb"],
+        tuple(said.get("also", ())),
     )
 
 
@@ -144,76 +150,111 @@ def require_native(precision: str, device: str, has_bf16: bool) -> None:
 ANY_CARD = GPU("a card without a limit", None, None, (8, 0), 108, "no card was named")
 
 
-# Words that tell no card from another, and the sizes that stand on boxes, in GB.
-COMMON_WORDS = re.compile(r"nvidia|geforce|tesla|rtx|gb|pcie|sxm\d*|hbm\d*e?")
-LABELS = (16, 24, 40, 48, 80, 141)
 SIZE = re.compile(r"(\d+(?:\.\d+)?) ?GiB", re.IGNORECASE)
+# What tells no card from another; a size in GB; a model such as A6000; a number; any other word.
+COMMON = re.compile(r"nvidia|geforce|tesla|quadro|rtx|gtx|sxm\d*|hbm\d*e?|generation|blackwell|gpu")
+WORD = re.compile(
+    r"(?P<gb>\d+) ?gb?(?![a-z])|ti(?=super|\d)|[a-z]{1,2}\d+(?:[a-z](?![a-z]))?(?!\d)"
+    r"|(?P<number>\d+)|[a-z]+"
+)
+# Words of what runs no CUDA, by maker.
+OTHERS = {
+    "AMD": re.compile(r"amd|radeon|instinct|rocm|rx|xtx?|mi\d{2,3}[a-z]?"),
+    "Intel": re.compile(r"intel|arc|gaudi"),
+    "Apple": re.compile(r"apple|mps|m\d"),
+    "Google": re.compile(r"google|tpu"),
+}
 
 
-def _words(name: str) -> list[str]:
-    apart = re.findall(
-        r"[a-z]*\d+(?=gb)|[a-z]*\d+[a-z]*|[a-z]+", name.lower().replace("rtx", "rtx ")
-    )
-    return [word for word in apart if not COMMON_WORDS.fullmatch(word)]
+def _words(name: str) -> set[str]:
+    """The words that tell a card, a size as "24gb": a number of at most three digits is one."""
+    found = set()
+    for word in WORD.finditer(COMMON.sub(" ", name.lower())):
+        gb = word["gb"] or (word["number"] if len(word["number"] or "1234") < 4 else None)
+        found.add(f"{gb}gb" if gb else word[0])
+    return found
 
 
-def _is_meant(card: GPU, name: str) -> bool:
-    """Whether a name has the card's model and nothing that it is not, its size included."""
-    if set(card.unlike) & set(re.findall("[a-z]+", name.lower())):
-        return False
-    words = _words(name)
-    model, *more = _words(card.name)
-    label = next(size for size in LABELS if size * 1024 >= card.total_memory / MiB)
-    return model in words and set(words) <= {model, *more, str(label)}
+def _may_be(words: set[str]) -> list[GPU]:
+    """The cards whose names can have all these words: those of the name, its size, and `also`."""
+    return [
+        card
+        for card in GPUS.values()
+        if words and words <= _words(card.name) | {f"{card.label}gb", *card.also}
+    ]
+
+
+def _meant(words: set[str]) -> GPU | None:
+    """The card that may have these words and whose name has no others; None if there is none."""
+    return next((card for card in _may_be(words) if _words(card.name) <= words), None)
 
 
 def find_gpu(card: str | int | float | GPU | None) -> GPU:
-    """The card of a name ("T4", "4090", "A100-80", "h100 80gb"), of so many bytes, or as it is.
+    """The card of a name ("T4", "4090", "A100-80", "rtx 3060 12gb"), of so many bytes, or as it is.
+
+    A name is one of `GPUS`, or as people and drivers write it: without regard to case, signs and
+    makers' words, and with its size or not, as long as one card is meant. "H100" is the SXM card,
+    and "V100" the one of 16 GB. A size as on a box, such as "24GB", is no card, because those that
+    have it differ by 2 GiB in what they leave to PyTorch: the error names them.
 
     None is `ANY_CARD`. A number of bytes, or a text such as "11.5 GiB", is what PyTorch's allocator
-    may take, so its context is 0; the other rules are those of `ANY_CARD`. Raises ValueError for
-    an unknown name, for one that two cards have, and for less than 1 byte.
+    may take, so its context is 0; the other rules are those of `ANY_CARD`, and it has no seconds.
+    Where those are wanted for a card of one's own, give it rates, operations a second of each
+    format that is multiplied (some products are in fp32 in every precision), and a bandwidth:
+
+        dataclasses.replace(find_gpu("22 GiB"), capability=(8, 9), processors=60, bandwidth=500e9,
+                            rates={"float32": 40e12, "bfloat16": 80e12})
+
+    Raises ValueError in one line for a name that means no card or several, for one of a card that
+    does not run CUDA, and for less than 1 byte.
     """
     if card is None or isinstance(card, GPU):
         return card or ANY_CARD
     size = isinstance(card, str) and SIZE.fullmatch(card)
-    card = int(float(size[1]) * 2**30) if size else card
-    if isinstance(card, (int, float)) and not isinstance(card, bool) and 1 <= card < float("inf"):
-        size = f"{card / MiB:,.0f} MiB" if card >= MiB else f"{card} bytes"
-        given = {"total_memory": int(card), "context": 0, "sources": "given by the caller"}
-        return dataclasses.replace(ANY_CARD, name=size, **given)
-    hint = ""
+    given = float(size[1]) * 2**30 if size else card
+    if isinstance(given, (int, float)) and not isinstance(given, bool) and 1 <= given < math.inf:
+        name = f"{given / MiB:,.0f} MiB" if given >= MiB else f"{given} bytes"
+        own = {"total_memory": int(given), "context": 0, "sources": "given by the caller"}
+        return dataclasses.replace(ANY_CARD, name=name, **own)
     if isinstance(card, str):
-        meant = [known for known in GPUS.values() if _is_meant(known, card)]
-        if len(meant) == 1:
-            return meant[0]
-        hint = _hint(card)
-    raise ValueError(
-        f"gpu is {card!r}{hint}: allowed are {', '.join(GPUS)}, or a number of bytes above 0, or "
-        'of GiB such as "11.5 GiB"'
-    )
+        meant = _meant(_words(card))
+        if meant:
+            return meant
+    raise ValueError(f"gpu is {card!r}{_hint(card)}")
 
 
-def _hint(name: str) -> str:
-    """Which cards an unknown name may mean, for the words of an error."""
-    words = _words(name)
-    may_be = [known.name for known in GPUS.values() if words and words == _words(known.name)[:1]]
-    if len(may_be) > 1:
-        return f", which may be {' or '.join(may_be)}"
-    alike = {"".join(_words(known)): known for known in GPUS}
-    near = difflib.get_close_matches("".join(words), alike, 1)
-    return f", the nearest is {alike[near[0]]}" if near else ""
+def _hint(card) -> str:
+    """Why a name is no card's, and what may be meant, for the words of an error."""
+    allowed = f": allowed are {', '.join(GPUS)}, or a number of bytes above 0, or of GiB such as "
+    allowed += '"11.5 GiB"'
+    if not isinstance(card, str):
+        return allowed
+    words = _words(card)
+    for maker, its in OTHERS.items():
+        if any(its.fullmatch(word) for word in words):
+            return (
+                f", which is {maker}'s: memlab knows NVIDIA's cards only, because it follows the "
+                "allocator, the libraries and the kernels of CUDA"
+            )
+    if words & {"laptop", "mobile"}:
+        return (
+            ", a laptop's, whose memory is not that of the card with the number: name the GiB that "
+            'PyTorch may take, as in "7.5 GiB"'
+        )
+    if may_be := _may_be(words):
+        names = " or ".join(one.name for one in may_be)
+        return f', which may be {names}: name one, or the GiB that PyTorch may take, as in "22 GiB"'
+    alike = {"".join(sorted(_words(name))): name for name in GPUS}
+    near = difflib.get_close_matches("".join(sorted(words)), alike, 1)
+    return (f", the nearest is {alike[near[0]]}" if near else "") + allowed
 
 
 def gpu_of_device(device: str) -> GPU | None:
     """The card that a driver's name means: "Tesla V100-SXM2-16GB" is V100. None if unknown.
 
-    A card is meant where all words of its name are among the driver's; of two, the longer one.
+    None, too, where a driver calls two cards the same: an RTX 4060 Ti has 8 or 16 GB. A size that
+    no card of the name has is passed over ("H100 96GB HBM2e"); a run says its own total.
     """
-    words = set(device.lower().replace("-", " ").split())
-    meant = [
-        name
-        for name, card in GPUS.items()
-        if set(name.lower().split("-")) <= words and not words & set(card.unlike)
-    ]
-    return GPUS[max(meant, key=len)] if meant else None
+    words = _words(device)
+    sizes = {word for word in words if re.fullmatch(r"\d+gb", word)}
+    return _meant(words) or _meant(words - sizes)

@@ -1,14 +1,16 @@
 """Cards: figures in a sane relation to each other and to published messages; bad input."""
 
 import dataclasses
+import re
 
 import pytest
 
+from memlab import Recipe, formula
 from memlab.gpus import GPUS, cublas_workspace, find_gpu, gpu_of_device, native_dtypes
 from memlab.units import MiB
 
 # "GPU 0 has a total capacity of ... GiB", as PyTorch 2 printed it in the threads that the records
-# name.
+# name; of other cards what another program printed as the driver's total, in MiB, is below.
 PRINTED_GIB = {
     "T4": "14.56",
     "P100": "15.89",
@@ -22,14 +24,31 @@ PRINTED_GIB = {
     "A100-80GB": "79.25",
     "H100": "79.19",
     "H200": "139.80",
+    "V100-32GB": "31.73",
+    "L40": "44.40",
+    "GH200": "94.50",
+    "B200": "178.35",
+    "B300": "267.69",
+    "GB10": "121.69",
+    "RTX-A4000": "15.61",
+    "RTX-A6000": "47.43",
+    "RTX-5000-Ada": "31.47",
+    "RTX-PRO-6000": "94.97",
+    "RTX-2080-Ti": "10.57",
+    "RTX-3060": "11.63",
+    "RTX-5070-Ti": "15.47",
+    "RTX-5080": "15.47",
+    "RTX-5090": "31.37",
 }
 
 
 # Compute capability, GB on the box, streaming multiprocessors, GB/s of memory, and 10^12 operations
 # a second: fp32 of ordinary cores; of tensor cores, without sparsity and added in fp32, tf32, fp16
-# (as bf16, where there is), fp8, int8. Sources: NVIDIA's table "CUDA GPU compute capability"; the
+# (as bf16, where there is), fp8, int8, and fp4 where there is. Sources:
+# NVIDIA's table "CUDA GPU compute capability"; the
 # data sheets of T4, P100 (PCIe), V100 (SXM2), L4, L40S, A100 (40 GB; 80 GB SXM), H100 (SXM) and
-# H200 (SXM); AWS's page on G5 (A10G); NVIDIA's whitepapers of GA102 (3090) and of Ada (4090).
+# H200 (SXM); AWS's page on G5 (A10G); NVIDIA's whitepapers of GA102 (3090) and of Ada (4090). The
+# cards from the V100-32GB on are as `rates_source` says, most of them from memory.
 SHEETS = {
     "T4": ((7, 5), 16, 40, 320, 8.1, None, 65, None, 130),
     "P100": ((6, 0), 16, 56, 732, 9.3, None, 18.7, None, None),
@@ -43,19 +62,62 @@ SHEETS = {
     "A100-80GB": ((8, 0), 80, 108, 2039, 19.5, 156, 312, None, 624),
     "H100": ((9, 0), 80, 132, 3350, 67, 494.7, 989.4, 1978.9, 1978.9),
     "H200": ((9, 0), 141, 132, 4800, 67, 494.7, 989.4, 1978.9, 1978.9),
+    "V100-32GB": ((7, 0), 32, 80, 900, 15.7, None, 125, None, None),
+    "A10": ((8, 6), 24, 72, 600, 31.2, 62.5, 125, None, 250),
+    "A30": ((8, 0), 24, 56, 933, 10.3, 82, 165, None, 330),
+    "A40": ((8, 6), 48, 84, 696, 37.4, 74.8, 149.7, None, 299.3),
+    "L40": ((8, 9), 48, 142, 864, 90.5, 90.5, 181.05, 362, 362),
+    "H100-PCIe": ((9, 0), 80, 114, 2000, 51.2, 378, 756, 1513, 1513),
+    "H100-NVL": ((9, 0), 94, 132, 3938, 60, 417.5, 835.5, 1670.5, 1670.5),
+    "H20": ((9, 0), 96, 78, 4000, 44, 74, 148, 296, 296),
+    "GH200": ((9, 0), 96, 132, 4000, 67, 494.7, 989.4, 1978.9, 1978.9),
+    "B200": ((10, 0), 180, 148, 8000, 75, 1125, 2250, 4500, 4500, 9000),
+    "B300": ((10, 3), 288, 148, 8000, 75, 1125, 2250, 4500, 187.5, 13500),
+    "GB10": ((12, 1), 128, 48, 273, 31, 31, 62.5, 125, 250, 500),
+    "RTX-8000": ((7, 5), 48, 72, 672, 16.3, None, 130.5, None, 261),
+    "RTX-A4000": ((8, 6), 16, 48, 448, 19.2, 38.3, 76.7, None, 153.4),
+    "RTX-A5000": ((8, 6), 24, 64, 768, 27.8, 55.6, 111.1, None, 222.2),
+    "RTX-A6000": ((8, 6), 48, 84, 768, 38.7, 77.4, 154.8, None, 309.7),
+    "RTX-5000-Ada": ((8, 9), 32, 100, 576, 65.3, 130.6, 261.1, 522.2, 522.2),
+    "RTX-6000-Ada": ((8, 9), 48, 142, 960, 91.1, 182.1, 364.2, 728.5, 728.5),
+    "RTX-PRO-6000": ((12, 0), 96, 188, 1792, 126, 251.9, 503.8, 1007.6, 1007.6, 2015.2),
+    "GTX-1080-Ti": ((6, 1), 11, 28, 484, 11.3, None, 11.3, None, None),
+    "RTX-2080-Ti": ((7, 5), 11, 68, 616, 13.4, None, 53.8, None, 215.2),
+    "RTX-3060": ((8, 6), 12, 28, 360, 12.7, 12.7, 25.5, None, 101.9),
+    "RTX-3060-Ti": ((8, 6), 8, 38, 448, 16.2, 16.2, 32.4, None, 129.6),
+    "RTX-3070": ((8, 6), 8, 46, 448, 20.3, 20.3, 40.6, None, 162.6),
+    "RTX-3080": ((8, 6), 10, 68, 760, 29.8, 29.8, 59.5, None, 238),
+    "RTX-3080-Ti": ((8, 6), 12, 80, 912, 34.1, 34.1, 68.2, None, 272.8),
+    "RTX-3090-Ti": ((8, 6), 24, 84, 1008, 40, 40, 80, None, 320),
+    "RTX-4060": ((8, 9), 8, 24, 272, 15.1, 15.1, 30.2, 60.4, 120.8),
+    "RTX-4060-Ti-8GB": ((8, 9), 8, 34, 288, 22.1, 22.1, 44.2, 88.4, 176.8),
+    "RTX-4060-Ti-16GB": ((8, 9), 16, 34, 288, 22.1, 22.1, 44.2, 88.4, 176.8),
+    "RTX-4070": ((8, 9), 12, 46, 504, 29.1, 29.1, 58.2, 116.4, 232.8),
+    "RTX-4070-Super": ((8, 9), 12, 56, 504, 35.5, 35.5, 71.0, 142.0, 284.0),
+    "RTX-4070-Ti": ((8, 9), 12, 60, 504, 40.1, 40.1, 80.2, 160.4, 320.8),
+    "RTX-4070-Ti-Super": ((8, 9), 16, 66, 672, 44.1, 44.1, 88.2, 176.4, 352.8),
+    "RTX-4080": ((8, 9), 16, 76, 717, 48.7, 48.7, 97.4, 194.8, 389.6),
+    "RTX-4080-Super": ((8, 9), 16, 80, 736, 52.2, 52.2, 104.4, 208.8, 417.6),
+    "RTX-5060-Ti-16GB": ((12, 0), 16, 36, 448, 23.7, 23.7, 47.4, 94.8, 189.6, 379.2),
+    "RTX-5070": ((12, 0), 12, 48, 672, 30.9, 30.9, 61.7, 123.5, 246.9, 493.9),
+    "RTX-5070-Ti": ((12, 0), 16, 70, 896, 43.9, 43.9, 87.9, 175.8, 351.5, 703),
+    "RTX-5080": ((12, 0), 16, 84, 960, 56.3, 56.3, 112.6, 225.1, 450.2, 900.4),
+    "RTX-5090": ((12, 0), 32, 170, 1792, 104.8, 104.8, 209.5, 419, 838, 1676),
 }
 
 
 @pytest.mark.parametrize("name", GPUS)
 def test_a_card_is_what_its_maker_says(name):
     card = GPUS[name]
-    capability, label, processors, bandwidth, fp32, tf32, fp16, fp8, int8 = SHEETS[name]
+    capability, label, processors, bandwidth, fp32, tf32, fp16, fp8, int8, *fp4 = SHEETS[name]
     assert (card.capability, card.processors) == (capability, processors)
     assert card.bandwidth == bandwidth * 1e9
-    assert 0.9 * label < card.total_memory / 1e9 < 1.08 * label
+    assert card.label == label
+    assert 0.9 * label * 2**30 < card.total_memory < label * 2**30
     said = {"float32": fp32, "tf32": tf32, "float16": fp16, "int8": int8}
     said |= {"bfloat16": fp16 if capability >= (8, 0) else None}
     said |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), fp8)
+    said |= {"float4_e2m1fn": fp4[0] if fp4 else None}
     assert card.rates == {name: n * 1e12 for name, n in said.items() if n is not None}
 
 
@@ -65,12 +127,42 @@ def test_total_memory_prints_as_pytorch_printed_it(name):
 
 
 def test_every_card_has_sources_and_a_context_of_a_lazily_loaded_pytorch():
-    assert set(GPUS) == set(PRINTED_GIB)
+    assert set(PRINTED_GIB) < set(GPUS) == set(SHEETS)
     for card in GPUS.values():
         assert "total" in card.sources
         assert "context" in card.sources
-        assert 100 * MiB < card.context < 700 * MiB
+        assert 100 * MiB < card.context < 800 * MiB
+        assert card.rates_source
         assert card.usable == card.total_memory - card.context
+
+
+@pytest.mark.parametrize("card", GPUS.values(), ids=GPUS)
+def test_rates_are_in_the_ratios_of_the_cards_cores(card):
+    """Half the bits, twice the rate; GeForce cards since Ampere add in fp32 at half the rate."""
+    rate = card.rate
+    if card.capability < (7, 0):  # without tensor cores
+        assert rate("float16") <= 2.02 * rate("float32")
+        return
+    assert rate("float16") > 1.9 * rate("float32")
+    if card.capability >= (8, 0):
+        # The figures of Ada's GeForce and workstation cards give tf32 as half of fp16, too.
+        assert rate("float16") == pytest.approx(2 * rate("tf32"), rel=0.03)
+    if card.capability >= (8, 9):
+        assert rate("float8_e4m3fn") == pytest.approx(2 * rate("float16"), rel=0.03)
+    if card.capability >= (10, 0):
+        assert rate("float4_e2m1fn") >= 1.99 * rate("float8_e4m3fn")
+    if card.name.startswith("RTX-") and card.name[4:5] in "345" and "Ada" not in card.name:
+        assert rate("float16") == pytest.approx(2 * rate("float32"), rel=0.02)
+    seconds = card.total_memory / card.bandwidth
+    assert 0.008 < seconds < 0.6  # to read all of it
+
+
+def test_cards_of_one_generation_are_quicker_with_more_processors():
+    for kind in ("RTX-30", "RTX-40", "RTX-50"):
+        cards = [card for name, card in GPUS.items() if re.fullmatch(kind + r"\d0.*(?<!Ada)", name)]
+        cards.sort(key=lambda card: card.processors)
+        rates = [card.rate("float16") for card in cards]
+        assert rates == sorted(rates) and len(cards) >= 5
 
 
 def test_the_t4():
@@ -83,7 +175,8 @@ def test_the_t4():
 
 def test_rules_by_capability():
     assert cublas_workspace((8, 9)) == 8_519_680
-    assert cublas_workspace((9, 0)) == 32 * MiB
+    for newer in ((9, 0), (10, 0), (10, 3), (12, 0), (12, 1)):
+        assert cublas_workspace(newer) == 32 * MiB
     assert find_gpu("H200").workspace == 32 * MiB
     assert native_dtypes((7, 0)) == ("float32", "float16")
     assert {"bfloat16", "tf32"} <= set(native_dtypes((8, 0)))
@@ -116,6 +209,43 @@ def test_rules_by_capability():
         ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
         ("Tesla V100-SXM2-16GB", "V100"),
         ("L40S 48GB", "L40S"),
+        ("H100 SXM5", "H100"),
+        ("h100pcie", "H100-PCIe"),
+        ("H100 PCIe 80GB", "H100-PCIe"),
+        ("H100-NVL", "H100-NVL"),
+        ("V100 32GB", "V100-32GB"),
+        ("v100-32", "V100-32GB"),
+        ("A10", "A10"),
+        ("L40", "L40"),
+        ("A100 40GB PCIe", "A100-40GB"),
+        ("gh200", "GH200"),
+        ("B200 180GB", "B200"),
+        ("GB10 DGX Spark", "GB10"),
+        ("RTX 3060", "RTX-3060"),
+        ("3060 12GB", "RTX-3060"),
+        ("rtx3060", "RTX-3060"),
+        ("RTX 3060 Ti", "RTX-3060-Ti"),
+        ("3080", "RTX-3080"),
+        ("RTX 3080 Ti", "RTX-3080-Ti"),
+        ("1080ti", "GTX-1080-Ti"),
+        ("2080 Ti", "RTX-2080-Ti"),
+        ("4060 Ti 16GB", "RTX-4060-Ti-16GB"),
+        ("rtx 4060 ti 8 gb", "RTX-4060-Ti-8GB"),
+        ("5060 Ti 16GB", "RTX-5060-Ti-16GB"),
+        ("4070", "RTX-4070"),
+        ("4070 Super", "RTX-4070-Super"),
+        ("4070 Ti", "RTX-4070-Ti"),
+        ("RTX 4070 Ti Super", "RTX-4070-Ti-Super"),
+        ("rtx4070tisuper", "RTX-4070-Ti-Super"),
+        ("4080", "RTX-4080"),
+        ("RTX 4080 SUPER", "RTX-4080-Super"),
+        ("5090", "RTX-5090"),
+        ("A6000", "RTX-A6000"),
+        ("rtx a6000 48gb", "RTX-A6000"),
+        ("RTX 6000 Ada", "RTX-6000-Ada"),
+        ("RTX PRO 6000", "RTX-PRO-6000"),
+        ("rtxpro6000", "RTX-PRO-6000"),
+        ("RTX PRO 6000 Blackwell Max-Q", "RTX-PRO-6000"),
     ],
 )
 def test_names_are_forgiven_case_spaces_and_maker(given, name):
@@ -141,28 +271,20 @@ def test_a_card_cannot_be_changed():
         find_gpu("T4").total_memory = 1
 
 
+@pytest.mark.parametrize("name", GPUS)
+def test_every_name_means_its_own_card_however_it_is_written(name):
+    spaced = name.replace("-", " ")
+    glued = name.replace("-", "") if name.startswith(("RTX", "H")) else name  # not V10032GB
+    for written in (name.lower(), spaced, spaced.upper(), glued, "NVIDIA " + name):
+        assert find_gpu(written) is GPUS[name]
+        assert gpu_of_device(written) is GPUS[name]
+    assert find_gpu(f"{spaced} {GPUS[name].label} GB") is GPUS[name]
+
+
 @pytest.mark.parametrize(
     "wrong",
-    [
-        "T5",
-        "",
-        "A100",
-        "TITAN",
-        "RTX",
-        "16GB",
-        "V100 32GB",
-        "H100 40",
-        "NVIDIA H100 PCIe",
-        "H100-NVL",
-        "H200 NVL",
-        0,
-        -1,
-        0.5,
-        float("nan"),
-        float("inf"),
-        True,
-        [1],
-    ],
+    ["T5", "", "TITAN", "RTX", "H100 40", "H200 NVL", "A100 MIG 1g.5gb", "RTX 4090 D", "GB200"]
+    + [0, -1, 0.5, float("nan"), float("inf"), True, [1]],
 )
 def test_what_is_no_card(wrong):
     with pytest.raises(ValueError) as error:
@@ -176,17 +298,64 @@ def test_what_is_no_card(wrong):
 @pytest.mark.parametrize(
     ("wrong", "hint"),
     [
-        ("A100", "'A100', which may be A100-40GB or A100-80GB: allowed"),
-        ("nvidia a100", "which may be A100-40GB or A100-80GB: allowed"),
-        ("A10", "the nearest is A10G"),
-        ("RTX 409", "the nearest is RTX-4090"),
-        ("H10O", "the nearest is H100"),
+        ("A100", "'A100', which may be A100-40GB or A100-80GB: name one, or the GiB"),
+        ("nvidia a100", "which may be A100-40GB or A100-80GB: name"),
+        ("4060 Ti", "which may be RTX-4060-Ti-8GB or RTX-4060-Ti-16GB: name"),
+        ("RTX 5060 Ti", "which may be RTX-5060-Ti-16GB: name"),
+        ("RTX 6000", "which may be RTX-6000-Ada or RTX-PRO-6000: name"),
+        ("80GB", "which may be A100-80GB or H100 or H100-PCIe: name"),
+        ("24 GB", "which may be A10 or A10G or A30 or .* or RTX-3090 or .* or RTX-4090: name"),
+        ("94GB", 'which may be H100-NVL: name one, or the GiB that PyTorch may take, as in "22'),
+        ("DGX Spark", "which may be GB10: name"),
+        ("RTX 409", "the nearest is RTX-4090: allowed"),
+        ("H10O", "the nearest is H100: allowed"),
         ("something else", "'something else': allowed"),
+        ("NVIDIA GeForce RTX 4070 Laptop GPU", "a laptop's"),
+        ("3080 mobile", "a laptop's"),
     ],
 )
 def test_what_an_unknown_name_may_mean(wrong, hint):
-    with pytest.raises(ValueError, match=hint):
+    with pytest.raises(ValueError, match=hint) as error:
         find_gpu(wrong)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "maker"),
+    [
+        ("MI250", "AMD"),
+        ("MI300X", "AMD"),
+        ("AMD Instinct MI355X", "AMD"),
+        ("RX 7900 XTX", "AMD"),
+        ("Arc A770", "Intel"),
+        ("Gaudi 3", "Intel"),
+        ("Gaudi2", "Intel"),
+        ("M1", "Apple"),
+        ("Apple M4 Max", "Apple"),
+        ("mps", "Apple"),
+        ("TPU v5e", "Google"),
+    ],
+)
+def test_a_card_that_runs_no_cuda_is_refused_with_the_reason(wrong, maker):
+    with pytest.raises(ValueError, match=f"'{wrong}', which is {maker}'s: .* of CUDA$") as error:
+        find_gpu(wrong)
+    assert "\n" not in str(error.value)
+    assert gpu_of_device(wrong) is None
+
+
+def test_a_card_of_ones_own_has_seconds_by_rates_and_bandwidth():
+    own = dataclasses.replace(
+        find_gpu("22 GiB"),
+        capability=(8, 9),
+        processors=60,
+        bandwidth=500e9,
+        rates={"float32": 40e12, "bfloat16": 80e12},
+    )
+    assert find_gpu(own) is own
+    recipe = Recipe("llama-3-8b", precision="bf16-amp", attention="sdpa", lora_rank=8)
+    seconds = formula(recipe, own).step_time.expected
+    quick = dataclasses.replace(own, bandwidth=1e12, rates={n: 2 * r for n, r in own.rates.items()})
+    assert 0.5 < formula(recipe, quick).step_time.expected / seconds < 0.7
 
 
 @pytest.mark.parametrize(
@@ -203,6 +372,36 @@ def test_what_an_unknown_name_may_mean(wrong, hint):
         ("NVIDIA A100 80GB PCIe", "A100-80GB"),
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H100 NVL", "H100-NVL"),
+        ("NVIDIA H100 96GB HBM2e", "H100"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA GB10", "GB10"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A30", "A30"),
+        ("NVIDIA A40", "A40"),
+        ("Tesla V100-SXM2-32GB", "V100-32GB"),
+        ("Tesla V100-PCIE-32GB", "V100-32GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("Quadro RTX 8000", "RTX-8000"),
+        ("NVIDIA RTX A4000", "RTX-A4000"),
+        ("NVIDIA RTX A6000", "RTX-A6000"),
+        ("NVIDIA RTX 5000 Ada Generation", "RTX-5000-Ada"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX-PRO-6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX-PRO-6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
+        ("NVIDIA GeForce GTX 1080 Ti", "GTX-1080-Ti"),
+        ("NVIDIA GeForce RTX 2080 Ti", "RTX-2080-Ti"),
+        ("NVIDIA GeForce RTX 3060", "RTX-3060"),
+        ("NVIDIA GeForce RTX 4070", "RTX-4070"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX-4070-Ti-Super"),
+        ("NVIDIA GeForce RTX 4080 SUPER", "RTX-4080-Super"),
+        ("NVIDIA GeForce RTX 5090", "RTX-5090"),
     ],
 )
 def test_the_card_that_a_driver_means(device, name):
@@ -213,11 +412,20 @@ def test_the_card_that_a_driver_means(device, name):
     "device",
     [
         "CPU (x86_64, 2 threads)",
-        "NVIDIA L40",
         "",
         "Tesla K80",
-        "NVIDIA H100 PCIe",
         "NVIDIA H200 NVL",
+        "NVIDIA GB200",
+        "NVIDIA H20-3e",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "Quadro RTX 6000",
+        "NVIDIA TITAN RTX",
+        "NVIDIA GeForce RTX 4060 Ti",  # of 8 or of 16 GB
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4070 Laptop GPU",
+        "NVIDIA GeForce RTX 2080 Super with Max-Q Design",
+        "NVIDIA RTX A5000 Laptop GPU",
+        "AMD Instinct MI300X",
     ],
 )
 def test_a_device_that_is_no_known_card(device):

@@ -11,6 +11,8 @@ ARCHITECTURES = (70, 75, 80, 86, 90, 100, 120)  # that the wheels are built for
 # Bytes of shared memory of a multiprocessor and, at most, of a block; threads of a multiprocessor:
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 OF_CLASS = {
+    (6, 0): (64, 48, 2048),
+    (6, 1): (96, 48, 2048),
     (7, 0): (96, 96, 2048),
     (7, 5): (64, 64, 1024),
     (8, 0): (164, 163, 2048),

@@ -40,6 +40,11 @@ def test_the_card_says_what_it_is(name):
         ("L4", 100, 99, 1536),
         ("RTX-4090", 100, 99, 1536),
         ("H100", 228, 227, 2048),
+        ("P100", 64, 48, 2048),
+        ("GTX-1080-Ti", 96, 48, 2048),
+        ("B300", 228, 227, 2048),
+        ("RTX-5090", 100, 99, 1536),
+        ("GB10", 100, 99, 1536),
     ],
 )
 def test_a_multiprocessor_is_that_of_its_class(name, of_processor, of_block, threads):

@@ -23,15 +23,25 @@ def test_a_ring_is_as_fast_as_its_slowest_stretch(card, link, gigabytes):
     assert link_rate(find_gpu(card), link) == gigabytes * 1e9
 
 
-NVLINKS = {"V100": 6, "A100-40GB": 12, "A100-80GB": 12, "H100": 18, "H200": 18}  # of 25 GB/s each
-PCIE = {3: {"T4", "P100", "V100"}, 5: {"H100", "H200"}}  # generations; the others are of the 4th
+# Of 25 GB/s each; the B cards have 18 of twice as much.
+NVLINKS = {"V100": 6, "V100-32GB": 6, "A100-40GB": 12, "A100-80GB": 12, "H100-NVL": 12}
+NVLINKS |= dict.fromkeys(("H100", "H200", "H20", "GH200"), 18)
+NVLINKS |= dict.fromkeys(("B200", "B300"), 36)
+PCIE = {  # generations; the others are of the 4th
+    3: {"T4", "P100", "V100", "V100-32GB", "RTX-8000", "GTX-1080-Ti", "RTX-2080-Ti"},
+    5: {"H100", "H100-PCIe", "H100-NVL", "H200", "H20", "GH200", "B200", "GB10", "RTX-PRO-6000"}
+    | {"RTX-5060-Ti-16GB", "RTX-5070", "RTX-5070-Ti", "RTX-5080", "RTX-5090"},
+    6: {"B300"},
+}
+LANES = dict.fromkeys(("RTX-4060", "RTX-4060-Ti-8GB", "RTX-4060-Ti-16GB", "RTX-5060-Ti-16GB"), 8)
+LANES |= {"GB10": 4}  # the others have 16
 
 
 @pytest.mark.parametrize("card", GPUS)
 def test_rates_are_those_of_lanes_and_links(card):
-    """PCIe: 16 lanes of 8 GT/s in generation 3, twice as many in each, 128 of 130 bits are data."""
+    """PCIe: lanes of 8 GT/s in generation 3, twice as many in each, 128 of 130 bits are data."""
     generation = next((g for g, names in PCIE.items() if card in names), 4)
-    lanes = 16 * 2 ** (generation - 3) * 128 / 130
+    lanes = LANES.get(card, 16) * 2 ** (generation - 3) * 128 / 130
     assert link_rate(GPUS[card], "pcie") == pytest.approx(lanes * 1e9, rel=0.001)
     if card in NVLINKS:
         assert link_rate(GPUS[card], "nvlink") == NVLINKS[card] * 25e9
