@@ -13,7 +13,7 @@ import dataclasses
 
 from tqdm.auto import tqdm
 
-from memlab.gpus import GPU, GPUS
+from memlab.gpus import GPU, GPUS, find_gpu
 from memlab.planner.advice import decision, switches
 from memlab.planner.choice import ALIKE, fitting
 from memlab.planner.estimates import LIKE, Estimates, trace_key
@@ -27,14 +27,16 @@ from memlab.trace.log import Log
 
 TRACES = 4  # simulations at most until the fastest is one that is simulated
 NEAR = 0.05  # lacking so much of a card by the formula, it may yet fit
+# Cards of all sizes that are rented or bought most: among them the smallest is looked for.
+LADDER = "RTX-3060 T4 L4 RTX-4090 RTX-5090 A100-40GB L40S A100-80GB H100 H200 B200".split()
 RANKS = (2, 4, 8, 16, 32, 64)  # cards that are proposed where one does not do
 
 
 def plan(model, gpu=None, seq_len: int = 512, effective_batch: int = 16, **more) -> Plan | Cards:
     """How to train a model on a card, or which card to take.
 
-    gpu: a card as for `fits`; or several, or None for all of `memlab.gpus.GPUS`, which asks for the
-    smallest card of each way. model, seq_len (tokens), effective_batch (sequences of an optimizer
+    gpu: a card as for `fits`; or several, or None for `LADDER`, which asks for the smallest card
+    of each way. model, seq_len (tokens), effective_batch (sequences of an optimizer
     step) and more: the fields of `memlab.planner.result.Question`; margin: as in `fits`.
 
     What fits is decided by the margin of `fits`; which is fastest by estimated seconds. The formula
@@ -52,7 +54,7 @@ def plan(model, gpu=None, seq_len: int = 512, effective_batch: int = 16, **more)
     margin = more.pop("margin", MARGIN)
     question = Question(model, seq_len, effective_batch, **more)
     several = gpu is None or isinstance(gpu, (list, tuple))
-    named = (list(GPUS) if gpu is None else gpu) if several else [gpu]
+    named = (LADDER if gpu is None else gpu) if several else [gpu]
     cards = [_with_rates(limited(one, margin)) for one in named]
     if not cards:
         raise ValueError(f"gpu is {gpu!r}: allowed are {', '.join(GPUS)}, or a number of bytes")
@@ -257,13 +259,13 @@ class Search:
                 if option:
                     found.append(f"{ranks} x {self.card.name}, with {option}")
                     break
-        for card in sorted(GPUS.values(), key=lambda card: card.total_memory):
+        for card in map(find_gpu, LADDER):
             if card.total_memory > self.card.total_memory and computes(card, self.question):
                 option = self.other(card)
                 if option:
                     found.append(f"{card.name}, with {option}")
                     break
-        return found or ["none of memlab's cards: see the book's chapter 17-parallel"]
+        return found or [f"none of {', '.join(LADDER)}: see the book's chapter 17-parallel"]
 
     def other(self, card: GPU, **changes) -> Option | None:
         """The best of what fits a card when the question is changed; None where nothing does."""
