@@ -60,9 +60,6 @@ TRAINED = {
 PARTS = "freeze lora_rank lora_targets lora_dropout lora_fp32 base block_size double_quant"
 PARTS = (*PARTS.split(), "compute_dtype", "upcast")
 PLAIN = {one.name: one.default for one in dataclasses.fields(Recipe) if one.name in PARTS}
-# Models that have traces in hardly any way are left out.
-FEW_WAYS = ("deberta-v3-base", "mixtral-8x7b")
-NAMES = [name for name in models.MODELS if not name.endswith("-tiny") and name not in FEW_WAYS]
 NUMBERS = ("batch_size", "seq_len", "accumulation", "lora_rank")
 SWITCHES = ("model", "gpu", *NUMBERS, "trained", *CHOICES)
 # On which switches a pass and an update depend; a pass also on whether it accumulates.
@@ -90,6 +87,17 @@ START = Recipe(
 OPTIONAL = (*models.WIDTHS, *HEAD_SIZES, "sliding_window")
 
 
+@functools.cache
+def names() -> list[str]:
+    """Models of the catalogue of which traces are kept in the ways that are trained most."""
+    usual = START.but(seq_len=1), find_gpu("T4")
+    return [
+        name
+        for name in models.MODELS
+        if not name.endswith("-tiny") and is_kept(usual[0].but(model=name), usual[1])
+    ]
+
+
 class Calculator(Panel):
     """Peak by category, fit and time of a training, for any setting of its switches.
 
@@ -111,7 +119,7 @@ class Calculator(Panel):
     def __init__(self, recipe: Recipe | None = None, *fields: str, gpu: str = "T4"):
         self.whole, self.recipe, self.card = recipe is None, recipe or START, find_gpu(gpu)
         self.fields = tuple(one_of("switch", name, SWITCHES) for name in fields or SWITCHES)
-        one_of("model", self.recipe.model, NAMES)
+        one_of("model", self.recipe.model, names())
         refuse_format(self.recipe, self.card)
         if self.recipe.ranks > 1:
             raise ValueError(
@@ -149,7 +157,7 @@ class Calculator(Panel):
         for card in cards:
             classes.setdefault(routes_of(card), card)
         keys = functools.cache(self._keys)
-        for model in NAMES if "model" in self.fields else [self.recipe.model]:
+        for model in names() if "model" in self.fields else [self.recipe.model]:
             structure = _structure(model)
             text = structure.key
             if text not in described:
@@ -214,7 +222,7 @@ class Calculator(Panel):
         """
         model = next(
             name
-            for name in NAMES
+            for name in names()
             if models.default_task(name) == task and _grouped(models.config(name)) == grouped
         )
 
