@@ -1,9 +1,14 @@
-"""Libraries that are imported when they are needed, and quietly."""
+"""Libraries that are imported when they are needed, and quietly; the hub; errors in one line."""
 
 import importlib
 import logging
 import os
+import socket
+import urllib.parse
+import urllib.request
 from unittest import mock
+
+from huggingface_hub.constants import ENDPOINT
 
 
 def import_bitsandbytes(wanted_by: str):
@@ -28,3 +33,20 @@ def import_quietly(name: str):
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     with mock.patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"}):
         return importlib.import_module(name)
+
+
+def hub_reachable() -> bool:
+    """Whether the hub's name resolves here; asked first, because its client retries for 20 s."""
+    if urllib.request.getproxies():
+        return True  # the proxy resolves the name
+    try:
+        socket.getaddrinfo(urllib.parse.urlparse(ENDPOINT).hostname, 443)
+    except OSError:
+        return False
+    return True
+
+
+def one_line(error: BaseException, limit: int = 160) -> str:
+    """What an error says, in one line of so many characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -10,27 +10,33 @@ import difflib
 import functools
 import json
 import re
-import socket
-import urllib.parse
-import urllib.request
 from pathlib import Path
 
 import torch
 import transformers
-from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto
+
+from memlab.libraries import hub_reachable, one_line
 
 # name -> fields of the published config.json that differ from the defaults of its model_type, and
 # `hub`, where that config.json is published
 _PUBLISHED = json.loads((Path(__file__).parent / "data" / "models.json").read_text())
 # Everything `config` knows by name, with the hub name of the config it stands for.
 MODELS: dict[str, str] = {name: fields.pop("hub") for name, fields in _PUBLISHED.items()}
-# What else means one of them, in small letters: the hub name, with and without its owner.
-_ALIASES = {
-    alias.lower(): name for name, hub in MODELS.items() for alias in (hub, hub.split("/")[1], name)
-}
+MIRRORS = ("unsloth", "nousresearch")  # owners who publish others' checkpoints, config and all
+# What tells apart checkpoints of one architecture: how they were tuned, and the month.
+_TUNED = r"-(instruct|chat|it|pt|hf)\b|(?<=\db)-base\b|-base(?=-\d{4}$)|-\d{4}$|^meta-(?=llama)"
+
+
+def _spelled(name: str) -> str:
+    """A name without its owner, as `_ALIASES` has it: in small letters, without `_TUNED`."""
+    return re.sub(_TUNED, "", re.sub(r"[\s_]+", "-", name.lower().split("/")[-1]))
+
+
+# Names as people write them -> name; a tiny twin has only its own.
+_ALIASES = {_spelled(known): name for name, hub in MODELS.items() for known in (hub, name)}
 _ALIASES |= {f"{name}-tiny": f"{name}-tiny" for name in MODELS}
 MODELS |= {f"{name}-tiny": f"a tiny twin of {hub}" for name, hub in list(MODELS.items())}
 
@@ -73,13 +79,17 @@ def published(model) -> PretrainedConfig:
         return _read_file(Path(name))
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
         return _read_hub(name)
-    near = difflib.get_close_matches(name.lower(), _ALIASES, 1)
-    meant = f", the nearest is {_ALIASES[near[0]]!r}" if near else ""
     raise ValueError(
-        f"unknown model {name!r}{meant}: known are {', '.join(_PUBLISHED)} (each also as "
+        f"unknown model {name!r}{_nearest(name)}: known are {', '.join(_PUBLISHED)} (each also as "
         "<name>-tiny), or a config.json, a folder that save_pretrained wrote, or a hub name like "
         "org/name"
     )
+
+
+def _nearest(name: str) -> str:
+    known = [alias for alias in _ALIASES if alias.endswith("-tiny") == name.endswith("-tiny")]
+    near = difflib.get_close_matches(_spelled(name), known, 1)
+    return f", the nearest is {_ALIASES[near[0]]!r}" if near else ""
 
 
 @functools.cache
@@ -91,14 +101,21 @@ def _of_catalogue(name: str) -> PretrainedConfig:
 
 
 def catalogued(model):
-    """The name in `MODELS` that a text means: in any case, or where the model is on the hub.
+    """The name in `MODELS` that a text means: in any case, or its hub name, however it was tuned.
 
-    The text itself where it means none, or is a path on this machine; what is no text, too.
+    An owner is its publisher, or one of `MIRRORS`, but for Phi, which a mirror has as a Llama. The
+    text itself where it means none, or is a path on this machine; what is no text, too.
     """
     if not isinstance(model, (str, Path)):
         return model
     name = str(model)
-    return name if name in MODELS or Path(name).exists() else _ALIASES.get(name.lower(), name)
+    known = _ALIASES.get(_spelled(name), name)
+    if name in MODELS or Path(name).exists() or known not in MODELS:
+        return name
+    owner, named, _ = name.lower().rpartition("/")
+    mirrored = owner in MIRRORS and not known.startswith("phi")
+    same = not named or mirrored or owner == MODELS[known].split("/")[0].lower()
+    return known if same else name
 
 
 def _text_of(given: PretrainedConfig) -> PretrainedConfig:
@@ -120,31 +137,6 @@ def left_out(model) -> tuple[str, ...]:
         name.removesuffix("_config")
         for name, part in parts.items()
         if not kept and part is not None and part is not text
-    )
-
-
-def check_published(asked) -> None:
-    """Raise ValueError where a model's published weights are quantized in another way than asked.
-
-    asked: a `Recipe` or a `Serving`. A base of bitsandbytes, as the config.json's
-    `quantization_config` says it, is answered for where it is the one that is asked for.
-    """
-    said = getattr(published(asked.model), "quantization_config", None)
-    if not said:
-        return
-    said = said if isinstance(said, dict) else said.to_dict()
-    text = f"{asked.model_name} is published quantized, by {said.get('quant_method')}"
-    if said.get("load_in_4bit") or said.get("load_in_8bit"):
-        base, doubled = "int8", False
-        if said.get("load_in_4bit"):
-            base = said.get("bnb_4bit_quant_type", "fp4")
-            doubled = bool(said.get("bnb_4bit_use_double_quant"))
-        if (asked.base, asked.double_quant and asked.base != "int8") == (base, doubled):
-            return
-        double = " with double quantization" if doubled else ""
-        raise ValueError(f"{text} as {base}{double}: allowed is that base, asked is {asked.base}")
-    raise ValueError(
-        f"{text}: allowed are unquantized models, or a config.json without its quantization_config"
     )
 
 
@@ -186,38 +178,22 @@ def _read_hub(name: str) -> PretrainedConfig:
             except (OSError, ValueError, RuntimeError, KeyError) as error:
                 problem = problem if cached_only else one_line(error)
     raise ValueError(
-        f"there is no folder {name!r}, and its config cannot be had from the hub ({problem}): "
-        f"known without it are {', '.join(_PUBLISHED)}, or a path to a config.json"
+        f"there is no folder {name!r}, and its config cannot be had from the hub ({problem})"
+        f"{_nearest(name)}: known without it are {', '.join(_PUBLISHED)}, or a config.json"
     )
-
-
-def hub_reachable() -> bool:
-    """Whether the hub's name resolves here; asked first, because its client retries for 20 s."""
-    if urllib.request.getproxies():
-        return True  # the proxy resolves the name
-    try:
-        socket.getaddrinfo(urllib.parse.urlparse(ENDPOINT).hostname, 443)
-    except OSError:
-        return False
-    return True
-
-
-def one_line(error: BaseException, limit: int = 160) -> str:
-    """What an error says, in one line of so many characters."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def twin(model) -> PretrainedConfig:
     """The tiny twin of a model: 2 layers, hidden size 96 to 256, vocabulary of at most 4,096.
 
-    Query heads per key-value head, the ratio of the feed-forward width to the hidden size, experts,
+    The layers are the first and the next of another kind, where there are kinds. Query heads per
+    key-value head, the ratio of the feed-forward width to the hidden size, experts (up to 32),
     dropout, positions and tied embeddings stay as they are.
 
     Raises ValueError for a family that has no rule for its twin.
     """
     tiny = config(model)
-    families = sorted({fields["model_type"] for fields in _PUBLISHED.values()})
+    families = sorted({config(name).model_type for name in _PUBLISHED})
     if tiny.model_type not in families:
         raise ValueError(
             f"no tiny twin for model type {tiny.model_type!r}: allowed are {', '.join(families)}"
@@ -226,7 +202,7 @@ def twin(model) -> PretrainedConfig:
     key_value_heads = getattr(tiny, "num_key_value_heads", None) or heads
     grouped = key_value_heads < heads
     new_heads = 2 * (heads // key_value_heads) if grouped else 4
-    new_wide = new_heads * (16 if grouped else 32)
+    new_wide = min(new_heads * (16 if new_heads > 4 else 32), 128 if has_experts(tiny) else 256)
     values = {
         "vocab_size": min(tiny.vocab_size, 4096),
         "num_attention_heads": new_heads,
@@ -236,16 +212,27 @@ def twin(model) -> PretrainedConfig:
         "pooler_hidden_size": new_wide,
         "max_window_layers": 2,
     }
-    for name in WIDTHS:
+    for name in (*WIDTHS, "moe_intermediate_size"):
         values[name] = round((getattr(tiny, name, None) or 0) * new_wide / wide / 16) * 16
     values["d_kv"] = (getattr(tiny, "d_kv", None) or 0) * heads * new_wide // (wide * new_heads)
+    if getattr(tiny, "linear_num_key_heads", None):
+        per_key = tiny.linear_num_value_heads // tiny.linear_num_key_heads
+        values |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * per_key}
+        values |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32)
+    if has_experts(tiny):
+        values["num_local_experts"] = min(tiny.num_local_experts, 32)
+    by_layer = _by_layer(tiny)
+    layers = list(zip(*by_layer.values(), strict=True))
+    other = next((i for i, layer in enumerate(layers) if layer != layers[0]), 1)
+    values |= {name: [value[0], value[other]] for name, value in by_layer.items()}
     return resized(with_layers(tiny, 2), **values)
 
 
 def resized(model, **values) -> PretrainedConfig:
     """A copy of a config with these values, as far as the architecture has such fields.
 
-    Special tokens beyond a smaller vocabulary become its last entry.
+    Special tokens beyond a smaller vocabulary become its last entry; factors of single rotary
+    frequencies become as many as there are then.
     """
     small = config(model)
     for name, value in values.items():
@@ -253,8 +240,15 @@ def resized(model, **values) -> PretrainedConfig:
             setattr(small, name, value)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         token = getattr(small, name, None)
-        if isinstance(token, int) and token >= small.vocab_size:
+        if isinstance(token, list):
+            setattr(small, name, [min(one, small.vocab_size - 1) for one in token])
+        elif token is not None and token >= small.vocab_size:
             setattr(small, name, small.vocab_size - 1)
+    rope = getattr(small, "rope_parameters", None) or {}
+    for name in {"short_factor", "long_factor"} & rope.keys():
+        head = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
+        pairs = int(head * rope.get("partial_rotary_factor", 1)) // 2
+        rope[name] = (rope[name] * pairs)[:pairs]
     return small
 
 
@@ -264,20 +258,24 @@ def with_layers(model, layers: int) -> PretrainedConfig:
     Of another number than its own none takes the keys and values of an earlier one.
     """
     full = config(model)
-    usual = type(full)()  # says which lists are one entry a layer, and which have that length, too
-
-    def by_layer(config, value):
-        return isinstance(value, (list, tuple)) and len(value) == config.num_hidden_layers
-
-    values = {
-        name: (value * layers)[:layers]  # of more layers it begins anew
-        for name, value in vars(full).items()
-        if by_layer(full, value)
-        and (not vars(usual).get(name) or by_layer(usual, vars(usual)[name]))
-    }
+    values = {name: (value * layers)[:layers] for name, value in _by_layer(full).items()}
     if layers != full.num_hidden_layers:
         values["num_kv_shared_layers"] = 0
     return resized(full, num_hidden_layers=layers, num_decoder_layers=layers, **values)
+
+
+def _by_layer(full: PretrainedConfig) -> dict[str, list]:
+    """The lists of a config that have one entry a layer."""
+    usual = type(full)()  # says which lists have one, and which just have that length
+
+    def fits(config, value):
+        return isinstance(value, (list, tuple)) and len(value) == config.num_hidden_layers
+
+    return {
+        name: value
+        for name, value in vars(full).items()
+        if fits(full, value) and (not vars(usual).get(name) or fits(usual, vars(usual)[name]))
+    }
 
 
 def tasks(model) -> tuple[str, ...]:
@@ -359,7 +357,8 @@ def build(model, task: str | None = None, dtype=torch.float32, attention="eager"
     if task == "sequence-classification":
         values.problem_type = "single_label_classification"  # else DeBERTa looks at the labels
         if values.pad_token_id is None:  # a decoder needs one to find each last token
-            values.pad_token_id = values.eos_token_id or 0
+            ends = values.eos_token_id or 0
+            values.pad_token_id = ends[0] if isinstance(ends, list) else ends
     if task == "seq2seq-lm" and getattr(values, "decoder_start_token_id", None) is None:
         values.decoder_start_token_id = values.pad_token_id or 0  # as T5's checkpoints have it
     torch.manual_seed(seed)

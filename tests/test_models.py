@@ -17,6 +17,15 @@ from memlab.workloads.quantized import assumed
 # KerasHub's presets for T5-3B and GPT-2 medium and large; AuroraGPT's log and the LoRAM paper for
 # Llama-2-70B; for BERT, DistilBERT, RoBERTa and DeBERTa-v3 `model.num_parameters()` after
 # `from_pretrained`, as training logs print it. Papers round them (110M, 340M, 1.5B, 8B, 46.7B).
+# Of the later ones: the hub's counts as others quote them, for Qwen3 4B, 8B and 32B, Qwen2.5-3B,
+# Llama-3.3-70B, Gemma 2 and Gemma 3 1B, Mistral-7B-v0.3 and Nemo, Phi-4, Phi-4-mini, gpt-oss-20b
+# (two MXFP4 values in each stored byte counted as two), SmolLM3 and TinyLlama; for Qwen3 0.6B and
+# 1.7B less the copy of the tied head that their files hold. KerasHub's presets for Qwen3 14B and
+# 30B-A3B, flan-T5-base and Magistral-Small-2506, which has Mistral-Small-24B's architecture;
+# `n_params` of llama.cpp for Qwen2.5-14B and the text model of Qwen3.5-9B; for Gemma 3 4B to 27B
+# KerasHub's text models and 64 rows of the embedding, which only the hub's have. The classifiers of
+# RoBERTa-large, XLM-R and ModernBERT have the encoders of KerasHub's presets and of the hub's
+# counts (561,192,082, 278,885,778 and 149,655,232 with the head of a masked language model).
 PUBLISHED = {
     "bert-base": 109_483_778,
     "bert-large": 335_143_938,
@@ -39,6 +48,43 @@ PUBLISHED = {
     "qwen2.5-7b": 7_615_616_512,
     "mistral-7b": 7_241_732_096,
     "mixtral-8x7b": 46_702_792_704,
+    "roberta-large": 355_361_794,
+    "xlm-roberta-base": 278_045_186,
+    "xlm-roberta-large": 559_892_482,
+    "modernbert-base": 149_606_402,
+    "flan-t5-base": 247_577_856,
+    "tinyllama-1.1b": 1_100_048_384,
+    "llama-3.3-70b": 70_553_706_496,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3.5-9b": 8_953_803_264,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 3_880_263_168,
+    "gemma-3-12b": 11_766_034_176,
+    "gemma-3-27b": 27_009_346_304,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
+    "phi-4": 14_659_507_200,
+    "phi-4-mini": 3_836_021_760,
+    "gpt-oss-20b": 20_914_757_184,
+    "smollm3-3b": 3_075_098_624,
+}
+# The same with the vision models: the counts that the hub shows of Gemma 3, as others quote them,
+# and KerasHub's preset of Qwen3.5-9B (the hub's 9,653,104,368 has a layer for drafts, too).
+WHOLE = {
+    "gemma-3-4b": 4_300_079_472,
+    "gemma-3-12b": 12_187_325_040,
+    "gemma-3-27b": 27_432_406_640,
+    "qwen3.5-9b": 9_409_813_744,
 }
 FULL = [name for name in models.MODELS if not name.endswith("-tiny")]
 
@@ -49,7 +95,12 @@ FULL = [name for name in models.MODELS if not name.endswith("-tiny")]
 # 2020, section 3.7 (T5-3B); Touvron et al. 2023, Llama 2, with llama-models' params.json; Llama 3
 # herd of models, 2024, table 3, and the model cards of Llama 3.2; Qwen2.5 technical report, 2024,
 # table 1, and the model cards; Jiang et al. 2023, Mistral 7B, table 1; Jiang et al. 2024, Mixtral,
-# table 1. Vocabularies are those of the checkpoints, padding of the embeddings included.
+# table 1. Of the later ones: LitGPT's table of configs (Llama 3.3, Qwen2.5, Qwen3, Gemma 2 and 3,
+# Mistral-7B-v0.3, Phi-4, TinyLlama) and config.json as others keep it (gpt-oss, Qwen3, Qwen3.5-9B
+# and Gemma 3 1B, Mistral Nemo and Small, Phi-4, SmolLM3); Conneau et al. 2020, XLM-R, table 6;
+# Warner et al. 2024, ModernBERT, table 4; Chung et al. 2022 with T5 1.1's base. Of Qwen3-30B-A3B
+# the feed-forward width is the config's, of layers that it has not. Vocabularies are those of the
+# checkpoints, padding of the embeddings included.
 ARCHITECTURES = {
     "bert-base": (12, 768, 3072, 12, 12, 64, 30_522, 512),
     "bert-large": (24, 1024, 4096, 16, 16, 64, 30_522, 512),
@@ -72,6 +123,49 @@ ARCHITECTURES = {
     "qwen2.5-7b": (28, 3584, 18_944, 28, 4, 128, 152_064, 131_072),
     "mistral-7b": (32, 4096, 14_336, 32, 8, 128, 32_000, 32_768),
     "mixtral-8x7b": (32, 4096, 14_336, 32, 8, 128, 32_000, 32_768),
+    "roberta-large": (24, 1024, 4096, 16, 16, 64, 50_265, 512),
+    "xlm-roberta-base": (12, 768, 3072, 12, 12, 64, 250_002, 512),
+    "xlm-roberta-large": (24, 1024, 4096, 16, 16, 64, 250_002, 512),
+    "modernbert-base": (22, 768, 1152, 12, 12, 64, 50_368, 8192),
+    "flan-t5-base": (12, 768, 2048, 12, 12, 64, 32_128, None),
+    "tinyllama-1.1b": (22, 2048, 5632, 32, 4, 64, 32_000, 2048),
+    "llama-3.3-70b": (80, 8192, 28_672, 64, 8, 128, 128_256, 131_072),
+    "qwen2.5-3b": (36, 2048, 11_008, 16, 2, 128, 151_936, 32_768),
+    "qwen2.5-14b": (48, 5120, 13_824, 40, 8, 128, 152_064, 131_072),
+    "qwen3-0.6b": (28, 1024, 3072, 16, 8, 128, 151_936, 40_960),
+    "qwen3-1.7b": (28, 2048, 6144, 16, 8, 128, 151_936, 40_960),
+    "qwen3-4b": (36, 2560, 9728, 32, 8, 128, 151_936, 40_960),
+    "qwen3-8b": (36, 4096, 12_288, 32, 8, 128, 151_936, 40_960),
+    "qwen3-14b": (40, 5120, 17_408, 40, 8, 128, 151_936, 40_960),
+    "qwen3-32b": (64, 5120, 25_600, 64, 8, 128, 151_936, 40_960),
+    "qwen3-30b-a3b": (48, 2048, 6144, 32, 4, 128, 151_936, 40_960),
+    "qwen3.5-9b": (32, 4096, 12_288, 16, 4, 256, 248_320, 262_144),
+    "gemma-2-2b": (26, 2304, 9216, 8, 4, 256, 256_000, 8192),
+    "gemma-3-1b": (26, 1152, 6912, 4, 1, 256, 262_144, 32_768),
+    "gemma-3-4b": (34, 2560, 10_240, 8, 4, 256, 262_208, 131_072),
+    "gemma-3-12b": (48, 3840, 15_360, 16, 8, 256, 262_208, 131_072),
+    "gemma-3-27b": (62, 5376, 21_504, 32, 16, 128, 262_208, 131_072),
+    "mistral-7b-v0.3": (32, 4096, 14_336, 32, 8, 128, 32_768, 32_768),
+    "mistral-nemo-12b": (40, 5120, 14_336, 32, 8, 128, 131_072, 128_000),
+    "mistral-small-24b": (40, 5120, 32_768, 32, 8, 128, 131_072, 32_768),
+    "phi-4": (40, 5120, 17_920, 40, 10, 128, 100_352, 16_384),
+    "phi-4-mini": (32, 3072, 8192, 24, 8, 128, 200_064, 131_072),
+    "gpt-oss-20b": (24, 2880, 2880, 64, 8, 64, 201_088, 131_072),
+    "smollm3-3b": (36, 2048, 11_008, 16, 4, 128, 128_256, 65_536),
+}
+# Experts, and how many of them a token meets; tokens of a sliding window, of some layers or all
+# (ModernBERT's goes to both sides, 64 each).
+EXPERTS = {"mixtral-8x7b": (8, 2), "qwen3-30b-a3b": (128, 8), "gpt-oss-20b": (32, 4)}
+WINDOWS = {
+    "mistral-7b": 4096,
+    "modernbert-base": 64,
+    "gemma-2-2b": 4096,
+    "gemma-3-1b": 512,
+    "gemma-3-4b": 1024,
+    "gemma-3-12b": 1024,
+    "gemma-3-27b": 1024,
+    "phi-4-mini": 262_144,
+    "gpt-oss-20b": 128,
 }
 
 
@@ -98,6 +192,14 @@ def test_parameters_are_those_of_the_published_checkpoint(name):
         assert models.build(name).num_parameters() == PUBLISHED[name]
 
 
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_is_left_out_is_the_published_vision_model(name):
+    with torch.device("meta"):
+        whole = transformers.AutoModelForImageTextToText.from_config(models.published(name))
+    assert whole.num_parameters() == WHOLE[name]
+    assert models.left_out(name) == ("vision",)
+
+
 @pytest.mark.parametrize("name", FULL)
 def test_the_architecture_is_the_published_one(name):
     config = models.config(name)
@@ -111,21 +213,19 @@ def test_the_architecture_is_the_published_one(name):
         config.vocab_size,
         models.max_length(name),
     )
-    assert (name == "mixtral-8x7b") == models.has_experts(name)
-    assert (getattr(config, "sliding_window", None) or 0) == 4096 * (name == "mistral-7b")
+    assert (name in EXPERTS) == models.has_experts(name)
+    if name in EXPERTS:
+        assert (config.num_local_experts, config.num_experts_per_tok) == EXPERTS[name]
+    assert getattr(config, "sliding_window", None) == WINDOWS.get(name)
 
 
 @pytest.mark.parametrize("name", models.MODELS)
 def test_special_tokens_are_of_the_vocabulary(name):
     config = models.config(name)
     for kind in ("pad", "bos", "eos", "decoder_start"):
-        token = getattr(config, f"{kind}_token_id", None)
-        assert token is None or 0 <= token < config.vocab_size
-
-
-def test_mixtral_has_eight_experts_of_which_a_token_meets_two():
-    config = models.config("mixtral-8x7b")
-    assert (config.num_local_experts, config.num_experts_per_tok) == (8, 2)
+        tokens = getattr(config, f"{kind}_token_id", None)
+        for token in tokens if isinstance(tokens, list) else [tokens]:
+            assert token is None or 0 <= token < config.vocab_size
 
 
 @pytest.mark.parametrize("name", FULL)
@@ -135,12 +235,14 @@ def test_twin_is_small_and_of_the_same_kind(name):
     assert tiny.num_hidden_layers == 2
     assert 96 <= tiny.hidden_size <= 256
     assert 1_000 <= tiny.vocab_size <= 5_000
-    assert tiny.vocab_size > max(tiny.pad_token_id or 0, tiny.eos_token_id or 0)
     heads = full.num_attention_heads, tiny.num_attention_heads
     groups = getattr(full, "num_key_value_heads", None), getattr(tiny, "num_key_value_heads", None)
     if groups[0] is not None:
         assert heads[0] // groups[0] == heads[1] // groups[1]
-    assert getattr(full, "num_local_experts", None) == getattr(tiny, "num_local_experts", None)
+    experts = getattr(full, "num_local_experts", None)
+    assert getattr(tiny, "num_local_experts", None) == (experts and min(experts, 32))
+    for kinds in ("layer_types", "no_rope_layers"):
+        assert set(getattr(tiny, kinds, None) or ()) == set(getattr(full, kinds, None) or ())
     longest = models.max_length(f"{name}-tiny")
     assert longest == models.max_length(name)
     assert longest is None or longest >= 512
@@ -253,12 +355,45 @@ def test_unknown_names():
         ("QWEN/qwen2.5-7b", "qwen2.5-7b"),
         ("Llama-3-8B", "llama-3-8b"),
         ("GPT2-tiny", "gpt2-tiny"),
+        ("Llama 3.1 8B", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Meta-Llama-3.1-8B", "llama-3.1-8b"),
+        ("NousResearch/Meta-Llama-3-8B", "llama-3-8b"),
+        ("unsloth/Llama-3.2-1B-Instruct", "llama-3.2-1b"),
+        ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
+        ("Qwen/Qwen3-4B-Instruct-2507", "qwen3-4b"),
+        ("google/gemma-3-12b-it", "gemma-3-12b"),
+        ("mistralai/Mistral-7B-Instruct-v0.1", "mistral-7b"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
+        ("mistralai/Mistral-Nemo-Instruct-2407", "mistral-nemo-12b"),
+        ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral-small-24b"),
+        ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tinyllama-1.1b"),
     ],
 )
 def test_hub_names_of_known_models_need_no_network(monkeypatch, given, name):
     monkeypatch.setattr(models, "hub_reachable", lambda: False)
     assert models.config(given).to_dict() == models.config(name).to_dict()
     assert Recipe(given, seq_len=16) == Recipe(name, seq_len=16)
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [
+        ("somebody/Llama-3.1-8B", "llama-3.1-8b"),  # whose config may be another
+        ("unsloth/phi-4", "phi-4"),  # published as a Llama there
+        ("unsloth/llama-3-8b-bnb-4bit", "llama-3-8b"),
+        ("Qwen/Qwen2.5-7B-Instruct-AWQ", "qwen2.5-7b"),
+        ("mistralai/Mistral-Small-3.2-24B-Instruct-2506", "mistral-small-24b"),
+        ("llama3-8b", "llama-3-8b"),
+        ("roberta", "roberta-base"),
+        ("lama-3-8b-tiny", "llama-3-8b-tiny"),
+    ],
+)
+def test_of_other_names_the_nearest_is_said(monkeypatch, given, nearest):
+    monkeypatch.setattr(models, "hub_reachable", lambda: False)
+    with pytest.raises(ValueError, match="the nearest is") as error:
+        models.config(given)
+    assert f", the nearest is {nearest!r}: known" in one_line(error)
 
 
 def test_a_folder_comes_before_a_name(tmp_path, monkeypatch):
@@ -287,14 +422,6 @@ def test_the_head_of_t5_and_its_successors(family, values, own, tmp_path):
         assert (model.lm_head.weight is not model.shared.weight) == own
         assert model.get_encoder().embed_tokens.weight is model.shared.weight
         model(**batch(model.config, "seq2seq-lm")).loss.backward()
-
-
-def test_flan_t5_has_the_parameters_of_its_checkpoint():
-    """247,577,856: the count that the hub shows of google/flan-t5-base's safetensors."""
-    flan = {"model_type": "t5", "d_ff": 2048, "d_model": 768, "num_heads": 12, "num_layers": 12}
-    flan |= {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-    with torch.device("meta"):
-        assert models.build(flan).num_parameters() == 247_577_856
 
 
 NESTED = {
@@ -388,6 +515,12 @@ def test_hub_name_without_a_network(monkeypatch):
         models.config("nobody/no-such-model-at-all")
     assert "'nobody/no-such-model-at-all'" in one_line(error)
     assert "no network" in str(error.value)
+
+
+def test_a_classifier_pads_with_the_first_of_several_ends():
+    assert models.config("llama-3.3-70b").eos_token_id == [128_001, 128_008, 128_009]
+    model = models.build("llama-3.3-70b-tiny", "sequence-classification")
+    assert model.config.pad_token_id == model.config.vocab_size - 1
 
 
 def test_task_or_attention_that_the_model_lacks():

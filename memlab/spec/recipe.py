@@ -206,6 +206,7 @@ class Recipe:
 
     def __post_init__(self):
         from memlab import models  # torch and transformers, which a question for help can spare
+        from memlab.spec.published import check_published
 
         for one in dataclasses.fields(self):
             value, choices = getattr(self, one.name), one.metadata["choices"]
@@ -234,7 +235,7 @@ class Recipe:
         named = models.published(named) if isinstance(named, dict) else named
         object.__setattr__(self, "model", named)
         config = models.config(self.model)
-        models.check_published(self)
+        check_published(self)
         if self.task is None:
             object.__setattr__(self, "task", models.default_task(config))
         one_of("task", self.task, models.TASKS)

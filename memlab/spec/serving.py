@@ -80,10 +80,11 @@ class Serving:
         elif plain and self.compute_dtype != plain:
             raise wrong("compute_dtype", self.compute_dtype, f"{plain}, that of the weights")
         from memlab import models  # torch and transformers, which a question for help can spare
+        from memlab.spec.published import check_published
 
         object.__setattr__(self, "model", models.catalogued(self.model))
         config = models.config(self.model)
-        models.check_published(self)
+        check_published(self)
         if self.task not in TASKS:
             raise ValueError(
                 f"model is {self.model_name!r}, for {self.task}: allowed are those that write "

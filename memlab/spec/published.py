@@ -1,0 +1,28 @@
+"""Published weights that are quantized already: a base that is asked for is that one or none."""
+
+from memlab import models
+
+
+def check_published(asked) -> None:
+    """Raise ValueError where a model's published weights are quantized in another way than asked.
+
+    asked: a `Recipe` or a `Serving`. A base of bitsandbytes, as the config.json's
+    `quantization_config` says it, is answered for where it is the one that is asked for.
+    """
+    said = getattr(models.published(asked.model), "quantization_config", None)
+    if not said:
+        return
+    said = said if isinstance(said, dict) else said.to_dict()
+    text = f"{asked.model_name} is published quantized, by {said.get('quant_method')}"
+    if said.get("load_in_4bit") or said.get("load_in_8bit"):
+        base, doubled = "int8", False
+        if said.get("load_in_4bit"):
+            base = said.get("bnb_4bit_quant_type", "fp4")
+            doubled = bool(said.get("bnb_4bit_use_double_quant"))
+        if (asked.base, asked.double_quant and asked.base != "int8") == (base, doubled):
+            return
+        double = " with double quantization" if doubled else ""
+        raise ValueError(f"{text} as {base}{double}: allowed is that base, asked is {asked.base}")
+    raise ValueError(
+        f"{text}: allowed are unquantized models, or a config.json without its quantization_config"
+    )
