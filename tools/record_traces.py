@@ -31,7 +31,7 @@ from memlab.spec.recipe import AUTOCAST
 
 # A model for each structure that people train most, and those trained in fewer ways.
 COMMON = ("bert-large", "gpt2", "llama-3.2-1b", "llama-3-8b", "llama-2-7b")
-COMMON += ("qwen2.5-0.5b", "qwen2.5-7b", "mistral-7b")
+COMMON += ("qwen2.5-0.5b", "qwen2.5-7b", "mistral-7b", "qwen3-0.6b", "qwen3-8b")
 FEWER = ("distilbert", "roberta-base", "deberta-v3-base", "t5-3b")
 WAYS = {
     "plain": {},
