@@ -1,11 +1,12 @@
 """What the calculator's script evaluates: the moments of kept traces, in few bytes."""
 
+import dataclasses
+
 import numpy as np
 
 from memlab.card.step_time import PHASES
 from memlab.footprint import Category
 from memlab.predict.formula import operators_of
-from memlab.predict.layers import Layers
 from memlab.predict.shipped import Shipped
 from memlab.predict.store import Kept
 from memlab.trace.moments import from_none
@@ -21,15 +22,16 @@ class PackedTables:
 
     def __init__(self):
         self.places, self.operators, self.terms = {}, {}, {}
-        self.columns = {name: [] for name in ("tensors", "beside", "moments", "work", "parameters")}
+        names = "layers", "tensors", "beside", "moments", "work", "parameters"
+        self.columns = {name: [] for name in names}
 
     def place(self, key: str) -> int | None:
-        """The number of a half; None where it is not kept, or where layers have a pattern."""
+        """The number of a half; None where it is not kept."""
         if key not in self.places:
             found = {}
             Shipped.of_memlab().read_into(found, key)
             kept = found.get(key)
-            if kept is None or kept.layers != Layers(0, 1, 0):
+            if kept is None or kept.layers is None:
                 return None
             self.places[key] = len(self.places)
             self._add(kept)
@@ -43,6 +45,7 @@ class PackedTables:
             before = np.array(now)
         weights = from_none(half.log.weights, half.log.patterns)
         for name, column in {
+            "layers": dataclasses.astuple(kept.layers),
             "tensors": [[categories.index(c), self._term(t), item] for c, t, item in found.tensors],
             "beside": _flat(_counts(found.beside)),
             "moments": moments,

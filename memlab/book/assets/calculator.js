@@ -19,7 +19,7 @@
     // A half as plain lists: [tensor, once, each] of each moment and of what is beside the other half's.
     function halfAt(place) {
       if (place === null) return null;
-      const { tensors, beside, moments, work, parameters } = known.halves, counts = new Map();
+      const { layers, tensors, beside, moments, work, parameters } = known.halves, counts = new Map();
       const added = (flat) => {  // a moment is kept as its difference from the one before
         for (const [tensor, once, each] of rowsOf(flat, 3)) {
           const [a, b] = counts.get(tensor) || [0, 0];
@@ -28,7 +28,7 @@
         return [...counts].map(([tensor, [once, each]]) => [tensor, once, each]);
       };
       return {
-        tensors: tensors[place], beside: rowsOf(beside[place], 3), work: rowsOf(work[place], 5), parameters: parameters[place],
+        layers: layers[place], tensors: tensors[place], beside: rowsOf(beside[place], 3), work: rowsOf(work[place], 5), parameters: parameters[place],
         moments: moments[place].map(([phase, ...flat]) => [phase, added(flat)]),
       };
     }
@@ -42,15 +42,22 @@
 
     function formula(recipe, card) {
       const { longest, window, name } = recipe.model;
+      checkBase(recipe);
       if (longest && recipe.seq_len > longest) throw new Refusal(`seq_len is ${recipe.seq_len}: ${name} allows whole numbers from 1 to ${longest}`);
       requireNative(recipe.precision, card);
-      checkBase(recipe);
       checkHeads(recipe, card);
       if (window && recipe.seq_len >= window) throw new Refusal(
         `no trace is kept of ${name} with ${recipe.seq_len} tokens, only below its sliding window of ${window}: ask memlab simulate`);
       const { pass, update } = read(recipe, card);
-      if (!pass || !update) throw new Refusal(`no trace is kept of ${said(recipe)} on ${card.name}: ask memlab simulate`);
-      return evaluate(recipe, pass, update, card);
+      const patterns = [pass, update].map((half) => (half ? patternsOf(half.layers, recipe.model.layers) : 0));
+      if (!patterns[0] || patterns[0] !== patterns[1]) throw new Refusal(`no trace is kept of ${said(recipe)} on ${card.name}: ask memlab simulate`);
+      return evaluate(recipe, pass, update, patterns[0], card);
+    }
+
+    // Patterns of a model with so many layers, 0 where it does not come out even.
+    function patternsOf([before, period, after], layers) {
+      const patterns = (layers - before - after) / period;
+      return Number.isInteger(patterns) && patterns > 0 ? patterns : 0;
     }
 
     const said = (recipe) => [recipe.model.name, ...known.ways.pass.map((name) => `${name} ${recipe[name]}`), `optimizer ${recipe.optimizer}`].join(", ");
@@ -87,9 +94,9 @@
       };
     }
 
-    function evaluate(recipe, pass, update, card) {
-      const { dimensions, layers } = recipe.model;
-      const numbers = pass.parameters.map(([, once, each]) => once + layers * each);
+    function evaluate(recipe, pass, update, patterns, card) {
+      const { dimensions } = recipe.model;
+      const numbers = pass.parameters.map(([, once, each]) => once + patterns * each);
       const trained = sum(pass.parameters.map(([, , , free], i) => free * numbers[i]));
       const value = valuesOf({
         ...dimensions, b: recipe.batch_size, s: recipe.seq_len, r: recipe.lora_rank, W: card.workspace, n: trained,
@@ -99,7 +106,7 @@
       const sizes = tensors.map(([, term, item]) => up(value(term), item)), blocks = sizes.map(block);
       const count = (...lists) => {  // how many of each tensor, of lists of [tensor, once, each]
         const counts = new Array(tensors.length).fill(0);
-        for (const [list, first] of lists) for (const [tensor, once, each] of list) counts[first + tensor] += once + layers * each;
+        for (const [list, first] of lists) for (const [tensor, once, each] of list) counts[first + tensor] += once + patterns * each;
         return counts;
       };
       const states = [update.beside, shift], left = [pass.beside, 0];
@@ -121,13 +128,13 @@
         peak_phase: phases[worst.phase],
         parameters: sum(weights),
         trainable_parameters: sum(weights.map((n, i) => n * pass.parameters[i][3])),
-        step_time: card.bandwidth ? stepTime(columns(pass, update, value, layers, recipe.accumulation), card) : null,
+        step_time: card.bandwidth ? stepTime(columns(pass, update, value, patterns, recipe.accumulation), card) : null,
         samples: recipe.batch_size * recipe.accumulation,
       };
     }
 
     // The operators of a step, with numbers in place of terms.
-    function columns(pass, update, value, layers, accumulation) {
+    function columns(pass, update, value, patterns, accumulation) {
       return [...pass.work, ...update.work].map(([operator, once, each, again, eachAgain]) => {
         const [dtype, flops, result, moved, lists, elements, phase, recomputed] = known.operators[operator];
         return {
@@ -136,7 +143,7 @@
           tiles: countTiles(result.map(value), dtype),
           nbytes: sum(moved.map(value)),
           kernels: countKernels(lists, value(elements)),
-          times: once + layers * each + (accumulation - 1) * (again + layers * eachAgain),
+          times: once + patterns * each + (accumulation - 1) * (again + patterns * eachAgain),
         };
       });
     }
