@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from memlab.card import constants, dynamic_shapes
@@ -96,7 +97,8 @@ class OnHost:
         self.met_rules.add("paged states")
         if "paged states" not in self.rules:
             return torch.zeros_like(like, dtype=dtype)
-        zeros = aten.empty_like.default(self._fake(like), dtype=dtype)
+        with _disable_current_modes():  # or they would be the card's
+            zeros = aten.empty_like.default(self._fake(like), dtype=dtype)
         place_on_cpu(zeros)
         return zeros
 

@@ -167,8 +167,8 @@ def _values(kept: Kept) -> dict:
         "order": _packed(half.log.order),
         "blocks": blocks and [[place, _packed(block)] for place, block in blocks],
         "patterns": half.log.patterns,
-        "weights": [[*kind, *counts] for kind, counts in half.log.weights.items()],
-        "work": [[*work, *counts] for work, counts in half.log.work.items()],
+        "weights": sorted([*kind, *counts] for kind, counts in half.log.weights.items()),
+        "work": sorted([*work, *counts] for work, counts in half.log.work.items()),
         "assumptions": half.log.assumptions,
     }
 
