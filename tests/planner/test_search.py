@@ -226,7 +226,9 @@ def test_several_cards_are_a_table():
     assert answer.options["1,024 MiB"]["full"].missing
     assert json.loads(json.dumps(answer.as_dict()))["smallest"] == {"full": "T4"}
     lines = str(answer).splitlines()
-    assert lines[1].split() == ["card", "full", "fine-tuning"] and "lacks" in lines[2]
+    table = [line.split() for line in lines[3:]]
+    assert lines[1].startswith("Smallest for full fine-tuning: T4, with ")
+    assert table[0] == ["card", "full", "fine-tuning"] and "lacks" in table[2]
     assert not plan("gpt2-xl", ["1 GiB", "2 GiB"], ways="full", effective_batch=1)
 
 
@@ -243,8 +245,9 @@ def test_the_next_question_finds_the_traces(monkeypatch):
     monkeypatch.setattr("memlab.predict.traces.record", None)
     longer = plan("gpt2-tiny", "T4", **PLAIN | {"seq_len": 80})
     assert longer.fastest.simulated and longer.fastest.needed > first.fastest.needed
+    assert plan("gpt2-tiny", "L4", **PLAIN)  # which does the same in fp32
     with pytest.raises(TypeError):
-        plan("gpt2-tiny", "L4", **PLAIN)
+        plan("gpt2-tiny", "T4", **PLAIN | {"ways": "lora"})
 
 
 def test_a_rank_of_several_is_simulated():

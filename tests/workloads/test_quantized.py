@@ -153,7 +153,7 @@ def test_beside_a_base_in_fp16_what_must_be_is_in_fp32():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"base": "int3"}, "base is 'int3': allowed are none, nf4, fp4, int8"),
+        ({"base": "int3"}, "base is 'int3': allowed are none, half, nf4, fp4, int8"),
         ({"lora_rank": 0}, "base is 'nf4' and lora_rank is 0"),
         ({"block_size": 100}, "block_size is 100: allowed are 32, 64"),
         ({"compute_dtype": "int8"}, "compute_dtype is 'int8': allowed are fp32, fp16, bf16"),
