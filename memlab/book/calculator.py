@@ -26,7 +26,7 @@ from memlab.predict.formula import is_kept
 from memlab.predict.formula_serving import shares_keys
 from memlab.predict.run import refuse_format
 from memlab.predict.shipped import Shipped
-from memlab.predict.structure import HEAD_SIZES, SAME_ROPE, Structure, structures
+from memlab.predict.structure import HEAD_SIZES, SAME_ROPE, Structure, names_of_lengths, structures
 from memlab.predict.traces import keys_of, usual_sizes
 from memlab.spec.recipe import AUTOCAST, COMPUTED_IN, Recipe
 from memlab.trace import allocator
@@ -264,7 +264,7 @@ def _model_type(structure: Structure) -> str:
 def _described(config, structure: Structure) -> dict:
     """What the script compares a config with: settings, and the names of those that are sizes."""
     settings = json.loads(structure.key)
-    sizes = ["max_position_embeddings", "sliding_window"]
+    sizes = names_of_lengths(config)
     sizes += [n for n in settings if getattr(config, n) != getattr(structure.config, n)]
     sizes = [name for name in dict.fromkeys(sizes) if settings.get(name)]
     return {

@@ -241,10 +241,16 @@ def _usual(model) -> Structure | None:
         hidden |= type(value) is int and ("layers" in name or name == "n_layer")
         if not hidden and isinstance(value, (bool, int, str, list, tuple)):
             kept[name] = value
-    for name in ("max_position_embeddings", "sliding_window"):
+    for name in names_of_lengths(config):
         if kept.get(name):
             kept[name] = True
     return Structure(json.dumps(kept, sort_keys=True), chosen, own)
+
+
+def names_of_lengths(config) -> list[str]:
+    """The fields of a config that are sizes of any structure: its positions and its window."""
+    names = "max_position_embeddings", "sliding_window"
+    return [config.attribute_map.get(name, name) for name in names]
 
 
 def _unlike_usual(config) -> str:
@@ -357,7 +363,7 @@ def _states_are_alike(recipe: Recipe, usual: Structure) -> bool:
 def _own(recipe: Recipe, card: GPU) -> Structure:
     config = models.config(recipe.model)
     kept = json.loads(config.to_json_string(use_diff=False))
-    for name in ("max_position_embeddings", "sliding_window"):
+    for name in names_of_lengths(config):
         if kept.get(name):
             kept[name] = True
     kept |= {"attention": recipe.attention, "capability": card.capability}

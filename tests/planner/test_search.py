@@ -30,7 +30,7 @@ def asked(seed):
     model = draw.choice(("gpt2-tiny", "bert-base-tiny", "llama-3.2-1b-tiny"))
     return {
         "model": model,
-        "gpu": int(draw.uniform(30, 120)) * MiB,
+        "gpu": int(draw.uniform(20, 80)) * MiB,
         "seq_len": draw.choice((64, 200, 384)),
         "effective_batch": draw.choice((1, 6, 16)),
         "ways": draw.choice(("full", "full,lora", "lora,qlora")),
