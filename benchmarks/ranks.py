@@ -4,7 +4,7 @@ Goes through seeded random recipes of three families, ranks 2 to 64, all four wa
 cards with flash attention and without. Prints the error of peak allocated, of the estimated seconds
 and of the bytes sent: median, 95th percentile, worst, for each way; and how often a rank runs on
 the smallest card that the calculator says it fits. With `--write` the errors of peak allocated go
-into the package, where the calculator reads them.
+into the package, where `formula` reads them.
 """
 
 import json

@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import pytest
+from trl.trainer.utils import get_peak_flops
 
 from memlab import Recipe, formula
 from memlab.gpus import GPUS, cublas_workspace, find_gpu, gpu_of_device, native_dtypes
@@ -104,6 +105,31 @@ SHEETS = {
     "RTX-5080": ((12, 0), 16, 84, 960, 56.3, 56.3, 112.6, 225.1, 450.2, 900.4),
     "RTX-5090": ((12, 0), 32, 170, 1792, 104.8, 104.8, 209.5, 419, 838, 1676),
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("T4", "Tesla T4"),
+        ("L4", "NVIDIA L4"),
+        ("L40S", "NVIDIA L40S"),
+        ("A10", "NVIDIA A10"),
+        ("A100-80GB", "NVIDIA A100-SXM4-80GB"),
+        ("RTX-A6000", "NVIDIA RTX A6000"),
+        ("RTX-PRO-6000", "NVIDIA RTX PRO 6000 Blackwell Server Edition"),
+        ("H100", "NVIDIA H100 80GB HBM3"),
+        ("H100-PCIe", "NVIDIA H100 PCIe"),
+        ("H100-NVL", "NVIDIA H100 NVL"),
+        ("H200", "NVIDIA H200"),
+        ("H20", "NVIDIA H20"),
+        ("B200", "NVIDIA B200"),
+        ("B300", "NVIDIA B300"),
+    ],
+)
+def test_rates_are_those_that_others_keep(name, device):
+    """By TRL's table, which follows torchtitan's."""
+    dtype = "bfloat16" if "bfloat16" in GPUS[name].rates else "float16"
+    assert GPUS[name].rates[dtype] == pytest.approx(get_peak_flops(device, dtype), rel=0.01)
 
 
 @pytest.mark.parametrize("name", GPUS)

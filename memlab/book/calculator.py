@@ -90,12 +90,9 @@ OPTIONAL = (*models.WIDTHS, *HEAD_SIZES, "sliding_window")
 @functools.cache
 def names() -> list[str]:
     """Models of the catalogue of which traces are kept in the ways that are trained most."""
-    usual = START.but(seq_len=1), find_gpu("T4")
-    return [
-        name
-        for name in models.MODELS
-        if not name.endswith("-tiny") and is_kept(usual[0].but(model=name), usual[1])
-    ]
+    usual, card = START.but(seq_len=1), find_gpu("T4")
+    named = [name for name in models.MODELS if not name.endswith("-tiny")]
+    return [name for name in named if is_kept(usual.but(model=name), card)]
 
 
 class Calculator(Panel):
@@ -144,7 +141,7 @@ class Calculator(Panel):
 
     def source(self) -> str:
         script = read_file("forms.js") + read_file("calculator.js")
-        return super().source().replace("/* closed form */", script)
+        return super().source().replace("/* formula */", script)
 
     def data(self) -> dict:
         text = json.dumps(self.known(), separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""The calculator of inference: a model that answers, on a card, by the closed form of serving."""
+"""The calculator of inference: a model that answers, on a card, by the formula of serving."""
 
 import dataclasses
 

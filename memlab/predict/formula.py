@@ -298,7 +298,7 @@ def _evaluate(recipe, table: Tables, sizes, patterns, card, link, assumptions) -
         trainable_parameters=round(weights @ trained),
         step_time=seconds,
         no_time=no_time,
-        assumptions=(*assumed(recipe), *assumptions),
+        assumptions=(*assumed(recipe), *formula_ranks.assumed(recipe), *assumptions),
     )
 
 

@@ -12,6 +12,8 @@ than the formula's range says. benchmarks/ranks.py counts the errors.
 
 from __future__ import annotations
 
+import functools
+import json
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +26,23 @@ from memlab.spec.recipe import COMPUTED_IN, FULLY_SHARDED, QUANTIZED, Recipe
 # What benchmarks/ranks.py found between the formula and simulations, for each `sharding`.
 ERRORS = Path(__file__).parent.parent / "data" / "ranks.json"
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+@functools.cache
+def _errors() -> dict:
+    return json.loads(ERRORS.read_text(encoding="utf-8"))
+
+
+def assumed(recipe: Recipe) -> tuple[str, ...]:
+    """How far from simulations the estimate of a rank was (benchmarks/ranks.py); none of one."""
+    if recipe.ranks == 1:
+        return ()
+    found = _errors()[recipe.sharding]
+    return (
+        f"a rank's bytes by the formula under {recipe.sharding} are an estimate, off by "
+        f"{found['median']:.1%} in the median and {found['worst']:.1%} at worst in "
+        f"{found['recipes']} simulated trainings",
+    )
 
 
 def alone(recipe: Recipe) -> tuple[Recipe, Recipe]:

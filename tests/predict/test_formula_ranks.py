@@ -67,3 +67,6 @@ def test_the_errors_that_are_told_are_of_every_way_to_share():
     told = json.loads(ERRORS.read_text())
     assert set(told) == {"ddp", "zero1", "zero2", "zero3"}
     assert all(0 <= one["median"] <= one["worst"] and one["recipes"] >= 10 for one in told.values())
+    (said,) = formula(ALONE.but(ranks=2, sharding="zero3"), "L4").assumptions
+    assert f"{told['zero3']['median']:.1%} in the median" in said
+    assert not formula(ALONE, "L4").assumptions

@@ -2,7 +2,7 @@
   // memlab/card/step_time.py and memlab/card/op_cost.py, and do the same in the same order.
   //
   // known: their constants, the moments of traces, models and cards, as memlab/book/calculator.py gives them.
-  function closedForm(known) {
+  function formulaOf(known) {
     const { rules, reaches, phases } = known;
     const up = (bytes, unit) => Math.ceil(bytes / unit) * unit;
     const STEP = phases.indexOf("optimizer step");
@@ -85,10 +85,10 @@
       for (const unit of known.rounded) symbols[`s~${unit}`] = up(s, unit);
       return (term) => {
         if (!found.has(term)) {
-          const [coefficient, powers] = known.terms[term];
+          const [constant, powers] = known.terms[term];
           let product = 1;
           for (const [name, power] of Object.entries(powers)) for (let i = 0; i < power; i++) product *= symbols[name] || 0;
-          found.set(term, coefficient * product);
+          found.set(term, constant * product);
         }
         return found.get(term);
       };
