@@ -77,7 +77,7 @@ RULES = "MIN_BLOCK SMALL_REQUEST SMALL_SEGMENT MEDIUM_REQUEST MEDIUM_SEGMENT LAR
 RULES = {name: getattr(allocator, name) for name in RULES.split()}
 RULES |= {"MARGIN": MARGIN, "CONTEXT_MARGIN": CONTEXT_MARGIN}
 START = Recipe(
-    "bert-large",
+    "qwen3-0.6b",
     batch_size=8,
     precision="fp16-amp",
     optimizer="adamw_torch_fused",
