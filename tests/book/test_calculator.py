@@ -251,6 +251,40 @@ def test_a_pasted_config_is_the_named_model(page):
     assert "--config config.json" in page.text(".line")
 
 
+def look_up(page, name, reply):
+    """Press the button with a hub that replies so, and no other network; the addresses asked."""
+    page.put(model="a pasted config.json")
+    page.run(f"""(() => {{
+        window.asked = [];
+        window.fetch = async (address) => {{ asked.push(address); {reply} }};
+        panel.querySelector('.hub').value = {json.dumps(name)};
+        panel.querySelector('.hub ~ button').click();
+    }})()""")
+    return page.run("new Promise(done => setTimeout(() => done(window.asked), 100))")
+
+
+def test_a_config_is_looked_up_on_the_hub_when_it_is_asked_for(page):
+    page.put(model="llama-3.2-1b", precision="bf16", gpu="H100")
+    named = page.figures()
+    text = json.dumps(json.dumps(LLAMA))
+    asked = look_up(page, "meta-llama/Llama-3.2-1B", f"return new Response({text});")
+    address = "https://huggingface.co/meta-llama/Llama-3.2-1B/resolve/main/config.json"
+    assert asked == [address] and page.figures() == named
+
+
+@pytest.mark.parametrize(
+    ("name", "reply", "words"),
+    [
+        ("a/b", "throw new TypeError('offline');", "no config.json of a/b (no network): paste it"),
+        ("a/b", "return new Response('', {status: 401});", "no config.json of a/b (status 401)"),
+        ("Qwen3", "", "the name on the hub is Qwen3: allowed are names such as Qwen/Qwen3-8B"),
+    ],
+)
+def test_a_hub_without_an_answer_is_told(page, name, reply, words):
+    look_up(page, name, reply)
+    assert words in page.said()
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
