@@ -33,6 +33,15 @@ from memlab.spec.recipe import AUTOCAST
 COMMON = ("bert-large", "gpt2", "llama-3.2-1b", "llama-3-8b", "llama-2-7b")
 COMMON += ("qwen2.5-0.5b", "qwen2.5-7b", "mistral-7b", "qwen3-0.6b", "qwen3-8b")
 FEWER = ("distilbert", "roberta-base", "deberta-v3-base", "t5-3b")
+# Trained as the planner would: with fused attention, under autocast, or in full in bf16.
+PLANNED_ONLY = (
+    "mistral-7b-v0.3",
+    "smollm3-3b",
+    "xlm-roberta-base",
+    "modernbert-base",
+    "gemma-3-4b",
+)
+MODELS = (*COMMON, *PLANNED_ONLY, *FEWER)
 WAYS = {
     "plain": {},
     "lora": {"lora_rank": 8},
@@ -47,6 +56,9 @@ CARDS = ANY_CARD, find_gpu("T4")
 
 def recipes(model: str):
     """(recipe, card) of every half that is wanted of a model's structure; sizes do not matter."""
+    if model in PLANNED_ONLY:
+        yield from _planned(model)
+        return
     common, only_eager = model in COMMON, model == "deberta-v3-base"
     ways = WAYS if common else {"plain": {}}
     for card, (way, start) in itertools.product(CARDS, ways.items()):
@@ -63,12 +75,19 @@ def recipes(model: str):
                 yield from _pairs(model, card, start | {"precision": precision}, attention, common)
 
 
+def _planned(model):
+    half = {ANY_CARD: ("bf16-amp", "bf16"), CARDS[1]: ("fp16-amp",)}
+    for card, way in itertools.product(CARDS, ("plain", "lora in 16 bits", "qlora")):
+        for precision in half[card][: None if way == "plain" else 1]:
+            yield from _pairs(model, card, WAYS[way] | {"precision": precision}, "sdpa", True)
+
+
 def _pairs(model, card, values, attention, common):
     """Passes and updates together, as each run has one of both."""
     planned = common and attention == "sdpa" and "freeze" not in values
     batches, accumulations = (2, 1) if planned else (2,), (1, 2) if common else (1,)
     passes = list(itertools.product(batches, (False, True), accumulations))
-    clipped = [(name, 1.0) for name in PLANNED] if planned else []
+    clipped = [(name, 1.0) for name in (*PLANNED, *OTHERS[1:])] if planned else []
     updates = [(name, 0.0) for name in (*PLANNED, *OTHERS)] + clipped
     if values.get("lora_rank"):
         updates = [one for one in updates if one[0] not in OTHERS[1:]]
@@ -141,7 +160,7 @@ def check(number: int) -> None:
     """Record some anew; end with their names if they are others than those that are kept."""
     kept = Shipped()
     kept.is_of_this_code = True
-    cases = wanted(itertools.chain.from_iterable(map(recipes, (*COMMON, *FEWER))))
+    cases = wanted(itertools.chain.from_iterable(map(recipes, MODELS)))
     differing = []
     for case in random.sample(cases, number):
         for key, line in recorded([case]).items():
@@ -175,7 +194,7 @@ def main():
     shipped = Shipped()
     with ProcessPoolExecutor(2) as pool:
         jobs = []
-        for asked in (*map(recipes, (*COMMON, *FEWER)), grid):
+        for asked in (*map(recipes, MODELS), grid):
             new = [case for case in wanted(asked) if not all(key in shipped for key in keys(case))]
             jobs += [pool.submit(recorded, new[i : i + 12]) for i in range(0, len(new), 12)]
         for job in tqdm(as_completed(jobs), total=len(jobs)):

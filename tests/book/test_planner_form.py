@@ -14,14 +14,16 @@ from memlab.cli import main
 FORM = """
 from memlab import plan
 from memlab.book import Planner
-form = Planner(plan("gpt2-tiny", "T4", seq_len=64, effective_batch=2, ways="full"))
+asked = {"seq_len": 64, "effective_batch": 2, "ways": "full", "precisions": "fp32"}
+form = Planner(plan("gpt2-tiny", "T4", **asked))
 form
 """
 
 
 @pytest.fixture(scope="module")
 def answer():
-    return plan("gpt2-tiny", "T4", seq_len=64, effective_batch=2, ways="full")
+    asked = {"seq_len": 64, "effective_batch": 2, "ways": "full", "precisions": "fp32"}
+    return plan("gpt2-tiny", "T4", **asked)
 
 
 @pytest.fixture(scope="module")

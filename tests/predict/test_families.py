@@ -184,7 +184,6 @@ def test_a_family_is_answered_for_or_refused_in_one_line(family, way):
     ("family", "ways", "left_out"),
     [
         ("granitemoehybrid", "lora", None),
-        ("gemma4", "lora", None),
         ("mamba2", "full,lora", "'out_proj' is incompatible"),
     ],
 )
