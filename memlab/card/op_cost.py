@@ -209,7 +209,7 @@ def _work_of(func, args, kwargs, tensors, out) -> Iterator[tuple]:
             moved = _without(moved, _flat(written))
     flops, dtype = _products(func, args, kwargs, tensors, out)
     result = ()
-    if flops and func._opname in TILED:
+    if flops and _name(func) in TILED:
         *batch, rows, columns = out.shape
         result = math.prod(batch), rows, columns
     yield flops, dtype, result, tuple(sorted(map(_bytes, moved))), 0, 0
@@ -249,6 +249,11 @@ def _of_lists(name, args, written, out) -> Iterator[tuple]:
 MATRICES = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3}
 
 
+def _name(func) -> str:
+    """The name of an operator, that of `addmm` for `addmm_`, which writes into its first."""
+    return func._opname.removesuffix("_")
+
+
 def _products(func, args, kwargs, tensors, out) -> tuple[int, str]:
     """Operations of an operator's matrix products, and what they are computed in."""
     if func._opname == "int8_linear_matmul":
@@ -256,8 +261,10 @@ def _products(func, args, kwargs, tensors, out) -> tuple[int, str]:
     if func._opname.startswith("_scaled_dot_product"):
         flops = _attention(func, args, kwargs)
     else:
-        count = flop_registry.get(func.overloadpacket)
-        matrices = MATRICES.get(func._opname, len(args))  # what else these take is no shape
+        name = _name(func)
+        packet = getattr(torch.ops.aten, name) if name in MATRICES else func.overloadpacket
+        count = flop_registry.get(packet)
+        matrices = MATRICES.get(name, len(args))  # what else these take is no shape
         flops = count(*args[:matrices], **kwargs, out_val=out) if count else 0
     if not flops:
         return 0, ""

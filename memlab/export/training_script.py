@@ -20,6 +20,7 @@ from memlab.gpus import GPU
 from memlab.spec.recipe import FOUR_BITS, QUANTIZED, Recipe
 from memlab.spec.serving import Serving
 from memlab.workloads import training
+from memlab.workloads.losses import CHUNK
 from memlab.workloads.quantized import HEADS
 
 APIS = ("trainer", "accelerate")
@@ -33,6 +34,7 @@ NAMES = {
     "datasets": ["Dataset"],
     "itertools": ["chain"],
     "peft": ["LoraConfig", "get_peft_model", "prepare_model_for_kbit_training"],
+    "torch.utils.checkpoint": ["checkpoint"],
     "torch.utils.data": ["DataLoader"],
     "transformers": [
         "Adafactor",
@@ -49,6 +51,8 @@ NAMES = {
         "TrainingArguments",
         "default_data_collator",
     ],
+    "transformers.modeling_outputs": ["CausalLMOutput"],
+    "types": ["MethodType"],
 }
 OLDEST = {
     "accelerate": "1.12",
@@ -125,14 +129,19 @@ def training_script(recipe: Recipe, api: str = "trainer") -> str:
     learning rate, is a usual value.
 
     Raises ValueError, in one line, for another api, for a model without weights to load (a config,
-    a tiny twin), and for what cannot be said: the Trainer always drops gradients, transformers
-    quantizes in blocks of 64 weights and leaves parts of some families, such as T5's, in fp32
-    where all else is in fp16.
+    a tiny twin), and for what cannot be said: the Trainer always drops gradients and takes the
+    model's own loss, transformers quantizes in blocks of 64 weights and leaves parts of some
+    families, such as T5's, in fp32 where all else is in fp16.
     """
     one_of("api", api, APIS)
     if api == "trainer" and not recipe.set_to_none:
         raise ValueError(
             "set_to_none is False: the Trainer always drops gradients, allowed is True"
+        )
+    if api == "trainer" and recipe.loss != "whole":
+        raise ValueError(
+            f"loss is {recipe.loss!r}: the Trainer takes the model's own, allowed is whole, or api "
+            "accelerate"
         )
     if recipe.base in FOUR_BITS and recipe.block_size != 64:
         raise ValueError(
@@ -265,6 +274,7 @@ def _values(recipe: Recipe, api: str) -> dict:
         "decoder": decoder,
         "finds_last_token": decoder and task == "sequence-classification",
         "blocks": blocks,
+        "chunk": CHUNK,
         "drops_mask": not recipe.padded and task != "causal-lm",
         "collator": "default_data_collator" if blocks and decoder else COLLATORS[task],
         "auto": AUTO_CLASSES[task],
@@ -369,6 +379,6 @@ def _imports(code: str) -> str:
                 "\n    ".join([f"from {module} import (", *(f"{name}," for name in names)]) + "\n)"
             )
         lines += [line] if names else []
-    first = [line for line in lines if line.startswith("from itertools")]
+    first = [line for line in lines if line.startswith(("from itertools", "from types"))]
     rest = plain + [line for line in lines if line not in first]
     return "\n".join([*first, *([""] if first else []), *rest])

@@ -176,6 +176,14 @@ def trained_as(recipe: Recipe) -> dict:
     return values
 
 
+def depends_on_sizes(recipe: Recipe, card: GPU) -> bool:
+    """Whether a recipe's events are known to be others at other sizes, so that none has a trace.
+
+    A loss in parts of tokens has as many parts as the tokens ask for.
+    """
+    return recipe.loss != "whole" or has_fused_products(recipe, card)
+
+
 def has_fused_products(recipe: Recipe, card: GPU) -> bool:
     """Whether bitsandbytes multiplies so few tokens with a 4-bit weight without writing it out.
 

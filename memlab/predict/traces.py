@@ -23,7 +23,7 @@ from memlab.predict.store import Kept, Store
 from memlab.predict.structure import (
     Circumstances,
     Structure,
-    has_fused_products,
+    depends_on_sizes,
     structures,
     trained_as,
     with_like_states,
@@ -103,7 +103,7 @@ class Traces:
 
         roughly: as for `structures`.
         """
-        if has_fused_products(recipe, card):
+        if depends_on_sizes(recipe, card):
             return None
         for of_halves in structures(recipe, card, roughly):
             keys = keys_of(recipe, *of_halves)
@@ -217,6 +217,8 @@ def keys_of(recipe: Recipe, passes: Structure, updates: Structure) -> tuple[str,
         both |= {"ranks": recipe.ranks, "sharding": recipe.sharding}
     passed = both | {name: getattr(recipe, name) for name in OF_PASSES}
     passed |= {"around": Circumstances.of(recipe), "attention": passes.attention}
+    if recipe.loss != "whole":
+        passed["loss"] = recipe.loss
     updated = both | {"optimizer": recipe.optimizer, "clipped": recipe.max_grad_norm > 0}
     return tuple(
         f"{structure.key} {json.dumps(way, sort_keys=True)}"

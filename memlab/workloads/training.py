@@ -17,6 +17,7 @@ from memlab import libraries, models
 from memlab.spec.recipe import QUANTIZED, Recipe
 from memlab.trace.quantized_weights import numel
 from memlab.workloads import quantized, sharding
+from memlab.workloads.losses import replace_loss
 
 LEARNING_RATE = 1e-5
 AUTOCAST = {"fp16-amp": torch.float16, "bf16-amp": torch.bfloat16}
@@ -58,6 +59,7 @@ class Training:
                 quantized.quantize_base(self.model, recipe, *storage)
             if recipe.base == "half" or recipe.base in QUANTIZED and not recipe.upcast:
                 quantized.leave_in_fp32(self.model, recipe)
+        replace_loss(self.model, recipe)
         if not self._sharded:
             self.model.to(self.device)
         if recipe.base in QUANTIZED:
