@@ -72,6 +72,7 @@ class WorkLog:
     def __init__(self):
         self._now, self._whole = Counter(), None
         self._micro_batch, self._phase = 0, Phase.FORWARD
+        self._ends = False  # the step, with the backward pass that is under way
 
     @property
     def of_step(self) -> Counter:
@@ -85,6 +86,8 @@ class WorkLog:
         """Count an operator that has just run. tensors: all that it was given."""
         if _does_nothing(func) and func.namespace != "c10d":
             return
+        if self._ends and phase not in (Phase.BACKWARD, Phase.STEP):
+            self.end_step()
         if phase == Phase.FORWARD and self._phase == Phase.BACKWARD:
             self._micro_batch += self._micro_batch != UPDATE
         self._phase = phase
@@ -97,11 +100,19 @@ class WorkLog:
             self._now[Work(*one, phase, again, self._micro_batch)] += 1
 
     def begin_update(self) -> None:
-        """The gradients of the step are there."""
-        self._micro_batch = UPDATE
+        """The gradients of the step are there, unless the backward pass has used them up."""
+        if self._ends:
+            self.end_step()
+        else:
+            self._micro_batch = UPDATE
+
+    def end_step_in_backward(self) -> None:
+        """An optimizer has stepped in a backward pass, in which others may be to come."""
+        self._ends = True
 
     def end_step(self) -> None:
         """An optimizer has stepped."""
+        self._ends = False
         if self._now:
             self._whole, self._now = self._now, Counter()
         self._micro_batch, self._phase = 0, Phase.FORWARD

@@ -129,9 +129,9 @@ def training_script(recipe: Recipe, api: str = "trainer") -> str:
     learning rate, is a usual value.
 
     Raises ValueError, in one line, for another api, for a model without weights to load (a config,
-    a tiny twin), and for what cannot be said: the Trainer always drops gradients and takes the
-    model's own loss, transformers quantizes in blocks of 64 weights and leaves parts of some
-    families, such as T5's, in fp32 where all else is in fp16.
+    a tiny twin), and for what cannot be said: the Trainer always drops gradients, takes the
+    model's own loss and steps after the backward pass, transformers quantizes in blocks of 64
+    weights and leaves parts of some families, such as T5's, in fp32 where all else is in fp16.
     """
     one_of("api", api, APIS)
     if api == "trainer" and not recipe.set_to_none:
@@ -142,6 +142,11 @@ def training_script(recipe: Recipe, api: str = "trainer") -> str:
         raise ValueError(
             f"loss is {recipe.loss!r}: the Trainer takes the model's own, allowed is whole, or api "
             "accelerate"
+        )
+    if api == "trainer" and recipe.step_in_backward:
+        raise ValueError(
+            "step_in_backward is True: the Trainer steps after the backward pass, allowed is "
+            "False, or api accelerate"
         )
     if recipe.base in FOUR_BITS and recipe.block_size != 64:
         raise ValueError(

@@ -176,12 +176,14 @@ def trained_as(recipe: Recipe) -> dict:
     return values
 
 
-def depends_on_sizes(recipe: Recipe, card: GPU) -> bool:
-    """Whether a recipe's events are known to be others at other sizes, so that none has a trace.
+def has_no_trace(recipe: Recipe, card: GPU) -> bool:
+    """Whether a recipe is known to have no trace of passes and updates for all sizes.
 
-    A loss in parts of tokens has as many parts as the tokens ask for.
+    A loss in parts of tokens has as many parts as the tokens ask for. Where the backward pass steps
+    there are no updates apart from it.
     """
-    return recipe.loss != "whole" or has_fused_products(recipe, card)
+    parts = recipe.loss != "whole" or recipe.step_in_backward
+    return parts or has_fused_products(recipe, card)
 
 
 def has_fused_products(recipe: Recipe, card: GPU) -> bool:

@@ -23,7 +23,7 @@ from memlab.predict.store import Kept, Store
 from memlab.predict.structure import (
     Circumstances,
     Structure,
-    depends_on_sizes,
+    has_no_trace,
     structures,
     trained_as,
     with_like_states,
@@ -103,7 +103,7 @@ class Traces:
 
         roughly: as for `structures`.
         """
-        if depends_on_sizes(recipe, card):
+        if has_no_trace(recipe, card):
             return None
         for of_halves in structures(recipe, card, roughly):
             keys = keys_of(recipe, *of_halves)
@@ -215,6 +215,8 @@ def keys_of(recipe: Recipe, passes: Structure, updates: Structure) -> tuple[str,
     both = trained_as(recipe)
     if recipe.ranks > 1:
         both |= {"ranks": recipe.ranks, "sharding": recipe.sharding}
+    if recipe.step_in_backward:
+        both["step_in_backward"] = True
     passed = both | {name: getattr(recipe, name) for name in OF_PASSES}
     passed |= {"around": Circumstances.of(recipe), "attention": passes.attention}
     if recipe.loss != "whole":

@@ -30,6 +30,28 @@ def check_ranks(recipe: Recipe) -> None:
         )
 
 
+def check_step_in_backward(recipe: Recipe) -> None:
+    """Raise ValueError where a step cannot come with the gradient of each parameter."""
+    if not recipe.step_in_backward:
+        return
+    for name, allowed, why in (
+        ("accumulation", 1, "a gradient is stepped before another could be added"),
+        ("max_grad_norm", 0, "there is no moment with all gradients, whose norm could be taken"),
+        ("ranks", 1, "a gradient is stepped before ranks could reduce it"),
+        ("set_to_none", True, "the step frees each gradient"),
+    ):
+        value = getattr(recipe, name)
+        if value != allowed:
+            raise ValueError(
+                f"step_in_backward is True and {name} is {value!r}: {why}, allowed is {allowed}"
+            )
+    if recipe.precision == "fp16-amp":
+        raise ValueError(
+            "step_in_backward is True and precision is 'fp16-amp': the gradient scaler looks at "
+            "all gradients before a step, allowed are fp32, bf16-amp, fp16, bf16"
+        )
+
+
 def check_loss(recipe: Recipe) -> None:
     """Raise ValueError where a model's loss cannot be computed in parts."""
     if recipe.loss == "whole":

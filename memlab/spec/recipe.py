@@ -93,7 +93,8 @@ class Recipe:
             "adamw_torch_fused": "",
             "sgd": "momentum 0.9, multi-tensor",
             "adafactor": "transformers', with a given learning rate and no momentum",
-            "adamw_8bit": "bitsandbytes', with the embeddings' states in 32 bit, as the next two",
+            "adamw_8bit": "bitsandbytes', with the embeddings' states in 32 bit but for "
+            "step_in_backward, as the next two",
             "paged_adamw_8bit": "",
             "lion_8bit": "",
         },
@@ -121,6 +122,11 @@ class Recipe:
         True,
         "zero_grad frees the gradients, PyTorch's default since 2.0",
         ("keep_gradients", "zero_grad fills gradients with zeros, as it did before PyTorch 2.0"),
+    )
+    step_in_backward: bool = switch(
+        False,
+        "each parameter has an optimizer of its own, which steps and frees the gradient as soon as "
+        "it is there: torchtune's optimizer_in_bwd",
     )
     max_grad_norm: float = field(
         0.0,
@@ -217,7 +223,7 @@ class Recipe:
 
     def __post_init__(self):
         from memlab import models  # torch and transformers, which a question for help can spare
-        from memlab.spec.combinations import check_loss, check_ranks
+        from memlab.spec.combinations import check_loss, check_ranks, check_step_in_backward
         from memlab.spec.published import check_published
 
         for one in dataclasses.fields(self):
@@ -243,6 +249,7 @@ class Recipe:
                 f"has the format of precision, allowed are {', '.join(AUTOCAST)}"
             )
         check_ranks(self)
+        check_step_in_backward(self)
         named = models.catalogued(self.model)
         named = models.published(named) if isinstance(named, dict) else named
         object.__setattr__(self, "model", named)
@@ -298,8 +305,8 @@ class Recipe:
         """The same recipe as `transformers.TrainingArguments`, for `Trainer`.
 
         The Trainer always drops gradients (`set_to_none`), its `adamw_torch` lets PyTorch choose
-        the step, and it takes the model's own loss, so a recipe that asks for kept gradients, for
-        the loop or for a loss in parts raises ValueError. Its SGD has no momentum unless told so.
+        the step, which comes after the backward pass, and it takes the model's own loss. A recipe
+        that asks for another thing raises ValueError. Its SGD has no momentum unless told so.
         """
         from transformers import TrainingArguments
 
@@ -311,6 +318,11 @@ class Recipe:
         if self.loss != "whole":
             raise ValueError(
                 f"loss is {self.loss!r}: the Trainer takes the model's own, allowed is whole"
+            )
+        if self.step_in_backward:
+            raise ValueError(
+                "step_in_backward is True: the Trainer steps after the backward pass, allowed is "
+                "False"
             )
         if self.optimizer == "sgd":
             more.setdefault("optim_args", "momentum=0.9")

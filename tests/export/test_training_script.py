@@ -78,6 +78,8 @@ KINDS = [
     ("qwen2.5-0.5b", {"lora_rank": 4, "base": "half", "precision": "bf16-amp"}, ["trainer"]),
     ("bert-large", {"task": "masked-lm", "padded": True, "attention": "sdpa"}, ["accelerate"]),
     ("qwen2.5-0.5b", EVERYTHING, APIS),
+    ("gpt2", {"step_in_backward": True, "optimizer": "adafactor"}, ["accelerate"]),
+    ("gpt2", {"step_in_backward": True, "optimizer": "adamw_8bit", "freeze": 1}, ["accelerate"]),
     ("qwen2.5-0.5b", {"loss": "chunked", "precision": "bf16", "padded": True}, ["accelerate"]),
     ("qwen2.5-0.5b", {"loss": "linear_cross_entropy", "lora_rank": 4}, ["accelerate"]),
 ]
@@ -228,6 +230,7 @@ def test_a_config_file_stands_for_its_folder(saved):
         (Recipe("gpt2"), "lightning", "api is 'lightning': allowed are trainer, accelerate"),
         (Recipe("gpt2", set_to_none=False), "trainer", "set_to_none is False"),
         (Recipe("gpt2", loss="chunked"), "trainer", "loss is 'chunked'"),
+        (Recipe("gpt2", step_in_backward=True), "trainer", "step_in_backward is True"),
         (Recipe("gpt2", lora_rank=4, base="nf4", block_size=128), "trainer", "block_size is 128"),
         (Recipe("t5-3b", precision="fp16"), "accelerate", "leaves wo of t5-3b in fp32"),
         (Recipe("bert-base", freeze="decoder"), "trainer", "freeze holds 'decoder'"),
