@@ -17,7 +17,13 @@ from transformers.pytorch_utils import Conv1D
 from memlab import models
 from memlab.fields import one_of
 from memlab.gpus import GPU
-from memlab.spec.recipe import FOUR_BITS, QUANTIZED, Recipe
+from memlab.spec.recipe import (
+    BITSANDBYTES_OPTIMIZERS,
+    FOUR_BITS,
+    QUANTIZED,
+    TORCHAO_BLOCKS,
+    Recipe,
+)
 from memlab.spec.serving import Serving
 from memlab.workloads import training
 from memlab.workloads.losses import CHUNK
@@ -110,6 +116,14 @@ OPTIMIZERS = {
         "bitsandbytes.optim.Lion8bit(weights, lr=LEARNING_RATE)",
         "one 8-bit state a weight",
     ),
+    "adamw_torch_8bit": (
+        "torchao.optim.AdamW8bit(weights, lr=LEARNING_RATE)",
+        "two 8-bit states a weight",
+    ),
+    "adamw_torch_4bit": (
+        "torchao.optim.AdamW4bit(weights, lr=LEARNING_RATE)",
+        "two 4-bit states a weight",
+    ),
 }
 
 _TEMPLATES = jinja2.Environment(
@@ -162,9 +176,10 @@ def pip_line(recipe: Recipe, api: str = "trainer") -> str:
     """What installs the packages of `training_script(recipe, api)`, as one command."""
     used = {module.split(".")[0] for module in _used(training_script(recipe, api))}
     used |= {"accelerate"}  # which the Trainer asks for
-    if recipe.base in QUANTIZED or recipe.optimizer.endswith("8bit"):
+    if recipe.base in QUANTIZED or recipe.optimizer in BITSANDBYTES_OPTIMIZERS:
         used |= {"bitsandbytes"}  # which transformers imports
     wanted = [f'"{name}>={OLDEST[name]}"' for name in sorted(used & OLDEST.keys())]
+    wanted += ["torchao"] * (recipe.optimizer in TORCHAO_BLOCKS)
     return " ".join(["pip install", *wanted])
 
 
@@ -368,7 +383,9 @@ def _used(code: str) -> dict[str, list[str]]:
     words = set(re.findall(r"\w+", re.sub(r"#.*", "", code)))
     used = {module: [name for name in names if name in words] for module, names in NAMES.items()}
     used = {module: names for module, names in used.items() if names}
-    return used | {name: [] for name in ("bitsandbytes", "torch") if f"{name}." in code}
+    return used | {
+        name: [] for name in ("bitsandbytes", "torch", "torchao.optim") if f"{name}." in code
+    }
 
 
 def _imports(code: str) -> str:

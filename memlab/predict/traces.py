@@ -9,6 +9,7 @@ there is no trace, and each size is run when it is asked for.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import json
 from dataclasses import replace
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from memlab.predict.structure import (
     trained_as,
     with_like_states,
 )
-from memlab.spec.recipe import FOUR_BITS, Recipe
+from memlab.spec.recipe import FOUR_BITS, TORCHAO_BLOCKS, Recipe
 from memlab.trace.events import Alloc, Free
 from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Log
@@ -222,6 +223,8 @@ def keys_of(recipe: Recipe, passes: Structure, updates: Structure) -> tuple[str,
     if recipe.loss != "whole":
         passed["loss"] = recipe.loss
     updated = both | {"optimizer": recipe.optimizer, "clipped": recipe.max_grad_norm > 0}
+    if recipe.optimizer in TORCHAO_BLOCKS:
+        updated["torchao"] = importlib.metadata.version("torchao")
     return tuple(
         f"{structure.key} {json.dumps(way, sort_keys=True)}"
         for structure, way in ((passes, passed), (updates, updated))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from memlab.spec.logits import unlike_product
-from memlab.spec.recipe import FULLY_SHARDED, SHARDED_OPTIMIZERS, Recipe
+from memlab.spec.recipe import FULLY_SHARDED, SHARDED_OPTIMIZERS, TORCHAO_BLOCKS, Recipe
 
 
 def check_ranks(recipe: Recipe) -> None:
@@ -27,6 +27,11 @@ def check_ranks(recipe: Recipe) -> None:
             f"optimizer is {recipe.optimizer!r} and sharding is {recipe.sharding!r}: it takes no "
             f"parts of weights, allowed are {', '.join(SHARDED_OPTIMIZERS)}, or sharding ddp "
             "or zero1"
+        )
+    if recipe.optimizer in TORCHAO_BLOCKS:
+        raise ValueError(
+            f"optimizer is {recipe.optimizer!r} and sharding is {recipe.sharding!r}: torchao's "
+            "states are not simulated in parts, allowed is sharding ddp"
         )
 
 

@@ -39,6 +39,8 @@ FULLY_SHARDED = ("zero2", "zero3")  # by FSDP2's fully_shard
 SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_loop", "adamw_torch_fused", "sgd")
 FOUR_BITS = ("nf4", "fp4")
 QUANTIZED = (*FOUR_BITS, "int8")
+BITSANDBYTES_OPTIMIZERS = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
+TORCHAO_BLOCKS = {"adamw_torch_8bit": 256, "adamw_torch_4bit": 128}  # numbers that share a scale
 AUTOCAST = ("fp16-amp", "bf16-amp")
 ADAPTERS = Needs("lora_rank", bool, "a lora_rank from 1")
 BASE = Needs("base", QUANTIZED.__contains__, "a base of nf4, fp4 or int8")
@@ -97,6 +99,8 @@ class Recipe:
             "step_in_backward, as the next two",
             "paged_adamw_8bit": "",
             "lion_8bit": "",
+            "adamw_torch_8bit": "torchao's, compiled, one parameter after the other; as the next",
+            "adamw_torch_4bit": "",
         },
     )
     checkpointing: str | bool = field(

@@ -7,7 +7,7 @@ import functools
 import torch
 
 from memlab import libraries
-from memlab.spec.recipe import Recipe
+from memlab.spec.recipe import BITSANDBYTES_OPTIMIZERS, TORCHAO_BLOCKS, Recipe
 from memlab.workloads import sharding
 
 LEARNING_RATE = 1e-5
@@ -57,13 +57,17 @@ def make_optimizer(recipe: Recipe, model: torch.nn.Module):
 
 def _optimizer_of(recipe: Recipe, parameters, embeddings=()) -> torch.optim.Optimizer:
     """embeddings: modules whose weights have states in 32 bit with an optimizer of 8 bits."""
-    if recipe.optimizer.endswith("8bit"):
+    if recipe.optimizer in BITSANDBYTES_OPTIMIZERS:
         return _bitsandbytes_optimizer(recipe, parameters, embeddings)
-    kind = torch.optim.AdamW
+    kind, settings = torch.optim.AdamW, {}
     if recipe.optimizer == "adafactor":
         from transformers.optimization import Adafactor
 
         kind, settings = Adafactor, {"scale_parameter": False, "relative_step": False}
+    elif recipe.optimizer in TORCHAO_BLOCKS:
+        torchao = libraries.import_torchao(f"optimizer {recipe.optimizer}")
+        eight = recipe.optimizer == "adamw_torch_8bit"
+        kind = torchao.AdamW8bit if eight else torchao.AdamW4bit
     elif recipe.optimizer == "sgd":
         kind, settings = torch.optim.SGD, {"momentum": 0.9, "foreach": True}
     elif recipe.optimizer == "adamw_torch_fused":

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.pytorch_utils import Conv1D
 
 from memlab import libraries, models
-from memlab.spec.recipe import QUANTIZED, Recipe
+from memlab.spec.recipe import BITSANDBYTES_OPTIMIZERS, QUANTIZED, TORCHAO_BLOCKS, Recipe
 from memlab.trace.quantized_weights import numel
 from memlab.workloads import quantized, sharding
 from memlab.workloads.losses import replace_loss
@@ -261,10 +261,12 @@ def import_libraries(recipe: Recipe) -> None:
     Done before a simulation, because some packages make tensors when they are imported. Raises
     ValueError for one that is not installed.
     """
-    if recipe.optimizer.endswith("8bit") or recipe.base in QUANTIZED:
+    if recipe.optimizer in BITSANDBYTES_OPTIMIZERS or recipe.base in QUANTIZED:
         libraries.import_bitsandbytes(f"optimizer {recipe.optimizer}, base {recipe.base}")
     if recipe.lora_rank:
         import_peft()
+    if recipe.optimizer in TORCHAO_BLOCKS:
+        libraries.import_torchao(f"optimizer {recipe.optimizer}")
     if recipe.optimizer == "adafactor":
         libraries.import_quietly("transformers.optimization")  # with peft, if that is there
 

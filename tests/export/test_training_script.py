@@ -78,6 +78,8 @@ KINDS = [
     ("qwen2.5-0.5b", {"lora_rank": 4, "base": "half", "precision": "bf16-amp"}, ["trainer"]),
     ("bert-large", {"task": "masked-lm", "padded": True, "attention": "sdpa"}, ["accelerate"]),
     ("qwen2.5-0.5b", EVERYTHING, APIS),
+    ("gpt2", {"precision": "bf16", "optimizer": "adamw_torch_8bit"}, ["trainer"]),
+    ("gpt2", {"precision": "bf16-amp", "optimizer": "adamw_torch_4bit"}, ["accelerate"]),
     ("gpt2", {"step_in_backward": True, "optimizer": "adafactor"}, ["accelerate"]),
     ("gpt2", {"step_in_backward": True, "optimizer": "adamw_8bit", "freeze": 1}, ["accelerate"]),
     ("qwen2.5-0.5b", {"loss": "chunked", "precision": "bf16", "padded": True}, ["accelerate"]),
@@ -259,6 +261,11 @@ def test_only_a_recipe_that_asks_for_it_casts_what_is_not_quantized(api):
     assert "prepare_model_for_kbit_training" in training_script(recipe, api)
     script = training_script(recipe.but(upcast=False), api)
     assert "prepare_model" not in script and ".float()" not in script
+
+
+def test_the_pip_line_of_torchaos_optimizers_names_it():
+    command = pip_line(Recipe("gpt2", optimizer="adamw_torch_4bit"))
+    assert "torchao" in command and "bitsandbytes" not in command
 
 
 def test_every_optimizer_of_a_recipe_has_its_line():

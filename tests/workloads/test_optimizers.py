@@ -1,5 +1,8 @@
 """Steps in the backward pass: the same parameters, and no gradients to keep."""
 
+import importlib.util
+import sys
+
 import pytest
 import torch
 from helpers import assert_as_on_the_cpu, on_the_cpu, one_line
@@ -70,6 +73,58 @@ def test_measured_states_are_the_simulated():
     real, simulated = measure(recipe, "cpu", steps=1).footprint, simulate(recipe)
     for category in ("parameters", "optimizer_states"):
         assert simulated.breakdown[category] == real.breakdown[category]
+
+
+TORCHAO = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="it is not here")
+
+
+@TORCHAO
+@pytest.mark.parametrize(("optimizer", "bits"), [("adamw_torch_8bit", 8), ("adamw_torch_4bit", 4)])
+def test_torchaos_states_are_those_of_a_real_run(optimizer, bits, monkeypatch):
+    recipe = TINY.but(optimizer=optimizer, precision="bf16")
+    simulated = simulate(recipe)
+    assert any("torchao's compiled step" in one for one in simulated.assumptions)
+    # What is compiled for this CPU, in a minute, has the same states.
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
+    real = measure(recipe, "cpu", steps=1).footprint
+    weights = len(list(Training(recipe).model.parameters()))
+    on_host = 4 * weights  # counts of steps
+    states = simulated.breakdown["optimizer_states"]
+    assert real.breakdown["optimizer_states"] - on_host == states
+    assert states == pytest.approx(simulated.parameters * bits / 8 * 2, rel=0.1)
+
+
+@TORCHAO
+def test_torchaos_step_trains(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
+    whole, inside = (
+        trained(TINY.but(optimizer="adamw_torch_8bit", step_in_backward=choice))
+        for choice in (False, True)
+    )
+    torch.testing.assert_close(inside, whole)
+    untrained = Training(TINY).model.parameters()
+    assert not all(map(torch.equal, whole, untrained))
+
+
+@TORCHAO
+def test_torchaos_states_have_a_trace():
+    recipe = Recipe("llama-3.2-1b", seq_len=256, precision="bf16", optimizer="adamw_torch_4bit")
+    quick, whole = formula(recipe, "L4"), simulate(recipe, "L4")
+    assert quick.peak_allocated == pytest.approx(whole.peak_allocated, rel=0.01)
+    assert quick.breakdown["optimizer_states"] == pytest.approx(
+        whole.breakdown["optimizer_states"], rel=1e-3
+    )
+    assert set(quick.assumptions) == set(whole.assumptions)
+
+
+def test_without_torchao_its_optimizers_are_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ValueError) as error:
+        simulate(TINY.but(optimizer="adamw_torch_8bit"))
+    assert "adamw_torch_8bit needs the package torchao" in one_line(error)
+    with pytest.raises(ValueError) as error:
+        TINY.but(optimizer="adamw_torch_8bit", ranks=2, sharding="zero1")
+    assert "allowed is sharding ddp" in one_line(error)
 
 
 def test_each_size_is_run():
