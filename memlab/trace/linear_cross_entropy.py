@@ -19,7 +19,11 @@ KEYS = ("AutogradCPU", "AutogradCUDA")
 
 
 class _InParts(torch.autograd.Function):
-    """The operator, with PyTorch's own forward pass, backward pass and what it keeps."""
+    """The operator, with PyTorch's own forward pass, backward pass and what it keeps.
+
+    As there (torch/_library/autograd.py), the backward pass is given zeros for the gradients of the
+    other results, which are the gradients of input and weight themselves.
+    """
 
     @staticmethod
     def forward(*inputs):
@@ -29,7 +33,6 @@ class _InParts(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.set_materialize_grads(False)  # as the operator's own does
         _module._linear_cross_entropy_batch_chunked_setup_context(ctx, inputs, output)
 
     @staticmethod
