@@ -21,6 +21,16 @@ def import_bitsandbytes(wanted_by: str):
         ) from None
 
 
+def import_torchao(wanted_by: str):
+    """The package torchao.optim, or a ValueError that says what needs it."""
+    try:
+        return import_quietly("torchao.optim")
+    except ImportError:
+        raise ValueError(
+            f"{wanted_by} needs the package torchao, which is not here: pip install it"
+        ) from None
+
+
 def import_quietly(name: str):
     """The package bitsandbytes, or one that brings it along if it is there.
 

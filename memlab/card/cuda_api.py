@@ -16,6 +16,7 @@ from transformers.utils import import_utils
 
 from memlab.card import cuda_build
 from memlab.card.cuda_build import DeviceProperties
+from memlab.card.kernels import torchao
 from memlab.card.placement import ONE_CARD, NotSimulated, is_cuda_device
 from memlab.trace.patches import replaced
 
@@ -184,6 +185,9 @@ def _compile(tracer, eagerly):
             return lambda function: compiled(function, backend=backend, disable=disable)
         if disable or backend == "eager" or _is_switched_off():
             return model
+        if torchao.is_its_step(model):
+            tracer.assumptions[torchao.COMPILED] = None
+            return torchao.fused_step
         if eagerly:
             tracer.assumptions[EAGERLY] = None
             return model

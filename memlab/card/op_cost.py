@@ -72,6 +72,7 @@ class WorkLog:
     def __init__(self):
         self._now, self._whole = Counter(), None
         self._micro_batch, self._phase = 0, Phase.FORWARD
+        self._ends = False  # the step, with the backward pass that is under way
 
     @property
     def of_step(self) -> Counter:
@@ -85,6 +86,8 @@ class WorkLog:
         """Count an operator that has just run. tensors: all that it was given."""
         if _does_nothing(func) and func.namespace != "c10d":
             return
+        if self._ends and phase not in (Phase.BACKWARD, Phase.STEP):
+            self.end_step()
         if phase == Phase.FORWARD and self._phase == Phase.BACKWARD:
             self._micro_batch += self._micro_batch != UPDATE
         self._phase = phase
@@ -97,11 +100,19 @@ class WorkLog:
             self._now[Work(*one, phase, again, self._micro_batch)] += 1
 
     def begin_update(self) -> None:
-        """The gradients of the step are there."""
-        self._micro_batch = UPDATE
+        """The gradients of the step are there, unless the backward pass has used them up."""
+        if self._ends:
+            self.end_step()
+        else:
+            self._micro_batch = UPDATE
+
+    def end_step_in_backward(self) -> None:
+        """An optimizer has stepped in a backward pass, in which others may be to come."""
+        self._ends = True
 
     def end_step(self) -> None:
         """An optimizer has stepped."""
+        self._ends = False
         if self._now:
             self._whole, self._now = self._now, Counter()
         self._micro_batch, self._phase = 0, Phase.FORWARD
@@ -209,7 +220,7 @@ def _work_of(func, args, kwargs, tensors, out) -> Iterator[tuple]:
             moved = _without(moved, _flat(written))
     flops, dtype = _products(func, args, kwargs, tensors, out)
     result = ()
-    if flops and func._opname in TILED:
+    if flops and _name(func) in TILED:
         *batch, rows, columns = out.shape
         result = math.prod(batch), rows, columns
     yield flops, dtype, result, tuple(sorted(map(_bytes, moved))), 0, 0
@@ -249,6 +260,11 @@ def _of_lists(name, args, written, out) -> Iterator[tuple]:
 MATRICES = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3}
 
 
+def _name(func) -> str:
+    """The name of an operator, that of `addmm` for `addmm_`, which writes into its first."""
+    return func._opname.removesuffix("_")
+
+
 def _products(func, args, kwargs, tensors, out) -> tuple[int, str]:
     """Operations of an operator's matrix products, and what they are computed in."""
     if func._opname == "int8_linear_matmul":
@@ -256,8 +272,10 @@ def _products(func, args, kwargs, tensors, out) -> tuple[int, str]:
     if func._opname.startswith("_scaled_dot_product"):
         flops = _attention(func, args, kwargs)
     else:
-        count = flop_registry.get(func.overloadpacket)
-        matrices = MATRICES.get(func._opname, len(args))  # what else these take is no shape
+        name = _name(func)
+        packet = getattr(torch.ops.aten, name) if name in MATRICES else func.overloadpacket
+        count = flop_registry.get(packet)
+        matrices = MATRICES.get(name, len(args))  # what else these take is no shape
         flops = count(*args[:matrices], **kwargs, out_val=out) if count else 0
     if not flops:
         return 0, ""

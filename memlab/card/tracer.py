@@ -122,8 +122,11 @@ class CardTracer(OnHost, Tracer):
         return self.phase() == Phase.BACKWARD
 
     def step_ended(self) -> None:
-        """As `Tracer.step_ended`; the work of a step ends here."""
-        self.work.end_step()
+        """As `Tracer.step_ended`; the work of a step ends here, or with the backward pass."""
+        if torch._C._current_graph_task_id() != -1:
+            self.work.end_step_in_backward()
+        else:
+            self.work.end_step()
         self.waits.steps += 1
         self._by_hand = None
 

@@ -17,9 +17,16 @@ from transformers.pytorch_utils import Conv1D
 from memlab import models
 from memlab.fields import one_of
 from memlab.gpus import GPU
-from memlab.spec.recipe import FOUR_BITS, QUANTIZED, Recipe
+from memlab.spec.recipe import (
+    BITSANDBYTES_OPTIMIZERS,
+    FOUR_BITS,
+    QUANTIZED,
+    TORCHAO_BLOCKS,
+    Recipe,
+)
 from memlab.spec.serving import Serving
 from memlab.workloads import training
+from memlab.workloads.losses import CHUNK
 from memlab.workloads.quantized import HEADS
 
 APIS = ("trainer", "accelerate")
@@ -33,6 +40,7 @@ NAMES = {
     "datasets": ["Dataset"],
     "itertools": ["chain"],
     "peft": ["LoraConfig", "get_peft_model", "prepare_model_for_kbit_training"],
+    "torch.utils.checkpoint": ["checkpoint"],
     "torch.utils.data": ["DataLoader"],
     "transformers": [
         "Adafactor",
@@ -49,6 +57,8 @@ NAMES = {
         "TrainingArguments",
         "default_data_collator",
     ],
+    "transformers.modeling_outputs": ["CausalLMOutput"],
+    "types": ["MethodType"],
 }
 OLDEST = {
     "accelerate": "1.12",
@@ -106,6 +116,14 @@ OPTIMIZERS = {
         "bitsandbytes.optim.Lion8bit(weights, lr=LEARNING_RATE)",
         "one 8-bit state a weight",
     ),
+    "adamw_torch_8bit": (
+        "torchao.optim.AdamW8bit(weights, lr=LEARNING_RATE)",
+        "two 8-bit states a weight",
+    ),
+    "adamw_torch_4bit": (
+        "torchao.optim.AdamW4bit(weights, lr=LEARNING_RATE)",
+        "two 4-bit states a weight",
+    ),
 }
 
 _TEMPLATES = jinja2.Environment(
@@ -125,14 +143,24 @@ def training_script(recipe: Recipe, api: str = "trainer") -> str:
     learning rate, is a usual value.
 
     Raises ValueError, in one line, for another api, for a model without weights to load (a config,
-    a tiny twin), and for what cannot be said: the Trainer always drops gradients, transformers
-    quantizes in blocks of 64 weights and leaves parts of some families, such as T5's, in fp32
-    where all else is in fp16.
+    a tiny twin), and for what cannot be said: the Trainer always drops gradients, takes the
+    model's own loss and steps after the backward pass, transformers quantizes in blocks of 64
+    weights and leaves parts of some families, such as T5's, in fp32 where all else is in fp16.
     """
     one_of("api", api, APIS)
     if api == "trainer" and not recipe.set_to_none:
         raise ValueError(
             "set_to_none is False: the Trainer always drops gradients, allowed is True"
+        )
+    if api == "trainer" and recipe.loss != "whole":
+        raise ValueError(
+            f"loss is {recipe.loss!r}: the Trainer takes the model's own, allowed is whole, or api "
+            "accelerate"
+        )
+    if api == "trainer" and recipe.step_in_backward:
+        raise ValueError(
+            "step_in_backward is True: the Trainer steps after the backward pass, allowed is "
+            "False, or api accelerate"
         )
     if recipe.base in FOUR_BITS and recipe.block_size != 64:
         raise ValueError(
@@ -148,9 +176,10 @@ def pip_line(recipe: Recipe, api: str = "trainer") -> str:
     """What installs the packages of `training_script(recipe, api)`, as one command."""
     used = {module.split(".")[0] for module in _used(training_script(recipe, api))}
     used |= {"accelerate"}  # which the Trainer asks for
-    if recipe.base in QUANTIZED or recipe.optimizer.endswith("8bit"):
+    if recipe.base in QUANTIZED or recipe.optimizer in BITSANDBYTES_OPTIMIZERS:
         used |= {"bitsandbytes"}  # which transformers imports
     wanted = [f'"{name}>={OLDEST[name]}"' for name in sorted(used & OLDEST.keys())]
+    wanted += ["torchao"] * (recipe.optimizer in TORCHAO_BLOCKS)
     return " ".join(["pip install", *wanted])
 
 
@@ -265,6 +294,7 @@ def _values(recipe: Recipe, api: str) -> dict:
         "decoder": decoder,
         "finds_last_token": decoder and task == "sequence-classification",
         "blocks": blocks,
+        "chunk": CHUNK,
         "drops_mask": not recipe.padded and task != "causal-lm",
         "collator": "default_data_collator" if blocks and decoder else COLLATORS[task],
         "auto": AUTO_CLASSES[task],
@@ -353,7 +383,9 @@ def _used(code: str) -> dict[str, list[str]]:
     words = set(re.findall(r"\w+", re.sub(r"#.*", "", code)))
     used = {module: [name for name in names if name in words] for module, names in NAMES.items()}
     used = {module: names for module, names in used.items() if names}
-    return used | {name: [] for name in ("bitsandbytes", "torch") if f"{name}." in code}
+    return used | {
+        name: [] for name in ("bitsandbytes", "torch", "torchao.optim") if f"{name}." in code
+    }
 
 
 def _imports(code: str) -> str:
@@ -369,6 +401,6 @@ def _imports(code: str) -> str:
                 "\n    ".join([f"from {module} import (", *(f"{name}," for name in names)]) + "\n)"
             )
         lines += [line] if names else []
-    first = [line for line in lines if line.startswith("from itertools")]
+    first = [line for line in lines if line.startswith(("from itertools", "from types"))]
     rest = plain + [line for line in lines if line not in first]
     return "\n".join([*first, *([""] if first else []), *rest])

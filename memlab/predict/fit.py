@@ -201,9 +201,15 @@ def largest(
     allocator serves those in question; a serving is simulated at each. The value fits, the next
     one does not.
 
-    Raises ValueError as `fits` does, and for another field.
+    Raises ValueError as `fits` does, for another field, and for a loss in parts, whose number
+    follows from the size: each of many sizes would be run part by part.
     """
     one_of("field", field, [name for name in STEPS if hasattr(recipe, name)])
+    if getattr(recipe, "loss", "whole") != "whole":
+        raise ValueError(
+            f"loss is {recipe.loss!r}: there is no trace of a loss in parts to search with, "
+            "allowed is whole; `fits` answers for one size"
+        )
     card = limited(gpu, margin)
     value, following = largest_size(recipe, card, field, margin)
     least = min(STEPS[field], following or value)

@@ -235,6 +235,7 @@ def _halves(recipe: Recipe, card: GPU) -> tuple:
         halves.append(found.halves[which])
     others = shipped.others_of(recipe) if any(key in shipped for key in keys) else ""
     assumptions = (OTHERS.format(others),) if others else ()
+    assumptions += halves[-1].half.log.assumptions
     sizes = found.sizes(recipe) | {"W": card.workspace}
     return tuple(keys), halves, sizes, assumptions
 

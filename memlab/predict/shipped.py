@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from memlab.predict.store import digest_of, kept_of, other_releases
-from memlab.spec.recipe import QUANTIZED
+from memlab.spec.recipe import BITSANDBYTES_OPTIMIZERS, QUANTIZED
 
 MEMLAB = Path(__file__).parent.parent
 FOLDER = MEMLAB / "data" / "traces"
@@ -53,7 +53,8 @@ class Shipped:
         """As `others`, of the libraries that a recipe uses."""
         names = ["torch", "transformers"]
         names += ["peft"] * (recipe.lora_rank > 0)
-        names += ["bitsandbytes"] * (recipe.base in QUANTIZED or "8bit" in recipe.optimizer)
+        eight_bits = recipe.optimizer in BITSANDBYTES_OPTIMIZERS
+        names += ["bitsandbytes"] * (recipe.base in QUANTIZED or eight_bits)
         return other_releases(self.versions, names)
 
     def __contains__(self, key: str) -> bool:

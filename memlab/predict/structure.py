@@ -20,7 +20,13 @@ from memlab import models
 from memlab.card.kernels.bitsandbytes import fuses_4bit_product
 from memlab.card.kernels.sdpa import model_routes
 from memlab.gpus import GPU
-from memlab.spec.recipe import COMPUTED_IN, FOUR_BITS, Recipe
+from memlab.spec.recipe import (
+    BITSANDBYTES_OPTIMIZERS,
+    COMPUTED_IN,
+    FOUR_BITS,
+    TORCHAO_BLOCKS,
+    Recipe,
+)
 from memlab.trace.symbols import ALIGNED, chosen_sizes
 from memlab.workloads.quantized import COMPUTE_DTYPES
 
@@ -36,7 +42,7 @@ SAME_ROPE = ("default", "linear", "llama3", "yarn")
 # Of adapters at the chosen sizes; what is narrower than the second, a router, has none.
 LARGEST_RANK, NARROW = 512, 32
 LAYERS = 4  # of a model that stands for all of a structure, at least
-# Elements: bitsandbytes keeps the states of smaller tensors in 32 bits, and on the card.
+# Elements: bitsandbytes and torchao keep the states of smaller tensors in 32 bits, and on the card.
 LEAST_8BIT, LEAST_PAGED = 4096, 100_000
 # Other widths at which that is of the same weights, and a rank.
 LIKE_WIDTHS = (
@@ -174,6 +180,16 @@ def trained_as(recipe: Recipe) -> dict:
         if recipe.base in FOUR_BITS:
             values["base"] += [recipe.block_size, recipe.double_quant]
     return values
+
+
+def has_no_trace(recipe: Recipe, card: GPU) -> bool:
+    """Whether a recipe is known to have no trace of passes and updates for all sizes.
+
+    A loss in parts of tokens has as many parts as the tokens ask for. Where the backward pass steps
+    there are no updates apart from it.
+    """
+    parts = recipe.loss != "whole" or recipe.step_in_backward
+    return parts or has_fused_products(recipe, card)
 
 
 def has_fused_products(recipe: Recipe, card: GPU) -> bool:
@@ -341,9 +357,10 @@ def with_like_states(recipe: Recipe, found: Structure) -> Recipe:
 
 
 def _states_are_alike(recipe: Recipe, usual: Structure) -> bool:
-    """Whether bitsandbytes keeps the states of the same weights in 8 bits at the chosen widths."""
-    if not recipe.optimizer.endswith("8bit"):
+    """Whether the states of the same weights are in 8 or 4 bits at the chosen widths."""
+    if not _has_small_states(recipe):
         return True
+    block = TORCHAO_BLOCKS.get(recipe.optimizer, 1)
 
     def kinds(config, rank):
         shapes = shapes_of(config, recipe.task)
@@ -352,9 +369,15 @@ def _states_are_alike(recipe: Recipe, usual: Structure) -> bool:
             shapes = [shape for shape in matrices if min(shape) < NARROW]
             shapes += [(rank, side) for shape in matrices for side in shape]
         least = LEAST_8BIT, LEAST_PAGED * recipe.optimizer.startswith("paged")
-        return [[math.prod(shape) >= few for few in least] for shape in shapes]
+        sizes = map(math.prod, shapes)
+        return [[size >= few and size % block == 0 for few in least] for size in sizes]
 
     return kinds(usual.config, LARGEST_RANK) == kinds(recipe.model, recipe.lora_rank)
+
+
+def _has_small_states(recipe: Recipe) -> bool:
+    """Whether an optimizer keeps states in 8 or 4 bits, and those of small weights otherwise."""
+    return recipe.optimizer in BITSANDBYTES_OPTIMIZERS or recipe.optimizer in TORCHAO_BLOCKS
 
 
 # ---------------------------------------------------------------------- dimensions of its own
@@ -367,7 +390,7 @@ def _own(recipe: Recipe, card: GPU) -> Structure:
         if kept.get(name):
             kept[name] = True
     kept |= {"attention": recipe.attention, "capability": card.capability}
-    # A rank may decide which states bitsandbytes keeps in 8 bits, and on the card.
-    rank = not recipe.optimizer.endswith("8bit")
+    # A rank may decide which states are kept in 8 or 4 bits, and on the card.
+    rank = not _has_small_states(recipe)
     kept["rank"] = rank or recipe.lora_rank
     return Structure(json.dumps(kept, sort_keys=True), config, {}, rank)

@@ -9,6 +9,7 @@ there is no trace, and each size is run when it is asked for.
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import json
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,12 +24,12 @@ from memlab.predict.store import Kept, Store
 from memlab.predict.structure import (
     Circumstances,
     Structure,
-    has_fused_products,
+    has_no_trace,
     structures,
     trained_as,
     with_like_states,
 )
-from memlab.spec.recipe import FOUR_BITS, Recipe
+from memlab.spec.recipe import FOUR_BITS, TORCHAO_BLOCKS, Recipe
 from memlab.trace.events import Alloc, Free
 from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Log
@@ -103,7 +104,7 @@ class Traces:
 
         roughly: as for `structures`.
         """
-        if has_fused_products(recipe, card):
+        if has_no_trace(recipe, card):
             return None
         for of_halves in structures(recipe, card, roughly):
             keys = keys_of(recipe, *of_halves)
@@ -215,9 +216,15 @@ def keys_of(recipe: Recipe, passes: Structure, updates: Structure) -> tuple[str,
     both = trained_as(recipe)
     if recipe.ranks > 1:
         both |= {"ranks": recipe.ranks, "sharding": recipe.sharding}
+    if recipe.step_in_backward:
+        both["step_in_backward"] = True
     passed = both | {name: getattr(recipe, name) for name in OF_PASSES}
     passed |= {"around": Circumstances.of(recipe), "attention": passes.attention}
+    if recipe.loss != "whole":
+        passed["loss"] = recipe.loss
     updated = both | {"optimizer": recipe.optimizer, "clipped": recipe.max_grad_norm > 0}
+    if recipe.optimizer in TORCHAO_BLOCKS:
+        updated["torchao"] = importlib.metadata.version("torchao")
     return tuple(
         f"{structure.key} {json.dumps(way, sort_keys=True)}"
         for structure, way in ((passes, passed), (updates, updated))

@@ -39,6 +39,8 @@ FULLY_SHARDED = ("zero2", "zero3")  # by FSDP2's fully_shard
 SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_loop", "adamw_torch_fused", "sgd")
 FOUR_BITS = ("nf4", "fp4")
 QUANTIZED = (*FOUR_BITS, "int8")
+BITSANDBYTES_OPTIMIZERS = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
+TORCHAO_BLOCKS = {"adamw_torch_8bit": 256, "adamw_torch_4bit": 128}  # numbers that share a scale
 AUTOCAST = ("fp16-amp", "bf16-amp")
 ADAPTERS = Needs("lora_rank", bool, "a lora_rank from 1")
 BASE = Needs("base", QUANTIZED.__contains__, "a base of nf4, fp4 or int8")
@@ -49,7 +51,7 @@ BASE_OF_FOUR_BITS = Needs("base", FOUR_BITS.__contains__, "a base of nf4 or fp4"
 class Recipe:
     """Everything that decides the memory of one training run on one GPU, or on each of several.
 
-    The loss is the model's own: no label smoothing, no cross-entropy in chunks.
+    There is no label smoothing.
     Raises ValueError in one line that names the field, the value and what is allowed.
     """
 
@@ -93,9 +95,12 @@ class Recipe:
             "adamw_torch_fused": "",
             "sgd": "momentum 0.9, multi-tensor",
             "adafactor": "transformers', with a given learning rate and no momentum",
-            "adamw_8bit": "bitsandbytes', with the embeddings' states in 32 bit, as the next two",
+            "adamw_8bit": "bitsandbytes', with the embeddings' states in 32 bit but for "
+            "step_in_backward, as the next two",
             "paged_adamw_8bit": "",
             "lion_8bit": "",
+            "adamw_torch_8bit": "torchao's, compiled, one parameter after the other; as the next",
+            "adamw_torch_4bit": "",
         },
     )
     checkpointing: str | bool = field(
@@ -106,10 +111,26 @@ class Recipe:
         bare="non-reentrant",
     )
     attention: str = field("eager", "transformers' implementation", ("eager", "sdpa"))
+    loss: str = field(
+        "whole",
+        "how the cross-entropy of a causal language model gets its logits",
+        {
+            "whole": "all at once, as the model's own forward pass does",
+            "chunked": "of 256 tokens at a time, each part under a checkpoint, as TRL's "
+            "chunked_nll, but with products in the model's format",
+            "linear_cross_entropy": "torch.nn.functional's, from PyTorch 2.13, with its default "
+            "chunks",
+        },
+    )
     set_to_none: bool = switch(
         True,
         "zero_grad frees the gradients, PyTorch's default since 2.0",
         ("keep_gradients", "zero_grad fills gradients with zeros, as it did before PyTorch 2.0"),
+    )
+    step_in_backward: bool = switch(
+        False,
+        "each parameter has an optimizer of its own, which steps and frees the gradient as soon as "
+        "it is there: torchtune's optimizer_in_bwd",
     )
     max_grad_norm: float = field(
         0.0,
@@ -206,6 +227,7 @@ class Recipe:
 
     def __post_init__(self):
         from memlab import models  # torch and transformers, which a question for help can spare
+        from memlab.spec.combinations import check_loss, check_ranks, check_step_in_backward
         from memlab.spec.published import check_published
 
         for one in dataclasses.fields(self):
@@ -230,7 +252,8 @@ class Recipe:
                 f"base is 'half' and precision is {self.precision!r}: without autocast the base "
                 f"has the format of precision, allowed are {', '.join(AUTOCAST)}"
             )
-        self._check_ranks()
+        check_ranks(self)
+        check_step_in_backward(self)
         named = models.catalogued(self.model)
         named = models.published(named) if isinstance(named, dict) else named
         object.__setattr__(self, "model", named)
@@ -239,32 +262,12 @@ class Recipe:
         if self.task is None:
             object.__setattr__(self, "task", models.default_task(config))
         one_of("task", self.task, models.TASKS)
+        check_loss(self)
         longest = models.max_length(config)
         if longest is not None and self.seq_len > longest:
             raise ValueError(
                 f"seq_len is {self.seq_len}: {self.model_name} allows whole numbers from 1 to "
                 f"{longest}"
-            )
-
-    def _check_ranks(self) -> None:
-        """Raise ValueError where ranks cannot train so."""
-        if self.sharding == "ddp":
-            return
-        if self.ranks == 1:
-            raise ValueError(
-                f"sharding is {self.sharding!r} and ranks is 1: one rank has nothing to split, "
-                "allowed are whole numbers from 2"
-            )
-        if self.base == "int8" and self.sharding in FULLY_SHARDED:
-            raise ValueError(
-                f"base is 'int8' and sharding is {self.sharding!r}: bitsandbytes' 8-bit layers "
-                "cannot be split, allowed are none, half, nf4, fp4, or sharding ddp or zero1"
-            )
-        if self.optimizer not in SHARDED_OPTIMIZERS and self.sharding in FULLY_SHARDED:
-            raise ValueError(
-                f"optimizer is {self.optimizer!r} and sharding is {self.sharding!r}: it takes no "
-                f"parts of weights, allowed are {', '.join(SHARDED_OPTIMIZERS)}, or sharding ddp "
-                "or zero1"
             )
 
     @property
@@ -305,9 +308,9 @@ class Recipe:
     def training_arguments(self, output_dir: str = "output", **more):
         """The same recipe as `transformers.TrainingArguments`, for `Trainer`.
 
-        The Trainer always drops gradients (`set_to_none`), and its `adamw_torch` lets PyTorch
-        choose the step, so a recipe that asks for kept gradients or for the loop raises
-        ValueError. Its SGD has no momentum unless told so.
+        The Trainer always drops gradients (`set_to_none`), its `adamw_torch` lets PyTorch choose
+        the step, which comes after the backward pass, and it takes the model's own loss. A recipe
+        that asks for another thing raises ValueError. Its SGD has no momentum unless told so.
         """
         from transformers import TrainingArguments
 
@@ -315,6 +318,15 @@ class Recipe:
             raise ValueError(
                 "the Trainer has no set_to_none=False and no adamw_torch_loop: "
                 "allowed are set_to_none=True and adamw_torch, adamw_torch_fused, sgd"
+            )
+        if self.loss != "whole":
+            raise ValueError(
+                f"loss is {self.loss!r}: the Trainer takes the model's own, allowed is whole"
+            )
+        if self.step_in_backward:
+            raise ValueError(
+                "step_in_backward is True: the Trainer steps after the backward pass, allowed is "
+                "False"
             )
         if self.optimizer == "sgd":
             more.setdefault("optim_args", "momentum=0.9")

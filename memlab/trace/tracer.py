@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.footprint import Category, Phase
 from memlab.trace.ledger import Ledger, Storage
+from memlab.trace.linear_cross_entropy import seen_in_parts
 from memlab.trace.module_names import ModuleWatch
 from memlab.trace.patches import replaced
 from memlab.trace.quantized_weights import constants, constants_of_layers
@@ -222,6 +223,7 @@ class Tracer(Ledger, TorchDispatchMode):
             (FSDPParam, "to_accumulated_grad_if_needed", keep_and_tell),
         )
         self._told.enter_context(replaced(*rows))
+        self._told.enter_context(seen_in_parts())
         return super().__enter__()
 
     def __exit__(self, *error):

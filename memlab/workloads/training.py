@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.pytorch_utils import Conv1D
 
 from memlab import libraries, models
-from memlab.spec.recipe import QUANTIZED, Recipe
+from memlab.spec.recipe import BITSANDBYTES_OPTIMIZERS, QUANTIZED, TORCHAO_BLOCKS, Recipe
 from memlab.trace.quantized_weights import numel
 from memlab.workloads import quantized, sharding
+from memlab.workloads.losses import replace_loss
+from memlab.workloads.optimizers import make_optimizer
 
-LEARNING_RATE = 1e-5
 AUTOCAST = {"fp16-amp": torch.float16, "bf16-amp": torch.bfloat16}
 PURE = {"fp16": torch.float16, "bf16": torch.bfloat16}  # no fp32 copy of anything
 
@@ -38,7 +39,8 @@ class Training:
 
     Of a recipe with several ranks this is one; it joins their group (`memlab.workloads.sharding`).
 
-    Attributes: model (torch.nn.Module), optimizer (torch.optim.Optimizer), batches (a list of
+    Attributes: model (torch.nn.Module), optimizer (torch.optim.Optimizer, or
+    `memlab.workloads.optimizers.StepsInBackward`), batches (a list of
     `recipe.accumulation` dictionaries of int64 tensors, input_ids of shape
     [batch_size, seq_len]), scaler (torch.amp.GradScaler, at work for fp16-amp only).
     """
@@ -58,6 +60,7 @@ class Training:
                 quantized.quantize_base(self.model, recipe, *storage)
             if recipe.base == "half" or recipe.base in QUANTIZED and not recipe.upcast:
                 quantized.leave_in_fp32(self.model, recipe)
+        replace_loss(self.model, recipe)
         if not self._sharded:
             self.model.to(self.device)
         if recipe.base in QUANTIZED:
@@ -101,7 +104,9 @@ class Training:
         return losses
 
     def update(self) -> None:
-        """Clipping, the optimizer's step and zero_grad."""
+        """Clipping, the optimizer's step and zero_grad; nothing where the backward pass steps."""
+        if self.recipe.step_in_backward:
+            return
         if self.recipe.max_grad_norm:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.max_grad_norm)
@@ -256,10 +261,12 @@ def import_libraries(recipe: Recipe) -> None:
     Done before a simulation, because some packages make tensors when they are imported. Raises
     ValueError for one that is not installed.
     """
-    if recipe.optimizer.endswith("8bit") or recipe.base in QUANTIZED:
+    if recipe.optimizer in BITSANDBYTES_OPTIMIZERS or recipe.base in QUANTIZED:
         libraries.import_bitsandbytes(f"optimizer {recipe.optimizer}, base {recipe.base}")
     if recipe.lora_rank:
         import_peft()
+    if recipe.optimizer in TORCHAO_BLOCKS:
+        libraries.import_torchao(f"optimizer {recipe.optimizer}")
     if recipe.optimizer == "adafactor":
         libraries.import_quietly("transformers.optimization")  # with peft, if that is there
 
@@ -278,48 +285,6 @@ PEFT_TASKS = {
     "causal-lm": "CAUSAL_LM",
     "seq2seq-lm": "SEQ_2_SEQ_LM",
 }
-
-
-def make_optimizer(recipe: Recipe, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer that `recipe.optimizer` names, over the trainable parameters of `model`.
-
-    Raises ValueError for an 8-bit optimizer where bitsandbytes is not installed.
-    """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if recipe.optimizer.endswith("8bit"):
-        return _bitsandbytes_optimizer(recipe, parameters, model)
-    kind = torch.optim.AdamW
-    if recipe.optimizer == "adafactor":
-        from transformers.optimization import Adafactor
-
-        kind, settings = Adafactor, {"scale_parameter": False, "relative_step": False}
-    elif recipe.optimizer == "sgd":
-        kind, settings = torch.optim.SGD, {"momentum": 0.9, "foreach": True}
-    elif recipe.optimizer == "adamw_torch_fused":
-        settings = {"fused": True}
-    else:
-        settings = {"foreach": recipe.optimizer == "adamw_torch"}
-    return sharding.sharded_optimizer(recipe, parameters, kind, lr=LEARNING_RATE, **settings)
-
-
-def _bitsandbytes_optimizer(recipe, parameters, model):
-    bitsandbytes = libraries.import_bitsandbytes(recipe.optimizer)
-    kinds = {
-        "adamw_8bit": bitsandbytes.optim.AdamW8bit,
-        "paged_adamw_8bit": bitsandbytes.optim.PagedAdamW8bit,
-        "lion_8bit": bitsandbytes.optim.Lion8bit,
-    }
-    kind = kinds[recipe.optimizer]
-    optimizer = sharding.sharded_optimizer(recipe, parameters, kind, lr=LEARNING_RATE)
-    # The process's one manager would hand these overrides to later optimizers, by the position of
-    # the weight, and hold the model for ever: this optimizer gets a manager of its own.
-    manager = object.__new__(bitsandbytes.optim.GlobalOptimManager)
-    manager.initialize()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
-            manager.register_module_override(module, "weight", {"optim_bits": 32})
-    getattr(optimizer, "optim", optimizer).mng = manager  # a shared one has it do the work
-    return optimizer
 
 
 def make_batches(recipe: Recipe, config, device, seed: int = 0, rank: int = 0) -> list[dict]:

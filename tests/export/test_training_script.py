@@ -78,6 +78,12 @@ KINDS = [
     ("qwen2.5-0.5b", {"lora_rank": 4, "base": "half", "precision": "bf16-amp"}, ["trainer"]),
     ("bert-large", {"task": "masked-lm", "padded": True, "attention": "sdpa"}, ["accelerate"]),
     ("qwen2.5-0.5b", EVERYTHING, APIS),
+    ("gpt2", {"precision": "bf16", "optimizer": "adamw_torch_8bit"}, ["trainer"]),
+    ("gpt2", {"precision": "bf16-amp", "optimizer": "adamw_torch_4bit"}, ["accelerate"]),
+    ("gpt2", {"step_in_backward": True, "optimizer": "adafactor"}, ["accelerate"]),
+    ("gpt2", {"step_in_backward": True, "optimizer": "adamw_8bit", "freeze": 1}, ["accelerate"]),
+    ("qwen2.5-0.5b", {"loss": "chunked", "precision": "bf16", "padded": True}, ["accelerate"]),
+    ("qwen2.5-0.5b", {"loss": "linear_cross_entropy", "lora_rank": 4}, ["accelerate"]),
 ]
 CASES = [(model, changes, api) for model, changes, apis in KINDS for api in apis]
 
@@ -225,6 +231,8 @@ def test_a_config_file_stands_for_its_folder(saved):
         (Recipe("gpt2-tiny", seq_len=16), "trainer", "model is 'gpt2-tiny'"),
         (Recipe("gpt2"), "lightning", "api is 'lightning': allowed are trainer, accelerate"),
         (Recipe("gpt2", set_to_none=False), "trainer", "set_to_none is False"),
+        (Recipe("gpt2", loss="chunked"), "trainer", "loss is 'chunked'"),
+        (Recipe("gpt2", step_in_backward=True), "trainer", "step_in_backward is True"),
         (Recipe("gpt2", lora_rank=4, base="nf4", block_size=128), "trainer", "block_size is 128"),
         (Recipe("t5-3b", precision="fp16"), "accelerate", "leaves wo of t5-3b in fp32"),
         (Recipe("bert-base", freeze="decoder"), "trainer", "freeze holds 'decoder'"),
@@ -253,6 +261,11 @@ def test_only_a_recipe_that_asks_for_it_casts_what_is_not_quantized(api):
     assert "prepare_model_for_kbit_training" in training_script(recipe, api)
     script = training_script(recipe.but(upcast=False), api)
     assert "prepare_model" not in script and ".float()" not in script
+
+
+def test_the_pip_line_of_torchaos_optimizers_names_it():
+    command = pip_line(Recipe("gpt2", optimizer="adamw_torch_4bit"))
+    assert "torchao" in command and "bitsandbytes" not in command
 
 
 def test_every_optimizer_of_a_recipe_has_its_line():

@@ -1,0 +1,79 @@
+"""Which fields of a recipe go together: errors in one line, of what cannot be trained so."""
+
+from __future__ import annotations
+
+import torch
+
+from memlab.spec.logits import unlike_product
+from memlab.spec.recipe import FULLY_SHARDED, SHARDED_OPTIMIZERS, TORCHAO_BLOCKS, Recipe
+
+
+def check_ranks(recipe: Recipe) -> None:
+    """Raise ValueError where ranks cannot train so."""
+    if recipe.sharding == "ddp":
+        return
+    if recipe.ranks == 1:
+        raise ValueError(
+            f"sharding is {recipe.sharding!r} and ranks is 1: one rank has nothing to split, "
+            "allowed are whole numbers from 2"
+        )
+    if recipe.base == "int8" and recipe.sharding in FULLY_SHARDED:
+        raise ValueError(
+            f"base is 'int8' and sharding is {recipe.sharding!r}: bitsandbytes' 8-bit layers "
+            "cannot be split, allowed are none, half, nf4, fp4, or sharding ddp or zero1"
+        )
+    if recipe.optimizer not in SHARDED_OPTIMIZERS and recipe.sharding in FULLY_SHARDED:
+        raise ValueError(
+            f"optimizer is {recipe.optimizer!r} and sharding is {recipe.sharding!r}: it takes no "
+            f"parts of weights, allowed are {', '.join(SHARDED_OPTIMIZERS)}, or sharding ddp "
+            "or zero1"
+        )
+    if recipe.optimizer in TORCHAO_BLOCKS:
+        raise ValueError(
+            f"optimizer is {recipe.optimizer!r} and sharding is {recipe.sharding!r}: torchao's "
+            "states are not simulated in parts, allowed is sharding ddp"
+        )
+
+
+def check_step_in_backward(recipe: Recipe) -> None:
+    """Raise ValueError where a step cannot come with the gradient of each parameter."""
+    if not recipe.step_in_backward:
+        return
+    for name, allowed, why in (
+        ("accumulation", 1, "a gradient is stepped before another could be added"),
+        ("max_grad_norm", 0, "there is no moment with all gradients, whose norm could be taken"),
+        ("ranks", 1, "a gradient is stepped before ranks could reduce it"),
+        ("set_to_none", True, "the step frees each gradient"),
+    ):
+        value = getattr(recipe, name)
+        if value != allowed:
+            raise ValueError(
+                f"step_in_backward is True and {name} is {value!r}: {why}, allowed is {allowed}"
+            )
+    if recipe.precision == "fp16-amp":
+        raise ValueError(
+            "step_in_backward is True and precision is 'fp16-amp': the gradient scaler looks at "
+            "all gradients before a step, allowed are fp32, bf16-amp, fp16, bf16"
+        )
+
+
+def check_loss(recipe: Recipe) -> None:
+    """Raise ValueError where a model's loss cannot be computed in parts."""
+    if recipe.loss == "whole":
+        return
+    if recipe.task != "causal-lm":
+        raise ValueError(
+            f"loss is {recipe.loss!r} and task is {recipe.task!r}: logits are computed in parts of "
+            "a causal-lm only, allowed is whole"
+        )
+    if not hasattr(torch.nn.functional, recipe.loss) and recipe.loss != "chunked":
+        raise ValueError(
+            f"loss is {recipe.loss!r}: torch.nn.functional has it from PyTorch 2.13, here is "
+            f"{torch.__version__}; allowed are whole, chunked"
+        )
+    unlike = unlike_product(recipe.model)
+    if unlike:
+        raise ValueError(
+            f"loss is {recipe.loss!r}: {recipe.model_name} cannot compute it in parts, {unlike}; "
+            "allowed is whole"
+        )

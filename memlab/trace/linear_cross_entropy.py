@@ -1,0 +1,57 @@
+"""torch.nn.functional.linear_cross_entropy, as the products and buffers that it is made of.
+
+To PyTorch's dispatcher it is one operator, which shows what it gives and hides what it takes while
+it runs. It is written in Python (torch/nn/modules/linear_cross_entropy.py), and that code runs here
+where a tracer sees it, on the same tensors in the same order.
+"""
+
+import contextlib
+import warnings
+
+import torch
+
+try:
+    from torch.nn.modules import linear_cross_entropy as _module
+except ImportError:  # before PyTorch 2.13
+    _module = None
+
+KEYS = ("AutogradCPU", "AutogradCUDA")
+
+
+class _InParts(torch.autograd.Function):
+    """The operator, with PyTorch's own forward pass, backward pass and what it keeps.
+
+    As there (torch/_library/autograd.py), the backward pass is given zeros for the gradients of the
+    other results, which are the gradients of input and weight themselves.
+    """
+
+    @staticmethod
+    def forward(*inputs):
+        *given, _, of_input, of_weight, of_bias = inputs
+        accumulate = _module._linear_cross_entropy_batch_chunked_accumulator
+        return accumulate(*given, of_input, of_weight, of_bias)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _module._linear_cross_entropy_batch_chunked_setup_context(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return _module._linear_cross_entropy_batch_chunked_backward(ctx, *grads)
+
+
+@contextlib.contextmanager
+def seen_in_parts():
+    """Let the operator run where modes see what it does."""
+    if _module is None:
+        yield
+        return
+    library = torch.library.Library("torch_nn", "IMPL")
+    with warnings.catch_warnings():  # that there was a kernel
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        for key in KEYS:
+            library.impl("_linear_cross_entropy_batch_chunked", lambda *a: _InParts.apply(*a), key)
+    try:
+        yield
+    finally:
+        library._destroy()

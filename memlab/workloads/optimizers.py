@@ -1,0 +1,96 @@
+"""The optimizer that a recipe names, for all trained parameters together or for each by itself."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from memlab import libraries
+from memlab.spec.recipe import BITSANDBYTES_OPTIMIZERS, TORCHAO_BLOCKS, Recipe
+from memlab.workloads import sharding
+
+LEARNING_RATE = 1e-5
+
+
+class StepsInBackward:
+    """An optimizer for each parameter, which steps in the backward pass.
+
+    As PyTorch's tutorial "How to save memory by fusing the optimizer step into the backward pass"
+    and torchtune's `optimizer_in_bwd` have it: as soon as a gradient is there its parameter is
+    stepped, and the gradient is freed.
+
+    parameters: those that are trained. make: gives an optimizer of a list of parameters.
+    """
+
+    def __init__(self, parameters, make):
+        self._optimizers = {parameter: make([parameter]) for parameter in parameters}
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._step)
+
+    def _step(self, parameter) -> None:
+        self._optimizers[parameter].step()
+        self._optimizers[parameter].zero_grad()
+
+    @property
+    def param_groups(self) -> list[dict]:
+        """The groups of all optimizers."""
+        return [group for one in self._optimizers.values() for group in one.param_groups]
+
+    @property
+    def state(self) -> dict:
+        """Parameter -> its states."""
+        return {p: state for one in self._optimizers.values() for p, state in one.state.items()}
+
+
+def make_optimizer(recipe: Recipe, model: torch.nn.Module):
+    """The optimizer that `recipe.optimizer` names, over the trainable parameters of `model`.
+
+    Raises ValueError for an 8-bit optimizer where its package is not installed.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if recipe.step_in_backward:
+        return StepsInBackward(parameters, functools.partial(_optimizer_of, recipe))
+    embeddings = [one for one in model.modules() if isinstance(one, torch.nn.Embedding)]
+    return _optimizer_of(recipe, parameters, embeddings)
+
+
+def _optimizer_of(recipe: Recipe, parameters, embeddings=()) -> torch.optim.Optimizer:
+    """embeddings: modules whose weights have states in 32 bit with an optimizer of 8 bits."""
+    if recipe.optimizer in BITSANDBYTES_OPTIMIZERS:
+        return _bitsandbytes_optimizer(recipe, parameters, embeddings)
+    kind, settings = torch.optim.AdamW, {}
+    if recipe.optimizer == "adafactor":
+        from transformers.optimization import Adafactor
+
+        kind, settings = Adafactor, {"scale_parameter": False, "relative_step": False}
+    elif recipe.optimizer in TORCHAO_BLOCKS:
+        torchao = libraries.import_torchao(f"optimizer {recipe.optimizer}")
+        eight = recipe.optimizer == "adamw_torch_8bit"
+        kind = torchao.AdamW8bit if eight else torchao.AdamW4bit
+    elif recipe.optimizer == "sgd":
+        kind, settings = torch.optim.SGD, {"momentum": 0.9, "foreach": True}
+    elif recipe.optimizer == "adamw_torch_fused":
+        settings = {"fused": True}
+    else:
+        settings = {"foreach": recipe.optimizer == "adamw_torch"}
+    return sharding.sharded_optimizer(recipe, parameters, kind, lr=LEARNING_RATE, **settings)
+
+
+def _bitsandbytes_optimizer(recipe, parameters, embeddings):
+    bitsandbytes = libraries.import_bitsandbytes(recipe.optimizer)
+    kinds = {
+        "adamw_8bit": bitsandbytes.optim.AdamW8bit,
+        "paged_adamw_8bit": bitsandbytes.optim.PagedAdamW8bit,
+        "lion_8bit": bitsandbytes.optim.Lion8bit,
+    }
+    kind = kinds[recipe.optimizer]
+    optimizer = sharding.sharded_optimizer(recipe, parameters, kind, lr=LEARNING_RATE)
+    # The process's one manager would hand these overrides to later optimizers, by the position of
+    # the weight, and hold the model for ever: this optimizer gets a manager of its own.
+    manager = object.__new__(bitsandbytes.optim.GlobalOptimManager)
+    manager.initialize()
+    for module in embeddings:
+        manager.register_module_override(module, "weight", {"optim_bits": 32})
+    getattr(optimizer, "optim", optimizer).mng = manager  # a shared one has it do the work
+    return optimizer

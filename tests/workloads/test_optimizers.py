@@ -1,0 +1,161 @@
+"""Steps in the backward pass: the same parameters, and no gradients to keep."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+from helpers import assert_as_on_the_cpu, on_the_cpu, one_line
+
+from memlab import Recipe, SimulatedGPU, fits, formula, largest, measure, simulate
+from memlab.card.kernels.rules import RULES
+from memlab.workloads.training import Training
+
+TINY = Recipe("gpt2-tiny", batch_size=2, seq_len=32)
+
+
+def trained(recipe):
+    training = Training(recipe)
+    training.model.eval()
+    for _ in range(2):
+        training.step()
+    assert all(p.grad is None for p in training.model.parameters())
+    return list(training.model.parameters())
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        TINY,
+        TINY.but(optimizer="adamw_torch_fused", checkpointing=True, loss="chunked"),
+        TINY.but(optimizer="sgd", checkpointing="reentrant"),
+        TINY.but(optimizer="adafactor", lora_rank=4),
+    ],
+    ids=str,
+)
+def test_parameters_are_those_of_a_step_afterwards(recipe):
+    after, inside = trained(recipe), trained(recipe.but(step_in_backward=True))
+    torch.testing.assert_close(inside, after)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_torch_loop", "adafactor"])
+def test_a_cards_bytes_are_those_of_a_real_run(optimizer):
+    recipe = TINY.but(optimizer=optimizer, step_in_backward=True, batch_size=4, seq_len=64)
+
+    def two_steps(device, built_in=None):
+        training = Training(recipe, device, built_in=built_in)
+        training.model.eval()  # dropout's masks are narrower on a card
+        for _ in range(2):
+            training.step()
+        return training
+
+    real, _ = on_the_cpu(lambda: two_steps("cpu"))
+    with SimulatedGPU(rules=frozenset(RULES) - {"softmax backward"}) as gpu:
+        two_steps(gpu.device, gpu.device)
+    assert_as_on_the_cpu(gpu.footprint, real)
+
+
+def test_gradients_are_no_longer_all_there():
+    recipe = Recipe("llama-3.2-1b", seq_len=128, precision="bf16", optimizer="adamw_torch_fused")
+    after, inside = simulate(recipe, "H100"), simulate(recipe.but(step_in_backward=True), "H100")
+    assert after.breakdown["optimizer_states"] == inside.breakdown["optimizer_states"]
+    # All but that of the tied embedding and head, the largest, which comes last.
+    table = 128_256 * 2048 * 2
+    gradients = after.parameters * 2
+    assert after.peak_allocated - inside.peak_allocated > gradients - 2 * table
+    # A step does the same work at another time: the time of the step has all of it.
+    assert inside.step_seconds.flops == after.step_seconds.flops
+    assert inside.step_seconds.expected == pytest.approx(after.step_seconds.expected, rel=0.1)
+
+
+def test_measured_states_are_the_simulated():
+    recipe = TINY.but(step_in_backward=True, optimizer="adamw_torch_fused")
+    real, simulated = measure(recipe, "cpu", steps=1).footprint, simulate(recipe)
+    for category in ("parameters", "optimizer_states"):
+        assert simulated.breakdown[category] == real.breakdown[category]
+
+
+TORCHAO = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="it is not here")
+
+
+@TORCHAO
+@pytest.mark.parametrize(("optimizer", "bits"), [("adamw_torch_8bit", 8), ("adamw_torch_4bit", 4)])
+def test_torchaos_states_are_those_of_a_real_run(optimizer, bits, monkeypatch):
+    recipe = TINY.but(optimizer=optimizer, precision="bf16")
+    simulated = simulate(recipe)
+    assert any("torchao's compiled step" in one for one in simulated.assumptions)
+    # What is compiled for this CPU, in a minute, has the same states.
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
+    real = measure(recipe, "cpu", steps=1).footprint
+    weights = len(list(Training(recipe).model.parameters()))
+    on_host = 4 * weights  # counts of steps
+    states = simulated.breakdown["optimizer_states"]
+    assert real.breakdown["optimizer_states"] - on_host == states
+    assert states == pytest.approx(simulated.parameters * bits / 8 * 2, rel=0.1)
+
+
+@TORCHAO
+def test_torchaos_step_trains(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
+    whole, inside = (
+        trained(TINY.but(optimizer="adamw_torch_8bit", step_in_backward=choice))
+        for choice in (False, True)
+    )
+    torch.testing.assert_close(inside, whole)
+    untrained = Training(TINY).model.parameters()
+    assert not all(map(torch.equal, whole, untrained))
+
+
+@TORCHAO
+def test_torchaos_states_have_a_trace():
+    recipe = Recipe("llama-3.2-1b", seq_len=256, precision="bf16", optimizer="adamw_torch_4bit")
+    quick, whole = formula(recipe, "L4"), simulate(recipe, "L4")
+    assert quick.peak_allocated == pytest.approx(whole.peak_allocated, rel=0.01)
+    assert quick.breakdown["optimizer_states"] == pytest.approx(
+        whole.breakdown["optimizer_states"], rel=1e-3
+    )
+    assert set(quick.assumptions) == set(whole.assumptions)
+
+
+def test_without_torchao_its_optimizers_are_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ValueError) as error:
+        simulate(TINY.but(optimizer="adamw_torch_8bit"))
+    assert "adamw_torch_8bit needs the package torchao" in one_line(error)
+    with pytest.raises(ValueError) as error:
+        TINY.but(optimizer="adamw_torch_8bit", ranks=2, sharding="zero1")
+    assert "allowed is sharding ddp" in one_line(error)
+
+
+def test_each_size_is_run():
+    recipe = TINY.but(step_in_backward=True)
+    assert fits(recipe, "T4")
+    found = largest(recipe.but(seq_len=1024), 2**30)
+    assert found.value > 1 and not fits(found.recipe.but(batch_size=found.next), 2**30)
+    with pytest.raises(ValueError) as error:
+        formula(recipe)
+    assert "step_in_backward=True" in one_line(error)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"accumulation": 2},
+        {"max_grad_norm": 1.0},
+        {"precision": "fp16-amp"},
+        {"ranks": 2},
+        {"set_to_none": False},
+    ],
+    ids=str,
+)
+def test_what_needs_all_gradients_is_refused(changes):
+    with pytest.raises(ValueError) as error:
+        TINY.but(step_in_backward=True, **changes)
+    ((name, value),) = changes.items()
+    assert one_line(error).startswith(f"step_in_backward is True and {name} is {value!r}: ")
+
+
+def test_the_trainer_steps_afterwards():
+    with pytest.raises(ValueError) as error:
+        TINY.but(step_in_backward=True).training_arguments()
+    assert "step_in_backward is True" in one_line(error)
