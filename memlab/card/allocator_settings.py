@@ -3,8 +3,8 @@
 import os
 import re
 
-# The older name counts where the other is not set, as in c10/core/AllocatorConfig.h.
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+# The first that is set counts, alone: so does PyTorch 2.13 (c10/core/AllocatorConfig.cpp).
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 CALL = "torch.cuda.memory._set_allocator_settings"
 
 
