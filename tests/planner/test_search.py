@@ -121,7 +121,8 @@ def test_a_shorter_sequence_is_a_remedy():
 
 
 def test_segments_that_grow_are_asked_for_with_the_question():
-    answer = plan("gpt2-tiny", "T4", ways="full", expandable_segments=True, **SMALL)
+    question = {"ways": "full", "seq_len": 512, "effective_batch": 32}
+    answer = plan("gpt2-tiny", "T4", expandable_segments=True, **question)
     option = answer.fastest
     assert option.recipe.expandable_segments and option.simulated
     assert option.needed == fits(option.recipe, "T4").needed
