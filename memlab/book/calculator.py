@@ -123,6 +123,11 @@ class Calculator(Panel):
                 f"ranks is {self.recipe.ranks}: a calculator is of one card, allowed is 1; "
                 "simulate knows more"
             )
+        if self.recipe.expandable_segments:
+            raise ValueError(
+                "expandable_segments is True: a calculator has the allocator's default settings, "
+                "allowed is False; simulate knows more"
+            )
         if not is_kept(self.recipe, self.card):
             raise ValueError(f"no trace is kept of {self.recipe} on {self.card.name}: simulate it")
         own = {name: getattr(self.recipe, name) for name in PLAIN}

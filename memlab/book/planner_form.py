@@ -54,6 +54,8 @@ class Planner(Live):
             words += ["--task", asked.task]
         if not asked.keep_quality:
             words.append("--any-quality")
+        if asked.expandable_segments:
+            words.append("--expandable-segments")
         # A script is for one card.
         return shlex.join([*words, *(["--script", "train.py"] if asked.ranks == 1 else [])])
 

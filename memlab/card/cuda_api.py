@@ -15,6 +15,7 @@ import torch
 from transformers.utils import import_utils
 
 from memlab.card import cuda_build
+from memlab.card.allocator_settings import AllocatorSettings
 from memlab.card.cuda_build import DeviceProperties
 from memlab.card.kernels import torchao
 from memlab.card.placement import ONE_CARD, NotSimulated, is_cuda_device
@@ -27,7 +28,6 @@ NOT_SIMULATED = {
     "torch.cuda.MemPool": "the simulation follows one memory pool",
     "torch.cuda.ExternalStream": "the simulation follows PyTorch's own streams",
     "torch.cuda.memory.change_current_allocator": "the simulation is of PyTorch's own allocator",
-    "torch.cuda.memory._set_allocator_settings": "the allocator has its default settings",
     "torch.cuda.memory.set_per_process_memory_fraction": "give SimulatedGPU the bytes instead",
     "torch.cuda.utilization": "there is no time here",
     "torch.cuda.temperature": "there is no time here",
@@ -40,12 +40,14 @@ NOT_SIMULATED = {
 
 
 @contextlib.contextmanager
-def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False):
+def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False, reads_environment=True):
     """Let `torch.cuda` and `torch.accelerator` speak of the card that `tracer` simulates.
 
     snapshot: a function that gives what `torch.cuda.memory._snapshot()` gives. ranks: how many
     cards the machine has. compile_eagerly: whether what would be compiled runs as it is.
+    reads_environment: whether the environment says how the allocator is set.
     """
+    settings = AllocatorSettings(tracer, reads_environment)
     with contextlib.ExitStack() as stack:
         for target, answers in (
             (torch.autograd.profiler.profile, {"__init__": _profile(tracer.assumptions)}),
@@ -53,7 +55,7 @@ def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False):
             (torch.cuda.memory, {"mem_get_info": _free_and_total(tracer)}),
             *cuda_build.answers(tracer.gpu),
             (torch._C, _of_the_driver(tracer, snapshot, ranks)),
-            (torch._C, _of_the_accelerator(tracer)),
+            (torch._C, _of_the_accelerator(tracer, settings)),
             (torch, {"compile": _compile(tracer, compile_eagerly), "Generator": Generator}),
             # Recurrent layers run as PyTorch's own operations.
             (torch.backends.cudnn, {"is_acceptable": lambda tensor: False}),
@@ -117,7 +119,7 @@ def _of_the_driver(tracer, snapshot, ranks) -> dict:
     }
 
 
-def _of_the_accelerator(tracer) -> dict:
+def _of_the_accelerator(tracer, settings) -> dict:
     """What `torch.accelerator` asks."""
     memory = tracer.allocator
     return {
@@ -131,6 +133,8 @@ def _of_the_accelerator(tracer) -> dict:
         "_accelerator_getDeviceStats": lambda device: memory.stats(),
         "_accelerator_resetPeakStats": lambda device: tracer.reset_peak(),
         "_accelerator_resetAccumulatedStats": lambda device: memory.reset_accumulated_stats(),
+        "_accelerator_setAllocatorSettings": settings.change,
+        "_accelerator_getAllocatorSettings": settings.last,
         "_accelerator_getMemoryInfo": lambda device: memory.free_and_total(),
     }
 

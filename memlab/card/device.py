@@ -85,8 +85,9 @@ class SimulatedGPU:
     - Several sequences packed into one row are told apart where their position_ids are known.
 
     What else it assumes: a stream waits for no other, and what another stream has used
-    (`record_stream`) is free at once; the allocator's default settings; no other process on the
-    card, and nothing of NCCL's own. Weights of a checkpoint are read one after the other, where
+    (`record_stream`) is free at once; the allocator's default settings, but for
+    `expandable_segments` in PYTORCH_ALLOC_CONF or set while the program runs; no other process on
+    the card, and nothing of NCCL's own. Weights of a checkpoint are read one after the other, where
     transformers takes four threads unless it quantizes them. Recurrent layers run as PyTorch's own
     operations, where a card may take a kernel of cuDNN's; what cuDNN takes for itself in a
     convolution is not counted.
@@ -97,7 +98,7 @@ class SimulatedGPU:
     """
 
     entered = False  # one card at a time
-    imports_bitsandbytes = True
+    imports_bitsandbytes = reads_environment = True
 
     def __init__(
         self,
@@ -133,7 +134,13 @@ class SimulatedGPU:
                 moves.threads_come_along(tracer.mode, tracer, names),
                 bitsandbytes.paged_states(tracer.zeros_on_host),
                 cuda_kernels(self.gpu, tracer.rules, tracer.met_rules),
-                cuda_api.cuda_answers(tracer, self.snapshot, self.ranks, self.compile_eagerly),
+                cuda_api.cuda_answers(
+                    tracer,
+                    self.snapshot,
+                    self.ranks,
+                    self.compile_eagerly,
+                    self.reads_environment,
+                ),
                 rank_of(tracer, self.ranks),
                 triton.nothing_is_compiled(tracer.assumptions),
                 checkpoints.checkpoints(),

@@ -70,14 +70,19 @@ def loaded_weights(tracer: CardTracer, training) -> list[tuple[int, WeightLoaded
     return marks
 
 
-def reserved_range(log: Log, capacity: int | None, total: int | None) -> tuple[int, int]:
+def reserved_range(
+    log: Log, capacity: int | None, total: int | None, expandable_segments: bool = False
+) -> tuple[int, int]:
     """The lowest and the highest peak reserved of a step, in bytes, over the ways of loading.
 
     log: of a recipe with a quantized base. capacity: bytes that the allocator can have; where a
     way of loading runs out of them, they are its peak. total: the card's bytes. None for both
-    means no limit.
+    means no limit. expandable_segments: as of a recipe.
     """
-    peaks = [peak_reserved(events, capacity) or capacity for events in ways(log, total)]
+    peaks = [
+        peak_reserved(events, capacity, expandable_segments, total) or capacity
+        for events in ways(log, total)
+    ]
     return min(peaks), max(peaks)
 
 
@@ -103,9 +108,18 @@ def loaded_by_transformers(log: Log, total: int | None = None) -> list[Event]:
     return today
 
 
-def peak_reserved(events: list[Event], capacity: int | None = None) -> int | None:
-    """The peak reserved since RESET; None where the allocator runs out of memory."""
-    allocator, addresses, peak = CachingAllocator(capacity, statistics=False), {}, 0
+def peak_reserved(
+    events: Iterable[Event],
+    capacity: int | None = None,
+    expandable_segments: bool = False,
+    total: int | None = None,
+) -> int | None:
+    """The peak reserved since RESET; None where the allocator runs out of memory.
+
+    total: the card's bytes, as for `CachingAllocator`.
+    """
+    allocator = CachingAllocator(capacity, False, expandable_segments, total)
+    addresses, peak = {}, 0
     try:
         for which, step in events:
             if type(step) is Alloc:

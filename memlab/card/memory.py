@@ -13,10 +13,15 @@ from memlab.trace.log import Log
 
 
 class CardMemory(CachingAllocator):
-    """The allocator of one card, whose context is not its to give."""
+    """The allocator of one card, whose context is not its to give.
 
-    def __init__(self, gpu: GPU, statistics: bool = True):
-        super().__init__(gpu.usable, statistics)
+    before_first: called before memory is taken from the card for the first time, or None.
+    """
+
+    before_first = None
+
+    def __init__(self, gpu: GPU, statistics: bool = True, expandable_segments: bool = False):
+        super().__init__(gpu.usable, statistics, expandable_segments, gpu.total_memory)
         self.gpu = gpu
 
     def allocate(self, nbytes: int, stream: int = 0) -> int:
@@ -31,6 +36,11 @@ class CardMemory(CachingAllocator):
         if self.gpu.total_memory is None:
             raise ValueError("mem_get_info needs a card with a limit: this simulation has none")
         return self.gpu.usable - self.reserved, self.gpu.total_memory
+
+    def _new_block(self, size, small, stream):
+        if self.before_first:
+            self.before_first()
+        return super()._new_block(size, small, stream)
 
     def _message(self, segment) -> str:
         """PyTorch's words: c10/cuda/CUDACachingAllocator.cpp."""

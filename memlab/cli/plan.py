@@ -24,6 +24,8 @@ def add_to(commands) -> None:
     add("--task", help=told["task"].metadata["help"])
     add("--ranks", type=int, default=1, help="cards of that kind that train together")
     add("--link", help=LINK)
+    grow = told["expandable_segments"].metadata["help"]
+    add("--expandable-segments", action="store_true", help=grow)
     add("--margin", type=float, help="share of what is predicted to keep free; 0.05 if none is")
     add("--script", metavar="FILE", help="writes a training script of the fastest")
     add("--api", default="trainer", help="of the script: trainer or accelerate")
@@ -36,7 +38,8 @@ def run(options) -> dict:
     from memlab.planner.search import plan
 
     fields = ("seq_len", "effective_batch", "ways", "precisions", "keep_quality", "lora_rank")
-    asked = {name: getattr(options, name) for name in (*fields, "task", "ranks", "link")}
+    others = "ranks", "link", "expandable_segments"
+    asked = {name: getattr(options, name) for name in (*fields, "task", *others)}
     if options.margin is not None:
         asked["margin"] = options.margin
     if options.script:

@@ -19,6 +19,8 @@ from memlab.fields import whole, wrong
 from memlab.spec.recipe import FULLY_SHARDED, Recipe
 from memlab.workloads.sharding import layers_of
 
+SEGMENTS = "PYTORCH_ALLOC_CONF=expandable_segments:True"  # of recipes that have them
+
 
 class RanksFailed(RuntimeError):
     """A rank ended with an error, or not all of them ended in time."""
@@ -154,6 +156,7 @@ accelerate launch \\
     --main_process_ip $first --main_process_port $port \\
     {shlex.quote(script)}"""
         start = f"bash -c {shlex.quote(launch)}"
+    grow = f"export {SEGMENTS}\n" if recipe.expandable_segments else ""
     return f"""\
 #!/bin/bash
 #SBATCH --nodes={machines}
@@ -161,7 +164,7 @@ accelerate launch \\
 #SBATCH --gpus-per-node={each}
 #SBATCH --time={hours:02}:00:00
 
-export first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+{grow}export first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export port=$((20000 + SLURM_JOB_ID % 20000))
 srun {start}
 """

@@ -126,6 +126,15 @@ OPTIMIZERS = {
     ),
 }
 
+# Before torch is imported, as PyTorch's documentation asks for.
+SEGMENTS = """\
+import os
+
+# Segments of PyTorch's allocator grow where they are; it is read when CUDA starts.
+os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+"""
+
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("memlab.export", ""),
     trim_blocks=True,
@@ -169,7 +178,8 @@ def training_script(recipe: Recipe, api: str = "trainer") -> str:
     values = _values(recipe, api)
     body = _TEMPLATES.get_template("script.jinja").render(values)
     library = "transformers' Trainer" if api == "trainer" else "Accelerate"
-    return f'"""Trains a model on one GPU with {library}."""\n\n{_imports(body)}\n\n{body}'
+    first = SEGMENTS if recipe.expandable_segments else ""
+    return f'"""Trains a model on one GPU with {library}."""\n\n{first}{_imports(body)}\n\n{body}'
 
 
 def pip_line(recipe: Recipe, api: str = "trainer") -> str:

@@ -66,6 +66,7 @@ class Estimates:
             "max_grad_norm": CLIPPING,
             "ranks": asked.ranks,
             "sharding": one.sharding,
+            "expandable_segments": asked.expandable_segments,
         }
         if one.way != "full":
             values["lora_rank"] = asked.lora_rank

@@ -24,7 +24,8 @@ STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES)
 class Question:
     """What is to be trained, and what may change.
 
-    model, task, seq_len, lora_rank, ranks: as in `Recipe`; link: between ranks, as in `simulate`.
+    model, task, seq_len, lora_rank, ranks, expandable_segments: as in `Recipe`; link: between
+    ranks, as in `simulate`.
     effective_batch: sequences of one optimizer step, of all ranks together. ways: of `WAYS`, first
     the one that the reader would start with. precisions: those of `Recipe` that may be taken, None
     for those that the card is made for. keep_quality: without what may train worse: weights that
@@ -41,6 +42,7 @@ class Question:
     task: str | None = None
     ranks: int = 1
     link: str | None = None
+    expandable_segments: bool = False
 
     def __post_init__(self):
         for name in ("ways", "precisions"):
@@ -58,6 +60,7 @@ class Question:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise wrong(name, value, "whole numbers from 1")
+        one_of("expandable_segments", self.expandable_segments, (True, False))
         if self.effective_batch % self.ranks:
             what = f"with ranks {self.ranks} multiples of it"
             raise wrong("effective_batch", self.effective_batch, what)

@@ -9,6 +9,7 @@ leaves. Sums over them are the peak of any model and any sizes of the same struc
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -20,24 +21,16 @@ from memlab.card.step_time import PHASES, Columns, step_time
 from memlab.footprint import Category, Footprint, Phase
 from memlab.gpus import GPU, find_gpu
 from memlab.predict import formula_ranks
+from memlab.predict.formula_blocks import blocks_of, rests_of, without_reuse
 from memlab.predict.run import refuse_format
 from memlab.predict.shipped import Shipped
 from memlab.predict.store import Kept
 from memlab.predict.structure import structures
 from memlab.predict.traces import keys_of, last_used, traces_of_any_release, usual_sizes
 from memlab.spec.recipe import Recipe
-from memlab.trace.allocator import (
-    LARGE_ROUND,
-    MEDIUM_REQUEST,
-    MEDIUM_SEGMENT,
-    MIN_BLOCK,
-    SMALL_REQUEST,
-    SMALL_SEGMENT,
-)
 from memlab.trace.moments import from_none
 from memlab.trace.symbols import Term, TermTable, factors_of
 from memlab.trace.trace import Half
-from memlab.units import round_up
 from memlab.workloads.quantized import assumed
 
 NOTHING = Term(0, 1, ())
@@ -259,17 +252,19 @@ def _evaluate(recipe, table: Tables, sizes, patterns, card, link, assumptions) -
     tensors = np.ceil(terms[table.tensors] / table.items) * table.items
     elements = np.round(terms[term.astype(int)])
     counts = table.once + patterns * table.each
-    blocks, made, divided = _blocks(tensors), 0, None
+    grow = recipe.expandable_segments
+    as_blocks = functools.partial(blocks_of, grow=grow)
+    blocks, made, divided = as_blocks(tensors), 0, None
     if recipe.ranks > 1:
         weights = np.array([elements, numbers, trained])
-        divided = formula_ranks.divide(recipe, table, tensors, patterns, weights, _blocks)
+        divided = formula_ranks.divide(recipe, table, tensors, patterns, weights, as_blocks)
         # A tensor may be whole at one moment, and a rank's part of it at another.
         counts = np.hstack([divided.whole, divided.parts])
         tensors = np.concatenate([tensors, divided.sizes])
-        blocks, made = _blocks(tensors), divided.sums + divided.gathered
+        blocks, made = as_blocks(tensors), divided.sums + divided.gathered
     allocated = counts @ blocks + made
     worst = int(allocated.argmax())
-    peak = int(allocated[worst]) + _rests(blocks, counts[worst])
+    peak = int(allocated[worst]) + (0 if grow else rests_of(blocks, counts[worst]))
     breakdown = dict.fromkeys(Category, 0)
     for category, size, count in zip(
         table.categories * (1 if divided is None else 2), tensors, counts[worst], strict=True
@@ -291,7 +286,7 @@ def _evaluate(recipe, table: Tables, sizes, patterns, card, link, assumptions) -
     return Footprint(
         peak_allocated=peak,
         peak_reserved=None,
-        reserved_range=(peak, max(peak, _without_reuse(blocks, counts) + int(np.max(made)))),
+        reserved_range=(peak, max(peak, without_reuse(blocks, counts, grow) + int(np.max(made)))),
         breakdown=breakdown,
         peak_phase=table.phases[worst],
         context=card.context,
@@ -337,64 +332,6 @@ def _with_ranks(columns: Columns, divided: formula_ranks.RankTables) -> Columns:
         np.append(columns.times, times),
         np.append(np.zeros(len(columns.of)), sent),
     )
-
-
-def _without_reuse(blocks, counts) -> int:
-    """Bytes of the segments if every size of block had its own: the most of each, summed up.
-
-    And one more of the largest that come and go: a smaller tensor splits the free block of one,
-    and the next finds it too small.
-    """
-    sizes, which = np.unique(blocks, return_inverse=True)
-    of_each = counts @ (which[:, None] == np.arange(len(sizes)))
-    held = of_each.max(axis=0)
-    small, large = sizes <= SMALL_REQUEST, sizes >= MEDIUM_REQUEST
-    come_and_go = large & (of_each.min(axis=0) < held)
-    reserved = round_up(int((sizes * come_and_go).max(initial=0)), LARGE_ROUND)
-    for sizes_of_pool, segment in (
-        (sizes * small, SMALL_SEGMENT),
-        (sizes * (~small & ~large), MEDIUM_SEGMENT),
-        (round_up(sizes, LARGE_ROUND) * large, LARGE_ROUND),
-    ):
-        reserved += round_up(int(held @ sizes_of_pool), segment)
-    return reserved
-
-
-def _rests(blocks, counts) -> int:
-    """Bytes that are left of segments which several blocks share, and stay with the last of them.
-
-    The allocator does not split off a rest of up to 1 MiB. In a model whose weights take 1.125 MiB
-    each, that is of every segment of 20 MiB the 0.875 MiB beside 17 of them. In which order blocks
-    come is not known here: the largest come first, each segment as full as they make it.
-    """
-    sizes, which = np.unique(blocks, return_inverse=True)
-    numbers = np.bincount(which, counts).astype(int)
-    shared = (sizes > SMALL_REQUEST) & (sizes < MEDIUM_REQUEST) & (numbers > 0)
-    left = dict(
-        zip(sizes[shared][::-1].astype(int).tolist(), numbers[shared][::-1].tolist(), strict=True)
-    )
-    rests = 0
-    while left:
-        rest, taken = MEDIUM_SEGMENT, {}
-        for block, number in left.items():
-            fitting = min(number, rest // block)
-            if fitting:
-                taken[block] = fitting
-                rest -= fitting * block
-        segments = min(left[block] // number for block, number in taken.items())
-        if rest <= SMALL_REQUEST:
-            rests += segments * rest
-        left = {block: n - segments * taken.get(block, 0) for block, n in left.items()}
-        left = {block: n for block, n in left.items() if n}
-    return rests
-
-
-def _blocks(sizes: np.ndarray) -> np.ndarray:
-    """The allocator's blocks for tensors; in a segment of its own, a rest up to 1 MiB included."""
-    blocks = round_up(np.ceil(sizes), MIN_BLOCK)
-    segments = round_up(blocks, LARGE_ROUND)
-    whole = (blocks >= MEDIUM_REQUEST) & (segments - blocks <= SMALL_REQUEST)
-    return np.where(whole, segments, blocks)
 
 
 _TABLES: dict[tuple[str, str], Tables] = {}  # by the keys of both halves, those used last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.metadata
 import platform
@@ -19,6 +20,8 @@ from memlab.gpus import require_native
 from memlab.spec.recipe import QUANTIZED, Recipe
 from memlab.trace.tracer import Tracer
 from memlab.workloads.training import Training
+
+EXPANDABLE = "expandable_segments"
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ def measure(recipe: Recipe, device=None, steps: int = 5, seed: int = 0) -> Measu
     On CUDA the peaks are the allocator's counters and device_used is what the driver reports; on
     a CPU the peak is the exact sum of the tensors alive (a CPU has no caching allocator). The
     cache is emptied before the model is built and then left alone, as a training leaves it.
+    A recipe's `expandable_segments` is set for the time of the measurement; without it the
+    allocator has the settings that the process gave it, PYTORCH_ALLOC_CONF's among them.
 
     Raises ValueError when the device does not have the recipe's number format.
     """
@@ -81,6 +86,26 @@ def measure(recipe: Recipe, device=None, steps: int = 5, seed: int = 0) -> Measu
     whole(1)("steps", steps)
     if recipe.ranks > 1:
         raise ValueError(f"ranks is {recipe.ranks}: one process is measured here, simulate them")
+    with allocator_of(recipe, device):
+        return _measured(recipe, device, steps, seed)
+
+
+@contextlib.contextmanager
+def allocator_of(recipe: Recipe, device: torch.device):
+    """Let new memory come in expandable segments where a recipe has them, on CUDA."""
+    if device.type != "cuda" or not recipe.expandable_segments:
+        yield
+        return
+    before = torch._C._accelerator_getAllocatorSettings()
+    torch._C._accelerator_setAllocatorSettings(f"{before},{EXPANDABLE}:True".lstrip(","))
+    try:
+        yield
+    finally:
+        before = before if EXPANDABLE in before else f"{before},{EXPANDABLE}:False"
+        torch._C._accelerator_setAllocatorSettings(before.lstrip(","))
+
+
+def _measured(recipe: Recipe, device: torch.device, steps: int, seed: int) -> Measurement:
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

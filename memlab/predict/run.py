@@ -84,9 +84,12 @@ def completed(recipe: Recipe, log: Log) -> Log:
 
 
 class _OwnLoop(SimulatedGPU):
-    """A card for loops whose recipe says which libraries they need: bitsandbytes takes a second."""
+    """A card for loops whose recipe says which libraries they need: bitsandbytes takes a second.
 
-    imports_bitsandbytes = False
+    What they do on it is the same under any setting of the allocator.
+    """
+
+    imports_bitsandbytes = reads_environment = False
 
 
 def two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:

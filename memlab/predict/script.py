@@ -4,6 +4,7 @@ import _thread
 import contextlib
 import json
 import linecache
+import os
 import runpy
 import signal
 import sys
@@ -244,5 +245,6 @@ def _as_main(script, arguments):
     with (
         mock.patch.object(sys, "argv", [str(script), *arguments]),
         mock.patch.object(sys, "path", [str(script.parent), *sys.path]),
+        mock.patch.dict(os.environ),  # what the script sets there ends with it
     ):
         yield

@@ -153,12 +153,18 @@ def _so_often(time: StepTime, times: float) -> StepTime:
     return replace(time, parts=parts, flops=round(time.flops * times), **scaled)
 
 
+class _AnyAllocator(SimulatedGPU):
+    """A card for what is the same under any setting of the allocator."""
+
+    reads_environment = False
+
+
 def log_of_serving(serving: Serving, card: GPU, numbered=False) -> Log:
     """What `serving` does to memory, at its own depth, on a card like this without a limit.
 
     numbered: whether the log tells layers apart.
     """
-    with SimulatedGPU(card.without_limit()) as simulated:
+    with _AnyAllocator(card.without_limit()) as simulated:
         place = simulated.device if serving.base not in QUANTIZED else "cpu"
         generation = Generation(serving, simulated.device, place)
         tracer = simulated.tracer

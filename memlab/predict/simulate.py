@@ -74,21 +74,22 @@ def serve(recipe: Recipe, log: Log, card: GPU, link: str | None = None) -> Footp
 
 def serve_without_range(recipe: Recipe, log: Log, card: GPU, link: str | None = None) -> Footprint:
     """As `serve`, loaded in one way only, where a base could be loaded in several."""
-    ledger = Ledger(CardMemory(card, statistics=False))
+    ledger = Ledger(CardMemory(card, False, recipe.expandable_segments))
     replay(_as_loaded(recipe, log, card), ledger)
     return card_footprint(ledger, log, recipe.batch_size * recipe.accumulation, link)
 
 
 def peak_reserved_of(recipe: Recipe, log: Log, card: GPU) -> int | None:
     """The peak reserved that `serve` finds, in half the time; None where it runs out of memory."""
-    return peak_reserved(_as_loaded(recipe, log, card), card.usable)
+    events, grows = _as_loaded(recipe, log, card), recipe.expandable_segments
+    return peak_reserved(events, card.usable, grows, card.total_memory)
 
 
 def range_of_reserved(recipe: Recipe, log: Log, card: GPU) -> tuple[int, int] | None:
     """The range of the peak over the ways of loading a base; None where there is one way."""
     if not _comes_by_weight(recipe):
         return None
-    return reserved_range(log, card.usable, card.total_memory)
+    return reserved_range(log, card.usable, card.total_memory, recipe.expandable_segments)
 
 
 def _as_loaded(recipe, log, card) -> Iterable[Event]:

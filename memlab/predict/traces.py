@@ -136,6 +136,7 @@ class Traces:
 
     def _run(self, recipe, card) -> Log:
         bare = vars(recipe) | {"model": models.config(recipe.model).to_json_string()}
+        bare["expandable_segments"] = False  # a matter of the replay
         key = str(bare), card.capability, card.processors, card.workspace
         return last_used(self._runs, key, lambda: run_log(recipe, card))
 

@@ -206,6 +206,11 @@ class Recipe:
         "batches carry an attention mask, as those of texts of unequal lengths do; the last token "
         "of every sequence is then padding",
     )
+    expandable_segments: bool = switch(
+        False,
+        "segments of PyTorch's allocator grow where they are, as with "
+        "PYTORCH_ALLOC_CONF=expandable_segments:True",
+    )
     ranks: int = field(
         1,
         "processes that train together, each on a card of its own; what is said is one rank's",

@@ -56,6 +56,7 @@ class Serving:
     all_logits: bool = switch(
         False, "logits of every token of the prompt, as a plain forward pass gives them"
     )
+    expandable_segments: bool = switch(False, "as of a `Recipe`")
 
     # What memlab's quantized bases, simulations and logs of deep models ask a recipe for.
     precision: ClassVar = ""

@@ -1,22 +1,26 @@
 """PyTorch's CUDA caching allocator, in Python: from requests to reserved memory.
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp` with its default settings (no
-expandable segments, no `max_split_size_mb`, no garbage collection threshold). A block belongs to
-the stream that it was made on, and serves no other. Everything is in bytes.
+`max_split_size_mb`, no garbage collection threshold), or with `expandable_segments:True`, for which
+`memlab.trace.expandable` has them. A block belongs to the stream that it was made on, and serves no
+other. Everything is in bytes.
 """
 
 from bisect import bisect_left, insort
 from collections import defaultdict
 from typing import NamedTuple
 
-from memlab.units import MiB
-
-MIN_BLOCK = 512  # kMinBlockSize: every request is rounded up to a multiple of it
-SMALL_REQUEST = 1 * MiB  # kSmallSize: requests up to here share 2 MiB segments
-SMALL_SEGMENT = 2 * MiB  # kSmallBuffer
-MEDIUM_REQUEST = 10 * MiB  # kMinLargeAlloc: requests below it share 20 MiB segments
-MEDIUM_SEGMENT = 20 * MiB  # kLargeBuffer
-LARGE_ROUND = 2 * MiB  # kRoundLarge: larger segments are rounded up to a multiple of it
+from memlab.trace.blocks import (
+    LARGE_ROUND,
+    MEDIUM_REQUEST,
+    MEDIUM_SEGMENT,
+    MIN_BLOCK,
+    SMALL_REQUEST,
+    SMALL_SEGMENT,
+    Block,
+    take,
+)
+from memlab.trace.expandable import ExpandableSegments
 
 
 class CapacityError(Exception):
@@ -25,28 +29,6 @@ class CapacityError(Exception):
     def __init__(self, segment: int):
         super().__init__(f"no room for a segment of {segment} bytes")
         self.segment = segment
-
-
-class Block:
-    """A piece of a segment: used by a tensor, or free and waiting in the cache.
-
-    pool: the free blocks of its kind, as (size, address), of which it is one while it is free.
-    """
-
-    __slots__ = (
-        *("address", "size", "small", "segment", "pool"),
-        *("free", "before", "after", "requested"),
-    )
-
-    def __init__(self, address, size, small, segment, pool):
-        self.address, self.size, self.small, self.segment = address, size, small, segment
-        self.pool = pool
-        self.free, self.before, self.after, self.requested = True, None, None, 0
-
-    @property
-    def is_split(self) -> bool:
-        """Whether it shares its segment with other blocks."""
-        return self.before is not None or self.after is not None
 
 
 class Counter:
@@ -86,7 +68,8 @@ class Action(NamedTuple):
     """What the allocator did, by PyTorch's names.
 
     kind: `alloc` and `free` with the bytes that were requested, `segment_alloc` and
-        `segment_free`, and `oom` with the bytes left on the device in the place of an address.
+        `segment_free`, of expandable segments `segment_map` and `segment_unmap`, and `oom` with
+        the bytes left on the device in the place of an address.
     """
 
     kind: str
@@ -94,19 +77,28 @@ class Action(NamedTuple):
     nbytes: int
 
 
-class CachingAllocator:
+class CachingAllocator(ExpandableSegments):
     """Serves requests from cached blocks first and asks the device for segments otherwise.
 
     capacity: bytes that the device can give in all; None means no limit.
+    expandable_segments: whether segments grow where they are (`memlab.trace.expandable`).
+    device_memory: bytes of the device, from which their addresses follow; None takes the capacity.
 
-    `allocated` counts the blocks in use, `reserved` the segments taken from the device; both in
+    `allocated` counts the blocks in use, `reserved` the memory taken from the device; both in
     bytes, as `torch.cuda.memory_allocated()` and `memory_reserved()` report them.
 
     statistics: whether `stats` and `trace` are kept, which takes half the time.
     trace: every `Action` in its order.
     """
 
-    def __init__(self, capacity: int | None = None, statistics: bool = True):
+    def __init__(
+        self,
+        capacity: int | None = None,
+        statistics: bool = True,
+        expandable_segments: bool = False,
+        device_memory: int | None = None,
+    ):
+        super().__init__(expandable_segments, device_memory or capacity)
         self.capacity, self.statistics = capacity, statistics
         self.allocated = self.reserved = 0
         self.retries = self.ooms = self.flushes = self.device_allocs = self.device_frees = 0
@@ -136,19 +128,23 @@ class CachingAllocator:
         small = size <= SMALL_REQUEST
         free = self._free[stream, small]
         best = bisect_left(free, (size, 0))
+        if self._unmapped:
+            best = self._expandable_fit(free, best)
         if best < len(free):
             block = self.blocks[free.pop(best)[1]]
         else:
-            block = self._new_segment(size, small, free)
+            block = self._new_block(size, small, stream)
         was_split, rest = self.statistics and block.is_split, block.size - size
-        splits = rest >= MIN_BLOCK if small else rest > SMALL_REQUEST
+        fine = small or self.expandable_segments
+        splits = rest >= MIN_BLOCK if fine else rest > SMALL_REQUEST
         if splits:
-            self._split(block, size)
+            other = self._cut(block, size)
+            insort(other.pool, (rest, other.address))
         block.free, block.requested = False, nbytes
         self.allocated += block.size
         if self.statistics:  # asked once: this runs by the million
             nbytes_more = splits * rest - was_split * (size + rest)
-            self._count_inactive(small, splits - was_split, nbytes_more)
+            self._count_inactive(block, splits - was_split, nbytes_more)
             self._count_request(block, 1)
             self._note("alloc", block.address, nbytes)
         return block.address
@@ -165,19 +161,19 @@ class CachingAllocator:
         before, after = block.before, block.after
         if before is not None and before.free:
             number, nbytes = 1, before.size
-            _take(before)
+            take(before)
             block = self._merge(before, block)
         if after is not None and after.free:
             number, nbytes = number + 1, nbytes + after.size
-            _take(after)
+            take(after)
             block = self._merge(block, after)
         if self.statistics:
             split = block.is_split
-            self._count_inactive(block.small, split - number, split * block.size - nbytes)
+            self._count_inactive(block, split - number, split * block.size - nbytes)
         insort(block.pool, (block.size, block.address))
 
     def empty_cache(self) -> None:
-        """Return every wholly free segment to the device."""
+        """Return every wholly free segment to the device, and granules of expandable ones."""
         self.flushes += 1
         for stream, small in sorted(self._free, key=lambda pool: pool[::-1]):
             free, kept = self._free[stream, small], []
@@ -192,6 +188,10 @@ class CachingAllocator:
                 else:
                     kept.append((size, address))
             free[:] = kept
+            if self._unmapped:
+                for block in [self.blocks[address] for _, address in kept]:
+                    if block.is_expandable:
+                        self._unmap(block)
 
     # ------------------------------------------------------------------ what it can tell
 
@@ -242,10 +242,13 @@ class CachingAllocator:
         for counter in self._counters_of[small][name]:
             counter.add(change)
 
-    def _count_inactive(self, small, blocks, nbytes):
-        """Free pieces of segments that other pieces are in use of."""
-        self._count(small, "inactive_split", blocks)
-        self._count(small, "inactive_split_bytes", nbytes)
+    def _count_inactive(self, block, number, nbytes):
+        """Free pieces of segments that other pieces are in use of; PyTorch leaves out expandable
+        ones, which can give back parts of themselves.
+        """
+        if not block.is_expandable:
+            self._count(block.small, "inactive_split", number)
+            self._count(block.small, "inactive_split_bytes", nbytes)
 
     def _count_request(self, block, sign):
         self._count(block.small, "allocation", sign)
@@ -254,34 +257,50 @@ class CachingAllocator:
 
     # ------------------------------------------------------------------ blocks and segments
 
-    def _new_segment(self, size, small, pool):
+    def _new_block(self, size, small, stream):
+        """A block of new memory, for which an empty cache makes room where it must."""
         if small:
             segment = SMALL_SEGMENT
         elif size < MEDIUM_REQUEST:
             segment = MEDIUM_SEGMENT
         else:
             segment = -(-size // LARGE_ROUND) * LARGE_ROUND
-        if self._too_full_for(segment):
+        block = self._from_device(size, segment, small, stream)
+        if block is None:
             self.empty_cache()
             self.retries += 1
-            if self._too_full_for(segment):
-                self.ooms += 1
-                self._note("oom", self.capacity - self.reserved, size)
-                raise CapacityError(segment)
-        self._next_segment -= segment + LARGE_ROUND
-        block = Block(self._next_segment, segment, small, segment, pool)
-        self.blocks[block.address] = block
+            block = self._from_device(size, segment, small, stream)
+        if block is None:
+            self.ooms += 1
+            self._note("oom", self.capacity - self.reserved, size)
+            raise CapacityError(segment)
+        return block
+
+    def _from_device(self, size, segment, small, stream):
+        """A block of new memory, or None where the device is full."""
+        if self.expandable_segments:
+            return self._expand(size, small, stream)
+        if self._too_full_for(segment):
+            return None
+        address = self._new_addresses(segment)
+        block = Block(address, segment, small, segment, self._free[stream, small])
+        self.blocks[address] = block
         self.reserved += segment
         self.device_allocs += 1
         self._count(small, "segment", 1)
         self._count(small, "reserved_bytes", segment)
-        self._note("segment_alloc", block.address, segment)
+        self._note("segment_alloc", address, segment)
         return block
+
+    def _new_addresses(self, nbytes):
+        self._next_segment -= nbytes + LARGE_ROUND
+        return self._next_segment
 
     def _too_full_for(self, segment):
         return self.capacity is not None and self.reserved + segment > self.capacity
 
-    def _split(self, block, size):
+    def _cut(self, block, size):
+        """Cut a block behind so many bytes: the rest, which is in no pool's cache yet."""
         rest = Block(
             block.address + size, block.size - size, block.small, block.segment, block.pool
         )
@@ -290,7 +309,7 @@ class CachingAllocator:
             block.after.before = rest
         block.size, block.after = size, rest
         self.blocks[rest.address] = rest
-        insort(rest.pool, (rest.size, rest.address))
+        return rest
 
     def _merge(self, left, right):
         left.size, left.after = left.size + right.size, right.after
@@ -298,8 +317,3 @@ class CachingAllocator:
             right.after.before = left
         del self.blocks[right.address]
         return left
-
-
-def _take(block) -> None:
-    """Take a block out of the cache."""
-    block.pool.pop(bisect_left(block.pool, (block.size, block.address)))

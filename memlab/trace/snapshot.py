@@ -25,10 +25,11 @@ def _segments(ledger) -> list[dict]:
     owners = {s.address: s for s in ledger.storages if s.address is not None}
     segments = []
     for head in sorted(ledger.allocator.blocks.values(), key=lambda block: block.address):
-        if head.before is not None:
+        # Of an expandable segment each stretch with memory is one.
+        if not head.is_mapped or head.before is not None and head.before.is_mapped:
             continue
         blocks, block = [], head
-        while block is not None:
+        while block is not None and block.is_mapped:
             blocks.append(
                 {
                     "address": block.address,
@@ -51,7 +52,7 @@ def _segments(ledger) -> list[dict]:
                 "stream": 0,
                 "segment_type": "small" if head.small else "large",
                 "segment_pool_id": (0, 0),
-                "is_expandable": False,
+                "is_expandable": head.is_expandable,
                 "frames": [],
                 "blocks": blocks,
             }

@@ -634,6 +634,7 @@ def test_a_chapter_may_train_what_has_no_name_here(chromium, tmp_path):
         (Recipe("gpt2-tiny"), ["batch_size"], "T4", "model is 'gpt2-tiny'"),
         (Recipe("gpt2", ranks=2), ["batch_size"], "T4", "ranks is 2: a calculator is of one card"),
         (Recipe("gpt2", precision="bf16"), ["batch_size"], "T4", "no native bfloat16"),
+        (Recipe("gpt2", expandable_segments=True), [], "T4", "expandable_segments is True: a calc"),
     ],
 )
 def test_bad_input_raises(recipe, fields, gpu, words):

@@ -41,6 +41,13 @@ def test_the_form_shows_its_plan_and_a_still_picture_of_it(live, answer):
     assert "still picture" in still and "<input" not in still and "<script" not in still
 
 
+def test_segments_that_grow_stand_in_the_command(answer):
+    grow = dataclasses.replace(answer.question, expandable_segments=True)
+    assert "--expandable-segments" not in Planner(answer).command
+    command = Planner(dataclasses.replace(answer, question=grow)).command
+    assert "--expandable-segments --script" in command
+
+
 def test_what_is_chosen_is_planned(live, answer):
     live.choose("tokens", value=32)
     live.choose("card", label="P100")

@@ -118,6 +118,15 @@ def test_a_recipe_is_loaded_as_transformers_does_and_a_moved_model_is_not(log):
     assert card.footprint.peak_reserved == peak_reserved(moved)
 
 
+def test_every_way_is_served_by_segments_that_grow_where_a_recipe_has_them(log):
+    moved, today, *_ = ways(log)
+    found = simulate(QLORA.but(expandable_segments=True))
+    assert found.peak_reserved == peak_reserved(today, expandable_segments=True)
+    assert found.reserved_range == reserved_range(log, None, None, expandable_segments=True)
+    low, high = found.reserved_range
+    assert found.peak_allocated <= low <= found.peak_reserved <= high
+
+
 def test_a_way_that_runs_out_of_memory_takes_all_there_is(log):
     whole = peak_reserved(list(ways(log))[-1])
     assert peak_reserved(list(ways(log))[-1], 4 * MiB) is None

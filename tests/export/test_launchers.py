@@ -89,6 +89,11 @@ def test_slurm_takes_the_script(tmp_path):
     assert subprocess.run(["bash", "-n", path]).returncode == 0
     assert "--nodes=2" in path.read_text() and "--nproc-per-node=2" in path.read_text()
     assert "'my train.py'" in path.read_text()
+    assert "PYTORCH_ALLOC_CONF" not in path.read_text()
+    path.write_text(slurm_script(RECIPE.but(expandable_segments=True), machines=2))
+    assert subprocess.run(["bash", "-n", path]).returncode == 0
+    said = "export PYTORCH_ALLOC_CONF=expandable_segments:True"
+    assert path.read_text().index(said) < path.read_text().index("srun")
 
 
 SRUN = """#!/bin/bash

@@ -55,6 +55,7 @@ KINDS = [
     ("gpt2", {"precision": "bf16-amp", "max_grad_norm": 1.0}, APIS),
     ("gpt2", {"precision": "fp16-amp", "attention": "sdpa"}, APIS),
     ("gpt2", {"precision": "bf16", "optimizer": "adamw_torch_fused"}, APIS),
+    ("gpt2", {"expandable_segments": True}, APIS),
     ("bert-large", {"precision": "fp16", "optimizer": "adamw_torch_loop"}, APIS),
     ("t5-3b", {"checkpointing": True, "optimizer": "adafactor"}, APIS),
     ("t5-3b", {"optimizer": "sgd", "freeze": "embeddings,1"}, ["trainer"]),

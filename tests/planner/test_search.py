@@ -120,6 +120,19 @@ def test_a_shorter_sequence_is_a_remedy():
     assert not answer and any("tokens" in remedy for remedy in answer.remedies)
 
 
+def test_segments_that_grow_are_asked_for_with_the_question():
+    question = {"ways": "full", "seq_len": 512, "effective_batch": 32}
+    answer = plan("gpt2-tiny", "T4", expandable_segments=True, **question)
+    option = answer.fastest
+    assert option.recipe.expandable_segments and option.simulated
+    assert option.needed == fits(option.recipe, "T4").needed
+    plain = option.recipe.but(expandable_segments=False)
+    assert option.needed != fits(plain, "T4").needed
+    assert answer.as_dict()["question"]["expandable_segments"] is True
+    with pytest.raises(ValueError, match="expandable_segments is 'yes': allowed are True, False"):
+        plan("gpt2-tiny", "T4", expandable_segments="yes")
+
+
 def test_cards_without_the_format_asked_for_are_left_out():
     answer = plan("gpt2-tiny", ["T4", "L4"], precisions="bf16-amp", ways="full", **SMALL)
     assert list(answer.options) == ["L4"]

@@ -3,13 +3,15 @@
 import dataclasses
 
 import pytest
+import torch
 
 from memlab import Recipe, models, simulate
 from memlab.evidence.accuracy import PYTORCH_2
 from memlab.evidence.records import find_records
 from memlab.gpus import GPUS, gpu_of_device
 from memlab.predict.fit import CONTEXT_MARGIN, MARGIN, fits, largest, room, verdict
-from memlab.predict.simulate import full_log
+from memlab.predict.simulate import full_log, sized_log
+from memlab.spec.serving import Serving
 
 MiB = 2**20
 TINY = Recipe(model="gpt2-tiny", batch_size=2, seq_len=64)
@@ -50,6 +52,34 @@ def test_a_cache_that_is_given_back_makes_room():
     tight = fits(recipe, peak.peak_reserved, margin=0.001)
     assert tight
     assert tight.needed < peak.peak_reserved == tight.total_memory
+
+
+def test_segments_that_grow_make_room_where_only_fragments_were_in_the_way():
+    """An emptied cache is not enough there: some of each segment is in use."""
+    recipe, total = Recipe(model="bert-base", batch_size=4, seq_len=256), 2310 * MiB
+    grow = recipe.but(expandable_segments=True)
+    assert not fits(recipe, total, margin=0.001)
+    assert fits(grow, total, margin=0.001)
+    with pytest.raises(torch.OutOfMemoryError, match="memory in use"):
+        simulate(recipe, total)
+    alone, plain = simulate(grow, total), simulate(recipe, 2**40)
+    assert fits(grow, total, margin=0.001).footprint == alone
+    assert alone.peak_reserved < total < plain.peak_reserved
+    # Blocks of segments that do not grow may have up to 1 MiB more than was asked for.
+    assert alone.peak_tensors == plain.peak_tensors
+    assert alone.peak_allocated <= plain.peak_allocated
+    assert largest(grow, total).value >= largest(recipe, total).value
+
+
+def test_segments_that_grow_are_a_matter_of_the_replay():
+    """They ask for no log of their own, of a recipe or a serving."""
+    recipe = Recipe(model="bert-base", batch_size=4, seq_len=256)
+    serving = Serving("gpt2-tiny", prompt=300, batch_size=13, new_tokens=4, all_logits=True)
+    for one in (recipe, serving):
+        first = sized_log(one, GPUS["T4"])
+        assert sized_log(one.but(expandable_segments=True), GPUS["T4"]).steps == first.steps
+    plain, grow = (simulate(serving.but(expandable_segments=on), "T4") for on in (False, True))
+    assert plain.kv_cache == grow.kv_cache and plain.peak_reserved > grow.peak_reserved
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from helpers import assert_close
 
 from memlab import MiB, Recipe, formula, models, simulate
 from memlab.gpus import find_gpu
-from memlab.predict.formula import _rests, _without_reuse
+from memlab.predict.formula_blocks import blocks_of, rests_of, without_reuse
 from memlab.predict.shipped import MEMLAB
 from memlab.predict.store import LIBRARIES, other_releases
 from memlab.trace.allocator import CachingAllocator
@@ -99,7 +99,7 @@ def test_rests_are_those_of_an_allocator_that_is_given_the_largest_first(seed):
         for _ in range(number):
             allocator.allocate(size)
     rests = allocator.allocated - sum(size * number for size, number in shared)
-    found = _rests(np.array(sizes), np.array(numbers))
+    found = rests_of(np.array(sizes), np.array(numbers))
     assert abs(found - rests) <= MiB * max(0, len(shared) - 1)
 
 
@@ -163,5 +163,22 @@ def test_segments_without_reuse_hold_the_most_of_every_size():
     blocks = np.array([MiB, MiB, 5 * MiB, 10 * MiB, 13 * MiB])
     counts = np.array([[1, 2, 0, 1, 0], [1, 0, 5, 0, 1]])
     small, medium, large = 4 * MiB, 40 * MiB, (10 + 14) * MiB
-    assert _without_reuse(blocks, counts) == small + medium + large + 14 * MiB
-    assert _without_reuse(blocks, counts[:1]) == 4 * MiB + 10 * MiB  # nothing comes or goes
+    assert without_reuse(blocks, counts) == small + medium + large + 14 * MiB
+    assert without_reuse(blocks, counts[:1]) == 4 * MiB + 10 * MiB  # nothing comes or goes
+    # In a segment that grows: 3 MiB, and 25 + 10 + 13 + 13 MiB.
+    assert without_reuse(blocks, counts, grow=True) == 4 * MiB + 80 * MiB
+
+
+def test_blocks_of_segments_that_grow_leave_no_rests():
+    sizes = np.array([100.0, MiB + 1, 11.5 * MiB])
+    assert blocks_of(sizes).tolist() == [512, MiB + 512, 12 * MiB]
+    assert blocks_of(sizes, grow=True).tolist() == [512, MiB + 512, 11.5 * MiB]
+
+
+def test_a_formula_of_segments_that_grow_is_that_of_a_simulation():
+    recipe = Recipe("bert-base", batch_size=3, seq_len=64, precision="bf16", checkpointing=True)
+    recipe, card = recipe.but(expandable_segments=True), find_gpu("A100-80GB").without_limit()
+    exact, quick = simulate(recipe, card), formula(recipe, card)
+    assert quick.peak_allocated == pytest.approx(exact.peak_allocated, rel=0.001)
+    low, high = quick.reserved_range
+    assert low <= exact.peak_reserved <= high

@@ -7,7 +7,7 @@ import torch
 
 from memlab import Meter, Recipe, measure, models, seconds
 from memlab.footprint import Footprint
-from memlab.predict.measure import alive_tensors, pick_device, require, with_breakdown
+from memlab.predict.measure import alive_tensors, allocator_of, pick_device, require, with_breakdown
 from memlab.trace.allocator import CachingAllocator
 from memlab.workloads.training import Training
 
@@ -39,6 +39,22 @@ def test_a_twin_in_half_precision_takes_half():
     whole = measure(TINY, "cpu", steps=1).footprint
     half = measure(TINY.but(precision="bf16"), "cpu", steps=1).footprint
     assert half.breakdown["parameters"] * 2 == whole.breakdown["parameters"]
+
+
+@pytest.mark.parametrize("before", ["", "max_split_size_mb:100", "expandable_segments:True"])
+def test_a_measurement_sets_the_allocator_and_puts_it_back(before):
+    said = torch._C._accelerator_getAllocatorSettings
+    torch._C._accelerator_setAllocatorSettings(before)
+    grow, cuda = TINY.but(expandable_segments=True), torch.device("cuda")
+    try:
+        with allocator_of(TINY, cuda), allocator_of(grow, torch.device("cpu")):
+            assert said() == before
+        with allocator_of(grow, cuda):
+            assert said().endswith("expandable_segments:True")
+        off = "" if "expandable" in before else "expandable_segments:False"
+        assert said() == ",".join(filter(None, (before, off)))
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
 def test_meter_measures_the_readers_loop():

@@ -1,6 +1,7 @@
 """A script from the disk inside a simulated card."""
 
 import json
+import os
 import signal
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from memlab.cli import main
 from memlab.predict.script import run_script
 
+MiB = 2**20
 SCRIPT = """
 import argparse, torch
 from model import make
@@ -49,6 +51,21 @@ def test_it_ends_after_two_steps_and_says_which_lines_hold_what(script, capsys):
     assert sum(held.values()) == ran.footprint.peak_allocated
     assert "optimizer.step()" in str(ran)
     assert capsys.readouterr().out.count("loss 1.00") == 1  # the second print comes after the end
+
+
+def test_a_script_sets_the_allocator_before_its_first_tensor(script, capsys):
+    wide = ["--width", "1800"]
+    plain = run_script(script, wide, gpu="T4")
+    code = "import os\nos.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'\n"
+    script.write_text(code + SCRIPT.format(steps=2))
+    grow = run_script(script, wide, gpu="T4")
+    assert grow.footprint.peak_tensors == plain.footprint.peak_tensors
+    # The large pool has granules of 20 MiB, the small one of 2 MiB.
+    assert grow.footprint.peak_reserved % (20 * MiB) == 2 * MiB
+    assert plain.footprint.peak_reserved % (20 * MiB) != 2 * MiB
+    assert "PYTORCH_ALLOC_CONF: expandable_segments:True" in str(grow)
+    assert "PYTORCH_ALLOC_CONF" not in os.environ  # it was the script's
+    assert run_script(script.with_name("model.py"), gpu="T4").footprint.assumptions == ()
 
 
 def test_a_script_that_ends_by_itself_is_told_to_the_end(script):

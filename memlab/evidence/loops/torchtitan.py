@@ -15,8 +15,8 @@ Assumptions, made before any prediction was compared, all but the last, and unch
   backward pass.
 - **The peak is that of a later step.** The cards had 96 GB, so the simulation has no limit.
 - **The allocator is PyTorch's default one.** That torchtitan's launcher of that commit,
-  run_llama_train.sh, sets `expandable_segments:True` was seen only after the comparison; the
-  simulated allocator has none. So a reserved figure that agrees does so for a reason that is not
+  run_llama_train.sh, sets `expandable_segments:True` was seen only after the comparison; this
+  loop does not. So a reserved figure that agrees does so for a reason that is not
   known, and the runs confirm no more than that what is allocated stays below it.
 """
 

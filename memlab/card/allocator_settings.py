@@ -1,0 +1,55 @@
+"""What a program says of PyTorch's allocator: `PYTORCH_ALLOC_CONF`, and settings while it runs."""
+
+import os
+import re
+
+# The first that is set counts, alone: so does PyTorch 2.13 (c10/core/AllocatorConfig.cpp).
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+CALL = "torch.cuda.memory._set_allocator_settings"
+
+
+class AllocatorSettings:
+    """The settings of a tracer's allocator, noted in its assumptions.
+
+    text: as the program said it last. PyTorch reads the environment when it first uses CUDA; here
+    that is the first allocation on the card, so a program may set the variable until then.
+    """
+
+    def __init__(self, tracer, reads_environment: bool):
+        self.tracer, self.text = tracer, ""
+        tracer.allocator.before_first = self.read if reads_environment else None
+
+    def read(self) -> None:
+        """Read the environment, once. Raises ValueError for a value that PyTorch refuses."""
+        self.tracer.allocator.before_first = None
+        for name in VARIABLES:
+            if name in os.environ:
+                self._apply(os.environ[name], name)
+                return
+
+    def change(self, text: str) -> None:
+        """What `torch.cuda.memory._set_allocator_settings` does, for what is allocated from now on.
+
+        Raises ValueError for a value that PyTorch refuses.
+        """
+        if self.tracer.allocator.before_first:
+            self.read()
+        self._apply(text, CALL)
+
+    def last(self) -> str:
+        """What `torch._C._accelerator_getAllocatorSettings` gives."""
+        return self.text
+
+    def _apply(self, text, source) -> None:
+        self.text = text
+        for setting in filter(None, re.split(r",(?![^\[]*\])", re.sub(r"\s", "", text))):
+            key, _, value = setting.partition(":")
+            if key != "expandable_segments":
+                line = f"{source}: {key} is not simulated, the allocator has its default"
+            elif value not in ("True", "False"):
+                raise ValueError(f"{source} has {setting}: allowed are True, False")
+            else:
+                self.tracer.allocator.expandable_segments = value == "True"
+                line = f"{source}: {setting}, in what is allocated from then on"
+            if setting != "expandable_segments:False":
+                self.tracer.assumptions[line] = None
