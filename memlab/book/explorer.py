@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from memlab import models
 from memlab.book.live import STYLE, Live
 from memlab.book.show import SERVING_COLOURS
-from memlab.export.training_script import command_line, memlab_lines
+from memlab.export.memlab_lines import command_line, memlab_lines
 from memlab.fields import without_effect
 from memlab.gpus import GPUS, find_gpu
 from memlab.predict.fit import fits

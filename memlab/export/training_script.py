@@ -1,12 +1,9 @@
-"""Code to paste for a recipe: a training script, memlab's own lines, and what to install.
+"""Code to paste for a recipe: a training script, and what to install.
 
 A script needs no memlab, and `memlab run` predicts of it what `simulate` predicts of its recipe.
 """
 
-import dataclasses
-import json
 import re
-import shlex
 from pathlib import Path
 
 import jinja2
@@ -16,7 +13,6 @@ from transformers.pytorch_utils import Conv1D
 
 from memlab import models
 from memlab.fields import one_of
-from memlab.gpus import GPU
 from memlab.spec.recipe import (
     BITSANDBYTES_OPTIMIZERS,
     FOUR_BITS,
@@ -24,14 +20,12 @@ from memlab.spec.recipe import (
     TORCHAO_BLOCKS,
     Recipe,
 )
-from memlab.spec.serving import Serving
 from memlab.workloads import training
 from memlab.workloads.losses import CHUNK
 from memlab.workloads.quantized import HEADS
 
 APIS = ("trainer", "accelerate")
 LINE = 88  # the usual width of a formatted line
-COMMANDS = {Recipe: "simulate", Serving: "serve"}
 
 # What a script may use, by the module that it is imported from, and the oldest release of its
 # package that has it (pyproject.toml says the same of memlab).
@@ -191,73 +185,6 @@ def pip_line(recipe: Recipe, api: str = "trainer") -> str:
     wanted = [f'"{name}>={OLDEST[name]}"' for name in sorted(used & OLDEST.keys())]
     wanted += ["torchao"] * (recipe.optimizer in TORCHAO_BLOCKS)
     return " ".join(["pip install", *wanted])
-
-
-def memlab_lines(
-    recipe: Recipe | Serving, gpu: GPU | str | int | None = None, verb: str = "simulate"
-) -> str:
-    """A recipe or a serving in Python, with the fields that are not the default, and its answer.
-
-    gpu: as for `memlab.simulate`. verb: who answers, simulate or fits. A config stands there by
-    the name `config`.
-    """
-    kind = type(recipe)
-    names = f"from memlab import {verb}\nfrom memlab.spec.serving import Serving\n"
-    if kind is Recipe:
-        names = f"from memlab import Recipe, {verb}\n"
-    fields = "".join(f"    {name}={_literal(value)},\n" for name, value in _said(recipe))
-    card = "" if gpu is None else f", gpu={_literal(_card(gpu))}"
-    name = kind.__name__.lower()
-    return f"{names}\n{name} = {kind.__name__}(\n{fields})\nprint({verb}({name}{card}))\n"
-
-
-def command_line(recipe: Recipe | Serving, gpu: GPU | str | int | None = None) -> str:
-    """The `memlab simulate` command of a recipe, or the `memlab serve` command of a serving.
-
-    gpu: as for `memlab.simulate`. Raises ValueError for one that holds a config.
-    """
-    if isinstance(recipe.model, PretrainedConfig):
-        raise ValueError(
-            f"model is a {recipe.model.model_type} config: allowed are names and paths, which can "
-            "be written down"
-        )
-    words = ["memlab", COMMANDS[type(recipe)]]
-    metadata = {one.name: one.metadata for one in dataclasses.fields(recipe)}
-    for name, value in _said(recipe):
-        if value is False:
-            name = metadata[name]["off"][0]
-        words.append(f"--{name.replace('_', '-')}")
-        if not isinstance(value, bool):
-            words.append(str(value))
-    if gpu is not None:
-        words += ["--gpu", str(_card(gpu))]
-    return shlex.join(words)
-
-
-def _said(recipe: Recipe | Serving) -> list[tuple[str, object]]:
-    """(field, value) of the model and of all that does not follow by itself; tuples as one text."""
-    said = [("model", recipe.model)]
-    for one in dataclasses.fields(recipe)[1:]:
-        value = getattr(recipe, one.name)
-        try:
-            follows = recipe.but(**{one.name: one.default}) == recipe
-        except ValueError:  # a base needs its rank
-            follows = False
-        if not follows:
-            value = ",".join(map(str, value)) if isinstance(value, tuple) else value
-            said.append((one.name, value))
-    return said
-
-
-def _literal(value) -> str:
-    """A value in Python, texts in double quotes."""
-    if isinstance(value, PretrainedConfig):
-        return "config"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
-
-
-def _card(gpu):
-    return gpu.name if isinstance(gpu, GPU) else gpu
 
 
 def _hub_name(recipe: Recipe) -> str:
