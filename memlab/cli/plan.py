@@ -27,7 +27,8 @@ def add_to(commands) -> None:
     grow = told["expandable_segments"].metadata["help"]
     add("--expandable-segments", action="store_true", help=grow)
     add("--margin", type=float, help="share of what is predicted to keep free; 0.05 if none is")
-    add("--script", metavar="FILE", help="writes a training script of the fastest")
+    script = "writes a training script of the fastest, or of the last resort that fits"
+    add("--script", metavar="FILE", help=script)
     add("--api", default="trainer", help="of the script: trainer or accelerate")
     add("--force", action="store_true", help="writes the script over a file that is there")
     add("--json", action="store_true", help="the plan as JSON")
@@ -51,17 +52,22 @@ def run(options) -> dict:
             raise ValueError(f"{options.script} cannot be written: there is no such folder")
     (cards,) = options.gpu if len(options.gpu) == 1 else (options.gpu or None,)
     answer = plan(options.model, cards, **asked)
-    text, written = str(answer), options.script if answer else None
+    last = answer.sparing if options.script else None
+    told = answer.fastest if answer else last if last and not last.missing else None
+    text, written = str(answer), options.script if options.script and told else None
     if written:
-        text = f"{text}\n{_write_script(answer.fastest.recipe, options)}"
+        text = f"{text}\n{_write_script(told.recipe, options)}"
     values = answer.as_dict() | {"script": written} if options.json else {"text": text}
     return values | {"status": 0 if answer else 3}
 
 
 def _write_script(recipe, options) -> str:
     from memlab.export.training_script import pip_line, training_script
+    from memlab.planner.result import described
 
-    text = training_script(recipe, options.api)
+    # The Trainer steps after the backward pass.
+    api = "accelerate" if recipe.step_in_backward else options.api
+    text = training_script(recipe, api)
     with open(options.script, "w" if options.force else "x", encoding="utf-8") as file:
         file.write(text)
-    return f"The fastest is written to {options.script}; it needs: {pip_line(recipe, options.api)}"
+    return f"Written to {options.script}: {described(recipe)}; it needs: {pip_line(recipe, api)}"

@@ -171,6 +171,8 @@ def described(recipe: Recipe) -> str:
     """A recipe of a plan in words."""
     parts = [WAYS[way_of(recipe)], recipe.precision, recipe.optimizer]
     parts += ["checkpointing"] if recipe.checkpointing != "none" else []
+    parts += [f"{recipe.loss} loss"] if recipe.loss != "whole" else []
+    parts += ["step in backward"] if recipe.step_in_backward else []
     parts += [recipe.sharding] if recipe.ranks > 1 else []
     parts.append(f"micro-batch {recipe.batch_size} x {recipe.accumulation}")
     return ", ".join(parts)
@@ -202,7 +204,9 @@ class Plan:
     nothing does. ways: the best of each way, or the one that lacks least. start: what a reader
     would start with; switches: single changes of it, the one that saves most first. decision:
     sentences. remedies: where nothing fits, what would; excluded: what was not considered, and why.
-    assumptions: as `memlab.footprint.Footprint` has them, of the model in any way.
+    assumptions: as `memlab.footprint.Footprint` has them, of the model in any way. sparing: where
+    nothing fits, the most sparing way to train every weight, which may train worse; None where it
+    was not asked for or cannot be had.
     """
 
     question: Question
@@ -216,6 +220,7 @@ class Plan:
     remedies: tuple[str, ...]
     excluded: tuple[str, ...]
     assumptions: tuple[str, ...] = ()
+    sparing: Option | None = None
 
     def __bool__(self) -> bool:
         """Whether anything fits."""
@@ -235,6 +240,7 @@ class Plan:
             "switches": [switch.as_dict() for switch in self.switches],
             "decision": list(self.decision),
             "remedies": list(self.remedies),
+            "sparing": self.sparing and self.sparing.as_dict(),
             "excluded": list(self.excluded),
             "assumptions": list(self.assumptions),
         }
@@ -257,7 +263,10 @@ class Plan:
             same = _is_same(self.fastest.recipe, self.roomiest.recipe)
             lines += [f"{n}: {it.sizes()}." for n, it in list(sized.items())[: 2 - same]]
         else:
-            lines += ["What would fit:", *(f"  {remedy}" for remedy in self.remedies)]
+            last = f"  {self.sparing}; it may train worse" if self.sparing else ""
+            kept, lacking = ([last], []) if last and not self.sparing.missing else ([], [last])
+            lines += ["What would fit:", *kept, *(f"  {remedy}" for remedy in self.remedies)]
+            lines += ["What would not:", *lacking] if any(lacking) else []
         start = f"{described(self.start.recipe)}, {gib(self.start.needed)}"
         lines += [
             f"One change at a time, by the formula, from {start}:",

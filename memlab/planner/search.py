@@ -9,6 +9,7 @@ no block of memory is used twice, and else simulated.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 from tqdm.auto import tqdm
@@ -18,7 +19,7 @@ from memlab.planner.advice import decision, switches
 from memlab.planner.choice import ALIKE, fitting
 from memlab.planner.estimates import LIKE, Estimates, trace_key
 from memlab.planner.result import WAYS, Cards, Option, Plan, Question, described
-from memlab.planner.space import Combination, computes
+from memlab.planner.space import BACKWARD, SPARING, Combination, computes
 from memlab.predict.fit import MARGIN, largest_size, limited, verdict, why_no_larger
 from memlab.predict.run import gc_frozen
 from memlab.predict.simulate import sized_log
@@ -98,6 +99,7 @@ class Search:
             () if fastest else tuple(self.remedies(options)),
             self.estimates.excluded,
             tuple(self.estimates.assumptions),
+            None if fastest else self.named(self.sparing()),
         )
 
     def named(self, option: Option | None) -> Option | None:
@@ -172,14 +174,18 @@ class Search:
         return recipe.but(batch_size=batch, accumulation=self.estimates.effective // batch)
 
     def judged(self, recipe: Recipe) -> Option:
+        """A recipe as a simulation has it; what it needs beyond the formula is remembered."""
+        option = self.simulated(recipe)
+        self.estimates.note_surplus(option)
+        return option
+
+    def simulated(self, recipe: Recipe) -> Option:
         """A recipe as a simulation has it."""
         said = verdict(recipe, self.log(recipe), self.card, self.margin)
         drawn = said.reserved_range
         drawn = drawn and tuple(self.card.context + end for end in drawn)
         total, seconds = self.card.total_memory, self.estimates.seconds(recipe)
-        option = Option(recipe, said.needed, said.margin, total, seconds, True, drawn)
-        self.estimates.note_surplus(option)
-        return option
+        return Option(recipe, said.needed, said.margin, total, seconds, True, drawn)
 
     def size(self, recipe: Recipe, field: str) -> tuple[int, int | None]:
         """As `largest_size`."""
@@ -240,6 +246,16 @@ class Search:
             else:
                 best[way] = self.best_of_method(of_way)
         return best
+
+    def sparing(self) -> Option | None:
+        """The most sparing way to train every weight, simulated; None where it cannot be had."""
+        if "full" not in self.question.ways or "bfloat16" not in self.card.native_dtypes:
+            return None
+        for loss in ("chunked", "whole"):  # some models have no loss in parts
+            with contextlib.suppress(ValueError):
+                recipe = self.estimates.recipe(SPARING, self.estimates.effective, **BACKWARD)
+                return self.simulated(recipe.but(loss=loss))
+        return None
 
     def remedies(self, options: dict[Combination, Option]) -> list[str]:
         """What would fit where nothing does: another way, a shorter sequence, a larger card."""

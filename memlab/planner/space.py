@@ -35,6 +35,12 @@ class Combination:
     sharding: str = "ddp"
 
 
+# The last rung before a larger card: weights that train in bf16 (where small updates are rounded
+# away), states that leave the card, and a step as each gradient comes.
+SPARING = Combination("full", "bf16", "paged_adamw_8bit", checkpointing=True)
+BACKWARD = {"step_in_backward": True, "max_grad_norm": 0.0}
+
+
 def combinations(
     question: Question, card: GPU, refused: str = ""
 ) -> tuple[list[Combination], tuple[str, ...]]:
