@@ -152,8 +152,10 @@ def stamp() -> None:
 
 
 def _values(line: str) -> dict:
-    """What a line says, but for the micro-batches beside which an update may be recorded."""
-    return (json.loads(line) or {}) | {"batches": None}
+    """What a line says, but for the pass beside which an update may be recorded."""
+    values = json.loads(line) or {}
+    sizes = {name: n for name, n in values.get("sizes", {}).items() if name not in "bs"}
+    return values | {"batches": None, "sizes": sizes}
 
 
 def check(number: int) -> None:
