@@ -14,6 +14,7 @@ from memlab.gpus import GPUS, find_gpu
 from memlab.planner import estimates
 from memlab.planner.estimates import Estimates
 from memlab.planner.result import Question, is_paged
+from memlab.planner.search import Search
 from memlab.planner.space import SHARDINGS, Combination, combinations
 from memlab.predict.traces import Traces
 from memlab.workloads.training import Training
@@ -98,6 +99,20 @@ def test_nothing_fits_says_what_would(tight):
     assert "QLoRA" in words and any(card in words for card in GPUS)
     assert ": nothing fits." in str(tight)
     assert tight.ways["full"].missing > 0 and "over " in str(tight)
+
+
+def test_nothing_fits_names_the_last_rung_and_what_it_costs(tight):
+    rung = tight.sparing
+    assert rung.simulated and rung.recipe.step_in_backward and rung.recipe.loss == "chunked"
+    assert bool(fits(rung.recipe, 200 * MiB)) == (not rung.missing)
+    assert f"{rung}; it may train worse" in str(tight)
+
+
+@pytest.mark.parametrize("changes", [{"gpu": "T4"}, {"ways": "lora"}, {"ranks": 2}])
+def test_the_last_rung_is_of_full_finetuning_in_bf16_on_one_card(changes):
+    asked = {"model": "gpt2-tiny", "gpu": 10 * MiB, "effective_batch": 2} | changes
+    question = Question(**{name: n for name, n in asked.items() if name != "gpu"})
+    assert Search(question, find_gpu(asked["gpu"]), 0.05).sparing() is None
 
 
 def test_nothing_fits_says_how_many_cards_would(tight):
