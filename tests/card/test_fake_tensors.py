@@ -23,6 +23,8 @@ RECIPES = [
     Recipe(model="distilbert-tiny", seq_len=64, optimizer="adamw_torch_loop"),
     Recipe(model="llama-3-8b-tiny", seq_len=64, precision="bf16", lora_rank=4, checkpointing=True),
     Recipe(model="bert-large-tiny", seq_len=64, lora_rank=4, lora_dropout=0.1),
+    Recipe(model="llama-3-8b-tiny", seq_len=64, lora_rank=4, base="half", precision="bf16-amp"),
+    Recipe(model="gpt2-tiny", seq_len=64, lora_rank=4, base="half", precision="bf16-amp"),
     Recipe(model="bert-large-tiny", seq_len=64, freeze="embeddings,1", optimizer="adafactor"),
     Recipe(model="bert-base-tiny", batch_size=2, seq_len=61, padded=True, attention="sdpa"),
     Recipe(model="gpt2-tiny", batch_size=2, seq_len=64, padded=True),
