@@ -17,7 +17,7 @@ from bisect import bisect
 from formula import computes
 
 from memlab import Recipe, fits, formula, models
-from memlab.book.calculator import CHOICES, NAMES, TRAINED
+from memlab.book.calculator import CHOICES, TRAINED, names
 from memlab.gpus import GPUS, find_gpu
 from memlab.predict.fit import room
 from memlab.predict.formula import is_kept
@@ -41,7 +41,7 @@ def border(seed: int, cards=()) -> tuple[Recipe, str]:
     others = [name for name in GPUS if name not in OLD]
     cards = cards or (OLD if seed % 2 else others)
     while True:
-        gpu, model = draw.choice(cards), draw.choice(NAMES)
+        gpu, model = draw.choice(cards), draw.choice(names())
         values = {name: draw.choice(choices) for name, choices in CHOICES.items()}
         values |= TRAINED[draw.choice(list(TRAINED))]
         if "lora_rank" in values:
