@@ -87,8 +87,8 @@ def main():
     for seed in range(first, first + number):
         answers.append(answered(seed, cards))
         print(json.dumps(answers[-1]), flush=True)
-    for kind, names in (("T4 and V100", OLD), ("others", set(GPUS) - set(OLD))):
-        asked = [one for one in answers if one["gpu"] in names]
+    for kind, gpus in (("T4 and V100", OLD), ("others", set(GPUS) - set(OLD))):
+        asked = [one for one in answers if one["gpu"] in gpus]
         false = [one["seed"] for one in asked if not one["runs"]]
         tight = [one["seed"] for one in asked if one["runs"] and not one["fits"]]
         print(f"{kind}: {len(asked)} borders; “fits” was false at seeds {false or 'none'}", end="")

@@ -189,7 +189,7 @@ class Footprint:
         which has no caching allocator, and from `memlab.formula`, which gives a range only.
     breakdown: bytes by category at that moment; sums to peak_allocated.
     reserved_range: (lowest, highest) peak_reserved, where it is not one number: a 4-bit or 8-bit
-        base leaves more or less behind, by the way it was loaded (`memlab.card.loading`), and
+        base leaves more or less behind, by the way it was loaded (`memlab.card.load_order`), and
         `memlab.formula` knows no order of events; else None.
     peak_phase: `forward`, `backward` or `optimizer step`.
     parameters, trainable_parameters: counts, not bytes.

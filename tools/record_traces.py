@@ -133,6 +133,7 @@ def recorded(cases: list[tuple]) -> dict[str, str]:
 def write(lines: dict[str, str]) -> None:
     """Add lines, by their keys, to the files of their structures."""
     shipped, by_structure = Shipped(), {}
+    shipped.is_of_this_code = True  # as it was when this began
     for key, line in lines.items():
         structure, rest = divided(key)
         by_structure.setdefault(structure, {})[rest] = line

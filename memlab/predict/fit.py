@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from memlab import models
-from memlab.card.loading import peak_allocated
+from memlab.card.load_order import peak_allocated
 from memlab.fields import one_of, share
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, GPUS, find_gpu

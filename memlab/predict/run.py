@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from memlab import models
 from memlab.card.device import SimulatedGPU
-from memlab.card.loading import loaded_weights
+from memlab.card.load_order import loaded_weights
 from memlab.card.op_cost import NORMS, repeat_micro_batch, without_trifles
 from memlab.gpus import ANY_CARD, GPU, require_native
 from memlab.spec.recipe import QUANTIZED, Recipe

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from memlab.card.device import SimulatedGPU
-from memlab.card.loading import loaded_weights
+from memlab.card.load_order import loaded_weights
 from memlab.card.op_cost import without_trifles
 from memlab.card.step_time import step_time
 from memlab.footprint import Category, Footprint, Phase, StepTime, Timeline

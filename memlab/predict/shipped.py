@@ -21,7 +21,12 @@ MEMLAB = Path(__file__).parent.parent
 FOLDER = MEMLAB / "data" / "traces"
 # What decides which events happen.
 CODE = ("trace", "card", "workloads", "spec/recipe.py", "models.py", "gpus.py", "predict/run.py")
-CODE += ("predict/layers.py", "predict/structure.py", "predict/traces.py", "predict/store.py")
+CODE += (
+    "predict/layer_patterns.py",
+    "predict/structure.py",
+    "predict/traces.py",
+    "predict/store.py",
+)
 
 
 class Shipped:

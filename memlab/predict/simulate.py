@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from memlab.card.links import link_rate
-from memlab.card.loading import loaded_by_transformers, peak_reserved, reserved_range
+from memlab.card.load_order import loaded_by_transformers, peak_reserved, reserved_range
 from memlab.card.memory import CardMemory, card_footprint
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, find_gpu
@@ -31,7 +31,7 @@ def simulate(
     other where ranks split it. The order leaves
     other free blocks behind, and so other rests of split ones, than a model that is moved whole,
     as `memlab.measure` moves it: `reserved_range` holds the lowest and the highest peak reserved of
-    the orders that `memlab.card.loading` tries, which are a sample and no proven bound.
+    the orders that `memlab.card.load_order` tries, which are a sample and no proven bound.
 
     A `memlab.spec.serving.Serving` in place of the recipe gives a `ServingFootprint`: inference,
     with the peaks of prefill and decode apart.

@@ -23,7 +23,7 @@ import platformdirs
 
 from memlab.card.op_cost import Work
 from memlab.footprint import Category, Phase
-from memlab.predict.layers import Layers
+from memlab.predict.layer_patterns import Layers
 from memlab.trace.events import Alloc, Free, Marker, TraceEvent, WeightLoaded
 from memlab.trace.layered import LayeredLog
 from memlab.trace.moments import Moments, moments_of

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from memlab import models
 from memlab.gpus import GPU
 from memlab.predict.changed_code import has_changed_code
-from memlab.predict.layers import FEWEST, Layers, layers_of
+from memlab.predict.layer_patterns import FEWEST, Layers, layers_of
 from memlab.predict.run import completed, gc_frozen, log_of, shallow_log
 from memlab.predict.shipped import Shipped
 from memlab.predict.store import Kept, Store

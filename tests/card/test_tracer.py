@@ -8,7 +8,7 @@ import torch
 
 from memlab import Recipe, SimulatedGPU
 from memlab.card.kernels.pytorch import CUBLASLT_WORKSPACE
-from memlab.card.loading import loaded_weights
+from memlab.card.load_order import loaded_weights
 from memlab.gpus import cublas_workspace
 
 MiB = 2**20

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from memlab import Recipe, SimulatedGPU, models, simulate
 from memlab.card import loading
-from memlab.card.loading import LEFT_FREE, peak_reserved, reserved_range, ways
+from memlab.card.load_order import LEFT_FREE, peak_reserved, reserved_range, ways
 from memlab.gpus import find_gpu
 from memlab.libraries import import_bitsandbytes
 from memlab.predict.run import log_of, two_steps

@@ -1,0 +1,80 @@
+"""Every model of the catalogue, in three ways, on six cards: what it needs, or why not, in a line.
+
+    python benchmarks/menu.py [file]      goes on with what stands in the file, tests/menu.json
+
+In full, with LoRA and with QLoRA, as the planner would begin: under autocast, with checkpointing
+and fused attention, in micro-batches of 1 x 512 tokens (or the longest that a model allows). Peaks
+are those of `memlab.formula`, of what has no trace those of a simulation. An hour on two cores
+where no trace is kept.
+"""
+
+import json
+import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+from tqdm import tqdm
+
+from memlab import Recipe, find_gpu, fits, formula, models
+from memlab.planner.space import HALF, NF4
+from memlab.predict.fit import room
+
+FILE = Path(__file__).parent.parent / "tests" / "menu.json"
+CARDS = ("RTX-3060", "RTX-4090", "RTX-5090", "T4", "A100-80GB", "B200")
+LORA = {"lora_rank": 16}
+WAYS = {"full": {}, "LoRA": LORA | HALF, "QLoRA": LORA | NF4}
+NAMES = [name for name in models.MODELS if not name.endswith("-tiny")]
+
+
+def recipe_of(model: str, way: str, gpu: str) -> Recipe:
+    """What is asked of a model in a way on a card."""
+    half = "bf16-amp" if "bfloat16" in find_gpu(gpu).native_dtypes else "fp16-amp"
+    length = min(512, models.max_length(model) or 512)
+    attention = "eager" if models.config(model).model_type == "deberta-v2" else "sdpa"
+    return Recipe(
+        model,
+        seq_len=length,
+        accumulation=16,
+        precision=half,
+        optimizer="adamw_torch_fused",
+        checkpointing=True,
+        attention=attention,
+        max_grad_norm=1.0,
+        **WAYS[way],
+    )
+
+
+def answer(model: str, way: str, gpu: str) -> str:
+    """`fits: 12.3 GiB`, `may fit: 12.3 to 15.0 GiB`, `does not fit: ...`, or the refusal."""
+    try:
+        recipe, card = recipe_of(model, way, gpu), find_gpu(gpu)
+        try:
+            ends = [end + card.context for end in formula(recipe, card).reserved_range]
+        except ValueError:  # no trace for all sizes
+            ends = [fits(recipe, card).needed]
+    except ValueError as error:
+        return f"refused: {error}"
+    least, most, allowed = ends[0], ends[-1], room(card)
+    said = "fits" if most <= allowed else "may fit" if least <= allowed else "does not fit"
+    return f"{said}: {' to '.join(f'{end / 2**30:.1f}' for end in ends)} GiB"
+
+
+def answers(model: str) -> dict[str, dict[str, str]]:
+    """Of a model: way -> card -> answer."""
+    return {way: {gpu: answer(model, way, gpu) for gpu in CARDS} for way in WAYS}
+
+
+def main():
+    file = Path(sys.argv[1]) if sys.argv[1:] else FILE
+    found = json.loads(file.read_text()) if file.exists() else {}
+    missing = [name for name in NAMES if name not in found]
+    with ProcessPoolExecutor(2) as pool:
+        jobs = {pool.submit(answers, name): name for name in missing}
+        for job in tqdm(as_completed(jobs), total=len(jobs)):
+            found[jobs[job]] = job.result()
+            ordered = {name: found[name] for name in NAMES if name in found}
+            file.write_text(json.dumps(ordered, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
