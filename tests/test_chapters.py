@@ -275,7 +275,11 @@ ROOMS = {
         "memlab.predict.script",
         "memlab.export.training_script",
     },
-    "16-planner": {"memlab.predict.fit", "memlab.export.training_script"},
+    "16-planner": {
+        "memlab.predict.fit",
+        "memlab.export.memlab_lines",
+        "memlab.export.training_script",
+    },
     "18-deploying": {
         "memlab.book.claims",
         "memlab.book.serving_calculator",

@@ -14,7 +14,7 @@ import lzma
 from hashlib import sha256
 from pathlib import Path
 
-from memlab.predict.store import digest_of, kept_of, other_releases
+from memlab.predict.store import digest_of, kept_of, other_releases, text_of
 from memlab.spec.recipe import BITSANDBYTES_OPTIMIZERS, QUANTIZED
 
 MEMLAB = Path(__file__).parent.parent
@@ -27,6 +27,8 @@ CODE += (
     "predict/traces.py",
     "predict/store.py",
 )
+
+NO_TRACE = text_of(None)
 
 
 class Shipped:
@@ -65,6 +67,11 @@ class Shipped:
     def __contains__(self, key: str) -> bool:
         structure, rest = divided(key)
         return rest in self.lines(structure)
+
+    def has_half(self, key: str) -> bool:
+        """Whether there is a half of a key, and not only the word that it has no trace."""
+        structure, rest = divided(key)
+        return self.lines(structure).get(rest, NO_TRACE) != NO_TRACE
 
     def read_into(self, known: dict, key: str) -> None:
         """Add what is there of a key: a half, or None for what has no trace."""

@@ -120,7 +120,9 @@ def test_it_is_always_the_same_and_asks_for_nothing(shown):
     assert page == shown._repr_html_() and type(shown).__name__ in repr(shown)
     still = re.sub(r"<(script|style)>.*?</\1>", "", page, flags=re.DOTALL)
     assert shown.still in still and '<div class="on" hidden>' in still
-    assert not re.search(r"\b(src|fetch|import)\b|<link|url\(|\{\{", page)
+    # The calculator's button looks a config up, when it is pressed (test_calculator.py).
+    rest = page.replace("await fetch(`https://huggingface.co/", "", type(shown) is book.Calculator)
+    assert not re.search(r"\b(src|fetch|import)\b|<link|url\(|\{\{", rest)
     # The book's theme has rules of its own for these.
     assert not re.search(
         r"class[=:] ?\"([^\"]* )?(row|card|col|container|btn|badge|progress)[ \"]", page

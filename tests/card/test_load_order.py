@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from memlab import Recipe, SimulatedGPU, models, simulate
-from memlab.card import loading
+from memlab.card import load_order
 from memlab.card.load_order import LEFT_FREE, peak_reserved, reserved_range, ways
 from memlab.gpus import find_gpu
 from memlab.libraries import import_bitsandbytes
@@ -23,7 +23,7 @@ def log():
 
 
 def weights_of(log):
-    return loading.by_weight(log)[0]
+    return load_order.by_weight(log)[0]
 
 
 def births(events):
@@ -63,7 +63,7 @@ def test_one_by_one_is_what_transformers_does(model, base, tmp_path):
         ]
     log = log_of(recipe)
     _, one_by_one, *_ = ways(log, find_gpu("A100-40GB").total_memory)
-    _, afterwards = loading.by_weight(log)
+    _, afterwards = load_order.by_weight(log)
     load = one_by_one[: -len(afterwards)]
     said = [
         (type(step) is Alloc, (step if type(step) is Alloc else step.birth).nbytes)
@@ -95,7 +95,7 @@ def test_every_way_makes_the_same_base(log):
 def test_the_ends_hold_one_weight_and_all_of_them(log):
     whole = sum(events[0][1].nbytes for *_, events in weights_of(log))
     largest = max(events[0][1].nbytes for *_, events in weights_of(log))
-    packed = sum(map(loading.bytes_to_hold, (events for *_, events in weights_of(log))))
+    packed = sum(map(load_order.bytes_to_hold, (events for *_, events in weights_of(log))))
     _, first, *_, last = ([e for e in events if e[0] is not None] for events in ways(log))
     count = sum(len(events) for *_, events in weights_of(log))
     assert highest(last[: count + 2]) >= whole

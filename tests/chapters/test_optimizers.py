@@ -11,7 +11,8 @@ from notebook import Notebook
 from memlab import Recipe, models, simulate
 from memlab.evidence.records import find_records
 from memlab.trace.tracer import Tracer
-from memlab.workloads.training import LEARNING_RATE, Training
+from memlab.workloads.optimizers import LEARNING_RATE
+from memlab.workloads.training import Training
 
 CHAPTER, DEEPER = Notebook("07-optimizers"), Notebook("07-optimizers-deeper")
 # Cells that need no simulation, in the order of the chapter.
