@@ -54,7 +54,10 @@ def border(seed: int, cards=()) -> tuple[Recipe, str]:
         values |= {"batch_size": draw.choice((1, 2, 5)), "seq_len": draw.randint(16, longest)}
         values["seq_len"] = min(values["seq_len"], window or longest)
         end = min(end, window or end) if field == "seq_len" else end
-        recipe, card = Recipe(model, **values), find_gpu(gpu)
+        try:
+            recipe, card = Recipe(model, **values), find_gpu(gpu)
+        except ValueError:  # a base in half precision without autocast
+            continue
         if not computes(card, recipe) or not is_kept(recipe, card):
             continue
 
