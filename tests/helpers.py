@@ -5,11 +5,13 @@ import importlib
 
 import pytest
 
-from memlab import Recipe, formula, simulate
+from memlab import Recipe, SimulatedGPU, formula, simulate
+from memlab.card.kernels.rules import RULES
 from memlab.evidence.accuracy import Comparison
 from memlab.evidence.records import Record
 from memlab.footprint import NOT_TENSORS
 from memlab.trace.tracer import Tracer
+from memlab.workloads.training import Training
 
 TINY = Recipe(model="gpt2-tiny", batch_size=1, seq_len=16)
 
@@ -99,3 +101,20 @@ def _highest(timeline):
     totals = [sum(moment) for moment in zip(*levels.values(), strict=True)]
     moment = totals.index(max(totals))
     return timeline.phases[moment], {name: level[moment] for name, level in levels.items()}
+
+
+def assert_two_steps_as_on_the_cpu(recipe):
+    """Two steps of a recipe hold on a card what they hold for real, without a card."""
+
+    def two_steps(device, built_in=None):
+        training = Training(recipe, device, built_in=built_in)
+        training.model.eval()  # dropout's masks are narrower on a card
+        for _ in range(2):
+            training.step()
+        return training
+
+    real, _ = on_the_cpu(lambda: two_steps("cpu"))
+    # A CPU's softmax has no scratch in its backward pass.
+    with SimulatedGPU(rules=frozenset(RULES) - {"softmax backward"}) as gpu:
+        two_steps(gpu.device, gpu.device)
+    assert_as_on_the_cpu(gpu.footprint, real)

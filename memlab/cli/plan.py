@@ -52,18 +52,13 @@ def run(options) -> dict:
             raise ValueError(f"{options.script} cannot be written: there is no such folder")
     (cards,) = options.gpu if len(options.gpu) == 1 else (options.gpu or None,)
     answer = plan(options.model, cards, **asked)
-    text, option = str(answer), _written(answer) if options.script else None
+    text = str(answer)
+    option = answer.fastest or answer.sparing if options.script else None
     written = options.script if option else None
     if option:
         text = f"{text}\n{_write_script(option.recipe, options)}"
     values = answer.as_dict() | {"script": written} if options.json else {"text": text}
     return values | {"status": 0 if answer else 3}
-
-
-def _written(answer):
-    """The option that a script is of: the fastest, or the last resort where that alone fits."""
-    last = answer.sparing
-    return answer.fastest or (last if last and not last.missing else None)
 
 
 def _write_script(recipe, options) -> str:

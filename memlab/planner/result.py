@@ -205,8 +205,8 @@ class Plan:
     would start with; switches: single changes of it, the one that saves most first. decision:
     sentences. remedies: where nothing fits, what would; excluded: what was not considered, and why.
     assumptions: as `memlab.footprint.Footprint` has them, of the model in any way. sparing: where
-    nothing fits, the most sparing way to train every weight, which may train worse; None where it
-    was not asked for or cannot be had.
+    nothing else fits, the most sparing way to train every weight, which may train worse; None where
+    it does not fit, was not asked for or cannot be had.
     """
 
     question: Question
@@ -263,10 +263,7 @@ class Plan:
             same = _is_same(self.fastest.recipe, self.roomiest.recipe)
             lines += [f"{n}: {it.sizes()}." for n, it in list(sized.items())[: 2 - same]]
         else:
-            last = f"  {self.sparing}; it may train worse" if self.sparing else ""
-            kept, lacking = ([last], []) if last and not self.sparing.missing else ([], [last])
-            lines += ["What would fit:", *kept, *(f"  {remedy}" for remedy in self.remedies)]
-            lines += ["What would not:", *lacking] if any(lacking) else []
+            lines += ["What would fit:", *(f"  {remedy}" for remedy in self.remedies)]
         start = f"{described(self.start.recipe)}, {gib(self.start.needed)}"
         lines += [
             f"One change at a time, by the formula, from {start}:",

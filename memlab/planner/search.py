@@ -85,6 +85,7 @@ class Search:
         options = {one: self.estimates.largest(one) for one in self.estimates.combinations}
         options, fastest, roomiest = self.fastest_and_smallest(options)
         ways = self.best_of_each_way(options, fastest)
+        sparing = None if fastest else self.sparing()
         start, footprint = self.estimates.plain()
         changes = switches(self.estimates, start)
         return Plan(
@@ -96,10 +97,10 @@ class Search:
             self.named(start),
             changes,
             decision(start, footprint, changes, self.estimates.room),
-            () if fastest else tuple(self.remedies(options)),
+            () if fastest else tuple(self.remedies(options, sparing)),
             self.estimates.excluded,
             tuple(self.estimates.assumptions),
-            None if fastest else self.named(self.sparing()),
+            self.named(sparing),
         )
 
     def named(self, option: Option | None) -> Option | None:
@@ -248,18 +249,19 @@ class Search:
         return best
 
     def sparing(self) -> Option | None:
-        """The most sparing way to train every weight, simulated; None where it cannot be had."""
+        """The most sparing way to train every weight, simulated; None where that does not fit."""
         if "full" not in self.question.ways or "bfloat16" not in self.card.native_dtypes:
             return None
         for loss in ("chunked", "whole"):  # some models have no loss in parts
             with contextlib.suppress(ValueError):
                 recipe = self.estimates.recipe(SPARING, self.estimates.effective, **BACKWARD)
-                return self.simulated(recipe.but(loss=loss))
+                option = self.simulated(recipe.but(loss=loss))
+                return None if option.missing else option
         return None
 
-    def remedies(self, options: dict[Combination, Option]) -> list[str]:
+    def remedies(self, options: dict[Combination, Option], sparing: Option | None) -> list[str]:
         """What would fit where nothing does: another way, a shorter sequence, a larger card."""
-        found = []
+        found = [f"{sparing}; it may train worse"] if sparing else []
         for way in WAYS:
             if way not in self.question.ways:
                 option = self.other(self.card, ways=(way,))

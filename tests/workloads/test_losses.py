@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from helpers import assert_as_on_the_cpu, on_the_cpu, one_line
+from helpers import assert_two_steps_as_on_the_cpu, one_line
 
-from memlab import Recipe, SimulatedGPU, formula, largest, models, simulate
-from memlab.card.kernels.rules import RULES
+from memlab import Recipe, formula, largest, models, simulate
 from memlab.workloads.training import Training
 
 PARTS = ["chunked", "linear_cross_entropy"]
@@ -53,18 +52,7 @@ def test_loss_and_gradients_are_those_of_the_whole(recipe, loss):
 @pytest.mark.parametrize("loss", PARTS)
 def test_a_cards_bytes_are_those_of_a_real_run(loss):
     recipe = TINY.but(loss=loss, optimizer="adamw_torch_loop")
-
-    def two_steps(device, built_in=None):
-        training = Training(recipe, device, built_in=built_in)
-        for _ in range(2):
-            training.step()
-        return training
-
-    real, _ = on_the_cpu(lambda: two_steps("cpu"))
-    # A CPU's softmax has no scratch in its backward pass.
-    with SimulatedGPU(rules=frozenset(RULES) - {"softmax backward"}) as gpu:
-        two_steps(gpu.device, gpu.device)
-    assert_as_on_the_cpu(gpu.footprint, real)
+    assert_two_steps_as_on_the_cpu(recipe)
 
 
 @pytest.mark.parametrize("loss", PARTS)

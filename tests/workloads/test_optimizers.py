@@ -5,10 +5,9 @@ import sys
 
 import pytest
 import torch
-from helpers import assert_as_on_the_cpu, on_the_cpu, one_line
+from helpers import assert_two_steps_as_on_the_cpu, one_line
 
-from memlab import Recipe, SimulatedGPU, fits, formula, largest, measure, simulate
-from memlab.card.kernels.rules import RULES
+from memlab import Recipe, fits, formula, largest, measure, simulate
 from memlab.workloads.training import Training
 
 TINY = Recipe("gpt2-tiny", batch_size=2, seq_len=32)
@@ -41,18 +40,7 @@ def test_parameters_are_those_of_a_step_afterwards(recipe):
 @pytest.mark.parametrize("optimizer", ["adamw_torch_loop", "adafactor"])
 def test_a_cards_bytes_are_those_of_a_real_run(optimizer):
     recipe = TINY.but(optimizer=optimizer, step_in_backward=True, batch_size=4, seq_len=64)
-
-    def two_steps(device, built_in=None):
-        training = Training(recipe, device, built_in=built_in)
-        training.model.eval()  # dropout's masks are narrower on a card
-        for _ in range(2):
-            training.step()
-        return training
-
-    real, _ = on_the_cpu(lambda: two_steps("cpu"))
-    with SimulatedGPU(rules=frozenset(RULES) - {"softmax backward"}) as gpu:
-        two_steps(gpu.device, gpu.device)
-    assert_as_on_the_cpu(gpu.footprint, real)
+    assert_two_steps_as_on_the_cpu(recipe)
 
 
 def test_gradients_are_no_longer_all_there():
