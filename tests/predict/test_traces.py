@@ -214,7 +214,11 @@ def test_that_there_is_no_trace_is_kept_too(tmp_path):
     assert known == {"a way": None}
 
 
-@pytest.mark.parametrize("damage", (b"", b"half a fi", gzip.compress(b'{"sizes": 1}')))
+@pytest.mark.parametrize(
+    "damage",
+    (b"", b"half a fi", gzip.compress(b'{"sizes": 1}')),
+    ids=("empty", "cut short", "other content"),
+)
 def test_a_damaged_file_is_made_anew(tmp_path, damage):
     recipe, card = TINY, find_gpu("T4")
     log = Traces(Store(tmp_path)).log(recipe, card)
