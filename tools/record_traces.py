@@ -33,8 +33,9 @@ from memlab.spec.recipe import AUTOCAST
 COMMON = ("bert-large", "gpt2", "llama-3.2-1b", "llama-3-8b", "llama-2-7b")
 COMMON += ("qwen2.5-0.5b", "qwen2.5-7b", "mistral-7b", "qwen3-0.6b", "qwen3-8b")
 FEWER = ("distilbert", "roberta-base", "deberta-v3-base", "t5-3b")
-# Trained as the planner would: with fused attention, under autocast, or in full in bf16.
-PLANNED_ONLY = ("mistral-7b-v0.3", "smollm3-3b", "xlm-roberta-base", "modernbert-base")
+# Trained as the planner would: with fused attention, under autocast, or in full in bf16 or fp32.
+PLANNED_ONLY = ("mistral-7b-v0.3", "smollm3-3b", "xlm-roberta-base", "modernbert-base", "phi-4")
+PLANNED_ONLY += ("gemma-3-4b",)
 MODELS = (*COMMON, *PLANNED_ONLY, *FEWER)
 WAYS = {
     "plain": {},
@@ -70,7 +71,7 @@ def recipes(model: str):
 
 
 def _planned(model):
-    half = {ANY_CARD: ("bf16-amp", "bf16"), CARDS[1]: ("fp16-amp",)}
+    half = {ANY_CARD: ("bf16-amp", "bf16", "fp32"), CARDS[1]: ("fp16-amp", "fp32")}
     for card, way in itertools.product(CARDS, ("plain", "lora in 16 bits", "qlora")):
         for precision in half[card][: None if way == "plain" else 1]:
             yield from _pairs(model, card, WAYS[way] | {"precision": precision}, "sdpa", True)

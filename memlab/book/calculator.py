@@ -26,7 +26,14 @@ from memlab.predict.formula import is_kept
 from memlab.predict.formula_serving import shares_keys
 from memlab.predict.run import refuse_format
 from memlab.predict.shipped import Shipped
-from memlab.predict.structure import HEAD_SIZES, SAME_ROPE, Structure, names_of_lengths, structures
+from memlab.predict.structure import (
+    HEAD_SIZES,
+    SAME_ROPE,
+    Structure,
+    heads_of_a_key,
+    names_of_lengths,
+    structures,
+)
 from memlab.predict.traces import keys_of, usual_sizes
 from memlab.spec.recipe import AUTOCAST, COMPUTED_IN, Recipe
 from memlab.trace import allocator
@@ -83,6 +90,7 @@ START = Recipe(
     optimizer="adamw_torch_fused",
     attention="sdpa",
 )
+LONGEST_HEAD = 256  # numbers, of what models have
 # What a config may have or not, and is another structure then.
 OPTIONAL = (*models.WIDTHS, *HEAD_SIZES, "sliding_window")
 
@@ -164,7 +172,7 @@ class Calculator(Panel):
             text = structure.key
             if text not in described:
                 said = _described(models.config(model), structure)
-                of = models.default_task(model), said["grouped"]
+                of = models.default_task(model), _grouped(models.config(model))
                 passes, updates = zip(*(keys(*of, card) for card in classes.values()), strict=True)
                 described[text] = said | {
                     "passes": [[pack.place(text + way) for way in ways] for ways in passes],
@@ -273,13 +281,14 @@ def _described(config, structure: Structure) -> dict:
         "model_type": settings["model_type"],
         "sizes": sizes,
         "settings": {name: value for name, value in settings.items() if name not in sizes},
-        "grouped": _grouped(config),
+        # None: any number above 1.
+        "heads_of_a_key": None if "m" in structure.widths else heads_of_a_key(config),
     }
 
 
 def _grouped(config) -> bool:
     """Whether query heads share keys."""
-    return "m" in _structure(config).widths
+    return heads_of_a_key(config) > 1
 
 
 def family(model_type: str) -> dict:
@@ -288,6 +297,7 @@ def family(model_type: str) -> dict:
     plain = {one.name: one.default for one in dataclasses.fields(kind)}
     values = {n: v for n, v in plain.items() if v is None or isinstance(v, (bool, int, str))}
     settings = _described(kind(), _structure(kind()))["settings"]
+    settings = {n: v for n, v in settings.items() if not isinstance(v, list)}  # of its layers
     return {"aliases": kind.attribute_map, "defaults": values | settings}
 
 
@@ -319,7 +329,7 @@ def known_card(card: GPU) -> dict:
         "rates": card.rates,
         "bandwidth": card.bandwidth,
         "shares_keys": shares_keys(card),
-        "longest_head": longest_head(card.capability),
+        "heads": usual_heads(card.capability),
     }
 
 
@@ -333,11 +343,17 @@ def routes_of(card: GPU, size: int = 64) -> tuple:
 
 
 @functools.cache
-def longest_head(capability: tuple[int, int]) -> int:
-    """The head size up to which multiples of 8 are computed with the kernels of smaller ones."""
-    card = dataclasses.replace(ANY_CARD, capability=capability)
-    sizes = itertools.count(8, 8)
-    return next(size for size in sizes if routes_of(card, size) != routes_of(card)) - 8
+def usual_heads(capability: tuple[int, int]) -> list[list[int]]:
+    """The first and the last of each range of head sizes, in steps of 8, with the usual kernels."""
+    card, found = dataclasses.replace(ANY_CARD, capability=capability), []
+    for size in range(8, LONGEST_HEAD + 8, 8):
+        if routes_of(card, size) != routes_of(card):
+            continue
+        if found and found[-1][1] == size - 8:
+            found[-1][1] = size
+        else:
+            found.append([size, size])
+    return found
 
 
 def _constants() -> dict:

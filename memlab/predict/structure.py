@@ -37,6 +37,7 @@ from memlab.workloads.quantized import COMPUTE_DTYPES
 # in 4 bits.
 WIDTHS = {"g": 13 * 8, "m": 19, "d": 5 * 32, "h": 31 * 128, "f": 53 * 256, "V": 41 * 64}
 HEAD_SIZES = ("head_dim", "d_kv")
+ONE_PROJECTION = ("phi3",)  # families with a weight for queries, keys and values together
 # Kinds of stretched rotary positions whose tensors are those of plain ones.
 SAME_ROPE = ("default", "linear", "llama3", "yarn")
 # Of adapters at the chosen sizes; what is narrower than the second, a router, has none.
@@ -251,8 +252,7 @@ def _usual(model) -> Structure | None:
         if isinstance(value, float):
             value = bool(value) if "drop" in name else None
         if isinstance(value, dict):
-            value = value.get("rope_type")
-            value = "default" if value in SAME_ROPE else value
+            value = _rope(value)
         hidden = name not in known or name.startswith("_") or name.endswith("token_id")
         hidden |= type(value) is int and ("layers" in name or name == "n_layer")
         if not hidden and isinstance(value, (bool, int, str, list, tuple)):
@@ -261,6 +261,14 @@ def _usual(model) -> Structure | None:
         if kept.get(name):
             kept[name] = True
     return Structure(json.dumps(kept, sort_keys=True), chosen, own)
+
+
+def _rope(parameters: dict) -> str | None:
+    """What of rotary positions decides which tensors they have."""
+    kind = parameters.get("rope_type")
+    kind = "default" if kind in SAME_ROPE else kind
+    share = parameters.get("partial_rotary_factor", 1.0)
+    return kind if share == 1 else f"{kind}, of {share} of a head"
 
 
 def names_of_lengths(config) -> list[str]:
@@ -288,6 +296,8 @@ def _at_chosen_widths(config):
     values, own, new = at_widths(config, WIDTHS)
     if new["h"] != WIDTHS["h"]:
         del own["h"]  # it is g * m * d
+    if config.model_type in ONE_PROJECTION:
+        del own["m"]  # m + 2 of them come of that weight
     return models.resized(config, **values), {
         name: (new[name], value) for name, value in own.items() if new[name] > 1
     }
@@ -296,7 +306,8 @@ def _at_chosen_widths(config):
 def at_widths(config, chosen: dict[str, int]) -> tuple[dict, dict[str, int], dict[str, int]]:
     """(what a config with these widths has, symbol -> its own width, symbol -> the chosen one).
 
-    m is 1 where each head has keys of its own, and h is g * m * d where heads have no size.
+    m is 1 where each head has keys of its own, and the config's where queries, keys and values come
+    of one weight; h is g * m * d where heads have no size.
     """
     get = functools.partial(getattr, config)
     heads = config.num_attention_heads
@@ -305,8 +316,8 @@ def at_widths(config, chosen: dict[str, int]) -> tuple[dict, dict[str, int], dic
     own = {"V": config.vocab_size, "g": groups, "m": heads // groups, "h": config.hidden_size}
     own["d"] = size or config.hidden_size // heads
     new = dict(chosen)
-    if groups == heads:
-        new["m"] = 1
+    if groups == heads or config.model_type in ONE_PROJECTION:
+        new["m"] = own["m"]
     if size is None:
         new["h"] = new["g"] * new["m"] * new["d"]
     values = {
@@ -324,6 +335,12 @@ def at_widths(config, chosen: dict[str, int]) -> tuple[dict, dict[str, int], dic
     return values, own, new
 
 
+def heads_of_a_key(config) -> int:
+    """Query heads that share a head of keys and values."""
+    heads = config.num_attention_heads
+    return heads // (getattr(config, "num_key_value_heads", None) or heads)
+
+
 def _attention(recipe: Recipe, usual: Structure, card: GPU, unit: int) -> str:
     """How attention is computed on a card: `eager`, or the kernels that sdpa takes there.
 
@@ -331,7 +348,7 @@ def _attention(recipe: Recipe, usual: Structure, card: GPU, unit: int) -> str:
     """
     if recipe.attention == "eager":
         return "eager"
-    size, shares = usual.widths["d"][1], "m" in usual.widths
+    size, shares = usual.widths["d"][1], heads_of_a_key(usual.config) > 1
     asked = COMPUTE_DTYPES[COMPUTED_IN[recipe.precision]], shares, card.capability
     routes = model_routes(*asked)
     if size % unit or model_routes(*asked, size) != routes:

@@ -291,7 +291,7 @@ def test_a_hub_without_an_answer_is_told(page, name, reply, words):
         ({"model_type": "phi3"}, 'model_type is "phi3": known are bert'),
         ({"attention_bias": True}, "attention_bias is true, known is false"),
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu", known is "silu"'),
-        ({"num_key_value_heads": 32}, "known are fewer key-value heads than heads"),
+        ({"num_key_value_heads": 32}, "heads for each key-value head are 1, known are several"),
         ({"rope_scaling": {"type": "dynamic"}}, "rope_parameters"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0: allowed are whole numbers from 1"),
         ({"vocab_size": "many"}, "vocab_size is many: allowed are whole numbers"),

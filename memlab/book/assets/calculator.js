@@ -75,7 +75,8 @@
 
     function checkHeads({ attention, model }, card) {
       const size = model.dimensions.d;
-      if (attention === "sdpa" && (size % 8 || size > card.longest_head)) throw new Refusal(
+      const usual = size % 8 === 0 && card.heads.some(([least, most]) => least <= size && size <= most);
+      if (attention === "sdpa" && !usual) throw new Refusal(
         `head size is ${size}: with sdpa on ${card.name} the formula allows multiples of 8 that take the kernels of smaller ones, simulate knows more`);
     }
 
@@ -238,24 +239,31 @@
     // ------------------------------------------------------------ models.py and the reading of a config.json
 
     // The model of the values of a config.json: its structure, dimensions and layers.
-    function modelOf(values, name) {
-      const { type, held, get, dimensions, layers, longest, window } = readConfig(values, known);
+    function modelOf(values) {
+      const { type, held, get, dimensions, layers, longest, window, beside } = readConfig(values, known);
       if ((get("num_decoder_layers") || layers) !== layers) throw new Refusal(
         `${type} with ${layers} layers: the formula allows as many in a decoder as in the encoder`);
       const structure = known.structures.findIndex((one) => one.model_type === type && !unlike(one, held, get));
       if (structure < 0) throw new Refusal(`no trace is kept of this ${type}: ${
         known.structures.filter((one) => one.model_type === type).map((one) => unlike(one, held, get)).join("; or ")}`);
-      return { name: name || type, structure, dimensions, layers, longest, window };
+      return { name: type, structure, dimensions, layers, longest, window, beside };
     }
 
     // In what a config differs from a structure, apart from its sizes; empty where it does not.
-    function unlike({ settings, sizes, grouped }, held, get) {
-      const heads = get("num_attention_heads"), groups = get("num_key_value_heads") || heads;
-      if (groups < heads !== grouped) return grouped ? "known are fewer key-value heads than heads" : "known are as many key-value heads as heads";
-      for (const [name, wanted] of Object.entries(settings))
-        if (setting(name, held[name]) !== wanted) return `${name} is ${JSON.stringify(held[name])}, known is ${JSON.stringify(wanted)}`;
+    function unlike({ settings, sizes, heads_of_a_key: usual }, held, get) {
+      const shared = get("num_attention_heads") / (get("num_key_value_heads") || get("num_attention_heads"));
+      if (usual ? shared !== usual : shared === 1) return `heads for each key-value head are ${shared}, known are ${usual || "several"}`;
+      for (const [name, wanted] of Object.entries(settings)) {
+        const own = setting(name, held[name]);
+        if (Array.isArray(wanted) && own === undefined) {  // its class makes it, for so many layers
+          const layers = get("num_hidden_layers");
+          if (wanted.length !== layers) return `it has ${layers} layers, known are ${wanted.length}`;
+          continue;
+        }
+        if (JSON.stringify(own) !== JSON.stringify(wanted)) return `${name} is ${JSON.stringify(own)}, known is ${JSON.stringify(wanted)}`;
+      }
       for (const name of known.optional_sizes) {
-        const usual = known.head_sizes.includes(name) && held[name] * heads === get("hidden_size");
+        const usual = known.head_sizes.includes(name) && held[name] * get("num_attention_heads") === get("hidden_size");
         if (!sizes.includes(name) && held[name] && !usual) return `${name} is ${held[name]}, known is none`;
         if (sizes.includes(name) && !held[name] && !known.head_sizes.includes(name)) return `${name} is none, known is a number`;
       }
@@ -267,8 +275,9 @@
       if (Array.isArray(value) && new Set(value).size === 1) return setting(name, value[0]);
       if (typeof value === "number" && name.includes("drop")) return value > 0;
       if (value && typeof value === "object") {
-        const kind = value.rope_type || value.type || "default";
-        return known.same_rope.includes(kind) ? "default" : kind;
+        const kind = value.rope_type || value.type || "default", share = value.partial_rotary_factor || 1;
+        const same = known.same_rope.includes(kind) ? "default" : kind;
+        return share === 1 ? same : `${same}, of ${share} of a head`;
       }
       return value;
     }

@@ -34,10 +34,13 @@
     try { return JSON.parse(text); } catch { throw new Refusal("config.json: this is not a readable JSON file"); }
   }
 
-  // The values of a config.json, with what its class has where they say nothing.
+  // The values of a config.json, with what its class has where they say nothing. Of one that nests several models, those of
+  // the text; `beside` names the others.
   //
   // families: model_type -> other names and defaults of the class; widths: names of a feed-forward width.
-  function readConfig(values, { families, widths }) {
+  function readConfig(given, { families, widths }) {
+    const values = given?.text_config || given, nested = Object.keys(given || {}).filter((name) => /_config$/.test(name) && given[name]?.model_type);
+    const beside = values === given ? [] : nested.filter((name) => name !== "text_config").map((name) => name.replace("_config", ""));
     const type = values?.model_type, family = families[type];
     if (!family) throw new Refusal(`model_type is ${JSON.stringify(type)}: known are ${Object.keys(families).join(", ")}`);
     const own = (name) => family.aliases[name] || name, held = { ...family.defaults };
@@ -57,7 +60,7 @@
       if (!(Number.isInteger(number) && number >= 1)) throw new Refusal(`${names[what] || what} is ${number}: allowed are whole numbers from 1`);
     if (!size && dimensions.h % heads) throw new Refusal(`num_attention_heads is ${heads}: allowed are divisors of hidden_size, ${dimensions.h}`);
     if (heads % groups) throw new Refusal(`num_key_value_heads is ${groups}: allowed are divisors of num_attention_heads, ${heads}`);
-    return { type, held, get, dimensions, layers, longest: maxLength(type, held, get), window: get("sliding_window") };
+    return { type, held, get, dimensions, layers, longest: maxLength(type, held, get), window: get("sliding_window"), beside };
   }
 
   // The longest sequence, null where positions are only relative; as memlab/models.py has it.
