@@ -152,24 +152,25 @@ class Planner(Live):
 
 
 def picture(answer: Plan) -> str:
-    """What a plan says, as HTML: the best, a bar for each way, the decision."""
+    """What a plan says, as HTML: the best, a bar for each tier, the decision."""
     if answer:
-        best = f"<b>Fastest that fits:</b> {described(answer.fastest.recipe)}."
+        best = f"<b>First that fits:</b> {described(answer.first.recipe)}.<br>"
+        best += f"<b>Fastest that fits:</b> {described(answer.fastest.recipe)}."
         best += f"<br>{answer.fastest.sizes()}"
         if answer.roomiest.recipe != answer.fastest.recipe:
             best += f"<br><b>With the most room:</b> {described(answer.roomiest.recipe)}."
     else:
         best = "<br>".join(["<b>Nothing fits.</b> What would:", *map(html.escape, answer.remedies)])
-    bars = "".join(_bar(option) for option in answer.ways.values())
+    bars = "".join(_bar(option) for option in answer.tiers.values())
     return f"<p>{best}</p>{bars}<p>{html.escape(' '.join(answer.decision))}</p>"
 
 
 def _bar(option: Option) -> str:
-    """The best of a way: its recipe, and a bar of what it needs against the card."""
+    """The best of a tier: its recipe, and a bar of what it needs against the card."""
     widest = max(option.needed, option.total_memory)
     end = f'<div class="end" style="left:{min(option.total_memory / widest, 0.997):.2%}"></div>'
     return (
-        f'<div class="run"><b>{WAYS[option.way]}</b>, '
+        f'<div class="run"><b>Tier {option.tier}: {WAYS[option.way]}</b>, '
         f"{described(option.recipe).removeprefix(WAYS[option.way] + ', ')}<br>"
         f"{html.escape(option.bytes_and_seconds())}; {option.source}"
         f'<div class="bar" role="img" aria-label="{gib(option.needed)} of '

@@ -14,6 +14,15 @@ from memlab.spec.recipe import COMPUTED_IN, QUANTIZED, Recipe
 from memlab.units import GiB, gib, seconds_text
 
 WAYS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
+# What is trained, in the order of what it may cost in quality.
+TIERS = {
+    1: "every weight, AdamW's states in 32 bits",
+    2: "every weight, states in 8 bits or factored",
+    3: "adapters",
+    4: "adapters on a base in 4 or 8 bits",
+    5: "what may train worse: trained weights in pure half precision, SGD, Lion",
+}
+WORSE_OPTIMIZERS = ("sgd", "lion_8bit")
 FASTEST, ROOMIEST = "fastest", "most room"
 NO_TIME = 1e-6  # seconds
 PAGED_OUT = " (all states paged out)"  # which the driver need not do
@@ -112,6 +121,11 @@ class Option:
         return way_of(self.recipe)
 
     @property
+    def tier(self) -> int:
+        """One of `TIERS`."""
+        return tier_of(self.way, self.recipe.precision, self.recipe.optimizer)
+
+    @property
     def samples_per_second(self) -> float | None:
         """Sequences a second, by the estimate."""
         sequences = self.recipe.batch_size * self.recipe.accumulation * self.recipe.ranks
@@ -120,7 +134,7 @@ class Option:
     def as_dict(self) -> dict:
         """Plain JSON values."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
-        more = {"way": self.way, "missing": self.missing}
+        more = {"way": self.way, "tier": self.tier, "missing": self.missing}
         more["samples_per_second"] = self.samples_per_second
         return values | {"recipe": self.recipe.as_dict()} | more
 
@@ -167,6 +181,15 @@ def way_of(recipe: Recipe) -> str:
     return "qlora" if recipe.base in QUANTIZED else "lora" if recipe.lora_rank else "full"
 
 
+def tier_of(way: str, precision: str, optimizer: str) -> int:
+    """What a training may cost in quality, of `TIERS`."""
+    if precision in ("fp16", "bf16") or optimizer in WORSE_OPTIMIZERS:
+        return 5
+    if way != "full":
+        return {"lora": 3, "qlora": 4}[way]
+    return 2 if optimizer.endswith("bit") or optimizer == "adafactor" else 1
+
+
 def described(recipe: Recipe) -> str:
     """A recipe of a plan in words."""
     parts = [WAYS[way_of(recipe)], recipe.precision, recipe.optimizer]
@@ -201,19 +224,19 @@ class Plan:
     """The answer for one card.
 
     fastest, roomiest: what fits, with the least seconds and with the most bytes left; None where
-    nothing does. ways: the best of each way, or the one that lacks least. start: what a reader
-    would start with; switches: single changes of it, the one that saves most first. decision:
-    sentences. remedies: where nothing fits, what would; excluded: what was not considered, and why.
-    assumptions: as `memlab.footprint.Footprint` has them, of the model in any way. sparing: where
-    nothing else fits, the most sparing way to train every weight, which may train worse; None where
-    it does not fit, was not asked for or cannot be had.
+    nothing does. tiers: the best of each of `TIERS`, or the one that lacks least. start: what a
+    reader would start with; switches: single changes of it, the one that saves most first.
+    decision: sentences. remedies: where nothing fits, what would; excluded: what was not
+    considered, and why. assumptions: as `memlab.footprint.Footprint` has them, of the model in any
+    way. sparing: where nothing else fits, the most sparing way to train every weight, which may
+    train worse; None where it does not fit, was not asked for or cannot be had.
     """
 
     question: Question
     card: GPU
     fastest: Option | None
     roomiest: Option | None
-    ways: dict[str, Option]
+    tiers: dict[int, Option]
     start: Option
     switches: tuple[Switch, ...]
     decision: tuple[str, ...]
@@ -235,7 +258,7 @@ class Plan:
             "fits": bool(self),
             "fastest": self.fastest and self.fastest.as_dict(),
             "roomiest": self.roomiest and self.roomiest.as_dict(),
-            "ways": {way: option.as_dict() for way, option in self.ways.items()},
+            "tiers": {tier: option.as_dict() for tier, option in self.tiers.items()},
             "start": self.start.as_dict(),
             "switches": [switch.as_dict() for switch in self.switches],
             "decision": list(self.decision),
@@ -245,17 +268,22 @@ class Plan:
             "assumptions": list(self.assumptions),
         }
 
+    @property
+    def first(self) -> Option | None:
+        """What fits and may cost least in quality; None where nothing fits."""
+        return next((it for _, it in sorted(self.tiers.items()) if not it.missing), None)
+
     def __str__(self) -> str:
         asked, card = self.question, self.card
         cards = f"{asked.ranks} x " if asked.ranks > 1 else ""
-        best = f"fastest is {described(self.fastest.recipe)}" if self else "nothing fits"
         usable = self.start.total_memory - self.start.margin
         lines = [
-            f"{_model_name(asked.model)} on {cards}{card.name}: {best}.",
+            f"{_model_name(asked.model)} on {cards}{card.name}: {self.verdict()}.",
             f"{asked.effective_batch} sequences of {asked.seq_len:,} tokens a step. GiB include "
             f"the context; {usable / GiB:,.1f} of the card's {gib(card.total_memory)} may be used.",
             "",
             _table(self._told()),
+            f"Tiers, by what they may cost in quality: {'; '.join(self._legend())}.",
             "",
         ]
         if self:
@@ -281,13 +309,25 @@ class Plan:
         lines += [f"Assumed: {one}." for one in self.assumptions]
         return "\n".join(lines)
 
+    def verdict(self) -> str:
+        """The answer in a line, without its full stop."""
+        if not self:
+            return "nothing fits"
+        first, same = self.first, _is_same(self.first.recipe, self.fastest.recipe)
+        best = f"tier {first.tier} fits, {described(first.recipe)}"
+        fastest = f"tier {self.fastest.tier}, {described(self.fastest.recipe)}"
+        return f"{best}, and is fastest" if same else f"{best}; fastest is {fastest}"
+
+    def _legend(self) -> list[str]:
+        return [f"{tier} {what}" for tier, what in TIERS.items() if tier in self.tiers]
+
     def _told(self) -> list[tuple[str, Option]]:
         """The rows of the table: words, and an option."""
         told = [(FASTEST, self.fastest), (ROOMIEST, self.roomiest)] if self else []
         if self and _is_same(self.fastest.recipe, self.roomiest.recipe):
             told = [(f"{FASTEST}, {ROOMIEST}", self.fastest)]
         known = [option for _, option in told]
-        return told + [("", it) for it in self.ways.values() if it not in known]
+        return told + [("", it) for it in self.tiers.values() if it not in known]
 
 
 def _table(told: list[tuple[str, Option]]) -> str:
@@ -301,8 +341,9 @@ def _table(told: list[tuple[str, Option]]) -> str:
         needed = f"{option.needed / GiB:,.1f}"
         if option.missing and not option.simulated:
             needed = f"over {needed}"
-        rows.append([name, WAYS[option.way], recipe, needed, lacks, time, rate, option.source])
-    heads = ["", "way", "recipe", "GiB", "lacks", "a step", "sequences/s", "by"]
+        way = f"{option.tier} {WAYS[option.way]}"
+        rows.append([name, way, recipe, needed, lacks, time, rate, option.source])
+    heads = ["", "tier", "recipe", "GiB", "lacks", "a step", "sequences/s", "by"]
     left, right = ("left",) * 3, ("right",) * 4
     return tabulate(rows, heads, colalign=(*left, *right, "left"), disable_numparse=True)
 

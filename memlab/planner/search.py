@@ -84,7 +84,7 @@ class Search:
         """The whole answer."""
         options = {one: self.estimates.largest(one) for one in self.estimates.combinations}
         options, fastest, roomiest = self.fastest_and_smallest(options)
-        ways = self.best_of_each_way(options, fastest)
+        tiers = self.best_of_each_tier(options, fastest)
         sparing = None if fastest else self.sparing()
         start, footprint = self.estimates.plain()
         changes = switches(self.estimates, start)
@@ -93,7 +93,7 @@ class Search:
             self.card,
             self.named(fastest),
             self.named(roomiest),
-            {way: self.named(option) for way, option in ways.items()},
+            {tier: self.named(option) for tier, option in tiers.items()},
             self.named(start),
             changes,
             decision(start, footprint, changes, self.estimates.room),
@@ -144,12 +144,13 @@ class Search:
             options[least] = self.confirmed(options[least])
 
     def best_of_method(self, options: dict[Combination, Option]) -> Option:
-        """The best of a way, simulated only where something better may fit than surely does.
+        """The best of a way or a tier, simulated only where it may be better than what surely fits.
 
         What loading a quantized base leaves behind is known from a simulation only.
         """
-        (way,), said = {one.way for one in options}, self.estimates
-        if self.question.ranks == 1 and (way != "qlora" or (way, "ddp") in said.surplus):
+        said = self.estimates
+        loaded = ("qlora", "ddp") in said.surplus or all(one.way != "qlora" for one in options)
+        if self.question.ranks == 1 and loaded:
             surely = fitting({one: said.largest(one, said.upper_bound) for one in options})
             best, hoped = said.fastest_of(surely), said.fastest_of(fitting(options))
             if best and said.time(surely[best]) <= (1 + ALIKE) * said.time(options[hoped]):
@@ -235,17 +236,17 @@ class Search:
             longest_ends="" if following else why_no_larger(recipe, "seq_len"),
         )
 
-    def best_of_each_way(self, options, fastest: Option | None) -> dict[str, Option]:
-        """The best of each way that can be had at all."""
+    def best_of_each_tier(self, options, fastest: Option | None) -> dict[int, Option]:
+        """The best of each tier that can be had at all."""
         best = {}
-        for way in {one.way: None for one in options}:
-            of_way = {one: it for one, it in options.items() if one.way == way}
-            if fastest and fastest.way == way:
-                best[way] = fastest
-            elif any(it.simulated and not it.missing for it in of_way.values()):
-                best[way] = of_way[self.told(of_way)]
+        for tier in sorted({one.tier for one in options}):
+            of_tier = {one: it for one, it in options.items() if one.tier == tier}
+            if fastest and fastest.tier == tier:
+                best[tier] = fastest
+            elif any(it.simulated and not it.missing for it in of_tier.values()):
+                best[tier] = of_tier[self.told(of_tier)]
             else:
-                best[way] = self.best_of_method(of_way)
+                best[tier] = self.best_of_method(of_tier)
         return best
 
     def sparing(self) -> Option | None:

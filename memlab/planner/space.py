@@ -10,13 +10,12 @@ import torch
 
 from memlab import models
 from memlab.gpus import GPU, require_native
-from memlab.planner.result import Question
+from memlab.planner.result import WORSE_OPTIMIZERS, Question, tier_of
 from memlab.spec.recipe import SHARDED_OPTIMIZERS, Recipe
 from memlab.workloads.training import NoAdapters, add_lora
 
 OPTIMIZERS = ("adamw_torch_fused", "adamw_8bit", "adafactor", "paged_adamw_8bit")
 FOR_ADAPTERS = ("adamw_torch_fused", "adamw_8bit")  # whose states are small in any case
-OTHER_OPTIMIZERS = ("sgd", "lion_8bit")
 SHARDINGS = ("ddp", "zero2", "zero3")
 # The base of LoRA where there is autocast, as from_pretrained loads most models by themselves.
 HALF = {"base": "half"}
@@ -33,6 +32,11 @@ class Combination:
     optimizer: str
     checkpointing: bool = False
     sharding: str = "ddp"
+
+    @property
+    def tier(self) -> int:
+        """One of `memlab.planner.result.TIERS`."""
+        return tier_of(self.way, self.precision, self.optimizer)
 
 
 # The last rung before a larger card: weights that train in bf16 (where small updates are rounded
@@ -62,8 +66,8 @@ def combinations(
     excluded = []
     if kept:
         rather = "trained weights in pure bf16, " if native else ""
-        excluded.append(f"{rather}{' and '.join(OTHER_OPTIMIZERS)} (they may train worse)")
-    optimizers = OPTIMIZERS if kept else OPTIMIZERS + OTHER_OPTIMIZERS
+        excluded.append(f"{rather}{' and '.join(WORSE_OPTIMIZERS)} (they may train worse)")
+    optimizers = OPTIMIZERS if kept else OPTIMIZERS + WORSE_OPTIMIZERS
     bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None
     if not bitsandbytes:
         excluded.append("QLoRA and 8-bit optimizers (the package bitsandbytes is not here)")

@@ -49,3 +49,20 @@ def test_what_pages_is_told_where_nothing_else_fits():
     assert plainest(table, seconds).optimizer == "adamw_8bit"
     assert plainest(options(("paged_adamw_8bit", GB, 1)), seconds).optimizer == "paged_adamw_8bit"
     assert plainest({}, seconds) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "tier"),
+    [
+        ({"precision": "bf16-amp"}, 1),
+        ({"optimizer": "adamw_8bit"}, 2),
+        ({"optimizer": "adafactor"}, 2),
+        ({"lora_rank": 8, "optimizer": "adamw_8bit"}, 3),
+        ({"lora_rank": 8, "base": "nf4", "precision": "bf16-amp"}, 4),
+        ({"precision": "bf16"}, 5),
+        ({"precision": "bf16", "lora_rank": 8}, 5),
+        ({"optimizer": "sgd"}, 5),
+    ],
+)
+def test_a_tier_is_what_may_cost_quality(changes, tier):
+    assert Option(Recipe("gpt2-tiny", **changes), GB, GB, TOTAL, 1.0, False).tier == tier

@@ -13,7 +13,7 @@ from memlab import Recipe, fits, models, plan, simulate
 from memlab.gpus import GPUS, find_gpu
 from memlab.planner import estimates
 from memlab.planner.estimates import Estimates
-from memlab.planner.result import Question, is_paged
+from memlab.planner.result import TIERS, Question, is_paged
 from memlab.planner.search import Search
 from memlab.planner.space import SHARDINGS, Combination, combinations
 from memlab.predict.traces import Traces
@@ -55,11 +55,11 @@ def test_what_fits_is_simulated_and_the_next_size_does_not(seed):
     question = asked(seed)
     card = question["gpu"]
     answer = answered(seed)
-    for option in distinct(answer.fastest, answer.roomiest, *answer.ways.values()):
+    for option in distinct(answer.fastest, answer.roomiest, *answer.tiers.values()):
         if not option.missing:
             simulate(option.recipe, card)  # or out of memory
     if not answer:
-        assert answer.remedies and all(option.missing for option in answer.ways.values())
+        assert answer.remedies and all(option.missing for option in answer.tiers.values())
         return
     assert answer.roomiest.needed <= answer.fastest.needed
     for option in distinct(answer.fastest, answer.roomiest):
@@ -98,7 +98,7 @@ def test_nothing_fits_says_what_would(tight):
     words = " ".join(tight.remedies)
     assert "QLoRA" in words and any(card in words for card in GPUS)
     assert ": nothing fits." in str(tight)
-    assert tight.ways["full"].missing > 0 and "over " in str(tight)
+    assert tight.tiers[1].missing > 0 and "over " in str(tight)
 
 
 def test_nothing_fits_names_the_last_rung_and_what_it_costs(tight):
@@ -159,6 +159,14 @@ def test_words_follow_from_the_breakdown(roomy, tight):
     """States that pass the card: no switch of activations can help; where they do not, it can."""
     assert "cannot help" in tight.decision[0]
     assert roomy.decision[0] == "Full fine-tuning fits as it is."
+
+
+def test_the_first_line_names_the_first_tier_that_fits(roomy, tight):
+    assert roomy.first == roomy.tiers[1] and tight.first is None
+    line = str(roomy).splitlines()[0]
+    assert "tier 1 fits, full fine-tuning" in line and line.endswith(".")
+    for tier, option in roomy.tiers.items():
+        assert option.tier == tier and f"{tier} {TIERS[tier]}" in str(roomy)
 
 
 def test_a_plain_optimizer_before_one_that_is_no_faster():
@@ -283,7 +291,7 @@ def test_the_next_question_finds_the_traces(monkeypatch):
 def test_a_rank_of_several_is_simulated():
     question = PLAIN | {"model": "gpt2-tiny", "ranks": 2}
     answer = plan(gpu=60 * MiB, **question)
-    for option in distinct(answer.fastest, answer.roomiest, *answer.ways.values()):
+    for option in distinct(answer.fastest, answer.roomiest, *answer.tiers.values()):
         recipe = option.recipe
         assert recipe.ranks == 2 and option.simulated
         assert recipe.batch_size * recipe.accumulation * 2 == question["effective_batch"]
@@ -326,7 +334,7 @@ def test_a_slow_link_takes_time():
 def test_a_model_that_peft_gives_no_adapters():
     asked = SMALL | {"effective_batch": 1, "precisions": "fp32"}
     answer = plan("distilbert-tiny", "T4", **asked)
-    assert list(answer.ways) == ["full"]
+    assert {option.way for option in answer.tiers.values()} == {"full"}
     assert any("all-linear': peft refuses it (" in reason for reason in answer.excluded)
     with pytest.raises(ValueError, match="ways is .'lora',.: .*peft"):
         plan("distilbert-tiny", "T4", ways="lora", **SMALL)
