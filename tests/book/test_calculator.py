@@ -251,6 +251,87 @@ def test_a_pasted_config_is_the_named_model(page):
     assert "--config config.json" in page.text(".line")
 
 
+QWEN = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+# Text and vision; the text says only where it differs from its class.
+GEMMA = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+PHI = {
+    "architectures": ["Phi3ForCausalLM"],
+    "hidden_size": 5120,
+    "intermediate_size": 17920,
+    "max_position_embeddings": 16384,
+    "model_type": "phi3",
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 10,
+    "original_max_position_embeddings": 16384,
+    "rope_scaling": None,
+    "rope_theta": 250000,
+    "sliding_window": None,
+    "vocab_size": 100352,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "model"), [(QWEN, "qwen3-8b"), (GEMMA, "gemma-3-4b"), (PHI, "phi-4")]
+)
+@pytest.mark.parametrize("gpu", ["RTX-4090", "T4"])
+def test_a_pasted_config_is_what_a_simulation_says(page, config, model, gpu):
+    half = "fp16-amp" if gpu == "T4" else "bf16-amp"
+    page.put(model="a pasted config.json", config=json.dumps(config), gpu=gpu, seq_len=512)
+    page.put(trained="LoRA on a 16-bit base", precision=half, batch_size=2, accumulation=2)
+    run = in_python(page.settings() | {"model": model})
+    said = page.figures()["peak"]
+    assert said == run.peak_allocated
+    assert said == pytest.approx(simulate(run.recipe, gpu=find_gpu(gpu)).peak_allocated, rel=3e-3)
+    assert ("Left out of the model: vision." in page.said()) == (config is GEMMA)
+
+
+def test_a_config_beyond_its_window_is_sent_to_the_command_line(page):
+    page.put(model="a pasted config.json", config=json.dumps(GEMMA), seq_len=1024)
+    assert "only below its sliding window of 1024: ask memlab simulate" in page.said()
+
+
+def test_a_config_of_other_layers_says_so(page):
+    deeper = GEMMA | {"text_config": GEMMA["text_config"] | {"num_hidden_layers": 31}}
+    page.put(model="a pasted config.json", config=json.dumps(deeper))
+    assert "it has 31 layers, known are 34" in page.said()
+    shared = PHI | {"num_attention_heads": 40, "num_key_value_heads": 20}
+    page.put(config=json.dumps(shared))
+    assert "heads for each key-value head are 2, known are 4" in page.said()
+
+
 def look_up(page, name, reply):
     """Press the button with a hub that replies so, and no other network; the addresses asked."""
     page.put(model="a pasted config.json")
@@ -288,7 +369,7 @@ def test_a_hub_without_an_answer_is_told(page, name, reply, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "phi3"}, 'model_type is "phi3": known are bert'),
+        ({"model_type": "gpt_neox"}, 'model_type is "gpt_neox": known are bert'),
         ({"attention_bias": True}, "attention_bias is true, known is false"),
         ({"hidden_act": "gelu"}, 'hidden_act is "gelu", known is "silu"'),
         ({"num_key_value_heads": 32}, "heads for each key-value head are 1, known are several"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from notebook import Notebook, assert_same_run, traced
 
-from memlab import Recipe, models, simulate
+from memlab import Recipe, find_gpu, models, simulate
 from memlab.book import small_config
 from memlab.workloads.training import Training
 
@@ -275,3 +275,40 @@ def test_solutions_pass_their_check_and_wrong_answers_are_told_so(chapter, capsy
     if number == 3:
         CHAPTER.run("buggy", chapter)
     CHAPTER.check_exercise(number, wrong, chapter, capsys)
+
+
+def rows_of_table(text, heads):
+    """The rows of the Markdown table with these heads: first cell -> the others, as numbers."""
+    lines = text[text.index(heads) :].split("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {name: [float(cell) for cell in cells] for name, *cells in rows}
+
+
+def test_what_llama_factory_published_is_predicted_to_a_gigabyte():
+    """Its loop of 2024 (src/llmtuner/model/patcher.py): double quantization, nothing cast."""
+    card, text = find_gpu("A100-40GB"), CHAPTER.text["measure"]
+    longer = models.resized(models.config("llama-2-7b"), max_position_embeddings=32768)
+    nf4 = dict(base="nf4", double_quant=True, upcast=False)
+    qlora = Recipe(
+        longer,
+        accumulation=4,
+        precision="bf16-amp",
+        optimizer="adamw_torch_fused",
+        checkpointing=True,
+        attention="sdpa",
+        lora_rank=8,
+        max_grad_norm=1.0,
+        **nf4,
+    )
+    four = qlora.but(batch_size=4, seq_len=1024, accumulation=2)
+    lora = four.but(base="half", double_quant=False, upcast=True)
+    ways = [lora.but(attention="eager"), lora, four.but(attention="eager")]
+    tables = {
+        "| | 1,024 |": [qlora.but(seq_len=1024 * 2**i) for i in range(6)],
+        "| | LoRA, eager": ways,
+    }
+    for heads, recipes in tables.items():
+        rows = rows_of_table(text, heads)
+        held = [simulate(recipe, card).peak_reserved + card.context for recipe in recipes]
+        assert [round(one / 2**30, 1) for one in held] == rows["predicted"]
+        assert rows["predicted"] == pytest.approx(rows["published"], abs=1.15)
