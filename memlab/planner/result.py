@@ -77,10 +77,10 @@ class Question:
     def as_dict(self) -> dict:
         """Plain JSON values."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
-        return values | {"model": _model_name(self.model)}
+        return values | {"model": name_of_model(self.model)}
 
 
-def _model_name(model) -> str:
+def name_of_model(model) -> str:
     return model if isinstance(model, str) else getattr(model, "model_type", "a config")
 
 
@@ -160,7 +160,14 @@ class Option:
 
     def time(self) -> str:
         """The seconds of a step and the sequences a second."""
-        return f"{seconds_text(self.seconds)} a step, {_rate(self)} sequences/s"
+        return f"{seconds_text(self.seconds)} a step, {self.rate()} sequences/s"
+
+    def rate(self) -> str:
+        """Sequences a second, three figures that count."""
+        rate = self.samples_per_second
+        if not rate:
+            return "unknown"
+        return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
     def sizes(self) -> str:
         """The largest micro-batch and the longest sequence."""
@@ -278,7 +285,7 @@ class Plan:
         cards = f"{asked.ranks} x " if asked.ranks > 1 else ""
         usable = self.start.total_memory - self.start.margin
         lines = [
-            f"{_model_name(asked.model)} on {cards}{card.name}: {self.verdict()}.",
+            f"{name_of_model(asked.model)} on {cards}{card.name}: {self.verdict()}.",
             f"{asked.effective_batch} sequences of {asked.seq_len:,} tokens a step. GiB include "
             f"the context; {usable / GiB:,.1f} of the card's {gib(card.total_memory)} may be used.",
             "",
@@ -336,22 +343,15 @@ def _table(told: list[tuple[str, Option]]) -> str:
     for name, option in told:
         recipe = described(option.recipe).removeprefix(f"{WAYS[option.way]}, ")
         time = seconds_text(option.seconds) if option.seconds else "unknown"
-        rate = _rate(option) if option.seconds else "unknown"
         lacks = f"{option.missing / GiB:,.1f}" if option.missing else ""
         needed = f"{option.needed / GiB:,.1f}"
         if option.missing and not option.simulated:
             needed = f"over {needed}"
         way = f"{option.tier} {WAYS[option.way]}"
-        rows.append([name, way, recipe, needed, lacks, time, rate, option.source])
+        rows.append([name, way, recipe, needed, lacks, time, option.rate(), option.source])
     heads = ["", "tier", "recipe", "GiB", "lacks", "a step", "sequences/s", "by"]
     left, right = ("left",) * 3, ("right",) * 4
     return tabulate(rows, heads, colalign=(*left, *right, "left"), disable_numparse=True)
-
-
-def _rate(option: Option) -> str:
-    """Sequences a second, three figures that count."""
-    rate = option.samples_per_second
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _is_same(one: Recipe, other: Recipe) -> bool:
@@ -368,63 +368,3 @@ def _change(switch: Switch) -> list[str]:
         time = "as long" if same else f"{seconds_text(abs(switch.seconds))} {longer}"
     saved = round(switch.saved / GiB, 1) + 0.0  # no negative zero
     return [switch.name, f"{saved:,.1f}", time, "yes" if switch.fits else "no"]
-
-
-@dataclass(frozen=True)
-class Cards:
-    """The answer for several cards: `options` by card and way the best option, smallest card first.
-
-    smallest: way -> name of the smallest card on which it fits, or None. assumptions: as of a Plan.
-    """
-
-    question: Question
-    options: dict[str, dict[str, Option]]
-    smallest: dict[str, str | None]
-    assumptions: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        """Whether anything fits anywhere."""
-        return any(self.smallest.values())
-
-    def as_dict(self) -> dict:
-        """Plain JSON values."""
-        return {
-            "question": self.question.as_dict(),
-            "fits": bool(self),
-            "smallest": dict(self.smallest),
-            "assumptions": list(self.assumptions),
-            "cards": {
-                card: {way: option.as_dict() for way, option in ways.items()}
-                for card, ways in self.options.items()
-            },
-        }
-
-    def __str__(self) -> str:
-        asked = self.question
-        head = (
-            f"{_model_name(asked.model)}: {asked.effective_batch} sequences of "
-            f"{asked.seq_len:,} tokens a step"
-        )
-        rows = [
-            [card, *(_cell(ways.get(way)) for way in asked.ways)]
-            for card, ways in self.options.items()
-        ]
-        heads = ["card", *(WAYS[way] for way in asked.ways)]
-        table = tabulate(rows, heads, disable_numparse=True)
-        words = []
-        for way, card in self.smallest.items():
-            if card is None:
-                words.append(f"{WAYS[way]} fits none of them.")
-            else:
-                words.append(f"Smallest for {WAYS[way]}: {card}, with {self.options[card][way]}")
-        assumed = [f"Assumed: {one}." for one in self.assumptions]
-        return "\n".join([head, *words, "", table, *assumed])
-
-
-def _cell(option: Option | None) -> str:
-    if option is None:
-        return "not possible"
-    if option.missing:
-        return f"lacks {gib(option.missing)}"
-    speed = f", {_rate(option)}/s" if option.seconds else ""
-    return f"{gib(option.needed)}{speed}"

@@ -9,20 +9,21 @@ no block of memory is used twice, and else simulated.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 from tqdm.auto import tqdm
 
 from memlab.gpus import GPU, GPUS, find_gpu
 from memlab.planner.advice import decision, switches
+from memlab.planner.cards import Cards
 from memlab.planner.choice import ALIKE, fitting
 from memlab.planner.estimates import LIKE, Estimates, trace_key
-from memlab.planner.result import WAYS, Cards, Option, Plan, Question, described
-from memlab.planner.space import BACKWARD, SPARING, Combination, computes
+from memlab.planner.result import WAYS, Option, Plan, Question, described
+from memlab.planner.space import BACKWARD, SPARING, Combination, can_be_sparing, computes
 from memlab.predict.fit import MARGIN, largest_size, limited, verdict, why_no_larger
 from memlab.predict.run import gc_frozen
 from memlab.predict.simulate import sized_log
+from memlab.spec.logits import unlike_product
 from memlab.spec.recipe import Recipe
 from memlab.trace.log import Log
 
@@ -251,18 +252,17 @@ class Search:
 
     def sparing(self) -> Option | None:
         """The most sparing way to train every weight, simulated; None where that does not fit."""
-        if "full" not in self.question.ways or "bfloat16" not in self.card.native_dtypes:
+        if not can_be_sparing(self.question, self.card):
             return None
-        for loss in ("chunked", "whole"):  # some models have no loss in parts
-            with contextlib.suppress(ValueError):
-                recipe = self.estimates.recipe(SPARING, self.estimates.effective, **BACKWARD)
-                option = self.simulated(recipe.but(loss=loss))
-                return None if option.missing else option
-        return None
+        recipe = self.estimates.recipe(SPARING, self.estimates.effective, **BACKWARD)
+        if recipe.task == "causal-lm" and not unlike_product(recipe.model):
+            recipe = recipe.but(loss="chunked")
+        option = self.simulated(recipe)
+        return None if option.missing else option
 
     def remedies(self, options: dict[Combination, Option], sparing: Option | None) -> list[str]:
         """What would fit where nothing does: another way, a shorter sequence, a larger card."""
-        found = [f"{sparing}; it may train worse"] if sparing else []
+        found = [f"tier {sparing.tier}, {sparing}; it may train worse"] if sparing else []
         for way in WAYS:
             if way not in self.question.ways:
                 option = self.other(self.card, ways=(way,))

@@ -68,7 +68,7 @@ def combinations(
         rather = "trained weights in pure bf16, " if native else ""
         excluded.append(f"{rather}{' and '.join(WORSE_OPTIMIZERS)} (they may train worse)")
     optimizers = OPTIMIZERS if kept else OPTIMIZERS + WORSE_OPTIMIZERS
-    bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None
+    bitsandbytes = _has_bitsandbytes()
     if not bitsandbytes:
         excluded.append("QLoRA and 8-bit optimizers (the package bitsandbytes is not here)")
     if refused:
@@ -100,6 +100,16 @@ def combinations(
     if not found:
         raise ValueError(f"ways is {question.ways!r}: {'; '.join(excluded)}")
     return found, tuple(excluded)
+
+
+def can_be_sparing(question: Question, card: GPU) -> bool:
+    """Whether `SPARING` may be tried: of one card, in full, with bf16 and paged states."""
+    asked = "full" in question.ways and question.ranks == 1
+    return asked and "bfloat16" in card.native_dtypes and _has_bitsandbytes()
+
+
+def _has_bitsandbytes() -> bool:
+    return importlib.util.find_spec("bitsandbytes") is not None
 
 
 def computes(card: GPU, question: Question) -> bool:

@@ -105,7 +105,8 @@ def test_nothing_fits_names_the_last_rung_and_what_it_costs(tight):
     rung = tight.sparing
     assert rung.simulated and rung.recipe.step_in_backward and rung.recipe.loss == "chunked"
     assert fits(rung.recipe, 200 * MiB)
-    assert tight.remedies[0] == f"{rung}; it may train worse" and tight.remedies[0] in str(tight)
+    assert tight.remedies[0] == f"tier 5, {rung}; it may train worse"
+    assert tight.remedies[0] in str(tight)
 
 
 @pytest.mark.parametrize(

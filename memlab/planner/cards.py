@@ -1,0 +1,70 @@
+"""The answer for several cards: which one to take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tabulate import tabulate
+
+from memlab.planner.result import WAYS, Option, Question, name_of_model
+from memlab.units import gib
+
+
+@dataclass(frozen=True)
+class Cards:
+    """The answer for several cards: `options` by card and way the best option, smallest card first.
+
+    smallest: way -> name of the smallest card on which it fits, or None. assumptions: as of a Plan.
+    """
+
+    question: Question
+    options: dict[str, dict[str, Option]]
+    smallest: dict[str, str | None]
+    assumptions: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether anything fits anywhere."""
+        return any(self.smallest.values())
+
+    def as_dict(self) -> dict:
+        """Plain JSON values."""
+        return {
+            "question": self.question.as_dict(),
+            "fits": bool(self),
+            "smallest": dict(self.smallest),
+            "assumptions": list(self.assumptions),
+            "cards": {
+                card: {way: option.as_dict() for way, option in ways.items()}
+                for card, ways in self.options.items()
+            },
+        }
+
+    def __str__(self) -> str:
+        asked = self.question
+        head = (
+            f"{name_of_model(asked.model)}: {asked.effective_batch} sequences of "
+            f"{asked.seq_len:,} tokens a step"
+        )
+        rows = [
+            [card, *(_cell(ways.get(way)) for way in asked.ways)]
+            for card, ways in self.options.items()
+        ]
+        heads = ["card", *(WAYS[way] for way in asked.ways)]
+        table = tabulate(rows, heads, disable_numparse=True)
+        words = []
+        for way, card in self.smallest.items():
+            if card is None:
+                words.append(f"{WAYS[way]} fits none of them.")
+            else:
+                words.append(f"Smallest for {WAYS[way]}: {card}, with {self.options[card][way]}")
+        assumed = [f"Assumed: {one}." for one in self.assumptions]
+        return "\n".join([head, *words, "", table, *assumed])
+
+
+def _cell(option: Option | None) -> str:
+    if option is None:
+        return "not possible"
+    if option.missing:
+        return f"lacks {gib(option.missing)}"
+    speed = f", {option.rate()}/s" if option.seconds else ""
+    return f"{gib(option.needed)}{speed}"
