@@ -118,11 +118,9 @@ def test_what_qlora_spares_is_the_checkpoints_of_lora(chapter):
 
 
 def test_the_plan_and_the_chapter_on_lora_mean_the_same_qlora(chapter):
-    """But for autocast; its figure is of one sequence, and gradients of adapters wait in a step
-    of several.
-    """
+    """Its figure is of one sequence, and gradients of adapters wait in a step of several."""
     lora = Notebook("13-lora").run("imports recipes")
-    theirs = lora["qlora"].but(checkpointing=True, precision="bf16-amp")
+    theirs = lora["qlora"].but(checkpointing=True)
     plans = chapter["four_ways"]("llama-3-8b")["QLoRA"]
     assert plans.but(accumulation=1) == theirs
     said = Estimates(Question("llama-3-8b", 1024), find_gpu("RTX-4090"), 0.05, say=str)
