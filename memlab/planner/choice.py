@@ -20,9 +20,15 @@ def plainest(
 ) -> Combination | None:
     """The first of those that are about as fast as the fastest; None of none.
 
-    What pages comes last, because nobody knows the seconds of moving its states.
+    fp32 is told where nothing in fewer bits fits, because which share of its rate a card reaches
+    is assumed; what pages where nothing else does, because nobody knows the seconds of moving
+    its states.
     """
-    settled = {one: it for one, it in options.items() if not is_paged(one.optimizer)}
-    times = {one: seconds(it) for one, it in (settled or options).items()}
-    least = min(times.values(), default=None)
-    return next((one for one, time in times.items() if time <= (1 + ALIKE) * least), None)
+    pages = {one for one in options if is_paged(one.optimizer)}
+    plain = {one for one in options if one.precision == "fp32"}
+    for left_out in (pages | plain, pages, set()):
+        times = {one: seconds(it) for one, it in options.items() if one not in left_out}
+        if times:
+            least = min(times.values())
+            return next(one for one, time in times.items() if time <= (1 + ALIKE) * least)
+    return None

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from memlab.gpus import GPU, GPUS, find_gpu
 from memlab.planner.advice import decision, switches
 from memlab.planner.cards import Cards
-from memlab.planner.choice import ALIKE, fitting
+from memlab.planner.choice import fitting
 from memlab.planner.estimates import LIKE, Estimates, trace_key
 from memlab.planner.result import WAYS, Option, Plan, Question, described
 from memlab.planner.space import BACKWARD, SPARING, Combination, can_be_sparing, computes
@@ -154,7 +154,7 @@ class Search:
         if self.question.ranks == 1 and loaded:
             surely = fitting({one: said.largest(one, said.upper_bound) for one in options})
             best, hoped = said.fastest_of(surely), said.fastest_of(fitting(options))
-            if best and said.time(surely[best]) <= (1 + ALIKE) * said.time(options[hoped]):
+            if best and said.fastest_of({best: surely[best]} | {hoped: options[hoped]}) == best:
                 return surely[best]
         options = self.simulate_until_stable(options)
         return options[self.told(options)]

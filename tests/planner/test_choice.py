@@ -12,12 +12,14 @@ GB, TOTAL = 10**9, 16 * 10**9
 
 def options(*rows):
     """Combination -> option, of rows of (optimizer, bytes, seconds), the plainest first."""
-    found = {}
-    for optimizer, needed, seconds in rows:
-        recipe = Recipe("gpt2-tiny", seq_len=16, optimizer=optimizer)
-        one = Option(recipe, needed, GB, TOTAL, seconds, False)
-        found[Combination("full", "fp32", optimizer)] = one
-    return found
+    return dict(option("bf16-amp", *row) for row in rows)
+
+
+def option(precision, optimizer, needed, seconds):
+    """A combination and its option."""
+    recipe = Recipe("gpt2-tiny", seq_len=16, precision=precision, optimizer=optimizer)
+    one = Option(recipe, needed, GB, TOTAL, seconds, False)
+    return Combination("full", precision, optimizer), one
 
 
 def seconds(option):
@@ -48,6 +50,14 @@ def test_what_pages_is_told_where_nothing_else_fits():
     table = options(("paged_adamw_8bit", GB, 0.1), ("adamw_8bit", GB, 9))
     assert plainest(table, seconds).optimizer == "adamw_8bit"
     assert plainest(options(("paged_adamw_8bit", GB, 1)), seconds).optimizer == "paged_adamw_8bit"
+    assert plainest({}, seconds) is None
+
+
+def test_fp32_is_told_where_nothing_in_fewer_bits_fits():
+    quick, slow = option("fp32", "adamw_torch", GB, 1), option("bf16-amp", "adamw_torch", GB, 9)
+    paged = option("bf16-amp", "paged_adamw_8bit", GB, 1)
+    assert plainest(dict([quick, slow]), seconds).precision == "bf16-amp"
+    assert plainest(dict([quick, paged]), seconds).precision == "fp32"
     assert plainest({}, seconds) is None
 
 
