@@ -24,6 +24,7 @@ CARDS = ("RTX-3060", "RTX-4090", "RTX-5090", "T4", "A100-80GB", "B200")
 LORA = {"lora_rank": 16}
 WAYS = {"full": {}, "LoRA": LORA | HALF, "QLoRA": LORA | NF4}
 NAMES = [name for name in models.MODELS if not name.endswith("-tiny")]
+SLOW_LAST = sorted(NAMES, key=lambda name: models.has_experts(models.config(name)))
 
 
 def recipe_of(model: str, way: str, gpu: str) -> Recipe:
@@ -67,7 +68,7 @@ def answers(model: str) -> dict[str, dict[str, str]]:
 def main():
     file = Path(sys.argv[1]) if sys.argv[1:] else FILE
     found = json.loads(file.read_text()) if file.exists() else {}
-    missing = [name for name in NAMES if name not in found]
+    missing = [name for name in SLOW_LAST if name not in found]
     with ProcessPoolExecutor(2) as pool:
         jobs = {pool.submit(answers, name): name for name in missing}
         for job in tqdm(as_completed(jobs), total=len(jobs)):
