@@ -137,6 +137,7 @@ class StepTime:
         "optimizer",
         "waiting for launches",
         "communication",
+        "copies to the host and back",
     )
 
     low: float

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from memlab.card import constants, dynamic_shapes
+from memlab.card.op_cost import TRIFLE
 from memlab.card.placement import NotSimulated, mark_owned, on_card, place_on_cpu
 from memlab.trace.tensors import tensors_in
 from memlab.units import mib
@@ -76,6 +77,7 @@ class OnHost:
         place_on_cpu(copy)
         if copy.stride() != tensor.stride():
             self._take_and_give_back(tensor.nbytes)
+        self._carry(tensor.nbytes)
         if holds_data(copy):
             data = self.host_copy(tensor)
             with no_dispatch():
@@ -86,11 +88,17 @@ class OnHost:
         """`target.copy_(source)` from the card into a tensor of the host."""
         if target.stride() != source.stride():
             self._take_and_give_back(source.nbytes)
+        self._carry(source.nbytes)
         if not isinstance(target, FakeTensor):
             copy = self.host_copy(source)
             with no_dispatch():
                 target.copy_(copy)
         return target
+
+    def _carry(self, nbytes: int) -> None:
+        """What is small is a value that somebody reads; the host's waits are counted elsewhere."""
+        if nbytes >= TRIFLE:
+            self.work.note_copy(nbytes, self.phase())
 
     def zeros_on_host(self, like, dtype):
         """Zeros of the shape of `like` that the card never holds, without data."""

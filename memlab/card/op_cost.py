@@ -18,6 +18,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from memlab.card.links import sent_bytes
+from memlab.card.placement import on_card
 from memlab.footprint import Phase
 from memlab.trace.log import UPDATE
 
@@ -33,7 +34,8 @@ class Work(NamedTuple):
     elements; 0 and 0 for an operator with a kernel of its own. recomputed: whether it is a forward
     pass that activation checkpointing repeats. micro_batch: its number in the step, from 0, and
     `UPDATE` where the loop says that its gradients are all there.
-    sent: bytes that a collective sends to other ranks (`memlab.card.links`).
+    sent: bytes that a collective sends to other ranks (`memlab.card.links`). carried: bytes that
+    go from the card to its host or back, by a copy of at least `TRIFLE`.
     """
 
     flops: int
@@ -46,6 +48,7 @@ class Work(NamedTuple):
     recomputed: bool
     micro_batch: int
     sent: int = 0
+    carried: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -63,6 +66,7 @@ class Work(NamedTuple):
             moved=tuple(sorted(map(number, self.moved))),
             elements=number(self.elements),
             sent=number(self.sent),
+            carried=number(self.carried),
         )
 
 
@@ -86,11 +90,10 @@ class WorkLog:
         """Count an operator that has just run. tensors: all that it was given."""
         if _does_nothing(func) and func.namespace != "c10d":
             return
-        if self._ends and phase not in (Phase.BACKWARD, Phase.STEP):
-            self.end_step()
-        if phase == Phase.FORWARD and self._phase == Phase.BACKWARD:
-            self._micro_batch += self._micro_batch != UPDATE
-        self._phase = phase
+        if func._opname in COPIES and not all(map(on_card, tensors)) and out.nbytes >= TRIFLE:
+            self.note_copy(out.nbytes, phase)
+            return
+        self._begin(phase)
         again = phase == Phase.BACKWARD and torch.is_grad_enabled()
         sent = sent_bytes(func, args, tensors, out)
         if sent is not None:
@@ -98,6 +101,19 @@ class WorkLog:
             return
         for one in _work_of(func, args, kwargs, tensors, out):
             self._now[Work(*one, phase, again, self._micro_batch)] += 1
+
+    def note_copy(self, nbytes: int, phase: Phase) -> None:
+        """Count a copy between card and host."""
+        self._begin(phase)
+        self._now[Work(0, "", (), (), 0, 0, phase, False, self._micro_batch, 0, nbytes)] += 1
+
+    def _begin(self, phase: Phase) -> None:
+        """An operator of a phase comes, maybe the first of a micro-batch or a step."""
+        if self._ends and phase not in (Phase.BACKWARD, Phase.STEP):
+            self.end_step()
+        if phase == Phase.FORWARD and self._phase == Phase.BACKWARD:
+            self._micro_batch += self._micro_batch != UPDATE
+        self._phase = phase
 
     def begin_update(self) -> None:
         """The gradients of the step are there, unless the backward pass has used them up."""
@@ -145,6 +161,7 @@ def without_trifles(work, least: int = TRIFLE) -> Counter:
 
 # ---------------------------------------------------------------------- one operator
 
+COPIES = "copy_", "_to_copy"
 NO_KERNEL = set(
     "empty empty_like empty_strided new_empty new_empty_strided empty_permuted resize_ set_ "
     "_local_scalar_dense lift_fresh _reshape_alias _unsafe_view is_pinned record_stream".split()

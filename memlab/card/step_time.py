@@ -6,9 +6,12 @@ one operator at a time, and the card waits only where that takes longer than the
 phase of the step (forward, backward, optimizer step) takes the longer of what its kernels take and
 what its operators take on the host.
 
-What is left out: the host's own work between steps, reading and copying batches, memory that moves
-between host and card, and whatever slows a card down that is hot or shared. What ranks send each
-other takes its bytes by the link's rate, and counts where no kernels run beside it.
+Copies between card and host stand in the queue of the kernels, and take their bytes by the rate of
+PCI Express.
+
+What is left out: the host's own work between steps, reading and copying batches, pages that the
+driver moves between host and card, and whatever slows a card down that is hot or shared. What ranks
+send each other takes its bytes by the link's rate, and counts where no kernels run beside it.
 """
 
 from __future__ import annotations
@@ -72,8 +75,8 @@ class Columns(NamedTuple):
     """The work of a step as arrays of equal length, an operator an element.
 
     dtypes: number formats; of: the place in `dtypes` of each operator's, -1 without products.
-    phase: the place in `PHASES`. times: how often it runs. The rest is as in `Work`; sent may be 0
-    for all.
+    phase: the place in `PHASES`. times: how often it runs. The rest is as in `Work`; sent and
+    carried may be 0 for all.
     """
 
     dtypes: list[str]
@@ -86,6 +89,7 @@ class Columns(NamedTuple):
     recomputed: np.ndarray
     times: np.ndarray
     sent: np.ndarray | float = 0.0
+    carried: np.ndarray | float = 0.0
 
     @classmethod
     def from_counter(cls, work: Counter) -> Columns:
@@ -94,15 +98,16 @@ class Columns(NamedTuple):
         place = {dtype: i for i, dtype in enumerate(dtypes)} | {"": -1}
         rows = [
             (place[one.dtype], one.flops, one.nbytes, one.lists, one.elements,
-             PHASES.index(one.phase), one.recomputed, times, one.sent, *(one.result or (0, 0, 0)))
+             PHASES.index(one.phase), one.recomputed, times, one.sent, one.carried,
+             *(one.result or (0, 0, 0)))
             for one, times in work.items()
         ]  # fmt: skip
-        table = np.array(rows, float).reshape(-1, 12).T
-        of, flops, nbytes, lists, elements, phase, again, times, sent = table[:9]
+        table = np.array(rows, float).reshape(-1, 13).T
+        of, flops, nbytes, lists, elements, phase, again, times, *between = table[:10]
         of, phase, lists = of.astype(int), phase.astype(int), lists.astype(int)
-        tiles = count_tiles(table[9:].T, [one.dtype for one in work])
+        tiles = count_tiles(table[10:].T, [one.dtype for one in work])
         kernels = count_kernels(lists, elements)
-        return cls(dtypes, of, flops, tiles, nbytes, kernels, phase, again > 0, times, sent)
+        return cls(dtypes, of, flops, tiles, nbytes, kernels, phase, again > 0, times, *between)
 
 
 def step_time(
@@ -119,12 +124,13 @@ def step_time(
     rates = _rates(columns, gpu)
     sent = float(np.sum(columns.sent * columns.times))
     over = link_rate(gpu, link) if sent or link else np.inf
-    parts = _seconds(columns, rates, gpu, EXPECTED, over)
+    to_host = link_rate(gpu, "pcie") if np.any(columns.carried) else np.inf
+    parts = _seconds(columns, rates, gpu, EXPECTED, over, to_host)
     useful = ~columns.recomputed & (columns.of >= 0)
     return StepTime(
-        low=sum(_seconds(columns, rates, gpu, BEST, over).values()),
+        low=sum(_seconds(columns, rates, gpu, BEST, over, to_host).values()),
         expected=sum(parts.values()),
-        high=sum(_seconds(columns, rates, gpu, WORST, over).values()),
+        high=sum(_seconds(columns, rates, gpu, WORST, over, to_host).values()),
         parts=parts,
         flops=round(float(columns.flops[useful] @ columns.times[useful])),
         peak_rate=max((rates[i] for i in set(columns.of[useful])), default=0.0),
@@ -144,7 +150,7 @@ def _rates(columns, gpu) -> list[float]:
     return [gpu.rate(dtype) for dtype in columns.dtypes]
 
 
-def _seconds(columns, rates, gpu, reach, over) -> dict[str, float]:
+def _seconds(columns, rates, gpu, reach, over, to_host) -> dict[str, float]:
     """Seconds by part; they sum to the step's."""
     usual = [rate * reached(d, reach) for d, rate in zip(columns.dtypes, rates, strict=True)]
     rate = np.array([*usual, 1.0])[columns.of]  # the last is for what has no products
@@ -171,6 +177,8 @@ def _seconds(columns, rates, gpu, reach, over) -> dict[str, float]:
     hidden = reach.hidden * np.minimum(sending, np.maximum(on_host, on_card))
     hidden[PHASES.index(Phase.STEP)] = 0  # the updated weights are sent when all is done
     parts["communication"] = float((sending - hidden).sum())
+    copies = columns.carried * columns.times / (to_host * reach.bandwidth)
+    parts["copies to the host and back"] = float(np.sum(copies))
     return parts
 
 

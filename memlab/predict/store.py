@@ -168,9 +168,14 @@ def _values(kept: Kept) -> dict:
         "blocks": blocks and [[place, _packed(block)] for place, block in blocks],
         "patterns": half.log.patterns,
         "weights": sorted([*kind, *counts] for kind, counts in half.log.weights.items()),
-        "work": sorted([*work, *counts] for work, counts in half.log.work.items()),
+        "work": sorted([*_fields(work), *counts] for work, counts in half.log.work.items()),
         "assumptions": half.log.assumptions,
     }
+
+
+def _fields(work: Work) -> tuple:
+    """Those of an operator, without the last where nothing goes to the host."""
+    return work if work.carried else work[:-1]
 
 
 def _step_values(step: TraceEvent, places: dict[Alloc, int]) -> list:

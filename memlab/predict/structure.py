@@ -187,9 +187,9 @@ def has_no_trace(recipe: Recipe, card: GPU) -> bool:
     """Whether a recipe is known to have no trace of passes and updates for all sizes.
 
     A loss in parts of tokens has as many parts as the tokens ask for. Where the backward pass steps
-    there are no updates apart from it.
+    there are no updates apart from it. Copies to the host have terms of no size.
     """
-    parts = recipe.loss != "whole" or recipe.step_in_backward
+    parts = recipe.loss != "whole" or recipe.step_in_backward or recipe.activation_offload
     return parts or has_fused_products(recipe, card)
 
 

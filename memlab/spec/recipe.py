@@ -43,6 +43,7 @@ BITSANDBYTES_OPTIMIZERS = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
 TORCHAO_BLOCKS = {"adamw_torch_8bit": 256, "adamw_torch_4bit": 128}  # numbers that share a scale
 AUTOCAST = ("fp16-amp", "bf16-amp")
 ADAPTERS = Needs("lora_rank", bool, "a lora_rank from 1")
+RECOMPUTED = Needs("checkpointing", "non-reentrant".__eq__, "checkpointing non-reentrant")
 BASE = Needs("base", QUANTIZED.__contains__, "a base of nf4, fp4 or int8")
 BASE_OF_FOUR_BITS = Needs("base", FOUR_BITS.__contains__, "a base of nf4 or fp4")
 
@@ -109,6 +110,12 @@ class Recipe:
         "named",
         ("none", "reentrant", "non-reentrant"),
         bare="non-reentrant",
+    )
+    activation_offload: bool = switch(
+        False,
+        "what checkpoints keep, the inputs of layers, waits in pinned memory of the host: "
+        "transformers' activation_checkpointing_enable(offload=True); its copies hold kernels up",
+        needs=RECOMPUTED,
     )
     attention: str = field("eager", "transformers' implementation", ("eager", "sdpa"))
     loss: str = field(
@@ -340,9 +347,9 @@ class Recipe:
             # The old name, `gradient`, goes with transformers 6 and warns before.
             name = "activation" if "activation_checkpointing" in fields else "gradient"
             more[f"{name}_checkpointing"] = True
-            more[f"{name}_checkpointing_kwargs"] = {
-                "use_reentrant": self.checkpointing == "reentrant"
-            }
+            asked = {"use_reentrant": self.checkpointing == "reentrant"}
+            asked |= {"offload": True} if self.activation_offload else {}
+            more[f"{name}_checkpointing_kwargs"] = asked
         return TrainingArguments(
             output_dir=output_dir,
             per_device_train_batch_size=self.batch_size,

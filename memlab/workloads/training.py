@@ -76,7 +76,9 @@ class Training:
             model = self.model.get_base_model() if recipe.lora_rank else self.model
             enable = getattr(model, "activation_checkpointing_enable", None)
             enable = enable or model.gradient_checkpointing_enable  # its older name
-            enable({"use_reentrant": recipe.checkpointing == "reentrant"})
+            away = recipe.activation_offload and self.device.type != "cpu"  # where all is at home
+            more = {"offload": True} if away else {}
+            enable({"use_reentrant": recipe.checkpointing == "reentrant"}, **more)
         self.model = sharding.share(self.model, recipe, self.device, half)
         self.optimizer = make_optimizer(recipe, self.model)
         self.batches = make_batches(recipe, config, self.device, seed, rank)
