@@ -212,6 +212,8 @@ def _values(recipe: Recipe, api: str) -> dict:
     decoder = not config.is_encoder_decoder and "masked-lm" not in models.tasks(config)
     blocks = task in ("causal-lm", "masked-lm") and not recipe.padded
     optimizer, meaning_of_optimizer = OPTIMIZERS[recipe.optimizer]
+    if recipe.stochastic_rounding:
+        optimizer = f"{optimizer[:-1]}, bf16_stochastic_round=True)"
     dtype = training.stored_as(recipe)
     with torch.device("meta"):
         skeleton = models.build(config, task)

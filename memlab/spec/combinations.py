@@ -57,6 +57,15 @@ def check_step_in_backward(recipe: Recipe) -> None:
         )
 
 
+def check_rounding(recipe: Recipe) -> None:
+    """Raise ValueError where no weights are rounded to bf16."""
+    if recipe.stochastic_rounding and recipe.precision != "bf16":
+        raise ValueError(
+            f"stochastic_rounding is True and precision is {recipe.precision!r}: its weights are "
+            "not in bf16, allowed is bf16"
+        )
+
+
 def check_loss(recipe: Recipe) -> None:
     """Raise ValueError where a model's loss cannot be computed in parts."""
     if recipe.loss == "whole":

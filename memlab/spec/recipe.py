@@ -42,6 +42,7 @@ QUANTIZED = (*FOUR_BITS, "int8")
 BITSANDBYTES_OPTIMIZERS = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
 TORCHAO_BLOCKS = {"adamw_torch_8bit": 256, "adamw_torch_4bit": 128}  # numbers that share a scale
 AUTOCAST = ("fp16-amp", "bf16-amp")
+OF_TORCHAO = Needs("optimizer", TORCHAO_BLOCKS.__contains__, " or ".join(TORCHAO_BLOCKS))
 ADAPTERS = Needs("lora_rank", bool, "a lora_rank from 1")
 RECOMPUTED = Needs("checkpointing", "non-reentrant".__eq__, "checkpointing non-reentrant")
 BASE = Needs("base", QUANTIZED.__contains__, "a base of nf4, fp4 or int8")
@@ -103,6 +104,12 @@ class Recipe:
             "adamw_torch_8bit": "torchao's, compiled, one parameter after the other; as the next",
             "adamw_torch_4bit": "",
         },
+    )
+    stochastic_rounding: bool = switch(
+        False,
+        "a step rounds bf16 weights up or down at random, the nearer the likelier, so that small "
+        "updates add up: bf16_stochastic_round of torchao's optimizers",
+        needs=OF_TORCHAO,
     )
     checkpointing: str | bool = field(
         "none",
@@ -239,7 +246,12 @@ class Recipe:
 
     def __post_init__(self):
         from memlab import models  # torch and transformers, which a question for help can spare
-        from memlab.spec.combinations import check_loss, check_ranks, check_step_in_backward
+        from memlab.spec.combinations import (
+            check_loss,
+            check_ranks,
+            check_rounding,
+            check_step_in_backward,
+        )
         from memlab.spec.published import check_published
 
         for one in dataclasses.fields(self):
@@ -266,6 +278,7 @@ class Recipe:
             )
         check_ranks(self)
         check_step_in_backward(self)
+        check_rounding(self)
         named = models.catalogued(self.model)
         named = models.published(named) if isinstance(named, dict) else named
         object.__setattr__(self, "model", named)
@@ -342,6 +355,8 @@ class Recipe:
             )
         if self.optimizer == "sgd":
             more.setdefault("optim_args", "momentum=0.9")
+        if self.stochastic_rounding:
+            more.setdefault("optim_args", "bf16_stochastic_round=True")
         if self.checkpointing != "none":
             fields = TrainingArguments.__dataclass_fields__
             # The old name, `gradient`, goes with transformers 6 and warns before.

@@ -68,6 +68,7 @@ def _optimizer_of(recipe: Recipe, parameters, embeddings=()) -> torch.optim.Opti
         torchao = libraries.import_torchao(f"optimizer {recipe.optimizer}")
         eight = recipe.optimizer == "adamw_torch_8bit"
         kind = torchao.AdamW8bit if eight else torchao.AdamW4bit
+        settings = {"bf16_stochastic_round": recipe.stochastic_rounding}
     elif recipe.optimizer == "sgd":
         kind, settings = torch.optim.SGD, {"momentum": 0.9, "foreach": True}
     elif recipe.optimizer == "adamw_torch_fused":

@@ -105,6 +105,38 @@ def test_torchaos_states_have_a_trace():
     assert set(quick.assumptions) == set(whole.assumptions)
 
 
+@TORCHAO
+def test_rounding_at_random_keeps_small_updates(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
+    recipe = TINY.but(optimizer="adamw_torch_8bit", precision="bf16")
+    moved = []
+    for one in (recipe, recipe.but(stochastic_rounding=True)):
+        training = Training(one)
+        before = [weight.detach().float() for weight in training.model.parameters()]
+        training.step()
+        after = [weight.detach().float() for weight in training.model.parameters()]
+        moved.append(sum((a != b).sum().item() for a, b in zip(after, before, strict=True)))
+    # A step of 1e-5 is less than half of the distance between most weights of 0.02 and the next.
+    assert moved[1] > 1.5 * moved[0]
+    bytes_of = [simulate(one).peak_allocated for one in (recipe, training.recipe)]
+    assert bytes_of[0] == bytes_of[1]
+    arguments = training.recipe.training_arguments(use_cpu=True)
+    assert arguments.optim_args == "bf16_stochastic_round=True"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"optimizer": "adamw_8bit", "precision": "bf16"}, "adamw_torch_8bit or adamw_torch_4bit"),
+        ({"optimizer": "adamw_torch_8bit"}, "precision is 'fp32': its weights are not in bf16"),
+    ],
+)
+def test_what_is_not_rounded_is_refused(changes, words):
+    with pytest.raises(ValueError) as error:
+        TINY.but(stochastic_rounding=True, **changes)
+    assert words in one_line(error)
+
+
 def test_without_torchao_its_optimizers_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(ValueError) as error:
