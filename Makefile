@@ -8,6 +8,7 @@ READY := $(VENV)/.ready
 WORK := .book
 PAGE := _build/html/index.html
 NOTEBOOKS = $(wildcard chapters/*.ipynb)
+NAMED = $(or $(CHAPTERS),$(NOTEBOOKS:chapters/%.ipynb=%))
 STRIP := nbstripout --keep-id --extra-keys "metadata.widgets metadata.language_info"
 
 # Nothing here asks a model hub; an attempt fails at once instead of waiting for a network.
@@ -20,7 +21,7 @@ export PYDEVD_DISABLE_FILE_VALIDATION := 1
 # What a test records the next one, and the book, need not record again.
 export MEMLAB_CACHE := $(abspath .cache)
 
-.PHONY: help env book serve test lint stripped units standin pages bench format strip address cover clean
+.PHONY: help env book figures serve test lint stripped units standin pages bench format strip address cover clean
 
 help:
 	@echo "make book      make the environment, execute every chapter, render the book"
@@ -30,6 +31,7 @@ help:
 	@echo "make units     the tests that need no rendered book"
 	@echo "make pages     the tests of the rendered book as it stands in _build"
 	@echo "make format    put modules and notebooks into style, fold cells as tagged, drop outputs"
+	@echo "make figures CHAPTERS=16-planner   run chapters, write the figures in their text anew"
 	@echo "make standin   execute every chapter on a stand-in for a T4, then for an H100"
 	@echo "make bench     benchmarks"
 	@echo "make address URL=https://github.com/you/fork   set the repository's address everywhere"
@@ -54,10 +56,21 @@ book: stripped
 	@mkdir -p $(WORK)
 	@cp -R _toc.yml references.bib chapters _ext _static vendor $(WORK)
 	@sed 's/execute_notebooks: force/execute_notebooks: "off"/' _config.yml > $(WORK)/_config.yml
+	$(BIN)/python tools/figures.py put $(WORK)/chapters
 	cd $(WORK) && $(BIN)/python -m pytest --nbmake --overwrite -n 2 --durations=0 -p no:cacheprovider chapters
+	$(BIN)/python tools/figures.py compare $(WORK)/chapters
 	$(BIN)/jupyter-book build $(WORK) --path-output . -W --keep-going --quiet
 	@echo
 	@echo "The book is ready. Open $(abspath $(PAGE)), or say: make serve"
+
+# Writes the figures in the text of chapters anew, of all or of those that are named, from a run.
+figures: stripped
+	@rm -rf $(WORK)
+	@mkdir -p $(WORK)/chapters
+	@cp $(NAMED:%=chapters/%.ipynb) $(WORK)/chapters
+	$(BIN)/python tools/figures.py put $(WORK)/chapters
+	cd $(WORK) && $(BIN)/python -m pytest --nbmake --overwrite -n 2 -p no:cacheprovider chapters
+	$(BIN)/python tools/figures.py write $(WORK)/chapters chapters
 
 serve:
 	@test -f $(PAGE) || { echo "There is no book yet: make book"; exit 1; }

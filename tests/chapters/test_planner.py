@@ -25,7 +25,7 @@ ANSWERS = json.loads(DATA.joinpath("answers.json").read_text())["answers"]
 
 @pytest.fixture(scope="module")
 def chapter():
-    return CHAPTER.run(f"{NEEDS} {FIGURE} tree-run tree-words")
+    return CHAPTER.run(f"{NEEDS} {FIGURE} tree-run")
 
 
 def test_the_plan_of_the_opening_asks_what_the_text_says():
@@ -87,7 +87,7 @@ def test_the_decision_tree_is_decided_by_the_pairs(chapter):
 
 
 def test_the_quantized_base_pays_with_size(chapter):
-    CHAPTER.run("quantize-table quantize-words", chapter)
+    CHAPTER.run("quantize-table", chapter)
     saved = chapter["saved"]
     assert saved.idxmax() == "llama-2-70b" and saved["gpt2"] < 20 < saved["llama-3-8b"]
     for name in chapter["little"]:
@@ -144,7 +144,7 @@ def test_torchtunes_rung_takes_what_the_page_says():
 
 
 def test_offloading_asks_for_host_memory_by_two_counts(chapter):
-    CHAPTER.run("offload-table offload-words", chapter)
+    CHAPTER.run("offload-table", chapter)
     assert (round(chapter["host"]), round(chapter["theirs"])) == (105, 179)
 
 
