@@ -100,16 +100,21 @@ def card_of(settings):
     return int(float(settings["gib"]) * GIB) if by_size else settings["gpu"]
 
 
-def in_python(settings):
-    """The footprint of settings, or the words of the refusal."""
+def recipe_of(settings):
+    """What settings mean; raises ValueError as `Recipe` does."""
     values = {name: settings[name] for name in ("model", *CHOICES)}
     values |= {name: int(settings[name]) for name in NUMBERS[:3]}
     trained = TRAINED[settings["trained"]]
     values |= trained | (
         {"lora_rank": int(settings["lora_rank"])} if "lora_rank" in trained else {}
     )
+    return Recipe(**values)
+
+
+def in_python(settings):
+    """The footprint of settings, or the words of the refusal."""
     try:
-        recipe, card = Recipe(**values), find_gpu(card_of(settings))
+        recipe, card = recipe_of(settings), find_gpu(card_of(settings))
         refuse_format(recipe, card)
         if not is_kept(recipe, card):
             return f"no trace is kept of {recipe}"
@@ -311,10 +316,11 @@ def test_a_pasted_config_is_what_a_simulation_says(page, config, model, gpu):
     half = "fp16-amp" if gpu == "T4" else "bf16-amp"
     page.put(model="a pasted config.json", config=json.dumps(config), gpu=gpu, seq_len=512)
     page.put(trained="LoRA on a 16-bit base", precision=half, batch_size=2, accumulation=2)
-    run = in_python(page.settings() | {"model": model})
-    said = page.figures()["peak"]
-    assert said == run.peak_allocated
-    assert said == pytest.approx(simulate(run.recipe, gpu=find_gpu(gpu)).peak_allocated, rel=3e-3)
+    settings = page.settings() | {"model": model}
+    said, card = page.figures()["peak"], find_gpu(gpu).without_limit()
+    assert said == in_python(settings).peak_allocated
+    simulated = simulate(recipe_of(settings), card).peak_allocated
+    assert said == pytest.approx(simulated, rel=5e-3)  # the formula knows no order
     assert ("Left out of the model: vision." in page.said()) == (config is GEMMA)
 
 

@@ -255,7 +255,7 @@
       if (usual ? shared !== usual : shared === 1) return `heads for each key-value head are ${shared}, known are ${usual || "several"}`;
       for (const [name, wanted] of Object.entries(settings)) {
         const own = setting(name, held[name]);
-        if (Array.isArray(wanted) && own === undefined) {  // its class makes it, for so many layers
+        if (Array.isArray(wanted) && (own ?? null) === null) {  // its class makes it, for so many layers
           const layers = get("num_hidden_layers");
           if (wanted.length !== layers) return `it has ${layers} layers, known are ${wanted.length}`;
           continue;
