@@ -53,7 +53,7 @@ def runs(option, gpu) -> bool:
 def wrong(answer, gpu) -> list[str]:
     """What a plan says that is not so."""
     found = []
-    told = {"fastest": answer.fastest, "roomiest": answer.roomiest} | answer.ways
+    told = {"fastest": answer.fastest, "roomiest": answer.roomiest} | answer.tiers
     asked = set()
     for name, option in told.items():
         if option is None or option.missing or str(option.recipe) in asked:
@@ -83,9 +83,9 @@ def answered(seed: int) -> dict:
     """What became of a question, as plain JSON values."""
     asked = question(seed)
     answer = plan(**asked)
-    ways = sum(not option.missing for option in answer.ways.values())
+    tiers = sum(not option.missing for option in answer.tiers.values())
     errors = wrong(answer, asked["gpu"])
-    return {"seed": seed, "asked": asked, "fits": bool(answer), "ways": ways, "errors": errors}
+    return {"seed": seed, "asked": asked, "fits": bool(answer), "tiers": tiers, "errors": errors}
 
 
 def main():
@@ -101,8 +101,8 @@ def main():
                 file.write(json.dumps(answers[seed]) + "\n")
             print(json.dumps(answers[seed]), flush=True)
     answers = [answers[seed] for seed in range(first, first + number)]
-    fitting, ways = (sum(one[name] for one in answers) for name in ("fits", "ways"))
-    print(f"{number} questions, something fits in {fitting}; {ways} ways that fit")
+    fitting, tiers = (sum(one[name] for one in answers) for name in ("fits", "tiers"))
+    print(f"{number} questions, something fits in {fitting}; {tiers} tiers that fit")
     print(f"{sum(bool(one['errors']) for one in answers)} answers with something that is not so")
 
 

@@ -81,7 +81,7 @@ PLAN += ["--ways", "full", "--precisions", "fp32"]
 
 def test_a_plan_as_text_and_as_json(capsys):
     status, out, err = run(capsys, *PLAN, "--gpu", "T4")
-    assert status == 0 and out.startswith("gpt2-tiny on T4: fastest is ")
+    assert status == 0 and out.startswith("gpt2-tiny on T4: tier 1 fits, ")
     status, out, _ = run(capsys, *PLAN, "--gpu", "T4", "--json")
     values = json.loads(out)
     assert status == 0 and values["fits"] and values["gpu"] == "T4" and values["script"] is None
