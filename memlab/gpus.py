@@ -24,6 +24,7 @@ import difflib
 import json
 import math
 import re
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +57,9 @@ def native_dtypes(capability: tuple[int, int]) -> tuple[str, ...]:
     return tuple(names)
 
 
+Reached = tuple[float, float, float]  # operations a second: least, expected, most
+
+
 @dataclass(frozen=True)
 class GPU:
     """One kind of card. total_memory, context and workspace are bytes; capability (major, minor).
@@ -68,6 +72,14 @@ class GPU:
     rates: number format -> operations a second of a dense matrix product, without sparsity: of
     tensor cores that add in fp32 where the card has them, else of ordinary cores. bandwidth: bytes
     a second of its memory. Both are NVIDIA's (rates_source); empty and None where no card is named.
+    cache: bytes of its L2 cache, by NVIDIA's data sheets and whitepapers, 0 where it is not known.
+
+    measured: number format -> operations a second that large products of PyTorch's were found to
+    reach, (least, expected, most), of the formats of which such figures were found
+    (measured_source); all three are one where a card keeps its clock. share_of_bandwidth:
+    what kernels that compute little reach of the bandwidth, the mean of element-wise ones, layer
+    norm and softmax, each the median of tensors above 200 MB in NeuSight's measurements (Lee et
+    al. 2025, sitar-lab/NeuSight at 6945927); None where it measured none.
 
     label: GB as it stands on the box. also: further words that may stand in the card's name, such
     as those that a driver adds to it.
@@ -84,6 +96,10 @@ class GPU:
     rates_source: str = ""
     label: int | None = None
     also: tuple[str, ...] = ()
+    cache: int = 0
+    measured: dict[str, Reached] = dataclasses.field(default_factory=dict, compare=False)
+    measured_source: str = ""
+    share_of_bandwidth: float | None = None
 
     def rate(self, dtype: str) -> float | None:
         """Operations a second in a format; None where the card does not compute in it.
@@ -92,6 +108,40 @@ class GPU:
         """
         dtype = "float32" if dtype == "tf32" and dtype not in self.rates else dtype
         return self.rates.get(dtype)
+
+    def reached(self, dtype: str) -> Reached | None:
+        """Operations a second that large products reach in a format: (least, expected, most).
+
+        What was measured, where there are such figures; else the share of the data
+        sheet that the card's own tensor cores reach in half precision, or that cards like it do:
+        the least, the median and the most of these. None where it does not compute in the format.
+        """
+        if dtype in self.measured:
+            return self.measured[dtype]
+        if dtype == "tf32" and dtype not in self.rates:
+            return self.reached("float32")
+        if dtype not in self.rates:
+            return None
+        own = [self.measured[half][1] / self.rates[half] for half in HALVES & self.measured.keys()]
+        shares = (dtype != "float32" and sorted(own)) or shares_like(self, dtype)
+        found = shares[0], statistics.median(shares), shares[-1]
+        return tuple(self.rates[dtype] * share for share in found)
+
+    @property
+    def traffic(self) -> float:
+        """Bytes a second that kernels which compute little reach; by the median of others' shares
+        where none was measured."""
+        shares = [card.share_of_bandwidth for card in GPUS.values() if card.share_of_bandwidth]
+        return self.bandwidth * (self.share_of_bandwidth or statistics.median(shares))
+
+    @property
+    def has_whole_tensor_cores(self) -> bool:
+        """Whether tensor cores that add in fp32 run at full rate, which on GeForce cards is half.
+
+        At full rate half precision is at least three times as quick as fp32 on ordinary cores.
+        """
+        half = self.rates.get("float16", 0)
+        return half > 3 * self.rates.get("float32", half)
 
     @property
     def usable(self) -> int | None:
@@ -113,6 +163,11 @@ class GPU:
         return native_dtypes(self.capability)
 
 
+def _reached(tera) -> Reached:
+    """(least, expected, most) of a number of 10^12 operations a second, or of three."""
+    return tuple(one * 1e12 for one in (tera if isinstance(tera, list) else [tera] * 3))
+
+
 def _read(name: str, said: dict) -> GPU:
     total, context = int(said["total_mib"] * MiB), int(said["context_mib"] * MiB)
     rates = {dtype: tera * 1e12 for dtype, tera in said["tera_ops"].items()}
@@ -128,6 +183,10 @@ def _read(name: str, said: dict) -> GPU:
         said["rates_source"],
         said["gb"],
         tuple(said.get("also", ())),
+        int(said["l2_mib"] * MiB),
+        {dtype: _reached(tera) for dtype, tera in said.get("measured_tera_ops", {}).items()},
+        said.get("measured_source", ""),
+        said.get("share_of_bandwidth"),
     )
 
 
@@ -135,6 +194,37 @@ _FILE = Path(__file__).parent / "data" / "gpus.json"
 GPUS: dict[str, GPU] = {
     name: _read(name, said) for name, said in json.loads(_FILE.read_text(encoding="utf-8")).items()
 }
+
+HALVES = {"float16", "bfloat16"}
+# Their limit of 70 W holds them back as no other card's does, so others are not assumed like them.
+HELD_BACK = ("T4", "L4")
+
+
+def shares_like(card: GPU, dtype: str) -> list[float]:
+    """The shares of the data sheet that products were found to reach on cards like this one.
+
+    In order. Of cards of its compute capability with tensor cores of its kind, else of its
+    generation, else of all; where no card was measured in the format, in half precision.
+    """
+
+    def measured(alike) -> list[float]:
+        cards = [one for one in GPUS.values() if one.name not in HELD_BACK and alike(one)]
+        formats = [dtype] if any(dtype in one.measured for one in cards) else ["float16"]
+        return sorted(
+            one.measured[name][1] / one.rates[name]
+            for one in cards
+            for name in formats
+            if name in one.measured and name in one.rates
+        )
+
+    kind = card.has_whole_tensor_cores
+    return (
+        measured(
+            lambda one: one.capability == card.capability and one.has_whole_tensor_cores == kind
+        )
+        or measured(lambda one: one.capability[0] == card.capability[0])
+        or measured(lambda one: True)
+    )
 
 
 def require_native(precision: str, device: str, has_bf16: bool) -> None:

@@ -369,6 +369,41 @@ def test_a_card_that_runs_no_cuda_is_refused_with_the_reason(wrong, maker):
     assert gpu_of_device(wrong) is None
 
 
+# A few of what zzc0721/torch-performance-test-data prints of its products, 10^12 a second.
+REACHED = {
+    ("V100", "float16"): 94.8,
+    ("H200", "bfloat16"): 790.3,
+    ("RTX-3090", "float32"): 24.8,
+    ("RTX-4090", "bfloat16"): 164.8,
+    ("L40S", "float32"): 46.9,
+}
+
+
+def test_what_was_measured_is_near_the_data_sheet_and_has_a_source():
+    for (name, dtype), tera in REACHED.items():
+        assert GPUS[name].reached(dtype) == (tera * 1e12,) * 3
+    for card in GPUS.values():
+        assert bool(card.measured) == bool(card.measured_source), card.name
+        for dtype, (least, expected, most) in card.measured.items():
+            assert least <= expected <= most
+            # The T4 and the L4 of 70 W are slowest; GeForce cards clock above their data sheet.
+            assert 0.3 < expected / card.rates[dtype] < 1.2, (card.name, dtype)
+
+
+def test_a_card_without_measurements_reaches_what_cards_like_it_do():
+    own, like = GPUS["RTX-6000-Ada"], GPUS["L40S"]
+    assert not own.measured
+    share = like.measured["float16"][1] / like.rates["float16"]
+    assert own.reached("float16") == pytest.approx((share * own.rates["float16"],) * 3)
+    least, expected, most = GPUS["RTX-4070"].reached("bfloat16")  # like other GeForce cards
+    assert 0.9 < least / 58.2e12 <= expected / 58.2e12 <= most / 58.2e12 < 1.2
+    ada, h100 = GPUS["RTX-4090"], GPUS["H100"]
+    assert ada.reached("int8")[1] == pytest.approx(ada.rates["int8"], rel=0.05)  # as its bf16
+    assert h100.reached("tf32") == (402.1e12,) * 3 and GPUS["T4"].reached("bfloat16") is None
+    assert GPUS["T4"].reached("tf32") == GPUS["T4"].reached("float32")
+    assert GPUS["H100"].traffic / GPUS["H100"].bandwidth == 0.72  # the median of those measured
+
+
 def test_a_card_of_ones_own_has_seconds_by_rates_and_bandwidth():
     own = dataclasses.replace(
         find_gpu("22 GiB"),

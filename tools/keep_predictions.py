@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from memlab import Recipe, simulate
 from memlab.evidence.loops import PREDICTIONS, kept_predictions, simulate_loop
-from memlab.evidence.records import FOLDER, load
+from memlab.evidence.records import load, published_files
 from memlab.gpus import gpu_of_device
 from memlab.predict.measure import versions
 
@@ -46,10 +46,10 @@ def main(files, release=False):
     found, about = kept.pop("runs"), kept
     if not release:
         about = {"date": date.today().isoformat(), "versions": versions()}
-    for path in sorted(FOLDER.glob("published-*.json")):
-        if path.name not in (files or [path.name]):
+    for name, path in published_files().items():
+        if name not in (files or [name]):
             continue
-        said = found.setdefault(path.name, {})
+        said = found.setdefault(name, {})
         for run in tqdm(load(path), path.stem):
             said[run.name] = _joined(said.get(run.name, {}), said_of(run), release)
             write(about, found)  # what is finished is kept, whatever comes

@@ -326,8 +326,10 @@ def known_card(card: GPU) -> dict:
         "workspace": card.workspace,
         "bf16": "bfloat16" in card.native_dtypes,
         "processors": card.processors,
-        "rates": card.rates,
-        "bandwidth": card.bandwidth,
+        "rates": list(card.rates),
+        "reached": {dtype: card.reached(dtype) for dtype in (*card.rates, "tf32")},
+        "traffic": card.bandwidth and card.traffic,
+        "cache": card.cache,
         "shares_keys": shares_keys(card),
         "heads": usual_heads(card.capability),
     }

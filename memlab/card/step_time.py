@@ -1,10 +1,13 @@
-"""How long a step takes on a card: its work, the card's rates, and what kernels reach of them.
+"""How long a step takes on a card: its work, what products and kernels were found to reach of the
+card's rates, and the host's time.
 
-A kernel takes the longest of its operations by the card's rate, its bytes by the card's bandwidth,
-and the least time that any kernel takes. Kernels queue: the host puts them into the card's queue
-one operator at a time, and the card waits only where that takes longer than the kernels do. So a
-phase of the step (forward, backward, optimizer step) takes the longer of what its kernels take and
-what its operators take on the host.
+A kernel takes the longest of its operations by what large products reach on the card
+(`memlab.gpus.GPU.reached`), its bytes by what kernels reach of the memory's bandwidth, and the
+least time that any kernel takes. What an operator reads was mostly written by the one before:
+where its tensors fit in half of the L2 cache they come from there. Kernels queue: the host puts
+them into the card's queue one operator at a time, and the card waits only where that takes longer
+than the kernels do. So a phase of the step (forward, backward, optimizer step) takes the longer of
+what its kernels take and what its operators take on the host.
 
 Copies between card and host stand in the queue of the kernels, and take their bytes by the rate of
 PCI Express.
@@ -32,43 +35,51 @@ PHASES = list(Phase)
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What programs reach of a card's data sheet, the same for all cards and recipes.
+    """What programs reach of what was measured on a card, the same for all cards and recipes.
 
-    products: share of the rate of ordinary cores in a matrix product; tensor_products: of tensor
-    cores. bandwidth: share of the memory's bandwidth. kernel: seconds that the shortest kernel
-    takes; operator: seconds of the host for one operator in PyTorch's eager mode. hidden: share of
-    the collectives of a forward or backward pass that runs beside its kernels, while these last.
+    products: share of what large products reach, once `busy` is counted. attention: the same of
+    fused attention, and of what else has no tiles. memory: kernels' bytes a second, times what
+    they reach on the card (`GPU.traffic`); cache: how many times the memory's rate the L2 cache's
+    is. kernel: seconds that the shortest kernel takes. python, autograd: seconds of the host for
+    an operator that Python calls, in the forward pass, its recomputation and the optimizer step,
+    and for one that the backward pass calls. link: share of a link's rate; hidden: share of the
+    collectives of a forward or backward pass that runs beside its kernels, while these last.
     """
 
     products: float
-    tensor_products: float
-    bandwidth: float
+    attention: float
+    memory: float
+    cache: float
     kernel: float
-    operator: float
+    python: float
+    autograd: float
+    link: float
     hidden: float
 
 
-# Chosen before these rules met a measured step, from the sources below. A prototype with shares of
-# 0.85, 0.5, 0.8 and 10 us a kernel had been set beside the nine published runs on a V100 before.
-# The rule of rounds (`busy`) was added after a first look at these nine, which had trainings of one
-# sequence in fp16 up to 63 % too fast; no share was changed.
-# - bandwidth 0.8: 750 of 900 GB/s on a V100 (Jia et al. 2018, "Dissecting the NVIDIA Volta GPU
-#   architecture via microbenchmarking"); 0.75 to 0.9 above 10 MB on an A100 (Calculon's
-#   systems/a100_80g.json, Isaev et al. 2023)
-# - products 0.85: large single-precision products on ordinary cores
-# - tensor_products 0.5: at best 0.66 on a V100 (Markidis et al. 2018, 83 of 125 TFLOPS), 0.87 on an
-#   A100 and 0.8 on an H100 (Bekman, "ml-engineering", maximum achievable matmul); whole trainings
-#   reach 0.44 to 0.52 of an A100 (Narayanan et al. 2021)
+# Where the figures come from. Training runs were used for none of them but the cache's.
+# - products 0.92: 183 shapes of products of Llama's and DeepSeek's layers in bf16 on an A100 reach
+#   0.72 of the data sheet in the median (SimuMax at 4dcaae5, configs/system/a100_pcie.json) where
+#   large squares reach 0.77; in NeuSight's fp32 products above 3 GFLOP the median is 0.93 to 1 of
+#   the largest, once rounds of tiles are counted
+# - attention 0.6: FlashAttention-2 reaches 0.5 to 0.73 of an A100 forward and backward (Dao 2023),
+#   0.35 of an H100 (Shah et al. 2024, "FlashAttention-3")
+# - cache 2: assumed. An A100 reads 5,120 bytes a clock from its L2 cache, 4.6 times its memory's
+#   rate (NVIDIA, "A100 Tensor Core GPU architecture"), but results go on to the memory. That there
+#   is such a rule was seen on PEFT's runs on an L40S, whose steps came out a fifth too long
+#   without it; 1.5 to 3 fit them about as well.
 # - kernel 3 us, one kernel after the other in a queue takes 2.9 to 3.8 us on a V100 (Gray 2019,
 #   "Getting started with CUDA graphs")
-# - operator 10 us: 5 to 25 us a call in eager mode
-# - hidden 1: FSDP and DDP start a collective while the layer before or after computes (PyTorch's
-#   documentation of fully_shard, "prefetching"; Li et al. 2020, "PyTorch distributed"). That a
-#   link reaches the share of its rate that a memory does was compared with no measurement yet.
-EXPECTED = Efficiency(0.85, 0.5, 0.8, 3e-6, 10e-6, 1)
+# - python 20 us: a token of transformers' eager decoding takes 0.84 to 0.90 ms a layer of some 41
+#   kernels at every size from 0.5B to 32B (Qwen's speed benchmarks); autograd 8 us: 5 to 25 us a
+#   call in eager mode, C++ the quicker
+# - link 0.8: NCCL's all-gather passes on 360 of 450 GB/s of an H100's NVLink (nccl-tests#326);
+#   hidden 1: FSDP and DDP start a collective while the layer before or after computes (PyTorch's
+#   documentation of fully_shard, "prefetching"; Li et al. 2020, "PyTorch distributed")
+EXPECTED = Efficiency(0.92, 0.6, 1, 2, 3e-6, 20e-6, 8e-6, 0.8, 1)
 # Nobody's mean: what a good and a bad program, card and day make of it.
-BEST = Efficiency(0.95, 0.75, 0.92, 2e-6, 5e-6, 1)
-WORST = Efficiency(0.7, 0.35, 0.65, 5e-6, 20e-6, 0)
+BEST = Efficiency(1, 0.8, 1.2, 3, 2e-6, 10e-6, 4e-6, 0.92, 1)
+WORST = Efficiency(0.7, 0.4, 0.75, 1, 5e-6, 40e-6, 16e-6, 0.65, 0)
 
 
 class Columns(NamedTuple):
@@ -122,15 +133,16 @@ def step_time(
     """
     columns = work if isinstance(work, Columns) else Columns.from_counter(work)
     rates = _rates(columns, gpu)
+    reached = np.array([gpu.reached(dtype) for dtype in columns.dtypes] + [(1.0, 1.0, 1.0)]).T
     sent = float(np.sum(columns.sent * columns.times))
     over = link_rate(gpu, link) if sent or link else np.inf
     to_host = link_rate(gpu, "pcie") if np.any(columns.carried) else np.inf
-    parts = _seconds(columns, rates, gpu, EXPECTED, over, to_host)
+    parts = _seconds(columns, reached[1], gpu, EXPECTED, over, to_host)
     useful = ~columns.recomputed & (columns.of >= 0)
     return StepTime(
-        low=sum(_seconds(columns, rates, gpu, BEST, over, to_host).values()),
+        low=sum(_seconds(columns, reached[2], gpu, BEST, over, to_host).values()),
         expected=sum(parts.values()),
-        high=sum(_seconds(columns, rates, gpu, WORST, over, to_host).values()),
+        high=sum(_seconds(columns, reached[0], gpu, WORST, over, to_host).values()),
         parts=parts,
         flops=round(float(columns.flops[useful] @ columns.times[useful])),
         peak_rate=max((rates[i] for i in set(columns.of[useful])), default=0.0),
@@ -150,15 +162,21 @@ def _rates(columns, gpu) -> list[float]:
     return [gpu.rate(dtype) for dtype in columns.dtypes]
 
 
-def _seconds(columns, rates, gpu, reach, over, to_host) -> dict[str, float]:
-    """Seconds by part; they sum to the step's."""
-    usual = [rate * reached(d, reach) for d, rate in zip(columns.dtypes, rates, strict=True)]
-    rate = np.array([*usual, 1.0])[columns.of]  # the last is for what has no products
-    by_flops = columns.flops / (rate * busy(columns.tiles, gpu.processors))
-    by_bytes = columns.nbytes / (gpu.bandwidth * reach.bandwidth)
+def _seconds(columns, reached, gpu, reach, over, to_host) -> dict[str, float]:
+    """Seconds by part; they sum to the step's. reached: of each format, the last without one."""
+    share = np.where(columns.tiles > 0, reach.products, reach.attention)
+    busy_share = busy(columns.tiles, gpu.processors)
+    by_flops = columns.flops / (reached[columns.of] * share * busy_share)
+    near = np.where(columns.nbytes <= gpu.cache / 2, reach.cache, 1)
+    by_bytes = columns.nbytes / (gpu.traffic * reach.memory * near)
     each = np.maximum(np.maximum(by_flops, by_bytes), columns.kernels * reach.kernel)
     longest = each * columns.times
-    host = columns.kernels * columns.times * reach.operator
+    called = np.where(
+        (columns.phase == PHASES.index(Phase.BACKWARD)) & ~columns.recomputed,
+        reach.autograd,
+        reach.python,
+    )
+    host = columns.kernels * columns.times * called
     step = columns.phase == PHASES.index(Phase.STEP)
     again = columns.recomputed & ~step
     products = (by_flops > by_bytes) & ~step & ~again
@@ -172,12 +190,12 @@ def _seconds(columns, rates, gpu, reach, over, to_host) -> dict[str, float]:
     by_phase = (np.bincount(columns.phase, one, len(PHASES)) for one in (host, longest))
     on_host, on_card = by_phase
     parts["waiting for launches"] = float(np.maximum(0, on_host - on_card).sum())
-    seconds = columns.sent * columns.times / (over * reach.bandwidth)
+    seconds = columns.sent * columns.times / (over * reach.link)
     sending = np.bincount(columns.phase, np.broadcast_to(seconds, columns.phase.shape), len(PHASES))
     hidden = reach.hidden * np.minimum(sending, np.maximum(on_host, on_card))
     hidden[PHASES.index(Phase.STEP)] = 0  # the updated weights are sent when all is done
     parts["communication"] = float((sending - hidden).sum())
-    copies = columns.carried * columns.times / (to_host * reach.bandwidth)
+    copies = columns.carried * columns.times / (to_host * reach.link)
     parts["copies to the host and back"] = float(np.sum(copies))
     return parts
 
@@ -192,8 +210,3 @@ def busy(tiles: np.ndarray, processors: int) -> np.ndarray:
     """
     rounds = np.ceil(tiles / processors)
     return np.where(tiles > 0, tiles / np.maximum(rounds * processors, 1), 1.0)
-
-
-def reached(dtype: str, reach: Efficiency) -> float:
-    """The share of a card's rate that products of this format reach."""
-    return reach.products if dtype in ("float32", "float64") else reach.tensor_products

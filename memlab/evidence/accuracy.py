@@ -5,6 +5,7 @@ one, and what a CPU's own kernels keep are three questions.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from tqdm.auto import tqdm
 from memlab import models
 from memlab.card import fake_tensors
 from memlab.evidence.loops import kept_predictions, simulate_loop
-from memlab.evidence.records import FOLDER, Record, load
+from memlab.evidence.records import Record, load, published_files
 from memlab.footprint import Footprint, Phase, StepTime
 from memlab.gpus import GPU, GPUS, gpu_of_device
 from memlab.predict.formula import formula
@@ -155,7 +156,26 @@ def compare_kept(file: str, release: bool = False) -> list[Comparison]:
             step_time=seconds and StepTime(*seconds, parts={}, flops=0, peak_rate=0),
         )
 
-    return [one for run in load(FOLDER / file) for one in _compare(run, "kept", predict)]
+    return [one for run in load(published_files()[file]) for one in _compare(run, "kept", predict)]
+
+
+def compare_seconds() -> dict[str, list[Comparison]]:
+    """File of published runs -> seconds of its runs beside the kept predictions."""
+    found = {
+        file: [one for one in compare_kept(file) if one.figure == "seconds" and not one.refused]
+        for file in published_files()
+    }
+    return {file: timed for file, timed in found.items() if timed}
+
+
+def ratio_errors(timed: list[Comparison]) -> list[float]:
+    """How far off the ratios of seconds are, over all pairs of runs on one card: predicted over
+    real, less one."""
+    return [
+        (a.predicted / b.predicted) / (a.recorded / b.recorded) - 1
+        for a, b in itertools.combinations(timed, 2)
+        if a.against == b.against
+    ]
 
 
 def _of_recipe(predict, run: Record, card: GPU | None) -> Footprint:
@@ -222,6 +242,8 @@ def _recorded(run: Record) -> dict[str, float]:
     if "samples_per_second" in run.figures and not run.device.startswith("CPU"):
         samples = run.recipe["batch_size"] * run.recipe.get("accumulation", 1)
         found["seconds"] = samples / run.figures["samples_per_second"]
+    if "step_seconds" in run.figures and not run.device.startswith("CPU"):
+        found["seconds"] = run.figures["step_seconds"]
     return found
 
 

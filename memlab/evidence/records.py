@@ -16,6 +16,7 @@ from pathlib import Path
 SCHEMA = 1
 KINDS = ("recorded", "published")
 FOLDER = Path(__file__).parent.parent / "data" / "records"
+TIMED = FOLDER.parent / "timed"  # published runs of which seconds are known, and no bytes
 SPARED = ("loop", "settings")  # not written where they are empty
 UNITS = ("_bytes", "_seconds", "_per_second")
 
@@ -121,6 +122,12 @@ def find_records(
         and all(field in record.recipe for field in recipe)
         and all(record.recipe[field] == value for field, value in recipe.items())
     ]
+
+
+def published_files() -> dict[str, Path]:
+    """name -> file of every file of published runs, those with seconds alone among them."""
+    found = [*FOLDER.glob("published-*.json"), *TIMED.glob("published-*.json")]
+    return {path.name: path for path in sorted(found, key=lambda path: path.name)}
 
 
 def load(path: Path | str) -> list[Record]:

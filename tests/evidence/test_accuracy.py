@@ -14,7 +14,7 @@ from memlab.evidence.accuracy import (
     simulate_on_cpu,
     technique,
 )
-from memlab.evidence.records import find_records
+from memlab.evidence.records import FOLDER, find_records, load
 from memlab.evidence.report import report, summary
 from memlab.gpus import GPUS
 from memlab.workloads.training import Training
@@ -42,7 +42,7 @@ def test_a_real_step_on_a_cpu_takes_what_fake_tensors_say(name):
     assert said == pytest.approx(meter.footprint.peak_tensors, rel=0.001)
 
 
-def test_a_recorded_gpu_run_is_compared_in_three_figures():
+def test_a_recorded_gpu_run_is_compared_in_four_figures():
     truth = simulate(TINY, "T4")
     figures = {
         "peak_allocated_bytes": truth.peak_allocated,
@@ -53,7 +53,8 @@ def test_a_recorded_gpu_run_is_compared_in_three_figures():
         "step_seconds": 1.0,
     }
     found = {one.figure: one for one in compare_records([a_run(figures)], SIMULATE)}
-    assert set(found) == {"allocated", "reserved", "device used"}
+    assert set(found) == {"allocated", "reserved", "device used", "seconds"}
+    assert found.pop("seconds").recorded == 1.0
     assert found["allocated"].error == 0.0 == found["device used"].error
     assert found["reserved"].error == -0.5
     assert [one.missed for one in found.values()] == [False, True, False]
@@ -74,7 +75,7 @@ def test_a_published_run_brings_its_context():
 
 
 def test_a_prediction_without_seconds_is_compared_in_bytes_alone():
-    run = next(iter(find_records("published", device="V100")))
+    run = load(FOLDER / "published-source-001.json")[0]
 
     def without_seconds(recipe, card):
         return dataclasses.replace(simulate(recipe, card), step_time=None)

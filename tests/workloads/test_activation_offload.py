@@ -35,7 +35,7 @@ def test_each_input_travels_both_ways_in_the_queue_of_the_kernels(runs):
     kept, away = (run.step_time for run in runs)
     card = find_gpu("RTX-4090")
     travels = away.parts["copies to the host and back"] * link_rate(card, "pcie")
-    assert travels * EXPECTED.bandwidth == pytest.approx(2 * LAYERS * INPUT, rel=0.01)
+    assert travels * EXPECTED.link == pytest.approx(2 * LAYERS * INPUT, rel=0.01)
     assert kept.parts["copies to the host and back"] == 0
     assert away.low > kept.low and away.high > kept.high
     assert away.flops == kept.flops
@@ -61,7 +61,7 @@ def test_what_leaves_is_what_a_real_run_saves(monkeypatch):
     simulated = simulate(away_of(recipe), card).step_time
     travels = simulated.parts["copies to the host and back"] * link_rate(card, "pcie")
     large = sum(size for size in sizes if size >= 2**16)
-    assert travels * EXPECTED.bandwidth == pytest.approx(2 * large)
+    assert travels * EXPECTED.link == pytest.approx(2 * large)
 
 
 def test_on_a_cpu_all_is_there_already():

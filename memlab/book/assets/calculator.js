@@ -5,7 +5,7 @@
   function formulaOf(known) {
     const { rules, reaches, phases } = known;
     const up = (bytes, unit) => Math.ceil(bytes / unit) * unit;
-    const STEP = phases.indexOf("optimizer step");
+    const [STEP, BACKWARD] = ["optimizer step", "backward"].map((name) => phases.indexOf(name));
 
     // ------------------------------------------------------------ formula.py
 
@@ -129,7 +129,7 @@
         peak_phase: phases[worst.phase],
         parameters: sum(weights),
         trainable_parameters: sum(weights.map((n, i) => n * pass.parameters[i][3])),
-        step_time: card.bandwidth ? stepTime(columns(pass, update, value, patterns, recipe.accumulation), card) : null,
+        step_time: card.traffic ? stepTime(columns(pass, update, value, patterns, recipe.accumulation), card) : null,
         samples: recipe.batch_size * recipe.accumulation,
       };
     }
@@ -200,31 +200,34 @@
     // ------------------------------------------------------------ step_time.py
 
     function stepTime(work, card) {
-      const [low, parts, high] = ["best", "expected", "worst"].map((name) => secondsOf(work, card, reaches[name]));
+      const [high, parts, low] = ["worst", "expected", "best"].map((name, i) => secondsOf(work, card, reaches[name], i));
       return { low: sum(Object.values(low)), expected: sum(Object.values(parts)), high: sum(Object.values(high)), parts };
     }
 
-    function secondsOf(work, card, reach) {
+    // which: the place of what products reach of the least, the expected and the most.
+    function secondsOf(work, card, reach, which) {
       const parts = Object.fromEntries(known.parts.map((name) => [name, 0]));
       const [onHost, onCard] = [0, 0].map(() => phases.map(() => 0));
       for (const one of work) {
-        const byFlops = one.flops / (one.dtype ? rate(one.dtype, card) * reached(one.dtype, reach) * busy(one.tiles, card.processors) : 1);
-        const byBytes = one.nbytes / (card.bandwidth * reach.bandwidth);
+        const share = (one.tiles > 0 ? reach.products : reach.attention) * busy(one.tiles, card.processors);
+        const byFlops = one.dtype ? one.flops / (reached(one.dtype, card)[which] * share) : 0;
+        const near = one.nbytes <= card.cache / 2 ? reach.cache : 1;
+        const byBytes = one.nbytes / (card.traffic * reach.memory * near);
         const longest = Math.max(byFlops, byBytes, one.kernels * reach.kernel) * one.times;
         const part = one.phase === STEP ? "optimizer" : one.recomputed ? "recomputation" : byFlops > byBytes ? "matrix products" : "memory traffic";
         parts[part] += longest;
-        onHost[one.phase] += one.kernels * one.times * reach.operator;
+        const called = one.phase === BACKWARD && !one.recomputed ? reach.autograd : reach.python;
+        onHost[one.phase] += one.kernels * one.times * called;
         onCard[one.phase] += longest;
       }
       parts["waiting for launches"] = sum(onHost.map((seconds, i) => Math.max(0, seconds - onCard[i])));
       return parts;
     }
 
-    const rate = (dtype, card) => card.rates[dtype] || (dtype === "tf32" && card.rates.float32) || refuseRate(dtype, card);
-    function refuseRate(dtype, card) {
-      throw new Refusal(`${card.name} has no rate for ${dtype}: it has those of ${Object.keys(card.rates).join(", ")}`);
+    function reached(dtype, card) {
+      if (card.reached[dtype]) return card.reached[dtype];
+      throw new Refusal(`${card.name} has no rate for ${dtype}: it has those of ${card.rates.join(", ")}`);
     }
-    const reached = (dtype, reach) => (["float32", "float64"].includes(dtype) ? reach.products : reach.tensor_products);
     const busy = (tiles, processors) => (tiles > 0 ? tiles / Math.max(Math.ceil(tiles / processors) * processors, 1) : 1);
 
     // ------------------------------------------------------------ planning.py

@@ -17,7 +17,9 @@ PREDICTIONS = FOLDER.parent / "predictions.json"
 # name, as records say it -> module of this package
 LOOPS = {
     "fitcheck": "fitcheck",
+    "NeuSight": "neusight",
     "PEFT's comparison": "peft_comparison",
+    "memlab without a limit": "whole_recipe",
     "torch-preflight": "torch_preflight",
     "torchtitan": "torchtitan",
     "torchtune": "torchtune",
