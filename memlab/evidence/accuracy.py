@@ -4,8 +4,10 @@ Kinds of records are never mixed: what a GPU was recorded to take, what others h
 one, and what a CPU's own kernels keep are three questions.
 """
 
+import collections
 import dataclasses
 import itertools
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -168,14 +170,17 @@ def compare_seconds() -> dict[str, list[Comparison]]:
     return {file: timed for file, timed in found.items() if timed}
 
 
-def ratio_errors(timed: list[Comparison]) -> list[float]:
-    """How far off the ratios of seconds are, over all pairs of runs on one card: predicted over
-    real, less one."""
-    return [
-        (a.predicted / b.predicted) / (a.recorded / b.recorded) - 1
-        for a, b in itertools.combinations(timed, 2)
-        if a.against == b.against
-    ]
+def ratio_errors(file: str) -> list[float]:
+    """How far off kept ratios of seconds are in a file of published runs: predicted over real,
+    less one, of all pairs of runs of one model at one length on one card, as a planner compares."""
+    runs = {run.name: run for run in load(published_files()[file])}
+    by_case = collections.defaultdict(list)
+    for one in compare_seconds().get(file, []):
+        run = runs[one.name]
+        case = one.against, json.dumps(run.recipe["model"]), run.recipe["seq_len"]
+        by_case[case].append(one.predicted / one.recorded)
+    pairs = (pair for errors in by_case.values() for pair in itertools.combinations(errors, 2))
+    return [one / other - 1 for one, other in pairs]
 
 
 def _of_recipe(predict, run: Record, card: GPU | None) -> Footprint:
