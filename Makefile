@@ -21,7 +21,7 @@ export PYDEVD_DISABLE_FILE_VALIDATION := 1
 # What a test records the next one, and the book, need not record again.
 export MEMLAB_CACHE := $(abspath .cache)
 
-.PHONY: help env book figures serve test lint stripped units standin pages bench format strip address cover clean
+.PHONY: help env book figures serve test lint stripped units standin pages bench format strip address cover clean package executed publish-executed versions
 
 help:
 	@echo "make book      make the environment, execute every chapter, render the book"
@@ -34,6 +34,9 @@ help:
 	@echo "make figures CHAPTERS=16-planner   run chapters, write the figures in their text anew"
 	@echo "make standin   execute every chapter on a stand-in for a T4, then for an H100"
 	@echo "make bench     benchmarks"
+	@echo "make package   wheel and source distribution, tried alone"
+	@echo "make executed  after make book: its notebooks with what they printed, into _build/executed"
+	@echo "make versions SET=newest   the tests with other libraries: lowest, newest, nightly"
 	@echo "make address URL=https://github.com/you/fork   set the repository's address everywhere"
 	@echo "make cover     draw the picture of the README and the landing page anew"
 	@echo "make clean     remove what was built; rm -rf $(VENV) removes the environment"
@@ -60,6 +63,7 @@ book: stripped
 	cd $(WORK) && $(BIN)/python -m pytest --nbmake --overwrite -n 2 --durations=0 -p no:cacheprovider chapters
 	$(BIN)/python tools/figures.py compare $(WORK)/chapters
 	$(BIN)/jupyter-book build $(WORK) --path-output . -W --keep-going --quiet
+	$(BIN)/python tools/count_pages.py
 	@echo
 	@echo "The book is ready. Open $(abspath $(PAGE)), or say: make serve"
 
@@ -86,6 +90,7 @@ lint: stripped
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/deptry memlab
+	$(BIN)/zizmor --offline --quiet .github
 
 stripped: $(READY)
 	@$(if $(NOTEBOOKS),$(BIN)/$(STRIP) --verify $(NOTEBOOKS) || { echo "Chapters are stored without outputs: make strip"; exit 1; },:)
@@ -118,6 +123,27 @@ format: $(READY) strip
 strip: $(READY)
 	$(if $(NOTEBOOKS),$(BIN)/$(STRIP) $(NOTEBOOKS),@:)
 
+package: $(READY)
+	@rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	"$(PYTHON)" tools/try_package.py dist
+
+# What Colab and Kaggle open: the chapters as make book has run them, without the state of widgets.
+executed: $(READY)
+	@rm -rf _build/executed && mkdir -p _build/executed/chapters
+	@cp $(WORK)/chapters/*.ipynb _build/executed/chapters
+	$(BIN)/nbstripout --keep-output --keep-count --keep-id --extra-keys "metadata.widgets" _build/executed/chapters/*.ipynb
+
+publish-executed:
+	git switch --orphan executed
+	cp -R _build/executed/chapters .
+	git add chapters
+	git -c user.name="$(or $(GITHUB_ACTOR),book)" -c user.email=book@users.noreply.github.com commit --quiet -m "Chapters with outputs"
+	git push --force origin executed
+
+versions:
+	"$(PYTHON)" tools/try_versions.py --set $(SET)
+
 address:
 	@"$(PYTHON)" tools/set_address.py "$(URL)"
 
@@ -125,4 +151,4 @@ cover: $(READY)
 	$(BIN)/python tools/draw_cover.py
 
 clean:
-	rm -rf _build $(WORK) .cache .pytest_cache .ruff_cache
+	rm -rf _build dist $(WORK) .cache .pytest_cache .ruff_cache

@@ -44,6 +44,22 @@ def test_measure_as_json(capsys):
     assert result["peak_reserved"] is result["context"] is result["device_used"] is None
 
 
+def test_a_report_has_what_an_issue_needs_and_no_path(capsys, tmp_path):
+    folder = tmp_path / "secret" / "my-model"
+    models.config("gpt2-tiny").save_pretrained(folder)
+    status, out, _ = run(capsys, "report", "--model", folder, "--seq-len", 32, "--gpu", "T4")
+    rows = dict(line.removeprefix("- ").split(": ", 1) for line in out.splitlines())
+    assert status == 0 and "secret" not in out
+    assert list(rows) == [
+        "versions", "device", "card asked for", "recipe", "predicted", "what happened"
+    ]  # fmt: skip
+    assert "torch " in rows["versions"] and rows["card asked for"] == "T4"
+    assert "my-model" in rows["recipe"] and "seq_len 32" in rows["recipe"]
+    assert "MiB allocated" in rows["predicted"]
+    status, out, _ = run(capsys, "report", "--model", "gpt2-xl", "--batch-size", 99, "--gpu", "T4")
+    assert status == 0 and "out of memory" in out
+
+
 def test_text_is_in_mib(capsys):
     status, out, _ = run(capsys, "simulate", *TINY)
     assert status == 0

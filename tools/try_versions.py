@@ -1,13 +1,14 @@
-"""Try memlab on another Python, or with the oldest libraries that pyproject.toml allows.
+"""Try memlab on another Python, or with older or newer libraries than the pinned ones.
 
     python tools/try_versions.py --python python3.12
-    python tools/try_versions.py --lowest
+    python tools/try_versions.py --set lowest
 
 makes an environment in a new folder (--into keeps it), installs the set of requirements.txt, or
-with --lowest each library of pyproject.toml in its lowest version, runs the tests that need no
-rendered book, and executes chapters 01 and 13. The last lines are what the README's table holds.
-Other people's libraries have lower bounds of their own, so with --lowest their loops
-(tests/strangers) stay out. It takes half an hour and some gigabytes.
+each library of pyproject.toml in its lowest or its newest version, `nightly` with what is not
+released yet, runs the tests that need no rendered book, and executes chapters 01 and 13. The last
+lines are what CONTRIBUTING.md's table holds. Other people's libraries have bounds of their own, so
+their loops (tests/strangers) are tried with the pinned set alone. It takes half an hour and some
+gigabytes.
 """
 
 import argparse
@@ -22,26 +23,28 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = ("chapters/01-measuring.ipynb", "chapters/13-lora.ipynb")
+SETS = ("pinned", "lowest", "newest", "nightly")
 STRANGERS = "# Other people's loops"
 SHOWN = ("torch", "transformers", "datasets", "accelerate", "peft", "bitsandbytes", "numpy")
 
 
-def lowest() -> list[str]:
-    """Pins of the lowest versions that pyproject.toml allows."""
+def dependencies() -> list[str]:
+    """What pyproject.toml names, the book's libraries among them, each with its lower bound."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [line.replace(">=", "==") for line in project["dependencies"]]
+    return [*project["dependencies"], *project["optional-dependencies"]["book"]]
 
 
-def requirements(low: bool) -> list[str]:
-    """What pip gets: the pins of requirements.txt, those of pyproject.toml's lowest instead."""
+def requirements(which: str) -> list[str]:
+    """What pip gets: the pins of requirements.txt, with memlab's own libraries of another age."""
     text = (ROOT / "requirements.txt").read_text()
-    if not low:
+    if which == "pinned":
         return _pins(text)
-    named = {_name(line) for line in lowest()}
+    named = {_name(line) for line in dependencies()}
     tools = _pins(text.partition(STRANGERS)[0])
     # tokenizers and scipy follow from what they serve.
     follow = {"tokenizers", "scipy"}
-    return lowest() + [pin for pin in tools if _name(pin) not in named | follow]
+    own = [line.replace(">=", "==") if which == "lowest" else line for line in dependencies()]
+    return own + [pin for pin in tools if _name(pin) not in named | follow]
 
 
 def _pins(text: str) -> list[str]:
@@ -56,7 +59,7 @@ def _name(requirement: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", default=sys.executable, help="the Python to try")
-    parser.add_argument("--lowest", action="store_true", help="the oldest libraries allowed")
+    parser.add_argument("--set", default="pinned", choices=SETS, help="of libraries")
     parser.add_argument("--into", help="a folder for the environment, used again if it is there")
     options = parser.parse_args()
     into = Path(options.into or tempfile.mkdtemp(prefix="versions-")).resolve()
@@ -64,8 +67,9 @@ def main() -> int:
     if not python.exists():
         subprocess.run([options.python, "-m", "venv", into], check=True)
         pins = into / "pins.txt"
-        pins.write_text("\n".join(requirements(options.lowest)) + "\n")
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "-r", pins], check=True)
+        pins.write_text("\n".join(requirements(options.set)) + "\n")
+        install = [python, "-m", "pip", "install", "--quiet", "-r", pins]
+        subprocess.run(install + ["--pre"] * (options.set == "nightly"), check=True)
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "PATH": f"{into / 'bin'}{os.pathsep}{os.environ['PATH']}",
@@ -83,7 +87,7 @@ def main() -> int:
         print(done.stdout)
         return done.stdout.strip().splitlines()[-1].strip("= ")
 
-    left_out = ["--ignore=tests/strangers"] if options.lowest else []
+    left_out = [] if options.set == "pinned" else ["--ignore=tests/strangers"]
     units = pytest("--dist", "loadfile", "-m", "not rendered", *left_out)
     chapters = pytest("--nbmake", *CHAPTERS)
     ask = f"import importlib.metadata as m; print(*(m.version(n) for n in {SHOWN!r}))"

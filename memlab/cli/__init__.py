@@ -7,10 +7,10 @@ import json
 import logging
 import sys
 
-from memlab.cli import accuracy, measure, plan, record, run, serve, simulate
+from memlab.cli import accuracy, measure, plan, record, report, run, serve, simulate
 from memlab.cli.options import Parser
 
-COMMANDS = (plan, simulate, serve, run, measure, record, accuracy)
+COMMANDS = (plan, simulate, serve, run, measure, record, accuracy, report)
 
 
 def main(argv=None) -> int:

@@ -23,8 +23,8 @@ def plainest(
     """The first of those that are about as fast as the fastest; None of none.
 
     fp32 is told where nothing in fewer bits fits, because what its products reach is assumed for
-    the cards that nobody measured; what pages where nothing else does, because nobody knows the seconds of moving
-    its states.
+    the cards that nobody measured; what pages where nothing else does, because nobody knows the
+    seconds of moving its states.
     """
     pages = {one for one in options if is_paged(one.optimizer)}
     plain = {one for one in options if one.precision == "fp32"}

@@ -319,7 +319,8 @@ def device_name(device: torch.device) -> str:
 
 def versions() -> dict[str, str]:
     """Versions that a figure depends on."""
-    names = ("torch", "transformers", "memlab", "peft", "bitsandbytes")
+    names = {name: name for name in ("torch", "transformers", "peft", "bitsandbytes")}
+    names["memlab"] = "gpu-memory-lab"  # its distribution
     installed = {known.name.lower() for known in importlib.metadata.distributions()}
-    found = {name: importlib.metadata.version(name) for name in names if name in installed}
+    found = {n: importlib.metadata.version(of) for n, of in names.items() if of in installed}
     return found | {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}

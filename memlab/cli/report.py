@@ -1,0 +1,53 @@
+"""`memlab report`: what a report of a wrong prediction needs, without names and paths."""
+
+import os
+
+from memlab.cli.options import GPU, LINK, card, options_of, recipe_of
+from memlab.spec.recipe import Recipe
+from memlab.units import mib
+
+
+def add_to(commands) -> None:
+    """Add the command with the options of a recipe."""
+    help = "print versions, device, recipe and prediction, to be pasted into an issue"
+    add = commands("report", run, help, [options_of(Recipe)])
+    add("--gpu", type=card, help=GPU)
+    add("--link", help=LINK)
+
+
+def run(options) -> dict:
+    """Plain values and, to be pasted, their text."""
+    from memlab.evidence.worker import about
+    from memlab.predict.measure import pick_device
+    from memlab.predict.simulate import simulate
+
+    recipe = recipe_of(options)
+    asked = recipe.as_dict()
+    if isinstance(asked["model"], str) and os.path.exists(asked["model"]):
+        asked["model"] = os.path.basename(os.path.normpath(asked["model"]))  # no path leaves here
+    values = about({"device": str(pick_device())}) | {"gpu": options.gpu, "recipe": asked}
+    try:
+        values["predicted"] = simulate(recipe, options.gpu, options.link).as_dict()
+    except (ValueError, RuntimeError) as error:  # out of memory among them
+        values["refused"] = str(error).splitlines()[0]
+    return values if options.json else {"text": _text(values)}
+
+
+def _text(values: dict) -> str:
+    """A list of Markdown, what happened left to be written."""
+    recipe = values["recipe"]
+    usual = Recipe().as_dict() | {"model": None}
+    said = values.get("predicted")
+    predicted = values.get("refused")
+    if said:
+        peaks = (said["peak_allocated"], said["peak_reserved"])
+        predicted = "{} allocated, {} reserved".format(*map(mib, peaks))
+    rows = {
+        "versions": ", ".join(f"{name} {v}" for name, v in values["versions"].items()),
+        "device": f"{values['device_name']}, driver {values['driver'] or 'none'}",
+        "card asked for": values["gpu"] or "none",
+        "recipe": ", ".join(f"{n} {v}" for n, v in recipe.items() if v != usual[n]),
+        "predicted": predicted,
+        "what happened": "...",
+    }
+    return "\n".join(f"- {name}: {value}" for name, value in rows.items())

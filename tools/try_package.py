@@ -1,0 +1,48 @@
+"""Install the wheel of a folder alone, with what it declares, and try it as a user would.
+
+    python tools/try_package.py dist
+
+In a new environment: the version, a plan, a script in the simulated card. The book's libraries must
+not be there. It downloads PyTorch, unless pip has it.
+"""
+
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+SCRIPT = """
+import torch
+model = torch.nn.Linear(512, 512).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(9):
+    model(torch.randn(64, 512, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+OF_THE_BOOK = ("matplotlib", "ipywidgets", "datasets")
+
+
+def main(folder: str) -> None:
+    (wheel,) = Path(folder).glob("*.whl")
+    with tempfile.TemporaryDirectory(prefix="package-") as name:
+        into = Path(name)
+        venv.create(into / "env", with_pip=True)
+        binaries = into / "env" / "bin"
+        subprocess.run([binaries / "pip", "install", "--quiet", wheel.resolve()], check=True)
+        (into / "train.py").write_text(SCRIPT)
+        for command in (
+            [binaries / "memlab", "plan", "--model", "gpt2", "--gpu", "T4"],
+            [binaries / "memlab", "run", "train.py", "--gpu", "T4"],
+            [binaries / "python", "-c", "import memlab; print(memlab.__version__)"],
+        ):
+            subprocess.run(command, cwd=into, check=True)
+        found = "; ".join(
+            f"assert importlib.util.find_spec({name!r}) is None, {name!r}" for name in OF_THE_BOOK
+        )
+        subprocess.run([binaries / "python", "-c", f"import importlib.util; {found}"], check=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
