@@ -35,7 +35,7 @@ def main(folder: str) -> None:
         for command in (
             [binaries / "memlab", "plan", "--model", "gpt2", "--gpu", "T4"],
             [binaries / "memlab", "run", "train.py", "--gpu", "T4"],
-            [binaries / "python", "-c", "import memlab; print(memlab.__version__)"],
+            [binaries / "memlab", "--version"],
         ):
             subprocess.run(command, cwd=into, check=True)
         found = "; ".join(

@@ -3,6 +3,7 @@
 import argparse
 import atexit
 import gc
+import importlib.metadata
 import json
 import logging
 import sys
@@ -49,6 +50,8 @@ def main(argv=None) -> int:
 def parser() -> argparse.ArgumentParser:
     """All commands with their options."""
     whole = Parser(prog="memlab", description="The GPU memory of training a transformer.")
+    version = f"memlab {importlib.metadata.version('gpu-memory-lab')}"
+    whole.add_argument("--version", action="version", version=version)
     names = " | ".join(module.__name__.rpartition(".")[2] for module in COMMANDS)
     commands = whole.add_subparsers(required=True, metavar=names)
 
