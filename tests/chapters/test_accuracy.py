@@ -84,5 +84,6 @@ def test_seconds_are_as_close_as_is_told(page):
     table = page["by_source"]
     assert page["sizes"].median() < 0.15 and page["inside"] >= 0.9
     assert page["mean"] < 0.10  # NeuSight's passes
-    assert (table["error, size"].drop("Llama 2 7B, 2 GeForce cards") < 0.25).all()
+    known = ["Llama 2 7B, 2 GeForce cards", "Llama 3.1 8B, FSDP, H100"]  # as the text says
+    assert (table["error, size"].drop(known) < 0.15).all()
     assert table["error of ratios"].median() < 0.08
