@@ -203,14 +203,6 @@ def test_the_table_of_cards(chapter):
     assert has["B200"] == has["RTX 5090"] == has["H100"] | {"float4_e2m1fn"}
 
 
-def test_a_bf16_checkpoint_trains_bf16_weights_unless_told_otherwise(readers):
-    names = "lost frameworks-run trainer-run trainer-both trainer-show frameworks-read-facts"
-    first, cure = CHAPTER.run(names, readers)["kept_in"].values()
-    assert first[:2] == (torch.bfloat16, torch.bfloat16) and first[2] > 0.5
-    assert cure[:2] == (torch.float32, torch.float32) and cure[2] < first[2] / 2
-    assert readers["prepared"].dtype == torch.float32
-
-
 def test_the_verdicts(readers):
     names = """absorb-run exact-run half-run int8 tf32-code tf32-run tf32-card tf32-time peaks
         published e1-facts e1-because e1 e2-timed e2-because e2 b16-because b16 b17-facts
