@@ -33,7 +33,7 @@ FIRST_CELL = f"""\
 try:
     import memlab
 except ImportError:
-    %pip install -q git+{ADDRESS}
+    %pip install -q "gpu-memory-lab[book] @ git+{ADDRESS}"
     import memlab"""
 
 each_chapter = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -60,7 +60,8 @@ def colab(tmp_path_factory):
     preinstalled = home / "preinstalled"
     preinstalled.mkdir()
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
-        if "memlab" not in entry.name and entry.suffix != ".pth" and entry.name != "__pycache__":
+        own = "memlab" in entry.name or entry.name.startswith("gpu_memory_lab")
+        if not own and entry.suffix != ".pth" and entry.name != "__pycache__":
             (preinstalled / entry.name).symlink_to(entry)
     venv.create(home / "env", with_pip=True)
     python = home / "env" / "bin" / "python"
@@ -115,7 +116,7 @@ def test_the_first_cell_runs_in_an_environment_without_the_checkout(colab):
     assert Path(facts["memlab"]).parent == site / "memlab"
     # The install brought memlab and nothing else: torch and numpy are the ones that were there.
     new = {entry.name for entry in site.iterdir()} - before
-    assert {name.split("-")[0] for name in new} == {"memlab"}
+    assert {name.split("-")[0] for name in new} == {"memlab", "gpu_memory_lab"}
     data = {path.name for path in (ROOT / "memlab" / "data").iterdir() if path.is_file()}
     assert set(facts["data"]) == data
 

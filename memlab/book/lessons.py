@@ -108,7 +108,7 @@ def estimated_run(run, footprint) -> tuple[str, bool]:
     low, expected, high = (steps * one for one in (time.low, time.expected, time.high))
     printed = figures["run_seconds"]
     said = f"""the printed {printed:.0f} s, not measured again, are estimated at
-{expected:.0f} ({low:.0f} to {high:.0f}, from the card's data sheet)"""
+{expected:.0f} ({low:.0f} to {high:.0f}, by what kernels reach on that card)"""
     return said, low <= printed <= high
 
 
