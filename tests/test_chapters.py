@@ -33,7 +33,8 @@ FIRST_CELL = f"""\
 try:
     import memlab
 except ImportError:
-    %pip install -q "gpu-memory-lab[book] @ git+{ADDRESS}"
+    lab = "git+{ADDRESS}"
+    %pip install -q "gpu-memory-lab[book] @ {{lab}}"
     import memlab"""
 
 each_chapter = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
