@@ -1,11 +1,13 @@
 """The first page and the glossary: the order they advise, the labels, the words."""
 
+import itertools
 import re
 from pathlib import Path
 
 from notebook import Notebook
 
 from memlab import Recipe, find_gpu, find_records, formula
+from memlab.planner.choice import ALIKE
 
 CHAPTERS = Path(__file__).parents[2] / "chapters"
 INDEX = (CHAPTERS / "index.md").read_text(encoding="utf-8")
@@ -27,7 +29,9 @@ def test_the_order_of_trying_is_that_of_time():
             return formula(recipe, card).step_seconds.expected
 
         factors = {chapter: took(row) / took("plain") for chapter, row in ROWS.items()}
-        assert [c for c in asked if c != "14"] == sorted(factors, key=factors.get)
+        order = [factors[chapter] for chapter in asked if chapter != "14"]
+        # What differs by less than a ratio is off by may stand in either order.
+        assert all(one <= (1 + ALIKE) * after for one, after in itertools.pairwise(order))
         assert took("eager") > took("plain") and asked[0] == "14"
 
 

@@ -9,7 +9,7 @@ from memlab import Recipe, find_gpu, models, simulate
 from memlab.evidence import loops
 from memlab.evidence.accuracy import compare_kept, compare_records
 from memlab.evidence.loops import torch_preflight, torchtune
-from memlab.evidence.records import FOLDER, find_records, load
+from memlab.evidence.records import FOLDER, find_records, load, published_files
 from memlab.gpus import gpu_of_device
 from memlab.predict.fit import CONTEXT_MARGIN, MARGIN
 from memlab.workloads.training import import_peft
@@ -49,7 +49,7 @@ def test_and_of_a_run_in_memlabs_own_loop():
 
 
 def test_every_published_run_has_a_prediction():
-    published = {path.name: load(path) for path in FOLDER.glob("published-*.json")}
+    published = {name: load(path) for name, path in published_files().items()}
     names = {file: {run.name for run in runs} for file, runs in published.items()}
     assert names == {file: set(said) for file, said in KEPT["runs"].items()}
     assert {run.loop for runs in published.values() for run in runs} == {"", *loops.LOOPS}
@@ -188,7 +188,7 @@ def test_a_run_with_a_loop_is_predicted_by_it_and_as_todays_kernels(monkeypatch)
     monkeypatch.setattr("memlab.evidence.accuracy.simulate_loop", said)
     found = compare_records([run])
     assert [(run, card.name) for run, card in asked] == [(T4[0], "T4")]
-    assert {one.figure for one in found} == {"allocated", "reserved"}
+    assert {one.figure for one in found} == {"allocated", "reserved", "seconds"}
     assert {(one.against, one.predictor) for one in found} == {
         ("published, Tesla T4", "loop of fitcheck")
     }
