@@ -292,8 +292,10 @@ def find_gpu(card: str | int | float | GPU | None) -> GPU:
     Where those are wanted for a card of one's own, give it rates, operations a second of each
     format that is multiplied (some products are in fp32 in every precision), and a bandwidth:
 
-        dataclasses.replace(find_gpu("22 GiB"), capability=(8, 9), processors=60, bandwidth=500e9,
-                            rates={"float32": 40e12, "bfloat16": 80e12})
+        dataclasses.replace(
+            find_gpu("22 GiB"), capability=(8, 9), processors=60,
+            bandwidth=500e9, rates={"float32": 40e12, "bfloat16": 80e12},
+        )
 
     Raises ValueError in one line for a name that means no card or several, for one of a card that
     does not run CUDA, and for less than 1 byte.

@@ -1,13 +1,15 @@
 """The doors of memlab and of its book: short, lazy, and clear about what they do not have."""
 
 import importlib.util
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import memlab
-from memlab import book
+from memlab import book, cli
 
 
 @pytest.mark.parametrize("package", [memlab, book])
@@ -15,6 +17,15 @@ def test_every_name_leads_to_something_with_a_name_of_its_own(package):
     assert len(package.__all__) <= 26
     for name in package.__all__:
         assert getattr(package, name) is not None
+
+
+def test_every_name_and_every_command_has_its_place_on_the_pages():
+    """But a unit and the two catalogues, which are modules."""
+    pages = Path(__file__).parent.parent / "chapters"
+    names = re.findall(r"^memlab\.(?:\w+\.)*(\w+)$", (pages / "memlab-api.md").read_text(), re.M)
+    assert set(memlab.__all__) - {"MiB", "gpus", "models"} <= set(names)
+    commands = re.findall(r"{command} (\w+)", (pages / "memlab-commands.md").read_text())
+    assert commands == [module.__name__.rpartition(".")[2] for module in cli.COMMANDS]
 
 
 def test_an_unknown_name_is_told():

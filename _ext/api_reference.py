@@ -1,0 +1,122 @@
+"""What memlab offers, out of its own source: `{api}` objects, `{command}` the options of a command.
+
+Docstrings and helps are Markdown here, as the pages are; autodoc and sphinx-argparse would read
+them as reStructuredText. A line of a docstring that begins with names and a colon describes those
+parameters, and becomes an item of a list.
+"""
+
+import argparse
+import ast
+import inspect
+import re
+import textwrap
+from importlib import import_module
+
+from docutils import nodes
+from docutils.parsers.rst import Directive
+from docutils.statemachine import StringList
+
+from memlab.cli import parser
+
+NO_DEFAULT = (None, False, True, "", [], argparse.SUPPRESS)
+DESCRIBED = re.compile(r"^([a-z]\w*(?:, [a-z]\w*)*)(?= ?(?:\([^)]*\))?: )")
+
+
+def signature(function):
+    """The parameters and the result as the source has them, without `self`."""
+    node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    if node.args.args and node.args.args[0].arg in ("self", "cls"):
+        node.args.args.pop(0)
+    for values in (node.args.defaults, node.args.kw_defaults):
+        for i, value in enumerate(values):  # a constant of the module by its value
+            known = function.__globals__.get(getattr(value, "id", None))
+            if isinstance(known, (int, float, str)):
+                values[i] = ast.Constant(known)
+    result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    return f"({ast.unparse(node.args)}){result}".replace("'", '"')
+
+
+def as_markdown(docstring):
+    lines = (DESCRIBED.sub(r"- **\1**", line) for line in inspect.cleandoc(docstring).splitlines())
+    return "\n".join(lines)
+
+
+def described(name, thing):
+    """The Markdown of a function, or of a class with its public methods and properties."""
+    if not inspect.isclass(thing):
+        return directive("function", name + signature(thing), as_markdown(thing.__doc__))
+    own_init = "__init__" in vars(thing) and inspect.isfunction(thing.__init__)
+    made = own_init and not thing.__init__.__qualname__.startswith("__create_fn__")
+    try:
+        given = signature(thing.__init__) if made else ""
+    except (OSError, TypeError, SyntaxError):  # what dataclasses write has no source
+        given = ""
+    members = [member(*pair) for pair in vars(thing).items() if not pair[0].startswith("_")]
+    body = "\n\n".join([as_markdown(thing.__doc__), *filter(None, members)])
+    return directive("class", name + given.removesuffix(" -> None"), body)
+
+
+def member(name, thing):
+    if isinstance(thing, property) and thing.__doc__:
+        return directive("property", name, as_markdown(thing.__doc__), ":::")
+    if inspect.isfunction(thing) and thing.__doc__:
+        return directive("method", name + signature(thing), as_markdown(thing.__doc__), ":::")
+    return None
+
+
+def directive(kind, head, body, fence="::::"):
+    return f"{fence}{{py:{kind}}} {head}\n\n{body}\n{fence}\n"
+
+
+def options(command):
+    """The Markdown of a command's options, as `--help` words them."""
+    commands = next(a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
+    (told,) = (a.help for a in commands._choices_actions if a.dest == command)
+    asked = commands.choices[command]
+    helps = argparse.HelpFormatter(asked.prog)
+    rows = [
+        f"- `{helps._format_action_invocation(action)}`: {helps._expand_help(action)}"
+        + " (required)" * action.required
+        + f" (default {action.default})" * (action.default not in NO_DEFAULT)
+        for action in asked._actions
+        if action.help != argparse.SUPPRESS and "--help" not in action.option_strings
+    ]
+    return "\n".join([f"{told[0].upper()}{told[1:]}.", "", *rows])
+
+
+class Written(Directive):
+    """Markdown that `markdown` makes of the directive, in its place."""
+
+    def run(self):
+        section = nodes.Element()
+        made = StringList(self.markdown().splitlines(), source="")
+        self.state.nested_parse(made, self.content_offset, section)
+        return section.children
+
+
+class Api(Written):
+    """Names with their modules, a line each."""
+
+    has_content = True
+
+    def markdown(self):
+        names = [line.strip() for line in self.content]
+        return "\n".join(described(name, found(name)) for name in names)
+
+
+class Command(Written):
+    required_arguments = 1
+
+    def markdown(self):
+        return options(self.arguments[0])
+
+
+def found(name):
+    module, _, last = name.rpartition(".")
+    return getattr(import_module(module), last)
+
+
+def setup(app):
+    app.add_directive("api", Api)
+    app.add_directive("command", Command)
+    return {"parallel_read_safe": True}
