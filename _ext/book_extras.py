@@ -24,13 +24,18 @@ def add_vendored_scripts(app, config):
     config.html_static_path.append(str(ROOT / "vendor"))
 
 
-def add_kaggle_button(app, pagename, templatename, context, doctree):
+# The branch with the chapters as the build has run them: `make publish-executed`.
+EXECUTED = "executed"
+
+
+def add_launch_buttons(app, pagename, templatename, context, doctree):
+    """Colab's button, which the theme makes, and Kaggle's open the chapter with its outputs."""
     if doctree is None or Path(app.env.doc2path(pagename)).suffix != ".ipynb":
         return
     theme = app.config.html_theme_options
     folder = theme.get("path_to_docs", "").strip("/")
     path = f"{folder}/{pagename}.ipynb".lstrip("/")
-    source = f"{theme['repository_url'].rstrip('/')}/blob/{theme['repository_branch']}/{path}"
+    source = f"{theme['repository_url'].rstrip('/')}/blob/{EXECUTED}/{path}"
     button = {
         "type": "link",
         "text": "Kaggle",
@@ -38,8 +43,11 @@ def add_kaggle_button(app, pagename, templatename, context, doctree):
         "icon": "fa-brands fa-kaggle",
         "url": "https://kaggle.com/kernels/welcome?src=" + quote(source, safe=""),
     }
+    stored = f"/blob/{theme['repository_branch']}/"
     for group in context.get("header_buttons", []):
         if group.get("label") == "launch-buttons":
+            for one in group["buttons"]:
+                one["url"] = one["url"].replace(stored, f"/blob/{EXECUTED}/")
             group["buttons"].append(button)
 
 
@@ -182,7 +190,7 @@ def setup(app):
     app.connect("config-inited", add_vendored_scripts)
     app.connect("doctree-read", check_alt_texts)
     # The theme adds its own buttons at priority 501.
-    app.connect("html-page-context", add_kaggle_button, priority=900)
+    app.connect("html-page-context", add_launch_buttons, priority=900)
     app.connect("html-page-context", drop_doubled_scripts, priority=901)
     app.connect("build-finished", fill_in_minutes)
     app.connect("build-finished", check_pages)

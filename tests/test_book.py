@@ -225,8 +225,8 @@ def test_launch_buttons_name_this_chapter(page):
     slug = address.removeprefix("https://github.com/")
     chapter = page.replace(".html", ".ipynb")
     hrefs = Hrefs((HTML / page).read_text()).found
-    assert f"https://colab.research.google.com/github/{slug}/blob/main/{chapter}" in hrefs
-    source = quote(f"{address}/blob/main/{chapter}", safe="")
+    assert f"https://colab.research.google.com/github/{slug}/blob/executed/{chapter}" in hrefs
+    source = quote(f"{address}/blob/executed/{chapter}", safe="")
     assert f"https://kaggle.com/kernels/welcome?src={source}" in hrefs
 
 

@@ -292,6 +292,7 @@ ROOMS = {
     },
     "17-parallel": {"memlab.evidence.loops", "memlab.export.launchers", "memlab.predict.simulate"},
     "17-parallel-deeper": {"memlab.export.launchers"},
+    "record": {"memlab.evidence"},
     "accuracy": {
         "memlab.evidence",
         "memlab.trace",

@@ -39,6 +39,7 @@ from memlab import SimulatedGPU
 from memlab.card.cuda_api import cuda_answers
 from memlab.card.memory import CardMemory
 from memlab.card.moves import AUTOCAST
+from memlab.evidence.worker import Worker, work
 from memlab.gpus import find_gpu
 from memlab.libraries import import_bitsandbytes
 
@@ -502,5 +503,8 @@ def stand_in(name: str):
 if __name__ == "__main__":  # as a notebook's kernel: the card's name, then what Jupyter hands over
     from ipykernel.kernelapp import launch_new_instance
 
-    with stand_in(sys.argv.pop(1)):
-        launch_new_instance()
+    named = sys.argv.pop(1)
+    # `memlab record` measures in processes of its own, which stand on this card, too.
+    Worker.command = [sys.executable, __file__, named, "worker"]
+    with stand_in(named):
+        work() if sys.argv[1:] == ["worker"] else launch_new_instance()

@@ -15,12 +15,16 @@ def add_to(commands) -> None:
     add("--limit-minutes", type=minutes, default=float("inf"), help="for all runs together")
     add("--run-minutes", type=minutes, default=5.0, help="for one run")
     add("--steps", type=int, default=3, help="timed steps of a run")
+    add("--note", default="", help="what you say of the machine, as: Colab, free, nothing beside")
+    add("--check", metavar="FILE", help="whether a file of records can be right, without running")
     add("--list", action="store_true", help="the names of the runs, without running them")
     add("--json", action="store_true", help="what became of each run as JSON")
 
 
 def run(options) -> dict:
-    """What became of each run of the grid."""
+    """What became of each run of the grid, or what is doubtful about a file."""
+    if options.check:
+        return _checked(options.check)
     from memlab.evidence import grid, recording
     from memlab.predict.measure import pick_device
 
@@ -31,7 +35,19 @@ def run(options) -> dict:
         return {"runs": recipes, "text": "\n".join(runs)}
     limits = options.limit_minutes * 60, options.run_minutes * 60
     try:
-        report = recording.record(device, options.out, runs, *limits, options.steps)
+        report = recording.record(device, options.out, runs, *limits, options.steps, options.note)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("what was finished is kept; start again to go on") from None
     return dataclasses.asdict(report) | {"path": str(report.path), "text": str(report)}
+
+
+def _checked(path) -> dict:
+    """The doubts of a file's records; status 1 with any."""
+    from memlab.evidence.plausibility import against_prediction, doubts
+    from memlab.evidence.records import load
+
+    runs = load(path)
+    found = [f"{run.name}: {doubt}" for run in runs for doubt in doubts(run)]
+    found = found or against_prediction(runs)
+    text = "\n".join(found) or f"{len(runs)} records, nothing doubtful"
+    return {"doubts": found, "text": text, "status": 1 if found else 0}

@@ -68,6 +68,7 @@ def record(
     limit_seconds: float = float("inf"),
     run_seconds: float = 300.0,
     steps: int = 3,
+    note: str = "",
 ) -> Report:
     """Measure every run of the grid that `out` has no record of yet, and keep each at once.
 
@@ -76,6 +77,7 @@ def record(
     runs: name -> recipe; None takes `grid_runs()`.
     limit_seconds: for all runs together; what is running then is stopped and not kept.
     run_seconds: for one run. steps: timed steps of each, after the warm-up of `measure`.
+    note: what the sender says of the machine, kept in each record's source.
 
     Each run has a process of its own, which ends with the one that started it. Running out of
     memory is a result and recorded; what the device cannot do is skipped and said. Raises, before
@@ -113,7 +115,7 @@ def record(
                 if answer.get("stopped") and remaining < run_seconds:
                     report.left.append(name)
                 else:
-                    _enter(report, here, name, runs[name], answer)
+                    _enter(report, here, name, runs[name], answer, note)
             bar.update()
     finally:
         bar.close()
@@ -157,7 +159,7 @@ def _order(recipe: Recipe, device, steps: int) -> dict:
     return {"device": str(device), "recipe": recipe.as_dict(), "steps": steps}
 
 
-def _enter(report: Report, here: dict, name: str, recipe: Recipe, answer: dict) -> None:
+def _enter(report: Report, here: dict, name: str, recipe: Recipe, answer: dict, note: str) -> None:
     """Sort one run's answer into the report, and its figures into the file."""
     if "refused" in answer:
         report.skipped[name] = answer["refused"]
@@ -175,7 +177,7 @@ def _enter(report: Report, here: dict, name: str, recipe: Recipe, answer: dict) 
             driver=here["driver"],
             versions=here["versions"],
             date=datetime.date.today().isoformat(),
-            source=_source(),
+            source=f"{_source()}; {note}" if note else _source(),
         )
         # Read anew, so that what another start of the same grid has written stays.
         save(report.path, [*(old for old in _load(report.path) if old.name != name), run])

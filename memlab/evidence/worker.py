@@ -18,11 +18,13 @@ from memlab.spec.recipe import Recipe
 class Worker:
     """A fresh process that imports what it needs, answers one order and ends with the context."""
 
+    command = [sys.executable, "-m", "memlab.evidence.worker"]
+
     def __init__(self):
         # Files instead of pipes: nobody has to read while the process runs.
         self._out, self._errors = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "memlab.evidence.worker"],
+            self.command,
             stdin=subprocess.PIPE,
             stdout=self._out,
             stderr=self._errors,
