@@ -36,7 +36,7 @@ help:
 	@echo "make bench     benchmarks"
 	@echo "make package   wheel and source distribution, tried alone"
 	@echo "make executed  after make book: its notebooks with what they printed, into _build/executed"
-	@echo "make versions SET=newest   the tests with other libraries: lowest, newest, nightly"
+	@echo "make versions SET=newest   the tests with other libraries: lowest, newest, nightly, colab"
 	@echo "make address URL=https://github.com/you/fork   set the repository's address everywhere"
 	@echo "make cover     draw the picture of the README and the landing page anew"
 	@echo "make clean     remove what was built; rm -rf $(VENV) removes the environment"

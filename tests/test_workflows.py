@@ -78,3 +78,20 @@ def test_one_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["version"] == project["version"]
+
+
+def test_colabs_libraries_are_taken_where_they_are_new_enough():
+    sys.path.insert(0, str(ROOT / "tools"))
+    from try_versions import dependencies, on_colab
+
+    freeze = """
+torch @ https://download.pytorch.org/whl/cu128/torch-2.14.1%2Bcu128-cp312-cp312-linux_x86_64.whl#x
+numpy==2.0.2
+peft==0.17.0
+ml_dtypes==0.5.3
+transformers==5.24.0+local
+"""
+    own = ["torch>=2.11", "numpy>=2.0", "peft>=0.21", "ml-dtypes>=0.5", "transformers>=5.23"]
+    wanted = ["torch==2.14.1", "numpy==2.0.2", "peft>=0.21", "ml-dtypes==0.5.3"]
+    assert on_colab(freeze, own) == [*wanted, "transformers==5.24.0"]
+    assert all(re.fullmatch(r"\w[\w.-]*>=[\d.]+", line) for line in dependencies())

@@ -5,7 +5,7 @@
 
 makes an environment in a new folder (--into keeps it), installs the set of requirements.txt, or
 each library of pyproject.toml in its lowest or its newest version, `nightly` with what is not
-released yet, runs the tests that need no rendered book, and executes chapters 01 and 13. The last
+released yet, `colab` with those that Colab has today where they are new enough, runs the tests that need no rendered book, and executes chapters 01 and 13. The last
 lines are what CONTRIBUTING.md's table holds. Other people's libraries have bounds of their own, so
 their loops (tests/strangers) are tried with the pinned set alone. It takes half an hour and some
 gigabytes.
@@ -18,12 +18,15 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+import urllib.request
 from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = ("chapters/01-measuring.ipynb", "chapters/13-lora.ipynb")
-SETS = ("pinned", "lowest", "newest", "nightly")
+SETS = ("pinned", "lowest", "newest", "nightly", "colab")
+# `pip freeze` of Colab's machines, published by Colab.
+COLAB = "https://raw.githubusercontent.com/googlecolab/backend-info/main/pip-freeze.txt"
 STRANGERS = "# Other people's loops"
 SHOWN = ("torch", "transformers", "datasets", "accelerate", "peft", "bitsandbytes", "numpy")
 
@@ -44,7 +47,30 @@ def requirements(which: str) -> list[str]:
     # tokenizers and scipy follow from what they serve.
     follow = {"tokenizers", "scipy"}
     own = [line.replace(">=", "==") if which == "lowest" else line for line in dependencies()]
+    if which == "colab":
+        with urllib.request.urlopen(COLAB) as answer:
+            own = on_colab(answer.read().decode(), own)
     return own + [pin for pin in tools if _name(pin) not in named | follow]
+
+
+def on_colab(freeze: str, own: list[str]) -> list[str]:
+    """Each requirement in the version of `pip freeze`, or as it is where that is too old or none.
+
+    The lines are `name==version+local` or `name @ https://.../name-version%2Blocal-tags.whl`.
+    """
+    lines = re.findall(r"^([\w.-]+)(?:==| @ \S*?-)(\d[\w.]*)", freeze, re.MULTILINE)
+    there = {name.lower().replace("_", "-"): version for name, version in lines}
+
+    def numbers(version):
+        return tuple(map(int, re.findall(r"\d+", version)))
+
+    found = []
+    for line in own:
+        name, _, least = line.partition(">=")
+        version = there.get(name.lower().replace("_", "-"))
+        new = version and numbers(version) >= numbers(least)
+        found.append(f"{name}=={version}" if new else line)
+    return found
 
 
 def _pins(text: str) -> list[str]:
