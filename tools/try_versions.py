@@ -5,10 +5,10 @@
 
 makes an environment in a new folder (--into keeps it), installs the set of requirements.txt, or
 each library of pyproject.toml in its lowest or its newest version, `nightly` with what is not
-released yet, `colab` with those that Colab has today where they are new enough, runs the tests that need no rendered book, and executes chapters 01 and 13. The last
-lines are what CONTRIBUTING.md's table holds. Other people's libraries have bounds of their own, so
-their loops (tests/strangers) are tried with the pinned set alone. It takes half an hour and some
-gigabytes.
+released yet, `colab` with those that Colab has today where they are new enough, runs the tests
+that need no rendered book, and executes chapters 01 and 13. The last lines are what
+CONTRIBUTING.md's table holds. Other people's libraries have bounds of their own, so their loops
+(tests/strangers) are tried with the pinned set alone. It takes half an hour and some gigabytes.
 """
 
 import argparse
