@@ -16,8 +16,36 @@ At the root: models and gpus, the catalogues; footprint, the answer; fields, lib
 """
 
 import logging
+from typing import TYPE_CHECKING
 
 from memlab._lazy import door
+
+if TYPE_CHECKING:  # the names below, as checkers see nothing of what `__getattr__` serves
+    from memlab import gpus as gpus
+    from memlab import models as models
+    from memlab.book.exercise import check as check
+    from memlab.book.explorer import explore as explore
+    from memlab.book.show import compare as compare
+    from memlab.card.device import SimulatedGPU as SimulatedGPU
+    from memlab.evidence.records import find_records as find_records
+    from memlab.footprint import Footprint as Footprint
+    from memlab.gpus import find_gpu as find_gpu
+    from memlab.planner.search import plan as plan
+    from memlab.predict.fit import fits as fits
+    from memlab.predict.fit import largest as largest
+    from memlab.predict.formula import formula as formula
+    from memlab.predict.measure import Measurement as Measurement
+    from memlab.predict.measure import Meter as Meter
+    from memlab.predict.measure import alive_tensors as alive_tensors
+    from memlab.predict.measure import device_name as device_name
+    from memlab.predict.measure import measure as measure
+    from memlab.predict.measure import pick_device as pick_device
+    from memlab.predict.measure import seconds as seconds
+    from memlab.predict.measure import synchronize as synchronize
+    from memlab.predict.simulate import simulate as simulate
+    from memlab.spec.recipe import Recipe as Recipe
+    from memlab.units import MiB as MiB
+    from memlab.workloads.training import Training as Training
 
 # transformers imports torchao wherever it is installed. It then names, with their paths, the
 # kernels of its package that are for other machines, and PyTorch an old word that it uses.
@@ -52,4 +80,5 @@ _HOMES = {
     "compare": "book.show",
     "explore": "book.explorer",
 }
-__getattr__, __dir__, __all__ = door("memlab", _HOMES, ("gpus", "models"))
+if not TYPE_CHECKING:  # to checkers any name would be one of the package
+    __getattr__, __dir__, __all__ = door("memlab", _HOMES, ("gpus", "models"))

@@ -1,8 +1,10 @@
 """The doors of memlab and of its book: short, lazy, and clear about what they do not have."""
 
+import ast
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,19 @@ def test_every_name_leads_to_something_with_a_name_of_its_own(package):
     assert len(package.__all__) <= 26
     for name in package.__all__:
         assert getattr(package, name) is not None
+
+
+@pytest.mark.parametrize("package", [memlab, book])
+def test_type_checkers_are_told_of_every_name_where_it_lives(package):
+    of_package, told = package.__name__, {}
+    for node in ast.parse(Path(package.__file__).read_text()).body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            for line in node.body:
+                (alias,) = line.names
+                assert alias.asname == alias.name  # which says that it is for others, too
+                told[alias.name] = line.module
+    homes = {name: f"{of_package}.{home}" for name, home in package._HOMES.items()}
+    assert told == dict.fromkeys(package.__all__, of_package) | homes
 
 
 def test_an_unknown_name_is_told():
