@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memlab import models
 from memlab.card.load_order import peak_allocated
@@ -189,7 +189,7 @@ class Largest:
     next: int | None
     why: str = ""
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         asked = {"field": self.field, "value": self.value, "next": self.next, "why": self.why}
         return asked | {"needed": self.fit.needed, "margin": self.fit.margin}
