@@ -90,6 +90,7 @@ lint: stripped
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/deptry memlab
+	$(BIN)/mypy
 	$(BIN)/zizmor --offline --quiet .github
 
 stripped: $(READY)
@@ -151,4 +152,4 @@ cover: $(READY)
 	$(BIN)/python tools/draw_cover.py
 
 clean:
-	rm -rf _build dist $(WORK) .cache .pytest_cache .ruff_cache
+	rm -rf _build dist $(WORK) .cache .mypy_cache .pytest_cache .ruff_cache

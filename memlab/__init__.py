@@ -17,7 +17,7 @@ At the root: models and gpus, the catalogues; footprint, the answer; fields, lib
 
 import logging
 
-from memlab._lazy import door
+import lazy_loader
 
 # transformers imports torchao wherever it is installed. It then names, with their paths, the
 # kernels of its package that are for other machines, and PyTorch an old word that it uses.
@@ -26,30 +26,6 @@ logging.getLogger("torch.utils._pytree").addFilter(
     lambda one: "register_constant" not in str(one.msg)
 )
 
-# Name -> where it is defined. Loaded when it is first asked for, as most bring torch along.
-_HOMES = {
-    "Recipe": "spec.recipe",
-    "Footprint": "footprint",
-    "MiB": "units",
-    "Training": "workloads.training",
-    "find_gpu": "gpus",
-    "simulate": "predict.simulate",
-    "SimulatedGPU": "card.device",
-    "formula": "predict.formula",
-    "fits": "predict.fit",
-    "largest": "predict.fit",
-    "plan": "planner.search",
-    "measure": "predict.measure",
-    "Measurement": "predict.measure",
-    "Meter": "predict.measure",
-    "alive_tensors": "predict.measure",
-    "device_name": "predict.measure",
-    "pick_device": "predict.measure",
-    "seconds": "predict.measure",
-    "synchronize": "predict.measure",
-    "find_records": "evidence.records",
-    "check": "book.exercise",
-    "compare": "book.show",
-    "explore": "book.explorer",
-}
-__getattr__, __dir__, __all__ = door("memlab", _HOMES, ("gpus", "models"))
+# The names, and where each lives, are those of the stub beside; a name is loaded when it is first
+# asked for, as most bring torch along.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

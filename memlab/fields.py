@@ -3,10 +3,26 @@
 A check gives the value in its one form, or raises ValueError: field, value, what is allowed.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from _typeshed import DataclassInstance
+    from transformers import PretrainedConfig
+
+    # What names a model everywhere: see `Recipe.model`.
+    Model = str | Path | dict[str, Any] | PretrainedConfig
+
+T = TypeVar("T")
+Choices = tuple[object, ...] | dict[str, str]  # values, or each with what it means
+Check = Callable[[str, Any], object]  # of a field's name and what somebody gave for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,19 +33,19 @@ class Needs:
     """
 
     name: str
-    met: Callable
+    met: Callable[[Any], bool]
     allowed: str
 
 
 def field(
-    default,
+    default: T,
     help: str,
-    choices=(),
-    check: Callable | None = None,
-    off=None,
-    bare=None,
+    choices: Choices = (),
+    check: Check | None = None,
+    off: tuple[str, str] | None = None,
+    bare: str | None = None,
     needs: Needs | None = None,
-):
+) -> T:
     """A dataclass field that carries what is said of it.
 
     choices: the values that are allowed, or value -> what it means. off: of a switch that is on by
@@ -41,12 +57,14 @@ def field(
     return dataclasses.field(default=default, metadata=said | {"needs": needs})
 
 
-def switch(default: bool, help: str, off: tuple[str, str] | None = None, needs=None):
+def switch(
+    default: bool, help: str, off: tuple[str, str] | None = None, needs: Needs | None = None
+) -> bool:
     """A field that is True or False."""
     return field(default, help, (True, False), off=off, needs=needs)
 
 
-def described(said) -> str:
+def described(said: Mapping[str, Any]) -> str:
     """Choices and help of a field's metadata, as one text."""
     choices = said["choices"]
     meanings = choices if isinstance(choices, dict) else dict.fromkeys(choices)
@@ -59,7 +77,7 @@ def described(said) -> str:
     return f"{text}; or {said['off'][1]}" if said["off"] else text
 
 
-def without_effect(values, changes: dict) -> dict:
+def without_effect(values: DataclassInstance, changes: dict[str, Any]) -> dict[str, Any]:
     """The defaults of the fields that have no effect any more once `changes` are made to values.
 
     Fields that `changes` names are left to it.
@@ -73,7 +91,7 @@ def without_effect(values, changes: dict) -> dict:
     return defaults
 
 
-def check_effects(values) -> None:
+def check_effects(values: DataclassInstance) -> None:
     """Raise ValueError for a field that another one leaves without an effect."""
     for one in dataclasses.fields(values):
         needs, value = one.metadata["needs"], getattr(values, one.name)
@@ -85,7 +103,7 @@ def check_effects(values) -> None:
             )
 
 
-def documentation(recipe) -> str:
+def documentation(recipe: type[DataclassInstance]) -> str:
     """The part of a docstring that lists the fields of a dataclass made of `field`."""
     lines = []
     for one in dataclasses.fields(recipe):
@@ -99,22 +117,22 @@ def documentation(recipe) -> str:
 # ---------------------------------------------------------------------- checks
 
 
-def wrong(name, value, allowed) -> ValueError:
+def wrong(name: str, value: object, allowed: str) -> ValueError:
     """The error of a value that a field does not allow."""
     return ValueError(f"{name} is {value!r}: allowed are {allowed}")
 
 
-def one_of(name, value, choices):
+def one_of(name: str, value: T, choices: Iterable[object]) -> T:
     """A value that is one of the choices."""
     if value not in tuple(choices):  # a list is in no dictionary
         raise wrong(name, value, ", ".join(map(str, choices)))
     return value
 
 
-def whole(least: int) -> Callable:
+def whole(least: int) -> Callable[[str, object], int]:
     """The check of whole numbers from `least` on."""
 
-    def check(name, value):
+    def check(name: str, value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise wrong(name, value, f"whole numbers from {least}")
         return value
@@ -122,22 +140,21 @@ def whole(least: int) -> Callable:
     return check
 
 
-def share(name, value):
+def share(name: str, value: object) -> float:
     """A number from 0 to below 1."""
     if not isinstance(value, (int, float)) or not 0 <= value < 1:
         raise wrong(name, value, "numbers from 0 to below 1")
     return value
 
 
-def from_zero(name, value):
+def from_zero(name: str, value: object) -> float:
     """A finite number from 0."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise wrong(name, value, "numbers from 0")
     return value
 
 
-def module_names(name, value):
+def module_names(name: str, value: Any) -> str | tuple[str, ...]:
     """`all-linear`, or a tuple of names; a text with commas is taken apart."""
     names = value if value == "all-linear" else _words(value) if isinstance(value, str) else value
     names = names if isinstance(names, str) else tuple(names)
@@ -146,7 +163,7 @@ def module_names(name, value):
     return names
 
 
-def model_parts(name, value) -> tuple:
+def model_parts(name: str, value: Any) -> tuple[int | str, ...]:
     """A tuple of whole numbers and names; a text with commas is taken apart."""
     parts = _words(value) if isinstance(value, str) else value
     parts = [parts] if isinstance(parts, int) else parts
@@ -161,5 +178,5 @@ def model_parts(name, value) -> tuple:
     return parts
 
 
-def _words(text: str) -> tuple:
+def _words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())

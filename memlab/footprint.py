@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from memlab.units import mib, seconds_text
 
@@ -81,7 +81,8 @@ class Timeline:
 
     def spans(self) -> list[tuple[Phase, int, int]]:
         """(phase, first event, event after the last) of each unbroken stretch."""
-        spans, start = [], 0
+        spans: list[tuple[Phase, int, int]] = []
+        start = 0
         for i in range(1, len(self.phases) + 1):
             if i == len(self.phases) or self.phases[i] != self.phases[start]:
                 spans.append((self.phases[start], start, i))
@@ -107,7 +108,7 @@ class Timeline:
         depth: how many parts of a path count, 2 for `bert.encoder`; None for all of them. What
         libraries and the allocator hold stands under its category.
         """
-        found = {Category.ROUNDING: self.levels[Category.ROUNDING][moment]}
+        found: dict[str, int] = {Category.ROUNDING: self.levels[Category.ROUNDING][moment]}
         for life in self.alive(moment):
             name = life.module
             if life.category in NOT_TENSORS:
@@ -130,7 +131,7 @@ class StepTime:
     others, of which `communication` is what no kernels hide.
     """
 
-    PARTS: ClassVar = (
+    PARTS: ClassVar[tuple[str, ...]] = (
         "matrix products",
         "memory traffic",
         "recomputation",
@@ -159,7 +160,7 @@ class StepTime:
         """Model FLOPs utilization: the share of the card's peak rate that the model gets."""
         return self.flops / (self.expected * self.peak_rate) if self.peak_rate else 0.0
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
             "low": self.low,
@@ -225,7 +226,7 @@ class Footprint:
     @property
     def samples_per_second(self) -> float | None:
         """Sequences a second by the estimate; None without one and in a loop of one's own."""
-        return self.step_time and self.step_time.samples_per_second
+        return self.step_time.samples_per_second if self.step_time else None
 
     @property
     def times(self) -> dict[str, StepTime]:
@@ -248,7 +249,8 @@ class Footprint:
         """
         if depth is not None and (not isinstance(depth, int) or depth < 1):
             raise ValueError(f"depth is {depth!r}: allowed are None and whole numbers from 1")
-        modules = self._traced().by_module(self.timeline.peak, depth)
+        timeline = self._traced()
+        modules = timeline.by_module(timeline.peak, depth)
         # On CUDA the peak is the counters', and the timeline is of a step that was traced.
         rest = self.peak_allocated - sum(modules.values())
         if rest:
@@ -261,9 +263,10 @@ class Footprint:
         What libraries and the allocator hold stands under `workspaces` and `rounding`, what no line
         of a script made under an empty name. Raises ValueError for a footprint without a timeline.
         """
-        moment = self._traced().peak
-        found = {Category.ROUNDING: self.timeline.levels[Category.ROUNDING][moment]}
-        for life in self.timeline.alive(moment):
+        timeline = self._traced()
+        moment = timeline.peak
+        found: dict[str, int] = {Category.ROUNDING: timeline.levels[Category.ROUNDING][moment]}
+        for life in timeline.alive(moment):
             name = life.category if life.category in NOT_TENSORS else life.line
             found[name] = found.get(name, 0) + life.nbytes
         return {name: n for name, n in sorted(found.items(), key=lambda item: -item[1]) if n}
@@ -273,8 +276,9 @@ class Footprint:
 
         Raises ValueError for a footprint without a timeline.
         """
-        worst = {}
-        for phase, total in zip(self._traced().phases, self.timeline.totals(), strict=True):
+        timeline = self._traced()
+        worst: dict[Phase, int] = {}
+        for phase, total in zip(timeline.phases, timeline.totals(), strict=True):
             worst[phase] = max(worst.get(phase, 0), total)
         return worst
 
@@ -283,7 +287,7 @@ class Footprint:
             raise ValueError("this footprint has no timeline: only its peak was counted")
         return self.timeline
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Plain JSON values, without the timeline."""
         return {
             "peak_allocated": self.peak_allocated,

@@ -6,12 +6,13 @@ import os
 import socket
 import urllib.parse
 import urllib.request
+from types import ModuleType
 from unittest import mock
 
 from huggingface_hub.constants import ENDPOINT
 
 
-def import_bitsandbytes(wanted_by: str):
+def import_bitsandbytes(wanted_by: str) -> ModuleType:
     """The package bitsandbytes, or a ValueError that says what needs it."""
     try:
         return import_quietly("bitsandbytes")
@@ -21,7 +22,7 @@ def import_bitsandbytes(wanted_by: str):
         ) from None
 
 
-def import_torchao(wanted_by: str):
+def import_torchao(wanted_by: str) -> ModuleType:
     """The package torchao.optim, or a ValueError that says what needs it."""
     try:
         return import_quietly("torchao.optim")
@@ -31,7 +32,7 @@ def import_torchao(wanted_by: str):
         ) from None
 
 
-def import_quietly(name: str):
+def import_quietly(name: str) -> ModuleType:
     """The package bitsandbytes, or one that brings it along if it is there.
 
     Four of its functions, for machines without a GPU, run as they are written: to have them

@@ -1,7 +1,14 @@
 """Bytes and seconds in print: MiB and GiB are powers of two; and numbers rounded up."""
 
-import math
+from __future__ import annotations
 
+import math
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Number = TypeVar("Number", int, "np.ndarray")
 MiB, GiB = 2**20, 2**30
 
 
@@ -22,6 +29,6 @@ def seconds_text(value: float) -> str:
     return f"{value:,.{max(0, 2 - int(math.log10(value)))}f} s"
 
 
-def round_up(nbytes, unit: int):
+def round_up(nbytes: Number, unit: int) -> Number:
     """The next multiple of a unit, of a number or of an array of them."""
     return -(-nbytes // unit) * unit

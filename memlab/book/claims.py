@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Verdict:
     def __str__(self) -> str:
         return f"{self.id} ({self.source}): “{self.says}”\n{self.word}: {self.because}"
 
-    def _repr_markdown_(self) -> tuple[str, dict]:
+    def _repr_markdown_(self) -> tuple[str, dict[str, dict[str, str]]]:
         """What a notebook shows, and beside it the verdict as data, for the book's ledger."""
         text = (
             f"**{self.id}** “{self.says}” *({self.source})*\n\n"
@@ -66,18 +67,18 @@ def named(id: str, because: str) -> Verdict:
 
 
 @cache
-def _data() -> dict:
+def _data() -> dict[str, Any]:
     text = resources.files("memlab.data").joinpath("claims.json").read_text(encoding="utf8")
     return json.loads(text)
 
 
-def sources() -> dict[str, dict]:
+def sources() -> dict[str, dict[str, str]]:
     """letter -> {"title", "form"} of every source; its statements' ids begin with the letter."""
     return _data()["sources"]
 
 
 @cache
-def all_claims() -> dict[str, dict]:
+def all_claims() -> dict[str, dict[str, Any]]:
     """id -> {"says", "topic", "source", "word"} of every statement, in the order of the sources.
 
     word: the verdict that the book is expected to reach; its build fails at another one (the
@@ -92,7 +93,7 @@ def all_claims() -> dict[str, dict]:
 
 
 @cache
-def all_named() -> dict[str, dict]:
+def all_named() -> dict[str, dict[str, str]]:
     """id -> {"says", "source"} of every subject that a source only names."""
     return {
         one["id"]: one | {"source": sources()[one["source"]]["title"]} for one in _data()["named"]

@@ -42,7 +42,7 @@ def docstrings(
     packages = [packages] if isinstance(packages, str) else list(packages)
     if not packages:
         raise ValueError("packages is empty: allowed are names of installed packages")
-    found = {}
+    found: dict[str, str] = {}
     for package in packages:
         for path in _python_files(package):
             for text in _DOCSTRING.findall(path.read_text(encoding="utf-8", errors="replace")):
@@ -72,7 +72,9 @@ def _python_files(package: str) -> list[Path]:
     return paths
 
 
-def _dataset(label_of: dict[str, str], names: list[str], split: str, min_words: int):
+def _dataset(
+    label_of: dict[str, str], names: list[str], split: str, min_words: int
+) -> datasets.Dataset:
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}: allowed are {', '.join(SPLITS)}")
     texts = [t for t in label_of if len(t.split()) >= min_words and split in ("all", split_of(t))]
@@ -135,7 +137,7 @@ def _train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFa
     return PreTrainedTokenizerFast(tokenizer_object=trained, **tokens)
 
 
-def _wordpieces(texts: list[str], count: int, normalizer) -> list[str]:
+def _wordpieces(texts: list[str], count: int, normalizer: normalizers.Normalizer) -> list[str]:
     """The first `count` pieces of a WordPiece vocabulary, single characters first.
 
     The library's WordPiece trainer breaks ties by a random order. Its BPE trainer does not, if it
@@ -143,8 +145,8 @@ def _wordpieces(texts: list[str], count: int, normalizer) -> list[str]:
     begins a word, one without it goes on, which WordPiece writes as `##piece`.
     """
     mark = "\u2581"
-    letters = Counter(itertools.chain.from_iterable(map(normalizer.normalize_str, texts)))
-    letters = [x for x in sorted(letters, key=lambda x: (-letters[x], x)) if x not in (" ", mark)]
+    counts = Counter(itertools.chain.from_iterable(map(normalizer.normalize_str, texts)))
+    letters = [x for x in sorted(counts, key=lambda x: (-counts[x], x)) if x not in (" ", mark)]
     alphabet = sorted(letters[:200])
     trained = tokenizers.Tokenizer(tokenizers.models.BPE())
     trained.normalizer = normalizer
@@ -158,7 +160,7 @@ def _wordpieces(texts: list[str], count: int, normalizer) -> list[str]:
     )
     trained.train_from_iterator(texts, trainer)
     vocabulary = trained.get_vocab()
-    merged = sorted(vocabulary, key=vocabulary.get)
+    merged = sorted(vocabulary, key=vocabulary.__getitem__)
     pieces = alphabet + [f"##{letter}" for letter in alphabet]
     pieces += [p.removeprefix(mark) if p.startswith(mark) else f"##{p}" for p in merged]
     return [piece for piece in dict.fromkeys(pieces) if piece][:count]

@@ -1,9 +1,10 @@
 """Self-checked exercises."""
 
 import math
+from typing import Any
 
 
-def check(answer, truth, tolerance: float = 0.01) -> bool:
+def check(answer: Any, truth: Any, tolerance: float = 0.01) -> bool:
     """Say whether `answer` is right, without giving the truth away.
 
     Numbers, also those of NumPy and tensors of one, may differ by `tolerance`, relative to the

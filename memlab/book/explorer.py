@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import html
 from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from memlab import models
 from memlab.book.live import STYLE, Live
@@ -19,6 +21,9 @@ from memlab.predict.fit import fits
 from memlab.spec.recipe import Recipe
 from memlab.spec.serving import TASKS, Serving
 from memlab.units import mib
+
+if TYPE_CHECKING:
+    from ipywidgets import Widget
 
 REST = "#e4e4e4"  # lighter than the greys of `show.COLOURS`
 KEPT = 5  # runs that stay in sight
@@ -82,7 +87,8 @@ class Explorer(Live):
         times = [f"{what}, estimated: {time}" for what, time in found.times.items()]
         assumed = [f"assumed: {line}" for line in found.assumptions]
         lines = (str(fit), peak, *times, *assumed)
-        return Run(recipe, card, lines, dict(found.breakdown), fit.needed, fit.total_memory)
+        held: dict[str, int] = {name: n for name, n in found.breakdown.items()}
+        return Run(recipe, card, lines, held, fit.needed, fit.total_memory)
 
     def begin(self) -> None:
         """Simulate the recipe itself."""
@@ -107,7 +113,7 @@ class Explorer(Live):
         widest = max(max(run.needed, run.total) for run in runs)
         return "".join(_bar(_changes(self.recipe, run.recipe), run, widest) for run in runs)
 
-    def controls(self, widgets, **look) -> list:
+    def controls(self, widgets: ModuleType, **look: Any) -> list[Widget]:
         """One for each field, and one for the card."""
         self._controls = {
             one.name: _control(widgets, self.recipe, one, **look) for one in self.fields
@@ -144,7 +150,7 @@ class Explorer(Live):
 # ---------------------------------------------------------------------- controls of the fields
 
 
-def _choices(recipe: Recipe | Serving, one: dataclasses.Field) -> list | None:
+def _choices(recipe: Recipe | Serving, one: dataclasses.Field[Any]) -> list[Any] | None:
     """The values among which a field is chosen; None for one that is typed in."""
     value, choices = getattr(recipe, one.name), one.metadata["choices"]
     if one.name == "model":
@@ -161,7 +167,9 @@ def _choices(recipe: Recipe | Serving, one: dataclasses.Field) -> list | None:
     return None
 
 
-def _control(widgets, recipe: Recipe | Serving, one: dataclasses.Field, **look):
+def _control(
+    widgets: ModuleType, recipe: Recipe | Serving, one: dataclasses.Field[Any], **look: Any
+) -> Widget:
     """The widget of a field: a box to tick, a list, a slider of powers of two, a number, a text."""
     value, choices = getattr(recipe, one.name), _choices(recipe, one)
     look["description"] = _words(one.name)
@@ -182,7 +190,7 @@ def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _text(value) -> str:
+def _text(value: object) -> str:
     """A field's value as a reader would type it."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
@@ -191,7 +199,7 @@ def _text(value) -> str:
     return getattr(value, "model_type", str(value))
 
 
-def _others(recipe: Recipe | Serving, one: dataclasses.Field) -> str:
+def _others(recipe: Recipe | Serving, one: dataclasses.Field[Any]) -> str:
     """What else a field could be, in a few words."""
     choices = _choices(recipe, one)
     if choices is None:

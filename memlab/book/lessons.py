@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
@@ -13,13 +15,20 @@ from memlab.book import corpora
 from memlab.predict.measure import seconds
 from memlab.trace.tracer import Tracer
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast, Trainer
+
+    from memlab.evidence.records import Record
+    from memlab.footprint import Footprint
+    from memlab.workloads.training import Training
+
 DROPOUTS = "resid_pdrop embd_pdrop attn_pdrop hidden_dropout_prob attention_probs_dropout_prob"
 # Arguments of a Trainer that prints and stores nothing. A CPU has no use for pinned memory.
-QUIET = dict(disable_tqdm=True, save_strategy="no", log_level="error")
+QUIET: dict[str, Any] = dict(disable_tqdm=True, save_strategy="no", log_level="error")
 QUIET["dataloader_pin_memory"] = torch.cuda.is_available()
 
 
-def small_config(name: str, dropout: float = 0.0, **sizes):
+def small_config(name: str, dropout: float = 0.0, **sizes: object) -> PretrainedConfig:
     """The config of a model of `memlab.models` with other sizes, and every dropout as given.
 
     Raises ValueError for a size that the config does not have.
@@ -33,7 +42,7 @@ def small_config(name: str, dropout: float = 0.0, **sizes):
     return config
 
 
-def shuffled_blocks(length: int) -> tuple:
+def shuffled_blocks(length: int) -> tuple[PreTrainedTokenizerFast, torch.Tensor]:
     """(tokenizer of 512 entries, ids of shape [blocks, length]) of the topics of Python's help.
 
     The order is random and always the same: torch's generator begins again at seed 0.
@@ -46,7 +55,9 @@ def shuffled_blocks(length: int) -> tuple:
     return tokenizer, ids[torch.randperm(len(ids))]
 
 
-def train_step(model, optimizer, batch):
+def train_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Mapping[str, torch.Tensor]
+) -> float:
     loss = model(**batch).loss
     loss.backward()
     optimizer.step()
@@ -54,7 +65,12 @@ def train_step(model, optimizer, batch):
     return loss.item()
 
 
-def train_on(model, optimizer, batches, rates=None) -> list[float]:
+def train_on(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterable[Mapping[str, torch.Tensor] | torch.Tensor],
+    rates: torch.optim.lr_scheduler.LRScheduler | None = None,
+) -> list[float]:
     """The losses of one `train_step` on each batch.
 
     batches: dictionaries, or token ids [batch, length], which are then their own labels.
@@ -69,10 +85,12 @@ def train_on(model, optimizer, batches, rates=None) -> list[float]:
     return losses
 
 
-def three_steps(training, step=None) -> tuple:
+def three_steps(
+    training: Training, step: Callable[[], float] | None = None
+) -> tuple[list[float], Footprint]:
     """(losses of three optimizer steps, Footprint of the third), with the same dropout each time.
 
-    training: a `memlab.Training`; step: another loop over its model in place of its own.
+    step: another loop over the model in place of the training's own.
 
     The third step is traced, on a card, too: its tensors alone are the same for two loops. The
     allocator's counters hold whatever else is on the card, and give a block that is up to 1 MiB
@@ -88,7 +106,7 @@ def three_steps(training, step=None) -> tuple:
     return losses, tracer.footprint()
 
 
-def trainer_losses(trainer) -> list[float]:
+def trainer_losses(trainer: Trainer) -> list[float]:
     """Train with a transformers Trainer and without its printing; the losses that it logged."""
     from transformers import PrinterCallback
 
@@ -97,7 +115,7 @@ def trainer_losses(trainer) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-def estimated_run(run, footprint) -> tuple[str, bool]:
+def estimated_run(run: Record, footprint: Footprint) -> tuple[str, bool]:
     """What the estimate makes of a published run's seconds, and whether they lie in its range.
 
     run: a record with `run_seconds` and `samples_per_second`; footprint: of its recipe, simulated
@@ -112,7 +130,11 @@ def estimated_run(run, footprint) -> tuple[str, bool]:
     return said, low <= printed <= high
 
 
-def in_turns(runs: dict, rounds: int, clock=time.perf_counter) -> pd.DataFrame:
+def in_turns(
+    runs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> pd.DataFrame:
     """Seconds of each run (a column) in each round (a row); a slow moment meets all of them."""
     turns = tqdm(range(rounds), leave=False, delay=2)
     return pd.DataFrame([{n: seconds(run, clock=clock) for n, run in runs.items()} for _ in turns])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import html
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
+from typing import ClassVar
 
 from memlab.book.panel import read
 
@@ -27,7 +29,7 @@ class Live:
     """
 
     doing = ""
-    work = None
+    work: ClassVar[Callable[..., object] | None] = None
 
     def __init__(self):
         self._pool: ProcessPoolExecutor | None = None

@@ -1,18 +1,30 @@
 """Tables, bars and timelines in one style, legible on white and on black."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, overload
+
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
 
-from memlab.footprint import Category
+from memlab.footprint import Category, Footprint
 from memlab.gpus import find_gpu
 from memlab.units import MiB
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from matplotlib.typing import RcKeyType
+    from pandas.io.formats.style import Styler
+
+    from memlab.predict.measure import Measurement
 
 GREY = "#808080"  # halfway between white and black: text that reads on both
 # A hue a category that keeps apart for the colour-blind (after Okabe and Ito) and has contrast
 # against both grounds.
-COLOURS = dict(
+COLOURS: dict[str, str] = dict(
     zip(
         Category,
         "#0072b2 #e69f00 #009e73 #cc79a7 #d55e00 #56b4e9 #8c8c8c #b0a000 #a6a6a6".split(),
@@ -25,7 +37,7 @@ SERVING_COLOURS = COLOURS | {
     "kv_cache": COLOURS[Category.OPTIMIZER_STATES],
     "logits": COLOURS[Category.GRADIENTS],
 }
-STYLE = {
+STYLE: dict[RcKeyType, Any] = {
     "axes.facecolor": "none",
     "savefig.transparent": True,
     "figure.dpi": 110,
@@ -47,24 +59,30 @@ STYLE = {
 }
 
 
-def figure(width: float = 7.0, height: float = 3.2, **subplots):
+def figure(width: float = 7.0, height: float = 3.2, **subplots: Any) -> tuple[Figure, Any]:
     """`plt.subplots` in the book's style: returns (figure, axes)."""
     mpl.rcParams.update(STYLE)
     # No ground is drawn, rather than one of the colour "none", from which IPython concludes that
     # the ink needs a dark or a light ground: JupyterLab would put it there.
-    look = {"figsize": (width, height), "layout": "constrained", "frameon": False}
+    look: dict[str, Any] = {"figsize": (width, height), "layout": "constrained", "frameon": False}
     return plt.subplots(**look, **subplots)
 
 
-def error(predicted, found):
+@overload
+def error(predicted: float, found: float) -> float: ...
+@overload
+def error(predicted: pd.Series, found: pd.Series | float) -> pd.Series: ...
+def error(predicted: Any, found: Any) -> Any:
     """Predicted over found, less one: below zero where the prediction falls short."""
     return predicted / found - 1
 
 
-def compare(rows: dict, against: str | None = None) -> pd.DataFrame:
+def compare(
+    rows: Mapping[str, Footprint | Measurement], against: str | None = None
+) -> pd.DataFrame:
     """Runs side by side, a row each, in MiB.
 
-    rows: label -> Footprint or Measurement.
+    rows: by their labels.
     against: the label that the last columns relate the others to: `ratio`, and `error` for a
         prediction set against what was measured.
 
@@ -75,7 +93,7 @@ def compare(rows: dict, against: str | None = None) -> pd.DataFrame:
     table = {}
     for label, run in rows.items():
         footprint = run.footprint if isinstance(run, Measurement) else run
-        row = {"peak": footprint.peak_allocated / MiB}
+        row: dict[str, float | str] = {"peak": footprint.peak_allocated / MiB}
         if footprint.peak_reserved is not None:
             row["reserved"] = footprint.peak_reserved / MiB
         for name in list(Category)[:5]:
@@ -95,7 +113,10 @@ def compare(rows: dict, against: str | None = None) -> pd.DataFrame:
     return frame
 
 
-def live_table(pairs: dict, categories=()) -> pd.DataFrame:
+def live_table(
+    pairs: Mapping[str, tuple[Footprint, Footprint | Measurement]],
+    categories: Iterable[Category] = (),
+) -> pd.DataFrame:
     """Tensors at the peak as predicted and as measured, a row a run, in MiB.
 
     pairs: label -> (Footprint predicted, Footprint or Measurement of the device that is here).
@@ -104,7 +125,7 @@ def live_table(pairs: dict, categories=()) -> pd.DataFrame:
     """
     table = {}
     for label, (predicted, measured) in pairs.items():
-        found = getattr(measured, "footprint", measured)
+        found = _footprint(measured)
         guess, there = predicted.peak_tensors, found.peak_tensors
         row = {"predicted": guess / MiB, "measured": there / MiB, "error": error(guess, there)}
         row["difference, bytes"] = guess - there
@@ -115,7 +136,11 @@ def live_table(pairs: dict, categories=()) -> pd.DataFrame:
     return pd.DataFrame.from_dict(table, orient="index")
 
 
-def table(frame: pd.DataFrame, caption: str = ""):
+def _footprint(run: Footprint | Measurement) -> Footprint:
+    return run if isinstance(run, Footprint) else run.footprint
+
+
+def table(frame: pd.DataFrame, caption: str = "") -> Styler:
     """A DataFrame as a table of the book: MiB with thousands separators, errors in per cent.
 
     Columns that begin with "s a step" are seconds, with two decimals.
@@ -132,14 +157,16 @@ def table(frame: pd.DataFrame, caption: str = ""):
     return styled.set_caption(caption) if caption else styled
 
 
-def bars(rows: dict, limit: str | int | None = None, title: str = ""):
+def bars(
+    rows: Mapping[str, Footprint | Measurement], limit: str | int | None = None, title: str = ""
+) -> Figure:
     """Stacked horizontal bars of the peaks by category, a bar a run, in GiB.
 
-    rows: label -> Footprint or Measurement. A Footprint's estimated seconds a step, where it has
+    rows: by their labels. A Footprint's estimated seconds a step, where it has
         some, stand beside its bar.
     limit: a card's name or a number of bytes, drawn as a line where its memory ends.
     """
-    footprints = {name: getattr(run, "footprint", run) for name, run in rows.items()}
+    footprints = {name: _footprint(run) for name, run in rows.items()}
     fig, ax = figure(height=0.9 + 0.42 * len(rows))
     left = np.zeros(len(rows))
     for name in Category:
@@ -159,6 +186,7 @@ def bars(rows: dict, limit: str | int | None = None, title: str = ""):
     right = left.max()
     if limit:
         card = find_gpu(limit)
+        assert card.usable is not None  # it has a limit
         right = max(right, card.usable / 2**30)
         ax.axvline(card.usable / 2**30, color=GREY, linestyle="--")
         ax.annotate(
@@ -176,9 +204,10 @@ def bars(rows: dict, limit: str | int | None = None, title: str = ""):
     return fig
 
 
-def timeline(footprint, title: str = ""):
+def timeline(footprint: Footprint, title: str = "") -> Figure:
     """Memory over one step, by category, with the phases shaded; time counts events."""
     line = footprint.timeline
+    assert line is not None, "of a step that was traced"
     fig, ax = figure(height=3.6)
     shown = [name for name in Category if max(line.levels[name]) > 0.004 * footprint.peak_allocated]
     stack = [np.array(line.levels[name]) / 2**30 for name in shown]

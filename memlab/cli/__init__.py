@@ -7,6 +7,8 @@ import importlib.metadata
 import json
 import logging
 import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from memlab.cli import accuracy, measure, plan, record, report, run, serve, simulate
 from memlab.cli.options import Parser
@@ -14,7 +16,7 @@ from memlab.cli.options import Parser
 COMMANDS = (plan, simulate, serve, run, measure, record, accuracy, report)
 
 
-def main(argv=None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status.
 
     0, 1 if runs of a grid failed, 2 for bad input, 3 for out of memory and for a plan where nothing
@@ -55,10 +57,14 @@ def parser() -> argparse.ArgumentParser:
     names = " | ".join(module.__name__.rpartition(".")[2] for module in COMMANDS)
     commands = whole.add_subparsers(required=True, metavar=names)
 
-    def command(name, run, help, parents=()):
-        added = commands.add_parser(name, parents=parents, help=help)
+    def command(
+        name: str,
+        run: Callable[[argparse.Namespace], dict[str, Any]],
+        help: str,
+        parents: Sequence[Parser] = (),
+    ) -> Callable[..., argparse.Action]:
+        added = commands.add_parser(name, parents=parents, help=help)  # a `Parser`, as the whole
         added.set_defaults(run=run)
-        added.error = whole.error
         return added.add_argument
 
     for module in COMMANDS:

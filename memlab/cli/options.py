@@ -1,11 +1,17 @@
 """Options and results that several commands have."""
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from memlab.fields import described
 from memlab.gpus import find_gpu
 from memlab.spec.recipe import Recipe
+
+if TYPE_CHECKING:
+    from memlab.spec.serving import Serving
 
 LINK = "between ranks: nvlink, pcie, infiniband-400, ethernet-100, ethernet-10"
 GPU = "a card's name or a number of bytes; none means no limit"
@@ -14,7 +20,7 @@ GPU = "a card's name or a number of bytes; none means no limit"
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         """One line instead of the whole usage."""
         self.exit(2, f"memlab: {message}\n")
 
@@ -39,9 +45,9 @@ def minutes(text: str) -> float:
     return limit
 
 
-def options_of(kind) -> argparse.ArgumentParser:
+def options_of(kind: type[Recipe] | type[Serving]) -> Parser:
     """The options of a `Recipe` or a `Serving`, made from its fields."""
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = Parser(add_help=False)
     group = parser.add_argument_group(kind.__name__.lower())
     for field in dataclasses.fields(kind):
         if field.name == "model":
@@ -52,13 +58,13 @@ def options_of(kind) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_model(group, field) -> None:
+def _add_model(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> None:
     which = group.add_mutually_exclusive_group()
     which.add_argument("--model", default=field.default, help=field.metadata["help"])
     which.add_argument("--config", dest="model", metavar="PATH", help="a config.json")
 
 
-def _add_field(group, field) -> None:
+def _add_field(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> None:
     said, default = field.metadata, field.default
     name, text = field.name, described(said)
     if default is True:
@@ -74,12 +80,20 @@ def _add_field(group, field) -> None:
         group.add_argument(option, type=kind, default=default, help=text)
 
 
-def result_of(options, recipe, values, shown) -> dict:
+def result_of(
+    options: argparse.Namespace, recipe: Recipe | Serving, values: dict[str, Any], shown: object
+) -> dict[str, Any]:
     """What a command gives: values for JSON, or text."""
     return values if options.json else {"text": f"{recipe}\n{shown}"}
 
 
-def recipe_of(options, kind=Recipe):
+@overload
+def recipe_of(options: argparse.Namespace, kind: type[Recipe] = ...) -> Recipe: ...
+@overload
+def recipe_of(options: argparse.Namespace, kind: type[Serving]) -> Serving: ...
+def recipe_of(
+    options: argparse.Namespace, kind: type[Recipe] | type[Serving] = Recipe
+) -> Recipe | Serving:
     """The recipe or the serving that the options say."""
     fields = [field.name for field in dataclasses.fields(kind)]
     return kind(**{name: getattr(options, name) for name in fields})

@@ -8,9 +8,10 @@ import collections
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -31,13 +32,14 @@ from memlab.workloads.training import Training, import_libraries
 def formula_on_card(recipe: Recipe, card: GPU) -> Footprint:
     """`memlab.formula`, which knows no limit, with torch.OutOfMemoryError above the card's."""
     footprint = formula(recipe, card)
-    if footprint.peak_allocated > card.usable:
+    if card.usable is not None and footprint.peak_allocated > card.usable:
         raise torch.OutOfMemoryError(f"{footprint.peak_allocated} bytes are too many")
     return footprint
 
 
 # name -> prediction of a recipe on a card
-PREDICTORS: dict[str, Callable[[Recipe, GPU], Footprint]] = {
+Predictor = Callable[[Recipe, GPU], Footprint]
+PREDICTORS: dict[str, Predictor] = {
     "simulate": simulate,
     "formula": formula_on_card,
 }
@@ -110,12 +112,14 @@ class Comparison:
         """Whether what was recorded is inside the reported range; None without a range."""
         return self.bounds and self.bounds[0] <= self.recorded <= self.bounds[1]
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         more = {"error": self.error, "missed": self.missed, "inside": self.inside}
         return dataclasses.asdict(self) | more
 
 
-def compare_records(runs: Iterable[Record], predictors=None) -> list[Comparison]:
+def compare_records(
+    runs: Iterable[Record], predictors: Mapping[str, Predictor] | None = None
+) -> list[Comparison]:
     """Every run's figures beside the predictions of its recipe.
 
     runs: of `memlab.find_records()` or `load()`. predictors: name -> function of a recipe and a
@@ -123,7 +127,8 @@ def compare_records(runs: Iterable[Record], predictors=None) -> list[Comparison]
 
     A run on a device that is no card of `memlab.gpus` is refused in its row.
     """
-    runs, found = list(runs), []
+    runs = list(runs)
+    found: list[Comparison] = []
     predictors = PREDICTORS if predictors is None else predictors
     for run in tqdm(runs, "predicting", leave=False):
         if run.device.startswith("CPU"):
@@ -143,19 +148,22 @@ def compare_kept(file: str, release: bool = False) -> list[Comparison]:
     """
     said = kept_predictions()["runs"][file]
 
-    def predict(run, _):
+    def predict(run: Record, _: GPU | None) -> Footprint:
         kept = said[run.name]
         kept = kept.get("of_release", kept) if release else kept
         if "refused" in kept:
             raise ValueError(kept["refused"])
-        seconds = kept.get("step_seconds")
+        time = None
+        if kept.get("step_seconds"):
+            low, expected, high = kept["step_seconds"]
+            time = StepTime(low, expected, high, parts={}, flops=0, peak_rate=0)
         return Footprint(
             kept["peak_allocated_bytes"],
             kept["peak_reserved_bytes"],
             {},
             Phase.UNKNOWN,
             reserved_range=kept["reserved_range_bytes"],
-            step_time=seconds and StepTime(*seconds, parts={}, flops=0, peak_rate=0),
+            step_time=time,
         )
 
     return [one for run in load(published_files()[file]) for one in _compare(run, "kept", predict)]
@@ -174,25 +182,30 @@ def ratio_errors(file: str) -> list[float]:
     """How far off kept ratios of seconds are in a file of published runs: predicted over real,
     less one, of all pairs of runs of one model at one length on one card, as a planner compares."""
     runs = {run.name: run for run in load(published_files()[file])}
-    by_case = collections.defaultdict(list)
+    by_case: dict[tuple[str, str, int], list[float]] = collections.defaultdict(list)
     for one in compare_seconds().get(file, []):
         run = runs[one.name]
+        assert one.predicted is not None  # it was not refused
         case = one.against, json.dumps(run.recipe["model"]), run.recipe["seq_len"]
         by_case[case].append(one.predicted / one.recorded)
     pairs = (pair for errors in by_case.values() for pair in itertools.combinations(errors, 2))
     return [one / other - 1 for one, other in pairs]
 
 
-def _of_recipe(predict, run: Record, card: GPU | None) -> Footprint:
+def _of_recipe(
+    predict: Callable[[Recipe, Any], Footprint], run: Record, card: GPU | None
+) -> Footprint:
     return predict(Recipe(**run.recipe), card)
 
 
-def _on_cpu(recipe: Recipe, _) -> Footprint:
+def _on_cpu(recipe: Recipe, _: GPU | None) -> Footprint:
     return simulate_on_cpu(recipe)
 
 
-def _compare(run: Record, predictor: str, predict) -> list[Comparison]:
-    """The figures of a run beside `predict(run, card)`."""
+def _compare(
+    run: Record, predictor: str, predict: Callable[[Record, Any], Footprint]
+) -> list[Comparison]:
+    """The figures of a run beside `predict(run, card)`; card: None of a run on a CPU."""
     against = f"published, {run.device}" if run.kind == "published" else run.device
     begin = against, run.name, *group_of(run), predictor
     ran_out = bool(run.figures.get("out_of_memory"))
@@ -209,16 +222,16 @@ def _compare(run: Record, predictor: str, predict) -> list[Comparison]:
         return [Comparison(*begin, name, None, value, why) for name, value in recorded.items()]
     if ran_out:
         return [Comparison(*begin, "out of memory", False, True)]
-    low, high = footprint.reserved_range or (None, None)
-    if footprint.peak_reserved is None:
-        footprint = dataclasses.replace(footprint, peak_reserved=high)
+    drawn = footprint.reserved_range
+    if footprint.peak_reserved is None and drawn:
+        footprint = dataclasses.replace(footprint, peak_reserved=drawn[1])
     predicted = _predicted(run, footprint, card)
     found = []
     for name, value in _recorded(run).items():
-        bounds = None
-        if high and name in ("reserved", "device used"):
-            beside = predicted[name] - footprint.peak_reserved
-            bounds = low + beside, high + beside
+        bounds: tuple[float, float] | None = None
+        if drawn and name in ("reserved", "device used"):
+            beside = predicted[name] - predicted["reserved"]
+            bounds = drawn[0] + beside, drawn[1] + beside
         if name == "seconds":
             if footprint.step_time is None:
                 continue
@@ -257,14 +270,17 @@ def _predicted(run: Record, footprint: Footprint, card: GPU | None) -> dict[str,
         return {"tensors": footprint.peak_tensors}
     # A published run brings its context: those of older drivers are no card's of today.
     context = run.figures.get("context_bytes") if run.kind == "published" else None
-    return {
+    assert footprint.peak_reserved is not None and card.context is not None  # of a named card
+    found: dict[str, float] = {
         "tensors": footprint.peak_tensors,
         "allocated": footprint.peak_allocated,
         "active": footprint.peak_allocated,
         "reserved": footprint.peak_reserved,
         "device used": footprint.peak_reserved + (card.context if context is None else context),
-        "seconds": footprint.step_time and footprint.step_time.expected,
     }
+    if footprint.step_time:
+        found["seconds"] = footprint.step_time.expected
+    return found
 
 
 def simulate_on_cpu(recipe: Recipe) -> Footprint:

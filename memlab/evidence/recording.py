@@ -73,11 +73,10 @@ def record(
     """Measure every run of the grid that `out` has no record of yet, and keep each at once.
 
     device: `cuda` or `cpu`; None takes CUDA where there is one. A CPU runs the tiny twins.
-    out: the folder for the file, one a device.
-    runs: name -> recipe; None takes `grid_runs()`.
+    out: the folder for the file, one a device. runs: name -> recipe; None takes `grid_runs()`.
     limit_seconds: for all runs together; what is running then is stopped and not kept.
     run_seconds: for one run. steps: timed steps of each, after the warm-up of `measure`.
-    note: what the sender says of the machine, kept in each record's source.
+    note: what is said of the machine, kept in each record's source.
 
     Each run has a process of its own, which ends with the one that started it. Running out of
     memory is a result and recorded; what the device cannot do is skipped and said. Raises, before

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 SCHEMA = 1
 KINDS = ("recorded", "published")
@@ -44,17 +45,17 @@ class Record:
 
     kind: str
     name: str
-    recipe: dict
-    figures: dict
+    recipe: dict[str, Any]
+    figures: dict[str, Any]
     device: str
     driver: str | None
-    versions: dict
+    versions: dict[str, str]
     date: str
     source: str
     loop: str = ""
-    settings: dict = dataclasses.field(default_factory=dict)
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind is {self.kind!r}: allowed are {', '.join(KINDS)}")
         for field in ("name", "device", "source"):
@@ -83,7 +84,7 @@ class Record:
             raise ValueError(f"date is {self.date!r}: allowed is one like 2022-01-11") from None
 
 
-def _check_figure(name: str, value) -> None:
+def _check_figure(name: str, value: Any) -> None:
     if name == "out_of_memory":
         if not isinstance(value, bool):
             raise ValueError(f"figure out_of_memory is {value!r}: allowed are true and false")
@@ -102,7 +103,7 @@ def find_records(
     device: str | None = None,
     folder: Path | str = FOLDER,
     loop: str | None = None,
-    **recipe,
+    **recipe: Any,
 ) -> list[Record]:
     """The records of a folder's files, in the order of the files and within them.
 
@@ -147,7 +148,7 @@ def load(path: Path | str) -> list[Record]:
     return found
 
 
-def _record(values, place: str) -> Record:
+def _record(values: Any, place: str) -> Record:
     if not isinstance(values, dict):
         raise ValueError(f"{place} is {values!r}: allowed is an object")
     fields = [field.name for field in dataclasses.fields(Record)]
@@ -163,13 +164,13 @@ def _record(values, place: str) -> Record:
         raise ValueError(f"{place}: {error}") from None
 
 
-def _values(record: Record) -> dict:
+def _values(record: Record) -> dict[str, Any]:
     """The fields of a record as its file holds them, without those of memlab's own loop."""
     values = dataclasses.asdict(record)
     return {name: value for name, value in values.items() if value or name not in SPARED}
 
 
-def _check_names(found: list[Record], path) -> None:
+def _check_names(found: list[Record], path: Path | str) -> None:
     names = [record.name for record in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

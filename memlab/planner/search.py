@@ -10,6 +10,8 @@ no block of memory is used twice, and else simulated.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, overload
 
 from tqdm.auto import tqdm
 
@@ -27,6 +29,11 @@ from memlab.spec.logits import unlike_product
 from memlab.spec.recipe import Recipe
 from memlab.trace.log import Log
 
+if TYPE_CHECKING:
+    from memlab.fields import Model
+
+    Named = GPU | str | int  # a card
+
 TRACES = 4  # simulations at most until the fastest is one that is simulated
 NEAR = 0.05  # lacking so much of a card by the formula, it may yet fit
 # Cards of all sizes that are rented or bought most: among them the smallest is looked for.
@@ -34,7 +41,25 @@ LADDER = "RTX-3060 T4 L4 RTX-4090 RTX-5090 A100-40GB L40S A100-80GB H100 H200 B2
 RANKS = (2, 4, 8, 16, 32, 64)  # cards that are proposed where one does not do
 
 
-def plan(model, gpu=None, seq_len: int = 512, effective_batch: int = 16, **more) -> Plan | Cards:
+@overload
+def plan(
+    model: Model, gpu: Named, seq_len: int = 512, effective_batch: int = 16, **more: Any
+) -> Plan: ...
+@overload
+def plan(
+    model: Model, gpu: None = None, seq_len: int = 512, effective_batch: int = 16, **more: Any
+) -> Cards: ...
+@overload
+def plan(
+    model: Model, gpu: Sequence[Named], seq_len: int = 512, effective_batch: int = 16, **more: Any
+) -> Plan | Cards: ...
+def plan(
+    model: Model,
+    gpu: Named | Sequence[Named] | None = None,
+    seq_len: int = 512,
+    effective_batch: int = 16,
+    **more: Any,
+) -> Plan | Cards:
     """How to train a model on a card, or which card to take.
 
     gpu: a card as for `fits`; or several, or None for `LADDER`, which asks for the smallest card
@@ -55,14 +80,17 @@ def plan(model, gpu=None, seq_len: int = 512, effective_batch: int = 16, **more)
     """
     margin = more.pop("margin", MARGIN)
     question = Question(model, seq_len, effective_batch, **more)
-    several = gpu is None or isinstance(gpu, (list, tuple))
-    named = (LADDER if gpu is None else gpu) if several else [gpu]
+    named: Sequence[Named] = LADDER
+    if isinstance(gpu, Sequence) and not isinstance(gpu, str):
+        named = gpu
+    elif gpu is not None:
+        named = [gpu]
     cards = [_with_rates(limited(one, margin)) for one in named]
     if not cards:
         raise ValueError(f"gpu is {gpu!r}: allowed are {', '.join(GPUS)}, or a number of bytes")
     if question.ranks > 1 and len(cards) > 1:
         raise ValueError(f"ranks is {question.ranks} and gpu names {len(cards)} cards: name one")
-    if several and len(cards) > 1:
+    if len(cards) > 1:
         with gc_frozen():
             return _which_card(question, cards, margin)
     search = Search(question, cards[0], margin)
@@ -76,10 +104,14 @@ BAR = "{desc} [{elapsed}]"
 class Search:
     """The search for one question on one card: estimates, and simulations where they decide."""
 
-    def __init__(self, question: Question, card: GPU, margin: float, progress=None):
+    def __init__(
+        self, question: Question, card: GPU, margin: float, progress: tqdm | None = None
+    ) -> None:
         self.question, self.card, self.margin, self.progress = question, card, margin, progress
         self.estimates = Estimates(question, card, margin, self.say)
-        self.sizes: dict[tuple, tuple] = {}
+        self.sizes: dict[tuple[object, ...], tuple[int, int | None]] = {}
+        assert card.total_memory is not None and card.context is not None  # it has a limit
+        self.total_memory, self.context = card.total_memory, card.context
 
     def plan(self) -> Plan:
         """The whole answer."""
@@ -92,8 +124,8 @@ class Search:
         return Plan(
             self.question,
             self.card,
-            self.named(fastest),
-            self.named(roomiest),
+            fastest and self.named(fastest),
+            roomiest and self.named(roomiest),
             {tier: self.named(option) for tier, option in tiers.items()},
             self.named(start),
             changes,
@@ -101,12 +133,12 @@ class Search:
             () if fastest else tuple(self.remedies(options, sparing)),
             self.estimates.excluded,
             tuple(self.estimates.assumptions),
-            self.named(sparing),
+            sparing and self.named(sparing),
         )
 
-    def named(self, option: Option | None) -> Option | None:
+    def named(self, option: Option) -> Option:
         """The option with the model as the reader named it, and not as the config it stands for."""
-        if option is None or not isinstance(self.question.model, str):
+        if not isinstance(self.question.model, str):
             return option
         recipe = option.recipe.but(model=self.question.model, task=option.recipe.task)
         return dataclasses.replace(option, recipe=recipe)
@@ -122,7 +154,7 @@ class Search:
             best = self.estimates.fastest_of(fitting(options))
             if best is None:  # it may be the formula that lacks some bytes
                 best = min(options, key=lambda one: options[one].missing)
-                if options[best].missing > NEAR * self.card.total_memory:
+                if options[best].missing > NEAR * self.total_memory:
                     break
             if options[best].simulated:
                 break
@@ -154,7 +186,11 @@ class Search:
         if self.question.ranks == 1 and loaded:
             surely = fitting({one: said.largest(one, said.upper_bound) for one in options})
             best, hoped = said.fastest_of(surely), said.fastest_of(fitting(options))
-            if best and said.fastest_of({best: surely[best]} | {hoped: options[hoped]}) == best:
+            if (
+                best
+                and hoped
+                and said.fastest_of({best: surely[best]} | {hoped: options[hoped]}) == best
+            ):
                 return surely[best]
         options = self.simulate_until_stable(options)
         return options[self.told(options)]
@@ -173,7 +209,7 @@ class Search:
                 recipe = self._cut(recipe, max(allowed, default=1))
             return self.judged(recipe)
 
-    def _cut(self, recipe, batch) -> Recipe:
+    def _cut(self, recipe: Recipe, batch: int) -> Recipe:
         return recipe.but(batch_size=batch, accumulation=self.estimates.effective // batch)
 
     def judged(self, recipe: Recipe) -> Option:
@@ -185,9 +221,11 @@ class Search:
     def simulated(self, recipe: Recipe) -> Option:
         """A recipe as a simulation has it."""
         said = verdict(recipe, self.log(recipe), self.card, self.margin)
-        drawn = said.reserved_range
-        drawn = drawn and tuple(self.card.context + end for end in drawn)
-        total, seconds = self.card.total_memory, self.estimates.seconds(recipe)
+        drawn = None
+        if said.reserved_range:
+            low, high = said.reserved_range
+            drawn = self.context + low, self.context + high
+        total, seconds = self.total_memory, self.estimates.seconds(recipe)
         return Option(recipe, said.needed, said.margin, total, seconds, True, drawn)
 
     def size(self, recipe: Recipe, field: str) -> tuple[int, int | None]:
@@ -211,7 +249,9 @@ class Search:
 
     # ------------------------------------------------------------------ parts of the answer
 
-    def fastest_and_smallest(self, options: dict) -> tuple[dict, Option | None, Option | None]:
+    def fastest_and_smallest(
+        self, options: dict[Combination, Option]
+    ) -> tuple[dict[Combination, Option], Option | None, Option | None]:
         """The options, the best one simulated; that one and what leaves most room, if any fits."""
         options, fastest = self.fastest(options)
         if fastest is None:
@@ -219,7 +259,9 @@ class Search:
         roomiest = self.with_sizes(self.judged(self.estimates.least(fastest)))
         return options, fastest, min(roomiest, fastest, key=lambda option: option.needed)
 
-    def fastest(self, options: dict) -> tuple[dict, Option | None]:
+    def fastest(
+        self, options: dict[Combination, Option]
+    ) -> tuple[dict[Combination, Option], Option | None]:
         """The options, the best one simulated, and that one with its sizes if it fits."""
         options = self.simulate_until_stable(options)
         best = options[self.told(options)]
@@ -237,7 +279,9 @@ class Search:
             longest_ends="" if following else why_no_larger(recipe, "seq_len"),
         )
 
-    def best_of_each_tier(self, options, fastest: Option | None) -> dict[int, Option]:
+    def best_of_each_tier(
+        self, options: dict[Combination, Option], fastest: Option | None
+    ) -> dict[int, Option]:
         """The best of each tier that can be had at all."""
         best = {}
         for tier in sorted({one.tier for one in options}):
@@ -279,14 +323,14 @@ class Search:
                     found.append(f"{ranks} x {self.card.name}, with {option}")
                     break
         for card in map(find_gpu, LADDER):
-            if card.total_memory > self.card.total_memory and computes(card, self.question):
+            if (card.total_memory or 0) > self.total_memory and computes(card, self.question):
                 option = self.other(card)
                 if option:
                     found.append(f"{card.name}, with {option}")
                     break
         return found or [f"none of {', '.join(LADDER)}: see the book's chapter 17-parallel"]
 
-    def other(self, card: GPU, **changes) -> Option | None:
+    def other(self, card: GPU, **changes: Any) -> Option | None:
         """The best of what fits a card when the question is changed; None where nothing does."""
         question = dataclasses.replace(self.question, **changes)
         try:
@@ -303,8 +347,8 @@ class Search:
                 one: self.estimates.largest(one, self.estimates.upper_bound)
                 for one in self.estimates.combinations
             }
-            best = self.estimates.fastest_of(fitting(options))
-            return best and options[best]
+            certain = self.estimates.fastest_of(fitting(options))
+            return options[certain] if certain else None
         options = self.simulate_until_stable(
             {one: self.estimates.largest(one) for one in self.estimates.combinations}
         )
@@ -314,10 +358,12 @@ class Search:
 
 def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
     """The smallest card of each way, simulated; the others by the formula."""
-    cards = sorted(cards, key=lambda card: card.total_memory)
+    cards = sorted(cards, key=lambda card: card.total_memory or 0)
     cards = [card for card in cards if computes(card, question)] or cards[:1]
     bar = tqdm(cards, leave=False)
-    options, smallest, assumed = {}, dict.fromkeys(question.ways), {}
+    options: dict[str, dict[str, Option]] = {}
+    smallest: dict[str, str | None] = dict.fromkeys(question.ways)
+    assumed: dict[str, None] = {}
     for card in bar:
         search = Search(question, card, margin, bar)
         search.say(f"planning for {card.name}")

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memlab import models
 from memlab.card.load_order import peak_allocated
@@ -26,6 +26,10 @@ from memlab.predict.simulate import (
 from memlab.spec.recipe import Recipe
 from memlab.trace.log import Log
 from memlab.units import MiB, mib
+
+if TYPE_CHECKING:
+    from memlab.predict.serving import ServingFootprint
+    from memlab.spec.serving import Serving
 
 # The prediction is trusted to so much of what it says ...
 MARGIN = 0.05
@@ -47,7 +51,7 @@ class Fit:
     needed: int
     margin: int
     total_memory: int
-    footprint: Footprint
+    footprint: Footprint | ServingFootprint
 
     def __bool__(self) -> bool:
         return self.fits
@@ -60,7 +64,7 @@ class Fit:
         )
 
 
-def fits(recipe: Recipe, gpu: GPU | str | int, margin: float = MARGIN) -> Fit:
+def fits(recipe: Recipe | Serving, gpu: GPU | str | int, margin: float = MARGIN) -> Fit:
     """Whether `recipe` trains on a card, by a simulated step and a margin for its error.
 
     A `memlab.spec.serving.Serving` in place of the recipe: whether its text is written there.
@@ -92,15 +96,17 @@ def fits(recipe: Recipe, gpu: GPU | str | int, margin: float = MARGIN) -> Fit:
     return judged(recipe, full_log(recipe, card), card, margin)
 
 
-def judged(recipe: Recipe, log: Log, card: GPU, margin: float = MARGIN) -> Fit:
+def judged(recipe: Recipe | Serving, log: Log, card: GPU, margin: float = MARGIN) -> Fit:
     """The answer of `fits` for a log that is there already, on a card with a limit."""
     said = verdict(recipe, log, card, margin)
-    footprint = serve_without_range(recipe, log, said.card)
-    footprint = dataclasses.replace(footprint, reserved_range=said.reserved_range)
+    found = serve_without_range(recipe, log, said.card)
+    found = dataclasses.replace(found, reserved_range=said.reserved_range)
+    footprint: Footprint | ServingFootprint = found
     if not isinstance(recipe, Recipe):
         from memlab.predict.serving import told  # it brings all caches of transformers
 
-        footprint = told(recipe, log, footprint, card)
+        footprint = told(recipe, log, found, card)
+    assert card.total_memory is not None  # it has a limit
     return Fit(said.fits, said.needed, said.margin, card.total_memory, footprint)
 
 
@@ -118,35 +124,42 @@ class Verdict(NamedTuple):
     reserved_range: tuple[int, int] | None
 
 
-def verdict(recipe: Recipe, log: Log, card: GPU, margin: float = MARGIN) -> Verdict:
+def verdict(recipe: Recipe | Serving, log: Log, card: GPU, margin: float = MARGIN) -> Verdict:
     """Whether a log fits a card with a limit."""
-    smaller, by = _less_margin(card, margin), card.without_limit()
+    context, smaller, by = _context(card), _less_margin(card, margin), card.without_limit()
     drawn = range_of_reserved(recipe, log, by)
     peak = drawn[1] if drawn else peak_reserved_of(recipe, log, by)
-    fits = peak + card.context <= smaller.total_memory
+    assert peak is not None  # where nothing ends, nothing is refused
+    fits = peak + context <= room(card, margin)
     if not fits:
         tight = peak_reserved_of(recipe, log, smaller)
         if tight is not None:
             fits, peak, by = True, tight, smaller
             drawn = range_of_reserved(recipe, log, by)
-    needed = peak + card.context
+    needed = peak + context
     return Verdict(fits, needed, int(margin * needed) + _context_margin(card), by, drawn)
 
 
 def room(card: GPU, margin: float = MARGIN) -> int:
     """Bytes of a card, context included, that a training may be predicted to need."""
+    assert card.total_memory is not None  # it has a limit
     return math.ceil((card.total_memory - _context_margin(card)) / (1 + margin))
 
 
-def _less_margin(card, margin) -> GPU:
+def _less_margin(card: GPU, margin: float) -> GPU:
     return dataclasses.replace(card, total_memory=room(card, margin))
 
 
-def _context_margin(card) -> int:
-    return CONTEXT_MARGIN * (card.context > 0)
+def _context_margin(card: GPU) -> int:
+    return CONTEXT_MARGIN * (_context(card) > 0)
 
 
-def limited(gpu, margin) -> GPU:
+def _context(card: GPU) -> int:
+    assert card.context is not None  # that of a card with a limit is known
+    return card.context
+
+
+def limited(gpu: GPU | str | int | None, margin: float) -> GPU:
     """The card that is named, which must have a limit."""
     share("margin", margin)
     card = find_gpu(gpu)
@@ -171,12 +184,12 @@ class Largest:
 
     field: str
     value: int
-    recipe: Recipe
+    recipe: Recipe | Serving
     fit: Fit
     next: int | None
     why: str = ""
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         asked = {"field": self.field, "value": self.value, "next": self.next, "why": self.why}
         return asked | {"needed": self.fit.needed, "margin": self.fit.margin}
@@ -189,7 +202,10 @@ class Largest:
 
 
 def largest(
-    recipe: Recipe, gpu: GPU | str | int, field: str = "batch_size", margin: float = MARGIN
+    recipe: Recipe | Serving,
+    gpu: GPU | str | int,
+    field: str = "batch_size",
+    margin: float = MARGIN,
 ) -> Largest:
     """The largest micro-batch, or the longest sequence, with which `recipe` fits a card.
 
@@ -205,7 +221,7 @@ def largest(
     follows from the size: each of many sizes would be run part by part.
     """
     one_of("field", field, [name for name in STEPS if hasattr(recipe, name)])
-    if getattr(recipe, "loss", "whole") != "whole":
+    if isinstance(recipe, Recipe) and recipe.loss != "whole":
         raise ValueError(
             f"loss is {recipe.loss!r}: there is no trace of a loss in parts to search with, "
             "allowed is whole; `fits` answers for one size"
@@ -219,7 +235,7 @@ def largest(
     return Largest(field, value, sized, fit, following, why)
 
 
-def why_no_larger(recipe: Recipe, field: str) -> str:
+def why_no_larger(recipe: Recipe | Serving, field: str) -> str:
     """Why a search for the largest size ends where everything fits."""
     if field == "batch_size" or models.max_length(recipe.model) is None:
         return f"the search ends at {MOST:,}"
@@ -227,7 +243,7 @@ def why_no_larger(recipe: Recipe, field: str) -> str:
 
 
 def largest_size(
-    recipe: Recipe, card: GPU, field: str, margin: float = MARGIN
+    recipe: Recipe | Serving, card: GPU, field: str, margin: float = MARGIN
 ) -> tuple[int, int | None]:
     """(the largest value that fits or 0, the next one or None), as in `largest`."""
     smaller = _less_margin(card, margin)
@@ -235,7 +251,7 @@ def largest_size(
     end = MOST if end is None else end
     step = min(STEPS[field], end)
 
-    def sized(steps: int) -> Recipe:
+    def sized(steps: int) -> Recipe | Serving:
         return recipe.but(**{field: steps * step})
 
     def tensors(steps: int) -> int:
@@ -247,11 +263,12 @@ def largest_size(
 
     every = end // step
     first = min(max(1, getattr(recipe, field) // step), every)
-    found = _last(fits, _last_by_line(tensors, first, every, smaller.usable))
+    usable = room(card, margin) - _context(card)
+    found = _last(fits, _last_by_line(tensors, first, every, usable))
     return found * step, None if found == every else (found + 1) * step
 
 
-def _longest(recipe) -> int | None:
+def _longest(recipe: Recipe | Serving) -> int | None:
     """The longest sequence or prompt of a model; None for no end."""
     longest = models.max_length(recipe.model)
     return longest and longest - getattr(recipe, "new_tokens", 0)
@@ -277,7 +294,8 @@ def _last_by_line(needed: Callable[[int], int], first: int, end: int, usable: in
 
     What to try next, after `first` and its double, lies on the line through the last two tries.
     """
-    fitting, over, tries, trial = 0, end + 1, [], first
+    tries: list[tuple[int, int]] = []
+    fitting, over, trial = 0, end + 1, first
     while over - fitting > 1:
         if not fitting < trial < over:
             # Beside what is known, by the line; in the middle where lines have led nowhere.

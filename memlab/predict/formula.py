@@ -10,7 +10,7 @@ leaves. Sums over them are the peak of any model and any sizes of the same struc
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from memlab.trace.symbols import Term, TermTable, factors_of
 from memlab.trace.trace import Half
 from memlab.workloads.quantized import assumed
 
+Each = tuple[int, int]  # how often without layers, and more often with each pattern of them
 NOTHING = Term(0, 1, ())
 OTHERS = "the formula is of {}; where simulate answers, it is of the releases here"
 
@@ -73,9 +74,9 @@ def formula(
         link_rate(card, link)  # or refuses
     keys, halves, sizes, assumptions = _halves(recipe, card)
     table = last_used(_TABLES, keys, lambda: Tables.of(*halves), 256)
-    (patterns,) = {
-        half.layers.patterns(models.config(recipe.model).num_hidden_layers) for half in halves
-    }
+    layers = models.config(recipe.model).num_hidden_layers
+    (patterns,) = {half.layers.patterns(layers) for half in halves if half.layers}
+    assert patterns is not None  # without a pattern there were no halves
     return _evaluate(recipe, table, sizes, patterns, card, link, assumptions)
 
 
@@ -114,7 +115,8 @@ class Tables(NamedTuple):
         ]
         once, each = np.concatenate(rows, axis=1)
         read = passed.half.read
-        weights = from_none(passed.half.log.weights, passed.half.log.patterns)
+        log = passed.half.log
+        weights = cast(dict[tuple[int, bool], Each], from_none(log.weights, log.patterns))
         return cls(
             terms,
             np.array([terms.place(term) for _, term, _ in tensors]),
@@ -185,10 +187,11 @@ class Operators(NamedTuple):
         )
 
 
-def operators_of(half: Half) -> list[tuple]:
+def operators_of(half: Half) -> list[tuple[Any, ...]]:
     """The operators of a half by terms, and how often each runs, as columns of `Operators`."""
     alike: dict[Work, list[int]] = {}
-    for one, (once, each) in from_none(half.log.work, half.log.patterns).items():
+    work = cast(dict[Work, Each], from_none(half.log.work, half.log.patterns))
+    for one, (once, each) in work.items():
         counts = alike.setdefault(one._replace(micro_batch=0), [0, 0, 0, 0])
         further = 2 if one.micro_batch == 1 and one.phase != Phase.STEP else 0
         counts[further] += once
@@ -209,7 +212,9 @@ def operators_of(half: Half) -> list[tuple]:
     ]
 
 
-def _halves(recipe: Recipe, card: GPU) -> tuple:
+def _halves(
+    recipe: Recipe, card: GPU
+) -> tuple[tuple[str, ...], list[Kept], dict[str, int], tuple[str, ...]]:
     """(keys, halves, sizes, what is assumed of them) of the passes and the updates of a recipe."""
     if not set(recipe.freeze) <= {"embeddings", "backbone"}:
         raise ValueError(
@@ -228,9 +233,9 @@ def _halves(recipe: Recipe, card: GPU) -> tuple:
         halves.append(found.halves[which])
     others = shipped.others_of(recipe) if any(key in shipped for key in keys) else ""
     assumptions = (OTHERS.format(others),) if others else ()
-    assumptions += halves[-1].half.log.assumptions
+    assert found is not None  # there were two
     sizes = found.sizes(recipe) | {"W": card.workspace}
-    return tuple(keys), halves, sizes, assumptions
+    return tuple(keys), halves, sizes, (*assumptions, *halves[-1].half.log.assumptions)
 
 
 def is_kept(recipe: Recipe, card: GPU) -> bool:
@@ -243,12 +248,19 @@ def is_kept(recipe: Recipe, card: GPU) -> bool:
     return True
 
 
-def _evaluate(recipe, table: Tables, sizes, patterns, card, link, assumptions) -> Footprint:
+def _evaluate(
+    recipe: Recipe,
+    table: Tables,
+    sizes: dict[str, int],
+    patterns: int,
+    card: GPU,
+    link: str | None,
+    assumptions: tuple[str, ...],
+) -> Footprint:
     term, once, each, trained = table.parameters.T
     numbers = once + patterns * each
     factors = factors_of(sizes) | {"n": int(numbers @ trained)}
     terms = table.terms.at(factors)
-
     tensors = np.ceil(terms[table.tensors] / table.items) * table.items
     elements = np.round(terms[term.astype(int)])
     counts = table.once + patterns * table.each
@@ -298,7 +310,7 @@ def _evaluate(recipe, table: Tables, sizes, patterns, card, link, assumptions) -
     )
 
 
-def _columns(work: Operators, terms, patterns: int, accumulation: int) -> Columns:
+def _columns(work: Operators, terms: np.ndarray, patterns: int, accumulation: int) -> Columns:
     """The operators of a step, with numbers in place of terms."""
     once, each, again, each_again = work.counts.T
     times = once + patterns * each + (accumulation - 1) * (again + patterns * each_again)

@@ -9,7 +9,9 @@ import platform
 import statistics
 import time
 import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -22,6 +24,7 @@ from memlab.trace.tracer import Tracer
 from memlab.workloads.training import Training
 
 EXPANDABLE = "expandable_segments"
+Device = str | torch.device
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Measurement:
     device: str
     versions: dict[str, str] = field(default_factory=dict)
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         return self.footprint.as_dict() | {
             "step_seconds": self.step_seconds,
             "samples_per_second": self.samples_per_second,
@@ -57,7 +60,12 @@ class Measurement:
         )
 
 
-def seconds(work, *given, clock=time.perf_counter, device=None) -> float:
+def seconds(
+    work: Callable[..., object],
+    *given: object,
+    clock: Callable[[], float] = time.perf_counter,
+    device: Device | None = None,
+) -> float:
     """Seconds of `work(*given)`, from an idle device to an idle device (None: as `pick_device`)."""
     device = pick_device(device)
     synchronize(device)
@@ -67,7 +75,9 @@ def seconds(work, *given, clock=time.perf_counter, device=None) -> float:
     return clock() - began
 
 
-def measure(recipe: Recipe, device=None, steps: int = 5, seed: int = 0) -> Measurement:
+def measure(
+    recipe: Recipe, device: Device | None = None, steps: int = 5, seed: int = 0
+) -> Measurement:
     """Train `recipe` for a few steps on the device that is here and report what it took.
 
     device: `cuda` or `cpu`; None takes CUDA where there is one.
@@ -91,7 +101,7 @@ def measure(recipe: Recipe, device=None, steps: int = 5, seed: int = 0) -> Measu
 
 
 @contextlib.contextmanager
-def allocator_of(recipe: Recipe, device: torch.device):
+def allocator_of(recipe: Recipe, device: torch.device) -> Iterator[None]:
     """Let new memory come in expandable segments where a recipe has them, on CUDA."""
     if device.type != "cuda" or not recipe.expandable_segments:
         yield
@@ -172,18 +182,18 @@ class Meter:
 
     def __init__(
         self,
-        device=None,
-        model=None,
-        optimizer=None,
-        inputs=(),
-        counters=torch.cuda,
-        empty_cache=True,
-    ):
+        device: Device | None = None,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        inputs: Iterable[torch.Tensor] = (),
+        counters: Any = torch.cuda,
+        empty_cache: bool = True,
+    ) -> None:
         self.device = pick_device(device, counters)
         self.counters = counters
         self._watched = model, optimizer, inputs
         self._empty_cache = empty_cache
-        self.already_there = []
+        self.already_there: list[tuple[int, str]] = []
 
     def __enter__(self) -> Meter:
         gc.collect()
@@ -201,7 +211,7 @@ class Meter:
         self._started = time.perf_counter()
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.device.type == "cuda":
             self.counters.synchronize()
         self.seconds = time.perf_counter() - self._started
@@ -230,12 +240,13 @@ class Meter:
         )
 
 
-def alive_tensors(device, most: int = 5) -> list[tuple[int, str]]:
+def alive_tensors(device: Device, most: int = 5) -> list[tuple[int, str]]:
     """The largest tensors that Python still reaches on a device: (bytes, shape and dtype).
 
     Storages are counted once. What only the autograd graph holds is not seen.
     """
-    device, found = torch.device(device), {}
+    device = torch.device(device)
+    found: dict[int, tuple[int, str]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # asking old objects for their class can warn
         for thing in gc.get_objects():
@@ -277,10 +288,11 @@ def with_breakdown(footprint: Footprint, training: Training) -> Footprint:
 def _quartiles(seconds: list[float]) -> tuple[float, float, float]:
     if len(seconds) == 1:
         return seconds[0], seconds[0], seconds[0]
-    return tuple(statistics.quantiles(seconds, n=4, method="inclusive"))
+    lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
+    return lower, median, upper
 
 
-def pick_device(device=None, cuda=torch.cuda) -> torch.device:
+def pick_device(device: Device | None = None, cuda: Any = torch.cuda) -> torch.device:
     """The device asked for, or CUDA where there is one, or the CPU.
 
     Raises ValueError for a device that is not here.

@@ -1,7 +1,10 @@
 """The memory of a recipe's step on a card that need not be there."""
 
-from collections.abc import Iterable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING, cast, overload
 
 from memlab.card.links import link_rate
 from memlab.card.load_order import loaded_by_transformers, peak_reserved, reserved_range
@@ -15,10 +18,26 @@ from memlab.trace.ledger import Ledger
 from memlab.trace.log import Event, Log, replay
 from memlab.workloads.sharding import is_moved_by_sharding
 
+if TYPE_CHECKING:
+    from memlab.card.device import SimulatedGPU
+    from memlab.predict.serving import ServingFootprint
+    from memlab.spec.serving import Serving
+    from memlab.workloads.training import Training
 
+    Loop = Callable[[Recipe, SimulatedGPU], Training]
+
+
+@overload
 def simulate(
     recipe: Recipe, gpu: GPU | str | int | None = None, link: str | None = None
-) -> Footprint:
+) -> Footprint: ...
+@overload
+def simulate(
+    recipe: Serving, gpu: GPU | str | int | None = None, link: str | None = None
+) -> ServingFootprint: ...
+def simulate(
+    recipe: Recipe | Serving, gpu: GPU | str | int | None = None, link: str | None = None
+) -> Footprint | ServingFootprint:
     """The memory of one optimizer step of `recipe` on a GPU that need not be there.
 
     gpu: a name of `memlab.gpus.GPUS`, a number of bytes, or None for a card without a limit.
@@ -49,54 +68,63 @@ def simulate(
     return serve(recipe, full_log(recipe, card), card, link)
 
 
-def full_log(recipe: Recipe, card: GPU, loop=None) -> Log:
+def full_log(recipe: Recipe | Serving, card: GPU, loop: Loop | None = None) -> Log:
     """What two steps of `recipe` do to memory on a card of this kind, whatever its size.
 
     loop: another training loop than memlab's own, a function like `memlab.predict.run.two_steps`.
     """
-    refuse_format(recipe, card)
+    asked = _in_the_place_of(recipe)
+    refuse_format(asked, card)
     if loop or not isinstance(recipe, Recipe) or not is_deep(recipe):
-        return run_log(recipe, card, loop)
+        return run_log(asked, card, loop)
     return traces().log(recipe, card)
 
 
-def sized_log(recipe: Recipe, card: GPU) -> Log:
+def sized_log(recipe: Recipe | Serving, card: GPU) -> Log:
     """As `full_log`, where other sizes of the same recipe are to be asked for, too."""
-    refuse_format(recipe, card)
-    return traces().log(recipe, card)
+    asked = _in_the_place_of(recipe)
+    refuse_format(asked, card)
+    return traces().log(asked, card)
 
 
-def serve(recipe: Recipe, log: Log, card: GPU, link: str | None = None) -> Footprint:
+def _in_the_place_of(recipe: Recipe | Serving) -> Recipe:
+    """The same. What is asked of either says that it is of recipes; a serving has what it needs."""
+    return cast(Recipe, recipe)
+
+
+def serve(recipe: Recipe | Serving, log: Log, card: GPU, link: str | None = None) -> Footprint:
     """The footprint of a recipe's log, served by this card's allocator."""
     footprint = serve_without_range(recipe, log, card, link)
     return replace(footprint, reserved_range=range_of_reserved(recipe, log, card))
 
 
-def serve_without_range(recipe: Recipe, log: Log, card: GPU, link: str | None = None) -> Footprint:
+def serve_without_range(
+    recipe: Recipe | Serving, log: Log, card: GPU, link: str | None = None
+) -> Footprint:
     """As `serve`, loaded in one way only, where a base could be loaded in several."""
     ledger = Ledger(CardMemory(card, False, recipe.expandable_segments))
     replay(_as_loaded(recipe, log, card), ledger)
     return card_footprint(ledger, log, recipe.batch_size * recipe.accumulation, link)
 
 
-def peak_reserved_of(recipe: Recipe, log: Log, card: GPU) -> int | None:
+def peak_reserved_of(recipe: Recipe | Serving, log: Log, card: GPU) -> int | None:
     """The peak reserved that `serve` finds, in half the time; None where it runs out of memory."""
     events, grows = _as_loaded(recipe, log, card), recipe.expandable_segments
     return peak_reserved(events, card.usable, grows, card.total_memory)
 
 
-def range_of_reserved(recipe: Recipe, log: Log, card: GPU) -> tuple[int, int] | None:
+def range_of_reserved(recipe: Recipe | Serving, log: Log, card: GPU) -> tuple[int, int] | None:
     """The range of the peak over the ways of loading a base; None where there is one way."""
     if not _comes_by_weight(recipe):
         return None
     return reserved_range(log, card.usable, card.total_memory, recipe.expandable_segments)
 
 
-def _as_loaded(recipe, log, card) -> Iterable[Event]:
+def _as_loaded(recipe: Recipe | Serving, log: Log, card: GPU) -> Iterable[Event]:
     by_weight = _comes_by_weight(recipe)
     return loaded_by_transformers(log, card.total_memory) if by_weight else log.events()
 
 
-def _comes_by_weight(recipe: Recipe) -> bool:
+def _comes_by_weight(recipe: Recipe | Serving) -> bool:
     """Whether `from_pretrained` loads the model and quantizes it, and not `sharding.share`."""
-    return recipe.base in QUANTIZED and not is_moved_by_sharding(recipe)
+    return recipe.base in QUANTIZED and not is_moved_by_sharding(_in_the_place_of(recipe))

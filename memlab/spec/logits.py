@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from memlab import models
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from memlab.fields import Model
+
 TOKENS = 3
 
 
-def unlike_product(model) -> str:
+def unlike_product(model: Model) -> str:
     """Why a causal model's loss is not that of its last hidden states times its head's weight.
 
     Empty where it is. Logits may be scaled or capped (Cohere, Gemma 2), the head may have layers of
@@ -30,7 +37,7 @@ def unlike_product(model) -> str:
 _KNOWN: dict[str, str] = {}  # by config
 
 
-def _unlike(config, device: str) -> str:
+def _unlike(config: PretrainedConfig, device: str) -> str:
     if getattr(config, "output_router_logits", False):
         return "its router adds to the loss"
     with torch.device(device), torch.no_grad():
@@ -40,7 +47,7 @@ def _unlike(config, device: str) -> str:
             return "its head is no linear layer"
         if built.loss_function is not ForCausalLMLoss:
             return "its loss is one of its own"
-        seen = {}
+        seen: dict[str, Any] = {}
         head.register_forward_hook(lambda _, given, made: seen.update(given=given[0], made=made))
         built.base_model.register_forward_hook(
             lambda _, given, made: seen.update(hidden=made.last_hidden_state)

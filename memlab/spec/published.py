@@ -1,13 +1,21 @@
 """Published weights that are quantized already: a base that is asked for is that one or none."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from memlab import models
 
+if TYPE_CHECKING:
+    from memlab.spec.recipe import Recipe
+    from memlab.spec.serving import Serving
 
-def check_published(asked) -> None:
+
+def check_published(asked: Recipe | Serving) -> None:
     """Raise ValueError where a model's published weights are quantized in another way than asked.
 
-    asked: a `Recipe` or a `Serving`. A base of bitsandbytes, as the config.json's
-    `quantization_config` says it, is answered for where it is the one that is asked for.
+    A base of bitsandbytes, as the config.json's `quantization_config` says it, is answered for
+    where it is the one that is asked for.
     """
     said = getattr(models.published(asked.model), "quantization_config", None)
     if not said:

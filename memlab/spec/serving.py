@@ -6,9 +6,14 @@ What a field means, what it may hold and how the command line calls it stand wit
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from memlab.fields import documentation, field, one_of, switch, whole, wrong
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from memlab.fields import Model
 
 PLAIN = ("fp32", "fp16", "bf16")  # formats of weights that are not quantized
 TASKS = ("causal-lm", "seq2seq-lm")  # of the models that write text
@@ -59,16 +64,16 @@ class Serving:
     expandable_segments: bool = switch(False, "as of a `Recipe`")
 
     # What memlab's quantized bases, simulations and logs of deep models ask a recipe for.
-    precision: ClassVar = ""
-    optimizer: ClassVar = ""
-    accumulation: ClassVar = 1
-    lora_rank: ClassVar = 0
-    block_size: ClassVar = 64
-    double_quant: ClassVar = True
-    freeze: ClassVar = ()
-    ranks: ClassVar = 1
+    precision: ClassVar[str] = ""
+    optimizer: ClassVar[str] = ""
+    accumulation: ClassVar[int] = 1
+    lora_rank: ClassVar[int] = 0
+    block_size: ClassVar[int] = 64
+    double_quant: ClassVar[bool] = True
+    freeze: ClassVar[tuple[int | str, ...]] = ()
+    ranks: ClassVar[int] = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for one in fields(self):
             value, choices = getattr(self, one.name), one.metadata["choices"]
             if choices:
@@ -122,7 +127,7 @@ class Serving:
 
         return self.model if isinstance(self.model, str) else models.config(self.model).model_type
 
-    def but(self, **changes) -> Serving:
+    def but(self, **changes: Any) -> Serving:
         """The same with some fields changed."""
         known = [one.name for one in fields(self)]
         for name in changes:
@@ -132,7 +137,7 @@ class Serving:
             changes.setdefault("compute_dtype", None)
         return replace(self, **changes)
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values."""
         return vars(self) | {"model": self.model_name}
 
@@ -144,7 +149,7 @@ class Serving:
 Serving.__doc__ = f"{Serving.__doc__}\n{documentation(Serving)}\n"
 
 
-def head_shape(config) -> tuple[int, int]:
+def head_shape(config: PretrainedConfig) -> tuple[int, int]:
     """(heads that have keys and values, size of a head) of a config's decoder.
 
     Raises ValueError where layers have others than the rest.
@@ -158,7 +163,7 @@ def head_shape(config) -> tuple[int, int]:
     ) or heads, size or config.hidden_size // heads
 
 
-def kv_cache_bytes(model, tokens: int, batch_size: int = 1, bytes_each: float = 2) -> int:
+def kv_cache_bytes(model: Model, tokens: int, batch_size: int = 1, bytes_each: float = 2) -> int:
     """Bytes of a cache: layers x 2 x key-value heads x head size x bytes x tokens x batch.
 
     model: as of a `Recipe`. tokens: of one text; of the two caches of an encoder-decoder model the
@@ -176,7 +181,7 @@ def kv_cache_bytes(model, tokens: int, batch_size: int = 1, bytes_each: float = 
     layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
     kinds = getattr(config, "layer_types", None)
     layers -= getattr(config, "num_kv_shared_layers", None) or 0  # the last take those of others
-    window = getattr(config, "sliding_window", None)
+    window: Any = getattr(config, "sliding_window", None)
     if kinds is None:
         kinds = ["sliding_attention" if window else "full_attention"] * layers
     kept = sum(
