@@ -78,10 +78,9 @@ def record(
     run_seconds: for one run. steps: timed steps of each, after the warm-up of `measure`.
     note: what is said of the machine, kept in each record's source.
 
-    Each run has a process of its own, which ends with the one that started it. Running out of
-    memory is a result and recorded; what the device cannot do is skipped and said. Raises, before
-    anything runs, ValueError for a file of `out` that is not whole, and OSError where nothing can
-    be written to `out`.
+    Each run has a process of its own, which ends with this one. Running out of memory is a result
+    and recorded; what the device cannot do is skipped and said. Raises, before anything runs,
+    ValueError for a file of `out` that is not whole, and OSError where `out` cannot be written.
     """
     whole(1)("steps", steps)
     _be_writable(Path(out))
