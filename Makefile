@@ -21,12 +21,13 @@ export PYDEVD_DISABLE_FILE_VALIDATION := 1
 # What a test records the next one, and the book, need not record again.
 export MEMLAB_CACHE := $(abspath .cache)
 
-.PHONY: help env book figures serve test lint stripped units standin pages bench format strip address cover clean package executed publish-executed versions
+.PHONY: help env book figures serve test nightly lint stripped units standin pages bench format strip address cover clean package executed publish-executed versions
 
 help:
 	@echo "make book      make the environment, execute every chapter, render the book"
 	@echo "make serve     open the rendered book in the browser"
 	@echo "make test      style, stored outputs, unit tests, chapters, book, rendered pages"
+	@echo "make nightly   what takes longer: slow tests, every chapter on two stand-in cards"
 	@echo "make lint      style of modules and notebooks, stored outputs, folded cells"
 	@echo "make units     the tests that need no rendered book"
 	@echo "make pages     the tests of the rendered book as it stands in _build"
@@ -82,9 +83,13 @@ serve:
 
 test: lint
 	$(MAKE) units
-	$(MAKE) standin CARDS=T4 CHAPTERS="$(FEW)"
 	$(MAKE) book
 	$(MAKE) pages
+
+# What `make test` leaves out, for it has to end within 20 minutes on two cores.
+nightly: $(READY)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not rendered" --durations=10
+	$(MAKE) standin
 
 lint: stripped
 	$(BIN)/ruff check .
@@ -98,18 +103,15 @@ stripped: $(READY)
 	@$(BIN)/python tools/fold_cells.py --check
 
 units: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not rendered" --durations=10
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not rendered and not slow" --durations=10
 
 pages: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m rendered
 
 # Chapters on a card that stands in for a reader's (tools/standin_card.py), all of them unless some are named.
+# What such a card refuses has its unit tests, which `make test` runs.
 CARDS := T4 H100
 CHAPTERS :=
-# Those of every test: the same at each run, so that a failure is the change's. Between them they recompute,
-# save on the host and in files, quantize and load a base, hand it to the Trainer and to Accelerate, and
-# compare tensors and counters. The rest of what a card refuses has its unit tests.
-FEW := 08-checkpointing 13-lora
 standin: $(READY)
 	@for card in $(CARDS); do $(BIN)/python tools/run_on_standin.py $$card $(CHAPTERS) || exit 1; done
 
