@@ -12,13 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from _typeshed import DataclassInstance
-    from transformers import PretrainedConfig
-
-    # What names a model everywhere: see `Recipe.model`.
-    Model = str | Path | dict[str, Any] | PretrainedConfig
 
 T = TypeVar("T")
 Choices = tuple[object, ...] | dict[str, str]  # values, or each with what it means

@@ -25,8 +25,10 @@ import json
 import math
 import re
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from memlab.units import MiB
 
@@ -124,13 +126,14 @@ class GPU:
             return None
         own = [self.measured[half][1] / self.rates[half] for half in HALVES & self.measured.keys()]
         shares = (dtype != "float32" and sorted(own)) or shares_like(self, dtype)
-        found = shares[0], statistics.median(shares), shares[-1]
-        return tuple(self.rates[dtype] * share for share in found)
+        rate = self.rates[dtype]
+        return rate * shares[0], rate * statistics.median(shares), rate * shares[-1]
 
     @property
     def traffic(self) -> float:
         """Bytes a second that kernels which compute little reach; by the median of others' shares
         where none was measured."""
+        assert self.bandwidth is not None  # of a card with rates, which alone has seconds
         shares = [card.share_of_bandwidth for card in GPUS.values() if card.share_of_bandwidth]
         return self.bandwidth * (self.share_of_bandwidth or statistics.median(shares))
 
@@ -163,12 +166,13 @@ class GPU:
         return native_dtypes(self.capability)
 
 
-def _reached(tera) -> Reached:
+def _reached(tera: float | list[float]) -> Reached:
     """(least, expected, most) of a number of 10^12 operations a second, or of three."""
-    return tuple(one * 1e12 for one in (tera if isinstance(tera, list) else [tera] * 3))
+    least, expected, most = tera if isinstance(tera, list) else [tera] * 3
+    return least * 1e12, expected * 1e12, most * 1e12
 
 
-def _read(name: str, said: dict) -> GPU:
+def _read(name: str, said: dict[str, Any]) -> GPU:
     total, context = int(said["total_mib"] * MiB), int(said["context_mib"] * MiB)
     rates = {dtype: tera * 1e12 for dtype, tera in said["tera_ops"].items()}
     return GPU(
@@ -207,7 +211,7 @@ def shares_like(card: GPU, dtype: str) -> list[float]:
     generation, else of all; where no card was measured in the format, in half precision.
     """
 
-    def measured(alike) -> list[float]:
+    def measured(alike: Callable[[GPU], bool]) -> list[float]:
         cards = [one for one in GPUS.values() if one.name not in HELD_BACK and alike(one)]
         formats = [dtype] if any(dtype in one.measured for one in cards) else ["float16"]
         return sorted(
@@ -306,8 +310,13 @@ def find_gpu(card: str | int | float | GPU | None) -> GPU:
     given = float(size[1]) * 2**30 if size else card
     if isinstance(given, (int, float)) and not isinstance(given, bool) and 1 <= given < math.inf:
         name = f"{given / MiB:,.0f} MiB" if given >= MiB else f"{given} bytes"
-        own = {"total_memory": int(given), "context": 0, "sources": "given by the caller"}
-        return dataclasses.replace(ANY_CARD, name=name, **own)
+        return dataclasses.replace(
+            ANY_CARD,
+            name=name,
+            total_memory=int(given),
+            context=0,
+            sources="given by the caller",
+        )
     if isinstance(card, str):
         meant = _meant(_words(card))
         if meant:
@@ -315,7 +324,7 @@ def find_gpu(card: str | int | float | GPU | None) -> GPU:
     raise ValueError(f"gpu is {card!r}{_hint(card)}")
 
 
-def _hint(card) -> str:
+def _hint(card: object) -> str:
     """Why a name is no card's, and what may be meant, for the words of an error."""
     allowed = f": allowed are {', '.join(GPUS)}, or a number of bytes above 0, or of GiB such as "
     allowed += '"11.5 GiB"'

@@ -11,6 +11,7 @@ import functools
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -40,6 +41,7 @@ _ALIASES = {_spelled(known): name for name, hub in MODELS.items() for known in (
 _ALIASES |= {f"{name}-tiny": f"{name}-tiny" for name in MODELS}
 MODELS |= {f"{name}-tiny": f"a tiny twin of {hub}" for name, hub in list(MODELS.items())}
 
+Model = str | Path | dict[str, Any] | PretrainedConfig  # what names one: see `Recipe.model`
 # How architectures call the width of their feed-forward layers.
 WIDTHS = ("intermediate_size", "hidden_dim", "d_ff", "n_inner")
 TASKS = ("sequence-classification", "causal-lm", "masked-lm", "seq2seq-lm")
@@ -51,7 +53,7 @@ _CLASSES = {
 }
 
 
-def config(model) -> PretrainedConfig:
+def config(model: Model) -> PretrainedConfig:
     """A fresh config of a named model, a config.json (or its folder), a config or a hub name.
 
     Also of a dictionary with the values of a config.json, `model_type` among them. Of a config that
@@ -66,13 +68,13 @@ def config(model) -> PretrainedConfig:
     return text
 
 
-def published(model) -> PretrainedConfig:
+def published(model: Model) -> PretrainedConfig:
     """The config as it was given or published, not to be changed."""
-    if isinstance(model, PretrainedConfig):
-        return model
-    if isinstance(model, dict):
-        return _from_values(model, "model")
     name = catalogued(model)
+    if isinstance(name, PretrainedConfig):
+        return name
+    if isinstance(name, dict):
+        return _from_values(name, "model")
     if name in MODELS:
         return _of_catalogue(name)
     if Path(name).exists() or name.endswith(".json"):
@@ -100,7 +102,7 @@ def _of_catalogue(name: str) -> PretrainedConfig:
     return CONFIG_MAPPING[fields.pop("model_type")](**fields)
 
 
-def catalogued(model):
+def catalogued(model: Model) -> str | dict[str, Any] | PretrainedConfig:
     """The name in `MODELS` that a text means: in any case, or its hub name, however it was tuned.
 
     An owner is its publisher, or one of `MIRRORS`, but for Phi, which a mirror has as a Llama. The
@@ -127,17 +129,13 @@ def _text_of(given: PretrainedConfig) -> PretrainedConfig:
         return given
 
 
-def left_out(model) -> tuple[str, ...]:
+def left_out(model: Model) -> tuple[str, ...]:
     """What of a nested config `config` leaves out, such as `vision`; empty for most models."""
     given = published(model)
     text = _text_of(given)
     parts = {name: getattr(given, name, None) for name in given.sub_configs}
-    kept = text is given
-    return tuple(
-        name.removesuffix("_config")
-        for name, part in parts.items()
-        if not kept and part is not None and part is not text
-    )
+    left = (n for n, it in parts.items() if not (text is given or it is None or it is text))
+    return tuple(name.removesuffix("_config") for name in left)
 
 
 def _read_file(path: Path) -> PretrainedConfig:
@@ -155,7 +153,7 @@ def _read_file(path: Path) -> PretrainedConfig:
     return _from_values(values, path)
 
 
-def _from_values(values, place) -> PretrainedConfig:
+def _from_values(values: Any, place: str | Path) -> PretrainedConfig:
     """The config with the values of a config.json; `place` begins the words of an error."""
     family = values.get("model_type") if isinstance(values, dict) else None
     if not isinstance(family, str) or family not in CONFIG_MAPPING:
@@ -183,7 +181,7 @@ def _read_hub(name: str) -> PretrainedConfig:
     )
 
 
-def twin(model) -> PretrainedConfig:
+def twin(model: Model) -> PretrainedConfig:
     """The tiny twin of a model: 2 layers, hidden size 96 to 256, vocabulary of at most 4,096.
 
     The layers are the first and the next of another kind, where there are kinds. Query heads per
@@ -208,8 +206,7 @@ def twin(model) -> PretrainedConfig:
         "num_attention_heads": new_heads,
         "num_key_value_heads": 2 if grouped else new_heads,
         "head_dim": new_wide // new_heads,
-        "hidden_size": new_wide,
-        "pooler_hidden_size": new_wide,
+        **dict.fromkeys(("hidden_size", "pooler_hidden_size"), new_wide),
         "max_window_layers": 2,
     }
     for name in (*WIDTHS, "moe_intermediate_size"):
@@ -228,7 +225,7 @@ def twin(model) -> PretrainedConfig:
     return resized(with_layers(tiny, 2), **values)
 
 
-def resized(model, **values) -> PretrainedConfig:
+def resized(model: Model, **values: Any) -> PretrainedConfig:
     """A copy of a config with these values, as far as the architecture has such fields.
 
     Special tokens beyond a smaller vocabulary become its last entry; factors of single rotary
@@ -252,23 +249,22 @@ def resized(model, **values) -> PretrainedConfig:
     return small
 
 
-def with_layers(model, layers: int) -> PretrainedConfig:
+def with_layers(model: Model, layers: int) -> PretrainedConfig:
     """A copy of a config with so many layers (in an encoder and in a decoder).
 
     Of another number than its own none takes the keys and values of an earlier one.
     """
     full = config(model)
     values = {name: (value * layers)[:layers] for name, value in _by_layer(full).items()}
-    if layers != full.num_hidden_layers:
-        values["num_kv_shared_layers"] = 0
-    return resized(full, num_hidden_layers=layers, num_decoder_layers=layers, **values)
+    apart = {} if layers == full.num_hidden_layers else {"num_kv_shared_layers": 0}
+    return resized(full, num_hidden_layers=layers, num_decoder_layers=layers, **values, **apart)
 
 
-def _by_layer(full: PretrainedConfig) -> dict[str, list]:
+def _by_layer(full: PretrainedConfig) -> dict[str, list[Any]]:
     """The lists of a config that have one entry a layer."""
     usual = type(full)()  # says which lists have one, and which just have that length
 
-    def fits(config, value):
+    def fits(config: PretrainedConfig, value: object) -> bool:
         return isinstance(value, (list, tuple)) and len(value) == config.num_hidden_layers
 
     return {
@@ -278,7 +274,7 @@ def _by_layer(full: PretrainedConfig) -> dict[str, list]:
     }
 
 
-def tasks(model) -> tuple[str, ...]:
+def tasks(model: Model) -> tuple[str, ...]:
     """The tasks of `TASKS` that an architecture has, its usual one first."""
     values = config(model)
     family = values.model_type
@@ -294,19 +290,17 @@ def tasks(model) -> tuple[str, ...]:
         return ("seq2seq-lm",)
     if "masked-lm" in has:  # an encoder; as a decoder it would be another architecture
         return tuple(t for t in ("sequence-classification", "masked-lm") if t in has)
-    if values.is_encoder_decoder:  # its decoder alone would be another architecture
-        has = []
-    if not has:
+    if values.is_encoder_decoder or not has:  # a decoder alone would be another architecture
         raise ValueError(f"model type {family!r} has none of the tasks {', '.join(TASKS)}")
     return tuple(has)
 
 
-def default_task(model) -> str:
+def default_task(model: Model) -> str:
     """The usual task of an architecture: classification for encoders, else language modelling."""
     return tasks(model)[0]
 
 
-def max_length(model) -> int | None:
+def max_length(model: Model) -> int | None:
     """The longest sequence in tokens, None where positions are only relative (T5, DeBERTa-v3).
 
     Rotary positions can be stretched. A `rope_type` of linear or dynamic does so by its `factor`
@@ -330,13 +324,19 @@ def max_length(model) -> int | None:
     return longest
 
 
-def has_experts(model) -> bool:
+def has_experts(model: Model) -> bool:
     """Whether the architecture is a mixture of experts."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     return any(getattr(config(model), name, None) for name in names)
 
 
-def build(model, task: str | None = None, dtype=torch.float32, attention="eager", seed=0):
+def build(
+    model: Model,
+    task: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "eager",
+    seed: int = 0,
+) -> "transformers.PreTrainedModel":
     """A model with seeded random weights, in train mode, without a key-value cache.
 
     model: anything that `config` takes. dtype: of parameters and buffers. attention: an attention
@@ -379,7 +379,7 @@ def build(model, task: str | None = None, dtype=torch.float32, attention="eager"
     return built.train()
 
 
-def _has_own_head(values) -> bool:
+def _has_own_head(values: PretrainedConfig) -> bool:
     """Whether a checkpoint of T5's family has a head that is not its embedding: from T5 1.1 on.
 
     The classes of its configs say `tie_word_embeddings` of all of them, because encoder and decoder
@@ -390,7 +390,7 @@ def _has_own_head(values) -> bool:
     return values.model_type in ("mt5", "umt5") or not scaled
 
 
-def active_parameters(config) -> tuple[int, int]:
+def active_parameters(config: PretrainedConfig) -> tuple[int, int]:
     """(all parameters, those that one token meets) of a mixture of experts with this config."""
     with torch.device("meta"):
         named = list(build(config).named_parameters())

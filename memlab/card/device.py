@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import pickle
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from memlab.card import checkpoints, cuda_api, fake_tensors, moves
 from memlab.card.kernels import bitsandbytes, triton
@@ -25,6 +27,11 @@ from memlab.footprint import Footprint
 from memlab.gpus import GPU, find_gpu
 from memlab.libraries import import_bitsandbytes
 from memlab.trace.snapshot import take_snapshot
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import torch
 
 
 class SimulatedGPU:
@@ -103,18 +110,18 @@ class SimulatedGPU:
     def __init__(
         self,
         gpu: GPU | str | int | None = None,
-        rules=frozenset(RULES),
-        script=None,
+        rules: Collection[str] = frozenset(RULES),
+        script: Path | None = None,
         ranks: int = 1,
         link: str | None = None,
         compile_eagerly: bool = False,
-    ):
+    ) -> None:
         self.gpu, self.ranks, self.link = find_gpu(gpu), check_ranks(ranks), link
         if link is not None:
             link_rate(self.gpu, link)  # or refuses
         self.tracer = CardTracer(self.gpu, rules, script)
         self.compile_eagerly = compile_eagerly
-        self._stack = None  # of what is patched while it is entered
+        self._stack: contextlib.ExitStack | None = None  # of what is patched while it is entered
         self.device = CARD
 
     def __enter__(self) -> SimulatedGPU:
@@ -151,12 +158,23 @@ class SimulatedGPU:
         SimulatedGPU.entered = True
         return self
 
-    def __exit__(self, *error):
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
         SimulatedGPU.entered = False
         self.tracer.stop()  # what dies later is no part of it
-        return self._stack.__exit__(*error)
+        assert self._stack is not None  # it was entered
+        return self._stack.__exit__(kind, error, traceback)
 
-    def watch(self, model=None, optimizer=None, inputs=()) -> None:
+    def watch(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        inputs: Iterable[torch.Tensor] = (),
+    ) -> None:
         """Name and count these from now on, also the parts that no operation touches."""
         self.tracer.watch(model, optimizer, inputs)
 
@@ -169,7 +187,7 @@ class SimulatedGPU:
         """The peak since the last `reset_peak`, or since the beginning."""
         return card_footprint(self.tracer, link=self.link)
 
-    def snapshot(self) -> dict:
+    def snapshot(self) -> dict[str, Any]:
         """What happened on the card, in the form of `torch.cuda.memory._snapshot()`."""
         return take_snapshot(self.tracer)
 

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from memlab.card.links import link_rate
-from memlab.card.op_cost import count_kernels, count_tiles
+from memlab.card.op_cost import Work, count_kernels, count_tiles
 from memlab.footprint import Phase, StepTime
 from memlab.gpus import GPU
 
@@ -103,7 +103,7 @@ class Columns(NamedTuple):
     carried: np.ndarray | float = 0.0
 
     @classmethod
-    def from_counter(cls, work: Counter) -> Columns:
+    def from_counter(cls, work: Counter[Work]) -> Columns:
         """Of `Work` -> how often."""
         dtypes = sorted({one.dtype for one in work if one.dtype})
         place = {dtype: i for i, dtype in enumerate(dtypes)} | {"": -1}
@@ -122,7 +122,7 @@ class Columns(NamedTuple):
 
 
 def step_time(
-    work: Counter | Columns, gpu: GPU, samples: int | None = None, link: str | None = None
+    work: Counter[Work] | Columns, gpu: GPU, samples: int | None = None, link: str | None = None
 ) -> StepTime:
     """The estimated seconds of a step's work on a card.
 
@@ -151,18 +151,28 @@ def step_time(
     )
 
 
-def _rates(columns, gpu) -> list[float]:
+def _rates(columns: Columns, gpu: GPU) -> list[float]:
     """The card's rate for each of the formats."""
     if gpu.bandwidth is None:
         raise ValueError(f"{gpu.name} has no rates, and so no seconds: name a card, such as T4")
+    rates = []
     for dtype in columns.dtypes:
-        if gpu.rate(dtype) is None:
+        rate = gpu.rate(dtype)
+        if rate is None:
             allowed = ", ".join(gpu.rates)
             raise ValueError(f"{gpu.name} has no rate for {dtype}: it has those of {allowed}")
-    return [gpu.rate(dtype) for dtype in columns.dtypes]
+        rates.append(rate)
+    return rates
 
 
-def _seconds(columns, reached, gpu, reach, over, to_host) -> dict[str, float]:
+def _seconds(
+    columns: Columns,
+    reached: np.ndarray,
+    gpu: GPU,
+    reach: Efficiency,
+    over: float,
+    to_host: float,
+) -> dict[str, float]:
     """Seconds by part; they sum to the step's. reached: of each format, the last without one."""
     share = np.where(columns.tiles > 0, reach.products, reach.attention)
     busy_share = busy(columns.tiles, gpu.processors)

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorMode,
 )
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
@@ -64,7 +65,10 @@ class CardTracer(OnHost, Tracer):
     rules: which of `memlab.card.kernels.rules.RULES` hold; met_rules: those that were at work.
     script: whose lines are noted with what they make; files beside it count as its own.
     assumptions: what stands in for values that only a real card has, where a shape follows them.
+    mode: that of the tensors without data, once there is one.
     """
+
+    mode: FakeTensorMode
 
     def __init__(self, gpu: GPU, rules=frozenset(RULES), script: Path | None = None):
         super().__init__(CardMemory(gpu))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
@@ -12,6 +12,9 @@ from memlab.footprint import Category
 from memlab.gpus import GPU
 from memlab.spec.recipe import COMPUTED_IN, QUANTIZED, Recipe
 from memlab.units import GiB, gib, seconds_text
+
+if TYPE_CHECKING:
+    from memlab.models import Model
 
 WAYS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 # What is trained, in the order of what it may cost in quality.
@@ -41,7 +44,7 @@ class Question:
     train in pure half precision, and optimizers other than AdamW and Adafactor.
     """
 
-    model: Any
+    model: Model
     seq_len: int = 512
     effective_batch: int = 16
     ways: tuple[str, ...] = tuple(WAYS)
@@ -53,7 +56,7 @@ class Question:
     link: str | None = None
     expandable_segments: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("ways", "precisions"):
             value = getattr(self, name)
             value = tuple(value.split(",")) if isinstance(value, str) else value
@@ -74,13 +77,13 @@ class Question:
             what = f"with ranks {self.ranks} multiples of it"
             raise wrong("effective_batch", self.effective_batch, what)
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         return values | {"model": name_of_model(self.model)}
 
 
-def name_of_model(model) -> str:
+def name_of_model(model: Model) -> str:
     return model if isinstance(model, str) else getattr(model, "model_type", "a config")
 
 
@@ -131,7 +134,7 @@ class Option:
         sequences = self.recipe.batch_size * self.recipe.accumulation * self.recipe.ranks
         return None if self.seconds is None else sequences / self.seconds
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         more = {"way": self.way, "tier": self.tier, "missing": self.missing}
@@ -159,7 +162,8 @@ class Option:
         return f"{text}, {self.time()}" if self.seconds else text
 
     def time(self) -> str:
-        """The seconds of a step and the sequences a second."""
+        """The seconds of a step and the sequences a second, where they are known."""
+        assert self.seconds is not None
         return f"{seconds_text(self.seconds)} a step, {self.rate()} sequences/s"
 
     def rate(self) -> str:
@@ -170,7 +174,8 @@ class Option:
         return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
     def sizes(self) -> str:
-        """The largest micro-batch and the longest sequence."""
+        """The largest micro-batch and the longest sequence, where they were asked."""
+        assert self.largest_batch is not None and self.longest is not None
         ends = self.longest_ends or f"{self.longest + 64:,} does not fit"
         return (
             f"largest micro-batch {self.largest_batch:,} ({self.largest_batch + 1:,} does not "
@@ -221,7 +226,7 @@ class Switch:
     seconds: float | None
     fits: bool
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
@@ -256,7 +261,7 @@ class Plan:
         """Whether anything fits."""
         return self.fastest is not None
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
             "question": self.question.as_dict(),
@@ -282,6 +287,7 @@ class Plan:
 
     def __str__(self) -> str:
         asked, card = self.question, self.card
+        assert card.total_memory is not None  # a plan is for a card with a limit
         cards = f"{asked.ranks} x " if asked.ranks > 1 else ""
         usable = self.start.total_memory - self.start.margin
         lines = [
@@ -293,7 +299,7 @@ class Plan:
             f"Tiers, by what they may cost in quality: {'; '.join(self._legend())}.",
             "",
         ]
-        if self:
+        if self.fastest and self.roomiest:
             sized = {FASTEST: self.fastest, ROOMIEST: self.roomiest}
             same = _is_same(self.fastest.recipe, self.roomiest.recipe)
             lines += [f"{n}: {it.sizes()}." for n, it in list(sized.items())[: 2 - same]]
@@ -318,9 +324,11 @@ class Plan:
 
     def verdict(self) -> str:
         """The answer in a line, without its full stop."""
-        if not self:
+        if not self.fastest:
             return "nothing fits"
-        first, same = self.first, _is_same(self.first.recipe, self.fastest.recipe)
+        first = self.first
+        assert first is not None  # what is fastest has a tier
+        same = _is_same(first.recipe, self.fastest.recipe)
         best = f"tier {first.tier} fits, {described(first.recipe)}"
         fastest = f"tier {self.fastest.tier}, {described(self.fastest.recipe)}"
         return f"{best}, and is fastest" if same else f"{best}; fastest is {fastest}"
@@ -330,9 +338,11 @@ class Plan:
 
     def _told(self) -> list[tuple[str, Option]]:
         """The rows of the table: words, and an option."""
-        told = [(FASTEST, self.fastest), (ROOMIEST, self.roomiest)] if self else []
-        if self and _is_same(self.fastest.recipe, self.roomiest.recipe):
-            told = [(f"{FASTEST}, {ROOMIEST}", self.fastest)]
+        told = []
+        if self.fastest and self.roomiest:
+            told = [(FASTEST, self.fastest), (ROOMIEST, self.roomiest)]
+            if _is_same(self.fastest.recipe, self.roomiest.recipe):
+                told = [(f"{FASTEST}, {ROOMIEST}", self.fastest)]
         known = [option for _, option in told]
         return told + [("", it) for it in self.tiers.values() if it not in known]
 

@@ -30,7 +30,7 @@ from memlab.spec.recipe import Recipe
 from memlab.trace.log import Log
 
 if TYPE_CHECKING:
-    from memlab.fields import Model
+    from memlab.models import Model
 
     Named = GPU | str | int  # a card
 

@@ -12,7 +12,7 @@ from memlab import models
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from memlab.fields import Model
+    from memlab.models import Model
 
 TOKENS = 3
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memlab.fields import (
     Needs,
@@ -24,6 +24,11 @@ from memlab.fields import (
     whole,
     without_effect,
 )
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from memlab.models import Model
 
 # precision -> the format of its products
 COMPUTED_IN = {
@@ -57,7 +62,7 @@ class Recipe:
     Raises ValueError in one line that names the field, the value and what is allowed.
     """
 
-    model: Any = field(
+    model: Model = field(
         "bert-large",
         "a name of `memlab.models.MODELS`, a path to a config.json, a hub name, or in Python a "
         "transformers PretrainedConfig or a dictionary of its values",
@@ -152,7 +157,7 @@ class Recipe:
         "shrinks them before the step; 0 for no clipping",
         check=from_zero,
     )
-    freeze: tuple | str = field(
+    freeze: tuple[int | str, ...] | str = field(
         (),
         "what is not trained: embeddings, a number (that many first layers), backbone (everything "
         'but the head), names of modules; a tuple or one text with commas, as "embeddings,2"; '
@@ -165,7 +170,7 @@ class Recipe:
         "classification head",
         check=whole(0),
     )
-    lora_targets: tuple | str = field(
+    lora_targets: tuple[str, ...] | str = field(
         "all-linear",
         "names of the linear modules that get adapters, a tuple or one text with commas; "
         "all-linear means every one but the head",
@@ -244,7 +249,7 @@ class Recipe:
         },
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         from memlab import models  # torch and transformers, which a question for help can spare
         from memlab.spec.combinations import (
             check_loss,
@@ -298,9 +303,11 @@ class Recipe:
     @property
     def model_name(self) -> str:
         """The model as a short text for tables."""
-        return self.model if isinstance(self.model, str) else self.model.model_type
+        from memlab.models import published
 
-    def but(self, **changes) -> Recipe:
+        return self.model if isinstance(self.model, str) else published(self.model).model_type
+
+    def but(self, **changes: Any) -> Recipe:
         """The same recipe with some fields changed: `recipe.but(batch_size=1, accumulation=4)`."""
         known = [field.name for field in dataclasses.fields(self)]
         for name in changes:
@@ -311,17 +318,15 @@ class Recipe:
         changes = without_effect(self, changes) | changes
         return dataclasses.replace(self, **changes)
 
-    def twin(self, **changes) -> Recipe:
+    def twin(self, **changes: Any) -> Recipe:
         """The same recipe on the model's tiny twin, small enough to measure on a laptop.
 
         Sequences are cut to 128 tokens, unless `changes` says otherwise.
         """
         from memlab import models
 
-        if not isinstance(self.model, str) or f"{self.model}-tiny" not in models.MODELS:
-            tiny = models.twin(self.model)
-        else:
-            tiny = f"{self.model}-tiny"
+        named = isinstance(self.model, str) and f"{self.model}-tiny" in models.MODELS
+        tiny = f"{self.model}-tiny" if named else models.twin(self.model)
         changes = {"model": tiny, "task": self.task, "seq_len": min(self.seq_len, 128)} | changes
         return self.but(**changes)
 
@@ -330,7 +335,7 @@ class Recipe:
         values = dataclasses.asdict(self) if isinstance(self.model, str) else vars(self).copy()
         return values | {"model": self.model_name}
 
-    def training_arguments(self, output_dir: str = "output", **more):
+    def training_arguments(self, output_dir: str = "output", **more: Any) -> TrainingArguments:
         """The same recipe as `transformers.TrainingArguments`, for `Trainer`.
 
         The Trainer always drops gradients (`set_to_none`), its `adamw_torch` lets PyTorch choose

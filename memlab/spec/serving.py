@@ -13,7 +13,7 @@ from memlab.fields import documentation, field, one_of, switch, whole, wrong
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from memlab.fields import Model
+    from memlab.models import Model
 
 PLAIN = ("fp32", "fp16", "bf16")  # formats of weights that are not quantized
 TASKS = ("causal-lm", "seq2seq-lm")  # of the models that write text
@@ -27,7 +27,7 @@ class Serving:
     more tokens than that. Raises ValueError in one line: the field, the value, what is allowed.
     """
 
-    model: object = field("llama-3-8b", "as of a `Recipe`")
+    model: Model = field("llama-3-8b", "as of a `Recipe`")
     prompt: int = field(512, "tokens of each prompt; of an encoder's input", check=whole(1))
     new_tokens: int = field(16, "tokens written after it, the first by the prefill", check=whole(1))
     batch_size: int = field(1, "texts at a time", check=whole(1))

@@ -4,10 +4,14 @@ The same loop runs on a real device and on the simulated GPU; only the place of 
 differs.
 """
 
+from __future__ import annotations
+
 import contextlib
 import itertools
 import operator
 import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -20,6 +24,12 @@ from memlab.workloads import quantized, sharding
 from memlab.workloads.losses import replace_loss
 from memlab.workloads.optimizers import make_optimizer
 
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from transformers import PretrainedConfig, PreTrainedModel
+
+Batch = dict[str, torch.Tensor]
 AUTOCAST = {"fp16-amp": torch.float16, "bf16-amp": torch.bfloat16}
 PURE = {"fp16": torch.float16, "bf16": torch.bfloat16}  # no fp32 copy of anything
 
@@ -45,7 +55,13 @@ class Training:
     [batch_size, seq_len]), scaler (torch.amp.GradScaler, at work for fp16-amp only).
     """
 
-    def __init__(self, recipe: Recipe, device="cpu", seed: int = 0, built_in=None):
+    def __init__(
+        self,
+        recipe: Recipe,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+        built_in: contextlib.AbstractContextManager[object] | None = None,
+    ) -> None:
         self.recipe, self.device = recipe, torch.device(device)
         rank = sharding.join_ranks(recipe)
         config = models.config(recipe.model)
@@ -55,31 +71,29 @@ class Training:
         # What is gathered may be cast on the way: 4-bit weights come as what is none.
         storage = [half or dtype] if self._sharded else []
         with built_in or contextlib.nullcontext():
-            self.model = models.build(config, recipe.task, dtype, recipe.attention, seed)
+            model = models.build(config, recipe.task, dtype, recipe.attention, seed)
             if recipe.base in QUANTIZED:
-                quantized.quantize_base(self.model, recipe, *storage)
+                quantized.quantize_base(model, recipe, *storage)
             if recipe.base == "half" or recipe.base in QUANTIZED and not recipe.upcast:
-                quantized.leave_in_fp32(self.model, recipe)
-        replace_loss(self.model, recipe)
+                quantized.leave_in_fp32(model, recipe)
+        replace_loss(model, recipe)
         if not self._sharded:
-            self.model.to(self.device)
+            model.to(self.device)  # type: ignore[arg-type]  # transformers wraps it without self
         if recipe.base in QUANTIZED:
             if recipe.upcast:
-                quantized.cast_the_rest(self.model)
+                quantized.cast_the_rest(model)
             # Gives back what loading has left, as peft's cast and the Trainer's first act do.
             torch.cuda.empty_cache()
         if recipe.freeze:
-            freeze(self.model, recipe.freeze)
-        if recipe.lora_rank:
-            self.model = add_lora(self.model, recipe)
+            freeze(model, recipe.freeze)
+        whole = add_lora(model, recipe) if recipe.lora_rank else model
         if recipe.checkpointing != "none":
-            model = self.model.get_base_model() if recipe.lora_rank else self.model
             enable = getattr(model, "activation_checkpointing_enable", None)
             enable = enable or model.gradient_checkpointing_enable  # its older name
             away = recipe.activation_offload and self.device.type != "cpu"  # where all is at home
             more = {"offload": True} if away else {}
             enable({"use_reentrant": recipe.checkpointing == "reentrant"}, **more)
-        self.model = sharding.share(self.model, recipe, self.device, half)
+        self.model: torch.nn.Module = sharding.share(whole, recipe, self.device, half)
         self.optimizer = make_optimizer(recipe, self.model)
         self.batches = make_batches(recipe, config, self.device, seed, rank)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=recipe.precision == "fp16-amp")
@@ -116,7 +130,7 @@ class Training:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=self.recipe.set_to_none)
 
-    def autocast(self):
+    def autocast(self) -> torch.autocast:
         dtype = None if self._sharded else AUTOCAST.get(self.recipe.precision)
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
@@ -137,12 +151,13 @@ class Training:
 def stored_as(recipe: Recipe) -> torch.dtype:
     """The dtype in which a recipe's model is loaded."""
     if recipe.base in QUANTIZED:
+        assert recipe.compute_dtype is not None  # a quantized base has one
         return quantized.COMPUTE_DTYPES[recipe.compute_dtype]
     kept = AUTOCAST if recipe.base == "half" else PURE
     return kept.get(recipe.precision, torch.float32)
 
 
-def freeze(model: torch.nn.Module, parts) -> None:
+def freeze(model: PreTrainedModel, parts: Sequence[int | str]) -> None:
     """Switch off the gradients of parts of a transformers model.
 
     parts: `embeddings` (what stands before the first layer), whole numbers (that many first
@@ -179,7 +194,7 @@ def freeze(model: torch.nn.Module, parts) -> None:
         raise ValueError(f"freeze holds {', '.join(map(str, parts))}: nothing is left to train")
 
 
-def add_lora(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
+def add_lora(model: PreTrainedModel, recipe: Recipe) -> torch.nn.Module:
     """The model with peft's LoRA adapters, which alone are trained with the head, if any.
 
     Raises ValueError for targets that the model does not have and ranks above a layer's size.
@@ -188,7 +203,6 @@ def add_lora(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
     linear = {n: m for n, m in model.named_modules() if isinstance(m, (torch.nn.Linear, Conv1D))}
     names = {name.split(".")[-1] for name in linear}
     targets = recipe.lora_targets
-    sides = operator.attrgetter("in_features", "out_features")  # packed weights have other shapes
     chosen = {
         name: module
         for name, module in linear.items()
@@ -202,7 +216,7 @@ def add_lora(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
             f"{', '.join(sorted(names - odd))}"
         )
     widths = [
-        min(module.weight.shape if isinstance(module, Conv1D) else sides(module))
+        min(module.weight.shape if isinstance(module, Conv1D) else SIDES(module))
         for module in chosen.values()
     ]
     if widths and recipe.lora_rank > max(widths):
@@ -210,6 +224,7 @@ def add_lora(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
             f"lora_rank is {recipe.lora_rank}: {recipe.model_name} allows whole numbers up to "
             f"{max(widths)}"
         )
+    assert recipe.task is not None  # a recipe takes the usual one
     config = peft.LoraConfig(
         r=recipe.lora_rank,
         lora_alpha=2 * recipe.lora_rank,
@@ -221,7 +236,7 @@ def add_lora(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
     with warnings.catch_warnings():  # it asks transformers for checkpointing by an older name
         warnings.simplefilter("ignore", FutureWarning)
         try:
-            model = peft.get_peft_model(model, config, autocast_adapter_dtype=recipe.lora_fp32)
+            adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=recipe.lora_fp32)
         except (ValueError, TypeError) as error:
             raise NoAdapters(
                 f"lora_targets is {targets!r}: peft refuses it ({models.one_line(error)}); "
@@ -229,13 +244,16 @@ def add_lora(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
             ) from None
     # Of mixtures of experts peft has taken out what it knows by older names.
     asked = set() if targets == "all-linear" else set(config.target_modules)
-    unknown = asked - {name.split(".")[-1] for name in model.base_model.targeted_module_names}
+    unknown = asked - {name.split(".")[-1] for name in adapted.base_model.targeted_module_names}
     if unknown:
         raise ValueError(
             f"lora_targets holds {', '.join(sorted(unknown))}: {recipe.model_name} has "
             f"{', '.join(sorted(names))}"
         )
-    return model.train()
+    return adapted.train()
+
+
+SIDES = operator.attrgetter("in_features", "out_features")  # packed weights have other shapes
 
 
 def _is_as_linear(module: torch.nn.Module) -> bool:
@@ -249,12 +267,13 @@ def _is_as_linear(module: torch.nn.Module) -> bool:
     with _disable_current_modes(), torch.no_grad():
         shapes = {name: p.shape for name, p in module.named_parameters()}
         weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        tokens = torch.empty(2, 3, module.in_features, device="meta")
+        before, after = SIDES(module)
+        tokens = torch.empty(2, 3, before, device="meta")
         try:
             result = torch.func.functional_call(module, weights, (tokens,))
         except Exception:  # whatever it expects instead
             return False
-    return isinstance(result, torch.Tensor) and result.shape == (2, 3, module.out_features)
+    return isinstance(result, torch.Tensor) and result.shape == (2, 3, after)
 
 
 def import_libraries(recipe: Recipe) -> None:
@@ -273,7 +292,7 @@ def import_libraries(recipe: Recipe) -> None:
         libraries.import_quietly("transformers.optimization")  # with peft, if that is there
 
 
-def import_peft():
+def import_peft() -> ModuleType:
     """The package peft, or a ValueError that says what needs it."""
     try:
         return libraries.import_quietly("peft")
@@ -289,14 +308,20 @@ PEFT_TASKS = {
 }
 
 
-def make_batches(recipe: Recipe, config, device, seed: int = 0, rank: int = 0) -> list[dict]:
+def make_batches(
+    recipe: Recipe,
+    config: PretrainedConfig,
+    device: torch.device | str,
+    seed: int = 0,
+    rank: int = 0,
+) -> list[Batch]:
     """Seeded random tokens and labels, one dictionary a micro-batch.
 
     All ranks draw the whole batch, and each takes its part.
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def integers(high, sequences, *shape):
+    def integers(high: int, sequences: int, *shape: int) -> torch.Tensor:
         of_all = (recipe.ranks * sequences, *shape)
         drawn = torch.randint(0, high, of_all, generator=generator)
         return drawn.chunk(recipe.ranks)[rank].clone().to(device)
@@ -305,6 +330,7 @@ def make_batches(recipe: Recipe, config, device, seed: int = 0, rank: int = 0) -
     for _ in range(recipe.accumulation):
         tokens = integers(config.vocab_size, recipe.batch_size, recipe.seq_len)
         if recipe.task == "sequence-classification":
+            assert config.num_labels is not None  # its head has so many
             labels = integers(config.num_labels, recipe.batch_size)
         else:
             labels = tokens
@@ -313,7 +339,7 @@ def make_batches(recipe: Recipe, config, device, seed: int = 0, rank: int = 0) -
     return batches
 
 
-def _padded(batch, config):
+def _padded(batch: Batch, config: PretrainedConfig) -> Batch:
     """The batch with padding for the last token of every sequence, and the mask that says so."""
     mask = torch.ones_like(batch["input_ids"])
     mask[:, -1] = 0
