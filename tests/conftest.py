@@ -11,6 +11,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MEMLAB_CACHE", str(Path(__file__).parent.parent / ".cache"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items):
+    """Of a `sampled(n)` test n cases, evenly spread, stay in `make test`; the others are slow."""
+    matrices = {}
+    for item in items:
+        for marker in item.iter_markers("sampled"):
+            cases = matrices.setdefault((item.path, item.originalname, marker.args[0]), [])
+            cases.append(item)
+    for (*_, most), cases in matrices.items():
+        kept = {i * len(cases) // most for i in range(most)}
+        for i, case in enumerate(cases):
+            if i not in kept:
+                case.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def libraries_forget():
     """What a library keeps for the whole process must not reach the next test."""

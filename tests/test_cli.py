@@ -109,6 +109,7 @@ def test_a_plan_for_several_cards(capsys):
     assert (status, json.loads(out)["smallest"]) == (0, {"full": "1,024 MiB"})
 
 
+@pytest.mark.slow
 def test_a_plan_where_nothing_fits_is_status_3(capsys):
     status, out, _ = run(capsys, *PLAN, "--gpu", 10 * 2**20)
     assert status == 3 and "nothing fits" in out and "What would fit:" in out

@@ -84,6 +84,7 @@ def what_can_be_copied(live):
     return recipe, fit
 
 
+@pytest.mark.slow
 def test_a_serving_is_shown_with_both_phases_and_a_still_picture_of_it(serving_live):
     fit = fits(SERVING, "T4")
     for place in (serving_live.bundle["text/html"], serving_live.shown()):
@@ -95,6 +96,7 @@ def test_a_serving_is_shown_with_both_phases_and_a_still_picture_of_it(serving_l
     assert "or fp32, bf16, int8, nf4" in still and "<input" not in still
 
 
+@pytest.mark.slow
 def test_a_chosen_serving_is_simulated_and_its_line_and_python_give_the_same(serving_live):
     serving_live.choose("weights", label="fp32")
     serving_live.choose("cache", label="static")

@@ -48,6 +48,7 @@ def test_segments_that_grow_stand_in_the_command(answer):
     assert "--expandable-segments --script" in command
 
 
+@pytest.mark.slow
 def test_what_is_chosen_is_planned(live, answer):
     live.choose("tokens", value=32)
     live.choose("card", label="P100")

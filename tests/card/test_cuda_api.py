@@ -261,6 +261,7 @@ def trained(folder, recipe, **arguments):
         return gpu.footprint
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("changes", "arguments"),
     [

@@ -52,6 +52,7 @@ def footprint(recipe, context):
     return tracer.footprint()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_the_fake_run_holds_what_the_real_run_holds(recipe):
     real = footprint(recipe, contextlib.nullcontext())

@@ -133,6 +133,7 @@ def test_a_way_that_runs_out_of_memory_takes_all_there_is(log):
     assert reserved_range(log, whole - 2 * MiB, None)[1] <= whole - 2 * MiB
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("upcast", [True, False])
 def test_an_emptied_cache_forgets_most_of_the_loading(upcast, monkeypatch):
     """peft's casts to fp32 end with one, and the Trainer begins so; else the highest way stays."""

@@ -24,6 +24,7 @@ def chapter():
     return CHAPTER.run(f"{SUMS} {LOOPS} buggy")
 
 
+@pytest.mark.slow
 def test_the_nine_rows_are_near_what_was_printed(chapter):
     table = chapter["table"]
     assert len(table) == 9

@@ -32,6 +32,7 @@ def deeper():
     return DEEPER.run(DEEPER_TINY)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("model", ["bert-large-tiny", "gpt2-tiny"])
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4)])
 @pytest.mark.parametrize("optimizer", ["adamw_torch_loop", "adamw_torch", "sgd"])
@@ -134,6 +135,7 @@ def test_a_sum_in_bf16_loses_what_a_sum_in_fp32_keeps(chapter):
     assert {p.grad.dtype for p in weights} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_accumulation_learns_as_the_big_batch_does(chapter):
     CHAPTER.run("learn learn-run", chapter)
     for seed in range(3):

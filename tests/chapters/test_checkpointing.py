@@ -191,6 +191,7 @@ def test_solutions_pass_their_check_and_wrong_answers_are_told_so(chapter, capsy
     CHAPTER.check_exercise(number, wrong, chapter, capsys)
 
 
+@pytest.mark.slow
 def test_verdicts(chapter):
     CHAPTER.run("law-run law-slopes price real-run flops-run measure-words", chapter)
     before, after = chapter["alone"].figures, chapter["marked"].figures

@@ -28,6 +28,7 @@ def patients(chapter):
     return chapter
 
 
+@pytest.mark.slow
 def test_an_8b_does_not_fit_a_t4_in_fp16_and_does_in_nf4(chapter):
     assert chapter["nf4"].peak_reserved < chapter["find_gpu"]("T4").usable
     assert chapter["nf4"].prefill["weights"] < chapter["served"].prefill["weights"] / 2
@@ -64,6 +65,7 @@ def test_logits_of_a_whole_prompt_raise_the_peak(chapter):
     assert chapter["whole"].prefill["logits"] == 4096 * 128_256 * 2
 
 
+@pytest.mark.slow
 def test_a_window_lowers_the_cache_and_not_the_prefill(chapter):
     CHAPTER.run("caches-run caches-table caches-facts", chapter)
     full = kv_cache_bytes(chapter["full"], 4096 + 63, 8)
@@ -82,6 +84,7 @@ def test_blocks_hold_more_texts_than_reservations(chapter):
     assert held <= chapter["room"] < lengths[: fits + 1].sum().item() * chapter["token"] * 1.02
 
 
+@pytest.mark.slow
 def test_a_mask_keeps_the_share_and_a_cut_keeps_the_function(patients):
     for way, share in (("smallest", 0.2), ("two_of_four", 0.5)):
         model = patients["copy"].deepcopy(patients["patients"][0])
@@ -152,6 +155,7 @@ def test_a_compiled_function_keeps_less_and_is_made_again_for_other_lists(chapte
 NAMES = ("gated", "compiled")
 
 
+@pytest.mark.slow
 @here
 def test_the_exported_model_says_the_same_at_every_size_and_a_fixed_one_refuses(patients):
     CHAPTER.run("onnx-here onnx-export onnx-run onnx-same", patients)

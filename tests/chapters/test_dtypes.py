@@ -70,6 +70,7 @@ def test_arithmetic_is_what_the_allocator_gives_out(chapter, width):
     assert 0 <= given / (width * chapter["counts"]["bert-large"]) - 1 < 0.02
 
 
+@pytest.mark.slow
 def test_converting_afterwards_needs_the_large_model_first(chapter):
     CHAPTER.run("sizes measure-code measure-run", chapter)
     rows = chapter["rows"]
@@ -105,6 +106,7 @@ def test_blocks_are_what_the_standards_say(chapter):
     torch.testing.assert_close(stored.to(torch.float8_e4m3fn).float(), stored, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_range_decides_what_storing_a_trained_model_costs(readers):
     harm, base = readers["harm"], readers["base"]
     assert len(base) == 3 and max(base) < 5.2  # it learned: 6.24 is a guess among 512 tokens

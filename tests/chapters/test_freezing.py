@@ -20,6 +20,7 @@ def chapter():
     return CHAPTER.run(TINY, {"device": torch.device("cpu")})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", ["bert-large-tiny", "deberta-v3-base-tiny"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_the_shown_code_and_the_recipe_agree(chapter, model, layers):
@@ -115,6 +116,7 @@ def test_under_adamw_the_lowest_layer_moves_about_as_much_as_the_top(chapter):
     assert low > 0.5 * high and low > 0.01
 
 
+@pytest.mark.slow
 def test_freezing_costs_nothing_on_the_near_task_and_much_on_the_far_one(chapter):
     CHAPTER.run("learn-run", chapter)
     mean = {key: sum(found) / len(found) for key, found in chapter["scores"].items()}
@@ -173,6 +175,7 @@ def test_features_computed_once_give_the_loss_of_the_whole_model(chapter):
     assert grads.norm() > 0 and all(p.grad is None for p in model.bert.encoder.parameters())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number, before, wrong", [(1, "", 375.3), (2, "", 0.75), (3, "buggy", 16)])
 def test_solutions_pass_their_check_and_wrong_answers_are_told_so(
     chapter, capsys, number, before, wrong

@@ -110,6 +110,7 @@ def test_casting_what_is_not_quantized_makes_qlora_take_more_than_lora():
     assert cast.breakdown["activations"] > 1.3 * fixed.breakdown["activations"]
 
 
+@pytest.mark.slow
 def test_each_piece_of_qlora_does_to_the_weights_what_the_figure_shows(chapter):
     lora = Recipe("llama-3.2-1b-tiny", batch_size=8, seq_len=128, precision="bf16")
     chapter["half"] = lora.but(lora_rank=4, lora_fp32=False, attention="sdpa")
@@ -284,6 +285,7 @@ def rows_of_table(text, heads):
     return {name: [float(cell) for cell in cells] for name, *cells in rows}
 
 
+@pytest.mark.slow
 def test_what_llama_factory_published_is_predicted_to_a_gigabyte():
     """Its loop of 2024 (src/llmtuner/model/patcher.py): double quantization, nothing cast."""
     card, text = find_gpu("A100-40GB"), CHAPTER.text["measure"]

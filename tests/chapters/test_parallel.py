@@ -35,6 +35,7 @@ def situation(chapter):
     return CHAPTER.run("situation-run situation-words", chapter)
 
 
+@pytest.mark.slow
 def test_the_lines_of_the_figure_are_the_bytes_that_autocast_holds(situation):
     CHAPTER.run("curve-figure curve-said", situation)
     one, size, parts = situation["held"]["one card"], situation["size"], situation["AMP"]
@@ -46,6 +47,7 @@ def test_the_lines_of_the_figure_are_the_bytes_that_autocast_holds(situation):
     assert situation["held"]["zero2"]["parameters"] < 4 * size / 7
 
 
+@pytest.mark.slow
 def test_a_machine_with_many_ports_hides_what_one_port_waits_for(situation):
     CHAPTER.run("panel seventy links links-said", situation)
     seconds = situation["gains"]["s a step"]
@@ -61,12 +63,14 @@ def test_torchtitans_published_peak_is_above_what_is_allocated(chapter):
     assert all(0.1 < share < 0.2 for share in chapter["less"])
 
 
+@pytest.mark.slow
 def test_ranks_learn_what_one_process_learns_and_hold_what_is_simulated(chapter):
     CHAPTER.run("folder program program-main run simulated-rank compare compare-said", chapter)
     assert chapter["losses"]["one process"][0] > chapter["losses"]["one process"][-1]
     assert chapter["rows"]["FSDP2, parameters"]["difference, bytes"] == 0
 
 
+@pytest.mark.slow
 def test_the_launch_that_does_not_shard_is_seen(deeper):
     DEEPER.run("folder silent-program silent-files silent-run silent-said", deeper)
     said = [one["check_split"] for one in deeper["found"]]
@@ -128,6 +132,7 @@ def test_tensor_parallelism_divides_activations_inside_of_the_blocks_alone():
     assert one - inside > 4 * 2 * 32 * 128 * 4  # four fp32 rows a token stay whole
 
 
+@pytest.mark.slow
 def test_of_a_shard_in_nf4_the_embedding_is_the_larger_rest(deeper):
     DEEPER.run("adapters adapters-said", deeper)
     lora, qlora = deeper["held"].iloc[3:]

@@ -168,6 +168,7 @@ def test_an_exercise_knows_right_from_wrong(chapter, capsys, number, wrong):
     CHAPTER.check_exercise(number, wrong, chapter, capsys)
 
 
+@pytest.mark.slow
 def test_the_function_with_the_bug_takes_the_first_length(chapter):
     CHAPTER.run("buggy exercise-3-truth", chapter)
     recipe, lengths, card = (chapter[name] for name in ("tried", "lengths", "TOO_SMALL"))
@@ -197,6 +198,7 @@ def test_the_page_tries_every_size_once():
     assert sum(fitted for *_, fitted in names["tries"]) == sum(len(q["fitted"]) for q in QUESTIONS)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("title", ["GPT-2 345M on one V100 with 16 GB", "Llama-2 7B with QLoRA on"])
 def test_what_is_kept_is_what_fits_says(title):
     (asked,) = [q for q in QUESTIONS if q["title"].startswith(title)]

@@ -46,6 +46,7 @@ def deeper():
     return page
 
 
+@pytest.mark.slow
 def test_both_pages_ask_the_same_models(patients, deeper):
     assert patients["base"] == pytest.approx(deeper["base"], abs=0.05)
 

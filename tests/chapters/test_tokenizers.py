@@ -145,6 +145,7 @@ def test_an_entry_of_the_vocabulary_costs_what_the_formula_says(formula, capsys)
     assert "formula 5,616 MiB" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_loss_in_parts_is_the_same_loss_in_less_memory(formula):
     run("linear-loss", formula)
     torch.manual_seed(0)

@@ -31,6 +31,7 @@ def test_the_sample_is_wide():
     assert len(SAMPLE) >= 30 and len(families) >= 6
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_real_step_on_a_cpu_takes_what_fake_tensors_say(name):
     """The fake path without CUDA's rules, against real tensors, over the grid's twins."""

@@ -91,6 +91,7 @@ SAMPLE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("group", SAMPLE)
 def test_the_simulation_says_of_others_runs_what_is_kept(group):
     """To the byte of what is allocated; reserved bytes shift with the order in which Python frees

@@ -54,6 +54,7 @@ def script(tmp_path):
     return write
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("ranks", "launcher"), [(2, ACCELERATE), (4, ())])
 def test_ranks_learn_what_one_process_learns(script, ranks, launcher):
     known = {}
@@ -66,6 +67,7 @@ def test_ranks_learn_what_one_process_learns(script, ranks, launcher):
     assert sum(one["held"] for one in found) == sum(weight.numel() for weight in net.parameters())
 
 
+@pytest.mark.slow
 def test_a_launch_that_splits_nothing_is_caught(script):
     """Accelerate's FSDP wants a GPU: without one each process trains the whole model alone."""
     with pytest.raises(RanksFailed, match="holds 4,192 of 4,192 weights.*is not split"):

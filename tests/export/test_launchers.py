@@ -61,6 +61,7 @@ def alive(pid):
     return True
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("end", ["time", "interrupt"])
 def test_no_rank_outlives_its_time_or_an_interrupt(script, tmp_path, end, monkeypatch):
     path = script(f"open('{tmp_path}/' + str(os.getpid()) + '.pid', 'w')\ntime.sleep(300)")
@@ -107,6 +108,7 @@ print(json.dumps({name: os.environ.get(name) for name in names}), flush=True)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("config", [None, "my accelerate.yaml"])
 def test_the_ranks_of_two_machines_find_each_other(tmp_path, config):
     """The script as a cluster of two runs it; torchrun passes over what the YAML asks for."""

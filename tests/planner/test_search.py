@@ -50,6 +50,7 @@ def distinct(*options):
     return {str(option.recipe): option for option in options if option}.values()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_fits_is_simulated_and_the_next_size_does_not(seed):
     question = asked(seed)
@@ -93,6 +94,7 @@ def tight():
     return plan(config, 200 * MiB, **question)
 
 
+@pytest.mark.slow
 def test_nothing_fits_says_what_would(tight):
     assert not tight and tight.fastest is None and tight.roomiest is None
     words = " ".join(tight.remedies)
@@ -305,6 +307,7 @@ def test_a_rank_of_several_is_simulated():
     assert any("QLoRA under zero2" in reason for reason in answer.excluded)
 
 
+@pytest.mark.slow
 def test_ranks_are_judged_by_the_formula_of_ranks():
     """A rank's buckets, parts and gathered weights: within 6 % of a simulation."""
     model = models.config("gpt2-tiny")
@@ -327,6 +330,7 @@ def test_what_is_looked_at_with_ranks_is_what_the_formula_knows():
     assert any("two stacks of layers under zero2" in reason for reason in excluded)
 
 
+@pytest.mark.slow
 def test_a_slow_link_takes_time():
     question = PLAIN | {"model": "gpt2-tiny", "gpu": "A100-80GB", "ranks": 2, "effective_batch": 2}
     quick, slow = (plan(link=link, **question).fastest for link in ("nvlink", "ethernet-10"))

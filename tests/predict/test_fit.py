@@ -54,6 +54,7 @@ def test_a_cache_that_is_given_back_makes_room():
     assert tight.needed < peak.peak_reserved == tight.total_memory
 
 
+@pytest.mark.slow
 def test_segments_that_grow_make_room_where_only_fragments_were_in_the_way():
     """An emptied cache is not enough there: some of each segment is in use."""
     recipe, total = Recipe(model="bert-base", batch_size=4, seq_len=256), 2310 * MiB
@@ -174,6 +175,7 @@ def test_the_largest_ends_at_the_model_or_is_none():
         largest(TINY, "T4", "model")
 
 
+@pytest.mark.slow
 def test_a_search_that_ends_says_why():
     window = models.resized("mistral-7b-tiny", sliding_window=128, max_position_embeddings=512)
     found = largest(Recipe(window, seq_len=64), 2**34, "seq_len")

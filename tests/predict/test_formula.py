@@ -19,6 +19,7 @@ from memlab.trace.allocator import CachingAllocator
 NF4 = {"base": "nf4", "double_quant": True, "lora_rank": 16, "attention": "sdpa"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "recipe",
     [

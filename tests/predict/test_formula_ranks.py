@@ -14,6 +14,7 @@ ALONE = Recipe("gpt2", seq_len=64, precision="bf16-amp", optimizer="adamw_torch_
                attention="sdpa")  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sharding", ["ddp", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_formula_is_near_a_simulation(sharding, accumulation):

@@ -22,6 +22,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:3])))
 def test_the_form_says_what_is_simulated(case):
     model, weights, gpu, texts, prompt, new, whole = case

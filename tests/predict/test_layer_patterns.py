@@ -37,6 +37,7 @@ def at_full_depth(recipe, gpu=None):
         return card_footprint(simulated.tracer, two_steps(recipe, simulated))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("model", "changes"),
     [
@@ -66,6 +67,7 @@ def test_biases_that_are_cast_among_scales_of_their_size():
     assert serve(recipe, run_log(recipe, ANY_CARD), ANY_CARD) == serve(recipe, direct, ANY_CARD)
 
 
+@pytest.mark.slow
 def test_an_encoder_and_a_decoder_grow_together():
     recipe = Recipe(model=deep("t5-3b"), seq_len=64, checkpointing=True)
     assert simulate(recipe) == at_full_depth(recipe)

@@ -81,6 +81,7 @@ print(open("/proc/self/status").read())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_new_process_says_the_same_twice_and_takes_little_memory():
     """peft imports bitsandbytes, which makes tables: on the card, if it came too late."""

@@ -46,6 +46,7 @@ def as_run(recipe, card, traces):
         assert by_trace.step_time.expected == pytest.approx(run.step_time.expected, rel=1e-9)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("recipe", "gpu"), WAYS, ids=str)
 def test_every_size_is_as_run(recipe, gpu):
     card = find_gpu(gpu)
@@ -162,6 +163,7 @@ def test_all_micro_batches_wait_on_the_card(base):
         assert by_trace.peak_reserved == run.peak_reserved
 
 
+@pytest.mark.slow
 def test_what_somebody_has_changed_in_a_model_is_run(monkeypatch):
     from transformers.integrations import sdpa_attention
     from transformers.models.llama import modeling_llama

@@ -98,6 +98,7 @@ def train(precision, accumulation=1):
     return metric.compute(), widths
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("precision", "name"), [("no", "fp32"), ("fp16", "fp16-amp"), ("bf16", "bf16-amp")]
 )

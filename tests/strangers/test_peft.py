@@ -72,6 +72,7 @@ def finetune(folder, checkpointing):
     return model, len(data[0]["input_ids"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_it_holds_what_the_recipe_holds(tmp_path, checkpointing):
     models.build("llama-3-8b-tiny").save_pretrained(tmp_path)

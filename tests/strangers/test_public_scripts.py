@@ -1060,6 +1060,7 @@ def run(script, folder, monkeypatch, gpu="T4", **settings):
     return try_script(as_file(script, folder), gpu=gpu, **settings)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "script, how, weights, gradients, states", SCRIPTS, ids=lambda it: getattr(it, "__name__", "")
 )

@@ -98,6 +98,7 @@ def assert_as_really_run(train):
     return batches
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "how",
     [
@@ -122,6 +123,7 @@ def test_supervised_finetuning(folder, words, how):
         assert rows == 2 and len({batch["input_ids"] for batch in batches}) > 1
 
 
+@pytest.mark.slow
 def test_only_the_assistants_tokens_are_trained(folder, words):
     data = Dataset.from_dict({"messages": CONVERSATIONS})
     some = assert_as_really_run(
@@ -134,6 +136,7 @@ def test_only_the_assistants_tokens_are_trained(folder, words):
         assert 0 < batch["trained"] < other["trained"]
 
 
+@pytest.mark.slow
 def test_supervised_finetuning_of_a_quantized_base(folder, words):
     def run(**how):
         with SimulatedGPU("A100-40GB") as gpu:
@@ -167,6 +170,7 @@ def test_supervised_finetuning_of_a_quantized_base(folder, words):
     assert found["temporary"] == whole["temporary"]  # of the head, in chunks of its own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 def test_direct_preference_optimization(folder, words, lora):
     data = Dataset.from_dict(

@@ -108,11 +108,13 @@ def profiler_peak(training):
     return peak
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RECIPES)
 def test_peak_equals_memtracker_to_the_byte(name):
     assert traced(prepared(name)).peak_allocated == memtracker_peak(prepared(name))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [*RECIPES, *PROFILED])
 def test_peak_equals_the_profiler_but_for_scalars(name):
     if "linear" in name and not hasattr(torch.nn.functional, "linear_cross_entropy"):

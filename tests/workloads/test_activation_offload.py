@@ -86,6 +86,7 @@ def test_without_checkpoints_there_is_nothing_to_move(checkpointing):
         Recipe("gpt2-tiny", checkpointing=checkpointing, activation_offload=True)
 
 
+@pytest.mark.slow
 def test_the_formula_refuses_it_and_sizes_are_run():
     with pytest.raises(ValueError) as error:
         formula(AWAY, "RTX-4090")

@@ -89,6 +89,7 @@ def highest(timeline):
     return timeline.phases[moment], {name: level[moment] for name, level in levels.items()}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("sharding", WAYS)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_simulated_rank_holds_what_a_real_one_holds(real, model, sharding):
@@ -96,6 +97,7 @@ def test_a_simulated_rank_holds_what_a_real_one_holds(real, model, sharding):
     assert_simulated(one, real[one])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("one", MORE, ids=lambda one: f"{one.sharding}-{one.optimizer}-{one.base}")
 def test_what_else_a_rank_does_is_simulated_too(more, one):
     assert_simulated(one, more[one])
@@ -233,6 +235,7 @@ def test_gradients_stay_whole_until_the_last_micro_batch_reduces_them():
     assert ddp[0].step_seconds.sent == ddp[1].step_seconds.sent
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("more", ({}, {"max_grad_norm": 1.0, "lora_rank": 4}))
 def test_a_deep_model_is_written_out_as_it_would_run(more):
     from memlab.gpus import find_gpu

@@ -37,6 +37,7 @@ def simulated(freeze):
     return found | {"before": held + found["activations"], "after": held + found["gradients"]}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", [0, 13, 25])
 def test_from_below_it_is_the_whole_model_simulated(panel, page, first):
     page.at = 0
