@@ -137,7 +137,8 @@ def test_a_sum_in_bf16_loses_what_a_sum_in_fp32_keeps(chapter):
 
 @pytest.mark.slow
 def test_accumulation_learns_as_the_big_batch_does(chapter):
-    CHAPTER.run("learn learn-run", chapter)
+    CHAPTER.run("learn learn-run learn-words", chapter)  # asserts that the two ways agree
+    assert max(chapter["ends"]["1 x 1"]) < min(chapter["ends"]["16 x 1"])  # as the text says
     for seed in range(3):
         big, cut, ones = (chapter["curves"][way, seed] for way in ("16 x 1", "4 x 4", "1 x 1"))
         assert cut == pytest.approx(big, abs=1e-3) and len(ones) == len(big) == 4
@@ -170,7 +171,7 @@ def test_trainer_counts_tokens_but_does_not_divide_for_a_bert_classifier(chapter
     CHAPTER.run("trainer-bert-run", chapter)
     right, factor_too_large, fixed = chapter["classified"].values()
     assert fixed == pytest.approx(right, rel=1e-3)
-    # Once transformers divides here, this fails: then the chapter's words can go.
+    # Once transformers divides here, this fails: then the text below the table can go.
     assert factor_too_large[0] == pytest.approx(4 * right[0], rel=1e-3)
 
 

@@ -111,14 +111,15 @@ def test_gradients_vanish_only_without_residual_connections(chapter):
 
 
 def test_under_adamw_the_lowest_layer_moves_about_as_much_as_the_top(chapter):
-    CHAPTER.run("change-run", chapter)
+    CHAPTER.run("change-run change-words", chapter)
     low, *_, high = chapter["moved"]["AdamW"]
     assert low > 0.5 * high and low > 0.01
+    assert not chapter["vanish"] and not chapter["stand"]  # as the text says
 
 
 @pytest.mark.slow
 def test_freezing_costs_nothing_on_the_near_task_and_much_on_the_far_one(chapter):
-    CHAPTER.run("learn-run", chapter)
+    CHAPTER.run("learn-run learn-words", chapter)  # asserts
     mean = {key: sum(found) / len(found) for key, found in chapter["scores"].items()}
     assert all(len(found) == 3 for found in chapter["scores"].values())
     assert mean["near", "nothing"] > 0.7

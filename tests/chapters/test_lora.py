@@ -148,6 +148,12 @@ def test_preparing_for_k_bits_doubles_embedding_head_and_norms(deeper):
         assert held["after"] == 2 * held["before"] > 0
 
 
+def test_the_cast_takes_flash_away_and_leaves_math_up_to_pytorch_2_13(deeper):
+    was, now = DEEPER.run("cast-routes", deeper)["routes"].values()
+    assert was == "flash"
+    assert now == ("math" if torch.__version__ < (2, 14) else "efficient")
+
+
 def test_the_cast_changes_the_attention_kernel_without_autocast(deeper, capsys):
     deeper["nf4"] = Recipe("llama-3-8b-tiny", seq_len=16, precision="bf16", lora_rank=4).but(
         attention="sdpa", base="nf4", double_quant=True, upcast=False
@@ -191,6 +197,7 @@ def test_bitsandbytes_stores_what_the_arithmetic_says(chapter):
 
 
 def test_most_of_a_change_lies_in_few_directions(chapter):
+    CHAPTER.run("rank-words-2", chapter)  # asserts
     kept = dict(zip(chapter["ranks"], chapter["kept_gain"], strict=True))
     assert kept[1] < 0.6 < kept[8] < kept[16] < kept[64] == pytest.approx(1, abs=1e-3)
     of_change, by_chance = chapter["curves"].values()
@@ -220,7 +227,7 @@ def test_merging_into_four_bits_makes_another_model(deeper):
 
 
 def test_with_alpha_twice_the_rank_a_step_grows_with_the_rank(chapter):
-    CHAPTER.run("one-step", chapter)
+    CHAPTER.run("one-step one-step-table one-step-words", chapter)  # asserts
     small, _, large = (list(row.values()) for row in chapter["steps"].values())
     fixed, doubled, stabilized = (b / a for a, b in zip(small, large, strict=True))
     assert fixed == pytest.approx(1, abs=0.3)
@@ -237,7 +244,7 @@ def test_relatives_of_lora_start_at_the_pretrained_model(chapter, how):
 
 
 def test_dora_keeps_more_activations(chapter):
-    CHAPTER.run("one-step dora", chapter)
+    CHAPTER.run("one-step dora dora-said", chapter)  # asserts
     assert chapter["dora_layer"] > 1.1 * chapter["plain_layer"]
 
 

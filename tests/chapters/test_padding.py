@@ -192,7 +192,9 @@ def test_fixed_and_dynamic_padding_are_the_same_training(small):
 @pytest.mark.slow
 def test_sorting_hurts(small):
     """Other seeds than the chapter's, each against its own shuffled run."""
-    CHAPTER.run("judge", small)  # the chapter's own
+    CHAPTER.run("judge learn-words", small)  # the chapter's own
+    gaps = {name: gap.mean() for name, gap in small["gaps"].items()}
+    assert small["sorting_hurts"] and gaps["grouped"] < gaps["sorted"] / 2  # as the text says
     judge, learn = small["judge"], small["learn"]
     results = {
         name: [judge(learn(small[name], seed)[0]) for seed in (4, 5, 6, 7)]
@@ -211,7 +213,7 @@ def test_padding_without_a_mask_moves_the_answer_and_with_it_does_not(chapter):
 
 def test_counted_padding_lowers_the_reported_loss_and_turns_the_gradient(chapter):
     chapter["topics"] = chapter["corpora"].topics()["text"][:]
-    CHAPTER.run("loss-data loss-model", chapter)
+    CHAPTER.run("loss-data loss-model loss-words", chapter)  # asserts
     assert chapter["off"] > 0.5
     wrong, right = (
         [chapter["write"](chapter[name], seed)[0] for seed in (3, 4, 5)]
@@ -260,7 +262,7 @@ def test_attention_of_variable_length_keeps_an_encoders_texts_apart_and_saves(ch
         f"{ROWS} leak-run varlen varlen-register varlen-run varlen-mask varlen-rows", chapter
     )
     assert chapter["leak"](chapter["encoder"], **chapter["flat"]) < 1e-4
-    CHAPTER.run("varlen-peaks", chapter)  # asserts the order of the peaks
+    CHAPTER.run("varlen-peaks varlen-words", chapter)  # assert the order of the peaks
     states = 12 * 109_482_240 / 2**20  # weights and two moments of BERT-base without its head
     assert states < chapter["tall"]["one row, borders"] < 0.7 * chapter["tall"]["padded"]
 
@@ -322,8 +324,7 @@ def test_solutions_pass_their_check_and_wrong_answers_are_told_so(chapter, capsy
 def test_a_ratio_of_times_is_told_by_how_far_the_control_is_off(control, rounds, word):
     rows = {"fixed again": control, "dynamic": rounds, "grouped": rounds}
     times = pd.DataFrame(rows, index=["lowest", "highest"]).T.assign(tokens=1.0, time=1.0)
-    table = pd.DataFrame({"tokens": dict.fromkeys(["fixed", *rows], 16)})
-    names = CHAPTER.run("time-words", {"times": times, "table": table, "Markdown": str})
+    names = CHAPTER.run("time-words", {"times": times})
     assert f", {word} what the control is off" in names["told"]("dynamic")
 
 
