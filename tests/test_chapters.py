@@ -292,7 +292,12 @@ ROOMS = {
     },
     "17-parallel": {"memlab.evidence.loops", "memlab.export.launchers", "memlab.predict.simulate"},
     "17-parallel-deeper": {"memlab.export.launchers"},
-    "record": {"memlab.evidence"},
+    "record": {
+        "memlab.evidence.accuracy",
+        "memlab.evidence.grid",
+        "memlab.evidence.plausibility",
+        "memlab.evidence.recording",
+    },
     "accuracy": {
         "memlab.evidence",
         "memlab.trace",

@@ -131,6 +131,7 @@ def test_a_script_is_never_written_over_a_file_unasked(capsys, tmp_path):
     assert path.read_text() == written
 
 
+@pytest.mark.slow
 def test_a_script_needs_one_card_and_a_plan(capsys, tmp_path):
     path = tmp_path / "train.py"
     assert run(capsys, *PLAN, "--script", path)[0] == 2

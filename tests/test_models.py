@@ -1,6 +1,7 @@
 """Named architectures: published sizes, tiny twins, tasks, bad input."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -190,6 +191,21 @@ def test_every_named_model_is_checked():
 def test_parameters_are_those_of_the_published_checkpoint(name):
     with torch.device("meta"):
         assert models.build(name).num_parameters() == PUBLISHED[name]
+
+
+# Of DeBERTa, T5 and Qwen3's mixture: their configs have no default of these.
+READ_BY_MODELS = {"share_att_key", "norm_rel_ebd", "position_buckets"}
+READ_BY_MODELS |= {"decoder_start_token_id", "head_dim"}
+
+
+def test_an_entry_has_values_of_its_config_alone():
+    """A config takes any value; a misspelt one would be kept and decide nothing."""
+    file = Path(models.__file__).parent / "data" / "models.json"
+    entries = json.loads(file.read_text())
+    for name, entry in entries.items():
+        kind = transformers.CONFIG_MAPPING[entry["model_type"]]
+        known = set(kind().to_dict()) | set(kind.attribute_map)
+        assert set(entry) - known <= {"hub", *READ_BY_MODELS}, name
 
 
 @pytest.mark.parametrize("name", WHOLE)

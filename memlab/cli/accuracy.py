@@ -1,10 +1,10 @@
-"""`memlab accuracy`: the predictions beside every record."""
+"""`memlab accuracy`: the predictions beside records."""
 
 
 def add_to(commands) -> None:
     """Add the command."""
     add = commands("accuracy", run, "set the predictions against every record")
-    add("files", nargs="*", help="record files beside those of the package")
+    add("files", nargs="*", help="record files; those of the package if none is named")
     add("--json", action="store_true", help="every row and the summary as JSON")
 
 
@@ -14,7 +14,7 @@ def run(options) -> dict:
     from memlab.evidence.records import find_records, load
     from memlab.evidence.report import report, summary
 
-    runs = find_records() + [run for path in options.files for run in load(path)]
+    runs = [run for path in options.files for run in load(path)] or find_records()
     compared = compare_records(runs)
     return {
         "rows": [one.as_dict() for one in compared],

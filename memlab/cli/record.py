@@ -16,7 +16,11 @@ def add_to(commands) -> None:
     add("--run-minutes", type=minutes, default=5.0, help="for one run")
     add("--steps", type=int, default=3, help="timed steps of a run")
     add("--note", default="", help="what you say of the machine, as: Colab, free, nothing beside")
-    add("--check", metavar="FILE", help="whether a file of records can be right, without running")
+    add(
+        "--check",
+        metavar="FILE",
+        help="whether a GPU's records can be right, without running",
+    )
     add("--list", action="store_true", help="the names of the runs, without running them")
     add("--json", action="store_true", help="what became of each run as JSON")
 
@@ -47,6 +51,8 @@ def _checked(path) -> dict:
     from memlab.evidence.records import load
 
     runs = load(path)
+    if all(run.device.startswith("CPU") for run in runs):
+        raise ValueError(f"{path} is of a CPU: what is checked are records of a GPU")
     found = [f"{run.name}: {doubt}" for run in runs for doubt in doubts(run)]
     found = found or against_prediction(runs)
     text = "\n".join(found) or f"{len(runs)} records, nothing doubtful"

@@ -6,6 +6,7 @@ step's time. So a figure that was mistyped, or taken from another run, shows.
 """
 
 import datetime
+import itertools
 
 from memlab.evidence.accuracy import compare_records
 from memlab.evidence.records import Record
@@ -15,7 +16,7 @@ from memlab.units import MiB, mib
 
 BLOCK, SEGMENT = 512, 2 * MiB  # of PyTorch's caching allocator
 TOTALS = 0.03  # drivers and clouds differ by up to 1 %, and some cards have two sizes
-PREDICTED = 0.1  # what a prediction of allocated bytes may miss, before somebody should look
+PREDICTED = 0.05  # what a prediction of allocated bytes may miss, before somebody should look
 NEEDED = ("torch", "transformers", "memlab", "cuda")
 
 
@@ -42,13 +43,18 @@ def doubts(run: Record) -> list[str]:
 
 
 def against_prediction(runs: list[Record]) -> list[str]:
-    """The runs whose allocated bytes are far from the simulation's, a line each."""
-    compared = compare_records(runs, {"simulation": simulate})
-    return [
-        f"{one.name}: peak allocated is {mib(one.recorded)}, simulated are {mib(one.predicted)}"
-        for one in compared
-        if one.figure == "allocated" and one.error is not None and abs(one.error) > PREDICTED
-    ]
+    """The runs whose allocated bytes are far from the simulation's, or that are too quick."""
+    found = []
+    for one in compare_records(runs, {"simulation": simulate}):
+        if one.error is None:
+            continue
+        if one.figure == "allocated" and abs(one.error) > PREDICTED:
+            sizes = f"{mib(one.recorded)}, simulated are {mib(one.predicted)}"
+            found.append(f"{one.name}: peak allocated is {sizes}")
+        if one.figure == "seconds" and one.recorded < one.bounds[0] / 2:
+            seconds = f"{one.recorded:g} s, at least {one.bounds[0]:.3g} s are estimated"
+            found.append(f"{one.name}: a step takes {seconds}")
+    return found
 
 
 def _disordered(run: Record) -> list[str]:
@@ -56,10 +62,15 @@ def _disordered(run: Record) -> list[str]:
     names = ("peak_allocated", "peak_reserved", "device_used", "total_memory")
     sizes = [(name, run.figures.get(f"{name}_bytes")) for name in names]
     found = [f"figures has no {name}_bytes" for name, size in sizes if size is None]
-    known = [(name, size) for name, size in sizes if size is not None]
+    if found:
+        return found
+    context = run.figures.get("context_bytes", 0)
+    _, reserved, used, _ = (size for _, size in sizes)
+    if used - context > reserved:
+        found.append(f"device_used is more than peak_reserved and a context of {mib(context)}")
     return found + [
         f"{less} is {mib(size)}, more than {more} with {mib(most)}"
-        for (less, size), (more, most) in zip(known, known[1:], strict=False)
+        for (less, size), (more, most) in itertools.pairwise(sizes)
         if size > most
     ]
 

@@ -109,6 +109,7 @@ def test_a_mask_keeps_the_share_and_a_cut_keeps_the_function(patients):
     assert model.model.layers[0].self_attn.k_proj.weight.shape == (64, 128)
 
 
+@pytest.mark.slow
 def test_zeros_and_masks_save_nothing_and_smaller_shapes_do(patients):
     for way in ("smallest", "narrow"):
         after, again, masks, memory, file, model = patients["cure"](patients[way], 0, steps=2)

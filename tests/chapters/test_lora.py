@@ -163,6 +163,7 @@ def test_the_cast_changes_the_attention_kernel_without_autocast(deeper, capsys):
     assert "flash" not in bare and "flash_attention" in autocast
 
 
+@pytest.mark.slow
 def test_the_paged_optimizer_pages_large_states_only():
     llama = Recipe("llama-3-8b", seq_len=16, precision="bf16", lora_rank=16)
     llama = llama.but(lora_targets="q_proj,v_proj")

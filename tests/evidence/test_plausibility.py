@@ -46,6 +46,7 @@ def test_a_card_that_was_recorded_is_not_doubted(recorded):
         ("peak_allocated_bytes", lambda size: size * 1000, "more than peak_reserved"),
         ("peak_reserved_bytes", lambda size: size + 512, "no multiple of 2,097,152"),
         ("device_used_bytes", lambda size: size // 1000, "more than device_used"),
+        ("device_used_bytes", lambda size: size + 2**30, "more than peak_reserved and a context"),
         ("total_memory_bytes", lambda size: 2 * size, "total_memory is"),
         ("step_seconds", lambda seconds: 1000 * seconds, "each at most the next"),
         ("samples_per_second", lambda speed: 2 * speed, "are not that"),
@@ -77,13 +78,19 @@ def test_the_command_says_what_is_doubtful(recorded, tmp_path, capsys):
     save(path, recorded)
     assert main(["record", "--check", str(path)]) == 0
     assert "2 records, nothing doubtful" in capsys.readouterr().out
-    far = recorded[0].figures | {
-        "peak_allocated_bytes": recorded[0].figures["peak_allocated_bytes"] // 1024 * 512
-    }
-    save(path, [dataclasses.replace(recorded[0], figures=far)])
-    assert main(["record", "--check", str(path), "--json"]) == 1
-    (found,) = json.loads(capsys.readouterr().out)["doubts"]
-    assert "simulated are" in found
+    figures = recorded[0].figures
+    for wrong, says in (
+        ({"peak_allocated_bytes": figures["peak_allocated_bytes"] // 1024 * 512}, "simulated are"),
+        ({name: value / 1000 for name, value in figures.items() if "step_" in name}
+         | {"samples_per_second": 1000 * figures["samples_per_second"]}, "are estimated"),
+    ):  # fmt: skip
+        save(path, [dataclasses.replace(recorded[0], figures=figures | wrong)])
+        assert main(["record", "--check", str(path), "--json"]) == 1
+        (found,) = json.loads(capsys.readouterr().out)["doubts"]
+        assert says in found
+    save(path, [dataclasses.replace(recorded[0], device="CPU (x86_64, 2 threads)")])
+    assert main(["record", "--check", str(path)]) == 2
+    assert "is of a CPU" in capsys.readouterr().err
 
 
 def test_every_card_in_the_package_is_plausible():

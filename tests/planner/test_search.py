@@ -74,6 +74,7 @@ def test_what_fits_is_simulated_and_the_next_size_does_not(seed):
                 assert not fits(option.recipe.but(**{field: value + step}), card)
 
 
+@pytest.mark.slow
 def test_the_questions_are_of_both_kinds():
     """Else the test above asks nothing."""
     assert {bool(answered(seed)) for seed in SEEDS} == {True, False}
@@ -103,6 +104,7 @@ def test_nothing_fits_says_what_would(tight):
     assert tight.tiers[1].missing > 0 and "over " in str(tight)
 
 
+@pytest.mark.slow
 def test_nothing_fits_names_the_last_rung_and_what_it_costs(tight):
     rung = tight.sparing
     assert rung.simulated and rung.recipe.step_in_backward and rung.recipe.loss == "chunked"
@@ -280,6 +282,7 @@ def test_the_text_is_short_and_the_rest_is_json(roomy):
     assert values["question"]["seq_len"] == 64
 
 
+@pytest.mark.slow
 def test_the_next_question_finds_the_traces(monkeypatch):
     monkeypatch.setattr("memlab.predict.simulate.traces", functools.cache(Traces))  # none on disk
     first = plan("gpt2-tiny", "T4", **PLAIN)
@@ -291,6 +294,7 @@ def test_the_next_question_finds_the_traces(monkeypatch):
         plan("gpt2-tiny", "T4", **PLAIN | {"ways": "lora"})
 
 
+@pytest.mark.slow
 def test_a_rank_of_several_is_simulated():
     question = PLAIN | {"model": "gpt2-tiny", "ranks": 2}
     answer = plan(gpu=60 * MiB, **question)

@@ -147,6 +147,7 @@ def test_what_attention_rounds_up(gpu, kernel):
         assert [birth.nbytes for birth in by_trace] == [birth.nbytes for birth in run]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ({}, {"lora_rank": 4, "base": "nf4"}))
 def test_all_micro_batches_wait_on_the_card(base):
     """Of more of them the tokens are there, too."""
