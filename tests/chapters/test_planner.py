@@ -9,6 +9,7 @@ from notebook import Notebook
 
 from memlab import Recipe, find_gpu, fits, formula, models, simulate
 from memlab.gpus import GPUS
+from memlab.planner.choice import ALIKE
 from memlab.planner.estimates import Estimates
 from memlab.planner.result import Question
 from memlab.planner.space import BACKWARD, SPARING
@@ -213,3 +214,8 @@ def test_what_is_kept_is_what_fits_says(title):
 def test_every_try_has_its_answer():
     asked = {q["url"]: {str(n) for n in q["fitted"] + q["failed"]} for q in QUESTIONS}
     assert {url: set(said) for url, said in ANSWERS.items()} == asked
+
+
+def test_the_page_says_how_near_is_alike():
+    near = f"{ALIKE:.0%}".replace("%", " %")
+    assert f"within {near} of each other the plainest wins" in CHAPTER.text["how"]
