@@ -8,7 +8,7 @@ from memlab.planner.result import Option, is_paged
 from memlab.planner.space import Combination
 
 # Within so much of the least the plainer recipe is told: of two runs of a model at a length on one
-# card the ratio of seconds is off by 7 % in the median (the page on accuracy).
+# card the ratio of seconds is off by 8 % in the median (the page on accuracy).
 ALIKE = 0.08
 
 
