@@ -11,6 +11,7 @@ import inspect
 import re
 import textwrap
 from importlib import import_module
+from pathlib import Path
 
 from docutils import nodes
 from docutils.parsers.rst import Directive
@@ -68,6 +69,11 @@ def directive(kind, head, body, fence="::::"):
     return f"{fence}{{py:{kind}}} {head}\n\n{body}\n{fence}\n"
 
 
+def has_default(action):
+    """Whether a default says something; a folder of the package is the machine's."""
+    return action.default not in NO_DEFAULT and not isinstance(action.default, Path)
+
+
 def options(command):
     """The Markdown of a command's options, as `--help` words them."""
     commands = next(a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
@@ -77,7 +83,7 @@ def options(command):
     rows = [
         f"- `{helps._format_action_invocation(action)}`: {helps._expand_help(action)}"
         + " (required)" * action.required
-        + f" (default {action.default})" * (action.default not in NO_DEFAULT)
+        + f" (default {action.default})" * has_default(action)
         for action in asked._actions
         if action.help != argparse.SUPPRESS and "--help" not in action.option_strings
     ]

@@ -81,6 +81,7 @@ def test_the_index_says_how_long_every_chapter_takes():
     index = (HTML / "chapters" / "index.html").read_text(encoding="utf-8")
     said = dict(re.findall(r'class="minutes" data-page="([\w-]+)">\((\d+) min\)<', index))
     wanted = {Path(page).stem for page in CHAPTERS if "-deeper" not in page}
+    wanted -= {"record"}  # which is run
     assert set(said) == wanted and all(0 < int(minutes) < 60 for minutes in said.values())
 
 
