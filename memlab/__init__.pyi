@@ -8,6 +8,7 @@ from .evidence.records import find_records as find_records
 from .footprint import Footprint as Footprint
 from .gpus import find_gpu as find_gpu
 from .planner.search import plan as plan
+from .predict.anchor import anchored as anchored
 from .predict.fit import fits as fits
 from .predict.fit import largest as largest
 from .predict.formula import formula as formula

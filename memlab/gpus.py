@@ -83,6 +83,9 @@ class GPU:
     norm and softmax, each the median of tensors above 200 MB in NeuSight's measurements (Lee et
     al. 2025, sitar-lab/NeuSight at 6945927); None where it measured none.
 
+    pace: what a measured step on this card took over its estimate (`memlab.anchored`), by which
+    all its seconds are multiplied; None without one.
+
     label: GB as it stands on the box. also: further words that may stand in the card's name, such
     as those that a driver adds to it.
     """
@@ -102,6 +105,7 @@ class GPU:
     measured: dict[str, Reached] = dataclasses.field(default_factory=dict, compare=False)
     measured_source: str = ""
     share_of_bandwidth: float | None = None
+    pace: float | None = None
 
     def rate(self, dtype: str) -> float | None:
         """Operations a second in a format; None where the card does not compute in it.

@@ -121,6 +121,11 @@ class Columns(NamedTuple):
         return cls(dtypes, of, flops, tiles, nbytes, kernels, phase, again > 0, times, *between)
 
 
+# The range where a step of the card has been measured: so far are nine of ten ratios of two
+# published steps of one model on one card from the ratio of their estimates.
+ANCHORED = 1.34
+
+
 def step_time(
     work: Counter[Work] | Columns, gpu: GPU, samples: int | None = None, link: str | None = None
 ) -> StepTime:
@@ -138,11 +143,19 @@ def step_time(
     over = link_rate(gpu, link) if sent or link else np.inf
     to_host = link_rate(gpu, "pcie") if np.any(columns.carried) else np.inf
     parts = _seconds(columns, reached[1], gpu, EXPECTED, over, to_host)
+    expected = sum(parts.values())
+    if gpu.pace:
+        parts = {name: gpu.pace * seconds for name, seconds in parts.items()}
+        expected *= gpu.pace
+        low, high = expected / ANCHORED, expected * ANCHORED
+    else:
+        low = sum(_seconds(columns, reached[2], gpu, BEST, over, to_host).values())
+        high = sum(_seconds(columns, reached[0], gpu, WORST, over, to_host).values())
     useful = ~columns.recomputed & (columns.of >= 0)
     return StepTime(
-        low=sum(_seconds(columns, reached[2], gpu, BEST, over, to_host).values()),
-        expected=sum(parts.values()),
-        high=sum(_seconds(columns, reached[0], gpu, WORST, over, to_host).values()),
+        low=low,
+        expected=expected,
+        high=high,
         parts=parts,
         flops=round(float(columns.flops[useful] @ columns.times[useful])),
         peak_rate=max((rates[i] for i in set(columns.of[useful])), default=0.0),

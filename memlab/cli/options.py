@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from memlab.fields import described
-from memlab.gpus import find_gpu
+from memlab.gpus import find_gpu, gpu_of_device
 from memlab.spec.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 LINK = "between ranks: nvlink, pcie, infiniband-400, ethernet-100, ethernet-10"
 GPU = "a card's name or a number of bytes; none means no limit"
+
+
+ANCHOR = "what `memlab measure --json` said on this card: its seconds put right those of the answer"
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,6 +36,26 @@ def card(text: str) -> str | int:
     except ValueError:
         return int(text) if text.lstrip("-").isdigit() else text
     return text
+
+
+def anchored_by(file: str | None, gpu: str | int | None) -> tuple[Any, str]:
+    """The card with the pace of a measured step, and a line that says so; as it is without."""
+    if file is None:
+        return gpu, ""
+    from memlab.predict.anchor import anchored
+
+    try:
+        with open(file, encoding="utf-8") as opened:
+            said = json.load(opened)
+        recipe, seconds = Recipe(**said["recipe"]), said["step_seconds"]["median"]
+        device = said["device"]
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file} is not what `memlab measure --json` prints: {error!r}") from None
+    if not isinstance(gpu, str) or gpu_of_device(device) != find_gpu(gpu):
+        raise ValueError(f"{file} is a step on {device}: it says nothing of {gpu}")
+    card = anchored(gpu, recipe, seconds)
+    size = f"{recipe.batch_size} x {recipe.seq_len}"
+    return card, f"seconds times {card.pace:.2f}, by a step of {recipe.model} {size} on {device}"
 
 
 def minutes(text: str) -> float:

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from memlab.cli.options import LINK, card
+from memlab.cli.options import ANCHOR, LINK, anchored_by, card
 from memlab.spec.recipe import Recipe
 
 
@@ -25,6 +25,7 @@ def add_to(commands) -> None:
     add("--ranks", type=int, default=1, help="cards of that kind that train together")
     add("--link", help=LINK)
     grow = told["expandable_segments"].metadata["help"]
+    add("--anchor", metavar="FILE", help=ANCHOR)
     add("--expandable-segments", action="store_true", help=grow)
     add("--margin", type=float, help="share of what is predicted to keep free; 0.05 if none is")
     script = "writes a training script of the fastest, or of the last resort that fits"
@@ -51,13 +52,15 @@ def run(options) -> dict:
         if not Path(options.script).parent.is_dir():
             raise ValueError(f"{options.script} cannot be written: there is no such folder")
     (cards,) = options.gpu if len(options.gpu) == 1 else (options.gpu or None,)
+    cards, said = anchored_by(options.anchor, cards)
     answer = plan(options.model, cards, **asked)
-    text = str(answer)
+    text = f"{answer}\n{said}".rstrip()
     option = answer.fastest or answer.sparing if options.script else None
     written = options.script if option else None
     if option:
         text = f"{text}\n{_write_script(option.recipe, options)}"
-    values = answer.as_dict() | {"script": written} if options.json else {"text": text}
+    more = {"script": written} | ({"anchor": said} if said else {})
+    values = answer.as_dict() | more if options.json else {"text": text}
     return values | {"status": 0 if answer else 3}
 
 

@@ -1,6 +1,15 @@
 """`memlab simulate`: a step on a GPU that need not be there."""
 
-from memlab.cli.options import GPU, LINK, card, options_of, recipe_of, result_of
+from memlab.cli.options import (
+    ANCHOR,
+    GPU,
+    LINK,
+    anchored_by,
+    card,
+    options_of,
+    recipe_of,
+    result_of,
+)
 from memlab.spec.recipe import Recipe
 
 
@@ -10,6 +19,7 @@ def add_to(commands) -> None:
     add = commands("simulate", run, help, [options_of(Recipe)])
     add("--gpu", type=card, help=GPU)
     add("--link", help=LINK)
+    add("--anchor", metavar="FILE", help=ANCHOR)
     sizes = ("batch-size", "seq-len")
     add("--largest", choices=sizes, help="with the largest one that fits the card, as plan has it")
 
@@ -24,21 +34,22 @@ def simulated(recipe, options, link=None) -> dict:
     from memlab.predict.measure import versions
     from memlab.predict.simulate import simulate
 
-    found = None
+    found, (gpu, said) = None, anchored_by(getattr(options, "anchor", None), options.gpu)
     if options.largest:
         from memlab.predict.fit import largest
 
-        found = largest(recipe, options.gpu, options.largest.replace("-", "_"))
+        found = largest(recipe, gpu, options.largest.replace("-", "_"))
         recipe = found.recipe
         if not found.value:
             values = {"largest": found.as_dict()} if options.json else {"text": str(found)}
             return values | {"status": 3}
-    footprint = simulate(recipe, options.gpu, link)
+    footprint = simulate(recipe, gpu, link)
     more = {
         type(recipe).__name__.lower(): recipe.as_dict(),
         "gpu": options.gpu,
         "versions": versions(),
     }
     more |= {"largest": found.as_dict()} if found else {}
-    shown = f"{found}\n{footprint}" if found else footprint
+    more |= {"anchor": said} if said else {}
+    shown = "\n".join(str(it) for it in (found, footprint, said) if it)
     return result_of(options, recipe, footprint.as_dict() | more, shown)
