@@ -6,8 +6,10 @@ import pytest
 from notebook import Notebook
 
 from memlab import find_records
+from memlab.card.kernels.rules import RULES
 from memlab.card.step_time import BEST, EXPECTED, WORST
-from memlab.evidence.loops import kept_predictions
+from memlab.evidence.effects import BLOCKS, LIBRARIES
+from memlab.evidence.loops import assumptions, kept_predictions
 from memlab.evidence.records import FOLDER
 
 PAGE = Notebook("accuracy")
@@ -15,8 +17,7 @@ PAGE = Notebook("accuracy")
 
 @pytest.fixture(scope="module")
 def page():
-    names = PAGE.run("imports glance-run glance-table") | {"Markdown": str}
-    return PAGE.run("glance-blind glance-said", names)
+    return PAGE.run("imports glance-run glance-table glance-blind glance-said")
 
 
 def test_every_file_of_published_runs_has_its_row(page):
@@ -54,12 +55,31 @@ def test_a_card_is_verified_by_its_own_runs_alone(page):
 
 def test_the_nine_runs_have_the_figure_of_the_chapters(page):
     """Reserved, as simulated, and the context that the guide printed: one figure a run."""
-    PAGE.run("nine-run nine-table", page)
+    PAGE.run("nine-run nine-table nine-said", page)  # asserts
     said = page["kept"]["runs"]["published-source-001.json"]
     for run, label in zip(page["published"], page["names"], strict=True):
         used = said[run.name]["peak_reserved_bytes"] + run.figures["context_bytes"]
         assert page["nine"]["simulated"][label] == used / 2**20
     assert [name for name in page["nine"] if name.startswith("error")] == ["error"]
+
+
+def test_each_rule_stands_with_its_source():
+    rules = RULES | {"workspaces": LIBRARIES, "rounding": BLOCKS}
+    listed = [line for line in PAGE.text["rules-said"].splitlines() if line.startswith("- ")]
+    assert listed == [f"- {rule}: {source}" for rule, source in rules.items()]
+
+
+def test_what_was_assumed_is_what_the_loops_say():
+    """One text in two places: a loop's module wraps its lines, the page does not."""
+    titles = {
+        "PEFT's comparison": "PEFT's comparison",
+        "torchtune's ladder": "torchtune",
+        "torch-preflight's calibration": "torch-preflight",
+        "torchtitan's ranks": "torchtitan",
+    }
+    parts = [f"**{title}**\n\n{assumptions(loop)}" for title, loop in titles.items()]
+    told = " ".join(["What was assumed:", *parts])
+    assert PAGE.text["others-assumptions"].split() == told.split()
 
 
 def test_shares_of_the_data_sheet_are_printed_as_they_are(page):

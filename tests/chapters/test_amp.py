@@ -66,6 +66,9 @@ def test_autocast_runs_products_in_half_and_softmax_norms_and_the_loss_in_fp32(d
     # cross_entropy asks it for the dtype of its input, which CUDA's autocast lets be.
     assert (cuda.gives["_log_softmax"], cpu.gives["_log_softmax"]) == ({"float16"}, {"float32"})
     assert cpu.gives["_softmax"] == {"float16"}
+    steps = DEEPER.run("listen-table listen-words", deeper)["steps"]
+    differ = [what for op, what in steps.items() if cuda.gives[op] != cpu.gives[op]]
+    assert differ == ["softmax", "loss, first half"]  # as the text says
     model = deeper["models"].build(deeper["one_layer"])
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
     multiplied = sum(p.numel() for m in linear for p in m.parameters())
@@ -189,6 +192,7 @@ def test_a_loss_outside_autocast_is_fp16_and_limits_the_scale(chapter):
 def test_clipping_before_unscaling_takes_the_step_away(deeper):
     right, wrong = (deeper["update_length"](first, torch.optim.SGD) for first in (True, False))
     assert right / wrong > 2**14
+    DEEPER.run("clip-run clip-words", deeper)  # asserts
 
 
 def test_fp16_weights_die_and_bf16_weights_need_a_master(chapter):

@@ -46,6 +46,12 @@ def test_a_weight_in_nf4_takes_what_the_page_says(chapter):
     assert f"2 bytes a weight in fp16, {held / weights:.1f} in" in text
 
 
+def test_a_token_of_llama_3_takes_a_quarter_of_one_of_llama_2(chapter):
+    rows = CHAPTER.run("per-token", chapter)["rows"]
+    assert rows["llama-2-7b"][0] == 4 * rows["llama-3-8b"][0]
+    assert "a token costs a quarter" in CHAPTER.text["per-token-words"]
+
+
 def test_published_and_live_figures_stand_beside_simulated_ones(chapter):
     CHAPTER.run(
         "published published-facts process speed measure-run measure-table measure-facts", chapter
@@ -127,7 +133,7 @@ def test_the_small_models_miss_nothing_that_is_pruned(patients):
         patients["cure"](lambda model: None, 0),
         patients["cure"](patients["one_layer"], 0),
     )
-    patients["more_of"], patients["masks"] = {"one layer of two": [cut[1] - control[1]]}, 1.8
+    patients["more_of"] = {"one layer of two": [cut[1] - control[1]]}
     CHAPTER.run("prune-words", patients)
     patients["more_of"]["another"] = [0.06, 0.08]
     with pytest.raises(AssertionError):

@@ -72,7 +72,7 @@ def test_ranks_learn_what_one_process_learns_and_hold_what_is_simulated(chapter)
 
 @pytest.mark.slow
 def test_the_launch_that_does_not_shard_is_seen(deeper):
-    DEEPER.run("folder silent-program silent-files silent-run silent-said", deeper)
+    DEEPER.run("folder silent-program silent-files silent-run", deeper)
     said = [one["check_split"] for one in deeper["found"]]
     assert said == [said[0]] * 2 and "holds 4,160 of 4,160 weights" in said[0]
 

@@ -202,6 +202,17 @@ def test_the_page_tries_every_size_once():
     assert sum(fitted for *_, fitted in names["tries"]) == sum(len(q["fitted"]) for q in QUESTIONS)
 
 
+def test_the_misses_are_those_that_the_text_explains():
+    names = DEEPER.run("imports load table summary old old-words margin cache")  # asserts
+    misses = {*names["old"], *names["careful"], *names["late"]}
+    assert misses == {i for i, right in enumerate(names["told"]) if not right}
+
+
+def test_every_question_stands_with_what_was_assumed_of_it():
+    told = [f"- [{q['title']}]({q['url']}) ({q['date']}): {q['assumed']}." for q in QUESTIONS]
+    assert DEEPER.text["assumptions"].splitlines() == told
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("title", ["GPT-2 345M on one V100 with 16 GB", "Llama-2 7B with QLoRA on"])
 def test_what_is_kept_is_what_fits_says(title):
