@@ -106,7 +106,7 @@ units: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not rendered and not slow" --durations=10
 
 pages: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m rendered
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_book.py
 
 # Chapters on a card that stands in for a reader's (tools/standin_card.py), all of them unless some are named.
 # What such a card refuses has its unit tests, which `make test` runs.

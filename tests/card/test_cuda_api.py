@@ -322,6 +322,7 @@ def test_accelerates_loop_runs(precision):
     assert PartialState._shared_state == {}  # the next one looks for a device of its own
 
 
+@pytest.mark.slow
 def test_accelerate_imported_inside_looks_for_a_device_again_outside():
     code = (
         "import torch, memlab\n"

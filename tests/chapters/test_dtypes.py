@@ -119,6 +119,7 @@ def test_range_decides_what_storing_a_trained_model_costs(readers):
     assert abs(mean["int8", "scaled"]) < mean["int4", "scaled"]
 
 
+@pytest.mark.slow
 def test_updates_are_lost_in_bf16_at_a_small_rate(readers):
     CHAPTER.run("absorb-run lost lost-run", readers)
     lost = readers["lost"]

@@ -26,6 +26,7 @@ def errors(base, kind):
     return sorted(abs(SAID[run.name][figure] / run.figures[figure] - 1) for run in runs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("base", "attention"), [("none", "eager"), ("none", "sdpa"), ("nf4", "eager"), ("nf4", "sdpa")]
 )

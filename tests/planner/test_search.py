@@ -122,6 +122,7 @@ def test_the_last_rung_is_of_full_finetuning_in_bf16_on_one_card(changes):
     assert Search(question, find_gpu(asked["gpu"]), 0.05).sparing() is None
 
 
+@pytest.mark.slow
 def test_nothing_fits_says_how_many_cards_would(tight):
     (words,) = [words for words in tight.remedies if " x 200 MiB, with full fine-tuning" in words]
     ranks, (sharding,) = int(words.split()[0]), [kind for kind in SHARDINGS if kind in words]
@@ -341,6 +342,7 @@ def test_a_slow_link_takes_time():
     assert slow.seconds > quick.seconds
 
 
+@pytest.mark.slow
 def test_a_model_that_peft_gives_no_adapters():
     asked = SMALL | {"effective_batch": 1, "precisions": "fp32"}
     answer = plan("distilbert-tiny", "T4", **asked)

@@ -46,7 +46,7 @@ def as_run(recipe, card, traces):
         assert by_trace.step_time.expected == pytest.approx(run.step_time.expected, rel=1e-9)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("recipe", "gpu"), WAYS, ids=str)
 def test_every_size_is_as_run(recipe, gpu):
     card = find_gpu(gpu)
@@ -132,6 +132,7 @@ def test_a_log_with_other_bytes_is_not_alike():
     assert not are_alike(log, run_log(TINY.but(checkpointing=True), card))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("gpu", "kernel"), [("P100", "efficient"), ("L4", "flash")])
 def test_what_attention_rounds_up(gpu, kernel):
     """The memory-efficient kernel's sums go in 32 tokens, flash's backward in 128."""
