@@ -27,7 +27,7 @@ help:
 	@echo "make book      make the environment, execute every chapter, render the book"
 	@echo "make serve     open the rendered book in the browser"
 	@echo "make test      style, stored outputs, unit tests, chapters, book, rendered pages"
-	@echo "make nightly   what takes longer: slow tests, every chapter on two stand-in cards"
+	@echo "make nightly   what takes longer: slow tests, every chapter on two stand-in cards, pages in the other views"
 	@echo "make lint      style of modules and notebooks, stored outputs, folded cells"
 	@echo "make units     the tests that need no rendered book"
 	@echo "make pages     the tests of the rendered book as it stands in _build"
@@ -90,6 +90,8 @@ test: lint
 nightly: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not rendered" --durations=10
 	$(MAKE) standin
+	$(MAKE) book
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow tests/test_book.py
 
 lint: stripped
 	$(BIN)/ruff check .
@@ -106,7 +108,7 @@ units: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not rendered and not slow" --durations=10
 
 pages: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_book.py
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" tests/test_book.py
 
 # Chapters on a card that stands in for a reader's (tools/standin_card.py), all of them unless some are named.
 # What such a card refuses has its unit tests, which `make test` runs.
@@ -135,7 +137,7 @@ package: $(READY)
 executed: $(READY)
 	@rm -rf _build/executed && mkdir -p _build/executed/chapters
 	@cp $(WORK)/chapters/*.ipynb _build/executed/chapters
-	$(BIN)/nbstripout --keep-output --keep-count --keep-id --extra-keys "metadata.widgets" _build/executed/chapters/*.ipynb
+	$(BIN)/python tools/drop_leftovers.py _build/executed/chapters/*.ipynb
 
 publish-executed:
 	git switch --orphan executed

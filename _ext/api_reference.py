@@ -7,6 +7,7 @@ parameters, and becomes an item of a list.
 
 import argparse
 import ast
+import dataclasses
 import inspect
 import re
 import textwrap
@@ -46,12 +47,8 @@ def described(name, thing):
     """The Markdown of a function, or of a class with its public methods and properties."""
     if not inspect.isclass(thing):
         return directive("function", name + signature(thing), as_markdown(thing.__doc__))
-    own_init = "__init__" in vars(thing) and inspect.isfunction(thing.__init__)
-    made = own_init and not thing.__init__.__qualname__.startswith("__create_fn__")
-    try:
-        given = signature(thing.__init__) if made else ""
-    except (OSError, TypeError, SyntaxError):  # what dataclasses write has no source
-        given = ""
+    made = not dataclasses.is_dataclass(thing)  # whose fields its docstring has
+    given = signature(thing.__init__) if made else ""
     members = [member(*pair) for pair in vars(thing).items() if not pair[0].startswith("_")]
     body = "\n\n".join([as_markdown(thing.__doc__), *filter(None, members)])
     return directive("class", name + given.removesuffix(" -> None"), body)

@@ -31,7 +31,11 @@ PAGES = sorted(
     if path != HTML / "index.html" and "_static" not in path.parts
 )
 CHAPTERS = [page for page in PAGES if (ROOT / page).with_suffix(".ipynb").exists()]
-VIEWS = [(PHONE, "light"), (DESKTOP, "dark")]  # each width and each theme, in half the time of all
+OTHERS = [
+    pytest.param(PHONE, "dark", marks=pytest.mark.slow),
+    pytest.param(DESKTOP, "light", marks=pytest.mark.slow),
+]
+VIEWS = [(PHONE, "light"), (DESKTOP, "dark"), *OTHERS]
 
 pytestmark = pytest.mark.rendered
 

@@ -95,3 +95,27 @@ transformers==5.24.0+local
     wanted = ["torch==2.14.1", "numpy==2.0.2", "peft>=0.21", "ml-dtypes==0.5.3"]
     assert on_colab(freeze, own) == [*wanted, "transformers==5.24.0"]
     assert all(re.fullmatch(r"\w[\w.-]*>=[\d.]+", line) for line in dependencies())
+
+
+def test_executed_notebooks_keep_what_their_page_shows():
+    sys.path.insert(0, str(ROOT / "tools"))
+    from drop_leftovers import VIEW, without_leftovers
+
+    bar = {"output_type": "display_data", "data": {VIEW: {}, "text/plain": "0%"}}
+    panel = {"output_type": "display_data", "data": {VIEW: {}, "text/html": "<p>still"}}
+    said = {"output_type": "stream", "name": "stderr", "text": "a warning"}
+    printed = {"output_type": "stream", "name": "stdout", "text": "a figure"}
+
+    def cell(*tags):
+        outputs = [bar | {"data": dict(bar["data"])}, panel | {"data": dict(panel["data"])}]
+        return {
+            "cell_type": "code",
+            "metadata": {"tags": list(tags)},
+            "outputs": [*outputs, said, printed],
+        }
+
+    notebook = {"cells": [cell(), cell("remove-stderr")], "metadata": {"widgets": {}}}
+    shown, quiet = (one["outputs"] for one in without_leftovers(notebook)["cells"])
+    still = {"output_type": "display_data", "data": {"text/html": "<p>still"}}
+    assert (shown, quiet) == ([still, said, printed], [still, printed])
+    assert notebook["metadata"] == {}

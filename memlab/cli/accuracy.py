@@ -14,7 +14,8 @@ def run(options) -> dict:
     from memlab.evidence.records import find_records, load
     from memlab.evidence.report import report, summary
 
-    runs = [run for path in options.files for run in load(path)] or find_records()
+    named = [run for path in options.files for run in load(path)]
+    runs = named if options.files else find_records()
     compared = compare_records(runs)
     return {
         "rows": [one.as_dict() for one in compared],

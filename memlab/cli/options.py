@@ -52,7 +52,7 @@ def anchored_by(file: str | None, gpu: str | int | None) -> tuple[Any, str]:
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{file} is not what `memlab measure --json` prints: {error!r}") from None
     if not isinstance(gpu, str) or gpu_of_device(device) != find_gpu(gpu):
-        raise ValueError(f"{file} is a step on {device}: it says nothing of {gpu}")
+        raise ValueError(f"gpu is {gpu!r}: allowed is the card of {file}, {device}")
     card = anchored(gpu, recipe, seconds)
     size = f"{recipe.batch_size} x {recipe.seq_len}"
     return card, f"seconds times {card.pace:.2f}, by a step of {recipe.model} {size} on {device}"

@@ -16,11 +16,8 @@ def add_to(commands) -> None:
     add("--run-minutes", type=minutes, default=5.0, help="for one run")
     add("--steps", type=int, default=3, help="timed steps of a run")
     add("--note", default="", help="what you say of the machine, as: Colab, free, nothing beside")
-    add(
-        "--check",
-        metavar="FILE",
-        help="whether a GPU's records can be right, without running",
-    )
+    check = "whether a GPU's records can be right, without running"
+    add("--check", metavar="FILE", help=check)
     add("--list", action="store_true", help="the names of the runs, without running them")
     add("--json", action="store_true", help="what became of each run as JSON")
 

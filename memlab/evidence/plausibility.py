@@ -12,9 +12,9 @@ from memlab.evidence.accuracy import compare_records
 from memlab.evidence.records import Record
 from memlab.gpus import gpu_of_device
 from memlab.predict.simulate import simulate
-from memlab.units import MiB, mib
+from memlab.trace.blocks import LARGE_ROUND, MIN_BLOCK
+from memlab.units import mib
 
-BLOCK, SEGMENT = 512, 2 * MiB  # of PyTorch's caching allocator
 TOTALS = 0.03  # drivers and clouds differ by up to 1 %, and some cards have two sizes
 PREDICTED = 0.05  # what a prediction of allocated bytes may miss, before somebody should look
 NEEDED = ("torch", "transformers", "memlab", "cuda")
@@ -76,7 +76,7 @@ def _disordered(run: Record) -> list[str]:
 
 
 def _not_of_the_allocator(run: Record) -> list[str]:
-    units = {"peak_allocated_bytes": BLOCK, "peak_reserved_bytes": SEGMENT}
+    units = {"peak_allocated_bytes": MIN_BLOCK, "peak_reserved_bytes": LARGE_ROUND}
     return [
         f"{name} is {run.figures[name]:,}, which is no multiple of {unit:,}"
         for name, unit in units.items()

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from memlab import Recipe, anchored, find_gpu, formula, simulate
+from memlab import Recipe, anchored, find_gpu, formula, plan, simulate
 from memlab.card.step_time import ANCHORED
 from memlab.cli import main
 from memlab.evidence.accuracy import ratio_errors
@@ -73,10 +73,18 @@ def test_the_command_says_by_what_its_seconds_are_put_right(measured, capsys):
     assert said["step_seconds"]["expected"] == pytest.approx(0.5) and "anchor" in said
 
 
+def test_a_plan_has_the_pace_of_its_card():
+    asked = {"seq_len": 64, "effective_batch": 2, "ways": "full", "precisions": "fp32"}
+    card = anchored("T4", STEP, 3.0)
+    plain, slow = plan("gpt2-tiny", "T4", **asked), plan("gpt2-tiny", card, **asked)
+    assert slow.fastest.recipe == plain.fastest.recipe
+    assert slow.fastest.seconds == pytest.approx(card.pace * plain.fastest.seconds)
+
+
 @pytest.mark.parametrize("gpu", ["L4", "15 GiB"])
 def test_a_step_says_nothing_of_another_card(measured, gpu, capsys):
     assert main(["simulate", "--model", "gpt2", "--gpu", gpu, "--anchor", measured]) == 2
-    assert "is a step on Tesla T4: it says nothing of" in capsys.readouterr().err
+    assert "allowed is the card of" in capsys.readouterr().err
 
 
 def test_a_file_of_another_kind_is_one_line(tmp_path, capsys):

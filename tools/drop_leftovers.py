@@ -1,0 +1,35 @@
+"""Take out of executed notebooks what a page does not show: drop_leftovers.py NOTEBOOK...
+
+That are widgets, which want a kernel and leave a progress bar at 0 % as text, and what libraries
+say on the error stream of cells that are tagged `remove-stderr`.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+VIEW = "application/vnd.jupyter.widget-view+json"
+
+
+def shown(output: dict, tags: list[str]) -> bool:
+    """Whether a page has this output; a widget with a still picture is that picture."""
+    data = output.get("data", {})
+    if data.pop(VIEW, None) is not None and "text/html" not in data:
+        return False
+    return output.get("name") != "stderr" or "remove-stderr" not in tags
+
+
+def without_leftovers(notebook: dict) -> dict:
+    """The notebook with the outputs that its page shows; it is changed in place."""
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            tags = cell["metadata"].get("tags", [])
+            cell["outputs"] = [one for one in cell["outputs"] if shown(one, tags)]
+    notebook["metadata"].pop("widgets", None)
+    return notebook
+
+
+if __name__ == "__main__":
+    for path in map(Path, sys.argv[1:]):
+        notebook = without_leftovers(json.loads(path.read_text(encoding="utf-8")))
+        path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
