@@ -82,3 +82,15 @@ def test_a_figure_of_another_run_ends_the_build_and_is_written(folder):
     after = {f.name: f.read_text() for f in (folder / "chapters").iterdir()}
     assert after["without.ipynb"] == before["without.ipynb"]
     assert after["with.ipynb"] == before["with.ipynb"].replace(">2.0<", ">3.0<")
+
+
+def test_a_box_at_the_top_may_speak_of_what_the_page_makes(folder):
+    file = folder / "run" / "with.ipynb"
+    notebook = nbformat.read(file, 4)
+    made, words = notebook.cells
+    words.metadata["tags"] = ["figures-at-end"]
+    notebook.cells = [words, made]
+    store(file, notebook)
+    executed(folder, 2.04)
+    assert act(folder, "compare", "run").returncode == 0
+    assert [cell.id for cell in nbformat.read(file, 4).cells] == ["words", "made"]

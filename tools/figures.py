@@ -8,8 +8,9 @@
     python tools/figures.py write FOLDER TO   the same, and writes what the runs gave into the
                                               notebooks of the same names in another folder
 
-An expression sees what the page's code has made above it. `make book` compares, `make figures`
-writes.
+An expression sees what the page's code has made above it; in a text with the tag `figures-at-end`,
+as the box at the top of a page is one, what the whole page has made. `make book` compares,
+`make figures` writes.
 """
 
 import argparse
@@ -22,6 +23,8 @@ from pathlib import Path
 FIGURE = re.compile(r'<span data-figure="([^"]*)">([^<]*)</span>')
 MIME = "application/vnd.memlab.figures+json"
 TAG = "figures"
+AT_END = "figures-at-end"  # a tag of texts
+SUFFIX = "-figures"  # of a cell that evaluates, after the id of its text
 
 
 def figures_of(cell: dict) -> list[tuple[str, str]]:
@@ -36,24 +39,25 @@ def text_of(cell: dict) -> str:
 
 
 def with_figures(notebook: dict) -> dict:
-    """The notebook with a cell after each text that has figures."""
-    cells = []
+    """The notebook with a cell for each text that has figures, after it or at the end."""
+    cells, last = [], []
     for cell in notebook["cells"]:
         cells.append(cell)
         expressions = [expression for expression, _ in figures_of(cell)]
         if expressions:
             listed = "".join(f"    str({one}),\n" for one in expressions)
-            cells.append(
+            place = last if AT_END in cell["metadata"].get("tags", ()) else cells
+            place.append(
                 {
                     "cell_type": "code",
                     "execution_count": None,
-                    "id": f"{cell['id']}-figures"[-64:],
+                    "id": cell["id"] + SUFFIX,
                     "metadata": {"tags": [TAG, "remove-cell"]},
                     "outputs": [],
                     "source": f'get_ipython().display_pub.publish({{"{MIME}": [\n{listed}]}})',
                 }
             )
-    return notebook | {"cells": cells}
+    return notebook | {"cells": cells + last}
 
 
 def without_figures(notebook: dict) -> tuple[dict, dict[str, list[str]]]:
@@ -62,7 +66,8 @@ def without_figures(notebook: dict) -> tuple[dict, dict[str, list[str]]]:
     for cell in notebook["cells"]:
         if TAG in cell["metadata"].get("tags", ()):
             data = [one["data"] for one in cell["outputs"] if "data" in one]
-            found[cells[-1]["id"]] = next((one[MIME] for one in data if MIME in one), [])
+            text = cell["id"].removesuffix(SUFFIX)
+            found[text] = next((one[MIME] for one in data if MIME in one), [])
         else:
             cells.append(cell)
     return notebook | {"cells": cells}, found
