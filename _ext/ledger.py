@@ -1,55 +1,61 @@
-"""The ledger: every statement of the sources, with the verdicts that the chapters' cells reached.
+"""The ledger: every statement of the sources, with the verdicts that the chapters reach.
 
-A cell that ends in `verdict(...)` leaves its verdict as data beside its output, and so does one
-that ends in `named(...)`, of what a source only names. The directive `ledger` reads them from the
-executed notebooks and writes the tables: nothing is typed again.
+The verdicts stand in the chapters' text, in folds (`memlab.book.claims`), and so does what is shown
+of a subject that a source only names. The directive `ledger` collects them and writes the tables:
+nothing is typed again.
 
     :::{ledger}
     :open: B26 B27
     :::
 
-`open` names the statements that no chapter takes up yet; a cell, too, may say that it cannot
-decide one. Any other statement without a verdict is
-a warning, and so are two verdicts that differ, one that is not the expected one of claims.json
-(unless it rests on a clock), an open statement that has one, and a named subject of which no cell
-shows anything. The build treats warnings as errors.
+`open` names the statements that no chapter takes up yet. Any other statement without a verdict is
+a warning, and so are two verdicts that differ, one of another word, a statement that is cited in
+other words than those of claims.json, an open statement that has one, and a named subject that no
+fold takes up. The build treats warnings as errors.
 """
 
 import json
-import re
 from collections import Counter
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-import torch
 from docutils import nodes
 from docutils.parsers.rst import directives
 from markdown_it import MarkdownIt
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
-from memlab.book.claims import WORDS, all_claims, all_named, sources
+from memlab.book.claims import (
+    MARKS,
+    NAMED,
+    WORDS,
+    Verdict,
+    all_claims,
+    all_named,
+    sources,
+    verdicts,
+)
 
 OPEN = WORDS[-1]
-MARKS = dict(zip(WORDS, "✓◐✗○", strict=True))
-CALL = re.compile(r'\b(?:verdict|named)\(\s*"(\w+)"')
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a cell of an executed notebook says of a statement; `word` is None if it says nothing.
+    """A verdict, and where it stands: the notebook's name in the book, the cell's id."""
 
-    page: the notebook's name in the book; cell: the cell's id; index: its place in the notebook.
-    """
-
-    id: str
+    verdict: Verdict
     page: str
     cell: str
-    index: int
-    word: str | None = None
-    because: str = ""
+
+    @property
+    def id(self) -> str:
+        return self.verdict.id
+
+    @property
+    def word(self) -> str:
+        return self.verdict.word
 
     @property
     def place(self) -> str:
@@ -57,47 +63,43 @@ class Decision:
 
 
 def decisions(notebook: Path, page: str) -> list[Decision]:
-    """Of every cell that calls `verdict` or `named` or shows one, in the order of the cells."""
-    found = []
-    for index, cell in enumerate(json.loads(notebook.read_text(encoding="utf-8"))["cells"]):
-        if cell["cell_type"] != "code":
-            continue
-        shown = [o.get("metadata", {}).get("text/markdown", {}) for o in cell["outputs"]]
-        said = [metadata["verdict"] for metadata in shown if "verdict" in metadata]
-        called = CALL.findall("".join(cell["source"]))
-        silent = [{"id": id} for id in called if id not in {one["id"] for one in said}]
-        found += [Decision(page=page, cell=cell["id"], index=index, **one) for one in said + silent]
-    return found
-
-
-def rests_on_a_clock(claim: dict) -> bool:
-    """Whether seconds measured on this machine decide the statement."""
-    return "clock" in claim or ("gpu_clock" in claim and torch.cuda.is_available())
+    """The verdicts in the text of a notebook, in the order of the cells."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return [
+        Decision(one, page, cell["id"])
+        for cell in cells
+        if cell["cell_type"] == "markdown"
+        for one in verdicts("".join(cell["source"]))
+    ]
 
 
 def problems(found: list[Decision], left_open: list[str]) -> list[str]:
-    """One line a statement: without a verdict, with two, an unexpected one, or open no more.
-
-    A verdict that rests on a clock may be another on another machine: see `all_claims`.
-    """
+    """One line a statement: without a verdict, with two, with another's words, or open no more."""
     known = all_claims()
     lines = [f"{id} is listed as open and is no statement" for id in left_open if id not in known]
-    for id in (*known, *all_named()):
+    lines += [f"{one.id} is no statement ({one.place})" for one in found if one.id not in cited()]
+    for id, (says, source) in cited().items():
         here = [one for one in found if one.id == id]
-        said = [one for one in here if one.word]
-        cells = "; ".join(f"{one.place}: {one.word or 'nothing'}" for one in here) or "in no cell"
+        words = {one.word for one in here}
+        cells = "; ".join(f"{one.place}: {one.word}" for one in here) or "in no cell"
         if id in left_open and here:
             lines.append(f"{id} is listed as open and is decided ({cells})")
-        elif id not in left_open and not said:
+        elif id not in left_open and not here:
             what = "verdict" if id in known else "cell that shows something of it"
             lines.append(f"{id} has no {what} ({cells})")
-        elif len({one.word for one in said}) > 1:
+        elif len(words) > 1:
             lines.append(f"{id} has verdicts that differ ({cells})")
-        elif id in known and said and not rests_on_a_clock(known[id]):
-            expected, word = known[id]["word"], said[0].word
-            if word != expected:
-                lines.append(f"{id} is expected to be {expected!r} and is {word!r} ({cells})")
+        elif words - set(WORDS if id in known else [NAMED]):
+            lines.append(f"{id} has a verdict of another word ({cells})")
+        elif any((one.verdict.says, one.verdict.source) != (says, source) for one in here):
+            lines.append(f"{id} is cited in other words than those of claims.json ({cells})")
     return lines
+
+
+def cited() -> dict[str, tuple[str, str]]:
+    """id -> (what the source says, the source) of every statement and every named subject."""
+    both = all_claims() | all_named()
+    return {id: (one["says"], one["source"]) for id, one in both.items()}
 
 
 def tally(words: dict[str, str]) -> str:
@@ -124,9 +126,9 @@ def table(found: list[Decision], link) -> str:
         if id[0] != last:
             last = id[0]
             lines.append(f'<tr class="source"><th colspan="3">{last}: {claim["source"]}</th></tr>')
-        here = [one for one in found if one.id == id and one.word]
+        here = [one for one in found if one.id == id]
         word = here[0].word if here else OPEN
-        why = "<br>".join(f"{inline(one.because)}<br>{link(one)}" for one in here)
+        why = "<br>".join(f"{inline(one.verdict.because)}<br>{link(one)}" for one in here)
         chapter = pages.index(here[0].page) if here else len(pages)
         lines.append(
             f'<tr id="statement-{id}" data-verdict="{list(MARKS).index(word)}" '
@@ -145,7 +147,7 @@ def named_table(found: list[Decision], link) -> str:
     ]
     for id, one in all_named().items():
         shown = "<br>".join(
-            f"{inline(here.because)}<br>{link(here)}" for here in found if here.id == id
+            f"{inline(here.verdict.because)}<br>{link(here)}" for here in found if here.id == id
         )
         says = f"<b>{id}</b>, {escape(one['says'])} ({escape(one['source'])})"
         lines.append(f'<tr id="named-{id.lower()}"><td>{says}</td><td>{shown}</td></tr>')
@@ -170,18 +172,9 @@ def anchor(decision: Decision) -> str:
 
 
 def decisions_of(env, page: str) -> list[Decision]:
-    """Of a page of the book: MyST-NB keeps every executed notebook in its output folder."""
-    if Path(env.doc2path(page)).suffix != ".ipynb":
-        return []
-    return decisions(Path(env.mystnb_config.output_folder) / f"{page}.ipynb", page)
-
-
-def mark_cells(app, doctree):
-    """Every cell with a verdict can be linked to."""
-    marks = {one.index: anchor(one) for one in decisions_of(app.env, app.env.docname)}
-    for cell in doctree.findall(nodes.container):
-        if cell.get("cell_index") in marks:
-            cell["ids"].append(marks[cell["cell_index"]])
+    """Of a page of the book."""
+    path = Path(env.doc2path(page))
+    return decisions(path, page) if path.suffix == ".ipynb" else []
 
 
 def write_ledger(app, doctree, docname):
@@ -198,7 +191,7 @@ def write_ledger(app, doctree, docname):
         for line in problems(found, node["open"]):
             logger.warning("%s", line, location=node, type="book")
         words = {id: OPEN for id in all_claims()}
-        words |= {one.id: one.word for one in found if one.word and one.id in words}
+        words |= {one.id: one.word for one in found if one.id in words}
         html = f"{tally(words)}\n{table(found, link)}\n{named_table(found, link)}"
         node.replace_self(nodes.raw("", html, format="html"))
 
@@ -206,6 +199,5 @@ def write_ledger(app, doctree, docname):
 def setup(app):
     app.add_node(ledger)
     app.add_directive("ledger", LedgerDirective)
-    app.connect("doctree-read", mark_cells)
     app.connect("doctree-resolved", write_ledger)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

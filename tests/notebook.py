@@ -1,10 +1,14 @@
 """A chapter's own cells, run in a test."""
 
+import ast
+import re
+from html import unescape
 from pathlib import Path
 
 import nbformat
 import torch
 
+from memlab.book.claims import verdict
 from memlab.trace.tracer import Tracer
 
 CHAPTERS = Path(__file__).parent.parent / "chapters"
@@ -27,6 +31,19 @@ class Notebook:
             exec(compile(self.code[name], f"cell {name}", "exec"), namespace)
         return namespace
 
+    def verdict(self, id, names):
+        """The word that the text's own expression gives of a statement, from these names."""
+        fold = next(t for t in self.text.values() if f'id="claim-{id.lower()}"' in t)
+        expression = unescape(re.search(r'data-figure="(verdict[^"]*)"', fold)[1])
+        deciding = [ast.parse(self.code[n]).body for n in self.code if n.startswith("decides")]
+        needed, steps = named(ast.parse(expression), ast.Load), []
+        for step in reversed(sum(deciding, [])):
+            if named(step, ast.Store) & needed:
+                needed |= named(step, ast.Load)
+                steps.insert(0, step)
+        exec(compile(ast.Module(steps, []), f"what decides {id}", "exec"), names)
+        return eval(expression, {"verdict": verdict} | names).partition(" ")[2]
+
     def check_exercise(self, number, wrong, namespace, capsys):
         """An exercise waits for an answer, takes its own solution, and tells a wrong one so."""
         *before, asked = [name for name in self.code if name.startswith(f"exercise-{number}")]
@@ -37,6 +54,12 @@ class Notebook:
         source = self.code[asked].replace("answer = ...", f"answer = {wrong!r}")
         exec(source, namespace)
         assert "Not yet" in capsys.readouterr().out
+
+
+def named(tree, context):
+    """The names that a piece of code loads, or stores."""
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
+    return {node.id for node in nodes if isinstance(node.ctx, context)}
 
 
 def traced(training, step):

@@ -122,11 +122,12 @@ def test_the_cheat_sheet_is_one_page_of_a4(chromium):
 
 
 def test_reading_time_leaves_out_what_is_folded():
-    prose = "<p>" + "word " * 440 + "</p>"
-    code = '<div class="cell"><div class="cell_input">' + "x " * 150 + "</div></div>"
-    article = f"<article>{prose}{code}<img><details>{prose * 9}</details></article>"
-    assert reading_minutes(article) == 3
-    assert reading_minutes(article.replace("details", "section")) == 21
+    prose = "<p>" + "word " * 340 + "</p>"
+    code = '<div class="cell"><div class="cell_input">' + "x " * 100 + "</div></div>"
+    shown = "<img><table></table>"
+    article = f"<article>{prose}{code}{shown}<details>{prose * 9}</details></article>"
+    assert reading_minutes(article) == 4
+    assert reading_minutes(article.replace("details", "section")) == 22
 
 
 @every_page

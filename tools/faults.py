@@ -5,10 +5,10 @@
 
 Faults are drawn by the seed from every room of the package (a comparison or a sign turned, a
 number changed, a branch negated, a returned value dropped), from the data tables (a number
-changed) and from the chapters (a verdict negated, a printed gain's sign turned). Each is put alone
-into a copy of what git tracks, and the tests run that should catch it: those that bear the
-module's name, or else those that name it and those of the modules that import it. A chapter's run
-is its tests and the page itself, whose verdicts are compared with those that claims.json expects.
+changed) and from the chapters (a gain's sign turned). Each is put alone into a copy of what git
+tracks, and the tests run that should catch it: those that bear the module's name, or else those
+that name it and those of the modules that import it. A chapter's run is its tests and the page
+itself, whose figures and verdicts are compared with the text.
 A fault is killed if one of them fails that passes without it. The last line is the share.
 
 mutmut 3.8 and cosmic-ray 8.7 were looked at and not taken: they change Python alone, and a third
@@ -35,8 +35,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "_ext"))
-import ledger  # noqa: E402
+sys.path[:0] = [str(ROOT / "_ext"), str(ROOT / "tools")]
+import figures  # noqa: E402
 from book_extras import turned_shares  # noqa: E402
 
 TABLES = ("gpus", "models", "links")  # facts of others; what memlab keeps is made by its tools
@@ -94,15 +94,12 @@ def changes(tree: ast.AST) -> Iterator[tuple[str, ast.expr, ast.expr]]:
             yield "return", value, ast.Constant(None)
 
 
-def conclusions(tree: ast.AST) -> Iterator[tuple[str, ast.expr, ast.expr]]:
-    """(kind, node, what replaces it) of verdicts and of gains, `1 - a / b` or `a / b - 1`."""
+def gains(tree: ast.AST) -> Iterator[tuple[str, ast.expr, ast.expr]]:
+    """(kind, node, what replaces it) of `1 - a / b` and `a / b - 1`."""
     named = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
     sizes = [argument for call in named if call.func.id == "abs" for argument in call.args]
     for node in ast.walk(tree):
         match node:
-            case ast.Call(func=ast.Name("verdict")):
-                holds = [k.value for k in node.keywords if k.arg == "holds"] or node.args[1:2]
-                yield "verdict", holds[0], ast.UnaryOp(ast.Not(), holds[0])
             case ast.BinOp(a, ast.Sub(), b) if node not in sizes and any(
                 ast.unparse(x) == "1" and isinstance(getattr(y, "op", None), ast.Div)
                 for x, y in ((a, b), (b, a))
@@ -155,7 +152,7 @@ def in_chapter(path: str) -> Iterator[Fault]:
         source = "".join(cell["source"])
         if cell["cell_type"] != "code" or re.search(r"^\s*[%!]", source, re.MULTILINE):
             continue
-        for line, kind, before, after, text in edits(source, conclusions):
+        for line, kind, before, after, text in edits(source, gains):
             changed = copy.deepcopy(notebook)
             changed["cells"][number]["source"] = text.splitlines(keepends=True)
             yield Fault(path, line, kind, before, after, json.dumps(changed), cell["id"])
@@ -169,7 +166,7 @@ def tracked() -> list[str]:
 def drawn(count: int, seed: int) -> list[Fault]:
     """So many faults by chance: 70 % of code, 10 % of tables, 20 % of chapters.
 
-    Rooms of the package take turns, and so do tables, and verdicts and gains.
+    Rooms of the package take turns, and so do tables.
     """
     draw, files, chosen = random.Random(seed), tracked(), []
     modules = [p for p in files if re.fullmatch(r"memlab/.*\w\.py", p) and "__" not in p]
@@ -254,10 +251,11 @@ class Tree:
     def noticed(self, page: str, tests: list[str], seconds: float) -> str:
         """What fails in the copy as it stands, a page's line or a test's name; "" for nothing."""
         if page:
+            file = self.folder / page
+            figures.store(file, figures.with_figures(figures.read(file)))
             status, _ = self.pytest("--nbmake", "--overwrite", page, seconds=seconds)
-            found = ledger.decisions(self.folder / page, page)
-            lines = [line for line in ledger.problems(found, []) if "in no cell" not in line]
-            lines += turned_shares(printed(self.folder / page))
+            lines = figures.differences(*figures.without_figures(figures.read(file)))
+            lines += turned_shares(printed(file))
             if status or lines:
                 return page if status else " ".join(lines)
         for which in ("not slow and not rendered", "slow and not rendered") if tests else ():

@@ -12,7 +12,6 @@ from .chapters.ruler import QuantizationRuler as QuantizationRuler
 from .chapters.sandbox import AllocatorSandbox as AllocatorSandbox
 from .chapters.segments import SegmentFilm as SegmentFilm
 from .chapters.softmax import RunningSoftmax as RunningSoftmax
-from .claims import named as named
 from .claims import verdict as verdict
 from .lessons import QUIET as QUIET
 from .lessons import estimated_run as estimated_run

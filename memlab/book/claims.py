@@ -1,17 +1,42 @@
-"""What the source documents state, and the verdicts that the chapters' cells reach."""
+"""What the source documents state, and the verdicts that the chapters reach.
+
+A chapter gives each its fold of Markdown, which a notebook shows without a run:
+
+    <details id="claim-a5">
+    <summary><b>A5</b> “what the source says” (the source): <b><span
+    data-figure="verdict('A5', half)">✗ does not hold</span></b></summary>
+
+    Why, with its figures.
+    </details>
+
+The verdict is a figure of the text like any other: `make book` compares it with the run
+(`tools/figures.py`), and the claims page collects the folds (`_ext/ledger.py`).
+"""
 
 import json
+import re
 from dataclasses import dataclass
 from functools import cache
+from html import unescape
 from importlib import resources
 from typing import Any
+
+MARKS = {"holds": "✓", "holds with a condition": "◐", "does not hold": "✗", "open": "○"}
+WORDS = tuple(MARKS)
+NAMED = "named, not claimed"
+FOLD = re.compile(
+    r'<details id="claim-\w+">\s*<summary><b>(\w+)</b> “(.*?)” \((.*?)\): <b>(.*?)</b></summary>'
+    r"(.*?)</details>",
+    re.DOTALL,
+)
+SPAN = re.compile(r"</?span[^>]*>")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One statement of a source, decided, or a subject that it only names.
+    """What a text says of a statement of a source, or of a subject that it only names.
 
-    word: one of `WORDS`, or `NAMED`.
+    word: one of `WORDS`, or `NAMED`. says, source: as the text cites them. because: Markdown.
     """
 
     id: str
@@ -20,50 +45,40 @@ class Verdict:
     word: str
     because: str
 
-    def __str__(self) -> str:
-        return f"{self.id} ({self.source}): “{self.says}”\n{self.word}: {self.because}"
 
-    def _repr_markdown_(self) -> tuple[str, dict[str, dict[str, str]]]:
-        """What a notebook shows, and beside it the verdict as data, for the book's ledger."""
-        text = (
-            f"**{self.id}** “{self.says}” *({self.source})*\n\n"
-            f"**{self.word[0].upper()}{self.word[1:]}**: {self.because}"
-        )
-        return text, {"verdict": {"id": self.id, "word": self.word, "because": self.because}}
-
-
-WORDS = ("holds", "holds with a condition", "does not hold", "open")
-NAMED = "named, not claimed"
+def verdicts(text: str) -> list[Verdict]:
+    """The verdicts of a piece of Markdown, in their order."""
+    found = []
+    for id, says, source, word, because in FOLD.findall(text):
+        word = SPAN.sub("", word).strip(" ".join(MARKS.values()))
+        why = " ".join(SPAN.sub("", because).split())
+        found.append(Verdict(id, unescape(says), unescape(source), word, why))
+    return found
 
 
-def verdict(id: str, holds: bool | None, because: str, condition: bool = False) -> Verdict:
-    """Decide a statement by the rule of the claims page: `because` has the figures behind it.
+def verdict(id: str, holds: bool | None, condition: bool = False) -> str:
+    """The mark and word of a statement by the rule of the claims page, such as `✓ holds`.
 
-    holds: what a cell computed; None where that does not decide the statement.
-    condition: the statement is true in some cases only, or was checked in part only, and `because`
-    names which.
+    holds: what a chapter computed; None where that does not decide the statement.
+    condition: the statement is true in some cases only, or was checked in part only.
 
     Raises ValueError for an unknown id.
     """
-    known = all_claims()
-    if id not in known:
-        raise ValueError(f"no claim has the id {id!r}: allowed are {', '.join(known)}")
+    if id not in all_claims():
+        raise ValueError(f"no claim has the id {id!r}: allowed are {', '.join(all_claims())}")
     if holds is None:
         word = WORDS[3]
     else:
         word = WORDS[bool(condition)] if holds else WORDS[2]
-    return Verdict(id, known[id]["says"], known[id]["source"], word, because)
+    return f"{MARKS[word]} {word}"
 
 
-def named(id: str, because: str) -> Verdict:
-    """What the book shows of a subject that a source names and says nothing of: no verdict.
+def rests_on_a_clock(id: str) -> bool:
+    """Whether seconds measured on this machine decide a statement: another may decide otherwise."""
+    import torch
 
-    because: what is shown, and the figures of it. Raises ValueError for an unknown id.
-    """
-    known = all_named()
-    if id not in known:
-        raise ValueError(f"nothing is named by the id {id!r}: allowed are {', '.join(known)}")
-    return Verdict(id, known[id]["says"], known[id]["source"], NAMED, because)
+    claim = all_claims()[id]
+    return "clock" in claim or ("gpu_clock" in claim and torch.cuda.is_available())
 
 
 @cache
@@ -79,12 +94,10 @@ def sources() -> dict[str, dict[str, str]]:
 
 @cache
 def all_claims() -> dict[str, dict[str, Any]]:
-    """id -> {"says", "topic", "source", "word"} of every statement, in the order of the sources.
+    """id -> {"says", "topic", "source"} of every statement, in the order of the sources.
 
-    word: the verdict that the book is expected to reach; its build fails at another one (the
-    extension `ledger`), a reader's notebook does not. "clock" or "gpu_clock", where it stands:
-    which measured time decides, everywhere or where there is a GPU, so that another machine may
-    reach another verdict.
+    "clock" or "gpu_clock", where it stands: which measured time decides, everywhere or where there
+    is a GPU, so that another machine may reach another verdict.
     """
     return {
         claim["id"]: claim | {"source": sources()[claim["id"][0]]["title"]}

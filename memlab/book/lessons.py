@@ -125,8 +125,8 @@ def estimated_run(run: Record, footprint: Footprint) -> tuple[str, bool]:
     steps = figures["run_seconds"] * figures["samples_per_second"] / time.samples
     low, expected, high = (steps * one for one in (time.low, time.expected, time.high))
     printed = figures["run_seconds"]
-    said = f"""the printed {printed:.0f} s, not measured again, are estimated at
-{expected:.0f} ({low:.0f} to {high:.0f}, by what kernels reach on that card)"""
+    guess = f"{expected:.0f} ({low:.0f} to {high:.0f}, by what kernels reach on that card)"
+    said = f"the printed {printed:.0f} s, not measured again, are estimated at {guess}"
     return said, low <= printed <= high
 
 

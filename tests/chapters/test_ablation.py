@@ -197,9 +197,4 @@ def test_the_buggy_front_names_what_is_beaten(chapter):
 def test_b23_asks_what_the_card_gives(chapter, reserved, word):
     run = SimpleNamespace(peak_reserved=2**30)
     given = {"one_way": run, "reserved_same": not reserved, "core": [True], "difference": 7}
-    source = CHAPTER.code["verdict-b23"]
-    namespace = chapter | given
-    exec("from memlab.book import verdict", namespace)
-    body, _, last = source.rpartition("\nverdict(")
-    exec(body, namespace)
-    assert eval(f"verdict({last}", namespace).word == word
+    assert CHAPTER.verdict("B23", chapter | given) == word

@@ -1,6 +1,5 @@
 """Chapter 11: its loaders do what it says they do, and its schedule keeps PyTorch's rules."""
 
-import ast
 import itertools
 import os
 import random
@@ -11,7 +10,6 @@ import torch
 from notebook import Notebook
 
 from memlab import find_records, simulate
-from memlab.book.claims import verdict
 
 CHAPTER = Notebook("11-dataloader")
 DEEPER = Notebook("11-dataloader-deeper")
@@ -265,31 +263,24 @@ def test_verdicts():
     busy = {("waiting", n, 4): 0.9 for n in (0.5, 3, 8)}
     busy |= {("work, 1 core", 2, n): 0.4 for n in (1, 4)}
     names |= {"fast": None, "share": 3e-5, "v100": v100, "busy": busy, "control": 3.0}
-    words = {cell: decided(CHAPTER, cell, names) for cell in ("four", "pinned", "ten")}
+    words = {id: CHAPTER.verdict(id, names) for id in ("D2", "D3", "D1")}
     names = DEEPER.run("imports tiles rows-shown")
     names |= {"even": names["models"].config("gpt2"), "products": None}
     names["even"].vocab_size = 50304
-    assert words.pop("pinned") == decided(DEEPER, "sizes", names) == "open"  # without a GPU
+    assert words.pop("D3") == DEEPER.verdict("B10", names) == "open"  # without a GPU
     DEEPER.run("overview", names)
     names |= {"saving": {1: 0.0, 16: 0.24}, "faster": {1: 2.0, 16: 3.4}}
-    words["overview"] = decided(DEEPER, "overview", names)
+    words["B1"] = DEEPER.verdict("B1", names)
     assert set(words.values()) == {"holds with a condition"}
     names |= {"faster": {1: 0.5, 16: 0.5}}  # an estimate decides nothing
-    assert decided(DEEPER, "overview", names) == "holds with a condition"
+    assert DEEPER.verdict("B1", names) == "holds with a condition"
     for padded, word in ((0.5, "holds with a condition"), (1.1, "does not hold")):
         names["products"] = {"padded": padded, "as it is, again": 1.0}
-        assert decided(DEEPER, "sizes", names) == word
-    names = {"share": 3e-5, "verdict": verdict}
+        assert DEEPER.verdict("B10", names) == word
+    names = {"share": 3e-5}
     for pinned, word in (([12.0, 6.0], "does not hold"), ([6.0, 12.0], "holds with a condition")):
         names["fast"] = pd.DataFrame({"pageable": [9.0, 9.0], "pinned": pinned})
-        assert decided(CHAPTER, "pinned", names) == word
-
-
-def decided(notebook, cell, names):
-    """The word of the verdict with which a cell ends."""
-    *before, last = ast.parse(notebook.code[f"verdict-{cell}"]).body
-    exec(compile(ast.Module(before, []), cell, "exec"), names)
-    return eval(compile(ast.Expression(last.value), cell, "eval"), names).word
+        assert CHAPTER.verdict("D3", names) == word
 
 
 @pytest.mark.parametrize("number, wrong", [(1, 3), (2, 100), (3, 12345)])

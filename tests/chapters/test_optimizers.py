@@ -1,6 +1,5 @@
 """Chapter 7: what its cells show is true, and its optimizers are the ones that memlab runs."""
 
-import ast
 import gc
 
 import bitsandbytes as bnb
@@ -333,6 +332,4 @@ def test_b29_is_decided_by_calls_and_a_clock(small, calls, word):
     names["on_t4"] = {"loop": 9.0, "foreach": 1.0}
     names["calls"] = {"loop": 1600, "foreach": calls, "fused": 4}
     names["forms"] = {"loop": {"foreach": False}, "foreach": {"foreach": True}}
-    *before, last = ast.parse(DEEPER.code["verdict-b29"]).body
-    exec(compile(ast.Module(before, []), "b29", "exec"), names)
-    assert eval(compile(ast.Expression(last.value), "b29", "eval"), names).word == word
+    assert DEEPER.verdict("B29", names) == word

@@ -1,6 +1,5 @@
 """Chapter 10: what its cells show is true, and its batches are those that memlab simulates."""
 
-import ast
 import random
 
 import pandas as pd
@@ -11,8 +10,6 @@ from notebook import Notebook
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding
 from transformers.trainer_pt_utils import LengthGroupedSampler
-
-from memlab.book import verdict
 
 CHAPTER = Notebook("10-padding")
 DEEPER = Notebook("10-padding-deeper")
@@ -332,8 +329,4 @@ def test_a_ratio_of_times_is_told_by_how_far_the_control_is_off(control, rounds,
 @pytest.mark.parametrize("misleads, word", [(True, "holds"), (False, "does not hold")])
 def test_a14_is_decided_by_what_counting_does_at_once(visible, misleads, word):
     """Not by thirty steps of a small model, whichever way they end."""
-    names = {"visible": visible, "misleads": misleads, "off": 3.3, "verdict": verdict}
-    names["ends_at"] = {"-100": [5.26, 5.23], "counted": [3.64, 5.24]}
-    *before, last = ast.parse(CHAPTER.code["verdict-loss"]).body
-    exec(compile(ast.Module(before, []), "a14", "exec"), names)
-    assert eval(compile(ast.Expression(last.value), "a14", "eval"), names).word == word
+    assert CHAPTER.verdict("A14", {"visible": visible, "misleads": misleads}) == word

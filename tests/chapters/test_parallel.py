@@ -157,6 +157,4 @@ def test_an_exercise_knows_right_from_wrong(chapter, capsys, number, wrong):
     ],
 )
 def test_the_verdict_follows_the_figures(chapter, grown, worked, word):
-    source = CHAPTER.code["verdict-b27"].replace("verdict(", "decided = verdict(")
-    exec(source, names := chapter | {"grown": grown, "worked": worked})
-    assert names["decided"].word == word
+    assert CHAPTER.verdict("B27", chapter | {"grown": grown, "worked": worked}) == word

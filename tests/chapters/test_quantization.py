@@ -17,13 +17,6 @@ TOOLS = """imports rounded error linears with-rounded harm grown schemes schemes
     harm-of calibrate affine static dynamic integers mixed-product"""
 
 
-def decided(name, namespace, page=CHAPTER):
-    """The id and the word of the verdict that a cell shows last."""
-    source = page.code[name].replace("verdict(", "shown_verdict = verdict(")
-    exec(compile(source, f"cell {name}", "exec"), namespace)
-    return namespace["shown_verdict"].id, namespace["shown_verdict"].word
-
-
 @pytest.fixture(scope="module")
 def chapter():
     return CHAPTER.run(SETUP)
@@ -217,8 +210,8 @@ def test_grown_features_change_nothing_but_what_rounding_does(deeper):
     means = [statistics.fmean(cost[name]) for name in names]
     assert means == sorted(means, reverse=True)
     deeper["mean"] = {name: [statistics.fmean(values)] for name, values in cost.items()}
-    DEEPER.run("planted published published-table published-words-facts e14-because", deeper)
-    assert decided("e14", deeper, DEEPER) == ("E14", "holds with a condition")
+    DEEPER.run("planted published published-table published-words-facts", deeper)
+    assert DEEPER.verdict("E14", deeper) == "holds with a condition"
 
 
 def test_finer_groups_store_more_constants_and_lose_less(patients):
@@ -291,8 +284,8 @@ def test_activations_need_a_range_and_weights_do_not(deeper):
     assert max(map(abs, weights)) < 0.001
     mean = [statistics.fmean(deeper[n]) for n in ("with_data", "without_data")]
     assert mean[0] < 0.8 * mean[1]
-    DEEPER.run("activations-table activations-words-facts e10-because", deeper)
-    assert decided("e10", deeper, DEEPER) == ("E10", "holds with a condition")
+    DEEPER.run("activations-table activations-words-facts", deeper)
+    assert DEEPER.verdict("E10", deeper) == "holds with a condition"
 
 
 def test_the_straight_through_estimator_rounds_forward_and_not_backward(deeper):
@@ -311,13 +304,11 @@ def test_training_for_it_beats_rounding_afterwards_for_each_of_three_seeds(deepe
     gains = [control - aware for _, control, aware, _ in deeper["ends"]]
     assert statistics.fmean(gains) > 2 * statistics.stdev(gains)
     DEEPER.run("qat-gains qat-step qat-cost", deeper)
-    deeper |= {"because": "", "slower": 1.0}
-    DEEPER.run("e11-because", deeper)
-    assert decided("e11", deeper, DEEPER) == ("E11", "holds with a condition")
+    assert DEEPER.verdict("E11", deeper) == "holds with a condition"
     learned = deeper["learned"]
     deeper["learned"] = learned | {"30 aware steps": learned["30 steps, then rounded"]}
     DEEPER.run("qat-gains", deeper)
-    assert decided("e11", deeper, DEEPER) == ("E11", "does not hold")
+    assert DEEPER.verdict("E11", deeper) == "does not hold"
 
 
 def test_stored_in_bytes_computed_in_bf16_and_never_quantized_again(chapter):
@@ -348,11 +339,11 @@ def test_loading_in_4_bits_and_what_trainer_and_accelerate_do_with_it(chapter):
 
 def test_a_pass_has_room_for_one_unpacked_layer_at_a_time(chapter):
     CHAPTER.run("on-card predict-bars counting stored-model stored-run stored-table", chapter)
-    CHAPTER.run("stored-words-facts e21-because", chapter)
+    CHAPTER.run("stored-words-facts", chapter)
     largest = max(chapter["sizes"])
     assert largest == 2 * 4096 * 14336 and sum(chapter["sizes"]) > 100 * largest
     assert 0 < chapter["beyond"] <= largest and chapter["beside"]["NF4, double"] < 2 * largest
-    assert decided("e21", chapter) == ("E21", "does not hold")
+    assert CHAPTER.verdict("E21", chapter) == "does not hold"
 
 
 def test_a_nan_fills_a_block_of_the_library_and_codes_cannot_be_trained(chapter):
@@ -369,12 +360,12 @@ def test_solutions_pass_their_check_and_wrong_answers_are_told_so(chapter, capsy
 
 
 def test_the_verdicts_that_need_no_more_runs(patients):
-    CHAPTER.run("skewed-run skewed-kinds skewed-table skewed-words-facts e9-because", patients)
-    assert decided("e9", patients) == ("E9", "holds")
+    CHAPTER.run("skewed-run skewed-kinds skewed-table skewed-words-facts", patients)
+    assert CHAPTER.verdict("E9", patients) == "holds"
     CHAPTER.run("granularity-run granularity-8", patients)
-    assert decided("e12", patients) == ("E12", "holds")
-    CHAPTER.run("counting stored-model stored-run stored-table int8-run e13-because", patients)
-    assert decided("e13", patients) == ("E13", "holds with a condition")
+    assert CHAPTER.verdict("E12", patients) == "holds"
+    CHAPTER.run("counting stored-model stored-run stored-table int8-run", patients)
+    assert CHAPTER.verdict("E13", patients) == "holds with a condition"
 
 
 @pytest.mark.parametrize("method", [AwqConfig, GPTQConfig])
