@@ -26,15 +26,9 @@ from memlab.predict.formula import is_kept
 from memlab.predict.formula_serving import shares_keys
 from memlab.predict.run import refuse_format
 from memlab.predict.shipped import Shipped
-from memlab.predict.structure import (
-    HEAD_SIZES,
-    SAME_ROPE,
-    Structure,
-    heads_of_a_key,
-    names_of_lengths,
-    structures,
-)
+from memlab.predict.structure import SAME_ROPE, Structure, structures
 from memlab.predict.traces import keys_of, usual_sizes
+from memlab.predict.widths import HEAD_SIZES, heads_of_a_key, names_of_lengths
 from memlab.spec.recipe import AUTOCAST, COMPUTED_IN, Recipe
 from memlab.trace import allocator
 from memlab.trace.symbols import ROUNDED

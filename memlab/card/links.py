@@ -5,7 +5,8 @@ Ethernet). NCCL's rings run through all cards of a machine over the link inside,
 machine once each; as many rings as it has ports share the bytes. So a collective takes the longer
 of what the cards pass on inside and what the ports pass on together: NVIDIA/nccl#495 has eight
 ports of 100 Gbit/s at 600 Gbit/s a ring, where one would give 100; NVIDIA/nccl-tests#119 counts
-the same way.
+the same way. GeForce cards do not reach each other over PCIe: what they send goes by way of the
+host's memory, at the share of the rate that links.json has with its source.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from memlab.gpus import GPU
 
 _FILE = Path(__file__).parent.parent / "data" / "links.json"
 # name -> {"gb_per_second": card -> number, "source": where it is written down}; of a link between
-# machines also "gb_per_second_of_port" and "ports", how many a machine of eight cards has.
+# machines also "gb_per_second_of_port" and "ports", how many a machine of eight cards has; of PCIe
+# "through_host", the cards that do not reach each other, and "share_through_host".
 LINKS: dict[str, dict] = json.loads(_FILE.read_text(encoding="utf-8"))
 
 
@@ -43,6 +45,16 @@ def link_rate(gpu: GPU, link: str | None = None) -> float:
     return _gb_per_second(gpu.name, link) * 1e9
 
 
+def host_rate(gpu: GPU) -> float:
+    """Bytes a second between a card and the host's memory, in one direction, over PCIe.
+
+    Raises ValueError for a card whose PCIe is not known.
+    """
+    if gpu.name not in LINKS["pcie"]["gb_per_second"]:
+        raise wrong("link", "pcie", f"for {gpu.name} {', '.join(links_of(gpu))}")
+    return LINKS["pcie"]["gb_per_second"][gpu.name] * 1e9
+
+
 def links_of(gpu: GPU) -> list[str]:
     """The links whose rate is known for a card."""
     return [n for n, said in LINKS.items() if "ports" in said or gpu.name in said["gb_per_second"]]
@@ -55,9 +67,11 @@ def _inside(gpu: GPU) -> str:
 def _gb_per_second(card: str, link: str) -> float:
     said = LINKS[link]
     if "ports" not in said:
-        return said["gb_per_second"][card]
-    inside = (LINKS[name]["gb_per_second"].get(card) for name in ("nvlink", "pcie"))
-    return min(said["ports"] * said["gb_per_second_of_port"], next(filter(None, inside), math.inf))
+        alone = said.get("through_host", ())
+        return said["gb_per_second"][card] * (said["share_through_host"] if card in alone else 1)
+    known = [name for name in ("nvlink", "pcie") if card in LINKS[name]["gb_per_second"]]
+    inside = _gb_per_second(card, known[0]) if known else math.inf
+    return min(said["ports"] * said["gb_per_second_of_port"], inside)
 
 
 # What each rank of n sends at least for every byte of the larger tensor: NVIDIA/nccl-tests,

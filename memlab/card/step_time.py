@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memlab.card.links import link_rate
+from memlab.card.links import host_rate, link_rate
 from memlab.card.op_cost import Work, count_kernels, count_tiles
 from memlab.footprint import Phase, StepTime
 from memlab.gpus import GPU
@@ -141,7 +141,7 @@ def step_time(
     reached = np.array([gpu.reached(dtype) for dtype in columns.dtypes] + [(1.0, 1.0, 1.0)]).T
     sent = float(np.sum(columns.sent * columns.times))
     over = link_rate(gpu, link) if sent or link else np.inf
-    to_host = link_rate(gpu, "pcie") if np.any(columns.carried) else np.inf
+    to_host = host_rate(gpu) if np.any(columns.carried) else np.inf
     parts = _seconds(columns, reached[1], gpu, EXPECTED, over, to_host)
     expected = sum(parts.values())
     if gpu.pace:

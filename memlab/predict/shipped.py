@@ -24,6 +24,7 @@ CODE = ("trace", "card", "workloads", "spec/recipe.py", "models.py", "gpus.py", 
 CODE += (
     "predict/layer_patterns.py",
     "predict/structure.py",
+    "predict/widths.py",
     "predict/traces.py",
     "predict/store.py",
 )

@@ -3,7 +3,7 @@
 import pytest
 
 from memlab import Recipe, formula
-from memlab.card.links import LINKS, link_rate, links_of
+from memlab.card.links import LINKS, host_rate, link_rate, links_of
 from memlab.gpus import ANY_CARD, GPUS, find_gpu
 
 
@@ -42,7 +42,10 @@ def test_rates_are_those_of_lanes_and_links(card):
     """PCIe: lanes of 8 GT/s in generation 3, twice as many in each, 128 of 130 bits are data."""
     generation = next((g for g, names in PCIE.items() if card in names), 4)
     lanes = LANES.get(card, 16) * 2 ** (generation - 3) * 128 / 130
-    assert link_rate(GPUS[card], "pcie") == pytest.approx(lanes * 1e9, rel=0.001)
+    assert host_rate(GPUS[card]) == pytest.approx(lanes * 1e9, rel=0.001)
+    geforce = card.startswith(("RTX-20", "RTX-30", "RTX-40", "RTX-5")) and "Ada" not in card
+    between = lanes * (0.48 if geforce else 1)
+    assert link_rate(GPUS[card], "pcie") == pytest.approx(between * 1e9, rel=0.001)
     if card in NVLINKS:
         assert link_rate(GPUS[card], "nvlink") == NVLINKS[card] * 25e9
     assert ("nvlink" in links_of(GPUS[card])) == (card in NVLINKS)

@@ -6,7 +6,7 @@ from helpers import one_line
 from transformers import modeling_utils
 
 from memlab import Recipe, find_gpu, formula, largest, measure, simulate
-from memlab.card.links import link_rate
+from memlab.card.links import host_rate
 from memlab.card.step_time import EXPECTED
 from memlab.workloads.training import Training
 
@@ -34,7 +34,7 @@ def test_the_inputs_of_layers_leave_the_card(runs):
 def test_each_input_travels_both_ways_in_the_queue_of_the_kernels(runs):
     kept, away = (run.step_time for run in runs)
     card = find_gpu("RTX-4090")
-    travels = away.parts["copies to the host and back"] * link_rate(card, "pcie")
+    travels = away.parts["copies to the host and back"] * host_rate(card)
     assert travels * EXPECTED.link == pytest.approx(2 * LAYERS * INPUT, rel=0.01)
     assert kept.parts["copies to the host and back"] == 0
     assert away.low > kept.low and away.high > kept.high
@@ -59,7 +59,7 @@ def test_what_leaves_is_what_a_real_run_saves(monkeypatch):
         real.step()
     card = find_gpu("T4")
     simulated = simulate(away_of(recipe), card).step_time
-    travels = simulated.parts["copies to the host and back"] * link_rate(card, "pcie")
+    travels = simulated.parts["copies to the host and back"] * host_rate(card)
     large = sum(size for size in sizes if size >= 2**16)
     assert travels * EXPECTED.link == pytest.approx(2 * large)
 

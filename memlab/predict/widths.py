@@ -1,0 +1,83 @@
+"""The widths of a model's config: those at which a structure is recorded, and a config's own."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from memlab import models
+
+# Chosen widths: g key-value heads with m query heads each, of size d; h hidden size where it is not
+# g * m * d; f feed-forward width; V vocabulary. Each has a prime factor of its own; the rest, a
+# power of two, is what kernels round it up to. It makes every vector with states in 8 bits whole
+# blocks of 256, and every matrix a multiple of the 64 * 256 weights that share a scale of scales
+# in 4 bits.
+WIDTHS = {"g": 13 * 8, "m": 19, "d": 5 * 32, "h": 31 * 128, "f": 53 * 256, "V": 41 * 64}
+HEAD_SIZES = ("head_dim", "d_kv")
+ONE_PROJECTION = ("phi3",)  # families with a weight for queries, keys and values together
+# Other widths, and a rank, at which states in 8 bits may be of the same weights as at those.
+LIKE_WIDTHS = (
+    {"g": 8, "m": 3, "d": 128, "h": 3072, "f": 8192, "V": 32000},
+    {"g": 64, "m": 1, "d": 128, "h": 8192, "f": 16384, "V": 32000},
+    {"g": 64, "m": 8, "d": 256, "h": 3072, "f": 8192, "V": 32000},
+)
+LIKE_RANK = 256
+
+
+def shapes_of(model, task: str) -> tuple[tuple[int, ...], ...]:
+    """The shapes of a model's weights, of two of its layers."""
+    known = isinstance(model, str) and model in models.MODELS
+    key = model if known else models.config(model).to_json_string(), task
+    if key not in _SHAPES:
+        with torch.device("meta"):
+            built = models.build(models.with_layers(model, 2), task)
+        _SHAPES[key] = tuple(tuple(weight.shape) for weight in built.parameters())
+    return _SHAPES[key]
+
+
+_SHAPES: dict[tuple[str, str], tuple] = {}  # by model and task
+
+
+def names_of_lengths(config) -> list[str]:
+    """The fields of a config that are sizes of any structure: its positions and its window."""
+    names = "max_position_embeddings", "sliding_window"
+    return [config.attribute_map.get(name, name) for name in names]
+
+
+def at_widths(config, chosen: dict[str, int]) -> tuple[dict, dict[str, int], dict[str, int]]:
+    """(what a config with these widths has, symbol -> its own width, symbol -> the chosen one).
+
+    m is 1 where each head has keys of its own, and the config's where queries, keys and values come
+    of one weight; h is g * m * d where heads have no size.
+    """
+    get = functools.partial(getattr, config)
+    heads = config.num_attention_heads
+    groups = get("num_key_value_heads", None) or heads
+    size = next((get(name) for name in HEAD_SIZES if get(name, None)), None)
+    own = {"V": config.vocab_size, "g": groups, "m": heads // groups, "h": config.hidden_size}
+    own["d"] = size or config.hidden_size // heads
+    new = dict(chosen)
+    if groups == heads or config.model_type in ONE_PROJECTION:
+        new["m"] = own["m"]
+    if size is None:
+        new["h"] = new["g"] * new["m"] * new["d"]
+    values = {
+        "vocab_size": new["V"],
+        "hidden_size": new["h"],
+        "pooler_hidden_size": new["h"],
+        "embedding_size": new["h"],
+        "num_attention_heads": new["g"] * new["m"],
+        "num_key_value_heads": new["g"],
+    }
+    values |= dict.fromkeys(HEAD_SIZES, new["d"])
+    for name in models.WIDTHS:
+        if get(name, None):
+            own["f"], values[name] = get(name), new["f"]
+    return values, own, new
+
+
+def heads_of_a_key(config) -> int:
+    """Query heads that share a head of keys and values."""
+    heads = config.num_attention_heads
+    return heads // (getattr(config, "num_key_value_heads", None) or heads)
