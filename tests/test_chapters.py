@@ -261,7 +261,9 @@ def test_what_is_short_or_in_one_chapter_is_no_twin():
 # Rooms behind the door that a chapter names because they are its subject.
 ROOMS = {
     "02-dtypes": {"memlab.book.chapters.bits"},
-    "01-measuring": {"memlab.trace.allocator"},
+    "01-measuring": {"memlab.book.chapters.measuring", "memlab.trace.allocator"},
+    "03-anatomy": {"memlab.book.chapters.anatomy"},
+    "03-anatomy-deeper": {"memlab.book.chapters.operations"},
     "12-quantization": {
         "memlab.libraries",
         "memlab.trace.quantized_weights",
