@@ -271,8 +271,8 @@ ROOMS = {
     },
     "13-lora": {"memlab.trace.quantized_weights"},
     "13-lora-deeper": {"memlab.card.kernels.sdpa"},
-    "14-attention": {"memlab.card.kernels.sdpa"},
-    "14-attention-deeper": {"memlab.card.kernels.sdpa"},
+    "14-attention": {"memlab.book.chapters.attention", "memlab.book.chapters.kernels"},
+    "14-attention-deeper": {"memlab.book.chapters.kernels", "memlab.card.kernels.sdpa"},
     "15-ablation": {
         "memlab.book.chapters.ablation",
         "memlab.predict.script",
