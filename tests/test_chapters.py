@@ -261,7 +261,9 @@ def test_what_is_short_or_in_one_chapter_is_no_twin():
 # Rooms behind the door that a chapter names because they are its subject.
 ROOMS = {
     "02-dtypes": {"memlab.book.chapters.bits"},
-    "01-measuring": {"memlab.trace.allocator"},
+    "01-measuring": {"memlab.book.chapters.measuring", "memlab.trace.allocator"},
+    "03-anatomy": {"memlab.book.chapters.anatomy"},
+    "03-anatomy-deeper": {"memlab.book.chapters.operations"},
     "12-quantization": {
         "memlab.libraries",
         "memlab.trace.quantized_weights",
@@ -269,8 +271,8 @@ ROOMS = {
     },
     "13-lora": {"memlab.trace.quantized_weights"},
     "13-lora-deeper": {"memlab.card.kernels.sdpa"},
-    "14-attention": {"memlab.card.kernels.sdpa"},
-    "14-attention-deeper": {"memlab.card.kernels.sdpa"},
+    "14-attention": {"memlab.book.chapters.attention", "memlab.book.chapters.kernels"},
+    "14-attention-deeper": {"memlab.book.chapters.kernels", "memlab.card.kernels.sdpa"},
     "15-ablation": {
         "memlab.book.chapters.ablation",
         "memlab.predict.script",

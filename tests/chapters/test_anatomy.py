@@ -7,9 +7,10 @@ import torch
 from notebook import Notebook
 
 from memlab import Recipe, check, models, simulate
+from memlab.book.chapters import anatomy
 from memlab.workloads.training import Training
 
-CHAPTER, DEEPER = Notebook("03-anatomy"), Notebook("03-anatomy-deeper")
+CHAPTER = Notebook("03-anatomy")
 
 
 @pytest.fixture(scope="module")
@@ -53,23 +54,9 @@ def test_the_shown_loop_and_the_recipe_have_the_same_peak(shown):
     assert peak == simulate(recipe).peak_allocated
 
 
-@pytest.mark.parametrize(
-    "model, precision, attention, expected",
-    [
-        ("bert-large", "bf16", "eager", (34, 5)),  # Korthikanti and others, section 4.1
-        ("bert-large", "fp32", "eager", (66, 9)),
-        ("gpt2", "bf16", "sdpa", (58, 0)),
-    ],
-)
-def test_coefficients_of_a_layer(shown, model, precision, attention, expected):
-    found = shown["coefficients"](model, precision=precision, attention=attention)
-    assert found == pytest.approx(expected, abs=0.1)
-
-
-def test_two_depths_give_the_peak_of_any_depth(shown):
-    assert shown["at_depth"]("gpt2", 6, seq_len=64) == shown["kept"](
-        shown["cut"]("gpt2", 6, seq_len=64)
-    )
+def test_two_depths_give_what_any_depth_keeps(shown):
+    shown["vanilla"] = Recipe("gpt2", seq_len=64)
+    assert shown["at_depth"](6, batch_size=2) == shown["kept"](6, batch_size=2)
 
 
 def test_the_loss_in_parts_is_the_loss_with_the_same_gradient(shown):
@@ -86,28 +73,22 @@ def test_the_loss_in_parts_is_the_loss_with_the_same_gradient(shown):
         torch.testing.assert_close(parts, whole)
 
 
-def test_the_buggy_estimate_is_told_so_and_the_fixed_one_passes(shown, capsys):
-    truth = simulate(Recipe(model="bert-large-tiny", seq_len=32))
-    waiting = shown["kept"](Recipe(model="bert-large-tiny", seq_len=32))
-    assert not check(shown["estimate"](truth.parameters, waiting), truth.peak_tensors, 0.02)
+def test_the_buggy_estimate_lacks_the_list_of_the_multi_tensor_step(shown, capsys):
+    recipe = Recipe(model="bert-large-tiny", seq_len=32)
+    truth, waiting = simulate(recipe), anatomy.kept(recipe)
+    answer = shown["estimate"](truth.parameters, waiting)
+    assert not check(answer, truth.peak_tensors, 0.02)
     assert "too small" in capsys.readouterr().out
-    assert check(shown["fixed"](truth.parameters, waiting), truth.peak_tensors, 0.02)
+    assert check(answer + 4 * truth.parameters, truth.peak_tensors, 0.02)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-amp", "fp16-amp"])
-def test_a_logit_takes_twelve_bytes_at_the_peak_on_both_pages(shown, precision):
-    """Log-softmax, its gradient and the logits', in fp32; without the output matrix's copies."""
+def test_a_logit_takes_as_many_bytes_as_the_page_on_vocabularies_says():
     said = Notebook("09-tokenizers").run("vocabulary-formula")["logit"]
-    assert shown["bytes_per_logit"](precision) == pytest.approx(said) == 12
+    assert anatomy.bytes_per_logit("bf16-amp") == pytest.approx(said)
 
 
-def test_what_waits_is_layers_what_the_loss_keeps_and_little_more():
-    """The two tables on GPT-2 1.5B count layers; a whole model keeps log-softmax beside them."""
-    names = DEEPER.run("imports waiting big-models")
-    config, kept = names["big"]["GPT-2 1.5B"], names["one_layer"]
-    log_softmax = 32 * 1024 * config.vocab_size * 4 / names["GB"]
-    for switch in (False, True):
-        recipe = Recipe("gpt2-xl", **names["shape"], checkpointing=switch)
-        layers = config.num_hidden_layers * kept(config, checkpointing=switch)
-        beside = names["waiting"](recipe) / names["GB"] - layers - log_softmax
-        assert 0 < beside < 0.5
+def test_the_callback_measures_one_step_of_the_trainer(shown):
+    recipe = Recipe("bert-large-tiny", batch_size=1, seq_len=16)
+    callback = shown["MeterCallback"]()
+    anatomy.train_with(recipe, callback)
+    assert callback.meter.footprint.breakdown["optimizer_states"] > 0

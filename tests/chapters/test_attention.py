@@ -1,28 +1,36 @@
 """Chapter 14: its from-scratch FlashAttention is exact, its counts right, its verdict stands."""
 
 import gc
+import warnings
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from notebook import Notebook
+from torch.nn.attention.flex_attention import flex_attention
 
 from memlab import Recipe, SimulatedGPU
+from memlab.book.chapters import attention, kernels
 from memlab.trace.tracer import Tracer
 from memlab.workloads.training import Training
 
 CHAPTER = Notebook("14-attention")
-PARTS = """imports standard traffic traffic-table two-numbers extremes extremes-run floor floor-run
-    hbm flash-forward row-sums flash-backward flash-function exact films player bill ways
-    simulated measured measure-run routes-code see forbid mask-trap mask-trap-run varlen gqa
-    register learn-code exercise-3-code"""
+PARTS = """imports standard two-numbers extremes flash-forward flash-function exact ways
+    measure-run see mask-trap exercise-3-code"""
+CPU = torch.device("cpu")
 DEEPER = Notebook("14-attention-deeper")
 
 
 @pytest.fixture(scope="module")
 def chapter():
-    return CHAPTER.run(PARTS)
+    names = vars(attention) | vars(kernels) | CHAPTER.run(PARTS)
+    for name in ("moved_by_tiles", "films"):
+        names[name] = partial(names[name], names["flash_forward"])
+    for name in ("traffic_of", "moved_by_standard"):
+        names[name] = partial(names[name], names["standard"])
+    return names
 
 
 @pytest.fixture(scope="module")
@@ -107,23 +115,22 @@ def test_what_the_tiles_cannot_do_is_refused_in_one_line(chapter, shapes, tile):
 @pytest.mark.parametrize("size", [1, 7, 64, 1000, 4096])
 def test_the_running_softmax_is_the_softmax(chapter, size):
     for name, row in chapter["ROWS"].items():
-        m, total = chapter["two_finite_numbers"](row, size)
+        m, total = chapter["two_numbers"](row, size)
         found = (m + total.log()).double()
         torch.testing.assert_close(found, row.double().logsumexp(0), rtol=1e-6, atol=1e-5)
-        assert chapter["distances"](row, chapter["two_finite_numbers"])[1] < 1e-6, name
+        assert chapter["distances"](row, chapter["two_numbers"])[1] < 1e-6, name
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_running_softmax_takes_the_largest_finite_numbers(chapter, size):
     for row in ([-3e38, 0.0, 3e38], [3e38, -3e38, 3e38], [-3e38, -3e38, -torch.inf]):
-        m, total = chapter["two_finite_numbers"](torch.tensor(row), size)
+        m, total = chapter["two_numbers"](torch.tensor(row), size)
         assert m == torch.tensor(max(row)) and total == row.count(max(row))
 
 
-def test_without_a_floor_a_hidden_beginning_is_not_a_number(chapter):
-    off = {name: chapter["distances"](row) for name, row in chapter["ROWS"].items()}
-    assert [name for name, (_, online) in off.items() if np.isnan(online)] == ["first half hidden"]
-    assert sum(np.isnan(naive) for naive, _ in off.values()) == 4
+def test_the_plain_quotient_is_not_a_number_on_four_rows(chapter):
+    off = [chapter["distances"](row, chapter["two_numbers"])[0] for row in chapter["ROWS"].values()]
+    assert np.isnan(off).sum() == 4
 
 
 def test_traffic_is_counted(chapter):
@@ -146,7 +153,7 @@ def test_with_a_causal_mask_the_standard_moves_more(chapter):
     """The panel sets each pass beside the standard's with the same mask."""
     plain, causal = chapter["moved_by_standard"](256), chapter["moved_by_standard"](256, True)
     assert all(b > a for a, b in zip(plain, causal, strict=True))
-    standard = dict(zip(chapter["names"], chapter["whole"], strict=True))
+    _, standard = chapter["player_data"](chapter["standard"], chapter["flash_forward"])
     same = [*chapter["moved_by_standard"](768), *chapter["moved_by_standard"](768, True)]
     assert list(standard.values()) == same
 
@@ -187,7 +194,9 @@ def test_measured_memory_is_a_square_with_a_matrix_and_a_line_without(chapter):
     for name, way in chapter["LIVE"].items():
         if name == "our tiles":
             way = lambda q, k, v: chapter["Flash"].apply(q, k, v, False, 32)  # noqa: E731
-        half, whole, double, fourfold = (chapter["measured"](way, n) for n in (64, 128, 256, 512))
+        half, whole, double, fourfold = (
+            chapter["measured"](way, n, CPU) for n in (64, 128, 256, 512)
+        )
         rest = whole - 2 * half, double - 2 * whole, fourfold - 2 * double
         if name in ("three lines", "math"):
             assert rest[2] / rest[1] == pytest.approx(4, rel=0.01), name
@@ -202,10 +211,9 @@ def test_peaks_are_predicted_to_the_byte(chapter):
     for name, way in chapter["LIVE"].items():
         if name == "our tiles":
             way = lambda q, k, v: chapter["Flash"].apply(q, k, v, False, 64)  # noqa: E731
-        found = chapter["measured"](way, 256)
-        guess = chapter["predicted"](way, 256)
-        scratch = 256 * 256 * 4 if name in ("three lines", "math") else 0
-        assert guess - scratch == pytest.approx(found, abs=64), name
+        found = chapter["measured"](way, 256, CPU)
+        guess = chapter["predicted"](way, 256, CPU, square=name in ("three lines", "math"))
+        assert guess == pytest.approx(found, abs=64), name
     gc.unfreeze()
 
 
@@ -249,7 +257,12 @@ def test_padding_costs_the_mask_and_the_repeated_keys(chapter):
 
 
 def test_padding_on_the_right_needs_no_mask(chapter):
-    CHAPTER.run("right-padding", chapter)  # asserts that real positions agree
+    q, k, v = chapter["inputs"](64, CPU, torch.float32, heads=2)
+    real = torch.arange(64) < 50
+    both = real & torch.ones(64, 64).tril().bool()
+    masked = F.scaled_dot_product_attention(q, k, v, attn_mask=both)
+    flagged = chapter["causal_by_flag"](q, k, v)
+    torch.testing.assert_close(masked[:, :, real], flagged[:, :, real])
 
 
 def test_head_sizes_padded_with_zeros_change_nothing(deeper):
@@ -260,26 +273,13 @@ def test_head_sizes_padded_with_zeros_change_nothing(deeper):
         torch.testing.assert_close(found, expected)
 
 
-def test_shared_keys(chapter):
-    q, k, v = chapter["inputs"](64, "cpu", torch.float32)
-    torch.testing.assert_close(chapter["grouped"](q, k, v), chapter["repeated"](q, k, v))
-
-
-def test_borders_of_documents_spare_the_mask(chapter):
-    with_mask, without = (
-        chapter["on_card"](chapter[way], 8192)[1] for way in ("by_mask", "by_borders")
+def test_the_card_decides_the_kernel():
+    routes = kernels.routes()
+    assert routes.loc["fp16 or bf16"].tolist() == ["efficient", "flash", "cuDNN", "cuDNN"]
+    assert routes.loc["fp16, any mask", "H100"] == "cuDNN"
+    assert (
+        routes.loc["fp16, dropout", "H100"] == routes.loc["fp16, head size 50", "H100"] == "flash"
     )
-    assert without < with_mask - 64  # the mask alone has 8,192 x 8,192 booleans
-
-
-def test_the_card_decides_the_version(chapter):
-    H100 = CHAPTER.run("routes-table", chapter)["frame"]["H100"]
-    assert H100["bf16"] == H100["fp16, any mask"] == "cuDNN"
-    assert H100["fp16, dropout"] == H100["fp16, head size 50"] == "flash"
-    table = CHAPTER.run("versions-table", chapter)["frame"]
-    assert table.loc["T4"].tolist() == ["efficient", "no", "no", "no"]
-    assert table.loc["H100, H200"].tolist() == ["cuDNN", "yes", "yes", "yes"]
-    assert table.loc["B200"].tolist() == ["cuDNN", "yes", "no", "yes"]
 
 
 def test_patterns_of_tiles(deeper):
@@ -288,17 +288,25 @@ def test_patterns_of_tiles(deeper):
     i, j = np.indices((16, 16))
     assert (some["window of 512"] == ((i >= j) & (i - j <= 4))).all()
     assert some["packed"].sum() < some["causal"].sum()
-    DEEPER.run("flex-check", deeper)  # asserts that both agree
+    drawn = kernels.tiles_figure(deeper["block_masks"]).axes
+    assert [len(ax.patches) for ax in drawn] == [one.sum() for one in some.values()]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_three_attentions_learn_the_same(chapter, seed):
-    eager, *others = (
-        chapter["learn_with"](kind, seed, steps=6) for kind in ("eager", "sdpa", "from_scratch")
-    )
-    for losses in others:
-        assert losses == pytest.approx(eager, abs=2e-3)
-    assert eager[-1] < eager[0] - 0.2
+def test_a_rule_gives_the_masked_attention(deeper):
+    q, k, v = (torch.randn(1, 1, 2048, 64) for _ in range(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        by_rule = flex_attention(q, k, v, block_mask=deeper["block_masks"]["packed"])
+    i = torch.arange(2048)
+    mask = deeper["documents"](0, 0, i[:, None], i)
+    by_mask = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(by_rule, by_mask, rtol=2e-3, atol=2e-3)
+
+
+def test_three_attentions_learn_the_same(chapter):
+    losses = chapter["learned"](chapter["Flash"].apply, CPU, seed=1, steps=6)
+    apart, fallen = chapter["apart_and_fallen"](losses)
+    assert list(losses) == ["eager", "sdpa", "from_scratch"] and apart < 2e-3 < 0.2 < fallen
 
 
 @pytest.mark.parametrize(
@@ -308,25 +316,14 @@ def test_three_attentions_learn_the_same(chapter, seed):
 def test_the_registered_attention_refuses_what_it_ignores(chapter, call):
     x = torch.zeros(1, 1, 4, 8)
     with pytest.raises(ValueError, match="no mask, dropout, other scale"):
-        chapter["from_scratch"](None, x, x, x, **call)
+        attention.by_name(chapter["Flash"].apply)(None, x, x, x, **call)
 
 
 @pytest.mark.skipif(torch.__version__ >= (2, 14), reason="the kernel shares keys since 2.14")
 def test_shared_keys_cost_a_t4_the_fused_kernel_and_repeated_ones_do_not(chapter, capsys):
-    CHAPTER.run("gqa-trap gqa-model gqa-model-run", chapter)
-    (shared, *squares), (repeated, *lines) = chapter["rows"].values()
-    assert "Attention" not in shared and repeated == "EfficientAttention"
-    assert squares[1] / squares[0] > 3.7 and lines[1] / lines[0] == pytest.approx(2, abs=0.01)
+    CHAPTER.run("gqa-model gqa-model-run", chapter)
     before, after = capsys.readouterr().out.splitlines()
     assert before.endswith("out of memory") and "fits" in after
-
-
-def test_attention_weights_cannot_be_had_from_a_kernel_without_them(chapter, capsys):
-    CHAPTER.run("weights", chapter)
-    assert capsys.readouterr().out.splitlines() == [
-        "sdpa: weights of 0 layers",
-        "eager: weights of 2 layers",
-    ]
 
 
 @pytest.mark.parametrize("number, wrong", [(1, 8), (2, 1024), (3, 1)])

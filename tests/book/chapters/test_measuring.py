@@ -1,0 +1,72 @@
+"""What the chapter on measuring shows: contexts, masks, messages and quartiles, by hand."""
+
+import pandas as pd
+import pytest
+import torch
+
+from memlab import Recipe, gpus, measure, simulate
+from memlab.book.chapters import measuring
+from memlab.units import MiB
+
+CPU = torch.device("cpu")
+MESSAGE = """CUDA out of memory. Tried to allocate 32.00 MiB. GPU 0 has a capacity of 14.56 GiB
+of which 9.12 MiB is free. Including non-PyTorch memory, this process has 14.55 GiB memory in use.
+Of the allocated memory 14.29 GiB is allocated by PyTorch, and 133.08 MiB is reserved by PyTorch
+but unallocated."""
+
+
+def texts(figure):
+    return [text.get_text().strip() for ax in figure.axes for text in ax.texts]
+
+
+def test_three_lengths_are_drawn_with_their_gibibytes():
+    run = simulate(Recipe("bert-large-tiny", seq_len=32), gpu="T4")
+    used = run.peak_reserved + run.context
+    lengths = run.peak_allocated, run.peak_reserved, used
+    figure = measuring.lengths_figure(run, "T4")
+    assert texts(figure) == [*(f"{n / 2**30:.2f}" for n in lengths), "T4"]
+
+
+def test_contexts_that_are_assumed_were_seen_by_nobody():
+    found = measuring.contexts(CPU)
+    assert found["Tesla T4"] == gpus.GPUS["T4"].context if "Tesla T4" in found else found
+    assert 5 < len(found) < len(gpus.GPUS) and min(found.values()) > 50 * MiB
+
+
+def test_scores_of_all_layers():
+    recipe = Recipe("bert-large", batch_size=4, seq_len=512)
+    assert measuring.softmax_inputs(recipe) == 24 * 4 * 4 * 16 * 512**2
+
+
+def test_a_cpu_keeps_the_wider_masks_and_nothing_else():
+    recipe = Recipe("bert-large", batch_size=4, optimizer="adamw_torch_loop")
+    twin = recipe.twin(batch_size=8)
+    here, expected = (run.breakdown["activations"] for run in (measured(twin), simulate(twin)))
+    assert here - expected == measuring.wider_masks(twin)
+
+
+def measured(recipe):
+    return measure(recipe, steps=1, device="cpu").footprint
+
+
+def test_the_six_figures_of_a_message_have_their_meanings():
+    frame = measuring.six_figures(MESSAGE)
+    assert frame.loc["tried", "figure"] == "32.00 MiB"
+    assert frame.loc["process"].tolist() == ["reserved + context", "14.55 GiB"]
+    assert frame.loc["unallocated", "figure"] == "133.08 MiB"
+
+
+def test_a_second_experiment_begins_where_the_first_did():
+    cleared, library = measuring.two_experiments()
+    assert cleared.loc["first"].equals(cleared.loc["second"])
+    assert cleared.loc["first", "allocated after"] == pytest.approx(library, abs=0.01)
+    first, second = measuring.live_experiments(CPU)
+    assert first == second
+
+
+def test_quartiles_leave_the_first_out():
+    times = {"A": [99.0, 99.0, 1.0, 2.0, 3.0], "B": [50.0, 50.0, 4.0, 4.0, 4.0]}
+    frame = measuring.quartiles(times)
+    assert frame["median"].tolist() == [2, 4] and frame["/ A"].tolist() == ["1.00", "2.00"]
+    assert frame.loc["A", "quartiles"] == "1.5 to 2.5"
+    pd.testing.assert_series_equal(frame["first"], pd.Series({"A": 99.0, "B": 50.0}, name="first"))
