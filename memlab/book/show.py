@@ -175,8 +175,6 @@ def bars(
             label = name.replace("_", " ")
             ax.barh(list(footprints), values, left=left, color=COLOURS[name], label=label)
             left += values
-    for y, total in enumerate(left):
-        ax.text(total, y, f" {total:,.1f}", va="center")
     times = {y: f.step_time for y, f in enumerate(footprints.values()) if f.step_time}
     for y, time in times.items():
         beside = ax.get_yaxis_transform()
@@ -188,6 +186,11 @@ def bars(
         card = find_gpu(limit)
         assert card.usable is not None  # it has a limit
         right = max(right, card.usable / 2**30)
+    for y, total in enumerate(left):
+        # Behind the card's line where it would run through the label.
+        struck = limit and total < card.usable / 2**30 < total + 0.1 * right
+        ax.text(card.usable / 2**30 if struck else total, y, f" {total:,.1f}", va="center")
+    if limit:
         ax.axvline(card.usable / 2**30, color=GREY, linestyle="--")
         ax.annotate(
             f"{card.name} ",

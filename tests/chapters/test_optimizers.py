@@ -8,6 +8,7 @@ import torch
 from notebook import Notebook
 
 from memlab import Recipe, models, simulate
+from memlab.book.chapters import optimizers
 from memlab.evidence.records import find_records
 from memlab.trace.tracer import Tracer
 from memlab.workloads.optimizers import LEARNING_RATE
@@ -15,9 +16,12 @@ from memlab.workloads.training import Training
 
 CHAPTER, DEEPER = Notebook("07-optimizers"), Notebook("07-optimizers-deeper")
 # Cells that need no simulation, in the order of the chapter.
-TINY = """imports zoo zoo-adafactor zoo-momentum zoo-first muon zoo-lighter ruled remembered sgd
-    adamw adafactor same-run dynamic-map quantize dequantize outlier-run adamw-8bit adamw-8bit-run
-    in-backward learn rates small-tensors-run adam-printed"""
+TINY = """imports zoo zoo-first ruled remembered sgd adamw same-run dynamic-map quantize
+    dequantize outlier-run adamw-8bit adamw-8bit-run in-backward small-tensors-run adam-printed"""
+
+
+def bnb_adamw_8bit(params, lr):
+    return bnb.optim.AdamW8bit(params, lr, weight_decay=0.01)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +77,7 @@ def test_the_shown_optimizer_and_the_recipes_agree(chapter, shown, name):
 
 
 def test_the_rules_from_scratch_are_the_libraries(chapter):
-    assert set(chapter["apart"]) == {"momentum", "AdamW", "Adafactor"}
+    assert set(chapter["apart"]) == {"momentum", "AdamW"}
     assert all(found < 1e-3 for found in chapter["apart"].values())
 
 
@@ -108,7 +112,7 @@ def test_stepping_in_backward_trains_alike_and_holds_one_gradient_at_a_time(chap
     def hooked(params, lr):
         return chapter["InBackward"](params, lr, one_by_one)
 
-    after = chapter["weights_after"]
+    after = optimizers.weights_after
     assert torch.equal(after(one_by_one), after(hooked))
     seen = []
     model = models.build("llama-3.2-1b-tiny")
@@ -136,24 +140,26 @@ def test_muon_takes_the_inner_matrices_and_adamw_the_rest(chapter):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_what_newer_optimizers_hold_is_the_arithmetic(chapter):
-    CHAPTER.run("today-bytes", chapter)
-    each = {name: bytes_ / chapter["in_all"] for name, bytes_ in chapter["needs"].items()}
+def test_what_newer_optimizers_hold_is_the_arithmetic():
+    newer = optimizers.newer_states()
+    each, outer = newer["bytes a weight"], newer.attrs["outer"]
     held = simulate(Recipe("llama-3.2-1b", seq_len=16, optimizer="adamw_torch"))
-    states = held.breakdown["optimizer_states"]
-    assert chapter["needs"]["AdamW, schedule-free AdamW"] == pytest.approx(states, rel=1e-3)
-    inner = 1 - chapter["outer"] / chapter["in_all"]
-    assert each["Muon"] == pytest.approx(8 - 4 * inner)
+    states = held.breakdown["optimizer_states"] / 2**30
+    assert newer["GiB"]["AdamW, schedule-free AdamW"] == pytest.approx(states, rel=1e-3)
+    assert each["Muon"] == pytest.approx(8 - 4 * (1 - outer))
     assert each["4-bit AdamW"] == pytest.approx(1.0625)
     assert each["APOLLO-Mini"] < each["APOLLO, rank 512"] < each["GaLore, rank 512"]
     assert each["GaLore, rank 512"] < each["Adam-mini"]
 
 
-def test_the_search_for_a_rate_ends_inside_its_grid(chapter):
-    found = CHAPTER.run("imports learn rates")
-    found["learn"] = lambda make, lr, seed: [abs(torch.tensor(lr).log10() + 1.5).item()] * 10
-    assert found["best_rate"](None, -4) == pytest.approx(10**-1.5)
-    assert found["best_rate"](None, -1) == pytest.approx(10**-1.5)
+def test_the_search_for_a_rate_ends_inside_its_grid(monkeypatch):
+    def ends(make, lr, seed):
+        return [abs(torch.tensor(lr).log10() + 1.5).item()] * 10
+
+    monkeypatch.setattr(optimizers, "learn", ends)
+    assert optimizers.best_rate(None, -4) == pytest.approx(10**-1.5)
+    assert optimizers.best_rate(None, -1) == pytest.approx(10**-1.5)
+    assert optimizers.end_of([float("nan")] * 10) == float("inf")
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -220,15 +226,16 @@ def test_only_the_states_are_in_8_bits(chapter):
 
 
 def test_8_bit_adamw_from_scratch_stays_beside_adamw(chapter):
-    gaps = chapter["gaps"]
-    assert set(gaps) == {"ours", "bitsandbytes'"} and all(0 < gap < 0.1 for gap in gaps.values())
+    library = optimizers.weights_after(bnb_adamw_8bit)
+    gap = optimizers.apart(library, chapter["full"])
+    assert 0 < chapter["gap_ours"] < 0.1 and 0 < gap < 0.1
 
 
 def test_8_bit_adamw_learns_as_adamw_and_sgd_does_not(chapter):
-    learn, ends = chapter["learn"], {}
+    learn, ends = optimizers.learn, {}
     rates = {"AdamW": 1e-2, "8-bit AdamW": 1e-2, "SGD": 1.0}
     makers = chapter["zoo"] | {"AdamW": chapter["zoo"]["AdamW, fused"]}
-    makers["8-bit AdamW"] = chapter["bnb_adamw_8bit"]
+    makers["8-bit AdamW"] = bnb_adamw_8bit
     for name, rate in rates.items():
         runs = [learn(makers[name], rate, seed) for seed in range(3)]
         ends[name] = [sum(losses[-10:]) / 10 for losses in runs]
@@ -239,9 +246,10 @@ def test_8_bit_adamw_learns_as_adamw_and_sgd_does_not(chapter):
 
 
 def test_adafactor_with_its_own_rates_is_behind_and_with_a_tuned_one_is_not(chapter):
-    own = CHAPTER.run("adafactor-own-run", dict(chapter, seeds=(0,)))["slow_ends"][0]
+    space = dict(chapter, seeds=(0,), ends={"AdamW": []}, learn=optimizers.learn)
+    own = CHAPTER.run("adafactor-own-run", space | {"end_of": optimizers.end_of})["slow_ends"][0]
     end = {
-        name: sum(chapter["learn"](chapter["zoo"][name], 1e-2, 0)[-10:]) / 10
+        name: sum(optimizers.learn(chapter["zoo"][name], 1e-2, 0)[-10:]) / 10
         for name in ("Adafactor", "AdamW, fused")
     }
     assert end["Adafactor"] < end["AdamW, fused"] < own - 0.1
