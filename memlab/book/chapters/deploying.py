@@ -1,0 +1,224 @@
+"""Inference: what a cache takes, what compiling keeps, and formats side by side."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import pandas as pd
+import torch
+
+from memlab import models
+from memlab.book import show
+from memlab.book.chapters.patients import Patients
+from memlab.book.lessons import in_turns
+from memlab.gpus import find_gpu
+from memlab.predict.serving import ServingFootprint, measure_serving
+from memlab.predict.simulate import simulate
+from memlab.spec.serving import Serving, kv_cache_bytes
+from memlab.trace.quantized_weights import constants
+from memlab.workloads.quantized import quantize_base
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+GiB = 2**30
+TORCHAO = importlib.util.find_spec("torchao") is not None
+# vLLM's profile of Meta-Llama-3-8B, and the announcement of Llama 3.1: GiB.
+PUBLISHED_WEIGHTS = 14.96
+PUBLISHED_CACHES = {1024: 0.125, 16_000: 1.95, 128_000: 15.62}
+
+
+def draw_caches(weights: int) -> Figure:
+    """Caches of three models against the tokens in them, beside a model's weights in bytes."""
+    tokens = [1024 * n for n in range(1, 129)]
+    fig, ax = show.figure(6, 3)
+    places = {"llama-2-7b": (76_000, 33, "left"), "llama-3.1-8b": (110_000, 9.8, "left")}
+    places["qwen2.5-7b"] = (110_000, 2.4, "left")
+    for (name, (x, y, side)), colour in zip(places.items(), show.COLOURS.values(), strict=False):
+        ax.plot(tokens, [kv_cache_bytes(name, t) / GiB for t in tokens], color=colour)
+        ax.text(x, y, name, color=colour, ha=side)
+    ax.axhline(weights / GiB, color=show.GREY, linestyle="--")
+    ax.annotate(
+        "weights of Llama 3 8B",
+        (75_000, weights / GiB),
+        (0, 5),
+        textcoords="offset points",
+        ha="center",
+        color=show.GREY,
+    )
+    ax.set(xlabel="tokens in the cache", ylabel="GiB, fp16", ylim=(0, 40))
+    return fig
+
+
+def per_token() -> pd.DataFrame:
+    """KiB of the cache of some models, of one token and of a text."""
+    names = "gpt2-xl", "llama-2-7b", "llama-3-8b", "qwen2.5-7b"
+    rows = {n: [kv_cache_bytes(n, t) / 1024 for t in (1, 1024, 4096)] for n in names}
+    return pd.DataFrame(rows, index=["a token", "1,024", "4,096"]).T
+
+
+def published_table(weights: int) -> pd.DataFrame:
+    """GiB as published and here. weights: bytes of Llama 3 8B's."""
+    rows = {"weights, Llama 3 8B": (PUBLISHED_WEIGHTS, weights)}
+    for tokens, gib in PUBLISHED_CACHES.items():
+        held = kv_cache_bytes("llama-3.1-8b", tokens)
+        rows[f"cache of {tokens:,} tokens, Llama 3.1 8B"] = gib, held
+    frame = pd.DataFrame(rows, index=["published", "here"]).T
+    frame["here"] /= GiB
+    frame["error"] = show.error(frame["here"], frame["published"])
+    return frame
+
+
+def speed(run: ServingFootprint, new_tokens: int) -> str:
+    """Estimated tokens a second, from low to high."""
+    both = run.prefill_time, run.decode_time
+    slow, fast = (new_tokens / sum(getattr(t, end) for t in both) for end in ("high", "low"))
+    return show.between(slow, fast)
+
+
+TWINS = ("gpt2-tiny", "llama-3-8b-tiny", "t5-3b-tiny")
+
+
+def compared_twins() -> pd.DataFrame:
+    """Bytes of each part at the worst moment of each phase, simulated and live, in fp32.
+
+    Four texts of 48 tokens, nine new ones.
+    """
+    rows = []
+    for name in TWINS:
+        how = dict(prompt=48, new_tokens=9, batch_size=4, weights="fp32")
+        small = Serving(name, attention="eager", **how)
+        card, here = simulate(small), measure_serving(small)
+        for phase in ("prefill", "decode"):
+            for part in ("weights", "kv_cache", "activations", "logits"):
+                pair = (getattr(one, phase)[part] for one in (card, here))
+                rows.append((name, phase, part, *pair))
+    columns = "model phase category simulated live".split()
+    frame = pd.DataFrame(rows, columns=columns)
+    return frame[frame["live"] > 0].set_index(columns[:3])
+
+
+def caches() -> dict[str, ServingFootprint]:
+    """Mistral 7B with each kind of cache: 8 texts of 4,096 tokens and 64 new ones, fp16."""
+    full, window = (models.config("mistral-7b") for _ in range(2))
+    full.sliding_window, window.sliding_window = None, 1024
+    many = Serving(full, prompt=4096, new_tokens=64, batch_size=8)
+    kinds = {name: many.but(cache=name) for name in ("dynamic", "static", "fp8")}
+    kinds |= {"sliding": many.but(model=window), "none": many.but(cache="none")}
+    return {name: simulate(one) for name, one in kinds.items()}
+
+
+def caches_table(runs: Mapping[str, ServingFootprint]) -> pd.DataFrame:
+    """GiB of the cache at the end, and of the peaks of both phases."""
+    rows = {
+        name: [run.kv_cache, sum(run.prefill.values()), sum(run.decode.values())]
+        for name, run in runs.items()
+    }
+    columns = ["cache at the end", "peak of prefill", "peak of decode"]
+    return pd.DataFrame(rows, index=columns).T / GiB
+
+
+class Paged(NamedTuple):
+    """Texts at once where each has the longest reserved, and in blocks of 16 tokens; empty share
+    of the blocks; lengths of the requests; bytes of a token and of the room."""
+
+    reserved: int
+    in_blocks: int
+    empty: float
+    lengths: torch.Tensor
+    token: int
+    room: int
+
+
+def paged(weights: int, longest: int = 4096) -> Paged:
+    """Four hundred requests of random lengths, on what an 80 GB card has left beside weights."""
+    torch.manual_seed(0)
+    lengths = torch.randint(100, longest + 1, (400,))
+    token = kv_cache_bytes("llama-3-8b", 1)
+    usable = find_gpu("A100-80GB").usable
+    assert usable is not None
+    room = usable - weights
+    blocks = (lengths + 15) // 16
+    fits = int((blocks.cumsum(0) * 16 * token <= room).sum())
+    empty = 1 - lengths.sum().item() / (blocks.sum().item() * 16)
+    return Paged(room // (longest * token), fits, empty, lengths, token, room)
+
+
+def kept_for_backward(function: Callable) -> int:
+    """Bytes that are kept beside the two inputs of 256 x 256."""
+    kept, inputs = {}, [torch.randn(256, 256) for _ in range(2)]
+    inputs = [x.requires_grad_() for x in inputs]
+    own = {x.data_ptr() for x in inputs}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        function(*inputs)
+    return sum(n for place, n in kept.items() if place not in own)
+
+
+def graphs_made() -> dict[str, int]:
+    """Graphs that torch.compile makes of five calls."""
+    from torch._dynamo.testing import CompileCounter
+
+    calls = {"five times the same": [(8, [1.0])] * 5}
+    calls["five sizes"] = [(n, [1.0]) for n in (8, 9, 10, 11, 12)]
+    calls["five lists, each longer"] = [(8, [1.0] * n) for n in range(1, 6)]
+    graphs = {}
+    for name, given in calls.items():
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        scaled = torch.compile(lambda x, by: x * by[0], backend=counter)
+        for size, by in given:
+            scaled(torch.ones(size), by)
+        graphs[name] = counter.frame_count
+    return graphs
+
+
+def in_format(model: torch.nn.Module, name: str) -> torch.nn.Module:
+    """A copy whose linear layers are in a format: fp32, bf16, int8, nf4, or one of torchao's."""
+    model = copy.deepcopy(model).eval()
+    if name == "bf16":
+        return model.to(torch.bfloat16)
+    if name.startswith("torchao"):
+        import torchao.quantization as ao
+
+        bits = torch.int8 if name.endswith("int8") else torch.int4
+        ao.quantize_(model.model, ao.IntxWeightOnlyConfig(bits, ao.PerGroup(32)))
+    elif name != "fp32":
+        quantize_base(model, Serving("gpt2-tiny", weights=name, compute_dtype="fp32"))
+        model.to("cpu")  # which quantizes
+    return model
+
+
+def held_by(model: torch.nn.Module) -> int:
+    """Bytes of the weights with their scales."""
+    tensors = []
+    for weight in model.parameters():
+        if hasattr(weight, "qdata"):  # torchao's: what is inside
+            tensors += [t for t in vars(weight).values() if isinstance(t, torch.Tensor)]
+        else:
+            tensors += [weight, *constants(weight)]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def compared_formats(patients: Patients) -> pd.DataFrame:
+    """KiB, loss on unseen text and time over fp32's of the first patient in each format."""
+    names = ["fp32", "bf16", "int8", "nf4"]
+    names += ["torchao int8", "torchao int4"] if TORCHAO else []
+    formats = {name: in_format(patients.models[0], name) for name in names}
+    frame = pd.DataFrame(
+        {
+            "KiB": {name: held_by(model) / 1024 for name, model in formats.items()},
+            "loss": {name: patients.loss(model) for name, model in formats.items()},
+        }
+    )
+    runs = {n: lambda m=m: patients.loss(m) for n, m in formats.items()}
+    times = in_turns(runs, 5).iloc[1:].median()
+    frame["time, fp32 = 1"] = times / times["fp32"]
+    return frame
