@@ -3,7 +3,6 @@ from . import show as show
 from .calculator import Calculator as Calculator
 from .chapters.ablation import AblationPanel as AblationPanel
 from .chapters.bits import BitExplorer as BitExplorer
-from .chapters.film import Film as Film
 from .chapters.freezing import FreezingPanel as FreezingPanel
 from .chapters.loading import LoaderLanes as LoaderLanes
 from .chapters.panels import PaddingExplorer as PaddingExplorer

@@ -31,10 +31,6 @@ class Panel:
     def data(self):
         return {}
 
-    def always(self) -> str:
-        """HTML that is there with scripts and without them."""
-        return ""
-
     def source(self) -> str:
         """The text of its file."""
         return read(f"{self.kind}.html")
@@ -44,15 +40,13 @@ class Panel:
         # Stronger than what all panels share, which the next panel of a page says again.
         style = style.replace(f".memlab-{self.kind}", f".memlab-panel.memlab-{self.kind}")
         data = json.dumps(self.data()).replace("<", "\\u003c")  # no tag can begin in the script
-        always = self.always()
-        key = crc32((style + body + script + data + always).encode())
+        key = crc32((style + body + script + data).encode())
         pieces = {
             "STYLE": style.rstrip(),
             "KIND": self.kind,
             "KEY": f"{self.kind}-{key:08x}",
             "STILL": self.still,
             "BODY": body.rstrip(),
-            "ALWAYS": always,
             "DATA": data,
             "SCRIPT": script.rstrip(),
         }

@@ -28,6 +28,12 @@ def schedule(
     return plan
 
 
+def waits(loads: list[float], workers: int, prefetch: int = 2) -> float:
+    """Share of a schedule in which a device with steps of length 1 computes nothing."""
+    plan = schedule(loads, 1, workers, prefetch)
+    return 1 - len(plan) / (plan[-1][3] - plan[0][2])
+
+
 def loads(seconds: float, uneven: float, workers: int, cores: int | None) -> list[float]:
     """Seconds to load each batch: `seconds` on average, one of ten `uneven` times the others.
 

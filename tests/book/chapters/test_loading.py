@@ -1,32 +1,13 @@
 """The lanes follow chapter 11's schedule; the page says what Python computes."""
 
-import json
-from pathlib import Path
-
 import pytest
 
-from memlab.book.chapters.loading import LoaderLanes, figures, loads, schedule
-
-CHAPTER = Path(__file__).parents[3] / "chapters" / "11-dataloader.ipynb"
+from memlab.book.chapters.loading import LoaderLanes, figures
 
 
 @pytest.fixture(scope="module")
 def page(open_once):
     return open_once(LoaderLanes())
-
-
-def test_it_is_the_schedule_of_the_chapter():
-    cells = json.loads(CHAPTER.read_text(encoding="utf8"))["cells"]
-    names = {}
-    for source in map("".join, (cell["source"] for cell in cells)):
-        if source.startswith("def schedule("):
-            exec(source, names)
-    for workers in (0, 1, 3, 8):
-        for prefetch in (1, 2, 4):
-            each = loads(3.0, 10, workers, None)
-            assert schedule(each, 1.0, workers, prefetch) == names["schedule"](
-                each, 1.0, workers, prefetch
-            )
 
 
 @pytest.mark.parametrize("loading", ["work", "wait"])
