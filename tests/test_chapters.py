@@ -271,16 +271,7 @@ ROOMS = {
     "13-lora-deeper": {"memlab.card.kernels.sdpa"},
     "14-attention": {"memlab.card.kernels.sdpa"},
     "14-attention-deeper": {"memlab.card.kernels.sdpa"},
-    "15-ablation": {
-        "memlab.book.chapters.ablation",
-        "memlab.predict.script",
-        "memlab.export.training_script",
-    },
-    "16-planner": {
-        "memlab.predict.fit",
-        "memlab.export.memlab_lines",
-        "memlab.export.training_script",
-    },
+    "16-planner": {"memlab.export.memlab_lines", "memlab.export.training_script"},
     "18-deploying": {
         "memlab.book.claims",
         "memlab.book.serving_calculator",
@@ -290,7 +281,7 @@ ROOMS = {
         "memlab.trace.quantized_weights",
         "memlab.workloads.quantized",
     },
-    "17-parallel": {"memlab.evidence.loops", "memlab.export.launchers", "memlab.predict.simulate"},
+    "17-parallel": {"memlab.export.launchers", "memlab.predict.simulate"},
     "17-parallel-deeper": {"memlab.export.launchers"},
     "record": {
         "memlab.evidence.accuracy",
@@ -303,7 +294,6 @@ ROOMS = {
         "memlab.trace",
         "memlab.card",
         "memlab.predict.fit",
-        "memlab.predict.formula_ranks",
     },
 }
 
@@ -322,7 +312,7 @@ def test_a_chapter_comes_in_by_the_door(path):
     allowed = {("memlab", ""), *(("memlab", name) for name in memlab.__all__)}
     allowed |= {("memlab.book", name) for name in memlab.book.__all__}
     inside = set(imports_of_memlab(path)) - allowed
-    rooms = tuple(ROOMS.get(path.stem, ()))
+    rooms = ("memlab.book.chapters", *ROOMS.get(path.stem, ()))
     strangers = {
         (module, name)
         for module, name in inside

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 from matplotlib import pyplot as plt
 
+from memlab.card.step_time import ANCHORED
 from memlab.footprint import Category, Footprint
 from memlab.gpus import find_gpu
 from memlab.units import MiB
@@ -75,6 +76,17 @@ def error(predicted: pd.Series, found: pd.Series | float) -> pd.Series: ...
 def error(predicted: Any, found: Any) -> Any:
     """Predicted over found, less one: below zero where the prediction falls short."""
     return predicted / found - 1
+
+
+def between(low: float, high: float) -> str:
+    """A range as "0.39–0.57", with as many decimals as its size wants; once where ends agree."""
+    digits = next(d for d, end in enumerate((10, 1, 0.1, 0.01, 0)) if abs(high) >= end)
+    return "–".join(dict.fromkeys(f"{end:,.{digits}f}" for end in (low, high)))
+
+
+def ratio_between(ratio: float) -> str:
+    """The range of a ratio of two estimated steps of one model on one card."""
+    return between(ratio / ANCHORED, ratio * ANCHORED)
 
 
 def compare(
@@ -180,7 +192,8 @@ def bars(
     times = {y: f.step_time for y, f in enumerate(footprints.values()) if f.step_time}
     for y, time in times.items():
         beside = ax.get_yaxis_transform()
-        ax.text(1.01, y, f"{time.expected:,.2f} s", va="center", transform=beside)
+        said = f"{between(time.low, time.high)} s"
+        ax.text(1.01, y, said, va="center", transform=beside)
     if times:
         ax.text(1.01, 1, "a step,\nestimated", va="bottom", transform=ax.transAxes)
     right = left.max()

@@ -93,7 +93,8 @@ def test_bars_print_the_estimated_seconds_beside_them(runs):
         plt.close("all")
         return [text for text in texts if text.endswith((" s", "estimated"))]
 
-    seconds = f"{runs['simulated'].step_time.expected:,.2f} s"
+    time = runs["simulated"].step_time
+    seconds = f"{show.between(time.low, time.high)} s"
     assert printed(runs) == [seconds, "a step,\nestimated"]
     assert printed({"measured": runs["measured"]}) == []
 
@@ -106,3 +107,10 @@ def test_timeline_reaches_the_peak(runs):
     without_rounding = footprint.peak_allocated - footprint.breakdown["rounding"]
     assert max(totals) == pytest.approx(without_rounding, rel=0.01)
     plt.close(fig)
+
+
+def test_a_range_has_two_figures_and_stands_once_where_its_ends_agree():
+    assert show.between(0.3929, 0.5718) == "0.39–0.57"
+    assert show.between(0.0102, 0.0278) == "0.010–0.028"
+    assert show.between(20.6, 41.4) == "21–41" and show.between(1234, 2345) == "1,234–2,345"
+    assert show.between(1.21, 1.23) == "1.2" and show.ratio_between(1.0) == "0.7–1.3"
