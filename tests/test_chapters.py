@@ -263,13 +263,8 @@ def test_what_is_short_or_in_one_chapter_is_no_twin():
 ROOMS = {
     "01-measuring": {"memlab.trace.allocator"},
     "12-quantization": {"memlab.libraries"},
-    "15-ablation": {"memlab.predict.script", "memlab.export.training_script"},
-    "16-planner": {
-        "memlab.predict.fit",
-        "memlab.export.memlab_lines",
-        "memlab.export.training_script",
-    },
-    "17-parallel": {"memlab.evidence.loops", "memlab.export.launchers", "memlab.predict.simulate"},
+    "16-planner": {"memlab.export.memlab_lines", "memlab.export.training_script"},
+    "17-parallel": {"memlab.export.launchers", "memlab.predict.simulate"},
     "17-parallel-deeper": {"memlab.export.launchers"},
     "18-deploying": {
         "memlab.book.serving_calculator",
@@ -287,7 +282,6 @@ ROOMS = {
         "memlab.trace",
         "memlab.card",
         "memlab.predict.fit",
-        "memlab.predict.formula_ranks",
     },
 }
 

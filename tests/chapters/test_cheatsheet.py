@@ -8,6 +8,8 @@ import torch
 from notebook import Notebook
 
 from memlab import Recipe, find_gpu, formula
+from memlab.book.chapters import cheatsheet
+from memlab.book.chapters.cheatsheet import cell
 from memlab.footprint import StepTime
 
 SHEET = Notebook("cheatsheet")
@@ -16,7 +18,7 @@ CARD = find_gpu("RTX-4090").without_limit()
 
 @pytest.fixture(scope="module")
 def sheet():
-    return SHEET.run("imports plain changes words words-2 cells")
+    return SHEET.run("plain") | {"changes": cheatsheet.CHANGES}
 
 
 def by_formula(sheet, row, which="encoder", **more):
@@ -31,21 +33,28 @@ def a_fit(needed, low, high, fits=True):
         def __bool__(self):
             return fits
 
-    return Fit(needed=needed * 2**30, footprint=SimpleNamespace(step_time=step))
+    return Fit(needed=needed * 2**30, footprint=SimpleNamespace(step_seconds=step))
 
 
-def test_a_time_is_said_with_its_range_and_never_by_one_figure_inside(sheet):
-    plain, cell = a_fit(16, 0.3, 0.4), sheet["cell"]
+def test_a_time_is_said_with_its_range_and_never_by_one_figure():
+    plain = a_fit(16, 0.3, 0.4)
     assert cell(plain, plain) == "<b>16.0 GiB ✓</b><br>0.30–0.40 s a step"
-    wide = cell(a_fit(12, 0.24, 0.44, fits=False), plain)
-    assert wide == "<b>12.0 GiB ✗</b><br>-25%<br>time × 0.80–1.10"
-    assert cell(a_fit(12, 0.6, 0.8), plain).endswith("time × 2.00")
+    alike = cell(a_fit(12, 0.24, 0.44, fits=False), plain)
+    assert alike == "<b>12.0 GiB ✗</b><br>-25%<br>time × 0.7–1.3"
+    assert cell(a_fit(12, 0.6, 0.8), plain).endswith("time × 1.5–2.7")
 
 
-def test_what_does_not_fit_can_be_compared_with(sheet):
+def test_what_does_not_fit_can_be_compared_with():
     lora = a_fit(40, 0.3, 0.4, fits=False)
-    said = sheet["cell"](a_fit(30, 0.3, 0.4), a_fit(60, 0.3, 0.4), lora)
+    said = cell(a_fit(30, 0.3, 0.4), a_fit(60, 0.3, 0.4), lora)
     assert "-50%<br>of LoRA -25%" in said
+
+
+def test_each_row_has_its_words_and_a_cell_for_each_model():
+    fit = a_fit(16, 0.3, 0.4)
+    table = cheatsheet.sheet(dict.fromkeys(cheatsheet.CHANGES, [fit, fit])).data
+    assert table.count("<tr") == 1 + len(cheatsheet.CHANGES)
+    assert table.count("GiB ✓") == 2 * len(cheatsheet.CHANGES)
 
 
 def test_qlora_differs_from_lora_by_its_base_alone(sheet):
@@ -57,10 +66,10 @@ def test_qlora_differs_from_lora_by_its_base_alone(sheet):
         assert recipe.precision == "bf16" and recipe.compute_dtype == "bf16" and not recipe.upcast
 
 
-def test_the_code_of_qlora_asks_for_what_its_row_runs(sheet):
+def test_the_code_of_qlora_asks_for_what_its_row_runs():
     from transformers import BitsAndBytesConfig
 
-    shown = re.search(r"BitsAndBytesConfig\(.*?\)", sheet["words"], re.DOTALL)[0]
+    shown = re.search(r"BitsAndBytesConfig\(.*?\)", cheatsheet.WORDS, re.DOTALL)[0]
     config = eval(shown, {"BitsAndBytesConfig": BitsAndBytesConfig, "torch": torch})
     assert config.load_in_4bit and config.bnb_4bit_quant_type == "nf4"
     assert config.bnb_4bit_use_double_quant
@@ -106,3 +115,15 @@ def test_lora_has_little_left_to_save_where_activations_are_nearly_all():
         for n in (1, 64)
     )
     assert few[1] < 0.6 * few[0] and many[1] > 0.95 * many[0]
+
+
+@pytest.mark.slow
+def test_simulated_rows_keep_their_order(sheet):
+    runs = cheatsheet.row_runs(sheet["encoder"], sheet["decoder"], "RTX-4090")
+    need = {name: [run.needed for run in pair] for name, pair in runs.items()}
+    for i in (0, 1):
+        assert need["8-bit"][i] < 0.95 * need["plain"][i]
+        assert need["qlora"][i] < need["lora"][i]
+    encoders, decoders = zip(*need.values(), strict=True)
+    assert max(encoders) == need["eager"][0] > 1.5 * need["plain"][0]
+    assert max(decoders) == need["eager"][1] < 1.01 * need["plain"][1]

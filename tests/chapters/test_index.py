@@ -6,7 +6,8 @@ from pathlib import Path
 
 from notebook import Notebook
 
-from memlab import Recipe, find_gpu, find_records, formula
+from memlab import find_gpu, find_records, formula
+from memlab.book.chapters.cheatsheet import CHANGES
 from memlab.planner.choice import ALIKE
 
 CHAPTERS = Path(__file__).parents[2] / "chapters"
@@ -20,12 +21,12 @@ def test_the_order_of_trying_is_that_of_time():
     advice = INDEX.partition("take least time first:")[2].partition(";")[0]
     asked = re.findall(r"\]\((\d\d)-", advice)
     assert sorted(asked) == sorted([*ROWS, "14"])
-    sheet = Notebook("cheatsheet").run("plain changes", {"Recipe": Recipe})
+    sheet = Notebook("cheatsheet").run("plain")
     card = find_gpu("RTX-4090").without_limit()
     for which, name in enumerate(("encoder", "decoder")):
 
         def took(row, which=which, name=name):
-            recipe = sheet[name].but(**sheet["changes"][row][which])
+            recipe = sheet[name].but(**CHANGES[row][which])
             return formula(recipe, card).step_seconds.expected
 
         factors = {chapter: took(row) / took("plain") for chapter, row in ROWS.items()}

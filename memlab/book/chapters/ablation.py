@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 
 from memlab.book.panel import Panel
+from memlab.card.step_time import ANCHORED
 from memlab.gpus import GPU, find_gpu
 from memlab.predict.formula import formula
 from memlab.spec.recipe import Recipe
@@ -75,13 +76,15 @@ def fields_of(choice: tuple[str, ...]) -> dict:
 class Point:
     """A combination on a card: its settings, bytes at the peak and estimated seconds of a step.
 
-    kept: bytes of parameters, gradients and optimizer states at the peak.
+    kept: bytes of parameters, gradients and optimizer states at the peak. span: the lowest and
+    the highest seconds of the estimate.
     """
 
     choice: tuple[str, ...]
     peak: int
     seconds: float
     kept: int
+    span: tuple[float, float] = (0.0, 0.0)
 
     @property
     def name(self) -> str:
@@ -103,8 +106,29 @@ def combinations(model: str, gpu: str) -> list[Point]:
         fields = fields_of(choice)
         run = formula(Recipe(model, seq_len=LENGTH, **fields), card)
         kept = sum(run.breakdown[n] for n in ("parameters", "gradients", "optimizer_states"))
-        points.append(Point(choice, run.peak_allocated, run.step_seconds.expected, kept))
+        time = run.step_seconds
+        span = time.low, time.high
+        points.append(Point(choice, run.peak_allocated, time.expected, kept, span))
     return points
+
+
+def as_quick(points: list[Point]) -> list[Point]:
+    """The points that the estimate cannot tell from the fastest of them."""
+    least = min(point.seconds for point in points)
+    return [point for point in points if point.seconds <= ANCHORED * least]
+
+
+def plainest(points: list[Point]) -> Point:
+    """The point that changes the fewest switches, of equals the smallest.
+
+    sdpa is what attention is today, and weights in bf16 alone are less plain than autocast.
+    """
+
+    def changes(point: Point) -> tuple[bool, int, bool, int]:
+        count = sum(a != b for a, b in zip(point.choice, CHOICES[0], strict=True))
+        return "eager" in point.choice, count, "bf16" in point.choice, point.peak
+
+    return min(points, key=changes)
 
 
 def front(points: list[Point]) -> list[Point]:
@@ -135,11 +159,13 @@ class AblationPanel(Panel):
         self.grid = grid
 
     def data(self) -> dict:
-        """Points as [number of the choice, peak and kept in KiB, microseconds of a step]."""
+        """Points as [number of the choice, peak and kept in KiB, microseconds of a step, the
+        range of these in thousandths of them]."""
         number = {choice: i for i, choice in enumerate(CHOICES)}
         places = {name: list(settings) for name, settings in SWITCHES.items()}
         return {
             "samples": SAMPLES,
+            "apart": ANCHORED,
             "length": LENGTH,
             "switches": places,
             "code": {
@@ -158,6 +184,7 @@ class AblationPanel(Panel):
                     "usable": find_gpu(card).usable,
                     "points": [
                         [number[p.choice], p.peak >> 10, p.kept >> 10, round(p.seconds * 1e6)]
+                        + [round(1e3 * end / p.seconds) for end in p.span]
                         for p in points
                     ],
                 }

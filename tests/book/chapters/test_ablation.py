@@ -12,9 +12,11 @@ from memlab.book.chapters.ablation import (
     SWITCHES,
     AblationPanel,
     Point,
+    as_quick,
     combinations,
     fields_of,
     front,
+    plainest,
 )
 
 PLACES = list(itertools.product(("bert-large", "llama-3.2-1b"), ("T4", "RTX-4090")))
@@ -66,6 +68,7 @@ def test_a_point_is_what_the_formula_says(grid):
         parts = ("parameters", "gradients", "optimizer_states")
         assert point.peak == run.peak_allocated and point.seconds == run.step_seconds.expected
         assert point.kept == sum(run.breakdown[name] for name in parts)
+        assert point.span == (run.step_seconds.low, run.step_seconds.high)
 
 
 def test_nothing_beats_the_front_and_it_beats_the_rest(grid):
@@ -80,6 +83,17 @@ def test_nothing_beats_the_front_and_it_beats_the_rest(grid):
 def test_of_equal_points_one_is_on_the_front():
     a, b, c = (Point((), peak, seconds, 0) for peak, seconds in ((2, 1.0), (2, 1.0), (1, 3.0)))
     assert front([c, b, a]) == [a, c]
+
+
+def test_the_plainest_of_the_quick_is_no_eager_one():
+    names = ("bf16, sdpa", "bf16-amp, sdpa", "bf16", "2 x 2, bf16-amp, sdpa")
+    choices = {}
+    for choice in CHOICES:
+        choices.setdefault(Point(choice, 0, 0.0, 0).name, choice)
+    a, b, c, d = (Point(choices[name], 1, 1.0 + i / 9, 0) for i, name in enumerate(names))
+    slow = Point(choices["sdpa"], 1, 1.4, 0)
+    assert as_quick([slow, d, c, b, a]) == [d, c, b, a]
+    assert plainest([a, b, c, d]) == b and plainest([c, d]) == d and plainest([a, c]) == a
 
 
 def show(page, grid, place):
