@@ -304,7 +304,8 @@ def test_a_chapter_comes_in_by_the_door(path):
     strangers = {
         (module, name)
         for module, name in inside
-        if not any(
+        if not module.startswith("memlab.book.chapters.")  # what one chapter uses
+        and not any(
             f"{place}.".startswith(f"{room}.")
             for room in rooms
             for place in (module, f"{module}.{name}")

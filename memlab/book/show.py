@@ -201,7 +201,7 @@ def bars(
         right = max(right, card.usable / 2**30)
     for y, total in enumerate(left):
         # Behind the card's line where it would run through the label.
-        struck = limit and total < card.usable / 2**30 < total + 0.1 * right
+        struck = limit and total < card.usable / 2**30 < total + 0.14 * right
         ax.text(card.usable / 2**30 if struck else total, y, f" {total:,.1f}", va="center")
     if limit:
         ax.axvline(card.usable / 2**30, color=GREY, linestyle="--")

@@ -153,7 +153,7 @@ def test_a_loss_outside_autocast_is_fp16_and_no_step_is_taken(chapter):
 
 
 def test_clipping_before_unscaling_takes_the_step_away(deeper):
-    DEEPER.run("reader", deeper)
+    DEEPER.run("reader-text reader", deeper)
     for kind, least in ((torch.optim.SGD, 2**14), (torch.optim.AdamW, 1)):
         right, wrong = (deeper["update_length"](first, kind) for first in (True, False))
         assert least < right / wrong < 20 * least
@@ -206,7 +206,7 @@ def test_the_trainer_ignores_fp16_on_a_cpu_and_obeys_on_a_card(chapter):
 
 
 def test_accelerates_loop_is_the_loop_by_hand(deeper):
-    DEEPER.run("reader accelerate-code accelerate-loop", deeper)
+    DEEPER.run("reader-text reader accelerate-code accelerate-loop", deeper)
     model, losses = deeper["reader"](), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     scaler = torch.amp.GradScaler("cpu")
