@@ -176,7 +176,8 @@ class Grid:
 
     def __init__(self, load):
         self.load = load
-        self.one_round = seconds_each(lambda: zlib.decompress(Texts([]).packed), 200)
+        packed = Texts([]).packed
+        self.one_round = seconds_each(lambda: zlib.decompress(packed), 200)
         cores = sorted(getattr(os, "sched_getaffinity", lambda _: [0, 1])(0))
         self.places = {"waiting": None, "work, 1 core": cores[:1]}
         if len(cores) > 1:

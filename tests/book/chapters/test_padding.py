@@ -1,0 +1,93 @@
+"""What chapter 10 counts and lays out: pixels, plans, times, the panel's memory, rows of texts."""
+
+import numpy as np
+import pytest
+import torch
+
+from memlab import Footprint, Recipe, formula, models, simulate
+from memlab.book.chapters import packed_rows, padding
+
+TEXTS = [[5, 6, 7], [8] * 9, [9, 10]]
+
+
+def in_order(lengths, size, seed=0):
+    numbers = list(range(len(lengths)))
+    return [numbers[i : i + size] for i in range(0, len(numbers), size)]
+
+
+def test_pixels_are_texts_and_padding():
+    single = padding.canvas([2, 4, 3], [[[0], [1]], [[2]]], limit=6)
+    assert single.tolist() == [[1, 1, 3, 3, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]]
+    packed = padding.canvas([2, 3], [[[0, 1]]], 6, width=6)
+    assert packed.tolist() == [[1, 1, 2, 2, 2, 3]]
+
+
+def test_a_plan_peaks_where_its_worst_batch_does():
+    peaks = {(2, 8): Footprint(2**20, None, {}, "forward"), (1, 4): None}
+    table = padding.plan_table({"a": [(1, 4), (2, 8)]}, peaks, needed=10)
+    assert table.loc["a"].tolist() == [0.5, 1.0, "2 x 8", 20]
+
+
+def test_what_dynamic_padding_saves():
+    assert padding.saved([10, 50, 20, 20, 40, 4], in_order, 64, 2) == pytest.approx(1 - 220 / 384)
+    assert padding.saved([900, 900], in_order, 512, 2) == 0  # cut, and nothing to save
+
+
+def test_the_panels_coefficients_meet_the_simulation():
+    bert = Recipe("bert-base", batch_size=16, attention="sdpa", padded=True)
+    memory = padding.memory_of(bert, "T4")
+
+    def panel(r, w):
+        return memory["fixed"] + r * w * (memory["token"] + w * memory["pair"])
+
+    peak = simulate(bert.but(seq_len=512), gpu="T4").peak_allocated
+    assert panel(16, 512) == pytest.approx(peak, rel=0.01)
+    for r, w in [(16, 61), (64, 64), (3, 300)]:
+        # The panel is a plane; what is left of segments that blocks share lies beside it.
+        height = formula(bert.but(batch_size=r, seq_len=w), gpu="T4").peak_allocated
+        assert max(memory["least"], panel(r, w)) == pytest.approx(height, rel=5e-3)
+
+
+def test_ratios_are_to_the_first_name_in_the_same_round():
+    model = torch.nn.Bilinear(4, 4, 1)
+
+    def batch(n):
+        x = torch.ones(n, 4)
+        return {"input_ids": x, "x": x}
+
+    frame = padding.time_ratios(
+        lambda input_ids, x: model(input_ids, x), {"one": [batch(2)], "two": [batch(2), batch(4)]}
+    )
+    assert frame.loc["one", ["tokens", "time", "lowest", "highest"]].tolist() == [1, 1, 1, 1]
+    assert frame["tokens"]["two"] == 3
+    assert frame["lowest"]["two"] <= frame["time"]["two"] <= frame["highest"]["two"]
+
+
+def test_one_row_has_borders_and_blocks():
+    row = packed_rows.one_row(TEXTS)
+    assert row["cu_seq_lens_q"].tolist() == [0, 3, 12, 14]
+    assert row["position_ids"][0, :5].tolist() == [0, 1, 2, 0, 1]
+    blocks = packed_rows.blocks([2, 1])[0, 0].tolist()
+    assert np.array_equal(blocks, [[1, 1, 0], [1, 1, 0], [0, 0, 1]])
+
+
+def test_attention_of_variable_length_is_causal_in_a_decoder():
+    decoder, row = models.build("gpt2-tiny", attention="sdpa").eval(), packed_rows.one_row(TEXTS)
+    row["use_cache"] = False
+    with torch.no_grad():
+        by_mask = decoder(**row).logits
+        decoder.set_attn_implementation("text_by_text")
+        torch.testing.assert_close(decoder(**row).logits, by_mask, rtol=1e-4, atol=1e-4)
+    assert packed_rows.leak(decoder, TEXTS, **row) < 1e-4
+
+
+def test_trl_lays_out_what_the_chapter_says():
+    texts = [[i % 50] * (30 + 17 * i % 400) for i in range(64)]
+    table = packed_rows.trl_layouts(texts)
+    if not table:
+        pytest.skip("TRL is not installed")
+    assert table["padding_free"] == [f"1 x {sum(map(len, texts[:16]))}", "positions"]
+    rows, width = map(int, table["packing"][0].split(" x "))
+    assert rows == 1 and 900 < width <= 1024 and table["packing"][1] == "positions"
+    assert table["packing, wrapped"] == ["2 x 512", "mask"]
+    assert table["neither"][0].startswith("16 x ")
