@@ -321,7 +321,7 @@ def known_card(card: GPU) -> dict:
         "bf16": "bfloat16" in card.native_dtypes,
         "processors": card.processors,
         "rates": list(card.rates),
-        "reached": {dtype: card.reached(dtype) for dtype in (*card.rates, "tf32")},
+        "reached": {dtype: card.reached(dtype) for dtype in card.rates},
         "traffic": card.bandwidth and card.traffic,
         "cache": card.cache,
         "shares_keys": shares_keys(card),

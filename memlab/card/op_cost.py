@@ -27,7 +27,7 @@ class Work(NamedTuple):
     """What one operator does, as one key of a Counter.
 
     flops: floating-point (or integer) operations of matrix products. dtype: what these are
-    computed in, "float32", "tf32", "float16", ...; empty without products. result: (matrices, rows,
+    computed in, "float32", "float16", ...; empty without products. result: (matrices, rows,
     columns) of the products' results; empty where kernels share the work otherwise than by tiles,
     as attention does. moved: bytes of each tensor that is read or written, in order. lists: how
     many lists of tensors one launch goes through, of which this is one tensor of each, with so many
@@ -299,8 +299,6 @@ def _products(func, args, kwargs, tensors, out) -> tuple[int, str]:
     dtype = str(tensors[0].dtype).removeprefix("torch.")
     if tensors[0].is_complex():  # a product of complex numbers is four of real ones
         flops, dtype = 4 * flops, "float32"
-    if dtype == "float32" and torch.backends.cuda.matmul.allow_tf32:
-        dtype = "tf32"
     return flops, dtype
 
 

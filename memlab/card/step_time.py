@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from memlab.card.links import host_rate, link_rate
 from memlab.card.op_cost import Work, count_kernels, count_tiles
@@ -131,14 +132,17 @@ def step_time(
 ) -> StepTime:
     """The estimated seconds of a step's work on a card.
 
+    Products of fp32 are in tf32 where PyTorch allows that now, on a card that has it.
     samples: sequences in the step. link: between ranks, as in `memlab.card.links.link_rate`.
 
     Raises ValueError for a card without rates, for a number format that it has no rate for, and for
     a link that it does not have.
     """
     columns = work if isinstance(work, Columns) else Columns.from_counter(work)
-    rates = _rates(columns, gpu)
-    reached = np.array([gpu.reached(dtype) for dtype in columns.dtypes] + [(1.0, 1.0, 1.0)]).T
+    allowed = torch.backends.cuda.matmul.allow_tf32  # of today: a trace is older
+    dtypes = ["tf32" if allowed and one == "float32" else one for one in columns.dtypes]
+    rates = _rates(dtypes, gpu)
+    reached = np.array([gpu.reached(dtype) for dtype in dtypes] + [(1.0, 1.0, 1.0)]).T
     sent = float(np.sum(columns.sent * columns.times))
     over = link_rate(gpu, link) if sent or link else np.inf
     to_host = host_rate(gpu) if np.any(columns.carried) else np.inf
@@ -164,12 +168,12 @@ def step_time(
     )
 
 
-def _rates(columns: Columns, gpu: GPU) -> list[float]:
+def _rates(dtypes: list[str], gpu: GPU) -> list[float]:
     """The card's rate for each of the formats."""
     if gpu.bandwidth is None:
         raise ValueError(f"{gpu.name} has no rates, and so no seconds: name a card, such as T4")
     rates = []
-    for dtype in columns.dtypes:
+    for dtype in dtypes:
         rate = gpu.rate(dtype)
         if rate is None:
             allowed = ", ".join(gpu.rates)

@@ -10,13 +10,10 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-<<<<<<< HEAD
-=======
 import memlab
-from memlab.book import corpora, small_config, verdict
+from memlab.book import corpora, small_config
 from memlab.book.chapters import padding
 
->>>>>>> ch-c
 CHAPTER = Notebook("10-padding")
 DEEPER = Notebook("10-padding-deeper")
 STRATEGIES = "orders grouped packed"
