@@ -1,7 +1,7 @@
 """Words by which readers search a page that has another name for them.
 
-`search_words` of `_config.yml` names the page and its words. They become entries of the index, which
-the search looks through before the text; on the page itself nothing shows.
+`search_words` of `_config.yml` names the page and its words. They become entries of the index,
+which the search looks through before the text; on the page itself nothing shows.
 """
 
 from sphinx import addnodes

@@ -400,3 +400,26 @@ def test_a_wrong_address_is_refused_in_one_line(url):
         len(done.stderr.strip().splitlines()) == 1
         and "https://github.com/owner/name" in done.stderr
     )
+
+
+# Pages whose experiments still stand in them.
+LONG = {
+    "02-dtypes",
+    "04-accumulation",
+    "05-freezing",
+    "06-amp-deeper",
+    "07-optimizers-deeper",
+    "08-checkpointing",
+    "record",
+}
+
+
+@each_chapter
+def test_a_page_hides_no_more_code_than_it_shows(path):
+    folded = {"hide-input", "remove-input", "hide-cell", "remove-cell"}
+    lines = {True: 0, False: 0}
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "code":
+            hidden = bool(folded & set(cell.metadata.get("tags", ())))
+            lines[hidden] += len([line for line in cell.source.splitlines() if line.strip()])
+    assert (lines[True] <= lines[False]) == (path.stem not in LONG), lines

@@ -194,24 +194,17 @@ def bars(
         ax.text(1.01, y, said, va="center", transform=beside)
     if times:
         ax.text(1.01, 1, "a step,\nestimated", va="bottom", transform=ax.transAxes)
-    right = left.max()
-    if limit:
-        card = find_gpu(limit)
-        assert card.usable is not None  # it has a limit
-        right = max(right, card.usable / 2**30)
+    card = find_gpu(limit) if limit else None
+    ends = ((card and card.usable) or 0) / 2**30
+    right = max(left.max(), ends)
     for y, total in enumerate(left):
         # Behind the card's line where it would run through the label.
-        struck = limit and total < card.usable / 2**30 < total + 0.14 * right
-        ax.text(card.usable / 2**30 if struck else total, y, f" {total:,.1f}", va="center")
-    if limit:
-        ax.axvline(card.usable / 2**30, color=GREY, linestyle="--")
-        ax.annotate(
-            f"{card.name} ",
-            (card.usable / 2**30, 1),
-            ha="right",
-            va="bottom",
-            xycoords=("data", "axes fraction"),
-        )
+        struck = total < ends < total + 0.14 * right
+        ax.text(ends if struck else total, y, f" {total:,.1f}", va="center")
+    if card:
+        ax.axvline(ends, color=GREY, linestyle="--")
+        at = (ends, 1), ("data", "axes fraction")
+        ax.annotate(f"{card.name} ", at[0], ha="right", va="bottom", xycoords=at[1])
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
     ax.set(xlabel="GiB", xlim=(0, right * (1.2 if times else 1.12)))

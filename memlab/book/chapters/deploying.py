@@ -15,6 +15,7 @@ from memlab.book import show
 from memlab.book.chapters.patients import Patients
 from memlab.book.lessons import in_turns
 from memlab.gpus import find_gpu
+from memlab.predict.server import ServerStart
 from memlab.predict.serving import ServingFootprint, measure_serving
 from memlab.predict.simulate import simulate
 from memlab.spec.serving import Serving, kv_cache_bytes
@@ -23,6 +24,7 @@ from memlab.workloads.quantized import quantize_base
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from pandas.io.formats.style import Styler
 
 GiB = 2**30
 TORCHAO = importlib.util.find_spec("torchao") is not None
@@ -119,6 +121,21 @@ def caches_table(runs: Mapping[str, ServingFootprint]) -> pd.DataFrame:
     }
     columns = ["cache at the end", "peak of prefill", "peak of decode"]
     return pd.DataFrame(rows, index=columns).T / GiB
+
+
+def server_table(starts: Mapping[str, ServerStart]) -> Styler:
+    """What each start takes, in GiB, and the tokens that its blocks hold, from least to most."""
+    rows = {
+        name: {
+            "weights": f"{start.weights / GiB:.1f}",
+            "largest batch": f"{start.borrowed / GiB:.1f}",
+            "left for the cache": "{:.1f}–{:.1f}".format(*(n / GiB for n in start.cache)),
+            "tokens": "{:,}–{:,}".format(*start.tokens),
+        }
+        for name, start in starts.items()
+    }
+    caption = "A server at its start, by the format of its weights: GiB, and tokens of the cache"
+    return pd.DataFrame.from_dict(rows, orient="index").style.set_caption(caption)
 
 
 class Paged(NamedTuple):
