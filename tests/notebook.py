@@ -59,7 +59,9 @@ class Notebook:
 def named(tree, context):
     """The names that a piece of code loads, or stores."""
     nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
-    return {node.id for node in nodes if isinstance(node.ctx, context)}
+    found = {node.id for node in nodes if isinstance(node.ctx, context)}
+    made = context is ast.Store and isinstance(tree, ast.FunctionDef)
+    return found | {tree.name} if made else found
 
 
 def traced(training, step):

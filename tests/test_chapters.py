@@ -263,6 +263,7 @@ def test_what_is_short_or_in_one_chapter_is_no_twin():
 ROOMS = {
     "01-measuring": {"memlab.trace.allocator"},
     "12-quantization": {"memlab.libraries"},
+    "14-attention-deeper": {"memlab.card.kernels.sdpa"},
     "16-planner": {"memlab.export.memlab_lines", "memlab.export.training_script"},
     "17-parallel": {"memlab.export.launchers", "memlab.predict.simulate"},
     "17-parallel-deeper": {"memlab.export.launchers"},

@@ -116,5 +116,5 @@ def test_a_printed_time_is_set_beside_the_estimate_of_all_its_steps(seconds, ins
     figures = {"run_seconds": seconds, "samples_per_second": 40 / seconds}  # 10 steps of 4
     run = SimpleNamespace(figures=figures)
     said, agrees = estimated_run(run, SimpleNamespace(step_seconds=step))
-    assert f"{seconds:.0f} s, not measured again, are estimated at\n20 (16 to 32" in said
+    assert f"{seconds:.0f} s, not measured again, are estimated at 20 (16 to 32" in said
     assert agrees == inside
