@@ -153,21 +153,6 @@ def _energy(values: list[torch.Tensor]) -> torch.Tensor:
     return (squares.cumsum(1) / squares.sum(1, keepdim=True)).mean(0).cpu()
 
 
-def draw_ranks(full: FullChange) -> Figure:
-    fig, ax = show.figure(5, 3)
-    lines = {"gain kept": (full.kept.keys(), full.kept.values())}
-    lines |= {name: (range(1, 65), curve) for name, curve in full.norms.items()}
-    places = {"gain kept": (8, 0.93), "norm of the change": (2.2, 0.42), "norm, random": (9, 0.25)}
-    colours = show.GREY, show.COLOURS["parameters"], show.COLOURS["gradients"]
-    for (name, (x, y)), colour in zip(lines.items(), colours, strict=True):
-        ax.plot(list(x), list(y), "o-" if name == "gain kept" else "-", color=colour)
-        ax.text(*places[name], name, color=colour)
-    ax.set_xscale("log", base=2)
-    ax.set(xlabel="rank", ylabel="share", ylim=(0, 1.05))
-    ax.set(xticks=RANKS, xticklabels=RANKS)
-    return fig
-
-
 def compared(reader: Reader, seeds: int = 3) -> dict[str, list[float]]:
     """The fall of the loss by LoRA of some ranks and by training everything, for each seed."""
     gains: dict[str, list[float]] = {name: [] for name in RATES}

@@ -170,18 +170,3 @@ def branches(needs: Needs) -> pd.Series:
         return next(fit, "nothing fits")
 
     return pd.Series({place: branch(*place) for place in needs})
-
-
-def offload_table(ways: Ways, names: Iterable[str]) -> pd.DataFrame:
-    """GiB on the card and on the host where states wait there, by the paper and by DeepSpeed."""
-    rows = {}
-    for name in names:
-        run = formula(ways(name)["LoRA"], KERNELS)
-        weights = (run.parameters or 0) - (run.trainable_parameters or 0)
-        rows[name] = {
-            "LoRA, GiB": run.peak_allocated / GiB,
-            "weights in 16 bits, GiB": 2 * weights / GiB,
-            "in the host, GiB": 14 * weights / GiB,
-            "by DeepSpeed, GiB": 24 * weights / GiB,
-        }
-    return pd.DataFrame(rows).T
