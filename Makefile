@@ -63,6 +63,7 @@ book: stripped
 	$(BIN)/python tools/figures.py put $(WORK)/chapters
 	cd $(WORK) && $(BIN)/python -m pytest --nbmake --overwrite -n 2 --durations=0 -p no:cacheprovider chapters
 	$(BIN)/python tools/figures.py compare $(WORK)/chapters
+	$(BIN)/python tools/drop_leftovers.py $(WORK)/chapters/*.ipynb
 	$(BIN)/jupyter-book build $(WORK) --path-output . -W --keep-going --quiet
 	$(BIN)/python tools/count_pages.py
 	@echo
