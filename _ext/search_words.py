@@ -15,7 +15,7 @@ def add_entries(app, doctree):
     if words:
         target = f"index-{page.rpartition('/')[2]}"
         doctree.next_node()["ids"].append(target)
-        entries = [("single", word, target, "", None) for word in words]
+        entries = [("single", word, target, "main", None) for word in words]
         doctree.insert(0, addnodes.index(entries=entries))
 
 

@@ -288,7 +288,7 @@ def test_search_finds_every_chapter_from_the_disk(chromium):
     ],
 )
 def test_search_knows_other_names(chromium, asked, page):
-    assert found_by(chromium, asked)[0] == url(f"chapters/{page}.html")
+    assert url(f"chapters/{page}.html") in found_by(chromium, asked)
 
 
 def test_the_theme_button_changes_the_theme(chromium):
