@@ -134,11 +134,10 @@ package: $(READY)
 	$(BIN)/python -m build --outdir dist .
 	"$(PYTHON)" tools/try_package.py dist
 
-# What Colab and Kaggle open: the chapters as make book has run them, without the state of widgets.
+# What Colab and Kaggle open: the chapters as make book has run them.
 executed: $(READY)
 	@rm -rf _build/executed && mkdir -p _build/executed/chapters
 	@cp $(WORK)/chapters/*.ipynb _build/executed/chapters
-	$(BIN)/python tools/drop_leftovers.py _build/executed/chapters/*.ipynb
 
 publish-executed:
 	git switch --orphan executed

@@ -76,9 +76,10 @@ def decisions(notebook: Path, page: str) -> list[Decision]:
 def problems(found: list[Decision], left_open: list[str]) -> list[str]:
     """One line a statement: without a verdict, with two, with another's words, or open no more."""
     known = all_claims()
+    cited = {id: (one["says"], one["source"]) for id, one in (known | all_named()).items()}
     lines = [f"{id} is listed as open and is no statement" for id in left_open if id not in known]
-    lines += [f"{one.id} is no statement ({one.place})" for one in found if one.id not in cited()]
-    for id, (says, source) in cited().items():
+    lines += [f"{one.id} is no statement ({one.place})" for one in found if one.id not in cited]
+    for id, (says, source) in cited.items():
         here = [one for one in found if one.id == id]
         words = {one.word for one in here}
         cells = "; ".join(f"{one.place}: {one.word}" for one in here) or "in no cell"
@@ -94,12 +95,6 @@ def problems(found: list[Decision], left_open: list[str]) -> list[str]:
         elif any((one.verdict.says, one.verdict.source) != (says, source) for one in here):
             lines.append(f"{id} is cited in other words than those of claims.json ({cells})")
     return lines
-
-
-def cited() -> dict[str, tuple[str, str]]:
-    """id -> (what the source says, the source) of every statement and every named subject."""
-    both = all_claims() | all_named()
-    return {id: (one["says"], one["source"]) for id, one in both.items()}
 
 
 def tally(words: dict[str, str]) -> str:

@@ -64,15 +64,15 @@ def server(
     batched_tokens: int = 8192,
     cache_bits: int = 16,
 ) -> ServerStart:
-    """What a server of one GPU takes at its start; the defaults are vLLM's of 2026.
+    """What a server of one GPU takes at its start (`ServerStart`); the defaults are vLLM's of 2026.
 
     weights: a name of `BITS`. share: `gpu_memory_utilization`. texts: `max_num_seqs`, which vLLM
     sets to 1,024 on a card of 70 GiB and more. batched_tokens: `max_num_batched_tokens`.
     cache_bits: of a key or value.
 
-    A batch borrows the larger of two: in a layer the two halves of the feed-forward projection,
-    their product and four hidden states of each token; and what drawing a token takes for each
-    logit of every text.
+    Layers with a sliding window are counted as full ones, whose cache is larger. A batch borrows
+    the larger of two: in a layer the two halves of the feed-forward projection, their product and
+    four hidden states of each token; and what drawing a token takes for each logit of every text.
 
     Raises ValueError for an unknown format or card, a card without a limit, a share outside of 0
     to 1, sizes below 1, and for a model whose layers have heads of several sizes.
@@ -80,7 +80,8 @@ def server(
     one_of("weights", weights, BITS)
     if not 0 < share <= 1:
         raise wrong("share", share, "above 0, up to 1")
-    for name, value in {"texts": texts, "batched_tokens": batched_tokens}.items():
+    sizes = {"texts": texts, "batched_tokens": batched_tokens, "cache_bits": cache_bits}
+    for name, value in sizes.items():
         whole(1)(name, value)
     card, config = find_gpu(gpu), models.config(model)
     if card.total_memory is None:

@@ -117,12 +117,12 @@ def speeds() -> pd.DataFrame:
     format); tf32 is how fp32 is multiplied and no format of tensors.
     """
     recipe = Recipe("bert-large", None, 8, attention="sdpa", optimizer="adamw_torch_fused")
-    rows = {}
+    allowed, rows = torch.backends.cuda.matmul.allow_tf32, {}
     for card, names in {"T4": "fp32 fp16-amp", "A100-80GB": "fp32 tf32 fp16-amp"}.items():
         for name in names.split():
             torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
             run = simulate(recipe.but(precision="fp32" if name == "tf32" else name), card)
-            torch.backends.cuda.matmul.allow_tf32 = False
+            torch.backends.cuda.matmul.allow_tf32 = allowed
             time = run.step_seconds
             rows[card, name] = {
                 "MiB": run.peak_allocated / MiB,
