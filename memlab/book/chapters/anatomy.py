@@ -15,10 +15,10 @@ from memlab.footprint import NOT_TENSORS, Footprint, Phase
 from memlab.gpus import find_gpu
 from memlab.predict.simulate import simulate
 from memlab.spec.recipe import Recipe
-from memlab.units import MiB
+from memlab.units import GiB, MiB
 from memlab.workloads.training import Training
 
-GiB, GB = 2**30, 10**9
+GB = 10**9
 KINDS = "parameters optimizer_states activations gradients temporary".split()
 WIDTHS = {Phase.FORWARD: 2.0, Phase.BACKWARD: 2.0, Phase.STEP: 1.2}  # of a step as it is drawn
 # What activations grow with, and between which two values.

@@ -299,23 +299,6 @@ def trained_twins() -> dict[str, tuple]:
     return {n: (simulate(r), measure(r, steps=1)) for n, r in kinds.items()}
 
 
-def live_table(live: Mapping[str, tuple]) -> pd.DataFrame:
-    """Tensors at the peak, predicted and measured, in MiB. live: (Footprint, Measurement)."""
-    rows = {}
-    for name, (predicted, measured) in live.items():
-        found = measured.footprint
-        for part in ("activations", "peak"):
-            pair = [
-                f.peak_tensors if part == "peak" else f.breakdown[part] for f in (predicted, found)
-            ]
-            rows[f"{name}, {part}"] = pair
-    frame = pd.DataFrame(rows, index=["predicted", "measured"]).T
-    frame["bytes apart"] = frame["predicted"] - frame["measured"]
-    frame["error"] = show.error(frame["predicted"], frame["measured"])
-    frame[["predicted", "measured"]] /= MiB
-    return frame
-
-
 def moved(rank: int, alpha: float, **how: object) -> tuple[float, float]:
     """One step of AdamW on an adapted twin: (change of the logits over their norm, loss)."""
     ids = Training(Recipe(TINY, batch_size=2, seq_len=64)).batches[0]["input_ids"]

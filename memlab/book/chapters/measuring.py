@@ -15,9 +15,8 @@ from memlab.card.device import SimulatedGPU
 from memlab.footprint import Footprint
 from memlab.predict.measure import Meter, alive_tensors, device_name
 from memlab.spec.recipe import Recipe
-from memlab.units import MiB
+from memlab.units import GiB, MiB
 
-GiB = 2**30
 MESSAGE = {  # the figures of an out-of-memory message, in their order
     "tried": "the request",
     "capacity": "the card, less the driver's part",
@@ -52,9 +51,8 @@ def lengths_figure(run: Footprint, card: str) -> Figure:
 
 def contexts(device: torch.device) -> dict[str, int]:
     """Bytes of a process's CUDA context by card: those that somebody saw, and the one here."""
-    found = {
-        card.name: card.context for card in gpus.GPUS.values() if "assumed" not in card.sources
-    }
+    seen = (card for card in gpus.GPUS.values() if "context: assumed" not in card.sources)
+    found = {card.name: card.context for card in seen}
     if device.type == "cuda":
         with Meter() as meter:
             torch.ones(1, device=device)
@@ -148,7 +146,7 @@ def live_experiments(device: torch.device) -> list[tuple[int, int]]:
     """(peak, bytes alive afterwards) of two experiments on a device."""
     found = []
     for _ in range(2):
-        with Meter() as meter:
+        with Meter(device) as meter:
             experiment(device)
         gc.collect()
         left = sum(size for size, _ in alive_tensors(device, most=10**6))
@@ -156,10 +154,10 @@ def live_experiments(device: torch.device) -> list[tuple[int, int]]:
     return found
 
 
-def quartiles(times: Mapping[str, Sequence[float]], warm: int = 2) -> pd.DataFrame:
-    """Median, ratio to the first row, and quartiles of each; the first `warm` are not counted."""
+def quartiles(times: Mapping[str, Sequence[float]]) -> pd.DataFrame:
+    """Median, ratio to the first row, and quartiles of each; the first two are not counted."""
     frame = pd.DataFrame(times)
-    low, median, high = (frame.iloc[warm:].quantile(part) for part in (0.25, 0.5, 0.75))
+    low, median, high = (frame.iloc[2:].quantile(part) for part in (0.25, 0.5, 0.75))
     ratios = (median / median.iloc[0]).map("{:.2f}".format)
     spans = [f"{a:.1f} to {b:.1f}" for a, b in zip(low, high, strict=True)]
     columns = {"median": median, "/ A": ratios, "quartiles": spans, "first": frame.iloc[0]}

@@ -112,7 +112,7 @@ def by_group(recipe: Recipe) -> pd.DataFrame:
     return frame.groupby("group").sum()
 
 
-def seconds_by_group(recipe: Recipe, device: torch.device) -> pd.Series:
+def times_by_group(recipe: Recipe, device: torch.device) -> pd.Series:
     """Microseconds of two forward passes on a device, a row a group; real ones."""
     training = Training(recipe, device)
     on_card = device.type == "cuda"
@@ -133,7 +133,7 @@ def intensities(recipe: Recipe, device: torch.device) -> pd.DataFrame:
     """Shares in per cent and FLOPs a byte, a row a group; time is of two layers on 128 tokens."""
     groups = by_group(recipe)
     two = recipe.but(model=models.with_layers(recipe.model, 2), seq_len=128)
-    times = seconds_by_group(two, device)
+    times = times_by_group(two, device)
     columns = {
         "FLOPs, %": 100 * groups.flops / groups.flops.sum(),
         "bytes, %": 100 * groups.bytes / groups.bytes.sum(),

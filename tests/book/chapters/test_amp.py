@@ -32,11 +32,11 @@ def test_the_first_saving_batch_is_the_first_and_found_or_said_to_be_none():
 def test_published_runs_and_speeds_with_their_range():
     runs = amp.published_runs()
     assert len(runs) == 4 and (runs["seconds"] > 0).all()
-    assert runs["MiB"].iloc[1] < runs["MiB"].iloc[0] < runs["MiB"].iloc[3] * 3
+    assert runs["MiB"].iloc[1] < runs["MiB"].iloc[0]
+    assert runs["MiB"].iloc[2] < runs["MiB"].iloc[3]  # where memory is short fp16 takes more
     speed = amp.speeds()
     assert (speed["slow"] < speed["samples/s"]).all() and (speed["samples/s"] < speed["fast"]).all()
     assert (speed["times fp32"].unstack()["fp32"] == 1).all()
-    assert speed["MiB"]["T4", "fp16-amp"] < speed["MiB"]["T4", "fp32"]
 
 
 def test_scaled_fp16_and_bf16_learn_like_fp32_and_unscaled_fp16_does_not():
