@@ -24,8 +24,8 @@ from memlab import Recipe, models
 from memlab.evidence.grid import grid_runs
 from memlab.gpus import ANY_CARD, find_gpu
 from memlab.planner.space import NF4
-from memlab.predict.shipped import FOLDER, Shipped, code_digest, divided, file_of
-from memlab.predict.store import installed, text_of
+from memlab.predict.shipped import FOLDER, Shipped, divided, file_of
+from memlab.predict.store import code_digest, installed, text_of
 from memlab.predict.structure import structures
 from memlab.predict.traces import keys_of, record, usual_sizes
 from memlab.spec.recipe import AUTOCAST

@@ -14,21 +14,10 @@ import lzma
 from hashlib import sha256
 from pathlib import Path
 
-from memlab.predict.store import digest_of, kept_of, other_releases, text_of
+from memlab.predict.store import code_digest, kept_of, other_releases, text_of
 from memlab.spec.recipe import BITSANDBYTES_OPTIMIZERS, QUANTIZED
 
-MEMLAB = Path(__file__).parent.parent
-FOLDER = MEMLAB / "data" / "traces"
-# What decides which events happen.
-CODE = ("trace", "card", "workloads", "spec/recipe.py", "models.py", "gpus.py", "predict/run.py")
-CODE += (
-    "predict/layer_patterns.py",
-    "predict/structure.py",
-    "predict/widths.py",
-    "predict/traces.py",
-    "predict/store.py",
-)
-
+FOLDER = Path(__file__).parent.parent / "data" / "traces"
 NO_TRACE = text_of(None)
 
 
@@ -102,14 +91,3 @@ def file_of(structure: str) -> str:
     """The name of a structure's file."""
     model_type = json.loads(structure)["model_type"]
     return f"{model_type}-{sha256(structure.encode()).hexdigest()[:8]}.xz"
-
-
-@functools.cache
-def code_digest() -> str:
-    """A digest of the code that decides which events happen."""
-    files = [
-        file
-        for place in CODE
-        for file in ((MEMLAB / place).rglob("*.py") if "." not in place else [MEMLAB / place])
-    ]
-    return digest_of(files)

@@ -1,7 +1,7 @@
 """Halves of traces on disk: in the user's cache, a file each, made anew when anything changes.
 
 A file's name says what it is of: the half's key, the installed releases that decide what happens,
-and memlab's own code. What cannot be read is recorded anew.
+and the code of memlab that decides it. What cannot be read is recorded anew.
 """
 
 from __future__ import annotations
@@ -33,6 +33,16 @@ from memlab.trace.trace import Half
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 LARGEST = 256 * 2**20  # bytes of all files; the oldest go first
 FOLDER = "MEMLAB_CACHE"  # an environment's variable that names another folder
+MEMLAB = Path(__file__).parent.parent
+# What decides which events happen.
+CODE = ("trace", "card", "workloads", "spec/recipe.py", "models.py", "gpus.py", "predict/run.py")
+CODE += (
+    "predict/layer_patterns.py",
+    "predict/structure.py",
+    "predict/widths.py",
+    "predict/traces.py",
+    "predict/store.py",
+)
 
 
 @dataclass(frozen=True)
@@ -96,9 +106,9 @@ class Store:
 
 @functools.cache
 def _surroundings() -> str:
-    """The installed releases, and a digest of memlab's code."""
+    """The installed releases, and a digest of the code that decides."""
     found = [f"{name} {release}" for name, release in installed().items()]
-    return f"{', '.join(found)}, {digest_of(Path(__file__).parent.parent.rglob('*.py'))}"
+    return f"{', '.join(found)}, {code_digest()}"
 
 
 @functools.cache
@@ -128,11 +138,13 @@ def other_releases(versions: dict[str, str], names=LIBRARIES) -> str:
     )
 
 
-def digest_of(files) -> str:
-    """A digest of what stands in some files."""
+@functools.cache
+def code_digest() -> str:
+    """A digest of the code that decides which events happen."""
     code = hashlib.sha256()
-    for file in sorted(files):
-        code.update(file.read_bytes())
+    for place in CODE:
+        for file in sorted((MEMLAB / place).rglob("*.py")) or [MEMLAB / place]:
+            code.update(file.read_bytes())
     return code.hexdigest()
 
 
