@@ -76,8 +76,13 @@ class CalculatorPage(PanelPage):
 
 
 @pytest.fixture(scope="module")
-def whole(chromium, tmp_path_factory):
-    page = CalculatorPage(chromium, tmp_path_factory.mktemp("calculator"), Calculator()).ready()
+def calculator():
+    return Calculator()
+
+
+@pytest.fixture(scope="module")
+def whole(chromium, tmp_path_factory, calculator):
+    page = CalculatorPage(chromium, tmp_path_factory.mktemp("calculator"), calculator).ready()
     page.began = page.link()
     yield page
     page.close()
@@ -167,7 +172,7 @@ def assert_same(found, wanted):
 @pytest.fixture(scope="module")
 def drawn(whole):
     """Pairs of settings and what the page answers to them."""
-    asked = drawn_settings(whole, 2000)
+    asked = drawn_settings(whole, 1000)
     return list(zip(asked, in_page(whole, asked), strict=True))
 
 
@@ -184,7 +189,7 @@ def test_it_says_what_python_says(drawn):
         else:
             answered += 1
             assert_same(found["found"], wanted)
-    assert answered >= 200 and refused >= {"precision", "seq_len", "base"}
+    assert answered >= 100 and refused >= {"precision", "seq_len", "base"}
 
 
 def test_fit_keeps_the_margin_of_fits(drawn):
@@ -730,5 +735,5 @@ def test_bad_input_raises(recipe, fields, gpu, words):
     assert "\n" not in str(error.value)
 
 
-def test_the_page_stays_small():
-    assert len(Calculator()._repr_html_()) < 500_000
+def test_the_page_stays_small(calculator):
+    assert len(calculator._repr_html_()) < 500_000

@@ -101,6 +101,7 @@ def test_the_last_round_of_tiles_is_seldom_full(tiles, processors, share):
     assert busy(tiles, processors) == pytest.approx(share)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "recipe",
     [

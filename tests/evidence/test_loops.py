@@ -26,7 +26,7 @@ def errors(base, kind):
     return sorted(abs(SAID[run.name][figure] / run.figures[figure] - 1) for run in runs)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("base", "attention"), [("none", "eager"), ("none", "sdpa"), ("nf4", "eager"), ("nf4", "sdpa")]
 )
@@ -92,8 +92,9 @@ SAMPLE = {
 }
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("group", SAMPLE)
+@pytest.mark.parametrize(
+    "group", [pytest.param(one, marks=[pytest.mark.slow] * (one != "preflight")) for one in SAMPLE]
+)
 def test_the_simulation_says_of_others_runs_what_is_kept(group):
     """To the byte of what is allocated; reserved bytes shift with the order in which Python frees
     cycles of tensors, so they are near."""

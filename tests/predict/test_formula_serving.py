@@ -63,6 +63,7 @@ def test_what_an_allocator_keeps_is_not_said_to_fit(why):
     assert not fits(serving, gpu) and judged(serving, gpu) != "fits"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("model", "gpu"), [("llama-3.2-3b", "T4"), ("qwen2.5-0.5b", "V100")])
 @pytest.mark.parametrize("weights", ["fp16", "fp32"])
 def test_attention_that_is_not_fused_copies_the_cache_for_a_token(model, gpu, weights):

@@ -120,7 +120,7 @@ def test_states_and_gradients_equal_a_real_run():
     [("adamw_8bit", 2), ("lion_8bit", 1), ("paged_adamw_8bit", 0), ("adafactor", 0), ("sgd", 4)],
 )
 def test_states_of_the_lean_optimizers(optimizer, bytes_a_weight):
-    recipe = Recipe(model="bert-base", seq_len=64, optimizer=optimizer)
+    recipe = Recipe(model="bert-base", seq_len=64, optimizer=optimizer, attention="sdpa")
     footprint = simulate(recipe)
     embeddings = (30522 + 512 + 2) * 768
     expected = bytes_a_weight * footprint.parameters

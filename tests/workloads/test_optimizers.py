@@ -147,6 +147,7 @@ def test_without_torchao_its_optimizers_are_refused(monkeypatch):
     assert "allowed is sharding ddp" in one_line(error)
 
 
+@pytest.mark.slow
 def test_each_size_is_run():
     recipe = TINY.but(step_in_backward=True)
     assert fits(recipe, "T4")

@@ -37,7 +37,7 @@ def recipe(model, sharding, ranks):
     )
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def real(request, tmp_path_factory):
     """recipe -> (footprint or None, losses) of each of its two or four ranks."""
     recipes = [recipe(model, way, request.param) for model in MODELS for way in WAYS]
@@ -89,7 +89,6 @@ def highest(timeline):
     return timeline.phases[moment], {name: level[moment] for name, level in levels.items()}
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sharding", WAYS)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_simulated_rank_holds_what_a_real_one_holds(real, model, sharding):
@@ -236,7 +235,7 @@ def test_gradients_stay_whole_until_the_last_micro_batch_reduces_them():
     assert ddp[0].step_seconds.sent == ddp[1].step_seconds.sent
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("more", ({}, {"max_grad_norm": 1.0, "lora_rank": 4}))
 def test_a_deep_model_is_written_out_as_it_would_run(more):
     from memlab.gpus import find_gpu
