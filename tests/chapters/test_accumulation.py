@@ -89,10 +89,8 @@ def test_the_idea_ends_on_the_gradient_of_the_whole_batch(chapter):
 
 
 def test_the_accumulated_gradient_is_the_big_batchs(chapter):
-    apart = chapter["apart"]
-    assert set(apart) == {"8 x 2", "4 x 4", "2 x 8", "1 x 16"}
-    assert all(0 < found["float32"] < 1e-6 for found in apart.values())
-    assert all(found["float64"] < 1e-14 for found in apart.values())
+    single, double = chapter["apart"].values()
+    assert 0 < double < 1e-14 < single < 1e-6
 
 
 def test_unequal_token_counts_fail_and_are_fixed(chapter):
