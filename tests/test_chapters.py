@@ -407,7 +407,6 @@ def test_a_wrong_address_is_refused_in_one_line(url):
 LONG = {
     "02-dtypes",
     "04-accumulation",
-    "05-freezing",
     "06-amp-deeper",
     "07-optimizers-deeper",
     "08-checkpointing",
