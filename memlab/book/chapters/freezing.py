@@ -1,17 +1,33 @@
-"""Layers to freeze by pressing them: how far backward goes, and the bytes that each one keeps."""
+"""What frozen layers keep, by a panel, in toys, in BERT-large and its twin; and what goes wrong."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+import pandas as pd
+import torch
+from matplotlib.figure import Figure
+from pandas.io.formats.style import Styler
+
 from memlab import models
+from memlab.book import show
+from memlab.book.chapters.anatomy import saved_tensors
+from memlab.book.lessons import in_turns, small_config, three_steps, train_step
 from memlab.book.panel import Panel
+from memlab.card.device import SimulatedGPU
 from memlab.footprint import Category, Footprint, Phase
+from memlab.predict.measure import device_name, pick_device
 from memlab.predict.simulate import simulate
 from memlab.spec.recipe import Recipe
+from memlab.units import MiB
+from memlab.workloads.training import Training
 
 DEPTH = 4  # layers that are simulated to know all of a model's
 FROZEN = 2  # of them, where it matters what a frozen layer keeps
+# Which of a toy's six layers train, the lowest first.
+TOYS = {"all train": [True] * 6, "lower half frozen": [False] * 3 + [True] * 3}
+TOYS |= {"upper half frozen": [True] * 3 + [False] * 3}
+TOYS |= {"all but lowest frozen": [True] + [False] * 5}
 
 
 @dataclass(frozen=True)
@@ -189,3 +205,143 @@ class _Held:
         held = found["parameters"] + found["states"]
         found["before"], found["after"] = held + found["activations"], held + found["gradients"]
         return found
+
+
+# ---------------------------------------------------------------- what layers keep
+
+
+def kept_by_layer(trains: Sequence[bool]) -> list[int]:
+    """Bytes that each of len(trains) residual layers keeps for backward, without its weights.
+
+    trains: whether a layer's weights train, the lowest first. A layer maps 64 rows of 32 numbers.
+    """
+    linear, gelu = torch.nn.Linear, torch.nn.GELU()
+    layers = [torch.nn.Sequential(linear(32, 128), gelu, linear(128, 32)) for _ in trains]
+    seen = {p.untyped_storage()._cdata for layer in layers for p in layer.parameters()}
+    x, kept = torch.randn(64, 32), []
+    for layer, its in zip(layers, trains, strict=True):
+        x = x + layer.requires_grad_(its)(x)
+        saved = {key: t for key, (_, t) in saved_tensors(x).items() if key not in seen}
+        kept.append(sum(t.untyped_storage().nbytes() for t in saved.values()))
+        seen |= saved.keys()
+    return kept
+
+
+def toys_figure(kept: Mapping[str, Sequence[int]]) -> Figure:
+    """`kept_by_layer` of each of `TOYS`, in KiB; layers that are frozen have another colour."""
+    fig, axes = show.figure(5.6, 4.2, nrows=2, ncols=2, sharex=True, sharey=True)
+    train, rest = show.COLOURS["activations"], show.COLOURS["inputs"]
+    for ax, (name, trains) in zip(axes.flat, TOYS.items(), strict=True):
+        colours = [train if its else rest for its in trains]
+        ax.barh(range(1, 7), [n / 1024 for n in kept[name]], color=colours)
+        ax.set(title=name, xlim=(0, 80), yticks=range(1, 7))
+    for ax in axes[1]:
+        ax.set(xlabel="KiB kept")
+    for ax in axes[:, 0]:
+        ax.set(ylabel="layer")
+    marks = [axes[0, 0].barh(1, 0, color=c) for c in (train, rest)]
+    fig.legend(marks, ["trains", "frozen"], loc="outside lower center", ncols=2)
+    return fig
+
+
+def choices_table(runs: Mapping[str, Footprint]) -> Styler:
+    """Simulated steps of one model on one card, a row each: MiB at the peak, and operations.
+
+    The operations are those of all matrix products, in per cent of the first run's.
+    """
+    frame = pd.DataFrame(index=list(runs))
+    frame["peak"] = [run.peak_allocated / MiB for run in runs.values()]
+    for name in ("activations", "optimizer_states"):
+        frame[name.replace("_", " ")] = [run.breakdown[name] / MiB for run in runs.values()]
+    work = [run.step_time.flops for run in runs.values()]
+    frame["operations, %"] = [100 * n / work[0] for n in work]
+    return show.table(frame, "BERT-large on a T4: MiB, and operations of matrix products")
+
+
+def twins(rounds: int = 14) -> tuple[dict[str, tuple[Footprint, Footprint]], pd.Series]:
+    """BERT-large's tiny twin, three layers, with nothing frozen and with the first ones.
+
+    Returns (name -> step predicted for a T4 and measured here, name -> median time of a step over
+    the full one's of the same round). "nothing, again" is the full step once more and is only
+    timed. rounds: of timed steps in turn, after two that warm up.
+    """
+    config = small_config("bert-large-tiny", num_hidden_layers=3)
+    full = Recipe(config, None, 8, 64, attention="sdpa", optimizer="adamw_torch_fused")
+    choices = {"nothing": full}
+    choices |= {f"first {n}": full.but(freeze=("embeddings", n)) for n in (1, 2, 3)}
+    trainings = {name: Training(recipe, pick_device()) for name, recipe in choices.items()}
+    pairs = {
+        name: (simulate(choices[name], "T4"), three_steps(training)[1])
+        for name, training in trainings.items()
+    }
+    steps = {name: training.step for name, training in trainings.items()}
+    steps["nothing, again"] = Training(full, pick_device()).step
+    took = in_turns(steps, rounds + 2).iloc[2:]
+    return pairs, took.div(took["nothing"], axis=0).median()
+
+
+def twins_table(pairs: Mapping[str, tuple[Footprint, Footprint]], took: pd.Series) -> Styler:
+    """`twins`: MiB of tensors at the peak, and operations and time as shares of the full step's."""
+    frame = show.live_table(pairs)[["predicted", "measured", "error"]]
+    work = [run.step_time.flops for run, _ in pairs.values()]
+    frame["operations"] = [n / work[0] for n in work]
+    frame = frame.reindex(took.index)
+    frame["time"] = took
+    formats = dict.fromkeys(frame.columns, "{:.2f}") | {"error": "{:+.2%}"}
+    caption = f"Twin: peak tensors in MiB, shares of the full step; {device_name(pick_device())}"
+    return frame.style.format(formats, na_rep="—").set_caption(caption)
+
+
+def half_frozen(start: Callable, halve: Callable | None = None) -> Footprint:
+    """The second step of BERT-large with sdpa, 8 x 512, on a simulated T4, half of it frozen.
+
+    start: freezes the first layers of a model, by their number, and gives the optimizer.
+    halve: brings a model without its head, up to a layer, to a format.
+    """
+    with SimulatedGPU("T4") as gpu:
+        model = models.build("bert-large", attention="sdpa").to("cuda")
+        optimizer = start(model, 12)
+        if halve:
+            halve(model.base_model, 12, torch.float16)
+        ids = torch.randint(1000, (8, 512), device="cuda")
+        labels = torch.zeros(8, dtype=torch.long, device="cuda")
+        for _ in range(2):
+            train_step(model, optimizer, dict(input_ids=ids, labels=labels))
+    return gpu.footprint
+
+
+# ---------------------------------------------------------------- what goes on
+
+
+def moved_when_frozen_late(set_to_none: bool, decay: float = 0.0) -> float:
+    """How far AdamW moves a weight in 100 steps after it was frozen, relative to its size.
+
+    set_to_none: how the last gradient before that was cleared. decay: weight decay.
+    """
+    torch.manual_seed(0)
+    net = torch.nn.Linear(8, 8)
+    adamw = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=decay)
+    for _ in range(3):
+        adamw.zero_grad()
+        net(torch.ones(1, 8)).sum().backward()
+        adamw.step()
+    adamw.zero_grad(set_to_none=set_to_none)
+    net.requires_grad_(False)
+    before = net.weight.clone()
+    for _ in range(100):
+        adamw.step()
+    return ((net.weight - before).norm() / before.norm()).item()
+
+
+def restless(asleep: bool) -> tuple[float, float]:
+    """(how far two passes over one batch differ, the running mean after them) of a frozen part.
+
+    The part is a batch normalisation and dropout in a model in train(); asleep: it is in eval().
+    """
+    torch.manual_seed(0)
+    norm = torch.nn.BatchNorm1d(8)
+    part = torch.nn.Sequential(norm, torch.nn.Dropout(0.1)).requires_grad_(False)
+    model = torch.nn.Sequential(part, torch.nn.Linear(8, 2)).train()
+    part.train(not asleep)
+    x = torch.randn(64, 8) + 3.0
+    return (model(x) - model(x)).norm().item(), norm.running_mean.mean().item()
