@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
@@ -16,6 +17,7 @@ from memlab.gpus import find_gpu
 from memlab.units import MiB
 
 if TYPE_CHECKING:
+    from IPython.display import SVG
     from matplotlib.figure import Figure
     from matplotlib.typing import RcKeyType
     from pandas.io.formats.style import Styler
@@ -58,6 +60,17 @@ STYLE: dict[RcKeyType, Any] = {
     "legend.frameon": False,
     "legend.labelcolor": GREY,
 }
+
+
+def vector(fig: Figure) -> SVG:
+    """The picture of a figure for a page, which a screen of any size shows sharp."""
+    from IPython.display import SVG
+
+    picture = io.StringIO()
+    with mpl.rc_context({"svg.hashsalt": "memlab"}):  # the same drawing is the same file
+        fig.savefig(picture, format="svg", metadata={"Date": None})
+    plt.close(fig)
+    return SVG(picture.getvalue())
 
 
 def figure(width: float = 7.0, height: float = 3.2, **subplots: Any) -> tuple[Figure, Any]:

@@ -51,12 +51,6 @@ def test_a_weight_in_nf4_takes_what_the_page_says(chapter):
     assert f"2 bytes a weight in fp16, {held / weights:.1f} in" in text
 
 
-def test_a_token_of_llama_3_takes_a_quarter_of_one_of_llama_2(chapter):
-    held = CHAPTER.run("per-token", chapter)["table"]["a token"]
-    assert held["llama-2-7b"] == 4 * held["llama-3-8b"]
-    assert "a token costs a quarter" in CHAPTER.text["per-token-words"]
-
-
 def test_published_figures_stand_beside_ours(chapter):
     frame = deploying.published_table(chapter["served"].prefill["weights"])
     assert len(frame) == 4 and frame["error"].abs().max() < 0.003

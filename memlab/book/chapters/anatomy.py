@@ -8,7 +8,7 @@ import torch
 from matplotlib.figure import Figure
 
 from memlab import models
-from memlab.book import show
+from memlab.book import drawing, show
 from memlab.book.lessons import QUIET, trainer_losses
 from memlab.card.device import SimulatedGPU
 from memlab.footprint import NOT_TENSORS, Footprint, Phase
@@ -66,6 +66,44 @@ def steps_figure(runs: Mapping[str, Footprint]) -> Figure:
         ax.set_title(label, loc="left", pad=20)
     lines = np.atleast_1d(axes)[0].get_legend_handles_labels()
     fig.legend(*lines, loc="outside lower center", ncols=3)
+    return fig
+
+
+def draw_step(run: Footprint) -> Figure:
+    """A lane for each kind of bytes over one step, its height to scale, with the most in GiB.
+
+    Above each phase stands the highest sum of all kinds in it.
+    """
+    fig, ax = drawing.sheet(3.45)
+    x = 0.1 + drawn_at(run) * (drawing.WIDTH - 0.2) / sum(WIDTHS.values())
+    starts = {p: x[run.timeline.phases.index(p)] for p in WIDTHS}
+    _, bins = np.unique((x / 0.02).astype(int), return_index=True)  # of moments, as fine as seen
+    levels, x = run.timeline.levels, x[bins]
+    lanes = {kind: np.maximum.reduceat(levels[kind], bins) / GiB for kind in KINDS}
+    scale = 2.3 / sum(lane.max() for lane in lanes.values())  # inches a GiB
+    # Where a label stands, and at which part of its lane's height.
+    labels = dict.fromkeys(KINDS, (drawing.WIDTH / 2, 0.5, "center"))
+    labels["activations"] = (starts[Phase.BACKWARD], 0.36, "center")
+    for kind, phase in (("gradients", Phase.BACKWARD), ("temporary", Phase.STEP)):
+        labels[kind] = (starts[phase] - 0.06, 0.65, "right")
+    base = 0.06
+    for kind, lane in lanes.items():
+        ax.fill_between(x, base, base + lane * scale, color=show.COLOURS[kind], lw=0, zorder=2)
+        at, part, side = labels[kind]
+        middle = base + lane.max() * scale * part
+        colour = drawing.ink(show.COLOURS[kind]) if side == "center" else show.GREY
+        words = f"{kind.replace('_', ' ')} {lane.max():.1f} GiB"
+        drawing.say(ax, at, middle, words, ha=side, color=colour, va="center_baseline")
+        base += lane.max() * scale + 0.09
+    worst = run.worst_of_each_phase()
+    for phase, start in starts.items():
+        width = WIDTHS[phase] * (drawing.WIDTH - 0.2) / sum(WIDTHS.values())
+        is_peak = worst[phase] == max(worst.values())
+        most = f"{'peak' if is_peak else 'all'} {worst[phase] / GiB:.1f} GiB"
+        look = {"fontsize": drawing.SMALL, "weight": "bold" if is_peak else "normal"}
+        drawing.say(ax, start + width / 2, base + 0.4, phase.split()[-1], ha="center")
+        drawing.say(ax, start + width / 2, base + 0.15, most, ha="center", **look)
+        ax.plot([start] * 2, [0, base + 0.5], color=show.GREY, lw=0.6, zorder=0)
     return fig
 
 

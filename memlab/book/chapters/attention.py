@@ -4,8 +4,13 @@ from collections.abc import Callable
 
 import pandas as pd
 import torch
+from matplotlib.figure import Figure
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig
+
+from memlab.book import drawing, show
+from memlab.units import MiB
 
 WORK = {  # operations for each output element; one where not named
     "bmm": lambda args: 2 * args[0].size(-1),
@@ -41,6 +46,50 @@ def distances(row: torch.Tensor, find: Callable) -> tuple[float, float]:
     naive = row.exp() / row.exp().sum()
     ways = naive, (row - m).exp() / total
     return tuple(float((way - exact).abs().max()) for way in ways)
+
+
+def draw_scores(length: int, config: PretrainedConfig) -> Figure:
+    """The scores that eager attention keeps, and the tile that a fused kernel holds, of one layer.
+
+    length: tokens. config: of a decoder. MiB are in 16 bits, and with the fp32 number a row that a
+    fused kernel leaves beside its output.
+    """
+    heads, size = config.num_attention_heads, config.head_dim
+    blue, kept, chip = (show.COLOURS[n] for n in ("parameters", "activations", "temporary"))
+    fig, ax = drawing.sheet(2.95)
+    low, side, strip, gap, count = 0.52, 1.68, 0.26, 0.06, 4
+    tile = side / count
+    held = {"eager": f"more than {heads * length**2 * 2 / MiB:,.0f} MiB"}
+    held["fused (sdpa)"] = f"{heads * length * (size * 2 + 4) / MiB:,.0f} MiB"
+    for left, (name, most) in zip((0.05, 2.63), held.items(), strict=True):
+        x, above = left + strip + gap, low + side + gap
+        drawing.say(ax, x + side / 2, 2.8, name, ha="center", weight="bold")
+        drawing.say(ax, x + side / 2, 0.36, "each layer keeps", ha="center", fontsize=drawing.SMALL)
+        drawing.say(ax, x + side / 2, 0.13, most, ha="center", weight="bold")
+        if name == "eager":
+            drawing.block(ax, (left, low), (strip, side), blue, "Q")
+            drawing.block(ax, (x, above), (side, strip), blue, "K, V")
+            words = f"{length:,} x {length:,}\nscores,\nof {heads} heads"
+            drawing.block(ax, (x, low), (side, side), kept, words)
+            drawing.block(ax, (x + side + gap, low), (strip, side), kept, "O")
+            continue
+        short = tile - 0.04
+        for i in range(count):  # from below and from the left
+            y, here = low + i * tile + 0.02, x + i * tile + 0.02
+            labels = ("Q", "O") if i == 2 else ("", "")
+            drawing.block(ax, (left, y), (strip, short), chip if i == 2 else blue, labels[0])
+            done = ("", "", chip, kept)[i]
+            drawing.block(ax, (x + side + gap, y), (strip, short), done, labels[1])
+            label = "K, V" if i == 1 else ""
+            drawing.block(ax, (here, above), (short, strip), chip if i == 1 else blue, label)
+            for j in range(count):
+                drawing.block(ax, (x + j * tile, low + i * tile), (tile, tile))
+        y = low + 2 * tile
+        drawing.block(ax, (x + tile, y), (tile, tile), chip, "tile")
+        ends = (x + side - 0.05, y + tile / 2), (x + 2 * tile + 0.05, y + tile / 2)
+        look = {"arrowstyle": "->", "color": show.GREY, "lw": 1.5}
+        ax.annotate("", *ends, arrowprops=look)
+    return fig
 
 
 class Traffic(TorchDispatchMode):

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 
 from memlab import models
-from memlab.book import show
+from memlab.book import drawing, show
 from memlab.book.chapters.patients import Patients
 from memlab.book.lessons import in_turns
 from memlab.gpus import find_gpu
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pandas.io.formats.style import Styler
 
 GiB = 2**30
+BLUE = show.COLOURS["parameters"]
 TORCHAO = importlib.util.find_spec("torchao") is not None
 # vLLM's profile of Meta-Llama-3-8B, and the announcement of Llama 3.1: GiB.
 PUBLISHED_WEIGHTS = 14.96
@@ -55,11 +56,39 @@ def draw_caches(weights: int) -> Figure:
     return fig
 
 
-def per_token() -> pd.DataFrame:
-    """KiB of the cache of some models, of one token and of a text."""
-    names = "gpt2-xl", "llama-2-7b", "llama-3-8b", "qwen2.5-7b"
-    rows = {n: [kv_cache_bytes(n, t) / 1024 for t in (1, 1024, 4096)] for n in names}
-    return pd.DataFrame(rows, index=["a token", "1,024", "4,096"]).T
+def draw_cache(names: tuple[str, ...] = ("llama-2-7b", "llama-3-8b"), heads: int = 4) -> Figure:
+    """A column of keys and values for each token and KV head, in 16 bits, beside query heads.
+
+    heads: query heads of a layer that are drawn, with the cache that they read.
+    """
+    old, new = show.SERVING_COLOURS["kv_cache"], show.COLOURS["gradients"]
+    pitch, wide, left = 0.32, 0.42, 0.78  # of query heads, of a token, where tokens begin
+    high = heads * pitch + 0.62
+    fig, ax = drawing.sheet(len(names) * high)
+    for number, name in enumerate(names):
+        config, top = models.config(name), (len(names) - number) * high
+        layers, pairs = config.num_hidden_layers, config.num_key_value_heads
+        token = kv_cache_bytes(name, 1)
+        words = f"{layers} layers x {pairs} KV heads x {token // layers // pairs} bytes"
+        title = name.replace("-", " ").title()
+        drawing.say(
+            ax, 0.03, top - 0.14, f"{title}: {token / 1024:,.0f} KiB a token", weight="bold"
+        )
+        drawing.say(ax, 0.03, top - 0.38, words, fontsize=drawing.SMALL)
+        middles = [top - 0.7 - pitch * n for n in range(heads)]
+        group = config.num_attention_heads // pairs
+        for first in range(0, heads, group):
+            readers = middles[first : first + group]
+            y = sum(readers) / len(readers)
+            for reader in readers:
+                drawing.block(ax, (0.03, reader - 0.13), (0.26, 0.26), BLUE, "Q")
+                ax.plot([0.31, left - 0.03], [reader, y], color=show.GREY, lw=1)
+            drawing.block(ax, (left, y - 0.13), (2 * wide - 0.03, 0.26), old, "K, V")
+            for at in range(2, 10):
+                colour = old if at < 7 else new if at == 7 else ""
+                place = left + at * wide, y - 0.13
+                drawing.block(ax, place, (wide - 0.03, 0.26), colour, "new" if at == 7 else "")
+    return fig
 
 
 def published_table(weights: int) -> pd.DataFrame:

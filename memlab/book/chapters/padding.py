@@ -12,12 +12,13 @@ import numpy as np
 import pandas as pd
 import torch
 from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
 from torch.nn import functional
 from tqdm.auto import tqdm
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding
 
 from memlab import models
-from memlab.book import corpora, show
+from memlab.book import corpora, drawing, show
 from memlab.book.lessons import small_config, train_on, train_step
 from memlab.card.device import SimulatedGPU
 from memlab.gpus import find_gpu
@@ -58,6 +59,44 @@ def picture(lengths, strategies: Mapping[str, Strategy], rows: Batches, limit: i
         ax.set_title(f"{name}\n{share:.0%} empty", fontsize=11)
         ax.grid(False)
         ax.set(xlim=(0, limit), ylim=(len(lengths), 0), xticks=[0, limit], yticks=[])
+
+
+def draw_rows(
+    lengths: Sequence[int], strategies: Mapping[str, Strategy], rows: Batches, limit: int
+) -> Figure:
+    """A few texts, numbered, in batches of four under each strategy, and in packed rows.
+
+    rows: the packed ones, of the numbers of texts. limit: the fixed length, in tokens.
+    """
+    numbers, high, inch = range(len(lengths)), 0.21, (drawing.WIDTH / 2 - 0.1) / limit
+    layouts = {"fixed": [[[i] for i in numbers[at : at + 4]] for at in numbers[::4]]}
+    layouts |= {n: [[[i] for i in b] for b in f(lengths, 4)] for n, f in strategies.items()}
+    layouts["packed"] = [rows]
+    panel = 0.36 + high * len(lengths) + 0.1 * (len(lengths) // 4)
+    fig, ax = drawing.sheet(panel * ((len(layouts) + 1) // 2))
+    blue, orange = show.COLOURS["parameters"], show.COLOURS["gradients"]
+    for place, (name, batches) in enumerate(layouts.items()):
+        left = 0.03 + place % 2 * (drawing.WIDTH / 2 + 0.06)
+        y, computed = ax.get_ylim()[1] - place // 2 * panel, 0
+        head, y = y - 0.14, y - 0.28
+        for batch in batches:
+            width = max(sum(lengths[i] for i in row) for row in batch)
+            width = limit if name in ("fixed", "packed") else width
+            computed += width * len(batch)
+            for row in batch:
+                at, y = 0, y - high
+                pieces = [(lengths[i], blue, f"{i + 1}") for i in row]
+                rest = width - sum(lengths[i] for i in row)
+                said = name == "fixed" and row == batches[-1][-1]
+                pieces += [(rest, orange, "padding" if said else "")] if rest else []
+                for size, colour, label in pieces:
+                    corner, long = (left + at * inch, y), size * inch - 0.02
+                    drawing.block(ax, corner, (long, high - 0.03), colour, label, fontsize=10)
+                    at += size
+            y -= 0.1
+        empty = 1 - sum(lengths) / computed
+        drawing.say(ax, left, head, f"{name}: {empty:.0%} padding", weight="bold")
+    return fig
 
 
 def losses_by_strategy(results: Mapping[str, Sequence[float]]):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from memlab import models
-from memlab.book import show
+from memlab.book import drawing, show
 from memlab.book.lessons import small_config
 from memlab.evidence.loops import kept_predictions
 from memlab.evidence.records import find_records
@@ -71,6 +71,41 @@ def links_table(times: Mapping[str, StepTime], single: StepTime | None = None) -
             row["gain"] = show.between(*sorted(ends))
         rows[name] = row
     return pd.DataFrame(rows).T
+
+
+def draw_shares(
+    bytes_a_parameter: Callable[..., float], parts: tuple[int, int, int] = (4, 4, 8), ranks: int = 4
+) -> Figure:
+    """What each rank keeps under DDP and ZeRO 1 to 3, filled; dotted is what others keep.
+
+    bytes_a_parameter: of (way, ranks, parts), what one rank keeps of a parameter.
+    parts: bytes of parameter, gradient and states of one parameter, the heights of the lanes.
+    """
+    high, wide, left = 0.78, (drawing.WIDTH - 0.77) / ranks, 0.8
+    fig, ax = drawing.sheet(0.25 + 4 * (high + 0.12))
+    words = dict(zip(PARTS, ("parameters", "gradients", "states"), strict=False))
+    for rank in range(ranks):
+        head = left + wide * rank + (wide - 0.1) / 2
+        drawing.say(ax, head, ax.get_ylim()[1] - 0.12, f"rank {rank}", ha="center")
+    for row, way in enumerate(("ddp", "zero1", "zero2", "zero3")):
+        top = ax.get_ylim()[1] - 0.25 - row * (high + 0.12)
+        name = way.upper() if way == "ddp" else f"ZeRO {way[-1]}"
+        drawing.say(ax, 0.03, top - high / 2 + 0.12, name, weight="bold")
+        each = bytes_a_parameter(way, ranks, parts)
+        drawing.say(ax, 0.03, top - high / 2 - 0.12, f"{each:g} bytes", fontsize=drawing.SMALL)
+        for rank in range(ranks):
+            y = top
+            for number, (part, size) in enumerate(zip(words, parts, strict=True)):
+                tall = high * size / sum(parts)
+                y, x = y - tall, left + wide * rank
+                split = way != "ddp" and number >= 3 - int(way[-1])
+                start, share = (rank / ranks, 1 / ranks) if split else (0, 1)
+                if split:
+                    drawing.block(ax, (x, y), (wide - 0.1, tall))
+                place = (x + start * (wide - 0.1), y), (share * (wide - 0.1), tall)
+                label = words[part] if row == 0 and rank == 0 else ""
+                drawing.block(ax, *place, show.COLOURS[part], label)
+    return fig
 
 
 def pipeline_figure(

@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 from matplotlib.ticker import NullLocator
 
-from memlab.book import show
+from memlab.book import drawing, show
 from memlab.predict.measure import device_name
 
 if TYPE_CHECKING:
@@ -20,15 +20,43 @@ BLUE, ORANGE = show.COLOURS["parameters"], show.COLOURS["gradients"]
 BLOCKS = (256, 128, 64, 32, 16)
 
 
-def rulers(values: torch.Tensor, marks: Mapping[str, torch.Tensor]) -> Figure:
-    """Numbers on two rulers. marks: of each ruler by its label, the lower one last."""
-    fig, ax = show.figure(6, 2.2)
-    for height, colour, (label, ruler) in zip((1, 0), (BLUE, ORANGE), marks.items(), strict=True):
-        ax.plot(ruler, [height] * len(ruler), "|", ms=16, mew=2, color=colour)
-        ax.plot(values, [height] * len(values), "o", color=show.GREY, ms=5)
-        ax.text(-2.1, height + 0.25, label, color=colour)
-    ax.set(ylim=(-0.5, 1.7), yticks=[], xlabel="number")
+def draw_block(
+    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int = 4
+) -> Figure:
+    """A block of weights, the marks of a ruler that they go to, and what is stored of them.
+
+    x: the weights, of 16 bits. codes: theirs, of so many bits. scale, zero: which they share.
+    """
+    fig, ax = drawing.sheet(2.4)
+    green, step, low = show.COLOURS["optimizer_states"], 4.3 / (2**bits - 1), -(2 ** (bits - 1))
+    marks = {code: 0.42 + (code - low) * step for code in range(low, -low)}
+    small, tall = {"fontsize": drawing.SMALL}, 0.26
+    arrow = {"arrowprops": {"arrowstyle": "->", "color": show.GREY, "lw": 1.2}}
+    drawing.say(ax, 0.03, 2.24, "a block of weights, 16 bits each", **small)
+    ax.plot([marks[low], marks[-low - 1]], [1.27] * 2, color=show.GREY, lw=1)
+    for at in marks.values():
+        ax.plot([at] * 2, [1.21, 1.33], color=show.GREY, lw=1)
+    for number, code in zip(x.tolist(), codes.int().tolist(), strict=True):
+        at = marks[0] + (number / scale.item() + zero.item()) * step
+        drawing.block(ax, (at - 0.22, 1.82), (0.44, tall), BLUE, _signed(number, ".1f"))
+        drawing.block(
+            ax, (marks[code] - 0.135, 0.9), (0.27, tall), green, _signed(code), fontsize=10
+        )
+        ax.annotate("", (marks[code], 1.35), (at, 1.8), **arrow)
+    taken = {*codes.int().tolist(), (null := int(zero))}
+    free = next(c for c in marks if not taken & {c - 1, c, c + 1, c + 2})
+    drawing.block(ax, (marks[null] - 0.135, 0.9), (0.27, tall), ORANGE, _signed(null), fontsize=10)
+    drawing.block(ax, (marks[free], 0.9), (step, tall), ORANGE, "S")
+    drawing.say(ax, 0.03, 0.68, f"codes, {bits} bits each, and once for the block", **small)
+    drawing.block(ax, (0.03, 0.2), (0.98, tall), ORANGE, f"S {scale.item():.4f}")
+    drawing.say(ax, 1.1, 0.33, "from mark to mark", **small)
+    drawing.block(ax, (2.75, 0.2), (0.56, tall), ORANGE, f"Z {_signed(null)}")
+    drawing.say(ax, 3.4, 0.33, "the code of 0", **small)
     return fig
+
+
+def _signed(number: float, form: str = "d") -> str:
+    return f"{number:{form}}".replace("-", "\N{MINUS SIGN}")
 
 
 def error_against_bits(points: Mapping[tuple, tuple[float, float]]) -> Figure:
