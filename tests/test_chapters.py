@@ -408,9 +408,7 @@ LONG = {
     "02-dtypes",
     "04-accumulation",
     "05-freezing",
-    "06-amp-deeper",
     "07-optimizers-deeper",
-    "08-checkpointing",
     "record",
 }
 
