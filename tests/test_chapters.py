@@ -408,7 +408,6 @@ LONG = {
     "02-dtypes",
     "04-accumulation",
     "05-freezing",
-    "07-optimizers-deeper",
     "record",
 }
 
