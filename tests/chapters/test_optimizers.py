@@ -7,7 +7,7 @@ import pytest
 import torch
 from notebook import Notebook
 
-from memlab import Recipe, models, simulate
+from memlab import Recipe, formula, models, simulate
 from memlab.book.chapters import optimizers, optimizers_deeper
 from memlab.book.chapters.optimizers_deeper import Rules
 from memlab.trace.tracer import Tracer
@@ -143,7 +143,7 @@ def test_muon_takes_the_inner_matrices_and_adamw_the_rest(chapter):
 def test_what_newer_optimizers_hold_is_the_arithmetic():
     newer = optimizers.newer_states()
     each, outer = newer["bytes a weight"], newer.attrs["outer"]
-    held = simulate(Recipe("llama-3.2-1b", seq_len=16, optimizer="adamw_torch"))
+    held = formula(Recipe("llama-3.2-1b", seq_len=256, attention="sdpa"))
     states = held.breakdown["optimizer_states"] / 2**30
     assert newer["GiB"]["AdamW, schedule-free AdamW"] == pytest.approx(states, rel=1e-3)
     assert each["Muon"] == pytest.approx(8 - 4 * (1 - outer))
