@@ -405,9 +405,6 @@ def test_a_wrong_address_is_refused_in_one_line(url):
 
 # Pages whose experiments still stand in them.
 LONG = {
-    "06-amp-deeper",
-    "07-optimizers-deeper",
-    "08-checkpointing",
     "record",
 }
 

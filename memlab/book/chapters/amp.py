@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -78,6 +78,22 @@ def formats_given() -> dict[str, list[str]]:
         gave["the loss"] = {loss.dtype}
         gave["every .grad"] = {p.grad.dtype for p in model.parameters()}
     return {kind: sorted(map(_named, formats)) for kind, formats in gave.items()}
+
+
+def formats_by_operation(heard: Mapping[str, Mapping[str, set[str]]]) -> pd.DataFrame:
+    """What comes out of a BERT's operations under autocast: a row an operation, a column a device.
+
+    heard: device -> formats by the operation's name.
+    """
+    named = {"embedding": "look up a word", "addmm": "linear layer"}
+    named |= {"bmm": "attention's two products", "_softmax": "softmax"}
+    named |= {"gelu": "GELU", "add": "residual: 16-bit plus fp32"}
+    named |= {"native_layer_norm": "layer norm", "tanh": "tanh"}
+    named |= {"_log_softmax": "loss, first half", "nll_loss_forward": "loss"}
+    columns = {
+        device: [", ".join(sorted(gives[op])) for op in named] for device, gives in heard.items()
+    }
+    return pd.DataFrame(columns, named.values())
 
 
 def first_saving_batch(recipe: Recipe) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from statistics import fmean
@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
+from torch.utils._pytree import tree_leaves
 
 from memlab import models
 from memlab.book import show
@@ -217,15 +218,17 @@ def learning_bands(curves: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
     return fig
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> float:
-    """Bytes a weight of all state tensors but the shared tables of 8-bit optimizers."""
-    tensors = [
-        value
-        for state in optimizer.state.values()
-        for name, value in state.items()
-        if torch.is_tensor(value) and not name.startswith("qmap")
-    ]
-    return sum(t.nbytes for t in tensors) / sum(p.numel() for p in optimizer.state)
+def state_bytes(
+    optimizer: torch.optim.Optimizer, weights: Iterable[torch.nn.Parameter] = ()
+) -> float:
+    """Bytes a weight of all state tensors but the shared tables of 8-bit optimizers.
+
+    weights: those that count; all, if none are given.
+    """
+    own = {p: optimizer.state[p] for p in weights or optimizer.state}
+    held = [s for state in own.values() for k, s in state.items() if not k.startswith("qmap")]
+    tensors = filter(torch.is_tensor, tree_leaves(held))
+    return sum(t.nbytes for t in tensors) / sum(p.numel() for p in own)
 
 
 def held_for(make: Make, *shape: int) -> float:
@@ -239,7 +242,11 @@ def held_for(make: Make, *shape: int) -> float:
 
 
 def trained_by_trainer(name: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """(model, optimizer) after three steps of a transformers Trainer with a recipe's optimizer."""
+    """(model, optimizer) after three steps of a transformers Trainer with a recipe's optimizer.
+
+    What the Trainer tells bitsandbytes of the embeddings is forgotten at the end.
+    """
+    from bitsandbytes.optim import GlobalOptimManager
     from transformers import Trainer
 
     text = [dict(input_ids=b, labels=b) for b in blocks()[:48].tolist()]
@@ -248,4 +255,5 @@ def trained_by_trainer(name: str) -> tuple[torch.nn.Module, torch.optim.Optimize
         more: dict[str, Any] = dict(max_steps=3, learning_rate=1e-3, **QUIET)
         trainer = Trainer(reader(0), recipe.training_arguments(folder, **more), train_dataset=text)
         trainer_losses(trainer)
+    GlobalOptimManager.get_instance().initialize()
     return trainer.model, getattr(trainer.optimizer, "optimizer", trainer.optimizer)

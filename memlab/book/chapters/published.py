@@ -1,0 +1,53 @@
+"""Printed runs of BERT-large on a V100, from one guide, and what is simulated of them."""
+
+from __future__ import annotations
+
+import pandas as pd
+from pandas.io.formats.style import Styler
+
+from memlab.book import show
+from memlab.book.lessons import estimated_run
+from memlab.evidence.records import find_records
+from memlab.predict.simulate import simulate
+from memlab.spec.recipe import Recipe
+from memlab.units import MiB
+
+SEQUENCES = 512  # of each run
+
+
+def guide_runs(*names: str) -> pd.DataFrame:
+    """Printed runs by their names, each simulated with today's kernels: a row a run.
+
+    simulated, published: bytes of the card, with the context that the guide's own measured;
+    ratio: of the two. s, samples/s: printed; consistent: whether these two agree.
+    footprint: simulated; rate: its samples a second, estimated; low, high: seconds of the run.
+    said, in time: what `estimated_run` makes of it.
+
+    Raises KeyError for a name that the guide does not have.
+    """
+    printed = {run.name: run for run in find_records("published")}
+    rows = {}
+    for name in names:
+        figures, found = printed[name].figures, simulate(Recipe(**printed[name].recipe), "V100")
+        memory, used = found.peak_reserved + figures["context_bytes"], figures["device_used_bytes"]
+        took, rate, time = figures["run_seconds"], figures["samples_per_second"], found.step_seconds
+        rows[name] = {"simulated": memory, "published": used, "ratio": memory / used}
+        rows[name] |= {"s": took, "samples/s": rate}
+        rows[name] |= {"consistent": abs(SEQUENCES / took - rate) < 0.02}
+        rows[name] |= {"footprint": found, "rate": found.samples_per_second}
+        ends = {"low": time.low, "high": time.high}
+        rows[name] |= {end: SEQUENCES / time.samples * each for end, each in ends.items()}
+        rows[name] |= zip(("said", "in time"), estimated_run(printed[name], found), strict=True)
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def guide_table(runs: pd.DataFrame) -> Styler:
+    """`guide_runs` as a table: MiB of the card, and seconds of the run."""
+    shown = runs[["simulated", "published"]] / MiB
+    shown["error"] = runs["ratio"] - 1
+    shown["published s"] = runs["s"]
+    ends = zip(runs["low"], runs["high"], strict=True)
+    shown["estimated s"] = [show.between(*pair) for pair in ends]
+    shown.index = [name.replace("accumulation", "acc.") for name in shown.index]
+    shown.index = [name.replace("checkpointing", "ckpt.") for name in shown.index]
+    return show.table(shown, "V100: device memory in MiB, seconds for 512 sequences")
