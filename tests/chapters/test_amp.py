@@ -125,6 +125,7 @@ def test_a_scaler_backs_off_skips_and_grows(chapter):
     assert all(scales[step + 1] == scales[step] / 2 for step in skipped if step + 1 < len(scales))
 
 
+@pytest.mark.slow
 def test_without_zero_grad_the_first_overflow_ends_the_training(chapter):
     NOTEBOOK.run("published-loop-run", chapter)
     late, fallen = chapter["late"], chapter["fallen"]
@@ -164,6 +165,7 @@ def test_fp16_weights_die_and_the_scaler_refuses_them(chapter):
     assert all(map(math.isfinite, chapter["losses"]["fused"][:3]))  # computes in fp32
 
 
+@pytest.mark.slow
 def test_bf16_weights_need_a_master_or_chance(chapter):
     NOTEBOOK.run("master stochastic rounded tune", chapter)
     found = gains(chapter["tunings"], (chapter["unseen"], chapter["seen"]), seeds=1)

@@ -197,6 +197,7 @@ def test_most_of_a_change_lies_in_few_directions(chapter):
     assert all(torch.linalg.matrix_rank(full.change[name]) == 64 for name in full.svds)
 
 
+@pytest.mark.slow
 def test_quality_rises_with_the_rank_and_qlora_learns_as_lora(chapter):
     gains = {name: found[0] for name, found in learning.compared(chapter["reader"], 1).items()}
     reached = {name: gain / gains["all"] for name, gain in gains.items()}
@@ -254,6 +255,7 @@ def test_the_trainer_trains_adapters_on_four_bits(chapter):
     assert saved.stat().st_size < 2**20
 
 
+@pytest.mark.slow
 def test_torchtunes_rows_are_met_in_bytes_and_only_the_base_differs():
     recipes = low_rank.torchtune_recipes()
     differ = {f for f, v in vars(recipes["LoRA"]).items() if v != vars(recipes["QLoRA"])[f]}

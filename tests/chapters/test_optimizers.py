@@ -241,6 +241,7 @@ def test_8_bit_adamw_from_scratch_stays_beside_adamw(chapter):
     assert 0 < chapter["gap_ours"] < 0.1 and 0 < gap < 0.1
 
 
+@pytest.mark.slow
 def test_8_bit_adamw_learns_as_adamw_and_sgd_does_not(chapter):
     learn, ends = optimizers.learn, {}
     rates = {"AdamW": 1e-2, "8-bit AdamW": 1e-2, "SGD": 1.0}

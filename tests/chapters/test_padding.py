@@ -179,6 +179,7 @@ def paragraphs():
     return padding.Paragraphs(corpora.topics()["text"][:], "cpu")
 
 
+@pytest.mark.slow
 def test_counted_padding_lowers_the_reported_loss_and_turns_the_gradient(paragraphs):
     assert paragraphs.off() > 0.5
     wrong, right = (
@@ -219,6 +220,7 @@ def test_packed_texts_leak_unless_their_borders_are_told(chapter, deeper):
         assert (difference < 1e-4) if right else (difference > 1e-3), name
 
 
+@pytest.mark.slow
 def test_attention_of_variable_length_saves(chapter):
     CHAPTER.run("varlen-run varlen-words", chapter)
     peaks, pairs = chapter["tall"], chapter["compared"]

@@ -165,6 +165,7 @@ def test_a_lead_in_speed_is_as_wide_as_both_ranges(chapter):
     assert table.iloc[1, 1] == show.between(*ends) and table.iloc[0, 1] == ""
 
 
+@pytest.mark.slow
 def test_torchtunes_rung_takes_what_the_page_says():
     """Published are 18.9 GiB; torchtune's loss is in 8 parts, and compiled."""
     rung = dataclasses.asdict(SPARING) | BACKWARD

@@ -291,6 +291,7 @@ def test_the_straight_through_estimator_rounds_forward_and_not_backward(deeper):
     assert torch.equal(weight.grad, upstream)
 
 
+@pytest.mark.slow
 def test_training_for_it_beats_rounding_afterwards_for_each_of_three_seeds(deeper):
     DEEPER.run("ste aware qat-one", deeper)
     for after, control, aware, full in deeper["ends"]:
