@@ -15,6 +15,7 @@ fold takes up. The build treats warnings as errors.
 """
 
 import json
+import re
 from collections import Counter
 from dataclasses import dataclass
 from html import escape
@@ -110,9 +111,13 @@ def tally(words: dict[str, str]) -> str:
     return '<table class="tally">' + "\n".join(lines) + "</tbody></table>"
 
 
+def inline(text: str) -> str:
+    """Markdown as HTML, where a link to a notebook leads to its page."""
+    return re.sub(r'(href="[\w-]+)\.ipynb', r"\1.html", MarkdownIt().renderInline(text))
+
+
 def table(found: list[Decision], link) -> str:
     """The table of all statements. link(decision): the HTML that leads to its cell."""
-    inline = MarkdownIt().renderInline
     pages = sorted({one.page for one in found})
     head = "<th>No.</th><th>The source says</th><th>Verdict, why, and the cell that decided</th>"
     lines = [f"<thead><tr>{head}</tr></thead><tbody>"]
@@ -136,7 +141,6 @@ def table(found: list[Decision], link) -> str:
 
 def named_table(found: list[Decision], link) -> str:
     """The table of what the sources only name. link(decision): the HTML that leads to its cell."""
-    inline = MarkdownIt().renderInline
     lines = [
         "<thead><tr><th>Named, not claimed</th><th>What this book shows of it</th></tr></thead>"
     ]

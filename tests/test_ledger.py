@@ -27,7 +27,8 @@ def decided(id, word=None, says=None):
     figure = word if word == NAMED else f'<span data-figure="x">{MARKS.get(word, "")} {word}</span>'
     return nbformat.v4.new_markdown_cell(
         f'<details id="claim-{id.lower()}">\n<summary><b>{id}</b> “{escape(says or one["says"])}” '
-        f"({escape(one['source'])}): <b>{figure}</b></summary>\n\ncounted `{id}` < 1\n\n</details>",
+        f"({escape(one['source'])}): <b>{figure}</b></summary>\n\n"
+        f"counted `{id}` < 1, as [here](02-second.ipynb)\n\n</details>",
         id=f"decides-{id}",
     )
 
@@ -91,7 +92,8 @@ def test_the_page_has_every_statement_with_its_verdict_and_a_link_to_the_cell(bo
     for word, mark in zip(WORDS, "✓◐✗○", strict=True):
         assert page.count(f"<b>{mark} {word.capitalize()}</b>") == words[word] > 0
     assert page.count("no chapter decides it yet") == len(OPEN) < words["open"]
-    assert "counted <code>A1</code> &lt; 1" in page and "all five</td><td>75</td>" in page
+    why = 'counted <code>A1</code> &lt; 1, as <a href="02-second.html">here</a>'
+    assert why in page and "all five</td><td>75</td>" in page
     for id in DECIDED:
         chapter = "01-first" if id < "D" else "02-second"
         target = f"{chapter}.html#claim-{id.lower()}"
