@@ -275,7 +275,8 @@ def test_head_sizes_padded_with_zeros_change_nothing(deeper):
 
 def test_the_card_decides_the_kernel():
     routes = kernels.routes()
-    assert routes.loc["fp16 or bf16"].tolist() == ["efficient", "flash", "cuDNN", "cuDNN"]
+    assert routes.loc["fp16"].tolist() == ["efficient", "flash", "cuDNN", "cuDNN"]
+    assert routes.loc["bf16"].tolist() == ["math", "flash", "cuDNN", "cuDNN"]
     assert routes.loc["fp16, any mask", "H100"] == "cuDNN"
     assert (
         routes.loc["fp16, dropout", "H100"] == routes.loc["fp16, head size 50", "H100"] == "flash"

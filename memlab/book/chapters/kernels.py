@@ -146,7 +146,8 @@ def calls() -> dict[str, tuple[torch.Tensor, dict]]:
 
     mask = torch.ones(1024, 1024, dtype=torch.bool, device="meta")
     return {
-        "fp16 or bf16": (query(HALF), {}),
+        "fp16": (query(HALF), {}),
+        "bf16": (query(torch.bfloat16), {}),
         "fp32": (query(torch.float32), {}),
         "fp16, dropout": (query(HALF), {"dropout_p": 0.1}),
         "fp16, any mask": (query(HALF), {"attn_mask": mask}),
