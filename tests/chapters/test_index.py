@@ -18,7 +18,9 @@ ROWS = {"06": "precision", "07": "8-bit", "04": "accumulation", "08": "checkpoin
 
 
 def test_the_order_of_trying_is_that_of_time():
-    advice = INDEX.partition("slow a step least first (in brackets: minutes to read):")[2].partition(";")[0]
+    advice = INDEX.partition("slow a step least first (in brackets: minutes to read):")[
+        2
+    ].partition(";")[0]
     asked = re.findall(r"\]\((\d\d)-", advice)
     assert sorted(asked) == sorted([*ROWS, "14"])
     sheet = Notebook("cheatsheet").run("plain")
