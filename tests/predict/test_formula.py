@@ -12,8 +12,7 @@ from helpers import assert_close
 from memlab import MiB, Recipe, formula, models, simulate
 from memlab.gpus import find_gpu
 from memlab.predict.formula_blocks import blocks_of, rests_of, without_reuse
-from memlab.predict.shipped import MEMLAB
-from memlab.predict.store import LIBRARIES, other_releases
+from memlab.predict.store import LIBRARIES, MEMLAB, other_releases
 from memlab.trace.allocator import CachingAllocator
 
 NF4 = {"base": "nf4", "double_quant": True, "lora_rank": 16, "attention": "sdpa"}
