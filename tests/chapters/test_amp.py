@@ -106,6 +106,16 @@ def test_live_and_predicted_differ_by_the_softmax_alone(chapter):
         assert abs(gap - expected) < 1000, precision  # AdamW's step counters
 
 
+def test_with_a_fused_step_fp16_saves_from_three_sequences_on():
+    def saved(size):
+        full = Recipe("bert-large", batch_size=size, seq_len=512, attention="sdpa")
+        full = full.but(optimizer="adamw_torch_fused")
+        half = full.but(precision="fp16-amp")
+        return 1 - formula(half).peak_allocated / formula(full).peak_allocated
+
+    assert saved(2) < 0.01 < 0.04 < saved(3)
+
+
 def test_at_rest_autocast_and_fp32_and_a_master_hold_sixteen_bytes(chapter):
     chapter["live"] = dict.fromkeys(("fp32", "fp16-amp", "bf16-amp", "bf16"))
     chapter["live_recipe"] = Recipe("bert-large-tiny", None, 1, 16, set_to_none=False)
