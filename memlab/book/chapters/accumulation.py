@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 
 from memlab import models
 from memlab.book import corpora, show
+from memlab.book.chapters import published
 from memlab.book.lessons import QUIET, shuffled_blocks, small_config, trainer_losses
 from memlab.card.device import SimulatedGPU
-from memlab.evidence.records import find_records
 from memlab.footprint import Footprint
 from memlab.gpus import find_gpu
 from memlab.predict.measure import Measurement, measure, pick_device
@@ -85,18 +85,10 @@ def guide_runs() -> pd.DataFrame:
 
     Bytes of the card, `simulated` and `published`; `seconds`, published; `samples/s`, estimated.
     """
-    published = {run.name: run for run in find_records("published")}
-    rows = {}
-    for label, name in {"4 x 1": "vanilla", "1 x 4": "accumulation"}.items():
-        run = published[name]
-        then = simulate(Recipe(**run.recipe), "V100")
-        rows[label] = {
-            "simulated": then.peak_reserved + run.figures["context_bytes"],
-            "published": run.figures["device_used_bytes"],
-            "seconds": run.figures["run_seconds"],
-            "samples/s": then.samples_per_second,
-        }
-    return pd.DataFrame(rows).T
+    runs = published.guide_runs("vanilla", "accumulation").drop(columns="samples/s")
+    runs = runs.rename({"vanilla": "4 x 1", "accumulation": "1 x 4"})
+    runs = runs.rename(columns={"s": "seconds", "rate": "samples/s"})
+    return runs[["simulated", "published", "seconds", "samples/s"]].astype(float)
 
 
 def beside_checkpointing() -> pd.DataFrame:
