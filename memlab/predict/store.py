@@ -35,14 +35,9 @@ LARGEST = 256 * 2**20  # bytes of all files; the oldest go first
 FOLDER = "MEMLAB_CACHE"  # an environment's variable that names another folder
 MEMLAB = Path(__file__).parent.parent
 # What decides which events happen.
-CODE = ("trace", "card", "workloads", "spec/recipe.py", "models.py", "gpus.py", "predict/run.py")
-CODE += (
-    "predict/layer_patterns.py",
-    "predict/structure.py",
-    "predict/widths.py",
-    "predict/traces.py",
-    "predict/store.py",
-)
+CODE = ("trace", "card", "workloads", "spec", "footprint.py", "libraries.py", "models.py")
+CODE += ("gpus.py", "predict/changed_code.py", "predict/layer_patterns.py", "predict/run.py")
+CODE += ("predict/store.py", "predict/structure.py", "predict/traces.py", "predict/widths.py")
 
 
 @dataclass(frozen=True)
