@@ -75,6 +75,7 @@ class WorkLog:
 
     def __init__(self):
         self._now, self._whole = Counter(), None
+        self._stepped = set()  # the optimizers of the last whole step
         self._micro_batch, self._phase = 0, Phase.FORWARD
         self._ends = False  # the step, with the backward pass that is under way
 
@@ -126,11 +127,21 @@ class WorkLog:
         """An optimizer has stepped in a backward pass, in which others may be to come."""
         self._ends = True
 
-    def end_step(self) -> None:
-        """An optimizer has stepped."""
+    def end_step(self, optimizer: object = None) -> None:
+        """An optimizer has stepped; one more without a backward pass between is of the same step.
+
+        optimizer: None where weights were changed by hand.
+        """
         self._ends = False
-        if self._now:
-            self._whole, self._now = self._now, Counter()
+        another = optimizer is not None and id(optimizer) not in self._stepped
+        if self._stepped and another and all(one.phase != Phase.BACKWARD for one in self._now):
+            self._whole += self._now
+            self._now.clear()
+        else:
+            self._stepped.clear()
+            if self._now:
+                self._whole, self._now = self._now, Counter()
+        self._stepped |= {id(optimizer)}
         self._micro_batch, self._phase = 0, Phase.FORWARD
 
 

@@ -125,12 +125,12 @@ class CardTracer(OnHost, Tracer):
             return any(map(on_card, tensors_in((*call.args, *call.kwargs.values()))))
         return self.phase() == Phase.BACKWARD
 
-    def step_ended(self) -> None:
+    def step_ended(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """As `Tracer.step_ended`; the work of a step ends here, or with the backward pass."""
         if torch._C._current_graph_task_id() != -1:
             self.work.end_step_in_backward()
         else:
-            self.work.end_step()
+            self.work.end_step(optimizer)
         self.waits.steps += 1
         self._by_hand = None
 

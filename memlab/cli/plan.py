@@ -55,7 +55,7 @@ def run(options) -> dict:
     cards, said = anchored_by(options.anchor, cards)
     answer = plan(options.model, cards, **asked)
     text = f"{answer}\n{said}".rstrip()
-    option = answer.fastest or answer.sparing if options.script else None
+    option = answer.fastest or next(iter(answer.rungs), None) if options.script else None
     written = options.script if option else None
     if option:
         text = f"{text}\n{_write_script(option.recipe, options)}"
@@ -68,8 +68,9 @@ def _write_script(recipe, options) -> str:
     from memlab.export.training_script import pip_line, training_script
     from memlab.planner.result import described
 
-    # The Trainer steps after the backward pass.
-    api = "accelerate" if recipe.step_in_backward else options.api
+    # The Trainer steps after the backward pass, on the card.
+    inside = recipe.step_in_backward or recipe.optimizer_offload != "none"
+    api = "accelerate" if inside else options.api
     text = training_script(recipe, api)
     with open(options.script, "w" if options.force else "x", encoding="utf-8") as file:
         file.write(text)

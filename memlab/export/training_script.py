@@ -13,11 +13,11 @@ from transformers.pytorch_utils import Conv1D
 
 from memlab import models
 from memlab.fields import one_of
+from memlab.spec.combinations import check_trainer
 from memlab.spec.recipe import (
     BITSANDBYTES_OPTIMIZERS,
     FOUR_BITS,
     QUANTIZED,
-    TORCHAO_BLOCKS,
     Recipe,
 )
 from memlab.workloads import training
@@ -120,6 +120,13 @@ OPTIMIZERS = {
     ),
 }
 
+ON_HOST = """torchao.optim.CPUOffloadOptimizer(
+        weights,
+        torch.optim.AdamW,{}
+        lr=LEARNING_RATE,
+        fused=True,
+    )"""
+
 # Before torch is imported, as PyTorch's documentation asks for.
 SEGMENTS = """\
 import os
@@ -151,19 +158,12 @@ def training_script(recipe: Recipe, api: str = "trainer") -> str:
     weights and leaves parts of some families, such as T5's, in fp32 where all else is in fp16.
     """
     one_of("api", api, APIS)
-    if api == "trainer" and not recipe.set_to_none:
+    if api == "trainer":
+        check_trainer(recipe, otherwise=", or api accelerate")
+    if recipe.packed:
         raise ValueError(
-            "set_to_none is False: the Trainer always drops gradients, allowed is True"
-        )
-    if api == "trainer" and recipe.loss != "whole":
-        raise ValueError(
-            f"loss is {recipe.loss!r}: the Trainer takes the model's own, allowed is whole, or api "
-            "accelerate"
-        )
-    if api == "trainer" and recipe.step_in_backward:
-        raise ValueError(
-            "step_in_backward is True: the Trainer steps after the backward pass, allowed is "
-            "False, or api accelerate"
+            "packed is True: a script's rows are one text each, allowed is False; TRL's "
+            "SFTTrainer packs with packing=True"
         )
     if recipe.base in FOUR_BITS and recipe.block_size != 64:
         raise ValueError(
@@ -183,7 +183,7 @@ def pip_line(recipe: Recipe, api: str = "trainer") -> str:
     if recipe.base in QUANTIZED or recipe.optimizer in BITSANDBYTES_OPTIMIZERS:
         used |= {"bitsandbytes"}  # which transformers imports
     wanted = [f'"{name}>={OLDEST[name]}"' for name in sorted(used & OLDEST.keys())]
-    wanted += ["torchao"] * (recipe.optimizer in TORCHAO_BLOCKS)
+    wanted += ["torchao"] * ("torchao" in used)
     return " ".join(["pip install", *wanted])
 
 
@@ -212,6 +212,10 @@ def _values(recipe: Recipe, api: str) -> dict:
     decoder = not config.is_encoder_decoder and "masked-lm" not in models.tasks(config)
     blocks = task in ("causal-lm", "masked-lm") and not recipe.padded
     optimizer, meaning_of_optimizer = OPTIMIZERS[recipe.optimizer]
+    if recipe.optimizer_offload != "none":
+        freed = recipe.optimizer_offload == "gradients"
+        optimizer = ON_HOST.format(f"\n        offload_gradients={freed}," * freed)
+        meaning_of_optimizer = "weights, gradients and states on the host, which does the step"
     if recipe.stochastic_rounding:
         optimizer = f"{optimizer[:-1]}, bf16_stochastic_round=True)"
     dtype = training.stored_as(recipe)

@@ -90,9 +90,11 @@ class Estimates:
         return Option(recipe, needed, total - self.room, total, self.seconds(recipe), False)
 
     def seconds(self, recipe: Recipe) -> float | None:
-        """The estimated seconds of a step; None with states that move, which takes unknown ones."""
+        """The estimated seconds of a step; None where states move, or the host does the step."""
+        if is_paged(recipe.optimizer) or recipe.optimizer_offload != "none":
+            return None
         time = self.footprint(recipe).step_time
-        return None if is_paged(recipe.optimizer) else time and time.expected
+        return time and time.expected
 
     def time(self, option: Option) -> float:
         """What options are sorted by: the estimated seconds of a step, as if no state moved."""

@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from memlab.models import Model
 
 WAYS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
+WORST = 5
 # What is trained, in the order of what it may cost in quality.
 TIERS = {
     1: "every weight, AdamW's states in 32 bits",
     2: "every weight, states in 8 bits or factored",
     3: "adapters",
     4: "adapters on a base in 4 or 8 bits",
-    5: "what may train worse: trained weights in pure half precision, SGD, Lion",
+    WORST: "what may train worse: trained weights in pure half precision, SGD, Lion",
 }
 WORSE_OPTIMIZERS = ("sgd", "lion_8bit")
 FASTEST, ROOMIEST = "fastest", "most room"
@@ -196,7 +197,7 @@ def way_of(recipe: Recipe) -> str:
 def tier_of(way: str, precision: str, optimizer: str) -> int:
     """What a training may cost in quality, of `TIERS`."""
     if precision in ("fp16", "bf16") or optimizer in WORSE_OPTIMIZERS:
-        return 5
+        return WORST
     if way != "full":
         return {"lora": 3, "qlora": 4}[way]
     return 2 if optimizer.endswith("bit") or optimizer == "adafactor" else 1
@@ -208,6 +209,7 @@ def described(recipe: Recipe) -> str:
     parts += ["checkpointing"] if recipe.checkpointing != "none" else []
     parts += [f"{recipe.loss} loss"] if recipe.loss != "whole" else []
     parts += ["step in backward"] if recipe.step_in_backward else []
+    parts += ["gradients and states on the host"] if recipe.optimizer_offload != "none" else []
     parts += [recipe.sharding] if recipe.ranks > 1 else []
     parts.append(f"micro-batch {recipe.batch_size} x {recipe.accumulation}")
     return ", ".join(parts)
@@ -240,8 +242,7 @@ class Plan:
     reader would start with; switches: single changes of it, the one that saves most first.
     decision: sentences. remedies: where nothing fits, what would; excluded: what was not
     considered, and why. assumptions: as `memlab.footprint.Footprint` has them, of the model in any
-    way. sparing: where nothing else fits, the most sparing way to train every weight, which may
-    train worse; None where it does not fit, was not asked for or cannot be had.
+    way. rungs: where nothing else fits, the more sparing ways to train every weight that do.
     """
 
     question: Question
@@ -255,7 +256,7 @@ class Plan:
     remedies: tuple[str, ...]
     excluded: tuple[str, ...]
     assumptions: tuple[str, ...] = ()
-    sparing: Option | None = None
+    rungs: tuple[Option, ...] = ()
 
     def __bool__(self) -> bool:
         """Whether anything fits."""
@@ -275,7 +276,7 @@ class Plan:
             "switches": [switch.as_dict() for switch in self.switches],
             "decision": list(self.decision),
             "remedies": list(self.remedies),
-            "sparing": self.sparing and self.sparing.as_dict(),
+            "rungs": [option.as_dict() for option in self.rungs],
             "excluded": list(self.excluded),
             "assumptions": list(self.assumptions),
         }

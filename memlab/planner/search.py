@@ -20,8 +20,8 @@ from memlab.planner.advice import decision, switches
 from memlab.planner.cards import Cards
 from memlab.planner.choice import fitting
 from memlab.planner.estimates import LIKE, Estimates, trace_key
-from memlab.planner.result import WAYS, Option, Plan, Question, described
-from memlab.planner.space import BACKWARD, SPARING, Combination, can_be_sparing, computes
+from memlab.planner.result import WAYS, WORST, Option, Plan, Question, described
+from memlab.planner.space import Combination, computes, rungs
 from memlab.predict.fit import MARGIN, largest_size, limited, verdict, why_no_larger
 from memlab.predict.run import gc_frozen
 from memlab.predict.simulate import sized_log
@@ -118,7 +118,7 @@ class Search:
         options = {one: self.estimates.largest(one) for one in self.estimates.combinations}
         options, fastest, roomiest = self.fastest_and_smallest(options)
         tiers = self.best_of_each_tier(options, fastest)
-        sparing = None if fastest else self.sparing()
+        sparing = () if fastest else self.rungs()
         start, footprint = self.estimates.plain()
         changes = switches(self.estimates, start)
         return Plan(
@@ -133,7 +133,7 @@ class Search:
             () if fastest else tuple(self.remedies(options, sparing)),
             self.estimates.excluded,
             tuple(self.estimates.assumptions),
-            sparing and self.named(sparing),
+            tuple(map(self.named, sparing)),
         )
 
     def named(self, option: Option) -> Option:
@@ -220,7 +220,9 @@ class Search:
 
     def simulated(self, recipe: Recipe) -> Option:
         """A recipe as a simulation has it."""
-        said = verdict(recipe, self.log(recipe), self.card, self.margin)
+        log = self.log(recipe)
+        self.estimates.assumptions |= dict.fromkeys(log.assumptions)
+        said = verdict(recipe, log, self.card, self.margin)
         drawn = None
         if said.reserved_range:
             low, high = said.reserved_range
@@ -294,19 +296,24 @@ class Search:
                 best[tier] = self.best_of_method(of_tier)
         return best
 
-    def sparing(self) -> Option | None:
-        """The most sparing way to train every weight, simulated; None where that does not fit."""
-        if not can_be_sparing(self.question, self.card):
-            return None
-        recipe = self.estimates.recipe(SPARING, self.estimates.effective, **BACKWARD)
-        if recipe.task == "causal-lm" and not unlike_product(recipe.model):
-            recipe = recipe.but(loss="chunked")
-        option = self.simulated(recipe)
-        return None if option.missing else option
+    def rungs(self) -> tuple[Option, ...]:
+        """What fits, simulated, of the ways to train every weight before a larger card."""
+        found = []
+        for one, changes in rungs(self.question, self.card):
+            recipe = self.estimates.recipe(one, self.estimates.effective, **changes)
+            if recipe.task == "causal-lm" and not unlike_product(recipe.model):
+                recipe = recipe.but(loss="chunked")
+            found.append(self.simulated(recipe))
+        return tuple(option for option in found if not option.missing)
 
-    def remedies(self, options: dict[Combination, Option], sparing: Option | None) -> list[str]:
+    def remedies(
+        self, options: dict[Combination, Option], sparing: tuple[Option, ...]
+    ) -> list[str]:
         """What would fit where nothing does: another way, a shorter sequence, a larger card."""
-        found = [f"tier {sparing.tier}, {sparing}; it may train worse"] if sparing else []
+        found = [
+            f"tier {option.tier}, {option}{'; it may train worse' * (option.tier == WORST)}"
+            for option in sparing
+        ]
         for way in WAYS:
             if way not in self.question.ways:
                 option = self.other(self.card, ways=(way,))

@@ -39,10 +39,22 @@ class Combination:
         return tier_of(self.way, self.precision, self.optimizer)
 
 
-# The last rung before a larger card: weights that train in bf16 (where small updates are rounded
-# away), states that leave the card, and a step as each gradient comes.
-SPARING = Combination("full", "bf16", "paged_adamw_8bit", checkpointing=True)
-BACKWARD = {"step_in_backward": True, "max_grad_norm": 0.0}
+# The rungs before a larger card, which train every weight: gradients and AdamW's states on the
+# host, at a cost in time alone; then weights in bf16, where small updates are rounded away, states
+# in 8 bits that leave the card, and a step as each gradient comes.
+UNCLIPPED = {"max_grad_norm": 0.0}
+RUNGS = (
+    (
+        Combination("full", "bf16-amp", "adamw_torch_fused", checkpointing=True),
+        UNCLIPPED | {"optimizer_offload": "gradients"},
+        "torchao",
+    ),
+    (
+        Combination("full", "bf16", "paged_adamw_8bit", checkpointing=True),
+        UNCLIPPED | {"step_in_backward": True},
+        "bitsandbytes",
+    ),
+)
 
 
 def combinations(
@@ -68,7 +80,7 @@ def combinations(
         rather = "trained weights in pure bf16, " if native else ""
         excluded.append(f"{rather}{' and '.join(WORSE_OPTIMIZERS)} (they may train worse)")
     optimizers = OPTIMIZERS if kept else OPTIMIZERS + WORSE_OPTIMIZERS
-    bitsandbytes = _has_bitsandbytes()
+    bitsandbytes = is_here("bitsandbytes")
     if not bitsandbytes:
         excluded.append("QLoRA and 8-bit optimizers (the package bitsandbytes is not here)")
     if refused:
@@ -102,14 +114,17 @@ def combinations(
     return found, tuple(excluded)
 
 
-def can_be_sparing(question: Question, card: GPU) -> bool:
-    """Whether `SPARING` may be tried: of one card, in full, with bf16 and paged states."""
+def rungs(question: Question, card: GPU) -> list[tuple[Combination, dict[str, object]]]:
+    """Those of `RUNGS` that may be tried: of one card, in full, in bf16, with their package."""
     asked = "full" in question.ways and question.ranks == 1
-    return asked and "bfloat16" in card.native_dtypes and _has_bitsandbytes()
+    if not asked or "bfloat16" not in card.native_dtypes:
+        return []
+    return [(one, changes) for one, changes, package in RUNGS if is_here(package)]
 
 
-def _has_bitsandbytes() -> bool:
-    return importlib.util.find_spec("bitsandbytes") is not None
+def is_here(package: str) -> bool:
+    """Whether a package is installed."""
+    return importlib.util.find_spec(package) is not None
 
 
 def computes(card: GPU, question: Question) -> bool:

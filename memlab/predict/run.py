@@ -19,6 +19,7 @@ from memlab.spec.recipe import QUANTIZED, Recipe
 from memlab.trace.events import Marker
 from memlab.trace.log import Log
 from memlab.trace.quantized_weights import numel
+from memlab.workloads.optimizers import left_on_host
 from memlab.workloads.quantized import assumed
 from memlab.workloads.sharding import is_moved_by_sharding
 from memlab.workloads.training import Training, import_libraries
@@ -80,7 +81,8 @@ def completed(recipe: Recipe, log: Log) -> Log:
     # Of more micro-batches some ran; the others do what the second did.
     times = max(1, recipe.accumulation - _unlike(recipe) + 1)
     work = without_trifles(repeat_micro_batch(log.work, times))
-    return replace(log, work=work, assumptions=(*log.assumptions, *assumed(recipe)))
+    said = *log.assumptions, *assumed(recipe), *left_on_host(recipe, log.weights)
+    return replace(log, work=work, assumptions=said)
 
 
 class _OwnLoop(SimulatedGPU):

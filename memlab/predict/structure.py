@@ -182,8 +182,9 @@ def has_no_trace(recipe: Recipe, card: GPU) -> bool:
     A loss in parts of tokens has as many parts as the tokens ask for. Where the backward pass steps
     there are no updates apart from it. Copies to the host have terms of no size.
     """
-    parts = recipe.loss != "whole" or recipe.step_in_backward or recipe.activation_offload
-    return parts or has_fused_products(recipe, card)
+    parts = recipe.loss != "whole" or recipe.step_in_backward
+    away = recipe.activation_offload or recipe.optimizer_offload != "none"
+    return parts or away or has_fused_products(recipe, card)
 
 
 def has_fused_products(recipe: Recipe, card: GPU) -> bool:

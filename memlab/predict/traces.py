@@ -223,6 +223,8 @@ def keys_of(recipe: Recipe, passes: Structure, updates: Structure) -> tuple[str,
     passed |= {"around": Circumstances.of(recipe), "attention": passes.attention}
     if recipe.loss != "whole":
         passed["loss"] = recipe.loss
+    if recipe.packed:
+        passed["packed"] = True
     updated = both | {"optimizer": recipe.optimizer, "clipped": recipe.max_grad_norm > 0}
     if recipe.optimizer in TORCHAO_BLOCKS:
         updated["torchao"] = importlib.metadata.version("torchao")

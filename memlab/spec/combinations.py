@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from memlab.spec.logits import unlike_product
 from memlab.spec.recipe import FULLY_SHARDED, SHARDED_OPTIMIZERS, TORCHAO_BLOCKS, Recipe
+
+
+def check_step(recipe: Recipe) -> None:
+    """Raise ValueError where an optimizer cannot step so, or ranks cannot share its work."""
+    check_ranks(recipe)
+    check_step_in_backward(recipe)
+    check_rounding(recipe)
+    check_offload(recipe)
 
 
 def check_ranks(recipe: Recipe) -> None:
@@ -39,21 +49,64 @@ def check_step_in_backward(recipe: Recipe) -> None:
     """Raise ValueError where a step cannot come with the gradient of each parameter."""
     if not recipe.step_in_backward:
         return
-    for name, allowed, why in (
-        ("accumulation", 1, "a gradient is stepped before another could be added"),
-        ("max_grad_norm", 0, "there is no moment with all gradients, whose norm could be taken"),
-        ("ranks", 1, "a gradient is stepped before ranks could reduce it"),
-        ("set_to_none", True, "the step frees each gradient"),
-    ):
+    wanted = {
+        "accumulation": (1, "a gradient is stepped before another could be added"),
+        "max_grad_norm": (0, "there is no moment with all gradients, whose norm could be taken"),
+        "ranks": (1, "a gradient is stepped before ranks could reduce it"),
+        "set_to_none": (True, "the step frees each gradient"),
+    }
+    _check_with(recipe, "step_in_backward", wanted)
+    _refuse_scaler(recipe, "step_in_backward", "the gradient scaler looks at all before a step")
+
+
+def check_offload(recipe: Recipe) -> None:
+    """Raise ValueError where torchao's optimizer on the host does not train so."""
+    if recipe.optimizer_offload == "none":
+        return
+    wanted = {
+        "optimizer": ("adamw_torch_fused", "the host's step is PyTorch's fused one"),
+        "max_grad_norm": (0, "gradients have left before their norm is known"),
+        "ranks": (1, "torchao's optimizer is for one card"),
+        "set_to_none": (True, "its zero_grad frees gradients"),
+        "step_in_backward": (False, "the step is on the host"),
+    }
+    if recipe.optimizer_offload == "gradients":
+        wanted["accumulation"] = (1, "a gradient leaves before another could be added")
+    _check_with(recipe, "optimizer_offload", wanted)
+    _refuse_scaler(recipe, "optimizer_offload", "gradients leave before the scaler looks at them")
+
+
+def check_trainer(recipe: Recipe, otherwise: str = "") -> None:
+    """Raise ValueError for what transformers' Trainer does not do; otherwise: what does it."""
+    for name, (allowed, why) in {
+        "set_to_none": (True, "always drops gradients"),
+        "loss": ("whole", "takes the model's own"),
+        "step_in_backward": (False, "steps after the backward pass"),
+        "optimizer_offload": ("none", "keeps states on the card"),
+    }.items():
         value = getattr(recipe, name)
         if value != allowed:
             raise ValueError(
-                f"step_in_backward is True and {name} is {value!r}: {why}, allowed is {allowed}"
+                f"{name} is {value!r}: the Trainer {why}, allowed is {allowed}{otherwise}"
             )
+
+
+def _check_with(recipe: Recipe, field: str, wanted: Mapping[str, tuple[object, str]]) -> None:
+    """wanted: other field -> (what it has to be beside `field`, why)."""
+    for name, (allowed, why) in wanted.items():
+        value = getattr(recipe, name)
+        if value != allowed:
+            raise ValueError(
+                f"{field} is {getattr(recipe, field)!r} and {name} is {value!r}: {why}, allowed "
+                f"is {allowed}"
+            )
+
+
+def _refuse_scaler(recipe: Recipe, field: str, why: str) -> None:
     if recipe.precision == "fp16-amp":
         raise ValueError(
-            "step_in_backward is True and precision is 'fp16-amp': the gradient scaler looks at "
-            "all gradients before a step, allowed are fp32, bf16-amp, fp16, bf16"
+            f"{field} is {getattr(recipe, field)!r} and precision is 'fp16-amp': {why}, allowed "
+            "are fp32, bf16-amp, fp16, bf16"
         )
 
 
@@ -64,6 +117,19 @@ def check_rounding(recipe: Recipe) -> None:
             f"stochastic_rounding is True and precision is {recipe.precision!r}: its weights are "
             "not in bf16, allowed is bf16"
         )
+
+
+def check_packed(recipe: Recipe) -> None:
+    """Raise ValueError where rows cannot hold several texts."""
+    if not recipe.packed:
+        return
+    if recipe.task != "causal-lm":
+        raise ValueError(
+            f"packed is True and task is {recipe.task!r}: positions tell texts apart in a "
+            "causal-lm only, allowed is False"
+        )
+    wanted = {"padded": (False, "texts without padding share a row")}
+    _check_with(recipe, "packed", wanted)
 
 
 def check_loss(recipe: Recipe) -> None:

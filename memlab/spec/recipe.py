@@ -110,6 +110,16 @@ class Recipe:
             "adamw_torch_4bit": "",
         },
     )
+    optimizer_offload: str = field(
+        "none",
+        "AdamW on the host, by torchao's CPUOffloadOptimizer: pinned memory there keeps a copy of "
+        "the trained weights, their gradients and states; weights below 4,096 numbers stay",
+        {
+            "none": "",
+            "states": "gradients wait on the card for zero_grad",
+            "gradients": "each is freed as soon as it is on the host: no accumulation",
+        },
+    )
     stochastic_rounding: bool = switch(
         False,
         "a step rounds bf16 weights up or down at random, the nearer the likelier, so that small "
@@ -225,6 +235,11 @@ class Recipe:
         "batches carry an attention mask, as those of texts of unequal lengths do; the last token "
         "of every sequence is then padding",
     )
+    packed: bool = switch(
+        False,
+        "a row holds several texts, here two, which position_ids tell apart, as TRL's packing has "
+        "it; the model masks them under eager and sdpa, for any number of texts",
+    )
     expandable_segments: bool = switch(
         False,
         "segments of PyTorch's allocator grow where they are, as with "
@@ -251,12 +266,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         from memlab import models  # torch and transformers, which a question for help can spare
-        from memlab.spec.combinations import (
-            check_loss,
-            check_ranks,
-            check_rounding,
-            check_step_in_backward,
-        )
+        from memlab.spec.combinations import check_loss, check_packed, check_step
         from memlab.spec.published import check_published
 
         for one in dataclasses.fields(self):
@@ -281,9 +291,7 @@ class Recipe:
                 f"base is 'half' and precision is {self.precision!r}: without autocast the base "
                 f"has the format of precision, allowed are {', '.join(AUTOCAST)}"
             )
-        check_ranks(self)
-        check_step_in_backward(self)
-        check_rounding(self)
+        check_step(self)
         named = models.catalogued(self.model)
         named = models.published(named) if isinstance(named, dict) else named
         object.__setattr__(self, "model", named)
@@ -293,6 +301,7 @@ class Recipe:
             object.__setattr__(self, "task", models.default_task(config))
         one_of("task", self.task, models.TASKS)
         check_loss(self)
+        check_packed(self)
         longest = models.max_length(config)
         if longest is not None and self.seq_len > longest:
             raise ValueError(
@@ -344,19 +353,13 @@ class Recipe:
         """
         from transformers import TrainingArguments
 
-        if not self.set_to_none or self.optimizer == "adamw_torch_loop":
+        from memlab.spec.combinations import check_trainer
+
+        check_trainer(self)
+        if self.optimizer == "adamw_torch_loop":
             raise ValueError(
-                "the Trainer has no set_to_none=False and no adamw_torch_loop: "
-                "allowed are set_to_none=True and adamw_torch, adamw_torch_fused, sgd"
-            )
-        if self.loss != "whole":
-            raise ValueError(
-                f"loss is {self.loss!r}: the Trainer takes the model's own, allowed is whole"
-            )
-        if self.step_in_backward:
-            raise ValueError(
-                "step_in_backward is True: the Trainer steps after the backward pass, allowed is "
-                "False"
+                "optimizer is 'adamw_torch_loop': the Trainer lets PyTorch choose the step, "
+                "allowed are adamw_torch, adamw_torch_fused, sgd"
             )
         if self.optimizer == "sgd":
             more.setdefault("optim_args", "momentum=0.9")

@@ -374,9 +374,9 @@ class Tracer(Ledger, TorchDispatchMode):
         self._label_states(optimizer)
         if optimizer is self._stepping:
             self._stepping, self._stepped = None, True
-            self.step_ended()
+            self.step_ended(optimizer)
 
-    def step_ended(self) -> None:
+    def step_ended(self, optimizer: torch.optim.Optimizer | None) -> None:
         """The outermost optimizer has stepped."""
 
     def _label_states(self, optimizer) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 
 import torch
 
 from memlab import libraries
 from memlab.spec.recipe import BITSANDBYTES_OPTIMIZERS, TORCHAO_BLOCKS, Recipe
+from memlab.units import gib
 from memlab.workloads import sharding
 
 LEARNING_RATE = 1e-5
+LEAST_OFFLOADED = 4096  # elements of a weight that torchao's CPUOffloadOptimizer moves to the host
 
 
 class StepsInBackward:
@@ -46,13 +49,33 @@ class StepsInBackward:
 def make_optimizer(recipe: Recipe, model: torch.nn.Module):
     """The optimizer that `recipe.optimizer` names, over the trainable parameters of `model`.
 
-    Raises ValueError for an 8-bit optimizer where its package is not installed.
+    Raises ValueError for an 8-bit optimizer, or one on the host, whose package is not installed.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if recipe.optimizer_offload != "none" and parameters[0].device.type != "cpu":
+        torchao = libraries.import_torchao("optimizer_offload")
+        freed = recipe.optimizer_offload == "gradients"
+        settings = {"offload_gradients": freed, "lr": LEARNING_RATE, "fused": True}
+        return torchao.CPUOffloadOptimizer(parameters, torch.optim.AdamW, **settings)
     if recipe.step_in_backward:
         return StepsInBackward(parameters, functools.partial(_optimizer_of, recipe))
     embeddings = [one for one in model.modules() if isinstance(one, torch.nn.Embedding)]
     return _optimizer_of(recipe, parameters, embeddings)
+
+
+def left_on_host(recipe: Recipe, weights: Counter) -> tuple[str, ...]:
+    """What an optimizer on the host keeps and does there, in a line; nothing for another.
+
+    weights: how many parameters there are of (so many elements, trainable or not).
+    """
+    if recipe.optimizer_offload == "none":
+        return ()
+    large = sum(n * times for (n, free), times in weights.items() if free and n >= LEAST_OFFLOADED)
+    held = 4 * large * (2 if recipe.precision in ("fp16", "bf16") else 4)
+    return (
+        f"the host holds {gib(held)} of weights, gradients and AdamW's states, its own step takes "
+        "time that is not estimated",
+    )
 
 
 def _optimizer_of(recipe: Recipe, parameters, embeddings=()) -> torch.optim.Optimizer:

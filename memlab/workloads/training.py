@@ -286,7 +286,7 @@ def import_libraries(recipe: Recipe) -> None:
         libraries.import_bitsandbytes(f"optimizer {recipe.optimizer}, base {recipe.base}")
     if recipe.lora_rank:
         import_peft()
-    if recipe.optimizer in TORCHAO_BLOCKS:
+    if recipe.optimizer in TORCHAO_BLOCKS or recipe.optimizer_offload != "none":
         libraries.import_torchao(f"optimizer {recipe.optimizer}")
     if recipe.optimizer == "adafactor":
         libraries.import_quietly("transformers.optimization")  # with peft, if that is there
@@ -335,8 +335,17 @@ def make_batches(
         else:
             labels = tokens
         batch = {"input_ids": tokens, "labels": labels}
+        if recipe.packed:
+            batch["position_ids"] = _two_texts(recipe).to(device)
         batches.append(_padded(batch, config) if recipe.padded else batch)
     return batches
+
+
+def _two_texts(recipe: Recipe) -> torch.Tensor:
+    """The positions of two texts in each row, int64 [batch_size, seq_len]."""
+    first = recipe.seq_len // 2
+    positions = torch.cat([torch.arange(first), torch.arange(recipe.seq_len - first)])
+    return positions.repeat(recipe.batch_size, 1)
 
 
 def _padded(batch: Batch, config: PretrainedConfig) -> Batch:

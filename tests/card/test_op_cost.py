@@ -189,3 +189,16 @@ def test_operators_that_move_a_trifle_are_not_told_apart(card):
     plain = without_trifles(done)
     assert sorted(plain.values()) == [1, 2] and sum(plain.values()) == sum(done.values())
     assert sorted(one.nbytes for one in plain) == [0, 2 * much.nbytes]
+
+
+def test_two_optimizers_of_one_backward_pass_make_one_step(card):
+    weights = [torch.nn.Parameter(torch.ones(256, 256, device="cuda")) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=0.1) for weight in weights]
+    for _ in range(2):
+        (weights[0] @ weights[1]).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    of_step = card.tracer.work.of_step
+    assert sum(one.flops * n for one, n in of_step.items()) == 3 * 2 * 256**3
+    assert sum(n for one, n in of_step.items() if one.phase == Phase.STEP) >= 2

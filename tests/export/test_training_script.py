@@ -43,6 +43,7 @@ EVERYTHING = {
     "attention": "sdpa",
     "padded": True,
 }
+OFFLOADED = {"precision": "bf16", "optimizer": "adamw_torch_fused"}
 
 # Every value of every field that a script says occurs here, each with both APIs or with one.
 KINDS = [
@@ -78,6 +79,8 @@ KINDS = [
     ("gpt2", {"precision": "bf16-amp", "optimizer": "adamw_torch_4bit"}, ["accelerate"]),
     ("gpt2", {"step_in_backward": True, "optimizer": "adafactor"}, ["accelerate"]),
     ("gpt2", {"step_in_backward": True, "optimizer": "adamw_8bit", "freeze": 1}, ["accelerate"]),
+    ("gpt2", OFFLOADED | {"optimizer_offload": "gradients"}, ["accelerate"]),
+    ("gpt2", OFFLOADED | {"optimizer_offload": "states", "accumulation": 2}, ["accelerate"]),
     ("qwen2.5-0.5b", {"loss": "chunked", "precision": "bf16", "padded": True}, ["accelerate"]),
     ("qwen2.5-0.5b", {"loss": "linear_cross_entropy", "lora_rank": 4}, ["accelerate"]),
 ]
@@ -230,6 +233,12 @@ def test_a_config_file_stands_for_its_folder(saved):
         (Recipe("gpt2", set_to_none=False), "trainer", "set_to_none is False"),
         (Recipe("gpt2", loss="chunked"), "trainer", "loss is 'chunked'"),
         (Recipe("gpt2", step_in_backward=True), "trainer", "step_in_backward is True"),
+        (
+            Recipe("gpt2", optimizer="adamw_torch_fused", optimizer_offload="states"),
+            "trainer",
+            "optimizer_offload is 'states'",
+        ),
+        (Recipe("gpt2", packed=True), "accelerate", "packed is True"),
         (Recipe("gpt2", lora_rank=4, base="nf4", block_size=128), "trainer", "block_size is 128"),
         (Recipe("t5-3b", precision="fp16"), "accelerate", "leaves wo of t5-3b in fp32"),
         (Recipe("bert-base", freeze="decoder"), "trainer", "freeze holds 'decoder'"),

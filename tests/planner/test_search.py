@@ -105,21 +105,24 @@ def test_nothing_fits_says_what_would(tight):
 
 
 @pytest.mark.slow
-def test_nothing_fits_names_the_last_rung_and_what_it_costs(tight):
-    rung = tight.sparing
-    assert rung.simulated and rung.recipe.step_in_backward and rung.recipe.loss == "chunked"
-    assert fits(rung.recipe, 200 * MiB)
-    assert tight.remedies[0] == f"tier 5, {rung}; it may train worse"
-    assert tight.remedies[0] in str(tight)
+def test_nothing_fits_names_the_rungs_before_a_larger_card_and_what_they_cost(tight):
+    host, backward = tight.rungs
+    assert host.recipe.optimizer_offload == "gradients" and host.tier == 1
+    assert backward.recipe.step_in_backward and backward.tier == 5
+    assert tight.remedies[:2] == (f"tier 1, {host}", f"tier 5, {backward}; it may train worse")
+    for rung in tight.rungs:
+        assert rung.simulated and rung.seconds is None and rung.recipe.loss == "chunked"
+        assert fits(rung.recipe, 200 * MiB) and f"{rung}" in str(tight)
+    assert any("the host holds" in said for said in tight.assumptions)
 
 
 @pytest.mark.parametrize(
     "changes", [{"gpu": "T4"}, {"ways": "lora"}, {"ranks": 2}, {"gpu": 10 * MiB}]
 )
-def test_the_last_rung_is_of_full_finetuning_in_bf16_on_one_card(changes):
+def test_the_rungs_are_of_full_finetuning_in_bf16_on_one_card(changes):
     asked = {"model": "gpt2-tiny", "gpu": "L4", "effective_batch": 2, "seq_len": 64} | changes
     question = Question(**{name: n for name, n in asked.items() if name != "gpu"})
-    assert Search(question, find_gpu(asked["gpu"]), 0.05).sparing() is None
+    assert Search(question, find_gpu(asked["gpu"]), 0.05).rungs() == ()
 
 
 @pytest.mark.slow

@@ -5,8 +5,9 @@ import sys
 import pytest
 import torch
 import transformers
+from helpers import assert_two_steps_as_on_the_cpu
 
-from memlab import Recipe
+from memlab import Recipe, formula, simulate
 from memlab.workloads.training import Training
 
 TINY = Recipe(model="bert-large-tiny", batch_size=4, seq_len=32)
@@ -52,6 +53,40 @@ def test_padding_is_hidden_from_attention_and_loss(model):
     torch.testing.assert_close(training.model(**batch).loss, loss)
     batch["input_ids"][:, 5] = 17
     assert training.model(**batch).loss != loss
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("model", ["gpt2-tiny", "llama-3-8b-tiny"])
+def test_texts_that_share_a_row_do_not_see_each_other(model, attention):
+    training = Training(Recipe(model, seq_len=32, attention=attention, packed=True))
+    training.model.double().eval()
+    (batch,) = training.batches
+    row, positions = batch["input_ids"], batch["position_ids"]
+    assert positions.tolist() == [[*range(16), *range(16)]]
+    with torch.no_grad():
+        together = training.model(**batch).logits[:, 16:]
+        alone = training.model(input_ids=row[:, 16:]).logits
+    torch.testing.assert_close(together, alone)
+
+
+def test_a_packed_row_takes_a_mask_on_the_card_as_without_one():
+    recipe = Recipe("llama-3-8b-tiny", batch_size=2, seq_len=64, attention="sdpa", packed=True)
+    assert_two_steps_as_on_the_cpu(recipe)
+    plain, packed = (formula(one, "A100-40GB") for one in (recipe.but(packed=False), recipe))
+    direct = simulate(recipe, "A100-40GB")
+    assert packed.peak_allocated == direct.peak_allocated > plain.peak_allocated
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "said"),
+    [
+        ("bert-large-tiny", {}, "task is 'sequence-classification'"),
+        ("gpt2-tiny", {"padded": True}, "padded is True"),
+    ],
+)
+def test_what_cannot_share_a_row_is_told(model, changes, said):
+    with pytest.raises(ValueError, match=said):
+        Recipe(model, packed=True, **changes)
 
 
 def test_accumulation_gives_the_gradient_of_the_big_batch():
