@@ -1,0 +1,135 @@
+"""The page on troubles: its figures are what shapes give; its names, defaults and anchors exist."""
+
+import dataclasses
+import html
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+from torch._subclasses import FakeTensorMode
+
+from memlab import find_gpu, models
+
+ROOT = Path(__file__).parent.parent
+CHAPTERS = ROOT / "chapters"
+sys.path.insert(0, str(ROOT / "tools"))
+from figures import FIGURE  # noqa: E402
+
+PAGE = (CHAPTERS / "troubleshooting.md").read_text(encoding="utf-8")
+FIGURES = FIGURE.findall(PAGE)
+# What other pages and texts lead to.
+ANCHORS = """out-of-memory-at-the-start out-of-memory-after-an-hour evaluation saving
+    loss-looks-wrong resume checkpoints-on-disk host-memory allocator-variable compile
+    preference-training new-tokens optimizer-on-the-host old-cards changed-names""".split()
+
+
+def slug(heading):
+    """The anchor of a heading, as myst-parser makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def anchors_of(file):
+    """The headings' anchors of a page, of its three highest levels."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    plain = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return {slug(heading) for heading in re.findall(r"^#{1,3} (.+)$", plain, re.MULTILINE)}
+
+
+@pytest.fixture(scope="module")
+def known():
+    """The names that the page's figures are made of."""
+    llama = models.config("llama-3-8b")
+    with FakeTensorMode():
+        weights = models.build("llama-3-8b").num_parameters()
+        small = models.build("llama-3.2-3b").num_parameters()
+    d, inner = llama.hidden_size, llama.intermediate_size
+    keys = d * llama.num_key_value_heads // llama.num_attention_heads
+    shapes = [(d, d), (d, keys), (d, keys), (d, d), (d, inner), (d, inner), (inner, d)]
+    return {
+        "llama": llama,
+        "weights": weights,
+        "small": small,
+        "table": llama.vocab_size * d,
+        "adapters": 16 * llama.num_hidden_layers * sum(map(sum, shapes)),
+        "card": find_gpu("RTX-4090"),
+        "gib": lambda size: f"{size / 2**30:.1f}",
+        "MiB": 2**20,
+        "math": math,
+    }
+
+
+@pytest.mark.parametrize("expression, said", sorted(set(FIGURES)))
+def test_a_figure_is_what_the_shapes_give(expression, said, known):
+    assert eval(html.unescape(expression), known) == said
+
+
+def test_counted_bytes_are_figures():
+    """No counted GiB or MiB stands in the text by hand."""
+    plain = re.sub(r"^```.*?^```", "", FIGURE.sub("", PAGE), flags=re.MULTILINE | re.DOTALL)
+    assert len(FIGURES) > 12 and re.findall(r"\d\s(?:GiB|MiB)", plain) == []
+
+
+def test_the_anchors_are_there():
+    assert set(ANCHORS) <= anchors_of(CHAPTERS / "troubleshooting.md")
+
+
+def test_links_lead_to_headings():
+    links = re.findall(r"\]\(([\w.-]*)#([\w-]+)\)", PAGE)
+    links = [(page or "troubleshooting.md", anchor) for page, anchor in links]
+    wanted = {(page, anchor) for page, anchor in links if page != "references.md"}
+    assert len(wanted) > 20
+    assert [one for one in wanted if one[1] not in anchors_of(CHAPTERS / one[0])] == []
+
+
+def test_links_of_other_pages_lead_here():
+    pages = [*CHAPTERS.glob("*.md"), *CHAPTERS.glob("*.ipynb")]
+    named = {
+        anchor
+        for page in pages
+        for anchor in re.findall(
+            r"\(troubleshooting\.md#([\w-]+)\)", page.read_text(encoding="utf-8")
+        )
+    }
+    assert named and named <= set(ANCHORS)
+
+
+def fields(config):
+    return {field.name: field.default for field in dataclasses.fields(config)}
+
+
+def test_old_names_are_refused_and_new_ones_taken():
+    table = PAGE.partition("## Changed names")[2]
+    names = fields(transformers.TrainingArguments)
+    rows = re.findall(r"^\| `(\w+)=[^`]*` \| `(\w+)=", table, re.MULTILINE)
+    assert len(rows) == 6
+    for old, new in rows:
+        if new == "dtype":  # an argument of from_pretrained
+            continue
+        assert new in names and (old in names) == (old == "gradient_checkpointing"), old
+
+
+def test_defaults_of_the_trainer():
+    names = fields(transformers.TrainingArguments)
+    assert names["per_device_eval_batch_size"] == 8 and names["save_steps"] == 500
+    assert names["logging_nan_inf_filter"] and names["save_total_limit"] is None
+    for name in ("eval_accumulation_steps", "prediction_loss_only", "batch_eval_metrics"):
+        assert name in names and name in PAGE
+    for name in ("eval_on_start", "save_only_model", "torch_compile", "use_liger_kernel"):
+        assert name in names and name in PAGE
+
+
+def test_defaults_of_trl():
+    trl = pytest.importorskip("trl")
+    grpo, dpo, sft = map(fields, (trl.GRPOConfig, trl.DPOConfig, trl.SFTConfig))
+    assert (grpo["vllm_gpu_memory_utilization"], grpo["beta"]) == (0.3, 0.0)
+    assert (grpo["vllm_mode"], grpo["vllm_enable_sleep_mode"]) == ("colocate", False)
+    assert sft["max_length"] == dpo["max_length"] == 1024 and sft["loss_type"] == "nll"
+    assert dpo["precompute_ref_log_probs"] is False and "vllm_max_model_length" in grpo
+    assert sft["bf16"] is None  # which becomes true unless fp16 is
