@@ -52,5 +52,5 @@ def _checked(path) -> dict:
         raise ValueError(f"{path} is of a CPU: what is checked are records of a GPU")
     found = [f"{run.name}: {doubt}" for run in runs for doubt in doubts(run)]
     found = found or against_prediction(runs)
-    text = "\n".join(found) or f"{len(runs)} records, nothing doubtful"
+    text = "\n".join(found) or f"{len(runs)} record{'s' * (len(runs) > 1)}, nothing doubtful"
     return {"doubts": found, "text": text, "status": 1 if found else 0}

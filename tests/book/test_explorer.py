@@ -113,6 +113,7 @@ def test_a_chosen_serving_is_simulated_and_its_line_and_python_give_the_same(ser
     assert what_can_be_copied(serving_live) == (serving, fit)
 
 
+@pytest.mark.slow
 def test_what_a_serving_does_not_allow_is_said_in_one_line(serving_live):
     before = serving_live.shown().count('class="run"')
     serving_live.choose("prompt", label=str(models.max_length("gpt2-tiny")))

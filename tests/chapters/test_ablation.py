@@ -15,6 +15,7 @@ from memlab.book.chapters.ablation_views import held
 from memlab.card.step_time import ANCHORED
 
 CHAPTER = Notebook("15-ablation")
+pytestmark = pytest.mark.slow  # make book runs the cells, and compares what the text says of them
 # Cells without a training, in the order of the chapter.
 SUMS = """imports source printed better shares first-words nine-table nine-words sets sets-run
     order-table order-words pairs alone grid front-table front-words"""
@@ -27,7 +28,6 @@ def chapter():
     return own | {"student": ablation_runs.reader("cpu", own["RATE"])}
 
 
-@pytest.mark.slow
 def test_the_nine_rows_are_near_what_was_printed(chapter):
     table = chapter["table"]
     assert len(table) == 9

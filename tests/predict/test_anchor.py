@@ -12,6 +12,7 @@ from memlab.evidence.accuracy import ratio_errors
 from memlab.evidence.records import published_files
 
 STEP = Recipe("gpt2", batch_size=4, seq_len=256, precision="fp16-amp", attention="sdpa")
+STEP = STEP.but(optimizer="adamw_torch_fused", max_grad_norm=1.0)  # whose trace is shipped
 OTHER = STEP.but(model="bert-base", batch_size=8)
 
 
@@ -66,6 +67,7 @@ def measured(tmp_path):
 def test_the_command_says_by_what_its_seconds_are_put_right(measured, capsys):
     asked = ["--model", "gpt2", "--batch-size", "4", "--seq-len", "256"]
     asked += ["--precision", "fp16-amp", "--attention", "sdpa"]
+    asked += ["--optimizer", "adamw_torch_fused", "--max-grad-norm", "1"]
     assert main(["simulate", *asked, "--gpu", "T4", "--anchor", measured]) == 0
     out = capsys.readouterr().out
     assert "500 ms" in out and "by a step of gpt2 4 x 256 on Tesla T4" in out.splitlines()[-1]
