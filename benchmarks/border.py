@@ -29,7 +29,7 @@ END = {"batch_size": 1024, "seq_len": 16384}
 
 
 def verdict(recipe: Recipe, card) -> str:
-    """The calculator's word: as `judge` of memlab/book/assets/calculator.js."""
+    """The calculator's word: as `judge` of memlab/book/assets/formula.js."""
     least, most = (end + card.context for end in formula(recipe, card).reserved_range)
     allowed = room(card)
     return "fits" if most <= allowed else "may fit" if least <= allowed else "does not fit"

@@ -147,7 +147,7 @@ class Calculator(Panel):
             self.choices[name] = tuple(dict.fromkeys(wanted + mine))
 
     def source(self) -> str:
-        script = read_file("forms.js") + read_file("calculator.js")
+        script = read_file("forms.js") + read_file("formula.js")
         return super().source().replace("/* formula */", script)
 
     def data(self) -> dict:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from memlab.card.constants import values_of
+from memlab.card.known_values import values_of
 from memlab.card.placement import is_cuda_device, on_card
 from memlab.trace.patches import replaced
 

@@ -16,9 +16,9 @@ from torch.utils.data import dataloader
 from torch.utils.data._utils import pin_memory, worker
 from transformers import core_model_loading, masking_utils
 
-from memlab.card.constants import values_of
 from memlab.card.fake_output_cache import FakeOutputCache
 from memlab.card.kernels import bitsandbytes
+from memlab.card.known_values import values_of
 from memlab.card.placement import HOST, is_cuda_device
 from memlab.trace.patches import replaced
 

@@ -10,7 +10,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from memlab.card import constants, dynamic_shapes
+from memlab.card import dynamic_shapes, known_values
 from memlab.card.op_cost import TRIFLE
 from memlab.card.placement import NotSimulated, mark_owned, on_card, place_on_cpu
 from memlab.trace.tensors import tensors_in
@@ -61,7 +61,7 @@ class OnHost:
             return None
         if func._schema.is_mutable and not isinstance(args[0], FakeTensor):
             return args[0]  # its numbers stay what they were
-        constants.propagate_constants(func, args, kwargs, made)
+        known_values.propagate(func, args, kwargs, made)
         for tensor in tensors_in([made]):
             if tensor.device.type != "meta":
                 place_on_cpu(tensor)

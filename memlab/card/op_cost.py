@@ -134,7 +134,7 @@ class WorkLog:
         """
         self._ends = False
         another = optimizer is not None and id(optimizer) not in self._stepped
-        if self._stepped and another and all(one.phase != Phase.BACKWARD for one in self._now):
+        if self._whole and another and _in_backward(self._whole) and not _in_backward(self._now):
             self._whole += self._now
             self._now.clear()
         else:
@@ -143,6 +143,10 @@ class WorkLog:
                 self._whole, self._now = self._now, Counter()
         self._stepped |= {id(optimizer)}
         self._micro_batch, self._phase = 0, Phase.FORWARD
+
+
+def _in_backward(work: Counter) -> bool:
+    return any(one.phase == Phase.BACKWARD for one in work)
 
 
 def repeat_micro_batch(work: Counter, times: int) -> Counter:

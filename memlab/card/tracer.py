@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
-from memlab.card import constants, dynamic_shapes
+from memlab.card import dynamic_shapes, known_values
 from memlab.card.kernels import pytorch
 from memlab.card.kernels.rules import RULES
 from memlab.card.memory import CardMemory
@@ -193,21 +193,21 @@ class CardTracer(OnHost, Tracer):
 
     def _read(self, tensor):
         """What `.item()` gives: the value if it is known, else one that stands for it."""
-        known = constants.values_of(tensor) is not None
+        known = known_values.values_of(tensor) is not None
         return (
-            constants.item_value(tensor)
+            known_values.item_value(tensor)
             if known
-            else self.waits.answer(constants.item_value(tensor))
+            else self.waits.answer(known_values.item_value(tensor))
         )
 
     def _compare(self, func, args, kwargs):
-        answer = constants.compare(func, args, kwargs)
-        return answer if constants.all_known(args, kwargs) else self.waits.answer(answer)
+        answer = known_values.compare(func, args, kwargs)
+        return answer if known_values.all_known(args, kwargs) else self.waits.answer(answer)
 
     def host_copy(self, tensor):
-        """An ordinary tensor for a fake one, as `memlab.card.constants.host_copy` makes it."""
-        known = constants.values_of(tensor) is not None or tensor.numel() != 1
-        return constants.host_copy(tensor, None if known else self._read(tensor))
+        """An ordinary tensor for a fake one, as `memlab.card.known_values.host_copy` makes it."""
+        known = known_values.values_of(tensor) is not None or tensor.numel() != 1
+        return known_values.host_copy(tensor, None if known else self._read(tensor))
 
     # ------------------------------------------------------------------ the card
 
@@ -240,7 +240,7 @@ class CardTracer(OnHost, Tracer):
             self.met_rules.add("softmax backward")
         if scratch and "softmax backward" in self.rules:
             self._take_and_give_back(*scratch)
-        constants.propagate_constants(func, args, kwargs, out)
+        known_values.propagate(func, args, kwargs, out)
         return out
 
     def _take_and_give_back(self, *sizes) -> None:
@@ -281,9 +281,9 @@ class CardTracer(OnHost, Tracer):
     def _shaped_by_values(self, func, args, kwargs, tensors):
         """The result of an operation whose shape follows from values."""
         self.operation = func
-        if all(constants.values_of(tensor) is not None for tensor in tensors):
-            results = constants.run_on_values(func, args, kwargs)
-            assumed = constants.assumed_of(tensors)
+        if all(known_values.values_of(tensor) is not None for tensor in tensors):
+            results = known_values.run_on_values(func, args, kwargs)
+            assumed = known_values.assumed_of(tensors)
         else:
             results, assumed = dynamic_shapes.largest(func, args, kwargs)
         if assumed:
@@ -293,7 +293,7 @@ class CardTracer(OnHost, Tracer):
             made = self._fake(result)
             self.see_result(made)
             if result.device.type != "meta":
-                constants.set_constant(made, result, assumed)
+                known_values.set_constant(made, result, assumed)
             return made
 
         return tree_map_only(torch.Tensor, card_tensor, results)

@@ -12,7 +12,7 @@ from memlab.evidence.accuracy import compare_records
 from memlab.evidence.records import Record
 from memlab.gpus import gpu_of_device
 from memlab.predict.simulate import simulate
-from memlab.trace.blocks import LARGE_ROUND, MIN_BLOCK
+from memlab.trace.allocator_blocks import LARGE_ROUND, MIN_BLOCK
 from memlab.units import mib
 
 TOTALS = 0.03  # drivers and clouds differ by up to 1 %, and some cards have two sizes

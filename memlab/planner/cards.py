@@ -9,6 +9,9 @@ from tabulate import tabulate
 from memlab.planner.result import WAYS, Option, Question, name_of_model
 from memlab.units import gib
 
+# Cards of all sizes that are rented or bought most: among them the smallest is looked for.
+LADDER = "RTX-3060 T4 L4 RTX-4090 RTX-5090 A100-40GB L40S A100-80GB H100 H200 B200".split()
+
 
 @dataclass(frozen=True)
 class Cards:

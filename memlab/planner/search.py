@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from memlab.gpus import GPU, GPUS, find_gpu
 from memlab.planner.advice import decision, switches
-from memlab.planner.cards import Cards
+from memlab.planner.cards import LADDER, Cards
 from memlab.planner.choice import fitting
 from memlab.planner.estimates import LIKE, Estimates, trace_key
 from memlab.planner.result import WAYS, WORST, Option, Plan, Question, described
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 TRACES = 4  # simulations at most until the fastest is one that is simulated
 NEAR = 0.05  # lacking so much of a card by the formula, it may yet fit
-# Cards of all sizes that are rented or bought most: among them the smallest is looked for.
-LADDER = "RTX-3060 T4 L4 RTX-4090 RTX-5090 A100-40GB L40S A100-80GB H100 H200 B200".split()
 RANKS = (2, 4, 8, 16, 32, 64)  # cards that are proposed where one does not do
 
 

@@ -66,6 +66,7 @@ class Serving:
     # What memlab's quantized bases, simulations and logs of deep models ask a recipe for.
     precision: ClassVar[str] = ""
     optimizer: ClassVar[str] = ""
+    optimizer_offload: ClassVar[str] = "none"
     accumulation: ClassVar[int] = 1
     lora_rank: ClassVar[int] = 0
     block_size: ClassVar[int] = 64

@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from typing import NamedTuple
 
-from memlab.trace.blocks import (
+from memlab.trace.allocator_blocks import (
     LARGE_ROUND,
     MEDIUM_REQUEST,
     MEDIUM_SEGMENT,

@@ -17,7 +17,7 @@ declare); they are the same in the text of the end of 2024:
 
 from bisect import bisect_left, insort
 
-from memlab.trace.blocks import MEDIUM_SEGMENT, SMALL_SEGMENT, AddressRange, Block, take
+from memlab.trace.allocator_blocks import MEDIUM_SEGMENT, SMALL_SEGMENT, AddressRange, Block, take
 from memlab.units import round_up
 
 ADDRESSES = 1 << 40  # of a range where the device has no limit

@@ -21,7 +21,7 @@ ALIGNED = 16  # the largest power of two that matters to which events happen
 LEAST, MOST = 23, 20_000  # the smallest prime that tells a length, and the longest length
 FEWEST = 11  # sequences
 RANK_UNIT = 16  # in a rank, so that adapters are whole blocks of 8-bit states
-TOKENS = 2**18  # of a micro-batch: the values of more are not known (memlab.card.constants)
+TOKENS = 2**18  # of a micro-batch: the values of more are not known (memlab.card.known_values)
 APART = 512  # positions or a window differ so much from the length
 
 

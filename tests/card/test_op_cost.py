@@ -202,3 +202,14 @@ def test_two_optimizers_of_one_backward_pass_make_one_step(card):
     of_step = card.tracer.work.of_step
     assert sum(one.flops * n for one, n in of_step.items()) == 3 * 2 * 256**3
     assert sum(n for one, n in of_step.items() if one.phase == Phase.STEP) >= 2
+
+
+def test_optimizers_without_a_backward_pass_have_a_step_each(card):
+    for dtype in (torch.bfloat16, torch.float32):
+        weight = torch.nn.Parameter(torch.ones(256, 256, device="cuda", dtype=dtype))
+        weight.grad = torch.ones_like(weight)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        optimizer.step()
+        optimizer.step()
+    moved = [one.nbytes for one in card.tracer.work.of_step.elements()]
+    assert sum(moved) == 3 * 256 * 256 * 4  # of the last step alone, in fp32

@@ -289,6 +289,25 @@ def rows_of_table(text, heads):
     return {name: [float(cell) for cell in cells] for name, *cells in rows}
 
 
+def test_what_axolotls_quickstart_took_is_predicted():
+    """Its files of examples/openllama-3b; what is not quantized goes to fp16 for its kernels."""
+    widths = {"hidden_size": 3200, "intermediate_size": 8640, "vocab_size": 32000}
+    heads = {"num_hidden_layers": 26, "num_attention_heads": 32, "num_key_value_heads": 32}
+    config = {"model_type": "llama", "tie_word_embeddings": False, **widths, **heads}
+    how = {"checkpointing": True, "attention": "sdpa", "max_grad_norm": 1.0}
+    full = Recipe(config, "causal-lm", seq_len=1024, **how)
+    adapters = full.but(batch_size=2, precision="fp16-amp", lora_rank=8, upcast=False, base="int8")
+    recipes = [
+        full.but(precision="fp16", optimizer="adamw_8bit"),
+        adapters.but(optimizer="adamw_8bit"),
+        adapters.but(base="nf4", double_quant=True, lora_dropout=0.05),
+    ]
+    rows = rows_of_table(CHAPTER.text["measure"], "| | full, fp16 |")
+    held = [simulate(recipe, "RTX-3090").device_used for recipe in recipes]
+    assert [round(one / 2**30, 1) for one in held] == rows["predicted"]
+    assert rows["predicted"] == pytest.approx(rows["published"], abs=0.6)
+
+
 @pytest.mark.slow
 def test_what_llama_factory_published_is_predicted_to_a_gigabyte():
     """Its loop of 2024 (src/llmtuner/model/patcher.py): double quantization, nothing cast."""

@@ -15,7 +15,7 @@ from memlab.book import drawing, show
 from memlab.book.chapters.patients import Patients
 from memlab.book.lessons import in_turns
 from memlab.gpus import find_gpu
-from memlab.predict.server import ServerStart
+from memlab.predict.server_start import ServerStart
 from memlab.predict.serving import ServingFootprint, measure_serving
 from memlab.predict.simulate import simulate
 from memlab.spec.serving import Serving, kv_cache_bytes

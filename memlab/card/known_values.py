@@ -92,7 +92,7 @@ RANDOM = {
 }
 
 
-def propagate_constants(func, args, kwargs, out) -> None:
+def propagate(func, args, kwargs, out) -> None:
     """Take down what is known of the values of an operation's result, or of what it wrote into."""
     if isinstance(out, FakeTensor) and out.dtype.is_floating_point:
         return  # the most
