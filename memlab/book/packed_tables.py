@@ -1,6 +1,7 @@
 """What the calculator's script evaluates: the moments of kept traces, in few bytes."""
 
 import dataclasses
+import json
 
 import numpy as np
 
@@ -16,8 +17,8 @@ from memlab.trace.symbols import Term
 class PackedTables:
     """The halves that are asked for, with halves, operators and terms numbered.
 
-    Neighbours have much in common: columns are kept together, and differences in place of numbers,
-    which gzip makes a third as large.
+    Halves have much in common: what is equal is kept once, and the like beside each other, because
+    gzip sees no further than 32 KiB; differences stand in place of numbers.
     """
 
     def __init__(self):
@@ -76,7 +77,19 @@ class PackedTables:
 
     def known(self) -> dict:
         terms = [[term.constant / term.divisor, dict(term.powers)] for term in self.terms]
-        return {"terms": terms, "operators": list(self.operators), "halves": self.columns}
+        alike = sorted(self.places.values(), key=lambda place: self._text("tensors", place))
+        halves = {name: self._told_once(name, alike) for name in self.columns}
+        return {"terms": terms, "operators": list(self.operators), "halves": halves}
+
+    def _told_once(self, name: str, order: list[int]) -> dict[str, list]:
+        """What there is in a column, in an order of halves, and which of it each half has."""
+        texts = [self._text(name, place) for place in order]
+        numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+        of = [numbers[self._text(name, place)] for place in self.places.values()]
+        return {"rows": list(map(json.loads, numbers)), "of": of}
+
+    def _text(self, name: str, place: int) -> str:
+        return json.dumps(self.columns[name][place], separators=(",", ":"))
 
 
 def _counts(counts: np.ndarray) -> list[tuple[int, int, int]]:

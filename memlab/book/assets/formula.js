@@ -19,7 +19,8 @@
     // A half as plain lists: [tensor, once, each] of each moment and of what is beside the other half's.
     function halfAt(place) {
       if (place === null) return null;
-      const { layers, tensors, beside, moments, work, parameters } = known.halves, counts = new Map();
+      const halves = Object.entries(known.halves).map(([name, { rows, of }]) => [name, rows[of[place]]]);
+      const { layers, tensors, beside, moments, work, parameters } = Object.fromEntries(halves), counts = new Map();
       const added = (flat) => {  // a moment is kept as its difference from the one before
         for (const [tensor, once, each] of rowsOf(flat, 3)) {
           const [a, b] = counts.get(tensor) || [0, 0];
@@ -28,8 +29,8 @@
         return [...counts].map(([tensor, [once, each]]) => [tensor, once, each]);
       };
       return {
-        layers: layers[place], tensors: tensors[place], beside: rowsOf(beside[place], 3), work: rowsOf(work[place], 5), parameters: parameters[place],
-        moments: moments[place].map(([phase, ...flat]) => [phase, added(flat)]),
+        layers, tensors, parameters, beside: rowsOf(beside, 3), work: rowsOf(work, 5),
+        moments: moments.map(([phase, ...flat]) => [phase, added(flat)]),
       };
     }
 
