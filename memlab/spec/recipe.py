@@ -146,7 +146,7 @@ class Recipe:
         {
             "whole": "all at once, as the model's own forward pass does",
             "chunked": "of 256 tokens at a time, each part under a checkpoint, as TRL's "
-            "chunked_nll, but with products in the model's format",
+            "default, but with products in the model's format",
             "linear_cross_entropy": "torch.nn.functional's, from PyTorch 2.13, with its default "
             "chunks",
         },

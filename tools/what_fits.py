@@ -1,6 +1,7 @@
 """Every model of the catalogue, in three ways, on six cards: what it needs, or why not, in a line.
 
-    python benchmarks/menu.py [file]      goes on with what stands in the file, tests/menu.json
+    python tools/what_fits.py [file]    goes on with what stands in the file, tests/what_fits.json,
+                                        and writes the table of chapters/what-fits.md
 
 In full, with LoRA and with QLoRA, as the planner would begin: under autocast, with checkpointing
 and fused attention, in micro-batches of 1 x 512 tokens (or the longest that a model allows). Peaks
@@ -19,8 +20,9 @@ from memlab import Recipe, find_gpu, fits, formula, models
 from memlab.planner.space import HALF, NF4
 from memlab.predict.fit import room
 
-FILE = Path(__file__).parent.parent / "tests" / "menu.json"
-CARDS = ("RTX-3060", "RTX-4090", "RTX-5090", "T4", "A100-80GB", "B200")
+ROOT = Path(__file__).parent.parent
+FILE, PAGE = ROOT / "tests" / "what_fits.json", ROOT / "chapters" / "what-fits.md"
+CARDS = ("RTX-3060", "T4", "RTX-4090", "RTX-5090", "A100-80GB", "B200")
 LORA = {"lora_rank": 16}
 WAYS = {"full": {}, "LoRA": LORA | HALF, "QLoRA": LORA | NF4}
 NAMES = [name for name in models.MODELS if not name.endswith("-tiny")]
@@ -65,6 +67,23 @@ def answers(model: str) -> dict[str, dict[str, str]]:
     return {way: {gpu: answer(model, way, gpu) for gpu in CARDS} for way in WAYS}
 
 
+def cell(ways: dict[str, dict[str, str]], gpu: str) -> str:
+    """The first way that fits a card, with the most GiB that it may need; a dash where none does."""
+    for way, cards in ways.items():
+        said, _, bytes_ = cards[gpu].partition(": ")
+        if said in ("fits", "may fit"):
+            return f"{way} {bytes_.split()[-2]}{'?' * (said == 'may fit')}"
+    return "—"
+
+
+def table(found: dict[str, dict[str, dict[str, str]]]) -> str:
+    """The page's table, in Markdown."""
+    heads = [f"{gpu} ({find_gpu(gpu).total_memory / 2**30:.1f})" for gpu in CARDS]
+    rows = [["model", *heads], ["---"] * (1 + len(CARDS))]
+    rows += [[name, *(cell(ways, gpu) for gpu in CARDS)] for name, ways in found.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def main():
     file = Path(sys.argv[1]) if sys.argv[1:] else FILE
     found = json.loads(file.read_text()) if file.exists() else {}
@@ -75,6 +94,8 @@ def main():
             found[jobs[job]] = job.result()
             ordered = {name: found[name] for name in NAMES if name in found}
             file.write_text(json.dumps(ordered, indent=1) + "\n")
+    before, *_ = PAGE.read_text(encoding="utf-8").partition("| model |")
+    PAGE.write_text(f"{before}{table(found)}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

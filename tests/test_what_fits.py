@@ -1,0 +1,54 @@
+"""What people train in late 2026: every model of the catalogue, in three ways, on six cards."""
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+MADE = runpy.run_path(str(Path(__file__).parent.parent / "tools" / "what_fits.py"))
+TABLE = json.loads(MADE["FILE"].read_text())
+ANSWER = re.compile(r"(fits|may fit|does not fit): [\d.]+( to [\d.]+)? GiB")
+
+
+def test_every_model_has_an_answer_in_each_way_on_each_card():
+    assert list(TABLE) == MADE["NAMES"] and len(TABLE) >= 50
+    for ways in TABLE.values():
+        assert list(ways) == list(MADE["WAYS"])
+        assert all(list(of_cards) == list(MADE["CARDS"]) for of_cards in ways.values())
+
+
+def test_an_answer_is_a_verdict_with_its_bytes_or_one_line_of_refusal():
+    said = {text for ways in TABLE.values() for cards in ways.values() for text in cards.values()}
+    for text in said:
+        assert ANSWER.fullmatch(text) or re.fullmatch(r"refused: [^\n]+", text), text
+    assert any(text.startswith("fits") for text in said)
+
+
+def test_the_page_has_the_table():
+    assert MADE["PAGE"].read_text(encoding="utf-8").endswith(f"\n\n{MADE['table'](TABLE)}\n")
+
+
+def test_a_cell_is_the_first_way_that_fits():
+    ways = {
+        "full": {"T4": "does not fit: 20.0 to 21.0 GiB"},
+        "LoRA": {"T4": "may fit: 13.0 to 15.1 GiB"},
+        "QLoRA": {"T4": "fits: 5.0 GiB"},
+    }
+    assert MADE["cell"](ways, "T4") == "LoRA 15.1?"
+    assert MADE["cell"]({"QLoRA": ways["QLoRA"]}, "T4") == "QLoRA 5.0"
+    assert MADE["cell"]({"full": ways["full"]}, "T4") == "—"
+
+
+@pytest.mark.parametrize(
+    ("model", "way", "gpu"),
+    [
+        ("qwen3-8b", "QLoRA", "RTX-3060"),
+        ("gemma-3-4b", "LoRA", "RTX-4090"),
+        ("llama-3.1-8b", "full", "A100-80GB"),
+        ("bert-large", "full", "T4"),
+    ],
+)
+def test_the_table_is_what_is_said_today(model, way, gpu):
+    assert TABLE[model][way][gpu] == MADE["answer"](model, way, gpu)
