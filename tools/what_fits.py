@@ -68,7 +68,7 @@ def answers(model: str) -> dict[str, dict[str, str]]:
 
 
 def cell(ways: dict[str, dict[str, str]], gpu: str) -> str:
-    """The first way that fits a card, with the most GiB that it may need; a dash where none does."""
+    """The first way that fits a card, with the most GiB it may need; a dash where none does."""
     for way, cards in ways.items():
         said, _, bytes_ = cards[gpu].partition(": ")
         if said in ("fits", "may fit"):
