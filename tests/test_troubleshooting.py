@@ -8,8 +8,10 @@ import re
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import transformers
+from safetensors.torch import load_file
 from torch._subclasses import FakeTensorMode
 
 from memlab import find_gpu, models
@@ -119,6 +121,7 @@ def test_defaults_of_the_trainer():
     names = fields(transformers.TrainingArguments)
     assert names["per_device_eval_batch_size"] == 8 and names["save_steps"] == 500
     assert names["logging_nan_inf_filter"] and names["save_total_limit"] is None
+    assert names["max_grad_norm"] == 1.0
     for name in ("eval_accumulation_steps", "prediction_loss_only", "batch_eval_metrics"):
         assert name in names and name in PAGE
     for name in ("eval_on_start", "save_only_model", "torch_compile", "use_liger_kernel"):
@@ -133,3 +136,28 @@ def test_defaults_of_trl():
     assert sft["max_length"] == dpo["max_length"] == 1024 and sft["loss_type"] == "nll"
     assert dpo["precompute_ref_log_probs"] is False and "vllm_max_model_length" in grpo
     assert sft["bf16"] is None  # which becomes true unless fp16 is
+
+
+def tensors_in_the_file(folder, embeddings, **trained):
+    """The whole matrices in the file of adapters beside a vocabulary that grew, and other rows."""
+    shape = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, vocab_size=100)
+    config = transformers.LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=2)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(104)
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], **trained))
+    model.save_pretrained(folder / "adapters", save_embedding_layers=embeddings)
+    held = load_file(folder / "adapters" / "adapter_model.safetensors")
+    rows = [len(held[name]) for name in held if "lora_" not in name]
+    return rows.count(104), [n for n in rows if n != 104]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_of_adapters_after_a_resize_has_whole_matrices(tmp_path):
+    both = ["embed_tokens", "lm_head"]
+    new = {"trainable_token_indices": dict.fromkeys(both, [100, 101])}
+    assert tensors_in_the_file(tmp_path, "auto", **new) == (2, [2, 2])
+    assert tensors_in_the_file(tmp_path, False, **new) == (0, [2, 2])
+    copies = {"modules_to_save": both}
+    assert tensors_in_the_file(tmp_path, "auto", **copies) == (6, [])
+    assert tensors_in_the_file(tmp_path, False, **copies) == (2, [])

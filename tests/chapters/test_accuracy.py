@@ -39,6 +39,22 @@ def test_runs_are_counted_once_and_without_the_one_that_gave_a_length(page):
     assert len(page["new"]) + page["runs"]["old"].sum() == len(page["runs"])
 
 
+def test_a_size_is_printed_without_a_sign_and_an_end_with_one(page):
+    """With a plus the median of the sizes would say that predictions are too high."""
+    found = accuracy.others()
+    tables = [accuracy.glance(page["sized"]), accuracy.t4_table(accuracy.t4_errors())]
+    tables.append(accuracy.others_table(found[found["error"].notna()]))
+    for table in tables:
+        cells = re.findall(r'class="data row\d+ col(\d+)" *>([^<]*)</td>', table.to_html())
+        names = [str(name) for name in table.columns]
+        signs = {kind: set() for kind in ("size", "low", "high")}
+        for column, printed in cells:
+            for kind in signs:
+                if kind in names[int(column)] and printed.endswith("%"):
+                    signs[kind].add(printed[0] in "+-")
+        assert signs == {"size": {False}, "low": {True}, "high": {True}}
+
+
 def test_the_blind_sample_is_that_of_the_twelve_questions(page):
     called = [one.fitted for one in questions.tries() if one.answer["fits"]]
     assert len(page["blind"]) == len(called) and sum(page["blind"]) == sum(called)

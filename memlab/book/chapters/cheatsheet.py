@@ -53,7 +53,7 @@ Mixed precision (6) | bf16=True
 | decoding and coding in each step; lowers the peak, not the activations
 | little is trained, as with LoRA
 
-Checkpointing (8) | gradient_checkpointing=True
+Checkpointing (8) | activation_checkpointing=True
 | the forward pass a second time
 | the peak is the optimizer's step or the logits
 
@@ -73,7 +73,7 @@ No fused attention (14) | attn_implementation="eager"
 | always, but to look at the weights of attention
 
 Mixed precision, 8-bit AdamW, checkpointing (6 to 8)
-| bf16=True, optim="adamw_8bit", gradient_checkpointing=True
+| bf16=True, optim="adamw_8bit", activation_checkpointing=True
 | the costs of each | one of them is enough
 """
 
