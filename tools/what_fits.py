@@ -6,7 +6,7 @@
 In full, with LoRA and with QLoRA, as the planner would begin: under autocast, with checkpointing
 and fused attention, in micro-batches of 1 x 512 tokens (or the longest that a model allows). Peaks
 are those of `memlab.formula`, of what has no trace those of a simulation. Where traces are kept a
-model takes seconds, else minutes, a mixture of many experts more than ten.
+model takes seconds, else minutes.
 """
 
 import json
@@ -16,15 +16,22 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from memlab import Recipe, find_gpu, fits, formula, models
+from memlab import Recipe, find_gpu, formula, models
+from memlab.card.kernels.sdpa import model_routes
 from memlab.planner.space import HALF, NF4
-from memlab.predict.fit import room
+from memlab.predict.fit import room, verdict
+from memlab.predict.simulate import sized_log
+from memlab.predict.traces import last_used
+from memlab.spec.recipe import COMPUTED_IN
+from memlab.trace.log import Log
+from memlab.workloads.quantized import COMPUTE_DTYPES
 
 ROOT = Path(__file__).parent.parent
 FILE, PAGE = ROOT / "tests" / "what_fits.json", ROOT / "chapters" / "what-fits.md"
 CARDS = ("RTX-3060", "T4", "RTX-4090", "RTX-5090", "A100-80GB", "B200")
 LORA = {"lora_rank": 16}
 WAYS = {"full": {}, "LoRA": LORA | HALF, "QLoRA": LORA | NF4}
+LOGS: dict[tuple, Log] = {}
 NAMES = [name for name in models.MODELS if not name.endswith("-tiny")]
 SLOW_LAST = sorted(NAMES, key=lambda name: models.has_experts(models.config(name)))
 
@@ -54,12 +61,22 @@ def answer(model: str, way: str, gpu: str) -> str:
         try:
             ends = [end + card.context for end in formula(recipe, card).reserved_range]
         except ValueError:  # no trace for all sizes
-            ends = [fits(recipe, card).needed]
+            ends = [verdict(recipe, log_of(recipe, gpu), card).needed]
     except ValueError as error:
         return f"refused: {error}"
     least, most, allowed = ends[0], ends[-1], room(card)
     said = "fits" if most <= allowed else "may fit" if least <= allowed else "does not fit"
     return f"{said}: {' to '.join(f'{end / 2**30:.1f}' for end in ends)} GiB"
+
+
+def log_of(recipe: Recipe, gpu: str) -> Log:
+    """What a recipe does on a card, run once for the cards whose attention takes the same kernels.
+
+    What else differs between them, the workspace of cuBLAS, is at most 24 MiB.
+    """
+    card, half = find_gpu(gpu), COMPUTE_DTYPES[COMPUTED_IN[recipe.precision]]
+    key = recipe, model_routes(half, True, card.capability)
+    return last_used(LOGS, key, lambda: sized_log(recipe, card), len(CARDS))
 
 
 def answers(model: str) -> dict[str, dict[str, str]]:
