@@ -18,8 +18,9 @@ from tqdm import tqdm
 
 from memlab import Recipe, find_gpu, formula, models
 from memlab.card.kernels.sdpa import model_routes
-from memlab.planner.space import HALF, NF4
+from memlab.planner.space import HALF, NF4, attention_of
 from memlab.predict.fit import room, verdict
+from memlab.predict.formula import is_kept
 from memlab.predict.simulate import sized_log
 from memlab.predict.traces import last_used
 from memlab.spec.recipe import COMPUTED_IN
@@ -33,14 +34,12 @@ LORA = {"lora_rank": 16}
 WAYS = {"full": {}, "LoRA": LORA | HALF, "QLoRA": LORA | NF4}
 LOGS: dict[tuple, Log] = {}
 NAMES = [name for name in models.MODELS if not name.endswith("-tiny")]
-SLOW_LAST = sorted(NAMES, key=lambda name: models.has_experts(models.config(name)))
 
 
 def recipe_of(model: str, way: str, gpu: str) -> Recipe:
     """What is asked of a model in a way on a card."""
     half = "bf16-amp" if "bfloat16" in find_gpu(gpu).native_dtypes else "fp16-amp"
     length = min(512, models.max_length(model) or 512)
-    attention = "eager" if models.config(model).model_type == "deberta-v2" else "sdpa"
     return Recipe(
         model,
         seq_len=length,
@@ -48,7 +47,7 @@ def recipe_of(model: str, way: str, gpu: str) -> Recipe:
         precision=half,
         optimizer="adamw_torch_fused",
         checkpointing=True,
-        attention=attention,
+        attention=attention_of(model, None),
         max_grad_norm=1.0,
         **WAYS[way],
     )
@@ -79,6 +78,11 @@ def log_of(recipe: Recipe, gpu: str) -> Log:
     return last_used(LOGS, key, lambda: sized_log(recipe, card), len(CARDS))
 
 
+def is_slow(model: str) -> bool:
+    """Whether a model has no trace that came with memlab."""
+    return not is_kept(recipe_of(model, "QLoRA", "A100-80GB"), find_gpu("A100-80GB"))
+
+
 def answers(model: str) -> dict[str, dict[str, str]]:
     """Of a model: way -> card -> answer."""
     return {way: {gpu: answer(model, way, gpu) for gpu in CARDS} for way in WAYS}
@@ -104,7 +108,7 @@ def table(found: dict[str, dict[str, dict[str, str]]]) -> str:
 def main():
     file = Path(sys.argv[1]) if sys.argv[1:] else FILE
     found = json.loads(file.read_text()) if file.exists() else {}
-    missing = [name for name in SLOW_LAST if name not in found]
+    missing = sorted([name for name in NAMES if name not in found], key=is_slow)
     with ProcessPoolExecutor(2) as pool:
         jobs = {pool.submit(answers, name): name for name in missing}
         for job in tqdm(as_completed(jobs), total=len(jobs)):
