@@ -209,7 +209,8 @@ def described(recipe: Recipe) -> str:
     parts += ["checkpointing"] if recipe.checkpointing != "none" else []
     parts += [f"{recipe.loss} loss"] if recipe.loss != "whole" else []
     parts += ["step in backward"] if recipe.step_in_backward else []
-    parts += ["gradients and states on the host"] if recipe.optimizer_offload != "none" else []
+    away = {"none": [], "states": ["states on the host"]}
+    parts += away.get(recipe.optimizer_offload, ["gradients and states on the host"])
     parts += [recipe.sharding] if recipe.ranks > 1 else []
     parts.append(f"micro-batch {recipe.batch_size} x {recipe.accumulation}")
     return ", ".join(parts)
