@@ -26,7 +26,8 @@ FIGURES = FIGURE.findall(PAGE)
 # What other pages and texts lead to.
 ANCHORS = """out-of-memory-at-the-start out-of-memory-after-an-hour evaluation saving
     loss-looks-wrong resume checkpoints-on-disk host-memory allocator-variable compile
-    preference-training new-tokens optimizer-on-the-host old-cards changed-names""".split()
+    errors-of-activation-checkpointing preference-training new-tokens optimizer-on-the-host
+    old-and-new-cards amd-and-apple changed-names""".split()
 
 
 def slug(heading):
