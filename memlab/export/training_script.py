@@ -18,6 +18,7 @@ from memlab.spec.recipe import (
     BITSANDBYTES_OPTIMIZERS,
     FOUR_BITS,
     QUANTIZED,
+    TORCHAO_BLOCKS,
     Recipe,
 )
 from memlab.workloads import training
@@ -183,7 +184,8 @@ def pip_line(recipe: Recipe, api: str = "trainer") -> str:
     if recipe.base in QUANTIZED or recipe.optimizer in BITSANDBYTES_OPTIMIZERS:
         used |= {"bitsandbytes"}  # which transformers imports
     wanted = [f'"{name}>={OLDEST[name]}"' for name in sorted(used & OLDEST.keys())]
-    wanted += ["torchao"] * ("torchao" in used)
+    # The Trainer imports it for an optimizer by its name.
+    wanted += ["torchao"] * ("torchao" in used or recipe.optimizer in TORCHAO_BLOCKS)
     return " ".join(["pip install", *wanted])
 
 
