@@ -289,6 +289,7 @@ def rows_of_table(text, heads):
     return {name: [float(cell) for cell in cells] for name, *cells in rows}
 
 
+@pytest.mark.slow
 def test_what_axolotls_quickstart_took_is_predicted():
     """Its files of examples/openllama-3b; what is not quantized goes to fp16 for its kernels."""
     widths = {"hidden_size": 3200, "intermediate_size": 8640, "vocab_size": 32000}

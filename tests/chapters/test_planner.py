@@ -20,7 +20,7 @@ from memlab.gpus import GPUS
 from memlab.planner.choice import ALIKE
 from memlab.planner.estimates import Estimates
 from memlab.planner.result import Question
-from memlab.planner.space import BACKWARD, SPARING
+from memlab.planner.space import RUNGS
 from memlab.predict.fit import room
 
 CHAPTER = Notebook("16-planner")
@@ -168,7 +168,8 @@ def test_a_lead_in_speed_is_as_wide_as_both_ranges(chapter):
 @pytest.mark.slow
 def test_torchtunes_rung_takes_what_the_page_says():
     """Published are 18.9 GiB; torchtune's loss is in 8 parts, and compiled."""
-    rung = dataclasses.asdict(SPARING) | BACKWARD
+    combination, changes, _ = RUNGS[-1]
+    rung = dataclasses.asdict(combination) | changes
     assert rung.pop("way") == "full" and rung.pop("sharding") == "ddp"
     recipe = Recipe(
         "llama-3.1-8b", batch_size=2, seq_len=2048, attention="sdpa", loss="chunked", **rung
