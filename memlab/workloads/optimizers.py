@@ -71,7 +71,8 @@ def left_on_host(recipe: Recipe, weights: Counter) -> tuple[str, ...]:
     if recipe.optimizer_offload == "none":
         return ()
     large = sum(n * times for (n, free), times in weights.items() if free and n >= LEAST_OFFLOADED)
-    held = 4 * large * (2 if recipe.precision in ("fp16", "bf16") else 4)
+    halves = recipe.precision in ("fp16", "bf16") and not (recipe.lora_rank and recipe.lora_fp32)
+    held = 4 * large * (2 if halves else 4)
     return (
         f"the host holds {gib(held)} of weights, gradients and AdamW's states, its own step takes "
         "time that is not estimated",

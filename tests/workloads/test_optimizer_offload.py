@@ -65,6 +65,13 @@ def test_what_the_host_holds_is_said(precision, nbytes, sizes):
     assert any(f"the host holds {held}" in said for said in simulate(recipe, "L4").assumptions)
 
 
+def test_adapters_in_fp32_are_held_so():
+    recipe = GPT2.but(optimizer_offload="gradients", lora_rank=16)
+    weights = [w.numel() for w in Training(recipe).model.parameters() if w.requires_grad]
+    held = gib(16 * sum(size for size in weights if size >= LEAST))
+    assert any(f"the host holds {held}" in said for said in simulate(recipe, "L4").assumptions)
+
+
 def test_without_a_card_all_is_on_the_host():
     recipe = Recipe("gpt2-tiny", seq_len=32, optimizer="adamw_torch_fused")
     here, there = recipe, recipe.but(optimizer_offload="gradients")

@@ -94,13 +94,13 @@ def glance(sized: pd.DataFrame) -> Styler:
             "highest": rows["error"].max(),
             "median size": rows["error"].agg(lambda e: e.abs().median()),
             "runs": rows.size(),
-            "fits fails": of_room(sized).groupby(groups)["short"].sum(),
+            "short": of_room(sized).groupby(groups)["short"].sum(),
         }
     ).sort_values("lowest")
     table.index = pd.Index([f"{regime}: {figure}" for regime, figure in table.index])
     styles: dict[Any, Any] = dict.fromkeys(table.columns[:2], "{:+.1%}")
-    styles |= {"median size": "{:.1%}", "fits fails": "{:.0f}"}
-    caption = f"Bytes: simulated over real, {LESS_1}; fits fails: a run took more than it asks"
+    styles |= {"median size": "{:.1%}", "short": "{:.0f}"}
+    caption = f"Bytes: simulated over real, {LESS_1}; short: runs that took more than fits asks"
     return table.style.format(styles, na_rep="—").set_caption(caption)
 
 
