@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from memlab import models
 from memlab.card.kernels.bitsandbytes import fuses_4bit_product
-from memlab.card.kernels.sdpa import model_routes
+from memlab.card.kernels.sdpa import card_class, model_routes
 from memlab.gpus import GPU
 from memlab.predict.widths import (
     LIKE_RANK,
@@ -259,6 +259,8 @@ def _unlike_usual(config) -> str:
         return "it has no heads of attention"
     if getattr(config, "num_kv_shared_layers", None):
         return "some of its layers take the keys and config of others"
+    if getattr(config, "num_key_value_heads", None) == 1:
+        return "a dimension of one head of keys is swapped without a copy"
     narrow = getattr(config, "embedding_size", None) or config.hidden_size
     if narrow != config.hidden_size:
         return f"its embeddings have {narrow} numbers a token and its layers {config.hidden_size}"
@@ -342,7 +344,7 @@ def _own(recipe: Recipe, card: GPU) -> Structure:
     for name in names_of_lengths(config):
         if kept.get(name):
             kept[name] = True
-    kept |= {"attention": recipe.attention, "capability": card.capability}
+    kept |= {"attention": recipe.attention, "card": card_class(card.capability)}
     # A rank may decide which states are kept in 8 or 4 bits, and on the card.
     rank = not _has_small_states(recipe)
     kept["rank"] = rank or recipe.lora_rank

@@ -66,6 +66,23 @@ def test_a_trace_has_the_workspaces_of_the_card_that_is_asked_for():
         as_run(recipe, find_gpu(gpu), traces)
 
 
+def test_cards_that_attend_alike_share_the_trace_of_a_model_with_widths_of_its_own(tmp_path):
+    """A model with one head of keys, whose dimension is swapped without a copy."""
+    model = models.resized(models.config(LLAMA.model), num_key_value_heads=1)
+    recipe, traces = LLAMA.but(model=model), Traces(Store(tmp_path))
+
+    def recorded(*gpus):
+        for gpu in gpus:
+            as_run(recipe, find_gpu(gpu), traces)
+        return len(list(tmp_path.iterdir()))
+
+    first = recorded("A100-80GB")
+    assert recorded("H100", "B200") == first
+    second = recorded("RTX-3060")
+    assert second > first
+    assert recorded("RTX-4090", "RTX-5090") == second
+
+
 def test_a_base_in_4_bits():
     recipe = LLAMA.but(precision="bf16-amp", lora_rank=4, base="nf4", double_quant=True)
     card = find_gpu("L4")

@@ -56,7 +56,7 @@ def sdpa_refusals(
         if is_causal and query.size(-2) != key.size(-2):
             reasons.append("is_causal with unequal lengths: allowed are equal ones")
         trains = any(x.requires_grad for x in (query, key, value)) and torch.is_grad_enabled()
-        small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
+        small = card_class(capability) == "small"
         if trains and small and (192 < sizes[0] <= 224 or (sizes[0] > 224 and dropout_p > 0)):
             given = "{}.{}".format(*capability)
             reasons.append(f"head size is {sizes[0]}: training on {given} allows up to 192")
@@ -66,6 +66,17 @@ def sdpa_refusals(
     if sizes[0] != sizes[1] or any(size % multiple for size in sizes):
         reasons.append(f"head sizes are {sizes}: allowed are multiples of {multiple}")
     return reasons
+
+
+def card_class(capability: tuple[int, int]) -> str:
+    """The class of a card: those of one take the same routes, whatever the call.
+
+    Small is the shared memory of a multiprocessor, as consumer cards have it.
+    """
+    if capability < (8, 0):
+        return "{}.{}".format(*capability)
+    small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
+    return "small" if small else "8.0 and later"
 
 
 def _wrong_dtypes(route, query, key, value, capability) -> list[str]:
