@@ -11,10 +11,10 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from memlab import models
+from memlab.book.colours import COLOURS
 from memlab.book.packed_tables import PackedTables
 from memlab.book.panel import Panel
 from memlab.book.panel import read as read_file
-from memlab.book.show import COLOURS
 from memlab.card import op_cost, step_time
 from memlab.card.kernels.sdpa import model_routes
 from memlab.fields import one_of

@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from memlab import models
+from memlab.book.colours import SERVING_COLOURS
 from memlab.book.live import STYLE, Live
-from memlab.book.show import SERVING_COLOURS
 from memlab.export.memlab_lines import command_line, memlab_lines
 from memlab.fields import without_effect
 from memlab.gpus import GPUS, find_gpu
@@ -25,7 +25,7 @@ from memlab.units import mib
 if TYPE_CHECKING:
     from ipywidgets import Widget
 
-REST = "#e4e4e4"  # lighter than the greys of `show.COLOURS`
+REST = "#e4e4e4"  # lighter than the greys of `COLOURS`
 KEPT = 5  # runs that stay in sight
 LENGTHS = ("seq_len", "prompt")  # fields that end where the model's positions do
 

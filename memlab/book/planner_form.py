@@ -7,8 +7,8 @@ import html
 import shlex
 
 from memlab import models
+from memlab.book.colours import COLOURS
 from memlab.book.live import STYLE, Live
-from memlab.book.show import COLOURS
 from memlab.card.links import LINKS
 from memlab.footprint import Category
 from memlab.gpus import GPUS

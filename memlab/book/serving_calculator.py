@@ -4,9 +4,9 @@ import dataclasses
 
 from memlab import models
 from memlab.book.calculator import RULES, family, known_card
+from memlab.book.colours import SERVING_COLOURS
 from memlab.book.panel import Panel
 from memlab.book.panel import read as read_file
-from memlab.book.show import SERVING_COLOURS
 from memlab.fields import one_of
 from memlab.gpus import ANY_CARD, GPUS, find_gpu
 from memlab.predict.formula_serving import BYTES, TYPES, serving_formula, shape

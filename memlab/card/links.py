@@ -1,4 +1,4 @@
-"""What ranks send each other, and how fast the link between them is.
+"""How fast the links between ranks are.
 
 A link is one inside a machine (NVLink, PCIe), or between machines of eight cards (InfiniBand,
 Ethernet). NCCL's rings run through all cards of a machine over the link inside, and leave the
@@ -14,8 +14,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-
-import torch.distributed as dist
 
 from memlab.fields import wrong
 from memlab.gpus import GPU
@@ -72,48 +70,3 @@ def _gb_per_second(card: str, link: str) -> float:
     known = [name for name in ("nvlink", "pcie") if card in LINKS[name]["gb_per_second"]]
     inside = _gb_per_second(card, known[0]) if known else math.inf
     return min(said["ports"] * said["gb_per_second_of_port"], inside)
-
-
-# What each rank of n sends at least for every byte of the larger tensor: NVIDIA/nccl-tests,
-# doc/PERFORMANCE.md, "Bus bandwidth", the same for a ring and for a tree.
-SHARE = {
-    "allreduce_": lambda n: 2 * (n - 1) / n,
-    "allgather_": lambda n: (n - 1) / n,
-    "_allgather_base_": lambda n: (n - 1) / n,
-    "reduce_scatter_": lambda n: (n - 1) / n,
-    "_reduce_scatter_base_": lambda n: (n - 1) / n,
-    "alltoall_base_": lambda n: (n - 1) / n,
-    "broadcast_": lambda n: 1.0,
-}
-SHARE |= {
-    "all_reduce": SHARE["allreduce_"],
-    "all_gather_into_tensor": SHARE["_allgather_base_"],
-    "reduce_scatter_tensor": SHARE["_reduce_scatter_base_"],
-    "all_to_all_single": SHARE["alltoall_base_"],
-}
-
-
-def sent_bytes(func, args, tensors, out) -> int | None:
-    """Bytes that a rank sends in a collective; None for any other operator.
-
-    tensors: all that it was given. out: what it gives, which a functional collective makes.
-    """
-    if func.namespace not in ("c10d", "_c10d_functional"):
-        return None
-    if func._opname not in SHARE:  # a wait, a barrier
-        return 0
-    if func.namespace == "c10d":
-        group = next(arg for arg in args if type(arg).__name__ == "ScriptObject")
-        size = dist.ProcessGroup.unbox(group).size()
-        largest = max(map(_bytes, tensors))
-        if func._opname in ("allreduce_", "broadcast_"):  # each of a list is sent
-            largest = sum(map(_bytes, tensors))
-    else:
-        group = next(arg for arg in reversed(args) if isinstance(arg, str))
-        size = dist.distributed_c10d._resolve_process_group(group).size()
-        largest = max(_bytes(tensor) for tensor in (*tensors, out))
-    return round(largest * SHARE[func._opname](size))
-
-
-def _bytes(tensor) -> int:
-    return tensor.numel() * tensor.itemsize

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from memlab.card.links import sent_bytes
+from memlab.card.collectives import sent_bytes
 from memlab.card.placement import on_card
 from memlab.footprint import Phase
 from memlab.trace.log import UPDATE

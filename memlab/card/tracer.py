@@ -17,7 +17,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
 from memlab.card import dynamic_shapes, known_values
-from memlab.card.kernels import pytorch
+from memlab.card.kernels import workspaces
 from memlab.card.kernels.rules import RULES
 from memlab.card.memory import CardMemory
 from memlab.card.on_host import OnHost, refuse_two_devices
@@ -235,7 +235,7 @@ class CardTracer(OnHost, Tracer):
         except (DynamicOutputShapeException, DataDependentOutputException):
             raise NotSimulated(f"{func} is not simulated: {ONLY_A_CARD_KNOWS}") from None
         self.work.note(func, here, options, tensors, out, self.phase())
-        scratch = pytorch.kernel_scratch(func, here)
+        scratch = workspaces.kernel_scratch(func, here)
         if scratch:
             self.met_rules.add("softmax backward")
         if scratch and "softmax backward" in self.rules:
@@ -357,13 +357,13 @@ class CardTracer(OnHost, Tracer):
         (aten/src/ATen/cuda/CublasHandlePool.cpp); so has cublasLt, which addmm uses for the
         bias.
         """
-        if not pytorch.uses_cublas(func):
+        if not workspaces.uses_cublas(func):
             return
         self.operation = func
         thread = self.phase() == Phase.BACKWARD
         for handle, nbytes in (
             ("cublas", self.gpu.workspace),
-            ("cublasLt", pytorch.CUBLASLT_WORKSPACE),
+            ("cublasLt", workspaces.CUBLASLT_WORKSPACE),
         ):
             wanted = handle == "cublas" or func is torch.ops.aten.addmm.default
             if wanted and (handle, thread) not in self._handles_used:

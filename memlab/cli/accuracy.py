@@ -11,8 +11,8 @@ def add_to(commands) -> None:
 def run(options) -> dict:
     """Every record with what is predicted."""
     from memlab.evidence.accuracy import compare_records
+    from memlab.evidence.accuracy_text import report, summary
     from memlab.evidence.records import find_records, load
-    from memlab.evidence.report import report, summary
 
     named = [run for path in options.files for run in load(path)]
     runs = named if options.files else find_records()

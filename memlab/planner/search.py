@@ -21,7 +21,8 @@ from memlab.planner.cards import LADDER, Cards
 from memlab.planner.choice import fitting
 from memlab.planner.estimates import LIKE, Estimates, trace_key
 from memlab.planner.result import WAYS, WORST, Option, Plan, Question, described
-from memlab.planner.space import Combination, computes, rungs
+from memlab.planner.rungs import rungs
+from memlab.planner.space import Combination, computes
 from memlab.predict.fit import MARGIN, largest_size, limited, verdict, why_no_larger
 from memlab.predict.run import gc_frozen
 from memlab.predict.simulate import sized_log

@@ -7,11 +7,13 @@ the simulated log has them; tests compare both. What the allocator keeps in its 
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from memlab import models
 from memlab.card.kernels.sdpa import model_routes
+from memlab.fields import whole
 from memlab.gpus import GPU, find_gpu, require_native
 from memlab.predict.fit import MARGIN, limited, room
 from memlab.spec.serving import Serving, head_shape
@@ -30,6 +32,33 @@ BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 2, "nf4": 2}  # of a number th
 MOVING = ("kv_cache", "activations", "logits")  # what is not the same at every moment
 GATED = ("llama", "mistral", "qwen2")
 TYPES = ("gpt2", *GATED)
+
+
+def kv_cache_bytes(
+    model: models.Model, tokens: int, batch_size: int = 1, bytes_each: float = 2
+) -> int:
+    """Bytes of a cache: layers x 2 x key-value heads x head size x bytes x tokens x batch.
+
+    model: as of a `Recipe`. tokens: of one text; of the two caches of an encoder-decoder model the
+    sum, its input's and its output's. A sliding layer holds its window at most. The 2 stands for
+    keys and values. The formula: Pope et al. 2023, Efficiently Scaling Transformer Inference.
+
+    Raises ValueError for tokens or a batch below 1.
+    """
+    whole(1)("tokens", tokens)
+    whole(1)("batch_size", batch_size)
+    config = models.config(model)
+    heads, size = head_shape(config)
+    layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None)
+    layers -= getattr(config, "num_kv_shared_layers", None) or 0  # the last take those of others
+    window: Any = getattr(config, "sliding_window", None)
+    if kinds is None:
+        kinds = ["sliding_attention" if window else "full_attention"] * layers
+    kept = sum(
+        min(tokens, window) if kind == "sliding_attention" else tokens for kind in kinds[:layers]
+    )
+    return round(2 * heads * size * bytes_each * kept * batch_size)
 
 
 @dataclass(frozen=True)

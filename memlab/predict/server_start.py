@@ -16,7 +16,7 @@ from memlab import models
 from memlab.fields import one_of, whole, wrong
 from memlab.gpus import GPU, find_gpu
 from memlab.models import Model
-from memlab.spec.serving import kv_cache_bytes
+from memlab.predict.formula_serving import kv_cache_bytes
 from memlab.workloads.quantized import to_be_quantized
 
 # Bits a weight of linear layers and experts, constants included: AWQ and GPTQ keep an fp16 scale

@@ -261,6 +261,8 @@ def _unlike_usual(config) -> str:
         return "some of its layers take the keys and config of others"
     if getattr(config, "num_key_value_heads", None) == 1:
         return "a dimension of one head of keys is swapped without a copy"
+    if config.model_type in ONE_PROJECTION and (heads_of_a_key(config) + 2) % 5 == 0:
+        return "its projection to queries, keys and values has the prime factor of a head's size"
     narrow = getattr(config, "embedding_size", None) or config.hidden_size
     if narrow != config.hidden_size:
         return f"its embeddings have {narrow} numbers a token and its layers {config.hidden_size}"

@@ -1,4 +1,4 @@
-"""What text is generated how: a `Serving`, as a `Recipe` says it of a training, and its KV cache.
+"""What text is generated how: a `Serving`, as a `Recipe` says it of a training.
 
 What a field means, what it may hold and how the command line calls it stand with the field.
 """
@@ -162,30 +162,3 @@ def head_shape(config: PretrainedConfig) -> tuple[int, int]:
     return getattr(
         config, "num_key_value_heads", None
     ) or heads, size or config.hidden_size // heads
-
-
-def kv_cache_bytes(model: Model, tokens: int, batch_size: int = 1, bytes_each: float = 2) -> int:
-    """Bytes of a cache: layers x 2 x key-value heads x head size x bytes x tokens x batch.
-
-    model: as of a `Recipe`. tokens: of one text; of the two caches of an encoder-decoder model the
-    sum, its input's and its output's. A sliding layer holds its window at most. The 2 stands for
-    keys and values. The formula: Pope et al. 2023, Efficiently Scaling Transformer Inference.
-
-    Raises ValueError for tokens or a batch below 1.
-    """
-    from memlab import models
-
-    whole(1)("tokens", tokens)
-    whole(1)("batch_size", batch_size)
-    config = models.config(model)
-    heads, size = head_shape(config)
-    layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None)
-    layers -= getattr(config, "num_kv_shared_layers", None) or 0  # the last take those of others
-    window: Any = getattr(config, "sliding_window", None)
-    if kinds is None:
-        kinds = ["sliding_attention" if window else "full_attention"] * layers
-    kept = sum(
-        min(tokens, window) if kind == "sliding_attention" else tokens for kind in kinds[:layers]
-    )
-    return round(2 * heads * size * bytes_each * kept * batch_size)

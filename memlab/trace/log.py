@@ -65,7 +65,7 @@ class Log:
         marks.sort(key=lambda mark: mark[0])
         marks.reverse()  # the next is the last
         steps, births, living, dying = [], {}, defaultdict(_Alike), []
-        free = trained(weights)
+        free, learning = trained(weights), False
 
         def bury():
             for number, phase in sorted(dying):
@@ -74,6 +74,7 @@ class Log:
             dying.clear()
 
         for at, (storage, change, phase, *_) in enumerate(ledger.entries):
+            learning |= phase == Phase.BACKWARD  # before it nothing has gradients to clip
             marked = marks and marks[-1][0] == at
             if dying and (change > 0 or phase != dying[-1][1] or marked):
                 bury()
@@ -81,8 +82,8 @@ class Log:
                 steps.append(marks.pop()[1])
             if change > 0:
                 module = storage.module if numbered else re.sub(r"\.\d+", ".*", storage.module)
-                norms = storage.operation in NORMS and storage.module == OUTSIDE and free
-                of_each, rest = divmod(change, free) if norms else (0, 0)
+                norms = learning and storage.operation in NORMS and storage.module == OUTSIDE
+                of_each, rest = divmod(change, free) if norms and free else (0, 0)
                 nbytes = -of_each if of_each in NORM_BYTES and not rest else change
                 birth = Alloc(nbytes, storage.category, phase, module, storage.operation)
                 birth = birth._replace(stream=storage.stream, item=storage.item)

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from helpers import one_line
+from torch.distributed._functional_collectives import all_reduce_coalesced
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -55,6 +56,23 @@ def of_category(footprint, category):
 def start(backend="nccl"):
     dist.init_process_group(backend)
     assert (dist.get_rank(), dist.get_world_size()) == (0, 4)
+
+
+def test_what_no_table_knows_counts_as_sent_whole():
+    """Of four ranks: an all-reduce sends 1.5 of its bytes, a reduction to one rank all."""
+    sent = {}
+    for name, collective in (
+        ("all_reduce", dist.all_reduce),
+        ("reduce", lambda x: dist.reduce(x, 0)),
+        ("coalesced", lambda x: all_reduce_coalesced([x], "sum", dist.group.WORLD)),
+        ("barrier", lambda x: dist.barrier()),
+    ):
+        with SimulatedGPU("A100-80GB", ranks=4) as gpu:
+            start()
+            collective(torch.zeros(1000, device="cuda"))
+            work = gpu.tracer.work.of_step
+        sent[name] = sum(one.sent * times for one, times in work.items())
+    assert sent == {"all_reduce": 6000, "reduce": 4000, "coalesced": 4000, "barrier": 0}
 
 
 # ---------------------------------------------------------------------- what a rank holds

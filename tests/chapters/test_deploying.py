@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from memlab import models
 from memlab.book.chapters import deploying, pruning
 from memlab.book.chapters.patients import Patients, linears
-from memlab.spec.serving import kv_cache_bytes
+from memlab.predict.formula_serving import kv_cache_bytes
 
 CHAPTER = Notebook("18-deploying")
 here = pytest.mark.skipif(

@@ -20,7 +20,7 @@ from memlab.gpus import GPUS
 from memlab.planner.choice import ALIKE
 from memlab.planner.estimates import Estimates
 from memlab.planner.result import Question
-from memlab.planner.space import RUNGS
+from memlab.planner.rungs import RUNGS
 from memlab.predict.fit import room
 
 CHAPTER = Notebook("16-planner")

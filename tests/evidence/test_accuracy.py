@@ -14,8 +14,8 @@ from memlab.evidence.accuracy import (
     simulate_on_cpu,
     technique,
 )
+from memlab.evidence.accuracy_text import report, summary
 from memlab.evidence.records import FOLDER, find_records, load
-from memlab.evidence.report import report, summary
 from memlab.gpus import GPUS
 from memlab.workloads.training import Training
 

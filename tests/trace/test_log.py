@@ -7,6 +7,7 @@ from memlab.trace.allocator import CachingAllocator
 from memlab.trace.events import Alloc, Free, Marker, WeightLoaded
 from memlab.trace.ledger import Ledger
 from memlab.trace.log import Log, replay
+from memlab.trace.module_names import OUTSIDE
 
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 
@@ -42,6 +43,17 @@ def test_marks_come_before_their_entries_and_weights_are_counted():
     assert log.steps[1] == WeightLoaded("a", 0)
     assert log.weights == Counter({(6, True): 1, (2, True): 1})
     assert log.parameters == log.trainable_parameters == 8
+
+
+def test_norms_of_gradients_are_as_many_as_weights_and_what_is_as_large_before_is_no_norm():
+    """Of 24 trained weights the norms have 96 bytes, as 24 frequencies of rotary positions do."""
+    ledger = Ledger(CachingAllocator())
+    frequencies = ledger.birth(96, "temporary", FORWARD, OUTSIDE, "aten.pow")
+    ledger.death(frequencies, FORWARD)
+    ledger.death(ledger.birth(1000, "gradients", BACKWARD, "layers.0.mlp"), BACKWARD)
+    ledger.birth(96, "temporary", FORWARD, OUTSIDE, "aten.stack")
+    log = Log.of(ledger, Counter({(10, True): 24}))
+    assert [step.nbytes for step in log.steps if type(step) is Alloc] == [96, 1000, -4]
 
 
 def test_a_replay_gives_the_same_footprint():

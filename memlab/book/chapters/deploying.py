@@ -13,12 +13,14 @@ import torch
 from memlab import models
 from memlab.book import drawing, show
 from memlab.book.chapters.patients import Patients
+from memlab.book.colours import SERVING_COLOURS
 from memlab.book.lessons import in_turns
 from memlab.gpus import find_gpu
+from memlab.predict.formula_serving import kv_cache_bytes
 from memlab.predict.server_start import ServerStart
 from memlab.predict.serving import ServingFootprint, measure_serving
 from memlab.predict.simulate import simulate
-from memlab.spec.serving import Serving, kv_cache_bytes
+from memlab.spec.serving import Serving
 from memlab.trace.quantized_weights import constants
 from memlab.workloads.quantized import quantize_base
 
@@ -61,7 +63,7 @@ def draw_cache(names: tuple[str, ...] = ("llama-2-7b", "llama-3-8b"), heads: int
 
     heads: query heads of a layer that are drawn, with the cache that they read.
     """
-    old, new = show.SERVING_COLOURS["kv_cache"], show.COLOURS["gradients"]
+    old, new = SERVING_COLOURS["kv_cache"], show.COLOURS["gradients"]
     pitch, wide, left = 0.32, 0.42, 0.78  # of query heads, of a token, where tokens begin
     high = heads * pitch + 0.62
     fig, ax = drawing.sheet(len(names) * high)

@@ -12,7 +12,7 @@ from memlab import Recipe, models, simulate
 from memlab.book import drawing, show
 from memlab.book.chapters import anatomy, attention, deploying, padding, parallel
 from memlab.book.chapters import quantization_figures as quantization
-from memlab.spec.serving import kv_cache_bytes
+from memlab.predict.formula_serving import kv_cache_bytes
 
 LENGTHS, PACKED = [300, 512, 80, 30], [[1], [0, 2, 3]]
 WEIGHTS = torch.tensor([-0.6, 0.1, 0.4, 1.3, 2.0])

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memlab import MiB, SimulatedGPU
-from memlab.card.kernels.pytorch import kernel_scratch
 from memlab.card.kernels.rules import KERNELS, cuda_kernels
 from memlab.gpus import ANY_CARD
 from memlab.trace.tracer import Tracer
@@ -220,23 +219,6 @@ def test_rms_norm_gives_the_same_values():
     torch.testing.assert_close(*results)
 
 
-def test_softmax_backward_takes_a_temporary():
-    grad, out = torch.zeros(10, 10), torch.zeros(10, 10)
-    func = torch.ops.aten._softmax_backward_data.default
-    assert kernel_scratch(func, (grad, out, -1, torch.float32)) == [grad.nbytes]
-    assert kernel_scratch(torch.ops.aten.mul.Tensor, (grad, out)) == []
-
-
-@pytest.mark.parametrize("name", ["native_layer_norm_backward", "_fused_rms_norm_backward"])
-def test_backward_of_a_norm_copies_a_gradient_that_is_not_contiguous(name):
-    """A sum's gradient is one number, expanded."""
-    func = getattr(torch.ops.aten, name).default
-    x, expanded = torch.zeros(10, 4), torch.zeros(()).expand(10, 4)
-    assert kernel_scratch(func, (expanded, x, [4])) == [x.nbytes]
-    assert kernel_scratch(func, (x, x, [4])) == []
-    assert kernel_scratch(func, (x, x.t().contiguous().t(), [4])) == [x.nbytes]
-
-
 @pytest.mark.parametrize("hidden, published", [(1024, 40.0224609375), (16384, 640.1103515625)])
 def test_rms_norm_peaks_as_published(hidden, published):
     """Liger-Kernel, benchmark/data/all_benchmark_data.csv, megatron_rms_norm of torch, H100."""
@@ -247,17 +229,6 @@ def test_rms_norm_peaks_as_published(hidden, published):
             y = norm(x)
             y.sum().backward()
     assert gpu.footprint.peak_allocated == pytest.approx(published * MiB, rel=0.001)
-
-
-@pytest.mark.parametrize("key_heads", [4, 2])
-def test_flash_backward_sums_the_gradient_of_the_query_in_fp32(key_heads):
-    query = torch.zeros(2, 4, 130, 50, dtype=torch.bfloat16)
-    key = torch.zeros(2, key_heads, 70, 50, dtype=torch.bfloat16)
-    func = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
-    rows = 4 * 2 * 4 * 256  # lengths in 128
-    expanded = [] if key_heads == 4 else 2 * [2 * 4 * 70 * 50 * 2]
-    found = kernel_scratch(func, (query, query, key, key))
-    assert found == [rows, 64 * rows, *expanded]  # head sizes in 32
 
 
 def test_everything_is_put_back():

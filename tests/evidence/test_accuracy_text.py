@@ -3,7 +3,7 @@
 import pytest
 from helpers import a_comparison, a_run
 
-from memlab.evidence.report import report, summary
+from memlab.evidence.accuracy_text import report, summary
 
 
 def test_summary_by_family_and_technique_and_never_over_kinds():

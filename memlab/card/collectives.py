@@ -1,0 +1,54 @@
+"""What ranks send each other in a collective."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from memlab.trace.tensors import tensors_in
+
+# What each rank of n sends at least for every byte of the larger tensor: NVIDIA/nccl-tests,
+# doc/PERFORMANCE.md, "Bus bandwidth", the same for a ring and for a tree.
+SHARE = {
+    "allreduce_": lambda n: 2 * (n - 1) / n,
+    "allgather_": lambda n: (n - 1) / n,
+    "_allgather_base_": lambda n: (n - 1) / n,
+    "reduce_scatter_": lambda n: (n - 1) / n,
+    "_reduce_scatter_base_": lambda n: (n - 1) / n,
+    "alltoall_base_": lambda n: (n - 1) / n,
+    "broadcast_": lambda n: 1.0,
+}
+NOTHING = ("wait_tensor", "barrier", "monitored_barrier_")
+SHARE |= {
+    "all_reduce": SHARE["allreduce_"],
+    "all_gather_into_tensor": SHARE["_allgather_base_"],
+    "reduce_scatter_tensor": SHARE["_reduce_scatter_base_"],
+    "all_to_all_single": SHARE["alltoall_base_"],
+}
+
+
+def sent_bytes(func, args, tensors, out) -> int | None:
+    """Bytes that a rank sends in a collective; None for any other operator.
+
+    tensors: all that it was given. out: what it gives, which a functional collective makes. Of one
+    that is not in `SHARE`, as of one rank to another, all counts.
+    """
+    if func.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    if func._opname in NOTHING:
+        return 0
+    share = SHARE.get(func._opname, lambda n: 1.0)
+    if func.namespace == "c10d":
+        group = next(arg for arg in args if type(arg).__name__ == "ScriptObject")
+        size = dist.ProcessGroup.unbox(group).size()
+        largest = max(map(_bytes, tensors), default=0)
+        if func._opname in ("allreduce_", "broadcast_"):  # each of a list is sent
+            largest = sum(map(_bytes, tensors))
+    else:
+        group = next(arg for arg in reversed(args) if isinstance(arg, str))
+        size = dist.distributed_c10d._resolve_process_group(group).size()
+        largest = max(map(_bytes, (*tensors, *tensors_in([out]))))
+    return round(largest * share(size))
+
+
+def _bytes(tensor) -> int:
+    return tensor.numel() * tensor.itemsize
