@@ -159,8 +159,9 @@ def test_a_step_by_hand_is_that_of_the_record():
     recipe, seconds = run.recipe, run.figures["step_seconds"]
     assert recipe["model"] == "llama-2-7b" and recipe["checkpointing"] and recipe["lora_rank"]
     tokens = recipe["batch_size"] * recipe["seq_len"]
-    rate = 6 * weights * tokens / seconds / 1e12
+    work = 6 * weights * tokens / 1e12
+    rate = work / seconds
     peak = find_gpu("RTX-4090").rates["bfloat16"] / 1e12
-    figures = f"= {6 * weights * tokens / 1e12:.0f} TFLOP", f"{seconds:.2f} s", f"{rate:.0f} TFLOP a"
+    figures = f"= {work:.0f} TFLOP", f"{seconds:.2f} s", f"{rate:.0f} TFLOP a"
     shares = f"the {peak:.0f} that", f"{rate / peak:.0%}", f"{rate / peak * 4 / 6:.0%}"
     assert all(text.replace("%", " %") in said for text in figures + shares), (figures, shares)
