@@ -10,6 +10,7 @@ from pathlib import Path
 
 import peft
 import pytest
+import torch
 import transformers
 from safetensors.torch import load_file
 from torch._subclasses import FakeTensorMode
@@ -137,6 +138,35 @@ def test_defaults_of_trl():
     assert sft["max_length"] == dpo["max_length"] == 1024 and sft["loss_type"] == "nll"
     assert dpo["precompute_ref_log_probs"] is False and "vllm_max_model_length" in grpo
     assert sft["bf16"] is None  # which becomes true unless fp16 is
+    assert sft["gradient_checkpointing"] is True and sft["activation_checkpointing"] is None
+    rates = [config["learning_rate"] for config in (dpo, grpo, sft)]
+    assert rates == [1e-6, 1e-6, 2e-5] and "have 1e-6 where `SFTConfig` has 2e-5" in PAGE
+    assert (grpo["num_generations"], grpo["max_completion_length"]) == (8, 512)
+    script = (Path(trl.__file__).parent / "scripts" / "dpo.py").read_text(encoding="utf-8")
+    assert re.findall(r"--learning_rate ([\d.e-]+)", script) == ["5.0e-7", "5.0e-6"]
+
+
+def test_grpo_wants_whole_groups(tmp_path):
+    trl = pytest.importorskip("trl")
+    with pytest.raises(ValueError, match="must be divisible") as stopped:
+        trl.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, per_device_train_batch_size=4)
+    assert str(stopped.value).rstrip(".") in PAGE
+
+
+def test_a_schedule_takes_its_length_from_the_new_arguments():
+    weight = torch.nn.Parameter(torch.zeros(1))
+    once, twice = (torch.optim.SGD([weight], lr=1.0) for _ in range(2))
+    first, second = (
+        transformers.get_scheduler("linear", one, 0, steps)
+        for one, steps in ((once, 100), (twice, 200))
+    )
+    for _ in range(100):
+        once.step()
+        first.step()
+    assert first.get_last_lr() == [0.0]
+    second.load_state_dict(first.state_dict())
+    second.step()
+    assert second.get_last_lr()[0] == pytest.approx(0.5, abs=0.01)
 
 
 def tensors_in_the_file(folder, embeddings, **trained):

@@ -6,13 +6,13 @@ import pandas
 import pytest
 from notebook import Notebook
 
-from memlab import find_records
+from memlab import find_gpu, find_records, models
 from memlab.book.chapters import accuracy, questions
 from memlab.card.kernels.rules import RULES
 from memlab.card.step_time import BEST, EXPECTED, WORST
 from memlab.evidence.effects import BLOCKS, LIBRARIES
 from memlab.evidence.loops import assumptions, kept_predictions, torchtitan
-from memlab.evidence.records import FOLDER
+from memlab.evidence.records import FOLDER, TIMED
 from memlab.gpus import gpu_of_device
 
 PAGE = Notebook("accuracy")
@@ -147,3 +147,21 @@ def test_with_torchtitans_own_setting_less_is_reserved_than_was_published(monkey
     said = f"reserves {reserved:.1f} GiB where {published:.1f} were published"
     assert reserved < published and said in PAGE.text["others-why-text"]
     assert f"[{reserved:.1f} GiB]" in Notebook("17-parallel").text["titan-said-text"]
+
+
+def test_a_step_by_hand_is_that_of_the_record():
+    llama, said = models.config("llama-2-7b"), PAGE.text["seconds-left"]
+    d, inner = llama.hidden_size, llama.intermediate_size
+    weights = llama.num_hidden_layers * (4 * d * d + 3 * d * inner) + llama.vocab_size * d
+    assert f"{weights / 1e9:.1f} billion multiply" in said
+    runs = find_records(folder=TIMED, device="RTX 4090")
+    (run,) = [one for one in runs if one.name == "LoRA 4x2048 ddp, RTX-4090"]
+    recipe, seconds = run.recipe, run.figures["step_seconds"]
+    assert recipe["model"] == "llama-2-7b" and recipe["checkpointing"] and recipe["lora_rank"]
+    tokens = recipe["batch_size"] * recipe["seq_len"]
+    work = 6 * weights * tokens / 1e12
+    rate = work / seconds
+    peak = find_gpu("RTX-4090").rates["bfloat16"] / 1e12
+    figures = f"= {work:.0f} TFLOP", f"{seconds:.2f} s", f"{rate:.0f} TFLOP a"
+    shares = f"the {peak:.0f} that", f"{rate / peak:.0%}", f"{rate / peak * 4 / 6:.0%}"
+    assert all(text.replace("%", " %") in said for text in figures + shares), (figures, shares)

@@ -1,6 +1,7 @@
 """Chapter 14: its from-scratch FlashAttention is exact, its counts right, its verdict stands."""
 
 import gc
+import re
 import warnings
 from functools import partial
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from notebook import Notebook
 from torch.nn.attention.flex_attention import flex_attention
 
-from memlab import Recipe, SimulatedGPU
+from memlab import Recipe, SimulatedGPU, models
 from memlab.book.chapters import attention, kernels
 from memlab.trace.tracer import Tracer
 from memlab.workloads.training import Training
@@ -341,3 +342,28 @@ def test_verdict(chapter, square, error, word):
     exact["case 0"] = [1e-6, 1e-6, 1e-6 + error, 1e-6]
     figures = {"growth": {"three lines": 3.9, "fused": square}, "exact": exact}
     assert CHAPTER.verdict("E23", chapter | figures) == word
+
+
+def test_attentions_share_of_a_step_is_what_the_shapes_give():
+    llama, said = models.config("llama-3.1-8b"), DEEPER.text["share"]
+    d, layers = llama.hidden_size, llama.num_hidden_layers
+    keys = d * llama.num_key_value_heads // llama.num_attention_heads
+    layer = 2 * d * d + 2 * d * keys + 3 * d * llama.intermediate_size
+    matrices = 2 * (layers * layer + llama.vocab_size * d)  # operations a token
+    assert f"{matrices / 2e9:.1f} billion weights" in said and f"{matrices / 1e9:.1f} GFLOP" in said
+    for_each = layers * 2 * 2 * d / 2  # for each token of the length: half of them, two products
+    assert f"{layers} x 2 x {d:,} = {for_each / 1e6:.2f} MFLOP" in said
+    rows = re.findall(r"^\| ([\d,]+) \| (\d+) % \| ([\d.]+) times \|$", said, re.MULTILINE)
+    assert len(rows) == 5
+    for length, percent, more in rows:
+        n = int(length.replace(",", ""))
+        share = for_each * n / (for_each * n + matrices)
+        twice = 2 * (matrices + for_each * 2 * n) / (matrices + for_each * n)
+        assert (f"{share:.0%}", f"{twice:.1f}") == (f"{percent}%", more)
+    whole = 2 * for_each * 2048
+    assert f"{whole / (whole + matrices):.0%}" == "7%" and "7 % at 2,048 tokens" in said
+    shares = {length: percent for length, percent, _ in rows}
+    chapter = CHAPTER.text["bill-words-text"]
+    assert f"{shares['2,048']} % of the operations at 2,048" in chapter
+    assert f"{shares['32,768']} % at 32,768" in chapter
+    assert f"{rows[0][2]} times as many" in Notebook("03-anatomy").text["coefficients-read"]

@@ -8,7 +8,7 @@ import torch
 from notebook import Notebook
 
 from memlab import Recipe, find_gpu, formula
-from memlab.book.chapters import cheatsheet
+from memlab.book.chapters import cheatsheet, low_rank
 from memlab.book.chapters.cheatsheet import cell
 from memlab.footprint import StepTime
 
@@ -127,3 +127,9 @@ def test_simulated_rows_keep_their_order(sheet):
     encoders, decoders = zip(*need.values(), strict=True)
     assert max(encoders) == need["eager"][0] > 1.5 * need["plain"][0]
     assert max(decoders) == need["eager"][1] < 1.01 * need["plain"][1]
+
+
+def test_what_is_said_of_qloras_time_is_as_published():
+    each = [low_rank.TORCHTUNE_TOKENS / low_rank.TORCHTUNE[kind][1] for kind in ("LoRA", "QLoRA")]
+    said = f"takes {each[1] / each[0] - 1:.0%} longer, {each[1]:.2f} s for {each[0]:.2f}"
+    assert said.replace("%", " %") in SHEET.text["title"]

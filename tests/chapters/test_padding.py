@@ -1,5 +1,6 @@
 """Chapter 10: what its cells show is true, and its batches are those that memlab simulates."""
 
+import inspect
 import random
 
 import pytest
@@ -249,3 +250,16 @@ def test_solutions_pass_their_check_and_wrong_answers_are_told_so(chapter, capsy
 def test_a14_is_decided_by_what_counting_does_at_once(visible, misleads, word):
     """Not by thirty steps of a small model, whichever way they end."""
     assert CHAPTER.verdict("A14", {"visible": visible, "misleads": misleads}) == word
+
+
+def test_trl_stops_padding_free_alone_at_its_default_length():
+    trl = pytest.importorskip("trl")
+    assert trl.SFTConfig.max_length == 1024
+    assert "`max_length` is not enforced" in inspect.getsource(trl.SFTTrainer.__init__)
+    assert "`ValueError` until you set `max_length=None`" in CHAPTER.text["trl-text"]
+
+
+def test_a_packed_rows_mask_has_the_bytes_that_are_told():
+    said = DEEPER.text["trl-words"]
+    assert 1024**2 * 2 == 2 * 2**20 and "1,024² x 2 bytes = 2 MiB" in said
+    assert 8192**2 * 2 == 128 * 2**20 and "128 MiB for 8,192" in said
