@@ -9,7 +9,7 @@ from notebook import Notebook
 from torch.nn.utils import prune
 from transformers import DynamicCache
 
-from memlab import models
+from memlab import models, server
 from memlab.book.chapters import deploying, pruning
 from memlab.book.chapters.patients import Patients, linears
 from memlab.predict.formula_serving import kv_cache_bytes
@@ -49,6 +49,16 @@ def test_a_weight_in_nf4_takes_what_the_page_says(chapter):
     assert (held - 2 * outer) / (weights - outer) == pytest.approx(0.5, abs=0.04)
     text = CHAPTER.text["situation"]
     assert f"2 bytes a weight in fp16, {held / weights:.1f} in" in text
+
+
+def test_a_long_text_wants_small_weights_and_a_small_cache():
+    """Of Llama 3.1 8B 131,072 tokens on a card of 24 GB."""
+    assert "131,072 tokens at 128 KiB are 16 GiB" in CHAPTER.text["server-words"]
+    cache = kv_cache_bytes("llama-3.1-8b", 131_072)
+    assert cache == 131_072 * 128 * 1024 == 16 * 2**30
+    for weights in ("fp8", "awq", "16 bits"):
+        left = server("llama-3.1-8b", "RTX-4090", weights, texts=1).cache
+        assert max(left) < cache and (min(left) > cache / 2) == (weights != "16 bits")
 
 
 def test_published_figures_stand_beside_ours(chapter):
