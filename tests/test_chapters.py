@@ -270,6 +270,7 @@ ROOMS = {
     "18-deploying": {
         "memlab.book.serving_calculator",
         "memlab.libraries",
+        "memlab.predict.formula_serving",
         "memlab.spec.serving",
     },
     "record": {
