@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 
 import torch
 
+from memlab import models
 from memlab.spec.logits import unlike_product
 from memlab.spec.recipe import FULLY_SHARDED, SHARDED_OPTIMIZERS, TORCHAO_BLOCKS, Recipe
 
@@ -130,6 +132,20 @@ def check_packed(recipe: Recipe) -> None:
         )
     wanted = {"padded": (False, "texts without padding share a row")}
     _check_with(recipe, "packed", wanted)
+    mixes = _mixes_texts(recipe)
+    if mixes:
+        raise ValueError(f"packed is True: {recipe.model_name} {mixes}; allowed is False")
+
+
+def _mixes_texts(recipe: Recipe) -> str:
+    """Why a model cannot tell the texts of a row apart by their positions; empty if it can."""
+    with torch.device("meta"):
+        model = models.build(models.config(recipe.model), recipe.task)
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return "takes no position_ids"
+    if any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
+        return "has layers that run on from one text of a row into the next"
+    return ""
 
 
 def check_loss(recipe: Recipe) -> None:

@@ -82,6 +82,8 @@ def test_a_packed_row_takes_a_mask_on_the_card_as_without_one():
     [
         ("bert-large-tiny", {}, "task is 'sequence-classification'"),
         ("gpt2-tiny", {"padded": True}, "padded is True"),
+        ({"model_type": "bloom"}, {}, "bloom takes no position_ids"),
+        ({"model_type": "falcon_h1", "num_hidden_layers": 2}, {}, "from one text of a row into"),
     ],
 )
 def test_what_cannot_share_a_row_is_told(model, changes, said):
