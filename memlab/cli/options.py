@@ -7,6 +7,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
+from memlab.card.links import LINKS
 from memlab.fields import described
 from memlab.gpus import find_gpu, gpu_of_device
 from memlab.spec.recipe import Recipe
@@ -14,7 +15,7 @@ from memlab.spec.recipe import Recipe
 if TYPE_CHECKING:
     from memlab.spec.serving import Serving
 
-LINK = "between ranks: nvlink, pcie, infiniband-400, ethernet-100, ethernet-10"
+LINK = f"between ranks: {', '.join(LINKS)}"
 GPU = "a card's name or a number of bytes; none means no limit"
 
 
