@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memlab.card import checkpoints, cuda_api, fake_tensors, moves
+from memlab.card.footprint import card_footprint
 from memlab.card.kernels import bitsandbytes, triton
 from memlab.card.kernels.rules import RULES, cuda_kernels
 from memlab.card.links import link_rate
-from memlab.card.memory import card_footprint
 from memlab.card.placement import CARD, tensors_name_their_place
 from memlab.card.process_group import check_ranks, rank_of
 from memlab.card.tracer import CardTracer

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast, overload
 
+from memlab.card.footprint import card_footprint
 from memlab.card.links import link_rate
 from memlab.card.load_order import loaded_by_transformers, peak_reserved, reserved_range
-from memlab.card.memory import CardMemory, card_footprint
+from memlab.card.memory import CardMemory
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, find_gpu
 from memlab.predict.run import refuse_format

@@ -9,7 +9,27 @@ import torch
 
 from memlab import models
 from memlab.spec.logits import unlike_product
-from memlab.spec.recipe import FULLY_SHARDED, SHARDED_OPTIMIZERS, TORCHAO_BLOCKS, Recipe
+from memlab.spec.recipe import (
+    AUTOCAST,
+    FULLY_SHARDED,
+    SHARDED_OPTIMIZERS,
+    TORCHAO_BLOCKS,
+    Recipe,
+)
+
+
+def check_base(recipe: Recipe) -> None:
+    """Raise ValueError where a base has no adapters, or no format of its own."""
+    if recipe.base != "none" and not recipe.lora_rank:
+        raise ValueError(
+            f"base is {recipe.base!r} and lora_rank is 0: a base is what adapters leave frozen, "
+            "allowed is a lora_rank from 1"
+        )
+    if recipe.base == "half" and recipe.precision not in AUTOCAST:
+        raise ValueError(
+            f"base is 'half' and precision is {recipe.precision!r}: without autocast the base "
+            f"has the format of precision, allowed are {', '.join(AUTOCAST)}"
+        )
 
 
 def check_step(recipe: Recipe) -> None:

@@ -266,7 +266,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         from memlab import models  # torch and transformers, which a question for help can spare
-        from memlab.spec.combinations import check_loss, check_packed, check_step
+        from memlab.spec.combinations import check_base, check_loss, check_packed, check_step
         from memlab.spec.published import check_published
 
         for one in dataclasses.fields(self):
@@ -281,16 +281,7 @@ class Recipe:
         check_effects(self)
         if self.compute_dtype is None and self.base in QUANTIZED:
             object.__setattr__(self, "compute_dtype", COMPUTED_IN[self.precision])
-        if self.base != "none" and not self.lora_rank:
-            raise ValueError(
-                f"base is {self.base!r} and lora_rank is 0: a base is what adapters leave frozen, "
-                "allowed is a lora_rank from 1"
-            )
-        if self.base == "half" and self.precision not in AUTOCAST:
-            raise ValueError(
-                f"base is 'half' and precision is {self.precision!r}: without autocast the base "
-                f"has the format of precision, allowed are {', '.join(AUTOCAST)}"
-            )
+        check_base(self)
         check_step(self)
         named = models.catalogued(self.model)
         named = models.published(named) if isinstance(named, dict) else named

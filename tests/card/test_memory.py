@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from memlab import SimulatedGPU
-from memlab.card.memory import CardMemory, card_footprint
+from memlab.card.footprint import card_footprint
+from memlab.card.memory import CardMemory
 from memlab.footprint import Phase
 from memlab.gpus import find_gpu
 from memlab.trace.ledger import Ledger

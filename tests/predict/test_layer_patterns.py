@@ -8,7 +8,7 @@ import torch
 
 from memlab import Recipe, models, simulate
 from memlab.card.device import SimulatedGPU
-from memlab.card.memory import card_footprint
+from memlab.card.footprint import card_footprint
 from memlab.gpus import ANY_CARD
 from memlab.predict.layer_patterns import Layers, layers_of, repeats
 from memlab.predict.run import completed, log_of, two_steps
