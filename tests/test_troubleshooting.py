@@ -69,6 +69,29 @@ def known():
     }
 
 
+def test_a_merge_of_eight_billion_weights_is_more_than_a_t4_has(known):
+    assert known["weights"] * 2 > find_gpu("T4").total_memory
+
+
+def test_the_optimizers_traffic_is_that_of_the_links_table(known):
+    """Gradients down and weights up, over the link that the page names."""
+    links = json.loads((ROOT / "memlab" / "data" / "links.json").read_text())["pcie"]
+    rates = links["gb_per_second"]
+    assert (rates["RTX-4090"], rates["T4"]) == (31.5, 15.75)
+    assert "the 31.5 GB a second\nthat 16 lanes of PCI Express 4.0" in PAGE
+    assert known["gib"](known["small"] * (4 + 4)) == known["gib"](known["small"] * 16 / 2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_base_in_the_hosts_memory_is_not_moved_by_its_adapters(tmp_path):
+    """peft moves what has a device map with "cpu" in it; a base that lies there whole has none."""
+    shape = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, vocab_size=100)
+    config = transformers.LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=2)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    base = transformers.LlamaForCausalLM.from_pretrained(tmp_path, device_map="cpu")
+    assert getattr(base, "hf_device_map", None) is None
+
+
 @pytest.mark.parametrize("expression, said", sorted(set(FIGURES)))
 def test_a_figure_is_what_the_shapes_give(expression, said, known):
     assert eval(html.unescape(expression), known) == said

@@ -52,3 +52,19 @@ def test_a_cell_is_the_first_way_that_fits():
 )
 def test_the_table_is_what_is_said_today(model, way, gpu):
     assert TABLE[model][way][gpu] == MADE["answer"](model, way, gpu)
+
+
+def test_an_h200_takes_in_full_what_the_page_says():
+    """In fp32 what a B200 has room for; under autocast up to 133 GiB."""
+    card, held = MADE["find_gpu"]("H200"), {}
+    for name, ways in TABLE.items():
+        if ways["full"]["B200"].startswith("fits"):
+            held[name] = float(ways["full"]["B200"].split()[-2])
+    large = {name: gib for name, gib in held.items() if gib > 110}
+    assert len(large) == 7
+    for name, gib in large.items():
+        recipe = MADE["recipe_of"](name, "full", "H200").but(precision="fp32")
+        most = max(MADE["formula"](recipe, card).reserved_range) + card.context
+        assert most <= MADE["room"](card)
+        if gib < 133:
+            assert MADE["answer"](name, "full", "H200").startswith("fits")

@@ -6,7 +6,11 @@ import pytest
 import torch
 from notebook import Notebook
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRotaryEmbedding,
+)
 
 from memlab import formula, models
 from memlab.book import small_config
@@ -98,6 +102,21 @@ def test_experts_and_checkpoints_are_counted_as_the_pages_say():
     assert (llama.num_hidden_layers, llama.hidden_size) == (32, 4096)
     assert "4,096 numbers x 2 bytes = 32 GiB" in DEEPER.text["long-text"]
     assert 32 * 131_072 * 4096 * 2 == 32 * 2**30
+    assert "14,336 numbers x 2 bytes = 3.5 GiB each" in DEEPER.text["long-text"]
+    assert llama.intermediate_size == 14_336 and 131_072 * 14_336 * 2 == 3.5 * 2**30
+
+
+def test_a_feed_forward_part_keeps_four_wide_tensors():
+    layer = LlamaMLP(small_config("llama-3-8b-tiny", hidden_size=16, intermediate_size=56))
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(torch.zeros(1, 100, 16, requires_grad=True)).sum()
+    assert sorted(kept.values()).count(100 * 56) == 4
 
 
 def test_torchtitans_published_peak_is_above_what_is_allocated(chapter):

@@ -12,7 +12,7 @@ from notebook import Notebook
 from memlab import Recipe, find_gpu, fits, formula, models, plan, simulate
 from memlab.book import show
 from memlab.book.chapters import questions
-from memlab.book.chapters.planner import KERNELS, MODELS, rent_table, switch_table
+from memlab.book.chapters.planner import KERNELS, MODELS, needed, rent_table, switch_table
 from memlab.card.step_time import ANCHORED
 from memlab.evidence.accuracy import ratio_errors
 from memlab.evidence.records import published_files
@@ -76,6 +76,19 @@ def test_the_smallest_card_is_the_first_that_fits(chapter):
                     assert not fit
                 elif card.name == found:
                     assert fit
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "llama-3-8b"])
+def test_an_h200_trains_every_weight_as_the_page_says(chapter, name):
+    """In full with AdamW: not as the picture asks, but in fp32, or without accumulation."""
+    assert name in chapter["no_card"]
+    assert "The 7B and the 8B do fit an H200" in CHAPTER.text["choice-words"]
+    h200, plain = find_gpu("H200"), chapter["four_ways"](name)["full"]
+    at_once = needed(plain.but(accumulation=1), h200)
+    assert at_once <= room(h200) < needed(plain, h200)
+    weights = formula(plain, KERNELS).parameters
+    assert (at_once - h200.context) / weights == pytest.approx(16, abs=0.1)
+    assert needed(plain.but(precision="fp32", checkpointing=True), h200) <= room(h200)
 
 
 def test_every_pair_takes_one_branch(chapter):
