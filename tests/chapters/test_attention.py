@@ -364,6 +364,6 @@ def test_attentions_share_of_a_step_is_what_the_shapes_give():
     assert f"{whole / (whole + matrices):.0%}" == "7%" and "7 % at 2,048 tokens" in said
     shares = {length: percent for length, percent, _ in rows}
     chapter = CHAPTER.text["bill-words-text"]
-    assert f"{shares['2,048']} % of the operations at 2,048" in chapter
+    assert f"{shares['2,048']} % at 2,048 tokens" in chapter
     assert f"{shares['32,768']} % at 32,768" in chapter
     assert f"{rows[0][2]} times as many" in Notebook("03-anatomy").text["coefficients-read"]
