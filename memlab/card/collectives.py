@@ -17,13 +17,14 @@ SHARE = {
     "alltoall_base_": lambda n: (n - 1) / n,
     "broadcast_": lambda n: 1.0,
 }
-NOTHING = ("wait_tensor", "barrier", "monitored_barrier_")
 SHARE |= {
     "all_reduce": SHARE["allreduce_"],
     "all_gather_into_tensor": SHARE["_allgather_base_"],
     "reduce_scatter_tensor": SHARE["_reduce_scatter_base_"],
     "all_to_all_single": SHARE["alltoall_base_"],
 }
+
+NOTHING = ("wait_tensor", "barrier", "monitored_barrier_")  # is sent by these
 
 
 def sent_bytes(func, args, tensors, out) -> int | None:

@@ -34,8 +34,8 @@ class Work(NamedTuple):
     elements; 0 and 0 for an operator with a kernel of its own. recomputed: whether it is a forward
     pass that activation checkpointing repeats. micro_batch: its number in the step, from 0, and
     `UPDATE` where the loop says that its gradients are all there.
-    sent: bytes that a collective sends to other ranks (`memlab.card.links`). carried: bytes that
-    go from the card to its host or back, by a copy of at least `TRIFLE`.
+    sent: bytes that a collective sends to other ranks (`memlab.card.collectives`). carried: bytes
+    that go from the card to its host or back, by a copy of at least `TRIFLE`.
     """
 
     flops: int

@@ -91,6 +91,14 @@ def test_what_cannot_share_a_row_is_told(model, changes, said):
         Recipe(model, packed=True, **changes)
 
 
+def test_a_packed_recipe_leaves_the_seed_alone():
+    torch.manual_seed(7)
+    first = torch.rand(1)
+    torch.manual_seed(7)
+    Recipe({"model_type": "gpt2", "n_layer": 1, "n_embd": 24}, packed=True)
+    assert torch.rand(1) == first
+
+
 def test_accumulation_gives_the_gradient_of_the_big_batch():
     small = gradients(TINY.but(batch_size=2, accumulation=2))
     big = gradients(TINY.but(batch_size=4))
