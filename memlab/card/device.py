@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from memlab.card import checkpoints, cuda_api, fake_tensors, moves
 from memlab.card.footprint import card_footprint
-from memlab.card.kernels import bitsandbytes, triton
+from memlab.card.kernels import bitsandbytes, flash_attn, triton
 from memlab.card.kernels.rules import RULES, cuda_kernels
 from memlab.card.links import link_rate
 from memlab.card.placement import CARD, tensors_name_their_place
@@ -99,7 +99,9 @@ class SimulatedGPU:
     operations, where a card may take a kernel of cuDNN's; what cuDNN takes for itself in a
     convolution is not counted.
     Kernels of Triton write into tensors that are there and take none; where Triton is not
-    installed, libraries may go another way.
+    installed, libraries may go another way. transformers finds flash-attn 2 under
+    `attn_implementation="flash_attention_2"`, installed or not; PyTorch's copy of its kernels
+    stands for it. A script's own `import flash_attn` is left alone.
 
     Raises torch.OutOfMemoryError, with PyTorch's message, where the card would.
     """
@@ -149,6 +151,7 @@ class SimulatedGPU:
                     self.reads_environment,
                 ),
                 rank_of(tracer, self.ranks),
+                flash_attn.flash_attention_2(),
                 triton.nothing_is_compiled(tracer.assumptions),
                 checkpoints.checkpoints(),
                 tracer,

@@ -1,7 +1,7 @@
 """What each operator of a step does on a card: floating-point operations, bytes, kernels.
 
-Operations are counted by PyTorch's own registry (torch.utils.flop_counter), but for
-`scaled_dot_product_attention`. Bytes are those of the tensors that an operator reads and writes,
+Operations are counted by PyTorch's own registry (torch.utils.flop_counter), but for fused
+attention. Bytes are those of the tensors that an operator reads and writes,
 once each: what a fused kernel keeps to itself, such as the scores of an attention, is not counted.
 """
 
@@ -15,9 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._mode_utils import no_dispatch
 from torch.utils.flop_counter import flop_registry
 
 from memlab.card.collectives import sent_bytes
+from memlab.card.known_values import values_of
 from memlab.card.placement import on_card
 from memlab.footprint import Phase
 from memlab.trace.log import UPDATE
@@ -301,7 +303,7 @@ def _products(func, args, kwargs, tensors, out) -> tuple[int, str]:
     """Operations of an operator's matrix products, and what they are computed in."""
     if func._opname == "int8_linear_matmul":
         return 2 * out.numel() * args[0].size(-1), "int8"
-    if func._opname.startswith("_scaled_dot_product"):
+    if func._opname.startswith(ATTENTION):
         flops = _attention(func, args, kwargs)
     else:
         name = _name(func)
@@ -337,17 +339,42 @@ def count_tiles(results, dtypes) -> np.ndarray:
 TILED = ("mm", "addmm", "bmm", "baddbmm", "int8_linear_matmul")
 
 
+# Fused attention: SDPA's kernels, flash's own, and that of torch.nn.attention.varlen.
+ATTENTION = ("_scaled_dot_product", "_flash_attention", "_varlen_attn")
+
+
 def _attention(func, args, kwargs) -> int:
     """Operations of a fused attention: two products forward, five backward, the scores again.
 
     Every query head has products of its own, also where heads share keys, which the registry of
     older PyTorch refuses. What a causal mask hides, half of it, is not computed.
     """
-    backward = "backward" in func._opname
-    query, key, value = args[1:4] if backward else args[:3]
-    scores = query.shape[:-1].numel() * key.size(-2)
-    size, value_size = query.size(-1), value.size(-1)
-    flops = 2 * scores * (3 * size + 2 * value_size if backward else size + value_size)
     names = [argument.name for argument in func._schema.arguments]
-    causal = (dict(zip(names, args, strict=False)) | kwargs).get("is_causal")
-    return flops // 2 if causal else flops
+    given = dict(zip(names, args, strict=False)) | kwargs
+    query, key, value = given["query"], given["key"], given["value"]
+    if func._opname.startswith("_scaled_dot_product"):  # [batch, heads, length, head size]
+        scores = query.shape[:-1].numel() * key.size(-2)
+    else:
+        scores = query.size(-2) * _pairs(given)
+    size, value_size = query.size(-1), value.size(-1)
+    backward = "backward" in func._opname
+    flops = 2 * scores * (3 * size + 2 * value_size if backward else size + value_size)
+    return flops // 2 if given.get("is_causal") else flops
+
+
+def _pairs(given: dict) -> int:
+    """Queries times keys that each sees, of [batch, length, heads, head size], or of ragged ones.
+
+    Those are [tokens, heads, head size], with borders between sequences. Where borders have no
+    values, every sequence counts as the longest.
+    """
+    query, key = given["query"], given["key"]
+    borders = [given[name] for name in given if name in ("cum_seq_q", "cu_seq_q")]
+    borders += [given[name] for name in given if name in ("cum_seq_k", "cu_seq_k")]
+    if borders[0] is None:
+        return query.size(0) * query.size(1) * key.size(1)
+    queries, keys = map(values_of, borders)
+    if queries is None or keys is None:
+        return (len(borders[0]) - 1) * given["max_q"] * given["max_k"]
+    with no_dispatch():
+        return int((queries.diff().long() * keys.diff().long()).sum())

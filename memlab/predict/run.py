@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import transformers
 from tqdm.auto import tqdm
 
 from memlab import models
@@ -51,9 +52,14 @@ def shallow_log(recipe: Recipe, gpu: GPU, loop=None, most=None) -> Log:
 
 
 def refuse_format(recipe: Recipe, card: GPU) -> None:
-    """Raise ValueError where a card does not compute in a number format of the recipe."""
+    """Raise ValueError where a card has no kernels for a number format, or an attention."""
     for precision in (recipe.precision, recipe.compute_dtype or ""):
         require_native(precision, card.name, "bfloat16" in card.native_dtypes)
+    if recipe.attention == "flash_attention_2" and card.capability < (8, 0):
+        raise ValueError(
+            f"attention is 'flash_attention_2': {card.name} has compute capability "
+            f"{'{}.{}'.format(*card.capability)}, flash-attn needs 8.0; allowed are eager, sdpa"
+        )
 
 
 def weights_of(model: torch.nn.Module) -> Counter:
@@ -61,10 +67,22 @@ def weights_of(model: torch.nn.Module) -> Counter:
     return Counter((numel(weight), weight.requires_grad) for weight in model.parameters())
 
 
+@contextlib.contextmanager
+def _silent_transformers():
+    """Without its warnings, such as that flash-attn casts what autocast leaves in fp32."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(before)
+
+
 def _run(loop, recipe: Recipe, simulated: SimulatedGPU) -> Training:
     """What a loop gives. Raises ValueError, in one line, for what its model or a library raises."""
     try:
-        return loop(recipe, simulated)
+        with _silent_transformers():
+            return loop(recipe, simulated)
     except (LookupError, RuntimeError, TypeError, AttributeError, AssertionError) as error:
         frames = traceback.extract_tb(error.__traceback__)
         ours = tuple(str(Path(module.__file__).parent) for module in (torch, models))

@@ -8,13 +8,14 @@ things.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import lzma
 from hashlib import sha256
 from pathlib import Path
 
-from memlab.predict.store import code_digest, kept_of, other_releases, text_of
+from memlab.predict.store import UNREADABLE, code_digest, kept_of, other_releases, text_of
 from memlab.spec.recipe import BITSANDBYTES_OPTIMIZERS, QUANTIZED
 
 FOLDER = Path(__file__).parent.parent / "data" / "traces"
@@ -66,7 +67,7 @@ class Shipped:
     def read_into(self, known: dict, key: str) -> None:
         """Add what is there of a key: a half, or None for what has no trace."""
         structure, rest = divided(key)
-        if rest in self.lines(structure):
+        with contextlib.suppress(*UNREADABLE):
             known[key] = kept_of(self.lines(structure)[rest])
 
     def lines(self, structure: str) -> dict[str, str]:
@@ -74,9 +75,10 @@ class Shipped:
         if structure not in self._lines:
             file = self._folder / file_of(structure)
             found = {}
-            if self.is_of_this_code and file.exists():
-                lines = lzma.decompress(file.read_bytes()).decode().splitlines()
-                found = dict(zip(lines[::2], lines[1::2], strict=True))
+            with contextlib.suppress(*UNREADABLE):
+                if self.is_of_this_code:
+                    lines = lzma.decompress(file.read_bytes()).decode().splitlines()
+                    found = dict(zip(lines[::2], lines[1::2], strict=True))
             self._lines[structure] = found
         return self._lines[structure]
 

@@ -13,8 +13,10 @@ import gzip
 import hashlib
 import importlib.metadata
 import json
+import lzma
 import os
 import tempfile
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,6 +34,8 @@ from memlab.trace.trace import Half
 # On whose releases it depends which events happen.
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 LARGEST = 256 * 2**20  # bytes of all files; the oldest go first
+# What is raised about a file that was cut short, spoilt, or written by something else.
+UNREADABLE = (OSError, EOFError, ValueError, LookupError, TypeError, zlib.error, lzma.LZMAError)
 FOLDER = "MEMLAB_CACHE"  # an environment's variable that names another folder
 MEMLAB = Path(__file__).parent.parent
 # What decides which events happen.
@@ -71,7 +75,7 @@ class Store:
 
     def read_into(self, known: dict, key: str) -> None:
         """Add what is there of a key: a half, or None for what has no trace."""
-        with contextlib.suppress(OSError, EOFError, ValueError, LookupError, TypeError):
+        with contextlib.suppress(*UNREADABLE):
             known[key] = kept_of(gzip.decompress(self._file(key).read_bytes()))
             os.utime(self._file(key))
 

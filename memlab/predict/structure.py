@@ -180,11 +180,13 @@ def has_no_trace(recipe: Recipe, card: GPU) -> bool:
     """Whether a recipe is known to have no trace of passes and updates for all sizes.
 
     A loss in parts of tokens has as many parts as the tokens ask for. Where the backward pass steps
-    there are no updates apart from it. Copies to the host have terms of no size.
+    there are no updates apart from it. Copies to the host have terms of no size. Where flash-attn
+    gets borders between sequences, there is one more of these than sequences.
     """
     parts = recipe.loss != "whole" or recipe.step_in_backward
     away = recipe.activation_offload or recipe.optimizer_offload != "none"
-    return parts or away or has_fused_products(recipe, card)
+    borders = recipe.attention == "flash_attention_2" and (recipe.packed or recipe.padded)
+    return parts or away or borders or has_fused_products(recipe, card)
 
 
 def has_fused_products(recipe: Recipe, card: GPU) -> bool:
@@ -282,12 +284,14 @@ def _at_chosen_widths(config):
 
 
 def _attention(recipe: Recipe, usual: Structure, card: GPU, unit: int) -> str:
-    """How attention is computed on a card: `eager`, or the kernels that sdpa takes there.
+    """How attention is computed on a card: the implementation, and the kernels of sdpa there.
 
     Empty for a size of heads that is no multiple of a unit, or taken otherwise than the chosen one.
     """
     if recipe.attention == "eager":
         return "eager"
+    if recipe.attention == "flash_attention_2":
+        return "" if usual.widths["d"][1] % unit else recipe.attention
     size, shares = usual.widths["d"][1], heads_of_a_key(usual.config) > 1
     asked = COMPUTE_DTYPES[COMPUTED_IN[recipe.precision]], shares, card.capability
     routes = model_routes(*asked)

@@ -141,6 +141,15 @@ def check_rounding(recipe: Recipe) -> None:
         )
 
 
+def check_attention(recipe: Recipe) -> None:
+    """Raise ValueError where flash-attn gets numbers that it does not take."""
+    if recipe.attention == "flash_attention_2" and recipe.precision == "fp32":
+        raise ValueError(
+            "attention is 'flash_attention_2' and precision is 'fp32': flash-attn computes in half "
+            "precision, allowed are fp16-amp, bf16-amp, fp16, bf16"
+        )
+
+
 def check_packed(recipe: Recipe) -> None:
     """Raise ValueError where rows cannot hold several texts."""
     if not recipe.packed:

@@ -139,7 +139,16 @@ class Recipe:
         "transformers' activation_checkpointing_enable(offload=True); its copies hold kernels up",
         needs=RECOMPUTED,
     )
-    attention: str = field("eager", "transformers' implementation", ("eager", "sdpa"))
+    attention: str = field(
+        "eager",
+        "transformers' implementation",
+        {
+            "eager": "all scores",
+            "sdpa": "PyTorch's choice",
+            "flash_attention_2": "the package flash-attn, in half precision; packed texts then "
+            "come in one row, told apart by their borders, and rows are batch_size * seq_len long",
+        },
+    )
     loss: str = field(
         "whole",
         "how the cross-entropy of a causal language model gets its logits",
@@ -238,7 +247,7 @@ class Recipe:
     packed: bool = switch(
         False,
         "a row holds several texts, here two, which position_ids tell apart, as TRL's packing has "
-        "it; the model masks them under eager and sdpa, for any number of texts",
+        "it; under eager and sdpa the model masks them, for any number of texts",
     )
     expandable_segments: bool = switch(
         False,
@@ -266,7 +275,13 @@ class Recipe:
 
     def __post_init__(self) -> None:
         from memlab import models  # torch and transformers, which a question for help can spare
-        from memlab.spec.combinations import check_base, check_loss, check_packed, check_step
+        from memlab.spec.combinations import (
+            check_attention,
+            check_base,
+            check_loss,
+            check_packed,
+            check_step,
+        )
         from memlab.spec.published import check_published
 
         for one in dataclasses.fields(self):
@@ -292,6 +307,7 @@ class Recipe:
             object.__setattr__(self, "task", models.default_task(config))
         one_of("task", self.task, models.TASKS)
         check_loss(self)
+        check_attention(self)
         check_packed(self)
         longest = models.max_length(config)
         if longest is not None and self.seq_len > longest:

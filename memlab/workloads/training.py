@@ -337,6 +337,8 @@ def make_batches(
         batch = {"input_ids": tokens, "labels": labels}
         if recipe.packed:
             batch["position_ids"] = _two_texts(recipe).to(device)
+            if recipe.attention == "flash_attention_2":  # which takes borders of a single row
+                batch = {name: rows.reshape(1, -1) for name, rows in batch.items()}
         batches.append(_padded(batch, config) if recipe.padded else batch)
     return batches
 

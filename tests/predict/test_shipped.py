@@ -1,5 +1,6 @@
 """Traces that come with memlab: of today's code, and used where they are of today's releases."""
 
+import lzma
 import random
 
 import pytest
@@ -55,6 +56,18 @@ def test_of_other_releases_they_serve_the_formula_alone(monkeypatch, nothing_rea
     assert "bitsandbytes" in formula(RECIPE.but(optimizer="adamw_8bit"), "T4").assumptions[0]
     assert traces_of_any_release() is not traces()
     assert not list(tmp_path.rglob("*.gz"))  # nothing was recorded
+
+
+@pytest.mark.parametrize("damage", [b"", b"half a fi", lzma.compress(b"a key\n{}")])
+def test_a_damaged_file_is_as_none(damage, tmp_path):
+    recipe, card = usual_sizes(RECIPE), find_gpu("T4")
+    keys, known = keys_of(recipe, *next(structures(recipe, card))), {}
+    for file in module.FOLDER.glob("*"):
+        (tmp_path / file.name).write_bytes(damage if file.suffix == ".xz" else file.read_bytes())
+    for key in keys:
+        Shipped(tmp_path).read_into(known, key)
+        assert key in Shipped() and key not in Shipped(tmp_path)
+    assert not known
 
 
 def test_of_other_code_they_are_not_used(monkeypatch):

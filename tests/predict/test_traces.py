@@ -237,8 +237,13 @@ def test_that_there_is_no_trace_is_kept_too(tmp_path):
 
 @pytest.mark.parametrize(
     "damage",
-    (b"", b"half a fi", gzip.compress(b'{"sizes": 1}')),
-    ids=("empty", "cut short", "other content"),
+    (
+        b"",
+        b"half a fi",
+        gzip.compress(b"[1, 2, 3]" * 9)[:10] + b"\xff" * 20,
+        gzip.compress(b'{"sizes": 1}'),
+    ),
+    ids=("empty", "cut short", "spoilt within", "other content"),
 )
 def test_a_damaged_file_is_made_anew(tmp_path, damage):
     recipe, card = TINY, find_gpu("T4")
