@@ -2,12 +2,18 @@
 
 import dataclasses
 import html
+import inspect
 import json
 import math
+import pickle
 import re
 import sys
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
+import accelerate
+import numpy as np
 import peft
 import pytest
 import torch
@@ -79,6 +85,7 @@ def test_the_optimizers_traffic_is_that_of_the_links_table(known):
     rates = links["gb_per_second"]
     assert (rates["RTX-4090"], rates["T4"]) == (31.5, 15.75)
     assert "the 31.5 GB a second\nthat 16 lanes of PCI Express 4.0" in PAGE
+    assert round(450 / rates["RTX-4090"]) == 14 and "each way, 14 times as many" in PAGE
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -166,6 +173,31 @@ def test_defaults_of_trl():
     assert (grpo["num_generations"], grpo["max_completion_length"]) == (8, 512)
     script = (Path(trl.__file__).parent / "scripts" / "dpo.py").read_text(encoding="utf-8")
     assert re.findall(r"--learning_rate ([\d.e-]+)", script) == ["5.0e-7", "5.0e-6"]
+
+
+def test_random_states_of_an_older_numpy_are_refused_and_not_missed(tmp_path):
+    """Those that NumPy 1 wrote name its modules as they were called then."""
+    said, states = tmp_path / "new.pth", {"numpy": np.random.get_state()}
+    torch.save(states, said)
+    trainer = SimpleNamespace(args=SimpleNamespace(world_size=1))
+    transformers.Trainer._load_rng_state(trainer, str(tmp_path))  # no file of that name
+    with zipfile.ZipFile(said) as new, zipfile.ZipFile(tmp_path / "rng_state.pth", "w") as old:
+        for name in new.namelist():
+            old.writestr(name, new.read(name).replace(b"numpy._core.", b"numpy.core."))
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        transformers.Trainer._load_rng_state(trainer, str(tmp_path))
+
+
+def test_what_the_snippets_say_is_taken():
+    history = inspect.signature(torch.cuda.memory._record_memory_history).parameters
+    assert history["max_entries"].default == sys.maxsize and "enabled" in history
+    assert fields(transformers.TrainingArguments)["auto_find_batch_size"] is False
+    finder = (Path(accelerate.__file__).parent / "utils" / "memory.py").read_text("utf-8")
+    assert "batch_size = int(batch_size * 0.9)" in finder and "nine tenths" in PAGE
+    plugin = accelerate.utils.TorchDynamoPlugin
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "true")
+        assert plugin().dynamic is True
 
 
 def test_grpo_wants_whole_groups(tmp_path):

@@ -68,3 +68,16 @@ def test_an_h200_takes_in_full_what_the_page_says():
         assert most <= MADE["room"](card)
         if gib < 133:
             assert MADE["answer"](name, "full", "H200").startswith("fits")
+
+
+def test_loading_a_base_takes_what_the_page_says():
+    """Today less than the formula's upper end, by threads more."""
+    from memlab.predict.fit import fits
+
+    card = MADE["find_gpu"]("RTX-3060")
+    run = fits(MADE["recipe_of"]("llama-3-8b", "QLoRA", card.name), card.name).footprint
+    ends = run.peak_reserved, run.reserved_range[1]
+    today, threads = (f"{(end + card.context) / 2**30:.1f}" for end in ends)
+    page = " ".join(MADE["PAGE"].read_text(encoding="utf-8").split())
+    assert f"simulated to take {today} of an RTX 3060, less than the table's 7.8" in page
+    assert f"may leave it at {threads}." in page and "| llama-3-8b | QLoRA 7.8 |" in page

@@ -61,6 +61,14 @@ def test_a_long_text_wants_small_weights_and_a_small_cache():
         assert max(left) < cache and (min(left) > cache / 2) == (weights != "16 bits")
 
 
+def test_layers_without_a_growing_cache_are_named():
+    """Of Qwen3.5 three layers of four; a server's start counts them, and windows, in full."""
+    kinds = models.config("qwen3.5-9b").layer_types
+    assert kinds.count("linear_attention") * 4 == len(kinds) * 3
+    assert "in Qwen3.5 three of four" in CHAPTER.text["published-text"]
+    assert server("gemma-3-12b", "A100-80GB").token == kv_cache_bytes("gemma-3-12b", 1)
+
+
 def test_published_figures_stand_beside_ours(chapter):
     frame = deploying.published_table(chapter["served"].prefill["weights"])
     assert len(frame) == 4 and frame["error"].abs().max() < 0.003

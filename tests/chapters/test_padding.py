@@ -1,5 +1,6 @@
 """Chapter 10: what its cells show is true, and its batches are those that memlab simulates."""
 
+import dataclasses
 import inspect
 import random
 
@@ -257,6 +258,14 @@ def test_trl_stops_padding_free_alone_at_its_default_length():
     assert trl.SFTConfig.max_length == 1024
     assert "`max_length` is not enforced" in inspect.getsource(trl.SFTTrainer.__init__)
     assert "`ValueError` until you set `max_length=None`" in CHAPTER.text["trl-text"]
+
+
+def test_which_tokens_trl_trains_is_as_told():
+    trl = pytest.importorskip("trl")
+    names = {field.name: field.default for field in dataclasses.fields(trl.SFTConfig)}
+    assert names["completion_only_loss"] is None and names["assistant_only_loss"] is False
+    by_data = 'completion_only_loss = "prompt" in dataset_sample and "completion" in dataset_sample'
+    assert by_data in inspect.getsource(trl.SFTTrainer.__init__)
 
 
 def test_a_packed_rows_mask_has_the_bytes_that_are_told():
