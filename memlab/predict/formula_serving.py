@@ -7,9 +7,9 @@ the simulated log has them; tests compare both. What the allocator keeps in its 
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from memlab import models
 from memlab.card.kernels.sdpa import model_routes
@@ -40,8 +40,10 @@ def kv_cache_bytes(
     """Bytes of a cache: layers x 2 x key-value heads x head size x bytes x tokens x batch.
 
     model: as of a `Recipe`. tokens: of one text; of the two caches of an encoder-decoder model the
-    sum, its input's and its output's. A sliding layer holds its window at most. The 2 stands for
-    keys and values. The formula: Pope et al. 2023, Efficiently Scaling Transformer Inference.
+    sum, its input's and its output's. Which layers keep keys and values is transformers' to say: a
+    sliding one holds its window at most, one of linear attention or convolutions a state that does
+    not grow and is not counted. The 2 stands for keys and values. The formula: Pope et al. 2023,
+    Efficiently Scaling Transformer Inference.
 
     Raises ValueError for tokens or a batch below 1.
     """
@@ -49,15 +51,8 @@ def kv_cache_bytes(
     whole(1)("batch_size", batch_size)
     config = models.config(model)
     heads, size = head_shape(config)
-    layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None)
-    layers -= getattr(config, "num_kv_shared_layers", None) or 0  # the last take those of others
-    window: Any = getattr(config, "sliding_window", None)
-    if kinds is None:
-        kinds = ["sliding_attention" if window else "full_attention"] * layers
-    kept = sum(
-        min(tokens, window) if kind == "sliding_attention" else tokens for kind in kinds[:layers]
-    )
+    growing = [one for one in DynamicCache(config=config).layers if isinstance(one, DynamicLayer)]
+    kept = sum(min(tokens, getattr(one, "sliding_window", tokens)) for one in growing)
     return round(2 * heads * size * bytes_each * kept * batch_size)
 
 

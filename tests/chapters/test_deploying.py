@@ -62,7 +62,7 @@ def test_a_long_text_wants_small_weights_and_a_small_cache():
 
 
 def test_layers_without_a_growing_cache_are_named():
-    """Of Qwen3.5 three layers of four; a server's start counts them, and windows, in full."""
+    """Of Qwen3.5 three layers of four; a server's start counts windows in full."""
     kinds = models.config("qwen3.5-9b").layer_types
     assert kinds.count("linear_attention") * 4 == len(kinds) * 3
     assert "in Qwen3.5 three of four" in CHAPTER.text["published-text"]

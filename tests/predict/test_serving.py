@@ -66,6 +66,11 @@ def test_a_sliding_cache_keeps_its_window(prompt):
     assert kv_cache_bytes(config, 99) == kv_cache_bytes("mistral-7b-tiny", 24)
 
 
+def test_layers_of_linear_attention_keep_no_keys():
+    """Qwen3.5's config: of 32 layers 8 with 4 heads of keys of 256 numbers."""
+    assert kv_cache_bytes("qwen3.5-9b", 131_072) == 8 * 2 * 4 * 256 * 2 * 131_072 == 4 * GiB
+
+
 def test_the_loop_writes_what_generate_writes():
     generation = Generation(TINY.but(new_tokens=9))
     given = generation.text
