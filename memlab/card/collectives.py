@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from memlab.card.links import CARDS
 from memlab.trace.tensors import tensors_in
 
 # What each rank of n sends at least for every byte of the larger tensor: NVIDIA/nccl-tests,
@@ -27,28 +28,41 @@ SHARE |= {
 NOTHING = ("wait_tensor", "barrier", "monitored_barrier_")  # is sent by these
 
 
-def sent_bytes(func, args, tensors, out) -> int | None:
-    """Bytes that a rank sends in a collective; None for any other operator.
+def sent_bytes(func, args, tensors, out) -> tuple[int, int] | None:
+    """(bytes that a rank sends in a collective, cards of its machine in the group).
 
-    tensors: all that it was given. out: what it gives, which a functional collective makes. Of one
-    that is not in `SHARE`, as of one rank to another, all counts.
+    None for any other operator. tensors: all that it was given. out: what it gives, which a
+    functional collective makes. Of one that is not in `SHARE`, as of one rank to another, all
+    counts. The cards are as in `memlab.card.links.link_rate`.
     """
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
     if func._opname in NOTHING:
-        return 0
+        return 0, CARDS
     share = SHARE.get(func._opname, lambda n: 1.0)
     if func.namespace == "c10d":
         group = next(arg for arg in args if type(arg).__name__ == "ScriptObject")
-        size = dist.ProcessGroup.unbox(group).size()
+        group = dist.ProcessGroup.unbox(group)
         largest = max(map(_bytes, tensors), default=0)
         if func._opname in ("allreduce_", "broadcast_"):  # each of a list is sent
             largest = sum(map(_bytes, tensors))
     else:
         group = next(arg for arg in reversed(args) if isinstance(arg, str))
-        size = dist.distributed_c10d._resolve_process_group(group).size()
+        group = dist.distributed_c10d._resolve_process_group(group)
         largest = max(map(_bytes, (*tensors, *tensors_in([out]))))
-    return round(largest * share(size))
+    return round(largest * share(group.size())), _cards(group)
+
+
+def _cards(group) -> int:
+    """How many of the first machine's cards are in a group; 0 where it has no others.
+
+    A group of all ranks counts as one of whole machines: ranks may be fewer than their cards.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    here = sum(rank < CARDS for rank in ranks)
+    if len(ranks) == dist.get_world_size():
+        return CARDS
+    return 0 if here == len(ranks) else here
 
 
 def _bytes(tensor) -> int:

@@ -5,8 +5,9 @@ Ethernet). NCCL's rings run through all cards of a machine over the link inside,
 machine once each; as many rings as it has ports share the bytes. So a collective takes the longer
 of what the cards pass on inside and what the ports pass on together: NVIDIA/nccl#495 has eight
 ports of 100 Gbit/s at 600 Gbit/s a ring, where one would give 100; NVIDIA/nccl-tests#119 counts
-the same way. GeForce cards do not reach each other over PCIe: what they send goes by way of the
-host's memory, at the share of the rate that links.json has with its source.
+the same way. Where a group has some of a machine's cards alone, as the copies of a split model do,
+it has as large a part of the ports. GeForce cards do not reach each other over PCIe: what they send
+goes by way of the host's memory, at the share of the rate that links.json has with its source.
 """
 
 from __future__ import annotations
@@ -25,22 +26,27 @@ _FILE = Path(__file__).parent.parent / "data" / "links.json"
 LINKS: dict[str, dict] = json.loads(_FILE.read_text(encoding="utf-8"))
 
 
-def link_rate(gpu: GPU, link: str | None = None) -> float:
+CARDS = 8  # of a machine
+
+
+def link_rate(gpu: GPU, link: str | None = None, cards: int = CARDS) -> float:
     """Bytes a second that a rank sends over a link, in one direction, while all ranks send.
 
     link: a name of `LINKS`; None takes NVLink where the card has it, and else PCIe. One between
     machines (`infiniband-400`, with eight ports a machine of eight cards; `ethernet-100` and
     `ethernet-10`, with one) is as fast as the ports together, and no faster than the link inside.
+    cards: how many of a machine's cards are in a group that sends; 0 for a group of one machine,
+    which has no use for a link between them.
 
     Raises ValueError for another name, and for a link that the card does not have.
     """
-    if link is None:
+    if link is None or (cards == 0 and "ports" in LINKS.get(link, ())):
         link = _inside(gpu)
     if link not in LINKS:
         raise wrong("link", link, ", ".join(LINKS))
     if link not in links_of(gpu):
         raise wrong("link", link, f"for {gpu.name} {', '.join(links_of(gpu))}")
-    return _gb_per_second(gpu.name, link) * 1e9
+    return _gb_per_second(gpu.name, link, cards) * 1e9
 
 
 def host_rate(gpu: GPU) -> float:
@@ -62,11 +68,11 @@ def _inside(gpu: GPU) -> str:
     return "nvlink" if gpu.name in LINKS["nvlink"]["gb_per_second"] else "pcie"
 
 
-def _gb_per_second(card: str, link: str) -> float:
+def _gb_per_second(card: str, link: str, cards: int = CARDS) -> float:
     said = LINKS[link]
     if "ports" not in said:
         alone = said.get("through_host", ())
         return said["gb_per_second"][card] * (said["share_through_host"] if card in alone else 1)
     known = [name for name in ("nvlink", "pcie") if card in LINKS[name]["gb_per_second"]]
     inside = _gb_per_second(card, known[0]) if known else math.inf
-    return min(said["ports"] * said["gb_per_second_of_port"], inside)
+    return min(said["ports"] * said["gb_per_second_of_port"] * cards / CARDS, inside)

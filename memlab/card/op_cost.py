@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from memlab.card.collectives import sent_bytes
 from memlab.card.known_values import values_of
+from memlab.card.links import CARDS
 from memlab.card.placement import on_card
 from memlab.footprint import Phase
 from memlab.trace.log import UPDATE
@@ -37,7 +38,8 @@ class Work(NamedTuple):
     pass that activation checkpointing repeats. micro_batch: its number in the step, from 0, and
     `UPDATE` where the loop says that its gradients are all there.
     sent: bytes that a collective sends to other ranks (`memlab.card.collectives`). carried: bytes
-    that go from the card to its host or back, by a copy of at least `TRIFLE`.
+    that go from the card to its host or back, by a copy of at least `TRIFLE`. cards: of a machine,
+    that are in the collective's group, as in `memlab.card.links.link_rate`.
     """
 
     flops: int
@@ -51,6 +53,7 @@ class Work(NamedTuple):
     micro_batch: int
     sent: int = 0
     carried: int = 0
+    cards: int = CARDS
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +103,9 @@ class WorkLog:
         again = phase == Phase.BACKWARD and torch.is_grad_enabled()
         sent = sent_bytes(func, args, tensors, out)
         if sent is not None:
-            self._now[Work(0, "", (), (), 0, 0, phase, again, self._micro_batch, sent)] += 1
+            nbytes, cards = sent
+            one = Work(0, "", (), (), 0, 0, phase, again, self._micro_batch, nbytes, 0, cards)
+            self._now[one] += 1
             return
         for one in _work_of(func, args, kwargs, tensors, out):
             self._now[Work(*one, phase, again, self._micro_batch)] += 1

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from memlab.card.links import host_rate, link_rate
+from memlab.card.links import CARDS, host_rate, link_rate
 from memlab.card.op_cost import Work, count_kernels, count_tiles
 from memlab.footprint import Phase, StepTime
 from memlab.gpus import GPU
@@ -88,7 +88,7 @@ class Columns(NamedTuple):
 
     dtypes: number formats; of: the place in `dtypes` of each operator's, -1 without products.
     phase: the place in `PHASES`. times: how often it runs. The rest is as in `Work`; sent and
-    carried may be 0 for all.
+    carried may be 0 for all, and cards one number.
     """
 
     dtypes: list[str]
@@ -102,6 +102,7 @@ class Columns(NamedTuple):
     times: np.ndarray
     sent: np.ndarray | float = 0.0
     carried: np.ndarray | float = 0.0
+    cards: np.ndarray | int = CARDS
 
     @classmethod
     def from_counter(cls, work: Counter[Work]) -> Columns:
@@ -110,14 +111,14 @@ class Columns(NamedTuple):
         place = {dtype: i for i, dtype in enumerate(dtypes)} | {"": -1}
         rows = [
             (place[one.dtype], one.flops, one.nbytes, one.lists, one.elements,
-             PHASES.index(one.phase), one.recomputed, times, one.sent, one.carried,
+             PHASES.index(one.phase), one.recomputed, times, one.sent, one.carried, one.cards,
              *(one.result or (0, 0, 0)))
             for one, times in work.items()
         ]  # fmt: skip
-        table = np.array(rows, float).reshape(-1, 13).T
-        of, flops, nbytes, lists, elements, phase, again, times, *between = table[:10]
+        table = np.array(rows, float).reshape(-1, 14).T
+        of, flops, nbytes, lists, elements, phase, again, times, *between = table[:11]
         of, phase, lists = of.astype(int), phase.astype(int), lists.astype(int)
-        tiles = count_tiles(table[10:].T, [one.dtype for one in work])
+        tiles = count_tiles(table[11:].T, [one.dtype for one in work])
         kernels = count_kernels(lists, elements)
         return cls(dtypes, of, flops, tiles, nbytes, kernels, phase, again > 0, times, *between)
 
@@ -144,7 +145,7 @@ def step_time(
     rates = _rates(dtypes, gpu)
     reached = np.array([gpu.reached(dtype) for dtype in dtypes] + [(1.0, 1.0, 1.0)]).T
     sent = float(np.sum(columns.sent * columns.times))
-    over = link_rate(gpu, link) if sent or link else np.inf
+    over = _over(columns.cards, gpu, link) if sent or link else np.inf
     to_host = host_rate(gpu) if np.any(columns.carried) else np.inf
     parts = _seconds(columns, reached[1], gpu, EXPECTED, over, to_host)
     expected = sum(parts.values())
@@ -168,6 +169,12 @@ def step_time(
     )
 
 
+def _over(cards: np.ndarray | int, gpu: GPU, link: str | None) -> np.ndarray:
+    """Bytes a second of each operator's group, if it has one."""
+    kinds, of = np.unique(cards, return_inverse=True)
+    return np.array([link_rate(gpu, link, int(kind)) for kind in kinds])[of]
+
+
 def _rates(dtypes: list[str], gpu: GPU) -> list[float]:
     """The card's rate for each of the formats."""
     if gpu.bandwidth is None:
@@ -187,7 +194,7 @@ def _seconds(
     reached: np.ndarray,
     gpu: GPU,
     reach: Efficiency,
-    over: float,
+    over: np.ndarray | float,
     to_host: float,
 ) -> dict[str, float]:
     """Seconds by part; they sum to the step's. reached: of each format, the last without one."""

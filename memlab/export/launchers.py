@@ -94,12 +94,14 @@ def accelerate_config(recipe: Recipe, machines: int = 1, cpu: bool = False) -> s
     machines: among which the ranks are divided equally; which of them one is, and where the first
     is found, `slurm_script(..., config=...)` says on each. cpu: for processes without a GPU.
 
-    Raises ValueError where ranks do not divide among machines, and for `zero1`, which Accelerate
-    leaves to DeepSpeed.
+    Raises ValueError where ranks do not divide among machines, for `zero1`, which Accelerate
+    leaves to DeepSpeed, and for several `replicas`.
     """
     _per_machine(recipe, machines)
     if recipe.sharding == "zero1":
         raise wrong("sharding", "zero1", "with Accelerate ddp, zero2, zero3")
+    if recipe.replicas > 1:
+        raise wrong("replicas", recipe.replicas, "in this file 1")
     shards = recipe.sharding in FULLY_SHARDED
     half = recipe.precision.removesuffix("-amp") if recipe.precision.endswith("-amp") else "no"
     kind = "FSDP" if shards else "MULTI_CPU" if cpu else "MULTI_GPU"

@@ -56,6 +56,10 @@ def alone(recipe: Recipe) -> tuple[Recipe, Recipe]:
     update = recipe.but(ranks=1, sharding="ddp")
     if recipe.ranks == 1 or recipe.sharding not in FULLY_SHARDED:
         return update, update
+    if recipe.replicas > 1:
+        raise ValueError(
+            f"replicas is {recipe.replicas}: the formula allows 1, simulate knows more"
+        )
     if recipe.base in QUANTIZED:
         raise ValueError(
             f"base is {recipe.base!r} and sharding is {recipe.sharding!r}: the formula allows "

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import platformdirs
 
+from memlab.card.links import CARDS
 from memlab.card.op_cost import Work
 from memlab.footprint import Category, Phase
 from memlab.predict.layer_patterns import Layers
@@ -185,8 +186,10 @@ def _values(kept: Kept) -> dict:
 
 
 def _fields(work: Work) -> tuple:
-    """Those of an operator, without the last where nothing goes to the host."""
-    return work if work.carried else work[:-1]
+    """Those of an operator, without the last ones where they say nothing."""
+    if work.cards != CARDS:
+        return work
+    return work[:-1] if work.carried else work[:-2]
 
 
 def _step_values(step: TraceEvent, places: dict[Alloc, int]) -> list:

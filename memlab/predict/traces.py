@@ -214,6 +214,8 @@ def keys_of(recipe: Recipe, passes: Structure, updates: Structure) -> tuple[str,
     both = trained_as(recipe)
     if recipe.ranks > 1:
         both |= {"ranks": recipe.ranks, "sharding": recipe.sharding}
+    if recipe.replicas > 1:
+        both["replicas"] = recipe.replicas
     if recipe.step_in_backward:
         both["step_in_backward"] = True
     passed = both | {name: getattr(recipe, name) for name in OF_PASSES}

@@ -42,6 +42,7 @@ def check_step(recipe: Recipe) -> None:
 
 def check_ranks(recipe: Recipe) -> None:
     """Raise ValueError where ranks cannot train so."""
+    check_replicas(recipe)
     if recipe.sharding == "ddp":
         return
     if recipe.ranks == 1:
@@ -64,6 +65,22 @@ def check_ranks(recipe: Recipe) -> None:
         raise ValueError(
             f"optimizer is {recipe.optimizer!r} and sharding is {recipe.sharding!r}: torchao's "
             "states are not simulated in parts, allowed is sharding ddp"
+        )
+
+
+def check_replicas(recipe: Recipe) -> None:
+    """Raise ValueError where ranks hold no copies of a model that is split."""
+    if recipe.replicas == 1:
+        return
+    if recipe.sharding not in FULLY_SHARDED:
+        raise ValueError(
+            f"replicas is {recipe.replicas} and sharding is {recipe.sharding!r}: copies of a model "
+            f"that is split are those of {' and '.join(FULLY_SHARDED)}, allowed is 1"
+        )
+    if recipe.ranks % recipe.replicas or recipe.ranks == recipe.replicas:
+        raise ValueError(
+            f"replicas is {recipe.replicas} and ranks is {recipe.ranks}: each copy is split among "
+            "equally many ranks, at least two, allowed are divisors of ranks below it"
         )
 
 

@@ -272,6 +272,12 @@ class Recipe:
             "zero3": "the same, gathered anew for the backward pass: fully_shard",
         },
     )
+    replicas: int = field(
+        1,
+        "copies of the model under zero2 and zero3, each split among ranks / replicas of them: "
+        "hybrid sharding (HSDP), inside a machine, with the gradients summed between",
+        check=whole(1),
+    )
 
     def __post_init__(self) -> None:
         from memlab import models  # torch and transformers, which a question for help can spare

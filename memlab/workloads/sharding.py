@@ -47,7 +47,10 @@ def share(model: torch.nn.Module, recipe: Recipe, device: torch.device, half=Non
         return model
     if not is_moved_by_sharding(recipe):
         return DistributedDataParallel(model)
-    mesh = dist.init_device_mesh(device.type, (recipe.ranks,))
+    shape = (recipe.ranks // recipe.replicas,)
+    if recipe.replicas > 1:  # ranks in a row share a copy
+        shape = (recipe.replicas, *shape)
+    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("copy", "part")[-len(shape) :])
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half and torch.float32)
     after_forward = recipe.sharding == "zero3"
     for layer in [*layers_of(model), model]:

@@ -23,6 +23,20 @@ def test_a_ring_is_as_fast_as_its_slowest_stretch(card, link, gigabytes):
     assert link_rate(find_gpu(card), link) == gigabytes * 1e9
 
 
+@pytest.mark.parametrize(
+    ("link", "cards", "gigabytes"),
+    [
+        ("infiniband-400", 8, 400),
+        ("infiniband-400", 1, 50),  # each card its own port
+        ("ethernet-100", 2, 3.125),  # a quarter of the one port
+        ("ethernet-100", 0, 450),  # inside, where it is not used
+        ("pcie", 0, 63.02),  # which was asked for
+    ],
+)
+def test_a_group_has_its_cards_part_of_the_ports(link, cards, gigabytes):
+    assert link_rate(find_gpu("H100"), link, cards) == pytest.approx(gigabytes * 1e9, rel=0.001)
+
+
 # Of 25 GB/s each; the B cards have 18 of twice as much.
 NVLINKS = {"V100": 6, "V100-32GB": 6, "A100-40GB": 12, "A100-80GB": 12, "H100-NVL": 12}
 NVLINKS |= dict.fromkeys(("H100", "H200", "H20", "GH200"), 18)

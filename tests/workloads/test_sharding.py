@@ -96,6 +96,43 @@ def test_a_simulated_rank_holds_what_a_real_one_holds(real, model, sharding):
     assert_simulated(one, real[one])
 
 
+@pytest.mark.slow
+def test_a_copy_of_a_split_model_holds_what_a_real_one_holds(tmp_path):
+    """Two copies among four ranks."""
+    one = recipe("llama-3-8b-tiny", "zero3", 4).but(replicas=2)
+    found = run_ranks(4, measured_one_after_the_other, [one], folder=tmp_path)
+    assert_simulated(one, [of[0] for of in found])
+
+
+def test_copies_of_a_split_model_send_between_machines_what_they_add_up():
+    """Two machines, each with a copy: a card sums its eighth of the gradients, in fp32."""
+    one = Recipe("llama-3-8b-tiny", precision="bf16-amp", ranks=16, sharding="zero3", replicas=2)
+    ours, eight, whole = (
+        simulate(other, "H100", link="ethernet-10")
+        for other in (one, one.but(ranks=8, replicas=1), one.but(replicas=1))
+    )
+    assert ours.breakdown == eight.breakdown and ours.peak_reserved == eight.peak_reserved
+    summed = 4 * ours.parameters // 8
+    more = ours.step_seconds.sent - eight.step_seconds.sent
+    assert more == pytest.approx(summed, rel=0.01)
+    # At worst nothing is sent beside the kernels.
+    assert ours.step_seconds.high < 0.8 * whole.step_seconds.high
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"replicas": 2}, "sharding is 'ddp'"),
+        ({"replicas": 3, "sharding": "zero3"}, "replicas is 3 and ranks is 8"),
+        ({"replicas": 8, "sharding": "zero2"}, "at least two"),
+    ],
+)
+def test_copies_that_cannot_be_are_refused(changes, said):
+    with pytest.raises(ValueError, match=said) as error:
+        Recipe("gpt2-tiny", ranks=8, **changes)
+    one_line(error)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("one", MORE, ids=lambda one: f"{one.sharding}-{one.optimizer}-{one.base}")
 def test_what_else_a_rank_does_is_simulated_too(more, one):

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from memlab import models
+from memlab.book import show
 from memlab.book.lessons import small_config, train_step
 from memlab.card.device import SimulatedGPU
 from memlab.footprint import Footprint
@@ -36,6 +37,16 @@ def adapters() -> pd.DataFrame:
         run = simulate(recipe, roomy)
         held = run.breakdown["parameters"] / MiB
         rows[name] = {"peak, MiB": run.peak_allocated / MiB, "of it parameters": held}
+    return pd.DataFrame(rows).T
+
+
+def copies_table(runs: Mapping[tuple[str, str], Footprint]) -> pd.DataFrame:
+    """Peak in GiB, and the seconds of a step over each link; (way, link) -> run."""
+    rows: dict[str, dict[str, Any]] = {}
+    for (way, link), run in runs.items():
+        assert run.step_seconds is not None  # of a card with rates
+        row = rows.setdefault(way, {"peak, GiB": run.peak_allocated / 2**30})
+        row[f"s, {link}"] = show.between(run.step_seconds.low, run.step_seconds.high)
     return pd.DataFrame(rows).T
 
 
