@@ -1,6 +1,7 @@
 """Rooms of memlab import from the rooms below them, and no file or function is long."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,9 @@ def test_functions_are_short(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno - node.lineno + 1 <= LONGEST_FUNCTION, node.name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_bars_are_text(path):
+    """Of a widget a notebook that was saved says "model not found"."""
+    assert not re.search(r"tqdm\.(auto|notebook|autonotebook)", path.read_text())

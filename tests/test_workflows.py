@@ -103,7 +103,9 @@ def test_executed_notebooks_keep_what_their_page_shows():
 
     bar = {"output_type": "display_data", "data": {VIEW: {}, "text/plain": "0%"}}
     panel = {"output_type": "display_data", "data": {VIEW: {}, "text/html": "<p>still"}}
-    said = {"output_type": "stream", "name": "stderr", "text": "a warning"}
+    text = "\rplanning [00:01]\r                \ra warning\n\r 50%|##  |\r          \r"
+    said = {"output_type": "stream", "name": "stderr", "text": text}
+    wiped = said | {"text": ["\rplanning [00:01]", "\r                \r"]}
     printed = {"output_type": "stream", "name": "stdout", "text": "a figure"}
 
     def cell(*tags):
@@ -111,11 +113,12 @@ def test_executed_notebooks_keep_what_their_page_shows():
         return {
             "cell_type": "code",
             "metadata": {"tags": list(tags)},
-            "outputs": [*outputs, said, printed],
+            "outputs": [*outputs, dict(said), dict(wiped), printed],
         }
 
     notebook = {"cells": [cell(), cell("remove-stderr")], "metadata": {"widgets": {}}}
     shown, quiet = (one["outputs"] for one in without_leftovers(notebook)["cells"])
     still = {"output_type": "display_data", "data": {"text/html": "<p>still"}}
-    assert (shown, quiet) == ([still, said, printed], [still, printed])
+    warned = said | {"text": text.partition("\n")[0]}
+    assert (shown, quiet) == ([still, warned, printed], [still, printed])
     assert notebook["metadata"] == {}

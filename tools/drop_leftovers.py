@@ -1,7 +1,7 @@
 """Take out of executed notebooks what their page is not to show: drop_leftovers.py NOTEBOOK...
 
-That are widgets, which want a kernel and leave a progress bar at 0 % as text, and what libraries
-say on the error stream of cells that are tagged `remove-stderr`.
+That are widgets, which want a kernel, progress bars that have ended, and what libraries say on the
+error stream of cells that are tagged `remove-stderr`.
 """
 
 import json
@@ -16,7 +16,17 @@ def shown(output: dict, tags: list[str]) -> bool:
     data = output.get("data", {})
     if data.pop(VIEW, None) is not None and "text/html" not in data:
         return False
-    return output.get("name") != "stderr" or "remove-stderr" not in tags
+    if output.get("name") != "stderr":
+        return True
+    lines = "".join(output["text"]).split("\n")
+    output["text"] = "\n".join(line for line in lines if not wiped(line))
+    return bool(output["text"]) and "remove-stderr" not in tags
+
+
+def wiped(line: str) -> bool:
+    """Whether a terminal shows nothing of a line in the end, as of a bar that was wiped out."""
+    parts = [part for part in line.split("\r") if part]
+    return "\r" in line and not (parts and parts[-1].strip())
 
 
 def without_leftovers(notebook: dict) -> dict:

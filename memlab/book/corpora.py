@@ -19,7 +19,11 @@ import datasets
 import numpy as np
 import tokenizers
 from tokenizers import decoders, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, logging
+
+# A notebook that was saved with the widget of a bar says "model not found" in its place.
+datasets.disable_progress_bars()
+logging.disable_progress_bar()
 
 PACKAGES = ("torch", "transformers", "datasets", "numpy", "pandas", "matplotlib")
 SPLITS = ("train", "validation", "test", "all")

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from memlab import models
 from memlab.card import fake_tensors
@@ -130,7 +130,7 @@ def compare_records(
     runs = list(runs)
     found: list[Comparison] = []
     predictors = PREDICTORS if predictors is None else predictors
-    for run in tqdm(runs, "predicting", leave=False):
+    for run in tqdm(runs, "predicting", leave=False, delay=2):
         if run.device.startswith("CPU"):
             found += _compare(run, "simulate, CPU kernels", partial(_of_recipe, _on_cpu))
         elif run.loop:

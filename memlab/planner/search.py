@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from memlab.gpus import GPU, GPUS, find_gpu
 from memlab.planner.advice import decision, switches

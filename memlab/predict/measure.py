@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from memlab.fields import whole
 from memlab.footprint import Category, Footprint, Phase
@@ -121,7 +121,7 @@ def _measured(recipe: Recipe, device: torch.device, steps: int, seed: int) -> Me
         torch.cuda.empty_cache()
     built_in = None if recipe.base in QUANTIZED else device
     training = Training(recipe, device, seed, built_in)
-    progress = tqdm(total=steps + 3, desc=f"measuring {recipe.model_name}", leave=False)
+    progress = tqdm(total=steps + 3, desc=f"measuring {recipe.model_name}", leave=False, delay=2)
     training.step()  # optimizer states and kernels appear in the first step
     progress.update()
     watched = training.model, training.optimizer, training.inputs

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from memlab import models
 from memlab.card.device import SimulatedGPU

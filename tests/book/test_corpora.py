@@ -177,3 +177,8 @@ def test_bad_input(call, says):
     with pytest.raises(ValueError) as error:
         call()
     assert says in one_line(error)
+
+
+def test_libraries_leave_no_bar_in_a_notebook():
+    assert corpora.logging.is_progress_bar_enabled() is False
+    assert corpora.datasets.are_progress_bars_disabled()

@@ -212,13 +212,11 @@ def empty_table(
 def two_scripts(fields: Mapping[str, Any], gpu: str) -> dict[str, Footprint]:
     """Two steps of the Trainer's and of Accelerate's script for a recipe of BERT-large, at full
     width and two layers, on a simulated card; "recipe" is memlab's own loop."""
-    import datasets
     from IPython.utils.capture import capture_output
 
     from memlab.export.training_script import training_script
     from memlab.predict.script import run_script
 
-    datasets.disable_progress_bars()
     found = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         few = small_config("bert-large", num_hidden_layers=2, vocab_size=512)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 from IPython.display import HTML
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from memlab.book import show
 from memlab.predict.fit import Fit, fits

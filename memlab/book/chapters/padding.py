@@ -14,7 +14,7 @@ import torch
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from torch.nn import functional
-from tqdm.auto import tqdm
+from tqdm import tqdm
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding
 
 from memlab import models
