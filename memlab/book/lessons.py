@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
-from tqdm import tqdm
 
 from memlab import models
 from memlab.book import corpora
 from memlab.predict.measure import seconds
+from memlab.predict.progress import Progress
 from memlab.trace.tracer import Tracer
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def train_on(
     rates: a learning-rate scheduler that moves on after each step.
     """
     losses = []
-    for batch in tqdm(batches, leave=False, delay=2):
+    for batch in Progress(batches):
         given = {"input_ids": batch, "labels": batch} if torch.is_tensor(batch) else batch
         losses.append(train_step(model, optimizer, given))
         if rates is not None:
@@ -136,5 +136,5 @@ def in_turns(
     clock: Callable[[], float] = time.perf_counter,
 ) -> pd.DataFrame:
     """Seconds of each run (a column) in each round (a row); a slow moment meets all of them."""
-    turns = tqdm(range(rounds), leave=False, delay=2)
+    turns = Progress(range(rounds))
     return pd.DataFrame([{n: seconds(run, clock=clock) for n, run in runs.items()} for _ in turns])

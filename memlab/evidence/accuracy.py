@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from memlab import models
 from memlab.card import fake_tensors
@@ -23,6 +22,7 @@ from memlab.evidence.records import Record, load, published_files
 from memlab.footprint import Footprint, Phase, StepTime
 from memlab.gpus import GPU, GPUS, gpu_of_device
 from memlab.predict.formula import formula
+from memlab.predict.progress import Progress
 from memlab.predict.simulate import simulate
 from memlab.spec.recipe import QUANTIZED, Recipe
 from memlab.trace.tracer import Tracer
@@ -130,7 +130,7 @@ def compare_records(
     runs = list(runs)
     found: list[Comparison] = []
     predictors = PREDICTORS if predictors is None else predictors
-    for run in tqdm(runs, "predicting", leave=False, delay=2):
+    for run in Progress(runs, "predicting"):
         if run.device.startswith("CPU"):
             found += _compare(run, "simulate, CPU kernels", partial(_of_recipe, _on_cpu))
         elif run.loop:

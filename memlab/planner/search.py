@@ -13,8 +13,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from tqdm import tqdm
-
 from memlab.gpus import GPU, GPUS, find_gpu
 from memlab.planner.advice import decision, switches
 from memlab.planner.cards import LADDER, Cards
@@ -24,6 +22,7 @@ from memlab.planner.result import WAYS, WORST, Option, Plan, Question, described
 from memlab.planner.rungs import rungs
 from memlab.planner.space import Combination, computes
 from memlab.predict.fit import MARGIN, largest_size, limited, verdict, why_no_larger
+from memlab.predict.progress import Progress
 from memlab.predict.run import gc_frozen
 from memlab.predict.simulate import sized_log
 from memlab.spec.logits import unlike_product
@@ -93,7 +92,7 @@ def plan(
         with gc_frozen():
             return _which_card(question, cards, margin)
     search = Search(question, cards[0], margin)
-    with gc_frozen(), tqdm(desc="planning", leave=False, bar_format=BAR) as search.progress:
+    with gc_frozen(), Progress(desc="planning", delay=0, bar_format=BAR) as search.progress:
         return search.plan()
 
 
@@ -104,7 +103,7 @@ class Search:
     """The search for one question on one card: estimates, and simulations where they decide."""
 
     def __init__(
-        self, question: Question, card: GPU, margin: float, progress: tqdm | None = None
+        self, question: Question, card: GPU, margin: float, progress: Progress | None = None
     ) -> None:
         self.question, self.card, self.margin, self.progress = question, card, margin, progress
         self.estimates = Estimates(question, card, margin, self.say)
@@ -366,7 +365,7 @@ def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
     """The smallest card of each way, simulated; the others by the formula."""
     cards = sorted(cards, key=lambda card: card.total_memory or 0)
     cards = [card for card in cards if computes(card, question)] or cards[:1]
-    bar = tqdm(cards, leave=False)
+    bar = Progress(cards, delay=0)
     options: dict[str, dict[str, Option]] = {}
     smallest: dict[str, str | None] = dict.fromkeys(question.ways)
     assumed: dict[str, None] = {}

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from memlab.fields import whole
 from memlab.footprint import Category, Footprint, Phase
 from memlab.gpus import require_native
+from memlab.predict.progress import Progress
 from memlab.spec.recipe import QUANTIZED, Recipe
 from memlab.trace.tracer import Tracer
 from memlab.workloads.training import Training
@@ -121,20 +121,19 @@ def _measured(recipe: Recipe, device: torch.device, steps: int, seed: int) -> Me
         torch.cuda.empty_cache()
     built_in = None if recipe.base in QUANTIZED else device
     training = Training(recipe, device, seed, built_in)
-    progress = tqdm(total=steps + 3, desc=f"measuring {recipe.model_name}", leave=False, delay=2)
-    training.step()  # optimizer states and kernels appear in the first step
-    progress.update()
-    watched = training.model, training.optimizer, training.inputs
-    with Meter(device, *watched, empty_cache=False) as meter:
-        loss = training.step()
-    progress.update()
-    training.step()
-    progress.update()
-    taken = []
-    for _ in range(steps):
-        taken.append(seconds(training.step, device=device))
+    with Progress(total=steps + 3, desc=f"measuring {recipe.model_name}") as progress:
+        training.step()  # optimizer states and kernels appear in the first step
         progress.update()
-    progress.close()
+        watched = training.model, training.optimizer, training.inputs
+        with Meter(device, *watched, empty_cache=False) as meter:
+            loss = training.step()
+        progress.update()
+        training.step()
+        progress.update()
+        taken = []
+        for _ in range(steps):
+            taken.append(seconds(training.step, device=device))
+            progress.update()
     footprint = replace(
         meter.footprint,
         parameters=training.parameters,

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 import transformers
-from tqdm import tqdm
 
 from memlab import models
 from memlab.card.device import SimulatedGPU
 from memlab.card.load_order import loaded_weights
 from memlab.card.op_cost import NORMS, repeat_micro_batch, without_trifles
 from memlab.gpus import ANY_CARD, GPU, require_native
+from memlab.predict.progress import Progress
 from memlab.spec.recipe import QUANTIZED, Recipe
 from memlab.trace.events import Marker
 from memlab.trace.log import Log
@@ -118,13 +118,14 @@ def two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
     # The others repeat the bytes of the second; only the loss of each, a number of 512 bytes as an
     # allocator's block, would be added.
     held, training.batches = training.batches, training.batches[: _unlike(recipe)]
-    for _ in tqdm(range(2), f"simulating {recipe.model_name}", leave=False, delay=2):
-        simulated.reset_peak()
-        losses = training.make_gradients()
-        simulated.tracer.begin_update()
-        training.update()
-        simulated.tracer.mark(Marker.UPDATED)
-        del losses
+    with Progress(range(2), f"simulating {recipe.model_name}") as steps:
+        for _ in steps:
+            simulated.reset_peak()
+            losses = training.make_gradients()
+            simulated.tracer.begin_update()
+            training.update()
+            simulated.tracer.mark(Marker.UPDATED)
+            del losses
     training.batches = held
     return training
 

@@ -181,8 +181,8 @@ def has_no_trace(recipe: Recipe, card: GPU) -> bool:
 
     A loss in parts of tokens has as many parts as the tokens ask for. Where the backward pass steps
     there are no updates apart from it. Copies to the host have terms of no size. Where flash-attn
-    gets borders between sequences, there is one more of these than sequences. The gated delta rule of
-    Qwen3.5 and its like loops over the chunks of a sequence.
+    gets borders between sequences, there is one more of these than sequences. The gated delta rule
+    of Qwen3.5 and its like loops over the chunks of a sequence.
     """
     parts = recipe.loss != "whole" or recipe.step_in_backward
     away = recipe.activation_offload or recipe.optimizer_offload != "none"

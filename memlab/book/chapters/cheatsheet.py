@@ -7,10 +7,10 @@ from typing import Any
 
 import pandas as pd
 from IPython.display import HTML
-from tqdm import tqdm
 
 from memlab.book import show
 from memlab.predict.fit import Fit, fits
+from memlab.predict.progress import Progress
 from memlab.spec.recipe import Recipe
 
 Change = dict[str, Any]
@@ -80,7 +80,7 @@ Mixed precision, 8-bit AdamW, checkpointing (6 to 8)
 
 def row_runs(encoder: Recipe, decoder: Recipe, card: str) -> dict[str, list[Fit]]:
     """Row -> what `fits` says of both models with its change."""
-    bar = tqdm(CHANGES.items(), leave=False, delay=2)
+    bar = Progress(CHANGES.items())
     return {
         name: [
             fits(r.but(**change), card) for r, change in zip((encoder, decoder), pair, strict=True)

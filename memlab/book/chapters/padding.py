@@ -14,7 +14,6 @@ import torch
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from torch.nn import functional
-from tqdm import tqdm
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding
 
 from memlab import models
@@ -24,6 +23,7 @@ from memlab.card.device import SimulatedGPU
 from memlab.gpus import find_gpu
 from memlab.predict.formula import formula
 from memlab.predict.measure import seconds
+from memlab.predict.progress import Progress
 from memlab.units import MiB
 
 Batches = list[list[int]]
@@ -256,7 +256,7 @@ class Task:
                 name: self.judge(self.learn(strategy, seed)[0])
                 for name, strategy in strategies.items()
             }
-            for seed in tqdm(seeds, leave=False, delay=2)
+            for seed in Progress(seeds)
         ]
         return pd.DataFrame(rows)
 
@@ -339,7 +339,7 @@ def survived(texts: Sequence[list[int]], batches: Batches, tokenizer) -> tuple[i
         with SimulatedGPU("T4"):
             model = models.build("distilbert", attention="sdpa").to("cuda")
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-            for batch in tqdm(batches, leave=False, delay=2):
+            for batch in Progress(batches):
                 rows = [{"input_ids": texts[i], "labels": 0} for i in batch]
                 train_step(model, optimizer, collate(rows).to("cuda"))
                 done += 1

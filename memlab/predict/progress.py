@@ -1,0 +1,29 @@
+"""How far a run is: a line of text that is wiped out in the end, also in a notebook."""
+
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Progress(tqdm):
+    """A bar that leaves nothing behind, and says nothing inside of another one.
+
+    A notebook shows no second line below the first; and of a widget one that was saved says "model
+    not found". delay: seconds before it appears.
+    """
+
+    _open = 0
+
+    def __init__(self, *args: Any, delay: float = 2, **settings: Any) -> None:
+        if Progress._open:
+            settings["disable"] = True
+        super().__init__(*args, leave=False, delay=delay, **settings)
+        self._counts = not self.disable
+        Progress._open += self._counts
+
+    def close(self) -> None:
+        """Wipe the line out."""
+        if getattr(self, "_counts", False):
+            self._counts = False
+            Progress._open -= 1
+        super().close()

@@ -1,0 +1,35 @@
+"""One line at a time, and none in the end."""
+
+import pytest
+
+from memlab.predict.progress import Progress
+
+SHOWN = {"delay": 0, "disable": False, "mininterval": 0}  # whatever TQDM_DISABLE says
+
+
+def test_a_bar_is_wiped_out(capsys):
+    for _ in Progress(range(3), "outer", **SHOWN):
+        pass
+    said = capsys.readouterr().err
+    assert (
+        "outer" in said and "\n" not in said and not said.rstrip("\r").rpartition("\r")[2].strip()
+    )
+
+
+def test_a_bar_inside_of_another_is_silent(capsys):
+    with Progress(range(2), "outer", **SHOWN) as outer:
+        for _ in outer:
+            assert list(Progress(range(2), "inner", **SHOWN)) == [0, 1]
+    assert "inner" not in capsys.readouterr().err
+
+
+def test_after_an_error_the_next_one_is_shown(capsys):
+    with pytest.raises(ValueError), Progress(range(2), "first", **SHOWN):
+        raise ValueError
+    list(Progress(range(2), "second", **SHOWN))
+    assert "second" in capsys.readouterr().err
+
+
+def test_a_quick_one_says_nothing(capsys):
+    assert list(Progress(range(9), "quick", disable=False)) == list(range(9))
+    assert capsys.readouterr().err == ""
