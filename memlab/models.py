@@ -44,6 +44,7 @@ MODELS |= {f"{name}-tiny": f"a tiny twin of {hub}" for name, hub in list(MODELS.
 Model = str | Path | dict[str, Any] | PretrainedConfig  # what names one: see `Recipe.model`
 # How architectures call the width of their feed-forward layers.
 WIDTHS = ("intermediate_size", "hidden_dim", "d_ff", "n_inner")
+OF_DELTA_RULE = "linear_key_head_dim"  # configs with Qwen3.5's kind of linear attention have it
 TASKS = ("sequence-classification", "causal-lm", "masked-lm", "seq2seq-lm")
 _CLASSES = {
     "sequence-classification": modeling_auto.AutoModelForSequenceClassification,

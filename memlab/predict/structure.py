@@ -187,7 +187,7 @@ def has_no_trace(recipe: Recipe, card: GPU) -> bool:
     parts = recipe.loss != "whole" or recipe.step_in_backward
     away = recipe.activation_offload or recipe.optimizer_offload != "none"
     borders = recipe.attention == "flash_attention_2" and (recipe.packed or recipe.padded)
-    loops = hasattr(models.config(recipe.model), "linear_key_head_dim")
+    loops = hasattr(models.config(recipe.model), models.OF_DELTA_RULE)
     return parts or away or borders or loops or has_fused_products(recipe, card)
 
 

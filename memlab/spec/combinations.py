@@ -32,6 +32,13 @@ def check_base(recipe: Recipe) -> None:
         )
 
 
+def check_model(recipe: Recipe) -> None:
+    """Raise ValueError where a model, of a task, does not train so."""
+    check_loss(recipe)
+    check_attention(recipe)
+    check_packed(recipe)
+
+
 def check_step(recipe: Recipe) -> None:
     """Raise ValueError where an optimizer cannot step so, or ranks cannot share its work."""
     check_ranks(recipe)

@@ -145,8 +145,8 @@ class Recipe:
         {
             "eager": "all scores",
             "sdpa": "PyTorch's choice",
-            "flash_attention_2": "the package flash-attn, in half precision; packed texts then "
-            "come in one row, told apart by their borders, and rows are batch_size * seq_len long",
+            "flash_attention_2": "flash-attn, in half precision; packed texts then come in one row "
+            "of batch_size * seq_len tokens, with borders in place of a mask",
         },
     )
     loss: str = field(
@@ -272,22 +272,11 @@ class Recipe:
             "zero3": "the same, gathered anew for the backward pass: fully_shard",
         },
     )
-    replicas: int = field(
-        1,
-        "copies of the model under zero2 and zero3, each split among ranks / replicas of them: "
-        "hybrid sharding (HSDP), inside a machine, with the gradients summed between",
-        check=whole(1),
-    )
+    replicas: int = field(1, "copies of what zero2 or zero3 splits: HSDP", check=whole(1))
 
     def __post_init__(self) -> None:
         from memlab import models  # torch and transformers, which a question for help can spare
-        from memlab.spec.combinations import (
-            check_attention,
-            check_base,
-            check_loss,
-            check_packed,
-            check_step,
-        )
+        from memlab.spec.combinations import check_base, check_model, check_step
         from memlab.spec.published import check_published
 
         for one in dataclasses.fields(self):
@@ -312,9 +301,7 @@ class Recipe:
         if self.task is None:
             object.__setattr__(self, "task", models.default_task(config))
         one_of("task", self.task, models.TASKS)
-        check_loss(self)
-        check_attention(self)
-        check_packed(self)
+        check_model(self)
         longest = models.max_length(config)
         if longest is not None and self.seq_len > longest:
             raise ValueError(

@@ -57,12 +57,18 @@ def _is_plain(module) -> bool:
 def assumed(recipe) -> tuple[str, ...]:
     """What a recipe's figures leave out or leave as it is, and a reader may not expect.
 
-    The parts of a nested config, and the weights that a quantized base does not reach, where they
-    are the larger part. recipe: or a `Serving`.
+    The parts of a nested config, kernels of a package that transformers takes where it is there,
+    and the weights that a quantized base does not reach, where they are the larger part. recipe: or
+    a `Serving`.
     """
     said, parts = [], models.left_out(recipe.model)
     if parts:
         said.append(f"the text model alone, without {' and '.join(parts)}")
+    if hasattr(models.config(recipe.model), models.OF_DELTA_RULE):
+        said.append(
+            "layers of linear attention run transformers' own code, as where the package "
+            "flash-linear-attention is not installed"
+        )
     if recipe.base in QUANTIZED:
         reached = _share_reached(recipe)
         if reached < 0.5:
