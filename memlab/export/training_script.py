@@ -52,6 +52,7 @@ NAMES = {
         "TrainingArguments",
         "default_data_collator",
     ],
+    "liger_kernel.transformers.fused_linear_cross_entropy": ["LigerFusedLinearCrossEntropyLoss"],
     "transformers.modeling_outputs": ["CausalLMOutput"],
     "types": ["MethodType"],
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from importlib.util import find_spec
 
 import torch
 
@@ -215,7 +216,13 @@ def check_loss(recipe: Recipe) -> None:
             f"loss is {recipe.loss!r} and task is {recipe.task!r}: logits are computed in parts of "
             "a causal-lm only, allowed is whole"
         )
-    if not hasattr(torch.nn.functional, recipe.loss) and recipe.loss != "chunked":
+    lacks = [name for name in ("liger_kernel", "triton") if not find_spec(name)]
+    if recipe.loss == "liger" and lacks:
+        raise ValueError(
+            f"loss is 'liger': {' and '.join(lacks)} cannot be imported; allowed are whole, "
+            "chunked, linear_cross_entropy"
+        )
+    if recipe.loss == "linear_cross_entropy" and not hasattr(torch.nn.functional, recipe.loss):
         raise ValueError(
             f"loss is {recipe.loss!r}: torch.nn.functional has it from PyTorch 2.13, here is "
             f"{torch.__version__}; allowed are whole, chunked"

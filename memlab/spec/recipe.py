@@ -156,8 +156,8 @@ class Recipe:
             "whole": "all at once, as the model's own forward pass does",
             "chunked": "of 256 tokens at a time, each part under a checkpoint, as TRL's "
             "default, but with products in the model's format",
-            "linear_cross_entropy": "torch.nn.functional's, from PyTorch 2.13, with its default "
-            "chunks",
+            "linear_cross_entropy": "torch.nn.functional's, from PyTorch 2.13",
+            "liger": "of the package liger-kernel, which must be there, with Triton",
         },
     )
     set_to_none: bool = switch(

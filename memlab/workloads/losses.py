@@ -64,11 +64,7 @@ def linear_cross_entropy(hidden, head: torch.nn.Module, labels) -> torch.Tensor:
 
     Raises ValueError for a head with adapters, which are no part of that weight.
     """
-    if not hasattr(head, "weight") or hasattr(head, "base_layer"):
-        raise ValueError(
-            "loss is 'linear_cross_entropy': it takes the head's weight and no adapters beside it, "
-            "allowed are whole, chunked, or lora_targets without the head"
-        )
+    _refuse_adapters(head, "linear_cross_entropy")
     return functional.linear_cross_entropy(
         hidden.to(head.weight.dtype),
         head.weight,
@@ -79,4 +75,28 @@ def linear_cross_entropy(hidden, head: torch.nn.Module, labels) -> torch.Tensor:
     )
 
 
-LOSSES = {"chunked": chunked, "linear_cross_entropy": linear_cross_entropy}
+def liger(hidden, head: torch.nn.Module, labels) -> torch.Tensor:
+    """That of the package liger-kernel: chunks of tokens, gradients in the forward pass.
+
+    Its loss of a chunk is a kernel of Triton's, which writes the gradients over the logits.
+
+    Raises ValueError for a head with adapters, which are no part of its weight.
+    """
+    from liger_kernel.transformers.fused_linear_cross_entropy import (
+        LigerFusedLinearCrossEntropyLoss,
+    )
+
+    _refuse_adapters(head, "liger")
+    fused = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED)
+    return fused(head.weight, hidden, labels, head.bias)
+
+
+def _refuse_adapters(head: torch.nn.Module, loss: str) -> None:
+    if not hasattr(head, "weight") or hasattr(head, "base_layer"):
+        raise ValueError(
+            f"loss is {loss!r}: it takes the head's weight and no adapters beside it, allowed are "
+            "whole, chunked, or lora_targets without the head"
+        )
+
+
+LOSSES = {"chunked": chunked, "linear_cross_entropy": linear_cross_entropy, "liger": liger}

@@ -288,6 +288,8 @@ def import_libraries(recipe: Recipe) -> None:
         import_peft()
     if recipe.optimizer in TORCHAO_BLOCKS or recipe.optimizer_offload != "none":
         libraries.import_torchao(f"optimizer {recipe.optimizer}")
+    if recipe.loss == "liger":
+        libraries.import_quietly("liger_kernel.transformers.fused_linear_cross_entropy")
     if recipe.optimizer == "adafactor":
         libraries.import_quietly("transformers.optimization")  # with peft, if that is there
 

@@ -69,7 +69,7 @@ def test_the_peak_lacks_the_logits(loss):
     [
         ({"model": "bert-large"}, "loss is 'chunked' and task is 'sequence-classification'"),
         ({"model": "gemma-2-2b"}, "its logits are changed after the product"),
-        ({"model": "llama-3.2-1b", "loss": "liger"}, "allowed are whole, chunked, linear"),
+        ({"model": "llama-3.2-1b", "loss": "fused"}, "allowed are whole, chunked, linear"),
     ],
 )
 def test_what_has_no_parts_is_refused(changes, said):
@@ -83,6 +83,24 @@ def test_without_pytorchs_own_it_is_refused(monkeypatch):
     with pytest.raises(ValueError) as error:
         TINY.but(loss="linear_cross_entropy")
     assert "from PyTorch 2.13" in one_line(error)
+
+
+def test_without_its_packages_ligers_is_refused(monkeypatch):
+    monkeypatch.setattr("memlab.spec.combinations.find_spec", lambda name: None)
+    with pytest.raises(ValueError) as error:
+        TINY.but(loss="liger")
+    assert "liger_kernel and triton cannot be imported" in one_line(error)
+
+
+def test_ligers_holds_a_chunk_and_the_gradients():
+    """A chunk has as many tokens as make its logits about as large as all hidden states."""
+    pytest.importorskip("triton")
+    pytest.importorskip("liger_kernel", reason="pip install memlab[liger]")
+    whole, fused = (simulate(r, "H100") for r in (LONG, LONG.but(loss="liger")))
+    logits = 8192 * 128_256 * 4
+    assert whole.peak_allocated - fused.peak_allocated > 2 * logits
+    beside = fused.peak_tensors - sum(fused.breakdown[c] for c in KEPT)
+    assert beside < 0.5 * logits and any("Triton" in said for said in fused.assumptions)
 
 
 def test_adapters_of_the_head_are_refused_where_only_its_weight_counts():
