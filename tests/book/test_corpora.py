@@ -180,5 +180,9 @@ def test_bad_input(call, says):
 
 
 def test_libraries_leave_no_bar_in_a_notebook():
-    assert corpora.logging.is_progress_bar_enabled() is False
-    assert corpora.datasets.are_progress_bars_disabled()
+    """In a process of its own: tests of scripts switch them on again."""
+    code = "from memlab.book import corpora; import datasets, transformers; "
+    code += "print(datasets.are_progress_bars_disabled(), "
+    code += "transformers.logging.is_progress_bar_enabled())"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["True", "False"]
