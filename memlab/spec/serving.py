@@ -67,6 +67,7 @@ class Serving:
     precision: ClassVar[str] = ""
     optimizer: ClassVar[str] = ""
     optimizer_offload: ClassVar[str] = "none"
+    loss: ClassVar[str] = "whole"
     accumulation: ClassVar[int] = 1
     lora_rank: ClassVar[int] = 0
     block_size: ClassVar[int] = 64
