@@ -45,7 +45,7 @@ def copies_table(runs: Mapping[tuple[str, str], Footprint]) -> pd.DataFrame:
     rows: dict[str, dict[str, Any]] = {}
     for (way, link), run in runs.items():
         assert run.step_seconds is not None  # of a card with rates
-        row = rows.setdefault(way, {"peak, GiB": run.peak_allocated / 2**30})
+        row = rows.setdefault(way, {"peak, GiB": f"{run.peak_allocated / 2**30:.1f}"})
         row[f"s, {link}"] = show.between(run.step_seconds.low, run.step_seconds.high)
     return pd.DataFrame(rows).T
 
