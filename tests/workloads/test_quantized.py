@@ -183,3 +183,8 @@ def test_the_rows_largest_values_stay_parameters_after_the_first_product():
     before = held()
     training.step()
     assert held() == before
+
+
+def test_linear_attention_by_transformers_own_code_is_said():
+    assert "flash-linear-attention" in " ".join(assumed(Recipe("qwen3.5-9b-tiny")))
+    assert not assumed(Recipe("llama-3-8b-tiny"))
