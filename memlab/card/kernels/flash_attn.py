@@ -51,26 +51,12 @@ def _functions(implementation, *args, **kwargs):
     return flash_attn_func, flash_attn_varlen_func, None, *padding
 
 
-def flash_attn_func(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-):
+def flash_attn_func(q, k, v, **how):
     """Attention of [batch, length, heads, head size]; the result has the query's shape.
 
-    Softcap and slopes change values and no shape. Raises RuntimeError in the package's words for
-    what it does not take.
+    how: as of `flash_attn_varlen_func`, and the same errors.
     """
-    told = dropout_p, softmax_scale, causal, window_size, deterministic, return_attn_probs
-    return _attend(q, k, v, (None, None), (q.size(1), k.size(1)), *told)
+    return flash_attn_varlen_func(q, k, v, None, None, q.size(1), k.size(1), **how)
 
 
 def flash_attn_varlen_func(
@@ -86,30 +72,18 @@ def flash_attn_varlen_func(
     causal=False,
     window_size=(-1, -1),
     softcap=0.0,
-    alibi_slopes=None,
     deterministic=False,
-    return_attn_probs=False,
-    block_table=None,
 ):
-    """As `flash_attn_func`, of [tokens, heads, head size]: all sequences, one behind the other.
+    """Attention of [tokens, heads, head size]: all sequences, one behind the other.
 
-    cu_seqlens: where each begins, and the end, int32. max_seqlen: the longest.
+    cu_seqlens: where each begins, and the end, int32. max_seqlen: the longest. transformers reads
+    from these names what flash-attn can do; softcap changes values and no shape.
+
+    Raises RuntimeError in the package's words for what it does not take, and NotSimulated for
+    deterministic, which takes more memory.
     """
-    if block_table is not None:
-        raise NotSimulated(
-            "flash_attn_varlen_func with block_table: a paged cache is not simulated"
-        )
-    borders, longest = (cu_seqlens_q, cu_seqlens_k), (int(max_seqlen_q), int(max_seqlen_k))
-    told = dropout_p, softmax_scale, causal, window_size, deterministic, return_attn_probs
-    return _attend(q, k, v, borders, longest, *told)
-
-
-def _attend(
-    q, k, v, borders, longest, dropout_p, scale, causal, window_size, deterministic, returns_probs
-):
-    if deterministic or returns_probs:
-        name = "deterministic" if deterministic else "return_attn_probs"
-        raise NotSimulated(f"flash-attn with {name}=True: its memory is not simulated")
+    if deterministic:
+        raise NotSimulated("flash-attn with deterministic=True: its memory is not simulated")
     if torch.cuda.get_device_capability() < (8, 0):
         raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
     if q.dtype not in HALF or not q.dtype == k.dtype == v.dtype:
@@ -123,12 +97,14 @@ def _attend(
         q,
         k,
         v,
-        *borders,
-        *longest,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        int(max_seqlen_q),
+        int(max_seqlen_k),
         dropout_p,
         causal,
         False,
-        scale=size**-0.5 if scale is None else scale,
+        scale=size**-0.5 if softmax_scale is None else softmax_scale,
         window_size_left=window_size[0],
         window_size_right=window_size[1],
     )[0]
