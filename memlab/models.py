@@ -221,7 +221,7 @@ def twin(model: Model) -> PretrainedConfig:
         values["num_local_experts"] = min(tiny.num_local_experts, 32)
     by_layer = _by_layer(tiny)
     layers = list(zip(*by_layer.values(), strict=True))
-    other = next((i for i, layer in enumerate(layers) if layer != layers[0]), 1)
+    other = next((i for i, layer in enumerate(layers) if layer != layers[0]), 0)
     values |= {name: [value[0], value[other]] for name, value in by_layer.items()}
     return resized(with_layers(tiny, 2), **values)
 

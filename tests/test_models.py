@@ -265,6 +265,14 @@ def test_twin_is_small_and_of_the_same_kind(name):
     assert models.build(tiny).num_parameters() < 5_000_000
 
 
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "gemma-3-1b", "gpt2"])
+def test_twin_of_one_layer_has_two_alike(name):
+    tiny = models.twin(models.with_layers(name, 1))
+    assert tiny.num_hidden_layers == 2
+    assert len(set(getattr(tiny, "layer_types", None) or [1])) == 1
+    assert models.build(tiny).num_parameters() < 5_000_000
+
+
 @pytest.mark.parametrize("name", FULL)
 def test_twin_trains_on_every_task(name):
     for task in models.tasks(name):
