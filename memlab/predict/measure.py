@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.metadata
+import os
 import platform
 import statistics
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from memlab.card.allocator_settings import VARIABLES
 from memlab.fields import whole
 from memlab.footprint import Category, Footprint, Phase
 from memlab.gpus import require_native
@@ -106,13 +108,21 @@ def allocator_of(recipe: Recipe, device: torch.device) -> Iterator[None]:
     if device.type != "cuda" or not recipe.expandable_segments:
         yield
         return
-    before = torch._C._accelerator_getAllocatorSettings()
+    before = _allocator_settings()
     torch._C._accelerator_setAllocatorSettings(f"{before},{EXPANDABLE}:True".lstrip(","))
     try:
         yield
     finally:
         before = before if EXPANDABLE in before else f"{before},{EXPANDABLE}:False"
         torch._C._accelerator_setAllocatorSettings(before.lstrip(","))
+
+
+def _allocator_settings() -> str:
+    """The settings of PyTorch's allocator; of 2.11, which does not tell, the environment's."""
+    told = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if told:
+        return told()
+    return next((os.environ[name] for name in VARIABLES if name in os.environ), "")
 
 
 def _measured(recipe: Recipe, device: torch.device, steps: int, seed: int) -> Measurement:

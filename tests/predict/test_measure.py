@@ -57,6 +57,20 @@ def test_a_measurement_sets_the_allocator_and_puts_it_back(before):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
+@pytest.mark.parametrize("before", ["", "max_split_size_mb:100", "expandable_segments:True"])
+def test_an_allocator_that_does_not_tell_is_as_the_environment_says(before, monkeypatch):
+    told = []  # PyTorch 2.11 has the one name without the other
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", before)
+    with allocator_of(TINY.but(expandable_segments=True), torch.device("cuda")):
+        pass
+    on = ",".join(filter(None, (before, "expandable_segments:True")))
+    off = before if "expandable" in before else on.replace("True", "False")
+    assert told == [on, off]
+
+
 def test_meter_measures_the_readers_loop():
     training = Training(TINY)
     training.step()
