@@ -1,4 +1,5 @@
-"""Write memlab/data/predictions.json: what the simulation says of every published run.
+"""Write memlab/data/predictions.json: what the simulation says of every run on a card, published or
+recorded.
 
     python tools/keep_predictions.py [published-torchtune-a100.json ...]
 
@@ -21,7 +22,7 @@ from tqdm import tqdm
 
 from memlab import Recipe, simulate
 from memlab.evidence.loops import PREDICTIONS, kept_predictions, simulate_loop
-from memlab.evidence.records import load, published_files
+from memlab.evidence.records import card_files, load
 from memlab.gpus import gpu_of_device
 from memlab.predict.measure import versions
 
@@ -46,7 +47,7 @@ def main(files, release=False):
     found, about = kept.pop("runs"), kept
     if not release:
         about = {"date": date.today().isoformat(), "versions": versions()}
-    for name, path in published_files().items():
+    for name, path in card_files().items():
         if name not in (files or [name]):
             continue
         said = found.setdefault(name, {})

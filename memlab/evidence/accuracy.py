@@ -18,7 +18,7 @@ import torch
 from memlab import models
 from memlab.card import fake_tensors
 from memlab.evidence.loops import kept_predictions, simulate_loop
-from memlab.evidence.records import Record, load, published_files
+from memlab.evidence.records import Record, card_files, load, published_files
 from memlab.footprint import Footprint, Phase, StepTime
 from memlab.gpus import GPU, GPUS, gpu_of_device
 from memlab.predict.formula import formula
@@ -142,7 +142,7 @@ def compare_records(
 
 
 def compare_kept(file: str, release: bool = False) -> list[Comparison]:
-    """The published runs of a file of records beside the predictions that are kept of them.
+    """The runs of a file of `card_files` beside the predictions that are kept of them.
 
     release: those by a library's release of the runs, where it says something else than today's.
     """
@@ -166,7 +166,7 @@ def compare_kept(file: str, release: bool = False) -> list[Comparison]:
             step_time=time,
         )
 
-    return [one for run in load(published_files()[file]) for one in _compare(run, "kept", predict)]
+    return [one for run in load(card_files()[file]) for one in _compare(run, "kept", predict)]
 
 
 def compare_seconds() -> dict[str, list[Comparison]]:

@@ -131,6 +131,12 @@ def published_files() -> dict[str, Path]:
     return {path.name: path for path in sorted(found, key=lambda path: path.name)}
 
 
+def card_files() -> dict[str, Path]:
+    """name -> file of every file of runs on cards: the published ones, and memlab's own records."""
+    own = (path for path in FOLDER.glob("*.json") if not path.name.startswith("cpu-"))
+    return published_files() | {path.name: path for path in sorted(own)}
+
+
 def load(path: Path | str) -> list[Record]:
     """The records of one file. Raises ValueError, in one line, with the file and what is wrong."""
     try:

@@ -9,7 +9,7 @@ from memlab import Recipe, find_gpu, models, simulate
 from memlab.evidence import loops
 from memlab.evidence.accuracy import compare_kept, compare_records
 from memlab.evidence.loops import torch_preflight, torchtune
-from memlab.evidence.records import FOLDER, find_records, load, published_files
+from memlab.evidence.records import FOLDER, card_files, find_records, load, published_files
 from memlab.gpus import gpu_of_device
 from memlab.predict.fit import CONTEXT_MARGIN, MARGIN
 from memlab.workloads.training import import_peft
@@ -49,15 +49,16 @@ def test_and_of_a_run_in_memlabs_own_loop():
     assert said.peak_reserved == kept["peak_reserved_bytes"]
 
 
-def test_every_published_run_has_a_prediction():
+def test_every_run_on_a_card_has_a_prediction():
     published = {name: load(path) for name, path in published_files().items()}
-    names = {file: {run.name for run in runs} for file, runs in published.items()}
+    on_cards = {name: load(path) for name, path in card_files().items()}
+    names = {file: {run.name for run in runs} for file, runs in on_cards.items()}
     assert names == {file: set(said) for file, said in KEPT["runs"].items()}
     assert {run.loop for runs in published.values() for run in runs} == {"", *loops.LOOPS}
 
 
 @pytest.mark.parametrize("file", KEPT["runs"])
-def test_every_published_run_stands_beside_its_kept_prediction(file):
+def test_every_run_on_a_card_stands_beside_its_kept_prediction(file):
     assert {one.name for one in compare_kept(file)} == set(KEPT["runs"][file])
 
 

@@ -15,7 +15,9 @@ from memlab.spec.serving import Serving
 
 MiB = 2**20
 TINY = Recipe(model="gpt2-tiny", batch_size=2, seq_len=64)
-ON_RECORD = [run for run in find_records(loop="") if gpu_of_device(run.device)]
+ON_RECORD = [run for run in find_records("published", loop="") if gpu_of_device(run.device)]
+# Those that the grid has first: their traces come with memlab.
+HERE = find_records("recorded", loop="", device="NVIDIA")[:10]
 
 
 def test_a_small_training_fits_and_says_what_it_needs():
@@ -87,11 +89,13 @@ def test_segments_that_grow_are_a_matter_of_the_replay():
 def answers():
     """The verdict on every run on record, on a card just too small for what it used."""
     found = {}
-    for run in ON_RECORD:
+    for run in [*ON_RECORD, *HERE]:
         card = gpu_of_device(run.device)
         total = run.figures.get("total_memory_bytes", card.total_memory)
         context = run.figures.get("context_bytes", card.context)
-        if not run.figures.get("out_of_memory"):
+        if run in HERE:  # what was reserved beyond need not have been
+            total = run.figures["peak_allocated_bytes"] + context - 1
+        elif not run.figures.get("out_of_memory"):
             total = run.figures["device_used_bytes"] - 1
         card = dataclasses.replace(card, total_memory=total, context=context)
         margin = 0.2 if run.date < PYTORCH_2 else MARGIN

@@ -15,7 +15,7 @@ from memlab.book import show
 from memlab.card.step_time import BEST, EXPECTED, WORST
 from memlab.evidence.accuracy import Comparison, compare_kept, compare_seconds, ratio_errors
 from memlab.evidence.loops import kept_predictions
-from memlab.evidence.records import Record, find_records, load, published_files
+from memlab.evidence.records import Record, card_files, find_records, load, published_files
 from memlab.predict import fit
 from memlab.units import MiB
 
@@ -366,3 +366,34 @@ def shares_table() -> Styler:
         ]
     )
     return assumed.style.format("{:.2f}").set_caption("Shares, and three times")
+
+
+def recorded() -> pd.DataFrame:
+    """A row a run that memlab recorded on a card: bytes and seconds beside the kept predictions.
+
+    allocated, reserved (MiB) and s a step as recorded, each with the prediction's error; context
+    (MiB); inside: whether the seconds lie in the range that is told.
+    """
+    rows = {}
+    for file in card_files().keys() - published_files().keys():
+        context = {run.name: run.figures["context_bytes"] for run in load(card_files()[file])}
+        for one in compare_kept(file):
+            row = rows.setdefault(
+                f"{one.against}: {one.name}", {"context": context[one.name] / MiB}
+            )
+            if one.figure in ("allocated", "reserved"):
+                row |= {one.figure: one.recorded / MiB, f"error of {one.figure}": one.error}
+            elif one.figure == "seconds":
+                row |= {"s a step": one.recorded, "error of seconds": one.error}
+                row["inside"] = one.inside
+    return pd.DataFrame.from_dict(rows, orient="index")
+
+
+def recorded_table(runs: pd.DataFrame) -> Styler:
+    """The recorded runs of one card, without its name and without what is said in a sentence."""
+    shown = runs.drop(columns=["context"])
+    card = shown.index[0].partition(": ")[0]
+    shown.index = [name.partition(": ")[2] for name in shown.index]
+    shown["inside"] = shown["inside"].map({True: "yes", False: "no"})
+    shown.columns = ["allocated", "error", "reserved", "error ", "s a step", "error  ", "in range"]
+    return show.table(shown, f"{card}: MiB as recorded, and what the prediction is off")
