@@ -3,9 +3,9 @@
 A new start goes on where the last was stopped.
 """
 
+import collections
 import datetime
 import functools
-import itertools
 import json
 import os
 import re
@@ -28,8 +28,9 @@ from memlab.spec.recipe import Recipe
 from memlab.units import mib
 from memlab.workloads.training import Training, import_libraries
 
-# Cores from which on the next process starts while one is measured: fewer would disturb its clock.
-ROOMY = 8
+# Cores for each process that starts while one is measured, and for that one: fewer would disturb
+# its clock. A process imports for longer than most runs take.
+CORES_EACH = 4
 
 
 @dataclass
@@ -90,11 +91,11 @@ def record(
     report = Report(file_of(here["device_name"], out), here["device_name"])
     report.kept = _finished(report.path, runs)
     todo = [name for name in runs if name not in report.kept]
-    roomy = device.type == "cuda" and (os.cpu_count() or 1) >= ROOMY
+    ahead = (os.cpu_count() or 1) // CORES_EACH - 1 if device.type == "cuda" else 0
     bar = tqdm(total=len(runs), initial=len(report.kept), desc=report.device, unit="run")
-    ready = None  # the next run's process, started while one is measured
+    ready: collections.deque[Worker] = collections.deque()  # processes of the next runs
     try:
-        for name, following in itertools.zip_longest(todo, todo[1:]):
+        for place, name in enumerate(todo, 1):
             bar.set_postfix_str(name)
             why = cannot_fit(runs[name], here["total_memory"])
             remaining = limit_seconds - (time.monotonic() - started)
@@ -103,12 +104,12 @@ def record(
             elif remaining <= 0:
                 report.left.append(name)
             else:
-                with ready or Worker() as running:
-                    ready = None
+                with ready.popleft() if ready else Worker() as running:
                     running.begin(_order(runs[name], device, steps))
-                    if roomy and following:
-                        ready = Worker()
-                        cannot_fit(runs[following], here["total_memory"])  # kept for its turn
+                    while len(ready) < min(ahead, len(todo) - place):
+                        ready.append(Worker())
+                    if ready:  # kept for its turn
+                        cannot_fit(runs[todo[place]], here["total_memory"])
                     answer = running.answer(min(run_seconds, remaining))
                 if answer.get("stopped") and remaining < run_seconds:
                     report.left.append(name)
@@ -117,8 +118,8 @@ def record(
             bar.update()
     finally:
         bar.close()
-        if ready:
-            ready.end()
+        for one in ready:
+            one.end()
         report.seconds = time.monotonic() - started
     return report
 

@@ -7,6 +7,7 @@ import time
 
 import psutil
 import pytest
+import torch
 from helpers import TINY, TWO, a_run, one_line
 
 from memlab import Recipe
@@ -140,3 +141,39 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path, monke
     for out in (tmp_path / "file", tmp_path / "file" / "records"):
         with pytest.raises(OSError):
             recording.record("cpu", out, {})
+
+
+@pytest.mark.parametrize(("cores", "ahead"), [(2, 0), (8, 1), (16, 3)])
+def test_processes_of_the_next_runs_start_where_cores_are_idle(tmp_path, monkeypatch, cores, ahead):
+    alive, most, ended = [], [], []
+
+    class Process:
+        def __init__(self):
+            alive.append(self)
+            most.append(len(alive))
+
+        def begin(self, order):
+            self.model = order["recipe"]["seq_len"]
+
+        def answer(self, seconds):
+            return {"failed": f"{self.model}"}
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.end()
+
+        def end(self):
+            alive.remove(self)
+            ended.append(self)
+
+    here = {"device_name": "Tesla T4", "total_memory": 2**34, "driver": "1", "versions": {}}
+    monkeypatch.setattr(recording, "Worker", Process)
+    monkeypatch.setattr(recording, "pick_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(recording, "machine", lambda device: here)
+    monkeypatch.setattr(recording.os, "cpu_count", lambda: cores)
+    runs = {str(n): TINY.but(seq_len=n) for n in range(1, 7)}
+    report = recording.record("cuda", tmp_path, runs)
+    assert report.failed == {name: name for name in runs}  # each its own, in order
+    assert max(most) == 1 + ahead and len(ended) == len(runs) and not alive
