@@ -165,3 +165,12 @@ def test_a_step_by_hand_is_that_of_the_record():
     figures = f"= {work:.0f} TFLOP", f"{seconds:.2f} s", f"{rate:.0f} TFLOP a"
     shares = f"the {peak:.0f} that", f"{rate / peak:.0%}", f"{rate / peak * 4 / 6:.0%}"
     assert all(text.replace("%", " %") in said for text in figures + shares), (figures, shares)
+
+
+def test_every_recorded_run_of_a_card_has_its_row():
+    runs = [run for run in find_records("recorded") if not run.device.startswith("CPU")]
+    rows = accuracy.recorded()
+    assert set(rows.index) == {f"{run.device}: {run.name}" for run in runs}
+    printed = accuracy.recorded_table(rows).to_html()
+    assert all(run.name in printed for run in runs)
+    assert rows.index[0].startswith("NVIDIA")  # as it was given

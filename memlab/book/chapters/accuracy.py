@@ -391,9 +391,10 @@ def recorded() -> pd.DataFrame:
 
 def recorded_table(runs: pd.DataFrame) -> Styler:
     """The recorded runs of one card, without its name and without what is said in a sentence."""
-    shown = runs.drop(columns=["context"])
+    shown = runs[["allocated", "error of allocated", "s a step", "error of seconds"]]
     card = shown.index[0].partition(": ")[0]
     shown.index = [name.partition(": ")[2] for name in shown.index]
-    shown["inside"] = shown["inside"].map({True: "yes", False: "no"})
-    shown.columns = ["allocated", "error", "reserved", "error ", "s a step", "error  ", "in range"]
-    return show.table(shown, f"{card}: MiB as recorded, and what the prediction is off")
+    shown.columns = ["allocated", "error", "s a step", "error of s"]
+    table = show.table(shown, f"{card}: MiB and seconds recorded; errors of what is said")
+    wrapped = "white-space: normal; max-width: min(19em, 38vw)"
+    return table.set_table_styles([{"selector": "th.row_heading", "props": wrapped}])
