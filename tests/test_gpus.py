@@ -398,7 +398,6 @@ def test_a_card_that_was_measured_here_reaches_what_others_measured():
     # Bytes a second of tensors of 1 GiB: softmax, layer norm, GELU, a copy.
     kernels = 1293e9, 2036e9, 2876e9, 3009e9
     assert min(kernels) < GPUS["H100"].traffic < max(kernels) < GPUS["H100"].bandwidth
-    assert GPUS["H100"].traffic == pytest.approx(sum(kernels) / 4, rel=0.1)
 
 
 def test_a_card_without_measurements_reaches_what_cards_like_it_do():

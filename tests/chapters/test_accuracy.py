@@ -167,10 +167,25 @@ def test_a_step_by_hand_is_that_of_the_record():
     assert all(text.replace("%", " %") in said for text in figures + shares), (figures, shares)
 
 
-def test_every_recorded_run_of_a_card_has_its_row():
-    runs = [run for run in find_records("recorded") if not run.device.startswith("CPU")]
-    rows = accuracy.recorded()
-    assert set(rows.index) == {f"{run.device}: {run.name}" for run in runs}
-    printed = accuracy.recorded_table(rows).to_html()
-    assert all(run.name in printed for run in runs)
-    assert rows.index[0].startswith("NVIDIA")  # as it was given
+@pytest.mark.parametrize(
+    "device", {run.device for run in find_records("recorded") if run.driver is not None}
+)
+def test_every_recorded_run_of_a_card_has_its_row(device):
+    names = {run.name for run in find_records("recorded", device)}
+    rows = accuracy.recorded(device)
+    assert set(rows.index) == names
+    printed = accuracy.recorded_table(rows, device).to_html()
+    assert all(name in printed for name in {*names, device})
+
+
+def test_the_page_says_what_the_card_was_recorded_with():
+    said = next(cell.source for cell in Notebook("accuracy").cells if cell.id == "gpu-text")
+    for run in find_records("recorded", "H100"):
+        versions = run.driver, run.versions["torch"], run.versions["transformers"], run.date
+        assert all(one in said for one in versions), run.name
+
+
+def test_rows_that_miss_a_thousandth_are_those_that_the_page_names():
+    errors = accuracy.recorded("NVIDIA H100 80GB HBM3")["error of allocated"]
+    missed = sorted(errors[errors.abs() >= 0.001].index.str.partition(" ").get_level_values(0))
+    assert missed == ["bert-large", "bert-large", "distilbert", "llama-3.2-3b"]
