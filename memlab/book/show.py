@@ -153,9 +153,9 @@ def _footprint(run: Footprint | Measurement) -> Footprint:
 def table(frame: pd.DataFrame, caption: str = "") -> Styler:
     """A DataFrame as a table of the book: MiB with thousands separators, errors in per cent.
 
-    Columns that begin with "s a step" are seconds, with two decimals.
+    Columns that begin with "s a step" are seconds, with two decimals. Numbers stand at the right.
     """
-    kinds = {"error": "{:+.2%}", "s a step": "{:,.2f}"}
+    kinds = {"error": _error, "s a step": "{:,.2f}"}
     formats = {}
     for column in frame.columns:
         if frame[column].dtype.kind == "f":
@@ -164,7 +164,15 @@ def table(frame: pd.DataFrame, caption: str = "") -> Styler:
         elif frame[column].dtype.kind == "i":
             formats[column] = "{:,}"
     styled = frame.style.format(formats, na_rep="—")
+    right = [{"selector": "", "props": "text-align: right"}]
+    styled = styled.set_table_styles(dict.fromkeys(formats, right))
     return styled.set_caption(caption) if caption else styled
+
+
+def _error(share: float) -> str:
+    """An error in per cent, without a sign where it rounds to nothing."""
+    text = f"{share:+.2%}"
+    return text[1:] if text[1:] == "0.00%" else text
 
 
 def bars(

@@ -394,4 +394,5 @@ def recorded_table(runs: pd.DataFrame, device: str) -> Styler:
     shown.columns = ["allocated", "error", "s a step", "error of s"]
     table = show.table(shown, f"{device}: MiB and seconds recorded; errors of what is said")
     wrapped = "white-space: normal; overflow-wrap: break-word; max-width: min(19em, 38vw)"
-    return table.set_table_styles([{"selector": "th.row_heading", "props": wrapped}])
+    styles = [{"selector": "th.row_heading", "props": wrapped}]
+    return table.set_table_styles(styles, overwrite=False)
