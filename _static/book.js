@@ -29,6 +29,22 @@ if (location.protocol === "file:" && typeof DOCUMENTATION_OPTIONS !== "undefined
   document.addEventListener("toggle", later, true); // folded boxes have no width
 })();
 
+// Columns of numbers in a cell's output stand at the right, with their heads.
+addEventListener("DOMContentLoaded", () => {
+  const NUMBER = /^[+\u2212-]?\d[\d.,]*(e[+-]\d+)?\s?[%\u00d7x]?$/;
+  // From the right: at the left a cell may stand for several rows.
+  const cellsOf = (row, i) => [...row.cells].filter((cell, at, all) => all.length - 1 - at === i && cell.colSpan === 1);
+  document.querySelectorAll("div.cell_output table").forEach((table) => {
+    const rows = [...table.rows], data = rows.filter((row) => row.querySelector("td"));
+    for (let i = 0; i < (data[0]?.cells.length ?? 0); i++) {
+      const said = data.flatMap((row) => cellsOf(row, i)).map((cell) => cell.textContent.trim());
+      const told = said.filter((text) => text && text !== "\u2014");
+      if (!told.length || !told.every((text) => NUMBER.test(text))) continue;
+      rows.flatMap((row) => cellsOf(row, i)).forEach((cell) => cell.classList.add("number"));
+    }
+  });
+});
+
 // Paper is white: a page is printed in the light theme, whichever the screen has.
 (() => {
   const page = document.documentElement;

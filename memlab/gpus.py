@@ -59,6 +59,8 @@ def native_dtypes(capability: tuple[int, int]) -> tuple[str, ...]:
     return tuple(names)
 
 
+# Of the others, from Pascal's 6.0 to Blackwell's 10.0, 2,048.
+THREADS_OF_PROCESSOR = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
 Reached = tuple[float, float, float]  # operations a second: least, expected, most
 
 
@@ -159,6 +161,17 @@ class GPU:
     def workspace(self) -> int:
         """Bytes of one cuBLAS workspace."""
         return cublas_workspace(self.capability)
+
+    @property
+    def threads(self) -> int:
+        """Threads that its processors hold at once: CUDA Programming Guide, "Compute Capabilities",
+        maximum number of resident threads per multiprocessor."""
+        return self.processors * THREADS_OF_PROCESSOR.get(self.capability, 2048)
+
+    @property
+    def symbols(self) -> dict[str, int]:
+        """What the terms of a trace take from a card (`memlab.trace.trace.Half.term`)."""
+        return {"W": self.workspace, "T": self.threads}
 
     def without_limit(self) -> GPU:
         """The same card with as much memory as it is asked for."""

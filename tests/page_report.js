@@ -105,9 +105,19 @@
     (element) => shown(element) && ends(element) > right + 1 && !says_so(element),
   );
 
+  // Numbers of a cell's output, each under the next, that do not end under each other.
+  const ragged = [...article.querySelectorAll("div.cell_output table td")].filter((cell) => {
+    const place = (e) => e.parentElement.cells.length - e.cellIndex; // from the right, as cells may span rows at the left
+    const column = [...cell.closest("table").querySelectorAll("td")].filter((e) => place(e) === place(cell));
+    const told = column.map((e) => e.textContent.trim().replaceAll(",", "")).filter((text) => text !== "\u2014");
+    const numbers = told.every((text) => text !== "" && Number.isFinite(Number(text)));
+    return numbers && shown(cell) && getComputedStyle(cell).textAlign !== "right";
+  });
+
   return {
     title: document.title,
     clipped: clipped.map(name),
+    ragged: ragged.map((cell) => cell.textContent.trim()).slice(0, 8),
     theme: document.documentElement.dataset.theme,
     scroll_width: document.documentElement.scrollWidth,
     wide: wide.slice(0, 8).map(name),

@@ -161,6 +161,11 @@ def test_no_column_is_out_of_sight_without_a_cue(visit, page, width, theme):
 
 
 @every_page
+def test_columns_of_numbers_end_under_each_other(visit, page):
+    assert visit(page, *VIEWS[0])["ragged"] == []
+
+
+@every_page
 @every_view
 def test_the_theme_follows_the_system_and_every_text_is_readable(visit, page, width, theme):
     report = visit(page, width, theme)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from memlab import Recipe, fits
+
 MADE = runpy.run_path(str(Path(__file__).parent.parent / "tools" / "what_fits.py"))
 TABLE = json.loads(MADE["FILE"].read_text())
 ANSWER = re.compile(r"(fits|may fit|does not fit): [\d.]+( to [\d.]+)? GiB")
@@ -52,6 +54,18 @@ def test_a_cell_is_the_first_way_that_fits():
 )
 def test_the_table_is_what_is_said_today(model, way, gpu):
     assert TABLE[model][way][gpu] == MADE["answer"](model, way, gpu)
+
+
+def test_an_a100_trains_8b_in_bf16_as_the_page_says():
+    said = re.search(
+        r"takes ([\d.]+) GiB with AdamW and ([\d.]+) with 8-bit", MADE["PAGE"].read_text()
+    )
+    recipe = Recipe(
+        "llama-3.1-8b", seq_len=2048, precision="bf16", checkpointing=True, attention="sdpa"
+    )
+    for optimizer, gib in zip(("adamw_torch_fused", "adamw_8bit"), said.groups(), strict=True):
+        answer = fits(recipe.but(optimizer=optimizer), "A100-80GB")
+        assert answer and f"{answer.needed / 2**30:.1f}" == gib
 
 
 def test_an_h200_takes_in_full_what_the_page_says():

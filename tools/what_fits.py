@@ -1,4 +1,4 @@
-"""Every model of the catalogue, in three ways, on six cards: what it needs, or why not, in a line.
+"""Every model of the catalogue, in three ways, on six cards: what it needs, or why not.
 
     python tools/what_fits.py [file]    goes on with what stands in the file, tests/what_fits.json,
                                         and writes the table of chapters/what-fits.md

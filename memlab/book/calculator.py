@@ -30,7 +30,7 @@ from memlab.predict.structure import SAME_ROPE, Structure, structures
 from memlab.predict.traces import keys_of, usual_sizes
 from memlab.predict.widths import HEAD_SIZES, heads_of_a_key, names_of_lengths
 from memlab.spec.recipe import AUTOCAST, COMPUTED_IN, Recipe
-from memlab.trace import allocator
+from memlab.trace import allocator, reductions
 from memlab.trace.symbols import ROUNDED
 
 # What can be chosen: that of which traces are kept (tools/record_traces.py).
@@ -73,10 +73,11 @@ AUTO = {
     "causal-lm": "AutoModelForCausalLM",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
 }
-# Of the allocator and of what is kept free.
+# Of the allocator, of what is kept free, and of sums along rows.
 RULES = "MIN_BLOCK SMALL_REQUEST SMALL_SEGMENT MEDIUM_REQUEST MEDIUM_SEGMENT LARGE_ROUND"
 RULES = {name: getattr(allocator, name) for name in RULES.split()}
 RULES |= {"MARGIN": MARGIN, "CONTEXT_MARGIN": CONTEXT_MARGIN}
+RULES |= {n: getattr(reductions, n) for n in "ACCUMULATED THREADS WARP LEAST MOST".split()}
 START = Recipe(
     "qwen3-0.6b",
     batch_size=8,
@@ -318,6 +319,7 @@ def known_card(card: GPU) -> dict:
         "total": card.total_memory,
         "context": card.context or 0,
         "workspace": card.workspace,
+        "threads": card.threads,
         "bf16": "bfloat16" in card.native_dtypes,
         "processors": card.processors,
         "rates": list(card.rates),

@@ -11,7 +11,7 @@ from memlab.predict.formula import operators_of
 from memlab.predict.shipped import Shipped
 from memlab.predict.store import Kept
 from memlab.trace.moments import from_none
-from memlab.trace.symbols import Term
+from memlab.trace.symbols import Sums, Term
 
 
 class PackedTables:
@@ -72,11 +72,25 @@ class PackedTables:
         return self.operators.setdefault(row, len(self.operators))
 
     def _term(self, term: Term) -> int:
-        """The place of a term; -1 of nothing."""
+        """The place of a term, after those that it is made of; -1 of nothing."""
+        for factor, _ in term.powers:
+            if isinstance(factor, Sums):
+                for one in factor:
+                    self._term(one)
         return self.terms.setdefault(term, len(self.terms)) if term.constant else -1
 
+    def _told(self, term: Term) -> list:
+        """A term: its number, its powers, and the places of the rows and columns of a sum."""
+        told = [term.constant / term.divisor, {}]
+        for factor, exponent in term.powers:
+            if isinstance(factor, Sums):
+                told.append([self._term(one) for one in factor])
+            else:
+                told[1][factor] = exponent
+        return told
+
     def known(self) -> dict:
-        terms = [[term.constant / term.divisor, dict(term.powers)] for term in self.terms]
+        terms = [self._told(term) for term in self.terms]
         alike = sorted(self.places.values(), key=lambda place: self._text("tensors", place))
         halves = {name: self._told_once(name, alike) for name in self.columns}
         return {"terms": terms, "operators": list(self.operators), "halves": halves}

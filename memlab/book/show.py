@@ -153,7 +153,7 @@ def _footprint(run: Footprint | Measurement) -> Footprint:
 def table(frame: pd.DataFrame, caption: str = "") -> Styler:
     """A DataFrame as a table of the book: MiB with thousands separators, errors in per cent.
 
-    Columns that begin with "s a step" are seconds, with two decimals. Numbers stand at the right.
+    Columns that begin with "s a step" are seconds, with two decimals.
     """
     kinds = {"error": _error, "s a step": "{:,.2f}"}
     formats = {}
@@ -164,8 +164,6 @@ def table(frame: pd.DataFrame, caption: str = "") -> Styler:
         elif frame[column].dtype.kind == "i":
             formats[column] = "{:,}"
     styled = frame.style.format(formats, na_rep="—")
-    right = [{"selector": "", "props": "text-align: right"}]
-    styled = styled.set_table_styles(dict.fromkeys(formats, right))
     return styled.set_caption(caption) if caption else styled
 
 

@@ -34,6 +34,7 @@ from memlab.footprint import Category, Phase
 from memlab.gpus import GPU
 from memlab.trace.events import Marker
 from memlab.trace.ledger import Storage
+from memlab.trace.reductions import UNLIMITED
 from memlab.trace.tensors import is_wrapper_subclass, tensors_in
 from memlab.trace.tracer import Tracer
 from memlab.trace.user_frames import line_at_work
@@ -185,6 +186,11 @@ class CardTracer(OnHost, Tracer):
         if on_card(tensor):
             super().see_part(tensor, category, existed, module)
 
+    def see_result(self, out) -> None:
+        """As `Tracer.see_result`. Dropout takes its mask first: aten/.../cuda/Dropout.cu."""
+        dropped = self.operation is aten.native_dropout.default and isinstance(out, tuple)
+        super().see_result(out[::-1] if dropped else out)
+
     def resized(self, data) -> Storage | None:
         """As `Tracer.resized`, for what is on the card."""
         return None if is_on_host(data) else super().resized(data)
@@ -235,16 +241,27 @@ class CardTracer(OnHost, Tracer):
         except (DynamicOutputShapeException, DataDependentOutputException):
             raise NotSimulated(f"{func} is not simulated: {ONLY_A_CARD_KNOWS}") from None
         self.work.note(func, here, options, tensors, out, self.phase())
-        scratch = workspaces.kernel_scratch(func, here)
-        if scratch:
+        for scratch in workspaces.kernel_scratch(func, here):
             self.met_rules.add("softmax backward")
-        if scratch and "softmax backward" in self.rules:
-            self._take_and_give_back(*scratch)
+            if "softmax backward" in self.rules:
+                self._take_and_give_back(*scratch)
+        self._take_buffer(workspaces.reduction_of(func, here))
         known_values.propagate(func, args, kwargs, out)
         return out
 
     def _take_and_give_back(self, *sizes) -> None:
         for storage in [self.born(nbytes, Category.TEMPORARY) for nbytes in sizes]:
+            self.died(storage)
+
+    def _take_buffer(self, reduction) -> None:
+        nbytes = reduction and reduction.buffer(self.gpu.threads)
+        if reduction and self.most is not None:  # at other widths too few threads may be enough
+            nbytes = min(reduction.buffer(UNLIMITED), 1)
+        if nbytes:
+            self.met_rules.add("sums of rows")
+        if nbytes and "sums of rows" in self.rules:
+            storage = self.born(nbytes, Category.TEMPORARY)
+            storage.reduction = reduction
             self.died(storage)
 
     def moved(self, parameter, start) -> None:

@@ -234,7 +234,7 @@ def _halves(
     others = shipped.others_of(recipe) if any(key in shipped for key in keys) else ""
     assumptions = (OTHERS.format(others),) if others else ()
     assert found is not None  # there were two
-    sizes = found.sizes(recipe) | {"W": card.workspace}
+    sizes = found.sizes(recipe) | card.symbols
     return tuple(keys), halves, sizes, (*assumptions, *halves[-1].half.log.assumptions)
 
 

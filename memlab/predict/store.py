@@ -30,6 +30,7 @@ from memlab.predict.layer_patterns import Layers
 from memlab.trace.events import Alloc, Free, Marker, TraceEvent, WeightLoaded
 from memlab.trace.layered import LayeredLog
 from memlab.trace.moments import Moments, moments_of
+from memlab.trace.reductions import Reduction
 from memlab.trace.trace import Half
 
 # On whose releases it depends which events happen.
@@ -195,6 +196,8 @@ def _fields(work: Work) -> tuple:
 def _step_values(step: TraceEvent, places: dict[Alloc, int]) -> list:
     if type(step) is Free:
         return ["Free", places[step.birth], step.phase, step.which]
+    if type(step) is Alloc and step.reduction is None:
+        return ["Alloc", *step[:-1]]
     return ["Marker", step.value] if type(step) is Marker else [type(step).__name__, *step]
 
 
@@ -224,8 +227,10 @@ def _kept(values: dict) -> Kept:
 
 def _step(name: str, rest: list, kinds: list[TraceEvent]) -> TraceEvent:
     if name == "Alloc":
-        nbytes, category, phase, *others = rest
-        return Alloc(nbytes, Category(category), Phase(phase), *others)
+        nbytes, category, phase, module, operation, stream, item, *sum_of = rest
+        reduction = Reduction(*sum_of[0]) if sum_of else None
+        birth = nbytes, Category(category), Phase(phase), module, operation, stream, item
+        return Alloc(*birth, reduction)
     if name == "Free":
         birth, phase, which = rest
         return Free(kinds[birth], Phase(phase), which)

@@ -95,7 +95,7 @@ class Traces:
         if found is None:
             return None
         depth = Depth(found.patterns, recipe.accumulation)
-        sizes = found.sizes(recipe) | {"W": card.workspace}
+        sizes = found.sizes(recipe) | card.symbols
         make = functools.partial(Trace, *(one.half for one in found.halves))
         return last_used(self._joined, found.keys, make), depth, sizes
 
@@ -262,7 +262,7 @@ def _recorded(recipe: Recipe, card: GPU, found: Structure) -> tuple[Kept, Kept] 
         halves = [LayeredLog.of([half], 1) for half in log.halves()]
     halves = [Half(one, sizes, around.batches, card.workspace) for one in halves]
     of_like = found if like is recipe else next(structures(like, card, roughly=True))[0]
-    checked = of_like.sizes(check) | {"W": card.workspace}
+    checked = of_like.sizes(check) | card.symbols
     if not are_alike(Trace(*halves).at(checked, Depth(patterns, around.batches)), of_check):
         return None
     return tuple(Kept(half, layers, largest_moments(half)) for half in halves)
@@ -296,7 +296,10 @@ def are_alike(one: Log, other: Log) -> bool:
 
 
 def _in_words(log: Log) -> list:
-    """The events of a log, storages named by the place of their birth, deaths in a row sorted."""
+    """The events of a log, storages named by the place of their birth, deaths in a row sorted.
+
+    Of a buffer its bytes count, not the matrix that is summed.
+    """
     places, words, dying = {}, [], []
     for name, step in log.events():
         if type(step) is Free:
@@ -305,7 +308,7 @@ def _in_words(log: Log) -> list:
         words += sorted(dying)
         dying.clear()
         if type(step) is Alloc:
-            places[name] = len(words)
+            places[name], step = len(words), step._replace(reduction=None)
         words.append(step)
     return words + sorted(dying)
 

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from memlab.footprint import Category, Phase
+from memlab.trace.reductions import Reduction
 
 
 class Alloc(NamedTuple):
@@ -15,6 +16,7 @@ class Alloc(NamedTuple):
 
     module: its path, with `*` for the number of its layer unless layers are told apart. stream: the
     CUDA stream whose memory it is, 0 for the default one. item: bytes of one of its elements.
+    reduction: the sum that it is the buffer of, if it is one; its bytes depend on the card.
     """
 
     nbytes: int
@@ -24,6 +26,7 @@ class Alloc(NamedTuple):
     operation: str
     stream: int = 0
     item: int = 1
+    reduction: Reduction | None = None
 
 
 class Free(NamedTuple):

@@ -9,6 +9,7 @@ import numpy as np
 
 from memlab.footprint import Allocation, Category, Footprint, Phase, Timeline
 from memlab.trace.events import Marker
+from memlab.trace.reductions import Reduction
 
 
 @dataclass(slots=True, eq=False)
@@ -17,7 +18,8 @@ class Storage:
 
     address: its block in the allocator while it lives, if there is one.
     line: the line of the reader's script that made it, where one is followed. stream: the CUDA
-    stream whose memory it is, 0 for the default one. item: bytes of an element.
+    stream whose memory it is, 0 for the default one. item: bytes of an element. reduction: the sum
+    whose buffer it is, if it is one.
     """
 
     number: int
@@ -29,6 +31,7 @@ class Storage:
     line: str = ""
     stream: int = 0
     item: int = 1
+    reduction: Reduction | None = None
 
 
 class Entry(NamedTuple):
@@ -69,12 +72,21 @@ class Ledger:
     # ------------------------------------------------------------------ what happens
 
     def birth(
-        self, nbytes, category, phase, module="", operation=None, stream=0, item=1
+        self,
+        nbytes,
+        category,
+        phase,
+        module="",
+        operation=None,
+        stream=0,
+        item=1,
+        reduction=None,
     ) -> Storage:
         """Enter a new storage of so many bytes."""
         address = None if self.allocator is None else self.allocator.allocate(nbytes, stream)
         storage = self._describe(nbytes, category, module, operation)
         storage.address, storage.stream, storage.item = address, stream, item
+        storage.reduction = reduction
         self._enter(storage, nbytes, phase)
         return storage
 

@@ -16,15 +16,16 @@ from memlab.footprint import Category, Phase
 from memlab.trace.allocator import MEDIUM_REQUEST
 from memlab.trace.events import Alloc, Free, Marker
 from memlab.trace.layered import Counts, LayeredLog
-from memlab.trace.symbols import Term, TermTable, factors_of
+from memlab.trace.symbols import Sums, Term, TermTable, factors_of
 from memlab.trace.trace import Half
 
-# Models that peaks are looked for with: sizes from (least, most), W bytes of a workspace, n tensors
-# that train.
+# Models that peaks are looked for with: sizes from (least, most), W bytes of a workspace, T threads
+# of a card, n tensors that train.
 DRAWS = 400
 RANGES = {"b": (1, 128), "s": (16, 16384), "g": (1, 96), "m": (1, 8), "d": (32, 256)}
 RANGES |= {"h": (256, 16384), "f": (512, 65536), "V": (1000, 260000), "n": (10, 1000)}
 RANGES |= {"P": (512, 131072), "w": (64, 8192), "r": (1, 256), "W": (2**23, 2**25)}
+RANGES["T"] = 2**15, 2**19
 PATTERNS = (2, 128)  # of layers
 
 
@@ -59,7 +60,9 @@ def largest_moments(half: Half) -> list[int]:
     places = [terms.place(term) for _, term, _ in found.tensors]
     # Of widths that belong to the structure the chosen ones are the real ones.
     known = half.symbols.sizes if half.symbols else {}
-    ranges = {name: ends for name, ends in RANGES.items() if name in known or name in "nW"}
+    sums = any(isinstance(name, Sums) for _, term, _ in found.tensors for name, _ in term.powers)
+    others = "nWT" if sums else "nW"
+    ranges = {name: ends for name, ends in RANGES.items() if name in known or name in others}
     for _ in range(DRAWS):
         drawn = {n: float(np.exp(random.uniform(*np.log(ends)))) for n, ends in ranges.items()}
         sizes = terms.at(factors_of({"s": 1} | drawn))[places]

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from memlab.trace.reductions import Reduction
+
 # What kernels, masks and chunks of linear attention round lengths up to.
 ROUNDED = (8, 16, 32, 64, 128)
 ALIGNED = 16  # the largest power of two that matters to which events happen
@@ -25,18 +27,29 @@ TOKENS = 2**18  # of a micro-batch: the values of more are not known (memlab.car
 APART = 512  # positions or a window differ so much from the length
 
 
+class Sums(NamedTuple):
+    """The buffer of a sum along rows (`memlab.trace.reductions`), as a factor of a term."""
+
+    rows: Term
+    columns: Term
+
+    def at(self, factors: Mapping[str, float]) -> int:
+        """Its bytes with these factors, of which T is how many threads the card holds at once."""
+        return Reduction(self.rows.at(factors), self.columns.at(factors)).buffer(int(factors["T"]))
+
+
 class Term(NamedTuple):
-    """constant / divisor times powers of factors, each (name, exponent)."""
+    """constant / divisor times powers of factors, each (name, or sums, and exponent)."""
 
     constant: int
     divisor: int
-    powers: tuple[tuple[str, int], ...]
+    powers: tuple[tuple[str | Sums, int], ...]
 
     def at(self, factors: Mapping[str, int], item: int = 1) -> int:
         """The number with these factors (`factors_of`), rounded up to whole items."""
         value = self.constant
         for name, exponent in self.powers:
-            value *= factors[name] ** exponent
+            value *= number_of(name, factors) ** exponent
         return -(-value // (self.divisor * item)) * item
 
 
@@ -46,7 +59,7 @@ class TermTable:
     def __init__(self):
         self._places: dict[Term, int] = {}
         self._scales = np.empty((0, 2))
-        self._factors: list[tuple[str, np.ndarray, np.ndarray]] = []
+        self._factors: list[tuple[str | Sums, np.ndarray, np.ndarray]] = []
 
     def place(self, term: Term) -> int:
         """The place of a term, a new one for a new one."""
@@ -58,12 +71,12 @@ class TermTable:
             self._compile()
         values = self._scales[:, 0].copy()
         for name, places, exponents in self._factors:
-            values[places] *= float(factors[name]) ** exponents
+            values[places] *= float(number_of(name, factors)) ** exponents
         return values / self._scales[:, 1]
 
     def _compile(self) -> None:
         self._scales = np.array([term[:2] for term in self._places], float)
-        found: dict[str, tuple[list[int], list[int]]] = {}
+        found: dict[str | Sums, tuple[list[int], list[int]]] = {}
         for place, term in enumerate(self._places):
             for name, exponent in term.powers:
                 for values, value in zip(
@@ -71,6 +84,11 @@ class TermTable:
                 ):
                     values.append(value)
         self._factors = [(name, *map(np.array, columns)) for name, columns in found.items()]
+
+
+def number_of(factor: str | Sums, factors: Mapping[str, float]) -> float:
+    """The number that a factor of a term stands for."""
+    return factor.at(factors) if isinstance(factor, Sums) else factors[factor]
 
 
 def factors_of(sizes: Mapping[str, int]) -> dict[str, int]:

@@ -44,7 +44,7 @@ def sole_summand(args, out, live) -> torch.Tensor | None:
     Where two paths of the graph meet, autograd adds their gradients. It reuses the first one's
     memory when nobody else holds it, except under a dispatch mode such as the tracer
     (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp). So the log follows what
-    happens without the tracer: the sum takes over the storage of a summand. live: the storages that
+    happens without the tracer: the sum takes over the storage of the first. live: the storages that
     are counted, by their addresses.
     """
     first, second = args[0], args[1]
@@ -52,15 +52,12 @@ def sole_summand(args, out, live) -> torch.Tensor | None:
         return None
     if first.dtype != out.dtype:
         return None
-    for summand in (first, second):
-        storage = summand.untyped_storage()
-        alone = (
-            summand._use_count() <= SOLE_TENSOR_USES
-            and torch._C._storage_Use_Count(storage._cdata) <= SOLE_STORAGE_USES
-        )
-        if storage._cdata in live and alone:
-            return summand
-    return None
+    storage = first.untyped_storage()
+    alone = (
+        first._use_count() <= SOLE_TENSOR_USES
+        and torch._C._storage_Use_Count(storage._cdata) <= SOLE_STORAGE_USES
+    )
+    return first if storage._cdata in live and alone else None
 
 
 # How many references a gradient has, seen from the dispatch of the addition, when the autograd

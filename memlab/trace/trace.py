@@ -16,7 +16,7 @@ from memlab.footprint import Category
 from memlab.trace.events import Alloc, Marker, TraceEvent
 from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Event, Log, named, trained
-from memlab.trace.symbols import Symbols, Term, factors_of
+from memlab.trace.symbols import Sums, Symbols, Term, factors_of
 
 # What has the sizes of weights, whatever the batch.
 OF_MODEL = {Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES}
@@ -40,7 +40,12 @@ class Half:
         return self.symbols.term(number, **known) if self.symbols else Term(number, 1, ())
 
     def term(self, birth: Alloc) -> Term:
-        """The bytes of what is born, in symbols; `W` is a workspace, `n` the tensors that train."""
+        """The bytes of what is born, in symbols.
+
+        `W` is a workspace, `T` the threads that the card holds, `n` the tensors that train.
+        """
+        if birth.reduction and self.symbols:
+            return Term(1, 1, ((Sums(*map(self.read, birth.reduction)), 1),))
         if birth.nbytes < 0:
             return Term(-birth.nbytes, 1, (("n", 1),))
         if birth.category == Category.WORKSPACES:
@@ -58,11 +63,11 @@ class Half:
         factors = self.factors(sizes)
         return lambda chosen, **known: self.read(chosen, **known).at(factors)
 
-    def bytes_at(self, sizes: Mapping[str, int], norms: int) -> list[int]:
-        """The bytes of each kind of step that is a birth, else 0. norms: tensors that train."""
+    def bytes_at(self, sizes: Mapping[str, int], norms: int) -> list[int | None]:
+        """The bytes of each kind of step that is a birth, else None. norms: tensors that train."""
         factors = self.factors(sizes) | {"n": norms}
         return [
-            self.term(kind).at(factors, kind.item) if type(kind) is Alloc else 0
+            self.term(kind).at(factors, kind.item) if type(kind) is Alloc else None
             for kind in self.log.kinds
         ]
 
@@ -123,7 +128,7 @@ class Trace:
                 work[one.sized(number)] += times
             nbytes = half.bytes_at(sizes, trained(weights))
             kinds += [
-                kind._replace(nbytes=n) if n else kind
+                kind if n is None else kind._replace(nbytes=n)
                 for kind, n in zip(half.log.kinds, nbytes, strict=True)
             ]
         said = dict.fromkeys(one for half in halves for one in half.log.assumptions)
@@ -151,7 +156,8 @@ class SizedLog(Log):
     """A log in which every storage has the bytes of other sizes.
 
     kinds: as they are now; those that have become alike are still told apart by their storages'
-    names. joined: (name, place among the kinds) of each step.
+    names. A buffer of no bytes is not taken at these sizes. joined: (name, place among the kinds)
+    of each step.
     """
 
     kinds: list[TraceEvent] = field(default_factory=list)
@@ -160,7 +166,9 @@ class SizedLog(Log):
     def events(self) -> Iterator[Event]:
         """As `Log.events`."""
         kinds = self.kinds
-        return ((name, kinds[i]) for name, i in self.joined)
+        none = {i for i, kind in enumerate(kinds) if type(kind) is Alloc and not kind.nbytes}
+        untaken = {name for name, i in self.joined if i in none} if none else none
+        return ((name, kinds[i]) for name, i in self.joined if name not in untaken)
 
 
 def is_given(step: TraceEvent) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from notebook import Notebook
 
 from memlab import find_gpu, find_records, models
-from memlab.book.chapters import accuracy, questions
+from memlab.book.chapters import accuracy, questions, recorded
 from memlab.card.kernels.rules import RULES
 from memlab.card.step_time import BEST, EXPECTED, WORST
 from memlab.evidence.effects import BLOCKS, LIBRARIES
@@ -172,10 +172,12 @@ def test_a_step_by_hand_is_that_of_the_record():
 )
 def test_every_recorded_run_of_a_card_has_its_row(device):
     names = {run.name for run in find_records("recorded", device)}
-    rows = accuracy.recorded(device)
+    rows = recorded.runs_of(device)
     assert set(rows.index) == names
-    printed = accuracy.recorded_table(rows, device).to_html()
+    printed = recorded.every_run(rows, device).to_html()
     assert all(name in printed for name in {*names, device})
+    kinds = recorded.by_kind(rows, device)
+    assert kinds.data["runs"].sum() == len(names) and device in kinds.to_html()
 
 
 def test_the_page_says_what_the_card_was_recorded_with():
@@ -185,7 +187,9 @@ def test_the_page_says_what_the_card_was_recorded_with():
         assert all(one in said for one in versions), run.name
 
 
-def test_rows_that_miss_a_thousandth_are_those_that_the_page_names():
-    errors = accuracy.recorded("NVIDIA H100 80GB HBM3")["error of allocated"]
-    missed = sorted(errors[errors.abs() >= 0.001].index.str.partition(" ").get_level_values(0))
-    assert missed == ["bert-large", "bert-large", "distilbert", "llama-3.2-3b"]
+def test_what_a_card_took_is_what_is_said():
+    runs = recorded.runs_of("NVIDIA H100 80GB HBM3")
+    assert runs["error of allocated"].abs().max() < 0.002
+    assert runs["error of reserved"].abs().quantile(0.9) < 0.005
+    first = runs["seen"] == "first"
+    assert (first.sum(), (runs["listed"] & ~first).sum()) == (22, 9)

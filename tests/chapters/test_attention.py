@@ -213,7 +213,7 @@ def test_peaks_are_predicted_to_the_byte(chapter):
         if name == "our tiles":
             way = lambda q, k, v: chapter["Flash"].apply(q, k, v, False, 64)  # noqa: E731
         found = chapter["measured"](way, 256, CPU)
-        guess = chapter["predicted"](way, 256, CPU, square=name in ("three lines", "math"))
+        guess = chapter["predicted"](way, 256, CPU)
         assert guess == pytest.approx(found, abs=64), name
     gc.unfreeze()
 

@@ -58,6 +58,21 @@ def test_every_size_is_as_run(recipe, gpu):
         as_run(sized, card, traces)
 
 
+@pytest.mark.parametrize(
+    ("model", "gpu"),
+    [*((TINY.model, gpu) for gpu in ("T4", "A100-80GB", "H100")), ("qwen2.5-0.5b-tiny", "T4")],
+)
+def test_buffers_of_sums_are_those_of_the_sizes_and_the_card(model, gpu):
+    """Qwen2 is recorded at widths at which the sums of its queries' biases need no buffer."""
+    card, traces, buffers = find_gpu(gpu), Traces(), []
+    for length in (64, 512):
+        sized = TINY.but(model=model, batch_size=8, seq_len=length)
+        as_run(sized, card, traces)
+        births = [step for step in run_log(sized, card).steps if type(step) is Alloc]
+        buffers.append(sum(step.reduction is not None for step in births))
+    assert buffers[0] == 0 < buffers[1]  # 512 tokens are too few
+
+
 def test_a_trace_has_the_workspaces_of_the_card_that_is_asked_for():
     """An H100 runs what an A100 runs, with a cuBLAS workspace of 32 MiB in place of 8."""
     model = models.with_layers(models.resized(models.config(TINY.model), num_attention_heads=2), 4)

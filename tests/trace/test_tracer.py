@@ -163,9 +163,6 @@ def test_a_gradient_that_meets_another_is_added_in_place():
     assert 0 <= profiled_peak_of_the_same() - tracer.peak()[0] <= 64
 
 
-@pytest.mark.xfail(
-    strict=True, reason="`sole_summand` takes over the second, too; autograd does not"
-)
 def test_the_gradients_of_a_tied_weight_are_added_into_a_new_tensor():
     """As on a recorded H100: the head's gradient is a view, whose base holds its storage, too."""
     table = torch.nn.Embedding(1000, 16)

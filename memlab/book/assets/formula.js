@@ -85,10 +85,10 @@
     function valuesOf(sizes) {
       const { s } = sizes, found = new Map([[-1, 0]]), symbols = { ...sizes, "s+1": s + 1, "s-1": s - 1 };
       for (const unit of known.rounded) symbols[`s~${unit}`] = up(s, unit);
-      return (term) => {
+      return function valueOf(term) {
         if (!found.has(term)) {
-          const [constant, powers] = known.terms[term];
-          let product = 1;
+          const [constant, powers, matrix] = known.terms[term];
+          let product = matrix ? bufferOf(...matrix.map((one) => round(valueOf(one))), sizes.T) : 1;
           for (const [name, power] of Object.entries(powers)) for (let i = 0; i < power; i++) product *= symbols[name] || 0;
           found.set(term, constant * product);
         }
@@ -101,7 +101,7 @@
       const numbers = pass.parameters.map(([, once, each]) => once + patterns * each);
       const trained = sum(pass.parameters.map(([, , , free], i) => free * numbers[i]));
       const value = valuesOf({
-        ...dimensions, b: recipe.batch_size, s: recipe.seq_len, r: recipe.lora_rank, W: card.workspace, n: trained,
+        ...dimensions, b: recipe.batch_size, s: recipe.seq_len, r: recipe.lora_rank, W: card.workspace, T: card.threads, n: trained,
       });
 
       const tensors = [...pass.tensors, ...update.tensors], shift = pass.tensors.length;
@@ -184,6 +184,19 @@
     function block(size) {
       const bytes = up(Math.ceil(size), rules.MIN_BLOCK), segment = up(bytes, rules.LARGE_ROUND);
       return bytes >= rules.MEDIUM_REQUEST && segment - bytes <= rules.SMALL_REQUEST ? segment : bytes;
+    }
+
+    // Bytes of the buffer of a sum along the rows of a matrix: memlab/trace/reductions.py.
+    function bufferOf(rows, columns, threads) {
+      const { THREADS, WARP, LEAST, MOST, ACCUMULATED } = rules;
+      const atOnce = [4, 2, 1].find((n) => columns % n === 0), most = THREADS / atOnce;
+      const [wide, high] = [columns / atOnce, rows].map((n) => Math.min(2 ** Math.floor(Math.log2(n)), most));
+      const height = Math.min(high, most / Math.min(wide, WARP)), width = Math.min(wide, most / height);
+      const values = Math.ceil(rows / height), grid = Math.ceil(columns / atOnce / width);
+      const wanted = Math.floor(threads / (width * height));
+      if (rows < Math.min(height * LEAST, MOST) || values < MOST || grid > wanted) return 0;
+      const blocks = Math.max(Math.min(Math.ceil(wanted / grid), Math.ceil(values / LEAST)), Math.ceil(values / MOST));
+      return blocks > 1 ? ACCUMULATED * columns * blocks * width * atOnce : 0;
     }
 
     // ------------------------------------------------------------ work.py

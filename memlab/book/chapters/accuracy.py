@@ -15,8 +15,7 @@ from memlab.book import show
 from memlab.card.step_time import BEST, EXPECTED, WORST
 from memlab.evidence.accuracy import Comparison, compare_kept, compare_seconds, ratio_errors
 from memlab.evidence.loops import kept_predictions
-from memlab.evidence.recording import file_of
-from memlab.evidence.records import Record, card_files, find_records, load, published_files
+from memlab.evidence.records import Record, find_records, load, published_files
 from memlab.predict import fit
 from memlab.units import MiB
 
@@ -348,6 +347,11 @@ def seconds_figure(found: Mapping[str, list[Comparison]]) -> Figure:
     return fig
 
 
+def all_ratio_errors() -> pd.Series:
+    """Errors of ratios of two steps, of every source: `memlab.evidence.accuracy.ratio_errors`."""
+    return pd.Series([error for file in SOURCES for error in ratio_errors(file)])
+
+
 def shares_table() -> Styler:
     """The six shares and three times that hold for all cards."""
     reach = {"best": BEST, "expected": EXPECTED, "worst": WORST}
@@ -367,32 +371,3 @@ def shares_table() -> Styler:
         ]
     )
     return assumed.style.format("{:.2f}").set_caption("Shares, and three times")
-
-
-def recorded(device: str) -> pd.DataFrame:
-    """A row a run that memlab recorded on a card: bytes and seconds beside the kept predictions.
-
-    device: the card's name, as its driver says it. allocated, reserved (MiB) and s a step as
-    recorded, each with the prediction's error; context (MiB); inside: whether the seconds lie in
-    the range that is told.
-    """
-    file = file_of(device).name
-    context = {run.name: run.figures["context_bytes"] / MiB for run in load(card_files()[file])}
-    rows: dict[str, dict[str, Any]] = {}
-    for one in compare_kept(file):
-        row = rows.setdefault(one.name, {"context": context[one.name]})
-        if one.figure in ("allocated", "reserved"):
-            row |= {one.figure: one.recorded / MiB, f"error of {one.figure}": one.error}
-        elif one.figure == "seconds":
-            row |= {"s a step": one.recorded, "error of seconds": one.error, "inside": one.inside}
-    return pd.DataFrame.from_dict(rows, orient="index")
-
-
-def recorded_table(runs: pd.DataFrame, device: str) -> Styler:
-    """The recorded runs of a card, without what is said in a sentence."""
-    shown = runs[["allocated", "error of allocated", "s a step", "error of seconds"]]
-    shown.columns = ["allocated", "error", "s a step", "error of s"]
-    table = show.table(shown, f"{device}: MiB and seconds recorded; errors of what is said")
-    wrapped = "white-space: normal; overflow-wrap: break-word; max-width: min(19em, 38vw)"
-    styles = [{"selector": "th.row_heading", "props": wrapped}]
-    return table.set_table_styles(styles, overwrite=False)

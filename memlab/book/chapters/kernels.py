@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from memlab import gpus
 from memlab.book import show
 from memlab.card.device import SimulatedGPU
+from memlab.card.kernels.rules import RULES
 from memlab.card.kernels.sdpa import sdpa_route
 from memlab.footprint import Footprint
 from memlab.predict.measure import Meter, device_name
@@ -39,10 +40,15 @@ def step(attend: Attend, qkv: Sequence[torch.Tensor]) -> None:
 
 
 def simulated(
-    attend: Attend, length: int, dtype=torch.bfloat16, heads: int = 16, card=None
+    attend: Attend,
+    length: int,
+    dtype=torch.bfloat16,
+    heads: int = 16,
+    card=None,
+    rules=frozenset(RULES),
 ) -> Footprint:
-    """Footprint of one forward and backward, the inputs included."""
-    with SimulatedGPU(card) as gpu:
+    """Footprint of one forward and backward, the inputs included. rules: as of `SimulatedGPU`."""
+    with SimulatedGPU(card, rules=rules) as gpu:
         qkv = inputs(length, "cuda", dtype, heads)
         gpu.reset_peak()
         step(attend, qkv)
@@ -106,16 +112,13 @@ def measured(attend: Attend, length: int, device: torch.device) -> int:
     return meter.footprint.breakdown["temporary"] + sum(x.nbytes for x in qkv)
 
 
-def predicted(attend: Attend, length: int, device: torch.device, square: bool = False) -> int:
-    """The same, simulated.
-
-    square: the call has a softmax of its own, whose backward makes a matrix more on CUDA than on a
-    CPU.
-    """
+def predicted(attend: Attend, length: int, device: torch.device) -> int:
+    """The same, simulated; for a CPU without what only CUDA's kernels take for themselves."""
     card = gpus.gpu_of_device(device_name(device))
-    run = simulated(attend, length, live_dtype(device), 1, card)
     if device.type == "cpu":
-        return run.peak_tensors - square * length**2 * 4
+        rules = frozenset(RULES) - {"softmax backward"}
+        return simulated(attend, length, live_dtype(device), 1, card, rules).peak_tensors
+    run = simulated(attend, length, live_dtype(device), 1, card)
     return run.peak_allocated - run.breakdown.get("workspaces", 0)
 
 
@@ -125,7 +128,7 @@ def live_table(ways: Mapping[str, Attend], device: torch.device) -> tuple[dict, 
     gc.freeze()  # the Meter collects garbage; what is imported is none
     for name, way in ways.items():
         found[name] = [measured(way, n, device) for n in lengths]
-        guessed[name] = predicted(way, lengths[-1], device, name in ("three lines", "math"))
+        guessed[name] = predicted(way, lengths[-1], device)
     gc.unfreeze()
     frame = pd.DataFrame(found, index=[f"{n:,}" for n in lengths]).T / MiB
     frame["predicted"] = pd.Series(guessed) / MiB

@@ -20,6 +20,7 @@ RULES = {
     "4-bit numbers": "bitsandbytes, bitsandbytes/backends/cuda/ops.py",
     "8-bit products": "bitsandbytes, bitsandbytes/backends/cuda/ops.py",
     "softmax backward": "PyTorch, aten/src/ATen/native/cuda/SoftMax.cu",
+    "sums of rows": "PyTorch, aten/src/ATen/native/cuda/Reduce.cuh",
     "paged states": "bitsandbytes, bitsandbytes/optim/optimizer.py",
 }
 KERNELS = [*pytorch.KERNELS, *sdpa.KERNELS, *bitsandbytes.KERNELS]

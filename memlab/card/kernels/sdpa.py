@@ -32,8 +32,9 @@ def sdpa_refusals(
     aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `can_use_flash_attention` and
     `can_use_mem_efficient_attention`, with the checks of ../sdp_utils_cpp.h, which are the same in
     PyTorch 2.11 to 2.13; without the rules for nested tensors. On Hopper and Blackwell recent
-    builds ask cuDNN's kernel first; it keeps what flash keeps and is not told apart here. Raises
-    ValueError for another route.
+    builds ask cuDNN's kernel first, which is not told apart here: seen on an H100, it keeps what
+    flash keeps, and its backward takes as much scratch; with a mask it makes one copy of it where
+    the efficient kernel makes two. Raises ValueError for another route.
     """
     if route not in SDPA_ROUTES:
         raise ValueError(f"route is {route!r}: allowed are {', '.join(SDPA_ROUTES)}")

@@ -1,10 +1,16 @@
 """What CUDA kernels and libraries take beside their results: scratch, and cuBLAS's workspaces."""
 
+import math
+
 import torch
 
+from memlab.trace.reductions import Reduction
 
-def kernel_scratch(func, args) -> list[int]:
-    """Bytes of each tensor that the CUDA kernel of an operation takes and gives back inside it.
+
+def kernel_scratch(func, args) -> list[list[int]]:
+    """Bytes of the tensors that the CUDA kernel of an operation takes and gives back inside it.
+
+    A list of those that are there together, for each time.
 
     Softmax's backward computes `grad * output` into a temporary tensor before the kernel runs:
     aten/src/ATen/native/cuda/SoftMax.cu, `softmax_backward_cuda_out`. Flash attention's backward
@@ -15,14 +21,33 @@ def kernel_scratch(func, args) -> list[int]:
     aten/src/ATen/native/cuda/layer_norm_kernel.cu, `LayerNormBackwardKernelImpl`.
     """
     if func in _NORMS_BACKWARD:
-        return [tensor.nbytes for tensor in args[:2] if not tensor.is_contiguous()]
+        copies = [tensor.nbytes for tensor in args[:2] if not tensor.is_contiguous()]
+        return [copies] if copies else []
     if func is torch.ops.aten._softmax_backward_data.default:
-        return [args[0].numel() * args[1].element_size()]
+        return [[args[0].numel() * args[1].element_size()]]
+    if func is torch.ops.aten._scaled_dot_product_efficient_attention_backward.default:
+        return _of_efficient(*args[:2])
     if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
-        return _of_flash(*(x.transpose(1, 2) for x in args[1:3]), None)
+        return [_of_flash(*(x.transpose(1, 2) for x in args[1:3]), None)]
     if func._opname in ("_flash_attention_backward", "_varlen_attn_backward"):
-        return _of_flash(*args[1:3], args[6])
+        return [_of_flash(*args[1:3], args[6])]
     return []
+
+
+def _of_efficient(grad, query) -> list[list[int]]:
+    """Of [batch, heads, length, head size]: sums of gradient times output, then of gradients.
+
+    That of the query is summed in fp32. In fp32 PyTorch multiplies gradient and output before, in
+    half precision the kernel does: `_efficient_attention_backward` in
+    aten/src/ATen/native/transformers/cuda/attention_backward.cu, `AttentionBackwardKernel` in
+    mem_eff_attention/kernel_backward.h. The kernel's blocks are not in it: they round length and
+    head size up, mostly to 64, and have 16 bytes each. Nor are the gradients of keys and values,
+    which half precision sums in fp32, too, where heads have more than 64 or 128 numbers: a block's
+    for each head.
+    """
+    of_rows = 4 * query.numel() // query.size(-1)
+    before = [] if query.element_size() == 2 else [[4 * grad.numel(), of_rows, of_rows]]
+    return [*before, [of_rows, 4 * query.numel()]]
 
 
 def _of_flash(query, key, borders) -> list[int]:
@@ -40,6 +65,24 @@ def _of_flash(query, key, borders) -> list[int]:
     return scratch
 
 
+def reduction_of(func, args) -> Reduction | None:
+    """The sum along rows that an operation is, whose kernel may take a buffer; None for none.
+
+    Numbers that stand beside each other are then of different columns.
+    """
+    if func not in _SUMS or args[0].dtype not in _ADDED_IN_FP32 or not args[1]:
+        return None
+    summed = {dim % args[0].dim() for dim in args[1]}
+    sizes = list(zip(args[0].shape, args[0].stride(), strict=True))
+    kept = [one for dim, one in enumerate(sizes) if dim not in summed and one[0] > 1]
+    if not kept or min(stride for _, stride in kept) > 1:
+        return None
+    columns = math.prod(size for size, _ in kept)
+    return Reduction(args[0].numel() // columns, columns)
+
+
+_SUMS = torch.ops.aten.sum.dim_IntList, torch.ops.aten.mean.dim
+_ADDED_IN_FP32 = torch.float32, torch.float16, torch.bfloat16
 _NORMS_BACKWARD = (
     torch.ops.aten.native_layer_norm_backward.default,
     torch.ops.aten._fused_rms_norm_backward.default,

@@ -98,7 +98,7 @@ def test_scratch_of_ragged_sequences_has_128_rows_for_each(sequences, keys):
         (rows, rows, shared, shared, rows, lse, borders, borders),
     )
     sums = 4 * 4 * (300 + 128 * sequences)
-    assert taken == [sums, sums * 64] + (2 * [300 * 4 * 64 * 2] if keys < 4 else [])
+    assert taken == [[sums, sums * 64] + (2 * [300 * 4 * 64 * 2] if keys < 4 else [])]
 
 
 @pytest.mark.parametrize("changes", [{}, {"lora_rank": 4}, {"batch_size": 5, "seq_len": 80}])

@@ -39,6 +39,13 @@ def test_dropout_keeps_a_mask_of_one_byte_an_element():
     assert levels == 4000 + 1000  # documented by torch.native_dropout: (output, bool mask)
 
 
+def test_dropout_takes_its_mask_first():
+    with SimulatedGPU("T4") as gpu:
+        x = torch.zeros(1000, device="cuda", requires_grad=True)
+        F.dropout(x, 0.1)
+    assert [one.nbytes for one in gpu.tracer.storages] == [4000, 1000, 4000]
+
+
 @pytest.mark.parametrize(("p", "training"), [(0.0, True), (0.5, False)])
 def test_dropout_that_does_nothing_keeps_nothing(p, training):
     x = torch.ones(10, requires_grad=True)
