@@ -109,7 +109,7 @@
   const ragged = [...article.querySelectorAll("div.cell_output table td")].filter((cell) => {
     const place = (e) => e.parentElement.cells.length - e.cellIndex; // from the right, as cells may span rows at the left
     const column = [...cell.closest("table").querySelectorAll("td")].filter((e) => place(e) === place(cell));
-    const told = column.map((e) => e.textContent.trim().replaceAll(",", "")).filter((text) => text !== "\u2014");
+    const told = column.map((e) => e.textContent.trim().replaceAll(/[,%]/g, "")).filter((text) => text !== "\u2014");
     const numbers = told.every((text) => text !== "" && Number.isFinite(Number(text)));
     return numbers && shown(cell) && getComputedStyle(cell).textAlign !== "right";
   });

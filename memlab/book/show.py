@@ -155,7 +155,7 @@ def table(frame: pd.DataFrame, caption: str = "") -> Styler:
 
     Columns that begin with "s a step" are seconds, with two decimals.
     """
-    kinds = {"error": _error, "s a step": "{:,.2f}"}
+    kinds = {"error": signed, "s a step": "{:,.2f}"}
     formats = {}
     for column in frame.columns:
         if frame[column].dtype.kind == "f":
@@ -167,10 +167,10 @@ def table(frame: pd.DataFrame, caption: str = "") -> Styler:
     return styled.set_caption(caption) if caption else styled
 
 
-def _error(share: float) -> str:
+def signed(share: float, digits: int = 2) -> str:
     """An error in per cent, without a sign where it rounds to nothing."""
-    text = f"{share:+.2%}"
-    return text[1:] if text[1:] == "0.00%" else text
+    text = f"{share:+.{digits}%}"
+    return text[1:] if text[1:] == f"{0:.{digits}%}" else text
 
 
 def bars(

@@ -178,6 +178,7 @@ def test_every_recorded_run_of_a_card_has_its_row(device):
     assert all(name in printed for name in {*names, device})
     kinds = recorded.by_kind(rows, device)
     assert kinds.data["runs"].sum() == len(names) and device in kinds.to_html()
+    assert not kinds.data["allocated"].str.contains(r"[+-]0\.00%").any()
 
 
 def test_the_page_says_what_the_card_was_recorded_with():

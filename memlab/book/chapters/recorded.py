@@ -62,7 +62,7 @@ def by_kind(runs: pd.DataFrame, device: str) -> Styler:
     table = pd.DataFrame({"runs": kinds.size()})
     for figure, digits in (("allocated", 2), ("reserved", 2), ("seconds", 0)):
         table[figure] = [
-            f"{least:+.{digits}%} to {most:+.{digits}%}"
+            f"{show.signed(least, digits)} to {show.signed(most, digits)}"
             for least, most in kinds[f"error of {figure}"].agg(["min", "max"]).to_numpy()
         ]
     table = table.sort_values("runs", ascending=False)
