@@ -18,7 +18,7 @@ import time
 from unittest import mock
 
 from memlab import Recipe, simulate
-from memlab.card.op_cost import WorkLog
+from memlab.card.op_work import WorkLog
 
 LORA = {"precision": "bf16", "attention": "sdpa", "lora_rank": 16, "checkpointing": True}
 QLORA = LORA | {"base": "nf4", "upcast": False}

@@ -59,6 +59,9 @@ def native_dtypes(capability: tuple[int, int]) -> tuple[str, ...]:
     return tuple(names)
 
 
+# fp32 multiply-adds of a multiprocessor in a clock, 128 but for these: CUDA Programming Guide,
+# "Throughput of Native Arithmetic Instructions".
+MULTIPLY_ADDS = {(6, 0): 64, (7, 0): 64, (7, 5): 64, (8, 0): 64}
 # Of the others, from Pascal's 6.0 to Blackwell's 10.0, 2,048.
 THREADS_OF_PROCESSOR = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
 Reached = tuple[float, float, float]  # operations a second: least, expected, most
@@ -142,6 +145,13 @@ class GPU:
         assert self.bandwidth is not None  # of a card with rates, which alone has seconds
         shares = [card.share_of_bandwidth for card in GPUS.values() if card.share_of_bandwidth]
         return self.bandwidth * (self.share_of_bandwidth or statistics.median(shares))
+
+    @property
+    def clock(self) -> float:
+        """Clocks a second of its processors, those of the data sheet's rate of fp32."""
+        return self.rates["float32"] / (
+            2 * self.processors * MULTIPLY_ADDS.get(self.capability, 128)
+        )
 
     @property
     def has_whole_tensor_cores(self) -> bool:

@@ -15,7 +15,7 @@ from memlab.book.colours import COLOURS
 from memlab.book.packed_tables import PackedTables
 from memlab.book.panel import Panel
 from memlab.book.panel import read as read_file
-from memlab.card import op_cost, step_time
+from memlab.card import op_work, step_time
 from memlab.card.kernels.sdpa import model_routes
 from memlab.fields import one_of
 from memlab.footprint import Category, StepTime
@@ -322,6 +322,7 @@ def known_card(card: GPU) -> dict:
         "threads": card.threads,
         "bf16": "bfloat16" in card.native_dtypes,
         "processors": card.processors,
+        "clock": card.bandwidth and card.clock,
         "rates": list(card.rates),
         "reached": {dtype: card.reached(dtype) for dtype in card.rates},
         "traffic": card.bandwidth and card.traffic,
@@ -356,12 +357,13 @@ def usual_heads(capability: tuple[int, int]) -> list[list[int]]:
 
 def _constants() -> dict:
     """What the script shares with memlab's modules."""
-    rules = {name: getattr(op_cost, name) for name in ("BLOCKS_OF_LAUNCH", "ELEMENTS_OF_BLOCK")}
+    rules = {name: getattr(op_work, name) for name in ("BLOCKS_OF_LAUNCH", "ELEMENTS_OF_BLOCK")}
+    rules["CALLS_OF_CODED"] = step_time.CALLS_OF_CODED
     return {
         "rules": rules | RULES,
         "rounded": ROUNDED,
-        "tiles": op_cost.TILES | {"": op_cost.TENSOR_CORE_TILE},
-        "tensors_of_launch": [1, *op_cost.TENSORS_OF_LAUNCH.values()],
+        "tiles": op_work.TILES | {"": op_work.TENSOR_CORE_TILE},
+        "tensors_of_launch": [1, *op_work.TENSORS_OF_LAUNCH.values()],
         "reaches": {
             name: dataclasses.asdict(getattr(step_time, name.upper()))
             for name in ("best", "expected", "worst")

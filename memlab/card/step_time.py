@@ -3,7 +3,8 @@ card's rates, and the host's time.
 
 A kernel takes the longest of its operations by what large products reach on the card
 (`memlab.gpus.GPU.reached`), its bytes by what kernels reach of the memory's bandwidth, and the
-least time that any kernel takes. What an operator reads was mostly written by the one before:
+least time that any kernel takes; an update with 8-bit states, which are looked up, its elements by
+the processors' clock. What an operator reads was mostly written by the one before:
 where its tensors fit in half of the L2 cache they come from there. Kernels queue: the host puts
 them into the card's queue one operator at a time, and the card waits only where that takes longer
 than the kernels do. So a phase of the step (forward, backward, optimizer step) takes the longer of
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 
 from memlab.card.links import CARDS, host_rate, link_rate
-from memlab.card.op_cost import Work, count_kernels, count_tiles
+from memlab.card.op_work import Work, count_coded, count_kernels, count_tiles
 from memlab.footprint import Phase, StepTime
 from memlab.gpus import GPU
 
@@ -41,9 +42,11 @@ class Efficiency:
     products: share of what large products reach, once `busy` is counted. attention: the same of
     fused attention, and of what else has no tiles. memory: kernels' bytes a second, times what
     they reach on the card (`GPU.traffic`); cache: how many times the memory's rate the L2 cache's
-    is. kernel: seconds that the shortest kernel takes. python, autograd: seconds of the host for
-    an operator that Python calls, in the forward pass, its recomputation and the optimizer step,
-    and for one that the backward pass calls. link: share of a link's rate; hidden: share of the
+    is. coded: a processor's clocks for an element of a weight whose 8-bit states are read and
+    written by a table. kernel: seconds that the shortest kernel takes. forward, backward, update,
+    inference: seconds of the host for an operator of a training's forward pass and of its
+    recomputation, of the backward pass, of the optimizer step, and of a pass without
+    gradients. link: share of a link's rate; hidden: share of the
     collectives of a forward or backward pass that runs beside its kernels, while these last.
     """
 
@@ -51,14 +54,24 @@ class Efficiency:
     attention: float
     memory: float
     cache: float
+    coded: float
     kernel: float
-    python: float
-    autograd: float
+    forward: float
+    backward: float
+    update: float
+    inference: float
     link: float
     hidden: float
 
+    def host(self, phase: Phase) -> float:
+        """Seconds of the host for an operator of a phase."""
+        named = {Phase.FORWARD: self.forward, Phase.BACKWARD: self.backward}
+        named |= dict.fromkeys((Phase.STEP, Phase.ZERO_GRAD), self.update)
+        return named.get(phase, self.inference)
 
-# Where the figures come from. Training runs were used for none of them but the cache's.
+
+# Where the figures come from. Training runs were used for none of them but the cache's, the host's
+# and those of 8-bit states.
 # - products 0.92: 183 shapes of products of Llama's and DeepSeek's layers in bf16 on an A100 reach
 #   0.72 of the data sheet in the median (SimuMax at 4dcaae5, configs/system/a100_pcie.json) where
 #   large squares reach 0.77; in NeuSight's fp32 products above 3 GFLOP the median is 0.93 to 1 of
@@ -71,24 +84,30 @@ class Efficiency:
 #   without it; 1.5 to 3 fit them about as well.
 # - kernel 3 us, one kernel after the other in a queue takes 2.9 to 3.8 us on a V100 (Gray 2019,
 #   "Getting started with CUDA graphs")
-# - python 20 us: a token of transformers' eager decoding takes 0.84 to 0.90 ms a layer of some 41
-#   kernels at every size from 0.5B to 32B (Qwen's speed benchmarks); autograd 8 us: 5 to 25 us a
-#   call in eager mode, C++ the quicker
+# - inference 20 us: a token of transformers' eager decoding takes 0.84 to 0.90 ms a layer of some
+#   41 kernels at every size from 0.5B to 32B (Qwen's speed benchmarks). With gradients an operator
+#   takes longer: forward 40, backward 20 and update 10 us come nearest to 31 runs of an H100 of a
+#   cloud, forward 26 us to PEFT's on an L40S; 35 and 18 lie between
+# - coded 8 clocks, and the host of 8 updates: what is left of the steps of four of those 31 runs,
+#   which use bitsandbytes 0.50. Its kernel has a thread and a search in two tables an element, its
+#   Python calls for each weight
 # - link 0.8: NCCL's all-gather passes on 360 of 450 GB/s of an H100's NVLink (nccl-tests#326);
 #   hidden 1: FSDP and DDP start a collective while the layer before or after computes (PyTorch's
 #   documentation of fully_shard, "prefetching"; Li et al. 2020, "PyTorch distributed")
-EXPECTED = Efficiency(0.92, 0.6, 1, 2, 3e-6, 20e-6, 8e-6, 0.8, 1)
+EXPECTED = Efficiency(0.92, 0.6, 1, 2, 8, 3e-6, 35e-6, 18e-6, 10e-6, 20e-6, 0.8, 1)
 # Nobody's mean: what a good and a bad program, card and day make of it.
-BEST = Efficiency(1, 0.8, 1.2, 3, 2e-6, 10e-6, 4e-6, 0.92, 1)
-WORST = Efficiency(0.7, 0.4, 0.75, 1, 5e-6, 40e-6, 16e-6, 0.65, 0)
+BEST = Efficiency(1, 0.8, 1.2, 3, 4, 2e-6, 20e-6, 10e-6, 5e-6, 10e-6, 0.92, 1)
+WORST = Efficiency(0.7, 0.4, 0.75, 1, 12, 5e-6, 60e-6, 30e-6, 15e-6, 40e-6, 0.65, 0)
+
+CALLS_OF_CODED = 8  # how many operators' time an update with 8-bit states takes on the host
 
 
 class Columns(NamedTuple):
     """The work of a step as arrays of equal length, an operator an element.
 
     dtypes: number formats; of: the place in `dtypes` of each operator's, -1 without products.
-    phase: the place in `PHASES`. times: how often it runs. The rest is as in `Work`; sent and
-    carried may be 0 for all, and cards one number.
+    phase: the place in `PHASES`. times: how often it runs. coded: as in `count_coded`. The rest is
+    as in `Work`; sent and carried may be 0 for all, and cards one number.
     """
 
     dtypes: list[str]
@@ -100,6 +119,7 @@ class Columns(NamedTuple):
     phase: np.ndarray
     recomputed: np.ndarray
     times: np.ndarray
+    coded: np.ndarray
     sent: np.ndarray | float = 0.0
     carried: np.ndarray | float = 0.0
     cards: np.ndarray | int = CARDS
@@ -120,12 +140,14 @@ class Columns(NamedTuple):
         of, phase, lists = of.astype(int), phase.astype(int), lists.astype(int)
         tiles = count_tiles(table[11:].T, [one.dtype for one in work])
         kernels = count_kernels(lists, elements)
-        return cls(dtypes, of, flops, tiles, nbytes, kernels, phase, again > 0, times, *between)
+        coded = count_coded(lists, elements)
+        work = dtypes, of, flops, tiles, nbytes, kernels, phase, again > 0, times, coded
+        return cls(*work, *between)
 
 
 # The range where a step of the card has been measured: so far are nine of ten ratios of two
 # published steps of one model on one card from the ratio of their estimates.
-ANCHORED = 1.34
+ANCHORED = 1.27
 
 
 def step_time(
@@ -203,13 +225,13 @@ def _seconds(
     by_flops = columns.flops / (reached[columns.of] * share * busy_share)
     near = np.where(columns.nbytes <= gpu.cache / 2, reach.cache, 1)
     by_bytes = columns.nbytes / (gpu.traffic * reach.memory * near)
-    each = np.maximum(np.maximum(by_flops, by_bytes), columns.kernels * reach.kernel)
+    by_clocks = columns.coded * reach.coded / (gpu.processors * gpu.clock)
+    shortest = columns.kernels * reach.kernel
+    each = np.maximum(np.maximum(by_flops, by_bytes), np.maximum(by_clocks, shortest))
     longest = each * columns.times
-    called = np.where(
-        (columns.phase == PHASES.index(Phase.BACKWARD)) & ~columns.recomputed,
-        reach.autograd,
-        reach.python,
-    )
+    called = np.array([*map(reach.host, PHASES)])[columns.phase]
+    called = np.where(columns.recomputed, reach.forward, called)
+    called = np.where(columns.coded > 0, CALLS_OF_CODED, 1) * called
     host = columns.kernels * columns.times * called
     step = columns.phase == PHASES.index(Phase.STEP)
     again = columns.recomputed & ~step
@@ -240,7 +262,7 @@ def busy(tiles: np.ndarray, processors: int) -> np.ndarray:
     A product's result is computed tile by tile, one a processor at a time, and the last round of
     tiles is seldom full: "wave quantization" in NVIDIA's "Matrix multiplication background user's
     guide". cuBLAS has other tiles, too, which fill the rounds better and are less efficient each;
-    here all are of one size (`memlab.card.op_cost`).
+    here all are of one size (`memlab.card.op_work`).
     """
     rounds = np.ceil(tiles / processors)
     return np.where(tiles > 0, tiles / np.maximum(rounds * processors, 1), 1.0)

@@ -21,7 +21,7 @@ from memlab.card.kernels import workspaces
 from memlab.card.kernels.rules import RULES
 from memlab.card.memory import CardMemory
 from memlab.card.on_host import OnHost, refuse_two_devices
-from memlab.card.op_cost import WorkLog
+from memlab.card.op_work import WorkLog
 from memlab.card.placement import (
     NotSimulated,
     is_cuda_device,
@@ -242,8 +242,8 @@ class CardTracer(OnHost, Tracer):
             raise NotSimulated(f"{func} is not simulated: {ONLY_A_CARD_KNOWS}") from None
         self.work.note(func, here, options, tensors, out, self.phase())
         for scratch in workspaces.kernel_scratch(func, here):
-            self.met_rules.add("softmax backward")
-            if "softmax backward" in self.rules:
+            self.met_rules.add("scratch of kernels")
+            if "scratch of kernels" in self.rules:
                 self._take_and_give_back(*scratch)
         self._take_buffer(workspaces.reduction_of(func, here))
         known_values.propagate(func, args, kwargs, out)

@@ -16,7 +16,7 @@ import numpy as np
 
 from memlab import models
 from memlab.card.links import link_rate
-from memlab.card.op_cost import Work, count_kernels, count_tiles
+from memlab.card.op_work import Work, count_coded, count_kernels, count_tiles
 from memlab.card.step_time import PHASES, Columns, step_time
 from memlab.footprint import Category, Footprint, Phase
 from memlab.gpus import GPU, find_gpu
@@ -324,6 +324,7 @@ def _columns(work: Operators, terms: np.ndarray, patterns: int, accumulation: in
         work.phase,
         work.recomputed,
         times,
+        count_coded(work.lists, terms[work.elements]),
     )
 
 
@@ -342,6 +343,7 @@ def _with_ranks(columns: Columns, divided: formula_ranks.RankTables) -> Columns:
         np.append(columns.phase, [PHASES.index(phase) for phase in phases]),
         np.append(columns.recomputed, none > 0),
         np.append(columns.times, times),
+        np.append(columns.coded * share, none),
         np.append(np.zeros(len(columns.of)), sent),
     )
 

@@ -13,7 +13,7 @@ import transformers
 from memlab import models
 from memlab.card.device import SimulatedGPU
 from memlab.card.load_order import loaded_weights
-from memlab.card.op_cost import NORMS, repeat_micro_batch, without_trifles
+from memlab.card.op_work import NORMS, repeat_micro_batch, without_trifles
 from memlab.gpus import ANY_CARD, GPU, require_native
 from memlab.predict.progress import Progress
 from memlab.spec.recipe import QUANTIZED, Recipe

@@ -9,7 +9,7 @@ import torch
 
 from memlab.card.device import SimulatedGPU
 from memlab.card.load_order import loaded_weights
-from memlab.card.op_cost import without_trifles
+from memlab.card.op_work import without_trifles
 from memlab.card.step_time import step_time
 from memlab.footprint import Category, Footprint, Phase, StepTime, Timeline
 from memlab.gpus import GPU

@@ -24,7 +24,7 @@ import numpy as np
 import platformdirs
 
 from memlab.card.links import CARDS
-from memlab.card.op_cost import Work
+from memlab.card.op_work import Work
 from memlab.footprint import Category, Phase
 from memlab.predict.layer_patterns import Layers
 from memlab.trace.events import Alloc, Free, Marker, TraceEvent, WeightLoaded

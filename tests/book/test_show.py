@@ -114,7 +114,7 @@ def test_a_range_has_two_figures_and_stands_once_where_its_ends_agree():
     assert show.between(0.3929, 0.5718) == "0.39–0.57"
     assert show.between(0.0102, 0.0278) == "0.010–0.028"
     assert show.between(20.6, 41.4) == "21–41" and show.between(1234, 2345) == "1,234–2,345"
-    assert show.between(1.21, 1.23) == "1.2" and show.ratio_between(1.0) == "0.7–1.3"
+    assert show.between(1.21, 1.23) == "1.2" and show.ratio_between(1.0) == "0.8–1.3"
 
 
 def test_a_bars_figure_stands_beside_the_line_that_would_strike_it(runs):

@@ -9,7 +9,7 @@ import torch
 
 from memlab import Recipe, SimulatedGPU, find_gpu, simulate
 from memlab.card import step_time as seconds
-from memlab.card.op_cost import Work
+from memlab.card.op_work import Work
 from memlab.card.step_time import EXPECTED, busy, step_time
 from memlab.evidence.loops import kept_predictions
 from memlab.evidence.records import FOLDER, load
@@ -44,9 +44,9 @@ def test_a_kernel_takes_the_longest_of_its_three():
     assert copy.expected == pytest.approx(10**12 / (1555e9 * 0.76))
     assert copy.parts["memory traffic"] == copy.expected
     tiny = step_time(Counter({one(nbytes=8): 1000}), A100)
-    assert tiny.expected == pytest.approx(1000 * EXPECTED.python)  # the host is slower
+    assert tiny.expected == pytest.approx(1000 * EXPECTED.forward)  # the host is slower
     assert tiny.parts["waiting for launches"] == pytest.approx(
-        1000 * (EXPECTED.python - EXPECTED.kernel)
+        1000 * (EXPECTED.forward - EXPECTED.kernel)
     )
 
 
@@ -56,15 +56,32 @@ def test_what_fits_in_half_of_the_cache_comes_from_there():
     assert far / near == pytest.approx(EXPECTED.cache, rel=1e-6)
 
 
-def test_operators_of_the_backward_pass_cost_the_host_less():
-    def waits(phase, again=False):
+def test_the_host_takes_its_time_for_an_operator_by_the_phase():
+    def takes(phase, again=False):
         launched = Work(0, "", (), (8,), 0, 0, phase, again, 0)
-        return step_time(Counter({launched: 100}), A100).parts
+        waits = step_time(Counter({launched: 100}), A100).parts["waiting for launches"]
+        return waits / 100 + EXPECTED.kernel
 
-    backward, again = waits(Phase.BACKWARD), waits(Phase.BACKWARD, again=True)
-    rate = EXPECTED.autograd - EXPECTED.kernel
-    assert backward["waiting for launches"] == pytest.approx(100 * rate)
-    assert again["waiting for launches"] == waits(Phase.FORWARD)["waiting for launches"]
+    assert takes(Phase.BACKWARD) == pytest.approx(EXPECTED.backward)
+    assert takes(Phase.BACKWARD, again=True) == takes(Phase.FORWARD)
+    assert takes(Phase.STEP) == takes(Phase.ZERO_GRAD) == pytest.approx(EXPECTED.update)
+    assert takes(Phase.DECODE) == takes(Phase.PREFILL) == pytest.approx(EXPECTED.inference)
+
+
+def test_states_in_8_bits_take_a_processor_so_many_clocks_an_element():
+    recipe = Recipe("llama-2-7b", seq_len=128, precision="bf16", optimizer="adamw_8bit")
+    found = simulate(recipe, A100)
+    clocks = (found.parameters - 32000 * 4096) * EXPECTED.coded  # the embedding has 32 bits
+    parts = found.step_seconds.parts
+    assert parts["optimizer"] == pytest.approx(clocks / (108 * A100.clock), rel=0.02)
+    fused = simulate(recipe.but(optimizer="adamw_torch_fused"), "A100-80GB").step_seconds.parts
+    assert parts["optimizer"] > 4 * fused["optimizer"]  # though it moves fewer bytes
+
+
+def test_the_host_takes_longer_for_a_weight_with_states_in_8_bits():
+    launched = Work(0, "", (), (), 0, 4096, Phase.STEP, False, 0)
+    found = step_time(Counter({launched: 100}), A100)
+    assert found.expected == pytest.approx(100 * seconds.CALLS_OF_CODED * EXPECTED.update)
 
 
 def test_parts_sum_to_the_whole_and_the_range_holds_it():
@@ -232,7 +249,7 @@ def test_the_range_comes_of_better_and_worse_programs():
     for name in ("products", "attention", "memory", "cache", "link", "hidden"):
         values = [getattr(reach, name) for reach in better]
         assert values == sorted(values)
-    for name in ("kernel", "python", "autograd"):
+    for name in ("coded", "kernel", "forward", "backward", "update", "inference"):
         values = [getattr(reach, name) for reach in reversed(better)]
         assert values == sorted(values)
 

@@ -101,7 +101,7 @@ def test_shares_of_the_data_sheet_are_printed_as_they_are():
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", accuracy.shares_table().to_html())
     columns = [vars(reach).values() for reach in (BEST, EXPECTED, WORST)]
     wanted = [one for row in zip(*columns, strict=True) for one in row]
-    assert len(cells) == len(wanted) == 3 * 9  # five shares, a count and three times
+    assert len(cells) == len(wanted) == 3 * 12  # five shares, a count, clocks and five times
     for printed, one in zip(cells, wanted, strict=True):
         assert float(printed) == one or float(printed) == pytest.approx(one * 1e6)
 

@@ -35,7 +35,7 @@ QLORA = Recipe(
     [
         (TINY.but(attention="sdpa", optimizer="paged_adamw_8bit"), {"attention", "paged states"}),
         (TINY.but(precision="fp16-amp"), {"dropout", "autocast"}),
-        (QLORA, {"softmax to fp32", "softmax backward"}),
+        (QLORA, {"softmax to fp32", "scratch of kernels"}),
     ],
     ids=["sdpa, paged", "autocast", "QLoRA"],
 )

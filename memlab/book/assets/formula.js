@@ -1,11 +1,11 @@
   // The formula of memlab in a page. Functions bear the names of those of memlab/predict/formula.py,
-  // memlab/card/step_time.py and memlab/card/op_cost.py, and do the same in the same order.
+  // memlab/card/step_time.py and memlab/card/op_work.py, and do the same in the same order.
   //
   // known: their constants, the moments of traces, models and cards, as memlab/book/calculator.py gives them.
   function formulaOf(known) {
     const { rules, reaches, phases } = known;
     const up = (bytes, unit) => Math.ceil(bytes / unit) * unit;
-    const [STEP, BACKWARD] = ["optimizer step", "backward"].map((name) => phases.indexOf(name));
+    const [FORWARD, BACKWARD, STEP] = ["forward", "backward", "optimizer step"].map((name) => phases.indexOf(name));
 
     // ------------------------------------------------------------ formula.py
 
@@ -144,7 +144,7 @@
           flops: value(flops),
           tiles: countTiles(result.map(value), dtype),
           nbytes: sum(moved.map(value)),
-          kernels: countKernels(lists, value(elements)),
+          kernels: countKernels(lists, value(elements)), coded: lists ? 0 : value(elements),
           times: once + patterns * each + (accumulation - 1) * (again + patterns * eachAgain),
         };
       });
@@ -207,6 +207,7 @@
     }
 
     function countKernels(lists, elements) {
+      if (!lists) return 1;
       const tensors = known.tensors_of_launch[Math.min(lists, known.tensors_of_launch.length - 1)];
       return Math.max(1 / tensors, Math.ceil(elements / rules.ELEMENTS_OF_BLOCK) / rules.BLOCKS_OF_LAUNCH);
     }
@@ -227,11 +228,12 @@
         const byFlops = one.dtype ? one.flops / (reached(one.dtype, card)[which] * share) : 0;
         const near = one.nbytes <= card.cache / 2 ? reach.cache : 1;
         const byBytes = one.nbytes / (card.traffic * reach.memory * near);
-        const longest = Math.max(byFlops, byBytes, one.kernels * reach.kernel) * one.times;
+        const byClocks = one.coded * reach.coded / (card.processors * card.clock);
+        const longest = Math.max(byFlops, byBytes, byClocks, one.kernels * reach.kernel) * one.times;
         const part = one.phase === STEP ? "optimizer" : one.recomputed ? "recomputation" : byFlops > byBytes ? "matrix products" : "memory traffic";
         parts[part] += longest;
-        const called = one.phase === BACKWARD && !one.recomputed ? reach.autograd : reach.python;
-        onHost[one.phase] += one.kernels * one.times * called;
+        const called = one.recomputed || one.phase === FORWARD ? reach.forward : one.phase === BACKWARD ? reach.backward : reach.update;
+        onHost[one.phase] += one.kernels * one.times * called * (one.coded ? rules.CALLS_OF_CODED : 1);
         onCard[one.phase] += longest;
       }
       parts["waiting for launches"] = sum(onHost.map((seconds, i) => Math.max(0, seconds - onCard[i])));

@@ -353,21 +353,24 @@ def all_ratio_errors() -> pd.Series:
 
 
 def shares_table() -> Styler:
-    """The six shares and three times that hold for all cards."""
+    """The shares and times that hold for all cards."""
     reach = {"best": BEST, "expected": EXPECTED, "worst": WORST}
     assumed = pd.DataFrame({name: vars(one) for name, one in reach.items()})
-    assumed.loc[["kernel", "python", "autograd"]] *= 1e6
+    assumed.loc[["kernel", "forward", "backward", "update", "inference"]] *= 1e6
     assumed.index = pd.Index(
         [
             "products, of what large ones reach",
             "fused attention, the same",
             "bytes, of what simple kernels reach",
             "L2 cache, times the memory's rate",
+            "8-bit states of an element, a processor's clocks",
             "shortest kernel, microseconds",
-            "host for an operator from Python, microseconds",
-            "host for one of the backward pass, microseconds",
+            "host for an operator of the forward pass, microseconds",
+            "of the backward pass",
+            "of the update",
+            "of inference",
             "link between ranks, of its rate",
             "collectives, hidden behind other work",
         ]
     )
-    return assumed.style.format("{:.2f}").set_caption("Shares, and three times")
+    return assumed.style.format("{:.2f}").set_caption("Shares and times of all cards")

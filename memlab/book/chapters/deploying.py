@@ -17,7 +17,7 @@ from memlab.book.colours import SERVING_COLOURS
 from memlab.book.lessons import in_turns
 from memlab.gpus import find_gpu
 from memlab.predict.formula_serving import kv_cache_bytes
-from memlab.predict.server_start import ServerStart
+from memlab.predict.server_capacity import ServerCapacity
 from memlab.predict.serving import ServingFootprint, measure_serving
 from memlab.predict.simulate import simulate
 from memlab.spec.serving import Serving
@@ -154,7 +154,7 @@ def caches_table(runs: Mapping[str, ServingFootprint]) -> pd.DataFrame:
     return pd.DataFrame(rows, index=columns).T / GiB
 
 
-def server_table(starts: Mapping[str, ServerStart]) -> Styler:
+def server_table(starts: Mapping[str, ServerCapacity]) -> Styler:
     """What each start takes, in GiB, and the tokens that its blocks hold, from least to most."""
     rows = {
         name: {

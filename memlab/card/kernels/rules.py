@@ -19,7 +19,8 @@ RULES = {
     "autocast": "PyTorch, aten/src/ATen/autocast_mode.h",
     "4-bit numbers": "bitsandbytes, bitsandbytes/backends/cuda/ops.py",
     "8-bit products": "bitsandbytes, bitsandbytes/backends/cuda/ops.py",
-    "softmax backward": "PyTorch, aten/src/ATen/native/cuda/SoftMax.cu",
+    "scratch of kernels": "PyTorch, aten/src/ATen/native: cuda/SoftMax.cu and "
+    "transformers/cuda/attention_backward.cu",
     "sums of rows": "PyTorch, aten/src/ATen/native/cuda/Reduce.cuh",
     "paged states": "bitsandbytes, bitsandbytes/optim/optimizer.py",
 }

@@ -90,7 +90,7 @@ def test_the_plainest_of_the_quick_is_no_eager_one():
     choices = {}
     for choice in CHOICES:
         choices.setdefault(Point(choice, 0, 0.0, 0).name, choice)
-    a, b, c, d = (Point(choices[name], 1, 1.0 + i / 9, 0) for i, name in enumerate(names))
+    a, b, c, d = (Point(choices[name], 1, 1.0 + i / 12, 0) for i, name in enumerate(names))
     slow = Point(choices["sdpa"], 1, 1.4, 0)
     assert as_quick([slow, d, c, b, a]) == [d, c, b, a]
     assert plainest([a, b, c, d]) == b and plainest([c, d]) == d and plainest([a, c]) == a

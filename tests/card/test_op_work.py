@@ -2,11 +2,14 @@
 
 from collections import Counter
 
+import bitsandbytes
+import numpy as np
 import pytest
 import torch
 
 from memlab import SimulatedGPU
-from memlab.card.op_cost import (
+from memlab.card.op_work import (
+    count_coded,
     count_kernels,
     count_tiles,
     repeat_micro_batch,
@@ -213,3 +216,14 @@ def test_optimizers_without_a_backward_pass_have_a_step_each(card):
         optimizer.step()
     moved = [one.nbytes for one in card.tracer.work.of_step.elements()]
     assert sum(moved) == 3 * 256 * 256 * 4  # of the last step alone, in fp32
+
+
+def test_bitsandbytes_looks_up_states_of_large_weights(card):
+    weights = [torch.nn.Parameter(torch.empty(n, device="cuda")) for n in (4095, 2**20)]
+    optimizer = bitsandbytes.optim.AdamW8bit(weights)
+    for weight in weights:
+        weight.grad = torch.empty_like(weight)
+    updates = [one for one in work(card, optimizer.step) if one.phase == Phase.STEP]
+    coded = count_coded(*np.array([(one.lists, one.elements) for one in updates]).T)
+    assert sorted(coded)[-2:] == [0, 2**20]
+    assert set(count_kernels(*np.array([(0, 2**20), (0, 0)]).T)) == {1}

@@ -35,7 +35,7 @@ BESIDE = (0.0, 2.0)
 
 
 @dataclass(frozen=True)
-class ServerStart:
+class ServerCapacity:
     """Bytes of a card that a server has taken before the first text.
 
     given: its share of the card. weights. borrowed: by its largest batch. cache: (least, most)
@@ -63,8 +63,8 @@ def server(
     texts: int = 256,
     batched_tokens: int = 8192,
     cache_bits: int = 16,
-) -> ServerStart:
-    """What a server of one GPU takes at its start (`ServerStart`); the defaults are vLLM's of 2026.
+) -> ServerCapacity:
+    """What a server of one GPU takes at its start; the defaults are vLLM's of 2026.
 
     weights: a name of `BITS`. share: `gpu_memory_utilization`. texts: `max_num_seqs`, which vLLM
     sets to 1,024 on a card of 70 GiB and more. batched_tokens: `max_num_batched_tokens`.
@@ -93,7 +93,7 @@ def server(
     held = _weights(config, BITS[weights])
     least, most = (given - held - borrowed - round(n * 2**30) for n in reversed(BESIDE))
     token = kv_cache_bytes(config, 1, 1, cache_bits / 8)
-    return ServerStart(given, held, borrowed, (least, most), token)
+    return ServerCapacity(given, held, borrowed, (least, most), token)
 
 
 def _weights(config, bits: float) -> int:

@@ -34,7 +34,8 @@ class Work(NamedTuple):
     columns) of the products' results; empty where kernels share the work otherwise than by tiles,
     as attention does. moved: bytes of each tensor that is read or written, in order. lists: how
     many lists of tensors one launch goes through, of which this is one tensor of each, with so many
-    elements; 0 and 0 for an operator with a kernel of its own. recomputed: whether it is a forward
+    elements; 0 for an operator with a kernel of its own, whose elements are those with 8-bit states
+    that it reads and writes by a table (`CODED`). recomputed: whether it is a forward
     pass that activation checkpointing repeats. micro_batch: its number in the step, from 0, and
     `UPDATE` where the loop says that its gradients are all there.
     sent: bytes that a collective sends to other ranks (`memlab.card.collectives`). carried: bytes
@@ -177,7 +178,8 @@ def without_trifles(work, least: int = TRIFLE) -> Counter:
     for one, times in Counter(work).items():
         small = not one.flops and not one.lists and one.nbytes < least
         sent = one.sent if one.sent >= NORMS else 0
-        counted[one._replace(moved=() if small else one.moved, sent=sent)] += times
+        kept = ((), 0) if small else (one.moved, one.elements)
+        counted[one._replace(moved=kept[0], elements=kept[1], sent=sent)] += times
     return counted
 
 
@@ -193,6 +195,9 @@ OVERWRITES = set("copy_ fill_ zero_ normal_ uniform_ random_ _foreach_copy_ _for
 # They read of a table no more than they write, and write into one no more than they read.
 GATHERS = set("embedding index index_select gather _index_put_impl_ index_put_ scatter_".split())
 
+# bitsandbytes' updates with 8-bit states -> the place of the weight among their arguments.
+CODED = {"optimizer_update_8bit_blockwise": 2}
+
 # aten/src/ATen/native/cuda/MultiTensorApply.cuh: a launch takes so many tensors, by the number of
 # lists, and so many blocks, each of so many elements.
 TENSORS_OF_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
@@ -206,7 +211,13 @@ def count_kernels(lists, elements) -> np.ndarray:
     """
     tensors = np.array([1, *TENSORS_OF_LAUNCH.values()])[np.minimum(lists, len(TENSORS_OF_LAUNCH))]
     blocks = np.ceil(np.divide(elements, ELEMENTS_OF_BLOCK))
-    return np.maximum(1 / tensors, blocks / BLOCKS_OF_LAUNCH)
+    launches = np.maximum(1 / tensors, blocks / BLOCKS_OF_LAUNCH)
+    return np.where(np.greater(lists, 0), launches, 1)
+
+
+def count_coded(lists, elements) -> np.ndarray:
+    """Elements whose 8-bit states operators read and write by a table; as `count_kernels`."""
+    return np.where(np.greater(lists, 0), 0, elements)
 
 
 @functools.cache
@@ -262,7 +273,8 @@ def _work_of(func, args, kwargs, tensors, out) -> Iterator[tuple]:
     if flops and _name(func) in TILED:
         *batch, rows, columns = out.shape
         result = math.prod(batch), rows, columns
-    yield flops, dtype, result, tuple(sorted(map(_bytes, moved))), 0, 0
+    coded = args[CODED[name]].numel() if name in CODED else 0
+    yield flops, dtype, result, tuple(sorted(map(_bytes, moved))), 0, coded
 
 
 def _without(tensors, others) -> list:
