@@ -141,8 +141,8 @@ class Columns(NamedTuple):
         tiles = count_tiles(table[11:].T, [one.dtype for one in work])
         kernels = count_kernels(lists, elements)
         coded = count_coded(lists, elements)
-        work = dtypes, of, flops, tiles, nbytes, kernels, phase, again > 0, times, coded
-        return cls(*work, *between)
+        again = again > 0
+        return cls(dtypes, of, flops, tiles, nbytes, kernels, phase, again, times, coded, *between)
 
 
 # The range where a step of the card has been measured: so far are nine of ten ratios of two
