@@ -68,7 +68,9 @@ def cloud(
     if printed is not None:
         star = seconds_of(printed), held(printed) / GiB
         ax.plot(*star, "*", markersize=16, color=hues["activations"])
-        ax.annotate("9, printed (reserved)", star, (2, 10), textcoords="offset points")
+        clear = {"xytext": (0.28, 0.68), "textcoords": "axes fraction"}
+        line = {"arrowstyle": "-", "color": show.GREY}
+        ax.annotate("9, printed (reserved)", star, **clear, arrowprops=line)
     ax.set(xlabel="seconds a step (estimated)", ylabel="peak, GiB", xlim=0, ylim=0)
     fig.legend(loc="outside lower center", ncols=2)
     return fig
