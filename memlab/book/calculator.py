@@ -85,6 +85,17 @@ START = Recipe(
     optimizer="adamw_torch_fused",
     attention="sdpa",
 )
+# Buttons to begin with: what differs from the start.
+_T4 = {"gpu": "T4", "batch_size": 8, "seq_len": 512}
+_SPARING = {"batch_size": 2, "seq_len": 2048, "accumulation": 8, "checkpointing": "non-reentrant"}
+_LORA = {"trained": "LoRA on NF4", "precision": "bf16-amp"}
+PRESETS = {
+    "too large for a T4": {"model": "qwen3-0.6b"} | _T4,
+    "free T4": {"model": "bert-large"} | _T4,
+    "24 GB card": {"model": "qwen3-8b", "gpu": "RTX-4090"} | _SPARING | _LORA,
+    "H100": {"model": "llama-3-8b", "gpu": "H100", "precision": "bf16", "optimizer": "adamw_8bit"}
+    | _SPARING,
+}
 LONGEST_HEAD = 256  # numbers, of what models have
 # What a config may have or not, and is another structure then.
 OPTIONAL = (*models.WIDTHS, *HEAD_SIZES, "sliding_window")
@@ -161,7 +172,7 @@ class Calculator(Panel):
         cards, classes = [*self._cards(), ANY_CARD], {}
         for card in cards:
             classes.setdefault(routes_of(card), card)
-        keys = functools.cache(self._keys)
+        routes, keys = list(classes), functools.cache(self._keys)
         for model in names() if "model" in self.fields else [self.recipe.model]:
             structure = _structure(model)
             text = structure.key
@@ -186,6 +197,7 @@ class Calculator(Panel):
             if self.whole:
                 families[_model_type(structure)] = family(_model_type(structure))
         return {
+            "presets": PRESETS if self.whole else {},
             "start": {
                 "model": self.recipe.model,
                 "gpu": self.card.name,
@@ -205,10 +217,7 @@ class Calculator(Panel):
             "ways": WAYS,
             "models": offered,
             # The last one lends its rules to a number of GiB.
-            "cards": [
-                known_card(card) | {"attention": list(classes).index(routes_of(card))}
-                for card in cards
-            ],
+            "cards": [known_card(c) | {"attention": routes.index(routes_of(c))} for c in cards],
             "structures": list(described.values()),
             "families": families,
             "versions": Shipped.of_memlab().versions,

@@ -14,9 +14,9 @@ import sys
 import torch
 from transformers.utils import import_utils
 
-from memlab.card import cuda_build
+from memlab.card import device_properties
 from memlab.card.allocator_settings import AllocatorSettings
-from memlab.card.cuda_build import DeviceProperties
+from memlab.card.device_properties import DeviceProperties
 from memlab.card.kernels import torchao
 from memlab.card.placement import ONE_CARD, NotSimulated, is_cuda_device
 from memlab.trace.patches import replaced
@@ -53,7 +53,7 @@ def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False, reads_environ
             (torch.autograd.profiler.profile, {"__init__": _profile(tracer.assumptions)}),
             (torch.cuda, _of_the_card(tracer, ranks)),
             (torch.cuda.memory, {"mem_get_info": _free_and_total(tracer)}),
-            *cuda_build.answers(tracer.gpu),
+            *device_properties.answers(tracer.gpu),
             (torch._C, _of_the_driver(tracer, snapshot, ranks)),
             (torch._C, _of_the_accelerator(tracer, settings)),
             (torch, {"compile": _compile(tracer, compile_eagerly), "Generator": Generator}),
@@ -82,7 +82,7 @@ def _of_the_card(tracer, ranks) -> dict:
     return {
         "_initialized": True,
         "_cached_device_count": None,
-        "_cudart": cuda_build.runtime(_free_and_total(tracer)),
+        "_cudart": device_properties.runtime(_free_and_total(tracer)),
         "_get_device_properties": lambda device: properties,
         "_check_bf16_tensor_supported": lambda device: True,  # by emulation, on any card
         "device": Selected,

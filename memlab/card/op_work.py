@@ -29,18 +29,21 @@ from memlab.trace.log import UPDATE
 class Work(NamedTuple):
     """What one operator does, as one key of a Counter.
 
-    flops: floating-point (or integer) operations of matrix products. dtype: what these are
-    computed in, "float32", "float16", ...; empty without products. result: (matrices, rows,
-    columns) of the products' results; empty where kernels share the work otherwise than by tiles,
-    as attention does. moved: bytes of each tensor that is read or written, in order. lists: how
-    many lists of tensors one launch goes through, of which this is one tensor of each, with so many
-    elements; 0 for an operator with a kernel of its own, whose elements are those with 8-bit states
-    that it reads and writes by a table (`CODED`). recomputed: whether it is a forward
-    pass that activation checkpointing repeats. micro_batch: its number in the step, from 0, and
-    `UPDATE` where the loop says that its gradients are all there.
-    sent: bytes that a collective sends to other ranks (`memlab.card.collectives`). carried: bytes
-    that go from the card to its host or back, by a copy of at least `TRIFLE`. cards: of a machine,
-    that are in the collective's group, as in `memlab.card.links.link_rate`.
+    flops: floating-point (or integer) operations of matrix products.
+    dtype: what these are computed in, "float32", "float16", ...; empty without products.
+    result: (matrices, rows, columns) of the products' results; empty where kernels share the work
+    otherwise than by tiles, as attention does.
+    moved: bytes of each tensor that is read or written, in order.
+    lists: how many lists of tensors one launch goes through, of which this is one tensor of each;
+    0 for an operator with a kernel of its own.
+    elements: of each tensor of the lists; without lists those with states in 8 bits, which are
+    read and written by a table (`CODED`).
+    recomputed: whether it is a forward pass that activation checkpointing repeats.
+    micro_batch: its number in the step, from 0, and `UPDATE` where the loop says that its gradients
+    are all there.
+    sent: bytes that a collective sends to other ranks (`memlab.card.collectives`).
+    carried: bytes that go from the card to its host or back, by a copy of at least `TRIFLE`.
+    cards: of a machine, that are in the collective's group, as in `memlab.card.links.link_rate`.
     """
 
     flops: int

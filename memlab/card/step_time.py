@@ -40,14 +40,16 @@ class Efficiency:
     """What programs reach of what was measured on a card, the same for all cards and recipes.
 
     products: share of what large products reach, once `busy` is counted. attention: the same of
-    fused attention, and of what else has no tiles. memory: kernels' bytes a second, times what
-    they reach on the card (`GPU.traffic`); cache: how many times the memory's rate the L2 cache's
-    is. coded: a processor's clocks for an element of a weight whose 8-bit states are read and
-    written by a table. kernel: seconds that the shortest kernel takes. forward, backward, update,
-    inference: seconds of the host for an operator of a training's forward pass and of its
-    recomputation, of the backward pass, of the optimizer step, and of a pass without
-    gradients. link: share of a link's rate; hidden: share of the
-    collectives of a forward or backward pass that runs beside its kernels, while these last.
+    fused attention, and of what else has no tiles.
+    memory: kernels' bytes a second, times what they reach on the card (`GPU.traffic`).
+    cache: how many times the memory's rate the L2 cache's is.
+    coded: clocks of a processor for an element of a weight with states in 8 bits.
+    kernel: seconds that the shortest kernel takes.
+    forward, backward, update, inference: the host's seconds for an operator of a training's forward
+    pass and of its recomputation, of the backward pass, of the optimizer step, and of a pass
+    without gradients.
+    link: share of a link's rate. hidden: share of the collectives of a forward or backward pass
+    that runs beside its kernels, while these last.
     """
 
     products: float

@@ -17,7 +17,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
 from memlab.card import dynamic_shapes, known_values
-from memlab.card.kernels import workspaces
+from memlab.card.kernels import scratch
 from memlab.card.kernels.rules import RULES
 from memlab.card.memory import CardMemory
 from memlab.card.on_host import OnHost, refuse_two_devices
@@ -241,11 +241,11 @@ class CardTracer(OnHost, Tracer):
         except (DynamicOutputShapeException, DataDependentOutputException):
             raise NotSimulated(f"{func} is not simulated: {ONLY_A_CARD_KNOWS}") from None
         self.work.note(func, here, options, tensors, out, self.phase())
-        for scratch in workspaces.kernel_scratch(func, here):
+        for taken in scratch.kernel_scratch(func, here):
             self.met_rules.add("scratch of kernels")
             if "scratch of kernels" in self.rules:
-                self._take_and_give_back(*scratch)
-        self._take_buffer(workspaces.reduction_of(func, here))
+                self._take_and_give_back(*taken)
+        self._take_buffer(scratch.reduction_of(func, here))
         known_values.propagate(func, args, kwargs, out)
         return out
 
@@ -374,13 +374,13 @@ class CardTracer(OnHost, Tracer):
         (aten/src/ATen/cuda/CublasHandlePool.cpp); so has cublasLt, which addmm uses for the
         bias.
         """
-        if not workspaces.uses_cublas(func):
+        if not scratch.uses_cublas(func):
             return
         self.operation = func
         thread = self.phase() == Phase.BACKWARD
         for handle, nbytes in (
             ("cublas", self.gpu.workspace),
-            ("cublasLt", workspaces.CUBLASLT_WORKSPACE),
+            ("cublasLt", scratch.CUBLASLT_WORKSPACE),
         ):
             wanted = handle == "cublas" or func is torch.ops.aten.addmm.default
             if wanted and (handle, thread) not in self._handles_used:

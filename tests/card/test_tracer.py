@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from memlab import Recipe, SimulatedGPU
-from memlab.card.kernels.workspaces import CUBLASLT_WORKSPACE
+from memlab.card.kernels.scratch import CUBLASLT_WORKSPACE
 from memlab.card.load_order import loaded_weights
 from memlab.gpus import cublas_workspace
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from memlab.card.kernels.pytorch import Kernel
+from memlab.card.kernels.saved_tensors import Kernel
 from memlab.trace.patches import replaced
 
 

@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-from memlab.card.kernels import bitsandbytes, pytorch, sdpa
+from memlab.card.kernels import bitsandbytes, saved_tensors, sdpa
 from memlab.gpus import GPU
 
 # Every rule by name, with where it is written down. `memlab.evidence.effects` says what each one
@@ -24,7 +24,7 @@ RULES = {
     "sums of rows": "PyTorch, aten/src/ATen/native/cuda/Reduce.cuh",
     "paged states": "bitsandbytes, bitsandbytes/optim/optimizer.py",
 }
-KERNELS = [*pytorch.KERNELS, *sdpa.KERNELS, *bitsandbytes.KERNELS]
+KERNELS = [*saved_tensors.KERNELS, *sdpa.KERNELS, *bitsandbytes.KERNELS]
 
 
 def _put(library, operator, function, key) -> None:
@@ -58,7 +58,7 @@ def cuda_kernels(gpu: GPU, rules=frozenset(RULES), met=None):
             function = noted(kernel.rule, function)
             _put(libraries[kernel.package], kernel.operator, function, kernel.key)
     if "autocast" in rules:
-        for operator in pytorch.autocast_of_cpu_only():
+        for operator in saved_tensors.autocast_of_cpu_only():
             _put(libraries["aten"], operator, torch.library.fallthrough_kernel, "AutocastCPU")
     with contextlib.ExitStack() as stack:
         for library in libraries.values():

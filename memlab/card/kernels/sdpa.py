@@ -10,7 +10,7 @@ import warnings
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.card.kernels.pytorch import Kernel
+from memlab.card.kernels.saved_tensors import Kernel
 
 
 def sdpa_refusals(

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from memlab import MiB, Recipe, SimulatedGPU, models, simulate
 from memlab.card.kernels import flash_attn
-from memlab.card.kernels.workspaces import kernel_scratch
+from memlab.card.kernels.scratch import kernel_scratch
 from memlab.card.placement import NotSimulated
 from memlab.gpus import find_gpu
 from memlab.predict.traces import Traces, are_alike, run_log
@@ -101,6 +101,7 @@ def test_scratch_of_ragged_sequences_has_128_rows_for_each(sequences, keys):
     assert taken == [[sums, sums * 64] + (2 * [300 * 4 * 64 * 2] if keys < 4 else [])]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("changes", [{}, {"lora_rank": 4}, {"batch_size": 5, "seq_len": 80}])
 def test_whole_rows_have_a_trace_of_all_sizes(changes):
     recipe = RECIPE.but(**changes)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from memlab.card.kernels.workspaces import kernel_scratch, reduction_of
+from memlab.card.kernels.scratch import kernel_scratch, reduction_of
 
 
 def test_softmax_backward_takes_a_temporary():

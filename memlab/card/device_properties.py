@@ -1,4 +1,4 @@
-"""What a build of PyTorch with CUDA says of itself and of its libraries."""
+"""What the card's properties are, and what a build of PyTorch with CUDA says of itself."""
 
 import contextlib
 import itertools
