@@ -31,7 +31,7 @@ if (location.protocol === "file:" && typeof DOCUMENTATION_OPTIONS !== "undefined
 
 // Columns of numbers in a cell's output stand at the right, with their heads.
 addEventListener("DOMContentLoaded", () => {
-  const NUMBER = /^[+\u2212-]?\d[\d.,]*(e[+-]\d+)?\s?[%\u00d7x]?$/;
+  const NUMBER = /^[+\u2212-]?\d[\d.,]*(e[+-]\d+)?(\u2013\d[\d.,]*)?\s?[%\u00d7x]?$/;
   // From the right: at the left a cell may stand for several rows.
   const cellsOf = (row, i) => [...row.cells].filter((cell, at, all) => all.length - 1 - at === i && cell.colSpan === 1);
   document.querySelectorAll("div.cell_output table").forEach((table) => {

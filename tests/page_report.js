@@ -117,6 +117,9 @@
   return {
     title: document.title,
     clipped: clipped.map(name),
+    scrolling: [...article.querySelectorAll("*")]
+      .filter((e) => shown(e) && getComputedStyle(e).overflowX === "auto" && e.scrollWidth > e.clientWidth + 1)
+      .map(name),
     ragged: ragged.map((cell) => cell.textContent.trim()).slice(0, 8),
     theme: document.documentElement.dataset.theme,
     scroll_width: document.documentElement.scrollWidth,

@@ -161,6 +161,11 @@ def test_no_column_is_out_of_sight_without_a_cue(visit, page, width, theme):
 
 
 @every_page
+def test_nothing_scrolls_sideways_on_a_desktop(visit, page):
+    assert visit(page, DESKTOP, "dark")["scrolling"] == []
+
+
+@every_page
 def test_columns_of_numbers_end_under_each_other(visit, page):
     assert visit(page, *VIEWS[0])["ragged"] == []
 
