@@ -24,9 +24,19 @@ def steps(path):
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_a_workflow_calls_make_and_has_no_logic_of_its_own(path):
     for command in (step["run"] for step in steps(path) if "run" in step):
-        assert re.fullmatch(r'\.ci/run|make [a-z-]+( [A-Z]+="\$[A-Z]+")?', command), command
+        assert re.fullmatch(
+            r'\.ci/run \$\{\{ matrix\.targets \}\}|make [a-z-]+( [A-Z]+="\$[A-Z]+")?', command
+        ), command
         if command.startswith("make "):
             assert re.search(rf"^{command.split()[1]}:", MAKEFILE, re.MULTILINE), command
+
+
+def test_the_parts_of_make_test_run_beside_each_other():
+    file = ROOT / ".github" / "workflows" / "test.yml"
+    job = yaml.safe_load(file.read_text())["jobs"]["test"]
+    listed = [one for part in job["strategy"]["matrix"]["targets"] for one in part.split()]
+    first, rest = re.search(r"^test: (\w+)\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE).groups()
+    assert listed == [first, *re.findall(r"MAKE\) (\w+)", rest)]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

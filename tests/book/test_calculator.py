@@ -77,7 +77,9 @@ class CalculatorPage(PanelPage):
 
 @pytest.fixture(scope="module")
 def calculator():
-    return Calculator()
+    """Its page, made once: the tables of all models take most of a minute."""
+    page = Calculator()._repr_html_()
+    return SimpleNamespace(_repr_html_=lambda: page)
 
 
 @pytest.fixture(scope="module")

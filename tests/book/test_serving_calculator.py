@@ -76,7 +76,7 @@ def in_python(one):
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_it_says_what_python_says_of_100_settings(page, named):
+def test_it_says_what_python_says_of_drawn_settings(page, named):
     asked = drawn(100, named)
     answers = page.run(f"""{json.dumps(asked)}.map(one => {{
         try {{ const {{ found, verdict }} = panel.calculator.judged(one);
@@ -94,7 +94,7 @@ def test_it_says_what_python_says_of_100_settings(page, named):
         assert found[1] == wanted[1]
         verdicts.add(found[1])
     assert verdicts >= {"fits", "does not fit"}
-    assert sum(not isinstance(found, str) for found in answers) > 50
+    assert sum(not isinstance(found, str) for found in answers) > len(asked) / 2
 
 
 @pytest.mark.parametrize("gpu", ["T4", "L4"])

@@ -36,7 +36,7 @@ def deeper():
     return DEEPER.run(DEEPER_TINY)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", ["bert-large-tiny", "gpt2-tiny"])
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4)])
 @pytest.mark.parametrize("optimizer", ["adamw_torch_loop", "adamw_torch", "sgd"])

@@ -123,7 +123,7 @@ def written(folder, recipe, api) -> Path:
     return path
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("model", "changes", "api"), CASES)
 def test_a_script_takes_what_its_recipe_takes(model, changes, api, a_recipe, tmp_path, monkeypatch):
     recipe = a_recipe(model, **changes)

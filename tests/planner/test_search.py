@@ -235,6 +235,7 @@ def test_quality_is_kept_unless_told_otherwise():
     assert kept[0] == Combination("full", "bf16-amp", "adamw_torch_fused")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("gpu", ["L4", "T4"])
 @pytest.mark.parametrize("task", ["causal-lm", "sequence-classification"])
 def test_lora_and_qlora_differ_in_the_base_alone(gpu, task):

@@ -115,6 +115,7 @@ def test_states_and_gradients_equal_a_real_run():
         assert simulated.breakdown[category] == real.footprint.breakdown[category]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("optimizer", "bytes_a_weight"),
     [("adamw_8bit", 2), ("lion_8bit", 1), ("paged_adamw_8bit", 0), ("adafactor", 0), ("sgd", 4)],

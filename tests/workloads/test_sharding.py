@@ -89,6 +89,7 @@ def highest(timeline):
     return timeline.phases[moment], {name: level[moment] for name, level in levels.items()}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("sharding", WAYS)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_simulated_rank_holds_what_a_real_one_holds(real, model, sharding):
@@ -237,6 +238,7 @@ def test_a_verb_of_one_rank_says_so():
     one_line(error)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16-amp", "fp16-amp", "bf16"])
 def test_the_more_is_split_the_less_a_rank_holds(precision):
     found = [simulate(FOUR.but(sharding=way, precision=precision)) for way in WAYS]
