@@ -1,4 +1,4 @@
-"""What people train in late 2026: every model of the catalogue, in three ways, on six cards."""
+"""What people train in late 2026: every model of the catalogue, in three ways, on seven cards."""
 
 import json
 import re

@@ -1,6 +1,7 @@
 """Chapter 6: what its cells show is true, and its step is the step that memlab runs."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -183,6 +184,24 @@ def test_bf16_weights_need_a_master_or_chance(chapter):
     gain, still = found["seed 0"], found["never moved"]
     assert gain["bf16"] < 0.5 * gain["fp32"] and still["fp32"] < 0.01 and still["bf16"] > 0.5
     assert min(gain["bf16, by chance"], gain["bf16 + master"]) > 0.7 * gain["fp32"]
+
+
+def test_a_second_moment_in_bf16_never_falls():
+    """A thousandth of any bf16 number is less than half the distance to the one below."""
+    assert "a thousandth of it" in NOTEBOOK.text["stochastic-words"]
+    moments = torch.arange(1, 2, 2**-7).bfloat16()
+    assert torch.equal(moments * 0.999, moments)
+
+
+def test_a_module_is_taken_out_of_autocast_and_t5_has_one_that_asks_for_it():
+    from transformers import T5PreTrainedModel
+
+    names, layer = {"torch": torch}, torch.nn.Linear(4, 4)
+    exec(re.search(r"```python\n(.*?)```", NOTEBOOK.text["life-words"], re.DOTALL)[1], names)
+    names["out_of_autocast"](layer)
+    with torch.autocast("cpu"):
+        assert layer(torch.ones(1, 4, dtype=torch.bfloat16)).dtype == torch.float32
+    assert T5PreTrainedModel._keep_in_fp32_modules == ["wo"]
 
 
 def test_rounding_by_chance_gives_the_two_neighbours_and_the_number_on_average(chapter):

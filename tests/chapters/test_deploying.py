@@ -77,6 +77,13 @@ def test_published_figures_stand_beside_ours(chapter):
     assert low < 23.15 < high
 
 
+def test_published_times_of_a_token_stand_beside_ours():
+    """Nobody had looked at them while the host's times were chosen."""
+    found = deploying.token_times()["error"]
+    assert found.abs().median() < 0.25 and found.idxmin() == 16
+    assert found.between(-0.35, 0.25).all()
+
+
 def test_live_caches_are_the_simulated_ones_and_the_formulas():
     compared = deploying.compared_twins()
     assert (compared["simulated"] == compared["live"]).all()

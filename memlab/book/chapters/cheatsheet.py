@@ -66,7 +66,7 @@ QLoRA, the rest as in LoRA (13)
 | BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
 bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
 | weights are rounded, and written out for each product
-| LoRA fits without checkpointing; the adapter is to be merged
+| LoRA fits without checkpointing; the result must stay in 4 bits
 
 No fused attention (14) | attn_implementation="eager"
 | the matrix of all pairs of tokens, which plain Llama stores, too

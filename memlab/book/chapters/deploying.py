@@ -34,6 +34,9 @@ TORCHAO = importlib.util.find_spec("torchao") is not None
 # vLLM's profile of Meta-Llama-3-8B, and the announcement of Llama 3.1: GiB.
 PUBLISHED_WEIGHTS = 14.96
 PUBLISHED_CACHES = {1024: 0.125, 16_000: 1.95, 128_000: 15.62}
+# Texts at a time -> milliseconds a token of Llama 2 13B in fp16 on an A100 of 80 GB, 512 new ones
+# after 512, with transformers of 2023: huggingface/optimum, tests/benchmark/README.md @0963862.
+PUBLISHED_TOKENS = {1: 36.958, 2: 37.35, 4: 37.89, 8: 47.37, 16: 69.94}
 
 
 def draw_caches(weights: int) -> Figure:
@@ -110,6 +113,20 @@ def speed(run: ServingFootprint, new_tokens: int) -> str:
     both = run.prefill_time, run.decode_time
     slow, fast = (new_tokens / sum(getattr(t, end) for t in both) for end in ("high", "low"))
     return show.between(slow, fast)
+
+
+def token_times() -> pd.DataFrame:
+    """Milliseconds a token of Llama 2 13B by texts at a time, published and estimated."""
+    config = models.config("llama-2-7b")
+    config.update({"hidden_size": 5120, "intermediate_size": 13_824, "num_hidden_layers": 40})
+    config.update({"num_attention_heads": 40, "num_key_value_heads": 40})
+    how = dict(prompt=512, new_tokens=512, attention="eager")
+    rows = {}
+    for texts, published in PUBLISHED_TOKENS.items():
+        run = simulate(Serving(config, batch_size=texts, **how), "A100-80GB")
+        estimated = 1000 * (run.prefill_time.expected + run.decode_time.expected) / 512
+        rows[texts] = published, estimated, show.error(estimated, published)
+    return pd.DataFrame(rows, index=["published", "estimated", "error"]).T
 
 
 TWINS = ("gpt2-tiny", "llama-3-8b-tiny", "t5-3b-tiny")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 
@@ -49,6 +49,20 @@ def parts(runs: pd.DataFrame) -> tuple[pd.DataFrame, pd.Series, pd.DataFrame]:
     blind = runs[(runs["seen"] != "first") & ~runs["listed"]]
     usual = runs["context"][~runs.index.str.contains("paged")]
     return blind, usual, runs[runs.index.str.contains("-7b|-8b")]
+
+
+class Gain(NamedTuple):
+    """How many times as fast one run is as another, recorded and estimated."""
+
+    recorded: float
+    estimated: float
+
+
+def gain_of_fp16(device: str) -> Gain:
+    """Of the guide's two runs of BERT-large that differ in the format alone."""
+    runs = runs_of(device).loc[["published: vanilla", "published: fp16"]]
+    (slow, fast), (of_slow, of_fast) = runs["s a step"], 1 + runs["error of seconds"]
+    return Gain(slow / fast, slow / fast * of_slow / of_fast)
 
 
 def _kind(recipe: Recipe) -> str:
