@@ -1,4 +1,4 @@
-"""Every model of the catalogue, in three ways, on six cards: what it needs, or why not.
+"""Every model of the catalogue, in three ways, on seven cards: what it needs, or why not.
 
     python tools/what_fits.py [file]    goes on with what stands in the file, tests/what_fits.json,
                                         and writes the table of chapters/what-fits.md
@@ -29,7 +29,7 @@ from memlab.workloads.quantized import COMPUTE_DTYPES
 
 ROOT = Path(__file__).parent.parent
 FILE, PAGE = ROOT / "tests" / "what_fits.json", ROOT / "chapters" / "what-fits.md"
-CARDS = ("RTX-3060", "T4", "RTX-4090", "RTX-5090", "A100-80GB", "B200")
+CARDS = ("RTX-3060", "T4", "RTX-4090", "RTX-5090", "L40S", "A100-80GB", "B200")
 LORA = {"lora_rank": 16}
 WAYS = {"full": {}, "LoRA": LORA | HALF, "QLoRA": LORA | NF4}
 LOGS: dict[tuple, Log] = {}
