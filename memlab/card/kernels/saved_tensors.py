@@ -1,4 +1,4 @@
-"""Saved tensors: what CUDA kernels keep for the backward pass, where CPU kernels keep another.
+"""Saved tensors: what CUDA kernels keep for the backward pass, where CPU kernels keep others.
 
 The simulated GPU runs on fake CPU tensors. Their shapes are right, but some CPU kernels save
 other tensors for the backward pass than the CUDA kernels do. Each function here is PyTorch's own
