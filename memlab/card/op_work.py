@@ -1,7 +1,7 @@
 """What each operator of a step does on a card: floating-point operations, bytes, kernels.
 
 Operations are counted by PyTorch's own registry (torch.utils.flop_counter), but for fused
-attention. Bytes are those of the tensors that an operator reads and writes,
+attention and experts. Bytes are those of the tensors that an operator reads and writes,
 once each: what a fused kernel keeps to itself, such as the scores of an attention, is not counted.
 """
 
@@ -272,10 +272,8 @@ def _work_of(func, args, kwargs, tensors, out) -> Iterator[tuple]:
         if name in OVERWRITES or _gives_out(func):  # it is not read
             moved = _without(moved, _flat(written))
     flops, dtype = _products(func, args, kwargs, tensors, out)
-    result = ()
-    if flops and _name(func) in TILED:
-        *batch, rows, columns = out.shape
-        result = math.prod(batch), rows, columns
+    tiled = flops and _name(func) in TILED
+    result = (math.prod(out.shape[:-2]), *out.shape[-2:]) if tiled else ()
     coded = args[CODED[name]].numel() if name in CODED else 0
     yield flops, dtype, result, tuple(sorted(map(_bytes, moved))), 0, coded
 
@@ -312,6 +310,7 @@ def _of_lists(name, args, written, out) -> Iterator[tuple]:
 # ---------------------------------------------------------------------- products
 
 MATRICES = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3}
+UNLISTED = ("_grouped_mm", "int8_linear_matmul")  # by PyTorch's registry
 
 
 def _name(func) -> str:
@@ -321,10 +320,11 @@ def _name(func) -> str:
 
 def _products(func, args, kwargs, tensors, out) -> tuple[int, str]:
     """Operations of an operator's matrix products, and what they are computed in."""
-    if func._opname == "int8_linear_matmul":
-        return 2 * out.numel() * args[0].size(-1), "int8"
     if func._opname.startswith(ATTENTION):
         flops = _attention(func, args, kwargs)
+    elif func._opname in UNLISTED:
+        groups = len(out) if out.dim() > args[0].dim() else 1  # share what a gradient sums over
+        flops = 2 * out.numel() * args[0].size(-1) // groups
     else:
         name = _name(func)
         packet = getattr(torch.ops.aten, name) if name in MATRICES else func.overloadpacket
@@ -356,7 +356,7 @@ def count_tiles(results, dtypes) -> np.ndarray:
     return matrices * np.ceil(rows / high) * np.ceil(columns / wide)
 
 
-TILED = ("mm", "addmm", "bmm", "baddbmm", "int8_linear_matmul")
+TILED = (*MATRICES, *UNLISTED)
 
 
 # Fused attention: SDPA's kernels, flash's own, and that of torch.nn.attention.varlen.

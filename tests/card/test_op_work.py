@@ -53,6 +53,19 @@ def test_a_product_into_a_given_tensor_of_another_dtype_counts(card):
         assert one.flops == 2 * 64**3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_product_of_groups_is_as_many_operations_as_its_rows_have_each_with_one(card, dtype):
+    """Experts: 96 rows, each multiplied by the matrix of one of 4 groups."""
+    rows = torch.empty(96, 32, device="cuda", dtype=dtype, requires_grad=True)
+    experts = torch.empty(4, 32, 64, device="cuda", dtype=dtype, requires_grad=True)
+    ends = torch.tensor([24, 24, 64, 96], device="cuda", dtype=torch.int32)
+    grouped = torch.nn.functional.grouped_mm
+    done = work(card, lambda: grouped(rows, experts, offs=ends).square().sum().backward())
+    products = [one for one in done if one.flops]
+    assert [one.flops for one in products] == 3 * [2 * 96 * 32 * 64]
+    assert {one.dtype for one in products} == {str(dtype).removeprefix("torch.")}
+
+
 def test_a_complex_product_is_four_real_ones(card):
     a = torch.empty(64, 64, device="cuda", dtype=torch.complex64)
     (one,) = work(card, lambda: a @ a)

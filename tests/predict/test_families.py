@@ -3,7 +3,7 @@
 import pytest
 from transformers import CONFIG_MAPPING
 
-from memlab import Recipe, plan, simulate
+from memlab import Recipe, models, plan, simulate
 
 SMALL = {
     "hidden_size": 64,
@@ -196,3 +196,12 @@ def test_where_adapters_are_refused_a_plan_answers_for_the_rest(family, ways, le
     left = "lora" if left_out is None else "full"
     assert {option.way for option in answer.tiers.values()} == {left}
     assert left_out is None or left_out in str(answer)
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b-tiny", "qwen3-30b-a3b-tiny", "gpt-oss-20b-tiny"])
+def test_a_step_of_a_mixture_computes_with_its_active_parameters(model):
+    """6 operations a token and parameter, but for the embedding: 2 forward, 4 backward."""
+    config = models.config(model)
+    active = models.active_parameters(config)[1] - config.vocab_size * config.hidden_size
+    step = simulate(Recipe(model, batch_size=2, seq_len=64), "A100-40GB").step_seconds
+    assert 0.95 < step.flops / (6 * active * 2 * 64) < 1.2

@@ -138,8 +138,8 @@ def all_reduces(model: str, tokens: int, ranks: int) -> tuple[int, float]:
 
 
 def mixture(experts: int, active: int, width: int) -> dict[str, float]:
-    """Mixtral with other experts: parameters, states in bf16, operations of a step by runs of one
-    and two layers with 1,024 tokens."""
+    """Mixtral with other experts: parameters, what bf16 training holds of them, operations of a
+    step of 1,024 tokens by runs of one and two layers."""
 
     def layers(n: int) -> Any:
         shallow = type(config).from_dict(config.to_dict())
@@ -155,7 +155,7 @@ def mixture(experts: int, active: int, width: int) -> dict[str, float]:
     return {
         "parameters, billions": total / 1e9,
         "active, billions": used / 1e9,
-        "states, GiB": 8 * total / GiB,
+        "held, GiB": 8 * total / GiB,
         "TFLOP a step": (work[0] + (config.num_hidden_layers - 1) * (work[1] - work[0])) / 1e12,
     }
 
