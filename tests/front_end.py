@@ -31,8 +31,8 @@ class Live:
                 self.widgets[content["comm_id"]] = content["data"]["state"]
             elif kind == "comm_msg" and content["data"].get("method") == "update":
                 self.widgets[content["comm_id"]] |= content["data"]["state"]
-            elif kind == "execute_result":
-                self.bundle = content["data"]
+            elif kind == "display_data":
+                self.before, self.bundle = self.bundle, content["data"]
             elif kind == "error":
                 raise AssertionError("\n".join(content["traceback"]))
             elif kind == "status" and content["execution_state"] == "idle" and until_idle:

@@ -16,6 +16,8 @@ from memlab.book.panel import read
 VIEW = "application/vnd.jupyter.widget-view+json"
 _CSS = read("explore.css")
 STYLE = f"<style>\n{_CSS}</style>"
+# JupyterLab says "model not found" where controls were, once the notebook was saved and reopened.
+ENDED = f"<style>\n{read('ended.css')}</style>"
 
 
 class Live:
@@ -64,12 +66,15 @@ class Live:
 
     # -------------------------------------------------------------- what is shown
 
-    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
+    def _ipython_display_(self) -> None:
+        from IPython.display import HTML, display
+
         if self._box is None:
             self._build()
             self.begin()
         view = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
-        return {VIEW: view, "text/html": self.still(), "text/plain": repr(self)}
+        display(HTML(ENDED))
+        display({VIEW: view, "text/html": self.still(), "text/plain": repr(self)}, raw=True)
 
     def _build(self) -> None:
         import ipywidgets as widgets

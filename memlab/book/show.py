@@ -201,7 +201,8 @@ def bars(
     card = find_gpu(limit) if limit else None
     ends = ((card and card.usable) or 0) / 2**30
     right = max(left.max(), ends)
-    for y, total in enumerate(left):
+    for y, footprint in enumerate(footprints.values()):
+        total = sum(footprint.breakdown.values()) / 2**30  # with what is too thin to draw
         # Behind the card's line where it would run through the label.
         struck = total < ends < total + 0.14 * right
         ax.text(ends if struck else total, y, f" {total:,.1f}", va="center")

@@ -46,6 +46,11 @@ def test_the_form_shows_its_plan_and_a_still_picture_of_it(live, answer):
     assert "still picture" in still and "<input" not in still and "<script" not in still
 
 
+def test_what_is_left_without_a_kernel_says_so(live):
+    """JupyterLab writes "model not found" into such an output."""
+    assert "Run this cell again" in live.before["text/html"]
+
+
 def test_segments_that_grow_stand_in_the_command(answer):
     grow = dataclasses.replace(answer.question, expandable_segments=True)
     assert "--expandable-segments" not in Planner(answer).command
