@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch._subclasses import FakeTensorMode
 
 from memlab import find_gpu, models
+from memlab.libraries import import_bitsandbytes
 
 ROOT = Path(__file__).parent.parent
 CHAPTERS = ROOT / "chapters"
@@ -198,6 +199,11 @@ def test_what_the_snippets_say_is_taken():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "true")
         assert plugin().dynamic is True
+
+
+def test_what_bitsandbytes_says_of_a_forgotten_dtype_is_said_here():
+    said = re.search(r"- `(bnb_4bit_compute_dtype=[^`]*)`", PAGE)[1]
+    assert said in inspect.getsource(import_bitsandbytes("this test").nn.modules)
 
 
 def test_grpo_wants_whole_groups(tmp_path):

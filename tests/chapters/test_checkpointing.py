@@ -92,6 +92,20 @@ def test_the_switch_turns_the_cache_off():
     assert out.past_key_values is None
 
 
+@pytest.mark.parametrize(("mode", "saves"), [("train", True), ("eval", False)])
+def test_a_model_in_evaluation_mode_is_not_checkpointed(mode, saves):
+    held = []
+    for switched in (False, True):
+        llama = getattr(models.build("llama-3.2-1b-tiny"), mode)()
+        if switched:
+            checkpointing.switch_on(llama)
+        read = torch.ones(2, 64, dtype=torch.long)
+        with memlab.Meter("cpu", llama) as meter:
+            llama(input_ids=read, labels=read).loss.backward()
+        held.append(meter.footprint.breakdown["activations"])
+    assert (held[1] < held[0] / 2) == saves and (held[1] == held[0]) != saves
+
+
 def test_selective_checkpointing_lies_between(chapter):
     names = CHAPTER.run("selective", chapter | {"kernels": ()})
     sdpa, eager = (checkpointing.selective(a, names["contexts"], 128) for a in ("sdpa", "eager"))

@@ -29,6 +29,7 @@ def test_the_shown_adapters_and_the_recipe_agree(chapter, rank):
     recipe = Recipe("llama-3-8b-tiny", batch_size=2, seq_len=32)
     shown, library = Training(recipe), Training(recipe.but(lora_rank=rank))
     shown.optimizer = chapter["lora_start"](shown.model, rank, low_rank.LINEAR)
+    shown.optimizer.param_groups[0]["lr"] = library.optimizer.param_groups[0]["lr"]
     low_rank.same_start(shown.model, library.model)
 
     def shown_step():

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from IPython.core.interactiveshell import InteractiveShell
 from notebook import Notebook
 
 from memlab import Meter, Recipe, SimulatedGPU, models
@@ -87,6 +88,18 @@ def test_what_is_forgotten_holds_memory():
     rows = CHAPTER.run("trap-table", names | {"show": show})["rows"]
     kept, late, early, summed, asked, whole, view, best = rows.values()
     assert kept == late > early and summed > asked and whole == view > best
+
+
+def test_a_notebook_keeps_an_error_until_the_next_one():
+    shell = InteractiveShell()
+    shell.run_cell("import gc, torch, weakref\nseen = []")
+    fails = "def fail():\n    x = torch.ones(9)\n    seen.append(weakref.ref(x))\n    1 / 0\n"
+    shell.run_cell(f"{fails}fail()")
+    shell.run_cell("gc.collect(); held = seen[0]() is not None")
+    assert shell.user_ns["held"]
+    shell.run_cell("1 / 0")
+    shell.run_cell("gc.collect(); held = seen[0]() is not None")
+    assert not shell.user_ns["held"]
 
 
 def memlab_names():

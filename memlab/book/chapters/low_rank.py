@@ -21,6 +21,7 @@ from memlab.predict.simulate import simulate
 from memlab.spec.recipe import Recipe
 from memlab.trace.quantized_weights import constants
 from memlab.units import MiB
+from memlab.workloads.optimizers import LEARNING_RATE
 from memlab.workloads.training import Training
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def same_as_peft(lora_start: Callable, device: torch.device) -> list[str]:
     tiny = Recipe(TINY, batch_size=2, seq_len=64)
     mine = Training(tiny, device)
     mine.optimizer = lora_start(mine.model, 4, LINEAR)
+    mine.optimizer.param_groups[0]["lr"] = LEARNING_RATE
     library = Training(tiny.but(lora_rank=4), device)
     same_start(mine.model, library.model)
     batch = mine.batches[0]
@@ -142,7 +144,7 @@ def variants(full: Recipe, lora: Recipe) -> dict[str, Footprint]:
     bf16 = dict(base="none", precision="bf16")
     half = lora.but(lora_fp32=False, **bf16)
     roomy = find_gpu("RTX-4090").without_limit()
-    recipes = {"peft's default": lora.but(**bf16), "bf16 adapters": half}
+    recipes = {"fp32 adapters": lora.but(**bf16), "bf16 adapters": half}
     recipes["with dropout"] = half.but(lora_dropout=0.05)
     recipes["on q and v only"] = half.but(lora_targets="q_proj,v_proj")
     recipes["with checkpointing"] = half.but(checkpointing=True)
