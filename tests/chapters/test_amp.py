@@ -8,7 +8,7 @@ import torch
 from notebook import Notebook, assert_same_run, traced
 
 from memlab import MiB, Recipe, SimulatedGPU, Training, formula, models, simulate
-from memlab.book.chapters.amp import first_saving_batch, formats_by_operation, trainer_formats
+from memlab.book.chapters.amp_bytes import first_saving_batch, formats_by_operation, trainer_formats
 from memlab.book.chapters.amp_training import gains, printed_loop
 
 NOTEBOOK, DEEPER = Notebook("06-amp"), Notebook("06-amp-deeper")

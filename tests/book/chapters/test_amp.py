@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from memlab import Recipe
-from memlab.book.chapters import amp, amp_training
+from memlab.book.chapters import amp_bytes, amp_training
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def one_thread():
 
 
 def test_modules_under_autocast_give_what_cudas_list_says():
-    gave = amp.formats_given()
+    gave = amp_bytes.formats_given()
     assert gave["Linear"] == ["float16"]
     assert gave["Embedding"] == gave["LayerNorm"] == ["float32"]
     assert gave["the loss"] == gave["every .grad"] == ["float32"]
@@ -24,17 +24,17 @@ def test_modules_under_autocast_give_what_cudas_list_says():
 
 def test_the_first_saving_batch_is_the_first_and_found_or_said_to_be_none():
     recipe = Recipe("bert-large", seq_len=512, set_to_none=False)
-    assert amp.first_saving_batch(recipe.but(optimizer="adamw_torch_loop")) == 2
+    assert amp_bytes.first_saving_batch(recipe.but(optimizer="adamw_torch_loop")) == 2
     with pytest.raises(ValueError, match="none of 1 to 99"):
-        amp.first_saving_batch(recipe.but(seq_len=1))
+        amp_bytes.first_saving_batch(recipe.but(seq_len=1))
 
 
 def test_published_runs_and_speeds_with_their_range():
-    runs = amp.published_runs()
+    runs = amp_bytes.published_runs()
     assert len(runs) == 4 and (runs["seconds"] > 0).all()
     assert runs["MiB"].iloc[1] < runs["MiB"].iloc[0]
     assert runs["MiB"].iloc[2] < runs["MiB"].iloc[3]  # where memory is short fp16 takes more
-    speed = amp.speeds()
+    speed = amp_bytes.speeds()
     assert (speed["slow"] < speed["samples/s"]).all() and (speed["samples/s"] < speed["fast"]).all()
     assert (speed["times fp32"].unstack()["fp32"] == 1).all()
 
