@@ -106,3 +106,21 @@ def test_the_callback_measures_one_step_of_the_trainer(shown):
     callback = shown["MeterCallback"]()
     anatomy.train_with(recipe, callback)
     assert callback.meter.footprint.breakdown["optimizer_states"] > 0
+
+
+def test_relu_keeps_its_output_and_an_addition_nothing():
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor.data_ptr())
+        return tensor
+
+    x, y = (torch.ones(4, requires_grad=True) * 2 for _ in range(2))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        z = x + y
+        assert kept == []
+        out = z.relu()
+    assert kept == [out.data_ptr()]
+    out = z.relu().mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

@@ -5,6 +5,7 @@ import os
 import random
 import time
 
+import datasets
 import numpy as np
 import pandas as pd
 import pytest
@@ -339,3 +340,15 @@ def test_no_schedule_beats_the_formula(workers, prefetch):
             assert took >= max(bound, work / workers) - 1e-9
         else:
             assert took == pytest.approx(work + bound)
+
+
+def test_a_stream_of_datasets_comes_once_and_a_torch_one_for_each_worker():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(4))
+
+    ours = sorted(int(x) for batch in DataLoader(Stream(), 2, num_workers=2) for x in batch)
+    assert ours == sorted(2 * list(range(4)))
+    theirs = datasets.Dataset.from_dict({"x": list(range(8))}).to_iterable_dataset(num_shards=2)
+    seen = [int(x) for batch in DataLoader(theirs, 2, num_workers=2) for x in batch["x"]]
+    assert sorted(seen) == list(range(8))

@@ -57,7 +57,10 @@ def test_a_weight_in_nf4_takes_what_the_page_says(chapter):
 
 def test_a_long_text_wants_small_weights_and_a_small_cache():
     """Of Llama 3.1 8B 131,072 tokens on a card of 24 GB."""
-    assert "131,072 tokens of Llama 3.1 8B take 16 GiB of cache, at 128 KiB each" in CHAPTER.text["server-words"]
+    assert (
+        "131,072 tokens of Llama 3.1 8B take 16 GiB of cache, at 128 KiB each"
+        in CHAPTER.text["server-words"]
+    )
     cache = kv_cache_bytes("llama-3.1-8b", 131_072)
     assert cache == 131_072 * 128 * 1024 == 16 * 2**30
     for weights in ("fp8", "awq", "16 bits"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from notebook import Notebook, assert_same_run, traced
 
-from memlab import Recipe, find_gpu, models, simulate
+from memlab import Recipe, find_gpu, find_records, models, simulate
 from memlab.book import small_config
 from memlab.book.chapters import low_rank
 from memlab.book.chapters import low_rank_deeper as deeper
@@ -332,3 +332,13 @@ def test_what_llama_factory_published_is_predicted_to_a_gigabyte():
     held = [simulate(recipe, card).peak_reserved + card.context for recipe in recipes]
     assert [round(one / 2**30, 1) for one in held] == rows["predicted"]
     assert rows["predicted"] == pytest.approx(rows["published"], abs=1.15)
+
+
+def test_what_dora_takes_is_as_published():
+    """PEFT's runs of rank 32 on an L40S."""
+    runs = {run.name: run.figures for run in find_records(loop="PEFT's comparison")}
+    plain, dora = runs["lora rank32"], runs["lora rank32-dora"]
+    memory = dora["peak_reserved_bytes"] / plain["peak_reserved_bytes"] - 1
+    time = plain["samples_per_second"] / dora["samples_per_second"] - 1
+    said = f"{memory:.0%} more memory and {time:.0%} more time".replace("%", " %")
+    assert said in CHAPTER.text["relatives"]

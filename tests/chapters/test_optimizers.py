@@ -1,6 +1,7 @@
 """Chapter 7: what its cells show is true, and its optimizers are the ones that memlab runs."""
 
 import gc
+from pathlib import Path
 
 import bitsandbytes as bnb
 import pytest
@@ -319,3 +320,10 @@ def test_solutions_pass_their_check_and_wrong_answers_are_told_so(chapter, capsy
     source = CHAPTER.code[f"exercise-{number}"].replace("answer = ...", f"answer = {wrong!r}")
     exec(source, chapter)
     assert "Not yet" in capsys.readouterr().out
+
+
+def test_layerwise_forms_refuse_accumulation():
+    from transformers import trainer_optimizer
+
+    refusal = "does not support gradient accumulation"
+    assert refusal in Path(trainer_optimizer.__file__).read_text("utf-8")

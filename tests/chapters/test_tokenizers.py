@@ -269,3 +269,12 @@ def test_solutions_pass_their_check_and_wrong_answers_are_told_so(formula, capsy
     last = NOTEBOOK.code[cells.split()[-1]]
     exec(last.replace("answer = ...", f"answer = {wrong!r}"), chapter)
     assert "Not yet" in capsys.readouterr().out
+
+
+def test_most_of_a_vocabulary_for_a_hundred_languages_is_embedding():
+    config = models.config("xlm-roberta-base")
+    rows = config.vocab_size * config.hidden_size
+    with torch.device("meta"):
+        weights = models.build("xlm-roberta-base", task="masked-lm").num_parameters()
+    said = f"{rows / 1e6:.0f} of XLM-R base's {weights / 1e6:.0f} million"
+    assert any(said in text for text in NOTEBOOK.text.values())
