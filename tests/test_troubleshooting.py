@@ -20,6 +20,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch._subclasses import FakeTensorMode
+from transformers.quantizers import quantizer_bnb_4bit
 
 from memlab import find_gpu, models
 from memlab.libraries import import_bitsandbytes
@@ -204,6 +205,26 @@ def test_what_the_snippets_say_is_taken():
 def test_what_bitsandbytes_says_of_a_forgotten_dtype_is_said_here():
     said = re.search(r"- `(bnb_4bit_compute_dtype=[^`]*)`", PAGE)[1]
     assert said in inspect.getsource(import_bitsandbytes("this test").nn.modules)
+
+
+@pytest.mark.parametrize(
+    ("message", "where"),
+    [
+        ("Some modules are dispatched on the CPU or the disk", quantizer_bnb_4bit),
+        ("Cannot re-initialize CUDA in forked subprocess", torch.cuda),
+        ("Token indices sequence length is longer than", transformers.tokenization_utils_base),
+    ],
+)
+def test_a_message_of_another_library_is_said_as_it_says_it(message, where):
+    assert f"`{message}`" in PAGE and message in inspect.getsource(where)
+
+
+def test_formats_that_do_not_meet_have_the_message_of_the_page():
+    layer = torch.nn.Linear(2, 2, dtype=torch.float16)
+    with pytest.raises(RuntimeError) as refusal:
+        layer(torch.ones(1, 2))
+    said = re.search(r"- `(mat1 and mat2[^`]*)`", PAGE)[1]
+    assert said in str(refusal.value)
 
 
 def test_grpo_wants_whole_groups(tmp_path):
