@@ -17,6 +17,7 @@ VIEW = "application/vnd.jupyter.widget-view+json"
 _CSS = read("explore.css")
 STYLE = f"<style>\n{_CSS}</style>"
 # JupyterLab says "model not found" where controls were, once the notebook was saved and reopened.
+# The rule is for every widget of the notebook, of all of which the sentence is true.
 ENDED = f"<style>\n{read('ended.css')}</style>"
 
 
