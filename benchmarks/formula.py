@@ -17,7 +17,7 @@ import numpy as np
 from memlab import Recipe, find_gpu, formula, models
 from memlab.predict.fit import CONTEXT_MARGIN, MARGIN
 from memlab.predict.formula import is_kept
-from memlab.predict.simulate import full_log, peak_reserved_of, serve_without_range
+from memlab.predict.simulate import full_log, peak_reserved_of, serve
 
 NAMES = (
     "bert-base bert-large distilbert roberta-base deberta-v3-base gpt2 gpt2-medium gpt2-xl "
@@ -80,7 +80,7 @@ def main():
         quick = formula(recipe, card)
         seconds.append(time.process_time() - start)
         log = full_log(recipe, card)
-        whole = serve_without_range(recipe, log, card)
+        whole = serve(recipe, log, card)
         run.append(runs_where_it_fits(recipe, log, quick, card))
         errors.append(quick.peak_allocated / whole.peak_allocated - 1)
         times.append(quick.step_seconds.expected / whole.step_seconds.expected - 1)

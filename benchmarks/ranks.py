@@ -17,7 +17,7 @@ from formula import CARDS, computes, runs_where_it_fits
 from memlab import Recipe, find_gpu, formula
 from memlab.predict.formula import is_kept
 from memlab.predict.formula_ranks import ERRORS
-from memlab.predict.simulate import full_log, serve_without_range
+from memlab.predict.simulate import full_log, serve
 
 MODELS = (
     {"model_type": "gpt2", "n_layer": 8, "n_embd": 512, "n_head": 8, "n_positions": 1024,
@@ -61,7 +61,7 @@ def main():
     errors, run = {}, []
     for recipe, card in recipes():
         quick, log = formula(recipe, card), full_log(recipe, card)
-        whole = serve_without_range(recipe, log, card)
+        whole = serve(recipe, log, card)
         run.append(runs_where_it_fits(recipe, log, quick, card))
         pairs = [(quick.peak_allocated, whole.peak_allocated)]
         pairs += [

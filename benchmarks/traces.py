@@ -15,7 +15,7 @@ from memlab import Recipe, find_gpu, models
 from memlab.gpus import GPU
 from memlab.planner.space import NF4
 from memlab.predict.run import completed, log_of
-from memlab.predict.simulate import refuse_format, serve_without_range
+from memlab.predict.simulate import refuse_format, serve
 from memlab.predict.traces import Traces
 
 CARDS = ("T4", "A100-80GB", "H100")
@@ -67,7 +67,7 @@ def main(number: int = 300, first: int = 0, ranks: int = 1) -> None:
         seed += 1
         try:
             recipe, card = drawn(seed, ranks)
-            run = serve_without_range(recipe, completed(recipe, log_of(recipe, card)), card)
+            run = serve(recipe, completed(recipe, log_of(recipe, card)), card)
         except ValueError:
             continue
         trace = traces.of(recipe, card)
@@ -75,7 +75,7 @@ def main(number: int = 300, first: int = 0, ranks: int = 1) -> None:
             found["no trace"] += 1
             print(seed, "no trace", recipe, card.name, flush=True)
             continue
-        replayed = serve_without_range(recipe, traces.log(recipe, card), card)
+        replayed = serve(recipe, traces.log(recipe, card), card)
         same = compared(replayed) == compared(run)
         late = abs(replayed.step_time.expected / run.step_time.expected - 1) > 1e-6
         found["equal" if same and not late else "different"] += 1

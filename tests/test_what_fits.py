@@ -87,12 +87,14 @@ def test_an_h200_takes_in_full_what_the_page_says():
 
 def test_loading_a_base_takes_what_the_page_says():
     """Today less than the formula's upper end, by threads more."""
-    from memlab.predict.fit import fits
+    from memlab.evidence.loaders import simulate_ways
 
     card = MADE["find_gpu"]("RTX-3060")
-    run = fits(MADE["recipe_of"]("llama-3-8b", "QLoRA", card.name), card.name).footprint
+    recipe = MADE["recipe_of"]("llama-3-8b", "QLoRA", card.name)
+    run = simulate_ways(recipe, card.without_limit())
+    assert fits(recipe, card).needed == run.peak_reserved + card.context
     ends = run.peak_reserved, run.reserved_range[1]
     today, threads = (f"{(end + card.context) / 2**30:.1f}" for end in ends)
     page = " ".join(MADE["PAGE"].read_text(encoding="utf-8").split())
     assert f"simulated to take {today} of an RTX 3060, less than the table's 7.8" in page
-    assert f"may leave it at {threads}." in page and "| llama-3-8b | QLoRA 7.8 |" in page
+    assert f"may leave it at {threads}:" in page and "| llama-3-8b | QLoRA 7.8 |" in page

@@ -1,27 +1,21 @@
 """What the allocator holds once a 4-bit or 8-bit base is loaded: that depends on who loads it.
 
 Each weight comes to the card in its first dtype, is quantized there, and leaves its block behind
-for the next. What stays reserved follows from the order of these events, and there are several:
+for the next. What stays reserved follows from the order of these events:
 
 - a built model is moved to the card, weight by weight in the order of its modules, as
   `memlab.measure` does, and any loop inside a `SimulatedGPU` that moves one;
 - transformers' `from_pretrained` first takes and frees one block as large as the quantized model
   (`caching_allocator_warmup` in modeling_utils.py), then loads weight by weight in the order of
-  their names (`convert_and_load_state_dict_in_model` in core_model_loading.py);
-- `from_pretrained` of the first releases of transformers 5 loaded with four threads, which ran
-  ahead of the quantization as far as they could; from pull request 44576 on, of March 2026, it
-  waits for each weight.
+  their names (`convert_and_load_state_dict_in_model` in core_model_loading.py).
 
-The first two are certain, and `memlab.simulate` takes the second. With threads the order is another
-each time: `ways` draws some, between its two ends, no weight ahead and all of them. The ends bound
-what is allocated while loading. They need not bound what is reserved later, because fragments are
-no monotonous matter, so a range over the draws is one of orders that were tried and no proof.
+A log has the first, and `memlab.simulate` takes the second. The first releases of transformers 5
+loaded by threads, in another order each time (`memlab.evidence.loaders`).
 """
 
-import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from transformers.core_model_loading import dot_natural_key
 from transformers.pytorch_utils import Conv1D
@@ -33,9 +27,7 @@ from memlab.trace.events import Alloc, Free, Marker, WeightLoaded
 from memlab.trace.log import Event, Log
 from memlab.units import round_up
 
-# How often of ten times a loader thread and not the quantization is next, where both could be: 0 is
-# one by one, as today, 10 loads everything first. A draw each.
-SHARES = (0, 3, 5, 6, 7, 8, 8, 9, 9, 9.5, 9.5, 10)
+Weight = tuple[str, int, list[Event]]  # name, copies, events
 LEFT_FREE = int(1.2 * 2**30)  # what the warm-up leaves of a card: caching_allocator_warmup
 
 
@@ -70,42 +62,28 @@ def loaded_weights(tracer: CardTracer, training) -> list[tuple[int, WeightLoaded
     return marks
 
 
-def reserved_range(
-    log: Log, capacity: int | None, total: int | None, expandable_segments: bool = False
-) -> tuple[int, int]:
-    """The lowest and the highest peak reserved of a step, in bytes, over the ways of loading.
+def loaded_by_transformers(log: Log, total: int | None = None) -> list[Event]:
+    """The events of a log in the order of today's `from_pretrained`.
 
-    log: of a recipe with a quantized base. capacity: bytes that the allocator can have; where a
-    way of loading runs out of them, they are its peak. total: the card's bytes. None for both
-    means no limit. expandable_segments: as of a recipe.
+    total: as for `by_name`.
     """
-    peaks = [
-        peak_reserved(events, capacity, expandable_segments, total) or capacity
-        for events in ways(log, total)
-    ]
-    return min(peaks), max(peaks)
+    warmup, weights, rest = by_name(log, total)
+    for _, copies, events in weights:
+        warmup += made(copies, events) + quantized(copies, events)
+    return warmup + rest
 
 
-def ways(log: Log, total: int | None = None) -> Iterator[list[Event]]:
-    """The events of a log for each way of loading: first its own, then those of `SHARES`."""
+def by_name(log: Log, total: int | None) -> tuple[list[Event], list[Weight], list[Event]]:
+    """The block of the warm-up, the weights in the order of their names, and all other events.
+
+    total: the card's bytes, of which the warm-up leaves some; None means no limit.
+    """
     weights, rest = by_weight(log)
-    yield [event for _, _, events in weights for event in events] + rest
     warmup = sum(bytes_to_hold(events) for _, _, events in weights)
     if total is not None:
         warmup = min(warmup, total - LEFT_FREE)
     weights.sort(key=lambda weight: dot_natural_key(weight[0]))
-    block = _block("warm-up", warmup) if warmup > 0 else []
-    for seed, share in enumerate(SHARES):
-        yield block + _from_pretrained(weights, share, random.Random(seed)) + rest
-
-
-def loaded_by_transformers(log: Log, total: int | None = None) -> list[Event]:
-    """The events of a log in the order of today's `from_pretrained`.
-
-    total: the card's bytes, of which the warm-up leaves some; None means no limit.
-    """
-    _, today, *_ = ways(log, total)
-    return today
+    return _block("warm-up", warmup) if warmup > 0 else [], weights, rest
 
 
 def peak_reserved(
@@ -151,8 +129,8 @@ def peak_allocated(events: Iterable[Event]) -> int:
     return peak
 
 
-def by_weight(log: Log) -> tuple[list[tuple[str, int, list[Event]]], list[Event]]:
-    """[(name, copies, events) of each weight], all other events."""
+def by_weight(log: Log) -> tuple[list[Weight], list[Event]]:
+    """The weights in the order of a log, and all other events."""
     weights, events, others, layers = [], [], [], Counter()
     for number, step in log.events():
         if type(step) is not WeightLoaded:
@@ -167,26 +145,13 @@ def by_weight(log: Log) -> tuple[list[tuple[str, int, list[Event]]], list[Event]
     return weights, others + events
 
 
-def _from_pretrained(weights, share, draw) -> list[Event]:
-    """Every weight is made in its first dtype, by whoever is next, and quantized in order."""
-    events, made, done = [], 0, 0
-    while done < len(weights):
-        if made == done or made < len(weights) and draw.random() * 10 < share:
-            events += _made(*weights[made][1:])
-            made += 1
-        else:
-            events += _quantized(*weights[done][1:])
-            done += 1
-    return events
-
-
-def _made(copies, events) -> list[Event]:
+def made(copies: int, events: list[Event]) -> list[Event]:
     """A weight as the file has it. Where it is copied to be quantized, that is one more."""
     number, birth = events[0]
     return [(("file", number), birth)] if copies else events[:1]
 
 
-def _quantized(copies, events) -> list[Event]:
+def quantized(copies: int, events: list[Event]) -> list[Event]:
     """What follows; a weight that is not quantized is there already."""
     if not copies:
         return events[1:]

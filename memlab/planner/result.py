@@ -94,8 +94,7 @@ class Option:
 
     needed: bytes of the card, context included, as in `Fit`; margin: kept free beside them.
     Paged states are counted as if all were paged out. seconds: estimated, of one optimizer step,
-    None where that is not known, as of such states. drawn: (lowest, highest) `needed` over the ways
-    of loading a quantized base, None where that is certain. simulated: whether bytes come from a
+    None where that is not known, as of such states. simulated: whether bytes come from a
     simulation, or else from the formula.
 
     largest_batch, longest: the largest micro-batch, all else as it is, and the longest sequence in
@@ -109,7 +108,6 @@ class Option:
     total_memory: int
     seconds: float | None
     simulated: bool
-    drawn: tuple[int, int] | None = None
     largest_batch: int | None = None
     longest: int | None = None
     longest_ends: str = ""
@@ -156,9 +154,6 @@ class Option:
         if self.missing:
             least = "" if self.simulated else "at least "
             text = f"{least}{text}, with the margin {gib(self.missing)} too many"
-        if self.drawn and self.drawn[1] - self.drawn[0] >= 0.05 * GiB:
-            low, high = (f"{end / GiB:,.1f}" for end in self.drawn)
-            text += f" ({low} to {high} by the way it is loaded)"
         text += PAGED_OUT * is_paged(self.recipe.optimizer)
         return f"{text}, {self.time()}" if self.seconds else text
 

@@ -221,12 +221,8 @@ class Search:
         log = self.log(recipe)
         self.estimates.assumptions |= dict.fromkeys(log.assumptions)
         said = verdict(recipe, log, self.card, self.margin)
-        drawn = None
-        if said.reserved_range:
-            low, high = said.reserved_range
-            drawn = self.context + low, self.context + high
         total, seconds = self.total_memory, self.estimates.seconds(recipe)
-        return Option(recipe, said.needed, said.margin, total, seconds, True, drawn)
+        return Option(recipe, said.needed, said.margin, total, seconds, True)
 
     def size(self, recipe: Recipe, field: str) -> tuple[int, int | None]:
         """As `largest_size`."""

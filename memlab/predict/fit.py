@@ -19,8 +19,7 @@ from memlab.gpus import GPU, GPUS, find_gpu
 from memlab.predict.simulate import (
     full_log,
     peak_reserved_of,
-    range_of_reserved,
-    serve_without_range,
+    serve,
     sized_log,
 )
 from memlab.spec.recipe import Recipe
@@ -42,8 +41,7 @@ CONTEXT_MARGIN = 100 * MiB
 class Fit:
     """The answer of `fits`, in bytes.
 
-    needed: of the card's memory, context included; with a quantized base the most that a way of
-    loading it asks for, unless it fits in another way only. margin: kept free beside it.
+    needed: of the card's memory, context included. margin: kept free beside it.
     footprint: what `memlab.simulate` gives, a `ServingFootprint` of a serving.
     """
 
@@ -81,13 +79,12 @@ def fits(recipe: Recipe | Serving, gpu: GPU | str | int, margin: float = MARGIN)
     2022 used up to 16 % more than today's kernels are predicted to, and software of that age needs
     `margin=0.2`.
 
-    A quantized base leaves more or less in the allocator's cache, by the way it is loaded:
-    counted is the upper end of `Footprint.reserved_range`.
-
     What passes the card only by blocks that the allocator could give back is tried again on a
-    card smaller by the margin, where it does give them back. There a base comes weight by weight,
-    as today's transformers loads it; its first releases with threads (5.0, until March 2026) can
-    run out of memory while they load, and are not what this answers for.
+    card smaller by the margin, where it does give them back.
+
+    A quantized base comes weight by weight, as today's transformers loads it. The first releases of
+    transformers 5 (until March 2026) loaded by threads: they leave up to a fifth more in the
+    allocator's cache, can run out of memory while they load, and are not what this answers for.
 
     Raises ValueError for an unknown card, a margin that is no share from 0 to below 1, and a number
     format that the card does not have.
@@ -99,8 +96,7 @@ def fits(recipe: Recipe | Serving, gpu: GPU | str | int, margin: float = MARGIN)
 def judged(recipe: Recipe | Serving, log: Log, card: GPU, margin: float = MARGIN) -> Fit:
     """The answer of `fits` for a log that is there already, on a card with a limit."""
     said = verdict(recipe, log, card, margin)
-    found = serve_without_range(recipe, log, said.card)
-    found = dataclasses.replace(found, reserved_range=said.reserved_range)
+    found = serve(recipe, log, said.card)
     footprint: Footprint | ServingFootprint = found
     if not isinstance(recipe, Recipe):
         from memlab.predict.serving import told  # it brings all caches of transformers
@@ -113,31 +109,27 @@ def judged(recipe: Recipe | Serving, log: Log, card: GPU, margin: float = MARGIN
 class Verdict(NamedTuple):
     """What `Fit` says, without a footprint, which takes as long again.
 
-    card: whose allocator serves it: one without a limit, or one smaller by the margin. Bytes of
-    reserved_range are without the context.
+    card: whose allocator serves it: one without a limit, or one smaller by the margin.
     """
 
     fits: bool
     needed: int
     margin: int
     card: GPU
-    reserved_range: tuple[int, int] | None
 
 
 def verdict(recipe: Recipe | Serving, log: Log, card: GPU, margin: float = MARGIN) -> Verdict:
     """Whether a log fits a card with a limit."""
     context, smaller, by = _context(card), _less_margin(card, margin), card.without_limit()
-    drawn = range_of_reserved(recipe, log, by)
-    peak = drawn[1] if drawn else peak_reserved_of(recipe, log, by)
+    peak = peak_reserved_of(recipe, log, by)
     assert peak is not None  # where nothing ends, nothing is refused
     fits = peak + context <= room(card, margin)
     if not fits:
         tight = peak_reserved_of(recipe, log, smaller)
         if tight is not None:
             fits, peak, by = True, tight, smaller
-            drawn = range_of_reserved(recipe, log, by)
     needed = peak + context
-    return Verdict(fits, needed, int(margin * needed) + _context_margin(card), by, drawn)
+    return Verdict(fits, needed, int(margin * needed) + _context_margin(card), by)
 
 
 def room(card: GPU, margin: float = MARGIN) -> int:

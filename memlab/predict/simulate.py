@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, cast, overload
 
 from memlab.card.footprint import card_footprint
 from memlab.card.links import link_rate
-from memlab.card.load_order import loaded_by_transformers, peak_reserved, reserved_range
+from memlab.card.load_order import loaded_by_transformers, peak_reserved
 from memlab.card.memory import CardMemory
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, find_gpu
@@ -49,9 +48,8 @@ def simulate(
 
     A quantized base comes to the card as today's `from_pretrained` loads it, or one layer after the
     other where ranks split it. The order leaves
-    other free blocks behind, and so other rests of split ones, than a model that is moved whole,
-    as `memlab.measure` moves it: `reserved_range` holds the lowest and the highest peak reserved of
-    the orders that `memlab.card.load_order` tries, which are a sample and no proven bound.
+    other free blocks behind, and so other rests of split ones, than a model that is moved whole, as
+    `memlab.measure` moves it, or loaded by threads, as by the first releases of transformers 5.
 
     A `memlab.spec.serving.Serving` in place of the recipe gives a `ServingFootprint`: inference,
     with the peaks of prefill and decode apart.
@@ -95,14 +93,6 @@ def _in_the_place_of(recipe: Recipe | Serving) -> Recipe:
 
 def serve(recipe: Recipe | Serving, log: Log, card: GPU, link: str | None = None) -> Footprint:
     """The footprint of a recipe's log, served by this card's allocator."""
-    footprint = serve_without_range(recipe, log, card, link)
-    return replace(footprint, reserved_range=range_of_reserved(recipe, log, card))
-
-
-def serve_without_range(
-    recipe: Recipe | Serving, log: Log, card: GPU, link: str | None = None
-) -> Footprint:
-    """As `serve`, loaded in one way only, where a base could be loaded in several."""
     ledger = Ledger(CardMemory(card, False, recipe.expandable_segments))
     replay(_as_loaded(recipe, log, card), ledger)
     return card_footprint(ledger, log, recipe.batch_size * recipe.accumulation, link)
@@ -114,18 +104,11 @@ def peak_reserved_of(recipe: Recipe | Serving, log: Log, card: GPU) -> int | Non
     return peak_reserved(events, card.usable, grows, card.total_memory)
 
 
-def range_of_reserved(recipe: Recipe | Serving, log: Log, card: GPU) -> tuple[int, int] | None:
-    """The range of the peak over the ways of loading a base; None where there is one way."""
-    if not _comes_by_weight(recipe):
-        return None
-    return reserved_range(log, card.usable, card.total_memory, recipe.expandable_segments)
-
-
 def _as_loaded(recipe: Recipe | Serving, log: Log, card: GPU) -> Iterable[Event]:
-    by_weight = _comes_by_weight(recipe)
+    by_weight = comes_by_weight(recipe)
     return loaded_by_transformers(log, card.total_memory) if by_weight else log.events()
 
 
-def _comes_by_weight(recipe: Recipe | Serving) -> bool:
+def comes_by_weight(recipe: Recipe | Serving) -> bool:
     """Whether `from_pretrained` loads the model and quantizes it, and not `sharding.share`."""
     return recipe.base in QUANTIZED and not is_moved_by_sharding(_in_the_place_of(recipe))

@@ -15,6 +15,7 @@ from memlab.evidence.accuracy import (
     technique,
 )
 from memlab.evidence.accuracy_text import report, summary
+from memlab.evidence.loaders import simulate_ways
 from memlab.evidence.records import FOLDER, find_records, load
 from memlab.gpus import GPUS
 from memlab.workloads.training import Training
@@ -173,7 +174,7 @@ def test_family_and_technique(changes, family_of, technique_of):
 
 def test_a_base_is_right_anywhere_in_its_range():
     recipe = TINY.but(lora_rank=2, base="nf4")
-    footprint = simulate(recipe, "T4")
+    footprint = simulate_ways(recipe, GPUS["T4"])
     low, high = footprint.reserved_range
 
     def compared(name, nbytes):

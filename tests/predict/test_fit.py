@@ -145,12 +145,12 @@ def test_a_format_that_the_card_does_not_have():
         fits(TINY.but(precision="bf16"), "T4")
 
 
-def test_a_base_is_counted_at_the_upper_end_of_its_range():
+def test_a_base_is_counted_as_todays_transformers_loads_it():
     recipe = TINY.but(seq_len=32, lora_rank=2, base="nf4")
     footprint = simulate(recipe, "T4")
     fit = fits(recipe, "T4")
     assert fit.footprint == footprint
-    assert fit.needed == footprint.reserved_range[1] + GPUS["T4"].context
+    assert fit.needed == footprint.peak_reserved + GPUS["T4"].context
     assert fit.margin == int(MARGIN * fit.needed) + CONTEXT_MARGIN
 
 

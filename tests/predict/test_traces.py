@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 from memlab import Recipe, models
 from memlab.gpus import find_gpu
 from memlab.predict.changed_code import has_changed_code
-from memlab.predict.simulate import serve, serve_without_range
+from memlab.predict.simulate import serve
 from memlab.predict.store import Store
 from memlab.predict.structure import Circumstances
 from memlab.predict.traces import Traces, are_alike, run_log
@@ -38,7 +38,6 @@ def as_run(recipe, card, traces):
     )
     assert by_trace.breakdown == run.breakdown
     assert by_trace.peak_reserved == run.peak_reserved
-    assert by_trace.reserved_range == run.reserved_range
     assert by_trace.peak_phase == run.peak_phase
     assert by_trace.parameters == run.parameters
     assert by_trace.trainable_parameters == run.trainable_parameters
@@ -195,9 +194,7 @@ def test_all_micro_batches_wait_on_the_card(base):
     for number in (2, 5, 300):
         sized = recipe.but(batch_size=300, seq_len=512, accumulation=number)
         full = run_log(sized, card)
-        by_trace, run = (
-            serve_without_range(sized, one, card) for one in (traces.log(sized, card), full)
-        )
+        by_trace, run = (serve(sized, one, card) for one in (traces.log(sized, card), full))
         assert by_trace.peak_allocated == run.peak_allocated
         assert by_trace.peak_reserved == run.peak_reserved
 

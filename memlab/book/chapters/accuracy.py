@@ -73,9 +73,7 @@ def every_run() -> pd.DataFrame:
     )
     sized = every[(every["figure"] != "seconds") & every["error"].notna()]
     sized = sized[sized["name"] != READ_OFF]
-    ends = zip(sized["bounds"], sized["predicted"], strict=True)
-    most = [max(bounds) if bounds else predicted for bounds, predicted in ends]
-    asked = (1 + fit.MARGIN) * pd.Series(most, sized.index) + fit.CONTEXT_MARGIN
+    asked = (1 + fit.MARGIN) * sized["predicted"].astype(float) + fit.CONTEXT_MARGIN
     return sized.assign(short=asked < sized["recorded"].astype(float))
 
 
@@ -178,13 +176,13 @@ def of_formula(rows: Mapping[str, tuple[Any, Any]]) -> pd.DataFrame:
 
 
 def t4_errors() -> pd.DataFrame:
-    """fitcheck's LoRA trainings on a T4: base, attention, errors, and whether what was reserved
-    lies in the range of the ways of loading (None where there is no range)."""
+    """fitcheck's LoRA trainings on a T4: base, attention, errors, transformers' release, and
+    whether what was reserved lies in the range of the ways of loading (None without a range)."""
     said = kept_predictions()["runs"]["published-fitcheck-t4.json"]
     rows = []
     for run in find_records("published", loop="fitcheck"):
         row: dict[str, Any] = {"base": {"none": "fp16", "nf4": "NF4"}[run.recipe["base"]]}
-        row["attention"] = run.recipe["attention"]
+        row |= {"attention": run.recipe["attention"], "release": run.versions["transformers"]}
         for kind in ("allocated", "reserved"):
             figure = f"peak_{kind}_bytes"
             row[kind] = said[run.name][figure] / run.figures[figure] - 1
