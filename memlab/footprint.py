@@ -192,7 +192,7 @@ class Footprint:
     breakdown: bytes by category at that moment; sums to peak_allocated.
     reserved_range: (lowest, highest) peak_reserved, where it is not one number: `memlab.formula`
         knows no order of events, and of some published runs nobody knows in which order their 4-bit
-        base was loaded (`memlab.evidence.loaders`); else None.
+        base was loaded (`memlab.evidence.load_orders`); else None.
     peak_phase: `forward`, `backward` or `optimizer step`.
     parameters, trainable_parameters: counts, not bytes.
     assumptions: what stands in for values that only a real card has, where the shape of a tensor

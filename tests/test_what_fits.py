@@ -87,7 +87,7 @@ def test_an_h200_takes_in_full_what_the_page_says():
 
 def test_loading_a_base_takes_what_the_page_says():
     """Today less than the formula's upper end, by threads more."""
-    from memlab.evidence.loaders import simulate_ways
+    from memlab.evidence.load_orders import simulate_ways
 
     card = MADE["find_gpu"]("RTX-3060")
     recipe = MADE["recipe_of"]("llama-3-8b", "QLoRA", card.name)

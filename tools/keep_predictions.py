@@ -21,7 +21,7 @@ from datetime import date
 from tqdm import tqdm
 
 from memlab import Recipe
-from memlab.evidence.loaders import simulate_ways
+from memlab.evidence.load_orders import simulate_ways
 from memlab.evidence.loops import PREDICTIONS, kept_predictions, simulate_loop
 from memlab.evidence.records import card_files, load
 from memlab.gpus import gpu_of_device

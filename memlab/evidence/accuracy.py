@@ -17,7 +17,7 @@ import torch
 
 from memlab import models
 from memlab.card import fake_tensors
-from memlab.evidence.loaders import simulate_ways
+from memlab.evidence.load_orders import simulate_ways
 from memlab.evidence.loops import kept_predictions, simulate_loop
 from memlab.evidence.records import Record, card_files, load, published_files
 from memlab.footprint import Footprint, Phase, StepTime

@@ -55,6 +55,14 @@ def test_a_size_is_printed_without_a_sign_and_an_end_with_one(page):
         assert signs == {"size": {False}, "low": {True}, "high": {True}}
 
 
+def test_a_base_that_takes_more_than_fits_asks_was_loaded_by_threads(page):
+    """As the page says of those on a T4; where each weight waits for the one before, none does."""
+    short = set(page["lost"][page["by_threads"]]["name"])
+    releases = {run.name: run.versions["transformers"] for run in find_records(loop="fitcheck")}
+    assert short and {releases[name] for name in short} == {"5.0.0"}
+    assert set(releases.values()) == {"5.0.0", "5.17.0"}
+
+
 def test_the_blind_sample_is_that_of_the_twelve_questions(page):
     called = [one.fitted for one in questions.tries() if one.answer["fits"]]
     assert len(page["blind"]) == len(called) and sum(page["blind"]) == sum(called)

@@ -15,7 +15,7 @@ from memlab.evidence.accuracy import (
     technique,
 )
 from memlab.evidence.accuracy_text import report, summary
-from memlab.evidence.loaders import simulate_ways
+from memlab.evidence.load_orders import simulate_ways
 from memlab.evidence.records import FOLDER, find_records, load
 from memlab.gpus import GPUS
 from memlab.workloads.training import Training

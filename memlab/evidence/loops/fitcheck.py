@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memlab import models
 from memlab.card.device import SimulatedGPU
-from memlab.evidence.loaders import simulate_ways
+from memlab.evidence.load_orders import simulate_ways
 from memlab.evidence.records import Record
 from memlab.footprint import Footprint
 from memlab.gpus import GPU

@@ -6,7 +6,7 @@ import torch
 from memlab import Recipe, models, simulate
 from memlab.card import load_order
 from memlab.card.load_order import loaded_by_transformers, peak_reserved
-from memlab.evidence.loaders import reserved_range, simulate_ways, ways
+from memlab.evidence.load_orders import reserved_range, simulate_ways, ways
 from memlab.gpus import ANY_CARD
 from memlab.libraries import import_bitsandbytes
 from memlab.predict.run import log_of
