@@ -83,8 +83,8 @@ def fits(recipe: Recipe | Serving, gpu: GPU | str | int, margin: float = MARGIN)
     card smaller by the margin, where it does give them back.
 
     A quantized base comes weight by weight, as today's transformers loads it. The first releases of
-    transformers 5 (until March 2026) loaded by threads: they leave up to a fifth more in the
-    allocator's cache, can run out of memory while they load, and are not what this answers for.
+    transformers 5 (until March 2026) loaded by threads, and are not what this answers for: they can
+    run out of memory while they load, and published trainings with them took up to 14 % more.
 
     Raises ValueError for an unknown card, a margin that is no share from 0 to below 1, and a number
     format that the card does not have.

@@ -11,7 +11,7 @@ from memlab.evidence.accuracy import compare_kept, compare_records
 from memlab.evidence.loops import torch_preflight, torchtune
 from memlab.evidence.records import FOLDER, card_files, find_records, load, published_files
 from memlab.gpus import gpu_of_device
-from memlab.predict.fit import CONTEXT_MARGIN, MARGIN
+from memlab.predict.fit import CONTEXT_MARGIN, MARGIN, fits
 from memlab.workloads.training import import_peft
 
 KEPT = loops.kept_predictions()
@@ -231,3 +231,13 @@ def test_a_model_as_an_object():
         Recipe(model={"model_type": "none"})
     with pytest.raises(ValueError, match="model: not a valid llama config"):
         models.config({"model_type": "llama", "hidden_size": "wide"})
+
+
+def test_a_base_that_threads_loaded_took_what_fits_says():
+    reserved = "peak_reserved_bytes"
+    more = max(
+        run.figures[reserved] / SAID[run.name][reserved] - 1
+        for run in T4
+        if run.recipe["base"] == "nf4" and run.versions["transformers"] == "5.0.0"
+    )
+    assert f"took up to {100 * more:.0f} % more" in fits.__doc__
