@@ -14,6 +14,7 @@ from memlab.trace.tracer import Tracer
 from memlab.workloads.training import Training
 
 TINY = Recipe(model="gpt2-tiny", batch_size=1, seq_len=16)
+QLORA = Recipe("llama-3-8b-tiny", seq_len=16, lora_rank=2, base="nf4", precision="bf16")
 
 
 def one_line(error) -> str:

@@ -2,11 +2,10 @@
 
 `from_pretrained` of the first releases of transformers 5 loaded with four threads, which ran ahead
 of the quantization as far as they could; from pull request 44576 on, of March 2026, it waits for
-each weight. With threads the order is another each time, and with it what stays reserved: the same
-training was published with 11,880 and 13,272 MiB on one day. `ways` draws some orders, between the
-two ends, no weight ahead and all of them. The ends bound what is allocated while loading. They need
-not bound what is reserved later, because more fragments can also fit better, so a range over the
-draws is one of orders that were tried and no proof.
+each weight. With threads the order is another each time, and with it what stays reserved. `ways`
+draws some orders, between the two ends, no weight ahead and all of them. The ends bound what is
+allocated while loading. They need not bound what is reserved later, because more fragments can also
+fit better, so a range over the draws is one of orders that were tried and no proof.
 """
 
 from __future__ import annotations

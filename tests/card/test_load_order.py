@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from helpers import QLORA
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from memlab import Recipe, SimulatedGPU, models, simulate
+from memlab import SimulatedGPU, models, simulate
 from memlab.card import load_order
 from memlab.card.load_order import LEFT_FREE, loaded_by_transformers, peak_reserved
 from memlab.gpus import find_gpu
@@ -14,7 +15,6 @@ from memlab.trace.events import Alloc
 
 import_bitsandbytes("this test")
 MiB = 2**20
-QLORA = Recipe("llama-3-8b-tiny", seq_len=16, lora_rank=2, base="nf4", precision="bf16")
 
 
 @pytest.fixture(scope="module")
