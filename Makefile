@@ -62,10 +62,11 @@ book: stripped
 	@sed 's/execute_notebooks: force/execute_notebooks: "off"/' _config.yml > $(WORK)/_config.yml
 	$(BIN)/python tools/figures.py put $(WORK)/chapters
 	cd $(WORK) && $(BIN)/python -m pytest --nbmake --overwrite -n 2 --durations=0 -p no:cacheprovider chapters
-	$(BIN)/python tools/figures.py compare $(WORK)/chapters
+	$(BIN)/python tools/figures.py compare $(WORK)/chapters > $(WORK)/figures.txt
 	$(BIN)/python tools/drop_leftovers.py $(WORK)/chapters/*.ipynb
 	$(BIN)/jupyter-book build $(WORK) --path-output . -W --keep-going --quiet
 	$(BIN)/python tools/count_pages.py
+	@cat $(WORK)/figures.txt
 	@echo
 	@echo "The book is ready. Open $(abspath $(PAGE)), or say: make serve"
 
@@ -85,6 +86,7 @@ serve:
 test: lint
 	$(MAKE) units
 	$(MAKE) book
+	$(BIN)/python tools/figures.py check $(WORK)/chapters
 	$(MAKE) pages
 
 # What `make test` leaves out, for it has to end within 20 minutes on two cores.

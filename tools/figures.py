@@ -1,17 +1,30 @@
 """Figures in the text of chapters: each stands beside the expression that gives it.
 
-    <span data-figure="f'{best.needed / GiB:.1f}'">22.1</span>
+    <span data-figure="f'{best.needed / GiB:.1f}'">22.1</span>                exact
+    <span data-figure="percent(accuracy)" data-trained="4">76%</span>         trained: 76 ± 4
+    <span data-figure="f'{slow / fast:.1f}'" data-timed="2">3.1</span>        timed: a factor of 2
 
     python tools/figures.py put FOLDER        a cell after each text, which evaluates its figures
-    python tools/figures.py compare FOLDER    takes these cells out of the executed notebooks, and
-                                              ends with each figure that the text has otherwise
-    python tools/figures.py write FOLDER TO   the same, and writes what the runs gave into the
-                                              notebooks of the same names in another folder
+    python tools/figures.py compare FOLDER    takes these cells out of the executed notebooks, puts
+                                              the run's figures into their texts, lists what differs
+    python tools/figures.py check FOLDER      status 1 for what `compare` found wrong
+    python tools/figures.py write FOLDER TO   as `compare`, and puts into the notebooks of the same
+                                              names in another folder what was wrong in them
+    python tools/figures.py spread FOLDER...  of each figure that differs among compared runs: its
+                                              values, its kind, whether it was out of bounds
 
 An expression sees what the page's code has made above it; in a text with the tag `figures-at-end`,
-as the box at the top of a page is one, what the whole page has made. `make book` compares,
-`make figures` writes. A verdict that rests on a clock is not compared, for it may be another on
-another machine.
+as the box at the top of a page is one, what the whole page has made.
+
+Code cells with the tag `for-the-text` compute what only the text says, and assert what it rests on.
+They run in the build and are not in the notebooks that readers open (`for_readers`): no change that
+a reader makes can trip over them. An error in one does not end the build, but is reported as a
+wrong figure; so is a solution that its own `check` does not accept.
+
+Bytes and counts are exact: they are the same on every processor. What a training gives is not: its
+tolerance, in the unit of the text or in per cent of the value, comes from runs under several
+instruction sets and seeds (`make portable`). What a clock gives is never wrong, only reported, and
+so is a verdict that rests on a clock. `make book` renders what the run gave; `make test` checks it.
 """
 
 import argparse
@@ -19,22 +32,92 @@ import html
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 from memlab.book.claims import rests_on_a_clock
 
-FIGURE = re.compile(r'<span data-figure="([^"]*)">([^<]*)</span>')
+FIGURE = re.compile(
+    r'<span data-figure="([^"]*)"(?:\s+data-(trained|timed)="([^"]*)")?>([^<]*)</span>'
+)
+NUMBER = re.compile(r"[-−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 MIME = "application/vnd.memlab.figures+json"
 TAG = "figures"
 AT_END = "figures-at-end"  # a tag of texts
+FOR_THE_TEXT = "for-the-text"  # a tag of code that a reader does not need
+REFUSED = "Not yet"  # what `check` says of a wrong answer
 SUFFIX = "-figures"  # of a cell that evaluates, after the id of its text
+REPORT = "figures.json"  # beside the notebooks' folder
 VERDICT = re.compile(r"verdict\('(\w+)'")
+# A figure that cannot be evaluated is reported like one that differs.
+EVALUATE = """\
+from memlab.book import verdict
+_texts = []
+for _figure in FIGURES:
+    try:
+        _texts.append(str(eval(_figure)))
+    except Exception as _error:
+        _texts.append(f"{type(_error).__name__}: {_error}")
+get_ipython().display_pub.publish({MIME: _texts})"""
+# Another seed for the whole notebook, to see how far what is trained goes.
+SHIFT_SEEDS = """\
+import torch
+_seeded = torch.manual_seed
+torch.manual_seed = lambda seed: _seeded(seed + {shift})"""
 
 
-def figures_of(cell: dict) -> list[tuple[str, str]]:
-    """(expression, what the text says) of each figure of a cell."""
-    found = FIGURE.findall(text_of(cell)) if cell["cell_type"] == "markdown" else []
-    return [(html.unescape(expression), html.unescape(said)) for expression, said in found]
+class Figure(NamedTuple):
+    """A figure of a text. kind: exact, trained or timed; bound: tolerance or factor, as text."""
+
+    expression: str
+    says: str
+    kind: str = "exact"
+    bound: str = ""
+
+    @classmethod
+    def of(cls, match: re.Match) -> "Figure":
+        expression, kind, bound, says = match.groups()
+        expression, says = html.unescape(expression), html.unescape(says)
+        claim = VERDICT.match(expression)
+        if claim and rests_on_a_clock(claim[1]):
+            return cls(expression, says, "timed", "")
+        return cls(expression, says, kind or "exact", bound or "")
+
+    def allows(self, value: str) -> bool:
+        """Whether a run's value agrees with the text."""
+        if value == self.says:
+            return True
+        if self.kind == "exact" or not self.bound:
+            return False
+        here, there = numbers(self.says), numbers(value)
+        if len(here) != len(there) or words(self.says) != words(value):
+            return False
+        return all(self._near(*pair) for pair in zip(here, there, strict=True))
+
+    def _near(self, here: float, there: float) -> bool:
+        if self.kind == "timed":
+            low, high = sorted((abs(here), abs(there)))
+            return high <= float(self.bound) * low
+        share = self.bound.endswith("%")
+        bound = float(self.bound.rstrip("%")) * (abs(here) / 100 if share else 1)
+        return abs(here - there) <= bound * (1 + 1e-9)
+
+
+def numbers(text: str) -> list[float]:
+    """The numbers of a text."""
+    return [float(one.replace(",", "").replace("−", "-")) for one in NUMBER.findall(text)]
+
+
+def words(text: str) -> str:
+    """A text without its numbers."""
+    return NUMBER.sub("", text)
+
+
+def figures_of(cell: dict) -> list[Figure]:
+    """The figures of a cell in their order."""
+    matches = FIGURE.finditer(text_of(cell)) if cell["cell_type"] == "markdown" else ()
+    return [Figure.of(match) for match in matches]
 
 
 def text_of(cell: dict) -> str:
@@ -42,70 +125,149 @@ def text_of(cell: dict) -> str:
     return "".join(cell["source"])
 
 
-def with_figures(notebook: dict) -> dict:
-    """The notebook with a cell for each text that has figures, after it or at the end."""
+def with_figures(notebook: dict, shift: int = 0) -> dict:
+    """The notebook with a cell for each text that has figures, after it or at the end.
+
+    shift: is added to every seed of the notebook.
+    """
     cells, last = [], []
+    if shift:
+        cells.append(evaluating("shifted-seeds", SHIFT_SEEDS.format(shift=shift)))
     for cell in notebook["cells"]:
         cells.append(cell)
-        expressions = [expression for expression, _ in figures_of(cell)]
-        if expressions:
-            listed = "".join(f"    str({one}),\n" for one in expressions)
-            needs = "from memlab.book import verdict\n" if "verdict(" in listed else ""
+        figures = figures_of(cell)
+        if figures:
+            listed = "".join(f"\n    {figure.expression!r}," for figure in figures)
+            source = EVALUATE.replace("FIGURES", f"[{listed}\n]").replace("MIME", repr(MIME))
             place = last if AT_END in cell["metadata"].get("tags", ()) else cells
-            place.append(
-                {
-                    "cell_type": "code",
-                    "execution_count": None,
-                    "id": cell["id"] + SUFFIX,
-                    "metadata": {"tags": [TAG, "remove-cell"]},
-                    "outputs": [],
-                    "source": needs
-                    + f'get_ipython().display_pub.publish({{"{MIME}": [\n{listed}]}})',
-                }
-            )
+            place.append(evaluating(cell["id"] + SUFFIX, source))
     return notebook | {"cells": cells + last}
+
+
+def evaluating(name: str, source: str) -> dict:
+    """A code cell that no page shows."""
+    return {
+        "cell_type": "code",
+        "execution_count": None,
+        "id": name,
+        "metadata": {"tags": [TAG, "remove-cell"]},
+        "outputs": [],
+        "source": source,
+    }
 
 
 def without_figures(notebook: dict) -> tuple[dict, dict[str, list[str]]]:
     """The notebook without those cells, and cell -> what its figures were in the run."""
-    cells, found = [], {}
+    cells, values = [], {}
     for cell in notebook["cells"]:
         if TAG in cell["metadata"].get("tags", ()):
-            data = [one["data"] for one in cell["outputs"] if "data" in one]
+            data = [output["data"] for output in cell["outputs"] if "data" in output]
             text = cell["id"].removesuffix(SUFFIX)
-            found[text] = next((one[MIME] for one in data if MIME in one), [])
+            values[text] = next((one[MIME] for one in data if MIME in one), [])
         else:
             cells.append(cell)
-    return notebook | {"cells": cells}, found
+    return notebook | {"cells": cells}, values
 
 
-def written(notebook: dict, found: dict[str, list[str]]) -> dict:
-    """The notebook whose texts say what the run gave."""
+def written(notebook: dict, values: dict[str, list[str]], keep=lambda figure, value: False) -> dict:
+    """The notebook whose texts say what the run gave, but where `keep` says otherwise."""
     cells = []
     for cell in notebook["cells"]:
-        values = iter(found.get(cell["id"], ()))
+        run = iter(values.get(cell["id"], ()))
 
-        def as_run(match, values=values):
-            return f'<span data-figure="{match[1]}">{html.escape(next(values), quote=False)}</span>'
+        def as_run(match, run=run):
+            figure, value = Figure.of(match), next(run)
+            if keep(figure, value):
+                return match[0]
+            start = match.start(4) - match.start()
+            return f"{match[0][:start]}{html.escape(value, quote=False)}</span>"
 
-        if cell["id"] in found:
+        if values.get(cell["id"]):
             text = FIGURE.sub(as_run, text_of(cell))
             cell = cell | {"source": text.splitlines(keepends=True)}
         cells.append(cell)
     return notebook | {"cells": cells}
 
 
-def differences(notebook: dict, found: dict[str, list[str]]) -> list[str]:
-    """A line for each figure that the run gave otherwise, or not at all."""
-    lines = []
+def for_readers(notebook: dict) -> dict:
+    """The notebook without the cells that only serve the text."""
+    cells = [c for c in notebook["cells"] if FOR_THE_TEXT not in c["metadata"].get("tags", ())]
+    return notebook | {"cells": cells}
+
+
+def trouble(cell: dict) -> str:
+    """What went wrong in a cell that ends no build: an error for the text, a refused solution."""
+    for output in cell.get("outputs", ()):
+        if output["output_type"] == "error":
+            return f"{output['ename']}: {output['evalue']}"
+        said = "".join(output.get("text", ()))
+        if "solution" in cell["id"] and REFUSED in said:
+            return said.strip()
+    return ""
+
+
+def compared(notebook: dict, values: dict[str, list[str]], chapter: str) -> list[dict]:
+    """A row for each figure: what the text says, what the run gave, whether they agree.
+
+    A row as well for each cell in which something went wrong.
+    """
+    rows = []
     for cell in notebook["cells"]:
+        if wrong := trouble(cell):
+            figure = Figure("the cell", "no trouble")
+            place = {"chapter": chapter, "cell": cell["id"], "run": wrong}
+            rows.append(place | figure._asdict() | {"agrees": False})
         figures = figures_of(cell)
-        values = found.get(cell["id"]) or ["nothing"] * len(figures)
-        for (expression, said), value in zip(figures, values, strict=True):
-            claim = VERDICT.match(expression)
-            if said != value and not (claim and rests_on_a_clock(claim[1])):
-                lines.append(f"{cell['id']}: the text says {said}, the run {value} ({expression})")
-    return lines
+        run = values.get(cell["id"]) or ["nothing"] * len(figures)
+        for figure, value in zip(figures, run, strict=True):
+            place = {"chapter": chapter, "cell": cell["id"], "run": value}
+            rows.append(place | figure._asdict() | {"agrees": figure.allows(value)})
+    return rows
+
+
+def is_wrong(row: dict) -> bool:
+    """Whether a compared figure is one that `make test` refuses."""
+    return not row["agrees"] and row["kind"] != "timed"
+
+
+def line(row: dict) -> str:
+    """A compared figure in a line."""
+    bound = f" {row['kind']} ± {row['bound']}" if row["kind"] == "trained" else ""
+    place = f"{row['chapter']}, {row['cell']}"
+    return (
+        f"{place}: the text says {row['says']}{bound}, the run {row['run']} ({row['expression']})"
+    )
+
+
+def summary(rows: list[dict]) -> str:
+    """How many figures of each kind there are and how many differ; what is wrong, by name."""
+    of = Counter(row["kind"] for row in rows)
+    off = Counter(row["kind"] for row in rows if row["run"] != row["says"])
+    counts = ", ".join(f"{of[kind]} {kind} ({off[kind]} differ)" for kind in sorted(of))
+    wrong = [line(row) for row in rows if is_wrong(row)]
+    lines = [f"Figures of the text: {counts}. Out of bounds: {len(wrong)}.", *wrong]
+    return "\n".join(lines)
+
+
+def spread(folders: list[Path]) -> str:
+    """A line for each figure that differs among compared runs."""
+    runs: dict[tuple, list[dict]] = {}
+    for folder in folders:
+        for row in json.loads((folder / REPORT).read_text(encoding="utf-8")):
+            key = row["chapter"], row["cell"], row["expression"]
+            runs.setdefault(key, []).append(row)
+    lines = []
+    for (chapter, cell, expression), rows in runs.items():
+        values = [row["run"] for row in rows]
+        if len(set(values)) > 1:
+            first = rows[0]
+            mark = "out of bounds" if any(is_wrong(row) for row in rows) else "in bounds"
+            kind = f"{first['kind']} {first['bound']}".strip()
+            lines.append(
+                f"{chapter}, {cell}: {first['says']} [{kind}, {mark}] {' | '.join(values)}"
+                f"  ({expression})"
+            )
+    return "\n".join(lines)
 
 
 def read(file: Path) -> dict:
@@ -118,29 +280,45 @@ def store(file: Path, notebook: dict) -> None:
     file.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def compare(folder: Path, to: Path | None) -> None:
+    """`compare`, or `write` where there is another folder to write to."""
+    rows = []
+    for file in sorted(folder.glob("*.ipynb")):
+        notebook, values = without_figures(read(file))
+        found = compared(notebook, values, file.stem)
+        rows += found
+        store(file, written(notebook, values, lambda figure, _: VERDICT.match(figure.expression)))
+        if to and any(map(is_wrong, found)):
+
+            def agrees(figure, value):
+                return figure.kind == "timed" or figure.allows(value)
+
+            store(to / file.name, written(read(to / file.name), values, agrees))
+    (folder.parent / REPORT).write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    print(summary(rows))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("act", choices=("put", "compare", "write"))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("to", type=Path, nargs="?")
+    parser.add_argument("act", choices=("put", "compare", "check", "write", "spread"))
+    parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("--seed", type=int, default=0, help="with put: is added to every seed")
     asked = parser.parse_args()
-    wrong = []
-    for file in sorted(asked.folder.glob("*.ipynb")):
-        notebook = read(file)
-        if asked.act == "put":
-            store(file, with_figures(notebook))
-            continue
-        notebook, found = without_figures(notebook)
-        lines = differences(notebook, found)
-        if asked.act == "write" and lines:
-            notebook = written(notebook, found)
-            store(asked.to / file.name, written(read(asked.to / file.name), found))
-            print(*(f"{file.stem}, {line}" for line in lines), sep="\n")
-        elif lines:
-            wrong += [f"{file.stem}, {line}" for line in lines]
-        store(file, notebook)
-    if wrong:
-        sys.exit("\n".join([*wrong, "Figures of the text are others in the run: make figures"]))
+    folder, *more = asked.folders
+    if asked.act == "put":
+        for file in sorted(folder.glob("*.ipynb")):
+            store(file, with_figures(read(file), asked.seed))
+    elif asked.act == "spread":
+        print(spread([folder.parent for folder in asked.folders]))
+    elif asked.act == "check":
+        rows = json.loads((folder.parent / REPORT).read_text(encoding="utf-8"))
+        wrong = [line(row) for row in rows if is_wrong(row)]
+        if wrong:
+            sys.exit(
+                "\n".join([*wrong, "Figures of the text are wrong for this run: make figures"])
+            )
+    else:
+        compare(folder, more[0] if more else None)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,34 @@
 """Real text on any machine: offline corpora, tokenizers trained on the spot, blocks of tokens.
 
-Offline, the text is documentation that is installed anyway: the docstrings of the packages this
-book works with (label: the package) and the long topics of Python's own help. All of it is read
-from source files, imports nothing, stays in memory, and takes one to two seconds.
+Offline there are two texts. `pages` are those of this book's first edition, a file that comes with
+memlab: what a small model learns from them depends on no release of Python or of a library.
+`docstrings` are those of the installed packages (label: the package), thousands of short texts, and
+change with their releases. They are read from source files, which imports nothing and takes one to
+two seconds.
 """
+
+from __future__ import annotations
 
 import hashlib
 import importlib.util
 import inspect
 import itertools
+import lzma
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable
+from importlib import resources
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import datasets
 import numpy as np
-import tokenizers
-from tokenizers import decoders, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast, logging
 
-# A notebook that was saved with the widget of a bar says "model not found" in its place.
-datasets.disable_progress_bars()
-logging.disable_progress_bar()
+# The libraries of texts are imported where they are used: most chapters want a small config only.
+if TYPE_CHECKING:
+    import datasets
+    from tokenizers import normalizers
+    from transformers import PreTrainedTokenizerFast
 
 PACKAGES = ("torch", "transformers", "datasets", "numpy", "pandas", "matplotlib")
 SPLITS = ("train", "validation", "test", "all")
@@ -54,15 +59,15 @@ def docstrings(
     return _dataset(found, packages, split, min_words)
 
 
-def topics(split: str = "all", min_words: int = 8) -> datasets.Dataset:
-    """The 78 or so long topics of Python's `help()`. Columns: text (str), label (its title).
+def pages() -> datasets.Dataset:
+    """The 40 pages of this book's first edition. Columns: text (str), label (the page's name).
 
-    They differ from one version of Python to the next. split as for `docstrings`.
+    Prose in Markdown, 100 to 4,900 words each, without code cells. The file never changes.
     """
-    from pydoc_data.topics import topics as by_title
-
-    texts = {text.strip(): title for title, text in sorted(by_title.items())}
-    return _dataset(texts, sorted(by_title), split, min_words)
+    packed = resources.files("memlab.data").joinpath("pages.txt.xz").read_bytes()
+    by_page = dict(page.split("\n", 1) for page in lzma.decompress(packed).decode().split("\f"))
+    texts = {text.strip(): name for name, text in by_page.items()}
+    return _dataset(texts, list(by_page), "all", min_words=1)
 
 
 def _python_files(package: str) -> list[Path]:
@@ -84,6 +89,8 @@ def _dataset(
     texts = [t for t in label_of if len(t.split()) >= min_words and split in ("all", split_of(t))]
     if not texts:
         raise ValueError(f"no text of {min_words} words or more in split {split!r}: allow shorter")
+    import datasets
+
     features = datasets.Features(
         {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)}
     )
@@ -123,6 +130,10 @@ def tokenizer(
 
 
 def _train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    import tokenizers
+    from tokenizers import decoders, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     normalizer = normalizers.BertNormalizer(lowercase=True)
     pieces = special + _wordpieces(texts, vocab_size - len(special), normalizer)
@@ -148,6 +159,9 @@ def _wordpieces(texts: list[str], count: int, normalizer: normalizers.Normalizer
     is given its alphabet; so this is BPE over words with a mark in front: a piece with the mark
     begins a word, one without it goes on, which WordPiece writes as `##piece`.
     """
+    import tokenizers
+    from tokenizers import pre_tokenizers, trainers
+
     mark = "\u2581"
     counts = Counter(itertools.chain.from_iterable(map(normalizer.normalize_str, texts)))
     letters = [x for x in sorted(counts, key=lambda x: (-counts[x], x)) if x not in (" ", mark)]
@@ -171,6 +185,10 @@ def _wordpieces(texts: list[str], count: int, normalizer: normalizers.Normalizer
 
 
 def _train_bpe(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    import tokenizers
+    from tokenizers import decoders, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
     end, pad = "<|endoftext|>", "<|padding|>"
     trained = tokenizers.Tokenizer(tokenizers.models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -203,6 +221,8 @@ def language_model_blocks(
     The labels are the ids themselves (transformers shifts them); a rest shorter than a block is
     dropped. Raises ValueError for blank texts and when there is not one whole block.
     """
+    import datasets
+
     encoded = tokenizer(_checked(texts), truncation=False, padding=False)["input_ids"]
     stream = np.fromiter(itertools.chain.from_iterable(encoded), dtype=np.int64)
     if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= len(stream):

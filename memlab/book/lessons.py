@@ -43,11 +43,11 @@ def small_config(name: str, dropout: float = 0.0, **sizes: object) -> Pretrained
 
 
 def shuffled_blocks(length: int) -> tuple[PreTrainedTokenizerFast, torch.Tensor]:
-    """(tokenizer of 512 entries, ids of shape [blocks, length]) of the topics of Python's help.
+    """(tokenizer of 512 entries, ids of shape [blocks, length]) of this book's pages.
 
     The order is random and always the same: torch's generator begins again at seed 0.
     """
-    texts = corpora.topics()["text"]
+    texts = corpora.pages()["text"]
     tokenizer = corpora.tokenizer(texts, vocab_size=512, kind="bpe")
     blocks = corpora.language_model_blocks(texts, tokenizer, length)
     ids = blocks.with_format("torch")["input_ids"][:]

@@ -46,14 +46,14 @@ def test_docstrings_are_those_of_the_pinned_packages():
 
 
 def test_corpora_are_unique_labelled_and_long_enough(corpus):
-    for data in (corpus, corpora.topics()):
+    for data in (corpus, corpora.pages()):
         assert data.column_names == ["text", "label"]
         assert len(set(data["text"])) == len(data)
         assert min(len(words.split()) for words in data["text"]) >= 8
         assert set(data["label"]) <= set(range(data.features["label"].num_classes))
     assert 0 < len(corpora.docstrings("datasets", "all", min_words=40)) < len(corpus)
-    assert len(corpora.topics()) > 50
-    assert max(len(words.split()) for words in corpora.topics()["text"]) > 1000
+    assert len(corpora.pages()) == 40
+    assert max(len(words.split()) for words in corpora.pages()["text"]) > 1000
 
 
 def test_nothing_is_imported_and_nothing_is_cached_on_disk(corpus, tmp_path, monkeypatch):

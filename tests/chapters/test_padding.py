@@ -178,7 +178,7 @@ def test_padding_without_a_mask_moves_the_answer_and_with_it_does_not(chapter):
 
 @pytest.fixture(scope="module")
 def paragraphs():
-    return padding.Paragraphs(corpora.topics()["text"][:], "cpu")
+    return padding.Paragraphs(corpora.pages()["text"][:], "cpu")
 
 
 @pytest.mark.slow

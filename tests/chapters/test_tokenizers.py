@@ -118,7 +118,7 @@ def test_a_smaller_bpe_is_the_one_that_would_have_been_trained(trained):
 
 
 def test_more_entries_make_fewer_tokens(trained):
-    stream = ["\n".join(corpora.topics()["text"][:5])]
+    stream = ["\n".join(corpora.pages()["text"][:5])]
     used = tokenizing.per_character(trained["bpe"], stream, (512, 2048, 8192)).tolist()
     assert used[0] > 1.3 * used[1] > 1.3 * used[2]
 

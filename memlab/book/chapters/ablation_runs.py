@@ -39,7 +39,7 @@ Way = Callable[["Reader", int], float]
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """A GPT-2 of one narrow layer that reads Python's help, and what it reads.
+    """A GPT-2 of one narrow layer that reads this book's pages, and what it reads.
 
     seen, unseen: token ids [texts, 32] to train on and to be judged by.
     """

@@ -121,14 +121,14 @@ def _text() -> tuple[Any, torch.Tensor]:
 
 
 def blocks() -> torch.Tensor:
-    """Token ids [blocks, 64] of Python's help, on the device that is here."""
+    """Token ids [blocks, 64] of this book's pages, on the device that is here."""
     return _text()[1]
 
 
 def paragraphs(count: int) -> Batch:
     """Paragraphs of the same text as they come, padded, with the label -100 for padding."""
     tokenizer, ids = _text()
-    texts = [p for topic in corpora.topics()["text"][:12] for p in topic.split("\n\n")][:count]
+    texts = [p for page in corpora.pages()["text"][:8] for p in page.split("\n\n")][:count]
     padded = tokenizer(texts, return_tensors="pt", padding=True, truncation=True, max_length=128)
     words = padded["input_ids"]
     labels = words.masked_fill(padded["attention_mask"] == 0, -100)

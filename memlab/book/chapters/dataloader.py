@@ -149,10 +149,10 @@ def seconds_each(load: Callable[[], object], times: int = 20) -> float:
     return (time.process_time() - began) / times
 
 
-def costs(tokenizer, topics: Sequence[str]) -> dict[str, float]:
+def costs(tokenizer, pages: Sequence[str]) -> dict[str, float]:
     """Seconds of a sample: ready ids, 512 tokens to make, 1 MiB to unpack, a server's answer."""
-    passage = tokenizer.decode(tokenizer(" ".join(topics[:9]))["input_ids"][:511])
-    megabyte = zlib.compress((" ".join(topics) * 3)[: 2**20].encode())
+    passage = tokenizer.decode(tokenizer(" ".join(pages[:9]))["input_ids"][:511])
+    megabyte = zlib.compress((" ".join(pages) * 3)[: 2**20].encode())
     ready = Texts(torch.zeros(8, 64))
     return {
         "ready ids": seconds_each(lambda: ready[0]),

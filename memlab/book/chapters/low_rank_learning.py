@@ -28,7 +28,7 @@ RATES |= {"rank 64": (64, 1e-2), "all": (None, 1e-2)}
 class Reader:
     """A Llama of two layers, 64 wide, pretrained on docstrings of NumPy and pandas.
 
-    `pretrained` is the model and `start_loss` its loss on held-out help texts of Python; `old`,
+    `pretrained` is the model and `start_loss` its loss on held-out pages of this book; `old`,
     `new` and `held_out` are blocks of 32 tokens.
     """
 
@@ -37,7 +37,7 @@ class Reader:
         docs = corpora.docstrings(["numpy", "pandas"], "all", min_words=20)["text"]
         docs = random.Random(0).sample(list(docs), 600)
         self.tokenizer = corpora.tokenizer(docs, vocab_size=512, kind="bpe")
-        self.old, new = self._blocks(docs), self._blocks(corpora.topics()["text"][:50])
+        self.old, new = self._blocks(docs), self._blocks(corpora.pages()["text"][:])
         self.held_out, self.new = new[:150], new[150:]
         self.pretrained = self.fit(self.fresh(), self.old, 60, 6e-3, size=32)
         self.start_loss = self.loss(self.pretrained)

@@ -167,7 +167,7 @@ def torchtune_in_backward() -> tuple[float, float, float]:
 
 @cache
 def blocks() -> torch.Tensor:
-    """Blocks of 32 token ids of Python's help, on the device that is here."""
+    """Blocks of 32 token ids of this book's pages, on the device that is here."""
     return shuffled_blocks(length=32)[1].to(pick_device())
 
 

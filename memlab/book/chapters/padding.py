@@ -262,11 +262,11 @@ class Task:
 
 
 class Paragraphs:
-    """A small GPT-2 on paragraphs of Python's help, padded to 64: labels right, and a copy."""
+    """A small GPT-2 on paragraphs of this book's pages, padded to 64: labels right, and a copy."""
 
-    def __init__(self, topics: Sequence[str], device):
-        self.tokenizer, self.device = corpora.tokenizer(topics, vocab_size=512, kind="bpe"), device
-        self.texts = [p for t in topics for p in t.split("\n\n") if p.strip()][:400]
+    def __init__(self, pages: Sequence[str], device):
+        self.tokenizer, self.device = corpora.tokenizer(pages, vocab_size=512, kind="bpe"), device
+        self.texts = [p for page in pages for p in page.split("\n\n") if p.strip()][:400]
         fit = dict(padding="max_length", truncation=True, max_length=64, return_tensors="pt")
         pieces = self.tokenizer(self.texts, **fit)
         self.words, self.real = pieces["input_ids"], pieces["attention_mask"] == 1

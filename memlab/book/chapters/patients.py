@@ -25,7 +25,7 @@ def linears(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
 
 
 class Patients:
-    """Small Llamas that have learnt Python's help texts, one for each of three seeds.
+    """Small Llamas that have learnt this book's pages, one for each of three seeds.
 
     `models` are the three, `base` their losses on text that they have not seen; `seen` is what
     they were trained on, in blocks of 32 tokens.

@@ -198,7 +198,7 @@ def times_as_fast(rust, python, rounds: int = 8) -> pd.DataFrame:
         "Rust, batch": lambda some: batch(some, threads=False),
         "Rust, threads": lambda some: batch(some, threads=True),
     }
-    stream, before = "\n".join(corpora.topics()["text"]), os.environ.get("TOKENIZERS_PARALLELISM")
+    stream, before = "\n".join(corpora.pages()["text"]), os.environ.get("TOKENIZERS_PARALLELISM")
     texts = {n: [stream[i : i + n] for i in range(0, 8192, n)] for n in (64, 512, 8192)}
     took = {(n, way): [] for n in texts for way in ways}
     for turn in range(rounds):

@@ -32,7 +32,7 @@ def test_the_peak_for_the_same_text_is_the_simulated_one():
 
 @pytest.fixture(scope="module")
 def rust():
-    return corpora.tokenizer(corpora.topics()["text"][:20], vocab_size=600)
+    return corpora.tokenizer(corpora.pages()["text"][:12], vocab_size=600)
 
 
 def test_every_way_is_timed_and_python_is_the_measure(rust):
@@ -52,6 +52,6 @@ def test_the_steps_are_drawn_in_rows(rust):
 
 
 def test_a_unigram_cuts_what_it_has_learned():
-    learned = tokenizing.unigram(corpora.topics()["text"][:10], entries=300)
+    learned = tokenizing.unigram(corpora.pages()["text"][:10], entries=300)
     pieces = learned.encode("the name").tokens
     assert "".join(pieces).replace("\N{LOWER ONE EIGHTH BLOCK}", " ").strip() == "the name"

@@ -1,0 +1,41 @@
+"""What a curious reader changes first in a chapter does not stop it: `edits.yml` has three each."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+import try_edit  # noqa: E402
+
+EDITS = yaml.safe_load((ROOT / "tests" / "edits.yml").read_text(encoding="utf-8"))
+CHAPTERS = sorted(p.stem for p in (ROOT / "chapters").glob("[0-9][0-9]-*.ipynb"))
+NUMBERED = [stem for stem in CHAPTERS if not stem.endswith("-deeper")]
+
+
+@pytest.mark.parametrize("chapter", NUMBERED)
+def test_a_chapter_names_three_edits_of_which_one_does_not_fit(chapter):
+    edits = EDITS[chapter]
+    assert len(edits) >= 3 and any(one.get("too_large") for one in edits)
+    for one in edits:
+        try_edit.edited(chapter, one["cell"], one["old"], one["new"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "chapter, edit",
+    [(chapter, one) for chapter, edits in EDITS.items() for one in edits],
+    ids=lambda value: value if isinstance(value, str) else f"{value['old']}->{value['new']}",
+)
+def test_the_page_goes_on_after_an_edit(chapter, edit):
+    notebook = try_edit.edited(chapter, edit["cell"], edit["old"], edit["new"])
+    assert try_edit.failures(notebook) == []
+
+
+def test_an_edit_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="allowed are install, imports"):
+        try_edit.edited("05-freezing", "nowhere", "a", "b")
+    with pytest.raises(ValueError, match="is there 0 times"):
+        try_edit.edited("05-freezing", "imports", "no such words", "b")
