@@ -1,8 +1,9 @@
-"""Record anew the traces that come with memlab, after an update of torch or of memlab itself.
+"""Record anew the traces that come with memlab, after a rule has changed and with it the format.
 
-    python tools/record_traces.py            what is missing; all where the code is another
-    python tools/record_traces.py --check 40 so many, at random: if they are those that are kept,
-                                             these are of today's code
+    python tools/record_traces.py            what is missing; all where the format is another
+    python tools/record_traces.py --check 40 so many, at random: status 1 if they are not those that
+                                             are kept, and `FORMAT` of memlab/predict/store.py is to
+                                             be raised
 
 It goes through what the pages' calculator and the planner ask for, on cards with flash attention
 and without, and through the runs of `memlab record`, on two processes, for about an hour; what is
@@ -25,7 +26,7 @@ from memlab.evidence.grid import grid_runs
 from memlab.gpus import ANY_CARD, find_gpu
 from memlab.planner.space import NF4
 from memlab.predict.shipped import FOLDER, Shipped, divided, file_of
-from memlab.predict.store import code_digest, installed, text_of
+from memlab.predict.store import FORMAT, installed, text_of
 from memlab.predict.structure import structures
 from memlab.predict.traces import keys_of, record, usual_sizes
 from memlab.spec.recipe import AUTOCAST
@@ -130,7 +131,6 @@ def recorded(cases: list[tuple]) -> dict[str, str]:
 def write(lines: dict[str, str]) -> None:
     """Add lines, by their keys, to the files of their structures."""
     shipped, by_structure = Shipped(), {}
-    shipped.is_of_this_code = True  # as it was when this began
     for key, line in lines.items():
         structure, rest = divided(key)
         by_structure.setdefault(structure, {})[rest] = line
@@ -144,8 +144,8 @@ def write(lines: dict[str, str]) -> None:
 
 
 def stamp() -> None:
-    """Say that the kept halves are of today's code and releases."""
-    index = {"versions": installed(), "code": code_digest()}
+    """Say of which format and releases the kept halves are."""
+    index = {"format": FORMAT, "versions": installed()}
     (FOLDER / "index.json").write_text(json.dumps(index, indent=1) + "\n")
 
 
@@ -162,7 +162,6 @@ def _values(line: str) -> dict:
 def check(number: int) -> None:
     """Record some anew; end with their names if they are others than those that are kept."""
     kept = Shipped()
-    kept.is_of_this_code = True
     cases = wanted(itertools.chain.from_iterable(map(recipes, MODELS)))
     differing = []
     for case in random.sample(cases, number):
@@ -172,8 +171,7 @@ def check(number: int) -> None:
             if was != now:
                 differing.append(f"{[name for name in now if was.get(name) != now[name]]} of {key}")
     if differing:
-        sys.exit("\n".join(["these do something else today: record all anew", *differing]))
-    stamp()
+        sys.exit("\n".join(["other events than those kept: raise FORMAT, record anew", *differing]))
 
 
 def with_fixed_hashes() -> None:
@@ -191,7 +189,7 @@ def main():
     if number:
         check(number)
         return
-    if not Shipped().is_of_this_code:
+    if not Shipped().is_of_this_format:
         for file in FOLDER.glob("*"):
             file.unlink()
         FOLDER.mkdir(exist_ok=True)

@@ -1,9 +1,9 @@
 """Halves of traces that come with memlab: those of the catalogue's structures.
 
-A file a structure (memlab/data/traces), xz of lines of JSON: in turn the rest of a key, as the
-structure begins all of them, and its half. `index.json` says of which releases they are, and of
-which code. tools/record_traces.py makes them. With other code they are not used: it may do other
-things.
+A file per structure (memlab/data/traces), xz of lines of JSON: in turn the rest of a key, as the
+structure begins all of them, and its half. `index.json` has the format and the releases they were
+recorded with. tools/record_traces.py makes them. Those of another format are not used; with other
+releases each is compared with a run before it is used (`memlab.predict.traces`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import lzma
 from hashlib import sha256
 from pathlib import Path
 
-from memlab.predict.store import UNREADABLE, code_digest, kept_of, other_releases, text_of
+from memlab.predict.store import FORMAT, UNREADABLE, kept_of, other_releases, text_of
 from memlab.spec.recipe import BITSANDBYTES_OPTIMIZERS, QUANTIZED
 
 FOLDER = Path(__file__).parent.parent / "data" / "traces"
@@ -38,17 +38,12 @@ class Shipped:
         return cls()
 
     @functools.cached_property
-    def is_of_this_code(self) -> bool:
-        """Whether memlab does today what it did when they were recorded."""
-        return self.index.get("code") == code_digest()
-
-    @functools.cached_property
-    def others(self) -> str:
-        """In which libraries they are of other releases than those here; empty for none."""
-        return other_releases(self.versions)
+    def is_of_this_format(self) -> bool:
+        """Whether today's memlab can read them, and would record the same."""
+        return self.index.get("format") == FORMAT
 
     def others_of(self, recipe) -> str:
-        """As `others`, of the libraries that a recipe uses."""
+        """Which libraries that a recipe uses are here in another release; empty for none."""
         names = ["torch", "transformers"]
         names += ["peft"] * (recipe.lora_rank > 0)
         eight_bits = recipe.optimizer in BITSANDBYTES_OPTIMIZERS
@@ -76,7 +71,7 @@ class Shipped:
             file = self._folder / file_of(structure)
             found = {}
             with contextlib.suppress(*UNREADABLE):
-                if self.is_of_this_code:
+                if self.is_of_this_format:
                     lines = lzma.decompress(file.read_bytes()).decode().splitlines()
                     found = dict(zip(lines[::2], lines[1::2], strict=True))
             self._lines[structure] = found

@@ -1,7 +1,7 @@
-"""Halves of traces on disk: in the user's cache, a file each, made anew when anything changes.
+"""Halves of traces on disk: in the user's cache, a file each.
 
 A file's name says what it is of: the half's key, the installed releases that decide what happens,
-and the code of memlab that decides it. What cannot be read is recorded anew.
+and the format. What cannot be read is recorded anew.
 """
 
 from __future__ import annotations
@@ -33,17 +33,15 @@ from memlab.trace.moments import Moments, moments_of
 from memlab.trace.reductions import Reduction
 from memlab.trace.trace import Half
 
+# Raise it by hand when a rule of memlab changes which events a run has, or what is kept of them:
+# whatever was kept before is then recorded anew. A release of a library needs no new format.
+FORMAT = 1
 # On whose releases it depends which events happen.
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 LARGEST = 256 * 2**20  # bytes of all files; the oldest go first
 # What is raised about a file that was cut short, spoilt, or written by something else.
 UNREADABLE = (OSError, EOFError, ValueError, LookupError, TypeError, zlib.error, lzma.LZMAError)
 FOLDER = "MEMLAB_CACHE"  # an environment's variable that names another folder
-MEMLAB = Path(__file__).parent.parent
-# What decides which events happen.
-CODE = ("trace", "card", "workloads", "spec", "footprint.py", "libraries.py", "models.py")
-CODE += ("gpus.py", "predict/changed_code.py", "predict/layer_patterns.py", "predict/run.py")
-CODE += ("predict/store.py", "predict/structure.py", "predict/traces.py", "predict/widths.py")
 
 
 @dataclass(frozen=True)
@@ -107,9 +105,9 @@ class Store:
 
 @functools.cache
 def _surroundings() -> str:
-    """The installed releases, and a digest of the code that decides."""
-    found = [f"{name} {release}" for name, release in installed().items()]
-    return f"{', '.join(found)}, {code_digest()}"
+    """The installed releases, and the format."""
+    releases = [f"{name} {release}" for name, release in installed().items()]
+    return f"{', '.join(releases)}, format {FORMAT}"
 
 
 @functools.cache
@@ -137,16 +135,6 @@ def other_releases(versions: dict[str, str], names=LIBRARIES) -> str:
         for name, release in kept.items()
         if release != here.get(name)
     )
-
-
-@functools.cache
-def code_digest() -> str:
-    """A digest of the code that decides which events happen."""
-    code = hashlib.sha256()
-    for place in CODE:
-        for file in sorted((MEMLAB / place).rglob("*.py")) or [MEMLAB / place]:
-            code.update(file.read_bytes())
-    return code.hexdigest()
 
 
 # ---------------------------------------------------------------------- as JSON

@@ -4,6 +4,9 @@ What a step does falls into passes and updates, which know nothing of each other
 trace are recorded, and kept, apart. Each is checked when it is recorded, against a run at other
 sizes, event by event. Where they differ, as where a model loops over the chunks of a sequence,
 there is no trace, and each size is run when it is asked for.
+
+Traces that came with memlab were recorded with some releases of the libraries. With other releases
+the same check decides, at first use, whether they still hold; the store keeps those that do.
 """
 
 from __future__ import annotations
@@ -69,12 +72,18 @@ class Found(NamedTuple):
 class Traces:
     """Everything that is known of recipes' logs: halves by their keys, None for what has no trace.
 
-    store: where halves outlive the process, or None. shipped: those that came with memlab, or None.
+    store: where halves outlive the process, or None. shipped: those that came with memlab, or None;
+    of other releases than those here they are checked, unless `unchecked`.
     """
 
-    def __init__(self, store: Store | None = None, shipped: Shipped | None = None):
-        self._store, self._known = store, {}
-        self._sources = [one for one in (shipped, store) if one]
+    def __init__(
+        self,
+        store: Store | None = None,
+        shipped: Shipped | None = None,
+        unchecked: bool = False,
+    ):
+        self._store, self._shipped, self._unchecked = store, shipped, unchecked
+        self._known: dict[str, Kept | None] = {}
         # The last ones, the newest last: a log at full depth fills some MiB.
         self._joined: dict[tuple[str, str], Trace] = {}
         self._runs: dict[tuple, Log] = {}
@@ -108,9 +117,7 @@ class Traces:
             return None
         for of_halves in structures(recipe, card, roughly):
             keys = keys_of(recipe, *of_halves)
-            halves = [
-                self._half(which, keys, recipe, card, of_halves) for which in range(len(keys))
-            ]
+            halves = self._halves(keys, recipe, card, of_halves)
             if None in halves:
                 continue
             layers = getattr(models.config(recipe.model), "num_hidden_layers", 1)
@@ -119,20 +126,43 @@ class Traces:
                 return Found(of_halves, keys, halves, patterns.pop())
         return None
 
-    def _half(self, which: int, keys, recipe, card, of_halves) -> Kept | None:
-        """The passes or the updates; what is recorded with them is kept, too."""
-        key, structure = keys[which], of_halves[which]
-        for source in self._sources:
+    def _halves(self, keys, recipe, card, of_halves) -> list[Kept | None]:
+        """The passes and the updates; what is recorded with either is kept, too."""
+        if self._store:
+            for key in keys:
+                if key not in self._known:
+                    self._store.read_into(self._known, key)
+        if self._shipped and not self._known.keys() >= set(keys):
+            self._take_shipped(keys, recipe, card, of_halves)
+        for key, structure in zip(keys, of_halves, strict=True):
             if key not in self._known:
-                source.read_into(self._known, key)
-        if key not in self._known:
-            recorded = record(recipe, card, structure) or (None, None)
-            for name, of, half in zip(keys, of_halves, recorded, strict=True):
-                if of == structure and name not in self._known:
-                    self._known[name] = half
-                    if self._store:
-                        self._store.write(name, half)
-        return last_used(self._known, key, None, HALVES)
+                recorded = record(recipe, card, structure) or (None, None)
+                for name, of, half in zip(keys, of_halves, recorded, strict=True):
+                    if of == structure and name not in self._known:
+                        self._keep(name, half)
+        halves = [self._known[key] for key in keys]
+        for key in keys:
+            last_used(self._known, key, None, HALVES)
+        return halves
+
+    def _take_shipped(self, keys, recipe, card, of_halves) -> None:
+        """Add what came with memlab, where it holds with the releases that are here."""
+        shipped: dict[str, Kept | None] = {}
+        for key in keys:
+            if key not in self._known:
+                self._shipped.read_into(shipped, key)
+        if self._unchecked or not self._shipped.others_of(recipe):
+            self._known |= shipped
+            return
+        both = [shipped.get(key) or self._known.get(key) for key in keys]
+        if None not in both and is_as_run(recipe, card, of_halves, both):
+            for key, half in shipped.items():
+                self._keep(key, half)
+
+    def _keep(self, key: str, half: Kept | None) -> None:
+        self._known[key] = half
+        if self._store:
+            self._store.write(key, half)
 
     def _run(self, recipe, card) -> Log:
         bare = vars(recipe) | {"model": models.config(recipe.model).to_json_string()}
@@ -152,15 +182,13 @@ def last_used(values: dict, key, make, most: int = KEPT):
 @functools.cache
 def traces() -> Traces:
     """Those of this process: kept in the user's cache, or as they came with memlab."""
-    shipped = Shipped.of_memlab()
-    return Traces(Store.of_user(), None if shipped.others else shipped)
+    return Traces(Store.of_user(), Shipped.of_memlab())
 
 
 @functools.cache
 def traces_of_any_release() -> Traces:
-    """As `traces`, where those that came with memlab may be of other releases than those here."""
-    shipped = Shipped.of_memlab()
-    return Traces(Store.of_user(), shipped) if shipped.others else traces()
+    """As `traces`, without a check of those that came with memlab; `formula` says so."""
+    return Traces(Store.of_user(), Shipped.of_memlab(), unchecked=True)
 
 
 def usual_sizes(recipe: Recipe) -> Recipe:
@@ -250,22 +278,56 @@ def _recorded(recipe: Recipe, card: GPU, found: Structure) -> tuple[Kept, Kept] 
     layers, check = layers_of(primed), _to_check(like, around)
     halves = None
     if layers:
-        patterns = CHECKED_PATTERNS
-        of_check = shallow_log(_deep(check, layers.number(patterns)), gpu=card)
+        of_check = _check_run(check, layers, card)
         run = functools.partial(shallow_log, gpu=card, most=MORE * len(of_check.steps))
         halves = _of_shallow(primed, layers, run)
     if not halves and found.widths:
         return None  # at its own depth it may as well have its own widths
     if not halves:
-        layers, patterns, of_check = None, 1, log_of(check, gpu=card, numbered=True)
+        layers, of_check = None, _check_run(check, None, card)
         log = log_of(primed, gpu=card, numbered=True, most=MORE * len(of_check.steps))
         halves = [LayeredLog.of([half], 1) for half in log.halves()]
     halves = [Half(one, sizes, around.batches, card.workspace) for one in halves]
     of_like = found if like is recipe else next(structures(like, card, roughly=True))[0]
-    checked = of_like.sizes(check) | card.symbols
-    if not are_alike(Trace(*halves).at(checked, Depth(patterns, around.batches)), of_check):
+    trace, depth = Trace(*halves), _depth_of_check(layers, around)
+    if not are_alike(trace.at(of_like.sizes(check) | card.symbols, depth), of_check):
         return None
     return tuple(Kept(half, layers, largest_moments(half)) for half in halves)
+
+
+def is_as_run(
+    recipe: Recipe, card: GPU, of_halves: tuple[Structure, Structure], halves: list[Kept]
+) -> bool:
+    """Whether a trace of a recipe's structures is what a shallow run does with today's libraries.
+
+    of_halves, halves: of the passes and of the updates. About a second.
+    """
+    around, layers = Circumstances.of(recipe), halves[0].layers
+    if layers != halves[1].layers:
+        return False
+    import_libraries(recipe)
+    try:
+        with gc_frozen():
+            like = with_like_states(recipe, of_halves[1])
+            check = _to_check(like, around)
+            of_check = _check_run(check, layers, card.without_limit())
+    except ValueError:
+        return False  # a run of the recipe's own sizes says what is wrong with them
+    own = of_halves if like is recipe else next(structures(like, card, roughly=True))
+    sizes = own[1].sizes(check) | own[0].sizes(check) | card.symbols
+    trace = Trace(*(kept.half for kept in halves))
+    return are_alike(trace.at(sizes, _depth_of_check(layers, around)), of_check)
+
+
+def _check_run(check: Recipe, layers: Layers | None, card: GPU) -> Log:
+    """A run that a trace must agree with: of a few layers, or of all where none repeats."""
+    if layers is None:
+        return log_of(check, gpu=card, numbered=True)
+    return shallow_log(_deep(check, layers.number(CHECKED_PATTERNS)), gpu=card)
+
+
+def _depth_of_check(layers: Layers | None, around: Circumstances) -> Depth:
+    return Depth(CHECKED_PATTERNS if layers else 1, around.batches)
 
 
 def _of_shallow(recipe: Recipe, layers: Layers, run) -> list[LayeredLog] | None:

@@ -1,17 +1,26 @@
-"""Traces that come with memlab: of today's code, and used where they are of today's releases."""
+"""Traces that come with memlab: of today's format, and used where they hold."""
 
 import lzma
 import random
 
 import pytest
+import torch
 
 from memlab import Recipe, formula
 from memlab.gpus import find_gpu
 from memlab.predict import shipped as module
 from memlab.predict import store
+from memlab.predict import traces as module_of_traces
 from memlab.predict.shipped import Shipped
 from memlab.predict.structure import structures
-from memlab.predict.traces import Traces, keys_of, traces, traces_of_any_release, usual_sizes
+from memlab.predict.traces import (
+    Traces,
+    are_alike,
+    keys_of,
+    traces,
+    traces_of_any_release,
+    usual_sizes,
+)
 
 RECIPE = Recipe("gpt2", seq_len=64, precision="fp16-amp", attention="sdpa")
 
@@ -27,9 +36,9 @@ def nothing_read():
         one.cache_clear()
 
 
-def test_they_are_of_todays_code():
-    """Else `python tools/record_traces.py --check 40`, or without `--check`, makes them so."""
-    assert Shipped().is_of_this_code
+def test_they_are_of_todays_format():
+    """Else `python tools/record_traces.py` makes them so."""
+    assert Shipped().is_of_this_format
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -46,16 +55,58 @@ def test_they_are_what_is_recorded_today(seed):
         assert store.text_of(known[key]) == store.text_of(half)
 
 
-def test_of_other_releases_they_serve_the_formula_alone(monkeypatch, nothing_read, tmp_path):
-    here = store.installed()
+@pytest.fixture
+def other_torch(monkeypatch, nothing_read, tmp_path):
+    """Another release of torch is here than the one they were recorded with, and no cache."""
     monkeypatch.setenv(store.FOLDER, str(tmp_path))
-    monkeypatch.setattr(store, "installed", lambda: here | {"torch": "2.11.0"})
+    here = Shipped().versions | {"torch": "2.11.0"}
+    monkeypatch.setattr(store, "installed", lambda: here)
+    store._surroundings.cache_clear()
+    yield tmp_path
+    store._surroundings.cache_clear()
+
+
+def test_of_other_releases_the_formula_takes_them_and_says_so(other_torch, monkeypatch):
+    versions = Shipped().versions
     (assumed,) = formula(RECIPE, "T4").assumptions
-    assert f"torch {here['torch']} (here 2.11.0)" in assumed and "bitsandbytes" not in assumed
+    assert f"torch {versions['torch']} (here 2.11.0)" in assumed and "bitsandbytes" not in assumed
     monkeypatch.setattr(store, "installed", lambda: {})
     assert "bitsandbytes" in formula(RECIPE.but(optimizer="adamw_8bit"), "T4").assumptions[0]
-    assert traces_of_any_release() is not traces()
-    assert not list(tmp_path.rglob("*.gz"))  # nothing was recorded
+    assert not list(other_torch.rglob("*.gz"))  # nothing was recorded
+
+
+def test_of_other_releases_a_run_decides_whether_they_hold(other_torch, monkeypatch):
+    """One shallow run for both halves, and none in the next process: what holds is kept."""
+    ran, run = [], module_of_traces.shallow_log
+    monkeypatch.setattr(
+        module_of_traces,
+        "shallow_log",
+        lambda *given, **named: ran.append(1) or run(*given, **named),
+    )
+    deep = Recipe("bert-large", precision="fp16-amp", attention="sdpa")
+    first = traces().log(deep, find_gpu("T4"))
+    assert len(ran) == 1 and len(list(other_torch.rglob("*.gz"))) == 2
+    traces.cache_clear()
+    assert are_alike(traces().log(deep, find_gpu("T4")), first) and len(ran) == 1
+
+
+def test_what_does_not_hold_is_recorded_anew(other_torch, monkeypatch):
+    """As with a release whose dropout keeps a copy of its input."""
+    dropout = torch.nn.functional.dropout
+
+    def wasteful(input, *given, **named):
+        return dropout(input * 1.0, *given, **named)
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", wasteful)
+    recipe, card = usual_sizes(RECIPE), find_gpu("T4")
+    of_halves = next(structures(recipe, card))
+    keys, shipped = keys_of(recipe, *of_halves), {}
+    for key in keys:
+        Shipped.of_memlab().read_into(shipped, key)
+    halves = traces().halves_of(recipe, card).halves
+    assert store.text_of(halves[0]) != store.text_of(shipped[keys[0]])
+    assert module_of_traces.is_as_run(recipe, card, of_halves, halves)
+    assert not module_of_traces.is_as_run(recipe, card, of_halves, [shipped[key] for key in keys])
 
 
 @pytest.mark.parametrize("damage", [b"", b"half a fi", lzma.compress(b"a key\n{}")])
@@ -70,9 +121,9 @@ def test_a_damaged_file_is_as_none(damage, tmp_path):
     assert not known
 
 
-def test_of_other_code_they_are_not_used(monkeypatch):
+def test_of_another_format_they_are_not_used(monkeypatch):
     recipe, card = usual_sizes(RECIPE), find_gpu("T4")
     keys = keys_of(recipe, *next(structures(recipe, card)))
     assert keys[0] in Shipped.of_memlab()
-    monkeypatch.setattr(module, "code_digest", lambda: "another")
+    monkeypatch.setattr(module, "FORMAT", -1)
     assert keys[0] not in Shipped()
