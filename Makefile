@@ -21,13 +21,14 @@ export PYDEVD_DISABLE_FILE_VALIDATION := 1
 # What a test records the next one, and the book, need not record again.
 export MEMLAB_CACHE := $(abspath .cache)
 
-.PHONY: help env book figures serve test nightly lint stripped units standin pages bench format strip address cover clean package executed publish-executed versions
+.PHONY: help env book figures figures-hold portable-oldest portable-avx2 serve test nightly lint stripped units standin pages bench format strip address cover clean package executed publish-executed versions
 
 help:
 	@echo "make book      make the environment, execute every chapter, render the book"
 	@echo "make serve     open the rendered book in the browser"
 	@echo "make test      style, stored outputs, unit tests, chapters, book, rendered pages"
-	@echo "make nightly   what takes longer: slow tests, every chapter on two stand-in cards, pages in the other views"
+	@echo "make nightly   what takes longer: slow tests, readers' edits, every chapter on two stand-in cards, all pages and views"
+	@echo "make portable-oldest, make portable-avx2   units and chapters as other processors compute them"
 	@echo "make lint      style of modules and notebooks, stored outputs, folded cells"
 	@echo "make units     the tests that need no rendered book"
 	@echo "make pages     the tests of the rendered book as it stands in _build"
@@ -53,19 +54,29 @@ $(READY): requirements.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps -e .
 	@touch $@
 
-# Every chapter is executed once, by nbmake, in a copy: a failing cell ends the build with its traceback.
+# Pages that few changes reach. `make test` renders them without running them, unless they were changed
+# since the day before, when `make nightly` last ran them.
+RARE := $(wildcard chapters/*-deeper.ipynb) $(wildcard chapters/accuracy.ipynb chapters/record.ipynb chapters/cheatsheet.ipynb)
+TOUCHED = $(shell git diff --name-only "$$(git rev-list -1 --before='1 day ago' HEAD)" -- chapters 2>/dev/null)
+# Those that this build runs: all, or with QUICK=1 those of a push.
+RUN = $(if $(QUICK),$(filter-out $(filter-out $(TOUCHED),$(RARE)),$(NOTEBOOKS)),$(NOTEBOOKS))
+LEFT_OUT = $(notdir $(basename $(filter-out $(RUN),$(NOTEBOOKS))))
+
+# A chapter is executed once, by nbmake, in a copy: a failing cell ends the build with its traceback.
 # Jupyter Book then renders the copy as it is, and any warning fails. (nbmake passes over a folder named _build.)
+# Figures of the text that differ in this run are rendered as they are here, and listed at the end.
 book: stripped
 	@rm -rf $(WORK) _build/html _build/.doctrees
 	@mkdir -p $(WORK)
 	@cp -R _toc.yml references.bib chapters _ext _static vendor $(WORK)
 	@sed 's/execute_notebooks: force/execute_notebooks: "off"/' _config.yml > $(WORK)/_config.yml
 	$(BIN)/python tools/figures.py put $(WORK)/chapters
-	cd $(WORK) && $(BIN)/python -m pytest --nbmake --overwrite -n 2 --durations=0 -p no:cacheprovider chapters
-	$(BIN)/python tools/figures.py compare $(WORK)/chapters > $(WORK)/figures.txt
+	cd $(WORK) && $(BIN)/python -m pytest --nbmake --overwrite -n 2 --durations=20 -p no:cacheprovider $(RUN)
+	$(BIN)/python tools/figures.py compare $(WORK)/chapters --left-out $(LEFT_OUT) > $(WORK)/figures.txt
 	$(BIN)/python tools/drop_leftovers.py $(WORK)/chapters/*.ipynb
 	$(BIN)/jupyter-book build $(WORK) --path-output . -W --keep-going --quiet
 	$(BIN)/python tools/count_pages.py
+	@$(if $(LEFT_OUT),echo "Rendered without being run: $(LEFT_OUT)",:)
 	@cat $(WORK)/figures.txt
 	@echo
 	@echo "The book is ready. Open $(abspath $(PAGE)), or say: make serve"
@@ -85,16 +96,38 @@ serve:
 
 test: lint
 	$(MAKE) units
-	$(MAKE) book
-	$(BIN)/python tools/figures.py check $(WORK)/chapters
+	$(MAKE) book QUICK=1
+	$(MAKE) figures-hold
 	$(MAKE) pages
 
-# What `make test` leaves out, for it has to end within 20 minutes on two cores.
+# After make book: no figure of the text is out of the bounds of its kind (tools/figures.py).
+figures-hold: $(READY)
+	$(BIN)/python tools/figures.py check $(WORK)/chapters
+
+# What takes longer than a push should wait: slow tests, a reader's edits, stand-in cards, all pages and views.
 nightly: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not rendered" --durations=10
 	$(MAKE) standin
 	$(MAKE) book
+	$(MAKE) figures-hold
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow tests/test_book.py
+
+# Units and chapters as another processor computes them: bytes are the same, trainings within their tolerance.
+portable-oldest: export ATEN_CPU_CAPABILITY := default
+portable-oldest: export ONEDNN_MAX_CPU_ISA := SSE41
+portable-oldest: export MKL_ENABLE_INSTRUCTIONS := SSE4_2
+portable-oldest: export OPENBLAS_CORETYPE := Nehalem
+portable-oldest: export OMP_NUM_THREADS := 1
+portable-oldest: export PYTHONHASHSEED := 7
+portable-avx2: export ATEN_CPU_CAPABILITY := avx2
+portable-avx2: export ONEDNN_MAX_CPU_ISA := AVX2
+portable-avx2: export MKL_ENABLE_INSTRUCTIONS := AVX2
+portable-avx2: export OPENBLAS_CORETYPE := Haswell
+portable-avx2: export OMP_NUM_THREADS := 4
+portable-oldest portable-avx2:
+	$(MAKE) units
+	$(MAKE) book
+	$(MAKE) figures-hold
 
 lint: stripped
 	$(BIN)/ruff check .
@@ -107,7 +140,9 @@ stripped: $(READY)
 	@$(if $(NOTEBOOKS),$(BIN)/$(STRIP) --verify $(NOTEBOOKS) || { echo "Chapters are stored without outputs: make strip"; exit 1; },:)
 	@$(BIN)/python tools/fold_cells.py --check
 
+# Traces that other code has kept are not asked.
 units: $(READY)
+	@rm -rf $(MEMLAB_CACHE)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not rendered and not slow" --durations=10
 
 pages: $(READY)
@@ -136,10 +171,11 @@ package: $(READY)
 	$(BIN)/python -m build --outdir dist .
 	"$(PYTHON)" tools/try_package.py dist
 
-# What Colab and Kaggle open: the chapters as make book has run them.
+# What Colab and Kaggle open: the chapters as make book has run them, without the cells that serve the text.
 executed: $(READY)
 	@rm -rf _build/executed && mkdir -p _build/executed/chapters
 	@cp $(WORK)/chapters/*.ipynb _build/executed/chapters
+	$(BIN)/python tools/figures.py readers _build/executed/chapters
 
 publish-executed:
 	git switch --orphan executed

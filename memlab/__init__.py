@@ -26,6 +26,9 @@ logging.getLogger("torch.utils._pytree").addFilter(
     lambda one: "register_constant" not in str(one.msg)
 )
 
+# bitsandbytes tells every process without a GPU of an optional kernel for 4-bit products on CPUs.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
 # The names, and where each lives, are those of the stub beside; a name is loaded when it is first
 # asked for, as most bring torch along.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

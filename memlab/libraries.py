@@ -38,9 +38,7 @@ def import_quietly(name: str) -> ModuleType:
     Four of its functions, for machines without a GPU, run as they are written: to have them
     compiled it would bring PyTorch's whole compiler, which takes a second.
     """
-    # It warns of an optional kernel for 4-bit products on CPUs.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    # And at every step that 8-bit layers compute in fp16.
+    # It warns at every step that 8-bit layers compute in fp16.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     with mock.patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"}):
         return importlib.import_module(name)

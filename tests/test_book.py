@@ -199,10 +199,6 @@ def test_no_page_shows_a_path_of_the_machine_it_was_built_on(visit, page):
     assert re.findall(r"\S*ipykernel_\d+\S*", text) == [], "a warning names the file of a cell"
 
 
-def test_links_inside_the_book_lead_somewhere():
-    assert dead_links(HTML) == []
-
-
 def test_a_share_whose_sign_says_what_its_words_say_is_found():
     assert turned_shares("takes -3.1%\nmore, or −12 % fewer; -0.4% away, +3 % more") == [
         "-3.1% more",

@@ -4,7 +4,6 @@ import ast
 import itertools
 import json
 import re
-import statistics
 import subprocess
 import sys
 import tomllib
@@ -83,24 +82,6 @@ def test_the_first_cell_brings_what_the_others_import(path):
 
 
 @each_chapter
-def test_no_output_is_stored(path):
-    for cell in code_cells(path):
-        assert cell.outputs == [] and cell.execution_count is None, cell.source[:60]
-
-
-@each_chapter
-def test_what_the_page_folds_is_folded_in_every_notebook(path):
-    for cell in code_cells(path):
-        folded = bool({"hide-input", "remove-input", "hide-cell", "remove-cell"} & tags(cell))
-        assert cell.metadata.get("jupyter", {}).get("source_hidden", False) == folded, cell.id
-        assert (cell.metadata.get("cellView") == "form") == folded, cell.id
-        assert cell.metadata.get("_kg_hide-input", False) == folded, cell.id
-        whole = "hide-cell" in tags(cell)
-        assert cell.metadata.get("jupyter", {}).get("outputs_hidden", False) == whole, cell.id
-        assert cell.metadata.get("_kg_hide-output", False) == whole, cell.id
-
-
-@each_chapter
 def test_a_fold_does_not_give_the_answer_away(path):
     """JupyterLab shows a folded cell's first line."""
     for cell in filter(lambda cell: fold_cells.FOLDED & tags(cell), code_cells(path)):
@@ -164,14 +145,7 @@ def test_first_code_cell_is_the_install_cell(path):
 
 @each_chapter
 def test_cells_are_short(path):
-    sizes = [len(lines(cell)) for cell in code_cells(path)]
-    assert max(sizes) <= 30
-    # A figure has one fold, and what is folded is longer than what stands open and is read.
-    seen = [len(lines(cell)) for cell in code_cells(path) if not tags(cell) & fold_cells.FOLDED]
-    assert statistics.median(seen) <= 6
-    assert sum(size >= 20 for size in seen) <= len(seen) / 10
-    long = [line for cell in code_cells(path) for line in lines(cell) if len(line) > 78]
-    assert long == []
+    assert max(len(lines(cell)) for cell in code_cells(path)) <= 30
 
 
 @each_chapter
@@ -402,15 +376,3 @@ def test_a_wrong_address_is_refused_in_one_line(url):
         len(done.stderr.strip().splitlines()) == 1
         and "https://github.com/owner/name" in done.stderr
     )
-
-
-@each_chapter
-def test_a_page_hides_no_more_code_than_it_shows(path):
-    folded = {"hide-input", "remove-input", "hide-cell", "remove-cell"}
-    lines = {True: 0, False: 0}
-    for cell in nbformat.read(path, as_version=4).cells:
-        if cell.cell_type == "code":
-            hidden = bool(folded & set(cell.metadata.get("tags", ())))
-            lines[hidden] += len([line for line in cell.source.splitlines() if line.strip()])
-    # What records a card is a tool: nothing is taught by its code.
-    assert lines[True] <= lines[False] or path.stem == "record", lines

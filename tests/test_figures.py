@@ -68,6 +68,9 @@ def test_what_was_not_run_is_not_right(folder):
     done = act(folder, "compare", "run")
     assert done.returncode == 0 and "the text says 2.0, the run nothing" in done.stdout
     assert act(folder, "check", "run").returncode == 1
+    assert act(folder, "put", "chapters").returncode == 0
+    done = act(folder, "compare", "chapters", "--left-out", "with")  # as it was meant to be
+    assert done.returncode == 0 and act(folder, "check", "chapters").returncode == 0
 
 
 def test_a_figure_of_another_run_is_rendered_reported_and_written(folder):
@@ -122,8 +125,11 @@ def test_what_serves_the_text_alone_stops_neither_reader_nor_build(folder):
     solved = nbformat.v4.new_code_cell("import memlab\nmemlab.check(3, 4)", id="solution-1")
     notebook.cells += [serves, solved]
     store(file, notebook)
-    kept = [cell["id"] for cell in FIGURES["for_readers"](FIGURES["read"](file))["cells"]]
-    assert kept == ["made", "words", "solution-1"]
+    (folder / "readers").mkdir()
+    (folder / "readers" / "with.ipynb").write_text(file.read_text())
+    assert act(folder, "readers", "readers").returncode == 0
+    kept = nbformat.read(folder / "readers" / "with.ipynb", 4).cells
+    assert [cell.id for cell in kept] == ["made", "words", "solution-1"]
     executed(folder, 3.0)
     said = act(folder, "compare", "run").stdout
     assert "with, rests-on: the text says no trouble, the run AssertionError" in said

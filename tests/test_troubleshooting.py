@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 from figures import FIGURE  # noqa: E402
 
 PAGE = (CHAPTERS / "troubleshooting.md").read_text(encoding="utf-8")
-FIGURES = FIGURE.findall(PAGE)
+FIGURES = [(match[1], match[4]) for match in FIGURE.finditer(PAGE)]
 # What other pages and texts lead to.
 ANCHORS = """out-of-memory-at-the-start out-of-memory-after-an-hour evaluation saving
     loss-looks-wrong resume checkpoints-on-disk host-memory allocator-variable compile

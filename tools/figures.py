@@ -10,6 +10,7 @@
     python tools/figures.py check FOLDER      status 1 for what `compare` found wrong
     python tools/figures.py write FOLDER TO   as `compare`, and puts into the notebooks of the same
                                               names in another folder what was wrong in them
+    python tools/figures.py readers FOLDER    takes out the cells that serve the text alone
     python tools/figures.py spread FOLDER...  of each figure that differs among compared runs: its
                                               values, its kind, whether it was out of bounds
 
@@ -23,8 +24,9 @@ wrong figure; so is a solution that its own `check` does not accept.
 
 Bytes and counts are exact: they are the same on every processor. What a training gives is not: its
 tolerance, in the unit of the text or in per cent of the value, comes from runs under several
-instruction sets and seeds (`make portable`). What a clock gives is never wrong, only reported, and
-so is a verdict that rests on a clock. `make book` renders what the run gave; `make test` checks it.
+instruction sets (`make portable-avx2`, `make portable-oldest`) and seeds (`put --seed`). What a
+clock gives is never wrong, only reported, and so is a verdict that rests on a clock. `make book`
+renders what the run gave; `make test` checks it.
 """
 
 import argparse
@@ -280,11 +282,17 @@ def store(file: Path, notebook: dict) -> None:
     file.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def compare(folder: Path, to: Path | None) -> None:
-    """`compare`, or `write` where there is another folder to write to."""
+def compare(folder: Path, to: Path | None, left_out: list[str]) -> None:
+    """`compare`, or `write` where there is another folder to write to.
+
+    left_out: names of notebooks that were not run, whose texts stay as they are.
+    """
     rows = []
     for file in sorted(folder.glob("*.ipynb")):
         notebook, values = without_figures(read(file))
+        if file.stem in left_out:
+            store(file, notebook)
+            continue
         found = compared(notebook, values, file.stem)
         rows += found
         store(file, written(notebook, values, lambda figure, _: VERDICT.match(figure.expression)))
@@ -300,14 +308,18 @@ def compare(folder: Path, to: Path | None) -> None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("act", choices=("put", "compare", "check", "write", "spread"))
+    parser.add_argument("act", choices=("put", "compare", "check", "write", "readers", "spread"))
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--seed", type=int, default=0, help="with put: is added to every seed")
+    parser.add_argument("--left-out", nargs="*", default=[], help="with compare: were not run")
     asked = parser.parse_args()
     folder, *more = asked.folders
     if asked.act == "put":
         for file in sorted(folder.glob("*.ipynb")):
             store(file, with_figures(read(file), asked.seed))
+    elif asked.act == "readers":
+        for file in sorted(folder.glob("*.ipynb")):
+            store(file, for_readers(read(file)))
     elif asked.act == "spread":
         print(spread([folder.parent for folder in asked.folders]))
     elif asked.act == "check":
@@ -318,7 +330,7 @@ def main():
                 "\n".join([*wrong, "Figures of the text are wrong for this run: make figures"])
             )
     else:
-        compare(folder, more[0] if more else None)
+        compare(folder, more[0] if more else None, asked.left_out)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ One greedy loop in plain PyTorch runs on a simulated card and on the device that
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch.utils._pytree import tree_leaves
 
@@ -75,7 +77,10 @@ class Generation:
     def _step(self, tracer, cache, tokens, more) -> None:
         """One forward pass, and the token that it says."""
         name = "input_ids" if self.encoded is None else "decoder_input_ids"
-        more = {name: tokens, "past_key_values": cache, "use_cache": cache is not None} | more
+        more = {name: tokens, "use_cache": cache is not None} | more
+        # Since 5.24 the models of transformers call it `cache`, and warn of its older name.
+        named = inspect.signature(self.model.forward).parameters
+        more["cache" if "cache" in named else "past_key_values"] = cache
         if self.encoded is None and not self.recipe.all_logits:
             more["logits_to_keep"] = 1  # as generate() asks
         logits = self.model(**more).logits

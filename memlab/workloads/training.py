@@ -235,6 +235,8 @@ def add_lora(model: PreTrainedModel, recipe: Recipe) -> torch.nn.Module:
     )
     with warnings.catch_warnings():  # it asks transformers for checkpointing by an older name
         warnings.simplefilter("ignore", FutureWarning)
+        # Of fused experts peft writes patterns of ranks itself, and warns where none matches.
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
         try:
             adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=recipe.lora_fp32)
         except (ValueError, TypeError) as error:
