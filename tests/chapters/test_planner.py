@@ -249,7 +249,7 @@ def test_the_page_tries_every_size_once():
 
 
 def test_the_misses_are_those_that_the_text_explains():
-    names = DEEPER.run("load table summary old margin cache")
+    names = DEEPER.run("load table summary old old-said margin cache")
     explained = [*names["careful"], names["late"]]
     explained += [t for t in names["wrong"] if t.question["date"] < "2022"]
     assert len(explained) == len(names["wrong"]) == len(names["old"]) + 2

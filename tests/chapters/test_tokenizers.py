@@ -133,7 +133,7 @@ def gpt2(entries):
 
 @pytest.fixture(scope="module")
 def formula(chapter):
-    return run("vocabulary-formula", chapter)
+    return run("vocabulary-recipe vocabulary-formula", chapter)
 
 
 def test_an_entry_of_the_vocabulary_costs_what_the_formula_says(formula):

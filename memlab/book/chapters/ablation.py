@@ -5,6 +5,8 @@ One optimizer step is always `SAMPLES` sequences of `LENGTH` tokens, whatever it
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
+from typing import Any
 
 from memlab.book.panel import Panel
 from memlab.card.step_time import ANCHORED
@@ -110,6 +112,24 @@ def combinations(model: str, gpu: str) -> list[Point]:
         span = time.low, time.high
         points.append(Point(choice, run.peak_allocated, time.expected, kept, span))
     return points
+
+
+def taken(
+    switches: Mapping[str, Mapping[str, Any]], start: Recipe, card: GPU
+) -> dict[str, Mapping[str, Any]]:
+    """The switches that a card takes, each by itself and with all before it; of the others a line
+    says why not."""
+    allowed: dict[str, Mapping[str, Any]] = {}
+    together: dict[str, Any] = {}
+    for name, fields in switches.items():
+        try:
+            for asked in (fields, together | dict(fields)):
+                formula(start.but(**asked), card)
+        except ValueError as problem:
+            print(f"{name} is left out: {problem}")
+        else:
+            allowed[name], together = fields, together | dict(fields)
+    return allowed
 
 
 def as_quick(points: list[Point]) -> list[Point]:

@@ -24,7 +24,6 @@ from memlab.evidence.records import Record
 from memlab.footprint import Footprint
 from memlab.gpus import find_gpu
 from memlab.predict.formula import formula
-from memlab.predict.simulate import simulate
 from memlab.spec.recipe import Recipe
 from memlab.units import MiB
 from memlab.workloads.training import Training
@@ -211,7 +210,7 @@ def empty_table(
 
 def two_scripts(fields: Mapping[str, Any], gpu: str) -> dict[str, Footprint]:
     """Two steps of the Trainer's and of Accelerate's script for a recipe of BERT-large, at full
-    width and two layers, on a simulated card; "recipe" is memlab's own loop."""
+    width and two layers, on a simulated card."""
     from IPython.utils.capture import capture_output
 
     from memlab.export.training_script import training_script
@@ -229,20 +228,20 @@ def two_scripts(fields: Mapping[str, Any], gpu: str) -> dict[str, Footprint]:
             Path(f"{api}.py").write_text(training_script(two_layers, api))
             with capture_output():  # their losses, the Trainer's bar
                 found[api] = run_script(f"{api}.py", gpu=gpu, steps=2).footprint
-        found["recipe"] = simulate(two_layers, gpu)
     return found
 
 
 def speeds(plain: Footprint, start: Recipe, makers: Mapping[str, Any]) -> dict[str, float]:
     """How many times as fast as plain training steps with checkpoints, fp16 and sdpa are.
 
-    makers: names of optimizers such as "8-bit Lion". The estimate knows no step inside backward.
+    makers: names of optimizers such as "8-bit Lion"; of others there is no estimate. None knows a
+    step inside backward.
     """
     goal = start.but(precision="fp16-amp", attention="sdpa", checkpointing=True)
     fields = {"8-bit AdamW": "adamw_8bit", "Adafactor": "adafactor", "8-bit Lion": "lion_8bit"}
     card = find_gpu("V100").without_limit()
     found = {}
-    for name in makers:
+    for name in fields.keys() & makers.keys():
         time = formula(goal.but(optimizer=fields[name]), card).step_seconds
         found[name] = plain.step_seconds.expected / time.expected
     return found
@@ -264,7 +263,7 @@ def in_backward_table(
             "MiB": ((run.peak_reserved or 0) + context) / MiB,
             "% of plain": 100 * share(run, context),
             "%, guide's context": 100 * share(run),
-            "times as fast": show.ratio_between(faster[name]),
+            "times as fast": show.ratio_between(faster[name]) if name in faster else "—",
         }
         for name, run in runs.items()
     }

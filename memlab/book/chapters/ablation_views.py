@@ -195,6 +195,9 @@ def picks(grid: Mapping[tuple[str, str], list[Point]]) -> dict[str, Pick]:
     for (model, card), points in grid.items():
         room = (1 - MARGIN) * (find_gpu(card).usable or 0)
         fit = [point for point in points if point.peak <= room]
+        if not fit:
+            print(f"no recipe of {model} fits {card}")
+            continue
         near = as_quick(fit)
         least = min(fit, key=lambda p: p.peak)
         found[f"{SHORT.get(model, model)}, {card}"] = Pick(plainest(near), len(near) - 1, least)

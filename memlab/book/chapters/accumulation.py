@@ -1,5 +1,6 @@
 """Gradient accumulation: its figures, a small GPT-2 whose gradients are compared, other loops."""
 
+import itertools
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -54,7 +55,8 @@ def idea_figure(seen: Sequence[float], whole: float) -> Figure:
 def learning_figure(curves: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
     """`learning` against the tokens that were read: a line a seed, and the second way as dots."""
     fig, ax = show.figure(5.4, 3.4)
-    for (way, seeds), mark, hue in zip(curves.items(), "-o-", HUES, strict=True):
+    looks = zip(itertools.cycle("-o-"), itertools.cycle(HUES))
+    for (way, seeds), (mark, hue) in zip(curves.items(), looks, strict=False):
         for seed, losses in enumerate(seeds):
             tokens = [48 * 64 * n / 1000 for n in range(len(losses))]
             ax.plot(tokens, losses, mark, color=hue, label=None if seed else way)

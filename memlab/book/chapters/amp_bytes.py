@@ -91,7 +91,8 @@ def formats_by_operation(heard: Mapping[str, Mapping[str, set[str]]]) -> pd.Data
     named |= {"native_layer_norm": "layer norm", "tanh": "tanh"}
     named |= {"_log_softmax": "loss, first half", "nll_loss_forward": "loss"}
     columns = {
-        device: [", ".join(sorted(gives[op])) for op in named] for device, gives in heard.items()
+        device: [", ".join(sorted(gives.get(op, ()))) for op in named]
+        for device, gives in heard.items()
     }
     return pd.DataFrame(columns, named.values())
 

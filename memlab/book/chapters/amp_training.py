@@ -95,7 +95,7 @@ def learning_lines(curves: Mapping[str, Sequence[list[float]]]) -> Figure:
     """The mean of the seeds of each way, against the step."""
     fig, ax = show.figure(4.8, 3.2)
     hues = ("parameters", "optimizer_states", "gradients", "temporary")
-    for (way, runs), style, hue in zip(curves.items(), ("-", "--", ":", "-"), hues, strict=True):
+    for (way, runs), style, hue in zip(curves.items(), ("-", "--", ":", "-"), hues, strict=False):
         mean = [fmean(losses) for losses in zip(*runs, strict=True)]
         ax.plot(mean, style, color=show.COLOURS[hue], label=way, lw=2)
     ax.set(xlabel="optimizer step", ylabel="loss, nats a token")

@@ -21,6 +21,10 @@ from memlab.workloads.training import Training
 GB = 10**9
 KINDS = "parameters optimizer_states activations gradients temporary".split()
 WIDTHS = {Phase.FORWARD: 2.0, Phase.BACKWARD: 2.0, Phase.STEP: 1.2}  # of a step as it is drawn
+# Steps of `bare_steps`: those of its figure, and others.
+DRAWN = "pure bf16, fused", "autocast, fused", "autocast, fused, gradients kept"
+DRAWN = (*DRAWN, "fp32, multi-tensor")
+UNDRAWN = "autocast, two micro-batches", "autocast, multi-tensor", "pure bf16, multi-tensor"
 # What activations grow with, and between which two values.
 GRID = {"layers": (4, 8), "hidden": (1024, 2048), "sequence": (2048, 4096), "batch": (4, 8)}
 
@@ -130,11 +134,14 @@ def at_rest(recipe: Recipe, device: torch.device, ways: Iterable[str]) -> pd.Dat
     return frame
 
 
-def bare_steps(recipe: Recipe) -> dict[str, Footprint]:
-    """Steps of the recipe on one sequence of 8 tokens, by precision and form of AdamW."""
-    bare = recipe.but(batch_size=1, seq_len=8, optimizer="adamw_torch_fused")
+def bare_steps(recipe: Recipe, labels: Iterable[str] = DRAWN) -> dict[str, Footprint]:
+    """Steps of the recipe on one sequence of 8 tokens, by precision and form of AdamW.
+
+    labels: of `DRAWN` and `UNDRAWN`.
+    """
+    bare = recipe.but(batch_size=1, seq_len=8, precision="fp32", optimizer="adamw_torch_fused")
     mixed, pure = bare.but(precision="bf16-amp"), bare.but(precision="bf16")
-    runs = {
+    ways = {
         "pure bf16, fused": pure,
         "autocast, fused": mixed,
         "autocast, fused, gradients kept": mixed.but(set_to_none=False),
@@ -143,7 +150,7 @@ def bare_steps(recipe: Recipe) -> dict[str, Footprint]:
         "autocast, multi-tensor": mixed.but(optimizer="adamw_torch"),
         "pure bf16, multi-tensor": pure.but(optimizer="adamw_torch"),
     }
-    return {label: simulate(run) for label, run in runs.items()}
+    return {label: simulate(ways[label]) for label in labels}
 
 
 def bytes_a_parameter(run: Footprint) -> np.ndarray:
@@ -154,7 +161,7 @@ def bytes_a_parameter(run: Footprint) -> np.ndarray:
 
 
 def bytes_figure(runs: Mapping[str, Footprint]) -> Figure:
-    """Bytes a parameter over the steps of the first four of `bare_steps`, with their highest."""
+    """Bytes a parameter over the steps of `DRAWN`, with their highest."""
     fig, ax = show.figure(5, 4.2)
     places = (0.05, 8.3, "left"), (0.05, 14.3, "left"), (0.05, 18.2, "left"), (3.9, 18.4, "right")
     hues = show.COLOURS.values()

@@ -54,7 +54,8 @@ def draw_scores(length: int, config: PretrainedConfig) -> Figure:
     length: tokens. config: of a decoder. MiB are in 16 bits, and with the fp32 number a row that a
     fused kernel leaves beside its output.
     """
-    heads, size = config.num_attention_heads, config.head_dim
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
     blue, kept, chip = (show.COLOURS[n] for n in ("parameters", "activations", "temporary"))
     fig, ax = drawing.sheet(2.95)
     low, side, strip, gap, count = 0.52, 1.68, 0.26, 0.06, 4
@@ -271,7 +272,7 @@ def moments(log: list[tuple], outer: str, inner: str, tile: int) -> list[list[in
         if way == "read" and name in (outer, inner):
             at[name] = start // tile
             if name == inner:
-                film.append([at["Q"], at["K"], 0])
+                film.append([at.get("Q", 0), at.get("K", 0), 0])
         moved += nbytes
         if film:
             film[-1][2] = moved

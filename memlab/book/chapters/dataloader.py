@@ -5,6 +5,7 @@ device, which waits, copies and computes.
 """
 
 import gc
+import itertools
 import math
 import os
 import statistics
@@ -50,10 +51,10 @@ class Texts(Dataset):
         return {"index": i, "input_ids": self.ids[i], "span": span}
 
 
-def reader(device, seed: int = 0):
-    """(a GPT-2 of two layers for a vocabulary of 1,024, its AdamW)."""
+def reader(device, seed: int = 0, entries: int = 1024):
+    """(a GPT-2 of two layers for a vocabulary of so many entries, its AdamW)."""
     config = models.config("gpt2-tiny")
-    config.vocab_size = 1024
+    config.vocab_size = entries
     model = models.build(config, attention="sdpa", seed=seed).to(device)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -91,12 +92,15 @@ def idle(events) -> float:
 
 
 def runs_with_workers(load, ids, device, numbers=(0, 1, 2)) -> tuple[dict[int, list], float]:
-    """(workers -> events of ten steps, seconds that a sample sleeps: a batch takes 1.5 steps)."""
-    _, _, events = train(load(Texts(ids[:80]), 0), *reader(device))
+    """(workers -> events of 80 samples, seconds that one sleeps: a batch takes 1.5 steps)."""
+    entries = max(1024, int(ids.max()) + 1)
+    loader = load(Texts(ids[:80]), 0)
+    _, _, events = train(loader, *reader(device, entries=entries))
     steps = [end - start for what, _, start, end in events if what == "compute"]
-    wait = 1.5 * statistics.median(steps) / 8
+    wait = 1.5 * statistics.median(steps) / loader.batch_size
     few = Texts(ids[:80], wait)
-    return {n: train(load(few, n), *reader(device))[2] for n in numbers}, wait
+    fresh = {n: reader(device, entries=entries) for n in numbers}
+    return {n: train(load(few, n), *fresh[n])[2] for n in numbers}, wait
 
 
 def draw_lanes(runs: Mapping[int, list]):
@@ -128,7 +132,9 @@ def against_schedule(runs: Mapping[int, list], wait: float) -> pd.DataFrame:
     """Seconds from the first batch to the end, by the schedule and as they were, a row a run."""
     rows = {}
     for workers, events in runs.items():
-        plan = schedule([8 * wait] * 10, spent(events, "compute") / 10, workers)
+        samples, steps = (sum(e[0] == what for e in events) for what in ("load", "compute"))
+        loads = [samples / steps * wait] * steps
+        plan = schedule(loads, spent(events, "compute") / steps, workers)
         own = [e for e in events if e[1] == "device"]
         there = max(e[3] for e in own) - min(e[2] for e in own if e[0] == "copy")
         guess = plan[-1][3] - plan[0][2]
@@ -199,7 +205,7 @@ class Grid:
         blocks = torch.zeros(2 * skip + self.WINDOW + 1, 64)
         data = Texts(blocks, wait=0 if rounds else each, rounds=rounds)
         arrived, done = [], []
-        how = dict(batch_size=1, worker_init_fn=begin if workers else None)
+        how = dict(batch_size=1, worker_init_fn=begin if workers else None, born="fork")
         for _ in self.load(data, workers, **how):
             arrived.append(time.perf_counter())
             time.sleep(self.COMPUTE)
@@ -304,8 +310,8 @@ def private(store, count: int) -> tuple[tuple[int, ...], int]:
 def draw_private(held: Mapping[str, Sequence[int]]):
     """Private memory above that of the first batch, a line a store."""
     fig, ax = show.figure(6.5, 3)
-    inks = [show.GREY, "#d55e00", "#0072b2", "#009e73"]
-    for ink, (name, own) in zip(inks, held.items(), strict=True):
+    inks = itertools.cycle([show.GREY, "#d55e00", "#0072b2", "#009e73"])
+    for ink, (name, own) in zip(inks, held.items(), strict=False):
         ax.plot([(n - own[0]) / MiB for n in own], color=ink, label=name, lw=2)
     ax.set(xlabel="batches read by the worker", ylabel="private MiB more")
     fig.legend(loc="outside lower center", ncols=4)

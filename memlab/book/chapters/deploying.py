@@ -39,18 +39,20 @@ PUBLISHED_CACHES = {1024: 0.125, 16_000: 1.95, 128_000: 15.62}
 PUBLISHED_TOKENS = {1: 36.958, 2: 37.35, 4: 37.89, 8: 47.37, 16: 69.94}
 
 
-def draw_caches(weights: int) -> Figure:
-    """Caches of three models against the tokens in them, beside a model's weights in bytes."""
+def draw_caches(weights: int, name: str) -> Figure:
+    """Caches of three models against the tokens in them, beside the named model's weights in
+    bytes."""
+    label = f"weights of {name}"
     tokens = [1024 * n for n in range(1, 129)]
     fig, ax = show.figure(6, 3)
     places = {"llama-2-7b": (76_000, 33, "left"), "llama-3.1-8b": (110_000, 9.8, "left")}
     places["qwen2.5-7b"] = (110_000, 2.4, "left")
-    for (name, (x, y, side)), colour in zip(places.items(), show.COLOURS.values(), strict=False):
-        ax.plot(tokens, [kv_cache_bytes(name, t) / GiB for t in tokens], color=colour)
-        ax.text(x, y, name, color=colour, ha=side)
+    for (model, (x, y, side)), colour in zip(places.items(), show.COLOURS.values(), strict=False):
+        ax.plot(tokens, [kv_cache_bytes(model, t) / GiB for t in tokens], color=colour)
+        ax.text(x, y, model, color=colour, ha=side)
     ax.axhline(weights / GiB, color=show.GREY, linestyle="--")
     ax.annotate(
-        "weights of Llama 3 8B",
+        label,
         (75_000, weights / GiB),
         (0, 5),
         textcoords="offset points",
@@ -179,7 +181,7 @@ def server_table(starts: Mapping[str, ServerCapacity]) -> Styler:
             "weights": f"{start.weights / GiB:.1f}",
             "largest batch": f"{start.borrowed / GiB:.1f}",
             "left for the cache": "{:.1f}–{:.1f}".format(*(n / GiB for n in start.cache)),
-            "tokens": "{:,}–{:,}".format(*start.tokens),
+            "tokens": "{:,}–{:,}".format(*start.tokens) if start.tokens[1] else "it does not start",
         }
         for name, start in starts.items()
     }

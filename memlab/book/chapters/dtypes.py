@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 import pandas as pd
+import psutil
 import torch
 from matplotlib.figure import Figure
 
@@ -19,7 +20,7 @@ from memlab.gpus import find_gpu
 from memlab.predict.measure import Meter
 from memlab.predict.simulate import simulate
 from memlab.spec.recipe import Recipe
-from memlab.units import MiB
+from memlab.units import GiB, MiB
 
 # Formats of a matrix product, and PyTorch's names of them.
 PRODUCTS = {"fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16"}
@@ -80,22 +81,35 @@ def built_in_formats(name: str, device: torch.device) -> pd.DataFrame:
     """MiB of building a model in each format of `BUILT`: what stays, and its peak.
 
     The peak is predicted as parameters times bytes, with a second copy of the largest tensor where
-    the model is converted, and measured on the device.
+    the model is converted, and measured on the device, where it has the room.
     """
     with torch.device("meta"):
         sizes = [p.numel() for p in models.build(name).parameters()]
     rows = {}
     for label, (dtype, then) in BUILT.items():
-        with Meter(device) as meter, torch.device(device):
-            model = models.build(name, dtype=dtype)
-            if then is not None:
-                model = model.to(then)
-        stays = sum(p.nbytes for p in model.parameters())
+        stays = sum(sizes) * (then or dtype).itemsize
         predicted = sum(sizes) * dtype.itemsize + max(sizes) * (then.itemsize if then else 0)
-        found = meter.footprint.peak_allocated
+        found = math.nan
+        if predicted < room_on(device):
+            with Meter(device) as meter, torch.device(device):
+                model = models.build(name, dtype=dtype)
+                if then is not None:
+                    model = model.to(then)
+            stays = sum(p.nbytes for p in model.parameters())
+            found = meter.footprint.peak_allocated
+            del model
+        else:
+            print(f"{label}: {name} is too large to be built here.")
         row = {"stays": stays / MiB, "predicted peak": predicted / MiB, "measured": found / MiB}
         rows[label] = row | {"error": show.error(predicted, found)}
     return pd.DataFrame(rows).T
+
+
+def room_on(device: torch.device) -> float:
+    """Bytes that a model may take on a device; on a CPU no more than it fills in a minute."""
+    if device.type == "cuda":
+        return 0.9 * torch.cuda.mem_get_info(device)[0]
+    return min(0.9 * psutil.virtual_memory().available, 4 * GiB)
 
 
 def harm_of_storing(

@@ -244,10 +244,11 @@ def toys_figure(kept: Mapping[str, Sequence[int]]) -> Figure:
     return fig
 
 
-def choices_table(runs: Mapping[str, Footprint]) -> Styler:
+def choices_table(runs: Mapping[str, Footprint], what: str) -> Styler:
     """Simulated steps of one model on one card, a row each: MiB at the peak, and operations.
 
-    The operations are those of all matrix products, in per cent of the first run's.
+    The operations are those of all matrix products, in per cent of the first run's. what: the model
+    and the card, for the caption.
     """
     frame = pd.DataFrame(index=list(runs))
     frame["peak"] = [run.peak_allocated / MiB for run in runs.values()]
@@ -255,7 +256,7 @@ def choices_table(runs: Mapping[str, Footprint]) -> Styler:
         frame[name.replace("_", " ")] = [run.breakdown[name] / MiB for run in runs.values()]
     work = [run.step_time.flops for run in runs.values()]
     frame["operations, %"] = [100 * n / work[0] for n in work]
-    return show.table(frame, "BERT-large on a T4: MiB, and operations of matrix products")
+    return show.table(frame, f"{what}: MiB, and operations of matrix products")
 
 
 def twins(rounds: int = 14) -> tuple[dict[str, tuple[Footprint, Footprint]], pd.Series]:

@@ -111,8 +111,8 @@ def accuracy(model: PreTrainedModel, data: Data) -> float:
 def scores_figure(scores: Mapping[tuple[str, str], Sequence[float]]) -> Figure:
     """Accuracies by (task, what is frozen): the mean and each seed, and where guessing is."""
     names = list(dict.fromkeys(task for task, _ in scores))
-    fig, axes = show.figure(5.6, 3, ncols=len(names), sharey=True)
-    for ax, task in zip(axes, names, strict=True):
+    fig, axes = show.figure(5.6, 3, ncols=len(names), sharey=True, squeeze=False)
+    for ax, task in zip(axes[0], names, strict=True):
         found = {kind: values for (of, kind), values in scores.items() if of == task}
         for x, values in enumerate(found.values()):
             ax.bar(x, fmean(values), color=show.COLOURS["inputs"])
@@ -120,7 +120,7 @@ def scores_figure(scores: Mapping[tuple[str, str], Sequence[float]]) -> Figure:
         ax.axhline(0.5, color=show.GREY, linestyle="--")
         ax.set(title=f"{task} task", xticks=range(len(found)), ylim=(0, 1))
         ax.set_xticklabels(found, rotation=30)
-    axes[0].set(ylabel="accuracy")
+    axes[0, 0].set(ylabel="accuracy")
     return fig
 
 

@@ -64,11 +64,11 @@ def peaks_figure(lengths: Sequence[int], peaks: Mapping[str, Sequence[int]]) -> 
     """Bytes at the peak over lengths, both axes logarithmic, each line with its name."""
     fig, ax = show.figure(5, 3.8)
     hues = list(show.COLOURS.values())
-    below = {"three lines": -2, "memory-efficient": -3}  # right of and under which point
-    for hue, marker, (name, values) in zip(hues, "os^D", peaks.items(), strict=False):
+    below = {"three lines": 2, "memory-efficient": 3}  # right of and under which point from the end
+    for hue, marker, (name, values) in zip(hues, "os^Dvp", peaks.items(), strict=False):
         y = np.array(values) / MiB
         ax.plot(lengths, y, marker + "-", color=hue)
-        at, side, shift = below.get(name, -2), "right", (-6, 6)
+        at, side, shift = max(0, len(lengths) - below.get(name, 2)), "right", (-6, 6)
         if name in below:
             side, shift = "left", (4, -15)
         how = dict(xytext=shift, textcoords="offset points", color=hue, ha=side)
@@ -82,7 +82,7 @@ def peaks_figure(lengths: Sequence[int], peaks: Mapping[str, Sequence[int]]) -> 
 
 def tiles_figure(block_masks: Mapping) -> Figure:
     """The tiles that each block mask computes, and their share."""
-    fig, axes = show.figure(7.5, 2.9, ncols=len(block_masks))
+    fig, (axes,) = show.figure(7.5, 2.9, ncols=len(block_masks), squeeze=False)
     for ax, (name, mask) in zip(axes, block_masks.items(), strict=True):
         some = mask.to_dense()[0, 0].cpu().numpy()
         for i, j in zip(*some.nonzero(), strict=True):
@@ -208,8 +208,10 @@ def on_card(attend: Attend, length: int) -> tuple[str, float]:
 
 
 def on_t4(recipe: Recipe) -> str:
-    """Whether a training fits a T4, and what it takes."""
+    """Whether a training fits a T4, and what it takes; of one that a T4 refuses, why."""
     try:
         return f"fits, {simulate(recipe, 'T4').peak_allocated / MiB:,.0f} MiB"
     except torch.OutOfMemoryError:
         return "out of memory"
+    except ValueError as problem:
+        return str(problem)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import peft
 import torch
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
 from memlab import models
 from memlab.book import show
@@ -98,15 +99,16 @@ def same_start(mine: torch.nn.Module, theirs: torch.nn.Module) -> None:
     own = dict(mine.named_parameters())
     for name, weight in theirs.named_parameters():
         if "lora_A" in name:
-            name = name.replace("lora_A.default", "A")
-            own[name.removeprefix("base_model.model.")].data.copy_(weight)
+            name = name.replace("lora_A.default", "A").removeprefix("base_model.model.")
+            if name in own:
+                own[name].data.copy_(weight)
 
 
-def same_as_peft(lora_start: Callable, device: torch.device) -> list[str]:
-    """Names of the weights that get a gradient in peft's adapted twin.
+def compared_with_peft(lora_start: Callable, device: torch.device) -> tuple[list[str], float, int]:
+    """(names of the weights that get a gradient in peft's adapted twin, the largest difference of
+    three losses, the difference of the peaks in bytes).
 
-    lora_start: (model, rank, names) -> the optimizer of its own adapters, which from the same
-    start have the losses of peft's and their peak to the byte, or AssertionError.
+    lora_start: (model, rank, names) -> the optimizer of its own adapters, which start as peft's.
     """
     tiny = Recipe(TINY, batch_size=2, seq_len=64)
     mine = Training(tiny, device)
@@ -117,10 +119,10 @@ def same_as_peft(lora_start: Callable, device: torch.device) -> list[str]:
     batch = mine.batches[0]
     ours, here = three_steps(mine, lambda: train_step(mine.model, mine.optimizer, batch))
     theirs, there = three_steps(library)
-    torch.testing.assert_close(ours, theirs)
-    assert here.peak_allocated == there.peak_allocated
     library.model(**library.batches[0]).loss.backward()
-    return [n for n, p in library.model.named_parameters() if p.grad is not None]
+    names = [n for n, p in library.model.named_parameters() if p.grad is not None]
+    apart = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    return names, apart, here.peak_allocated - there.peak_allocated
 
 
 def adapter_weights(name: str, rank: int, targets: Iterable[str] | None = None) -> int:
@@ -139,6 +141,12 @@ def model_weights(name: str) -> int:
         return sum(p.numel() for p in models.build(name).parameters())
 
 
+def q_and_v(model: models.Model) -> str:
+    """The projections of a model that peft adapts by default: queries and values of most."""
+    known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING | {"phi3": ["qkv_proj"]}
+    return ",".join(known.get(models.config(model).model_type, ("q_proj", "v_proj")))
+
+
 def variants(full: Recipe, lora: Recipe) -> dict[str, Footprint]:
     """Full training and LoRA in pure bf16; from the third row on adapters are in bf16, too."""
     bf16 = dict(base="none", precision="bf16")
@@ -146,7 +154,7 @@ def variants(full: Recipe, lora: Recipe) -> dict[str, Footprint]:
     roomy = find_gpu("RTX-4090").without_limit()
     recipes = {"fp32 adapters": lora.but(**bf16), "bf16 adapters": half}
     recipes["with dropout"] = half.but(lora_dropout=0.05)
-    recipes["on q and v only"] = half.but(lora_targets="q_proj,v_proj")
+    recipes["on q and v only"] = half.but(lora_targets=q_and_v(full.model))
     recipes["with checkpointing"] = half.but(checkpointing=True)
     runs = {"full training": simulate(full.but(**bf16), roomy)}
     return runs | {name: whole(recipe) for name, recipe in recipes.items()}
@@ -160,7 +168,7 @@ def pieces(model: str = "llama-3.2-1b", **sizes: int) -> dict[str, Footprint]:
     shape = dict(batch_size=8, seq_len=512, lora_rank=16) | sizes
     lora = Recipe(model, precision="bf16", attention="sdpa", **shape)
     lora = lora.but(optimizer="adamw_torch_fused", lora_fp32=False)
-    lora = lora.but(lora_targets="q_proj,v_proj")
+    lora = lora.but(lora_targets=q_and_v(model))
     recipes = {"LoRA, bf16 base": lora}
     nf4 = recipes["base in NF4"] = lora.but(base="nf4", upcast=False)
     nf4 = recipes["double quantization"] = nf4.but(double_quant=True)
@@ -172,7 +180,8 @@ def pieces(model: str = "llama-3.2-1b", **sizes: int) -> dict[str, Footprint]:
 
 def variants_table(variants: Mapping[str, Footprint]) -> pd.DataFrame:
     """A row a run: MiB at the peak, and the estimated seconds from low to high."""
-    weights, rows = model_weights("llama-3-8b"), {}
+    weights = max(run.trainable_parameters for run in variants.values())  # full training's
+    rows = {}
     for name, run in variants.items():
         held = {n: run.breakdown.get(n, 0) / MiB for n in run.breakdown}
         rows[name] = {

@@ -6,18 +6,19 @@ import tempfile
 from collections.abc import Callable, Iterable
 
 import pandas as pd
-import peft
 import torch
 
 from memlab import models
 from memlab.book.lessons import small_config
 from memlab.card.device import SimulatedGPU
 from memlab.card.kernels.sdpa import sdpa_route
+from memlab.libraries import import_quietly
 from memlab.predict.simulate import simulate
 from memlab.spec.recipe import Recipe
 from memlab.units import MiB
 from memlab.workloads.training import Training
 
+peft = import_quietly("peft")
 LORA = Recipe("llama-3-8b", seq_len=512, precision="bf16", lora_rank=16)
 LORA = LORA.but(attention="sdpa", lora_fp32=False)
 NF4 = LORA.but(base="nf4", double_quant=True, upcast=False)

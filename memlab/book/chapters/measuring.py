@@ -27,12 +27,13 @@ MESSAGE = {  # the figures of an out-of-memory message, in their order
 }
 
 
-def lengths_figure(run: Footprint, card: str) -> Figure:
+def lengths_figure(run: Footprint, card: gpus.GPU) -> Figure:
     """Allocated, reserved and device used at the peak, in GiB, beside all of a card."""
+    used = run.peak_reserved + (run.context or 0)
     bars = [
         ("allocated:\ntensors", run.peak_allocated, 0),
         ("reserved:\nsegments", run.peak_reserved, 0),
-        ("device used:\nnvidia-smi", run.peak_reserved, run.context),
+        ("device used:\nnvidia-smi", run.peak_reserved, run.context or 0),
     ]
     fig, ax = show.figure(5, 2.6)
     for label, inside, context in bars:
@@ -40,10 +41,11 @@ def lengths_figure(run: Footprint, card: str) -> Figure:
         ax.barh(label, inside, color=show.COLOURS["parameters"])
         ax.barh(label, context, left=inside, color=show.COLOURS["gradients"])
         ax.text(inside + context, label, f" {inside + context:.2f}", va="center")
-    total = gpus.GPUS[card].total_memory / GiB
-    ax.axvline(total, color=show.GREY, ls="--")
-    ax.text(total, 1, f"{card} ", va="center", ha="right")
-    ax.set(xlabel="GiB, simulated", xlim=(0, 1.06 * total))
+    total = (card.total_memory or 0) / GiB
+    if total:
+        ax.axvline(total, color=show.GREY, ls="--")
+        ax.text(total, 1, f"{card.name} ", va="center", ha="right")
+    ax.set(xlabel="GiB, simulated", xlim=(0, max(1.06 * total, 1.2 * used / GiB)))
     ax.grid(visible=False)
     ax.invert_yaxis()
     return fig
@@ -80,26 +82,21 @@ def wider_masks(recipe: Recipe) -> int:
     return 3 * (weights + outputs)
 
 
-def attempts_figure(story: Footprint, log: Sequence[tuple[int, str]], limit: int) -> Figure:
+def attempts_figure(story: Footprint, log: Sequence[tuple[int, str]], limit: int | None) -> Figure:
     """Memory over attempts at a step, by kind, in GiB.
 
-    log: (sequences, outcome) of three attempts, of which the second runs out of memory. limit:
-    bytes of the card.
+    log: (sequences, outcome) of each attempt. limit: bytes of the card, None without one.
     """
-    line = story.timeline
-    totals = np.array(line.totals()) / GiB
-    first, last = [span for span in line.spans() if span[0] == "zero_grad"]
-    second = first[2]  # where the second attempt begins
-    full = second + totals[second : last[1]].argmax()
-    third = full + np.argmax(totals[full:] < totals[second] + 0.1)
-    fig, ax = show.figure(5, 3.6)
     kinds = "parameters optimizer_states activations gradients temporary".split()
-    stack = [np.array(line.levels[kind]) / GiB for kind in kinds]
+    levels = {kind: np.array(story.timeline.levels[kind]) / GiB for kind in kinds}
+    totals = np.array(story.timeline.totals()) / GiB
+    fig, ax = show.figure(5, 3.6)
     hues = [show.COLOURS[kind] for kind in kinds]
     names = [kind.replace("_", " ") for kind in kinds]
-    ax.stackplot(range(len(totals)), *stack, labels=names, colors=hues)
-    top, starts = limit / GiB, (0, second, third, len(totals))
-    for (tried, outcome), a, b in zip(log, starts, starts[1:], strict=False):
+    ax.stackplot(range(len(totals)), *levels.values(), labels=names, colors=hues)
+    top = (limit or 0) / GiB or totals.max()
+    borders = [0, *_ends_of_attempts(sum(levels[kind] for kind in kinds[2:]))]
+    for (tried, outcome), a, b in zip(log, borders, borders[1:], strict=False):
         ax.axvline(b, color=show.GREY, linewidth=0.6)
         word = "full" if outcome == "out of memory" else outcome
         ax.text((a + b) / 2, top + 0.3, f"{tried}:\n{word}", ha="center")
@@ -110,10 +107,18 @@ def attempts_figure(story: Footprint, log: Sequence[tuple[int, str]], limit: int
     return fig
 
 
+def _ends_of_attempts(passing: np.ndarray) -> list[int]:
+    """The moments at which all that comes and goes in a step is gone again."""
+    there = np.flatnonzero(passing > 0.02 * passing.max())
+    stretches = np.split(there, 1 + np.flatnonzero(np.diff(there) > 1))
+    large = 0.1 * passing.max()  # others pass by between two attempts
+    return [part[-1] + 1 for part in stretches if len(part) and passing[part].max() > large]
+
+
 def six_figures(message: str) -> pd.DataFrame:
-    """What the figures of an out-of-memory message mean, a row each."""
-    sizes = re.findall(r"[\d.]+ [KMG]iB", message)
-    rows = {w: (m, s) for (w, m), s in zip(MESSAGE.items(), sizes, strict=True)}
+    """What the figures of an out-of-memory message mean, a row each; no rows without one."""
+    sizes = re.findall(r"[\d.]+ (?:[KMG]iB|bytes)", message)
+    rows = {w: (m, s) for (w, m), s in zip(MESSAGE.items(), sizes, strict=bool(message))}
     return pd.DataFrame(rows, index=["meaning", "figure"]).T
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -29,10 +30,10 @@ Make = Callable[..., Any]  # an optimizer, from parameters and a rate `lr`
 
 
 def muon(named: Sequence[tuple[str, torch.nn.Parameter]], lr: float) -> SimpleNamespace:
-    """Muon for the matrices inside GPT-2's layers, AdamW for the rest; steps like an optimizer."""
+    """Muon for matrices inside of layers, AdamW for the rest; steps like an optimizer."""
     inner, outer = [], []
     for name, p in named:
-        (inner if p.ndim == 2 and ".h." in name else outer).append(p)
+        (inner if p.ndim == 2 and re.search(r"\.\d+\.", name) else outer).append(p)
     # With this option a rate means what it means to AdamW.
     first = torch.optim.Muon(inner, lr, adjust_lr_fn="match_rms_adamw")
     both = first, torch.optim.AdamW(outer, lr, fused=True)
@@ -52,14 +53,13 @@ def narrow_bars(rows: Mapping[str, Footprint], limit: str) -> Figure:
 
 
 def bytes_a_weight(steps: Mapping[str, Footprint]) -> pd.DataFrame:
-    """Of steps of GPT-2 alone: bytes a weight of states and borrowed; ms, estimated, with a range.
+    """Of steps in fp32 alone: bytes a weight of states and borrowed; ms, estimated, with a range.
 
     A row a step; `low` and `high` are the ends of the estimate `ms`.
     """
-    with torch.device("meta"):
-        count = sum(p.numel() for p in models.build("gpt2").parameters())
     rows = {}
     for name, run in steps.items():
+        count = run.breakdown["parameters"] / 4
         kinds = {"states": "optimizer_states", "borrowed": "temporary"}
         rows[name] = {label: run.breakdown[kind] / count for label, kind in kinds.items()}
         time = run.step_seconds
@@ -225,7 +225,8 @@ def state_bytes(
 
     weights: those that count; all, if none are given.
     """
-    own = {p: optimizer.state[p] for p in weights or optimizer.state}
+    every = (p for group in optimizer.param_groups for p in group["params"])
+    own = {p: optimizer.state.get(p, {}) for p in weights or every}
     held = [s for state in own.values() for k, s in state.items() if not k.startswith("qmap")]
     tensors = filter(torch.is_tensor, tree_leaves(held))
     return sum(t.nbytes for t in tensors) / sum(p.numel() for p in own)

@@ -9,6 +9,7 @@ from transformers import AttentionInterface, DataCollatorWithFlattening
 
 from memlab import models
 from memlab.card.device import SimulatedGPU
+from memlab.gpus import find_gpu
 from memlab.units import MiB
 
 _flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
@@ -78,7 +79,7 @@ def blocks(sizes: list[int], device="cpu") -> torch.Tensor:
 
 def peak_of(attention: str, inputs: dict) -> float:
     """Peak of two steps of BERT-base on an A100 under bf16 autocast, MiB."""
-    with SimulatedGPU("A100-40GB") as gpu:
+    with SimulatedGPU(find_gpu("A100-40GB").without_limit()) as gpu:
         model = models.build("bert-base", attention="sdpa").to("cuda")
         model.set_attn_implementation(attention)
         optimizer = torch.optim.AdamW(model.parameters())

@@ -20,7 +20,6 @@ from memlab import models
 from memlab.book import corpora, drawing, show
 from memlab.book.lessons import small_config, train_on, train_step
 from memlab.card.device import SimulatedGPU
-from memlab.gpus import find_gpu
 from memlab.predict.formula import formula
 from memlab.predict.measure import seconds
 from memlab.predict.progress import Progress
@@ -44,9 +43,9 @@ def canvas(lengths, batches, limit: int, width: int | None = None) -> np.ndarray
     return np.array(lines)
 
 
-def picture(lengths, strategies: Mapping[str, Strategy], rows: Batches, limit: int):
-    """Draw fixed padding, each strategy in batches of 16, and packed rows, side by side."""
-    single = {n: [[[i] for i in b] for b in f(lengths, 16)] for n, f in strategies.items()}
+def picture(lengths, strategies: Mapping[str, Strategy], rows: Batches, limit: int, size: int):
+    """Draw fixed padding, each strategy in batches of `size`, and packed rows, side by side."""
+    single = {n: [[[i] for i in b] for b in f(lengths, size)] for n, f in strategies.items()}
     drawn = {"fixed": canvas(lengths, next(iter(single.values())), limit, limit)}
     drawn |= {name: canvas(lengths, batches, limit) for name, batches in single.items()}
     drawn["packed"] = canvas(lengths, [rows], limit, limit)
@@ -112,9 +111,10 @@ def losses_by_strategy(results: Mapping[str, Sequence[float]]):
 # ---------------------------------------------------------------- counting
 
 
-def plans(lengths, strategies: Mapping[str, Strategy], rows: Batches, limit: int, size: int = 16):
+def plans(lengths, strategies: Mapping[str, Strategy], rows: Batches, limit: int, size: int):
     """Plan -> (rows, width) of each batch; packed rows come as many as hold about `size` texts."""
-    found = {"fixed": [(size, limit)] * (len(lengths) // size)}
+    sizes = [min(size, len(lengths) - at) for at in range(0, len(lengths), size)]
+    found = {"fixed": [(n, limit) for n in sizes]}
     for name, strategy in strategies.items():
         batches = strategy(lengths, size)
         found[name] = [(len(b), max(lengths[i] for i in b)) for b in batches]
@@ -126,12 +126,12 @@ def plans(lengths, strategies: Mapping[str, Strategy], rows: Batches, limit: int
 def plan_table(plans: Mapping[str, Sequence[tuple[int, int]]], peaks, needed: int) -> pd.DataFrame:
     """A row a plan, a list of (rows, width): padding as a share, peak of its worst batch, tokens.
 
-    peaks: (rows, width) -> Footprint. needed: tokens of the texts.
+    peaks: (rows, width) -> Footprint, where there is one. needed: tokens of the texts.
     """
     rows = {}
     for name, plan in plans.items():
         tokens, worst = sum(r * w for r, w in plan), max(plan, key=np.prod)
-        peak = peaks[worst].peak_allocated / MiB
+        peak = peaks[worst].peak_allocated / MiB if worst in peaks else float("nan")
         rows[name] = {"padding": 1 - needed / tokens, "peak, MiB": peak}
         rows[name] |= {"worst batch": "{} x {}".format(*worst), "tokens": tokens}
     return pd.DataFrame(rows).T
@@ -150,18 +150,25 @@ def saved_by_source(lengths: Mapping[str, Sequence[int]], strategy: Strategy) ->
     return {name: [saved(values, strategy, *g) for g in grid] for name, values in lengths.items()}
 
 
-def memory_of(recipe, gpu: str) -> dict:
-    """What the panel needs: bytes at rest, a token and a pair of tokens, and the card's room."""
+def memory_of(recipe, card) -> dict | None:
+    """What the panel needs: bytes at rest, per token and per pair of tokens, and the card's room.
+
+    None, after a line that says why, for a recipe that the card cannot run.
+    """
 
     def height(rows, width):
-        return formula(recipe.but(batch_size=rows, seq_len=width), gpu=gpu).peak_allocated
+        return formula(recipe.but(batch_size=rows, seq_len=width), card).peak_allocated
 
     corners = [(16, 512), (8, 512), (8, 256)]
     known = [[1, r * w, r * w * w] for r, w in corners]
-    terms = np.linalg.solve(known, [height(*shape) for shape in corners])
+    try:
+        terms = np.linalg.solve(known, [height(*shape) for shape in corners])
+    except ValueError as error:
+        print(error)
+        return None
     found = dict(zip(("fixed", "token", "pair"), terms.tolist(), strict=True))
-    card = find_gpu(gpu)
-    what = f"BERT-base in fp32 with sdpa on a {card.name}"
+    how = f"{recipe.precision} with {recipe.attention}"
+    what = f"{recipe.model_name} in {how} on a {card.name}"
     return found | {"least": height(1, 8), "room": card.usable, "what": what}
 
 
@@ -192,10 +199,11 @@ def time_ratios(model, batches: Mapping[str, list], rounds: int = 4) -> pd.DataF
 class Reader(torch.nn.Module):
     """A BERT of one narrow layer that reads a class from the mean over a text's own tokens."""
 
-    def __init__(self, vocabulary: int, classes: int, seed: int = 0):
+    def __init__(self, vocabulary: int, classes: int, seed: int = 0, positions: int = 512):
         super().__init__()
         sizes = dict(hidden_size=64, num_attention_heads=2, intermediate_size=128)
-        sizes |= dict(num_hidden_layers=1, vocab_size=vocabulary, max_position_embeddings=512)
+        sizes |= dict(num_hidden_layers=1, vocab_size=vocabulary)
+        sizes["max_position_embeddings"] = max(512, positions)
         whole = models.build(small_config("bert-base-tiny", **sizes), attention="sdpa", seed=seed)
         self.bert = whole.base_model
         self.head = torch.nn.Linear(64, classes)
@@ -216,7 +224,8 @@ class Task:
         self.collate, self.device = collate, device
         self.texts = [words[: self.CUT] for words in texts]
         self.labels = labels[: len(texts)]
-        unseen = corpora.docstrings(packages, "validation").shuffle(seed=0).select(range(500))
+        unseen = corpora.docstrings(packages, "validation").shuffle(seed=0)
+        unseen = unseen.select(range(min(500, len(unseen))))
         self.unseen = [t[: self.CUT] for t in tokenizer(unseen["text"][:])["input_ids"]]
         self.truth = torch.tensor(unseen["label"][:])
 

@@ -57,17 +57,22 @@ def titan_table() -> pd.DataFrame:
     return pd.DataFrame(rows).T
 
 
-def links_table(times: Mapping[str, StepTime], single: StepTime | None = None) -> pd.DataFrame:
-    """Seconds of a step over links as ranges, and the gain of eight cards.
+def links_table(
+    times: Mapping[str, StepTime],
+    single: StepTime | None = None,
+    group: str = " 8 ",
+    ranks: int = 8,
+) -> pd.DataFrame:
+    """Seconds of a step over links as ranges, and the gain of several cards.
 
     times: label -> estimate of a step. single: of one card alone, of whose model the labels with
-    " 8 " are; the gain is how many steps of it eight cards do in its time.
+    `group` in them are; the gain is how many steps of it so many cards do in its time.
     """
     rows = {}
     for name, time in times.items():
         row = {"s a step": show.between(time.low, time.high), "gain": "—"}
-        if single is not None and " 8 " in name:
-            ends = 8 * single.low / time.low, 8 * single.high / time.high
+        if single is not None and group in name:
+            ends = ranks * single.low / time.low, ranks * single.high / time.high
             row["gain"] = show.between(*sorted(ends))
         rows[name] = row
     return pd.DataFrame(rows).T

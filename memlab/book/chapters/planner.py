@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from memlab.planner.result import Option, Plan
 
 GiB = 2**30
-TIERS = {1: "full", 2: "full, small states", 3: "LoRA", 4: "QLoRA"}
+TIERS = {1: "full", 2: "full, small states", 3: "LoRA", 4: "QLoRA", 5: "may train worse"}
 WAYS = ("full", "full, sparing", "LoRA", "QLoRA")
 # From GPT-2 with 124 million weights to Llama-2 70B.
 MODELS = (
@@ -126,8 +126,17 @@ def needs_figure(needs: Needs) -> Figure:
 
 
 def rent_table(recipe: Recipe, cards: Iterable[str], first: str) -> pd.DataFrame:
-    """Seconds of a step on cards, and how many times as fast as the first each is, as ranges."""
-    times = {name: formula(recipe, name).step_seconds for name in cards}
+    """Seconds of a step on cards, and how many times as fast as the first each is, as ranges.
+
+    A card that does not take the recipe is left out, and a line says why.
+    """
+    times = {}
+    for name in cards:
+        try:
+            times[name] = formula(recipe, name).step_seconds
+        except ValueError as problem:
+            print(problem)
+    first = first if first in times else next(iter(times))
     base = times[first]
     rows = {
         name: {

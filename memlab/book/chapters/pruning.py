@@ -90,7 +90,8 @@ def table(cured: Mapping[str, list[Cured]]) -> pd.DataFrame:
     """KiB, and the losses as mean ± spread over the seeds."""
 
     def shown(values: list[float]) -> str:
-        return f"{statistics.fmean(values):.3f} ± {statistics.stdev(values):.3f}"
+        mean = f"{statistics.fmean(values):.3f}"
+        return f"{mean} ± {statistics.stdev(values):.3f}" if len(values) > 1 else mean
 
     rows = {
         name: {

@@ -1,5 +1,6 @@
 """What the chapter on quantization measures: a pass, errors, harm, stored and computed types."""
 
+import inspect
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from memlab.book.chapters.patients import TINY, Patients, error, mean_and_spread
 from memlab.book.chapters.quantization_formats import METHODS, STORED, formats, rounded_twice
 from memlab.card.device import SimulatedGPU
 from memlab.footprint import Footprint
+from memlab.gpus import find_gpu
 from memlab.libraries import import_bitsandbytes
 from memlab.predict.measure import Meter, seconds
 from memlab.spec.recipe import Recipe
@@ -21,21 +23,23 @@ from memlab.trace.quantized_weights import constants
 from memlab.workloads.quantized import quantize_base
 
 
-def one_pass(name: str, base: str = "none", card: str | None = None) -> Footprint:
+def one_pass(name: str, base: str = "fp16", card: str | None = None) -> Footprint:
     """The footprint of one forward pass over 512 tokens, in fp16, on a simulated card.
 
-    base: nf4 stores the linear layers so, with double quantization.
+    base: fp16 leaves the weights so; nf4, fp4 (with double quantization) and int8 store the
+        linear layers so. card: of this kind, however much it takes.
     """
-    with SimulatedGPU(card) as gpu:
+    with SimulatedGPU(find_gpu(card).without_limit()) as gpu:
         model = models.build(name, dtype=torch.float16)
-        if base != "none":
-            how = dict(base=base, double_quant=True, lora_rank=1)
+        if base != "fp16":
+            how = dict(base=base, double_quant=base != "int8", lora_rank=1)
             quantize_base(model, Recipe(name, compute_dtype="fp16", **how))
         model.to("cuda")
         gpu.reset_peak()
         ids = torch.zeros(1, 512, dtype=torch.long, device="cuda")
         with torch.no_grad():
-            model(input_ids=ids, logits_to_keep=1)  # as to generate
+            generating = "logits_to_keep" in inspect.signature(model.forward).parameters
+            model(input_ids=ids, **({"logits_to_keep": 1} if generating else {}))
     return replace(gpu.footprint, step_time=None)  # it is no training step
 
 

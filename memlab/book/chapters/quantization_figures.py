@@ -44,9 +44,10 @@ def draw_block(
         )
         ax.annotate("", (marks[code], 1.35), (at, 1.8), **arrow)
     taken = {*codes.int().tolist(), (null := int(zero))}
-    free = next(c for c in marks if not taken & {c - 1, c, c + 1, c + 2})
+    free = next((c for c in marks if not taken & {c - 1, c, c + 1, c + 2}), None)
     drawing.block(ax, (marks[null] - 0.135, 0.9), (0.27, tall), ORANGE, _signed(null), fontsize=10)
-    drawing.block(ax, (marks[free], 0.9), (step, tall), ORANGE, "S")
+    if free is not None:  # room to show the scale
+        drawing.block(ax, (marks[free], 0.9), (step, tall), ORANGE, "S")
     drawing.say(ax, 0.03, 0.68, f"codes, {bits} bits each, and once for the block", **small)
     drawing.block(ax, (0.03, 0.2), (0.98, tall), ORANGE, f"S {scale.item():.4f}")
     drawing.say(ax, 1.1, 0.33, "from mark to mark", **small)

@@ -21,6 +21,7 @@ from memlab import models
 from memlab.book import corpora, show
 from memlab.book.lessons import QUIET, small_config, train_on, trainer_losses
 from memlab.card.device import SimulatedGPU
+from memlab.gpus import find_gpu
 from memlab.predict.measure import seconds
 from memlab.predict.simulate import simulate
 from memlab.spec.recipe import Recipe
@@ -31,7 +32,7 @@ from memlab.units import MiB
 
 def loss_peak(loss_of, entries: int, parts: bool, tokens: int = 4096, hidden: int = 768) -> float:
     """Peak of output layer and loss alone on an A100 in bf16, MiB."""
-    with SimulatedGPU("A100-40GB") as gpu:
+    with SimulatedGPU(find_gpu("A100-40GB").without_limit()) as gpu:
         how = dict(dtype=torch.bfloat16, device="cuda", requires_grad=True)
         states, table = torch.randn(tokens, hidden, **how), torch.randn(entries, hidden, **how)
         ids = torch.zeros(tokens, dtype=torch.long, device="cuda")
@@ -59,24 +60,26 @@ def per_character(bpe: Tokenizer, texts: Sequence[str], sizes: Sequence[int]) ->
 class SameText:
     """Peak of a step of a recipe on the same text, by the vocabulary it is cut with.
 
-    recipe: (entries, seq_len=1024) -> Recipe of 4 texts. lengths: entries -> tokens for each
-    character; the text has as many characters as 1,024 tokens of the first of them hold. weight,
-    logit: bytes for each number of an entry's row and for each logit.
+    recipe: (entries, seq_len by default) -> Recipe. lengths: entries -> tokens per character; a
+    text has as many characters as seq_len tokens of the first vocabulary hold. weight, logit:
+    bytes for each number of an entry's row and for each logit.
     """
 
-    def __init__(self, recipe, lengths: pd.Series, weight: int, logit: int, hidden: int = 768):
+    def __init__(self, recipe, lengths: pd.Series, weight: int, logit: int):
         self.recipe, self.lengths = recipe, lengths
-        self.weight, self.logit, self.hidden = weight, logit, hidden
-        self.characters = 1024 / lengths.iloc[0]  # of each of the 4 texts
-        entries, tokens = 2**15, 4 * 1024
-        known = simulate(recipe(entries))
+        self.weight, self.logit = weight, logit
+        entries, shape = 2**15, recipe(2**15)
+        self.hidden = hidden = shape.model.hidden_size
+        self.texts, tokens = shape.batch_size, shape.batch_size * shape.seq_len
+        self.characters = shape.seq_len / lengths.iloc[0]  # of each text
+        known = simulate(shape)
         alike = known.peak_allocated - entries * (hidden * weight + tokens * logit)
         self.states = (known.parameters - entries * hidden) * 12
         self.layers = (alike - self.states) / tokens  # bytes for a token, without its logits
 
     def peak(self, entries: int, tokens_a_character: float) -> float:
         """By the formula, bytes."""
-        t = 4 * self.characters * tokens_a_character
+        t = self.texts * self.characters * tokens_a_character
         row = self.hidden * self.weight + t * self.logit
         return self.states + entries * row + t * self.layers
 
@@ -107,7 +110,10 @@ def draw_tradeoff(lengths: pd.Series, peaks: pd.Series, checked: Mapping[int, in
 
 
 def draw_pipeline(tokenizer: Tokenizer, text: str):
-    """Each step of a tokenizer with a template, its boxes under the characters they came from."""
+    """Each step of a tokenizer with a template, its boxes under the characters they came from.
+
+    Where normalizing changes the number of characters, the plain ones share the width evenly.
+    """
     drawn, plain = tokenizer.encode(text), tokenizer.normalizer.normalize_str(text)
     words = tokenizer.pre_tokenizer.pre_tokenize_str(plain)
     wide = np.ones(len(text))  # of each character: room for its piece and id
@@ -117,13 +123,16 @@ def draw_pipeline(tokenizer: Tokenizer, text: str):
             wide[a:b] = max(1, 0.85 * longest / (b - a))
     edges = np.append(0, wide.cumsum())
     places, last = [(edges[a], edges[b]) for a, b in drawn.offsets], edges[-1]
-    outer = [(-4.5, 0), *places[1:-1], (last, last + 4.5)]
+    inner = [n for n, (a, b) in enumerate(drawn.offsets) if b > a]
+    ends = {True: (-4.5, 0), False: (last, last + 4.5)}  # of the template's tokens
+    outer = [at if n in inner else ends[n < min(inner, default=1)] for n, at in enumerate(places)]
     each = list(zip(edges, edges[1:], strict=False))
+    even = edges if len(plain) == len(text) else np.linspace(0, last, len(plain) + 1)
     rows = {
         "text": (each, text, "#a6a6a6"),
-        "normalized": (each, plain, "#cc79a7"),
-        "words": ([(edges[a], edges[b]) for _, (a, b) in words], [w for w, _ in words], "#e69f00"),
-        "pieces": (places[1:-1], drawn.tokens[1:-1], "#56b4e9"),
+        "normalized": (list(zip(even, even[1:], strict=False)), plain, "#cc79a7"),
+        "words": ([(even[a], even[b]) for _, (a, b) in words], [w for w, _ in words], "#e69f00"),
+        "pieces": ([places[n] for n in inner], [drawn.tokens[n] for n in inner], "#56b4e9"),
         "template": (outer, drawn.tokens, "#009e73"),
         "ids": (outer, map(str, drawn.ids), "#d0b020"),
     }
@@ -220,7 +229,9 @@ def three_steps_on(rows, tokenizer, classes: int, device) -> list[float]:
     """Losses of a Trainer's three steps of a BERT of one layer on 48 rows of ids."""
     from transformers import Trainer
 
-    config = small_config("bert-base-tiny", dropout=0.1, num_labels=classes, num_hidden_layers=1)
+    sizes = dict(num_labels=classes, num_hidden_layers=1)
+    sizes["max_position_embeddings"] = max(512, *map(len, rows["input_ids"]))
+    config = small_config("bert-base-tiny", dropout=0.1, **sizes)
     how = dict(logging_steps=1, num_train_epochs=1, **QUIET)
     arguments = Recipe(config, batch_size=16).training_arguments(tempfile.mkdtemp(), **how)
     model = models.build(config).to(device)

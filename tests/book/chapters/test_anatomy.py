@@ -27,7 +27,8 @@ def test_bytes_at_rest_are_those_of_the_dtypes():
 
 
 def test_a_bare_step_holds_the_textbooks_bytes_a_parameter():
-    runs = anatomy.bare_steps(Recipe(models.with_layers("bert-large", 3)))
+    ways = anatomy.DRAWN + anatomy.UNDRAWN
+    runs = anatomy.bare_steps(Recipe(models.with_layers("bert-large", 3)), ways)
     top = {label: anatomy.bytes_a_parameter(run).max() for label, run in runs.items()}
     assert top["pure bf16, fused"] == pytest.approx(8, abs=0.1)
     assert top["autocast, fused"] == pytest.approx(16, abs=0.1)

@@ -32,6 +32,13 @@ def test_converting_afterwards_needs_the_large_model_first():
     assert all(-0.02 < one <= 0 for one in built["error"])
 
 
+def test_what_does_not_fit_here_is_not_built(monkeypatch, capsys):
+    monkeypatch.setattr(dtypes, "room_on", lambda device: 0)
+    built = dtypes.built_in_formats("distilbert-tiny", torch.device("cpu"))
+    assert built["measured"].isna().all() and (built["predicted peak"] >= built["stays"]).all()
+    assert capsys.readouterr().out.count("distilbert-tiny is too large") == 4
+
+
 def test_every_format_is_stored_with_a_scale_and_without():
     class Patients:
         def harm_of(self, rounding):

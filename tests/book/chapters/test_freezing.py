@@ -114,7 +114,7 @@ def test_lower_layers_save_more_than_upper_ones_in_memory_and_operations():
     upper = ("embeddings", "encoder.layer.2", "encoder.layer.3")
     choices = {"none": "embeddings", "lower": ("embeddings", 2), "upper": upper, "all": "backbone"}
     runs = {n: simulate(recipe.but(freeze=parts), "T4") for n, parts in choices.items()}
-    frame = freezing.choices_table(runs).data
+    frame = freezing.choices_table(runs, "a model").data
     kept, work = frame["activations"], frame["operations, %"]
     assert kept["lower"] < 0.6 * kept["none"] < 0.75 * kept["none"] < kept["upper"]
     assert frame["optimizer states"]["lower"] == frame["optimizer states"]["upper"]

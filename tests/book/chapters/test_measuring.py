@@ -1,5 +1,6 @@
 """What the chapter on measuring shows: contexts, masks, messages and quartiles, by hand."""
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -23,7 +24,7 @@ def test_three_lengths_are_drawn_with_their_gibibytes():
     run = simulate(Recipe("bert-large-tiny", seq_len=32), gpu="T4")
     used = run.peak_reserved + run.context
     lengths = run.peak_allocated, run.peak_reserved, used
-    figure = measuring.lengths_figure(run, "T4")
+    figure = measuring.lengths_figure(run, gpus.GPUS["T4"])
     assert texts(figure) == [*(f"{n / 2**30:.2f}" for n in lengths), "T4"]
 
 
@@ -54,6 +55,16 @@ def test_the_six_figures_of_a_message_have_their_meanings():
     assert frame.loc["tried", "figure"] == "32.00 MiB"
     assert frame.loc["process"].tolist() == ["reserved + context", "14.55 GiB"]
     assert frame.loc["unallocated", "figure"] == "133.08 MiB"
+
+
+def test_a_message_that_never_came_has_no_figures():
+    assert measuring.six_figures("").empty
+
+
+def test_attempts_are_told_apart_whatever_becomes_of_them():
+    grows, falls = np.arange(100.0), np.arange(100.0)[::-1]
+    passing = np.concatenate([[0, 3, 0], grows, falls, [3, 0, 0], grows / 2, falls / 2, [0]])
+    assert measuring._ends_of_attempts(passing) == [201, 402]
 
 
 def test_a_second_experiment_begins_where_the_first_did():

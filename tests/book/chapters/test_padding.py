@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from memlab import Footprint, Recipe, formula, models, simulate
+from memlab import Footprint, Recipe, find_gpu, formula, models, simulate
 from memlab.book.chapters import packed_rows, padding
 
 TEXTS = [[5, 6, 7], [8] * 9, [9, 10]]
@@ -28,6 +28,11 @@ def test_a_plan_peaks_where_its_worst_batch_does():
     assert table.loc["a"].tolist() == [0.5, 1.0, "2 x 8", 20]
 
 
+def test_a_card_that_cannot_run_the_recipe_gives_a_line_and_no_panel(capsys):
+    assert padding.memory_of(Recipe("bert-base", precision="bf16"), find_gpu("T4")) is None
+    assert "T4 has no native bfloat16" in capsys.readouterr().out
+
+
 def test_what_dynamic_padding_saves():
     assert padding.saved([10, 50, 20, 20, 40, 4], in_order, 64, 2) == pytest.approx(1 - 220 / 384)
     assert padding.saved([900, 900], in_order, 512, 2) == 0  # cut, and nothing to save
@@ -35,7 +40,7 @@ def test_what_dynamic_padding_saves():
 
 def test_the_panels_coefficients_meet_the_simulation():
     bert = Recipe("bert-base", batch_size=16, attention="sdpa", padded=True)
-    memory = padding.memory_of(bert, "T4")
+    memory = padding.memory_of(bert, find_gpu("T4"))
 
     def panel(r, w):
         return memory["fixed"] + r * w * (memory["token"] + w * memory["pair"])
