@@ -104,8 +104,9 @@ def test_a_figure_of_another_run_is_rendered_reported_and_written(folder):
         ('data-trained="4"', "76%", "76", False),  # another text
         ('data-trained="4"', "−3%", "+1%", False),  # words for a sign
         ('data-trained="4"', "76%", "ZeroDivisionError: division by zero", False),
-        ('data-timed="2"', "3.0", "5.9", True),
-        ('data-timed="2"', "3.0", "6.1", False),
+        ('data-trained="x10"', "2e-10", "3e-11", True),
+        ('data-timed="x2"', "3.0", "5.9", True),
+        ('data-timed="x2"', "3.0", "6.1", False),
     ],
 )
 def test_a_figure_has_the_tolerance_of_its_kind(attribute, says, run, agrees):
