@@ -1,14 +1,10 @@
 """A chapter's own cells, run in a test."""
 
-import ast
-import re
-from html import unescape
 from pathlib import Path
 
 import nbformat
 import torch
 
-from memlab.book.claims import verdict
 from memlab.trace.tracer import Tracer
 
 CHAPTERS = Path(__file__).parent.parent / "chapters"
@@ -18,9 +14,9 @@ class Notebook:
     """Cells of one chapter by their ids: `code`, and `text` in Markdown."""
 
     def __init__(self, name):
-        self.cells = nbformat.read(CHAPTERS / f"{name}.ipynb", as_version=4).cells
+        cells = nbformat.read(CHAPTERS / f"{name}.ipynb", as_version=4).cells
         self.code, self.text = (
-            {cell.id: cell.source for cell in self.cells if cell.cell_type == kind}
+            {cell.id: cell.source for cell in cells if cell.cell_type == kind}
             for kind in ("code", "markdown")
         )
 
@@ -30,38 +26,6 @@ class Notebook:
         for name in names.split():
             exec(compile(self.code[name], f"cell {name}", "exec"), namespace)
         return namespace
-
-    def verdict(self, id, names):
-        """The word that the text's own expression gives of a statement, from these names."""
-        fold = next(t for t in self.text.values() if f'id="claim-{id.lower()}"' in t)
-        expression = unescape(re.search(r'data-figure="(verdict[^"]*)"', fold)[1])
-        deciding = [ast.parse(self.code[n]).body for n in self.code if n.startswith("decides")]
-        needed, steps = named(ast.parse(expression), ast.Load), []
-        for step in reversed(sum(deciding, [])):
-            if named(step, ast.Store) & needed:
-                needed |= named(step, ast.Load)
-                steps.insert(0, step)
-        exec(compile(ast.Module(steps, []), f"what decides {id}", "exec"), names)
-        return eval(expression, {"verdict": verdict} | names).partition(" ")[2]
-
-    def check_exercise(self, number, wrong, namespace, capsys):
-        """An exercise waits for an answer, takes its own solution, and tells a wrong one so."""
-        *before, asked = [name for name in self.code if name.startswith(f"exercise-{number}")]
-        self.run(" ".join([*before, asked]), namespace)
-        assert "Not answered yet" in capsys.readouterr().out
-        self.run(f"solution-{number}", namespace)  # asserts that its own check passes
-        capsys.readouterr()
-        source = self.code[asked].replace("answer = ...", f"answer = {wrong!r}")
-        exec(source, namespace)
-        assert "Not yet" in capsys.readouterr().out
-
-
-def named(tree, context):
-    """The names that a piece of code loads, or stores."""
-    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
-    found = {node.id for node in nodes if isinstance(node.ctx, context)}
-    made = context is ast.Store and isinstance(tree, ast.FunctionDef)
-    return found | {tree.name} if made else found
 
 
 def traced(training, step):

@@ -29,6 +29,7 @@ def card():
     assert before == (torch.cuda.is_available(), torch.Tensor.to, torch.Tensor.device)
 
 
+@pytest.mark.slow
 def test_it_answers_as_the_card():
     assert torch.cuda.is_available() and torch.cuda.get_device_name() == "Tesla T4"
     assert torch.cuda.get_device_capability() == (7, 5)
@@ -36,6 +37,7 @@ def test_it_answers_as_the_card():
     assert torch.ones(1, device="cuda").is_cuda
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -62,6 +64,7 @@ def test_what_is_made_on_the_card_says_so(make):
     assert torch.equal(back, tensor.to("cpu"))
 
 
+@pytest.mark.slow
 def test_the_host_stays_the_host():
     assert torch.ones(2).device.type == "cpu"
     on_card = torch.ones(2, device="cuda")
@@ -69,6 +72,7 @@ def test_the_host_stays_the_host():
     assert on_card.to(torch.ones(1)).device.type == "cpu"
 
 
+@pytest.mark.slow
 def test_tensors_of_two_places_do_not_meet():
     here, there = torch.ones(2, 2), torch.ones(2, 2, device="cuda")
     for mixed in (lambda: there @ here, lambda: here + there, lambda: nn.Linear(2, 2)(there)):
@@ -82,6 +86,7 @@ def test_tensors_of_two_places_do_not_meet():
     assert not here.is_cuda
 
 
+@pytest.mark.slow
 def test_gradients_go_where_their_tensors_are():
     weight = torch.ones(2, 2, requires_grad=True)
     moved = weight.cuda()
@@ -92,6 +97,7 @@ def test_gradients_go_where_their_tensors_are():
     assert layer.weight.grad.is_cuda
 
 
+@pytest.mark.slow
 def test_recomputation_meets_the_same_refusal():
     def mixes(x):
         return x * torch.ones(2)  # on the host
@@ -101,6 +107,7 @@ def test_recomputation_meets_the_same_refusal():
         checkpoint(mixes, x, use_reentrant=False)
 
 
+@pytest.mark.slow
 def test_what_is_saved_on_the_host_is_on_the_host():
     saved = []
     x = torch.ones(4, device="cuda", requires_grad=True)
@@ -112,6 +119,7 @@ def test_what_is_saved_on_the_host_is_on_the_host():
     assert saved[0].is_cuda and x.grad.is_cuda
 
 
+@pytest.mark.slow
 def test_a_file_brings_a_tensor_back_to_where_it_was(tmp_path):
     kept = {"card": torch.ones(2, device="cuda"), "host": torch.ones(2)}
     torch.save(kept, tmp_path / "kept")
@@ -120,6 +128,7 @@ def test_a_file_brings_a_tensor_back_to_where_it_was(tmp_path):
     assert not torch.load(tmp_path / "kept", map_location="cpu")["card"].is_cuda
 
 
+@pytest.mark.slow
 def test_a_kernel_written_in_python_runs():
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
@@ -129,17 +138,20 @@ def test_a_kernel_written_in_python_runs():
     assert (dequantize_4bit(codes, state) - weight).norm() < 0.2 * weight.norm()
 
 
+@pytest.mark.slow
 def test_a_product_of_a_cards_size_takes_no_time_of_the_cpu():
     left = torch.empty(2**17, 2**10, device="cuda", dtype=torch.float16)
     assert (left @ left[: 2**10].T).shape == (2**17, 2**10)
 
 
+@pytest.mark.slow
 def test_a_function_over_a_dimension_knows_its_place():
     table, rows = torch.arange(4, device="cuda"), torch.arange(4, device="cuda")
     found = torch.vmap(lambda row: table[row] + torch.ones((), device=row.device))(rows)
     assert found.is_cuda and found.tolist() == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_what_pytorch_compiles_itself_runs():
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -156,12 +168,14 @@ def test_what_pytorch_compiles_itself_runs():
     torch.testing.assert_close(out, whole)
 
 
+@pytest.mark.slow
 def test_numpy_does_not_read_the_card():
     with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
         torch.ones(2, device="cuda").numpy()
     assert torch.ones(2, device="cuda").cpu().numpy().sum() == 2
 
 
+@pytest.mark.slow
 def test_only_the_host_is_pinned():
     with pytest.raises(RuntimeError, match="cannot pin 'torch.cuda.FloatTensor'"):
         torch.ones(2, device="cuda").pin_memory()
@@ -171,6 +185,7 @@ def test_only_the_host_is_pinned():
     assert batch.is_pinned()
 
 
+@pytest.mark.slow
 def test_the_counters_count_blocks_and_workspaces():
     before = torch.cuda.memory_allocated()
     block = torch.empty(3 * MiB + 1, dtype=torch.uint8, device="cuda")
@@ -184,6 +199,7 @@ def test_the_counters_count_blocks_and_workspaces():
     assert torch.cuda.memory_allocated() - before == 512 + gpus.GPUS["T4"].workspace
 
 
+@pytest.mark.slow
 def test_a_full_card_runs_out_of_memory():
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory. Tried to allocate"):
         torch.empty(20 * 2**30, dtype=torch.uint8, device="cuda")
@@ -198,6 +214,7 @@ def in_a_fork(tensor, answers):
         answers.put("")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device, says", [("cuda", "Cannot re-initialize CUDA"), ("cpu", "")])
 def test_a_forked_worker_may_not_touch_the_card(device, says):
     fork = multiprocessing.get_context("fork")
@@ -216,6 +233,7 @@ def test_a_training_in_half_precision_learns_as_on_the_host():
     assert losses == [pytest.approx(loss) for loss in losses] and losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_the_meter_reads_the_counters():
     training = Training(Recipe("gpt2-tiny", batch_size=2, seq_len=16), "cuda")
     with Meter("cuda", empty_cache=False) as meter:
@@ -223,6 +241,7 @@ def test_the_meter_reads_the_counters():
     assert meter.footprint.peak_allocated == torch.cuda.max_memory_allocated()
 
 
+@pytest.mark.slow
 def test_a_simulation_is_as_it_was_and_meets_no_real_card():
     recipe = Recipe("gpt2-tiny", batch_size=2, seq_len=16)
     beside = simulate(recipe, "T4")

@@ -261,7 +261,7 @@ def trained(folder, recipe, **arguments):
         return gpu.footprint
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("changes", "arguments"),
     [
@@ -284,6 +284,7 @@ def test_the_trainer_holds_what_the_recipe_holds(changes, arguments, tmp_path):
         assert real.breakdown[category] == simulated.breakdown[category]
 
 
+@pytest.mark.slow
 def test_the_trainers_two_groups_of_parameters_step_one_after_the_other(tmp_path):
     """Weights with and without decay: the multi-tensor step copies one group's gradients."""
     recipe = TINY.but(optimizer="adamw_torch")
@@ -293,6 +294,7 @@ def test_the_trainers_two_groups_of_parameters_step_one_after_the_other(tmp_path
     assert 0 < simulated.peak_tensors - real.peak_tensors < 0.01 * simulated.peak_tensors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
 def test_accelerates_loop_runs(precision):
     with SimulatedGPU("A100-40GB") as gpu:

@@ -3,31 +3,26 @@
 import itertools
 import os
 import random
-import time
 
 import datasets
-import numpy as np
-import pandas as pd
 import pytest
 import torch
 from accelerate import Accelerator
 from notebook import Notebook
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import memlab
-from memlab import Recipe, find_records, models, simulate
 from memlab.book.chapters import dataloader
 from memlab.book.chapters.dataloader import Texts
-from memlab.book.chapters.loading import schedule, waits
+from memlab.book.chapters.loading import schedule
 
 CHAPTER = Notebook("11-dataloader")
-DEEPER = Notebook("11-dataloader-deeper")
 
 
 @pytest.fixture(scope="module")
 def loading():
     """The loader, and texts that cost nothing to load."""
-    namespace = CHAPTER.run("imports changed", {"memlab": memlab})
+    namespace = CHAPTER.run("imports changed store", {"memlab": memlab})
     return namespace | {"ids": torch.arange(64 * 64).reshape(64, 64) % 1024}
 
 
@@ -85,16 +80,6 @@ def test_workers_change_neither_order_nor_losses(loading):
     assert orders[0] != orders[1] != orders[2]
 
 
-def test_random_numbers_by_index_do_not_depend_on_the_workers(loading, capsys):
-    CHAPTER.run("chance-wrong chance-fixed chance-compared", loading)
-    wrong, right = capsys.readouterr().out.splitlines()
-    assert wrong.endswith("False False") and right.endswith("True True")
-    data = loading["MaskedByIndex"](loading["ids"])
-    first = data[3]["input_ids"]
-    data.epoch = 1
-    assert not torch.equal(data[3]["input_ids"], first)
-
-
 class Counting(torch.utils.data.SequentialSampler):
     asked = 0
 
@@ -113,34 +98,6 @@ def test_so_many_batches_are_under_way_as_the_text_says(workers, prefetch):
     assert sampler.asked // 8 == 1 + workers * (prefetch or 0)
 
 
-def test_uneven_batches_want_more_workers_or_deeper_prefetching(loading):
-    CHAPTER.run("uneven", loading)
-    even, ragged = loading["even"], loading["ragged"]
-    assert even[1] < 0.01 < ragged[1] and ragged[3] < ragged[2] < ragged[1]
-    shares = [waits(loading["uneven"], 4, p) for p in (1, 2, 4, 8)]
-    assert shares[0] > shares[1] > shares[2] >= shares[3]
-
-
-class Ragged(Dataset):
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, i):
-        time.sleep(0.04 if i % 10 == 4 else 0)
-        return i
-
-
-def test_out_of_order_every_sample_comes_in_another_order():
-    how = dict(num_workers=2, in_order=False) | dataloader.FORK
-    order = list(DataLoader(Ragged(), None, **how))
-    assert order != sorted(order) == list(range(40))
-
-
-def test_a_rank_gets_its_share_and_two_samples_come_twice(loading):
-    CHAPTER.run("ranks", loading)
-    assert sorted(sum(loading["shares_of"], [])) == [0, 0, 1, 1, *range(2, 10)]
-
-
 @pytest.mark.parametrize("more", [{}, {"persistent_workers": True}])
 def test_persistent_workers_stay(loading, more):
     loader = loading["load"](Texts(loading["ids"]), 2, **more)
@@ -149,55 +106,9 @@ def test_persistent_workers_stay(loading, more):
 
 
 def test_the_packed_store_gives_the_strings(loading):
-    CHAPTER.run("store", loading)
     strings = ["", "one", "zwölf \N{SNOWMAN}", "x" * 5000]
     store = loading["Packed"](strings)
     assert [store[i] for i in range(4)] == strings
-
-
-def test_a_worker_copies_a_list_that_it_reads_and_no_array(loading):
-    CHAPTER.run("store", loading)
-    strings = [f"{i} {'x' * 200}" for i in range(20_000)]
-    size, own = sum(map(len, strings)), {}
-    dataloader.private(None, len(strings))  # a process's first worker writes more pages
-    stores = {"nothing": None, "list": strings, "array": loading["Packed"](strings)}
-    for name, store in stores.items():
-        held, characters = dataloader.private(store, len(strings))
-        own[name] = held[-1]
-        assert characters == (0 if store is None else size)
-    assert own["list"] - own["nothing"] > size
-    assert own["array"] - own["nothing"] < 0.3 * size
-
-
-@pytest.fixture(scope="module")
-def deeper():
-    return DEEPER.run("imports", {"memlab": memlab})
-
-
-def test_a_collection_in_a_worker_copies_unless_frozen(deeper, capsys):
-    names = deeper | {"how": dict(num_workers=1) | dataloader.FORK}
-    DEEPER.run("freeze-data freeze-run freeze-run", names)
-    collected, frozen = capsys.readouterr().out.splitlines()[-2:]
-    assert float(collected.split()[1]) > float(frozen.split()[1]) + 10
-
-
-class Draws(Dataset):
-    """Random numbers of NumPy, from its global generator or one of its own."""
-
-    def __init__(self, own):
-        self.rng = np.random.default_rng(0) if own else None
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, i):
-        return self.rng.integers(1000) if self.rng else np.random.randint(1000)
-
-
-def test_own_generators_are_copied_and_numpys_is_seeded():
-    how = dict(num_workers=4, batch_size=1) | dataloader.FORK
-    own, seeded = ({int(n) for n in DataLoader(Draws(own), **how)} for own in (True, False))
-    assert len(own) == 1 < len(seeded)
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -207,36 +118,6 @@ class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         me = torch.utils.data.get_worker_info()
         return iter(range(me.id, 6, me.num_workers) if self.shared_out else range(6))
-
-
-@pytest.mark.parametrize("shared_out, times", [(False, 2), (True, 1)])
-def test_a_stream_arrives_once_for_each_worker_unless_shared_out(shared_out, times):
-    loader = DataLoader(Stream(shared_out), None, num_workers=2, **dataloader.FORK)
-    assert sorted(loader) == sorted([*range(6)] * times)
-
-
-def test_a_function_without_a_name_cannot_be_spawned(deeper):
-    with pytest.warns(UserWarning, match="pickle error"):
-        DEEPER.run("spawn-refused", deeper)
-    DEEPER.run("spawn-fixed", deeper)
-    assert (
-        b"default_collate" in deeper["sent"]
-        and "pickle" in deeper["refused"]
-        and "lambda" in deeper["refused"]
-    )
-
-
-def test_a_killed_worker_is_named(deeper):
-    DEEPER.run("dies-run dies-read", deeper)
-    assert "worker (pid" in deeper["killed"]
-
-
-def test_arguments_that_contradict_each_other(deeper, capsys):
-    DEEPER.run("arguments", deeper)
-    printed = capsys.readouterr().out
-    assert "prefetch_factor option could only be specified in multiprocessing" in printed
-    assert "persistent_workers option needs num_workers > 0" in printed
-    assert len(DataLoader(range(5), batch_size=8, drop_last=True)) == 0
 
 
 def test_what_only_a_gpu_measures_makes_its_table():
@@ -267,63 +148,12 @@ def test_tiles_and_waves_are_counted():
     assert all(0 < used(8 * n, 100, "A100-80GB") <= 1 for n in range(1, 99))
 
 
-def test_padding_a_vocabulary_takes_the_bytes_of_its_rows():
-    runs = []
-    for vocabulary in (1025, 1088):
-        config = models.config("gpt2-tiny")
-        config.vocab_size = vocabulary
-        runs.append(simulate(Recipe(config, seq_len=64)).breakdown)
-    wide = models.config("gpt2-tiny").hidden_size
-    few, many = runs
-    assert many["parameters"] - few["parameters"] == 63 * wide * 4
-    assert many["optimizer_states"] - few["optimizer_states"] == 63 * wide * 8
-
-
-def test_padded_logits_enter_the_loss_unless_masked(deeper):
-    DEEPER.run("padded-run", deeper)
-    assert deeper["logits"].shape[-1] == 64 * -(-(deeper["rows"] + 1) // 64) > deeper["rows"]
-    assert deeper["after"] > deeper["before"] + 1e-3
-    assert deeper["masked_loss"] == pytest.approx(deeper["before"], abs=1e-5)
-
-
-def test_trainer_and_accelerate_train_the_same(loading, capsys):
-    CHAPTER.run("trainer", loading | {"tokenizer": range(1024)})
-    plainly, helped = capsys.readouterr().out.splitlines()[-2:]
-    assert plainly == helped and len(plainly.split()) == 4
+def test_accelerate_gives_every_sample_once(loading):
     loader = loading["load"](Texts(loading["ids"][:24]), 2)
     prepared = Accelerator(cpu=True).prepare(loader)
     assert prepared.num_workers == 2
     one, other = ([i for b in x for i in b["index"].tolist()] for x in (loader, prepared))
     assert sorted(one) == sorted(other) == list(range(24))
-
-
-def test_verdicts():
-    names = CHAPTER.run("imports uneven", {"memlab": memlab})
-    runs = find_records("published", device="V100")
-    v100 = {run.name: run.figures["samples_per_second"] for run in runs}
-    names |= {"fast": None, "share": 3e-5, "v100": v100}
-    words = {id: CHAPTER.verdict(id, names) for id in ("D2", "D3", "D1")}
-    names = DEEPER.run("imports vocabulary-run vocabulary-said", {"memlab": memlab})
-    names |= {"products": None}
-    assert words.pop("D3") == DEEPER.verdict("B10", names) == "open"  # without a GPU
-    DEEPER.run("overview", names)
-    names |= {"saving": {1: 0.0, 16: 0.24}}
-    words["B1"] = DEEPER.verdict("B1", names)
-    assert set(words.values()) == {"holds with a condition"}
-    for padded, word in ((0.5, "holds with a condition"), (1.1, "does not hold")):
-        names["products"] = {"padded": padded, "as it is, again": 1.0}
-        assert DEEPER.verdict("B10", names) == word
-    names = {"share": 3e-5}
-    for pinned, word in (([12.0, 6.0], "does not hold"), ([6.0, 12.0], "holds with a condition")):
-        names["fast"] = pd.DataFrame({"pageable": [9.0, 9.0], "pinned": pinned})
-        assert CHAPTER.verdict("D3", names) == word
-
-
-@pytest.mark.parametrize("number, wrong", [(1, 3), (2, 100), (3, 12345)])
-def test_solutions_pass_their_check_and_wrong_answers_are_told_so(loading, capsys, number, wrong):
-    if number == 3:
-        CHAPTER.run("chance-wrong chance-fixed", loading)
-    CHAPTER.check_exercise(number, wrong, loading, capsys)
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2, 4])

@@ -165,6 +165,7 @@ def footprint(folder, dtype=torch.bfloat16, **settings):
     return gpu.footprint
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_gradients_and_states_are_those_of_the_model(folder, dtype):
     found = footprint(folder, dtype).breakdown
@@ -175,6 +176,7 @@ def test_weights_gradients_and_states_are_those_of_the_model(folder, dtype):
     assert found["optimizer_states"] == 2 * nbytes + 4 * len(weights)
 
 
+@pytest.mark.slow
 def test_each_layer_keeps_what_its_formula_says(folder):
     two, four = (footprint(folder, layers=layers).breakdown for layers in (2, 4))
     tokens, heads = BATCH * BLOCK, 4
@@ -188,6 +190,7 @@ def test_each_layer_keeps_what_its_formula_says(folder):
     assert four["activations"] - two["activations"] == 2 * kept
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint(folder):
     first = footprint(folder)
     second = footprint(folder, start=folder / "ckpt.pt")
@@ -198,6 +201,7 @@ def test_a_run_goes_on_from_its_checkpoint(folder):
     assert second.peak_allocated == first.peak_allocated + 512
 
 
+@pytest.mark.slow
 def test_its_switch_to_compile_is_refused():
     with SimulatedGPU("T4"):
         with pytest.raises(NotSimulated, match="torch.compile is not simulated") as error:

@@ -1060,7 +1060,7 @@ def run(script, folder, monkeypatch, gpu="T4", **settings):
     return try_script(as_file(script, folder), gpu=gpu, **settings)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "script, how, weights, gradients, states", SCRIPTS, ids=lambda it: getattr(it, "__name__", "")
 )
@@ -1078,6 +1078,7 @@ def test_it_trains_and_holds_what_is_reckoned(
     assert most(ran, "optimizer_states") == states
 
 
+@pytest.mark.slow
 def test_adapters_of_a_diffusion_model(tmp_path, monkeypatch, capsys):
     import_or_skip("diffusers")
     ran = run(text_to_image_lora, tmp_path, monkeypatch)
@@ -1090,6 +1091,7 @@ def test_adapters_of_a_diffusion_model(tmp_path, monkeypatch, capsys):
     assert most(ran, "optimizer_states") == 8 * adapters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script, status, error",
     [

@@ -72,6 +72,7 @@ def train(images, channels_last):
     return " ".join(map(str, (losses, top1, top5)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_it_holds_what_the_same_loop_holds_on_a_real_cpu(channels_last):
     images = torchvision.datasets.FakeData(24, (3, 128, 128), 10, torchvision.transforms.ToTensor())

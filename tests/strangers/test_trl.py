@@ -123,6 +123,7 @@ def test_supervised_finetuning(folder, words, how):
         assert rows == 2 and len({batch["input_ids"] for batch in batches}) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [{"packing": True}, {"padding_free": True, "max_length": None}], ids=str
 )

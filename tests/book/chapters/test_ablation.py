@@ -19,6 +19,8 @@ from memlab.book.chapters.ablation import (
     plainest,
 )
 
+pytestmark = pytest.mark.slow  # a browser beside Python: left to make nightly
+
 PLACES = list(itertools.product(("bert-large", "llama-3.2-1b"), ("T4", "RTX-4090")))
 NAMES = list(SWITCHES)
 

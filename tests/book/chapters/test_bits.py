@@ -12,6 +12,8 @@ from exact import exact_code, finite, interesting, value
 
 from memlab.book.chapters.bits import FORMATS, BitExplorer
 
+pytestmark = pytest.mark.slow  # a browser beside Python: left to make nightly
+
 TORCH = {
     "fp32": (torch.float32, torch.int32),
     "bf16": (torch.bfloat16, torch.int16),

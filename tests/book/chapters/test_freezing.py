@@ -5,9 +5,9 @@ import random
 import pytest
 
 from memlab import Recipe, simulate
-from memlab.book import small_config
-from memlab.book.chapters import freezing
 from memlab.book.chapters.freezing import FreezingPanel, Part, totals
+
+pytestmark = pytest.mark.slow  # a browser beside Python: left to make nightly
 
 BERT = Recipe("bert-large", batch_size=8, seq_len=512)
 FEW = [Part("embeddings", 5, 5, 10, 3, 0), Part("layer 1", 7, 7, 14, 9, 4)]
@@ -97,38 +97,3 @@ def test_bad_input_raises():
     shared = Recipe("deberta-v3-base-tiny", batch_size=1, seq_len=16)
     with pytest.raises(ValueError, match="no sum under this recipe"):
         FreezingPanel(shared)
-
-
-def test_a_layer_keeps_by_what_trains_below_it():
-    whole, lower, upper, lowest = map(freezing.kept_by_layer, freezing.TOYS.values())
-    one = whole[0]
-    assert whole == [one] * 6 and lower == [0] * 3 + [one] * 3
-    passes = upper[3]
-    assert 0 < passes < one and upper == [one] * 3 + [passes] * 3
-    assert lowest == [one] + [passes] * 5
-
-
-def test_lower_layers_save_more_than_upper_ones_in_memory_and_operations():
-    config = small_config("bert-large-tiny", num_hidden_layers=4)
-    recipe = Recipe(config, batch_size=4, seq_len=64)
-    upper = ("embeddings", "encoder.layer.2", "encoder.layer.3")
-    choices = {"none": "embeddings", "lower": ("embeddings", 2), "upper": upper, "all": "backbone"}
-    runs = {n: simulate(recipe.but(freeze=parts), "T4") for n, parts in choices.items()}
-    frame = freezing.choices_table(runs, "a model").data
-    kept, work = frame["activations"], frame["operations, %"]
-    assert kept["lower"] < 0.6 * kept["none"] < 0.75 * kept["none"] < kept["upper"]
-    assert frame["optimizer states"]["lower"] == frame["optimizer states"]["upper"]
-    assert work["lower"] < work["upper"] < work["none"] == 100
-    assert work["all"] == pytest.approx(100 / 3, 0.05)  # a forward pass
-
-
-def test_the_twins_are_as_predicted_and_each_is_timed():
-    live, took = freezing.twins(rounds=1)
-    for name, (guess, found) in live.items():
-        for part in ("parameters", "gradients", "inputs", "buffers"):
-            assert guess.breakdown[part] == found.breakdown[part], (name, part)
-        # A T4's fused attention keeps other sums of its rows than a CPU's.
-        kept = found.breakdown["activations"]
-        assert guess.breakdown["activations"] == pytest.approx(kept, rel=0.02)
-    frame = freezing.twins_table(live, took).data
-    assert list(frame.index) == [*live, "nothing, again"] and frame["time"].notna().all()

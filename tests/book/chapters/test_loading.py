@@ -4,6 +4,8 @@ import pytest
 
 from memlab.book.chapters.loading import LoaderLanes, figures
 
+pytestmark = pytest.mark.slow  # a browser beside Python: left to make nightly
+
 
 @pytest.fixture(scope="module")
 def page(open_once):

@@ -1,8 +1,6 @@
 """What the chapter on measuring shows: contexts, masks, messages and quartiles, by hand."""
 
 import numpy as np
-import pandas as pd
-import pytest
 import torch
 
 from memlab import Recipe, gpus, measure, simulate
@@ -16,27 +14,10 @@ Of the allocated memory 14.29 GiB is allocated by PyTorch, and 133.08 MiB is res
 but unallocated."""
 
 
-def texts(figure):
-    return [text.get_text().strip() for ax in figure.axes for text in ax.texts]
-
-
-def test_three_lengths_are_drawn_with_their_gibibytes():
-    run = simulate(Recipe("bert-large-tiny", seq_len=32), gpu="T4")
-    used = run.peak_reserved + run.context
-    lengths = run.peak_allocated, run.peak_reserved, used
-    figure = measuring.lengths_figure(run, gpus.GPUS["T4"])
-    assert texts(figure) == [*(f"{n / 2**30:.2f}" for n in lengths), "T4"]
-
-
 def test_contexts_that_are_assumed_were_seen_by_nobody():
     found = measuring.contexts(CPU)
     assert found["T4"] == gpus.GPUS["T4"].context and not {"A10", "L40S"} & found.keys()
     assert 5 < len(found) < len(gpus.GPUS) and min(found.values()) > 50 * MiB
-
-
-def test_scores_of_all_layers():
-    recipe = Recipe("bert-large", batch_size=4, seq_len=512)
-    assert measuring.softmax_inputs(recipe) == 24 * 4 * 4 * 16 * 512**2
 
 
 def test_a_cpu_keeps_the_wider_masks_and_nothing_else():
@@ -65,19 +46,3 @@ def test_attempts_are_told_apart_whatever_becomes_of_them():
     grows, falls = np.arange(100.0), np.arange(100.0)[::-1]
     passing = np.concatenate([[0, 3, 0], grows, falls, [3, 0, 0], grows / 2, falls / 2, [0]])
     assert measuring._ends_of_attempts(passing) == [201, 402]
-
-
-def test_a_second_experiment_begins_where_the_first_did():
-    cleared, library = measuring.two_experiments()
-    assert cleared.loc["first"].equals(cleared.loc["second"])
-    assert cleared.loc["first", "allocated after"] == pytest.approx(library, abs=0.01)
-    first, second = measuring.live_experiments(CPU)
-    assert first == second
-
-
-def test_quartiles_leave_the_first_out():
-    times = {"A": [99.0, 99.0, 1.0, 2.0, 3.0], "B": [50.0, 50.0, 4.0, 4.0, 4.0]}
-    frame = measuring.quartiles(times)
-    assert frame["median"].tolist() == [2, 4] and frame["/ A"].tolist() == ["1.00", "2.00"]
-    assert frame.loc["A", "quartiles"] == "1.5 to 2.5"
-    pd.testing.assert_series_equal(frame["first"], pd.Series({"A": 99.0, "B": 50.0}, name="first"))

@@ -4,38 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from memlab import Footprint, Recipe, find_gpu, formula, models, simulate
+from memlab import Recipe, find_gpu, formula, models, simulate
 from memlab.book.chapters import packed_rows, padding
 
 TEXTS = [[5, 6, 7], [8] * 9, [9, 10]]
 
 
-def in_order(lengths, size, seed=0):
-    numbers = list(range(len(lengths)))
-    return [numbers[i : i + size] for i in range(0, len(numbers), size)]
-
-
-def test_pixels_are_texts_and_padding():
-    single = padding.canvas([2, 4, 3], [[[0], [1]], [[2]]], limit=6)
-    assert single.tolist() == [[1, 1, 3, 3, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0]]
-    packed = padding.canvas([2, 3], [[[0, 1]]], 6, width=6)
-    assert packed.tolist() == [[1, 1, 2, 2, 2, 3]]
-
-
-def test_a_plan_peaks_where_its_worst_batch_does():
-    peaks = {(2, 8): Footprint(2**20, None, {}, "forward"), (1, 4): None}
-    table = padding.plan_table({"a": [(1, 4), (2, 8)]}, peaks, needed=10)
-    assert table.loc["a"].tolist() == [0.5, 1.0, "2 x 8", 20]
-
-
 def test_a_card_that_cannot_run_the_recipe_gives_a_line_and_no_panel(capsys):
     assert padding.memory_of(Recipe("bert-base", precision="bf16"), find_gpu("T4")) is None
     assert "T4 has no native bfloat16" in capsys.readouterr().out
-
-
-def test_what_dynamic_padding_saves():
-    assert padding.saved([10, 50, 20, 20, 40, 4], in_order, 64, 2) == pytest.approx(1 - 220 / 384)
-    assert padding.saved([900, 900], in_order, 512, 2) == 0  # cut, and nothing to save
 
 
 def test_the_panels_coefficients_meet_the_simulation():
@@ -51,21 +28,6 @@ def test_the_panels_coefficients_meet_the_simulation():
         # The panel is a plane; what is left of segments that blocks share lies beside it.
         height = formula(bert.but(batch_size=r, seq_len=w), gpu="T4").peak_allocated
         assert max(memory["least"], panel(r, w)) == pytest.approx(height, rel=5e-3)
-
-
-def test_ratios_are_to_the_first_name_in_the_same_round():
-    model = torch.nn.Bilinear(4, 4, 1)
-
-    def batch(n):
-        x = torch.ones(n, 4)
-        return {"input_ids": x, "x": x}
-
-    frame = padding.time_ratios(
-        lambda input_ids, x: model(input_ids, x), {"one": [batch(2)], "two": [batch(2), batch(4)]}
-    )
-    assert frame.loc["one", ["tokens", "time", "lowest", "highest"]].tolist() == [1, 1, 1, 1]
-    assert frame["tokens"]["two"] == 3
-    assert frame["lowest"]["two"] <= frame["time"]["two"] <= frame["highest"]["two"]
 
 
 def test_one_row_has_borders_and_blocks():

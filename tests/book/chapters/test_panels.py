@@ -9,6 +9,8 @@ import pytest
 
 from memlab.book.chapters.panels import PaddingExplorer, TilePlayer
 
+pytestmark = pytest.mark.slow  # a browser beside Python: left to make nightly
+
 LENGTHS = [random.Random(i).randrange(1, 700) for i in range(300)]
 MEMORY = {"least": 2**30, "fixed": 2**29, "token": 2**18, "pair": 2**8, "room": 2**32}
 MEMORY |= {"what": "a model on <b>a card</b>"}

@@ -6,6 +6,8 @@ import torch
 from memlab.book.chapters import ruler
 from memlab.book.chapters.ruler import BLOCKS, QuantizationRuler, figures
 
+pytestmark = pytest.mark.slow  # a browser beside Python: left to make nightly
+
 
 @pytest.fixture(scope="module")
 def page(open_once):

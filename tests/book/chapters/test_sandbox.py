@@ -10,6 +10,8 @@ from memlab.card.memory import CardMemory
 from memlab.gpus import ANY_CARD, find_gpu
 from memlab.units import MiB
 
+pytestmark = pytest.mark.slow  # a browser beside Python: left to make nightly
+
 SIZES = [1, 512, 513, 1000, 300_000, MiB, MiB + 1, 3 * MiB, 5 * MiB, 8 * MiB, 10 * MiB - 512]
 SIZES += [10 * MiB, 12 * MiB, 19 * MiB - 1024, 20 * MiB, 25 * MiB + 1, 31 * MiB]
 

@@ -8,6 +8,8 @@ from memlab import SimulatedGPU
 from memlab.book.chapters.segments import SegmentFilm, figures, held
 from memlab.card.kernels.rules import RULES
 
+pytestmark = pytest.mark.slow  # a browser beside Python: left to make nightly
+
 WIDTH, ROWS = 256, 4096
 UNIT = WIDTH * ROWS * 4
 

@@ -7,6 +7,8 @@ import torch
 
 from memlab.book.chapters.softmax import ROWS, VALUES, RunningSoftmax, running, whole
 
+pytestmark = pytest.mark.slow  # a browser beside Python: left to make nightly
+
 
 @pytest.fixture(scope="module")
 def page(open_once):
