@@ -149,7 +149,7 @@ pages: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" tests/test_book.py
 
 # Chapters on a card that stands in for a reader's (tools/standin_card.py), all of them unless some are named.
-# What such a card refuses has its unit tests, which `make test` runs.
+# What such a card refuses has its unit tests (tests/test_standin_card.py).
 CARDS := T4 H100
 CHAPTERS :=
 standin: $(READY)
