@@ -79,8 +79,12 @@ def draw_step(run: Footprint) -> Figure:
     Above each phase stands the highest sum of all kinds in it.
     """
     fig, ax = drawing.sheet(3.45)
-    x = 0.1 + drawn_at(run) * (drawing.WIDTH - 0.2) / sum(WIDTHS.values())
-    starts = {p: x[run.timeline.phases.index(p)] for p in WIDTHS}
+    inch = (drawing.WIDTH - 0.2) / sum(WIDTHS.values())
+    x = 0.1 + drawn_at(run) * inch
+    # A fused step allocates nothing and has no moments of its own, only what waits before it.
+    waits = max(i for i, p in enumerate(run.timeline.phases) if p == Phase.BACKWARD)
+    edges = 0.1 + np.cumsum([0, *WIDTHS.values()][:-1]) * inch
+    starts = dict(zip(WIDTHS, edges, strict=True))
     _, bins = np.unique((x / 0.02).astype(int), return_index=True)  # of moments, as fine as seen
     levels, x = run.timeline.levels, x[bins]
     lanes = {kind: np.maximum.reduceat(levels[kind], bins) / GiB for kind in KINDS}
@@ -99,9 +103,10 @@ def draw_step(run: Footprint) -> Figure:
         words = f"{kind.replace('_', ' ')} {lane.max():.1f} GiB"
         drawing.say(ax, at, middle, words, ha=side, color=colour, va="center_baseline")
         base += lane.max() * scale + 0.09
-    worst = run.worst_of_each_phase()
+    worst, after = run.worst_of_each_phase(), run.timeline.totals()[waits]
+    worst = {phase: worst.get(phase, after) for phase in WIDTHS}
     for phase, start in starts.items():
-        width = WIDTHS[phase] * (drawing.WIDTH - 0.2) / sum(WIDTHS.values())
+        width = WIDTHS[phase] * inch
         is_peak = worst[phase] == max(worst.values())
         most = f"{'peak' if is_peak else 'all'} {worst[phase] / GiB:.1f} GiB"
         look = {"fontsize": drawing.SMALL, "weight": "bold" if is_peak else "normal"}
