@@ -1,9 +1,9 @@
 """Record anew the traces that come with memlab, after a rule has changed and with it the format.
 
     python tools/record_traces.py            what is missing; all where the format is another
-    python tools/record_traces.py --check 40 so many, at random: status 1 if they are not those that
-                                             are kept, and `FORMAT` of memlab/predict/store.py is to
-                                             be raised
+    python tools/record_traces.py --check 40 so many, at random: if they are those that are kept,
+                                             these are of today's releases, too; else status 1, and
+                                             `FORMAT` of memlab/predict/store.py is to be raised
 
 It goes through what the pages' calculator and the planner ask for, on cards with flash attention
 and without, and through the runs of `memlab record`, on two processes, for about an hour; what is
@@ -172,6 +172,7 @@ def check(number: int) -> None:
                 differing.append(f"{[name for name in now if was.get(name) != now[name]]} of {key}")
     if differing:
         sys.exit("\n".join(["other events than those kept: raise FORMAT, record anew", *differing]))
+    stamp()
 
 
 def with_fixed_hashes() -> None:

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from helpers import of_the_recipe
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from memlab import Recipe, SimulatedGPU, formula, simulate
@@ -68,6 +69,6 @@ def test_the_errors_that_are_told_are_of_every_way_to_share():
     told = json.loads(ERRORS.read_text())
     assert set(told) == {"ddp", "zero1", "zero2", "zero3"}
     assert all(0 <= one["median"] <= one["worst"] and one["recipes"] >= 10 for one in told.values())
-    (said,) = formula(ALONE.but(ranks=2, sharding="zero3"), "L4").assumptions
+    (said,) = of_the_recipe(formula(ALONE.but(ranks=2, sharding="zero3"), "L4").assumptions)
     assert f"{told['zero3']['median']:.1%} in the median" in said
-    assert not formula(ALONE, "L4").assumptions
+    assert not of_the_recipe(formula(ALONE, "L4").assumptions)
