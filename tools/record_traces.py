@@ -25,7 +25,7 @@ from memlab import Recipe, models
 from memlab.evidence.grid import grid_runs
 from memlab.gpus import ANY_CARD, find_gpu
 from memlab.planner.space import NF4
-from memlab.predict.shipped import FOLDER, Shipped, divided, file_of
+from memlab.predict.shipped import FOLDER, NO_TRACE, Shipped, divided, file_of
 from memlab.predict.store import FORMAT, installed, text_of
 from memlab.predict.structure import structures
 from memlab.predict.traces import keys_of, record, usual_sizes
@@ -124,8 +124,13 @@ def recorded(cases: list[tuple]) -> dict[str, str]:
     found = {}
     for case in cases:
         halves = record(*case) or (None, None)
-        found |= {key: text_of(half) for key, half in zip(keys(case), halves, strict=True)}
+        found = joined(found, dict(zip(keys(case), map(text_of, halves), strict=True)))
     return found
+
+
+def joined(kept: dict[str, str], new: dict[str, str]) -> dict[str, str]:
+    """Lines by their keys; a case without a trace leaves a half that another one gave."""
+    return new | kept | {key: line for key, line in new.items() if line != NO_TRACE}
 
 
 def write(lines: dict[str, str]) -> None:
@@ -136,7 +141,7 @@ def write(lines: dict[str, str]) -> None:
         by_structure.setdefault(structure, {})[rest] = line
     FOLDER.mkdir(exist_ok=True)
     for structure, found in by_structure.items():
-        kept = shipped.lines(structure) | found
+        kept = joined(shipped.lines(structure), found)
         text = "\n".join(itertools.chain.from_iterable(sorted(kept.items())))
         new = FOLDER / "new"
         new.write_bytes(lzma.compress(text.encode(), preset=6))

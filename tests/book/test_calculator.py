@@ -150,7 +150,7 @@ def drawn_settings(page, number):
             "gpu": draw.choice([*GPUS, BY_SIZE]),
             "gib": draw.choice([8, 24, 95.5]),
             "batch_size": draw.choice([1, 2, 3, 8, 17, 64]),
-            "seq_len": draw.randint(1, longest + 8),
+            "seq_len": draw.randint(1, longest + longest // 8),
             "accumulation": draw.choice([1, 1, 2, 16]),
             "lora_rank": draw.choice([1, 8, 13, 64]),
         }
@@ -174,7 +174,7 @@ def assert_same(found, wanted):
 @pytest.fixture(scope="module")
 def drawn(whole):
     """Pairs of settings and what the page answers to them."""
-    asked = drawn_settings(whole, 1000)
+    asked = drawn_settings(whole, 300)
     return list(zip(asked, in_page(whole, asked), strict=True))
 
 
@@ -191,7 +191,7 @@ def test_it_says_what_python_says(drawn):
         else:
             answered += 1
             assert_same(found["found"], wanted)
-    assert answered >= 100 and refused >= {"precision", "seq_len", "base"}
+    assert answered >= 30 and refused >= {"precision", "seq_len", "base"}
 
 
 def test_fit_keeps_the_margin_of_fits(drawn):
@@ -208,8 +208,7 @@ def test_fit_keeps_the_margin_of_fits(drawn):
     assert verdicts == {"fits", "may fit", "does not fit"}
 
 
-@pytest.mark.parametrize("gpu", ["T4", "V100", "L4"])
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("gpu", "shared"), [("T4", True), ("V100", False), ("L4", True)])
 def test_it_says_what_is_simulated(page, gpu, shared):
     """The page is not only Python's twin: of cards with flash attention and without."""
     values = LLAMA | {"num_hidden_layers": 3, "hidden_size": 512, "intermediate_size": 1024}
@@ -316,9 +315,9 @@ PHI = {
 
 
 @pytest.mark.parametrize(
-    ("config", "model"), [(QWEN, "qwen3-8b"), (GEMMA, "gemma-3-4b"), (PHI, "phi-4")]
+    ("config", "model", "gpu"),
+    [(QWEN, "qwen3-8b", "RTX-4090"), (GEMMA, "gemma-3-4b", "T4"), (PHI, "phi-4", "RTX-4090")],
 )
-@pytest.mark.parametrize("gpu", ["RTX-4090", "T4"])
 def test_a_pasted_config_is_what_a_simulation_says(page, config, model, gpu):
     half = "fp16-amp" if gpu == "T4" else "bf16-amp"
     page.put(model="a pasted config.json", config=json.dumps(config), gpu=gpu, seq_len=512)

@@ -2,6 +2,8 @@
 
 import lzma
 import random
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,10 @@ from memlab.predict.traces import (
     traces_of_any_release,
     usual_sizes,
 )
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+import record_traces  # noqa: E402
 
 RECIPE = Recipe("gpt2", seq_len=64, precision="fp16-amp", attention="sdpa")
 
@@ -107,6 +113,18 @@ def test_what_does_not_hold_is_recorded_anew(other_torch, monkeypatch):
     assert store.text_of(halves[0]) != store.text_of(shipped[keys[0]])
     assert module_of_traces.is_as_run(recipe, card, of_halves, halves)
     assert not module_of_traces.is_as_run(recipe, card, of_halves, [shipped[key] for key in keys])
+
+
+def test_a_recipe_without_a_trace_takes_away_no_half_of_another():
+    """Passes that have none are recorded with updates that others have, too."""
+    nothing, half = module.NO_TRACE, "{}"
+    kept = record_traces.joined({"passes": nothing, "updates": half}, {"updates": nothing})
+    assert kept == {"passes": nothing, "updates": half}
+    assert record_traces.joined(kept, {"passes": half, "new": nothing}) == {
+        "passes": half,
+        "updates": half,
+        "new": nothing,
+    }
 
 
 @pytest.mark.parametrize("damage", [b"", b"half a fi", lzma.compress(b"a key\n{}")])
