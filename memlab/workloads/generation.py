@@ -99,6 +99,8 @@ class Generation:
         heads, size = head_shape(config)
         zero = torch.zeros((), dtype=self.model.dtype, device=self.text.device)
         for layer in getattr(cache, "self_attention_cache", cache).layers:
+            if not hasattr(layer, "update"):
+                continue  # linear attention: its state does not grow with the text
             window = getattr(layer, "sliding_window", None)
             tokens = min(self.skipped, window or self.skipped)
             layer.update(*[zero.expand(batch, heads, tokens, size)] * 2)

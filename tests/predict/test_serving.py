@@ -71,6 +71,12 @@ def test_layers_of_linear_attention_keep_no_keys():
     assert kv_cache_bytes("qwen3.5-9b", 131_072) == 8 * 2 * 4 * 256 * 2 * 131_072 == 4 * GiB
 
 
+def test_states_of_linear_attention_stay_while_steps_are_skipped():
+    serving = TINY.but(model="qwen3.5-9b-tiny", new_tokens=9)
+    card, here = simulate(serving), measure_serving(serving)
+    assert tensors(card.decode)["kv_cache"] == tensors(here.decode)["kv_cache"]
+
+
 def test_the_loop_writes_what_generate_writes():
     generation = Generation(TINY.but(new_tokens=9))
     given = generation.text

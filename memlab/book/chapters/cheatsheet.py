@@ -70,7 +70,7 @@ bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)
 
 No fused attention (14) | attn_implementation="eager"
 | the matrix of all pairs of tokens, which plain Llama stores, too
-| always, but to look at the weights of attention
+| always, but for attention's weights, or where no kernel is fused
 
 Mixed precision, 8-bit AdamW, checkpointing (6 to 8)
 | bf16=True, optim="adamw_8bit", activation_checkpointing=True
