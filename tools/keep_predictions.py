@@ -5,7 +5,9 @@ recorded.
 
 Of the files named, or of all. It takes a quarter of an hour; the book's page on accuracy reads the
 file instead. Run it after an update of torch, transformers, peft or bitsandbytes, and where a
-change of memlab changes a figure. A run that cannot be simulated is kept with the reason.
+change of memlab changes a figure. A run that cannot be simulated is kept with the reason. At the
+end it prints each source's errors of bytes and of seconds before and after, so that no constant is
+changed for the sake of one card.
 
     PYTHONPATH=older-peft/src python tools/keep_predictions.py --release published-peft-l40s.json
 
@@ -14,6 +16,7 @@ adds what is said with a library's release of the runs in place of today's, wher
 """
 
 import json
+import statistics
 import sys
 import textwrap
 from datetime import date
@@ -21,6 +24,7 @@ from datetime import date
 from tqdm import tqdm
 
 from memlab import Recipe
+from memlab.evidence.accuracy import compare_kept
 from memlab.evidence.load_orders import simulate_ways
 from memlab.evidence.loops import PREDICTIONS, kept_predictions, simulate_loop
 from memlab.evidence.records import card_files, load
@@ -48,15 +52,29 @@ def said_of(run) -> dict:
 def main(files, release=False):
     kept = kept_predictions()
     found, about = kept.pop("runs"), kept
-    if not release:
+    if not (release or files):  # else most are still of the releases before
         about = {"date": date.today().isoformat(), "versions": versions()}
-    for name, path in card_files().items():
-        if name not in (files or [name]):
-            continue
+    chosen = {n: path for n, path in card_files().items() if n in (files or [n])}
+    before = {name: errors(name) for name in chosen if name in found}
+    for name, path in chosen.items():
         said = found.setdefault(name, {})
         for run in tqdm(load(path), path.stem):
             said[run.name] = _joined(said.get(run.name, {}), said_of(run), release)
             write(about, found)  # what is finished is kept, whatever comes
+    for name in chosen:
+        print(f"{name}: {before.get(name, 'new')} -> {errors(name)}")
+
+
+def errors(file: str) -> str:
+    """Median errors of what is kept of a file's runs, of bytes and of seconds."""
+    words = []
+    for kind, timed in (("bytes", False), ("seconds", True)):
+        rows = [one for one in compare_kept(file) if (one.figure == "seconds") == timed]
+        found = [one.error for one in rows if one.error is not None]
+        if found:
+            median, size = statistics.median(found), statistics.median(map(abs, found))
+            words.append(f"{len(found)} {kind} {median:+.1%} (size {size:.1%})")
+    return ", ".join(words)
 
 
 def write(about: dict, found: dict):

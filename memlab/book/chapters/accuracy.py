@@ -47,6 +47,7 @@ SOURCES = {
     "published-fitcheck-t4.json": "LoRA, QLoRA, T4",
     "published-peft-l40s.json": "PEFT's methods, L40S",
     "published-llm-foundry-a100.json": "MPT, FSDP, 8 to 128 A100",
+    "published-llm-foundry-h100.json": "MPT, FSDP, 8 to 64 H100",
     "published-torchtitan-h100.json": "Llama 3.1 8B, FSDP, H100",
     "published-fsdp-qlora-rtx.json": "Llama 2 7B, 2 GeForce cards",
 }
