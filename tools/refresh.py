@@ -1,4 +1,4 @@
-"""Make everything anew that is kept and made by a program, in the order in which one needs the other.
+"""Make everything anew that a program makes and the repository keeps, each after what it needs.
 
     python tools/refresh.py             all of it, some three hours on two cores
     python tools/refresh.py predictions from there on
