@@ -118,6 +118,15 @@ def test_a_figure_has_the_tolerance_of_its_kind(attribute, says, run, agrees):
     assert FIGURES["is_wrong"](row) == (not agrees and "timed" not in attribute)
 
 
+def test_a_readers_link_to_a_page_that_is_no_notebook_leads_to_the_repository():
+    text = "[cited](references.md#dao), [next](06-amp.ipynb#measure), [far](https://a.b/c.md)"
+    notebook = {"cells": [{"cell_type": "markdown", "metadata": {}, "source": [text]}]}
+    (cell,) = FIGURES["for_readers"](notebook)["cells"]
+    assert "/blob/main/chapters/references.md#dao)" in cell["source"]
+    assert cell["source"].startswith("[cited](https://github.com/")
+    assert cell["source"].endswith(text.partition(", ")[2])
+
+
 def test_what_serves_the_text_alone_stops_neither_reader_nor_build(folder):
     file = folder / "run" / "with.ipynb"
     notebook = nbformat.read(file, 4)

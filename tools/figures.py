@@ -38,11 +38,15 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+
 from memlab.book.claims import rests_on_a_clock
 
 FIGURE = re.compile(
     r'<span data-figure="([^"]*)"(?:\s+data-(trained|timed)="([^"]*)")?>([^<]*)</span>'
 )
+PAGE = re.compile(r"\]\(([\w-]+\.md)\b")  # a link to a page that is no notebook
+ROOT = Path(__file__).resolve().parent.parent
 NUMBER = re.compile(r"[-−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 MIME = "application/vnd.memlab.figures+json"
 TAG = "figures"
@@ -192,8 +196,17 @@ def written(notebook: dict, values: dict[str, list[str]], keep=lambda figure, va
 
 
 def for_readers(notebook: dict) -> dict:
-    """The notebook without the cells that only serve the text."""
+    """The notebook without the cells that only serve the text.
+
+    Links to pages that are no notebooks lead to the repository: they are not beside the notebook
+    where a reader opens it.
+    """
+    config = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))
+    pages = f"]({config['repository']['url']}/blob/main/chapters/"
     cells = [c for c in notebook["cells"] if FOR_THE_TEXT not in c["metadata"].get("tags", ())]
+    for cell in cells:
+        if cell["cell_type"] == "markdown":
+            cell["source"] = PAGE.sub(pages + r"\1", "".join(cell["source"]))
     return notebook | {"cells": cells}
 
 
