@@ -5,8 +5,6 @@ import torch
 from notebook import Notebook, assert_same_run, traced
 
 from memlab import Recipe, find_gpu, models, simulate
-from memlab.book import small_config
-from memlab.book.chapters import low_rank
 from memlab.workloads.training import Training
 
 CHAPTER = Notebook("13-lora")
@@ -14,16 +12,24 @@ CHAPTER = Notebook("13-lora")
 
 @pytest.fixture(scope="module")
 def chapter():
-    return CHAPTER.run("imports lora-linear lora-start merge")
+    return CHAPTER.run("imports adapter-weights lora-linear lora-start merge")
+
+
+def with_the_random_half_of(shown, library, kind):
+    """peft's matrices A, in the shown adapters."""
+    start = dict(library.model.named_parameters())
+    for name, layer in shown.model.named_modules():
+        if isinstance(layer, kind):
+            layer.A.weight.data.copy_(start[f"base_model.model.{name}.lora_A.default.weight"])
 
 
 @pytest.mark.parametrize("rank", [1, 8])
 def test_the_shown_adapters_and_the_recipe_agree(chapter, rank):
     recipe = Recipe("llama-3-8b-tiny", batch_size=2, seq_len=32)
     shown, library = Training(recipe), Training(recipe.but(lora_rank=rank))
-    shown.optimizer = chapter["lora_start"](shown.model, rank, low_rank.LINEAR)
+    shown.optimizer = chapter["lora_start"](shown.model, rank, chapter["LINEAR"])
     shown.optimizer.param_groups[0]["lr"] = library.optimizer.param_groups[0]["lr"]
-    low_rank.same_start(shown.model, library.model)
+    with_the_random_half_of(shown, library, chapter["LoRALinear"])
 
     def shown_step():
         return chapter["train_step"](shown.model, shown.optimizer, shown.batches[0])
@@ -34,7 +40,7 @@ def test_the_shown_adapters_and_the_recipe_agree(chapter, rank):
 def test_merge_equals_adapter_for_both(chapter):
     recipe = Recipe("llama-3-8b-tiny", batch_size=2, seq_len=32)
     shown, library = Training(recipe), Training(recipe.but(lora_rank=4))
-    optimizer = chapter["lora_start"](shown.model, 4, low_rank.LINEAR)
+    optimizer = chapter["lora_start"](shown.model, 4, chapter["LINEAR"])
     for start in (optimizer, library.optimizer):
         start.param_groups[0]["lr"] = 1e-2
     untouched = shown.model(**shown.batches[0]).logits
@@ -52,37 +58,15 @@ def test_merge_equals_adapter_for_both(chapter):
     assert not any(isinstance(m, chapter["LoRALinear"]) for m in shown.model.modules())
 
 
-def test_two_layers_tell_what_the_whole_model_takes(chapter):
-    recipe = Recipe("llama-3-8b-tiny", seq_len=64, precision="bf16", lora_rank=4)
-    recipe = recipe.but(checkpointing=True, lora_targets="q_proj,v_proj")
-    deep = recipe.but(model=small_config(recipe.model, num_hidden_layers=3))
-    by_layers, at_once = (run(deep, "L4") for run in (low_rank.whole, simulate))
-    assert by_layers.trainable_parameters == at_once.trainable_parameters
-    for name in ("parameters", "gradients", "optimizer_states", "activations"):
-        assert by_layers.breakdown[name] == at_once.breakdown[name], name
-    assert by_layers.peak_allocated == pytest.approx(at_once.peak_allocated, rel=1e-3)
-    times = by_layers.step_seconds, at_once.step_seconds
-    assert times[0].flops == times[1].flops
-    assert times[0].expected == pytest.approx(times[1].expected, rel=0.01)
-    assert sum(times[0].parts.values()) == pytest.approx(times[0].expected)
+@pytest.mark.parametrize("names", ["all-linear", "q_proj,v_proj"])
+def test_adapter_weights_are_those_that_peft_makes(chapter, names):
+    recipe = Recipe("llama-3-8b-tiny", seq_len=16, lora_rank=4, lora_targets=names)
+    asked = [] if names == "all-linear" else [names.split(",")]
+    counted = chapter["adapter_weights"]("llama-3-8b-tiny", 4, *asked)
+    assert counted == Training(recipe).trainable_parameters
 
 
-def test_adapter_weights_are_those_that_peft_makes():
-    for targets in (None, ("q_proj", "v_proj")):
-        recipe = Recipe("llama-3-8b-tiny", seq_len=16, lora_rank=4)
-        recipe = recipe.but(lora_targets=targets or "all-linear")
-        counted = low_rank.adapter_weights("llama-3-8b-tiny", 4, targets)
-        assert counted == Training(recipe).trainable_parameters
-
-
-def test_peft_passes_over_what_memlab_refuses():
-    assert low_rank.peft_takes(8, ["q_proj", "value_proj"]).startswith("['q_proj']")
-    assert low_rank.peft_takes(512, ["q_proj"]).startswith("['q_proj']")
-    for rank in (0, -1):
-        with pytest.raises(ValueError, match="positive integer"):
-            low_rank.peft_takes(rank, ["q_proj"])
-    with pytest.raises(ValueError, match="not found in the base model"):
-        low_rank.peft_takes(8, ["value_proj"])
+def test_memlab_refuses_what_peft_passes_over():
     tiny = Recipe("llama-3-8b-tiny", batch_size=2, seq_len=64)
     with pytest.raises(ValueError, match="lora_targets holds value_proj.*q_proj"):
         Training(tiny.but(lora_rank=8, lora_targets="q_proj,value_proj"))

@@ -1,0 +1,82 @@
+"""One table for a recipe: what is predicted, and beside it what was found, here and elsewhere."""
+
+from __future__ import annotations
+
+import os
+
+import pandas as pd
+import torch
+from pandas.io.formats.style import Styler
+
+from memlab.book import show
+from memlab.evidence.records import find_records
+from memlab.footprint import Footprint
+from memlab.gpus import GPU, find_gpu, gpu_of_device
+from memlab.predict.fit import fits
+from memlab.predict.measure import measure
+from memlab.predict.simulate import simulate
+from memlab.spec.recipe import QUANTIZED, Recipe
+from memlab.units import MiB
+
+STEPS = 4  # of `measure` with one timed step
+
+
+def beside(recipe: Recipe, gpu: GPU | str = "T4", minutes: float = 2) -> Styler:
+    """The peak of a recipe's tensors: predicted at full size, and found where it can be found.
+
+    Rows: on `gpu`, simulated as if it had room; here, at full size where this machine's card has
+    room for the recipe and its steps take less than so many minutes, else the model's tiny twin;
+    each record or published run of the recipe. MiB; error: predicted over found, less one.
+
+    What is found on a card are the allocator's counters, on a CPU the sum of the tensors.
+    Raises ValueError for a recipe that cannot be trained.
+    """
+    card = find_gpu(gpu)
+    predicted = simulate(recipe, card.without_limit())
+    rows = {f"full size, {card.name}": (predicted.peak_allocated, None)}
+    here, why_not = _full_size_here(recipe, minutes)
+    if here is None:
+        twin = recipe.twin()
+        found = measure(twin, "cpu", steps=1).footprint
+        rows["tiny twin, this CPU"] = simulate(twin).peak_tensors, found.peak_tensors
+    else:
+        name = torch.cuda.get_device_name()
+        rows[f"full size, here ({name})"] = here
+    for record in find_records(model=recipe.model, loop=""):
+        bytes_found = record.figures.get("peak_allocated_bytes")
+        if bytes_found and Recipe(**record.recipe) == recipe:
+            its_card = gpu_of_device(record.device)
+            roomy = its_card.without_limit() if its_card else None
+            guess = simulate(recipe, roomy).peak_allocated
+            rows[f"{record.kind}, {record.device}"] = guess, bytes_found
+    frame = pd.DataFrame.from_dict(rows, orient="index", columns=["predicted", "found"])
+    frame = frame.astype(float) / MiB
+    frame["error"] = show.error(frame["predicted"], frame["found"])
+    caption = f"{recipe.model_name}, {recipe.batch_size} x {recipe.seq_len:,} tokens: MiB"
+    return show.table(frame, f"{caption}. {why_not}" if why_not else caption)
+
+
+def _full_size_here(recipe: Recipe, minutes: float) -> tuple[tuple[int, int] | None, str]:
+    """((predicted, found) bytes of a real training, or None; why it was not tried)."""
+    if not torch.cuda.is_available():
+        return None, "No GPU here: the twin is measured"
+    card = gpu_of_device(torch.cuda.get_device_name())
+    room = card or find_gpu(torch.cuda.get_device_properties(0).total_memory)
+    try:
+        fit = fits(recipe, room)
+    except ValueError as problem:
+        return None, str(problem)
+    if not fit:
+        return None, f"{room.name} has no room for it: the twin is measured"
+    time = fit.footprint.step_time
+    if time and STEPS * time.expected > 60 * minutes:
+        return None, f"{STEPS} steps take longer than {minutes:g} minutes: the twin is measured"
+    # A base that is quantized is made in 16 bits on the host first.
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if recipe.base in QUANTIZED and 2 * fit.footprint.parameters > host / 2:
+        return None, "the host has no room for the base in 16 bits: the twin is measured"
+    try:
+        found: Footprint = measure(recipe, steps=1).footprint
+    except torch.OutOfMemoryError as problem:  # something else is on the card
+        return None, str(problem).partition(" GPU 0")[0]
+    return (fit.footprint.peak_allocated, found.peak_allocated), ""
