@@ -9,6 +9,7 @@ import torch
 from pandas.io.formats.style import Styler
 
 from memlab.book import show
+from memlab.evidence.accuracy import simulate_on_cpu
 from memlab.evidence.records import find_records
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, find_gpu, gpu_of_device
@@ -19,14 +20,16 @@ from memlab.spec.recipe import QUANTIZED, Recipe
 from memlab.units import MiB
 
 STEPS = 4  # of `measure` with one timed step
+TWIN_BATCH = 4  # sequences that a laptop trains in a moment
 
 
 def beside(recipe: Recipe, gpu: GPU | str = "T4", minutes: float = 2) -> Styler:
     """The peak of a recipe's tensors: predicted at full size, and found where it can be found.
 
     Rows: on `gpu`, simulated as if it had room; here, at full size where this machine's card has
-    room for the recipe and its steps take less than so many minutes, else the model's tiny twin;
-    each record or published run of the recipe. MiB; error: predicted over found, less one.
+    room for the recipe and its steps take less than so many minutes, else the model's tiny twin, of
+    at most four sequences; each record or published run of the recipe. MiB; error: predicted over
+    found, less one.
 
     What is found on a card are the allocator's counters, on a CPU the sum of the tensors.
     Raises ValueError for a recipe that cannot be trained.
@@ -36,9 +39,10 @@ def beside(recipe: Recipe, gpu: GPU | str = "T4", minutes: float = 2) -> Styler:
     rows = {f"full size, {card.name}": (predicted.peak_allocated, None)}
     here, why_not = _full_size_here(recipe, minutes)
     if here is None:
-        twin = recipe.twin()
+        twin = recipe.twin(batch_size=min(recipe.batch_size, TWIN_BATCH))
         found = measure(twin, "cpu", steps=1).footprint
-        rows["tiny twin, this CPU"] = simulate(twin).peak_tensors, found.peak_tensors
+        guess = simulate_on_cpu(twin)  # whose kernels keep other tensors than a card's
+        rows["tiny twin, this CPU"] = guess.peak_tensors, found.peak_tensors
     else:
         name = torch.cuda.get_device_name()
         rows[f"full size, here ({name})"] = here

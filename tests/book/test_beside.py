@@ -1,11 +1,12 @@
 """One table for a recipe: full size predicted, the twin or the card measured, records beside."""
 
+import sys
+
 import pytest
 import torch
 
-from memlab import Recipe, find_gpu
+from memlab import Recipe
 from memlab.book import beside
-from memlab.predict import measure as module_of_measure
 
 GPT2 = Recipe("gpt2", batch_size=4, seq_len=1024)
 
@@ -26,5 +27,6 @@ def test_without_a_card_the_twin_is_measured_and_records_stand_beside():
 def test_on_a_card_without_room_or_time_it_says_so(monkeypatch, batch, minutes, said):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
-    monkeypatch.setattr(module_of_measure, "pick_device", lambda _: torch.device("cpu"))
-    assert said in beside(GPT2.but(batch_size=batch), find_gpu("T4"), minutes).caption
+    module = sys.modules["memlab.book.beside"]
+    found, why_not = module._full_size_here(GPT2.but(batch_size=batch), minutes)
+    assert found is None and said in why_not
