@@ -98,6 +98,7 @@ PLAN += ["--ways", "full", "--precisions", "fp32"]
 def test_a_plan_as_text_and_as_json(capsys):
     status, out, err = run(capsys, *PLAN, "--gpu", "T4")
     assert status == 0 and out.startswith("gpt2-tiny on T4: tier 1 fits, ")
+    assert "Chance that tier 1 does not fit: below 1% (0 of " in out
     status, out, _ = run(capsys, *PLAN, "--gpu", "T4", "--json")
     values = json.loads(out)
     assert status == 0 and values["fits"] and values["gpu"] == "T4" and values["script"] is None
@@ -223,7 +224,9 @@ def test_a_device_that_is_not_here(capsys):
 
 def test_out_of_memory_is_status_3(capsys):
     status, out, err = run(capsys, "simulate", *TINY, "--gpu", 30 * 2**20)
-    assert (status, out) == (3, "")
+    first, second = out.splitlines()
+    assert status == 3 and "does not fit, " in first and first.endswith(" too many")
+    assert "capability 8.0, without a CUDA context" in first and second.startswith("Recipe(")
     assert "CUDA out of memory. Tried to allocate" in err
 
 

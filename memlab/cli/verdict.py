@@ -1,0 +1,62 @@
+"""The first line of an answer: what fits which card, how much is left, and how likely it is not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from memlab.gpus import GPU, GPUS
+from memlab.units import in_unit_of
+
+if TYPE_CHECKING:
+    from memlab.predict.fit import Fit, Verdict
+
+TOO_SMALL = 3  # the exit status of what does not fit
+
+
+def name_of_card(card: GPU) -> str:
+    """A card in words; of a number of bytes also what else is assumed of it."""
+    if card.name in GPUS:
+        return card.name
+    major, minor = card.capability
+    context = "" if card.context else ", without a CUDA context"
+    return f"{card.name} (taken for compute capability {major}.{minor}{context})"
+
+
+def verdict_line(name: str, card: GPU, said: Verdict | Fit) -> str:
+    """Whether something fits a card with a limit, and the share of published runs that would not.
+
+    name: what is trained. said: the verdict, with the margin of `memlab.fits`.
+    """
+    from memlab.evidence.shortfall import shortfall
+
+    total = card.total_memory
+    assert total is not None  # it has a limit
+    needed, margin, size, left = (
+        in_unit_of(n, total) for n in (said.needed, said.margin, total, abs(total - said.needed))
+    )
+    begin = f"{name} on {name_of_card(card)}: "
+    of = f"{needed.rpartition(' ')[0]} of {size}"
+    if said.needed > total:
+        return f"{begin}does not fit, {of}, {left} too many"
+    chance = f"chance that it does not fit: {shortfall(said.needed, total)}"
+    if said.fits:
+        return f"{begin}fits, {of}, {left} left (margin {margin}); {chance}"
+    return f"{begin}does not fit with the margin of {margin}, {of}, {left} left; {chance}"
+
+
+def verdict_values(card: GPU, said: Verdict | Fit | None) -> dict[str, Any]:
+    """The same in bytes, for JSON; `fits` is None where there is no verdict."""
+    if said is None or card.total_memory is None:
+        return {"fits": None}
+    from memlab.evidence.shortfall import shortfall
+
+    short = shortfall(said.needed, card.total_memory)
+    return {
+        "fits": said.fits,
+        "needed": said.needed,
+        "margin": said.margin,
+        "total_memory": card.total_memory,
+        "left": card.total_memory - said.needed,
+        "chance_that_it_does_not_fit": short.chance,
+        "published_runs": short.runs,
+    }
