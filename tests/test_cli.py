@@ -225,7 +225,7 @@ def test_a_device_that_is_not_here(capsys):
 def test_out_of_memory_is_status_3(capsys):
     status, out, err = run(capsys, "simulate", *TINY, "--gpu", 30 * 2**20)
     first, second = out.splitlines()
-    assert status == 3 and "does not fit, " in first and first.endswith(" too many")
+    assert status == 3 and "does not fit, " in first and first.endswith(" more than its 30.0 MiB")
     assert "capability 8.0, without a CUDA context" in first and second.startswith("Recipe(")
     assert "CUDA out of memory. Tried to allocate" in err
 

@@ -4,7 +4,7 @@ import sys
 
 from memlab.cli.options import GPU as CARD
 from memlab.cli.options import card, minutes
-from memlab.cli.verdict import TOO_SMALL, name_of_card, verdict_line, verdict_values
+from memlab.cli.verdict import verdict_line, verdict_values
 from memlab.gpus import GPU, find_gpu
 from memlab.units import in_unit_of
 
@@ -46,9 +46,11 @@ def run(options) -> dict:
         place = f"{ran.line}: " if ran.line else ""
         print(f"memlab: {place}{ran.error}", file=sys.stderr)
     card = find_gpu(options.gpu)
+    values = {"text": f"{_first_line(ran, card)}\n{ran}"}
     if options.json:
-        return ran.as_dict() | {"verdict": verdict_values(card, ran.verdict), "status": ran.status}
-    return {"text": f"{_first_line(ran, card)}\n{ran}", "status": ran.status}
+        fits = False if ran.ran_out else None
+        values = ran.as_dict() | {"verdict": verdict_values(card, ran.verdict, fits)}
+    return values | {"status": ran.status}
 
 
 def _first_line(ran, card: GPU) -> str:
@@ -62,7 +64,7 @@ def _first_line(ran, card: GPU) -> str:
             f"{name}: no card is named (--gpu), {in_unit_of(used, used)} until the end of the run"
         )
     size = in_unit_of(card.total_memory, card.total_memory)
-    begin = f"{name} on {name_of_card(card)}, which has {size}:"
-    if ran.status == TOO_SMALL and ran.raised is not None:
+    begin = f"{name} on {card.in_words}, which has {size}:"
+    if ran.ran_out:
         return f"{begin} does not fit, {ran.ending()}"
     return f"{begin} no verdict, {in_unit_of(used, card.total_memory)} until it ended"

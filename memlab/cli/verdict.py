@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memlab.gpus import GPU, GPUS
+from memlab.gpus import GPU
 from memlab.units import in_unit_of
 
 if TYPE_CHECKING:
     from memlab.predict.fit import Fit, Verdict
 
 TOO_SMALL = 3  # the exit status of what does not fit
-
-
-def name_of_card(card: GPU) -> str:
-    """A card in words; of a number of bytes also what else is assumed of it."""
-    if card.name in GPUS:
-        return card.name
-    major, minor = card.capability
-    context = "" if card.context else ", without a CUDA context"
-    return f"{card.name} (taken for compute capability {major}.{minor}{context})"
 
 
 def verdict_line(name: str, card: GPU, said: Verdict | Fit) -> str:
@@ -31,23 +22,24 @@ def verdict_line(name: str, card: GPU, said: Verdict | Fit) -> str:
 
     total = card.total_memory
     assert total is not None  # it has a limit
-    needed, margin, size, left = (
-        in_unit_of(n, total) for n in (said.needed, said.margin, total, abs(total - said.needed))
+    margin, size, left = (
+        in_unit_of(n, total) for n in (said.margin, total, abs(total - said.needed))
     )
-    begin = f"{name} on {name_of_card(card)}: "
-    of = f"{needed.rpartition(' ')[0]} of {size}"
+    begin = f"{name} on {card.in_words}: "
     if said.needed > total:
-        return f"{begin}does not fit, {of}, {left} too many"
-    chance = f"chance that it does not fit: {shortfall(said.needed, total)}"
+        return f"{begin}does not fit, {left} more than its {size}"
+    chance = f"chance that it does not: {shortfall(said.needed, total)}"
     if said.fits:
-        return f"{begin}fits, {of}, {left} left (margin {margin}); {chance}"
-    return f"{begin}does not fit with the margin of {margin}, {of}, {left} left; {chance}"
+        return f"{begin}fits, {left} of {size} left (margin {margin}); {chance}"
+    return f"{begin}fits without the margin of {margin} only, {left} of {size} left; {chance}"
 
 
-def verdict_values(card: GPU, said: Verdict | Fit | None) -> dict[str, Any]:
-    """The same in bytes, for JSON; `fits` is None where there is no verdict."""
+def verdict_values(
+    card: GPU, said: Verdict | Fit | None, fits: bool | None = None
+) -> dict[str, Any]:
+    """The same in bytes, for JSON. fits: what is known of it without a verdict."""
     if said is None or card.total_memory is None:
-        return {"fits": None}
+        return {"fits": fits}
     from memlab.evidence.shortfall import shortfall
 
     short = shortfall(said.needed, card.total_memory)

@@ -301,7 +301,7 @@ class Plan:
         cards = f"{asked.ranks} x " if asked.ranks > 1 else ""
         usable = self.start.total_memory - self.start.margin
         lines = [
-            f"{name_of_model(asked.model)} on {cards}{card.name}: {self.verdict()}.",
+            f"{name_of_model(asked.model)} on {cards}{card.in_words}: {self.verdict()}.",
             f"{asked.effective_batch} sequences of {asked.seq_len:,} tokens a step. GiB include "
             f"the context; {usable / GiB:,.1f} of the card's {gib(card.total_memory)} may be used.",
             "",

@@ -55,6 +55,11 @@ class ScriptRun:
     verdict: Verdict | None = None
     phases: tuple[str, ...] = ()
 
+    @property
+    def ran_out(self) -> bool:
+        """Whether it ran out of the card's memory."""
+        return isinstance(self.raised, torch.OutOfMemoryError)
+
     def as_dict(self) -> dict:
         """Plain JSON values."""
         more = {"steps": self.steps, "error": self.error, "line": self.line}
@@ -77,7 +82,7 @@ class ScriptRun:
     def ending(self) -> str:
         """How far it came, in a line."""
         steps = f"{self.steps} optimizer step{'s' * (self.steps != 1)}"
-        if self.status == OUT_OF_MEMORY and self.raised is not None:
+        if self.ran_out:
             phase = phase_of_error(self.raised)
             return f"out of memory{f' in {phase}' * bool(phase)} after {steps}, in {self.line}"
         if self.error:
@@ -123,7 +128,7 @@ def run_script(path, arguments=(), gpu=None, steps: int = 2, snapshot=None, **se
     and what the script itself raises.
     """
     ran = try_script(path, arguments, gpu, steps, snapshot, **settings)
-    if ran.raised is None or ran.status == OUT_OF_MEMORY or isinstance(ran.raised, SystemExit):
+    if ran.raised is None or ran.ran_out or isinstance(ran.raised, SystemExit):
         return ran
     raise ran.raised
 
@@ -182,7 +187,7 @@ def try_script(
     verdict = None if error else _verdict(card, footprint)
     if verdict and not verdict.fits:
         status = OUT_OF_MEMORY
-    said = seen.lines(counted.most) if not error or status == OUT_OF_MEMORY else ()
+    said = () if error and status != OUT_OF_MEMORY else seen.lines(counted.most)
     return ScriptRun(
         script, footprint, counted.most, error, where, status, raised, verdict, tuple(said)
     )

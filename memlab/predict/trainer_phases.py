@@ -4,6 +4,7 @@ batches. Of transformers' Trainer, and of classes made from it, the arguments an
 
 from __future__ import annotations
 
+import statistics
 import sys
 import tempfile
 import traceback
@@ -15,7 +16,7 @@ from unittest import mock
 import torch
 
 from memlab.footprint import Phase
-from memlab.units import gib
+from memlab.units import in_unit_of
 
 if TYPE_CHECKING:
     from memlab.card.tracer import CardTracer
@@ -176,7 +177,8 @@ class OneOfEach(Phases):
         if self.trainer is None:
             yield "--phases: no Trainer of transformers was at work, so nothing more was run"
         elif self.peaks:
-            told = ", ".join(f"{phase} {gib(n)}" for phase, n in self.peaks.items())
+            most = max(self.peaks.values())
+            told = ", ".join(f"{name} {in_unit_of(n, most)}" for name, n in self.peaks.items())
             yield f"reserved at most, on the longest texts: {told}"
 
 
@@ -231,20 +233,19 @@ def left_to_do(trainer: Any) -> Iterator[str]:
         yield f"saving {_when(args.save_strategy, args.save_steps)}"
     sizes = text_sizes(trainer.train_dataset)
     if sizes and min(sizes) < max(sizes):
-        yield f"batches of the longest text ({max(sizes):,}, the median is {_median(sizes):,})"
+        times = max(sizes) / max(1, statistics.median(sizes))
+        yield f"batches of the longest text ({times:.1f} times the median)"
 
 
-def _when(strategy: Any, steps: float) -> str:
-    names = {"steps": f"every {steps:g} steps", "epoch": "after each epoch", "no": "on request"}
-    return names.get(_name(strategy), _name(strategy))
+def _when(strategy: Any, steps: float | None) -> str:
+    name = _name(strategy)
+    if name == "steps":
+        return f"every {steps:g} steps"
+    return {"epoch": "after each epoch", "no": "on request"}.get(name, name)
 
 
 def _name(strategy: Any) -> str:
     return str(getattr(strategy, "value", strategy))
-
-
-def _median(sizes: list[int]) -> int:
-    return sorted(sizes)[len(sizes) // 2]
 
 
 def _keeps_predictions(trainer: Any) -> bool:

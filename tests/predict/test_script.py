@@ -132,6 +132,7 @@ def test_a_scripts_own_exception_keeps_its_traceback_and_what_was_seen_is_told(t
     [
         ("raise SystemExit(1)", 1, "the script ended with status 1"),
         ("import sys; sys.exit(7)", 7, "the script ended with status 7"),
+        ("import sys; sys.exit(3)", 3, "the script ended with status 3"),
         ("raise SystemExit('no data found')", 1, "no data found"),
         ("raise SystemExit(0)", 0, ""),
         ("raise KeyboardInterrupt", 130, "interrupted"),
@@ -141,7 +142,7 @@ def test_a_script_ends_with_its_own_status(ending, status, said, tmp_path, capsy
     assert run(tmp_path, f"{STEP}\n{ending}") == status
     told = capsys.readouterr()
     assert said in told.err and told.err.count("\n") == bool(said)
-    assert "1.0 MiB" in told.out
+    assert "1.0 MiB" in told.out and "does not fit" not in told.out
 
 
 def test_a_script_that_trains_nothing_is_answered(tmp_path, capsys):

@@ -27,7 +27,7 @@ def scores(prediction):
 
 arguments = TrainingArguments(
     {folder!r}, per_device_train_batch_size=2, max_steps=1000, report_to="none", disable_tqdm=True,
-    eval_strategy="steps", save_strategy="epoch", {more}
+    save_strategy="epoch", {more}
 )
 Trainer(
     models.build("gpt2-tiny"), arguments, padded, texts([8] * 60 + [64] * 2),
@@ -38,7 +38,9 @@ Trainer(
 
 @pytest.fixture
 def script(tmp_path):
-    def write(more="eval_steps=500, per_device_eval_batch_size=4", metrics="None"):
+    def write(
+        more="eval_strategy='steps', eval_steps=500, per_device_eval_batch_size=4", metrics="None"
+    ):
         path = tmp_path / "train.py"
         path.write_text(TRAINER.format(folder=str(tmp_path / "made"), more=more, metrics=metrics))
         return path
@@ -53,14 +55,24 @@ def test_it_says_what_the_trainer_has_still_before_it(script, capsys):
     assert ended == "2 optimizer steps"
     assert left == (
         "not run: evaluation every 500 steps in batches of 4, saving after each epoch, batches of "
-        "the longest text (64, the median is 8); --phases runs one of each"
+        "the longest text (8.0 times the median); --phases runs one of each"
     )
 
 
-def test_what_ran_is_not_before_it(script, capsys):
-    text = script("eval_on_start=True, per_device_eval_batch_size=4")
-    assert main(["run", str(text), "--gpu", "T4"]) == 0
-    assert "not run: saving after each epoch, batches" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        (
+            "eval_strategy='steps', eval_steps=500, eval_on_start=True",
+            "saving after each epoch, batches of",
+        ),
+        ("eval_strategy='epoch'", "evaluation after each epoch in batches of 8, saving"),
+        ("eval_strategy='no'", "evaluation on request in batches of 8, saving"),
+    ],
+)
+def test_what_is_left_follows_from_the_trainers_arguments(more, said, script):
+    ran = run_script(script(more), gpu="T4")
+    assert ran.phases[0].startswith(f"not run: {said}")
 
 
 def test_one_of_each_phase_runs_by_the_trainers_own_code(script, tmp_path):
@@ -74,7 +86,7 @@ def test_one_of_each_phase_runs_by_the_trainers_own_code(script, tmp_path):
 
 
 def test_an_evaluation_that_does_not_fit_is_found(script, capsys):
-    text = str(script("eval_steps=500, per_device_eval_batch_size=200"))
+    text = str(script("eval_strategy='steps', eval_steps=500, per_device_eval_batch_size=200"))
     trained = run_script(text, gpu="T4")
     card = str(trained.footprint.peak_reserved + 10 * MiB)
     assert main(["run", text, "--gpu", card]) == 0
@@ -86,7 +98,7 @@ def test_an_evaluation_that_does_not_fit_is_found(script, capsys):
 
 
 def test_an_evaluation_that_keeps_its_predictions_has_all_texts(script):
-    more = "eval_steps=500, per_device_eval_batch_size=50"
+    more = "eval_strategy='steps', eval_steps=500, per_device_eval_batch_size=50"
     few, all_of_them = (
         run_script(script(more, metrics), gpu="T4", phases=True) for metrics in ("None", "scores")
     )
@@ -129,7 +141,7 @@ def test_a_run_that_fits_only_without_the_margin_does_not_fit(tmp_path, capsys):
     peak = run_script(path, gpu="T4").footprint.peak_reserved
     assert main(["run", str(path), "--gpu", str(peak * 102 // 100)]) == 3
     first = capsys.readouterr().out.splitlines()[0]
-    assert "does not fit with the margin of" in first and "chance that it does not fit: " in first
+    assert "fits without the margin of" in first and "chance that it does not: " in first
     assert main(["run", str(path), "--gpu", str(peak * 106 // 100)]) == 0
 
 
