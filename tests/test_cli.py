@@ -249,6 +249,25 @@ def test_a_quantized_base_and_a_config_file(capsys, tmp_path):
     assert sum(result["breakdown"].values()) == result["peak_allocated"]
 
 
+@pytest.mark.parametrize(
+    "base, said",
+    [
+        ([], "LoRA on fp32 weights"),
+        (["--base", "half"], "LoRA on bf16 weights"),
+        (["--base", "nf4"], "QLoRA on nf4 weights"),
+    ],
+)
+def test_the_first_line_names_the_base_of_adapters(capsys, base, said):
+    """`plan` takes the half base; without --base it is fp32, as under autocast."""
+    options = ["--model", "llama-3-8b-tiny", "--seq-len", 16, "--lora-rank", 2]
+    options += ["--precision", "bf16-amp", "--gpu", "L4", *base]
+    status, out, _ = run(capsys, "simulate", *options)
+    first, *_, last = out.splitlines()
+    assert status == 0 and first.startswith(f"llama-3-8b-tiny, {said} on L4: fits, ")
+    assert "; chance that it does not: below 1% (0 of " in first
+    assert last.startswith("with --no-upcast: ") == ("nf4" in base)
+
+
 def test_record_lists_and_selects(capsys):
     status, out, _ = run(capsys, "record", "--device", "cpu", "--list", "--only", "bert-large sgd")
     assert (status, out) == (0, "bert-large 4x512 sgd\n")
