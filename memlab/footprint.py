@@ -1,10 +1,10 @@
-"""What a training step holds at its worst moment: bytes inside, MiB in print."""
+"""What a training step holds at its worst moment: bytes inside, GiB or MiB in print."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from memlab.units import mib, seconds_text
+from memlab.units import in_unit_of, seconds_text
 
 
 class _Word(StrEnum):
@@ -317,9 +317,10 @@ class Footprint:
     def __str__(self) -> str:
         rows = self.rows()
         width = max(len(label) for label, _ in rows)
-        lines = [f"{label:<{width}}  {mib(n):>12}" for label, n in rows]
+        largest = max(n for _, n in rows)
+        lines = [f"{label:<{width}}  {in_unit_of(n, largest):>12}" for label, n in rows]
         if self.reserved_range:
-            low, high = map(mib, self.reserved_range)
+            low, high = (in_unit_of(n, largest) for n in self.reserved_range)
             lines.append(f"peak reserved, as a range: {low} to {high}")
         lines += [f"{what}, estimated: {time}" for what, time in self.times.items()]
         if self.step_time is None and self.context is not None and self.no_time != NOBODY:

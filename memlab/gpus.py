@@ -183,6 +183,15 @@ class GPU:
         """What the terms of a trace take from a card (`memlab.trace.trace.Half.term`)."""
         return {"W": self.workspace, "T": self.threads}
 
+    @property
+    def in_words(self) -> str:
+        """Its name; of a number of bytes also what else is assumed of it."""
+        if self.name in GPUS or self.total_memory is None:
+            return self.name
+        context = "" if self.context else ", without a CUDA context"
+        capability = ".".join(map(str, self.capability))
+        return f"{self.name} (taken for compute capability {capability}{context})"
+
     def without_limit(self) -> GPU:
         """The same card with as much memory as it is asked for."""
         return dataclasses.replace(self, total_memory=None)

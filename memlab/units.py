@@ -22,6 +22,11 @@ def gib(nbytes: int) -> str:
     return f"{nbytes / GiB:,.1f} GiB"
 
 
+def in_unit_of(nbytes: int, largest: int) -> str:
+    """Bytes as text in the unit of the largest figure beside them: GiB from 1 GiB on, else MiB."""
+    return mib(nbytes) if largest < GiB else f"{nbytes / GiB:,.2f} GiB"
+
+
 def seconds_text(value: float) -> str:
     """Seconds as text with three figures that count."""
     if value < 1:

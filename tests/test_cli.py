@@ -98,6 +98,7 @@ PLAN += ["--ways", "full", "--precisions", "fp32"]
 def test_a_plan_as_text_and_as_json(capsys):
     status, out, err = run(capsys, *PLAN, "--gpu", "T4")
     assert status == 0 and out.startswith("gpt2-tiny on T4: tier 1 fits, ")
+    assert "Chance that tier 1 does not fit: below 1% (0 of " in out
     status, out, _ = run(capsys, *PLAN, "--gpu", "T4", "--json")
     values = json.loads(out)
     assert status == 0 and values["fits"] and values["gpu"] == "T4" and values["script"] is None
@@ -223,7 +224,9 @@ def test_a_device_that_is_not_here(capsys):
 
 def test_out_of_memory_is_status_3(capsys):
     status, out, err = run(capsys, "simulate", *TINY, "--gpu", 30 * 2**20)
-    assert (status, out) == (3, "")
+    first, second = out.splitlines()
+    assert status == 3 and "does not fit, " in first and first.endswith(" more than its 30.0 MiB")
+    assert "capability 8.0, without a CUDA context" in first and second.startswith("Recipe(")
     assert "CUDA out of memory. Tried to allocate" in err
 
 
@@ -244,6 +247,25 @@ def test_a_quantized_base_and_a_config_file(capsys, tmp_path):
     recipe = result["recipe"]
     assert (recipe["base"], recipe["double_quant"], recipe["upcast"]) == ("nf4", True, False)
     assert sum(result["breakdown"].values()) == result["peak_allocated"]
+
+
+@pytest.mark.parametrize(
+    "base, said",
+    [
+        ([], "LoRA on fp32 weights"),
+        (["--base", "half"], "LoRA on bf16 weights"),
+        (["--base", "nf4"], "QLoRA on nf4 weights"),
+    ],
+)
+def test_the_first_line_names_the_base_of_adapters(capsys, base, said):
+    """`plan` takes the half base; without --base it is fp32, as under autocast."""
+    options = ["--model", "llama-3-8b-tiny", "--seq-len", 16, "--lora-rank", 2]
+    options += ["--precision", "bf16-amp", "--gpu", "L4", *base]
+    status, out, _ = run(capsys, "simulate", *options)
+    first, *_, last = out.splitlines()
+    assert status == 0 and first.startswith(f"llama-3-8b-tiny, {said} on L4: fits, ")
+    assert "; chance that it does not: below 1% (0 of " in first
+    assert last.startswith("with --no-upcast: ") == ("nf4" in base)
 
 
 def test_record_lists_and_selects(capsys):

@@ -20,7 +20,7 @@ from memlab.gpus import GPUS, find_gpu
 from memlab.predict.fit import fits
 from memlab.spec.recipe import Recipe
 from memlab.spec.serving import TASKS, Serving
-from memlab.units import mib
+from memlab.units import in_unit_of
 
 if TYPE_CHECKING:
     from ipywidgets import Widget
@@ -83,7 +83,8 @@ class Explorer(Live):
         """What the process of a run does. The footprint is left there: it can be large."""
         fit = fits(recipe, card)
         found = fit.footprint
-        peak = f"peak allocated {mib(found.peak_allocated)}, in {found.peak_phase}"
+        allocated = in_unit_of(found.peak_allocated, fit.total_memory)
+        peak = f"peak allocated {allocated}, in {found.peak_phase}"
         times = [f"{what}, estimated: {time}" for what, time in found.times.items()]
         assumed = [f"assumed: {line}" for line in found.assumptions]
         lines = (str(fit), peak, *times, *assumed)
@@ -226,18 +227,22 @@ def _bar(label: str, run: Run, widest: int) -> str:
     rest = run.needed - sum(held.values())
     pieces = [(_words(name), n, SERVING_COLOURS[name]) for name, n in held.items()]
     pieces.append(("allocator's cache, context, the rest", rest, REST))
+
+    def sized(nbytes: int) -> str:
+        return in_unit_of(nbytes, run.total)
+
     bar = "".join(
-        f'<div style="width:{n / widest:.2%};background:{colour}" title="{name}: {mib(n)}"></div>'
+        f'<div style="width:{n / widest:.2%};background:{colour}" title="{name}: {sized(n)}"></div>'
         for name, n, colour in pieces
     )
     key = "".join(
-        f'<span><i style="background:{colour}"></i>{name} {mib(n)}</span> '
+        f'<span><i style="background:{colour}"></i>{name} {sized(n)}</span> '
         for name, n, colour in pieces
     )
     end = f'<div class="end" style="left:{min(run.total / widest, 0.997):.2%}"></div>'
     return (
         f'<div class="run"><b>{html.escape(label)}</b> on {run.card}: '
         f"{'<br>'.join(map(html.escape, run.lines))}"
-        f'<div class="bar" role="img" aria-label="{mib(run.needed)} of {mib(run.total)}">'
+        f'<div class="bar" role="img" aria-label="{sized(run.needed)} of {sized(run.total)}">'
         f'{bar}{end}</div><div class="key">{key}</div></div>'
     )

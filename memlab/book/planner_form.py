@@ -12,7 +12,7 @@ from memlab.book.live import STYLE, Live
 from memlab.card.links import LINKS
 from memlab.footprint import Category
 from memlab.gpus import GPUS
-from memlab.planner.result import WAYS, Option, Plan, Question, described
+from memlab.planner.result import WAYS, Option, Plan, Question, described, way_in_words
 from memlab.planner.search import plan
 from memlab.units import gib
 
@@ -171,7 +171,7 @@ def _bar(option: Option) -> str:
     end = f'<div class="end" style="left:{min(option.total_memory / widest, 0.997):.2%}"></div>'
     return (
         f'<div class="run"><b>Tier {option.tier}: {WAYS[option.way]}</b>, '
-        f"{described(option.recipe).removeprefix(WAYS[option.way] + ', ')}<br>"
+        f"{described(option.recipe).removeprefix(way_in_words(option.recipe) + ', ')}<br>"
         f"{html.escape(option.bytes_and_seconds())}; {option.source}"
         f'<div class="bar" role="img" aria-label="{gib(option.needed)} of '
         f'{gib(option.total_memory)}"><div style="width:{option.needed / widest:.2%};'

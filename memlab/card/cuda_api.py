@@ -176,9 +176,12 @@ def refuse(name, why):
 _NO_COMPILE = refuse(
     "torch.compile",
     "compiled graphs plan their memory in another way. compile_eagerly=True, or memlab run "
-    "--compile-eagerly, runs the code as it is, an upper bound",
+    "--compile-eagerly, runs the code as it is, which may need more than compiled code, or less",
 )
-EAGERLY = "torch.compile: the code ran as it is, which holds as much as compiled code or more"
+EAGERLY = (
+    "torch.compile: the code ran as it is. Compiled code mostly needs less, but this is no bound: "
+    "a published step took 5 % more than it does here"
+)
 
 
 def _compile(tracer, eagerly):

@@ -45,8 +45,8 @@ class SimulatedGPU:
     rules: which of `memlab.card.kernels.rules.RULES` hold; all do on a card.
     script: a pathlib.Path; `Footprint.by_line` then tells which of its lines made what.
     ranks: how many processes train together; this is the first (`memlab.card.process_group`).
-    compile_eagerly: whether what `torch.compile` would compile runs as it is, as an upper bound,
-        which `Footprint.assumptions` then says; else it is refused. PyTorch's own switches
+    compile_eagerly: whether what `torch.compile` would compile runs as it is, which is no bound of
+        what it takes, as `Footprint.assumptions` says; else it is refused. PyTorch's own switches
         (disable=True, TORCH_COMPILE_DISABLE=1, backend="eager") hold without.
     link: between them, a name of `memlab.card.links.LINKS`, for the time of their collectives;
         None takes NVLink where the card has it, and else PCIe.

@@ -19,9 +19,10 @@ COMMANDS = (plan, simulate, serve, run, measure, record, accuracy, report)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status.
 
-    0, 1 if runs of a grid failed, 2 for bad input, 3 for out of memory and for a plan where nothing
-    fits, 130 for Ctrl-C. Of `run` also the script's own, 1 for its exception and for a script that
-    made no optimizer step, and 124 at the time limit.
+    0, 1 if runs of a grid failed, 2 for bad input, 3 for out of memory, for what does not fit with
+    the margin of `memlab.fits`, and for a plan where nothing fits, 130 for Ctrl-C. Of `run` also
+    the script's own, 1 for its exception and for a script that puts nothing on the card, and 124 at
+    the time limit.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     cut = argv.index("--") if argv[:1] == ["run"] and "--" in argv else len(argv)

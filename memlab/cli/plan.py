@@ -54,14 +54,27 @@ def run(options) -> dict:
     (cards,) = options.gpu if len(options.gpu) == 1 else (options.gpu or None,)
     cards, said = anchored_by(options.anchor, cards)
     answer = plan(options.model, cards, **asked)
-    text = f"{answer}\n{said}".rstrip()
+    short = _shortfall(answer)
+    chance = f"Chance that {short[0]} does not fit: {short[1]}.\n" if short else ""
+    text = f"{answer}\n{chance}{said}".rstrip()
     option = answer.fastest or next(iter(answer.rungs), None) if options.script else None
     written = options.script if option else None
     if option:
         text = f"{text}\n{_write_script(option.recipe, options)}"
     more = {"script": written} | ({"anchor": said} if said else {})
+    more |= {"chance_that_it_does_not_fit": short[1].chance} if short else {}
     values = answer.as_dict() | more if options.json else {"text": text}
     return values | {"status": 0 if answer else 3}
+
+
+def _shortfall(answer) -> tuple | None:
+    """What fits in a plan for one card, and how often published runs took too much more."""
+    option = getattr(answer, "first", None)
+    if option is None:
+        return None
+    from memlab.evidence.shortfall import shortfall
+
+    return f"tier {option.tier}", shortfall(option.needed, option.total_memory)
 
 
 def _write_script(recipe, options) -> str:

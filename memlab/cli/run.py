@@ -2,19 +2,25 @@
 
 import sys
 
-from memlab.cli.options import GPU, card, minutes
+from memlab.cli.options import GPU as CARD
+from memlab.cli.options import card, minutes
+from memlab.cli.verdict import verdict_line, verdict_values
+from memlab.gpus import GPU, find_gpu
+from memlab.units import in_unit_of
 
 
 def add_to(commands) -> None:
     """Add the command."""
     add = commands("run", run, "run a training script on a GPU that need not be there")
     add("script", help="a Python script, as it is; its own arguments come last, after --")
-    add("--gpu", type=card, help=GPU)
+    add("--gpu", type=card, help=CARD)
     add("--steps", type=int, default=2, help="optimizer steps after which it ends")
     add("--ranks", type=int, default=1, help="started as torchrun would, as the first of so many")
     add("--limit-minutes", type=minutes, default=float("inf"), help="after which it is stopped")
-    eager = "run what torch.compile would compile eagerly: an upper bound"
+    eager = "run what torch.compile would compile as it is: mostly more than compiled, no bound"
     add("--compile-eagerly", action="store_true", help=eager)
+    phases = "transformers' Trainer takes its longest texts, then evaluates and saves once"
+    add("--phases", action="store_true", help=phases)
     add("--snapshot", metavar="FILE", help="for pytorch.org/memory_viz")
     add("--json", action="store_true", help="bytes as JSON")
 
@@ -32,11 +38,33 @@ def run(options) -> dict:
         limit_minutes=options.limit_minutes,
         ranks=options.ranks,
         compile_eagerly=options.compile_eagerly,
+        phases=options.phases,
     )
     if ran.status == FAILED and isinstance(ran.raised, Exception):
         print(traceback_of(ran), end="", file=sys.stderr)
     elif ran.error:
         place = f"{ran.line}: " if ran.line else ""
         print(f"memlab: {place}{ran.error}", file=sys.stderr)
-    values = ran.as_dict() if options.json else {"text": str(ran)}
+    card = find_gpu(options.gpu)
+    values = {"text": f"{_first_line(ran, card)}\n{ran}"}
+    if options.json:
+        fits = False if ran.ran_out else None
+        values = ran.as_dict() | {"verdict": verdict_values(card, ran.verdict, fits)}
     return values | {"status": ran.status}
+
+
+def _first_line(ran, card: GPU) -> str:
+    """Whether the script fits the card, or why nobody can say."""
+    name = ran.script.name
+    if ran.verdict:
+        return verdict_line(name, card, ran.verdict)
+    used = ran.footprint.device_used or ran.footprint.peak_reserved
+    if card.total_memory is None:
+        return (
+            f"{name}: no card is named (--gpu), {in_unit_of(used, used)} until the end of the run"
+        )
+    size = in_unit_of(card.total_memory, card.total_memory)
+    begin = f"{name} on {card.in_words}, which has {size}:"
+    if ran.ran_out:
+        return f"{begin} does not fit, {ran.ending()}"
+    return f"{begin} no verdict, {in_unit_of(used, card.total_memory)} until it ended"

@@ -1,16 +1,15 @@
 """`memlab simulate`: a step on a GPU that need not be there."""
 
-from memlab.cli.options import (
-    ANCHOR,
-    GPU,
-    LINK,
-    anchored_by,
-    card,
-    options_of,
-    recipe_of,
-    result_of,
-)
-from memlab.spec.recipe import Recipe
+import sys
+from dataclasses import replace
+
+from memlab.card.links import link_rate
+from memlab.cli.options import ANCHOR, GPU, LINK, anchored_by, card, options_of, recipe_of
+from memlab.cli.verdict import TOO_SMALL, verdict_line, verdict_values
+from memlab.gpus import find_gpu
+from memlab.planner.result import way_in_words
+from memlab.spec.recipe import QUANTIZED, Recipe
+from memlab.units import in_unit_of
 
 
 def add_to(commands) -> None:
@@ -32,7 +31,6 @@ def run(options) -> dict:
 def simulated(recipe, options, link=None) -> dict:
     """A step of a recipe or the text of a serving, at its own or the largest size."""
     from memlab.predict.measure import versions
-    from memlab.predict.simulate import simulate
 
     found, (gpu, said) = None, anchored_by(getattr(options, "anchor", None), options.gpu)
     if options.largest:
@@ -42,14 +40,61 @@ def simulated(recipe, options, link=None) -> dict:
         recipe = found.recipe
         if not found.value:
             values = {"largest": found.as_dict()} if options.json else {"text": str(found)}
-            return values | {"status": 3}
-    footprint = simulate(recipe, gpu, link)
-    more = {
+            return values | {"status": TOO_SMALL}
+    card = find_gpu(gpu)
+    footprint, fit, error = _on_card(recipe, card, link)
+    other = _other_upcast(recipe, card, footprint)
+    values = {
         type(recipe).__name__.lower(): recipe.as_dict(),
         "gpu": options.gpu,
         "versions": versions(),
+        "verdict": verdict_values(card, fit),
     }
-    more |= {"largest": found.as_dict()} if found else {}
-    more |= {"anchor": said} if said else {}
-    shown = "\n".join(str(it) for it in (found, footprint, said) if it)
-    return result_of(options, recipe, footprint.as_dict() | more, shown)
+    values |= footprint.as_dict() if footprint else {"error": error}
+    values |= {"largest": found.as_dict()} if found else {}
+    values |= {"anchor": said} if said else {}
+    name = recipe.model_name
+    if isinstance(recipe, Recipe) and recipe.lora_rank:
+        name = f"{name}, {way_in_words(recipe)}"
+    first = f"{name}: no card is named (--gpu)"
+    if fit is not None:
+        first = verdict_line(name, card, fit)
+    shown = "\n".join(str(it) for it in (first, found, recipe, footprint, other, said) if it)
+    if error:
+        print(f"memlab: {error}", file=sys.stderr)
+    status = {"status": 0 if fit is None or fit.fits else TOO_SMALL}
+    return (values if options.json else {"text": shown}) | status
+
+
+def _on_card(recipe, card, link) -> tuple:
+    """(footprint, verdict, error): no verdict without a limit, no footprint out of memory."""
+    import torch
+
+    from memlab.predict.fit import judged
+    from memlab.predict.simulate import full_log, simulate
+
+    if card.total_memory is None:
+        return simulate(recipe, card, link), None, ""
+    if link is not None:
+        link_rate(card, link)  # or refuses
+    fit = judged(recipe, full_log(recipe, card), card, link=link)
+    if fit.fits:
+        return fit.footprint, fit, ""
+    try:
+        footprint = simulate(recipe, card, link)
+    except torch.OutOfMemoryError as error:
+        return None, fit, str(error)
+    # It gave cached blocks back where it had to.
+    return footprint, replace(fit, needed=footprint.peak_reserved + card.context), ""
+
+
+def _other_upcast(recipe, card, footprint) -> str:
+    """What a quantized base would take with its unquantized rest in the other format."""
+    if not (footprint and isinstance(recipe, Recipe) and recipe.base in QUANTIZED):
+        return ""
+    from memlab.predict.simulate import simulate
+
+    other = simulate(recipe.but(upcast=not recipe.upcast), card.without_limit()).peak_reserved
+    more = other - footprint.peak_reserved
+    option = "with --no-upcast" if recipe.upcast else "without --no-upcast"
+    return f"{option}: {in_unit_of(abs(more), other)} {'more' if more > 0 else 'less'} reserved"

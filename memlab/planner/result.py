@@ -10,7 +10,7 @@ from tabulate import tabulate
 from memlab.fields import one_of, wrong
 from memlab.footprint import Category
 from memlab.gpus import GPU
-from memlab.spec.recipe import COMPUTED_IN, QUANTIZED, Recipe
+from memlab.spec.recipe import AUTOCAST, COMPUTED_IN, QUANTIZED, Recipe
 from memlab.units import GiB, gib, seconds_text
 
 if TYPE_CHECKING:
@@ -198,9 +198,22 @@ def tier_of(way: str, precision: str, optimizer: str) -> int:
     return 2 if optimizer.endswith("bit") or optimizer == "adafactor" else 1
 
 
+def way_in_words(recipe: Recipe) -> str:
+    """The way in which a recipe trains; of adapters with the number format of their base."""
+    way = way_of(recipe)
+    if way == "full":
+        return WAYS[way]
+    base = recipe.base
+    if way == "lora":
+        base = COMPUTED_IN[recipe.precision]
+        if recipe.precision in AUTOCAST and recipe.base == "none":
+            base = "fp32"  # autocast leaves weights in it
+    return f"{WAYS[way]} on {base} weights"
+
+
 def described(recipe: Recipe) -> str:
     """A recipe of a plan in words."""
-    parts = [WAYS[way_of(recipe)], recipe.precision, recipe.optimizer]
+    parts = [way_in_words(recipe), recipe.precision, recipe.optimizer]
     parts += ["checkpointing"] if recipe.checkpointing != "none" else []
     parts += [f"{recipe.loss} loss"] if recipe.loss != "whole" else []
     parts += ["step in backward"] if recipe.step_in_backward else []
@@ -288,7 +301,7 @@ class Plan:
         cards = f"{asked.ranks} x " if asked.ranks > 1 else ""
         usable = self.start.total_memory - self.start.margin
         lines = [
-            f"{name_of_model(asked.model)} on {cards}{card.name}: {self.verdict()}.",
+            f"{name_of_model(asked.model)} on {cards}{card.in_words}: {self.verdict()}.",
             f"{asked.effective_batch} sequences of {asked.seq_len:,} tokens a step. GiB include "
             f"the context; {usable / GiB:,.1f} of the card's {gib(card.total_memory)} may be used.",
             "",
@@ -348,7 +361,7 @@ def _table(told: list[tuple[str, Option]]) -> str:
     """Options side by side, as lines of text."""
     rows = []
     for name, option in told:
-        recipe = described(option.recipe).removeprefix(f"{WAYS[option.way]}, ")
+        recipe = described(option.recipe).removeprefix(f"{way_in_words(option.recipe)}, ")
         time = seconds_text(option.seconds) if option.seconds else "unknown"
         lacks = f"{option.missing / GiB:,.1f}" if option.missing else ""
         needed = f"{option.needed / GiB:,.1f}"

@@ -24,7 +24,7 @@ from memlab.predict.simulate import (
 )
 from memlab.spec.recipe import Recipe
 from memlab.trace.log import Log
-from memlab.units import MiB, mib
+from memlab.units import MiB, in_unit_of
 
 if TYPE_CHECKING:
     from memlab.predict.serving import ServingFootprint
@@ -56,9 +56,12 @@ class Fit:
 
     def __str__(self) -> str:
         verdict = "fits" if self.fits else "does not fit"
+        needed, margin, total = (
+            in_unit_of(n, self.total_memory) for n in (self.needed, self.margin, self.total_memory)
+        )
         return (
-            f"{verdict}: {mib(self.needed)}, and {mib(self.margin)} kept free for the error of the "
-            f"prediction; the card has {mib(self.total_memory)}"
+            f"{verdict}: {needed}, and {margin} kept free for the error of the "
+            f"prediction; the card has {total}"
         )
 
 
@@ -93,10 +96,19 @@ def fits(recipe: Recipe | Serving, gpu: GPU | str | int, margin: float = MARGIN)
     return judged(recipe, full_log(recipe, card), card, margin)
 
 
-def judged(recipe: Recipe | Serving, log: Log, card: GPU, margin: float = MARGIN) -> Fit:
-    """The answer of `fits` for a log that is there already, on a card with a limit."""
+def judged(
+    recipe: Recipe | Serving,
+    log: Log,
+    card: GPU,
+    margin: float = MARGIN,
+    link: str | None = None,
+) -> Fit:
+    """The answer of `fits` for a log that is there already, on a card with a limit.
+
+    link: between ranks, as in `simulate`.
+    """
     said = verdict(recipe, log, card, margin)
-    found = serve(recipe, log, said.card)
+    found = serve(recipe, log, said.card, link)
     footprint: Footprint | ServingFootprint = found
     if not isinstance(recipe, Recipe):
         from memlab.predict.serving import told  # it brings all caches of transformers
@@ -120,12 +132,21 @@ class Verdict(NamedTuple):
 
 def verdict(recipe: Recipe | Serving, log: Log, card: GPU, margin: float = MARGIN) -> Verdict:
     """Whether a log fits a card with a limit."""
+    return verdict_by(lambda by: peak_reserved_of(recipe, log, by), card, margin)
+
+
+def verdict_by(peak_on: Callable[[GPU], int | None], card: GPU, margin: float = MARGIN) -> Verdict:
+    """Whether what reserves `peak_on` a card fits one with a limit.
+
+    peak_on: bytes on a card without a limit, and on one smaller by the margin, where None says that
+        it runs out of memory.
+    """
     context, smaller, by = _context(card), _less_margin(card, margin), card.without_limit()
-    peak = peak_reserved_of(recipe, log, by)
+    peak = peak_on(by)
     assert peak is not None  # where nothing ends, nothing is refused
     fits = peak + context <= room(card, margin)
     if not fits:
-        tight = peak_reserved_of(recipe, log, smaller)
+        tight = peak_on(smaller)
         if tight is not None:
             fits, peak, by = True, tight, smaller
     needed = peak + context

@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -19,10 +19,15 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memlab.card.device import SimulatedGPU
+from memlab.card.kernels.triton import without_triton
+from memlab.card.load_order import peak_reserved
 from memlab.card.placement import NotSimulated
 from memlab.footprint import Footprint
+from memlab.gpus import GPU
+from memlab.predict.fit import Verdict, verdict_by
+from memlab.predict.trainer_phases import OneOfEach, Phases, phase_of_error
 from memlab.trace.user_frames import line_of_error
-from memlab.units import mib
+from memlab.units import in_unit_of
 
 LINES = 8  # of the script, in print
 OUT_OF_MEMORY, NOT_HERE, FAILED, TIME_UP, INTERRUPTED = 3, 2, 1, 124, 130
@@ -35,7 +40,9 @@ class ScriptRun:
     footprint: its memory from the beginning to the end, whatever it reset on the way. steps: how
     many optimizer steps it made. error: why it ended before its end, in one line, else empty;
     line: where that was, `train.py:57`. status: the exit status that goes with it, the script's
-    own where it gave one. raised: the exception that ended it, or None.
+    own where it gave one. raised: the exception that ended it, or None. verdict: whether what ran
+    fits the card with the margin of `memlab.fits`, None for a card without a limit and where an
+    error, a Ctrl-C or the time limit ended it. phases: what ran and what did not, a line each.
     """
 
     script: Path
@@ -45,28 +52,42 @@ class ScriptRun:
     line: str = ""
     status: int = 0
     raised: BaseException | None = None
+    verdict: Verdict | None = None
+    phases: tuple[str, ...] = ()
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether it ran out of the card's memory."""
+        return isinstance(self.raised, torch.OutOfMemoryError)
 
     def as_dict(self) -> dict:
         """Plain JSON values."""
         more = {"steps": self.steps, "error": self.error, "line": self.line}
-        more["status"] = self.status
+        more |= {"status": self.status, "phases": list(self.phases)}
         return self.footprint.as_dict() | more | {"lines": self.footprint.by_line()}
 
     def __str__(self) -> str:
-        ran = f"{self.steps} optimizer steps"
-        if self.status == OUT_OF_MEMORY:
-            ran = f"out of memory after {ran}, in {self.line}"
-        elif self.error:
-            ran = f"ended after {ran}" + (f", in {self.line}" if self.line else "")
         made = list(self.footprint.by_line().items())
         others = sum(n for _, n in made[LINES:])
-        shown = [(mib(n), name, self._code(name)) for name, n in made[:LINES]]
-        shown += [(mib(others), "other lines", "")] if others else []
-        width = max((len(name) for _, name, _ in shown), default=0)
-        rows = [f"{n:>12}  {name:<{width}}  {code}".rstrip() for n, name, code in shown]
-        return "\n".join(
-            [ran, str(self.footprint), "", "at the peak, by the line that made it", *rows]
-        )
+        made = [*made[:LINES], *([("other lines", others)] if others else [])]
+        largest = self.footprint.peak_allocated
+        width = max((len(name) for name, _ in made), default=0)
+        rows = [
+            f"{in_unit_of(n, largest):>12}  {name:<{width}}  {self._code(name)}".rstrip()
+            for name, n in made
+        ]
+        head = [self.ending(), *self.phases, str(self.footprint)]
+        return "\n".join([*head, "", "at the peak, by the line that made it", *rows])
+
+    def ending(self) -> str:
+        """How far it came, in a line."""
+        steps = f"{self.steps} optimizer step{'s' * (self.steps != 1)}"
+        if self.ran_out:
+            phase = phase_of_error(self.raised)
+            return f"out of memory{f' in {phase}' * bool(phase)} after {steps}, in {self.line}"
+        if self.error:
+            return f"ended after {steps}" + (f", in {self.line}" if self.line else "")
+        return steps
 
     def _code(self, name) -> str:
         """What stands in a line `train.py:57`."""
@@ -81,15 +102,19 @@ class _EnoughSteps(BaseException):
 
 
 class _Steps:
-    """Counts the steps of each optimizer, and of a script that changes its weights by hand."""
+    """Counts the steps of each optimizer, and of a script that changes its weights by hand.
 
-    def __init__(self, wanted: int):
-        self.wanted, self.made = wanted, Counter()
+    phases: is told of each step, and of the end.
+    """
+
+    def __init__(self, wanted: int, phases: Phases):
+        self.wanted, self.phases, self.made = wanted, phases, Counter()
 
     def stepped(self, optimizer=None, args=(), kwargs=None) -> None:
         self.made[id(optimizer)] += 1
+        self.phases.stepped(optimizer)
         if min(self.made.values()) >= self.wanted or max(self.made.values()) >= 3 * self.wanted:
-            raise _EnoughSteps
+            self.phases.enough_steps(_EnoughSteps)
 
     @property
     def most(self) -> int:
@@ -103,7 +128,7 @@ def run_script(path, arguments=(), gpu=None, steps: int = 2, snapshot=None, **se
     and what the script itself raises.
     """
     ran = try_script(path, arguments, gpu, steps, snapshot, **settings)
-    if ran.raised is None or ran.status == OUT_OF_MEMORY or isinstance(ran.raised, SystemExit):
+    if ran.raised is None or ran.ran_out or isinstance(ran.raised, SystemExit):
         return ran
     raise ran.raised
 
@@ -118,6 +143,7 @@ def try_script(
     limit_minutes: float = float("inf"),
     ranks: int = 1,
     compile_eagerly: bool = False,
+    phases: bool = False,
 ) -> ScriptRun:
     """Run a script as `python path arguments` would, inside a `SimulatedGPU`.
 
@@ -125,21 +151,20 @@ def try_script(
     as many, or by itself, or at an exception, a Ctrl-C, or after limit_minutes; what was seen until
     then is told. A backward pass and a change of weights in place is a step, too. gpu, ranks,
     compile_eagerly: as for `SimulatedGPU`. snapshot: a file for PyTorch's memory viewer, or None.
+    phases: whether transformers' Trainer takes its longest texts, and then evaluates and saves
+    once (`memlab.predict.trainer_phases`).
     The script's numbers are stand-ins, as `SimulatedGPU` has them.
 
     Raises ValueError where there is no such file.
     """
-    script = Path(path).resolve()
-    if not script.is_file():
-        raise ValueError(f"{path} is no file: allowed is a Python script")
-    if _is_json(script):
-        raise ValueError(f"{path} is a JSON file: allowed is a Python script")
+    script = _script_at(path)
     if steps < 1:
         raise ValueError(f"steps is {steps}: allowed are whole numbers from 1")
-    counted, raised = _Steps(steps), None
     card = SimulatedGPU(gpu, script=script, ranks=ranks, compile_eagerly=compile_eagerly)
+    seen = (OneOfEach if phases else Phases)(card.tracer, steps)
+    counted, raised = _Steps(steps, seen), None
     card.tracer.on_step_by_hand = counted.stepped
-    with _time_limit(limit_minutes) as clock, card, _as_main(script, arguments):
+    with _time_limit(limit_minutes) as clock, card, _as_main(script, arguments), seen:
         hook = register_optimizer_step_post_hook(counted.stepped)
         try:
             runpy.run_path(str(script), run_name="__main__")
@@ -155,11 +180,43 @@ def try_script(
     if snapshot:
         card.dump_snapshot(snapshot)
     where = "" if raised is None else line_of_error(script, raised)
-    error, status, raised = _ending(raised, where, counted.most, clock)
-    return ScriptRun(script, card.footprint, counted.most, error, where, status, raised)
+    error, status, raised = _ending(raised, where, clock)
+    footprint = _without_part_of_a_step(card.footprint, counted.most)
+    if not (error or footprint.peak_allocated):
+        error, status = "the script ended without a tensor on the card", FAILED
+    verdict = None if error else _verdict(card, footprint)
+    if verdict and not verdict.fits:
+        status = OUT_OF_MEMORY
+    said = () if error and status != OUT_OF_MEMORY else seen.lines(counted.most)
+    return ScriptRun(
+        script, footprint, counted.most, error, where, status, raised, verdict, tuple(said)
+    )
 
 
-def _ending(raised, where, steps, clock) -> tuple[str, int, BaseException | None]:
+def _without_part_of_a_step(footprint: Footprint, steps: int) -> Footprint:
+    """Without seconds before two steps have ended: the first has the loading of the model in it."""
+    said = *footprint.assumptions, *without_triton()
+    if steps > 1 or footprint.step_time is None:
+        return replace(footprint, assumptions=said)
+    why = "of two optimizer steps the second is timed, the first has what comes before it"
+    return replace(footprint, assumptions=said, step_time=None, no_time=why)
+
+
+def _verdict(card: SimulatedGPU, footprint: Footprint) -> Verdict | None:
+    """Whether what a card has seen fits it with the margin; None for a card without a limit."""
+    if card.gpu.total_memory is None:
+        return None
+
+    def peak_on(gpu: GPU) -> int | None:
+        if gpu.total_memory is None:
+            return footprint.peak_reserved
+        grows = card.tracer.allocator.expandable_segments
+        return peak_reserved(card.tracer.events(), gpu.usable, grows, gpu.total_memory)
+
+    return verdict_by(peak_on, card.gpu)
+
+
+def _ending(raised, where, clock) -> tuple[str, int, BaseException | None]:
     """(why a script ended, the exit status, the exception) of what it raised."""
     if isinstance(raised, torch.OutOfMemoryError):
         return str(raised), OUT_OF_MEMORY, raised
@@ -175,7 +232,7 @@ def _ending(raised, where, steps, clock) -> tuple[str, int, BaseException | None
         return str(raised.code), FAILED, raised
     if raised is not None and not isinstance(raised, SystemExit):
         return f"{type(raised).__name__}: {raised}", FAILED, raised
-    return ("", 0, None) if steps else ("the script ended without an optimizer step", FAILED, None)
+    return "", 0, None
 
 
 def traceback_of(ran: ScriptRun) -> str:
@@ -228,6 +285,15 @@ def _time_limit(minutes):
         clock.cancel()
         if ignored:
             signal.signal(signal.SIGINT, handler)
+
+
+def _script_at(path) -> Path:
+    script = Path(path).resolve()
+    if not script.is_file():
+        raise ValueError(f"{path} is no file: allowed is a Python script")
+    if _is_json(script):
+        raise ValueError(f"{path} is a JSON file: allowed is a Python script")
+    return script
 
 
 def _is_json(file: Path) -> bool:

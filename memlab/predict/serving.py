@@ -19,7 +19,7 @@ from memlab.spec.recipe import QUANTIZED
 from memlab.spec.serving import Serving
 from memlab.trace.log import Log
 from memlab.trace.tracer import Tracer
-from memlab.units import mib
+from memlab.units import in_unit_of
 from memlab.workloads.generation import KV_CACHE, LOGITS, Generation, skipped_steps
 
 # What inference calls that a trainer's category holds; the rest keeps its name.
@@ -104,11 +104,14 @@ class ServingFootprint:
         names = {**self.prefill, **self.decode}
         rows = [(n, self.prefill.get(n, 0), self.decode.get(n, 0)) for n in names]
         rows.append(("together", sum(self.prefill.values()), sum(self.decode.values())))
+        largest = max(self.peak_reserved or 0, *rows[-1][1:])
         lines = [f"{'':<12} {'prefill':>14} {'decode':>14}"]
-        lines += [f"{name.replace('_', ' '):<12} {mib(a):>14} {mib(b):>14}" for name, a, b in rows]
-        lines.append(f"KV cache at the end {mib(self.kv_cache)}")
+        for name, *figures in rows:
+            one, other = (in_unit_of(n, largest) for n in figures)
+            lines.append(f"{name.replace('_', ' '):<12} {one:>14} {other:>14}")
+        lines.append(f"KV cache at the end {in_unit_of(self.kv_cache, largest)}")
         if self.peak_reserved is not None:
-            lines.append(f"peak reserved {mib(self.peak_reserved)}")
+            lines.append(f"peak reserved {in_unit_of(self.peak_reserved, largest)}")
         if self.prefill_time:
             seconds = str(self.prefill_time).partition(":")[0]
             lines.append(f"prefill, estimated: {seconds}")

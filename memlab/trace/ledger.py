@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from memlab.footprint import Allocation, Category, Footprint, Phase, Timeline
-from memlab.trace.events import Marker
+from memlab.trace.events import Alloc, Free, Marker
 from memlab.trace.reductions import Reduction
 
 
@@ -111,6 +111,23 @@ class Ledger:
         owners = (self.storages[number] for number in self._numbers)
         columns = self._changes, self._phases, self._served, self._reserved
         return [Entry(*values) for values in zip(owners, *columns, strict=True)]
+
+    def events(self):
+        """(number of a storage, what happens to it) in their order, with emptied caches."""
+        emptied = [at for at, mark in self.marks if mark is Marker.EMPTY_CACHE]
+        emptied.reverse()  # the next is the last
+        births = {}
+        for at, (storage, change, phase, *_) in enumerate(self.entries):
+            while emptied and emptied[-1] == at:
+                emptied.pop()
+                yield None, Marker.EMPTY_CACHE
+            number = storage.number
+            if change > 0:
+                birth = Alloc(change, storage.category, phase, "", storage.operation)
+                births[number] = birth._replace(stream=storage.stream)
+                yield number, births[number]
+            elif number in births:
+                yield number, Free(births[number], phase, 0)
 
     def __len__(self) -> int:
         """How many entries there are."""

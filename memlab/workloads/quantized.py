@@ -76,7 +76,21 @@ def assumed(recipe) -> tuple[str, ...]:
                 f"{recipe.base} reaches {reached:.1%} of the weights: what is no plain linear "
                 "layer, such as experts and embeddings, stays unquantized"
             )
+        if isinstance(recipe, Recipe) and recipe.compute_dtype != "fp32":
+            said.append(UPCAST if recipe.upcast else NOT_UPCAST)
     return tuple(said)
+
+
+# PEFT casts all that is not quantized. TRL's trainers called it until October 2025, cast norms
+# alone until December 2025, and nothing since.
+UPCAST = (
+    "the rest of a quantized base (norms, embeddings, head) is cast to fp32, as by peft's "
+    "prepare_model_for_kbit_training; TRL, since December 2025, leaves it in 16 bits (--no-upcast)"
+)
+NOT_UPCAST = (
+    "the rest of a quantized base (norms, embeddings, head) stays in 16 bits, as TRL leaves it "
+    "since December 2025; peft's prepare_model_for_kbit_training casts it to fp32, which needs more"
+)
 
 
 _SHARES: dict[tuple[str, str], float] = {}  # by config and task

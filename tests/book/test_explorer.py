@@ -11,7 +11,7 @@ from front_end import Live
 from memlab import Recipe, cli, explore, fits, models
 from memlab.book.live import VIEW
 from memlab.spec.serving import Serving
-from memlab.units import mib
+from memlab.units import in_unit_of
 
 TINY = Recipe("bert-large-tiny", batch_size=2, seq_len=64)
 PANEL = """
@@ -65,7 +65,10 @@ def test_what_is_chosen_is_simulated_and_its_code_gives_the_same(live):
     recipe = TINY.but(batch_size=16, checkpointing=True, freeze="embeddings,1")
     fit = fits(recipe, "T4")
     assert "checkpointing non-reentrant, freeze embeddings,1" in live.shown()
-    assert mib(fit.footprint.peak_allocated) in live.shown() and "as given" in live.shown()
+    assert (
+        in_unit_of(fit.footprint.peak_allocated, fit.total_memory) in live.shown()
+        and "as given" in live.shown()
+    )
     assert what_can_be_copied(live) == (recipe, fit)
 
 
@@ -108,8 +111,11 @@ def test_a_chosen_serving_is_simulated_and_its_line_and_python_give_the_same(ser
     serving_live.follow(lambda: not serving_live.find(description="Run")[1]["disabled"])
     serving = SERVING.but(weights="fp32", cache="static", prompt=64, batch_size=256)
     fit = fits(serving, "T4")
-    assert mib(fit.footprint.peak_allocated) in serving_live.shown()
-    assert f"kv cache {mib(fit.footprint.breakdown['kv_cache'])}" in serving_live.shown()
+    assert in_unit_of(fit.footprint.peak_allocated, fit.total_memory) in serving_live.shown()
+    assert (
+        f"kv cache {in_unit_of(fit.footprint.breakdown['kv_cache'], fit.total_memory)}"
+        in serving_live.shown()
+    )
     assert what_can_be_copied(serving_live) == (serving, fit)
 
 

@@ -5,9 +5,8 @@ import shlex
 import pytest
 from helpers import one_line
 
-from memlab import Recipe, cli, models
+from memlab import Recipe, cli, find_gpu, models
 from memlab.export.memlab_lines import command_line, memlab_lines
-from memlab.predict import simulate as simulation
 from memlab.spec.serving import Serving
 
 QLORA = {
@@ -38,13 +37,13 @@ def test_memlabs_lines_give_the_recipe_back(recipe, gpu, monkeypatch):
         asked.append((said[0], named["gpu"] if named else (*said, None)[1]))
         raise ValueError("enough")
 
-    monkeypatch.setattr(simulation, "simulate", only_ask)
+    monkeypatch.setattr("memlab.cli.simulate._on_card", lambda one, card, _: only_ask(one, card))
     monkeypatch.setattr("memlab.simulate", only_ask, raising=False)
     with pytest.raises(ValueError, match="enough"):
         exec(memlab_lines(recipe, gpu), {})
     program, *words = shlex.split(command_line(recipe, gpu))
     assert program == "memlab" and cli.main(words) == 2
-    assert asked == [(recipe, gpu)] * 2
+    assert asked == [(recipe, gpu), (recipe, find_gpu(gpu))]
 
 
 def test_only_what_is_not_the_default_is_said():

@@ -288,7 +288,7 @@ def test_several_cards_are_a_table():
 
 
 def test_the_text_is_short_and_the_rest_is_json(roomy):
-    assert len(of_the_recipe(str(roomy).splitlines())) <= 32
+    assert len(of_the_recipe(str(roomy).splitlines())) <= 33
     values = json.loads(json.dumps(roomy.as_dict()))
     assert values["fits"] and values["fastest"]["recipe"]["model"] == "gpt2-tiny"
     assert values["question"]["seq_len"] == 64

@@ -27,7 +27,7 @@ def test_a_small_training_fits_and_says_what_it_needs():
     assert fit.footprint == alone
     assert fit.needed == alone.peak_reserved + GPUS["T4"].context
     assert fit.margin == int(MARGIN * fit.needed) + CONTEXT_MARGIN
-    assert str(fit).startswith("fits: ") and "MiB" in str(fit)
+    assert str(fit).startswith("fits: ") and "the card has 14.56 GiB" in str(fit)
 
 
 def test_a_large_one_does_not():

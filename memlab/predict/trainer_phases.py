@@ -1,0 +1,285 @@
+"""What a script has done when its run ends, and what it has yet to do: evaluation, saving, longer
+batches. Of transformers' Trainer, and of classes made from it, the arguments and data say so.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import traceback
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from memlab.footprint import Phase
+from memlab.units import in_unit_of
+
+if TYPE_CHECKING:
+    from memlab.card.tracer import CardTracer
+
+MOST_READ = 10_000  # texts of a dataset that are looked at
+EVALUATED = 2  # batches of an evaluation, unless it keeps what it predicts on the card
+TRAINING, EVALUATION, SAVING = "training", "evaluation", "saving"
+# Functions of trainers, and of models, by which the traceback of an error names a phase.
+PHASES = {
+    "evaluate": EVALUATION,
+    "evaluation_loop": EVALUATION,
+    "predict": EVALUATION,
+    "generate": "generation",
+    "save_model": SAVING,
+    "_save_checkpoint": SAVING,
+    "save_pretrained": SAVING,
+}
+
+
+def phase_of_error(error: BaseException) -> str:
+    """The innermost phase of `PHASES` in the traceback of an error; empty for none."""
+    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    return next((PHASES[name] for name in reversed(names) if name in PHASES), "")
+
+
+class Phases:
+    """Follows a script's optimizer steps, and says what is left where they end the run.
+
+    steps: after which it ends. As a context it changes nothing.
+    """
+
+    differ = True  # whether it matters that steps differ in size
+
+    def __init__(self, tracer: CardTracer, steps: int):
+        self.tracer, self.steps, self.cut = tracer, steps, False
+        self.trainer: Any = None
+        self._operations: dict[int, set[int]] = defaultdict(set)  # by optimizer: of backward passes
+
+    def __enter__(self) -> Phases:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def stepped(self, optimizer: object) -> None:
+        """An optimizer has made a step; None where weights were changed by hand."""
+        if optimizer is None or torch._C._current_graph_task_id() != -1:
+            return  # the work of a step that ends in a backward pass is not known yet
+        work = self.tracer.work.of_step
+        backward = (one.flops * n for one, n in work.items() if one.phase == Phase.BACKWARD)
+        self._operations[id(optimizer)].add(sum(backward))
+
+    def enough_steps(self, end: type[BaseException]) -> None:
+        """End the script, by raising `end`."""
+        self.cut, self.trainer = True, self.trainer or _trainer_at_work()
+        raise end
+
+    def lines(self, steps: int) -> Iterator[str]:
+        """What did not run, and what the figures are of."""
+        if not steps:
+            yield "nothing was trained: no optimizer has made a step"
+        if steps == 1:
+            yield "one step: the next has the optimizer's states in its passes, and may need more"
+        if self.differ and any(len(each) > 1 for each in self._operations.values()):
+            yield (
+                "its steps differ in size, as with texts of unequal lengths: a later one may need "
+                f"more than these {steps} (--steps 25 runs more)"
+            )
+        if self.cut:
+            yield from self._left()
+
+    def _left(self) -> Iterator[str]:
+        if self.trainer is None:
+            yield "not run: what the script does after these steps, such as evaluation or saving"
+            return
+        left = ", ".join(left_to_do(self.trainer))
+        if left:
+            yield f"not run: {left}; --phases runs one of each"
+
+
+class OneOfEach(Phases):
+    """As `Phases`, where the Trainer takes its longest texts, then evaluates and saves once.
+
+    By its own code, on the longest texts and into a folder that is removed. An evaluation that
+    keeps its predictions on the card has all texts. peaks: bytes reserved at most, of each phase.
+    """
+
+    def __init__(self, tracer: CardTracer, steps: int):
+        super().__init__(tracer, steps)
+        self.peaks: dict[str, int] = {}
+        self._begun = 0
+        self._end: type[BaseException] | None = None
+
+    def __enter__(self) -> OneOfEach:
+        from transformers import Trainer
+
+        train, phases = Trainer.train, self
+
+        def train_longest(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            phases.begin(trainer)
+            return train(trainer, *args, **kwargs)
+
+        self._patch = mock.patch.object(Trainer, "train", train_longest)
+        self._folder = tempfile.TemporaryDirectory()
+        self._patch.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._patch.stop()
+        self._folder.cleanup()
+
+    def begin(self, trainer: Any) -> None:
+        """A Trainer is about to train."""
+        self.trainer, args, self.differ = trainer, trainer.args, False
+        texts = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        trainer.train_dataset = longest_of(trainer.train_dataset, texts * self.steps)
+        if not _keeps_predictions(trainer):
+            texts = args.eval_batch_size * args.world_size * EVALUATED
+            every, sets = trainer.eval_dataset, {}
+            if isinstance(every, dict):
+                sets = {name: longest_of(one, texts) for name, one in every.items()}
+            trainer.eval_dataset = sets or longest_of(every, texts)
+        trainer.add_callback(_callback(self))
+
+    def enough_steps(self, end: type[BaseException]) -> None:
+        """End the script, of a Trainer once it has evaluated and saved."""
+        if self.trainer is None:
+            super().enough_steps(end)
+        if self._end is None:
+            self._end = end
+
+    def ask(self, args: Any, control: Any) -> None:
+        """A step of the Trainer is over: the last one asks for the other phases."""
+        if self._end is None or TRAINING in self.peaks:
+            return
+        self.note(TRAINING)
+        args.output_dir, args.push_to_hub = self._folder.name, False
+        control.should_evaluate = self.trainer.eval_dataset is not None
+        control.should_save = True
+
+    def note(self, phase: str) -> None:
+        """A phase is over."""
+        self.tracer.start, before = self._begun, self.tracer.start
+        self.peaks[phase] = max(self.peaks.get(phase, 0), self.tracer.peak()[1])
+        self.tracer.start, self._begun = before, len(self.tracer)
+
+    def end(self) -> None:
+        """End the script, once all phases are over."""
+        if self._end is not None and TRAINING in self.peaks:
+            raise self._end
+
+    def _left(self) -> Iterator[str]:
+        yield from super()._left() if self.trainer is None else ()
+
+    def lines(self, steps: int) -> Iterator[str]:
+        """As `Phases.lines`, with what each phase reserved."""
+        yield from super().lines(steps)
+        if self.trainer is None:
+            yield "--phases: no Trainer of transformers was at work, so nothing more was run"
+        elif self.peaks:
+            most = max(self.peaks.values())
+            told = ", ".join(f"{name} {in_unit_of(n, most)}" for name, n in self.peaks.items())
+            yield f"reserved at most, on the longest texts: {told}"
+
+
+def _callback(phases: OneOfEach) -> Any:
+    """What tells `phases` where a Trainer is."""
+    from transformers import TrainerCallback
+
+    class Callback(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            phases.ask(args, control)
+
+        def on_evaluate(self, args, state, control, **kwargs):
+            phases.note(EVALUATION)
+
+        def on_save(self, args, state, control, **kwargs):
+            phases.note(SAVING)
+            phases.end()
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            phases.end()
+
+        def on_epoch_end(self, args, state, control, **kwargs):
+            phases.end()
+
+    return Callback()
+
+
+def _trainer_at_work() -> Any:
+    """The Trainer of transformers whose loop has called this; None for none."""
+    module = sys.modules.get("transformers.trainer")
+    frame = sys._getframe()
+    while module and frame is not None:
+        # A wrapper may have another `self` and the Trainer among its arguments.
+        own = frame.f_locals.get("self")
+        if isinstance(own, module.Trainer):
+            return own
+        frame = frame.f_back
+    return None
+
+
+def left_to_do(trainer: Any) -> Iterator[str]:
+    """What a Trainer that is in its loop has still before it, in words."""
+    args, state = trainer.args, trainer.state
+    evaluated = any(name.startswith("eval_") for row in state.log_history for name in row)
+    if trainer.eval_dataset is not None and not evaluated:
+        text = f"evaluation {_when(args.eval_strategy, args.eval_steps)}"
+        text += f" in batches of {args.eval_batch_size}"
+        text += " that generates" * bool(getattr(args, "predict_with_generate", False))
+        yield text + " and keeps all predictions on the card" * _keeps_predictions(trainer)
+    saves = _name(args.save_strategy)
+    if saves != "no" and not (saves == "steps" and state.global_step >= args.save_steps):
+        yield f"saving {_when(args.save_strategy, args.save_steps)}"
+    sizes = text_sizes(trainer.train_dataset)
+    if sizes and min(sizes) < max(sizes):
+        times = max(sizes) / max(1, statistics.median(sizes))
+        yield f"batches of the longest text ({times:.1f} times the median)"
+
+
+def _when(strategy: Any, steps: float | None) -> str:
+    name = _name(strategy)
+    if name == "steps":
+        return f"every {steps:g} steps"
+    return {"epoch": "after each epoch", "no": "on request"}.get(name, name)
+
+
+def _name(strategy: Any) -> str:
+    return str(getattr(strategy, "value", strategy))
+
+
+def _keeps_predictions(trainer: Any) -> bool:
+    """Whether an evaluation gathers the predictions of all its batches on the card."""
+    args = trainer.args
+    kept = trainer.compute_metrics is not None and not args.prediction_loss_only
+    return bool(kept and args.eval_accumulation_steps is None and not args.batch_eval_metrics)
+
+
+def text_sizes(dataset: Any) -> list[int]:
+    """How long the texts of a dataset are: tokens, or characters; empty where nobody can say."""
+    try:
+        if "input_ids" in (getattr(dataset, "column_names", None) or ()):
+            return [len(ids) for ids in dataset[: len(dataset)]["input_ids"]]
+        return [_size(dataset[i]) for i in range(min(len(dataset), MOST_READ))]
+    except Exception:  # whatever a dataset that is not indexed by numbers raises
+        return []
+
+
+def _size(item: Any) -> int:
+    if not isinstance(item, Mapping):
+        return 0
+    ids = item.get("input_ids")
+    if ids is not None:
+        return len(ids)
+    return sum(len(str(value)) for value in item.values() if isinstance(value, (str, list)))
+
+
+def longest_of(dataset: Any, number: int) -> Any:
+    """So many of a dataset's longest texts; as it is where their sizes are not known."""
+    sizes = text_sizes(dataset)
+    if not sizes:
+        return dataset
+    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])[:number]
+    if hasattr(dataset, "select"):
+        return dataset.select(order)
+    return torch.utils.data.Subset(dataset, order)
