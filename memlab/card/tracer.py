@@ -35,7 +35,7 @@ from memlab.gpus import GPU
 from memlab.trace.events import Marker
 from memlab.trace.ledger import Storage
 from memlab.trace.reductions import UNLIMITED
-from memlab.trace.tensors import is_wrapper_subclass, tensors_in
+from memlab.trace.tensors import is_gathered, is_wrapper_subclass, tensors_in
 from memlab.trace.tracer import Tracer
 from memlab.trace.user_frames import line_at_work
 
@@ -151,7 +151,9 @@ class CardTracer(OnHost, Tracer):
         for tensor in tensors:
             # A view that was made under no_grad may not be asked for its graph.
             if tensor.requires_grad and not tensor._is_view() and tensor.is_leaf:
-                tensor.untyped_storage()._memlab_weight = True
+                # FSDP writes what it gathers anew in every micro-batch: no step.
+                if not is_gathered(tensor.untyped_storage()):
+                    tensor.untyped_storage()._memlab_weight = True
         if torch._C._current_graph_task_id() != -1:
             if self._by_hand is None:
                 self._by_hand = False

@@ -1,5 +1,6 @@
 """One of several ranks on the simulated card: DDP, FSDP2, ZeRO-1, and what is put back."""
 
+import math
 import os
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed._functional_collectives import all_reduce_coalesced
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -200,6 +201,27 @@ def test_tensor_parallel_layers_are_split_with_their_gradients_and_states(replic
     assert of_category(footprint, "parameters") == share
     assert of_category(footprint, "gradients") == share
     assert of_category(footprint, "optimizer_states") == 2 * share
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("shape", [(1,), (4,), (4, 1), (2, 2)], ids=str)
+def test_all_micro_batches_of_a_step_count_in_a_group_of_any_size(shape, dim):
+    """A group of one copies each weight to where others gather it, which is no step by hand."""
+    ranks = math.prod(shape)
+    with SimulatedGPU("H100", ranks=ranks) as gpu:
+        dist.init_process_group("nccl", rank=0, world_size=ranks)
+        mesh = init_device_mesh("cuda", shape, mesh_dim_names=("copies", "parts")[-len(shape) :])
+        net = model().cuda()
+        for layer in [*net, net]:
+            fully_shard(layer, mesh=mesh, shard_placement_fn=lambda weight: Shard(dim))
+        optimizer = torch.optim.SGD(net.parameters())
+        for _ in range(2):
+            for _ in range(3):
+                net(torch.randn(8, WIDE, device="cuda")).sum().backward()
+            optimizer.step()
+    products = 3 * (2 * LAYERS + LAYERS - 1)  # the first layer's input needs no gradient
+    assert gpu.footprint.step_seconds.flops == products * 2 * 8 * WIDE * WIDE
+    assert gpu.footprint.breakdown["parameters"] == LAYERS * LAYER // shape[-1]
 
 
 def test_what_is_offloaded_is_on_the_card_for_a_layer_only():
