@@ -17,7 +17,7 @@ from transformers.utils import import_utils
 from memlab.card import device_properties
 from memlab.card.allocator_settings import AllocatorSettings
 from memlab.card.device_properties import DeviceProperties
-from memlab.card.kernels import torchao
+from memlab.card.kernels import higher_order, torchao
 from memlab.card.placement import ONE_CARD, NotSimulated, is_cuda_device
 from memlab.trace.patches import replaced
 
@@ -49,6 +49,7 @@ def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False, reads_environ
     """
     settings = AllocatorSettings(tracer, reads_environment)
     with contextlib.ExitStack() as stack:
+        thread = stack.enter_context(higher_order.functions_as_operators(compile_eagerly))
         for target, answers in (
             (torch.autograd.profiler.profile, {"__init__": _profile(tracer.assumptions)}),
             (torch.cuda, _of_the_card(tracer, ranks)),
@@ -56,7 +57,7 @@ def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False, reads_environ
             *device_properties.answers(tracer.gpu),
             (torch._C, _of_the_driver(tracer, snapshot, ranks)),
             (torch._C, _of_the_accelerator(tracer, settings)),
-            (torch, {"compile": _compile(tracer, compile_eagerly), "Generator": Generator}),
+            (torch, {"compile": _compile(tracer, compile_eagerly, thread), "Generator": Generator}),
             # Recurrent layers run as PyTorch's own operations.
             (torch.backends.cudnn, {"is_acceptable": lambda tensor: False}),
             (torch.Tensor, {"record_stream": lambda tensor, stream: None}),
@@ -181,14 +182,19 @@ _NO_COMPILE = refuse(
 EAGERLY = "torch.compile: the code ran as it is, which holds as much as compiled code or more"
 
 
-def _compile(tracer, eagerly):
+def _compile(tracer, eagerly, thread):
     """`torch.compile` under its own switches; a module is refused, a function when it is called."""
 
     def compiled(model=None, *, backend="inductor", disable=False, **settings):
         if model is None:
             return lambda function: compiled(function, backend=backend, disable=disable)
-        if disable or backend == "eager" or _is_switched_off():
+        # By its name; or the function, by which torch.cond and its like compile themselves.
+        eager = "eager" in (backend, getattr(backend, "__name__", None))
+        if disable or eager or _is_switched_off():
             return model
+        own = higher_order.compiled_form(model, thread, tracer.assumptions)
+        if own is not None:
+            return own
         if torchao.is_its_step(model):
             tracer.assumptions[torchao.COMPILED] = None
             return torchao.fused_step

@@ -17,7 +17,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
 from memlab.card import dynamic_shapes, known_values
-from memlab.card.kernels import scratch
+from memlab.card.kernels import higher_order, scratch
 from memlab.card.kernels.rules import RULES
 from memlab.card.memory import CardMemory
 from memlab.card.on_host import OnHost, refuse_two_devices
@@ -87,7 +87,11 @@ class CardTracer(OnHost, Tracer):
         self._by_hand = None  # whether weights were changed since a backward pass; None before one
         self._lock = threading.RLock()  # the reader's threads
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return higher_order.run(self, func, args, kwargs or {})
         if func is torch.ops.prim.device.default:  # asked very often, touches no memory
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if any(map(is_wrapper_subclass, types)):
@@ -242,7 +246,7 @@ class CardTracer(OnHost, Tracer):
             out = super().__torch_dispatch__(func, types, here, options)
         except (DynamicOutputShapeException, DataDependentOutputException):
             raise NotSimulated(f"{func} is not simulated: {ONLY_A_CARD_KNOWS}") from None
-        self.work.note(func, here, options, tensors, out, self.phase())
+        self.work.note(func, here, options, tensors, out, self.phase(), self.stream)
         for taken in scratch.kernel_scratch(func, here):
             self.met_rules.add("scratch of kernels")
             if "scratch of kernels" in self.rules:

@@ -25,8 +25,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 from transformers import Trainer
 
-from memlab import Recipe, SimulatedGPU, simulate
+from memlab import Recipe, SimulatedGPU, find_gpu, simulate
+from memlab.card.links import link_rate
 from memlab.card.placement import NotSimulated
+from memlab.card.step_time import EXPECTED
 from memlab.models import build, config
 from memlab.trace.patches import MISSING, replacements
 from memlab.workloads.sharding import check_split
@@ -183,7 +185,8 @@ def test_ddp_of_a_static_graph_keeps_gradients_once():
     assert of_category(footprint, "gradients") == (LAYERS + 1) * LAYER
 
 
-PLAN = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel()}
+PLAN = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+PLAN |= {"2": ColwiseParallel(), "3": RowwiseParallel()}
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -192,7 +195,7 @@ def test_tensor_parallel_layers_are_split_with_their_gradients_and_states(replic
     with SimulatedGPU(ranks=4) as gpu:
         names = "copies", "parts"
         mesh = dist.init_device_mesh("cuda", (replicas, 4 // replicas), mesh_dim_names=names)
-        net = parallelize_module(model().cuda(), mesh["parts"], PLAN | {"3": RowwiseParallel()})
+        net = parallelize_module(model().cuda(), mesh["parts"], PLAN)
         if replicas > 1:
             for layer in [*net, net]:
                 fully_shard(layer, mesh=mesh["copies"])
@@ -323,6 +326,61 @@ def test_a_rank_sends_what_a_ring_needs():
         for way in ("ddp", "zero2")
     )
     assert ddp == zero2 == pytest.approx(2 * 3 / 4 * weights, rel=0.001)
+
+
+def by_dtensor(net, mesh, plan, x):
+    parallelize_module(net, mesh["parts"], plan)
+    return net(x)
+
+
+def by_a_call_of_its_own(net, mesh, asynchronous, x):
+    y = net(x)
+    dist.all_reduce(y, async_op=asynchronous)
+    return y
+
+
+def in_another_stream(net, mesh, _, x):
+    y = net(x)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        dist.all_reduce(y)
+    return y
+
+
+def whole_layers(net, mesh, split, x):
+    split(net)
+    return net(x)
+
+
+SEQUENCES = PLAN | {
+    "0": ColwiseParallel(input_layouts=Shard(0)),
+    "1": RowwiseParallel(output_layouts=Shard(0)),
+    "2": ColwiseParallel(input_layouts=Shard(0)),
+}
+
+
+@pytest.mark.parametrize(
+    ("run", "how", "waits"),
+    [
+        (by_dtensor, PLAN, True),
+        (by_dtensor, SEQUENCES, True),  # gathered and scattered again
+        (by_a_call_of_its_own, False, True),
+        (by_a_call_of_its_own, True, False),
+        (in_another_stream, None, False),
+        (whole_layers, fully_shard, False),
+        (whole_layers, DistributedDataParallel, False),
+    ],
+)
+def test_collectives_whose_result_is_wanted_at_once_take_all_of_their_time(run, how, waits):
+    """Beside products that last longer than what is sent by an H100's NVLink."""
+    with SimulatedGPU("H100", ranks=4) as gpu:
+        mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("parts",))
+        net = model().cuda()
+        x = torch.randn(2**15, WIDE, device="cuda")
+        run(net, mesh, how, x).sum().backward()
+    found = gpu.footprint.step_seconds
+    takes = found.sent / (link_rate(find_gpu("H100")) * EXPECTED.link)
+    assert takes > 0
+    assert found.parts["communication"] == pytest.approx(takes if waits else 0, abs=1e-9)
 
 
 @pytest.mark.parametrize(
