@@ -11,7 +11,9 @@ def add_to(commands) -> None:
     add("script", help="a Python script, as it is; its own arguments come last, after --")
     add("--gpu", type=card, help=GPU)
     add("--steps", type=int, default=2, help="optimizer steps after which it ends")
-    add("--ranks", type=int, default=1, help="started as torchrun would, as the first of so many")
+    add("-m", dest="module", action="store_true", help="the script is a module, as of `python -m`")
+    launched = "started as torchrun would, as the first of so many; none means by python"
+    add("--ranks", type=int, help=launched)
     add("--limit-minutes", type=minutes, default=float("inf"), help="after which it is stopped")
     eager = "run what torch.compile would compile eagerly: an upper bound"
     add("--compile-eagerly", action="store_true", help=eager)
@@ -32,6 +34,7 @@ def run(options) -> dict:
         limit_minutes=options.limit_minutes,
         ranks=options.ranks,
         compile_eagerly=options.compile_eagerly,
+        module=options.module,
     )
     if ran.status == FAILED and isinstance(ran.raised, Exception):
         print(traceback_of(ran), end="", file=sys.stderr)

@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections import Counter
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from unittest import mock
 
@@ -20,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memlab.card.device import SimulatedGPU
 from memlab.card.placement import NotSimulated
+from memlab.card.process_group import torchrun_environment
 from memlab.footprint import Footprint
 from memlab.trace.user_frames import line_of_error
 from memlab.units import mib
@@ -116,20 +118,24 @@ def try_script(
     snapshot=None,
     *,
     limit_minutes: float = float("inf"),
-    ranks: int = 1,
+    ranks: int | None = None,
     compile_eagerly: bool = False,
+    module: bool = False,
 ) -> ScriptRun:
     """Run a script as `python path arguments` would, inside a `SimulatedGPU`.
 
+    ranks: started by torchrun, as the first of so many, of one, too; None for a plain start.
+    module: whether `path` is a module's name, as of `python -m`.
+
     It ends when every optimizer that has stepped has made so many steps, or one of them three times
     as many, or by itself, or at an exception, a Ctrl-C, or after limit_minutes; what was seen until
-    then is told. A backward pass and a change of weights in place is a step, too. gpu, ranks,
+    then is told. A backward pass and a change of weights in place is a step, too. gpu,
     compile_eagerly: as for `SimulatedGPU`. snapshot: a file for PyTorch's memory viewer, or None.
     The script's numbers are stand-ins, as `SimulatedGPU` has them.
 
     Raises ValueError where there is no such file.
     """
-    script = Path(path).resolve()
+    script = _file_of_module(path) if module else Path(path).resolve()
     if not script.is_file():
         raise ValueError(f"{path} is no file: allowed is a Python script")
     if _is_json(script):
@@ -137,12 +143,18 @@ def try_script(
     if steps < 1:
         raise ValueError(f"steps is {steps}: allowed are whole numbers from 1")
     counted, raised = _Steps(steps), None
-    card = SimulatedGPU(gpu, script=script, ranks=ranks, compile_eagerly=compile_eagerly)
+    card = SimulatedGPU(
+        gpu, script=script, ranks=1 if ranks is None else ranks, compile_eagerly=compile_eagerly
+    )
     card.tracer.on_step_by_hand = counted.stepped
-    with _time_limit(limit_minutes) as clock, card, _as_main(script, arguments):
+    start = _as_main(script, arguments, ranks, module)
+    with _time_limit(limit_minutes) as clock, card, start:
         hook = register_optimizer_step_post_hook(counted.stepped)
         try:
-            runpy.run_path(str(script), run_name="__main__")
+            if module:
+                runpy.run_module(path, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(str(script), run_name="__main__")
             card.tracer.end_step_by_hand()
         except _EnoughSteps:
             pass
@@ -240,11 +252,31 @@ def _is_json(file: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _as_main(script, arguments):
-    """The names that a script finds when Python runs it."""
+def _as_main(script, arguments, ranks, module):
+    """The names that a script finds when Python runs it, or torchrun for so many ranks."""
+    folder = os.getcwd() if module else str(script.parent)
     with (
         mock.patch.object(sys, "argv", [str(script), *arguments]),
-        mock.patch.object(sys, "path", [str(script.parent), *sys.path]),
-        mock.patch.dict(os.environ),  # what the script sets there ends with it
+        mock.patch.object(sys, "path", [folder, *sys.path]),
+        # What the script sets there ends with it.
+        mock.patch.dict(os.environ, torchrun_environment(ranks) if ranks else {}),
     ):
         yield
+
+
+def _file_of_module(name: str) -> Path:
+    """Where the code of `python -m name` is; packages above it are not imported yet.
+
+    Raises ValueError where Python finds no such module.
+    """
+    where: list[str] | None = [os.getcwd(), *sys.path]
+    parts = name.split(".")
+    spec = None
+    for i in range(len(parts)):
+        spec = where and PathFinder.find_spec(".".join(parts[: i + 1]), where)
+        where = spec and spec.submodule_search_locations
+    if where:
+        spec = PathFinder.find_spec(f"{name}.__main__", where)
+    if not spec or not spec.origin:
+        raise ValueError(f"{name} is no module that Python finds: allowed is one to run")
+    return Path(spec.origin).resolve()

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 
 import pytest
 
@@ -239,6 +240,38 @@ optimizer.step()
     assert run(tmp_path, text, "--ranks", "4") == 0
     assert run(tmp_path, text) == 2
     assert "--ranks N" in capsys.readouterr().err
+
+
+def test_ranks_of_one_are_torchruns_and_none_are_pythons(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import os, torch\nprint('LOCAL_RANK' in os.environ)\n"
+        "torch.distributed.init_process_group('nccl')\n"
+        "print(torch.distributed.get_world_size(), os.environ['LOCAL_RANK'])\n"
+    )
+    main(["run", str(path), "--ranks", "1"])
+    assert capsys.readouterr().out.startswith("True\n1 0\n")
+    assert main(["run", str(path)]) == 2
+    said = capsys.readouterr()
+    assert said.out.startswith("False\n") and "--ranks N" in said.err
+    assert "LOCAL_RANK" not in os.environ
+
+
+@pytest.mark.parametrize("name", ["package.train", "package"])
+def test_a_module_runs_as_python_m_does(name, tmp_path, monkeypatch, capsys):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "model.py").write_text(MODEL)
+    (package / "__init__.py").write_text("import torch\nassert torch.cuda.is_available()\n")
+    code = SCRIPT.format(steps=5).replace("from model", "from .model")
+    (package / ("__main__.py" if name == "package" else "train.py")).write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))  # the package ends with the test
+    assert main(["run", "-m", name, "--gpu", "T4", "--", "--width", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "2 optimizer steps" in out and "optimizer.step()" in out
+    assert main(["run", "-m", f"{name}.nowhere"]) == 2
+    assert "nowhere is no module that Python finds" in capsys.readouterr().err
 
 
 def test_compiled_code_runs_eagerly_where_that_is_asked_for(tmp_path, capsys):
