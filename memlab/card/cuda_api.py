@@ -12,6 +12,7 @@ import os
 import sys
 
 import torch
+from torch.utils._cpp_extension_versioner import ExtensionVersioner
 from transformers.utils import import_utils
 
 from memlab.card import device_properties
@@ -64,6 +65,7 @@ def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False, reads_environ
             # DataParallel over one card moves the batch there and runs the module.
             (torch.nn.parallel.comm, {"scatter": lambda tensor, *where: (tensor.to("cuda"),)}),
             (torch.nn.parallel._functions, {"_get_stream": lambda device: None}),
+            (ExtensionVersioner, {"bump_version_if_changed": _extension}),
             *refusals(NOT_SIMULATED),
         ):
             # What only builds with CUDA have is made for as long as it is asked for.
@@ -172,6 +174,19 @@ def refuse(name, why):
         raise NotSimulated(f"{name} is not simulated: {why}")
 
     return refused
+
+
+_bump_version = ExtensionVersioner.bump_version_if_changed
+
+
+def _extension(self, name, *args, with_cuda=False, **kwargs):
+    """The version of a C++ extension, asked for before it is built."""
+    if with_cuda:
+        refuse(
+            f"the CUDA extension {name}",
+            "its kernels can be built and run on a real card alone. Run the script without it",
+        )()
+    return _bump_version(self, name, *args, with_cuda=with_cuda, **kwargs)
 
 
 _NO_COMPILE = refuse(
