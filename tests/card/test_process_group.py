@@ -227,6 +227,34 @@ def test_all_micro_batches_of_a_step_count_in_a_group_of_any_size(shape, dim):
     assert gpu.footprint.breakdown["parameters"] == LAYERS * LAYER // shape[-1]
 
 
+def test_weights_that_are_gathered_in_float8_are_sent_at_half_the_bytes():
+    pytest.importorskip("torchao")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def trained(float8):
+        with SimulatedGPU("H100", ranks=4) as gpu:
+            net = model().bfloat16().cuda()
+            if float8:
+                config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+                convert_to_float8_training(net, config=config)
+            for layer in [*net, net]:
+                fully_shard(layer, mesh=init_device_mesh("cuda", (4,)))
+            optimizer = torch.optim.AdamW(net.parameters())
+            for _ in range(2):
+                net(torch.randn(16, WIDE, device="cuda", dtype=torch.bfloat16)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return gpu.footprint
+
+    plain, eight = trained(False), trained(True)
+    assert plain.breakdown["parameters"] == eight.breakdown["parameters"]
+    assert plain.breakdown["optimizer_states"] == eight.breakdown["optimizer_states"]
+    # Gathered for both passes in 1 byte a weight, not 2; gradients are sent in bf16.
+    gathered = 2 * LAYERS * WIDE * WIDE * 3 // 4
+    assert plain.step_seconds.sent == 3 * gathered
+    assert eight.step_seconds.sent == pytest.approx(2 * gathered, rel=0.01)
+
+
 def test_what_is_offloaded_is_on_the_card_for_a_layer_only():
     with SimulatedGPU(ranks=4) as gpu:
         mesh, net = dist.init_device_mesh("cuda", (4,)), model()
