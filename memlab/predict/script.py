@@ -23,6 +23,7 @@ from memlab.card.device import SimulatedGPU
 from memlab.card.placement import NotSimulated
 from memlab.card.process_group import torchrun_environment
 from memlab.footprint import Footprint
+from memlab.predict.script_progress import shows_where_it_is
 from memlab.trace.user_frames import line_of_error
 from memlab.units import mib
 
@@ -148,7 +149,8 @@ def try_script(
     )
     card.tracer.on_step_by_hand = counted.stepped
     start = _as_main(script, arguments, ranks, module)
-    with _time_limit(limit_minutes) as clock, card, start:
+    shown = shows_where_it_is(script, lambda: counted.most)
+    with shown, _time_limit(limit_minutes) as clock, card, start:
         hook = register_optimizer_step_post_hook(counted.stepped)
         try:
             if module:
@@ -173,14 +175,15 @@ def try_script(
 
 def _ending(raised, where, steps, clock) -> tuple[str, int, BaseException | None]:
     """(why a script ended, the exit status, the exception) of what it raised."""
+    until_then = "" if steps else " before a first optimizer step: no answer for one"
     if isinstance(raised, torch.OutOfMemoryError):
         return str(raised), OUT_OF_MEMORY, raised
     if isinstance(raised, NotSimulated):
         return str(raised), NOT_HERE, ValueError(f"{where}: {raised}" if where else str(raised))
     if isinstance(raised, KeyboardInterrupt) and clock.up:
-        return f"stopped after {clock.minutes:g} minutes", TIME_UP, raised
+        return f"stopped after {clock.minutes:g} minutes{until_then}", TIME_UP, raised
     if isinstance(raised, KeyboardInterrupt):
-        return "interrupted", INTERRUPTED, raised
+        return f"interrupted{until_then}", INTERRUPTED, raised
     if isinstance(raised, SystemExit) and raised.code:
         if isinstance(raised.code, int):
             return f"the script ended with status {raised.code}", raised.code, raised

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from memlab.cli import main
+from memlab.predict import script_progress
 from memlab.predict.script import run_script
 
 MiB = 2**20
@@ -168,6 +169,18 @@ def test_a_script_that_goes_on_is_stopped_at_the_limit(on, tmp_path, capsys):
     told = capsys.readouterr()
     assert "stopped after 0.02 minutes" in told.err and told.err.count("\n") == 1
     assert "1.0 MiB" in told.out
+
+
+def test_what_runs_for_long_says_where_it_is_on_a_terminal_alone(tmp_path, capsys, monkeypatch):
+    text = "x = torch.ones(4, device='cuda')\nwhile True:\n    x + 1"
+    monkeypatch.setattr(script_progress, "EVERY", 0.1)
+    assert run(tmp_path, text, "--limit-minutes", "0.02") == 124
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "stopped after 0.02 minutes before a first optimizer step: no answer for one" in said
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert run(tmp_path, text, "--limit-minutes", "0.02") == 124
+    assert ", 0 optimizer steps, at work in train.py:4\n" in capsys.readouterr().err
 
 
 def test_a_limit_holds_where_interrupts_are_ignored(tmp_path, capsys):
