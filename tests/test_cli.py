@@ -1,6 +1,8 @@
 """The command `memlab`: what it prints and how it fails."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -325,3 +327,13 @@ def test_interrupted_recording_says_that_nothing_is_lost(capsys, tmp_path, monke
     status, out, err = run(capsys, "record", *options)
     assert (status, out) == (130, "")
     assert "start again to go on" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("triton", [False, True])
+def test_the_last_collection_is_left_out_where_nobody_counts_what_it_would_free(triton):
+    code = "import atexit, gc, sys; atexit.register(lambda: print(gc.get_freeze_count() > 0)); "
+    code += "from memlab.cli import main; "
+    code += "sys.modules['triton'] = gc; " * triton
+    code += "main(['simulate', '--model', 'gpt2-tiny', '--seq-len', '0'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{not triton}\n"

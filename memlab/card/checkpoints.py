@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import mmap
 import sys
+import warnings
 
 import torch
 from safetensors import torch as safetensors
@@ -120,8 +122,77 @@ def _open(filename, framework="pt", device="cpu", **settings):
     """safetensors' safe_open, which would write to a card's memory by itself."""
     if isinstance(device, int):
         device = torch.device("cuda", device)
-    opened = _open_file(filename, framework, **settings)
+    try:
+        opened = _open_file(filename, framework, **settings)
+    except RuntimeError as error:
+        if framework != "pt" or "unable to mmap" not in str(error):
+            raise
+        opened = _Large(filename)
     return _ToCard(opened) if framework == "pt" and is_cuda_device(device) else opened
+
+
+class _Large:
+    """safetensors' safe_open of a file that is larger than the host's memory.
+
+    safetensors maps a file as memory that can be written, of which the host has to have as much;
+    here it is only read, page by page.
+    """
+
+    def __init__(self, filename):
+        with open(filename, "rb") as file:
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        size = int.from_bytes(self._bytes[:8], "little")
+        self._header, self._begin = json.loads(self._bytes[8 : 8 + size]), 8 + size
+        self._metadata = self._header.pop("__metadata__", None)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None  # tensors keep the file
+
+    def metadata(self):
+        return self._metadata
+
+    def keys(self):
+        return sorted(self._header)
+
+    def offset_keys(self):
+        return sorted(self._header, key=lambda name: self._header[name]["data_offsets"])
+
+    def get_tensors(self):
+        return {name: self.get_tensor(name) for name in self.offset_keys()}
+
+    def get_slice(self, name):
+        return _LargeSlice(self._header[name], self.get_tensor(name))
+
+    def get_tensor(self, name):
+        said = self._header[name]
+        dtype, shape = safetensors._TYPES[said["dtype"]], said["shape"]
+        begin, end = said["data_offsets"]
+        with _disable_current_modes(), torch._C.DisableTorchFunction(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it cannot be written
+            if begin == end:
+                return torch.empty(shape, dtype=dtype)
+            where = {"count": (end - begin) // dtype.itemsize, "offset": self._begin + begin}
+            return torch.frombuffer(self._bytes, dtype=dtype, **where).view(shape)
+
+
+class _LargeSlice:
+    """Of one of its weights."""
+
+    def __init__(self, said, tensor):
+        self._said, self._tensor = said, tensor
+
+    def get_shape(self):
+        return self._said["shape"]
+
+    def get_dtype(self):
+        return self._said["dtype"]
+
+    def __getitem__(self, places):
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return self._tensor[places]
 
 
 class _ToCard:

@@ -53,6 +53,21 @@ def sent_bytes(func, args, tensors, out) -> tuple[int, int] | None:
     return round(largest * share(group.size())), _cards(group)
 
 
+def is_waited_for(func, args, stream: int) -> bool:
+    """Whether the kernels after a collective wait for it, so that none of its time is hidden.
+
+    Tensor parallelism sums or gathers what the next operator reads: DTensor by functional
+    collectives, which `wait_tensor` follows at first use; others by a call that is not async_op in
+    the kernels' own stream. DistributedDataParallel's are async_op, fully_shard's have streams of
+    their own. stream: the number of the one at work, 0 for the default one.
+    """
+    if func.namespace == "_c10d_functional":
+        return True
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False))
+    return stream == 0 and not given.get("async_op", True)
+
+
 def _cards(group) -> int:
     """How many of the first machine's cards are in a group; 0 where it has no others.
 

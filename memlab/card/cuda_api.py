@@ -12,12 +12,13 @@ import os
 import sys
 
 import torch
+from torch.utils._cpp_extension_versioner import ExtensionVersioner
 from transformers.utils import import_utils
 
 from memlab.card import device_properties
 from memlab.card.allocator_settings import AllocatorSettings
 from memlab.card.device_properties import DeviceProperties
-from memlab.card.kernels import torchao
+from memlab.card.kernels import higher_order, torchao
 from memlab.card.placement import ONE_CARD, NotSimulated, is_cuda_device
 from memlab.trace.patches import replaced
 
@@ -49,6 +50,7 @@ def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False, reads_environ
     """
     settings = AllocatorSettings(tracer, reads_environment)
     with contextlib.ExitStack() as stack:
+        thread = stack.enter_context(higher_order.functions_as_operators(compile_eagerly))
         for target, answers in (
             (torch.autograd.profiler.profile, {"__init__": _profile(tracer.assumptions)}),
             (torch.cuda, _of_the_card(tracer, ranks)),
@@ -56,13 +58,14 @@ def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False, reads_environ
             *device_properties.answers(tracer.gpu),
             (torch._C, _of_the_driver(tracer, snapshot, ranks)),
             (torch._C, _of_the_accelerator(tracer, settings)),
-            (torch, {"compile": _compile(tracer, compile_eagerly), "Generator": Generator}),
+            (torch, {"compile": _compile(tracer, compile_eagerly, thread), "Generator": Generator}),
             # Recurrent layers run as PyTorch's own operations.
             (torch.backends.cudnn, {"is_acceptable": lambda tensor: False}),
             (torch.Tensor, {"record_stream": lambda tensor, stream: None}),
             # DataParallel over one card moves the batch there and runs the module.
             (torch.nn.parallel.comm, {"scatter": lambda tensor, *where: (tensor.to("cuda"),)}),
             (torch.nn.parallel._functions, {"_get_stream": lambda device: None}),
+            (ExtensionVersioner, {"bump_version_if_changed": _extension}),
             *refusals(NOT_SIMULATED),
         ):
             # What only builds with CUDA have is made for as long as it is asked for.
@@ -173,6 +176,19 @@ def refuse(name, why):
     return refused
 
 
+_bump_version = ExtensionVersioner.bump_version_if_changed
+
+
+def _extension(self, name, *args, with_cuda=False, **kwargs):
+    """The version of a C++ extension, asked for before it is built."""
+    if with_cuda:
+        refuse(
+            f"the CUDA extension {name}",
+            "its kernels can be built and run on a real card alone. Run the script without it",
+        )()
+    return _bump_version(self, name, *args, with_cuda=with_cuda, **kwargs)
+
+
 _NO_COMPILE = refuse(
     "torch.compile",
     "compiled graphs plan their memory in another way. compile_eagerly=True, or memlab run "
@@ -184,14 +200,19 @@ EAGERLY = (
 )
 
 
-def _compile(tracer, eagerly):
+def _compile(tracer, eagerly, thread):
     """`torch.compile` under its own switches; a module is refused, a function when it is called."""
 
     def compiled(model=None, *, backend="inductor", disable=False, **settings):
         if model is None:
             return lambda function: compiled(function, backend=backend, disable=disable)
-        if disable or backend == "eager" or _is_switched_off():
+        # By its name; or the function, by which torch.cond and its like compile themselves.
+        eager = "eager" in (backend, getattr(backend, "__name__", None))
+        if disable or eager or _is_switched_off():
             return model
+        own = higher_order.compiled_form(model, thread, tracer.assumptions)
+        if own is not None:
+            return own
         if torchao.is_its_step(model):
             tracer.assumptions[torchao.COMPILED] = None
             return torchao.fused_step

@@ -47,7 +47,8 @@ class SimulatedGPU:
     ranks: how many processes train together; this is the first (`memlab.card.process_group`).
     compile_eagerly: whether what `torch.compile` would compile runs as it is, which is no bound of
         what it takes, as `Footprint.assumptions` says; else it is refused. PyTorch's own switches
-        (disable=True, TORCH_COMPILE_DISABLE=1, backend="eager") hold without.
+        (disable=True, TORCH_COMPILE_DISABLE=1, backend="eager") hold without, and a compiled
+        `flex_attention` or `create_block_mask` is its kernel.
     link: between them, a name of `memlab.card.links.LINKS`, for the time of their collectives;
         None takes NVLink where the card has it, and else PCIe.
 

@@ -1,10 +1,12 @@
 """Training loops on tensors without data."""
 
 import contextlib
+import logging
 import os
 from unittest import mock
 
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
@@ -36,6 +38,8 @@ def tensors_without_data():
         rows = (
             (torch.nn.Module, "_apply", apply_by(_move)),
             (torch.amp.GradScaler, "_maybe_opt_step", _always_step),
+            # Fifty lines of what is raised as well, also where a caller expects it.
+            (fake_tensor, "log", _SILENT),
             # transformers takes a fake tensor for tracing and then builds masks that a run
             # never builds.
             (masking_utils, "is_tracing", lambda *a, **k: False),
@@ -51,6 +55,9 @@ def tensors_without_data():
         stack.enter_context(mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))
         yield mode
 
+
+_SILENT = logging.Logger("fake tensors")
+_SILENT.disabled = True
 
 _original_find_packed = masking_utils.find_packed_sequence_indices
 _original_try_get_data = dataloader._MultiProcessingDataLoaderIter._try_get_data

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from memlab.card.fake_tensors import apply_by
-from memlab.card.kernels import bitsandbytes
+from memlab.card.kernels import bitsandbytes, higher_order
 from memlab.card.placement import (
     CARD,
     HOST,
@@ -140,6 +140,11 @@ class DeviceMoveMode(TorchFunctionMode):
                     return kind.__torch_function__(func, types, args, kwargs)
         if func in MOVES:
             return self._moved(func, args, kwargs)
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            run = higher_order.plainly(func, self.tracer.assumptions)
+            if run is not None:
+                with self._called_by_nobody():
+                    return run(*args, **kwargs)
         device = kwargs.get("device")
         if device is not None:
             if isinstance(device, int):

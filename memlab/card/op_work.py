@@ -18,7 +18,7 @@ import torch
 from torch.utils._mode_utils import no_dispatch
 from torch.utils.flop_counter import flop_registry
 
-from memlab.card.collectives import sent_bytes
+from memlab.card.collectives import is_waited_for, sent_bytes
 from memlab.card.known_values import values_of
 from memlab.card.links import CARDS
 from memlab.card.placement import on_card
@@ -44,6 +44,7 @@ class Work(NamedTuple):
     sent: bytes that a collective sends to other ranks (`memlab.card.collectives`).
     carried: bytes that go from the card to its host or back, by a copy of at least `TRIFLE`.
     cards: of a machine, that are in the collective's group, as in `memlab.card.links.link_rate`.
+    waited: whether kernels wait for the collective (`memlab.card.collectives.is_waited_for`).
     """
 
     flops: int
@@ -58,6 +59,7 @@ class Work(NamedTuple):
     sent: int = 0
     carried: int = 0
     cards: int = CARDS
+    waited: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -96,8 +98,8 @@ class WorkLog:
         """
         return self._now if self._whole is None else self._whole
 
-    def note(self, func, args, kwargs, tensors, out, phase: Phase) -> None:
-        """Count an operator that has just run. tensors: all that it was given."""
+    def note(self, func, args, kwargs, tensors, out, phase: Phase, stream: int = 0) -> None:
+        """Count an operator that has just run. tensors: what it was given, stream: a number."""
         if _does_nothing(func) and func.namespace != "c10d":
             return
         if func._opname in COPIES and not all(map(on_card, tensors)) and out.nbytes >= TRIFLE:
@@ -108,16 +110,20 @@ class WorkLog:
         sent = sent_bytes(func, args, tensors, out)
         if sent is not None:
             nbytes, cards = sent
-            one = Work(0, "", (), (), 0, 0, phase, again, self._micro_batch, nbytes, 0, cards)
-            self._now[one] += 1
+            between = nbytes, 0, cards, is_waited_for(func, args, stream)
+            self.add(Work(0, "", (), (), 0, 0, phase, again, 0, *between))
             return
         for one in _work_of(func, args, kwargs, tensors, out):
             self._now[Work(*one, phase, again, self._micro_batch)] += 1
 
     def note_copy(self, nbytes: int, phase: Phase) -> None:
         """Count a copy between card and host."""
-        self._begin(phase)
-        self._now[Work(0, "", (), (), 0, 0, phase, False, self._micro_batch, 0, nbytes)] += 1
+        self.add(Work(0, "", (), (), 0, 0, phase, False, 0, 0, nbytes))
+
+    def add(self, one: Work) -> None:
+        """Count a kernel, in the micro-batch that is under way."""
+        self._begin(one.phase)
+        self._now[one._replace(micro_batch=self._micro_batch)] += 1
 
     def _begin(self, phase: Phase) -> None:
         """An operator of a phase comes, maybe the first of a micro-batch or a step."""

@@ -162,5 +162,33 @@ def tensors_name_their_place(host_copy):
         "__repr__": represent,
     }
     rows = [(FakeTensor, name, answer) for name, answer in answers.items()]
-    with replaced(*rows, create=True):
+    with replaced(*rows, create=True), _wrappers_name_their_place():
+        yield
+
+
+@contextlib.contextmanager
+def _wrappers_name_their_place():
+    """Let tensors that are made of others be cpu tensors to PyTorch, too, as those are.
+
+    Each class answers for its parts, from its first tensor on the card on.
+    """
+    answers = {
+        "device": property(device_of),
+        "is_cuda": property(on_card),
+        "is_cpu": property(lambda self: device_of(self) == HOST),
+        "get_device": lambda self: 0 if on_card(self) else -1,
+    }
+    answering, make = set(), torch.Tensor._make_wrapper_subclass
+    with contextlib.ExitStack() as stack:
+
+        def made(cls, *args, device=None, **kwargs):
+            if device is not None and torch.device(device).type == "cuda":
+                device = HOST
+                if cls not in answering:
+                    answering.add(cls)
+                    rows = [(cls, name, answer) for name, answer in answers.items()]
+                    stack.enter_context(replaced(*rows, create=True))
+            return make(cls, *args, device=device, **kwargs)
+
+        stack.enter_context(replaced((torch.Tensor, "_make_wrapper_subclass", staticmethod(made))))
         yield

@@ -54,6 +54,13 @@ def check_ranks(ranks) -> int:
     return ranks
 
 
+def torchrun_environment(ranks: int) -> dict[str, str]:
+    """The environment that torchrun gives the first of so many processes."""
+    rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    rank |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 0, "GROUP_RANK": 0}
+    return {name: str(value) for name, value in rank.items()}
+
+
 @contextlib.contextmanager
 def fake_group(ranks: int):
     """Let `torch.distributed` start a group of so many ranks, of which this process is the first.
@@ -61,11 +68,9 @@ def fake_group(ranks: int):
     The environment of several is torchrun's. Any backend that is asked for is PyTorch's fake one,
     and a group that is left over ends with the block.
     """
-    rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    rank |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 0, "GROUP_RANK": 0}
     with contextlib.ExitStack() as stack:
         if ranks > 1:
-            stack.enter_context(mock.patch.dict(os.environ, {k: str(v) for k, v in rank.items()}))
+            stack.enter_context(mock.patch.dict(os.environ, torchrun_environment(ranks)))
         for module in (dist, distributed_c10d, device_mesh):
             start = functools.partial(_start, ranks)
             stack.enter_context(replaced((module, "init_process_group", start)))

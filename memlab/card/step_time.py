@@ -15,7 +15,9 @@ PCI Express.
 
 What is left out: the host's own work between steps, reading and copying batches, pages that the
 driver moves between host and card, and whatever slows a card down that is hot or shared. What ranks
-send each other takes its bytes by the link's rate, and counts where no kernels run beside it.
+send each other takes its bytes by the link's rate, and counts where no kernels run beside it: all
+of a collective that the next kernels wait for, as tensor parallelism's, and of another what lasts
+longer than the kernels of its phase.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class Efficiency:
     pass and of its recomputation, of the backward pass, of the optimizer step, and of a pass
     without gradients.
     link: share of a link's rate. hidden: share of the collectives of a forward or backward pass
-    that runs beside its kernels, while these last.
+    that runs beside its kernels, while these last; of those that kernels do not wait for.
     """
 
     products: float
@@ -109,7 +111,7 @@ class Columns(NamedTuple):
 
     dtypes: number formats; of: the place in `dtypes` of each operator's, -1 without products.
     phase: the place in `PHASES`. times: how often it runs. coded: as in `count_coded`. The rest is
-    as in `Work`; sent and carried may be 0 for all, and cards one number.
+    as in `Work`; sent, carried and waited may be 0 for all, and cards one number.
     """
 
     dtypes: list[str]
@@ -125,6 +127,7 @@ class Columns(NamedTuple):
     sent: np.ndarray | float = 0.0
     carried: np.ndarray | float = 0.0
     cards: np.ndarray | int = CARDS
+    waited: np.ndarray | float = 0.0
 
     @classmethod
     def from_counter(cls, work: Counter[Work]) -> Columns:
@@ -134,13 +137,13 @@ class Columns(NamedTuple):
         rows = [
             (place[one.dtype], one.flops, one.nbytes, one.lists, one.elements,
              PHASES.index(one.phase), one.recomputed, times, one.sent, one.carried, one.cards,
-             *(one.result or (0, 0, 0)))
+             one.waited, *(one.result or (0, 0, 0)))
             for one, times in work.items()
         ]  # fmt: skip
-        table = np.array(rows, float).reshape(-1, 14).T
-        of, flops, nbytes, lists, elements, phase, again, times, *between = table[:11]
+        table = np.array(rows, float).reshape(-1, 15).T
+        of, flops, nbytes, lists, elements, phase, again, times, *between = table[:12]
         of, phase, lists = of.astype(int), phase.astype(int), lists.astype(int)
-        tiles = count_tiles(table[11:].T, [one.dtype for one in work])
+        tiles = count_tiles(table[12:].T, [one.dtype for one in work])
         kernels = count_kernels(lists, elements)
         coded = count_coded(lists, elements)
         again = again > 0
@@ -249,10 +252,11 @@ def _seconds(
     on_host, on_card = by_phase
     parts["waiting for launches"] = float(np.maximum(0, on_host - on_card).sum())
     seconds = columns.sent * columns.times / (over * reach.link)
-    sending = np.bincount(columns.phase, np.broadcast_to(seconds, columns.phase.shape), len(PHASES))
+    beside = np.broadcast_to(seconds * (1 - columns.waited), columns.phase.shape)
+    sending = np.bincount(columns.phase, beside, len(PHASES))
     hidden = reach.hidden * np.minimum(sending, np.maximum(on_host, on_card))
     hidden[PHASES.index(Phase.STEP)] = 0  # the updated weights are sent when all is done
-    parts["communication"] = float((sending - hidden).sum())
+    parts["communication"] = float((sending - hidden).sum() + np.sum(seconds * columns.waited))
     copies = columns.carried * columns.times / (to_host * reach.link)
     parts["copies to the host and back"] = float(np.sum(copies))
     return parts

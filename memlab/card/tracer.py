@@ -17,7 +17,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
 from memlab.card import dynamic_shapes, known_values
-from memlab.card.kernels import scratch
+from memlab.card.kernels import higher_order, scratch
 from memlab.card.kernels.rules import RULES
 from memlab.card.memory import CardMemory
 from memlab.card.on_host import OnHost, refuse_two_devices
@@ -35,7 +35,7 @@ from memlab.gpus import GPU
 from memlab.trace.events import Marker
 from memlab.trace.ledger import Storage
 from memlab.trace.reductions import UNLIMITED
-from memlab.trace.tensors import is_wrapper_subclass, tensors_in
+from memlab.trace.tensors import is_gathered, is_wrapper_subclass, tensors_in
 from memlab.trace.tracer import Tracer
 from memlab.trace.user_frames import line_at_work
 
@@ -87,7 +87,11 @@ class CardTracer(OnHost, Tracer):
         self._by_hand = None  # whether weights were changed since a backward pass; None before one
         self._lock = threading.RLock()  # the reader's threads
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return higher_order.run(self, func, args, kwargs or {})
         if func is torch.ops.prim.device.default:  # asked very often, touches no memory
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if any(map(is_wrapper_subclass, types)):
@@ -151,7 +155,9 @@ class CardTracer(OnHost, Tracer):
         for tensor in tensors:
             # A view that was made under no_grad may not be asked for its graph.
             if tensor.requires_grad and not tensor._is_view() and tensor.is_leaf:
-                tensor.untyped_storage()._memlab_weight = True
+                # FSDP writes what it gathers anew in every micro-batch: no step.
+                if not is_gathered(tensor.untyped_storage()):
+                    tensor.untyped_storage()._memlab_weight = True
         if torch._C._current_graph_task_id() != -1:
             if self._by_hand is None:
                 self._by_hand = False
@@ -240,7 +246,7 @@ class CardTracer(OnHost, Tracer):
             out = super().__torch_dispatch__(func, types, here, options)
         except (DynamicOutputShapeException, DataDependentOutputException):
             raise NotSimulated(f"{func} is not simulated: {ONLY_A_CARD_KNOWS}") from None
-        self.work.note(func, here, options, tensors, out, self.phase())
+        self.work.note(func, here, options, tensors, out, self.phase(), self.stream)
         for taken in scratch.kernel_scratch(func, here):
             self.met_rules.add("scratch of kernels")
             if "scratch of kernels" in self.rules:

@@ -15,7 +15,9 @@ def add_to(commands) -> None:
     add("script", help="a Python script, as it is; its own arguments come last, after --")
     add("--gpu", type=card, help=CARD)
     add("--steps", type=int, default=2, help="optimizer steps after which it ends")
-    add("--ranks", type=int, default=1, help="started as torchrun would, as the first of so many")
+    add("-m", dest="module", action="store_true", help="the script is a module, as of `python -m`")
+    launched = "started as torchrun would, as the first of so many; none means by python"
+    add("--ranks", type=int, help=launched)
     add("--limit-minutes", type=minutes, default=float("inf"), help="after which it is stopped")
     eager = "run what torch.compile would compile as it is: mostly more than compiled, no bound"
     add("--compile-eagerly", action="store_true", help=eager)
@@ -39,6 +41,7 @@ def run(options) -> dict:
         ranks=options.ranks,
         compile_eagerly=options.compile_eagerly,
         phases=options.phases,
+        module=options.module,
     )
     if ran.status == FAILED and isinstance(ran.raised, Exception):
         print(traceback_of(ran), end="", file=sys.stderr)

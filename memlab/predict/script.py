@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections import Counter
 from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from unittest import mock
 
@@ -22,9 +23,11 @@ from memlab.card.device import SimulatedGPU
 from memlab.card.kernels.triton import without_triton
 from memlab.card.load_order import peak_reserved
 from memlab.card.placement import NotSimulated
+from memlab.card.process_group import torchrun_environment
 from memlab.footprint import Footprint
 from memlab.gpus import GPU
 from memlab.predict.fit import Verdict, verdict_by
+from memlab.predict.script_progress import shows_where_it_is
 from memlab.predict.trainer_phases import OneOfEach, Phases, phase_of_error
 from memlab.trace.user_frames import line_of_error
 from memlab.units import in_unit_of
@@ -141,15 +144,19 @@ def try_script(
     snapshot=None,
     *,
     limit_minutes: float = float("inf"),
-    ranks: int = 1,
+    ranks: int | None = None,
     compile_eagerly: bool = False,
     phases: bool = False,
+    module: bool = False,
 ) -> ScriptRun:
     """Run a script as `python path arguments` would, inside a `SimulatedGPU`.
 
+    ranks: started by torchrun, as the first of so many, of one, too; None for a plain start.
+    module: whether `path` is a module's name, as of `python -m`.
+
     It ends when every optimizer that has stepped has made so many steps, or one of them three times
     as many, or by itself, or at an exception, a Ctrl-C, or after limit_minutes; what was seen until
-    then is told. A backward pass and a change of weights in place is a step, too. gpu, ranks,
+    then is told. A backward pass and a change of weights in place is a step, too. gpu,
     compile_eagerly: as for `SimulatedGPU`. snapshot: a file for PyTorch's memory viewer, or None.
     phases: whether transformers' Trainer takes its longest texts, and then evaluates and saves
     once (`memlab.predict.trainer_phases`).
@@ -157,17 +164,24 @@ def try_script(
 
     Raises ValueError where there is no such file.
     """
-    script = _script_at(path)
+    script = _file_of_module(path) if module else _script_at(path)
     if steps < 1:
         raise ValueError(f"steps is {steps}: allowed are whole numbers from 1")
-    card = SimulatedGPU(gpu, script=script, ranks=ranks, compile_eagerly=compile_eagerly)
+    card = SimulatedGPU(
+        gpu, script=script, ranks=1 if ranks is None else ranks, compile_eagerly=compile_eagerly
+    )
     seen = (OneOfEach if phases else Phases)(card.tracer, steps)
     counted, raised = _Steps(steps, seen), None
     card.tracer.on_step_by_hand = counted.stepped
-    with _time_limit(limit_minutes) as clock, card, _as_main(script, arguments), seen:
+    start = _as_main(script, arguments, ranks, module)
+    shown = shows_where_it_is(script, lambda: counted.most)
+    with shown, _time_limit(limit_minutes) as clock, card, start, seen:
         hook = register_optimizer_step_post_hook(counted.stepped)
         try:
-            runpy.run_path(str(script), run_name="__main__")
+            if module:
+                runpy.run_module(path, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(str(script), run_name="__main__")
             card.tracer.end_step_by_hand()
         except _EnoughSteps:
             pass
@@ -180,7 +194,7 @@ def try_script(
     if snapshot:
         card.dump_snapshot(snapshot)
     where = "" if raised is None else line_of_error(script, raised)
-    error, status, raised = _ending(raised, where, clock)
+    error, status, raised = _ending(raised, where, counted.most, clock)
     footprint = _without_part_of_a_step(card.footprint, counted.most)
     if not (error or footprint.peak_allocated):
         error, status = "the script ended without a tensor on the card", FAILED
@@ -216,16 +230,17 @@ def _verdict(card: SimulatedGPU, footprint: Footprint) -> Verdict | None:
     return verdict_by(peak_on, card.gpu)
 
 
-def _ending(raised, where, clock) -> tuple[str, int, BaseException | None]:
+def _ending(raised, where, steps, clock) -> tuple[str, int, BaseException | None]:
     """(why a script ended, the exit status, the exception) of what it raised."""
+    until_then = "" if steps else " before a first optimizer step: no answer for one"
     if isinstance(raised, torch.OutOfMemoryError):
         return str(raised), OUT_OF_MEMORY, raised
     if isinstance(raised, NotSimulated):
         return str(raised), NOT_HERE, ValueError(f"{where}: {raised}" if where else str(raised))
     if isinstance(raised, KeyboardInterrupt) and clock.up:
-        return f"stopped after {clock.minutes:g} minutes", TIME_UP, raised
+        return f"stopped after {clock.minutes:g} minutes{until_then}", TIME_UP, raised
     if isinstance(raised, KeyboardInterrupt):
-        return "interrupted", INTERRUPTED, raised
+        return f"interrupted{until_then}", INTERRUPTED, raised
     if isinstance(raised, SystemExit) and raised.code:
         if isinstance(raised.code, int):
             return f"the script ended with status {raised.code}", raised.code, raised
@@ -306,11 +321,31 @@ def _is_json(file: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _as_main(script, arguments):
-    """The names that a script finds when Python runs it."""
+def _as_main(script, arguments, ranks, module):
+    """The names that a script finds when Python runs it, or torchrun for so many ranks."""
+    folder = os.getcwd() if module else str(script.parent)
     with (
         mock.patch.object(sys, "argv", [str(script), *arguments]),
-        mock.patch.object(sys, "path", [str(script.parent), *sys.path]),
-        mock.patch.dict(os.environ),  # what the script sets there ends with it
+        mock.patch.object(sys, "path", [folder, *sys.path]),
+        # What the script sets there ends with it.
+        mock.patch.dict(os.environ, torchrun_environment(ranks) if ranks else {}),
     ):
         yield
+
+
+def _file_of_module(name: str) -> Path:
+    """Where the code of `python -m name` is; packages above it are not imported yet.
+
+    Raises ValueError where Python finds no such module.
+    """
+    where: list[str] | None = [os.getcwd(), *sys.path]
+    parts = name.split(".")
+    spec = None
+    for i in range(len(parts)):
+        spec = where and PathFinder.find_spec(".".join(parts[: i + 1]), where)
+        where = spec and spec.submodule_search_locations
+    if where:
+        spec = PathFinder.find_spec(f"{name}.__main__", where)
+    if not spec or not spec.origin:
+        raise ValueError(f"{name} is no module that Python finds: allowed is one to run")
+    return Path(spec.origin).resolve()

@@ -176,9 +176,11 @@ def _values(kept: Kept) -> dict:
 
 def _fields(work: Work) -> tuple:
     """Those of an operator, without the last ones where they say nothing."""
-    if work.cards != CARDS:
+    if work.waited:
         return work
-    return work[:-1] if work.carried else work[:-2]
+    if work.cards != CARDS:
+        return work[:-1]
+    return work[:-2] if work.carried else work[:-3]
 
 
 def _step_values(step: TraceEvent, places: dict[Alloc, int]) -> list:

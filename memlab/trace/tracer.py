@@ -211,6 +211,14 @@ class Tracer(Ledger, TorchDispatchMode):
                 self.resized(data)
             return result
 
+        gather = FSDPParam.init_all_gather_outputs
+
+        def gather_and_tell(shared, *args, **kwargs):
+            gather(shared, *args, **kwargs)
+            for tensor in shared.all_gather_outputs:
+                tensor.untyped_storage()._memlab_gathered = True
+                self.see(tensor, Category.TEMPORARY)
+
         keep = FSDPParam.to_accumulated_grad_if_needed
 
         def keep_and_tell(shared):
@@ -220,6 +228,7 @@ class Tracer(Ledger, TorchDispatchMode):
         self._told = contextlib.ExitStack()
         rows = (
             (torch.UntypedStorage, "resize_", resize_and_tell),
+            (FSDPParam, "init_all_gather_outputs", gather_and_tell),
             (FSDPParam, "to_accumulated_grad_if_needed", keep_and_tell),
         )
         self._told.enter_context(replaced(*rows))
@@ -265,7 +274,7 @@ class Tracer(Ledger, TorchDispatchMode):
             if self._accumulated_in_place(args, out):
                 return out
         self.see_result(out)
-        self._see_communication(func, args, kwargs)
+        self._see_communication(func, args)
         return out
 
     def _see_written(self, written) -> None:
@@ -277,14 +286,9 @@ class Tracer(Ledger, TorchDispatchMode):
                 if old and storage.category == Category.ACTIVATIONS:
                     storage.category = Category.BUFFERS
 
-    def _see_communication(self, func, args, kwargs) -> None:
+    def _see_communication(self, func, args) -> None:
         """Name what other ranks take part in."""
-        if func.namespace == "fsdp" and func._opname == "split_with_sizes_copy":
-            # What all ranks have is copied to where the layer looks for its parameters.
-            for tensor in kwargs["out"]:
-                tensor.untyped_storage()._memlab_gathered = True
-                self.see(tensor, Category.TEMPORARY)
-        elif func.namespace == "c10d" and func._opname == "allreduce_":
+        if func.namespace == "c10d" and func._opname == "allreduce_":
             for tensor in args[0]:  # the bucket of DistributedDataParallel
                 if self.phase() == Phase.BACKWARD:
                     self.see(tensor, Category.GRADIENTS, existed=True)

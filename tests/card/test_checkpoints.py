@@ -1,6 +1,11 @@
 """Checkpoints inside a simulated card: written with zeros, read back to where they belong."""
 
+import json
+import os
+import struct
+
 import pytest
+import safetensors
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -8,6 +13,37 @@ from safetensors.torch import load_file, save_file
 from memlab import SimulatedGPU, models
 
 MiB = 2**20
+
+
+def sparse_file(path, rows):
+    """One weight of so many rows of 8 KiB, whose zeros take no room on the disk."""
+    end = 8192 * rows
+    small = {"dtype": "F32", "shape": [2], "data_offsets": [end, end + 8]}
+    large = {"dtype": "BF16", "shape": [rows, 4096], "data_offsets": [0, end]}
+    text = json.dumps({"__metadata__": {"format": "pt"}, "large": large, "small": small}).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.seek(end, 1)
+        file.write(struct.pack("<2f", 1.5, -2.0))
+    return end + 8
+
+
+def test_a_checkpoint_may_be_larger_than_the_hosts_memory(tmp_path):
+    """A file of four times of what the host has; a host that takes it all the same is as good."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    file = tmp_path / "model.safetensors"
+    size = sparse_file(file, 4 * memory // 8192)
+    with SimulatedGPU():
+        with safetensors.safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"} and opened.keys() == ["large", "small"]
+            assert opened.get_tensor("small").tolist() == [1.5, -2.0]
+            part = opened.get_slice("large")
+            assert part.get_shape() == [4 * memory // 8192, 4096] and part.get_dtype() == "BF16"
+            assert part[3:5].shape == (2, 4096) and part[...].nbytes == size - 8
+        weights = safetensors.torch.load_file(file, device="cuda")
+        assert weights["large"].is_cuda and weights["large"].nbytes == size - 8
+        assert torch.cuda.memory_allocated() >= size
 
 
 def trained():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
+from helpers import one_line
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import is_torch_cuda_available
 
@@ -141,6 +142,25 @@ def test_what_is_not_simulated_is_refused_by_name(use, name):
         with pytest.raises(ValueError, match=name) as error:
             use()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_a_cuda_extension_is_refused_before_it_is_built(inline, tmp_path):
+    from torch.utils import cpp_extension
+
+    built = {"name": "of_mine", "build_directory": str(tmp_path)}
+    with SimulatedGPU("T4"):
+        with pytest.raises(
+            ValueError, match="the CUDA extension of_mine is not simulated"
+        ) as error:
+            if inline:
+                cpp_extension.load_inline(
+                    cpp_sources="", cuda_sources="__global__ void f() {}", **built
+                )
+            else:
+                cpp_extension.load(sources=[str(tmp_path / "kernel.cu")], **built)
+    one_line(error)
+    assert not list(tmp_path.glob("*.o"))
 
 
 def test_what_a_plain_loop_asks_for_goes_on():

@@ -91,6 +91,15 @@ def test_an_impossible_view_is_refused_in_pytorchs_words():
         torch.empty(4, 6).view(5, 5)
 
 
+def test_what_an_operator_refuses_is_raised_and_not_logged_as_well(caplog):
+    with tensors_without_data():
+        x = torch.ones(4, 80)
+        for refused in (lambda: x * torch.ones(4, 32), lambda: x @ x):
+            with pytest.raises(RuntimeError):
+                refused()
+    assert not caplog.records
+
+
 def test_numbers_and_lists_of_optimizers_keep_their_form():
     with tensors_without_data():
         number = torch.tensor(2.5, dtype=torch.float64)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from memlab import SimulatedGPU
 
@@ -107,3 +108,19 @@ def test_a_tensor_of_the_card_is_shown_with_its_place():
         assert repr(torch.zeros((), device="cuda")) == "tensor(1.0, device='cuda:0')"
         shown = repr(torch.zeros(2, 3, dtype=torch.float16, device="cuda"))
         assert shown == "tensor(..., size=(2, 3), device='cuda:0', torch.float16)"
+
+
+def test_a_tensor_that_is_made_of_others_is_trained_where_they_are():
+    before = dict(vars(TwoTensor))
+    with SimulatedGPU("H100"):
+        halves = [torch.randn(64, 64, device="cuda") for _ in range(2)]
+        weight = torch.nn.Parameter(TwoTensor(*halves))
+        assert weight.is_cuda and weight.get_device() == 0 and not weight.is_cpu
+        (weight @ weight).sum().backward()
+        assert weight.grad.device == weight.device == torch.device("cuda", 0)
+        held = torch.cuda.memory_allocated()
+        copied = torch.empty_like(weight.detach()).copy_(weight.detach())
+        assert torch.cuda.memory_allocated() - held == 2 * 64 * 64 * 4
+        assert copied.cpu().device.type == "cpu"
+    assert dict(vars(TwoTensor)) == before
+    assert TwoTensor(torch.ones(2), torch.ones(2)).device.type == "cpu"

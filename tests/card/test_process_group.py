@@ -1,5 +1,6 @@
 """One of several ranks on the simulated card: DDP, FSDP2, ZeRO-1, and what is put back."""
 
+import math
 import os
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed._functional_collectives import all_reduce_coalesced
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -24,8 +25,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 from transformers import Trainer
 
-from memlab import Recipe, SimulatedGPU, simulate
+from memlab import Recipe, SimulatedGPU, find_gpu, simulate
+from memlab.card.links import link_rate
 from memlab.card.placement import NotSimulated
+from memlab.card.step_time import EXPECTED
 from memlab.models import build, config
 from memlab.trace.patches import MISSING, replacements
 from memlab.workloads.sharding import check_split
@@ -182,7 +185,8 @@ def test_ddp_of_a_static_graph_keeps_gradients_once():
     assert of_category(footprint, "gradients") == (LAYERS + 1) * LAYER
 
 
-PLAN = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel()}
+PLAN = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+PLAN |= {"2": ColwiseParallel(), "3": RowwiseParallel()}
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -191,7 +195,7 @@ def test_tensor_parallel_layers_are_split_with_their_gradients_and_states(replic
     with SimulatedGPU(ranks=4) as gpu:
         names = "copies", "parts"
         mesh = dist.init_device_mesh("cuda", (replicas, 4 // replicas), mesh_dim_names=names)
-        net = parallelize_module(model().cuda(), mesh["parts"], PLAN | {"3": RowwiseParallel()})
+        net = parallelize_module(model().cuda(), mesh["parts"], PLAN)
         if replicas > 1:
             for layer in [*net, net]:
                 fully_shard(layer, mesh=mesh["copies"])
@@ -200,6 +204,55 @@ def test_tensor_parallel_layers_are_split_with_their_gradients_and_states(replic
     assert of_category(footprint, "parameters") == share
     assert of_category(footprint, "gradients") == share
     assert of_category(footprint, "optimizer_states") == 2 * share
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("shape", [(1,), (4,), (4, 1), (2, 2)], ids=str)
+def test_all_micro_batches_of_a_step_count_in_a_group_of_any_size(shape, dim):
+    """A group of one copies each weight to where others gather it, which is no step by hand."""
+    ranks = math.prod(shape)
+    with SimulatedGPU("H100", ranks=ranks) as gpu:
+        dist.init_process_group("nccl", rank=0, world_size=ranks)
+        mesh = init_device_mesh("cuda", shape, mesh_dim_names=("copies", "parts")[-len(shape) :])
+        net = model().cuda()
+        for layer in [*net, net]:
+            fully_shard(layer, mesh=mesh, shard_placement_fn=lambda weight: Shard(dim))
+        optimizer = torch.optim.SGD(net.parameters())
+        for _ in range(2):
+            for _ in range(3):
+                net(torch.randn(8, WIDE, device="cuda")).sum().backward()
+            optimizer.step()
+    products = 3 * (2 * LAYERS + LAYERS - 1)  # the first layer's input needs no gradient
+    assert gpu.footprint.step_seconds.flops == products * 2 * 8 * WIDE * WIDE
+    assert gpu.footprint.breakdown["parameters"] == LAYERS * LAYER // shape[-1]
+
+
+def test_weights_that_are_gathered_in_float8_are_sent_at_half_the_bytes():
+    pytest.importorskip("torchao")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def trained(float8):
+        with SimulatedGPU("H100", ranks=4) as gpu:
+            net = model().bfloat16().cuda()
+            if float8:
+                config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+                convert_to_float8_training(net, config=config)
+            for layer in [*net, net]:
+                fully_shard(layer, mesh=init_device_mesh("cuda", (4,)))
+            optimizer = torch.optim.AdamW(net.parameters())
+            for _ in range(2):
+                net(torch.randn(16, WIDE, device="cuda", dtype=torch.bfloat16)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return gpu.footprint
+
+    plain, eight = trained(False), trained(True)
+    assert plain.breakdown["parameters"] == eight.breakdown["parameters"]
+    assert plain.breakdown["optimizer_states"] == eight.breakdown["optimizer_states"]
+    # Gathered for both passes in 1 byte a weight, not 2; gradients are sent in bf16.
+    gathered = 2 * LAYERS * WIDE * WIDE * 3 // 4
+    assert plain.step_seconds.sent == 3 * gathered
+    assert eight.step_seconds.sent == pytest.approx(2 * gathered, rel=0.01)
 
 
 def test_what_is_offloaded_is_on_the_card_for_a_layer_only():
@@ -301,6 +354,61 @@ def test_a_rank_sends_what_a_ring_needs():
         for way in ("ddp", "zero2")
     )
     assert ddp == zero2 == pytest.approx(2 * 3 / 4 * weights, rel=0.001)
+
+
+def by_dtensor(net, mesh, plan, x):
+    parallelize_module(net, mesh["parts"], plan)
+    return net(x)
+
+
+def by_a_call_of_its_own(net, mesh, asynchronous, x):
+    y = net(x)
+    dist.all_reduce(y, async_op=asynchronous)
+    return y
+
+
+def in_another_stream(net, mesh, _, x):
+    y = net(x)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        dist.all_reduce(y)
+    return y
+
+
+def whole_layers(net, mesh, split, x):
+    split(net)
+    return net(x)
+
+
+SEQUENCES = PLAN | {
+    "0": ColwiseParallel(input_layouts=Shard(0)),
+    "1": RowwiseParallel(output_layouts=Shard(0)),
+    "2": ColwiseParallel(input_layouts=Shard(0)),
+}
+
+
+@pytest.mark.parametrize(
+    ("run", "how", "waits"),
+    [
+        (by_dtensor, PLAN, True),
+        (by_dtensor, SEQUENCES, True),  # gathered and scattered again
+        (by_a_call_of_its_own, False, True),
+        (by_a_call_of_its_own, True, False),
+        (in_another_stream, None, False),
+        (whole_layers, fully_shard, False),
+        (whole_layers, DistributedDataParallel, False),
+    ],
+)
+def test_collectives_whose_result_is_wanted_at_once_take_all_of_their_time(run, how, waits):
+    """Beside products that last longer than what is sent by an H100's NVLink."""
+    with SimulatedGPU("H100", ranks=4) as gpu:
+        mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("parts",))
+        net = model().cuda()
+        x = torch.randn(2**15, WIDE, device="cuda")
+        run(net, mesh, how, x).sum().backward()
+    found = gpu.footprint.step_seconds
+    takes = found.sent / (link_rate(find_gpu("H100")) * EXPECTED.link)
+    assert takes > 0
+    assert found.parts["communication"] == pytest.approx(takes if waits else 0, abs=1e-9)
 
 
 @pytest.mark.parametrize(

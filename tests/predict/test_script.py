@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+import sys
 
 import pytest
 
 from memlab.cli import main
+from memlab.predict import script_progress
 from memlab.predict.script import run_script
 
 MiB = 2**20
@@ -183,6 +185,18 @@ def test_a_script_that_goes_on_is_stopped_at_the_limit(on, tmp_path, capsys):
     assert "1.0 MiB" in told.out
 
 
+def test_what_runs_for_long_says_where_it_is_on_a_terminal_alone(tmp_path, capsys, monkeypatch):
+    text = "x = torch.ones(4, device='cuda')\nwhile True:\n    x + 1"
+    monkeypatch.setattr(script_progress, "EVERY", 0.1)
+    assert run(tmp_path, text, "--limit-minutes", "0.02") == 124
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "stopped after 0.02 minutes before a first optimizer step: no answer for one" in said
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert run(tmp_path, text, "--limit-minutes", "0.02") == 124
+    assert ", 0 optimizer steps, at work in train.py:4\n" in capsys.readouterr().err
+
+
 def test_a_limit_holds_where_interrupts_are_ignored(tmp_path, capsys):
     """A shell starts what runs in its background so, and Python then has no handler for them."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -254,6 +268,38 @@ optimizer.step()
     assert run(tmp_path, text, "--ranks", "4") == 0
     assert run(tmp_path, text) == 2
     assert "--ranks N" in capsys.readouterr().err
+
+
+def test_ranks_of_one_are_torchruns_and_none_are_pythons(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import os, torch\nprint('LOCAL_RANK' in os.environ)\n"
+        "torch.distributed.init_process_group('nccl')\n"
+        "print(torch.distributed.get_world_size(), os.environ['LOCAL_RANK'])\n"
+    )
+    main(["run", str(path), "--ranks", "1"])
+    assert capsys.readouterr().out.startswith("True\n1 0\n")
+    assert main(["run", str(path)]) == 2
+    said = capsys.readouterr()
+    assert said.out.startswith("False\n") and "--ranks N" in said.err
+    assert "LOCAL_RANK" not in os.environ
+
+
+@pytest.mark.parametrize("name", ["package.train", "package"])
+def test_a_module_runs_as_python_m_does(name, tmp_path, monkeypatch, capsys):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "model.py").write_text(MODEL)
+    (package / "__init__.py").write_text("import torch\nassert torch.cuda.is_available()\n")
+    code = SCRIPT.format(steps=5).replace("from model", "from .model")
+    (package / ("__main__.py" if name == "package" else "train.py")).write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))  # the package ends with the test
+    assert main(["run", "-m", name, "--gpu", "T4", "--", "--width", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "2 optimizer steps" in out and "optimizer.step()" in out
+    assert main(["run", "-m", f"{name}.nowhere"]) == 2
+    assert "nowhere is no module that Python finds" in capsys.readouterr().err
 
 
 def test_compiled_code_runs_eagerly_where_that_is_asked_for(tmp_path, capsys):

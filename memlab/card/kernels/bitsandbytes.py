@@ -222,7 +222,7 @@ def quantize(parameter, device) -> bool:
 
 
 def _pass_for_its_class(parameter) -> None:
-    """Let libraries that ask a quantized parameter for its class hear bitsandbytes' one.
+    """Let libraries that ask a parameter for its class, or its type, hear bitsandbytes' one.
 
     peft, accelerate, trl and transformers do, by its name or by isinstance.
     """
@@ -232,7 +232,12 @@ def _pass_for_its_class(parameter) -> None:
 
 @functools.cache
 def _passing_for(kind, base):
-    names = {"__class__": property(lambda self: kind), "__deepcopy__": _copy_whole}
+    names = {
+        "__class__": property(lambda self: kind),
+        "__deepcopy__": _copy_whole,
+        # accelerate makes a parameter anew by its type and what is in its __dict__.
+        "__new__": lambda cls, *args, **kwargs: kind(*args, **kwargs),
+    }
     return type(kind.__name__, (base,), names)
 
 
@@ -268,12 +273,14 @@ def _params4bit(
     bnb_quantized=False,
     **kwargs,
 ):
-    parameter = torch.nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
+    data = torch.empty(0) if data is None else data.detach()  # of any class
+    parameter = torch.nn.Parameter(data, requires_grad)
     parameter._memlab_quantizes_as = cls
     parameter.blocksize, parameter.quant_type = blocksize or 64, quant_type
     parameter.compress_statistics, parameter.quant_storage = compress_statistics, quant_storage
     parameter.quant_state, parameter.bnb_quantized = quant_state, bnb_quantized
     parameter.module = module
+    _pass_for_its_class(parameter)
     return parameter
 
 
@@ -300,7 +307,9 @@ def _from_prequantized(cls, data, quantized_stats, requires_grad=False, device="
 def _int8_params(
     cls, data=None, requires_grad=True, has_fp16_weights=False, CB=None, SCB=None, **_
 ):
-    parameter = torch.nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
+    data = torch.empty(0) if data is None else data.detach()  # of any class
+    parameter = torch.nn.Parameter(data, requires_grad)
     parameter._memlab_quantizes_as = cls
     parameter.has_fp16_weights, parameter.CB, parameter.SCB = has_fp16_weights, CB, SCB
+    _pass_for_its_class(parameter)
     return parameter

@@ -4,6 +4,9 @@ import copy
 
 import pytest
 import torch
+from accelerate import init_empty_weights
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import BitsandbytesPrecision
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from memlab import Recipe, SimulatedGPU, models, simulate
@@ -38,6 +41,42 @@ def test_a_product_writes_the_weight_out_except_for_few_tokens():
     assert highest(2048) == 2 * 1024 * 1024
     scales = 4 * 1024 * 1024 // 64
     assert highest(2048, nested=True) == 2 * 1024 * 1024 + 2 * scales
+
+
+@pytest.mark.parametrize("kind", ["Linear4bit", "Linear8bitLt"])
+@pytest.mark.parametrize("width", [64, 4096])  # with data on the host, and without
+def test_a_library_makes_a_parameter_anew_by_its_type_and_what_it_holds(kind, width):
+    """As diffusers' layers under accelerate's init_empty_weights, before they are quantized."""
+    make, more = getattr(bitsandbytes.nn, kind), {"has_fp16_weights": False}
+    more = {"quant_type": "nf4"} if kind == "Linear4bit" else more
+    with SimulatedGPU("T4"):
+        with init_empty_weights():
+            layer = make(width, width, bias=False, **more)
+        assert layer.weight.device.type == "meta"
+        named = "Params4bit" if kind == "Linear4bit" else "Int8Params"
+        assert type(layer.weight).__name__ == named
+        assert isinstance(layer.weight, getattr(bitsandbytes.nn, named))
+        values = torch.randn(width, width, dtype=torch.float16)
+        settings = dict(layer.weight.__dict__)
+        layer.weight = type(layer.weight)(values, requires_grad=False, **settings)
+        layer.to("cuda")
+        held = torch.cuda.memory_allocated()
+        assert 4 * width * width < 8 * held < 9 * width * width + 8 * 4 * 1024
+        assert layer.weight.dtype in (torch.uint8, torch.int8)
+
+
+@pytest.mark.parametrize("mode", ["nf4", "fp4-dq", "int8"])
+def test_lightnings_fabric_quantizes_the_layers_that_it_makes(mode):
+    dtype = torch.float16 if mode == "int8" else torch.bfloat16
+    with SimulatedGPU("L4"):
+        precision = BitsandbytesPrecision(mode, dtype=dtype)
+        fabric = Fabric(accelerator="cuda", devices=1, plugins=precision)
+        with fabric.init_module():
+            layer = torch.nn.Linear(1024, 1024, bias=False)
+        weight = fabric.setup_module(layer).weight
+        assert weight.dtype in (torch.uint8, torch.int8)
+        per_weight = 1 if mode == "int8" else 0.5
+        assert 1 <= torch.cuda.memory_allocated() / (1024 * 1024 * per_weight) < 1.2
 
 
 def test_bitsandbytes_own_rule_is_asked_for_the_card():
