@@ -49,7 +49,9 @@ TORCHAO_BLOCKS = {"adamw_torch_8bit": 256, "adamw_torch_4bit": 128}  # numbers t
 AUTOCAST = ("fp16-amp", "bf16-amp")
 OF_TORCHAO = Needs("optimizer", TORCHAO_BLOCKS.__contains__, " or ".join(TORCHAO_BLOCKS))
 ADAPTERS = Needs("lora_rank", bool, "a lora_rank from 1")
-RECOMPUTED = Needs("checkpointing", "non-reentrant".__eq__, "checkpointing non-reentrant")
+RECOMPUTED = Needs(
+    "checkpointing", ("non-reentrant", True).__contains__, "checkpointing non-reentrant"
+)
 BASE = Needs("base", QUANTIZED.__contains__, "a base of nf4, fp4 or int8")
 BASE_OF_FOUR_BITS = Needs("base", FOUR_BITS.__contains__, "a base of nf4 or fp4")
 
