@@ -81,6 +81,8 @@ def test_text_is_in_mib(capsys):
         ["--task", "translation"],
         ["--gpu", "T5"],
         ["--gpu", "0"],
+        ["--gpu", "9" * 40],
+        ["--gpu", "2xT4"],
         ["--gpu", "T4", "--precision", "bf16-amp"],
         ["--depth", "3"],
     ],
@@ -232,6 +234,8 @@ def test_a_card_by_its_number_and_by_bytes(capsys):
     assert (status, json.loads(out)["gpu"]) == (0, "4090")
     status, out, _ = run(capsys, "simulate", *TINY, "--gpu", 2**30, "--json")
     assert (status, json.loads(out)["gpu"]) == (0, 2**30)
+    status, out, err = run(capsys, "simulate", *TINY, "--gpu", 16)
+    assert status == 0 and err == "memlab: --gpu 16 is 16,384 MiB (16 taken as GiB)\n"
 
 
 def test_a_quantized_base_and_a_config_file(capsys, tmp_path):

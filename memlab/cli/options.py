@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from memlab.card.links import LINKS
 from memlab.fields import described
-from memlab.gpus import find_gpu, gpu_of_device
+from memlab.gpus import GPUS, find_gpu, gpu_of_device
 from memlab.spec.recipe import Recipe
 
 if TYPE_CHECKING:
     from memlab.spec.serving import Serving
 
 LINK = f"between ranks: {', '.join(LINKS)}"
-GPU = "a card's name or a number of bytes; none means no limit"
+SIZES = "a size such as 22GiB or 24GB, or a number of bytes"
+GPU = f"a card's name, {SIZES}; none means no limit"
 
 
 ANCHOR = "what `memlab measure --json` said on this card: its seconds put right those of the answer"
@@ -31,12 +33,17 @@ class Parser(argparse.ArgumentParser):
 
 
 def card(text: str) -> str | int:
-    """A card's name, which may be a number (4090), or so many bytes."""
+    """A card's name, which may be a number (4090), a size, or so many bytes.
+
+    How a size was read, where that is not plain, stands on standard error.
+    """
     try:
-        find_gpu(text)
+        found = find_gpu(text)
     except ValueError:
-        return int(text) if text.lstrip("-").isdigit() else text
-    return text
+        return text
+    if found.name not in GPUS and "(" in found.name:
+        print(f"memlab: --gpu {text} is {found.name}", file=sys.stderr)
+    return int(text) if text.isdigit() and found.name not in GPUS else text
 
 
 def anchored_by(file: str | None, gpu: str | int | None) -> tuple[Any, str]:

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from memlab.cli.options import ANCHOR, LINK, anchored_by, card
+from memlab.cli.options import ANCHOR, LINK, SIZES, anchored_by, card
 from memlab.spec.recipe import Recipe
 
 
@@ -12,7 +12,7 @@ def add_to(commands) -> None:
     add = commands("plan", run, "how to train a model on a card, or which card to take")
     told = {field.name: field for field in dataclasses.fields(Recipe)}
     add("--model", "--config", required=True, help=told["model"].metadata["help"])
-    cards = "a card's name or a number of bytes; several, or none for all, ask which card to take"
+    cards = f"a card's name, {SIZES}; several, or none for all, ask which card to take"
     add("--gpu", type=card, nargs="+", default=[], help=cards)
     add("--seq-len", type=int, default=512, help=told["seq_len"].metadata["help"])
     add("--effective-batch", type=int, default=16, help="sequences of one optimizer step")
