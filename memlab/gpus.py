@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memlab.gpu_names import (
+from memlab.names import (
     LARGEST,
     ON_THE_MOVE,
     in_machine,

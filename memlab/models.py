@@ -6,7 +6,6 @@ config.json with seeded random weights. Each name has a tiny twin, `<name>-tiny`
 """
 
 import copy
-import difflib
 import functools
 import json
 import re
@@ -19,7 +18,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto
 
-from memlab.libraries import hub_reachable, one_line
+from memlab.libraries import hub_reachable, one_line, with_floats
+from memlab.names import FOUR_BITS, hub_name, nearest_model, squeezed
 
 # name -> fields of the published config.json that differ from the defaults of its model_type, and
 # `hub`, where that config.json is published
@@ -27,18 +27,13 @@ _PUBLISHED = json.loads((Path(__file__).parent / "data" / "models.json").read_te
 # Everything `config` knows by name, with the hub name of the config it stands for.
 MODELS: dict[str, str] = {name: fields.pop("hub") for name, fields in _PUBLISHED.items()}
 MIRRORS = ("unsloth", "nousresearch")  # owners who publish others' checkpoints, config and all
-# What tells apart checkpoints of one architecture: how they were tuned, and the month.
-_TUNED = r"-(instruct|chat|it|pt|hf)\b|(?<=\db)-base\b|-base(?=-\d{4}$)|-\d{4}$|^meta-(?=llama)"
-
-
-def _spelled(name: str) -> str:
-    """A name without its owner, as `_ALIASES` has it: in small letters, without `_TUNED`."""
-    return re.sub(_TUNED, "", re.sub(r"[\s_]+", "-", name.lower().split("/")[-1]))
-
-
+# Hub names of checkpoints with the same sizes, `also` in the file, and the owners of each name.
+_HUBS = {name: (hub, *_PUBLISHED[name].pop("also", ())) for name, hub in MODELS.items()}
+_OWNERS = {name: {hub.lower().split("/")[0] for hub in hubs} for name, hubs in _HUBS.items()}
 # Names as people write them -> name; a tiny twin has only its own.
-_ALIASES = {_spelled(known): name for name, hub in MODELS.items() for known in (hub, name)}
-_ALIASES |= {f"{name}-tiny": f"{name}-tiny" for name in MODELS}
+_WRITTEN = {hub: name for name, hubs in _HUBS.items() for hub in (*hubs, name)}
+_WRITTEN |= {f"{name}-tiny": f"{name}-tiny" for name in MODELS}
+_ALIASES = {squeezed(written): name for written, name in _WRITTEN.items()}
 MODELS |= {f"{name}-tiny": f"a tiny twin of {hub}" for name, hub in list(MODELS.items())}
 
 Model = str | Path | dict[str, Any] | PretrainedConfig  # what names one: see `Recipe.model`
@@ -90,9 +85,11 @@ def published(model: Model) -> PretrainedConfig:
 
 
 def _nearest(name: str) -> str:
-    known = [alias for alias in _ALIASES if alias.endswith("-tiny") == name.endswith("-tiny")]
-    near = difflib.get_close_matches(_spelled(name), known, 1)
-    return f", the nearest is {_ALIASES[near[0]]!r}" if near else ""
+    plain = FOUR_BITS.sub("", name)
+    if plain != name and (known := _ALIASES.get(squeezed(plain))):
+        return f", which is {known!r} in 4 bits: name that, with a lora_rank and base nf4"
+    near = nearest_model(name, _WRITTEN)
+    return f", the nearest is {_WRITTEN[near]!r}" if near else ""
 
 
 @functools.cache
@@ -111,14 +108,13 @@ def catalogued(model: Model) -> str | dict[str, Any] | PretrainedConfig:
     """
     if not isinstance(model, (str, Path)):
         return model
-    name = str(model)
-    known = _ALIASES.get(_spelled(name), name)
+    name = hub_name(str(model))
+    known = _ALIASES.get(squeezed(name), name)
     if name in MODELS or Path(name).exists() or known not in MODELS:
         return name
     owner, named, _ = name.lower().rpartition("/")
     mirrored = owner in MIRRORS and not known.startswith("phi")
-    same = not named or mirrored or owner == MODELS[known].split("/")[0].lower()
-    return known if same else name
+    return known if not named or mirrored or owner in _OWNERS.get(known, ()) else name
 
 
 def _text_of(given: PretrainedConfig) -> PretrainedConfig:
@@ -163,7 +159,7 @@ def _from_values(values: Any, place: str | Path) -> PretrainedConfig:
             f"{transformers.__version__} here; a newer one may know it"
         )
     try:
-        return CONFIG_MAPPING[family].from_dict(values)
+        return CONFIG_MAPPING[family].from_dict(with_floats(values))
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{place}: not a valid {family} config ({one_line(error)})") from None
 
@@ -292,7 +288,10 @@ def tasks(model: Model) -> tuple[str, ...]:
     if "masked-lm" in has:  # an encoder; as a decoder it would be another architecture
         return tuple(t for t in ("sequence-classification", "masked-lm") if t in has)
     if values.is_encoder_decoder or not has:  # a decoder alone would be another architecture
-        raise ValueError(f"model type {family!r} has none of the tasks {', '.join(TASKS)}")
+        raise ValueError(
+            f"model type {family!r} has none of the tasks {', '.join(TASKS)}: "
+            "`memlab run` takes a script that trains it"
+        )
     return tuple(has)
 
 

@@ -9,6 +9,7 @@ import transformers
 from torch._subclasses import FakeTensorMode
 
 from memlab import Recipe, formula, models, simulate
+from memlab.names import squeezed
 from memlab.spec.serving import Serving, head_shape
 from memlab.workloads.quantized import assumed
 
@@ -205,7 +206,7 @@ def test_an_entry_has_values_of_its_config_alone():
     for name, entry in entries.items():
         kind = transformers.CONFIG_MAPPING[entry["model_type"]]
         known = set(kind().to_dict()) | set(kind.attribute_map)
-        assert set(entry) - known <= {"hub", *READ_BY_MODELS}, name
+        assert set(entry) - known <= {"hub", "also", *READ_BY_MODELS}, name
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -392,6 +393,20 @@ def test_unknown_names():
         ("mistralai/Mistral-Nemo-Instruct-2407", "mistral-nemo-12b"),
         ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral-small-24b"),
         ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tinyllama-1.1b"),
+        ("qwen3:8b", "qwen3-8b"),
+        ("llama3.1:8b", "llama-3.1-8b"),
+        ("gpt-oss:20b", "gpt-oss-20b"),
+        ("llama3-8b", "llama-3-8b"),
+        ("phi4", "phi-4"),
+        ("https://huggingface.co/Qwen/Qwen3-8B/tree/main", "qwen3-8b"),
+        ("hf.co/meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+        ("Qwen/Qwen3-4B-Thinking-2507", "qwen3-4b"),
+        ("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2.5-7b"),
+        ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "qwen3-30b-a3b"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2.5-7b"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.1-70B-Instruct", "llama-3.3-70b"),
+        ("llama-3.1-70b", "llama-3.3-70b"),
     ],
 )
 def test_hub_names_of_known_models_need_no_network(monkeypatch, given, name):
@@ -405,10 +420,9 @@ def test_hub_names_of_known_models_need_no_network(monkeypatch, given, name):
     [
         ("somebody/Llama-3.1-8B", "llama-3.1-8b"),  # whose config may be another
         ("unsloth/phi-4", "phi-4"),  # published as a Llama there
-        ("unsloth/llama-3-8b-bnb-4bit", "llama-3-8b"),
         ("Qwen/Qwen2.5-7B-Instruct-AWQ", "qwen2.5-7b"),
         ("mistralai/Mistral-Small-3.2-24B-Instruct-2506", "mistral-small-24b"),
-        ("llama3-8b", "llama-3-8b"),
+        ("qwen3-30b", "qwen3-30b-a3b"),
         ("roberta", "roberta-base"),
         ("lama-3-8b-tiny", "llama-3-8b-tiny"),
     ],
@@ -418,6 +432,36 @@ def test_of_other_names_the_nearest_is_said(monkeypatch, given, nearest):
     with pytest.raises(ValueError, match="the nearest is") as error:
         models.config(given)
     assert f", the nearest is {nearest!r}: known" in one_line(error)
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["whisper-large-v3", "gemma-3-270m", "Qwen2.5-32B", "Olmo-3-7B", "gpt-j-6b", "distilgpt2"]
+    + ["gemma-3n-e4b", "llama-2-13b", "phi-3-mini", "flan-t5-xl", "deberta-v3-large", "t5-11b"],
+)
+def test_of_another_family_generation_or_size_no_model_is_near(given):
+    with pytest.raises(ValueError, match=f"unknown model {given!r}: known are"):
+        models.config(given)
+
+
+@pytest.mark.parametrize("ending", ["-bnb-4bit", "-unsloth-bnb-4bit"])
+def test_a_checkpoint_in_4_bits_is_a_base_of_the_recipe(monkeypatch, ending):
+    monkeypatch.setattr(models, "hub_reachable", lambda: False)
+    with pytest.raises(ValueError, match="which is 'llama-3-8b' in 4 bits: .* base nf4") as error:
+        models.config(f"unsloth/llama-3-8b{ending}")
+    one_line(error)
+
+
+def test_no_two_models_have_a_name_in_common():
+    written = [{squeezed(n) for n in (*hubs, name)} for name, hubs in models._HUBS.items()]
+    assert sum(map(len, written)) == len(set().union(*written))
+
+
+def test_infinity_is_read_as_transformers_writes_it(tmp_path):
+    transformers.Mamba2Config(num_hidden_layers=2).save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    for given in (tmp_path, json.loads(text)):
+        assert "__float__" in text and models.config(given).time_step_limit[1] == float("inf")
 
 
 def test_a_folder_comes_before_a_name(tmp_path, monkeypatch):
@@ -481,6 +525,7 @@ def test_a_model_of_speech_is_no_language_model():
     with pytest.raises(ValueError) as error:
         Recipe(transformers.WhisperConfig(), seq_len=16)
     assert "'whisper' has none of the tasks" in one_line(error)
+    assert "`memlab run` takes a script" in str(error.value)
 
 
 def test_a_model_without_an_end_of_positions():

@@ -1,9 +1,11 @@
-"""How people write the name of a card, or a size in its place: text only, no table of cards."""
+"""How people write the names of cards and models, and sizes: text only, no table of either."""
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
+from collections.abc import Iterable
 
 from memlab.units import MiB
 
@@ -119,3 +121,61 @@ def _number(words: set[str]) -> tuple[str, str]:
         if found := re.match(r"([a-z]{0,2})(\d+)", word):
             return found[1], found[2]
     return "", ""
+
+
+# ---------------------------------------------------------------------- models
+
+# What tells apart checkpoints of one architecture: how they were tuned, and the month.
+TUNED = re.compile(
+    r"-(instruct|chat|it|pt|hf|thinking)\b|(?<=\db)-base\b|-base(?=-\d{4}$)|-\d{4}$"
+    r"|^meta-(?=llama)|(?<=^qwen2\.5)-coder\b|(?<=^qwen3)-coder(?=-30b)"
+)
+ADDRESS = re.compile(r"(https?://)?(www\.)?(huggingface\.co|hf\.co)/(?P<name>[^/]+/[^/?#]+).*")
+SIZES = {"small", "base", "medium", "large", "xl", "xxl"}
+FOUR_BITS = re.compile(r"-(unsloth-)?bnb-4bit$")  # what unsloth appends to names
+
+
+def hub_name(text: str) -> str:
+    """The owner/name in the address of a page of the hub; any other text as it is."""
+    found = ADDRESS.fullmatch(text)
+    return found["name"] if found else text
+
+
+def spelled(name: str) -> str:
+    """A model's name without its owner, in small letters, without `TUNED`, in words with hyphens.
+
+    As Ollama writes a size, too: "qwen3:8b".
+    """
+    return TUNED.sub("", re.sub(r"[\s_:]+", "-", name.lower().split("/")[-1]))
+
+
+def squeezed(name: str) -> str:
+    """`spelled` without hyphens: "phi4" is "phi-4", and "llama3-8b" is "llama-3-8b"."""
+    return spelled(name).replace("-", "")
+
+
+def nearest_model(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like one: of its family, generation and size, or None."""
+    family, version, sizes = _parts(name)
+
+    def may_be(other: str) -> bool:
+        its_family, its_version, its_sizes = _parts(other)
+        kin = difflib.SequenceMatcher(None, family, its_family).ratio() >= 0.8
+        same = version == its_version or None in (version, its_version)
+        tiny = name.endswith("-tiny") == other.endswith("-tiny")
+        return kin and same and tiny and sizes <= its_sizes
+
+    alike = {spelled(other): other for other in filter(may_be, known)}
+    near = difflib.get_close_matches(spelled(name), alike, 1)
+    return alike[near[0]] if near else None
+
+
+def _parts(name: str) -> tuple[str, str | None, set[str]]:
+    """(family, generation, sizes) of a model's name: ("qwen", "3", {"30b", "a3b"})."""
+    family, *words = re.sub(r"^([a-z]+)(?=\d)", r"\1-", spelled(name)).split("-")
+    version = words[0] if words and re.fullmatch(r"v?\d+(\.\d+)?", words[0]) else None
+    return (
+        family,
+        version,
+        SIZES.intersection(words) | {w for w in words if re.search(r"\d[bm]$", w)},
+    )
