@@ -18,6 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto
 
+from memlab.fields import check_sizes, one_of
 from memlab.libraries import hub_reachable, one_line, with_floats
 from memlab.names import FOUR_BITS, hub_name, nearest_model, squeezed
 
@@ -37,9 +38,10 @@ _ALIASES = {squeezed(written): name for written, name in _WRITTEN.items()}
 MODELS |= {f"{name}-tiny": f"a tiny twin of {hub}" for name, hub in list(MODELS.items())}
 
 Model = str | Path | dict[str, Any] | PretrainedConfig  # what names one: see `Recipe.model`
-# How architectures call the width of their feed-forward layers.
-WIDTHS = ("intermediate_size", "hidden_dim", "d_ff", "n_inner")
+WIDTHS = ("intermediate_size", "hidden_dim", "d_ff", "n_inner")  # of feed-forward layers
 OF_DELTA_RULE = "linear_key_head_dim"  # configs with Qwen3.5's kind of linear attention have it
+# What a config raises, or building its model, whose values do not go together.
+MISFITS = (AssertionError, AttributeError, LookupError, TypeError, ZeroDivisionError)
 TASKS = ("sequence-classification", "causal-lm", "masked-lm", "seq2seq-lm")
 _CLASSES = {
     "sequence-classification": modeling_auto.AutoModelForSequenceClassification,
@@ -59,6 +61,7 @@ def config(model: Model) -> PretrainedConfig:
     or a hub name that cannot be had here.
     """
     text = copy.deepcopy(_text_of(published(model)))
+    check_sizes(vars(text))
     if hasattr(text, "quantization_config"):
         del text.quantization_config  # of the published weights, not of the architecture
     return text
@@ -160,7 +163,7 @@ def _from_values(values: Any, place: str | Path) -> PretrainedConfig:
         )
     try:
         return CONFIG_MAPPING[family].from_dict(with_floats(values))
-    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (StrictDataclassError, ValueError, *MISFITS) as error:
         raise ValueError(f"{place}: not a valid {family} config ({one_line(error)})") from None
 
 
@@ -189,10 +192,7 @@ def twin(model: Model) -> PretrainedConfig:
     """
     tiny = config(model)
     families = sorted({config(name).model_type for name in _PUBLISHED})
-    if tiny.model_type not in families:
-        raise ValueError(
-            f"no tiny twin for model type {tiny.model_type!r}: allowed are {', '.join(families)}"
-        )
+    one_of("the model type of a tiny twin", tiny.model_type, families)
     heads, wide = tiny.num_attention_heads, tiny.hidden_size
     key_value_heads = getattr(tiny, "num_key_value_heads", None) or heads
     grouped = key_value_heads < heads
@@ -364,8 +364,10 @@ def build(
     torch.manual_seed(seed)
     try:
         built = _CLASSES[task].from_config(values, dtype=dtype, attn_implementation=attention)
-    except AssertionError as error:  # such as padding beyond the vocabulary
-        raise ValueError(f"not a valid {values.model_type} config ({one_line(error)})") from None
+    except MISFITS as error:  # such as padding beyond the vocabulary, or no heads
+        raise ValueError(
+            f"not a valid {values.model_type} config ({type(error).__name__}: {one_line(error)})"
+        ) from None
     except (ValueError, ImportError) as error:  # from here on only the attention can be wrong
         raise ValueError(
             f"attention {attention!r} cannot be had for model type {values.model_type!r}: "
@@ -382,9 +384,8 @@ def build(
 def _has_own_head(values: PretrainedConfig) -> bool:
     """Whether a checkpoint of T5's family has a head that is not its embedding: from T5 1.1 on.
 
-    The classes of its configs say `tie_word_embeddings` of all of them, because encoder and decoder
-    share embeddings; `from_pretrained` gives the head its own weights where the checkpoint has
-    them. What a 1.1 config.json says is kept as `scale_decoder_outputs`; mT5 and umT5 are all 1.1.
+    Their configs say `tie_word_embeddings` of all, because encoder and decoder share embeddings.
+    What a 1.1 config.json says is kept as `scale_decoder_outputs`; mT5 and umT5 are all 1.1.
     """
     scaled = getattr(values, "scale_decoder_outputs", True)
     return values.model_type in ("mt5", "umt5") or not scaled

@@ -361,6 +361,25 @@ def test_broken_config_file(tmp_path, text, wrong):
     assert wrong in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_attention_heads": 0}, "not a valid llama config"),
+        ({"num_key_value_heads": 0}, "not a valid llama config"),
+        ({"hidden_size": -64}, "hidden_size is -64: allowed are whole numbers from 1"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"intermediate_size": -5}, "intermediate_size is -5: allowed are whole numbers from 0"),
+        ({"num_hidden_layers": 10**6}, "is 1000000: allowed are whole numbers from 1 to 1,000"),
+    ],
+)
+def test_a_config_of_no_model_is_refused_in_one_line(changes, words):
+    values = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
+    values |= {"num_hidden_layers": 2, "vocab_size": 100, "intermediate_size": 128}
+    with pytest.raises(ValueError) as error:
+        simulate(Recipe(values | changes, seq_len=16))
+    assert words in one_line(error)
+
+
 def test_unknown_names():
     with pytest.raises(ValueError) as error:
         models.config("bert-huge")
@@ -602,7 +621,7 @@ def test_task_or_attention_that_the_model_lacks():
     with pytest.raises(ValueError) as error:
         models.build("deberta-v3-base-tiny", attention="sdpa")
     assert "allowed is eager" in one_line(error)
-    with pytest.raises(ValueError, match="no tiny twin for model type 'opt'"):
+    with pytest.raises(ValueError, match="the model type of a tiny twin is 'opt'"):
         models.twin(transformers.OPTConfig())
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import os
+import re
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
@@ -66,6 +69,33 @@ def anchored_by(file: str | None, gpu: str | int | None) -> tuple[Any, str]:
     return card, f"seconds times {card.pace:.2f}, by a step of {recipe.model} {size} on {device}"
 
 
+def count(text: str) -> int:
+    """A whole number, with or without commas: 2048, 2,048."""
+    if not re.fullmatch(r"[-+]?(\d+|\d{1,3}(,\d{3})+)", text):
+        raise argparse.ArgumentTypeError(
+            f"it is {text!r}: allowed are whole numbers, such as 4096 or 4,096"
+        )
+    return int(text.replace(",", ""))
+
+
+def write(path: str, text: str, over: bool = False) -> None:
+    """Write a text file whole or not at all: where there is no room, no empty file is left.
+
+    Raises FileExistsError for a file that is there, unless `over`.
+    """
+    if os.path.exists(path) and not over:
+        raise FileExistsError(f"{path} is there already")
+    part = f"{path}.part"
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(part, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
+
+
 def minutes(text: str) -> float:
     """A time limit."""
     try:
@@ -108,7 +138,7 @@ def _add_field(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) ->
     elif said["bare"]:
         group.add_argument(option, nargs="?", const=said["bare"], default=default, help=text)
     else:
-        kind = type(default) if isinstance(default, (int, float)) else str
+        kind = {int: count, float: float}.get(type(default), str)
         group.add_argument(option, type=kind, default=default, help=text)
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from memlab.cli.options import GPU, card, minutes
+from memlab.cli.options import GPU, card, count, minutes
 
 
 def add_to(commands) -> None:
@@ -10,8 +10,8 @@ def add_to(commands) -> None:
     add = commands("run", run, "run a training script on a GPU that need not be there")
     add("script", help="a Python script, as it is; its own arguments come last, after --")
     add("--gpu", type=card, help=GPU)
-    add("--steps", type=int, default=2, help="optimizer steps after which it ends")
-    add("--ranks", type=int, default=1, help="started as torchrun would, as the first of so many")
+    add("--steps", type=count, default=2, help="optimizer steps after which it ends")
+    add("--ranks", type=count, default=1, help="started as torchrun would, as the first of so many")
     add("--limit-minutes", type=minutes, default=float("inf"), help="after which it is stopped")
     eager = "run what torch.compile would compile eagerly: an upper bound"
     add("--compile-eagerly", action="store_true", help=eager)

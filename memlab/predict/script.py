@@ -152,10 +152,16 @@ def try_script(
             clock.cancel()  # first: it rings again
             hook.remove()
     card.tracer.start = 0
-    if snapshot:
-        card.dump_snapshot(snapshot)
     where = "" if raised is None else line_of_error(script, raised)
     error, status, raised = _ending(raised, where, counted.most, clock)
+    if snapshot:
+        try:
+            card.dump_snapshot(snapshot)
+        except OSError as problem:  # the answer may have taken hours, and is kept
+            if Path(snapshot).is_file():
+                Path(snapshot).unlink()
+            lost = f"{snapshot} was not written: {problem.strerror}"
+            error, status = "; ".join(filter(None, [error, lost])), status or FAILED
     return ScriptRun(script, card.footprint, counted.most, error, where, status, raised)
 
 
