@@ -215,10 +215,10 @@ def twin(model: Model) -> PretrainedConfig:
         values |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32)
     if has_experts(tiny):
         values["num_local_experts"] = min(tiny.num_local_experts, 32)
-    by_layer = _by_layer(tiny)
-    layers = list(zip(*by_layer.values(), strict=True))
+    lists = by_layer(tiny)
+    layers = list(zip(*lists.values(), strict=True))
     other = next((i for i, layer in enumerate(layers) if layer != layers[0]), 0)
-    values |= {name: [value[0], value[other]] for name, value in by_layer.items()}
+    values |= {name: [value[0], value[other]] for name, value in lists.items()}
     return resized(with_layers(tiny, 2), **values)
 
 
@@ -252,12 +252,12 @@ def with_layers(model: Model, layers: int) -> PretrainedConfig:
     Of another number than its own none takes the keys and values of an earlier one.
     """
     full = config(model)
-    values = {name: (value * layers)[:layers] for name, value in _by_layer(full).items()}
+    values = {name: (value * layers)[:layers] for name, value in by_layer(full).items()}
     apart = {} if layers == full.num_hidden_layers else {"num_kv_shared_layers": 0}
     return resized(full, num_hidden_layers=layers, num_decoder_layers=layers, **values, **apart)
 
 
-def _by_layer(full: PretrainedConfig) -> dict[str, list[Any]]:
+def by_layer(full: PretrainedConfig) -> dict[str, list[Any]]:
     """The lists of a config that have one entry a layer."""
     usual = type(full)()  # says which lists have one, and which just have that length
 

@@ -128,6 +128,15 @@ def test_a_full_standard_output_is_one_line():
     assert done.stderr == "memlab: the answer could not be written: No space left on device\n"
 
 
+def test_long_work_says_how_long_it_takes(capsys, monkeypatch):
+    def interrupt(runs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("memlab.evidence.accuracy.compare_records", interrupt)
+    _, _, err = run(capsys, "accuracy")
+    assert "runs anew takes most of an hour; name record files" in err
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
 def test_a_snapshot_without_room_does_not_cost_the_answer(capsys, tmp_path):
     (tmp_path / "train.py").write_text("print('nothing is trained')")

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from memlab.card.links import LINKS
@@ -138,7 +139,8 @@ def _add_field(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) ->
     elif said["bare"]:
         group.add_argument(option, nargs="?", const=said["bare"], default=default, help=text)
     else:
-        kind = {int: count, float: float}.get(type(default), str)
+        kinds: dict[type, Callable[[str], Any]] = {int: count, float: float}
+        kind = kinds.get(type(default), str)
         group.add_argument(option, type=kind, default=default, help=text)
 
 

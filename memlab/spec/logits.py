@@ -74,7 +74,7 @@ def _unlike(config: PretrainedConfig) -> str:
         # Some call the decoder inside in its place (OPT).
         for body in (body_of(built), getattr(body_of(built), "decoder", None)):
             if isinstance(body, torch.nn.Module):
-                body.forward = lambda *_, **__: _Hidden([hidden])  # type: ignore[method-assign]
+                body.forward = lambda *_, **__: _Hidden([hidden])
         seen: dict[str, torch.Tensor] = {}
         head.register_forward_hook(lambda _, given, made: seen.update(given=given[0], made=made))
         logits = built(input_ids=torch.zeros(1, TOKENS, dtype=torch.int64)).logits
