@@ -27,7 +27,8 @@ from memlab.workloads.quantized import assumed
 # `n_params` of llama.cpp for Qwen2.5-14B and the text model of Qwen3.5-9B; for Gemma 3 4B to 27B
 # KerasHub's text models and 64 rows of the embedding, which only the hub's have. The classifiers of
 # RoBERTa-large, XLM-R and ModernBERT have the encoders of KerasHub's presets and of the hub's
-# counts (561,192,082, 278,885,778 and 149,655,232 with the head of a masked language model).
+# counts (561,192,082, 278,885,778 and 149,655,232 with the head of a masked language model). The
+# hub's counts as others quote them for Qwen2.5-32B and 72B, Gemma 3 270M and gpt-oss-120b, too.
 PUBLISHED = {
     "bert-base": 109_483_778,
     "bert-large": 335_143_938,
@@ -79,6 +80,10 @@ PUBLISHED = {
     "phi-4-mini": 3_836_021_760,
     "gpt-oss-20b": 20_914_757_184,
     "smollm3-3b": 3_075_098_624,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "gemma-3-270m": 268_098_176,
+    "gpt-oss-120b": 116_829_156_672,
 }
 # The same with the vision models: the counts that the hub shows of Gemma 3, as others quote them,
 # and KerasHub's preset of Qwen3.5-9B (the hub's 9,653,104,368 has a layer for drafts, too).
@@ -154,10 +159,15 @@ ARCHITECTURES = {
     "phi-4-mini": (32, 3072, 8192, 24, 8, 128, 200_064, 131_072),
     "gpt-oss-20b": (24, 2880, 2880, 64, 8, 64, 201_088, 131_072),
     "smollm3-3b": (36, 2048, 11_008, 16, 4, 128, 128_256, 65_536),
+    "qwen2.5-32b": (64, 5120, 27_648, 40, 8, 128, 152_064, 131_072),
+    "qwen2.5-72b": (80, 8192, 29_568, 64, 8, 128, 152_064, 131_072),
+    "gemma-3-270m": (18, 640, 2048, 4, 1, 256, 262_144, 32_768),
+    "gpt-oss-120b": (36, 2880, 2880, 64, 8, 64, 201_088, 131_072),
 }
 # Experts, and how many of them a token meets; tokens of a sliding window, of some layers or all
 # (ModernBERT's goes to both sides, 64 each).
 EXPERTS = {"mixtral-8x7b": (8, 2), "qwen3-30b-a3b": (128, 8), "gpt-oss-20b": (32, 4)}
+EXPERTS |= {"gpt-oss-120b": (128, 4)}
 WINDOWS = {
     "mistral-7b": 4096,
     "modernbert-base": 64,
@@ -168,6 +178,8 @@ WINDOWS = {
     "gemma-3-27b": 1024,
     "phi-4-mini": 262_144,
     "gpt-oss-20b": 128,
+    "gpt-oss-120b": 128,
+    "gemma-3-270m": 512,
 }
 
 
@@ -455,7 +467,7 @@ def test_of_other_names_the_nearest_is_said(monkeypatch, given, nearest):
 
 @pytest.mark.parametrize(
     "given",
-    ["whisper-large-v3", "gemma-3-270m", "Qwen2.5-32B", "Olmo-3-7B", "gpt-j-6b", "distilgpt2"]
+    ["whisper-large-v3", "gemma-3-400m", "Qwen2.5-13B", "Olmo-3-7B", "gpt-j-6b", "distilgpt2"]
     + ["gemma-3n-e4b", "llama-2-13b", "phi-3-mini", "flan-t5-xl", "deberta-v3-large", "t5-11b"],
 )
 def test_of_another_family_generation_or_size_no_model_is_near(given):
