@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -123,15 +124,36 @@ def one_of(name: str, value: T, choices: Iterable[object]) -> T:
     return value
 
 
-def whole(least: int) -> Callable[[str, object], int]:
-    """The check of whole numbers from `least` on."""
+MOST = 10**9  # of anything that is counted
+MOST_MICRO_BATCHES = 2**17  # of a step, each with tokens that wait on the card
+
+
+def whole(least: int, most: int = MOST) -> Callable[[str, object], int]:
+    """The check of whole numbers from `least` to `most`."""
 
     def check(name: str, value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise wrong(name, value, f"whole numbers from {least}")
+        if value > most:
+            raise wrong(name, value, f"whole numbers from {least} to {most:,}")
         return value
 
     return check
+
+
+SIZE = re.compile(r"(num|n)_\w+|\w+_(size|dim)")  # fields of a config that count something
+OF_ANY_MODEL = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
+MOST_LAYERS = 1000  # that are built one by one
+
+
+def check_sizes(config: Mapping[str, object]) -> None:
+    """Raise ValueError for a size in a config's values that no model has."""
+    for name, value in config.items():
+        needed = name in OF_ANY_MODEL
+        none = value == -1 and not needed  # as some write it
+        if SIZE.fullmatch(name) and type(value) is int and not none:
+            layers = re.fullmatch(r"(num|n)_(hidden_)?layers?", name)
+            whole(int(needed), MOST_LAYERS if layers else MOST)(name, value)
 
 
 def share(name: str, value: object) -> float:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
 import re
 import statistics
 from collections.abc import Callable
@@ -30,6 +29,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memlab.names import (
+    LARGEST,
+    ON_THE_MOVE,
+    in_machine,
+    like,
+    maker_without_cuda,
+    several,
+    size_of,
+    words_of,
+)
 from memlab.units import MiB
 
 
@@ -280,43 +289,18 @@ def require_native(precision: str, device: str, has_bf16: bool) -> None:
 ANY_CARD = GPU("a card without a limit", None, None, (8, 0), 108, "no card was named")
 
 
-SIZE = re.compile(r"(\d+(?:\.\d+)?) ?GiB", re.IGNORECASE)
-# What tells no card from another; a size in GB; a model such as A6000; a number; any other word.
-COMMON = re.compile(r"nvidia|geforce|tesla|quadro|rtx|gtx|sxm\d*|hbm\d*e?|generation|blackwell|gpu")
-WORD = re.compile(
-    r"(?P<gb>\d+) ?gb?(?![a-z])|ti(?=super|\d)|[a-z]{1,2}\d+(?:[a-z](?![a-z]))?(?!\d)"
-    r"|(?P<number>\d+)|[a-z]+"
-)
-# Words of what runs no CUDA, by maker.
-OTHERS = {
-    "AMD": re.compile(r"amd|radeon|instinct|rocm|rx|xtx?|mi\d{2,3}[a-z]?"),
-    "Intel": re.compile(r"intel|arc|gaudi"),
-    "Apple": re.compile(r"apple|mps|m\d"),
-    "Google": re.compile(r"google|tpu"),
-}
-
-
-def _words(name: str) -> set[str]:
-    """The words that tell a card, a size as "24gb": a number of at most three digits is one."""
-    found = set()
-    for word in WORD.finditer(COMMON.sub(" ", name.lower())):
-        gb = word["gb"] or (word["number"] if len(word["number"] or "1234") < 4 else None)
-        found.add(f"{gb}gb" if gb else word[0])
-    return found
-
-
 def _may_be(words: set[str]) -> list[GPU]:
     """The cards whose names can have all these words: those of the name, its size, and `also`."""
     return [
         card
         for card in GPUS.values()
-        if words and words <= _words(card.name) | {f"{card.label}gb", *card.also}
+        if words and words <= words_of(card.name) | {f"{card.label}gb", *card.also}
     ]
 
 
 def _meant(words: set[str]) -> GPU | None:
     """The card that may have these words and whose name has no others; None if there is none."""
-    return next((card for card in _may_be(words) if _words(card.name) <= words), None)
+    return next((card for card in _may_be(words) if words_of(card.name) <= words), None)
 
 
 def find_gpu(card: str | int | float | GPU | None) -> GPU:
@@ -324,66 +308,88 @@ def find_gpu(card: str | int | float | GPU | None) -> GPU:
 
     A name is one of `GPUS`, or as people and drivers write it: without regard to case, signs and
     makers' words, and with its size or not, as long as one card is meant. "H100" is the SXM card,
-    and "V100" the one of 16 GB. A size as on a box, such as "24GB", is no card, because those that
-    have it differ by 2 GiB in what they leave to PyTorch: the error names them.
+    and "V100" the one of 16 GB.
 
     None is `ANY_CARD`. A number of bytes, or a text such as "11.5 GiB", is what PyTorch's allocator
     may take, so its context is 0; the other rules are those of `ANY_CARD`, and it has no seconds.
-    Where those are wanted for a card of one's own, give it rates, operations a second of each
-    format that is multiplied (some products are in fp32 in every precision), and a bandwidth:
+    A number below 1,000 is one of GiB. A size as on a box, such as "24GB", is the least that a card
+    of that size leaves to PyTorch, or so many billions of bytes where no card has it; the card's
+    name says which. Where seconds are wanted for a card of one's own, give it rates, operations a
+    second of each format that is multiplied (some products are in fp32 in every precision), and a
+    bandwidth:
 
         dataclasses.replace(
             find_gpu("22 GiB"), capability=(8, 9), processors=60,
             bandwidth=500e9, rates={"float32": 40e12, "bfloat16": 80e12},
         )
 
-    Raises ValueError in one line for a name that means no card or several, for one of a card that
-    does not run CUDA, and for less than 1 byte.
+    Raises ValueError in one line for a name that means no card or several, for several cards, for
+    a card that does not run CUDA, and for a size below 1 byte or above 1 PiB.
     """
     if card is None or isinstance(card, GPU):
         return card or ANY_CARD
-    size = isinstance(card, str) and SIZE.fullmatch(card)
-    given = float(size[1]) * 2**30 if size else card
-    if isinstance(given, (int, float)) and not isinstance(given, bool) and 1 <= given < math.inf:
-        name = f"{given / MiB:,.0f} MiB" if given >= MiB else f"{given} bytes"
-        return dataclasses.replace(
-            ANY_CARD,
-            name=name,
-            total_memory=int(given),
-            context=0,
-            sources="given by the caller",
-        )
-    if isinstance(card, str):
-        meant = _meant(_words(card))
-        if meant:
-            return meant
-    raise ValueError(f"gpu is {card!r}{_hint(card)}")
+    if isinstance(card, (str, int)) and (meant := _meant(words_of(str(card)))):
+        return meant
+    size = size_of(card)
+    given, as_read = _bytes_of(*size) if size else (0, "")
+    if not 1 <= given <= LARGEST:
+        raise ValueError(f"gpu is {card!r}{_hint(card)}")
+    name = f"{given / MiB:,.0f} MiB" if given >= MiB else f"{given} bytes"
+    if size and size[1] == "gib" and not str(card).lower().endswith("gib"):
+        as_read = f" ({card} taken as GiB)"
+    return dataclasses.replace(
+        ANY_CARD,
+        name=f"{name}{as_read}",
+        total_memory=int(given),
+        context=0,
+        sources="given by the caller",
+    )
+
+
+def _bytes_of(number: float, unit: str) -> tuple[float, str]:
+    """The bytes of a size for PyTorch, and how a size as on a box was read."""
+    if unit != "gb":
+        return number * (2**30 if unit == "gib" else 1), ""
+    alike = [card for card in GPUS.values() if card.label == number]
+    if not alike:
+        return number * 1e9, f" ({number:g} GB of 10^9 bytes; no card that memlab knows has it)"
+    least = min(alike, key=lambda card: card.usable or 0)
+    return least.usable or 0, f" (of {number:g} GB; what {least.name}, the least of these, leaves)"
 
 
 def _hint(card: object) -> str:
     """Why a name is no card's, and what may be meant, for the words of an error."""
-    allowed = f": allowed are {', '.join(GPUS)}, or a number of bytes above 0, or of GiB such as "
-    allowed += '"11.5 GiB"'
+    allowed = f": allowed are {', '.join(GPUS)}, a number of bytes from 1,000 to 2^50, or of GiB "
+    allowed += 'such as "11.5 GiB"'
     if not isinstance(card, str):
         return allowed
-    words = _words(card)
-    for maker, its in OTHERS.items():
-        if any(its.fullmatch(word) for word in words):
-            return (
-                f", which is {maker}'s: memlab knows NVIDIA's cards only, because it follows the "
-                "allocator, the libraries and the kernels of CUDA"
-            )
-    if words & {"laptop", "mobile"}:
+    words = words_of(card)
+    if maker := maker_without_cuda(words):
         return (
-            ", a laptop's, whose memory is not that of the card with the number: name the GiB that "
-            'PyTorch may take, as in "7.5 GiB"'
+            f", which is {maker}'s: memlab knows NVIDIA's cards only, because it follows the "
+            "allocator, the libraries and the kernels of CUDA"
         )
-    if may_be := _may_be(words):
-        names = " or ".join(one.name for one in may_be)
+    many = several(card)
+    if many and (names := _names(words_of(many[1]))):
+        return f", {many[0]} cards: name one, {names}, and how many as ranks (--ranks {many[0]})"
+    if machine := in_machine(card):
+        return f", a machine with {machine}: name the card, and several as ranks"
+    if kind := next((kind for word, kind in ON_THE_MOVE.items() if word in words), ""):
+        return (
+            f", a {kind}'s, whose memory is not that of the card with the number: name the GiB "
+            'that PyTorch may take, as in "7.5 GiB"'
+        )
+    if names := _names(words):
         return f', which may be {names}: name one, or the GiB that PyTorch may take, as in "22 GiB"'
-    alike = {"".join(sorted(_words(name))): name for name in GPUS}
+    alike = {"".join(sorted(words_of(name))): name for name in GPUS if like(words, name)}
     near = difflib.get_close_matches("".join(sorted(words)), alike, 1)
     return (f", the nearest is {alike[near[0]]}" if near else "") + allowed
+
+
+def _names(words: set[str]) -> str:
+    """The card that words mean, or those that they may."""
+    meant = _meant(words)
+    return " or ".join(card.name for card in ([meant] if meant else _may_be(words)))
 
 
 def gpu_of_device(device: str) -> GPU | None:
@@ -392,6 +398,6 @@ def gpu_of_device(device: str) -> GPU | None:
     None, too, where a driver calls two cards the same: an RTX 4060 Ti has 8 or 16 GB. A size that
     no card of the name has is passed over ("H100 96GB HBM2e"); a run says its own total.
     """
-    words = _words(device)
+    words = words_of(device)
     sizes = {word for word in words if re.fullmatch(r"\d+gb", word)}
     return _meant(words) or _meant(words - sizes)

@@ -1,4 +1,4 @@
-"""Libraries that are imported when they are needed, and quietly; the hub; errors in one line."""
+"""Libraries that are imported when needed, and quietly; their JSON; the hub; errors in one line."""
 
 import importlib
 import logging
@@ -7,6 +7,7 @@ import socket
 import urllib.parse
 import urllib.request
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 from huggingface_hub.constants import ENDPOINT
@@ -59,3 +60,12 @@ def one_line(error: BaseException, limit: int = 160) -> str:
     """What an error says, in one line of so many characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def with_floats(values: Any) -> Any:
+    """The values with floats for what transformers 5 writes for them: {"__float__": "Infinity"}."""
+    if isinstance(values, dict):
+        if values.keys() == {"__float__"}:
+            return float(values["__float__"])
+        return {name: with_floats(value) for name, value in values.items()}
+    return [with_floats(value) for value in values] if isinstance(values, list) else values

@@ -6,7 +6,6 @@ config.json with seeded random weights. Each name has a tiny twin, `<name>-tiny`
 """
 
 import copy
-import difflib
 import functools
 import json
 import re
@@ -19,7 +18,9 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto
 
-from memlab.libraries import hub_reachable, one_line
+from memlab.fields import check_sizes, one_of
+from memlab.libraries import hub_reachable, one_line, with_floats
+from memlab.names import FOUR_BITS, hub_name, nearest_model, squeezed
 
 # name -> fields of the published config.json that differ from the defaults of its model_type, and
 # `hub`, where that config.json is published
@@ -27,24 +28,20 @@ _PUBLISHED = json.loads((Path(__file__).parent / "data" / "models.json").read_te
 # Everything `config` knows by name, with the hub name of the config it stands for.
 MODELS: dict[str, str] = {name: fields.pop("hub") for name, fields in _PUBLISHED.items()}
 MIRRORS = ("unsloth", "nousresearch")  # owners who publish others' checkpoints, config and all
-# What tells apart checkpoints of one architecture: how they were tuned, and the month.
-_TUNED = r"-(instruct|chat|it|pt|hf)\b|(?<=\db)-base\b|-base(?=-\d{4}$)|-\d{4}$|^meta-(?=llama)"
-
-
-def _spelled(name: str) -> str:
-    """A name without its owner, as `_ALIASES` has it: in small letters, without `_TUNED`."""
-    return re.sub(_TUNED, "", re.sub(r"[\s_]+", "-", name.lower().split("/")[-1]))
-
-
+# Hub names of checkpoints with the same sizes, `also` in the file, and the owners of each name.
+_HUBS = {name: (hub, *_PUBLISHED[name].pop("also", ())) for name, hub in MODELS.items()}
+_OWNERS = {name: {hub.lower().split("/")[0] for hub in hubs} for name, hubs in _HUBS.items()}
 # Names as people write them -> name; a tiny twin has only its own.
-_ALIASES = {_spelled(known): name for name, hub in MODELS.items() for known in (hub, name)}
-_ALIASES |= {f"{name}-tiny": f"{name}-tiny" for name in MODELS}
+_WRITTEN = {hub: name for name, hubs in _HUBS.items() for hub in (*hubs, name)}
+_WRITTEN |= {f"{name}-tiny": f"{name}-tiny" for name in MODELS}
+_ALIASES = {squeezed(written): name for written, name in _WRITTEN.items()}
 MODELS |= {f"{name}-tiny": f"a tiny twin of {hub}" for name, hub in list(MODELS.items())}
 
 Model = str | Path | dict[str, Any] | PretrainedConfig  # what names one: see `Recipe.model`
-# How architectures call the width of their feed-forward layers.
-WIDTHS = ("intermediate_size", "hidden_dim", "d_ff", "n_inner")
+WIDTHS = ("intermediate_size", "hidden_dim", "d_ff", "n_inner")  # of feed-forward layers
 OF_DELTA_RULE = "linear_key_head_dim"  # configs with Qwen3.5's kind of linear attention have it
+# What a config raises, or building its model, whose values do not go together.
+MISFITS = (AssertionError, AttributeError, LookupError, TypeError, ZeroDivisionError)
 TASKS = ("sequence-classification", "causal-lm", "masked-lm", "seq2seq-lm")
 _CLASSES = {
     "sequence-classification": modeling_auto.AutoModelForSequenceClassification,
@@ -64,6 +61,7 @@ def config(model: Model) -> PretrainedConfig:
     or a hub name that cannot be had here.
     """
     text = copy.deepcopy(_text_of(published(model)))
+    check_sizes(vars(text))
     if hasattr(text, "quantization_config"):
         del text.quantization_config  # of the published weights, not of the architecture
     return text
@@ -90,9 +88,11 @@ def published(model: Model) -> PretrainedConfig:
 
 
 def _nearest(name: str) -> str:
-    known = [alias for alias in _ALIASES if alias.endswith("-tiny") == name.endswith("-tiny")]
-    near = difflib.get_close_matches(_spelled(name), known, 1)
-    return f", the nearest is {_ALIASES[near[0]]!r}" if near else ""
+    plain = FOUR_BITS.sub("", name)
+    if plain != name and (known := _ALIASES.get(squeezed(plain))):
+        return f", which is {known!r} in 4 bits: name that, with a lora_rank and base nf4"
+    near = nearest_model(name, _WRITTEN)
+    return f", the nearest is {_WRITTEN[near]!r}" if near else ""
 
 
 @functools.cache
@@ -111,14 +111,13 @@ def catalogued(model: Model) -> str | dict[str, Any] | PretrainedConfig:
     """
     if not isinstance(model, (str, Path)):
         return model
-    name = str(model)
-    known = _ALIASES.get(_spelled(name), name)
+    name = hub_name(str(model))
+    known = _ALIASES.get(squeezed(name), name)
     if name in MODELS or Path(name).exists() or known not in MODELS:
         return name
     owner, named, _ = name.lower().rpartition("/")
     mirrored = owner in MIRRORS and not known.startswith("phi")
-    same = not named or mirrored or owner == MODELS[known].split("/")[0].lower()
-    return known if same else name
+    return known if not named or mirrored or owner in _OWNERS.get(known, ()) else name
 
 
 def _text_of(given: PretrainedConfig) -> PretrainedConfig:
@@ -163,8 +162,8 @@ def _from_values(values: Any, place: str | Path) -> PretrainedConfig:
             f"{transformers.__version__} here; a newer one may know it"
         )
     try:
-        return CONFIG_MAPPING[family].from_dict(values)
-    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return CONFIG_MAPPING[family].from_dict(with_floats(values))
+    except (StrictDataclassError, ValueError, *MISFITS) as error:
         raise ValueError(f"{place}: not a valid {family} config ({one_line(error)})") from None
 
 
@@ -193,10 +192,7 @@ def twin(model: Model) -> PretrainedConfig:
     """
     tiny = config(model)
     families = sorted({config(name).model_type for name in _PUBLISHED})
-    if tiny.model_type not in families:
-        raise ValueError(
-            f"no tiny twin for model type {tiny.model_type!r}: allowed are {', '.join(families)}"
-        )
+    one_of("the model type of a tiny twin", tiny.model_type, families)
     heads, wide = tiny.num_attention_heads, tiny.hidden_size
     key_value_heads = getattr(tiny, "num_key_value_heads", None) or heads
     grouped = key_value_heads < heads
@@ -219,10 +215,10 @@ def twin(model: Model) -> PretrainedConfig:
         values |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32)
     if has_experts(tiny):
         values["num_local_experts"] = min(tiny.num_local_experts, 32)
-    by_layer = _by_layer(tiny)
-    layers = list(zip(*by_layer.values(), strict=True))
+    lists = by_layer(tiny)
+    layers = list(zip(*lists.values(), strict=True))
     other = next((i for i, layer in enumerate(layers) if layer != layers[0]), 0)
-    values |= {name: [value[0], value[other]] for name, value in by_layer.items()}
+    values |= {name: [value[0], value[other]] for name, value in lists.items()}
     return resized(with_layers(tiny, 2), **values)
 
 
@@ -256,12 +252,12 @@ def with_layers(model: Model, layers: int) -> PretrainedConfig:
     Of another number than its own none takes the keys and values of an earlier one.
     """
     full = config(model)
-    values = {name: (value * layers)[:layers] for name, value in _by_layer(full).items()}
+    values = {name: (value * layers)[:layers] for name, value in by_layer(full).items()}
     apart = {} if layers == full.num_hidden_layers else {"num_kv_shared_layers": 0}
     return resized(full, num_hidden_layers=layers, num_decoder_layers=layers, **values, **apart)
 
 
-def _by_layer(full: PretrainedConfig) -> dict[str, list[Any]]:
+def by_layer(full: PretrainedConfig) -> dict[str, list[Any]]:
     """The lists of a config that have one entry a layer."""
     usual = type(full)()  # says which lists have one, and which just have that length
 
@@ -292,7 +288,10 @@ def tasks(model: Model) -> tuple[str, ...]:
     if "masked-lm" in has:  # an encoder; as a decoder it would be another architecture
         return tuple(t for t in ("sequence-classification", "masked-lm") if t in has)
     if values.is_encoder_decoder or not has:  # a decoder alone would be another architecture
-        raise ValueError(f"model type {family!r} has none of the tasks {', '.join(TASKS)}")
+        raise ValueError(
+            f"model type {family!r} has none of the tasks {', '.join(TASKS)}: "
+            "`memlab run` takes a script that trains it"
+        )
     return tuple(has)
 
 
@@ -365,8 +364,10 @@ def build(
     torch.manual_seed(seed)
     try:
         built = _CLASSES[task].from_config(values, dtype=dtype, attn_implementation=attention)
-    except AssertionError as error:  # such as padding beyond the vocabulary
-        raise ValueError(f"not a valid {values.model_type} config ({one_line(error)})") from None
+    except MISFITS as error:  # such as padding beyond the vocabulary, or no heads
+        raise ValueError(
+            f"not a valid {values.model_type} config ({type(error).__name__}: {one_line(error)})"
+        ) from None
     except (ValueError, ImportError) as error:  # from here on only the attention can be wrong
         raise ValueError(
             f"attention {attention!r} cannot be had for model type {values.model_type!r}: "
@@ -383,9 +384,8 @@ def build(
 def _has_own_head(values: PretrainedConfig) -> bool:
     """Whether a checkpoint of T5's family has a head that is not its embedding: from T5 1.1 on.
 
-    The classes of its configs say `tie_word_embeddings` of all of them, because encoder and decoder
-    share embeddings; `from_pretrained` gives the head its own weights where the checkpoint has
-    them. What a 1.1 config.json says is kept as `scale_decoder_outputs`; mT5 and umT5 are all 1.1.
+    Their configs say `tie_word_embeddings` of all, because encoder and decoder share embeddings.
+    What a 1.1 config.json says is kept as `scale_decoder_outputs`; mT5 and umT5 are all 1.1.
     """
     scaled = getattr(values, "scale_decoder_outputs", True)
     return values.model_type in ("mt5", "umt5") or not scaled

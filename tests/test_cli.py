@@ -1,6 +1,9 @@
 """The command `memlab`: what it prints and how it fails."""
 
+import errno
+import io
 import json
+import os
 import subprocess
 import sys
 
@@ -8,6 +11,7 @@ import pytest
 
 from memlab import models
 from memlab.cli import main
+from memlab.cli import options as cli_options
 
 TINY = ["--model", "bert-large-tiny", "--seq-len", "32", "--batch-size", "2"]
 
@@ -83,6 +87,10 @@ def test_text_is_in_mib(capsys):
         ["--task", "translation"],
         ["--gpu", "T5"],
         ["--gpu", "0"],
+        ["--gpu", "9" * 40],
+        ["--seq-len", "4k"],
+        ["--batch-size", "1" + 12 * "0"],
+        ["--gpu", "2xT4"],
         ["--gpu", "T4", "--precision", "bf16-amp"],
         ["--depth", "3"],
     ],
@@ -91,6 +99,65 @@ def test_bad_input_is_one_line_and_status_2(capsys, bad):
     status, out, err = run(capsys, "simulate", *TINY, *bad)
     assert (status, out) == (2, "")
     assert err.startswith("memlab: ") and err.count("\n") == 1
+
+
+def test_a_number_may_have_commas_and_else_is_told_what_is_allowed(capsys):
+    long = ["--model", "gpt2-tiny", "--batch-size", 1]
+    status, out, _ = run(capsys, "simulate", *long, "--seq-len", "1,024", "--json")
+    assert (status, json.loads(out)["recipe"]["seq_len"]) == (0, 1024)
+    for wrong in ("4k", "1,02", "1e3"):
+        _, _, err = run(capsys, "simulate", *long, "--seq-len", wrong)
+        assert f"it is {wrong!r}: allowed are whole numbers, such as 4096 or 4,096" in err
+
+
+def test_an_interrupted_command_says_so_in_a_whole_sentence(capsys, monkeypatch):
+    def interrupt(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("memlab.cli.simulate.run", interrupt)
+    status, _, err = run(capsys, "simulate", *TINY)
+    assert (status, err) == (130, "memlab: interrupted; nothing was written\n")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_a_full_standard_output_is_one_line():
+    command = [sys.executable, "-m", "memlab.cli", "record", "--list", "--device", "cpu"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr == "memlab: the answer could not be written: No space left on device\n"
+
+
+def test_long_work_says_how_long_it_takes(capsys, monkeypatch):
+    def interrupt(runs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("memlab.evidence.accuracy.compare_records", interrupt)
+    _, _, err = run(capsys, "accuracy")
+    assert "runs anew takes most of an hour; name record files" in err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+def test_a_snapshot_without_room_does_not_cost_the_answer(capsys, tmp_path):
+    (tmp_path / "train.py").write_text("print('nothing is trained')")
+    status, out, err = run(capsys, "run", tmp_path / "train.py", "--snapshot", "/dev/full")
+    assert status == 1 and "peak allocated" in out
+    assert err.endswith("/dev/full was not written: No space left on device\n")
+    assert os.path.exists("/dev/full")
+
+
+class _NoRoom(io.StringIO):
+    def write(self, text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_file_without_room_leaves_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "train.py"
+    monkeypatch.setattr(cli_options, "open", lambda name, *_, **__: _NoRoom(), raising=False)
+    (tmp_path / "train.py.part").touch()
+    with pytest.raises(OSError, match="No space left"):
+        cli_options.write(path, "text")
+    assert not list(tmp_path.iterdir())
 
 
 PLAN = ["plan", "--model", "gpt2-tiny", "--seq-len", 64, "--effective-batch", 4]
@@ -134,6 +201,19 @@ def test_a_script_is_never_written_over_a_file_unasked(capsys, tmp_path):
     assert path.read_text() == written
 
 
+def test_a_script_that_cannot_be_written_does_not_cost_the_plan(capsys, tmp_path, monkeypatch):
+    def no_room(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("memlab.cli.plan.write", no_room)
+    models.config("gpt2-tiny").save_pretrained(tmp_path)
+    monkeypatch.setattr("memlab.export.training_script.training_script", lambda *_: "")
+    path = tmp_path / "train.py"
+    status, out, _ = run(capsys, *PLAN, "--gpu", "T4", "--script", path)
+    assert status == 2 and out.startswith("gpt2-tiny on T4: tier 1 fits, ")
+    assert out.endswith(f"{path} was not written: No space left on device\n")
+
+
 @pytest.mark.slow
 def test_a_script_needs_one_card_and_a_plan(capsys, tmp_path):
     path = tmp_path / "train.py"
@@ -155,6 +235,9 @@ def test_a_script_needs_one_card_and_a_plan(capsys, tmp_path):
         ["--gpu", "T4", "--margin", "5"],
         ["--gpu", "T4", "--script", "no/such/folder/train.py"],
         ["--gpu", "T4", "--effective-batch", "none"],
+        ["--gpu", "T4", "--effective-batch", "1" + 20 * "0"],
+        ["--gpu", "T4", "--effective-batch", "1e20"],
+        ["--gpu", "T4", "--script", "train.py", "--api", "lightning"],
     ],
 )
 def test_a_bad_question_is_one_line_and_status_2(capsys, bad):
@@ -237,6 +320,8 @@ def test_a_card_by_its_number_and_by_bytes(capsys):
     assert (status, json.loads(out)["gpu"]) == (0, "4090")
     status, out, _ = run(capsys, "simulate", *TINY, "--gpu", 2**30, "--json")
     assert (status, json.loads(out)["gpu"]) == (0, 2**30)
+    status, out, err = run(capsys, "simulate", *TINY, "--gpu", 16)
+    assert status == 0 and err == "memlab: --gpu 16 is 16,384 MiB (16 taken as GiB)\n"
 
 
 def test_a_quantized_base_and_a_config_file(capsys, tmp_path):

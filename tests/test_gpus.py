@@ -40,6 +40,11 @@ PRINTED_GIB = {
     "RTX-5070-Ti": "15.47",
     "RTX-5080": "15.47",
     "RTX-5090": "31.37",
+    "GB200": "184.31",
+    "P40": "22.38",
+    "RTX-4000-Ada": "19.54",
+    "RTX-A4500": "19.69",
+    "RTX-5060": "7.61",
 }
 
 
@@ -104,6 +109,48 @@ SHEETS = {
     "RTX-5070-Ti": ((12, 0), 16, 70, 896, 43.9, 43.9, 87.9, 175.8, 351.5, 703),
     "RTX-5080": ((12, 0), 16, 84, 960, 56.3, 56.3, 112.6, 225.1, 450.2, 900.4),
     "RTX-5090": ((12, 0), 32, 170, 1792, 104.8, 104.8, 209.5, 419, 838, 1676),
+    "P40": ((6, 1), 24, 30, 346, 11.8, None, 11.8, None, 47),
+    "A2": ((8, 6), 16, 10, 200, 4.5, 9.0, 18.0, None, 36.0),
+    "A800": ((8, 0), 80, 108, 2039, 19.5, 156, 312, None, 624),
+    "L20": ((8, 9), 48, 92, 864, 59.8, 59.8, 119.6, 239.2, 239.2),
+    "H800": ((9, 0), 80, 132, 3350, 67, 494.7, 989.4, 1978.9, 1978.9),
+    "GB200": ((10, 0), 186, 152, 8000, 80, 1250, 2500, 5000, 5000, 10000),
+    "GB300": ((10, 3), 279, 152, 8000, 80, 1250, 2500, 5000, 208, 15000),
+    "Quadro-RTX-5000": ((7, 5), 16, 48, 448, 11.2, None, 89.6, None, 179.2),
+    "Quadro-RTX-6000": ((7, 5), 24, 72, 672, 16.3, None, 130.5, None, 261),
+    "RTX-A2000": ((8, 6), 12, 26, 288, 8.0, 16.0, 32.0, None, 64.0),
+    "RTX-A4500": ((8, 6), 20, 56, 640, 23.7, 47.4, 94.8, None, 189.6),
+    "RTX-A5500": ((8, 6), 24, 80, 768, 34.1, 68.2, 136.4, None, 272.8),
+    "RTX-2000-Ada": ((8, 9), 16, 22, 224, 12.0, 24.0, 48.0, 96.0, 96.0),
+    "RTX-4000-Ada": ((8, 9), 20, 48, 360, 26.7, 53.4, 106.8, 213.6, 213.6),
+    "RTX-4500-Ada": ((8, 9), 24, 60, 432, 39.6, 79.2, 158.4, 316.8, 316.8),
+    "RTX-PRO-4000": ((12, 0), 24, 70, 672, 39.0, 78.0, 156.0, 312.0, 312.0, 624.0),
+    "RTX-PRO-4500": ((12, 0), 32, 82, 896, 52.7, 105.4, 210.8, 421.6, 421.6, 843.2),
+    "RTX-PRO-5000": ((12, 0), 48, 110, 1344, 64.5, 129.0, 258.0, 516.0, 516.0, 1032.0),
+    "TITAN-Xp": ((6, 1), 12, 30, 547, 12.1, None, 12.1, None, None),
+    "TITAN-V": ((7, 0), 12, 80, 653, 14.9, None, 110, None, None),
+    "TITAN-RTX": ((7, 5), 24, 72, 672, 16.3, None, 130.5, None, 261),
+    "GTX-1060": ((6, 1), 6, 10, 192, 4.4, None, 4.4, None, None),
+    "GTX-1070": ((6, 1), 8, 15, 256, 6.5, None, 6.5, None, None),
+    "GTX-1070-Ti": ((6, 1), 8, 19, 256, 8.2, None, 8.2, None, None),
+    "GTX-1080": ((6, 1), 8, 20, 320, 8.9, None, 8.9, None, None),
+    "GTX-1650": ((7, 5), 4, 14, 128, 3.0, None, 6.0, None, 12.0),
+    "GTX-1660": ((7, 5), 6, 22, 192, 5.0, None, 10.0, None, 20.0),
+    "GTX-1660-Super": ((7, 5), 6, 22, 336, 5.0, None, 10.0, None, 20.0),
+    "GTX-1660-Ti": ((7, 5), 6, 24, 288, 5.4, None, 10.8, None, 21.6),
+    "RTX-2060": ((7, 5), 6, 30, 336, 6.5, None, 26.0, None, 104.0),
+    "RTX-2060-Super": ((7, 5), 8, 34, 448, 7.2, None, 28.8, None, 115.2),
+    "RTX-2070": ((7, 5), 8, 36, 448, 7.5, None, 30.0, None, 120.0),
+    "RTX-2070-Super": ((7, 5), 8, 40, 448, 9.1, None, 36.4, None, 145.6),
+    "RTX-2080": ((7, 5), 8, 46, 448, 10.1, None, 40.4, None, 161.6),
+    "RTX-2080-Super": ((7, 5), 8, 48, 496, 11.2, None, 44.8, None, 179.2),
+    "RTX-3050": ((8, 6), 8, 20, 224, 9.1, 9.1, 18.2, None, 72.8),
+    "RTX-3070-Ti": ((8, 6), 8, 48, 608, 21.7, 21.7, 43.4, None, 173.6),
+    "RTX-3080-12GB": ((8, 6), 12, 70, 912, 30.6, 30.6, 61.2, None, 244.8),
+    "RTX-4090-D": ((8, 9), 24, 114, 1008, 73.5, 73.5, 147.0, 294.0, 588.0),
+    "RTX-5050": ((12, 0), 8, 20, 320, 13.2, 13.2, 26.4, 52.8, 105.6, 211.2),
+    "RTX-5060": ((12, 0), 8, 30, 448, 19.2, 19.2, 38.4, 76.8, 153.6, 307.2),
+    "RTX-5060-Ti-8GB": ((12, 0), 8, 36, 448, 23.7, 23.7, 47.4, 94.8, 189.6, 379.2),
 }
 
 
@@ -272,6 +319,17 @@ def test_rules_by_capability():
         ("RTX PRO 6000", "RTX-PRO-6000"),
         ("rtxpro6000", "RTX-PRO-6000"),
         ("RTX PRO 6000 Blackwell Max-Q", "RTX-PRO-6000"),
+        ("colab T4", "T4"),
+        ("Quadro RTX 6000", "Quadro-RTX-6000"),
+        ("Quadro RTX 8000", "RTX-8000"),
+        ("TITAN RTX", "TITAN-RTX"),
+        ("NVIDIA TITAN Xp", "TITAN-Xp"),
+        ("RTX 4090D", "RTX-4090-D"),
+        ("GTX 1060 6GB", "GTX-1060"),
+        ("NVIDIA GeForce RTX 2070 SUPER", "RTX-2070-Super"),
+        ("3080 12GB", "RTX-3080-12GB"),
+        ("A800-SXM4-80GB", "A800"),
+        ("GB300 Grace", "GB300"),
     ],
 )
 def test_names_are_forgiven_case_spaces_and_maker(given, name):
@@ -284,6 +342,32 @@ def test_a_number_of_bytes_is_all_for_the_allocator():
     assert card.name == "16,384 MiB"
     assert find_gpu(5e8).total_memory == 500_000_000
     assert find_gpu(card) is card
+
+
+@pytest.mark.parametrize(
+    ("given", "size", "read"),
+    [
+        (16, 16 * 2**30, "(16 taken as GiB)"),
+        ("16", 16 * 2**30, "(16 taken as GiB)"),
+        ("11.5", 11.5 * 2**30, "(11.5 taken as GiB)"),
+        (0.5, 2**29, "(0.5 taken as GiB)"),
+        ("22 GiB", 22 * 2**30, " MiB"),
+        ("22gib", 22 * 2**30, " MiB"),
+        ("16,384 MiB", 2**34, " MiB"),
+        (f"{2**34}", 2**34, " MiB"),
+        ("24GB", GPUS["L4"].usable, "(of 24 GB; what L4, the least of these, leaves)"),
+        ("20 gb", GPUS["RTX-4000-Ada"].usable, "(of 20 GB; what RTX-4000-Ada, "),
+        ("15GB", 15e9, "(15 GB of 10^9 bytes; no card "),
+    ],
+)
+def test_a_size_is_read_as_people_write_it_and_its_name_says_how(given, size, read):
+    card = find_gpu(given)
+    assert card.total_memory == card.usable == size and card.context == 0
+    assert card.name.startswith(f"{size / MiB:,.0f} MiB") and read in card.name
+
+
+def test_a_number_that_is_a_cards_is_that_card():
+    assert find_gpu(4090) is GPUS["RTX-4090"]
 
 
 def test_no_card_is_one_without_a_limit():
@@ -300,7 +384,8 @@ def test_a_card_cannot_be_changed():
 @pytest.mark.parametrize("name", GPUS)
 def test_every_name_means_its_own_card_however_it_is_written(name):
     spaced = name.replace("-", " ")
-    glued = name.replace("-", "") if name.startswith(("RTX", "H")) else name  # not V10032GB
+    splits = name.startswith(("RTX", "H")) and not re.search(r"\d-\d", name)  # not V10032GB
+    glued = name.replace("-", "") if splits else name
     for written in (name.lower(), spaced, spaced.upper(), glued, "NVIDIA " + name):
         assert find_gpu(written) is GPUS[name]
         assert gpu_of_device(written) is GPUS[name]
@@ -309,8 +394,8 @@ def test_every_name_means_its_own_card_however_it_is_written(name):
 
 @pytest.mark.parametrize(
     "wrong",
-    ["T5", "", "TITAN", "RTX", "H100 40", "H200 NVL", "A100 MIG 1g.5gb", "RTX 4090 D", "GB200"]
-    + [0, -1, 0.5, float("nan"), float("inf"), True, [1]],
+    ["T5", "", "RTX", "H100 40", "H200 NVL", "A100 MIG 1g.5gb", "9" * 40, "-5", "0", "0.1 bytes"]
+    + [0, -1, 2**51, float("nan"), float("inf"), True, [1]],
 )
 def test_what_is_no_card(wrong):
     with pytest.raises(ValueError) as error:
@@ -327,23 +412,38 @@ def test_what_is_no_card(wrong):
         ("A100", "'A100', which may be A100-40GB or A100-80GB: name one, or the GiB"),
         ("nvidia a100", "which may be A100-40GB or A100-80GB: name"),
         ("4060 Ti", "which may be RTX-4060-Ti-8GB or RTX-4060-Ti-16GB: name"),
-        ("RTX 5060 Ti", "which may be RTX-5060-Ti-16GB: name"),
-        ("RTX 6000", "which may be RTX-6000-Ada or RTX-PRO-6000: name"),
-        ("80GB", "which may be A100-80GB or H100 or H100-PCIe: name"),
-        ("24 GB", "which may be A10 or A10G or A30 or .* or RTX-3090 or .* or RTX-4090: name"),
-        ("94GB", 'which may be H100-NVL: name one, or the GiB that PyTorch may take, as in "22'),
+        ("RTX 5060 Ti", "which may be RTX-5060-Ti-8GB or RTX-5060-Ti-16GB: name"),
+        ("RTX 6000", "which may be Quadro-RTX-6000 or RTX-6000-Ada or RTX-PRO-6000: name"),
+        ("TITAN", "which may be TITAN-Xp or TITAN-V or TITAN-RTX: name"),
         ("DGX Spark", "which may be GB10: name"),
         ("RTX 409", "the nearest is RTX-4090: allowed"),
         ("H10O", "the nearest is H100: allowed"),
         ("something else", "'something else': allowed"),
         ("NVIDIA GeForce RTX 4070 Laptop GPU", "a laptop's"),
         ("3080 mobile", "a laptop's"),
+        ("Jetson AGX Orin", "a Jetson's"),
+        ("2x4090", r"2 cards: name one, RTX-4090, and how many as ranks .--ranks 2.$"),
+        ("8xH100", "8 cards: name one, H100, "),
+        ("8 x A100", "8 cards: name one, A100-40GB or A100-80GB, "),
+        ("T4x2", "2 cards: name one, T4, "),
+        ("4090x2", "2 cards: name one, RTX-4090, "),
+        ("H100:8", "8 cards: name one, H100, "),
+        ("g5.xlarge", "a machine with A10G: name the card"),
+        ("a2-ultragpu-1g", "a machine with A100-80GB: name the card"),
     ],
 )
 def test_what_an_unknown_name_may_mean(wrong, hint):
     with pytest.raises(ValueError, match=hint) as error:
         find_gpu(wrong)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["RTX 9070", "A1000", "RTX A3000", "RTX PRO 2000", "K80", "V800", "A900", "RTX 609"]
+)
+def test_of_another_generation_no_card_is_near(wrong):
+    with pytest.raises(ValueError, match="gpu is '[^']*': allowed are"):
+        find_gpu(wrong)
 
 
 @pytest.mark.parametrize(
@@ -486,13 +586,12 @@ def test_the_card_that_a_driver_means(device, name):
         "",
         "Tesla K80",
         "NVIDIA H200 NVL",
-        "NVIDIA GB200",
         "NVIDIA H20-3e",
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
-        "Quadro RTX 6000",
-        "NVIDIA TITAN RTX",
+        "Quadro RTX 4000",
+        "NVIDIA TITAN X (Pascal)",
         "NVIDIA GeForce RTX 4060 Ti",  # of 8 or of 16 GB
-        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 5090 D",
         "NVIDIA GeForce RTX 4070 Laptop GPU",
         "NVIDIA GeForce RTX 2080 Super with Max-Q Design",
         "NVIDIA RTX A5000 Laptop GPU",

@@ -9,6 +9,7 @@ import transformers
 from torch._subclasses import FakeTensorMode
 
 from memlab import Recipe, formula, models, simulate
+from memlab.names import squeezed
 from memlab.spec.serving import Serving, head_shape
 from memlab.workloads.quantized import assumed
 
@@ -26,7 +27,8 @@ from memlab.workloads.quantized import assumed
 # `n_params` of llama.cpp for Qwen2.5-14B and the text model of Qwen3.5-9B; for Gemma 3 4B to 27B
 # KerasHub's text models and 64 rows of the embedding, which only the hub's have. The classifiers of
 # RoBERTa-large, XLM-R and ModernBERT have the encoders of KerasHub's presets and of the hub's
-# counts (561,192,082, 278,885,778 and 149,655,232 with the head of a masked language model).
+# counts (561,192,082, 278,885,778 and 149,655,232 with the head of a masked language model). The
+# hub's counts as others quote them for Qwen2.5-32B and 72B, Gemma 3 270M and gpt-oss-120b, too.
 PUBLISHED = {
     "bert-base": 109_483_778,
     "bert-large": 335_143_938,
@@ -78,6 +80,10 @@ PUBLISHED = {
     "phi-4-mini": 3_836_021_760,
     "gpt-oss-20b": 20_914_757_184,
     "smollm3-3b": 3_075_098_624,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "gemma-3-270m": 268_098_176,
+    "gpt-oss-120b": 116_829_156_672,
 }
 # The same with the vision models: the counts that the hub shows of Gemma 3, as others quote them,
 # and KerasHub's preset of Qwen3.5-9B (the hub's 9,653,104,368 has a layer for drafts, too).
@@ -153,10 +159,15 @@ ARCHITECTURES = {
     "phi-4-mini": (32, 3072, 8192, 24, 8, 128, 200_064, 131_072),
     "gpt-oss-20b": (24, 2880, 2880, 64, 8, 64, 201_088, 131_072),
     "smollm3-3b": (36, 2048, 11_008, 16, 4, 128, 128_256, 65_536),
+    "qwen2.5-32b": (64, 5120, 27_648, 40, 8, 128, 152_064, 131_072),
+    "qwen2.5-72b": (80, 8192, 29_568, 64, 8, 128, 152_064, 131_072),
+    "gemma-3-270m": (18, 640, 2048, 4, 1, 256, 262_144, 32_768),
+    "gpt-oss-120b": (36, 2880, 2880, 64, 8, 64, 201_088, 131_072),
 }
 # Experts, and how many of them a token meets; tokens of a sliding window, of some layers or all
 # (ModernBERT's goes to both sides, 64 each).
 EXPERTS = {"mixtral-8x7b": (8, 2), "qwen3-30b-a3b": (128, 8), "gpt-oss-20b": (32, 4)}
+EXPERTS |= {"gpt-oss-120b": (128, 4)}
 WINDOWS = {
     "mistral-7b": 4096,
     "modernbert-base": 64,
@@ -167,6 +178,8 @@ WINDOWS = {
     "gemma-3-27b": 1024,
     "phi-4-mini": 262_144,
     "gpt-oss-20b": 128,
+    "gpt-oss-120b": 128,
+    "gemma-3-270m": 512,
 }
 
 
@@ -205,7 +218,7 @@ def test_an_entry_has_values_of_its_config_alone():
     for name, entry in entries.items():
         kind = transformers.CONFIG_MAPPING[entry["model_type"]]
         known = set(kind().to_dict()) | set(kind.attribute_map)
-        assert set(entry) - known <= {"hub", *READ_BY_MODELS}, name
+        assert set(entry) - known <= {"hub", "also", *READ_BY_MODELS}, name
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -360,6 +373,25 @@ def test_broken_config_file(tmp_path, text, wrong):
     assert wrong in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_attention_heads": 0}, "not a valid llama config"),
+        ({"num_key_value_heads": 0}, "not a valid llama config"),
+        ({"hidden_size": -64}, "hidden_size is -64: allowed are whole numbers from 1"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"intermediate_size": -5}, "intermediate_size is -5: allowed are whole numbers from 0"),
+        ({"num_hidden_layers": 10**6}, "is 1000000: allowed are whole numbers from 1 to 1,000"),
+    ],
+)
+def test_a_config_of_no_model_is_refused_in_one_line(changes, words):
+    values = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
+    values |= {"num_hidden_layers": 2, "vocab_size": 100, "intermediate_size": 128}
+    with pytest.raises(ValueError) as error:
+        simulate(Recipe(values | changes, seq_len=16))
+    assert words in one_line(error)
+
+
 def test_unknown_names():
     with pytest.raises(ValueError) as error:
         models.config("bert-huge")
@@ -392,6 +424,20 @@ def test_unknown_names():
         ("mistralai/Mistral-Nemo-Instruct-2407", "mistral-nemo-12b"),
         ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral-small-24b"),
         ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tinyllama-1.1b"),
+        ("qwen3:8b", "qwen3-8b"),
+        ("llama3.1:8b", "llama-3.1-8b"),
+        ("gpt-oss:20b", "gpt-oss-20b"),
+        ("llama3-8b", "llama-3-8b"),
+        ("phi4", "phi-4"),
+        ("https://huggingface.co/Qwen/Qwen3-8B/tree/main", "qwen3-8b"),
+        ("hf.co/meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+        ("Qwen/Qwen3-4B-Thinking-2507", "qwen3-4b"),
+        ("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2.5-7b"),
+        ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "qwen3-30b-a3b"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2.5-7b"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.1-70B-Instruct", "llama-3.3-70b"),
+        ("llama-3.1-70b", "llama-3.3-70b"),
     ],
 )
 def test_hub_names_of_known_models_need_no_network(monkeypatch, given, name):
@@ -405,10 +451,9 @@ def test_hub_names_of_known_models_need_no_network(monkeypatch, given, name):
     [
         ("somebody/Llama-3.1-8B", "llama-3.1-8b"),  # whose config may be another
         ("unsloth/phi-4", "phi-4"),  # published as a Llama there
-        ("unsloth/llama-3-8b-bnb-4bit", "llama-3-8b"),
         ("Qwen/Qwen2.5-7B-Instruct-AWQ", "qwen2.5-7b"),
         ("mistralai/Mistral-Small-3.2-24B-Instruct-2506", "mistral-small-24b"),
-        ("llama3-8b", "llama-3-8b"),
+        ("qwen3-30b", "qwen3-30b-a3b"),
         ("roberta", "roberta-base"),
         ("lama-3-8b-tiny", "llama-3-8b-tiny"),
     ],
@@ -418,6 +463,36 @@ def test_of_other_names_the_nearest_is_said(monkeypatch, given, nearest):
     with pytest.raises(ValueError, match="the nearest is") as error:
         models.config(given)
     assert f", the nearest is {nearest!r}: known" in one_line(error)
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["whisper-large-v3", "gemma-3-400m", "Qwen2.5-13B", "Olmo-3-7B", "gpt-j-6b", "distilgpt2"]
+    + ["gemma-3n-e4b", "llama-2-13b", "phi-3-mini", "flan-t5-xl", "deberta-v3-large", "t5-11b"],
+)
+def test_of_another_family_generation_or_size_no_model_is_near(given):
+    with pytest.raises(ValueError, match=f"unknown model {given!r}: known are"):
+        models.config(given)
+
+
+@pytest.mark.parametrize("ending", ["-bnb-4bit", "-unsloth-bnb-4bit"])
+def test_a_checkpoint_in_4_bits_is_a_base_of_the_recipe(monkeypatch, ending):
+    monkeypatch.setattr(models, "hub_reachable", lambda: False)
+    with pytest.raises(ValueError, match="which is 'llama-3-8b' in 4 bits: .* base nf4") as error:
+        models.config(f"unsloth/llama-3-8b{ending}")
+    one_line(error)
+
+
+def test_no_two_models_have_a_name_in_common():
+    written = [{squeezed(n) for n in (*hubs, name)} for name, hubs in models._HUBS.items()]
+    assert sum(map(len, written)) == len(set().union(*written))
+
+
+def test_infinity_is_read_as_transformers_writes_it(tmp_path):
+    transformers.Mamba2Config(num_hidden_layers=2).save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    for given in (tmp_path, json.loads(text)):
+        assert "__float__" in text and models.config(given).time_step_limit[1] == float("inf")
 
 
 def test_a_folder_comes_before_a_name(tmp_path, monkeypatch):
@@ -481,6 +556,7 @@ def test_a_model_of_speech_is_no_language_model():
     with pytest.raises(ValueError) as error:
         Recipe(transformers.WhisperConfig(), seq_len=16)
     assert "'whisper' has none of the tasks" in one_line(error)
+    assert "`memlab run` takes a script" in str(error.value)
 
 
 def test_a_model_without_an_end_of_positions():
@@ -557,7 +633,7 @@ def test_task_or_attention_that_the_model_lacks():
     with pytest.raises(ValueError) as error:
         models.build("deberta-v3-base-tiny", attention="sdpa")
     assert "allowed is eager" in one_line(error)
-    with pytest.raises(ValueError, match="no tiny twin for model type 'opt'"):
+    with pytest.raises(ValueError, match="the model type of a tiny twin is 'opt'"):
         models.twin(transformers.OPTConfig())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "memlab"
-BASE = {"fields", "footprint", "gpus", "libraries", "models", "units"}
+BASE = {"fields", "footprint", "gpus", "libraries", "models", "names", "units"}
 ROOMS = {
     "spec": BASE,
     "trace": BASE,

@@ -6,6 +6,7 @@ import gc
 import importlib.metadata
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,10 +44,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"memlab: {error}", file=sys.stderr)
         return 3
     except KeyboardInterrupt as interrupt:
-        print(f"memlab: interrupted; {interrupt or 'nothing was written'}", file=sys.stderr)
+        print(f"memlab: interrupted; {str(interrupt) or 'nothing was written'}", file=sys.stderr)
         return 130
-    print(json.dumps(result, indent=2) if options.json else result["text"])
-    return result.get("status", 1 if result.get("failed") else 0)
+    status = result.get("status", 1 if result.get("failed") else 0)
+    return _shown(json.dumps(result, indent=2) if options.json else result["text"]) or status
+
+
+def _shown(text: str) -> int:
+    """Print; 2 where standard output takes no more (a full disk), 0 elsewhere."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
+        if not isinstance(error, BrokenPipeError):  # whoever reads has had enough
+            print(f"memlab: the answer could not be written: {error.strerror}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def _skip_last_collection() -> None:

@@ -1,10 +1,13 @@
 """`memlab accuracy`: the predictions beside records."""
 
+import sys
+
 
 def add_to(commands) -> None:
     """Add the command."""
     add = commands("accuracy", run, "set the predictions against every record")
-    add("files", nargs="*", help="record files; those of the package if none is named")
+    files = "record files; those of the package if none is named, which takes most of an hour"
+    add("files", nargs="*", help=files)
     add("--json", action="store_true", help="every row and the summary as JSON")
 
 
@@ -16,6 +19,12 @@ def run(options) -> dict:
 
     named = [run for path in options.files for run in load(path)]
     runs = named if options.files else find_records()
+    if not options.files:
+        print(
+            f"memlab: predicting all {len(runs)} runs anew takes most of an hour; name record "
+            "files for those alone",
+            file=sys.stderr,
+        )
     compared = compare_records(runs)
     return {
         "rows": [one.as_dict() for one in compared],

@@ -1,6 +1,6 @@
 """`memlab measure`: a step on this machine."""
 
-from memlab.cli.options import options_of, recipe_of, result_of
+from memlab.cli.options import count, options_of, recipe_of, result_of
 from memlab.spec.recipe import Recipe
 
 
@@ -8,7 +8,7 @@ def add_to(commands) -> None:
     """Add the command with the options of a recipe."""
     add = commands("measure", run, "measure a step on this machine", [options_of(Recipe)])
     add("--device", help="cuda or cpu; CUDA where there is one")
-    add("--steps", type=int, default=5, help="timed steps")
+    add("--steps", type=count, default=5, help="timed steps")
 
 
 def run(options) -> dict:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import os
+import re
+import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from memlab.card.links import LINKS
 from memlab.fields import described
-from memlab.gpus import find_gpu, gpu_of_device
+from memlab.gpus import GPUS, find_gpu, gpu_of_device
 from memlab.spec.recipe import Recipe
 
 if TYPE_CHECKING:
     from memlab.spec.serving import Serving
 
 LINK = f"between ranks: {', '.join(LINKS)}"
-GPU = "a card's name or a number of bytes; none means no limit"
+SIZES = "a size such as 22GiB or 24GB, or a number of bytes"
+GPU = f"a card's name, {SIZES}; none means no limit"
 
 
 ANCHOR = "what `memlab measure --json` said on this card: its seconds put right those of the answer"
@@ -31,12 +37,17 @@ class Parser(argparse.ArgumentParser):
 
 
 def card(text: str) -> str | int:
-    """A card's name, which may be a number (4090), or so many bytes."""
+    """A card's name, which may be a number (4090), a size, or so many bytes.
+
+    How a size was read, where that is not plain, stands on standard error.
+    """
     try:
-        find_gpu(text)
+        found = find_gpu(text)
     except ValueError:
-        return int(text) if text.lstrip("-").isdigit() else text
-    return text
+        return text
+    if found.name not in GPUS and "(" in found.name:
+        print(f"memlab: --gpu {text} is {found.name}", file=sys.stderr)
+    return int(text) if text.isdigit() and found.name not in GPUS else text
 
 
 def anchored_by(file: str | None, gpu: str | int | None) -> tuple[Any, str]:
@@ -57,6 +68,33 @@ def anchored_by(file: str | None, gpu: str | int | None) -> tuple[Any, str]:
     card = anchored(gpu, recipe, seconds)
     size = f"{recipe.batch_size} x {recipe.seq_len}"
     return card, f"seconds times {card.pace:.2f}, by a step of {recipe.model} {size} on {device}"
+
+
+def count(text: str) -> int:
+    """A whole number, with or without commas: 2048, 2,048."""
+    if not re.fullmatch(r"[-+]?(\d+|\d{1,3}(,\d{3})+)", text):
+        raise argparse.ArgumentTypeError(
+            f"it is {text!r}: allowed are whole numbers, such as 4096 or 4,096"
+        )
+    return int(text.replace(",", ""))
+
+
+def write(path: str, text: str, over: bool = False) -> None:
+    """Write a text file whole or not at all: where there is no room, no empty file is left.
+
+    Raises FileExistsError for a file that is there, unless `over`.
+    """
+    if os.path.exists(path) and not over:
+        raise FileExistsError(f"{path} is there already")
+    part = f"{path}.part"
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(part, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+        raise
 
 
 def minutes(text: str) -> float:
@@ -101,7 +139,8 @@ def _add_field(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) ->
     elif said["bare"]:
         group.add_argument(option, nargs="?", const=said["bare"], default=default, help=text)
     else:
-        kind = type(default) if isinstance(default, (int, float)) else str
+        kinds: dict[type, Callable[[str], Any]] = {int: count, float: float}
+        kind = kinds.get(type(default), str)
         group.add_argument(option, type=kind, default=default, help=text)
 
 

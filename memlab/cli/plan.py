@@ -1,9 +1,11 @@
 """`memlab plan`: how to train a model on a card, or which card to take."""
 
 import dataclasses
+import os
 from pathlib import Path
 
-from memlab.cli.options import ANCHOR, LINK, anchored_by, card
+from memlab.cli.options import ANCHOR, LINK, SIZES, anchored_by, card, count, write
+from memlab.fields import one_of
 from memlab.spec.recipe import Recipe
 
 
@@ -12,17 +14,17 @@ def add_to(commands) -> None:
     add = commands("plan", run, "how to train a model on a card, or which card to take")
     told = {field.name: field for field in dataclasses.fields(Recipe)}
     add("--model", "--config", required=True, help=told["model"].metadata["help"])
-    cards = "a card's name or a number of bytes; several, or none for all, ask which card to take"
+    cards = f"a card's name, {SIZES}; several, or none for all, ask which card to take"
     add("--gpu", type=card, nargs="+", default=[], help=cards)
-    add("--seq-len", type=int, default=512, help=told["seq_len"].metadata["help"])
-    add("--effective-batch", type=int, default=16, help="sequences of one optimizer step")
+    add("--seq-len", type=count, default=512, help=told["seq_len"].metadata["help"])
+    add("--effective-batch", type=count, default=16, help="sequences of one optimizer step")
     add("--ways", default="full,lora,qlora", help="what may be tried, what you would try first")
     add("--precisions", help="what may be taken, with commas; else what the card is made for")
     quality = "also what may train worse: pure half precision, SGD"
     add("--any-quality", dest="keep_quality", action="store_false", help=quality)
-    add("--lora-rank", type=int, default=16, help=told["lora_rank"].metadata["help"])
+    add("--lora-rank", type=count, default=16, help=told["lora_rank"].metadata["help"])
     add("--task", help=told["task"].metadata["help"])
-    add("--ranks", type=int, default=1, help="cards of that kind that train together")
+    add("--ranks", type=count, default=1, help="cards of that kind that train together")
     add("--link", help=LINK)
     grow = told["expandable_segments"].metadata["help"]
     add("--anchor", metavar="FILE", help=ANCHOR)
@@ -49,8 +51,13 @@ def run(options) -> dict:
             raise ValueError("a script is for one card: name it with --gpu, without --ranks")
         if Path(options.script).exists() and not options.force:
             raise ValueError(f"{options.script} is there already: --force writes over it")
-        if not Path(options.script).parent.is_dir():
-            raise ValueError(f"{options.script} cannot be written: there is no such folder")
+        folder = Path(options.script).parent
+        if not (folder.is_dir() and os.access(folder, os.W_OK)):
+            why = "it is not to be written into" if folder.is_dir() else "there is no such folder"
+            raise ValueError(f"{options.script} cannot be written: {why}")
+        from memlab.export.training_script import APIS
+
+        one_of("api", options.api, APIS)
     (cards,) = options.gpu if len(options.gpu) == 1 else (options.gpu or None,)
     cards, said = anchored_by(options.anchor, cards)
     answer = plan(options.model, cards, **asked)
@@ -58,13 +65,18 @@ def run(options) -> dict:
     chance = f"Chance that {short[0]} does not fit: {short[1]}.\n" if short else ""
     text = f"{answer}\n{chance}{said}".rstrip()
     option = answer.fastest or next(iter(answer.rungs), None) if options.script else None
-    written = options.script if option else None
+    more: dict = {"script": options.script if option else None}
+    status = 0 if answer else 3
     if option:
-        text = f"{text}\n{_write_script(option.recipe, options)}"
-    more = {"script": written} | ({"anchor": said} if said else {})
+        try:
+            text = f"{text}\n{_write_script(option.recipe, options)}"
+        except OSError as error:  # the plan took minutes, and is shown all the same
+            text, status = f"{text}\n{options.script} was not written: {error.strerror}", 2
+            more = {"script": None, "not_written": str(error)}
+    more |= {"anchor": said} if said else {}
     more |= {"chance_that_it_does_not_fit": short[1].chance} if short else {}
     values = answer.as_dict() | more if options.json else {"text": text}
-    return values | {"status": 0 if answer else 3}
+    return values | {"status": status}
 
 
 def _shortfall(answer) -> tuple | None:
@@ -85,6 +97,5 @@ def _write_script(recipe, options) -> str:
     inside = recipe.step_in_backward or recipe.optimizer_offload != "none"
     api = "accelerate" if inside else options.api
     text = training_script(recipe, api)
-    with open(options.script, "w" if options.force else "x", encoding="utf-8") as file:
-        file.write(text)
+    write(options.script, text, over=options.force)
     return f"Written to {options.script}: {described(recipe)}; it needs: {pip_line(recipe, api)}"

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from memlab.cli.options import minutes
+from memlab.cli.options import count, minutes
 from memlab.evidence.records import FOLDER
 
 
@@ -14,7 +14,7 @@ def add_to(commands) -> None:
     add("--only", default="", metavar="WORDS", help="runs whose name has all of these words")
     add("--limit-minutes", type=minutes, default=float("inf"), help="for all runs together")
     add("--run-minutes", type=minutes, default=5.0, help="for one run")
-    add("--steps", type=int, default=3, help="timed steps of a run")
+    add("--steps", type=count, default=3, help="timed steps of a run")
     add("--note", default="", help="what you say of the machine, as: Colab, free, nothing beside")
     check = "whether a GPU's records can be right, without running"
     add("--check", metavar="FILE", help=check)

@@ -3,7 +3,7 @@
 import sys
 
 from memlab.cli.options import GPU as CARD
-from memlab.cli.options import card, minutes
+from memlab.cli.options import card, count, minutes
 from memlab.cli.verdict import verdict_line, verdict_values
 from memlab.gpus import GPU, find_gpu
 from memlab.units import in_unit_of
@@ -14,10 +14,10 @@ def add_to(commands) -> None:
     add = commands("run", run, "run a training script on a GPU that need not be there")
     add("script", help="a Python script, as it is; its own arguments come last, after --")
     add("--gpu", type=card, help=CARD)
-    add("--steps", type=int, default=2, help="optimizer steps after which it ends")
+    add("--steps", type=count, default=2, help="optimizer steps after which it ends")
     add("-m", dest="module", action="store_true", help="the script is a module, as of `python -m`")
     launched = "started as torchrun would, as the first of so many; none means by python"
-    add("--ranks", type=int, help=launched)
+    add("--ranks", type=count, help=launched)
     add("--limit-minutes", type=minutes, default=float("inf"), help="after which it is stopped")
     eager = "run what torch.compile would compile as it is: mostly more than compiled, no bound"
     add("--compile-eagerly", action="store_true", help=eager)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from math import isqrt
 
 from memlab import models
 from memlab.card.links import link_rate
@@ -44,7 +45,8 @@ class Estimates:
             self.recipe(first, 1, ranks=1, model=question.model)  # or an error
         self.attention = attention_of(self.model, question.task)
         refused = question.ways != ("full",) and refusal(self.model, question)
-        self.batches = [n for n in range(1, self.effective + 1) if self.effective % n == 0]
+        small = {n for n in range(1, isqrt(self.effective) + 1) if self.effective % n == 0}
+        self.batches = sorted(small | {self.effective // n for n in small})
         self.combinations, self.excluded = combinations(question, card, refused or "")
         self.surplus: dict[tuple[str, str], int] = {}
         self.footprints: dict[tuple, Footprint] = {}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from memlab.fields import one_of, wrong
+from memlab.fields import MOST_MICRO_BATCHES, one_of, whole, wrong
 from memlab.footprint import Category
 from memlab.gpus import GPU
 from memlab.spec.recipe import AUTOCAST, COMPUTED_IN, QUANTIZED, Recipe
@@ -69,10 +69,9 @@ class Question:
             one_of("ways", way, WAYS)
         for precision in self.precisions or ():
             one_of("precisions", precision, COMPUTED_IN)
-        for name in ("seq_len", "effective_batch", "lora_rank", "ranks"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise wrong(name, value, "whole numbers from 1")
+        for name in ("seq_len", "lora_rank", "ranks"):
+            whole(1)(name, getattr(self, name))
+        whole(1, MOST_MICRO_BATCHES)("effective_batch", self.effective_batch)
         one_of("expandable_segments", self.expandable_segments, (True, False))
         if self.effective_batch % self.ranks:
             what = f"with ranks {self.ranks} multiples of it"

@@ -191,8 +191,6 @@ def try_script(
             clock.cancel()  # first: it rings again
             hook.remove()
     card.tracer.start = 0
-    if snapshot:
-        card.dump_snapshot(snapshot)
     where = "" if raised is None else line_of_error(script, raised)
     error, status, raised = _ending(raised, where, counted.most, clock)
     footprint = _without_part_of_a_step(card.footprint, counted.most)
@@ -202,9 +200,22 @@ def try_script(
     if verdict and not verdict.fits:
         status = OUT_OF_MEMORY
     said = () if error and status != OUT_OF_MEMORY else seen.lines(counted.most)
+    if snapshot and (lost := _not_written(card, snapshot)):
+        error, status = "; ".join(filter(None, [error, lost])), status or FAILED
     return ScriptRun(
         script, footprint, counted.most, error, where, status, raised, verdict, tuple(said)
     )
+
+
+def _not_written(card: SimulatedGPU, snapshot) -> str:
+    """Why a snapshot is not there; the answer beside it may have taken hours, and is kept."""
+    try:
+        card.dump_snapshot(snapshot)
+    except OSError as problem:
+        if Path(snapshot).is_file():
+            Path(snapshot).unlink()
+        return f"{snapshot} was not written: {problem.strerror}"
+    return ""
 
 
 def _without_part_of_a_step(footprint: Footprint, steps: int) -> Footprint:

@@ -109,7 +109,7 @@ class Structure:
         Raises ValueError where no sizes can be told apart.
         """
         model = models.with_layers(self.config, 2)
-        shapes = shapes_of(model, recipe.task)
+        shapes = shapes_of(self.config, recipe.task)
         own = {size for shape in shapes for size in shape}
         own |= {value for value in vars(model).values() if type(value) is int}
         narrow = [min(shape) for shape in shapes if len(shape) == 2 and min(shape) >= NARROW]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -10,7 +10,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from memlab import models
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from memlab.models import Model
 
@@ -21,39 +21,64 @@ def unlike_product(model: Model) -> str:
     """Why a causal model's loss is not that of its last hidden states times its head's weight.
 
     Empty where it is. Logits may be scaled or capped (Cohere, Gemma 2), the head may have layers of
-    its own (RoBERTa's), a router may add to the loss. A forward pass of two layers says so, on
-    tensors that have shapes only, or with data on a tiny twin where shapes follow from values.
+    its own (RoBERTa's), a router may add to the loss. A forward pass of tensors that have shapes
+    only says so, with given hidden states in place of those of the layers: what comes before them
+    may follow values (masks do), and decides nothing here.
     """
     key = models.config(model).to_json_string(use_diff=False)
     if key not in _KNOWN:
         with torch.random.fork_rng(devices=[]):
-            try:
-                _KNOWN[key] = _unlike(models.with_layers(model, 2), "meta")
-            except (NotImplementedError, RuntimeError):
-                _KNOWN[key] = _unlike(models.twin(model), "cpu")
+            _KNOWN[key] = _unlike(_shallow(model))
     return _KNOWN[key]
 
 
 _KNOWN: dict[str, str] = {}  # by config
 
 
-def _unlike(config: PretrainedConfig, device: str) -> str:
+def _shallow(model: Model) -> PretrainedConfig:
+    """The config with two layers, or its own number where a family has no such field."""
+    try:
+        return models.with_layers(model, 2)
+    except (AttributeError, ValueError):
+        return models.config(model)
+
+
+class _Hidden(tuple):
+    """What a model without a head gives: (the last hidden states,), and None by any other name."""
+
+    @property
+    def last_hidden_state(self) -> torch.Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def body_of(model: PreTrainedModel) -> torch.nn.Module:
+    """A causal language model without its head. Llama 4's `base_model` is the whole."""
+    return model.model if model.base_model is model else model.base_model
+
+
+def _unlike(config: PretrainedConfig) -> str:
     if getattr(config, "output_router_logits", False):
         return "its router adds to the loss"
-    with torch.device(device), torch.no_grad():
+    with torch.device("meta"), torch.no_grad():
         built = models.build(config, "causal-lm").eval()
         head = built.get_output_embeddings()
         if not isinstance(head, torch.nn.Linear):
             return "its head is no linear layer"
         if built.loss_function is not ForCausalLMLoss:
             return "its loss is one of its own"
-        seen: dict[str, Any] = {}
+        hidden = torch.empty(1, TOKENS, head.in_features, dtype=head.weight.dtype)
+        # Some call the decoder inside in its place (OPT).
+        for body in (body_of(built), getattr(body_of(built), "decoder", None)):
+            if isinstance(body, torch.nn.Module):
+                body.forward = lambda *_, **__: _Hidden([hidden])
+        seen: dict[str, torch.Tensor] = {}
         head.register_forward_hook(lambda _, given, made: seen.update(given=given[0], made=made))
-        built.base_model.register_forward_hook(
-            lambda _, given, made: seen.update(hidden=made.last_hidden_state)
-        )
         logits = built(input_ids=torch.zeros(1, TOKENS, dtype=torch.int64)).logits
-    if not _are_same(seen["given"], seen["hidden"]):
+    if "given" not in seen or not _are_same(seen["given"], hidden):
         return "its head is not given the last hidden states"
     if not _are_same(seen["made"], logits) or logits._version:
         return "its logits are changed after the product with the head's weight"

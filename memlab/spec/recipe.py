@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memlab.fields import (
+    MOST_MICRO_BATCHES,
     Needs,
     check_effects,
     documentation,
@@ -49,7 +50,8 @@ TORCHAO_BLOCKS = {"adamw_torch_8bit": 256, "adamw_torch_4bit": 128}  # numbers t
 AUTOCAST = ("fp16-amp", "bf16-amp")
 OF_TORCHAO = Needs("optimizer", TORCHAO_BLOCKS.__contains__, " or ".join(TORCHAO_BLOCKS))
 ADAPTERS = Needs("lora_rank", bool, "a lora_rank from 1")
-RECOMPUTED = Needs("checkpointing", "non-reentrant".__eq__, "checkpointing non-reentrant")
+AGAIN = ("non-reentrant", True)
+RECOMPUTED = Needs("checkpointing", AGAIN.__contains__, "checkpointing non-reentrant")
 BASE = Needs("base", QUANTIZED.__contains__, "a base of nf4, fp4 or int8")
 BASE_OF_FOUR_BITS = Needs("base", FOUR_BITS.__contains__, "a base of nf4 or fp4")
 
@@ -78,7 +80,7 @@ class Recipe:
         1,
         "micro-batches of one optimizer step; the effective batch is batch_size * accumulation * "
         "ranks",
-        check=whole(1),
+        check=whole(1, MOST_MICRO_BATCHES),
     )
     precision: str = field(
         "fp32",

@@ -16,6 +16,7 @@ from memlab.spec.recipe import QUANTIZED
 from memlab.spec.serving import Serving, head_shape
 from memlab.trace.tracer import Tracer
 from memlab.workloads import quantized
+from memlab.workloads.training import check_tokens
 
 KV_CACHE, LOGITS = "kv_cache", "logits"
 MOST_STEPS = 4  # decode steps that are all run; of more the first and the last two
@@ -42,6 +43,7 @@ class Generation:
         if serving.base in QUANTIZED:
             quantized.quantize_base(self.model, serving)
         self.model.to(device)
+        check_tokens(serving.batch_size, serving.prompt + serving.new_tokens)
         generator = torch.Generator().manual_seed(seed)
         shape = serving.batch_size, serving.prompt
         prompt = torch.randint(0, config.vocab_size, shape, generator=generator).to(device)

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import CausalLMOutput
 
+from memlab.spec.logits import body_of
 from memlab.spec.recipe import Recipe
 
 # Tokens of a part. TRL's `_CHUNKED_LM_HEAD_CHUNK_SIZE`, chosen by a sweep of memory against
@@ -33,7 +34,7 @@ def replace_loss(model: torch.nn.Module, recipe: Recipe) -> None:
 
 
 def _forward(model, loss, input_ids, labels, **inputs) -> CausalLMOutput:
-    hidden = model.base_model(input_ids=input_ids, **inputs).last_hidden_state
+    hidden = body_of(model)(input_ids=input_ids, **inputs).last_hidden_state
     # Tokens before n predict n, and nothing follows the last one.
     labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1)
     head = model.get_output_embeddings()

@@ -14,6 +14,13 @@ from memlab.workloads import sharding
 
 LEARNING_RATE = 1e-5
 LEAST_OFFLOADED = 4096  # elements of a weight that torchao's CPUOffloadOptimizer moves to the host
+# PyTorch's own, by a recipe's names: class and settings.
+OF_TORCH = {
+    "adamw_torch": (torch.optim.AdamW, {"foreach": True}),
+    "adamw_torch_loop": (torch.optim.AdamW, {"foreach": False}),
+    "adamw_torch_fused": (torch.optim.AdamW, {"fused": True}),
+    "sgd": (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
+}
 
 
 class StepsInBackward:
@@ -49,7 +56,8 @@ class StepsInBackward:
 def make_optimizer(recipe: Recipe, model: torch.nn.Module):
     """The optimizer that `recipe.optimizer` names, over the trainable parameters of `model`.
 
-    Raises ValueError for an 8-bit optimizer, or one on the host, whose package is not installed.
+    Raises ValueError for a name that nothing here is made for, and for an 8-bit optimizer, or one
+    on the host, whose package is not installed.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if recipe.optimizer_offload != "none" and parameters[0].device.type != "cpu":
@@ -83,8 +91,9 @@ def _optimizer_of(recipe: Recipe, parameters, embeddings=()) -> torch.optim.Opti
     """embeddings: modules whose weights have states in 32 bit with an optimizer of 8 bits."""
     if recipe.optimizer in BITSANDBYTES_OPTIMIZERS:
         return _bitsandbytes_optimizer(recipe, parameters, embeddings)
-    kind, settings = torch.optim.AdamW, {}
-    if recipe.optimizer == "adafactor":
+    if recipe.optimizer in OF_TORCH:
+        kind, settings = OF_TORCH[recipe.optimizer]
+    elif recipe.optimizer == "adafactor":
         from transformers.optimization import Adafactor
 
         kind, settings = Adafactor, {"scale_parameter": False, "relative_step": False}
@@ -93,12 +102,8 @@ def _optimizer_of(recipe: Recipe, parameters, embeddings=()) -> torch.optim.Opti
         eight = recipe.optimizer == "adamw_torch_8bit"
         kind = torchao.AdamW8bit if eight else torchao.AdamW4bit
         settings = {"bf16_stochastic_round": recipe.stochastic_rounding}
-    elif recipe.optimizer == "sgd":
-        kind, settings = torch.optim.SGD, {"momentum": 0.9, "foreach": True}
-    elif recipe.optimizer == "adamw_torch_fused":
-        settings = {"fused": True}
     else:
-        settings = {"foreach": recipe.optimizer == "adamw_torch"}
+        raise ValueError(f"optimizer is {recipe.optimizer!r}: nothing here trains with it")
     return sharding.sharded_optimizer(recipe, parameters, kind, lr=LEARNING_RATE, **settings)
 
 

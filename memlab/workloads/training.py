@@ -312,6 +312,18 @@ PEFT_TASKS = {
 }
 
 
+MOST_TOKENS = 2**28  # of a run, which the host makes: 2 GiB
+
+
+def check_tokens(sequences: int, length: int) -> None:
+    """Raise ValueError for more tokens than a machine should make to ask what they take."""
+    if sequences * length > MOST_TOKENS:
+        raise ValueError(
+            f"{sequences:,} sequences of {length:,} tokens are {sequences * length:,} tokens: "
+            f"allowed are {MOST_TOKENS:,} at a time"
+        )
+
+
 def make_batches(
     recipe: Recipe,
     config: PretrainedConfig,
@@ -323,6 +335,7 @@ def make_batches(
 
     All ranks draw the whole batch, and each takes its part.
     """
+    check_tokens(recipe.batch_size * recipe.ranks * recipe.accumulation, recipe.seq_len)
     generator = torch.Generator().manual_seed(seed)
 
     def integers(high: int, sequences: int, *shape: int) -> torch.Tensor:

@@ -40,15 +40,19 @@ def test_a_group_has_its_cards_part_of_the_ports(link, cards, gigabytes):
 # Of 25 GB/s each; the B cards have 18 of twice as much.
 NVLINKS = {"V100": 6, "V100-32GB": 6, "A100-40GB": 12, "A100-80GB": 12, "H100-NVL": 12}
 NVLINKS |= dict.fromkeys(("H100", "H200", "H20", "GH200"), 18)
-NVLINKS |= dict.fromkeys(("B200", "B300"), 36)
+NVLINKS |= dict.fromkeys(("B200", "B300", "GB200", "GB300"), 36)
+NVLINKS |= dict.fromkeys(("A800", "H800"), 8)
 PCIE = {  # generations; the others are of the 4th
-    3: {"T4", "P100", "V100", "V100-32GB", "RTX-8000", "GTX-1080-Ti", "RTX-2080-Ti"},
-    5: {"H100", "H100-PCIe", "H100-NVL", "H200", "H20", "GH200", "B200", "GB10", "RTX-PRO-6000"}
-    | {"RTX-5060-Ti-16GB", "RTX-5070", "RTX-5070-Ti", "RTX-5080", "RTX-5090"},
-    6: {"B300"},
+    3: {"T4", "P100", "P40", "V100", "V100-32GB", "RTX-8000"}
+    | {name for name in GPUS if name.startswith(("GTX-1", "RTX-20", "Quadro-RTX", "TITAN"))}
+    - {"RTX-2000-Ada"},
+    5: {"H100", "H100-PCIe", "H100-NVL", "H200", "H20", "GH200", "B200", "GB10", "H800", "GB200"}
+    | {name for name in GPUS if name.startswith(("RTX-PRO", "RTX-50")) and "Ada" not in name},
+    6: {"B300", "GB300"},
 }
 LANES = dict.fromkeys(("RTX-4060", "RTX-4060-Ti-8GB", "RTX-4060-Ti-16GB", "RTX-5060-Ti-16GB"), 8)
-LANES |= {"GB10": 4}  # the others have 16
+LANES |= dict.fromkeys(("RTX-5050", "RTX-5060", "RTX-5060-Ti-8GB", "RTX-3050", "RTX-2000-Ada"), 8)
+LANES |= {"A2": 8, "GB10": 4}  # the others have 16
 
 
 @pytest.mark.parametrize("card", GPUS)

@@ -379,6 +379,7 @@ def test_a_model_that_peft_gives_no_adapters():
         ({"precisions": ("fp8",)}, "precisions is 'fp8'"),
         ({"precisions": "bf16"}, "no native bfloat16"),
         ({"ranks": 0}, "ranks is 0: allowed are whole numbers from 1"),
+        ({"effective_batch": 10**20}, "allowed are whole numbers from 1 to 131,072"),
         ({"ranks": 3}, "effective_batch is 16: allowed are with ranks 3 multiples of it"),
         ({"ranks": 2, "gpu": None}, "ranks is 2 and gpu names"),
         ({"ranks": 2, "link": "nvlink"}, "link is 'nvlink': allowed are for T4 pcie"),

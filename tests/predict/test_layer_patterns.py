@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from memlab import Recipe, models, simulate
 from memlab.card.device import SimulatedGPU
@@ -14,6 +15,7 @@ from memlab.predict.layer_patterns import Layers, layers_of, repeats
 from memlab.predict.run import completed, log_of, two_steps
 from memlab.predict.simulate import serve
 from memlab.predict.traces import run_log
+from memlab.predict.widths import shapes_of
 from memlab.trace.layered import LayeredLog, growth, repeated
 from memlab.trace.log import Log
 
@@ -161,3 +163,16 @@ def test_taking_away_undoes_repeating():
 def test_a_refusal_speaks_of_the_model_that_was_asked_for():
     with pytest.raises(ValueError, match="llama-3.2-3b has"):
         simulate(Recipe(model="llama-3.2-3b", lora_rank=4, lora_targets="c_attn"))
+
+
+@pytest.mark.parametrize(
+    ("config", "late"),
+    [(transformers.Qwen3NextConfig(), (256,)), (transformers.JambaConfig(), (1024, 4096))],
+    ids=lambda it: getattr(it, "model_type", ""),
+)
+def test_shapes_of_layers_that_come_late_are_seen(config, late):
+    """The norm of a head of every fourth layer; keys of every eighth."""
+    assert late in shapes_of(config, "causal-lm")
+    with torch.device("meta"):
+        first = models.build(models.with_layers(config, 2), "causal-lm")
+    assert late not in {tuple(weight.shape) for weight in first.parameters()}

@@ -92,3 +92,8 @@ def test_the_formula_refuses_it_and_sizes_are_run():
         formula(AWAY, "RTX-4090")
     assert "simulate knows it" in one_line(error)
     assert largest(away_of(TINY.but(batch_size=1)), "0.5 GiB").value > 1
+
+
+def test_without_checkpoints_nothing_is_offloaded_any_more():
+    assert not AWAY.but(checkpointing=False).activation_offload
+    assert AWAY.but(checkpointing=True).activation_offload

@@ -1,8 +1,13 @@
 """Losses in parts give the model's own loss and gradients, and never hold its logits."""
 
+import contextlib
+import re
+
 import pytest
 import torch
+import transformers
 from helpers import assert_two_steps_as_on_the_cpu, one_line
+from transformers.models.auto import modeling_auto
 
 from memlab import Recipe, formula, largest, models, simulate
 from memlab.workloads.training import Training
@@ -49,6 +54,46 @@ def test_loss_and_gradients_are_those_of_the_whole(recipe, loss):
     torch.testing.assert_close(of_parts, of_whole, rtol=1e-4, atol=1e-7)
 
 
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 101}
+SIZES |= {"num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64}
+OPT = {"ffn_dim": 64, "word_embed_proj_dim": 16, "dropout": 0.0}  # a head of another width
+LLAMA4 = {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 64}
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("olmo2", {}), ("glm4", {"head_dim": 8}), ("opt", OPT), ("llama4_text", LLAMA4)],
+)
+def test_other_families_train_in_parts_as_whole(family, more):
+    more = SIZES | more | {"model_type": family, "pad_token_id": 0}
+    recipe = Recipe(more | {"bos_token_id": 1, "eos_token_id": 2}, batch_size=8, seq_len=64)
+    whole, of_whole = gradients(recipe)
+    in_parts, of_parts = gradients(recipe.but(loss="chunked"))
+    torch.testing.assert_close(in_parts, whole, rtol=1e-6, atol=0)
+    torch.testing.assert_close(of_parts, of_whole, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_every_causal_family_is_answered_or_refused_in_one_line():
+    """By the defaults of its config's class, at two layers; some have none that build a model."""
+    answered = 0
+    for family in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            config = transformers.CONFIG_MAPPING[family]()
+            if "causal-lm" not in models.tasks(config):
+                continue
+        except (KeyError, ValueError):  # no config, defaults that are not valid, no task
+            continue
+        with contextlib.suppress(AttributeError):  # BLT has no such field
+            config = models.with_layers(config, 2)
+        try:
+            answered += bool(Recipe(config, task="causal-lm", seq_len=64, loss="chunked"))
+        except ValueError as error:
+            assert re.search("head|logits|loss|router|not a valid", str(error)), family
+            assert "\n" not in str(error), family
+    assert answered > 100
+
+
 @pytest.mark.parametrize("loss", PARTS)
 def test_a_cards_bytes_are_those_of_a_real_run(loss):
     recipe = TINY.but(loss=loss, optimizer="adamw_torch_loop")
@@ -69,6 +114,8 @@ def test_the_peak_lacks_the_logits(loss):
     [
         ({"model": "bert-large"}, "loss is 'chunked' and task is 'sequence-classification'"),
         ({"model": "gemma-2-2b"}, "its logits are changed after the product"),
+        ({"model": transformers.GraniteConfig()}, "its logits are changed after the product"),
+        ({"model": transformers.ModernBertDecoderConfig()}, "not given the last hidden states"),
         ({"model": "llama-3.2-1b", "loss": "fused"}, "allowed are whole, chunked, linear"),
     ],
 )

@@ -2,12 +2,14 @@
 
 import importlib.util
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import assert_two_steps_as_on_the_cpu, of_the_recipe, one_line
 
 from memlab import Recipe, fits, formula, largest, measure, simulate
+from memlab.workloads.optimizers import make_optimizer
 from memlab.workloads.training import Training
 
 TINY = Recipe("gpt2-tiny", batch_size=2, seq_len=32)
@@ -145,6 +147,12 @@ def test_without_torchao_its_optimizers_are_refused(monkeypatch):
     with pytest.raises(ValueError) as error:
         TINY.but(optimizer="adamw_torch_8bit", ranks=2, sharding="zero1")
     assert "allowed is sharding ddp" in one_line(error)
+
+
+def test_a_name_that_nothing_is_made_for_does_not_train_as_another():
+    with pytest.raises(ValueError) as error:
+        make_optimizer(SimpleNamespace(**vars(TINY) | {"optimizer": "muon"}), Training(TINY).model)
+    assert "optimizer is 'muon'" in one_line(error)
 
 
 @pytest.mark.slow

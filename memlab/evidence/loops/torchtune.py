@@ -79,7 +79,9 @@ def footprint_of(run: Record, card: GPU) -> Footprint:
 def make_optimizer(name: str, parameters):
     if name == "adamw_8bit":
         return import_bitsandbytes(name).optim.AdamW8bit(parameters)
-    return torch.optim.AdamW(parameters, fused=True)
+    if name == "adamw_torch_fused":
+        return torch.optim.AdamW(parameters, fused=True)
+    raise ValueError(f"optimizer is {name!r}: allowed are adamw_8bit, adamw_torch_fused")
 
 
 def stepping(optimizer):

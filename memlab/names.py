@@ -1,0 +1,181 @@
+"""How people write the names of cards and models, and sizes: text only, no table of either."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable
+
+from memlab.units import MiB
+
+# What tells no card from another.
+COMMON = re.compile(
+    r"nvidia|geforce|tesla|(?<!titan.)rtx|gtx|sxm\d*|hbm\d*e?|generation|blackwell|gpu|colab|kaggle"
+)
+# A size in GB; a model such as A6000; a number; any other word.
+WORD = re.compile(
+    r"(?P<gb>\d+) ?gb?(?![a-z])|ti(?=super|\d)|[a-z]{1,2}\d+(?:[a-z](?![a-z]))?(?!\d)"
+    r"|(?P<number>\d+)|[a-z]+"
+)
+# Words of what runs no CUDA, by maker.
+OTHERS = {
+    "AMD": re.compile(r"amd|radeon|instinct|rocm|rx|xtx?|mi\d{2,3}[a-z]?"),
+    "Intel": re.compile(r"intel|arc|gaudi"),
+    "Apple": re.compile(r"apple|mps|m\d"),
+    "Google": re.compile(r"google|tpu"),
+}
+# Words of chips that carry the number of a card with other memory.
+ON_THE_MOVE = dict.fromkeys(("laptop", "mobile"), "laptop")
+ON_THE_MOVE |= dict.fromkeys(("jetson", "orin", "xavier", "thor"), "Jetson")
+SERIES = {"ada", "pro", "quadro", "titan"}  # the same number is another card with such a word
+# Kinds of rented machines -> the card in them, by the pages of AWS and Google Cloud.
+MACHINES = {
+    "p3": "V100",
+    "p4d": "A100-40GB",
+    "p4de": "A100-80GB",
+    "p5": "H100",
+    "p5e": "H200",
+    "p5en": "H200",
+    "p6-b200": "B200",
+    "g4dn": "T4",
+    "g5": "A10G",
+    "g6": "L4",
+    "g6e": "L40S",
+    "a2-highgpu": "A100-40GB",
+    "a2-ultragpu": "A100-80GB",
+    "a3-highgpu": "H100",
+    "a3-ultragpu": "H200",
+    "g2-standard": "L4",
+}
+SEVERAL = re.compile(r"(?P<n>\d{1,3}) ?[x×*] ?(?P<one>.+)|(?P<it>.+?) ?[x×*:] ?(?P<m>\d{1,3})")
+SIZE = re.compile(r"(?P<number>[\d,]*\.?\d+) ?(?P<unit>gib|gb|mib|)", re.IGNORECASE)
+LEAST_OF_BYTES = 1000  # a number below it is one of GiB
+LARGEST = 2**50  # bytes; no card and no machine has so many
+
+
+def words_of(name: str) -> set[str]:
+    """The words that tell a card, a size as "24gb": a number of at most three digits is one."""
+    found = set()
+    for word in WORD.finditer(COMMON.sub(" ", name.lower())):
+        gb = word["gb"] or (word["number"] if len(word["number"] or "1234") < 4 else None)
+        found.add(f"{gb}gb" if gb else word[0])
+    return found
+
+
+def maker_without_cuda(words: set[str]) -> str | None:
+    """Whose card these words name, of the makers of `OTHERS`."""
+    return next((m for m, its in OTHERS.items() if any(map(its.fullmatch, words))), None)
+
+
+def several(name: str) -> tuple[int, str] | None:
+    """(how many, of which card) for "2x4090", "8 x H100", "T4x2", "A100:8"; None for one card."""
+    found = SEVERAL.fullmatch(name.strip().lower())
+    return found and (int(found["n"] or found["m"]), found["one"] or found["it"])
+
+
+def in_machine(name: str) -> str | None:
+    """The card in a rented machine such as g5.xlarge."""
+    return MACHINES.get(re.split(r"[._]|-\d+g$", name.strip().lower())[0])
+
+
+def size_of(card: object) -> tuple[float, str] | None:
+    """(number, unit) of a size, which is a number or a text such as "11.5 GiB", or None.
+
+    The unit is "gib", "gb" or "bytes". A bare number below 1,000 is one of GiB.
+    """
+    number, unit = card, ""
+    if isinstance(card, str):
+        found = SIZE.fullmatch(card.strip())
+        if not found:
+            return None
+        number, unit = float(found["number"].replace(",", "")), found["unit"].lower()
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        return None
+    if not 0 < number < math.inf:
+        return None
+    if unit == "mib":
+        return number * MiB, "bytes"
+    return number, unit or ("gib" if number < LEAST_OF_BYTES else "bytes")
+
+
+def like(words: set[str], name: str) -> bool:
+    """Whether words may be a slip for a card's name: of its series, and of its generation.
+
+    By the letters and the first digit of A100, and the first two digits of 4090. A digit may lack.
+    """
+    others = words_of(name)
+    (letters, digits), (its_letters, its_digits) = _number(words), _number(others)
+    told = 1 if letters else 2
+    return (
+        bool(digits)
+        and (letters, digits[:told]) == (its_letters, its_digits[:told])
+        and words & SERIES == others & SERIES
+        and len(its_digits) - 1 <= len(digits) <= len(its_digits)
+    )
+
+
+def _number(words: set[str]) -> tuple[str, str]:
+    """The letters and digits of the word that numbers a card; of a size where there is no other."""
+    for word in sorted(words, key=lambda word: word.endswith("gb")):
+        if found := re.match(r"([a-z]{0,2})(\d+)", word):
+            return found[1], found[2]
+    return "", ""
+
+
+# ---------------------------------------------------------------------- models
+
+# What tells apart checkpoints of one architecture: how they were tuned, and the month.
+TUNED = re.compile(
+    r"-(instruct|chat|it|pt|hf|thinking)\b|(?<=\db)-base\b|-base(?=-\d{4}$)|-\d{4}$"
+    r"|^meta-(?=llama)|(?<=^qwen2\.5)-coder\b|(?<=^qwen3)-coder(?=-30b)"
+)
+ADDRESS = re.compile(r"(https?://)?(www\.)?(huggingface\.co|hf\.co)/(?P<name>[^/]+/[^/?#]+).*")
+SIZES = {"small", "base", "medium", "large", "xl", "xxl"}
+FOUR_BITS = re.compile(r"-(unsloth-)?bnb-4bit$")  # what unsloth appends to names
+
+
+def hub_name(text: str) -> str:
+    """The owner/name in the address of a page of the hub; any other text as it is."""
+    found = ADDRESS.fullmatch(text)
+    return found["name"] if found else text
+
+
+def spelled(name: str) -> str:
+    """A model's name without its owner, in small letters, without `TUNED`, in words with hyphens.
+
+    As Ollama writes a size, too: "qwen3:8b".
+    """
+    return TUNED.sub("", re.sub(r"[\s_:]+", "-", name.lower().split("/")[-1]))
+
+
+def squeezed(name: str) -> str:
+    """`spelled` without hyphens: "phi4" is "phi-4", and "llama3-8b" is "llama-3-8b"."""
+    return spelled(name).replace("-", "")
+
+
+def nearest_model(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like one: of its family, generation and size, or None."""
+    family, version, sizes = _parts(name)
+
+    def may_be(other: str) -> bool:
+        its_family, its_version, its_sizes = _parts(other)
+        kin = difflib.SequenceMatcher(None, family, its_family).ratio() >= 0.8
+        same = version == its_version or None in (version, its_version)
+        tiny = name.endswith("-tiny") == other.endswith("-tiny")
+        return kin and same and tiny and sizes <= its_sizes
+
+    alike = {spelled(other): other for other in filter(may_be, known)}
+    near = difflib.get_close_matches(spelled(name), alike, 1)
+    return alike[near[0]] if near else None
+
+
+def _parts(name: str) -> tuple[str, str | None, set[str]]:
+    """(family, generation, sizes) of a model's name: ("qwen", "3", {"30b", "a3b"})."""
+    family, *words = re.sub(r"^([a-z]+)(?=\d)", r"\1-", spelled(name)).split("-")
+    version = words[0] if words and re.fullmatch(r"v?\d+(\.\d+)?", words[0]) else None
+    return (
+        family,
+        version,
+        SIZES.intersection(words) | {w for w in words if re.search(r"\d[bm]$", w)},
+    )
