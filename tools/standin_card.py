@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from memlab import SimulatedGPU
 from memlab.card.cuda_api import cuda_answers
 from memlab.card.memory import CardMemory
-from memlab.card.moves import AUTOCAST
+from memlab.card.autocast import AUTOCAST
 from memlab.evidence.worker import Worker, work
 from memlab.gpus import find_gpu
 from memlab.libraries import import_bitsandbytes
