@@ -89,6 +89,13 @@ def _group_norm(func, tensor, *affine_and_sizes):
     _layer_norm(func, tensor, None, *affine_and_sizes)
 
 
+@_checks(aten.binary_cross_entropy.default)
+def _binary_cross_entropy(func, chances, target, *_):
+    """cuda/Loss.cu, `binary_cross_entropy_out_kernel`: a TensorIterator of one dtype."""
+    if target.dtype != chances.dtype:
+        raise RuntimeError(f"Found dtype {scalar(target)} but expected {scalar(chances)}")
+
+
 @_checks(aten.convolution.default)
 def _convolution(func, tensor, weight, *_):
     """Convolution.cpp, `check_input_same_type_as_parameters`; a bias is checked before."""

@@ -27,6 +27,7 @@ SAME_AS_HERE = {  # operations whose check is the same C++ on a CPU
     ),
     "attention": lambda d: attention(d, key=FULL),
     "attention's mask": lambda d: attention(d, mask=ones(d, torch.float64, 4, 4)),
+    "labels": lambda d: F.binary_cross_entropy(ones(d, HALF, 4), ones(d, FULL, 4)),
     "bmm": lambda d: ones(d, FULL, 1, 2, 4) @ ones(d, HALF, 1, 4, 2),
 }
 
