@@ -36,9 +36,9 @@ from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memlab import SimulatedGPU
+from memlab.card.autocast import AUTOCAST
 from memlab.card.cuda_api import cuda_answers
 from memlab.card.memory import CardMemory
-from memlab.card.moves import AUTOCAST
 from memlab.evidence.worker import Worker, work
 from memlab.gpus import find_gpu
 from memlab.libraries import import_bitsandbytes

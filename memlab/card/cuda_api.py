@@ -15,7 +15,7 @@ import torch
 from torch.utils._cpp_extension_versioner import ExtensionVersioner
 from transformers.utils import import_utils
 
-from memlab.card import device_properties
+from memlab.card import device_properties, legacy_types
 from memlab.card.allocator_settings import AllocatorSettings
 from memlab.card.device_properties import DeviceProperties
 from memlab.card.kernels import higher_order, torchao
@@ -29,11 +29,13 @@ NOT_SIMULATED = {
     "torch.cuda.MemPool": "the simulation follows one memory pool",
     "torch.cuda.ExternalStream": "the simulation follows PyTorch's own streams",
     "torch.cuda.memory.change_current_allocator": "the simulation is of PyTorch's own allocator",
-    "torch.cuda.memory.set_per_process_memory_fraction": "give SimulatedGPU the bytes instead",
+    "torch.cuda.memory.caching_allocator_alloc": "make a tensor of bytes instead",
     "torch.cuda.utilization": "there is no time here",
     "torch.cuda.temperature": "there is no time here",
     "torch.cuda.power_draw": "there is no time here",
     "torch.cuda.clock_rate": "there is no time here",
+    "torch.profiler.profile.export_memory_timeline": "the profiler follows the host here: "
+    "`memlab run --snapshot`, or torch.cuda.memory._dump_snapshot, has each tensor of the card",
     "torch.nested.nested_tensor": "what it takes depends on its lengths: pad the sequences instead",
     "torch.nested.as_nested_tensor": "what it takes depends on its lengths: pad instead",
     "torch.nested.nested_tensor_from_jagged": "what it takes depends on its lengths: pad instead",
@@ -53,8 +55,9 @@ def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False, reads_environ
         thread = stack.enter_context(higher_order.functions_as_operators(compile_eagerly))
         for target, answers in (
             (torch.autograd.profiler.profile, {"__init__": _profile(tracer.assumptions)}),
-            (torch.cuda, _of_the_card(tracer, ranks)),
+            (torch.cuda, legacy_types.TYPES | _of_the_card(tracer, ranks)),
             (torch.cuda.memory, {"mem_get_info": _free_and_total(tracer)}),
+            (torch.compiler, {"cudagraph_mark_step_begin": lambda: None}),
             *device_properties.answers(tracer.gpu),
             (torch._C, _of_the_driver(tracer, snapshot, ranks)),
             (torch._C, _of_the_accelerator(tracer, settings)),
@@ -96,9 +99,10 @@ def _of_the_card(tracer, ranks) -> dict:
         "default_stream": default_stream,
         "stream": functools.partial(SelectedStream, tracer),
         "set_stream": functools.partial(_set_stream, tracer),
-        "Event": Event,
+        "Event": type("Event", (Event,), {"assumptions": tracer.assumptions}),
         "is_current_stream_capturing": lambda: False,
         "mem_get_info": _free_and_total(tracer),
+        "device_memory_used": lambda device=None: tracer.allocator.used(),
     }
 
 
@@ -116,6 +120,15 @@ def _of_the_driver(tracer, snapshot, ranks) -> dict:
         "_cuda_resetPeakMemoryStats": lambda device: tracer.reset_peak(),
         "_cuda_resetAccumulatedMemoryStats": lambda device: memory.reset_accumulated_stats(),
         "_cuda_memorySnapshot": lambda pool: snapshot(),
+        "_cuda_getAllocatorBackend": lambda: "native",
+        "_cuda_getCurrentBlasHandle": lambda: 1,
+        "_cuda_attach_out_of_memory_observer": memory.observers.append,
+        "_cuda_setMemoryFraction": lambda fraction, device: memory.set_fraction(fraction),
+        "_cuda_getMemoryFraction": lambda device: memory.fraction,
+        # Pinned memory of the host is not followed.
+        "_cuda_hostMemoryStats": dict,
+        "_cuda_resetAccumulatedHostMemoryStats": lambda: None,
+        "_cuda_resetPeakHostMemoryStats": lambda: None,
         # The simulation always records; the export is always there.
         "_cuda_record_memory_history": lambda *settings: None,
         "_cuda_record_memory_history_legacy": lambda *settings: None,
@@ -235,6 +248,7 @@ def _is_switched_off() -> bool:
 
 _original_profile = torch.autograd.profiler.profile.__init__
 PROFILED = "torch.profiler: no times of the card, no shapes; its times are those of this machine"
+NO_BYTES = "torch.profiler: profile_memory is left out, it would have no bytes of the card"
 
 
 def _profile(assumptions):
@@ -242,7 +256,10 @@ def _profile(assumptions):
 
     def start(self, *args, **settings):
         assumptions[PROFILED] = None
+        if settings.get("profile_memory"):
+            assumptions[NO_BYTES] = None
         without = {"use_cuda": False, "use_device": None, "record_shapes": False}
+        without["profile_memory"] = False
         _original_profile(self, *args, **settings | without | {"with_flops": False})
 
     return start
@@ -343,11 +360,23 @@ class SelectedStream:
         return False
 
 
+EVENT_TIMES = "torch.cuda.Event.elapsed_time: 1 ms stands for every time of the card"
+
+
 class Event:
-    """A mark in the stream. Nothing takes time here, so the time between two is refused."""
+    """A mark in the stream. Nothing takes time here: 1 ms stands for the time between two.
+
+    assumptions: a dict that takes a line where that was asked for.
+    """
+
+    assumptions: dict = {}
 
     def __init__(self, *args, **kwargs):
         pass
+
+    def elapsed_time(self, end) -> float:
+        self.assumptions[EVENT_TIMES] = None
+        return 1.0
 
     def record(self, stream=None) -> None:
         pass
@@ -360,8 +389,6 @@ class Event:
 
     def synchronize(self) -> None:
         pass
-
-    elapsed_time = staticmethod(refuse("torch.cuda.Event.elapsed_time", "there is no time here"))
 
 
 @contextlib.contextmanager

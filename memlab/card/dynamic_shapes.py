@@ -3,6 +3,7 @@
 import torch
 from torch.utils._mode_utils import no_dispatch
 
+from memlab.card.known_values import values_of
 from memlab.card.placement import NotSimulated
 
 aten = torch.ops.aten
@@ -78,7 +79,34 @@ def _histc(tensor, bins=100, min=0, max=0):
     return torch.empty(bins, dtype=tensor.dtype, device="meta"), ""
 
 
+def _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, zero_infinity=False):
+    """aten/src/ATen/native/cuda/LossCTC.cu: scores of each batch, time and place in the target.
+
+    There is a blank before, behind and between the tokens of the longest target.
+    """
+    if isinstance(target_lengths, torch.Tensor):
+        known = values_of(target_lengths)
+        target_lengths = None if known is None else known.tolist()
+    said = ""
+    if target_lengths is None:
+        target_lengths = [targets.size(1) if targets.dim() == 2 else targets.numel()]
+        said = "CTC loss: where the lengths of targets are not known, they are the longest"
+    steps, batch = log_probs.shape[:2] if log_probs.dim() == 3 else (log_probs.size(0), 1)
+    states = 2 * max(target_lengths, default=0) + 1
+    options = {"dtype": log_probs.dtype, "device": "meta"}
+    loss = torch.empty(log_probs.shape[1:-1], **options)
+    return (loss, torch.empty(batch, steps, states, **options)), said
+
+
+def _ctc_loss_backward(grad, log_probs, *_):
+    return _like(log_probs), ""
+
+
 LARGEST = {
+    aten._ctc_loss.default: _ctc_loss,
+    aten._ctc_loss.Tensor: _ctc_loss,
+    aten._ctc_loss_backward.default: _ctc_loss_backward,
+    aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
     aten.histc.default: _histc,
     aten.nonzero.default: _nonzero,
     aten._unique2.default: _unique,

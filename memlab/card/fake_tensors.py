@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import dataloader
 from torch.utils.data._utils import pin_memory, worker
 from transformers import core_model_loading, masking_utils
@@ -21,7 +22,7 @@ from transformers import core_model_loading, masking_utils
 from memlab.card.fake_output_cache import FakeOutputCache
 from memlab.card.kernels import bitsandbytes
 from memlab.card.known_values import values_of
-from memlab.card.placement import HOST, is_cuda_device
+from memlab.card.placement import HOST, is_cuda_device, pin
 from memlab.trace.patches import replaced
 
 
@@ -43,10 +44,16 @@ def tensors_without_data():
             # transformers takes a fake tensor for tracing and then builds masks that a run
             # never builds.
             (masking_utils, "is_tracing", lambda *a, **k: False),
+            (fake_tensor.log, "exception", lambda *a, **k: None),  # what it is of is raised, too
             (masking_utils, "find_packed_sequence_indices", _packed_sequences),
             (worker, "_worker_loop", _with_data(worker._worker_loop)),
             (dataloader._MultiProcessingDataLoaderIter, "_try_get_data", _batch_of_a_worker),
-            (pin_memory, "pin_memory", lambda data, *a, **k: data),  # in a thread of its own
+            # In a thread of its own.
+            (
+                pin_memory,
+                "pin_memory",
+                lambda data, *a, **k: tree_map_only(torch.Tensor, pin, data),
+            ),
             *((masking_utils, name, _only_without_mask(name)) for name in MASK_SKIPS),
             (core_model_loading, "_materialize_copy", _weight_of_a_file),
         )
@@ -78,6 +85,11 @@ def _packed_sequences(position_ids):
 def _batch_of_a_worker(*args, **kwargs):
     """A DataLoader's workers make tensors with data, on the host."""
     return _with_data(_original_try_get_data)(*args, **kwargs)
+
+
+def _pin_batch(data, *args, **kwargs):
+    """What a DataLoader pins, in a thread of its own where it has workers."""
+    return tree_map_only(torch.Tensor, pin, data)
 
 
 # Where transformers asks whether a mask hides anything at all, and drops it if not.

@@ -5,6 +5,8 @@ on such alone. Everything else has a stand-in value: a number reads as 1, a comp
 come out of that, isnan and isinf as False. Shapes that follow: `memlab.card.dynamic_shapes`.
 """
 
+import math
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
@@ -126,6 +128,7 @@ def propagate(func, args, kwargs, out) -> None:
     for _, made in new:
         if made.dtype == torch.bool:
             made.untyped_storage()._memlab_reads = stand_in(func, args)
+            made.untyped_storage()._memlab_decided = _decides(func, args)
 
 
 DECIDES = {  # what one side has everywhere decides the result, whatever the other has
@@ -154,6 +157,9 @@ def _written(func, args, kwargs) -> None:
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             written += tree_leaves(value) if isinstance(value, (list, tuple)) else [value]
+    for tensor in written:
+        if isinstance(tensor, FakeTensor) and hasattr(tensor.untyped_storage(), "_memlab_decided"):
+            tensor.untyped_storage()._memlab_decided = _decides(func, args)
     known = [t for t in written if isinstance(t, FakeTensor) and values_of(t) is not None]
     if not known:
         return
@@ -218,6 +224,8 @@ FIXED = {
     aten.isinf.default: False,
     aten.isposinf.default: False,
     aten.isneginf.default: False,
+    **dict.fromkeys((aten.new_ones.default, aten.ones_like.default), True),
+    **dict.fromkeys((aten.new_zeros.default, aten.zeros_like.default), False),
     aten._is_all_true.default: True,  # asked by code that raises where it is not
 }
 COMPARISONS = {
@@ -273,11 +281,34 @@ def _unknown(tensor):
     return 1.0 if tensor.is_floating_point() else 1
 
 
+def _decides(func, args) -> bool:
+    """Whether a boolean result follows from numbers being finite, which they all are.
+
+    `isfinite` and `isnan` are comparisons where PyTorch takes them apart.
+    """
+    if func in FIXED or (func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[1]):
+        return True
+    if func in SCALAR_COMPARISONS and isinstance(args[1], float) and not math.isfinite(args[1]):
+        return True
+    tensors = _tensors(args)
+    return bool(tensors) and all(t.dtype == torch.bool and is_decided(t) for t in tensors)
+
+
+def is_decided(tensor) -> bool:
+    """Whether a tensor reads as it does on any card: of known values, or whether it is finite."""
+    return values_of(tensor) is not None or getattr(
+        tensor.untyped_storage(), "_memlab_decided", False
+    )
+
+
 def compare(func, args, kwargs) -> bool:
     """What `torch.equal` and `torch.allclose` give."""
     if all_known(args, kwargs):
         return run_on_values(func, args, kwargs)
-    return args[0].shape == args[1].shape
+    one, other = args[:2]
+    if one.dtype == other.dtype == torch.bool and _counts_as(one) != _counts_as(other):
+        return False
+    return one.shape == other.shape
 
 
 def host_copy(tensor, stand_in=None):

@@ -10,19 +10,39 @@ class CardMemory(CachingAllocator):
     """The allocator of one card, whose context is not its to give.
 
     before_first: called before memory is taken from the card for the first time, or None.
+    fraction: the part of the card that the process may take, as
+        `torch.cuda.set_per_process_memory_fraction` sets it.
+    observers: functions that are called before an error, as `OutOfMemoryObserver` of
+        c10/cuda/CUDACachingAllocator.h: (device, bytes, bytes of the card, free bytes).
     """
 
     before_first = None
+    fraction = 1.0
 
     def __init__(self, gpu: GPU, statistics: bool = True, expandable_segments: bool = False):
         super().__init__(gpu.usable, statistics, expandable_segments, gpu.total_memory)
         self.gpu = gpu
+        self.observers: list = []
+
+    def set_fraction(self, fraction: float) -> None:
+        """Take no more than this part of the card from now on, and no more than there is."""
+        self.fraction = fraction
+        if self.gpu.total_memory is not None:
+            self.capacity = min(self.gpu.usable, int(fraction * self.gpu.total_memory))
+
+    def used(self) -> int:
+        """Bytes of the card that are not free, as the driver counts them."""
+        free, total = self.free_and_total()
+        return total - free
 
     def allocate(self, nbytes: int, stream: int = 0) -> int:
         """As `CachingAllocator.allocate`; raises torch.OutOfMemoryError in PyTorch's words."""
         try:
             return super().allocate(nbytes, stream)
         except CapacityError as error:
+            free, total = self.free_and_total()
+            for observer in self.observers:
+                observer(0, error.segment, total, free)
             raise torch.OutOfMemoryError(self._message(error.segment)) from None
 
     def free_and_total(self) -> tuple[int, int]:
@@ -39,11 +59,12 @@ class CardMemory(CachingAllocator):
     def _message(self, segment) -> str:
         """PyTorch's words: c10/cuda/CUDACachingAllocator.cpp."""
         free, total = self.free_and_total()
+        allowed = f"{_size(int(self.fraction * total))} allowed; " if self.fraction < 1 else ""
         return (
             f"CUDA out of memory. Tried to allocate {_size(segment)}. GPU 0 has a total capacity "
             f"of {_size(total)} of which {_size(free)} is free. Including non-PyTorch memory, "
-            f"this process has {_size(total - free)} memory in use. Of the allocated memory "
-            f"{_size(self.allocated)} is allocated by PyTorch, and "
+            f"this process has {_size(total - free)} memory in use. {allowed}"
+            f"Of the allocated memory {_size(self.allocated)} is allocated by PyTorch, and "
             f"{_size(self.reserved - self.allocated)} is reserved by PyTorch but unallocated. If "
             "reserved but unallocated memory is large try setting "
             "PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  "

@@ -10,6 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
+from memlab.card import legacy_types
+from memlab.card.autocast import AUTOCAST
 from memlab.card.fake_tensors import apply_by
 from memlab.card.kernels import bitsandbytes, higher_order
 from memlab.card.placement import (
@@ -17,8 +19,10 @@ from memlab.card.placement import (
     HOST,
     device_of,
     is_cuda_device,
+    is_pinned,
     names_host,
     on_card,
+    pin,
     predates_context,
 )
 from memlab.card.tracer import Call
@@ -27,32 +31,6 @@ from memlab.trace.tensors import is_wrapper_subclass
 
 # The module: the name torch.optim.optimizer is taken away from the package after its import.
 optimizers = importlib.import_module("torch.optim.optimizer")
-
-
-_original_autocast_init = torch.autocast.__init__
-_original_is_autocast_enabled = torch.is_autocast_enabled
-_original_get_autocast_dtype = torch.get_autocast_dtype
-
-
-def _is_autocast_enabled(device_type="cuda"):  # CUDA's, where none is named
-    return _original_is_autocast_enabled(device_type.replace("cuda", "cpu"))
-
-
-def _get_autocast_dtype(device_type):
-    return _original_get_autocast_dtype(device_type.replace("cuda", "cpu"))
-
-
-def _autocast_on_cpu(self, device_type, dtype=None, enabled=True, cache_enabled=None):
-    if device_type == "cuda":
-        device_type, dtype = "cpu", dtype or torch.float16  # CUDA's default
-    _original_autocast_init(self, device_type, dtype, enabled, cache_enabled)
-
-
-AUTOCAST = (  # "cuda" on tensors that PyTorch takes for the cpu's
-    (torch.autocast, "__init__", _autocast_on_cpu),
-    (torch, "is_autocast_enabled", _is_autocast_enabled),
-    (torch, "get_autocast_dtype", _get_autocast_dtype),
-)
 
 
 @contextlib.contextmanager
@@ -69,6 +47,8 @@ def cuda_code(tracer):
             # Of some results the strides follow the device: those of an SVD, of convolutions.
             (torch._meta_registrations, "device_hint", lambda tensor: "cuda"),
             (torch.nn.Module, "_apply", apply_by(_move_by(tracer, names), names.replaces)),
+            (torch._C, "_InferenceMode", _without_gradients),
+            (torch, "set_default_tensor_type", _set_default_tensor_type),
             # PyTorch calls these from within, where no mode is.
             (torch.autograd, "_engine_run_backward", names.entered(_run_backward)),
             (torch.autograd.graph.saved_tensors_hooks, "__init__", names.hooks(init_hooks)),
@@ -77,6 +57,20 @@ def cuda_code(tracer):
         stack.callback(names.restore)
         stack.enter_context(names)
         yield names
+
+
+def _without_gradients(mode=True):
+    """`torch.inference_mode`, as `torch.no_grad`, which takes the same memory.
+
+    PyTorch gives a mode such as the tracer operators before they are taken apart in inference mode.
+    """
+    return torch.set_grad_enabled(not mode)
+
+
+def _set_default_tensor_type(kind) -> None:
+    device, dtype = legacy_types.parse(kind)
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(None if device == HOST else device)
 
 
 @contextlib.contextmanager
@@ -109,10 +103,14 @@ def _dispatch_mode(mode):
 
 
 _run_backward = torch.autograd._engine_run_backward
-MOVES = (torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.pin_memory)
+MOVES = (
+    *(torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.pin_memory),
+    *(torch.Tensor.type_as, torch.Tensor.type),
+)
 SET_DATA = torch.Tensor.data.__set__
 PROPERTY = type(SET_DATA)
 FROM_DATA = {torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
+CTC_LOSS = {torch.nn.functional.ctc_loss, torch.ctc_loss}
 RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 CUDNN = "recurrent layers: PyTorch's own operations, where a card may take one kernel of cuDNN"
 
@@ -153,10 +151,18 @@ class DeviceMoveMode(TorchFunctionMode):
             is_cuda_device(device)  # or refuses
         if func is torch.tensor:
             args = (self._scalars_on_host(args[0]), *args[1:]) if args else args
+        if func is torch.Tensor.is_pinned:
+            return is_pinned(args[0])
+        if func is torch.Tensor.new and on_card(args[0]) and not kwargs:
+            return legacy_types.make(args[1:], args[0].dtype, CARD)
+        if kwargs.get("pin_memory"):
+            return pin(self.__torch_function__(func, types, args, kwargs | {"pin_memory": False}))
         if func in FROM_DATA:  # PyTorch makes it on the host, and moves it by itself
             place = device or (device_of(args[0]) if func is torch.Tensor.new_tensor else HOST)
             made = func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
             return self._moved(torch.Tensor.to, (made, place), {})
+        if func in CTC_LOSS:
+            args, kwargs = self._with_lengths(args, kwargs)
         if func in RECURRENT and on_card(args[0]):
             self.tracer.assumptions[CUDNN] = None
         if func is torch._VF._pad_packed_sequence:  # of its lengths the host makes a tensor
@@ -180,6 +186,18 @@ class DeviceMoveMode(TorchFunctionMode):
         if not any(isinstance(one, FakeTensor) for one in data):
             return data
         return [self.tracer.host_copy(x) if isinstance(x, FakeTensor) else x for x in data]
+
+    def _with_lengths(self, args, kwargs):
+        """The arguments of a CTC loss, whose lengths may be numbers or lie on the host."""
+        names = ("log_probs", "targets", "input_lengths", "target_lengths")
+        named = dict(zip(names, args, strict=False)) | kwargs
+        if not on_card(named["log_probs"]):
+            return args, kwargs
+        for name in names[2:]:
+            named[name] = self.__torch_function__(
+                torch.as_tensor, (), (named[name],), {"device": CARD}
+            )
+        return [named.pop(name) for name in names] + list(args[4:]), named
 
     # ------------------------------------------------------------------ where no mode is
 
@@ -224,10 +242,15 @@ class DeviceMoveMode(TorchFunctionMode):
     # ------------------------------------------------------------------ moves
 
     def _moved(self, func, args, kwargs):
-        """`.cpu()`, `.cuda()`, `.to(...)` and `.pin_memory()`."""
+        """`.cpu()`, `.cuda()`, `.to(...)`, `.type(...)`, `.type_as(...)` and `.pin_memory()`."""
         tensor, *rest = args
         if func is torch.Tensor.pin_memory:
-            return tensor
+            return tensor if is_pinned(tensor) else pin(tensor.clone())
+        if func is torch.Tensor.type:
+            asked = legacy_types.parse(rest[0] if rest else kwargs.get("dtype"))
+            if asked is None:  # its name is asked for
+                return func(*args, **kwargs)
+            rest, kwargs = [asked[0] or device_of(tensor), asked[1]], {}
         if func is torch.Tensor.cpu:
             rest, kwargs = [HOST], {}
         elif func is torch.Tensor.cuda:

@@ -39,6 +39,19 @@ def place_on_cpu(tensor) -> None:
     tensor.untyped_storage()._memlab_on_host = True
 
 
+def pin(tensor):
+    """From now on a tensor of the host lies in pinned memory; RuntimeError for one of the card."""
+    if on_card(tensor):
+        raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
+    tensor.untyped_storage()._memlab_pinned = True
+    return tensor
+
+
+def is_pinned(tensor) -> bool:
+    """Whether a tensor lies in pinned memory of the host."""
+    return hasattr(tensor.untyped_storage(), "_memlab_pinned")
+
+
 def mark_owned(tensor) -> None:
     """An ordinary tensor was made inside, and is nobody's outside."""
     tensor.untyped_storage()._memlab_inside = True
@@ -141,9 +154,9 @@ def tensors_name_their_place(host_copy):
         text = f"tensor({shown}{size}{place}{dtype}{grad})"
         return f"Parameter containing:\n{text}" if getattr(self, "_is_param", False) else text
 
-    def kind(self, dtype=None, non_blocking=False, **kwargs):
-        if dtype is not None:
-            return self.to(dtype, non_blocking)
+    def kind(self, *asked, **options):
+        if asked or options:
+            return torch.Tensor.type(self, *asked, **options)
         name = torch.empty(0, dtype=self.dtype).type()
         return name.replace("torch.", "torch.cuda.") if on_card(self) else name
 
@@ -158,6 +171,7 @@ def tensors_name_their_place(host_copy):
         "__array__": as_array,
         "tolist": lambda self: host_copy(self).tolist(),
         "type": kind,
+        "share_memory_": lambda self: self,  # as on a card, whose memory is shared already
         "__format__": as_text,
         "__repr__": represent,
     }

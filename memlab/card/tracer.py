@@ -3,6 +3,7 @@
 import functools
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,8 +17,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
-from memlab.card import dynamic_shapes, known_values
-from memlab.card.kernels import higher_order, scratch
+from memlab.card import dynamic_shapes, known_values, refusals
+from memlab.card.by_values import ByValues
+from memlab.card.kernels import composites, higher_order, scratch
 from memlab.card.kernels.rules import RULES
 from memlab.card.memory import CardMemory
 from memlab.card.on_host import OnHost, refuse_two_devices
@@ -60,7 +62,7 @@ class _Thread(threading.local):
     call: Call | None = None
 
 
-class CardTracer(OnHost, Tracer):
+class CardTracer(OnHost, ByValues, Tracer):
     """A tracer of one card: it knows the host's tensors and takes the libraries' workspaces.
 
     rules: which of `memlab.card.kernels.rules.RULES` hold; met_rules: those that were at work.
@@ -99,6 +101,7 @@ class CardTracer(OnHost, Tracer):
         kwargs = kwargs or {}
         tensors = tensors_in(args) if not kwargs else tensors_in((*args, *kwargs.values()))
         with self._lock, torch._C.DisableTorchFunction():  # what is asked here is asked by nobody
+            self.waits.notice(sys._getframe(1))
             try:
                 if self._goes_to_card(tensors, kwargs.get("device"), kwargs.get("dtype")):
                     return self._on_card(func, types, args, kwargs, tensors)
@@ -187,6 +190,10 @@ class CardTracer(OnHost, Tracer):
             storage.line = line_at_work(self.script, sys._getframe())
         return storage
 
+    def _runs_autograd(self) -> bool:
+        """As `Tracer._runs_autograd`: Python code has called nothing here."""
+        return self.thread.call is None
+
     def see_part(self, tensor, category, existed, module) -> None:
         """As `Tracer.see_part`, for what is on the card."""
         if on_card(tensor):
@@ -205,16 +212,13 @@ class CardTracer(OnHost, Tracer):
 
     def _read(self, tensor):
         """What `.item()` gives: the value if it is known, else one that stands for it."""
-        known = known_values.values_of(tensor) is not None
-        return (
-            known_values.item_value(tensor)
-            if known
-            else self.waits.answer(known_values.item_value(tensor))
-        )
+        value = known_values.item_value(tensor)
+        return value if known_values.is_decided(tensor) else self.waits.answer(value, tensor)
 
     def _compare(self, func, args, kwargs):
         answer = known_values.compare(func, args, kwargs)
-        return answer if known_values.all_known(args, kwargs) else self.waits.answer(answer)
+        known = known_values.all_known(args, kwargs)
+        return answer if known else self.waits.answer(answer, args[0])
 
     def host_copy(self, tensor):
         """An ordinary tensor for a fake one, as `memlab.card.known_values.host_copy` makes it."""
@@ -235,6 +239,7 @@ class CardTracer(OnHost, Tracer):
         if func in dynamic_shapes.BY_MASK:
             args = self._without_masks(args, dynamic_shapes.BY_MASK[func])
         refuse_two_devices(func, tensors)
+        refusals.refuse(func, args)
         if func in dynamic_shapes.LARGEST:
             return self._shaped_by_values(func, args, kwargs, tensors)
         if func in (aten.equal.default, aten.allclose.default):
@@ -247,13 +252,24 @@ class CardTracer(OnHost, Tracer):
         except (DynamicOutputShapeException, DataDependentOutputException):
             raise NotSimulated(f"{func} is not simulated: {ONLY_A_CARD_KNOWS}") from None
         self.work.note(func, here, options, tensors, out, self.phase(), self.stream)
-        for taken in scratch.kernel_scratch(func, here):
-            self.met_rules.add("scratch of kernels")
-            if "scratch of kernels" in self.rules:
-                self._take_and_give_back(*taken)
+        self._take_scratch(func, here, out)
         self._take_buffer(scratch.reduction_of(func, here))
         known_values.propagate(func, args, kwargs, out)
         return out
+
+    def _take_scratch(self, func, args, out) -> None:
+        """What a kernel takes and gives back inside, and what its result holds beside its own."""
+        taken = [*scratch.kernel_scratch(func, args), *composites.temporaries(func, args)]
+        kept = composites.kept(func, args)
+        if taken or kept:
+            self.met_rules.add("scratch of kernels")
+        if "scratch of kernels" not in self.rules:
+            return
+        if kept:
+            storage = self.born(kept, Category.TEMPORARY)
+            weakref.finalize(out.untyped_storage(), self.died, storage)
+        for sizes in taken:
+            self._take_and_give_back(*sizes)
 
     def _take_and_give_back(self, *sizes) -> None:
         for storage in [self.born(nbytes, Category.TEMPORARY) for nbytes in sizes]:
@@ -300,70 +316,6 @@ class CardTracer(OnHost, Tracer):
         if on_host:
             place_on_cpu(made)
         return made
-
-    def _shaped_by_values(self, func, args, kwargs, tensors):
-        """The result of an operation whose shape follows from values."""
-        self.operation = func
-        if all(known_values.values_of(tensor) is not None for tensor in tensors):
-            results = known_values.run_on_values(func, args, kwargs)
-            assumed = known_values.assumed_of(tensors)
-        else:
-            results, assumed = dynamic_shapes.largest(func, args, kwargs)
-        if assumed:
-            self.assumptions[assumed] = None
-
-        def card_tensor(result):
-            made = self._fake(result)
-            self.see_result(made)
-            if result.device.type != "meta":
-                known_values.set_constant(made, result, assumed)
-            return made
-
-        return tree_map_only(torch.Tensor, card_tensor, results)
-
-    def _without_masks(self, args, position):
-        """The arguments of an indexing, with the places where a mask is true for every mask.
-
-        As CUDA's kernels have it: `expandTensors` in aten/src/ATen/native/IndexingUtils.h.
-        """
-        indices = []
-        for index in args[position]:
-            if index is None or index.dtype not in (torch.bool, torch.uint8):
-                indices.append(index)
-                continue
-            places = self.__torch_dispatch__(aten.nonzero.default, (), (index,))
-            for column in range(index.dim()):
-                one = self.__torch_dispatch__(aten.select.int, (), (places, 1, column))
-                indices.append(one)
-        return (*args[:position], indices, *args[position + 1 :])
-
-    def _select_by_mask(self, tensor, mask):
-        """aten/src/ATen/native/cuda/IndexKernel.cpp: `masked_select_out_cuda_impl`."""
-        shape = list(torch.broadcast_shapes(tensor.shape, mask.shape))
-        tensor, mask = (
-            self.__torch_dispatch__(aten.expand.default, (), (each, shape))
-            for each in (tensor, mask)
-        )
-        return self.__torch_dispatch__(aten.index.Tensor, (), (tensor, [mask]))
-
-    def _pack(self, tensor, lengths, batch_first):
-        """The tokens of padded sequences one after the other, and how many there are at each step.
-
-        aten/src/ATen/native/PackedSequence.cpp: a copy of each step's, then one of all. The lengths
-        lie on the host, in falling order.
-        """
-        with no_dispatch():
-            steps = [int((lengths > step).sum()) for step in range(int(lengths.max()))]
-        rest = tensor.shape[2:]
-        shape = (sum(steps), *rest)
-        with no_dispatch():
-            like = torch.empty(shape, dtype=tensor.dtype, device="meta")
-            sizes = torch.tensor(steps)
-        self.operation = aten._pack_padded_sequence.default
-        self._take_and_give_back(like.nbytes)
-        packed = self._fake(like)
-        self.see_result(packed)
-        return packed, sizes
 
     def came_back(self, tensor) -> None:
         """A saved tensor is wanted again, which a hook may have moved or made anew."""

@@ -4,6 +4,7 @@ import dis
 import functools
 import inspect
 import sys
+import weakref
 from pathlib import Path
 
 import torch
@@ -22,7 +23,8 @@ class Waits:
 
     A loop that reads the same again and again, while nothing known changes (the numbers, texts and
     shapes that the loop's names stand for, the count of optimizer steps), waits for another value
-    and is given one. Loops over an iterator end by themselves.
+    and is given one. Loops over an iterator end by themselves. `all(...)` of many tensors reads
+    them all in one turn of the loop, which counts as one reading.
 
     assumptions: a dict that takes a line for each loop that was given another answer.
     """
@@ -31,18 +33,37 @@ class Waits:
         self.steps = 0  # of optimizers
         self._assumptions = assumptions
         self._of_modules: dict[int, dict] = {}  # by their names' dict
+        self._last_read = lambda: None  # the storage of the last reading, while it is there
+        self._reader = None  # (id, instruction) of the frame that read it, while it is there
 
-    def answer(self, value):
-        """A stand-in value, or another one where a loop has waited for it for long.
+    def notice(self, frame) -> None:
+        """An operation runs in this frame: has the code that read last gone on since?"""
+        if self._reader is not None:
+            while frame is not None and id(frame) != self._reader[0]:
+                frame = frame.f_back
+            if frame is None or frame.f_lasti != self._reader[1]:
+                self._reader = None
+
+    def _is_same_turn(self, frame, tensor) -> bool:
+        """Whether one instruction reads tensor after tensor: builtins do, of a generator's."""
+        reader, storage = (id(frame), frame.f_lasti), tensor.untyped_storage()
+        same = self._reader == reader and self._last_read() is not storage
+        self._reader, self._last_read = reader, weakref.ref(storage)
+        return same
+
+    def answer(self, value, tensor):
+        """A stand-in value of a tensor, or another one where a loop has waited for it for long.
 
         Raises NotSimulated, with the loop's line, where no other value ends it.
         """
-        place, frame = _loop_at_work(sys._getframe(1))
+        reader, place, frame = _loop_at_work(sys._getframe(1))
         if frame is None:
             return value
         known, kept = self._look(frame)
         reading = kept.setdefault(place, _Reading())
-        given = reading.answer(value, (self.steps, *known))
+        if self._is_same_turn(reader, tensor) and type(reading.given) is type(value):
+            return reading.given
+        given = reading.given = reading.answer(value, (self.steps, *known))
         line = f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
         if given is None:
             raise NotSimulated(
@@ -73,7 +94,7 @@ class _Reading:
     """How often one place in a loop has read a value, and what was known then."""
 
     times = unchanged = others = 0
-    known = None
+    known = given = None
 
     def answer(self, value, known):
         """The value, another one, or None where the loop is given up."""
@@ -92,20 +113,21 @@ class _Reading:
 
 
 def _loop_at_work(frame):
-    """(the place, the frame) of the `while` loop that reads a value; (None, None) for none.
+    """(the frame that reads a value, the place, the frame of the `while` loop around it).
 
-    place: the instructions at work, from the reading to the loop.
+    place: the instructions at work, from the reading to the loop. All are None where there is no
+    such loop.
     """
     while frame is not None and _is_ours(frame.f_code.co_filename):
         frame = frame.f_back
-    place = []
+    reader, place = frame, []
     while frame is not None:
         place += id(frame.f_code), frame.f_lasti
         kind = _loop_around(frame.f_code, frame.f_lasti)
         if kind:
-            return (tuple(place), frame) if kind == "while" else (None, None)
+            return (reader, tuple(place), frame) if kind == "while" else (None, None, None)
         frame = frame.f_back
-    return None, None
+    return None, None, None
 
 
 _OURS = (str(Path(__file__).parent), str(Path(torch.__file__).parent / "utils"))

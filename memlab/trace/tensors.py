@@ -65,3 +65,17 @@ def sole_summand(args, out, live) -> torch.Tensor | None:
 # tests/trace/test_tracer.py compares the result with the profiler, under which no mode is active.
 SOLE_TENSOR_USES = 4
 SOLE_STORAGE_USES = 2
+
+# How the derivatives of indexing, gathering, sorting and of a maximum fill zeros: in place, except
+# under a dispatch mode (`areAnyTensorSubclassLike`, aten/src/ATen/TensorSubclassLikeUtils.h, which
+# `gather_backward`, `index_backward` and `value_selecting_reduction_backward` ask). The log follows
+# what happens without the tracer.
+FILLS_ZEROS = frozenset(
+    (
+        torch.ops.aten.index_add.default,
+        torch.ops.aten.index_put.default,
+        torch.ops.aten.put.default,
+        torch.ops.aten.scatter.src,
+        torch.ops.aten.scatter_add.default,
+    )
+)

@@ -23,7 +23,13 @@ from memlab.trace.linear_cross_entropy import seen_in_parts
 from memlab.trace.module_names import ModuleWatch
 from memlab.trace.patches import replaced
 from memlab.trace.quantized_weights import constants, constants_of_layers
-from memlab.trace.tensors import inner_tensors, is_gathered, is_wrapper_subclass, sole_summand
+from memlab.trace.tensors import (
+    FILLS_ZEROS,
+    inner_tensors,
+    is_gathered,
+    is_wrapper_subclass,
+    sole_summand,
+)
 
 
 class Tracer(Ledger, TorchDispatchMode):
@@ -270,9 +276,8 @@ class Tracer(Ledger, TorchDispatchMode):
             self._see_written(args[0])
         self.operation = func
         out = func(*args, **kwargs)
-        if in_backward and func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled():
-            if self._accumulated_in_place(args, out):
-                return out
+        if in_backward and not torch.is_grad_enabled() and self._done_in_place(func, args, out):
+            return out
         self.see_result(out)
         self._see_communication(func, args)
         return out
@@ -352,14 +357,20 @@ class Tracer(Ledger, TorchDispatchMode):
             if module and known:
                 known[0].module = module
 
-    def _accumulated_in_place(self, args, out) -> bool:
-        """Whether a sum of gradients takes over a summand's storage (`sole_summand`)."""
-        summand = sole_summand(args, out, self._live)
-        if summand is None:
-            return False
-        storage, _ = self._live.pop(summand.untyped_storage()._cdata)
-        data = out.untyped_storage()
-        self._follow(data, data._cdata, storage)
+    def _done_in_place(self, func, args, out) -> bool:
+        """Whether a result of autograd's takes over an argument's storage without the tracer."""
+        if func is torch.ops.aten.add.Tensor:
+            taken = sole_summand(args, out, self._live)
+        else:
+            taken = args[0] if func in FILLS_ZEROS and self._runs_autograd() else None
+        known = taken is not None and self._live.pop(taken.untyped_storage()._cdata, None)
+        if known:
+            data = out.untyped_storage()
+            self._follow(data, data._cdata, known[0])
+        return bool(known)
+
+    def _runs_autograd(self) -> bool:
+        """Whether the operation at work is one of PyTorch's own derivatives, as far as is known."""
         return True
 
     def _before_step(self, optimizer, args, kwargs) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from transformers.utils import is_torch_cuda_available
 
 from memlab import Recipe, SimulatedGPU, models, simulate
+from memlab.card.placement import NotSimulated
 from memlab.gpus import GPUS
 from memlab.workloads.training import Training
 
@@ -126,12 +127,11 @@ def test_out_of_memory_is_counted():
         (lambda: torch.compile(torch.nn.Linear(1, 1)), "torch.compile"),
         (lambda: torch.compile(lambda x: x)(1), "torch.compile"),
         (lambda: torch.compile(dynamic=True)(lambda x: x)(1), "torch.compile"),
-        (lambda: torch.cuda.Event().elapsed_time(torch.cuda.Event()), "elapsed_time"),
         (lambda: torch.cuda.ExternalStream(0), "torch.cuda.ExternalStream"),
         (lambda: torch.cuda.CUDAGraph(), "torch.cuda.CUDAGraph"),
         (lambda: torch.cuda.graph(None), "torch.cuda.graph"),
         (lambda: torch.cuda.MemPool(), "torch.cuda.MemPool"),
-        (lambda: torch.cuda.set_per_process_memory_fraction(0.5), "set_per_process_memory"),
+        (lambda: torch.cuda.caching_allocator_alloc(2**20), "caching_allocator_alloc"),
         (lambda: torch.cuda.utilization(), "torch.cuda.utilization"),
         (lambda: torch.nested.nested_tensor([torch.ones(2)]), "torch.nested.nested_tensor"),
         (lambda: torch.distributed.init_process_group("nccl"), "init_process_group"),
@@ -212,8 +212,51 @@ def test_profilers_go_on_without_the_cards_times():
                 step()
                 profiler.step()
         assert "aten::linear" in profiler.key_averages().table(sort_by="cuda_time_total")
+        with pytest.raises(NotSimulated, match="export_memory_timeline") as error:
+            profiler.export_memory_timeline("timeline.html", device="cuda:0")
+        one_line(error)
         assert torch.cuda.memory_allocated() == held
-    assert ["torch.profiler" in said for said in gpu.footprint.assumptions] == [True]
+    times, memory = gpu.footprint.assumptions
+    assert "no times of the card" in times and "profile_memory is left out" in memory
+
+
+def test_a_step_timed_by_events_has_a_stand_in_that_is_said():
+    with SimulatedGPU("T4") as gpu:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(), end.record()
+        assert gpu.footprint.assumptions == ()
+        assert start.elapsed_time(end) == 1.0
+    assert ["elapsed_time" in said for said in gpu.footprint.assumptions] == [True]
+
+
+def test_a_fraction_of_the_card_limits_what_the_process_takes():
+    with SimulatedGPU("T4"):
+        seen = []
+        torch._C._cuda_attach_out_of_memory_observer(lambda *said: seen.append(said))
+        assert torch.cuda.get_per_process_memory_fraction() == 1.0
+        torch.cuda.set_per_process_memory_fraction(0.25)
+        free, total = torch.cuda.mem_get_info()
+        torch.empty(total // 5, dtype=torch.uint8, device="cuda")
+        torch.cuda.empty_cache()
+        with pytest.raises(torch.OutOfMemoryError, match=r"GiB allowed; Of the allocated"):
+            torch.empty(total // 3, dtype=torch.uint8, device="cuda")
+        assert [(device, size >= total // 3) for device, size, *_ in seen] == [(0, True)]
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.empty(total // 3, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.device_memory_used() == total - torch.cuda.mem_get_info()[0]
+
+
+def test_what_else_a_build_for_cuda_answers():
+    with SimulatedGPU("T4"):
+        assert torch.cuda.get_allocator_backend() == "native"
+        assert torch.cuda.host_memory_stats() == {}
+        torch.cuda.reset_peak_host_memory_stats()
+        torch.compiler.cudagraph_mark_step_begin()
+        torch.nn.Linear(4, 4).cuda().share_memory()
+        waves = torch.randn(2, 4000, device="cuda")
+        window = torch.hann_window(400, device="cuda")
+        spectrum = torch.stft(waves, 400, window=window, return_complex=True)
+        assert torch.istft(spectrum, 400, window=window).shape == waves.shape
 
 
 def test_weights_that_are_tied_have_one_address_and_others_have_their_own():

@@ -136,6 +136,67 @@ def test_a_training_loop_is_not_disturbed():
     assert gpu.footprint.assumptions == ()
 
 
+def some_gradients(count=30):
+    return [torch.randn(4, device="cuda") for _ in range(count)]
+
+
+def are_finite(gradients):
+    return all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+def have_no_nan(gradients):
+    return not any((gradient != gradient).any() for gradient in gradients)
+
+
+def are_finite_in_place(gradients):
+    fine = torch.isfinite(gradients[0])
+    for gradient in gradients:
+        fine &= torch.isfinite(gradient)
+    return bool(fine.all())
+
+
+@pytest.mark.parametrize("check", [are_finite, have_no_nan, are_finite_in_place])
+def test_what_follows_from_numbers_being_finite_is_never_flipped(check):
+    with SimulatedGPU() as gpu:
+        turns = 0
+        while turns < 3:
+            assert check(some_gradients())
+            turns += 1
+        waits = torch.isnan(torch.randn(4, device="cuda"))
+        waits |= torch.randn(4, device="cuda") > 2
+        assert gpu.footprint.assumptions == ()
+        while not waits.all():
+            waits = waits | (torch.randn(4, device="cuda") > 2)
+    assert len(gpu.footprint.assumptions) == 1
+
+
+READERS = {
+    "generator": lambda tensors: all(x.norm() < 10 for x in tensors),
+    "list": lambda tensors: all([x.norm() < 10 for x in tensors]),
+    "numbers": lambda tensors: sum(x.norm().item() for x in tensors) < 100,
+    "largest": lambda tensors: max(x.norm() for x in tensors) < 10,
+}
+
+
+@pytest.mark.parametrize("reads", READERS)
+def test_many_readings_in_one_turn_of_a_loop_count_as_one(reads):
+    with SimulatedGPU() as gpu:
+        again, turns = True, 0
+        while again:
+            assert READERS[reads](some_gradients())
+            turns += 1
+            again = turns < 3
+    assert gpu.footprint.assumptions == ()
+
+
+def test_a_loop_that_reads_many_tensors_a_turn_is_given_another_answer_for_all():
+    with SimulatedGPU() as gpu:
+        tensors = some_gradients(3)
+        while any(x.norm() > 0.5 for x in tensors):
+            tensors = [x / 2 for x in tensors]
+    assert len(gpu.footprint.assumptions) == 1
+
+
 def test_each_call_waits_anew():
     def halve(x):
         while x.norm() > 2:

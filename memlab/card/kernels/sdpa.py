@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memlab.card.kernels.saved_tensors import Kernel
+from memlab.card.refusals import meta_type
 
 
 def sdpa_refusals(
@@ -187,6 +188,7 @@ def scaled_dot_product_attention(
     `SHARES_KEYS` take fewer key heads than query heads as they are, math repeats them. For flash
     head sizes are padded to multiples of 8.
     """
+    _validate(query, key, value, attn_mask)
     call = {
         "attn_mask": attn_mask,
         "dropout_p": dropout_p,
@@ -217,6 +219,22 @@ def scaled_dot_product_attention(
     return torch._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, keeps_lse, dropout_p, is_causal, scale=scale
     )[0]
+
+
+def _validate(query, key, value, attn_mask) -> None:
+    """Raise what `validate_sdpa_input` raises for dtypes: aten/.../transformers/attention.cpp."""
+    if not query.dtype == key.dtype == value.dtype:
+        given = [f"{n}.dtype: {meta_type(x)}" for n, x in (("query", query), (" key", key))]
+        raise RuntimeError(
+            "Expected query, key, and value to have the same dtype, but got "
+            f"{''.join(given)} and value.dtype: {meta_type(value)} instead."
+        )
+    allowed = (torch.bool, torch.float32, query.dtype)
+    if attn_mask is not None and attn_mask.dtype not in allowed:
+        raise RuntimeError(
+            "Expected attn_mask dtype to be bool or float or to match query dtype, but got "
+            f"attn_mask.dtype: {meta_type(attn_mask)} and  query.dtype: {meta_type(query)} instead."
+        )
 
 
 def _mask_of_efficient_kernel(attn_mask, query, key):

@@ -1,0 +1,28 @@
+"""`torch.autocast("cuda")` on tensors that PyTorch takes for the cpu's."""
+
+import torch
+
+_original_autocast_init = torch.autocast.__init__
+_original_is_autocast_enabled = torch.is_autocast_enabled
+_original_get_autocast_dtype = torch.get_autocast_dtype
+
+
+def _is_autocast_enabled(device_type="cuda"):  # CUDA's, where none is named
+    return _original_is_autocast_enabled(device_type.replace("cuda", "cpu"))
+
+
+def _get_autocast_dtype(device_type):
+    return _original_get_autocast_dtype(device_type.replace("cuda", "cpu"))
+
+
+def _autocast_on_cpu(self, device_type, dtype=None, enabled=True, cache_enabled=None):
+    if device_type == "cuda":
+        device_type, dtype = "cpu", dtype or torch.float16  # CUDA's default
+    _original_autocast_init(self, device_type, dtype, enabled, cache_enabled)
+
+
+AUTOCAST = (
+    (torch.autocast, "__init__", _autocast_on_cpu),
+    (torch, "is_autocast_enabled", _is_autocast_enabled),
+    (torch, "get_autocast_dtype", _get_autocast_dtype),
+)

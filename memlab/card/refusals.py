@@ -1,0 +1,165 @@
+"""What CUDA refuses and a fake tensor lets pass: dtypes that differ, indices out of range.
+
+The words are PyTorch's own, of the C++ that is named. Indices are looked at where their values are
+known (`memlab.card.known_values`); a real card finds them at the next synchronization.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.utils._mode_utils import no_dispatch
+
+from memlab.card.known_values import values_of
+
+aten = torch.ops.aten
+CHECKS: dict[Callable, Callable[..., None]] = {}
+SCALARS = {  # by dtype, the names that PyTorch's messages give: `ScalarType` and `TypeMeta`
+    torch.float32: ("Float", "float"),
+    torch.float16: ("Half", "c10::Half"),
+    torch.bfloat16: ("BFloat16", "c10::BFloat16"),
+    torch.float64: ("Double", "double"),
+    torch.int64: ("Long", "long int"),
+    torch.int32: ("Int", "int"),
+}
+
+
+def _checks(*operators):
+    def register(function):
+        CHECKS.update(dict.fromkeys(operators, function))
+        return function
+
+    return register
+
+
+def refuse(func, args) -> None:
+    """Raise what CUDA raises for these arguments of an operator, if it refuses them."""
+    check = CHECKS.get(func)
+    if check is not None:
+        check(func, *args)
+
+
+def scalar(tensor) -> str:
+    """The dtype of a tensor as PyTorch's messages name it."""
+    return SCALARS.get(tensor.dtype, (str(tensor.dtype),))[0]
+
+
+def meta_type(tensor) -> str:
+    """The same as C++ names the type."""
+    return SCALARS.get(tensor.dtype, (str(tensor.dtype),))[-1]
+
+
+# ---------------------------------------------------------------------- dtypes
+
+
+@_checks(aten.mm.default)
+def _mm(func, one, other):
+    """cuda/Blas.cpp, `addmm_out_cuda_impl`."""
+    if one.dtype != other.dtype:
+        types = f"{meta_type(one)} != {meta_type(other)}"
+        raise RuntimeError(f"expected mat1 and mat2 to have the same dtype, but got: {types}")
+
+
+@_checks(aten.addmm.default)
+def _addmm(func, added, one, other):
+    """LinearAlgebra.cpp, `ADDMM_META`."""
+    for name, tensor in (("self", added), ("mat1", one)):
+        if tensor.dtype != other.dtype:
+            types = f"{scalar(tensor)} and {scalar(other)}"
+            raise RuntimeError(f"{name} and mat2 must have the same dtype, but got {types}")
+
+
+@_checks(aten.bmm.default, aten.mv.default, aten.cross.default, aten.linalg_cross.default)
+def _of_the_first(func, one, other, *_):
+    """core/TensorBase.h, `data_ptr<T>`: the kernel of the first one's dtype reads the other."""
+    if other.dtype != one.dtype:
+        raise RuntimeError(f"expected scalar type {scalar(one)} but found {scalar(other)}")
+
+
+@_checks(aten.native_layer_norm.default)
+def _layer_norm(func, tensor, shape, *affine_and_eps):
+    """cuda/layer_norm_kernel.cu, `LayerNormKernelImplInternal`: as above."""
+    for other in affine_and_eps[:2]:
+        if other is not None:
+            _of_the_first(func, tensor, other)
+
+
+@_checks(aten.native_group_norm.default)
+def _group_norm(func, tensor, *affine_and_sizes):
+    """cuda/group_norm_kernel.cu, `GroupNormKernelImplInternal`: as above."""
+    _layer_norm(func, tensor, None, *affine_and_sizes)
+
+
+@_checks(aten.binary_cross_entropy.default)
+def _binary_cross_entropy(func, chances, target, *_):
+    """cuda/Loss.cu, `binary_cross_entropy_out_kernel`: a TensorIterator of one dtype."""
+    if target.dtype != chances.dtype:
+        raise RuntimeError(f"Found dtype {scalar(target)} but expected {scalar(chances)}")
+
+
+@_checks(aten.convolution.default)
+def _convolution(func, tensor, weight, *_):
+    """Convolution.cpp, `check_input_same_type_as_parameters`; a bias is checked before."""
+    if tensor.dtype != weight.dtype:
+        types = [f"torch.cuda.{scalar(x)}Tensor" for x in (tensor, weight)]
+        raise RuntimeError(
+            f"Input type ({types[0]}) and weight type ({types[1]}) should be the same"
+        )
+
+
+# ---------------------------------------------------------------------- indices
+
+
+def _in_range(func, indices, size, lowest=0, besides=None) -> None:
+    known = values_of(indices)
+    if known is None or not known.numel() or known.is_floating_point() or known.dtype == torch.bool:
+        return
+    with no_dispatch():
+        if besides is not None:
+            known = known[known != besides]
+        outside = known[(known < lowest) | (known >= size)]
+        if not outside.numel():
+            return
+        first = outside.flatten()[0].item()
+    raise torch.AcceleratorError(
+        f"CUDA error: device-side assert triggered: {func._opname} was given {first}, and allowed "
+        f"are {lowest} to {size - 1}"
+    )
+
+
+@_checks(aten.embedding.default)
+def _embedding(func, weight, indices, *_):
+    """cuda/Indexing.cu, `indexSelectSmallIndex`: "srcIndex < srcSelectDimSize" failed."""
+    _in_range(func, indices, weight.size(0))
+
+
+@_checks(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def _nll_loss(func, scores, target, weight=None, reduction=1, ignored=-100):
+    """cuda/Loss.cu and NLLLoss2d.cu: "t >= 0 && t < n_classes" failed."""
+    _in_range(func, target, scores.size(-1 if scores.dim() < 3 else 1), besides=ignored)
+
+
+@_checks(
+    aten.gather.default,
+    aten.index_select.default,
+    aten.index_add.default,
+    aten.index_add_.default,
+    aten.scatter.src,
+    aten.scatter.value,
+    aten.scatter_.src,
+    aten.scatter_.value,
+    aten.scatter_add.default,
+    aten.scatter_add_.default,
+)
+def _along_a_dimension(func, tensor, dim, indices, *_):
+    """cuda/ScatterGatherKernel.cu: "index out of bounds" failed."""
+    _in_range(func, indices, tensor.size(dim) if tensor.dim() else 1)
+
+
+@_checks(aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
+def _index(func, tensor, indices, *_):
+    """cuda/IndexKernel.cu: "-sizes[i] <= index && index < sizes[i]" failed; without masks."""
+    if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
+        return
+    for dim, index in enumerate(indices):
+        if index is not None:
+            _in_range(func, index, tensor.size(dim), lowest=-tensor.size(dim))
