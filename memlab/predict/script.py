@@ -193,18 +193,22 @@ def try_script(
     card.tracer.start = 0
     where = "" if raised is None else line_of_error(script, raised)
     error, status, raised = _ending(raised, where, counted.most, clock)
-    footprint = _without_part_of_a_step(card.footprint, counted.most)
+    return _told(card, seen, counted.most, snapshot, (script, error, where, status, raised))
+
+
+def _told(card, seen, steps, snapshot, ending) -> ScriptRun:
+    """The answer of a script that has ended. ending: script, error, where, status, exception."""
+    script, error, where, status, raised = ending
+    footprint = _without_part_of_a_step(card.footprint, steps)
     if not (error or footprint.peak_allocated):
         error, status = "the script ended without a tensor on the card", FAILED
     verdict = None if error else _verdict(card, footprint)
     if verdict and not verdict.fits:
         status = OUT_OF_MEMORY
-    said = () if error and status != OUT_OF_MEMORY else seen.lines(counted.most)
+    said = () if error and status != OUT_OF_MEMORY else seen.lines(steps)
     if snapshot and (lost := _not_written(card, snapshot)):
         error, status = "; ".join(filter(None, [error, lost])), status or FAILED
-    return ScriptRun(
-        script, footprint, counted.most, error, where, status, raised, verdict, tuple(said)
-    )
+    return ScriptRun(script, footprint, steps, error, where, status, raised, verdict, tuple(said))
 
 
 def _not_written(card: SimulatedGPU, snapshot) -> str:

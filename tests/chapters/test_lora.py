@@ -12,7 +12,7 @@ CHAPTER = Notebook("13-lora")
 
 @pytest.fixture(scope="module")
 def chapter():
-    return CHAPTER.run("imports adapter-weights lora-linear lora-start merge")
+    return CHAPTER.run("imports settings adapter-weights lora-linear lora-start merge")
 
 
 def with_the_random_half_of(shown, library, kind):

@@ -67,7 +67,9 @@ def test_a_script_sets_the_allocator_before_its_first_tensor(script, capsys):
     assert plain.footprint.peak_reserved % (20 * MiB) != 2 * MiB
     assert "PYTORCH_ALLOC_CONF: expandable_segments:True" in str(grow)
     assert "PYTORCH_ALLOC_CONF" not in os.environ  # it was the script's
-    assert run_script(script.with_name("model.py"), gpu="T4").footprint.assumptions == ()
+    said = run_script(script.with_name("model.py"), gpu="T4").footprint.assumptions
+    # Of TRL it is said where it is imported, as by other tests of the process.
+    assert not [one for one in said if "Triton" not in one]
 
 
 def test_a_script_that_ends_by_itself_is_told_to_the_end(script):

@@ -178,7 +178,8 @@ def test_workspaces_are_apart_and_depend_on_the_card():
 
 
 @pytest.mark.parametrize(
-    ("gpu", "allowed"), [("T5", "T4"), (0, "above 0"), (-1, "above 0"), (True, "T4")]
+    ("gpu", "allowed"),
+    [("T5", "T4"), (0, "bytes from 1,000"), (-1, "bytes from 1,000"), (True, "T4")],
 )
 def test_unknown_cards_are_refused(gpu, allowed):
     with pytest.raises(ValueError, match=allowed) as error:
