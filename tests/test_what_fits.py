@@ -15,7 +15,7 @@ ANSWER = re.compile(r"(fits|may fit|does not fit): [\d.]+( to [\d.]+)? GiB")
 
 
 def test_every_model_has_an_answer_in_each_way_on_each_card():
-    assert list(TABLE) == MADE["NAMES"] and len(TABLE) == 50
+    assert list(TABLE) == MADE["NAMES"]
     for ways in TABLE.values():
         assert list(ways) == list(MADE["WAYS"])
         assert all(list(of_cards) == list(MADE["CARDS"]) for of_cards in ways.values())
