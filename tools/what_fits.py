@@ -113,8 +113,8 @@ def main():
         jobs = {pool.submit(answers, name): name for name in missing}
         for job in tqdm(as_completed(jobs), total=len(jobs)):
             found[jobs[job]] = job.result()
-            ordered = {name: found[name] for name in NAMES if name in found}
-            file.write_text(json.dumps(ordered, indent=1) + "\n")
+            found = {name: found[name] for name in NAMES if name in found}  # in their order
+            file.write_text(json.dumps(found, indent=1) + "\n")
     before, *_ = PAGE.read_text(encoding="utf-8").partition("| model |")
     PAGE.write_text(f"{before}{table(found)}\n", encoding="utf-8")
 
