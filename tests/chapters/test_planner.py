@@ -34,7 +34,7 @@ def test_lora_and_qlora_of_the_tables_differ_in_the_base_alone(chapter):
 
 def test_the_plan_and_the_chapter_on_lora_mean_the_same_qlora(chapter):
     """Its figure is of one sequence, and gradients of adapters wait in a step of several."""
-    lora = Notebook("13-lora").run("imports recipes")
+    lora = Notebook("13-lora").run("imports settings recipes")
     theirs = lora["qlora"].but(checkpointing=True)
     plans = chapter["four_ways"]("llama-3-8b")["QLoRA"]
     assert plans.but(accumulation=1) == theirs
