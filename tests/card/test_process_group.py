@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
@@ -204,6 +205,22 @@ def test_tensor_parallel_layers_are_split_with_their_gradients_and_states(replic
     assert of_category(footprint, "parameters") == share
     assert of_category(footprint, "gradients") == share
     assert of_category(footprint, "optimizer_states") == 2 * share
+
+
+def test_attention_of_split_heads_takes_the_kernel_of_whole_ones():
+    """DTensors, as `ColwiseParallel(use_local_output=False)` gives them, keep what theirs keep."""
+
+    def kept(split):
+        with SimulatedGPU("A100-80", ranks=2):
+            mesh = dist.init_device_mesh("cuda", (2,))
+            heads = [torch.randn(2, 4, 256, 64, device="cuda", requires_grad=True) for _ in "qkv"]
+            if split:
+                heads = [DTensor.from_local(x, mesh, [Shard(1)], run_check=False) for x in heads]
+            out = scaled_dot_product_attention(*heads, is_causal=True)
+            held = torch.cuda.memory_allocated()
+            return held, out.to_local().stride() if split else out.stride()
+
+    assert kept(split=True) == kept(split=False)
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -14,6 +14,8 @@ import torch
 from torch._decomp import decompositions
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memlab.trace.tensors import inner_tensors
+
 
 class Kernel(NamedTuple):
     """A function that stands for an operator of PyTorch's dispatcher while a rule holds.
@@ -27,6 +29,11 @@ class Kernel(NamedTuple):
     of_card: bool = False
     key: str = "AutogradCPU"
     package: str = "aten"
+
+
+def is_simulated(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no data: itself or, as a DTensor, the part that this rank holds."""
+    return any(isinstance(part, FakeTensor) for part in inner_tensors(tensor))
 
 
 def dropout(input, p, train):
@@ -54,8 +61,7 @@ def log_softmax(input, dim, dtype=None):
 
 
 def _fused_softmax(kernel, input, dim, dtype):
-    here = isinstance(input, FakeTensor)  # and no data of the host
-    if here and dtype == torch.float32 and input.dtype == torch.float16:
+    if is_simulated(input) and dtype == torch.float32 and input.dtype == torch.float16:
         return kernel(input, dim, True)
     return kernel(input if dtype is None else input.to(dtype), dim, False)
 

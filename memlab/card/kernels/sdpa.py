@@ -8,9 +8,8 @@ of the CPU's while a card is simulated.
 import warnings
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
-from memlab.card.kernels.saved_tensors import Kernel
+from memlab.card.kernels.saved_tensors import Kernel, is_simulated
 from memlab.card.refusals import meta_type
 
 
@@ -196,8 +195,7 @@ def scaled_dot_product_attention(
         "enable_gqa": enable_gqa,
         "capability": gpu.capability,
     }
-    on_host = not isinstance(query, FakeTensor)  # with data
-    route = "math" if on_host else sdpa_route(query, key, value, **call)
+    route = sdpa_route(query, key, value, **call) if is_simulated(query) else "math"
     if route == "math":
         return torch._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
