@@ -1,7 +1,6 @@
 from . import gpus as gpus
 from . import models as models
 from .book.exercise import check as check
-from .book.explorer import explore as explore
 from .book.show import compare as compare
 from .card.device import SimulatedGPU as SimulatedGPU
 from .evidence.records import find_records as find_records
