@@ -1,4 +1,4 @@
-"""Chapter 10: its plans hold every text, its batches are the libraries' and memlab's."""
+"""Chapter 10: its plans hold every text, its batches and rows are the libraries' and memlab's."""
 
 import dataclasses
 import inspect
@@ -12,12 +12,14 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding
 
 import memlab
+from memlab import models
 from memlab.book import small_config
 
 CHAPTER = Notebook("10-padding")
 DEEPER = Notebook("10-padding-deeper")
 STRATEGIES = "orders grouped packed"
 TEXTS = "corpus lengths"
+ROWS = [[5, 6, 7], [8] * 9, [9, 10]]
 LENGTHS = [random.Random(i).randrange(1, 400) for i in range(331)]
 
 
@@ -120,6 +122,34 @@ def test_accelerate_keeps_our_batches(chapter):
     prepared = Accelerator(cpu=True).prepare(loader)
     widths = [batch["input_ids"].shape[1] for batch in prepared]
     assert widths == [max(chapter["epoch"][i] for i in batch) for batch in plan]
+
+
+def test_attention_of_variable_length_is_causal_in_a_decoder(deeper):
+    """In one row with borders each text is read as alone, by an encoder and by a decoder."""
+    DEEPER.run("leak-data", deeper)
+    given = {"tiny": small_config("bert-base-tiny"), "texts": ROWS}
+    DEEPER.run("text-by-text", deeper | given | {"flat": deeper["one_row"](ROWS)})
+    decoder, row = models.build("gpt2-tiny", attention="sdpa").eval(), deeper["one_row"](ROWS)
+    assert row["cu_seq_lens_q"].tolist() == [0, 3, 12, 14]
+    row["use_cache"] = False
+    with torch.no_grad():
+        by_mask = decoder(**row).logits
+        decoder.set_attn_implementation("text_by_text")
+        torch.testing.assert_close(decoder(**row).logits, by_mask, rtol=1e-4, atol=1e-4)
+    assert deeper["leak"](decoder, ROWS, **row) < 1e-4
+
+
+def test_trl_lays_out_as_the_page_says(deeper):
+    pytest.importorskip("trl")
+    names = DEEPER.run("trl", deeper | {"display": str})
+    texts = [[i % 50] * (30 + 17 * i % 400) for i in range(64)]
+    table = names["trl_batches"](texts)
+    free = {"ids": f"1 x {sum(map(len, texts[:16]))}", "it sends": "positions"}
+    assert table["padding_free"] == free
+    rows, width = map(int, table["packing"]["ids"].split(" x "))
+    assert rows == 1 and 900 < width <= 1024 and table["packing"]["it sends"] == "positions"
+    assert table["packing, wrapped"] == {"ids": "2 x 512", "it sends": "mask"}
+    assert table["neither"]["ids"].startswith("16 x ")
 
 
 def test_trl_stops_padding_free_alone_at_its_default_length():
