@@ -15,14 +15,14 @@ DTYPES = {"fp16-amp": torch.float16, "bf16-amp": torch.bfloat16}
 @pytest.fixture(scope="module")
 def chapter():
     before = torch.get_num_threads()
-    yield NOTEBOOK.run("imports amp-step stochastic")
+    yield NOTEBOOK.run("imports settings reader asked amp-step master stochastic")
     torch.set_num_threads(before)  # the chapter takes one
 
 
 @pytest.fixture(scope="module")
 def deeper():
     before = torch.get_num_threads()
-    yield DEEPER.run("imports reader-text reader accelerate-code accelerate-loop")
+    yield DEEPER.run("imports reader-text accelerate-code accelerate-loop")
     torch.set_num_threads(before)
 
 
@@ -36,6 +36,13 @@ def test_the_shown_step_and_the_recipes_step_agree(chapter, precision):
         return chapter["amp_step"](*parts, DTYPES[precision])
 
     assert_same_run(traced(shown, shown_step), traced(library, library.step))
+
+
+def test_modules_under_autocast_give_what_cudas_list_says(chapter):
+    gave = chapter["gave"]
+    assert gave["Linear"] == {torch.float16}
+    assert gave["Embedding"] == gave["LayerNorm"] == {torch.float32}
+    assert gave["the loss"] == gave["every .grad"] == {torch.float32}
 
 
 def test_a_module_is_taken_out_of_autocast_and_t5_has_one_that_asks_for_it():
