@@ -2,7 +2,6 @@ from . import corpora as corpora
 from . import show as show
 from .beside import beside as beside
 from .calculator import Calculator as Calculator
-from .chapters.ablation import AblationPanel as AblationPanel
 from .chapters.bits import BitExplorer as BitExplorer
 from .chapters.freezing import FreezingPanel as FreezingPanel
 from .chapters.loading import LoaderLanes as LoaderLanes
