@@ -156,7 +156,7 @@ def picture(answer: Plan) -> str:
     if answer:
         best = f"<b>First that fits:</b> {described(answer.first.recipe)}.<br>"
         best += f"<b>Fastest that fits:</b> {described(answer.fastest.recipe)}."
-        best += f"<br>{answer.fastest.sizes()}"
+        best += f"<br>{answer.fastest.sizes()}" if answer.fastest.longest is not None else ""
         if answer.roomiest.recipe != answer.fastest.recipe:
             best += f"<br><b>With the most room:</b> {described(answer.roomiest.recipe)}."
     else:
@@ -172,7 +172,7 @@ def _bar(option: Option) -> str:
     return (
         f'<div class="run"><b>Tier {option.tier}: {WAYS[option.way]}</b>, '
         f"{described(option.recipe).removeprefix(way_in_words(option.recipe) + ', ')}<br>"
-        f"{html.escape(option.bytes_and_seconds())}; {option.source}"
+        f"{html.escape(option.bytes_and_seconds())}"
         f'<div class="bar" role="img" aria-label="{gib(option.needed)} of '
         f'{gib(option.total_memory)}"><div style="width:{option.needed / widest:.2%};'
         f'background:{MISSING if option.missing else HELD}"></div>{end}</div></div>'
