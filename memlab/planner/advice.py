@@ -1,13 +1,20 @@
-"""What decides whether a plain recipe fits, and what single changes of it save, in words."""
+"""What decides whether a recipe fits, and what single changes of it save, in words."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING
 
-from memlab.footprint import Category, Footprint
-from memlab.planner.estimates import Estimates
-from memlab.planner.result import PAGED_OUT, STATES, WAYS, Option, Switch, is_paged
+from memlab.footprint import Category, Phase
+from memlab.planner.result import PAGED_OUT, STATES, WAYS, Option, Switch, is_paged, way_of
+from memlab.planner.space import Combination
+from memlab.trace.events import Alloc, Free, Marker
+from memlab.trace.log import Log
 from memlab.units import gib
+
+if TYPE_CHECKING:
+    from memlab.planner.search import Search
 
 CAN_REDUCE = {
     Category.PARAMETERS: "QLoRA",
@@ -18,21 +25,23 @@ CAN_REDUCE = {
 }
 
 
-def decision(start: Option, footprint: Footprint, switches, room: int) -> tuple[str, ...]:
-    """What decides, in sentences, from what the plain recipe's peak is made of."""
-    states = sum(footprint.breakdown.get(name, 0) for name in STATES)
-    largest = max(CAN_REDUCE, key=lambda name: footprint.breakdown.get(name, 0))
+def decision(search: Search, start: Option, changes: tuple[Switch, ...]) -> tuple[str, ...]:
+    """What decides, in sentences, from what a recipe's peak is made of."""
+    parts, phase = parts_at_peak(search.answers.log(start.recipe))
+    allocated, room = sum(parts.values()), search.answers.room
+    states = sum(parts[name] for name in STATES)
+    largest = max(CAN_REDUCE, key=lambda name: parts[name])
     name, way = largest.replace("_", " "), WAYS[start.way]
-    share = footprint.breakdown[largest] / footprint.peak_allocated
     most = (
-        f"The largest part is {name}, {share:.0%} of the peak, in the {footprint.peak_phase}: "
-        f"less of it by {CAN_REDUCE[largest]}."
+        f"The largest part is {name}, {parts[largest] / allocated:.0%} of the peak, in the "
+        f"{phase}: less of it by {CAN_REDUCE[largest]}."
     )
-    enough = [switch.name for switch in switches if switch.fits]
-    helps = f"Enough by itself: {', '.join(enough)}." if enough else "No single switch is enough."
     if not start.missing:
-        return (f"{way[0].upper()}{way[1:]} fits as it is.", most)
-    if states + start.needed - footprint.peak_allocated > room:
+        plain = start.recipe.checkpointing == "none" and start.tier == 1
+        return (f"{way[0].upper()}{way[1:]} fits as it is.", most) if plain else (most,)
+    enough = [change.name for change in changes if change.fits]
+    helps = f"Enough by itself: {', '.join(enough)}." if enough else "No single switch is enough."
+    if states + start.needed - allocated > room:
         return (
             f"Parameters, gradients and optimizer states are {gib(states)} where {gib(room)} may "
             "be used: checkpointing, a smaller micro-batch and shorter sequences cannot help.",
@@ -40,33 +49,87 @@ def decision(start: Option, footprint: Footprint, switches, room: int) -> tuple[
         )
     return (
         f"Parameters, gradients and optimizer states are {gib(states)} of the {gib(room)} that may "
-        f"be used, and the rest of the peak {gib(footprint.peak_allocated - states)}.",
+        f"be used, and the rest of the peak {gib(allocated - states)}.",
         f"{most} {helps}",
     )
 
 
-def switches(said: Estimates, start: Option) -> tuple[Switch, ...]:
-    """Single changes of the first recipe, the one that saves most first."""
-    first, changed = said.combinations[0], {}
-    named = {"way": WAYS, "checkpointing": {True: "checkpointing"}}
-    for one in said.combinations:
-        fields = dataclasses.asdict(one)
-        other = {k: v for k, v in fields.items() if v != getattr(first, k)}
-        if one.way != first.way and other.keys() <= {"way", "precision"}:
-            changed.setdefault(WAYS[one.way], said.recipe(one, 1))
-        elif len(other) == 1:
-            ((name, value),) = other.items()
-            value = named.get(name, {}).get(value, value)
-            changed[f"{value}{PAGED_OUT * is_paged(one.optimizer)}"] = said.recipe(one, 1)
-    if len(said.batches) > 1:
-        changed[f"micro-batch {said.batches[1]}"] = said.recipe(first, said.batches[1])
-    if said.question.seq_len > 1:
-        half = said.question.seq_len // 2
-        changed[f"{half:,} tokens"] = said.recipe(first, 1, seq_len=half)
-    found = []
-    for name, recipe in changed.items():
-        option = said.option(recipe)
-        known = option.seconds and start.seconds
-        slower = option.seconds - start.seconds if known else None
-        found.append(Switch(name, start.needed - option.needed, slower, not option.missing))
-    return tuple(sorted(found, key=lambda switch: -switch.saved))
+def parts_at_peak(log: Log) -> tuple[Counter[Category], Phase]:
+    """The bytes of each category at the peak of the measured step, and its phase."""
+    events = list(log.events())
+    sizes = {which: step.nbytes for which, step in events if type(step) is Alloc}
+    now = most = peak = 0
+    for place, (which, step) in enumerate(events):
+        if type(step) is Alloc:
+            now += sizes[which]
+        elif type(step) is Free:
+            now -= sizes[which]
+        if step is Marker.RESET or now > most:
+            most, peak = now, place
+    living: dict[object, Alloc] = {}
+    phase = Phase.FORWARD
+    for which, step in events[: peak + 1]:
+        if type(step) is Alloc:
+            living[which], phase = step, step.phase
+        elif type(step) is Free:
+            del living[which]
+    parts: Counter[Category] = Counter()
+    for birth in living.values():
+        parts[birth.category] += birth.nbytes
+    return parts, phase
+
+
+def switches(search: Search, start: Option) -> tuple[Switch, ...]:
+    """Single changes of a recipe, the one that saves most first.
+
+    Of other ways, optimizers and formats those that the search has asked about.
+    """
+    recipe, recipes = start.recipe, search.recipes
+    batch, changed = recipe.batch_size, {}
+    own = Combination(
+        way_of(recipe),
+        recipe.precision,
+        recipe.optimizer,
+        recipe.checkpointing != "none",
+        recipe.sharding,
+        recipe.loss,
+    )
+    for one in recipes.combinations:
+        name = _named_change(own, one)
+        again = one.checkpointing != own.checkpointing
+        if name and name not in changed and (again or one in search.lacks):
+            changed[name] = recipes.recipe(one, batch)
+    smaller = [n for n in recipes.batches if n < batch] or recipes.batches[1:2]
+    if smaller:
+        changed[f"micro-batch {smaller[-1]}"] = recipes.recipe(own, smaller[-1])
+    if recipe.seq_len > 1:
+        half = recipe.seq_len // 2
+        changed[f"{half:,} tokens"] = recipes.recipe(own, batch, seq_len=half)
+    return tuple(
+        sorted(
+            (_switch(search, start, name, other) for name, other in changed.items()),
+            key=lambda switch: -switch.saved,
+        )
+    )
+
+
+def _named_change(own: Combination, one: Combination) -> str:
+    """The only thing in which a combination differs, in words; empty where there are more."""
+    before, after = dataclasses.asdict(own), dataclasses.asdict(one)
+    other = {name for name in before if before[name] != after[name]}
+    if one.way != own.way and other <= {"way", "precision", "optimizer", "loss"}:
+        return WAYS[one.way]
+    if len(other) != 1:
+        return ""
+    (name,) = other
+    if name == "checkpointing":
+        return "checkpointing" if one.checkpointing else "no checkpointing"
+    return f"{after[name]}{PAGED_OUT * is_paged(one.optimizer)}" if name != "loss" else ""
+
+
+def _switch(search: Search, start: Option, name: str, recipe) -> Switch:
+    answers = search.answers
+    tensors, seconds = answers.tensors(recipe), answers.seconds(recipe)
+    fits = tensors <= answers.room and not answers.simulated(recipe).missing
+    slower = seconds - start.seconds if seconds and start.seconds else None
+    return Switch(name, answers.tensors(start.recipe) - tensors, slower, fits)

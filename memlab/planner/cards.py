@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from memlab.planner.result import WAYS, Option, Question, name_of_model
+from memlab.planner.result import WAYS, Option, Question, name_of_model, wrapped
 from memlab.units import gib
 
 # Cards of all sizes that are rented or bought most: among them the smallest is looked for.
@@ -61,7 +61,7 @@ class Cards:
             else:
                 words.append(f"Smallest for {WAYS[way]}: {card}, with {self.options[card][way]}")
         assumed = [f"Assumed: {one}." for one in self.assumptions]
-        return "\n".join([head, *words, "", table, *assumed])
+        return "\n".join(map(wrapped, [head, *words, "", table, *assumed]))
 
 
 def _cell(option: Option | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from memlab.planner.result import Option, is_paged
 from memlab.planner.space import Combination
@@ -12,9 +12,12 @@ from memlab.planner.space import Combination
 ALIKE = 0.08
 
 
-def fitting(options: dict[Combination, Option]) -> dict[Combination, Option]:
-    """Those that fit."""
-    return {one: option for one, option in options.items() if not option.missing}
+def groups(found: Sequence[Combination]) -> list[list[Combination]]:
+    """Combinations in the order of preference of `plainest`, as lists of equals."""
+    pages = [one for one in found if is_paged(one.optimizer)]
+    plain = [one for one in found if one.precision == "fp32" and one not in pages]
+    rest = [one for one in found if one not in pages and one not in plain]
+    return [group for group in (rest, plain, pages) if group]
 
 
 def plainest(
@@ -26,11 +29,8 @@ def plainest(
     the cards that nobody measured; what pages where nothing else does, because nobody knows the
     seconds of moving its states.
     """
-    pages = {one for one in options if is_paged(one.optimizer)}
-    plain = {one for one in options if one.precision == "fp32"}
-    for left_out in (pages | plain, pages, set()):
-        times = {one: seconds(it) for one, it in options.items() if one not in left_out}
-        if times:
-            least = min(times.values())
-            return next(one for one, time in times.items() if time <= (1 + ALIKE) * least)
-    return None
+    if not options:
+        return None
+    times = {one: seconds(options[one]) for one in groups(list(options))[0]}
+    least = min(times.values())
+    return next(one for one, time in times.items() if time <= (1 + ALIKE) * least)

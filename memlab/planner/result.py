@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ TIERS = {
 WORSE_OPTIMIZERS = ("sgd", "lion_8bit")
 FASTEST, ROOMIEST = "fastest", "most room"
 NO_TIME = 1e-6  # seconds
+WIDTH = 80  # columns of a terminal
 PAGED_OUT = " (all states paged out)"  # which the driver need not do
 STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES)
 
@@ -93,8 +96,7 @@ class Option:
 
     needed: bytes of the card, context included, as in `Fit`; margin: kept free beside them.
     Paged states are counted as if all were paged out. seconds: estimated, of one optimizer step,
-    None where that is not known, as of such states. simulated: whether bytes come from a
-    simulation, or else from the formula.
+    None where that is not known, as of such states. Bytes are those of a simulation.
 
     largest_batch, longest: the largest micro-batch, all else as it is, and the longest sequence in
     steps of 64 tokens; the next one does not fit, unless `longest_ends` says why none is longer.
@@ -106,7 +108,6 @@ class Option:
     margin: int
     total_memory: int
     seconds: float | None
-    simulated: bool
     largest_batch: int | None = None
     longest: int | None = None
     longest_ends: str = ""
@@ -140,19 +141,13 @@ class Option:
         return values | {"recipe": self.recipe.as_dict()} | more
 
     def __str__(self) -> str:
-        return f"{described(self.recipe)}: {self.bytes_and_seconds()}; {self.source}"
-
-    @property
-    def source(self) -> str:
-        """Where its bytes come from, in a word."""
-        return "simulated" if self.simulated else "formula"
+        return f"{described(self.recipe)}: {self.bytes_and_seconds()}"
 
     def bytes_and_seconds(self) -> str:
         """What it needs of the card, or lacks, and how long a step takes."""
         text = gib(self.needed)
         if self.missing:
-            least = "" if self.simulated else "at least "
-            text = f"{least}{text}, with the margin {gib(self.missing)} too many"
+            text += f", with the margin {gib(self.missing)} too many"
         text += PAGED_OUT * is_paged(self.recipe.optimizer)
         return f"{text}, {self.time()}" if self.seconds else text
 
@@ -225,10 +220,10 @@ def described(recipe: Recipe) -> str:
 
 @dataclass(frozen=True)
 class Switch:
-    """One change of the recipe that a reader would start with, by the formula.
+    """One change of a recipe.
 
-    saved: bytes at the peak, below 0 where it takes more. seconds: that a step takes longer, None
-    where that is not known. fits: whether the changed recipe fits the card.
+    saved: bytes of tensors at the peak, below 0 where it takes more. seconds: that a step takes
+    longer, None where that is not known. fits: whether the changed recipe fits the card.
     """
 
     name: str
@@ -246,8 +241,9 @@ class Plan:
     """The answer for one card.
 
     fastest, roomiest: what fits, with the least seconds and with the most bytes left; None where
-    nothing does. tiers: the best of each of `TIERS`, or the one that lacks least. start: what a
-    reader would start with; switches: single changes of it, the one that saves most first.
+    nothing does. tiers: the best of each of `TIERS`, or the most sparing, with one sequence. start:
+    the first of these that fits, or what lacks least; switches: single changes of it, the one that
+    saves most first.
     decision: sentences. remedies: where nothing fits, what would; excluded: what was not
     considered, and why. assumptions: as `memlab.footprint.Footprint` has them, of the model in any
     way. rungs: where nothing else fits, the more sparing ways to train every weight that do.
@@ -297,80 +293,94 @@ class Plan:
     def __str__(self) -> str:
         asked, card = self.question, self.card
         assert card.total_memory is not None  # a plan is for a card with a limit
-        cards = f"{asked.ranks} x " if asked.ranks > 1 else ""
         usable = self.start.total_memory - self.start.margin
-        lines = [
-            f"{name_of_model(asked.model)} on {cards}{card.in_words}: {self.verdict()}.",
+        head = (
             f"{asked.effective_batch} sequences of {asked.seq_len:,} tokens a step. GiB include "
-            f"the context; {usable / GiB:,.1f} of the card's {gib(card.total_memory)} may be used.",
-            "",
-            _table(self._told()),
-            f"Tiers, by what they may cost in quality: {'; '.join(self._legend())}.",
-            "",
-        ]
+            f"the context; {usable / GiB:,.1f} of the card's {gib(card.total_memory)} may be used."
+        )
+        lines = [f"{self.verdict()}.", *self._choice(), head, "", _table(self.tiers.values())]
+        lines += [f"Tiers, by what they may cost in quality: {'; '.join(self._legend())}.", ""]
         if self.fastest and self.roomiest:
-            sized = {FASTEST: self.fastest, ROOMIEST: self.roomiest}
             same = _is_same(self.fastest.recipe, self.roomiest.recipe)
-            lines += [f"{n}: {it.sizes()}." for n, it in list(sized.items())[: 2 - same]]
+            sized = {FASTEST: self.fastest, ROOMIEST: self.roomiest}
+            for name, option in list(sized.items())[: 2 - same]:
+                sizes = f"; {option.sizes()}" * (option.longest is not None)
+                lines.append(f"{name[0].upper()}{name[1:]}: {option}{sizes}.")
         else:
-            lines += ["What would fit:", *(f"  {remedy}" for remedy in self.remedies)]
-        start = f"{described(self.start.recipe)}, {gib(self.start.needed)}"
+            lines += ["What would fit:", *(f"- {remedy}" for remedy in self.remedies)]
+        rows = [_change(switch) for switch in self.switches]
+        heads = ["change", "saves GiB", "a step takes", "fits"]
+        left, right = ("left",), ("right",) * 2
         lines += [
-            f"One change at a time, by the formula, from {start}:",
+            f"One change at a time from {described(self.start.recipe)}, {gib(self.start.needed)}:",
             "",
-            tabulate(
-                [_change(switch) for switch in self.switches],
-                ["change", "saves GiB", "a step takes", "fits"],
-                colalign=("left", "right", "right", "left"),
-                disable_numparse=True,
-            ),
+            tabulate(rows, heads, colalign=(*left, *right, *left), disable_numparse=True),
             "",
             *self.decision,
         ]
         lines += [f"Left out: {reason}." for reason in self.excluded]
         lines += [f"Assumed: {one}." for one in self.assumptions]
-        return "\n".join(lines)
+        return "\n".join(map(wrapped, lines))
 
     def verdict(self) -> str:
         """The answer in a line, without its full stop."""
-        if not self.fastest:
-            return "nothing fits"
+        cards = f"{self.question.ranks} x " if self.question.ranks > 1 else ""
+        begin = f"{name_of_model(self.question.model)} on {cards}{self.card.in_words}: "
         first = self.first
-        assert first is not None  # what is fastest has a tier
-        same = _is_same(first.recipe, self.fastest.recipe)
-        best = f"tier {first.tier} fits, {described(first.recipe)}"
-        fastest = f"tier {self.fastest.tier}, {described(self.fastest.recipe)}"
-        return f"{best}, and is fastest" if same else f"{best}; fastest is {fastest}"
+        if not first:
+            return f"{begin}nothing fits"
+        way, total = way_in_words(first.recipe), gib(first.total_memory)
+        return f"{begin}{way} fits, {first.needed / GiB:,.1f} of {total}"
+
+    def _choice(self) -> list[str]:
+        """The recipe of the first line, and the fastest one."""
+        first, fastest = self.first, self.fastest
+        if not first or not fastest:
+            return []
+        if _is_same(first.recipe, fastest.recipe):
+            return [f"Tier {first.tier}, and fastest: {in_short(first.recipe)}."]
+        return [
+            f"Tier {first.tier}: {in_short(first.recipe)}.",
+            f"Fastest is tier {fastest.tier}, {described(fastest.recipe)}.",
+        ]
 
     def _legend(self) -> list[str]:
         return [f"{tier} {what}" for tier, what in TIERS.items() if tier in self.tiers]
 
-    def _told(self) -> list[tuple[str, Option]]:
-        """The rows of the table: words, and an option."""
-        told = []
-        if self.fastest and self.roomiest:
-            told = [(FASTEST, self.fastest), (ROOMIEST, self.roomiest)]
-            if _is_same(self.fastest.recipe, self.roomiest.recipe):
-                told = [(f"{FASTEST}, {ROOMIEST}", self.fastest)]
-        known = [option for _, option in told]
-        return told + [("", it) for it in self.tiers.values() if it not in known]
+
+def in_short(recipe: Recipe) -> str:
+    """A recipe in words, without its way."""
+    return described(recipe).removeprefix(f"{way_in_words(recipe)}, ")
 
 
-def _table(told: list[tuple[str, Option]]) -> str:
+def wrapped(text: str) -> str:
+    """A paragraph in lines of a terminal; a table as it is."""
+    if "\n" in text:
+        return text
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _table(options: Iterable[Option]) -> str:
     """Options side by side, as lines of text."""
     rows = []
-    for name, option in told:
-        recipe = described(option.recipe).removeprefix(f"{way_in_words(option.recipe)}, ")
-        time = seconds_text(option.seconds) if option.seconds else "unknown"
-        lacks = f"{option.missing / GiB:,.1f}" if option.missing else ""
-        needed = f"{option.needed / GiB:,.1f}"
-        if option.missing and not option.simulated:
-            needed = f"over {needed}"
-        way = f"{option.tier} {WAYS[option.way]}"
-        rows.append([name, way, recipe, needed, lacks, time, option.rate(), option.source])
-    heads = ["", "tier", "recipe", "GiB", "lacks", "a step", "sequences/s", "by"]
-    left, right = ("left",) * 3, ("right",) * 4
-    return tabulate(rows, heads, colalign=(*left, *right, "left"), disable_numparse=True)
+    for option in options:
+        recipe = option.recipe
+        more = [recipe.sharding] * (recipe.ranks > 1) + ["in parts"] * (recipe.loss != "whole")
+        rows.append(
+            [
+                f"{option.tier} {WAYS[option.way].removesuffix(' fine-tuning')}",
+                recipe.precision,
+                " ".join([recipe.optimizer, *more]),
+                "yes" if recipe.checkpointing != "none" else "no",
+                f"{recipe.batch_size} x {recipe.accumulation}",
+                f"{option.needed / GiB:,.1f}",
+                f"{option.missing / GiB:,.1f}" if option.missing else "",
+                seconds_text(option.seconds) if option.seconds else "unknown",
+            ]
+        )
+    heads = ["tier", "in", "optimizer", "ckpt", "batch", "GiB", "lacks", "a step"]
+    left, right = ("left",) * 4, ("right",) * 4
+    return tabulate(rows, heads, colalign=(*left, *right), disable_numparse=True)
 
 
 def _is_same(one: Recipe, other: Recipe) -> bool:

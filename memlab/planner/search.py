@@ -1,42 +1,41 @@
-"""Which recipe trains a model on a card: the formula looks everywhere, a simulation confirms.
+"""Which recipe trains a model on a card: traces look everywhere, the allocator confirms.
 
-Every combination of way, precision, optimizer and checkpointing is asked of `memlab.formula` for
-the largest micro-batch that fits. The best are then simulated, one trace each
-(`memlab.predict.traces`), which corrects what the formula said, of the like of it too, until the
-best one is a simulated one. The other ways are answered for by the formula where they fit even if
-no block of memory is used twice, and else simulated.
+Of each combination of way, precision, optimizer and checkpointing that may be the best of its tier
+the search finds the largest micro-batch whose tensors fit, by the peak of its trace
+(`memlab.predict.traces`), in milliseconds a size. The best are replayed by the card's allocator,
+with a smaller micro-batch where it runs out of memory, until the best one is a replayed one. So
+all bytes of an answer are those of `memlab.fits`.
+
+A combination is left out where it cannot be better: where its weights, gradients and states alone
+are too large; with checkpointing where all sequences fit at once without it; and with smaller
+states, or parts of them, where they save less than what a larger micro-batch lacks.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from memlab.gpus import GPU, GPUS, find_gpu
+from memlab.gpus import GPU, GPUS
 from memlab.planner.advice import decision, switches
+from memlab.planner.answers import LIKE, Answers
 from memlab.planner.cards import LADDER, Cards
-from memlab.planner.choice import fitting
-from memlab.planner.estimates import LIKE, Estimates, trace_key
-from memlab.planner.result import WAYS, WORST, Option, Plan, Question, described
-from memlab.planner.rungs import rungs
-from memlab.planner.space import Combination, computes
-from memlab.predict.fit import MARGIN, largest_size, limited, verdict, why_no_larger
+from memlab.planner.choice import groups, plainest
+from memlab.planner.remedies import remedies, rungs
+from memlab.planner.result import WAYS, Option, Plan, Question, is_paged
+from memlab.planner.space import Combination, Recipes, computes
+from memlab.predict.fit import MARGIN, limited
 from memlab.predict.progress import Progress
 from memlab.predict.run import gc_frozen
-from memlab.predict.simulate import sized_log
-from memlab.spec.logits import unlike_product
-from memlab.spec.recipe import Recipe
-from memlab.trace.log import Log
 
 if TYPE_CHECKING:
     from memlab.models import Model
 
     Named = GPU | str | int  # a card
 
-TRACES = 4  # simulations at most until the fastest is one that is simulated
-NEAR = 0.05  # lacking so much of a card by the formula, it may yet fit
-RANKS = (2, 4, 8, 16, 32, 64)  # cards that are proposed where one does not do
+SAME_ROOM = 0.02  # of a card; what saves less than that leaves no more room worth a row
 
 
 @overload
@@ -64,17 +63,14 @@ def plan(
     of each way. model, seq_len (tokens), effective_batch (sequences of an optimizer
     step) and more: the fields of `memlab.planner.result.Question`; margin: as in `fits`.
 
-    What fits is decided by the margin of `fits`; which is fastest by estimated seconds. The formula
-    knows no order of events, so what it says of bytes is confirmed by simulations where a figure
-    says "simulated": the fastest recipe, the one with the most room, their largest micro-batch and
-    their longest sequence. A card given in bytes is taken as quick as an A100.
+    What fits is decided by `fits` and its margin; which is fastest by estimated seconds. A card
+    given in bytes is taken as quick as an A100. With several ranks, on cards of one kind, `ddp`,
+    `zero2` and `zero3` are looked at.
 
-    With several ranks, on cards of one kind, `ddp`, `zero2` and `zero3` are looked at. What a rank
-    holds by the formula is an estimate (`memlab.predict.formula_ranks`), so the best of each
-    way is simulated. Seconds are those of the formula everywhere.
+    Where no recipe of a tier fits with the model's own loss, the most sparing is tried with the
+    loss in parts, which changes no result.
 
-    Where the formula's traces are of other releases of PyTorch and other libraries than those
-    installed, the answer says so. Raises ValueError in one line for what cannot be asked.
+    Raises ValueError in one line for what cannot be asked.
     """
     margin = more.pop("margin", MARGIN)
     question = Question(model, seq_len, effective_batch, **more)
@@ -83,7 +79,7 @@ def plan(
         named = gpu
     elif gpu is not None:
         named = [gpu]
-    cards = [_with_rates(limited(one, margin)) for one in named]
+    cards = [_with_rates(limited(name, margin)) for name in named]
     if not cards:
         raise ValueError(f"gpu is {gpu!r}: allowed are {', '.join(GPUS)}, or a number of bytes")
     if question.ranks > 1 and len(cards) > 1:
@@ -100,25 +96,36 @@ BAR = "{desc} [{elapsed}]"
 
 
 class Search:
-    """The search for one question on one card: estimates, and simulations where they decide."""
+    """The search for one question on one card.
+
+    answers: what is known of single recipes. options: the largest micro-batch of each combination
+    that fits. lacks: of each that was asked, the bytes that the next larger micro-batch lacks, 0
+    where there is none. replayed: those whose option the allocator has confirmed.
+    """
 
     def __init__(
         self, question: Question, card: GPU, margin: float, progress: Progress | None = None
     ) -> None:
         self.question, self.card, self.margin, self.progress = question, card, margin, progress
-        self.estimates = Estimates(question, card, margin, self.say)
-        self.sizes: dict[tuple[object, ...], tuple[int, int | None]] = {}
-        assert card.total_memory is not None and card.context is not None  # it has a limit
-        self.total_memory, self.context = card.total_memory, card.context
+        self.answers = Answers(question, card, margin, self.say)
+        self.recipes = Recipes(question, card)
+        self.options: dict[Combination, Option] = {}
+        self.lacks: dict[Combination, int] = {}
+        self.replayed: set[Combination] = set()
 
     def plan(self) -> Plan:
         """The whole answer."""
-        options = {one: self.estimates.largest(one) for one in self.estimates.combinations}
-        options, fastest, roomiest = self.fastest_and_smallest(options)
-        tiers = self.best_of_each_tier(options, fastest)
-        sparing = () if fastest else self.rungs()
-        start, footprint = self.estimates.plain()
-        changes = switches(self.estimates, start)
+        tiers = self.best_of_each_tier()
+        fastest = roomiest = self.fastest()
+        if fastest:
+            fastest = roomiest = tiers[fastest.tier] = self.answers.with_sizes(fastest)
+            least = self.roomiest(fastest)
+            roomiest = self.answers.with_sizes(least) if least else fastest
+        sparing = () if fastest else rungs(self)
+        first = next((it for it in tiers.values() if not it.missing), None)
+        start = first or min(tiers.values(), key=lambda option: option.missing)
+        changes = switches(self, start)
+        told = [*tiers.values(), *filter(None, [fastest, roomiest]), *sparing]
         return Plan(
             self.question,
             self.card,
@@ -127,238 +134,209 @@ class Search:
             {tier: self.named(option) for tier, option in tiers.items()},
             self.named(start),
             changes,
-            decision(start, footprint, changes, self.estimates.room),
-            () if fastest else tuple(self.remedies(options, sparing)),
-            self.estimates.excluded,
-            tuple(self.estimates.assumptions),
+            decision(self, start, changes),
+            () if fastest else tuple(remedies(self, tiers, sparing)),
+            self.recipes.excluded,
+            self.answers.assumed(told),
             tuple(map(self.named, sparing)),
         )
 
     def named(self, option: Option) -> Option:
-        """The option with the model as the reader named it, and not as the config it stands for."""
+        """The option with the model as the user named it, and not as the config it stands for."""
         if not isinstance(self.question.model, str):
             return option
         recipe = option.recipe.but(model=self.question.model, task=option.recipe.task)
         return dataclasses.replace(option, recipe=recipe)
 
-    # ------------------------------------------------------------------ simulations
+    # ------------------------------------------------------------------ one combination
 
-    def simulate_until_stable(
-        self, options: dict[Combination, Option]
-    ) -> dict[Combination, Option]:
-        """The options; the best of those that fit is a simulated one."""
-        options = dict(options)
-        for _ in range(TRACES):
-            best = self.estimates.fastest_of(fitting(options))
-            if best is None:  # it may be the formula that lacks some bytes
-                best = min(options, key=lambda one: options[one].missing)
-                if options[best].missing > NEAR * self.total_memory:
-                    break
-            if options[best].simulated:
-                break
-            options[best] = self.confirmed(options[best])
-            options = {
-                one: it if it.simulated else self.estimates.largest(one)
-                for one, it in options.items()
-            }
-        return options
+    def ask(self, one: Combination) -> None:
+        """Find the largest micro-batch of a combination whose tensors fit, if any do."""
+        least = self.recipes.least_bytes(one) + self.answers.context
+        self.lacks[one] = max(0, least - self.answers.room)
+        if self.lacks[one]:
+            return
+        batch = self._largest_batch(one, least)
+        if batch:
+            self.options[one] = self.answers.at_least(self.recipes.recipe(one, batch))
 
-    def told(self, options: dict[Combination, Option]) -> Combination:
-        """The best of what fits in a simulation; else the one that lacks least."""
-        while True:
-            best = self.estimates.fastest_of(
-                {one: it for one, it in fitting(options).items() if it.simulated}
-            )
-            least = min(options, key=lambda one: (options[one].missing, options[one].needed))
-            if best or options[least].missing:
-                return best or least
-            options[least] = self.confirmed(options[least])
+    def _largest_batch(self, one: Combination, least: int) -> int:
+        """The largest micro-batch whose tensors fit, or 0.
 
-    def best_of_method(self, options: dict[Combination, Option]) -> Option:
-        """The best of a way or a tier, simulated only where it may be better than what surely fits.
-
-        What loading a quantized base leaves behind is known from a simulation only.
+        One sequence, and all of a step at once, have traces of their own: they are asked last, the
+        one only where it can fit. What it needs is more than `least` and its share of the rest.
         """
-        said = self.estimates
-        loaded = ("qlora", "ddp") in said.surplus or all(one.way != "qlora" for one in options)
-        if self.question.ranks == 1 and loaded:
-            surely = fitting({one: said.largest(one, said.upper_bound) for one in options})
-            best, hoped = said.fastest_of(surely), said.fastest_of(fitting(options))
-            if (
-                best
-                and hoped
-                and said.fastest_of({best: surely[best]} | {hoped: options[hoped]}) == best
-            ):
-                return surely[best]
-        options = self.simulate_until_stable(options)
-        return options[self.told(options)]
 
-    def confirmed(self, option: Option) -> Option:
-        """The option as a simulation has it, with the largest micro-batch that it allows, or 1."""
-        recipe, effective = option.recipe, self.estimates.effective
+        def fits(batch: int) -> bool:
+            needed = self.answers.tensors(self.recipes.recipe(one, batch))
+            if needed > self.answers.room:
+                self.lacks[one] = needed - self.answers.room
+            return needed <= self.answers.room
+
+        batches = self.recipes.batches
+        between = batches[1:-1]
+        low, high = 0, len(between)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if fits(between[middle]) else (low, middle)
+        if low == len(between) and len(batches) > 1 and fits(batches[-1]):
+            self.lacks[one] = 0
+            return batches[-1]
+        if low:
+            return between[low - 1]
+        if self.lacks[one]:  # of the second smallest
+            alone = least + (self.answers.room + self.lacks[one] - least) // batches[1]
+            if alone > self.answers.room:
+                self.lacks[one] = alone - self.answers.room
+                return 0
+        return int(fits(1))
+
+    def replay(self, one: Combination) -> None:
+        """Let the allocator confirm an option, with a smaller micro-batch where it does not fit."""
+        recipe = self.options.pop(one).recipe
         while True:
-            largest = self.size(recipe, "batch_size")[0]
-            if recipe.accumulation == 1 and largest < effective > 1:
-                # Gradients that wait for the next micro-batch are another training.
-                recipe = self._cut(recipe, self.estimates.batches[-2])
-                continue
-            allowed = [n for n in self.estimates.batches if n <= largest and n < effective]
-            if recipe.accumulation > 1:
-                recipe = self._cut(recipe, max(allowed, default=1))
-            return self.judged(recipe)
+            option = self.answers.simulated(recipe)
+            if not option.missing:
+                self.options[one] = option
+                self.replayed.add(one)
+                return
+            self.lacks[one] = option.missing
+            smaller = [n for n in self.recipes.batches if n < recipe.batch_size]
+            if not smaller:
+                return
+            recipe = self.recipes.recipe(one, smaller[-1])
 
-    def _cut(self, recipe: Recipe, batch: int) -> Recipe:
-        return recipe.but(batch_size=batch, accumulation=self.estimates.effective // batch)
+    # ------------------------------------------------------------------ several combinations
 
-    def judged(self, recipe: Recipe) -> Option:
-        """A recipe as a simulation has it; what it needs beyond the formula is remembered."""
-        option = self.simulated(recipe)
-        self.estimates.note_surplus(option)
+    def may_help(self, one: Combination, group: Sequence[Combination]) -> bool:
+        """Whether a combination may be better than what is known of its group."""
+        without = dataclasses.replace(one, checkpointing=False)
+        if one in self.lacks or (one.checkpointing and self.lacks.get(without) == 0):
+            return False
+        first = next(it for it in group if it.checkpointing == one.checkpointing)
+        if one is first:
+            return True
+        saved = self.recipes.least_bytes(first) - self.recipes.least_bytes(one)
+        return saved >= self.lacks.get(first, 0) > 0
+
+    def best(self, found: Iterable[Combination]) -> Combination | None:
+        """The best of the options, replayed; None where none fits."""
+        known = [one for one in found if one in self.options]
+        while known:
+            times = {one: self.options[one] for one in known}
+            best = plainest(times, lambda option: self.answers.time(option.recipe) or float("inf"))
+            if best is None or best in self.replayed:
+                return best
+            self.replay(best)
+            known = [one for one in known if one in self.options]
+        return None
+
+    def best_of(self, found: Sequence[Combination]) -> Option | None:
+        """The best of a tier, replayed; None where nothing fits, with the loss in parts either."""
+        for group in groups(found):
+            best, asked = None, -1
+            while len(self.lacks) > asked:  # what a replay has said may ask for more
+                asked = len(self.lacks)
+                for one in group:
+                    if self.may_help(one, group):
+                        self.ask(one)
+                best = self.best(group)
+            if best:
+                return self.options[best]
+        return self.in_parts(found)
+
+    def in_parts(self, found: Sequence[Combination]) -> Option | None:
+        """The most sparing with the loss in parts, where logits are what is too much."""
+        near = [lack for one, lack in self.lacks.items() if one in found and one.checkpointing]
+        one = self.recipes.in_parts(self.most_sparing(found))
+        if one is None or min(near, default=0) > self.recipes.bytes_of_logits:
+            return None
+        least, room = self.recipes.least_bytes(one) + self.answers.context, self.answers.room
+        if least > room:
+            return None
+        option = self.answers.simulated(self.recipes.recipe(one, 1))
+        if option.missing:
+            return None
+        # Each size is a run of its own: one more, of what fits if all but `least` grows.
+        each = option.needed - least
+        batch = max(n for n in self.recipes.batches if n == 1 or least + n * each <= room)
+        if batch > 1:
+            larger = self.answers.simulated(self.recipes.recipe(one, batch))
+            option = option if larger.missing else larger
+        self.options[one] = option
+        self.replayed.add(one)
         return option
 
-    def simulated(self, recipe: Recipe) -> Option:
-        """A recipe as a simulation has it."""
-        log = self.log(recipe)
-        self.estimates.assumptions |= dict.fromkeys(log.assumptions)
-        said = verdict(recipe, log, self.card, self.margin)
-        total, seconds = self.total_memory, self.estimates.seconds(recipe)
-        return Option(recipe, said.needed, said.margin, total, seconds, True)
+    def most_sparing(self, found: Sequence[Combination]) -> Combination:
+        """What is likely to hold least; of those whose states page only where all do."""
+        return self.recipes.most_sparing(
+            [one for one in found if not is_paged(one.optimizer)] or list(found)
+        )
 
-    def size(self, recipe: Recipe, field: str) -> tuple[int, int | None]:
-        """As `largest_size`."""
-        other = recipe.seq_len if field == "batch_size" else recipe.batch_size
-        key = trace_key(recipe), recipe.accumulation > 1, field, other
-        if key not in self.sizes:
-            self.say(f"simulating {described(recipe)} on {self.card.name}")
-            self.sizes[key] = largest_size(recipe, self.card, field, self.margin)
-        return self.sizes[key]
+    # ------------------------------------------------------------------ parts of the answer
 
-    def log(self, recipe: Recipe) -> Log:
-        """What a recipe does to memory."""
-        self.say(f"simulating {described(recipe)} on {self.card.name}")
-        return sized_log(recipe, self.card)
+    def best_of_each_tier(self) -> dict[int, Option]:
+        """The best of each tier that can be had at all, or what lacks little."""
+        of_tier: dict[int, list[Combination]] = {}
+        for one in self.recipes.combinations:
+            of_tier.setdefault(one.tier, []).append(one)
+        best = {}
+        for tier, found in sorted(of_tier.items()):
+            option = self.best_of(found)
+            if option:
+                best[tier] = option
+                self.tell(f"tier {tier} fits: {option}")
+        for tier, found in sorted(of_tier.items()):
+            if tier not in best:
+                best[tier] = self.nearest(found)
+        return dict(sorted(best.items()))
+
+    def nearest(self, found: Sequence[Combination]) -> Option:
+        """What is likely to lack least of what does not fit, with one sequence, simulated."""
+        return self.answers.simulated(self.recipes.recipe(self.most_sparing(found), 1))
+
+    def fastest(self) -> Option | None:
+        """The best of all that fits of what was asked."""
+        places = {one: n for n, one in enumerate(self.recipes.combinations)}
+        order = sorted(self.options, key=lambda one: places.get(one, len(places)))
+        best = self.best(order)
+        return self.options[best] if best else None
+
+    def best_of_way(self, way: str) -> Option | None:
+        """The best of a way to train, or what lacks little; None where it is not possible."""
+        found = [one for one in self.recipes.combinations if one.way == way]
+        for tier in sorted({one.tier for one in found}):
+            self.best_of([one for one in found if one.tier == tier])
+        in_parts = [one for one in self.options if one.loss != "whole"]
+        best = self.best([one for one in (*found, *in_parts) if one.way == way])
+        if best:
+            return self.options[best]
+        return self.nearest(found) if found else None
+
+    def roomiest(self, fastest: Option) -> Option | None:
+        """What leaves the most room, of the way with the smallest base; None where that is little
+        more than the fastest leaves."""
+        every = self.recipes.combinations
+        way = max((one.way for one in every), key=list(WAYS).index)
+        option = self.nearest([one for one in every if one.way == way])
+        enough = fastest.needed - SAME_ROOM * self.answers.total_memory
+        return option if option.needed < enough else None
+
+    # ------------------------------------------------------------------ what is being done
 
     def say(self, text: str) -> None:
         """What is being done."""
         if self.progress is not None:
             self.progress.set_description(text)
 
-    # ------------------------------------------------------------------ parts of the answer
-
-    def fastest_and_smallest(
-        self, options: dict[Combination, Option]
-    ) -> tuple[dict[Combination, Option], Option | None, Option | None]:
-        """The options, the best one simulated; that one and what leaves most room, if any fits."""
-        options, fastest = self.fastest(options)
-        if fastest is None:
-            return options, None, None
-        roomiest = self.with_sizes(self.judged(self.estimates.least(fastest)))
-        return options, fastest, min(roomiest, fastest, key=lambda option: option.needed)
-
-    def fastest(
-        self, options: dict[Combination, Option]
-    ) -> tuple[dict[Combination, Option], Option | None]:
-        """The options, the best one simulated, and that one with its sizes if it fits."""
-        options = self.simulate_until_stable(options)
-        best = options[self.told(options)]
-        return options, None if best.missing else self.with_sizes(best)
-
-    def with_sizes(self, option: Option) -> Option:
-        """The option with its largest micro-batch and its longest sequence."""
-        recipe = option.recipe
-        batch, _ = self.size(recipe, "batch_size")
-        length, following = self.size(recipe, "seq_len")
-        return dataclasses.replace(
-            option,
-            largest_batch=batch,
-            longest=length,
-            longest_ends="" if following else why_no_larger(recipe, "seq_len"),
-        )
-
-    def best_of_each_tier(
-        self, options: dict[Combination, Option], fastest: Option | None
-    ) -> dict[int, Option]:
-        """The best of each tier that can be had at all."""
-        best = {}
-        for tier in sorted({one.tier for one in options}):
-            of_tier = {one: it for one, it in options.items() if one.tier == tier}
-            if fastest and fastest.tier == tier:
-                best[tier] = fastest
-            elif any(it.simulated and not it.missing for it in of_tier.values()):
-                best[tier] = of_tier[self.told(of_tier)]
-            else:
-                best[tier] = self.best_of_method(of_tier)
-        return best
-
-    def rungs(self) -> tuple[Option, ...]:
-        """What fits, simulated, of the ways to train every weight before a larger card."""
-        found = []
-        for one, changes in rungs(self.question, self.card):
-            recipe = self.estimates.recipe(one, self.estimates.effective, **changes)
-            if recipe.task == "causal-lm" and not unlike_product(recipe.model):
-                recipe = recipe.but(loss="chunked")
-            found.append(self.simulated(recipe))
-        return tuple(option for option in found if not option.missing)
-
-    def remedies(
-        self, options: dict[Combination, Option], sparing: tuple[Option, ...]
-    ) -> list[str]:
-        """What would fit where nothing does: another way, a shorter sequence, a larger card."""
-        found = [
-            f"tier {option.tier}, {option}{'; it may train worse' * (option.tier == WORST)}"
-            for option in sparing
-        ]
-        for way in WAYS:
-            if way not in self.question.ways:
-                option = self.other(self.card, ways=(way,))
-                found += [f"{option}"] if option else []
-        simulated = [option for option in options.values() if option.simulated]
-        nearest = min(simulated or options.values(), key=lambda option: option.missing).recipe
-        length, _ = self.size(nearest, "seq_len")
-        if length:
-            found.append(f"sequences of {length:,} tokens, with {described(nearest)}")
-        for ranks in RANKS:
-            if ranks > self.question.ranks and self.question.effective_batch % ranks == 0:
-                option = self.other(self.card, ranks=ranks)
-                if option:
-                    found.append(f"{ranks} x {self.card.name}, with {option}")
-                    break
-        for card in map(find_gpu, LADDER):
-            if (card.total_memory or 0) > self.total_memory and computes(card, self.question):
-                option = self.other(card)
-                if option:
-                    found.append(f"{card.name}, with {option}")
-                    break
-        return found or [f"none of {', '.join(LADDER)}: see the book's chapter 17-parallel"]
-
-    def other(self, card: GPU, **changes: Any) -> Option | None:
-        """The best of what fits a card when the question is changed; None where nothing does."""
-        question = dataclasses.replace(self.question, **changes)
-        try:
-            search = Search(question, card, self.margin, self.progress)
-        except ValueError:  # no adapters for this model, or no such way with ranks
-            return None
-        search.estimates.surplus |= self.estimates.surplus
-        return search.certain_fit()
-
-    def certain_fit(self) -> Option | None:
-        """The best option that fits for sure by the formula, and of ranks by a simulation."""
-        if self.question.ranks == 1:
-            options = {
-                one: self.estimates.largest(one, self.estimates.upper_bound)
-                for one in self.estimates.combinations
-            }
-            certain = self.estimates.fastest_of(fitting(options))
-            return options[certain] if certain else None
-        options = self.simulate_until_stable(
-            {one: self.estimates.largest(one) for one in self.estimates.combinations}
-        )
-        best = options[self.told(options)]
-        return None if best.missing else best
+    def tell(self, text: str) -> None:
+        """A part of the answer that is known already, on a terminal."""
+        if self.progress is not None and not self.progress.disable and sys.stderr.isatty():
+            self.progress.write(text, file=sys.stderr)
 
 
 def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
-    """The smallest card of each way, simulated; the others by the formula."""
+    """The best of each way on each card, simulated."""
     cards = sorted(cards, key=lambda card: card.total_memory or 0)
     cards = [card for card in cards if computes(card, question)] or cards[:1]
     bar = Progress(cards, delay=0)
@@ -368,18 +346,15 @@ def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
     for card in bar:
         search = Search(question, card, margin, bar)
         search.say(f"planning for {card.name}")
-        every = {one: search.estimates.largest(one) for one in search.estimates.combinations}
         options[card.name] = {}
-        for way in {one.way: None for one in every}:
-            of_way = {one: option for one, option in every.items() if one.way == way}
-            if smallest[way] is None:
-                of_way = search.simulate_until_stable(of_way)
-                best = of_way[search.told(of_way)]
-                smallest[way] = None if best.missing else card.name
-            else:
-                best = search.best_of_method(of_way)
-            options[card.name][way] = search.named(best)
-        assumed |= search.estimates.assumptions
+        for way in question.ways:
+            option = search.best_of_way(way)
+            if option is None:
+                continue
+            if not option.missing and smallest[way] is None:
+                smallest[way] = card.name
+            options[card.name][way] = search.named(option)
+        assumed |= dict.fromkeys(search.answers.assumed(options[card.name].values()))
     bar.close()
     return Cards(question, options, smallest, tuple(assumed))
 

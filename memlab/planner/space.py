@@ -1,22 +1,27 @@
-"""What a plan may choose from: ways to train, number formats, optimizers, shardings."""
+"""What a plan may choose from: ways to train, number formats, optimizers, shardings, sizes."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import itertools
 from dataclasses import dataclass
+from math import isqrt
+from typing import Any
 
 import torch
 
 from memlab import models
 from memlab.gpus import GPU, require_native
 from memlab.planner.result import WORSE_OPTIMIZERS, Question, tier_of
-from memlab.spec.recipe import SHARDED_OPTIMIZERS, Recipe
+from memlab.spec.logits import unlike_product
+from memlab.spec.recipe import AUTOCAST, SHARDED_OPTIMIZERS, Recipe
 from memlab.workloads.training import NoAdapters, add_lora
 
 OPTIMIZERS = ("adamw_torch_fused", "adamw_8bit", "adafactor", "paged_adamw_8bit")
 FOR_ADAPTERS = ("adamw_torch_fused", "adamw_8bit")  # whose states are small in any case
 SHARDINGS = ("ddp", "zero2", "zero3")
+CLIPPING = 1.0  # the Trainer's own
 # The base of LoRA where there is autocast, as from_pretrained loads most models by themselves.
 HALF = {"base": "half"}
 # The base of QLoRA. What is not quantized stays in 16 bits, as TRL's SFTTrainer leaves it.
@@ -32,6 +37,7 @@ class Combination:
     optimizer: str
     checkpointing: bool = False
     sharding: str = "ddp"
+    loss: str = "whole"
 
     @property
     def tier(self) -> int:
@@ -74,8 +80,7 @@ def combinations(
         shardings = ("ddp",) if two_stacks else SHARDINGS
         what = "two stacks of layers" if two_stacks else "QLoRA"
         excluded.append(
-            f"{what} under zero2 and zero3 (the formula does not know it: simulate it), "
-            "zero1 (the states alone are split)"
+            f"{what} under zero2 and zero3 (simulate it), zero1 (the states alone are split)"
         )
     for way in question.ways:
         if way == "qlora" and not bitsandbytes:
@@ -94,6 +99,104 @@ def combinations(
     if not found:
         raise ValueError(f"ways is {question.ways!r}: {'; '.join(excluded)}")
     return found, tuple(excluded)
+
+
+class Recipes:
+    """The recipes of one question on a card.
+
+    combinations: what is searched, the plainest first; excluded: what is not, and why. batches:
+    the micro-batches that divide the sequences of a step. weights: numbers in the model.
+    """
+
+    def __init__(self, question: Question, card: GPU):
+        self.question, self.card = question, card
+        named = isinstance(question.model, str) and question.model in models.MODELS
+        self.model = question.model if named else models.config(question.model)
+        self.attention = "eager"
+        for way in question.ways:
+            first = Combination(way, "fp32", "adamw_torch_fused")
+            self.recipe(first, 1, ranks=1, model=question.model)  # or an error
+        self.attention = attention_of(self.model, question.task)
+        self.combinations, self.excluded = self.of_ways(question.ways)
+        effective = question.effective_batch // question.ranks  # of each rank
+        small = {n for n in range(1, isqrt(effective) + 1) if effective % n == 0}
+        self.batches = sorted(small | {effective // n for n in small})
+        with torch.device("meta"):
+            built = models.build(self.model, question.task)
+        self.weights = sum(weight.numel() for weight in built.parameters())
+
+    def of_ways(self, ways: tuple[str, ...], ranks: int | None = None):
+        """As `combinations`, of these ways to train, on so many cards."""
+        asked = dataclasses.replace(self.question, ways=ways, ranks=ranks or self.question.ranks)
+        refused = ways != ("full",) and refusal(self.model, asked)
+        return combinations(asked, self.card, refused or "")
+
+    def recipe(self, one: Combination, batch: int, **changes: Any) -> Recipe:
+        """A combination with a micro-batch."""
+        asked = self.question
+        ranks = changes.get("ranks", asked.ranks)
+        values = {
+            "model": self.model,
+            "task": asked.task,
+            "batch_size": batch,
+            "accumulation": max(1, asked.effective_batch // ranks // batch),
+            "seq_len": asked.seq_len,
+            "precision": one.precision,
+            "optimizer": one.optimizer,
+            "checkpointing": one.checkpointing,
+            "attention": self.attention,
+            "loss": one.loss,
+            "max_grad_norm": CLIPPING,
+            "ranks": ranks,
+            "sharding": one.sharding,
+            "expandable_segments": asked.expandable_segments,
+        }
+        if one.way != "full":
+            values["lora_rank"] = asked.lora_rank
+            values |= HALF if one.precision in AUTOCAST else {}
+        if one.way == "qlora":
+            values |= NF4
+        return Recipe(**values | changes)
+
+    def least_bytes(self, one: Combination, ranks: int | None = None) -> int:
+        """What a rank holds when a backward pass ends, at least: weights, gradients, states."""
+        ranks = ranks or self.question.ranks
+        whole = one.way == "full"
+        size = 2 if one.precision in ("bf16", "fp16") else 4
+        held: float = {"full": size, "lora": 2, "qlora": 0.5}[one.way]
+        trained = whole * (size + {"adamw_torch_fused": 2 * size}.get(one.optimizer, 0))
+        trained += whole * {"adamw_8bit": 2, "lion_8bit": 1}.get(one.optimizer, 0)
+        held /= ranks if one.sharding == "zero3" else 1
+        trained /= ranks if one.sharding != "ddp" else 1
+        return int(self.weights * (held + trained))
+
+    def most_sparing(self, found: list[Combination], ranks: int | None = None) -> Combination:
+        """The one that is likely to hold least at once, the plainest of equals.
+
+        Autocast keeps copies of the weights in half precision. Where states are paged or factored
+        next to none of them are on the card.
+        """
+
+        def held(one: Combination) -> tuple[bool, float]:
+            copies = one.way == "full" and one.precision in AUTOCAST
+            return not one.checkpointing, self.least_bytes(one, ranks) + copies * 2 * self.weights
+
+        return min(found, key=held)
+
+    def in_parts(self, one: Combination) -> Combination | None:
+        """The same with the loss in parts, TRL's default; None where the model has no such loss."""
+        recipe = self.recipe(one, 1)
+        alone = recipe.task == "causal-lm" and recipe.ranks == 1
+        if not alone or unlike_product(self.model):
+            return None
+        return dataclasses.replace(one, loss="chunked")
+
+    @property
+    def bytes_of_logits(self) -> int:
+        """The most that the loss in parts saves of one sequence: logits in 2 bytes and in 4, their
+        logarithms and two gradients."""
+        vocabulary = getattr(models.config(self.model), "vocab_size", 0)
+        return 16 * self.question.seq_len * vocabulary
 
 
 def is_here(package: str) -> bool:

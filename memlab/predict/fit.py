@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memlab import models
-from memlab.card.load_order import peak_allocated
 from memlab.fields import one_of, share
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, GPUS, find_gpu
 from memlab.predict.simulate import (
     full_log,
+    peak_allocated_of,
     peak_reserved_of,
     serve,
     sized_log,
@@ -256,9 +256,18 @@ def why_no_larger(recipe: Recipe | Serving, field: str) -> str:
 
 
 def largest_size(
-    recipe: Recipe | Serving, card: GPU, field: str, margin: float = MARGIN
+    recipe: Recipe | Serving,
+    card: GPU,
+    field: str,
+    margin: float = MARGIN,
+    own_fits: bool | None = None,
 ) -> tuple[int, int | None]:
-    """(the largest value that fits or 0, the next one or None), as in `largest`."""
+    """(the largest value that fits or 0, the next one or None), as in `largest`.
+
+    Where the recipe's own value fits, so does the answer, which is no smaller. A longer sequence
+    can reserve fewer bytes, so between smaller ones that do not fit there may be larger that do.
+    own_fits: whether it does, None where that is to be found.
+    """
     smaller = _less_margin(card, margin)
     end = _longest(recipe) if field != "batch_size" else None
     end = MOST if end is None else end
@@ -268,7 +277,7 @@ def largest_size(
         return recipe.but(**{field: steps * step})
 
     def tensors(steps: int) -> int:
-        return peak_allocated(sized_log(sized(steps), card).events())
+        return peak_allocated_of(sized(steps), card)
 
     def fits(steps: int) -> bool:
         one = sized(steps)
@@ -277,7 +286,14 @@ def largest_size(
     every = end // step
     first = min(max(1, getattr(recipe, field) // step), every)
     usable = room(card, margin) - _context(card)
-    found = _last(fits, _last_by_line(tensors, first, every, usable))
+    most = _last_by_line(tensors, first, every, usable)
+    if first >= most:
+        known = 0
+    elif own_fits is None or first * step != getattr(recipe, field):
+        known = first * fits(first)
+    else:
+        known = first * own_fits
+    found = _last(fits, most, known)
     return found * step, None if found == every else (found + 1) * step
 
 
@@ -287,11 +303,11 @@ def _longest(recipe: Recipe | Serving) -> int | None:
     return longest and longest - getattr(recipe, "new_tokens", 0)
 
 
-def _last(fits: Callable[[int], bool], most: int) -> int:
-    """A number up to `most` that fits while the next does not, near `most`; else 0."""
+def _last(fits: Callable[[int], bool], most: int, known: int) -> int:
+    """A number up to `most` that fits while the next does not, near `most`; at least `known`."""
     fitting, over, stride = most, most + 1, 1
-    while fitting and not fits(fitting):
-        over, fitting = fitting, max(0, fitting - stride)
+    while fitting > known and not fits(fitting):
+        over, fitting = fitting, max(known, fitting - stride)
         stride *= 2
     while over - fitting > 1:
         middle = (fitting + over) // 2

@@ -9,18 +9,15 @@ leaves. Sums over them are the peak of any model and any sizes of the same struc
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from memlab import models
-from memlab.card.links import link_rate
 from memlab.card.op_work import Work, count_coded, count_kernels, count_tiles
 from memlab.card.step_time import PHASES, Columns, step_time
 from memlab.footprint import Category, Footprint, Phase
 from memlab.gpus import GPU, find_gpu
-from memlab.predict import formula_ranks
 from memlab.predict.formula_blocks import blocks_of, rests_of, without_reuse
 from memlab.predict.run import refuse_format
 from memlab.predict.shipped import Shipped
@@ -38,25 +35,20 @@ NOTHING = Term(0, 1, ())
 OTHERS = "the formula is of {}; where simulate answers, it is of the releases here"
 
 
-def formula(
-    recipe: Recipe, gpu: GPU | str | int | None = None, link: str | None = None
-) -> Footprint:
+def formula(recipe: Recipe, gpu: GPU | str | int | None = None) -> Footprint:
     """The footprint of one optimizer step of `recipe`, by arithmetic alone, without a timeline.
 
     gpu: as for `simulate`; it decides the kernels of attention, the size of the workspaces, the
     context and the seconds.
-    link: between ranks, as `simulate` has it. What a rank holds of its model is an estimate
-    (`memlab.predict.formula_ranks`).
 
     Domain: recipes that have a trace whose layers repeat (`memlab.predict.traces`); it is recorded,
-    in seconds, where it is not kept. Sizes are free. With several ranks under `zero2` and `zero3`
-    no quantized base and one stack of layers. The trace is that of several sequences of a length
-    that no kernel pads, whatever the recipe's. Tensors are exact on one card, each in the block
-    that the allocator would give it in a fresh segment, and in segments that several share as if
-    the largest came first; what a reused block has over is not in it, nor what loading a quantized
-    base leaves behind. Which vectors have 8-bit states is that of wide models: of narrow ones those
-    below 4,096 numbers have them in 32 bits, some KiB more. No out-of-memory error: compare with
-    `gpu.usable` yourself.
+    in seconds, where it is not kept. Sizes are free, and there is one rank. The trace is that of
+    several sequences of a length that no kernel pads, whatever the recipe's. Tensors are exact,
+    each in the block that the allocator would give it in a fresh segment, and in segments that
+    several share as if the largest came first; what a reused block has over is not in it, nor what
+    loading a quantized base leaves behind. Which vectors have 8-bit states is that of wide models:
+    of narrow ones those below 4,096 numbers have them in 32 bits, some KiB more. No out-of-memory
+    error: compare with `gpu.usable` yourself.
 
     What is reserved is a matter of order, which sums do not have. So peak_reserved and device_used
     are None, and `reserved_range` holds, in bytes, peak_allocated, below which no allocator can be,
@@ -70,14 +62,12 @@ def formula(
     """
     card = find_gpu(gpu)
     refuse_format(recipe, card)
-    if link is not None:
-        link_rate(card, link)  # or refuses
     keys, halves, sizes, assumptions = _halves(recipe, card)
     table = last_used(_TABLES, keys, lambda: Tables.of(*halves), 256)
     layers = models.config(recipe.model).num_hidden_layers
     (patterns,) = {half.layers.patterns(layers) for half in halves if half.layers}
     assert patterns is not None  # without a pattern there were no halves
-    return _evaluate(recipe, table, sizes, patterns, card, link, assumptions)
+    return _evaluate(recipe, table, sizes, patterns, card, assumptions)
 
 
 class Tables(NamedTuple):
@@ -85,9 +75,8 @@ class Tables(NamedTuple):
 
     terms: all of them; tensors, parameters and work have their places. tensors: the term of each
     kind; items: bytes of its elements; categories: what it is. once, each: how many of each, rows
-    are moments, without layers and more with each pattern of them. passes: how many of the moments,
-    and of the tensors, are the passes'. phases: of the moments. parameters: rows of [term, once,
-    each, trained].
+    are moments, without layers and more with each pattern of them. phases: of the moments.
+    parameters: rows of [term, once, each, trained].
     """
 
     terms: TermTable
@@ -96,7 +85,6 @@ class Tables(NamedTuple):
     categories: list[Category]
     once: np.ndarray
     each: np.ndarray
-    passes: tuple[int, int]
     phases: list[Phase]
     parameters: np.ndarray
     work: Operators
@@ -124,7 +112,6 @@ class Tables(NamedTuple):
             [category for category, *_ in tensors],
             once,
             each,
-            (len(found[0].phases), first),
             [phase for moments in found for phase in moments.phases],
             np.array(
                 [
@@ -221,31 +208,27 @@ def _halves(
             f"freeze holds {', '.join(map(str, recipe.freeze))}: the formula allows embeddings and "
             "backbone"
         )
-    keys, halves, shipped = [], [], Shipped.of_memlab()
-    for which, alone in enumerate(formula_ranks.alone(recipe)):
-        found = traces_of_any_release().halves_of(usual_sizes(alone), card, roughly=True)
-        if found is None or found.halves[which].layers is None:
-            raise ValueError(
-                f"no formula for {recipe}: its layers have no common pattern, or other sizes do "
-                "other things; simulate knows it"
-            )
-        keys.append(found.keys[which])
-        halves.append(found.halves[which])
-    others = shipped.others_of(recipe) if any(key in shipped for key in keys) else ""
+    if recipe.ranks > 1:
+        raise ValueError(f"ranks is {recipe.ranks}: the formula is of one, simulate knows more")
+    found = traces_of_any_release().halves_of(usual_sizes(recipe), card, roughly=True)
+    if found is None or found.halves[0].layers is None:
+        raise ValueError(
+            f"no formula for {recipe}: its layers have no common pattern, or other sizes do "
+            "other things; simulate knows it"
+        )
+    shipped = Shipped.of_memlab()
+    others = shipped.others_of(recipe) if any(key in shipped for key in found.keys) else ""
     assumptions = (OTHERS.format(others),) if others else ()
-    assert found is not None  # there were two
     sizes = found.sizes(recipe) | card.symbols
-    return tuple(keys), halves, sizes, (*assumptions, *halves[-1].half.log.assumptions)
+    of_updates = found.halves[1].half.log.assumptions
+    return found.keys, found.halves, sizes, (*assumptions, *of_updates)
 
 
 def is_kept(recipe: Recipe, card: GPU) -> bool:
     """Whether the traces that `formula` needs came with memlab: it records others in seconds."""
-    for which, alone in enumerate(formula_ranks.alone(recipe)):
-        usual = usual_sizes(alone)
-        keys = keys_of(usual, *next(structures(usual, card, roughly=True)))
-        if not Shipped.of_memlab().has_half(keys[which]):
-            return False
-    return True
+    usual = usual_sizes(recipe)
+    keys = keys_of(usual, *next(structures(usual, card, roughly=True)))
+    return all(map(Shipped.of_memlab().has_half, keys))
 
 
 def _evaluate(
@@ -254,7 +237,6 @@ def _evaluate(
     sizes: dict[str, int],
     patterns: int,
     card: GPU,
-    link: str | None,
     assumptions: tuple[str, ...],
 ) -> Footprint:
     term, once, each, trained = table.parameters.T
@@ -265,40 +247,25 @@ def _evaluate(
     elements = np.round(terms[term.astype(int)])
     counts = table.once + patterns * table.each
     grow = recipe.expandable_segments
-    as_blocks = functools.partial(blocks_of, grow=grow)
-    blocks, made, divided = as_blocks(tensors), 0, None
-    if recipe.ranks > 1:
-        weights = np.array([elements, numbers, trained])
-        divided = formula_ranks.divide(recipe, table, tensors, patterns, weights, as_blocks)
-        # A tensor may be whole at one moment, and a rank's part of it at another.
-        counts = np.hstack([divided.whole, divided.parts])
-        tensors = np.concatenate([tensors, divided.sizes])
-        blocks, made = as_blocks(tensors), divided.sums + divided.gathered
-    allocated = counts @ blocks + made
+    blocks = blocks_of(tensors, grow)
+    allocated = counts @ blocks
     worst = int(allocated.argmax())
     peak = int(allocated[worst]) + (0 if grow else rests_of(blocks, counts[worst]))
     breakdown = dict.fromkeys(Category, 0)
-    for category, size, count in zip(
-        table.categories * (1 if divided is None else 2), tensors, counts[worst], strict=True
-    ):
+    for category, size, count in zip(table.categories, tensors, counts[worst], strict=True):
         breakdown[category] += round(count * size)
-    if divided is not None:
-        breakdown[Category.GRADIENTS] += round(divided.sums[worst])
-        breakdown[Category.TEMPORARY] += round(divided.gathered[worst])
     breakdown[Category.ROUNDING] = peak - sum(breakdown.values())
     seconds, no_time = None, ""
     try:
         columns = _columns(table.work, terms, patterns, recipe.accumulation)
-        if divided is not None:
-            columns = _with_ranks(columns, divided)
-        seconds = step_time(columns, card, recipe.batch_size * recipe.accumulation, link)
+        seconds = step_time(columns, card, recipe.batch_size * recipe.accumulation)
     except ValueError as error:
         no_time = str(error)
     weights = elements * numbers
     return Footprint(
         peak_allocated=peak,
         peak_reserved=None,
-        reserved_range=(peak, max(peak, without_reuse(blocks, counts, grow) + int(np.max(made)))),
+        reserved_range=(peak, max(peak, without_reuse(blocks, counts, grow))),
         breakdown=breakdown,
         peak_phase=table.phases[worst],
         context=card.context,
@@ -306,7 +273,7 @@ def _evaluate(
         trainable_parameters=round(weights @ trained),
         step_time=seconds,
         no_time=no_time,
-        assumptions=(*assumed(recipe), *formula_ranks.assumed(recipe), *assumptions),
+        assumptions=(*assumed(recipe), *assumptions),
     )
 
 
@@ -325,26 +292,6 @@ def _columns(work: Operators, terms: np.ndarray, patterns: int, accumulation: in
         work.recomputed,
         times,
         count_coded(work.lists, terms[work.elements]),
-    )
-
-
-def _with_ranks(columns: Columns, divided: formula_ranks.RankTables) -> Columns:
-    """The operators of a rank: its part of the update, and a kernel for each copy and sending."""
-    share = np.where(columns.phase == PHASES.index(Phase.STEP), divided.share, 1.0)
-    phases, sent, copied, times = zip(*divided.traffic, strict=True)
-    none = np.zeros(len(sent))
-    return Columns(
-        columns.dtypes,
-        np.append(columns.of, none.astype(int) - 1),
-        np.append(columns.flops, none),
-        np.append(columns.tiles, none),
-        np.append(columns.nbytes * share, copied),
-        np.append(columns.kernels * share, none + 1),
-        np.append(columns.phase, [PHASES.index(phase) for phase in phases]),
-        np.append(columns.recomputed, none > 0),
-        np.append(columns.times, times),
-        np.append(columns.coded * share, none),
-        np.append(np.zeros(len(columns.of)), sent),
     )
 
 

@@ -86,6 +86,13 @@ def sized_log(recipe: Recipe | Serving, card: GPU) -> Log:
     return traces().log(asked, card)
 
 
+def peak_allocated_of(recipe: Recipe | Serving, card: GPU) -> int:
+    """The most bytes of blocks in the measured step of `sized_log`, often without that log."""
+    asked = _in_the_place_of(recipe)
+    refuse_format(asked, card)
+    return traces().peak_allocated(asked, card)
+
+
 def _in_the_place_of(recipe: Recipe | Serving) -> Recipe:
     """The same. What is asked of either says that it is of recipes; a serving has what it needs."""
     return cast(Recipe, recipe)

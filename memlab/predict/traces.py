@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from memlab import models
+from memlab.card.load_order import peak_allocated
 from memlab.gpus import GPU
 from memlab.predict.changed_code import has_changed_code
 from memlab.predict.layer_patterns import FEWEST, Layers, layers_of
@@ -97,6 +98,19 @@ class Traces:
             return self._run(recipe, card)
         trace, depth, sizes = found
         return completed(recipe, trace.at(sizes, depth))
+
+    def peak_allocated(self, recipe: Recipe, card: GPU) -> int:
+        """The most bytes of blocks in the measured step of `log`, which no allocator can be below.
+
+        In some ten milliseconds of a recipe that has a trace.
+        """
+        found = None
+        if isinstance(recipe, Recipe) and not has_changed_code(recipe.model, recipe.task):
+            found = self.of(recipe, card)
+        if found is None:
+            return peak_allocated(self.log(recipe, card).events())
+        trace, depth, sizes = found
+        return trace.peak_allocated(sizes, depth)
 
     def of(self, recipe: Recipe, card: GPU) -> tuple[Trace, Depth, dict] | None:
         """The trace of a recipe on cards like this, with its depth and sizes; None for none."""

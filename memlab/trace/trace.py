@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from memlab.footprint import Category
-from memlab.trace.events import Alloc, Marker, TraceEvent
+from memlab.trace.allocator import MIN_BLOCK
+from memlab.trace.events import Alloc, Free, Marker, TraceEvent
 from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Event, Log, named, trained
 from memlab.trace.symbols import Sums, Symbols, Term, factors_of
@@ -113,14 +116,12 @@ class Trace:
     def __init__(self, passed: Half, updated: Half):
         self.passed, self.updated = passed, updated
         self._joined = functools.lru_cache(maxsize=2)(self._join)
+        self._changes = functools.lru_cache(maxsize=2)(self._find_changes)
 
     def at(self, sizes: Mapping[str, int], depth: Depth) -> Log:
         """The log at these sizes and this depth."""
         halves = self.passed, self.updated
-        number, weights = self.passed.number(sizes), Counter()
-        counted = self.passed.log.counted(self.passed.log.weights, depth.patterns)
-        for (elements, free), times in counted.items():
-            weights[number(elements, of_model=True), free] += times
+        weights = self._weights(sizes, depth.patterns)
         work, kinds = Counter(), []
         for half in halves:
             number = half.number(sizes)
@@ -132,7 +133,51 @@ class Trace:
                 for kind, n in zip(half.log.kinds, nbytes, strict=True)
             ]
         said = dict.fromkeys(one for half in halves for one in half.log.assumptions)
-        return SizedLog([], weights, tuple(said), work, kinds, self._joined(depth))
+        steps = functools.partial(self._joined, depth)
+        return SizedLog([], weights, tuple(said), work, kinds, steps)
+
+    def peak_allocated(self, sizes: Mapping[str, int], depth: Depth) -> int:
+        """The most bytes of blocks in the second step, without writing the log out.
+
+        What more micro-batches than were recorded add is their tokens, which stay all the while.
+        """
+        norms = trained(self._weights(sizes, depth.patterns))
+        halves = self.passed, self.updated
+        nbytes = [n or 0 for half in halves for n in half.bytes_at(sizes, norms)]
+        blocks = -(-np.array(nbytes) // MIN_BLOCK) * MIN_BLOCK
+        which, signs, start, given = self._changes(depth.patterns)
+        now = np.cumsum(blocks[which] * signs)
+        more = max(0, depth.batches - self.passed.batches) * blocks[given].sum()
+        return int(now[start:].max() + more // self.passed.batches)
+
+    def _find_changes(self, patterns: int) -> tuple[np.ndarray, np.ndarray, int, list[int]]:
+        """The kinds that come and go, 1 or -1 of each, the last before RESET, kinds of tokens."""
+        kinds = [*self.passed.log.kinds, *self.updated.log.kinds]
+        places = {kind: place for place, kind in enumerate(kinds) if type(kind) is Alloc}
+        signs = np.array([(type(kind) is Alloc) - (type(kind) is Free) for kind in kinds])
+        of = [places.get(getattr(kind, "birth", kind), 0) for kind in kinds]
+        passes, shift = self.passed.log.order_at(patterns), len(self.passed.log.kinds)
+        updates = self.updated.log.order_at(patterns) + shift
+        ends = [place for place, kind in enumerate(updates) if kinds[kind] is Marker.UPDATED]
+        begins = [n for n, kind in enumerate(passes) if kinds[kind] is Marker.UPDATE]
+        # Each update comes where the gradients of a pass are there, as in `_join`.
+        pieces = np.split(passes, [place + 1 for place in begins])
+        given = np.split(updates, [place + 1 for place in ends])[: len(begins)]
+        turns = [pieces[0]]
+        for update, after in zip(given, pieces[1:], strict=True):
+            turns += [update, after]
+        order = np.concatenate(turns)
+        (start,) = np.flatnonzero([kinds[place] is Marker.RESET for place in order])
+        tokens = [place for place in order.tolist() if is_given(kinds[place])]
+        return np.array(of)[order], signs[order], int(start), tokens
+
+    def _weights(self, sizes: Mapping[str, int], patterns: int) -> Counter:
+        """As of a Log, at these sizes."""
+        number, weights = self.passed.number(sizes), Counter()
+        counted = self.passed.log.counted(self.passed.log.weights, patterns)
+        for (elements, free), times in counted.items():
+            weights[number(elements, of_model=True), free] += times
+        return weights
 
     def _join(self, depth: Depth) -> list[tuple[object, int]]:
         """The steps of both halves: an update comes where the gradients of a pass are there."""
@@ -156,19 +201,19 @@ class SizedLog(Log):
     """A log in which every storage has the bytes of other sizes.
 
     kinds: as they are now; those that have become alike are still told apart by their storages'
-    names. A buffer of no bytes is not taken at these sizes. joined: (name, place among the kinds)
-    of each step.
+    names. A buffer of no bytes is not taken at these sizes. joined: gives (name, place among the
+    kinds) of each step.
     """
 
     kinds: list[TraceEvent] = field(default_factory=list)
-    joined: list[tuple[object, int]] = field(default_factory=list)
+    joined: Callable[[], list[tuple[object, int]]] = list
 
     def events(self) -> Iterator[Event]:
         """As `Log.events`."""
-        kinds = self.kinds
+        kinds, joined = self.kinds, self.joined()
         none = {i for i, kind in enumerate(kinds) if type(kind) is Alloc and not kind.nbytes}
-        untaken = {name for name, i in self.joined if i in none} if none else none
-        return ((name, kinds[i]) for name, i in self.joined if name not in untaken)
+        untaken = {name for name, i in joined if i in none} if none else none
+        return ((name, kinds[i]) for name, i in joined if name not in untaken)
 
 
 def is_given(step: TraceEvent) -> bool:

@@ -2,9 +2,11 @@
 
 import pytest
 
-from memlab import Recipe, formula
+from memlab import Recipe
 from memlab.card.links import LINKS, host_rate, link_rate, links_of
+from memlab.card.step_time import step_time
 from memlab.gpus import ANY_CARD, GPUS, find_gpu
+from memlab.predict.simulate import full_log
 
 
 @pytest.mark.parametrize(
@@ -82,8 +84,10 @@ def test_slow_and_fast_links_of_a_large_training():
         "llama-2-70b", seq_len=4096, precision="bf16-amp", attention="sdpa", checkpointing=True,
         ranks=64, sharding="zero3",
     )  # fmt: skip
+    card = find_gpu("H100")
+    work = full_log(recipe, card).work
     waiting = {
-        link: formula(recipe, "H100", link).step_time.parts["communication"]
+        link: step_time(work, card, 1, link).parts["communication"]
         for link in ("nvlink", "infiniband-400", "ethernet-100")
     }
     assert waiting["infiniband-400"] == waiting["nvlink"] < 0.1 < waiting["ethernet-100"]

@@ -12,8 +12,8 @@ from memlab.book.chapters import questions
 from memlab.evidence.accuracy import ratio_errors
 from memlab.evidence.records import published_files
 from memlab.planner.choice import ALIKE
-from memlab.planner.estimates import Estimates
 from memlab.planner.result import Question
+from memlab.planner.space import Recipes
 
 CHAPTER = Notebook("16-planner")
 DATA = resources.files("memlab.data")
@@ -38,7 +38,7 @@ def test_the_plan_and_the_chapter_on_lora_mean_the_same_qlora(chapter):
     theirs = lora["qlora"].but(checkpointing=True)
     plans = chapter["four_ways"]("llama-3-8b")["QLoRA"]
     assert plans.but(accumulation=1) == theirs
-    said = Estimates(Question("llama-3-8b", 1024), find_gpu("RTX-4090"), 0.05, say=str)
+    said = Recipes(Question("llama-3-8b", 1024), find_gpu("RTX-4090"))
     options = [said.recipe(one, 1) for one in said.combinations if one.way == "qlora"]
     assert plans.but(max_grad_norm=1.0) in options
     one, step = (formula(recipe, "RTX-4090") for recipe in (theirs, plans))

@@ -3,7 +3,7 @@
 import pytest
 
 from memlab import Recipe
-from memlab.planner.choice import ALIKE, fitting, plainest
+from memlab.planner.choice import ALIKE, plainest
 from memlab.planner.result import Option
 from memlab.planner.space import Combination
 
@@ -18,17 +18,12 @@ def options(*rows):
 def option(precision, optimizer, needed, seconds):
     """A combination and its option."""
     recipe = Recipe("gpt2-tiny", seq_len=16, precision=precision, optimizer=optimizer)
-    one = Option(recipe, needed, GB, TOTAL, seconds, False)
+    one = Option(recipe, needed, GB, TOTAL, seconds)
     return Combination("full", precision, optimizer), one
 
 
 def seconds(option):
     return option.seconds
-
-
-def test_what_lacks_a_byte_does_not_fit():
-    table = options(("adamw_torch", TOTAL - GB, 1), ("sgd", TOTAL - GB + 1, 1))
-    assert [one.optimizer for one in fitting(table)] == ["adamw_torch"]
 
 
 @pytest.mark.parametrize(
@@ -75,4 +70,4 @@ def test_fp32_is_told_where_nothing_in_fewer_bits_fits():
     ],
 )
 def test_a_tier_is_what_may_cost_quality(changes, tier):
-    assert Option(Recipe("gpt2-tiny", **changes), GB, GB, TOTAL, 1.0, False).tier == tier
+    assert Option(Recipe("gpt2-tiny", **changes), GB, GB, TOTAL, 1.0).tier == tier

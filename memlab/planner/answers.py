@@ -1,0 +1,110 @@
+"""What traces and the allocator answer about single recipes of a question on one card."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from memlab.card.links import link_rate
+from memlab.card.step_time import step_time
+from memlab.gpus import GPU, GPUS
+from memlab.planner.result import Option, Question, described, is_paged
+from memlab.predict.fit import largest_size, room, verdict, why_no_larger
+from memlab.predict.simulate import peak_allocated_of, sized_log
+from memlab.spec.recipe import Recipe
+from memlab.trace.log import Log
+
+LIKE = GPUS["A100-80GB"]  # how quick a card is that is only bytes
+
+
+class Answers:
+    """The bytes and seconds of recipes on a card. say: told what is being done."""
+
+    def __init__(
+        self, question: Question, card: GPU, margin: float, say: Callable[[str], None] = str
+    ) -> None:
+        self.question, self.card, self.margin, self.say = question, card, margin, say
+        # A card that is only bytes has the links of the one that it is like.
+        self.like = card if card.name in GPUS else dataclasses.replace(card, name=LIKE.name)
+        link_rate(self.like, question.link)  # or an error
+        assert card.total_memory is not None and card.context is not None  # it has a limit
+        self.total_memory, self.context = card.total_memory, card.context
+        self.room = room(card, margin)
+        self._peaks: dict[tuple, int] = {}
+        self._seconds: dict[tuple, float | None] = {}
+        self._simulated: dict[tuple, Option] = {}
+        self._assumed: dict[tuple, tuple[str, ...]] = {}
+
+    def tensors(self, recipe: Recipe) -> int:
+        """Bytes of the card that no allocator can be below, context included."""
+        key = _key(recipe)
+        if key not in self._peaks:
+            self.say(f"tracing {described(recipe)}")
+            self._peaks[key] = peak_allocated_of(recipe, self.card) + self.context
+        return self._peaks[key]
+
+    def log(self, recipe: Recipe) -> Log:
+        """What a recipe does to memory, whose seconds and assumptions are remembered."""
+        self.say(f"simulating {described(recipe)} on {self.card.name}")
+        log = sized_log(recipe, self.card)
+        key, samples = _key(recipe), recipe.batch_size * recipe.accumulation
+        self._assumed[key] = log.assumptions
+        try:
+            time = step_time(log.work, self.like, samples, self.question.link)
+            self._seconds[key] = time.expected
+        except ValueError:
+            self._seconds[key] = None
+        return log
+
+    def time(self, recipe: Recipe) -> float | None:
+        """The estimated seconds of a step, as if no state moved between card and host."""
+        if _key(recipe) not in self._seconds:
+            self.log(recipe)
+        return self._seconds[_key(recipe)]
+
+    def seconds(self, recipe: Recipe) -> float | None:
+        """The estimated seconds of a step; None where states move, or the host does the step."""
+        moves = is_paged(recipe.optimizer) or recipe.optimizer_offload != "none"
+        return None if moves else self.time(recipe)
+
+    def at_least(self, recipe: Recipe) -> Option:
+        """A recipe by its tensors alone, as if the allocator needed nothing between them."""
+        needed, margin = self.tensors(recipe), self.total_memory - self.room
+        return Option(recipe, needed, margin, self.total_memory, self.seconds(recipe))
+
+    def simulated(self, recipe: Recipe) -> Option:
+        """A recipe as the card's allocator serves it."""
+        key = _key(recipe)
+        if key not in self._simulated:
+            said = verdict(recipe, self.log(recipe), self.card, self.margin)
+            time = self.seconds(recipe)
+            self._simulated[key] = Option(recipe, said.needed, said.margin, self.total_memory, time)
+        return self._simulated[key]
+
+    def with_sizes(self, option: Option) -> Option:
+        """The option with its largest micro-batch and its longest sequence.
+
+        Of the loss in parts each size would be a run of its own.
+        """
+        recipe = option.recipe
+        if recipe.loss != "whole":
+            return option
+        self.say(f"looking for the largest sizes of {described(recipe)}")
+        batch, _ = largest_size(recipe, self.card, "batch_size", self.margin, True)
+        length, following = largest_size(recipe, self.card, "seq_len", self.margin, True)
+        return dataclasses.replace(
+            option,
+            largest_batch=batch,
+            longest=length,
+            longest_ends="" if following else why_no_larger(recipe, "seq_len"),
+        )
+
+    def assumed(self, options: Iterable[Option]) -> tuple[str, ...]:
+        """What the figures of options assume, in their order."""
+        said = (self._assumed.get(_key(option.recipe), ()) for option in options)
+        return tuple(dict.fromkeys(text for texts in said for text in texts))
+
+
+def _key(recipe: Recipe) -> tuple:
+    """What tells the recipes of one question apart."""
+    return tuple(value for name, value in vars(recipe).items() if name != "model")

@@ -1,0 +1,124 @@
+"""What a plan tries where nothing fits, and what it names then: other ways, sizes and cards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from memlab.gpus import GPU, find_gpu
+from memlab.planner.answers import Answers
+from memlab.planner.cards import LADDER
+from memlab.planner.result import WAYS, WORST, Option, described
+from memlab.planner.space import Combination, computes, is_here
+from memlab.predict.fit import largest_size, room
+
+if TYPE_CHECKING:
+    from memlab.planner.search import Search
+
+RANKS = (2, 4, 8, 16, 32, 64)  # cards that are proposed where one does not do
+# The rungs before a larger card, which train every weight: gradients and AdamW's states on the
+# host, at a cost in time alone; then weights in bf16, where small updates are rounded away, states
+# in 8 bits that leave the card, and a step as each gradient comes.
+UNCLIPPED = {"max_grad_norm": 0.0}
+RUNGS = (
+    (
+        Combination("full", "bf16-amp", "adamw_torch_fused", checkpointing=True),
+        UNCLIPPED | {"optimizer_offload": "gradients"},
+        "torchao",
+    ),
+    (
+        Combination("full", "bf16", "paged_adamw_8bit", checkpointing=True),
+        UNCLIPPED | {"step_in_backward": True},
+        "bitsandbytes",
+    ),
+)
+
+
+def rungs(search: Search) -> tuple[Option, ...]:
+    """Those of `RUNGS` that fit: of one card, in full, in bf16, with their package."""
+    question, found = search.question, []
+    asked = "full" in question.ways and question.ranks == 1
+    if not asked or "bfloat16" not in search.card.native_dtypes:
+        return ()
+    for one, changes, package in RUNGS:
+        if is_here(package):
+            one = search.recipes.in_parts(one) or one
+            recipe = search.recipes.recipe(one, search.recipes.batches[-1], **changes)
+            found.append(search.answers.simulated(recipe))
+    return tuple(option for option in found if not option.missing)
+
+
+def remedies(
+    search: Search, tiers: dict[int, Option], sparing: tuple[Option, ...]
+) -> Iterable[str]:
+    """What would fit where nothing does: another way, a shorter sequence, a larger card."""
+    none = True
+    for text in _remedies(search, tiers, sparing):
+        none = False
+        yield text
+    if none:
+        yield f"none of {', '.join(LADDER)}: see the book's chapter 17-parallel"
+
+
+def _remedies(search, tiers, sparing) -> Iterable[str]:
+    for option in sparing:
+        worse = "; it may train worse" * (option.tier == WORST)
+        yield f"tier {option.tier}, {option}{worse}"
+    for way in WAYS:
+        if way not in search.question.ways:
+            option = _other_way(search, way)
+            if option:
+                yield str(option)
+    nearest = min(tiers.values(), key=lambda option: option.missing).recipe
+    length, _ = largest_size(nearest, search.card, "seq_len", search.margin, False)
+    if length:
+        yield f"sequences of {length:,} tokens, with {described(nearest)}"
+    option = _more_ranks(search)
+    if option:
+        yield f"{option.recipe.ranks} x {search.card.name}, with {option}"
+    for card in map(find_gpu, LADDER):
+        option = _on_larger(search, card, tiers)
+        if option:
+            yield f"{card.name}, with {option}"
+            return
+
+
+def _other_way(search: Search, way: str) -> Option | None:
+    """The best of a way that was not asked for, where it fits."""
+    try:
+        found, _ = search.recipes.of_ways((way,))
+    except ValueError:  # no adapters for this model, or no such way with ranks
+        return None
+    return search.best_of(found)
+
+
+def _more_ranks(search: Search) -> Option | None:
+    """The most sparing on so many cards as it takes; None where none of `RANKS` is enough."""
+    asked, answers, recipes = search.question, search.answers, search.recipes
+    for ranks in RANKS:
+        if ranks <= asked.ranks or asked.effective_batch % ranks:
+            continue
+        try:
+            found, _ = recipes.of_ways(asked.ways, ranks)
+        except ValueError:
+            return None
+        one = recipes.most_sparing(found, ranks)
+        if recipes.least_bytes(one, ranks) + answers.context <= answers.room:
+            option = answers.simulated(recipes.recipe(one, 1, ranks=ranks))
+            if not option.missing:
+                return option
+    return None
+
+
+def _on_larger(search: Search, card: GPU, tiers: dict[int, Option]) -> Option | None:
+    """The first of the tiers' options that fits a larger card."""
+    larger = (card.total_memory or 0) > search.answers.total_memory
+    if not larger or not computes(card, search.question):
+        return None
+    there = Answers(search.question, card, search.margin, search.say)
+    for option in tiers.values():
+        if option.needed <= room(card, search.margin):
+            simulated = there.simulated(option.recipe)
+            if not simulated.missing:
+                return simulated
+    return None
