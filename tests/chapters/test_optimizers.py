@@ -9,14 +9,13 @@ import torch
 from notebook import Notebook
 
 from memlab import Recipe, models
-from memlab.book.chapters import optimizers
 from memlab.book.chapters.optimizers_deeper import Rules
 from memlab.trace.tracer import Tracer
 from memlab.workloads.optimizers import LEARNING_RATE
 from memlab.workloads.training import Training
 
 CHAPTER, DEEPER = Notebook("07-optimizers"), Notebook("07-optimizers-deeper")
-TINY = "imports zoo zoo-first dynamic-map quantize dequantize in-backward"
+TINY = "imports zoo muon zoo-first dynamic-map quantize dequantize in-backward five-steps learn best-rate"
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +92,7 @@ def test_stepping_in_backward_trains_alike_and_holds_one_gradient_at_a_time(chap
     def hooked(params, lr):
         return chapter["InBackward"](params, lr, one_by_one)
 
-    after = optimizers.weights_after
+    after = chapter["weights_after"]
     assert torch.equal(after(one_by_one), after(hooked))
     seen = []
     model = models.build("llama-3.2-1b-tiny")
@@ -121,14 +120,14 @@ def test_muon_takes_the_inner_matrices_and_adamw_the_rest(chapter):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_the_search_for_a_rate_ends_inside_its_grid(monkeypatch):
+def test_the_search_for_a_rate_ends_inside_its_grid(chapter, monkeypatch):
     def ends(make, lr, seed):
         return [abs(torch.tensor(lr).log10() + 1.5).item()] * 10
 
-    monkeypatch.setattr(optimizers, "learn", ends)
-    assert optimizers.best_rate(None, -4) == pytest.approx(10**-1.5)
-    assert optimizers.best_rate(None, -1) == pytest.approx(10**-1.5)
-    assert optimizers.end_of([float("nan")] * 10) == float("inf")
+    monkeypatch.setitem(chapter["best_rate"].__globals__, "learn", ends)
+    assert chapter["best_rate"](None, -4) == pytest.approx(10**-1.5)
+    assert chapter["best_rate"](None, -1) == pytest.approx(10**-1.5)
+    assert chapter["end_of"]([float("nan")] * 10) == float("inf")
 
 
 @pytest.mark.parametrize("signed", [True, False])

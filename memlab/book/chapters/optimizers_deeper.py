@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
+from statistics import fmean
 from typing import Any
 
 import bitsandbytes as bnb
@@ -15,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from memlab import models
-from memlab.book.chapters.optimizers import best_rate, blocks, end_of, learn, reader, state_bytes
-from memlab.book.lessons import in_turns, train_on
+from memlab.book.lessons import in_turns, shuffled_blocks, small_config, train_on
 from memlab.card.device import SimulatedGPU
 from memlab.footprint import Footprint
 from memlab.gpus import find_gpu
@@ -27,7 +28,61 @@ from memlab.units import MiB
 
 Rule = Callable[..., None]  # of a weight, its gradient, what it remembers, and a rate
 Forms = Mapping[str, Mapping[str, bool]]  # of AdamW's step: arguments by name
+Make = Callable[..., Any]  # an optimizer, from parameters and a rate `lr`
 SMALL, LARGE = [(64,)] * 400, [(2**20,)] * 2  # weights of a model
+
+
+@cache
+def blocks() -> torch.Tensor:
+    """Blocks of 32 token ids of this book's pages, on the device that is here."""
+    return shuffled_blocks(length=32)[1].to(pick_device())
+
+
+def reader(seed: int) -> torch.nn.Module:
+    """A GPT-2 of one layer for `blocks`."""
+    sizes = dict(vocab_size=512, n_positions=32, n_embd=64, n_layer=1, n_head=2)
+    config = small_config("gpt2-tiny", **sizes, initializer_range=0.1, tie_word_embeddings=False)
+    return models.build(config, attention="sdpa", seed=seed).to(pick_device())
+
+
+def learn(make: Make, lr: float | None, seed: int, steps: int = 35) -> list[float]:
+    """Losses of a reader; the seed is of its weights and of the order of the text."""
+    model = reader(seed)
+    optimizer = make(model.named_parameters(), lr=lr)
+    draw = torch.Generator().manual_seed(seed)
+    chosen = torch.randint(len(blocks()), (steps, 16), generator=draw)
+    return train_on(model, optimizer, [blocks()[rows] for rows in chosen])
+
+
+def end_of(losses: Sequence[float]) -> float:
+    """The mean of the last ten losses, infinite for a run that ended as NaN."""
+    end = fmean(losses[-10:])
+    return end if math.isfinite(end) else math.inf
+
+
+def best_rate(make: Make, start: int) -> float:
+    """The rate 10 ** (k / 2) with the best end, sought from k = start to where ends rise again."""
+    ends: dict[int, float] = {}
+    best = start
+    while not {best - 1, best, best + 1} <= ends.keys():
+        for k in {best - 1, best, best + 1} - ends.keys():
+            ends[k] = end_of(learn(make, 10 ** (k / 2), seed=3))
+        best = min(ends, key=ends.__getitem__)
+    return 10 ** (best / 2)
+
+
+def state_bytes(
+    optimizer: torch.optim.Optimizer, weights: Iterable[torch.nn.Parameter] = ()
+) -> float:
+    """Bytes a weight of all state tensors but the shared tables of 8-bit optimizers.
+
+    weights: those that count; all, if none are given.
+    """
+    every = (p for group in optimizer.param_groups for p in group["params"])
+    own = {p: optimizer.state.get(p, {}) for p in weights or every}
+    held = [s for state in own.values() for k, s in state.items() if not k.startswith("qmap")]
+    tensors = filter(torch.is_tensor, tree_leaves(held))
+    return sum(t.nbytes for t in tensors) / sum(p.numel() for p in own)
 
 
 class Rules(torch.optim.Optimizer):
