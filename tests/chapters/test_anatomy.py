@@ -8,7 +8,6 @@ from notebook import Notebook
 
 from memlab import MiB, Recipe, measure, models, simulate
 from memlab.book import small_config
-from memlab.book.chapters import anatomy
 from memlab.evidence.accuracy import simulate_on_cpu
 from memlab.evidence.effects import changed_bytes
 from memlab.workloads.training import Training
@@ -18,14 +17,14 @@ CHAPTER = Notebook("03-anatomy")
 
 @pytest.fixture(scope="module")
 def shown():
-    """The names that the chapter's imports and definitions make, without running the rest."""
-    names, kept = {}, (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+    """The chapter's definitions, without what it runs on them."""
+    names, kinds = {}, (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
     for id, source in CHAPTER.code.items():
         if id == "install":
             continue
         tree = ast.parse(source)
         if id != "imports":
-            tree.body = [node for node in tree.body if isinstance(node, kept)]
+            tree.body = [node for node in tree.body if isinstance(node, kinds)]
         exec(compile(tree, id, "exec"), names)
     return names
 
@@ -70,8 +69,21 @@ def test_the_shown_loop_and_the_recipe_have_the_same_peak(shown):
 
 
 def test_two_depths_give_what_any_depth_keeps(shown):
-    shown["vanilla"] = Recipe("gpt2", seq_len=64)
-    assert shown["at_depth"](6, batch_size=2) == shown["kept"](6, batch_size=2)
+    recipe = Recipe("gpt2", batch_size=2, seq_len=64)
+    assert shown["at_depth"](recipe, 6) == shown["kept"](recipe, 6)
+
+
+@pytest.mark.parametrize(
+    "model, precision, attention, expected",
+    [
+        ("bert-large", "bf16", "eager", (34, 5)),  # Korthikanti and others, section 4.1
+        ("bert-large", "fp32", "eager", (66, 9)),
+        ("gpt2", "bf16", "sdpa", (58, 0)),
+    ],
+)
+def test_coefficients_of_a_layer(shown, model, precision, attention, expected):
+    found = shown["coefficients"](model, precision, attention)
+    assert list(found) == pytest.approx(expected, abs=0.1)
 
 
 def test_the_loss_in_parts_is_the_loss_with_the_same_gradient(shown):
@@ -91,7 +103,7 @@ def test_the_loss_in_parts_is_the_loss_with_the_same_gradient(shown):
 def test_the_callback_measures_one_step_of_the_trainer(shown):
     recipe = Recipe("bert-large-tiny", batch_size=1, seq_len=16)
     callback = shown["MeterCallback"]()
-    anatomy.train_with(recipe, callback)
+    shown["train_with"](recipe, callback)
     assert callback.meter.footprint.breakdown["optimizer_states"] > 0
 
 

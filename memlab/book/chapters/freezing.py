@@ -11,7 +11,6 @@ from pandas.io.formats.style import Styler
 
 from memlab import models
 from memlab.book import show
-from memlab.book.chapters.anatomy import saved_tensors
 from memlab.book.lessons import in_turns, small_config, three_steps, train_step
 from memlab.book.panel import Panel
 from memlab.card.device import SimulatedGPU
@@ -208,6 +207,27 @@ class _Held:
 
 
 # ---------------------------------------------------------------- what layers keep
+
+
+def saved_tensors(output: torch.Tensor) -> dict[int, tuple[str, torch.Tensor]]:
+    """Storage -> (node, tensor) of all that the graph below an output keeps for backward.
+
+    Every node of autograd's graph refers to what its formula needs in attributes that begin with
+    `_saved_`.
+    """
+    seen, found, todo = set(), {}, [output.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [before for before, _ in node.next_functions]
+        for name in filter(lambda name: name.startswith("_saved_"), dir(node)):
+            tensor = getattr(node, name)
+            if isinstance(tensor, torch.Tensor):
+                key = tensor.untyped_storage()._cdata
+                found.setdefault(key, (node.name(), tensor))
+    return found
 
 
 def kept_by_layer(trains: Sequence[bool]) -> list[int]:

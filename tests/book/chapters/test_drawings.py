@@ -1,16 +1,15 @@
 """Drawings of one idea: each label is readable."""
 
 import itertools
-from functools import cache
 
 import pytest
 import torch
 from matplotlib import pyplot as plt
 from matplotlib.patches import Rectangle
 
-from memlab import Recipe, models, simulate
+from memlab import models
 from memlab.book import drawing, show
-from memlab.book.chapters import anatomy, attention, deploying, padding, parallel
+from memlab.book.chapters import attention, deploying, padding, parallel
 from memlab.book.chapters import quantization_figures as quantization
 
 LENGTHS, PACKED = [300, 512, 80, 30], [[1], [0, 2, 3]]
@@ -27,18 +26,12 @@ def two_and_two(lengths, size):
     return [[0, 1], [2, 3]]
 
 
-@cache
-def one_step():
-    return simulate(Recipe("bert-large", batch_size=8, seq_len=512, attention="sdpa"))
-
-
 def in_four_bits():
     scale = torch.tensor(2.6 / 15)
     return WEIGHTS, torch.round(WEIGHTS / scale) - 5, scale, torch.tensor(-5.0)
 
 
 DRAWN = {
-    "step": lambda: anatomy.draw_step(one_step()),
     "shares": lambda: parallel.draw_shares(one_of),
     "scores": lambda: attention.draw_scores(3072, models.config("llama-3.2-1b")),
     "cache": deploying.draw_cache,
