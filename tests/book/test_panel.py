@@ -5,16 +5,13 @@ import re
 import pytest
 
 from memlab import Recipe, book
-from memlab.book.chapters.freezing import Part
 from memlab.book.panel import Panel
 from memlab.book.serving_calculator import ServingCalculator
 
 SMALL = Recipe("gpt2", batch_size=4, attention="sdpa")
-FEW = [Part(name, 5, 5, 10, 3, 1) for name in ("embeddings", "layer 1", "head")]
 PANELS = [
     book.AllocatorSandbox(),
     book.Calculator(SMALL, "batch_size", "precision", "optimizer"),
-    book.FreezingPanel(FEW),
     book.LoaderLanes(),
     book.QuantizationRuler(outlier=20),
     book.RunningSoftmax(),
@@ -54,13 +51,6 @@ def test_what_can_be_pressed_has_a_name_and_a_size(panel):
     pictures = "[...panel.querySelectorAll('svg[role=img]')]"
     assert panel.run(f"{pictures}.every(svg => svg.getAttribute('aria-label').length > 10)")
     assert panel.run("panel.querySelectorAll('[id]').length") == 0
-
-
-def test_what_is_its_own_in_a_panels_style_outlives_the_panels_that_follow(page):
-    page.at = 2 * NAMES.index("FreezingPanel")
-    widths = page.run("['.first input', '.first'].map(name => "
-                      "panel.querySelector(name).getBoundingClientRect().width)")  # fmt: skip
-    assert widths[0] == pytest.approx(widths[1], abs=1)
 
 
 def test_a_figure_stands_below_its_name_in_jupyterlab_too(open_once):

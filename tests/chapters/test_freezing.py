@@ -5,7 +5,7 @@ import torch
 from notebook import Notebook, assert_same_run, traced
 
 from memlab import Recipe, models
-from memlab.book import small_config, train_step
+from memlab.book import train_step
 from memlab.workloads.training import Training
 
 CHAPTER = Notebook("05-freezing")
@@ -14,7 +14,7 @@ CHAPTER = Notebook("05-freezing")
 @pytest.fixture(scope="module")
 def chapter():
     before = torch.get_num_threads()
-    yield CHAPTER.run("imports vanilla-start half-freeze")
+    yield CHAPTER.run("imports settings toy vanilla-start reached small-deberta tied")
     torch.set_num_threads(before)  # the chapter takes one
 
 
@@ -36,14 +36,24 @@ def test_the_shown_code_and_the_recipe_agree(chapter, model, layers):
     assert len(everything.state) == len(shown.optimizer.state)  # as the text says
 
 
-def test_what_is_frozen_in_16_bits_and_its_border(chapter):
-    model = models.build(small_config("bert-large-tiny", num_hidden_layers=3))
-    batch = {"input_ids": torch.ones(2, 8, dtype=torch.long), "labels": torch.tensor([0, 1])}
-    whole = model(**batch).loss
-    base = model.base_model.requires_grad_(False)
-    chapter["halve_frozen"](base, 2, torch.bfloat16)
-    assert base.embeddings.word_embeddings.weight.dtype == torch.bfloat16
-    dtypes = [next(layer.parameters()).dtype for layer in base.encoder.layer]
-    assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float32]
-    loss = model(**batch).loss
-    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(whole.item(), abs=0.02)
+def test_backward_reaches_what_a_trained_weight_below_asks_for(chapter):
+    model = models.build("bert-large-tiny")
+    layers = chapter["layers_of"](model)
+    ids = torch.ones(1, 8, dtype=torch.long)
+    chapter["frozen_start"](model, 1)
+    reached = chapter["backward_reaches"](layers, lambda: model(ids))
+    assert reached == [False] + [True] * (len(layers) - 1)
+    model.base_model.embeddings.requires_grad_(True)
+    assert all(chapter["backward_reaches"](layers, lambda: model(ids)))
+
+
+@pytest.mark.parametrize("trains, share", [(False, 0), (True, 1)])
+def test_a_layer_keeps_its_hidden_values_and_gelus_input(chapter, trains, share):
+    wide, narrow = 64 * 128 * 4, 64 * 32 * 4
+    below, above = chapter["kept_by_layer"]([trains, True])
+    assert above == narrow + 2 * wide and below == share * above
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-3.2-1b-tiny"])
+def test_tied_embeddings_bring_backward_down(chapter, name):
+    assert all(chapter["head_only"](name, True)) and not any(chapter["head_only"](name, False))
