@@ -166,12 +166,12 @@ PLAN += ["--ways", "full", "--precisions", "fp32"]
 
 def test_a_plan_as_text_and_as_json(capsys):
     status, out, err = run(capsys, *PLAN, "--gpu", "T4")
-    assert status == 0 and out.startswith("gpt2-tiny on T4: tier 1 fits, ")
+    assert status == 0 and out.startswith("gpt2-tiny on T4: full fine-tuning fits, ")
     assert "Chance that tier 1 does not fit: below 1% (0 of " in out
     status, out, _ = run(capsys, *PLAN, "--gpu", "T4", "--json")
     values = json.loads(out)
     assert status == 0 and values["fits"] and values["gpu"] == "T4" and values["script"] is None
-    assert values["fastest"]["simulated"] and values["fastest"]["recipe"]["seq_len"] == 64
+    assert values["fastest"]["recipe"]["seq_len"] == 64
 
 
 def test_a_plan_for_several_cards(capsys):
@@ -210,7 +210,7 @@ def test_a_script_that_cannot_be_written_does_not_cost_the_plan(capsys, tmp_path
     monkeypatch.setattr("memlab.export.training_script.training_script", lambda *_: "")
     path = tmp_path / "train.py"
     status, out, _ = run(capsys, *PLAN, "--gpu", "T4", "--script", path)
-    assert status == 2 and out.startswith("gpt2-tiny on T4: tier 1 fits, ")
+    assert status == 2 and out.startswith("gpt2-tiny on T4: full fine-tuning fits, ")
     assert out.endswith(f"{path} was not written: No space left on device\n")
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from memlab.footprint import Category, Phase
 from memlab.planner.result import PAGED_OUT, STATES, WAYS, Option, Switch, is_paged, way_of
 from memlab.planner.space import Combination
+from memlab.spec.recipe import Recipe
 from memlab.trace.events import Alloc, Free, Marker
 from memlab.trace.log import Log
 from memlab.units import gib
@@ -97,7 +98,7 @@ def switches(search: Search, start: Option) -> tuple[Switch, ...]:
     for one in recipes.combinations:
         name = _named_change(own, one)
         again = one.checkpointing != own.checkpointing
-        if name and name not in changed and (again or one in search.lacks):
+        if name and name not in changed and (again or one in search.traced):
             changed[name] = recipes.recipe(one, batch)
     smaller = [n for n in recipes.batches if n < batch] or recipes.batches[1:2]
     if smaller:
@@ -127,7 +128,7 @@ def _named_change(own: Combination, one: Combination) -> str:
     return f"{after[name]}{PAGED_OUT * is_paged(one.optimizer)}" if name != "loss" else ""
 
 
-def _switch(search: Search, start: Option, name: str, recipe) -> Switch:
+def _switch(search: Search, start: Option, name: str, recipe: Recipe) -> Switch:
     answers = search.answers
     tensors, seconds = answers.tensors(recipe), answers.seconds(recipe)
     fits = tensors <= answers.room and not answers.simulated(recipe).missing

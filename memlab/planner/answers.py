@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
+from memlab import models
 from memlab.card.links import link_rate
 from memlab.card.step_time import step_time
 from memlab.gpus import GPU, GPUS
@@ -21,7 +22,7 @@ class Answers:
     """The bytes and seconds of recipes on a card. say: told what is being done."""
 
     def __init__(
-        self, question: Question, card: GPU, margin: float, say: Callable[[str], None] = str
+        self, question: Question, card: GPU, margin: float, say: Callable[[str], object] = str
     ) -> None:
         self.question, self.card, self.margin, self.say = question, card, margin, say
         # A card that is only bytes has the links of the one that it is like.
@@ -82,12 +83,9 @@ class Answers:
         return self._simulated[key]
 
     def with_sizes(self, option: Option) -> Option:
-        """The option with its largest micro-batch and its longest sequence.
-
-        Of the loss in parts each size would be a run of its own.
-        """
+        """The option with its largest micro-batch and its longest sequence, where traces say."""
         recipe = option.recipe
-        if recipe.loss != "whole":
+        if has_runs_only(recipe):
             return option
         self.say(f"looking for the largest sizes of {described(recipe)}")
         batch, _ = largest_size(recipe, self.card, "batch_size", self.margin, True)
@@ -103,6 +101,15 @@ class Answers:
         """What the figures of options assume, in their order."""
         said = (self._assumed.get(_key(option.recipe), ()) for option in options)
         return tuple(dict.fromkeys(text for texts in said for text in texts))
+
+
+def has_runs_only(recipe: Recipe) -> bool:
+    """Whether each size of a recipe is a run of its own, of seconds.
+
+    The loss has as many parts as the tokens ask for, and the gated delta rule loops over the
+    chunks of a sequence.
+    """
+    return recipe.loss != "whole" or hasattr(models.config(recipe.model), models.OF_DELTA_RULE)
 
 
 def _key(recipe: Recipe) -> tuple:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from memlab.gpus import GPU, find_gpu
-from memlab.planner.answers import Answers
+from memlab.planner.answers import Answers, has_runs_only
 from memlab.planner.cards import LADDER
 from memlab.planner.result import WAYS, WORST, Option, described
 from memlab.planner.space import Combination, computes, is_here
@@ -60,26 +60,29 @@ def remedies(
         yield f"none of {', '.join(LADDER)}: see the book's chapter 17-parallel"
 
 
-def _remedies(search, tiers, sparing) -> Iterable[str]:
+def _remedies(
+    search: Search, tiers: dict[int, Option], sparing: tuple[Option, ...]
+) -> Iterable[str]:
     for option in sparing:
         worse = "; it may train worse" * (option.tier == WORST)
         yield f"tier {option.tier}, {option}{worse}"
     for way in WAYS:
-        if way not in search.question.ways:
-            option = _other_way(search, way)
-            if option:
-                yield str(option)
+        other = None if way in search.question.ways else _other_way(search, way)
+        if other:
+            yield str(other)
     nearest = min(tiers.values(), key=lambda option: option.missing).recipe
-    length, _ = largest_size(nearest, search.card, "seq_len", search.margin, False)
+    length = 0
+    if not has_runs_only(nearest):
+        length, _ = largest_size(nearest, search.card, "seq_len", search.margin, False)
     if length:
         yield f"sequences of {length:,} tokens, with {described(nearest)}"
-    option = _more_ranks(search)
-    if option:
-        yield f"{option.recipe.ranks} x {search.card.name}, with {option}"
+    shared = _more_ranks(search)
+    if shared:
+        yield f"{shared.recipe.ranks} x {search.card.name}, with {shared}"
     for card in map(find_gpu, LADDER):
-        option = _on_larger(search, card, tiers)
-        if option:
-            yield f"{card.name}, with {option}"
+        larger = _on_larger(search, card, tiers)
+        if larger:
+            yield f"{card.name}, with {larger}"
             return
 
 

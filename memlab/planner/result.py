@@ -96,7 +96,8 @@ class Option:
 
     needed: bytes of the card, context included, as in `Fit`; margin: kept free beside them.
     Paged states are counted as if all were paged out. seconds: estimated, of one optimizer step,
-    None where that is not known, as of such states. Bytes are those of a simulation.
+    None where that is not known, as of such states. Bytes are those of a simulation, or where
+    these alone are too many (`at_least`) of the weights, gradients and states.
 
     largest_batch, longest: the largest micro-batch, all else as it is, and the longest sequence in
     steps of 64 tokens; the next one does not fit, unless `longest_ends` says why none is longer.
@@ -108,6 +109,7 @@ class Option:
     margin: int
     total_memory: int
     seconds: float | None
+    at_least: bool = False
     largest_batch: int | None = None
     longest: int | None = None
     longest_ends: str = ""
@@ -147,7 +149,7 @@ class Option:
         """What it needs of the card, or lacks, and how long a step takes."""
         text = gib(self.needed)
         if self.missing:
-            text += f", with the margin {gib(self.missing)} too many"
+            text = f"{'over ' * self.at_least}{text}, with the margin {gib(self.missing)} too many"
         text += PAGED_OUT * is_paged(self.recipe.optimizer)
         return f"{text}, {self.time()}" if self.seconds else text
 
@@ -373,7 +375,7 @@ def _table(options: Iterable[Option]) -> str:
                 " ".join([recipe.optimizer, *more]),
                 "yes" if recipe.checkpointing != "none" else "no",
                 f"{recipe.batch_size} x {recipe.accumulation}",
-                f"{option.needed / GiB:,.1f}",
+                f"{'>' * option.at_least}{option.needed / GiB:,.1f}",
                 f"{option.missing / GiB:,.1f}" if option.missing else "",
                 seconds_text(option.seconds) if option.seconds else "unknown",
             ]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from memlab.gpus import GPU, GPUS
 from memlab.planner.advice import decision, switches
-from memlab.planner.answers import LIKE, Answers
+from memlab.planner.answers import LIKE, Answers, has_runs_only
 from memlab.planner.cards import LADDER, Cards
 from memlab.planner.choice import groups, plainest
 from memlab.planner.remedies import remedies, rungs
@@ -100,7 +100,8 @@ class Search:
 
     answers: what is known of single recipes. options: the largest micro-batch of each combination
     that fits. lacks: of each that was asked, the bytes that the next larger micro-batch lacks, 0
-    where there is none. replayed: those whose option the allocator has confirmed.
+    where there is none. traced: those of them that are not too large without any activations.
+    replayed: those whose option the allocator has confirmed.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Search:
         self.recipes = Recipes(question, card)
         self.options: dict[Combination, Option] = {}
         self.lacks: dict[Combination, int] = {}
+        self.traced: set[Combination] = set()
         self.replayed: set[Combination] = set()
 
     def plan(self) -> Plan:
@@ -156,6 +158,10 @@ class Search:
         self.lacks[one] = max(0, least - self.answers.room)
         if self.lacks[one]:
             return
+        self.traced.add(one)
+        if has_runs_only(self.recipes.recipe(one, 1)):
+            self.run(one)
+            return
         batch = self._largest_batch(one, least)
         if batch:
             self.options[one] = self.answers.at_least(self.recipes.recipe(one, batch))
@@ -190,6 +196,27 @@ class Search:
                 self.lacks[one] = alone - self.answers.room
                 return 0
         return int(fits(1))
+
+    def run(self, one: Combination) -> Option | None:
+        """Simulate a combination of which each size is a run of its own, with few sizes.
+
+        After one sequence comes what fits if all but weights, gradients and states grows.
+        """
+        batches, room = self.recipes.batches, self.answers.room
+        least = self.recipes.least_bytes(one) + self.answers.context
+        option = self.answers.simulated(self.recipes.recipe(one, 1))
+        self.lacks[one] = option.missing
+        if option.missing:
+            return None
+        each = option.needed - least
+        batch = max(n for n in batches if n == 1 or least + n * each <= room)
+        if batch > 1:
+            larger = self.answers.simulated(self.recipes.recipe(one, batch))
+            option = option if larger.missing else larger
+        self.lacks[one] = each * (option.recipe.batch_size < batches[-1])
+        self.options[one] = option
+        self.replayed.add(one)
+        return option
 
     def replay(self, one: Combination) -> None:
         """Let the allocator confirm an option, with a smaller micro-batch where it does not fit."""
@@ -251,21 +278,8 @@ class Search:
         one = self.recipes.in_parts(self.most_sparing(found))
         if one is None or min(near, default=0) > self.recipes.bytes_of_logits:
             return None
-        least, room = self.recipes.least_bytes(one) + self.answers.context, self.answers.room
-        if least > room:
-            return None
-        option = self.answers.simulated(self.recipes.recipe(one, 1))
-        if option.missing:
-            return None
-        # Each size is a run of its own: one more, of what fits if all but `least` grows.
-        each = option.needed - least
-        batch = max(n for n in self.recipes.batches if n == 1 or least + n * each <= room)
-        if batch > 1:
-            larger = self.answers.simulated(self.recipes.recipe(one, batch))
-            option = option if larger.missing else larger
-        self.options[one] = option
-        self.replayed.add(one)
-        return option
+        least = self.recipes.least_bytes(one) + self.answers.context
+        return None if least > self.answers.room else self.run(one)
 
     def most_sparing(self, found: Sequence[Combination]) -> Combination:
         """What is likely to hold least; of those whose states page only where all do."""
@@ -292,8 +306,17 @@ class Search:
         return dict(sorted(best.items()))
 
     def nearest(self, found: Sequence[Combination]) -> Option:
-        """What is likely to lack least of what does not fit, with one sequence, simulated."""
-        return self.answers.simulated(self.recipes.recipe(self.most_sparing(found), 1))
+        """What is likely to lack least of what does not fit, with one sequence.
+
+        Where its weights, gradients and states are too many, nobody needs to know more.
+        """
+        one = self.most_sparing(found)
+        recipe, answers = self.recipes.recipe(one, 1), self.answers
+        least = self.recipes.least_bytes(one) + answers.context
+        if least <= answers.room:
+            return answers.simulated(recipe)
+        margin, total = answers.total_memory - answers.room, answers.total_memory
+        return Option(recipe, least, margin, total, None, at_least=True)
 
     def fastest(self) -> Option | None:
         """The best of all that fits of what was asked."""

@@ -74,7 +74,7 @@ def combinations(
     if refused:
         excluded.append(f"LoRA and QLoRA ({refused})")
     found = []
-    shardings = ("ddp",)
+    shardings: tuple[str, ...] = ("ddp",)
     if question.ranks > 1:
         two_stacks = (question.task or models.default_task(question.model)) == "seq2seq-lm"
         shardings = ("ddp",) if two_stacks else SHARDINGS
@@ -125,7 +125,9 @@ class Recipes:
             built = models.build(self.model, question.task)
         self.weights = sum(weight.numel() for weight in built.parameters())
 
-    def of_ways(self, ways: tuple[str, ...], ranks: int | None = None):
+    def of_ways(
+        self, ways: tuple[str, ...], ranks: int | None = None
+    ) -> tuple[list[Combination], tuple[str, ...]]:
         """As `combinations`, of these ways to train, on so many cards."""
         asked = dataclasses.replace(self.question, ways=ways, ranks=ranks or self.question.ranks)
         refused = ways != ("full",) and refusal(self.model, asked)
@@ -164,7 +166,7 @@ class Recipes:
         whole = one.way == "full"
         size = 2 if one.precision in ("bf16", "fp16") else 4
         held: float = {"full": size, "lora": 2, "qlora": 0.5}[one.way]
-        trained = whole * (size + {"adamw_torch_fused": 2 * size}.get(one.optimizer, 0))
+        trained: float = whole * (size + {"adamw_torch_fused": 2 * size}.get(one.optimizer, 0))
         trained += whole * {"adamw_8bit": 2, "lion_8bit": 1}.get(one.optimizer, 0)
         held /= ranks if one.sharding == "zero3" else 1
         trained /= ranks if one.sharding != "ddp" else 1
@@ -210,7 +212,7 @@ def computes(card: GPU, question: Question) -> bool:
     return "bfloat16" in card.native_dtypes or not asked
 
 
-def attention_of(model, task) -> str:
+def attention_of(model: models.Model, task: str | None) -> str:
     """`sdpa` where the architecture has it, else `eager`."""
     with torch.device("meta"):
         try:
@@ -220,7 +222,7 @@ def attention_of(model, task) -> str:
     return "sdpa"
 
 
-def refusal(model, question: Question) -> str:
+def refusal(model: models.Model, question: Question) -> str:
     """Why a model gets no adapters; empty where it does.
 
     Raises ValueError for a rank above what the layers have.

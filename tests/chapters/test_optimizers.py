@@ -15,7 +15,10 @@ from memlab.workloads.optimizers import LEARNING_RATE
 from memlab.workloads.training import Training
 
 CHAPTER, DEEPER = Notebook("07-optimizers"), Notebook("07-optimizers-deeper")
-TINY = "imports zoo muon zoo-first dynamic-map quantize dequantize in-backward five-steps learn best-rate"
+TINY = (
+    "imports zoo muon zoo-first dynamic-map quantize dequantize in-backward five-steps learn "
+    "best-rate"
+)
 
 
 @pytest.fixture(scope="module")
