@@ -1,5 +1,6 @@
 """How far a run is: a line of text that is wiped out in the end, also in a notebook."""
 
+import sys
 from typing import Any
 
 from tqdm import tqdm
@@ -9,7 +10,8 @@ class Progress(tqdm):
     """A bar that leaves nothing behind, and says nothing inside of another one.
 
     A notebook shows no second line below the first; and of a widget one that was saved says "model
-    not found". delay: seconds before it appears.
+    not found". In a file or a pipe there is no line to wipe out, and so there is none. delay:
+    seconds before it appears.
     """
 
     _open = 0
@@ -17,6 +19,8 @@ class Progress(tqdm):
     def __init__(self, *args: Any, delay: float = 2, **settings: Any) -> None:
         if Progress._open:
             settings["disable"] = True
+        elif not (sys.stderr.isatty() or "ipykernel" in sys.modules):
+            settings.setdefault("disable", True)
         super().__init__(*args, leave=False, delay=delay, **settings)
         self._counts = not self.disable
         Progress._open += self._counts

@@ -47,6 +47,7 @@ from memlab.workloads.training import import_libraries
 CHECKED = {16: (256, 48), 8: (88, 40), 4: (84, 36), 2: (82, 34), 1: (81, 33)}
 CHECKED_BATCH = 2
 CHECKED_PATTERNS = 4
+PROBED_PATTERNS = 2  # with other releases: a first and a last layer meet every kernel
 USUAL_LENGTH = 512  # tokens
 SHALLOW = FEWEST, (2, 3, 4)  # patterns that are recorded; the first may be another kind
 DEEP = 12  # up to so many layers the model itself is as quick, and its log tells layers apart
@@ -314,7 +315,7 @@ def is_as_run(
 ) -> bool:
     """Whether a trace of a recipe's structures is what a shallow run does with today's libraries.
 
-    of_halves, halves: of the passes and of the updates. About a second.
+    of_halves, halves: of the passes and of the updates. In about half a second.
     """
     around, layers = Circumstances.of(recipe), halves[0].layers
     if layers != halves[1].layers:
@@ -324,24 +325,29 @@ def is_as_run(
         with gc_frozen():
             like = with_like_states(recipe, of_halves[1])
             check = _to_check(like, around)
-            of_check = _check_run(check, layers, card.without_limit())
+            of_check = _check_run(check, layers, card.without_limit(), PROBED_PATTERNS)
     except ValueError:
         return False  # a run of the recipe's own sizes says what is wrong with them
     own = of_halves if like is recipe else next(structures(like, card, roughly=True))
     sizes = own[1].sizes(check) | own[0].sizes(check) | card.symbols
     trace = Trace(*(kept.half for kept in halves))
-    return are_alike(trace.at(sizes, _depth_of_check(layers, around)), of_check)
+    depth = _depth_of_check(layers, around, PROBED_PATTERNS)
+    return are_alike(trace.at(sizes, depth), of_check)
 
 
-def _check_run(check: Recipe, layers: Layers | None, card: GPU) -> Log:
+def _check_run(
+    check: Recipe, layers: Layers | None, card: GPU, patterns: int = CHECKED_PATTERNS
+) -> Log:
     """A run that a trace must agree with: of a few layers, or of all where none repeats."""
     if layers is None:
         return log_of(check, gpu=card, numbered=True)
-    return shallow_log(_deep(check, layers.number(CHECKED_PATTERNS)), gpu=card)
+    return shallow_log(_deep(check, layers.number(patterns)), gpu=card)
 
 
-def _depth_of_check(layers: Layers | None, around: Circumstances) -> Depth:
-    return Depth(CHECKED_PATTERNS if layers else 1, around.batches)
+def _depth_of_check(
+    layers: Layers | None, around: Circumstances, patterns: int = CHECKED_PATTERNS
+) -> Depth:
+    return Depth(patterns if layers else 1, around.batches)
 
 
 def _of_shallow(recipe: Recipe, layers: Layers, run) -> list[LayeredLog] | None:

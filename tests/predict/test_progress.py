@@ -1,5 +1,7 @@
 """One line at a time, and none in the end."""
 
+import sys
+
 import pytest
 
 from memlab.predict.progress import Progress
@@ -32,4 +34,10 @@ def test_after_an_error_the_next_one_is_shown(capsys):
 
 def test_a_quick_one_says_nothing(capsys):
     assert list(Progress(range(9), "quick", disable=False)) == list(range(9))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_gets_no_lines(capsys, monkeypatch):
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    assert list(Progress(range(2), "piped", delay=0, mininterval=0)) == [0, 1]
     assert capsys.readouterr().err == ""
