@@ -28,8 +28,15 @@ CAN_REDUCE = {
 
 def decision(search: Search, start: Option, changes: tuple[Switch, ...]) -> tuple[str, ...]:
     """What decides, in sentences, from what a recipe's peak is made of."""
+    room = search.answers.room
+    if start.at_least:
+        return (
+            f"Weights, gradients and optimizer states are at least {gib(start.needed)} where "
+            f"{gib(room)} may be used: checkpointing, a smaller micro-batch and shorter sequences "
+            "cannot help.",
+        )
     parts, phase = parts_at_peak(search.answers.log(start.recipe))
-    allocated, room = sum(parts.values()), search.answers.room
+    allocated = sum(parts.values())
     states = sum(parts[name] for name in STATES)
     largest = max(CAN_REDUCE, key=lambda name: parts[name])
     name, way = largest.replace("_", " "), WAYS[start.way]
@@ -83,9 +90,12 @@ def parts_at_peak(log: Log) -> tuple[Counter[Category], Phase]:
 def switches(search: Search, start: Option) -> tuple[Switch, ...]:
     """Single changes of a recipe, the one that saves most first.
 
-    Of other ways, optimizers and formats those that the search has asked about.
+    Of other ways, optimizers and formats those that the search has asked about; none of a recipe
+    whose weights and states alone are too many.
     """
     recipe, recipes = start.recipe, search.recipes
+    if start.at_least:
+        return ()
     batch, changed = recipe.batch_size, {}
     own = Combination(
         way_of(recipe),

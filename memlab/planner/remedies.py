@@ -70,12 +70,12 @@ def _remedies(
         other = None if way in search.question.ways else _other_way(search, way)
         if other:
             yield str(other)
-    nearest = min(tiers.values(), key=lambda option: option.missing).recipe
-    length = 0
-    if not has_runs_only(nearest):
-        length, _ = largest_size(nearest, search.card, "seq_len", search.margin, False)
-    if length:
-        yield f"sequences of {length:,} tokens, with {described(nearest)}"
+    nearest = min(tiers.values(), key=lambda option: option.missing)
+    if not nearest.at_least and not has_runs_only(nearest.recipe):
+        sized = nearest.recipe, search.card, "seq_len", search.margin, False
+        length, _ = largest_size(*sized)
+        if length:
+            yield f"sequences of {length:,} tokens, with {described(nearest.recipe)}"
     shared = _more_ranks(search)
     if shared:
         yield f"{shared.recipe.ranks} x {search.card.name}, with {shared}"

@@ -310,16 +310,13 @@ class Plan:
                 lines.append(f"{name[0].upper()}{name[1:]}: {option}{sizes}.")
         else:
             lines += ["What would fit:", *(f"- {remedy}" for remedy in self.remedies)]
-        rows = [_change(switch) for switch in self.switches]
-        heads = ["change", "saves GiB", "a step takes", "fits"]
-        left, right = ("left",), ("right",) * 2
-        lines += [
-            f"One change at a time from {described(self.start.recipe)}, {gib(self.start.needed)}:",
-            "",
-            tabulate(rows, heads, colalign=(*left, *right, *left), disable_numparse=True),
-            "",
-            *self.decision,
-        ]
+        if self.switches:
+            start = f"{described(self.start.recipe)}, {gib(self.start.needed)}"
+            heads = ["change", "saves GiB", "a step takes", "fits"]
+            rows, columns = map(_change, self.switches), ("left", "right", "right", "left")
+            table = tabulate(rows, heads, colalign=columns, disable_numparse=True)
+            lines += [f"One change at a time from {start}:", "", table, ""]
+        lines += self.decision
         lines += [f"Left out: {reason}." for reason in self.excluded]
         lines += [f"Assumed: {one}." for one in self.assumptions]
         return "\n".join(map(wrapped, lines))

@@ -240,7 +240,8 @@ class Search:
         without = dataclasses.replace(one, checkpointing=False)
         if one in self.lacks or (one.checkpointing and self.lacks.get(without) == 0):
             return False
-        first = next(it for it in group if it.checkpointing == one.checkpointing)
+        kind = one.checkpointing, one.precision
+        first = next(it for it in group if (it.checkpointing, it.precision) == kind)
         if one is first:
             return True
         saved = self.recipes.least_bytes(first) - self.recipes.least_bytes(one)
