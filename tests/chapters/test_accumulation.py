@@ -5,21 +5,15 @@ import torch
 from notebook import Notebook, assert_same_run, traced
 
 from memlab import Recipe, Training
-from memlab.book.chapters.accumulation import (
-    distance,
-    flat_gradient,
-    paragraphs,
-    reader,
-    split,
-)
 
 CHAPTER = Notebook("04-accumulation")
-TINY = "imports vanilla-loop accumulated-loop gradient-function summed-loss by-tokens bad-fix-code"
+LOOPS = "imports settings vanilla-loop accumulated-loop reader gradient-function"
+TOKENS = "unequal summed-loss by-tokens bad-fix-code"
 
 
 @pytest.fixture(scope="module")
 def chapter():
-    return CHAPTER.run(TINY, {"flat_gradient": flat_gradient})
+    return CHAPTER.run(f"{LOOPS} {TOKENS} learn-function")
 
 
 @pytest.mark.sampled(3)
@@ -50,9 +44,24 @@ def test_with_one_micro_batch_the_changed_loop_is_the_vanilla_one(chapter):
 
 
 def test_both_sums_by_tokens_have_the_whole_batchs_gradient(chapter):
-    padded = paragraphs(16)
-    right = chapter["gradient"](reader(), [padded])
     for name in ("backward_by_tokens", "backward_at_the_end"):
-        model = reader()
-        chapter[name](model, split(padded, 4))
-        assert distance(flat_gradient(model), right) < 1e-5
+        model = chapter["small_gpt2"]()
+        chapter[name](model, chapter["windows"])
+        gradient = chapter["flat_gradient"](model)
+        assert chapter["distance"](gradient, chapter["right"]) < 1e-5
+
+
+def test_a_way_steps_on_its_windows_and_the_held_out_blocks_are_not_among_them(
+    chapter, monkeypatch
+):
+    windows, read = [], set()
+    unseen = {tuple(row) for row in chapter["unseen"].tolist()}
+
+    def step(model, optimizer, window):
+        windows.append([len(part["input_ids"]) for part in window])
+        read.update(tuple(row) for part in window for row in part["input_ids"].tolist())
+
+    monkeypatch.setitem(chapter["learn"].__globals__, "accumulated_step", step)
+    losses = chapter["learn"](4, 4, 1e-3, 0.9, 0)
+    assert windows == [[4] * 4] * 9 and not read & unseen
+    assert len(losses) == 4 and len(set(losses)) == 1  # this step trains nothing
