@@ -68,6 +68,6 @@ def _cell(option: Option | None) -> str:
     if option is None:
         return "not possible"
     if option.missing:
-        return f"lacks {gib(option.missing)}"
+        return f"lacks {'over ' * option.at_least}{gib(option.missing)}"
     speed = f", {option.rate()}/s" if option.seconds else ""
     return f"{gib(option.needed)}{speed}"
