@@ -31,7 +31,7 @@ TIERS = {
 WORSE_OPTIMIZERS = ("sgd", "lion_8bit")
 FASTEST, ROOMIEST = "fastest", "most room"
 NO_TIME = 1e-6  # seconds
-WIDTH = 80  # columns of a terminal
+WIDTH = 78  # columns of a terminal, and of a page
 PAGED_OUT = " (all states paged out)"  # which the driver need not do
 STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES)
 
