@@ -237,9 +237,12 @@ class Search:
 
     def may_help(self, one: Combination, group: Sequence[Combination]) -> bool:
         """Whether a combination may be better than what is known of its group."""
-        without = dataclasses.replace(one, checkpointing=False)
-        if one in self.lacks or (one.checkpointing and self.lacks.get(without) == 0):
+        if one in self.lacks:
             return False
+        for plainer in group[: group.index(one)]:
+            all_at_once = self.lacks.get(plainer) == 0 and plainer.precision == one.precision
+            if all_at_once and plainer.checkpointing <= one.checkpointing:
+                return False
         kind = one.checkpointing, one.precision
         first = next(it for it in group if (it.checkpointing, it.precision) == kind)
         if one is first:

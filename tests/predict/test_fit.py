@@ -9,7 +9,7 @@ from memlab import Recipe, models, simulate
 from memlab.evidence.accuracy import PYTORCH_2
 from memlab.evidence.records import find_records
 from memlab.gpus import GPUS, gpu_of_device
-from memlab.predict.fit import CONTEXT_MARGIN, MARGIN, fits, largest, room, verdict
+from memlab.predict.fit import CONTEXT_MARGIN, MARGIN, _last, fits, largest, room, verdict
 from memlab.predict.simulate import full_log, sized_log
 from memlab.spec.serving import Serving
 
@@ -193,3 +193,10 @@ def test_room_and_margin_are_one_rule():
     assert free + int(MARGIN * free) + CONTEXT_MARGIN <= card.total_memory
     more = free + 1
     assert more + int(MARGIN * more) + CONTEXT_MARGIN > card.total_memory - 1
+
+
+def test_a_size_that_fits_is_the_least_that_is_answered():
+    """Reserved bytes can fall with the length: below a length that fits one may not."""
+    assert _last(lambda size: size <= 2 or size == 5, 9, known=5) == 5
+    assert _last(lambda size: size <= 2, 9, known=0) == 2
+    assert _last(lambda size: size <= 9, 9, known=5) == 9
