@@ -16,7 +16,7 @@ from memlab.workloads.training import Training
 
 CHAPTER, DEEPER = Notebook("07-optimizers"), Notebook("07-optimizers-deeper")
 TINY = (
-    "imports zoo muon zoo-first dynamic-map quantize dequantize in-backward five-steps learn "
+    "imports setup zoo muon zoo-first dynamic-map quantize dequantize in-backward five-steps learn "
     "best-rate"
 )
 

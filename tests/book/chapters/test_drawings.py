@@ -9,21 +9,10 @@ from matplotlib.patches import Rectangle
 
 from memlab import models
 from memlab.book import drawing, show
-from memlab.book.chapters import attention, deploying, padding, parallel
+from memlab.book.chapters import attention, deploying
 from memlab.book.chapters import quantization_figures as quantization
 
-LENGTHS, PACKED = [300, 512, 80, 30], [[1], [0, 2, 3]]
 WEIGHTS = torch.tensor([-0.6, 0.1, 0.4, 1.3, 2.0])
-
-
-def one_of(way, ranks, parts):
-    """Bytes that a rank keeps, split as the book's function does it."""
-    copied = {"ddp": 3, "zero1": 2, "zero2": 1, "zero3": 0}[way]
-    return sum(parts[:copied]) + sum(parts[copied:]) / ranks
-
-
-def two_and_two(lengths, size):
-    return [[0, 1], [2, 3]]
 
 
 def in_four_bits():
@@ -32,11 +21,9 @@ def in_four_bits():
 
 
 DRAWN = {
-    "shares": lambda: parallel.draw_shares(one_of),
     "scores": lambda: attention.draw_scores(3072, models.config("llama-3.2-1b")),
     "cache": deploying.draw_cache,
     "block": lambda: quantization.draw_block(*in_four_bits()),
-    "rows": lambda: padding.draw_rows(LENGTHS, {"dynamic": two_and_two}, PACKED, 512),
 }
 
 
@@ -100,5 +87,5 @@ def test_an_unreadable_label_is_found(fault):
 
 
 def test_a_drawing_is_a_vector_picture_and_always_the_same():
-    pictures = [show.vector(parallel.draw_shares(one_of)).data for _ in range(2)]
+    pictures = [show.vector(deploying.draw_cache()).data for _ in range(2)]
     assert pictures[0] == pictures[1] and "<svg" in pictures[0] and "<image" not in pictures[0]
