@@ -31,10 +31,18 @@ def beside(recipe: Recipe, gpu: GPU | str = "T4", minutes: float = 2) -> Styler:
     at most four sequences; each record or published run of the recipe. MiB; error: predicted over
     found, less one.
 
-    What is found on a card are the allocator's counters, on a CPU the sum of the tensors.
-    Raises ValueError for a recipe that cannot be trained.
+    What is found on a card are the allocator's counters, on a CPU the sum of the tensors. Of a
+    recipe that cannot be trained on `gpu` the table has no rows, and its caption says why, so that
+    a page goes on after a reader's change. Raises ValueError for a card that nobody knows.
     """
     card = find_gpu(gpu)
+    try:
+        return _table(recipe, card, minutes)
+    except ValueError as problem:
+        return show.table(pd.DataFrame(), str(problem))
+
+
+def _table(recipe: Recipe, card: GPU, minutes: float) -> Styler:
     predicted = simulate(recipe, card.without_limit())
     rows = {f"full size, {card.name}": (predicted.peak_allocated, None)}
     here, why_not = _full_size_here(recipe, minutes)

@@ -306,7 +306,7 @@ class Plan:
             same = _is_same(self.fastest.recipe, self.roomiest.recipe)
             sized = {FASTEST: self.fastest, ROOMIEST: self.roomiest}
             for name, option in list(sized.items())[: 2 - same]:
-                sizes = f"; {option.sizes()}" * (option.longest is not None)
+                sizes = f"; {option.sizes()}" if option.longest is not None else ""
                 lines.append(f"{name[0].upper()}{name[1:]}: {option}{sizes}.")
         else:
             lines += ["What would fit:", *(f"- {remedy}" for remedy in self.remedies)]
@@ -364,13 +364,14 @@ def _table(options: Iterable[Option]) -> str:
     rows = []
     for option in options:
         recipe = option.recipe
-        more = [recipe.sharding] * (recipe.ranks > 1) + ["in parts"] * (recipe.loss != "whole")
+        more = [recipe.sharding] * (recipe.ranks > 1)
+        again = "yes" if recipe.checkpointing != "none" else "no"
         rows.append(
             [
                 f"{option.tier} {WAYS[option.way].removesuffix(' fine-tuning')}",
                 recipe.precision,
                 " ".join([recipe.optimizer, *more]),
-                "yes" if recipe.checkpointing != "none" else "no",
+                f"{again} *" if recipe.loss != "whole" else again,
                 f"{recipe.batch_size} x {recipe.accumulation}",
                 f"{'>' * option.at_least}{option.needed / GiB:,.1f}",
                 f"{option.missing / GiB:,.1f}" if option.missing else "",
@@ -379,7 +380,9 @@ def _table(options: Iterable[Option]) -> str:
         )
     heads = ["tier", "in", "optimizer", "ckpt", "batch", "GiB", "lacks", "a step"]
     left, right = ("left",) * 4, ("right",) * 4
-    return tabulate(rows, heads, colalign=(*left, *right), disable_numparse=True)
+    table = tabulate(rows, heads, colalign=(*left, *right), disable_numparse=True)
+    in_parts = any(row[3].endswith("*") for row in rows)
+    return f"{table}\n* and the loss in parts" if in_parts else table
 
 
 def _is_same(one: Recipe, other: Recipe) -> bool:

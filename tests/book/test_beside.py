@@ -30,3 +30,8 @@ def test_on_a_card_without_room_or_time_it_says_so(monkeypatch, batch, minutes, 
     module = sys.modules["memlab.book.beside"]
     found, why_not = module._full_size_here(GPT2.but(batch_size=batch), minutes)
     assert found is None and said in why_not
+
+
+def test_what_cannot_be_trained_says_why_in_the_place_of_rows():
+    shown = beside(GPT2.but(precision="bf16"), "T4")
+    assert shown.data.empty and "T4 has no native bfloat16" in shown.caption

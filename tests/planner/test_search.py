@@ -416,8 +416,11 @@ def test_the_loss_in_parts_where_logits_are_too_much():
     question = {"ways": "lora", "seq_len": 512, "effective_batch": 2, "lora_rank": 4}
     model = models.resized("gpt2-tiny", vocab_size=50_000)
     card = 250 * MiB
-    option = plan(model, card, **question).first
+    answer = plan(model, card, **question)
+    option = answer.first
     assert option.recipe.loss == "chunked" and fits(option.recipe, card)
+    # No sizes were looked for with such a loss, and the text goes on without them.
+    assert option.longest is None and max(map(len, str(answer).splitlines())) <= 80
     assert not fits(option.recipe.but(loss="whole", checkpointing=True), card)
 
 
