@@ -90,13 +90,10 @@ def _shortfall(answer) -> tuple | None:
 
 
 def _write_script(recipe, options) -> str:
-    from memlab.export.training_script import pip_line, training_script
+    from memlab.export.training_script import api_of, pip_line, training_script
     from memlab.planner.result import described
 
-    # The Trainer takes the model's own loss, and steps after the backward pass, on the card.
-    own_loop = recipe.loss != "whole" or recipe.step_in_backward
-    own_loop |= recipe.optimizer_offload != "none"
-    api = "accelerate" if own_loop else options.api
+    api = api_of(recipe, options.api)
     text = training_script(recipe, api)
     write(options.script, text, over=options.force)
     return f"Written to {options.script}: {described(recipe)}; it needs: {pip_line(recipe, api)}"

@@ -178,6 +178,15 @@ def training_script(recipe: Recipe, api: str = "trainer") -> str:
     return f'"""Trains a model on one GPU with {library}."""\n\n{first}{_imports(body)}\n\n{body}'
 
 
+def api_of(recipe: Recipe, asked: str = "trainer") -> str:
+    """The api that trains a recipe: the one asked for, accelerate where the Trainer cannot."""
+    try:
+        check_trainer(recipe)
+    except ValueError:
+        return "accelerate"
+    return asked
+
+
 def pip_line(recipe: Recipe, api: str = "trainer") -> str:
     """What installs the packages of `training_script(recipe, api)`, as one command."""
     used = {module.split(".")[0] for module in _used(training_script(recipe, api))}

@@ -20,6 +20,7 @@ from memlab.export.training_script import (
     APIS,
     OLDEST,
     OPTIMIZERS,
+    api_of,
     pip_line,
     training_script,
 )
@@ -248,6 +249,13 @@ def test_what_cannot_be_said_is_refused_in_one_line(recipe, api, said):
     with pytest.raises(ValueError) as error:
         training_script(recipe, api)
     assert said in one_line(error)
+
+
+def test_what_the_trainer_does_not_do_is_a_plain_loop():
+    assert api_of(Recipe("gpt2")) == "trainer"
+    for changes in ({"loss": "chunked"}, {"step_in_backward": True}):
+        recipe = Recipe("gpt2", **changes)
+        assert "accelerator.prepare" in training_script(recipe, api_of(recipe))
 
 
 @pytest.mark.parametrize("api", APIS)
