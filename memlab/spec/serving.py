@@ -54,7 +54,7 @@ class Serving:
         {
             "dynamic": "a new tensor a step, one token longer",
             "static": "room for the whole text from the beginning",
-            "fp8": "QuantizedCache with its fp8 backend, 8 bits a number",
+            "fp8": "QuantizedCache with its fp8 backend, 8 bits per number",
             "none": "every step computes the whole text again",
         },
     )

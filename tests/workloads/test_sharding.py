@@ -151,7 +151,7 @@ def assert_simulated(one, ranks):
     assert simulated_phase == phase
     for category in ("parameters", "gradients"):
         assert here[category] == there[category], category
-    # AdamW's count of the steps, 4 bytes a weight, lies on the host; 8-bit states have none.
+    # AdamW's count of the steps, 4 bytes per weight, lies on the host; 8-bit states have none.
     counts = there["optimizer_states"] - here["optimizer_states"]
     assert 0 <= counts < 4 * 64 and counts % 4 == 0
     assert (counts > 0) == one.optimizer.startswith("adamw_torch")

@@ -106,7 +106,7 @@ class Rules(torch.optim.Optimizer):
 def compared(rules: Mapping[str, Rule], outer: Rule, seeds: int = 3) -> pd.DataFrame:
     """Short trainings of a reader, a row a rule of its inner matrices; `outer` has the rest.
 
-    Columns: bytes a weight that the rule remembers of those matrices, the best rate, and the loss
+    Columns: bytes per weight that the rule remembers of those matrices, the best rate, and the loss
     at the end of each seed.
     """
     rows = {}
@@ -212,7 +212,7 @@ def quicker_through_small(steps: pd.DataFrame) -> bool | None:
 
 def foreach_at_gpt2(forms: Forms) -> tuple[float, float]:
     """(how many times as fast as the loop foreach goes through GPT-2's weights on a T4, estimated;
-    bytes a weight that it borrows)."""
+    bytes per weight that it borrows)."""
     with torch.device("meta"):
         shapes = [p.shape for p in models.build("gpt2").parameters()]
     loop, foreach = (step_on_t4(shapes, **forms[name]) for name in ("loop", "foreach"))

@@ -81,7 +81,7 @@ BLOCKS = (256, 128, 64, 32, 16)
 
 
 def errors_by_bits(weight: torch.Tensor, rounded: Callable) -> dict[tuple, tuple[float, float]]:
-    """(bits a weight, error) by (bits of a code, group, bits of a constant).
+    """(bits per weight, error) by (bits of a code, group, bits of a constant).
 
     rounded: (weight, bits, group) -> the weight as it comes back, with constants in fp32.
     """

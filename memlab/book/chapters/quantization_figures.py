@@ -71,7 +71,7 @@ def error_against_bits(points: Mapping[tuple, tuple[float, float]]) -> Figure:
         ax.text(*end, f"  {bits} bits", va="center", color=colour)
     ax.plot([], [], "-", color=show.GREY, label="constants in fp32")
     ax.plot([], [], "--", color=show.GREY, label="constants in 8 bits")
-    ax.set(xlabel="bits a weight, all counted", ylabel="error", xlim=(2.9, 8.2))
+    ax.set(xlabel="bits per weight, all counted", ylabel="error", xlim=(2.9, 8.2))
     ax.set_yticks(ticks := [0.05, 0.1, 0.2, 0.3], [f"{t:.0%}" for t in ticks])
     ax.yaxis.set_minor_locator(NullLocator())
     ax.legend()

@@ -31,7 +31,7 @@ def weights_of(name: str) -> tuple[int, int]:
 
 
 def weight_bytes(name: str, bits: float) -> float:
-    """Bytes of a model whose linear layers take so many bits a weight, the rest 16."""
+    """Bytes of a model whose linear layers take so many bits per weight, the rest 16."""
     inside, others = weights_of(name)
     return (inside * bits + others * 16) / 8
 
@@ -144,7 +144,7 @@ GGUF = {
 
 
 def gguf_quality() -> pd.DataFrame:
-    """The published perplexities with bits a weight, and how much is added to f16's."""
+    """The published perplexities with bits per weight, and how much is added to f16's."""
     frame = pd.DataFrame(GGUF, index=["GiB", "perplexity", "with data"]).T.astype(float)
     frame.insert(0, "bits", frame.pop("GiB") * 2**33 / sum(weights_of("llama-3-8b")))
     frame.insert(2, "more", frame["perplexity"] / frame["perplexity"]["f16"] - 1)

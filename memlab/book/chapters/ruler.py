@@ -58,7 +58,8 @@ def figures(bits: int, block: int, outlier: float, levels: str) -> dict[str, flo
     """What the panel says. levels: `linear` or `nf4`; outlier: 0 leaves the values as drawn.
 
     error: of all values; others: of all but the outlier; zeros: share of the others that became
-    0; linear, nf4: `others` of either kind of marks, NF4 with its own 4 bits; weight: bits a value.
+    0; linear, nf4: `others` of either kind of marks, NF4 with its own 4 bits; weight: bits per
+    value.
     """
     values = list(VALUES)
     if outlier:
@@ -77,7 +78,7 @@ def figures(bits: int, block: int, outlier: float, levels: str) -> dict[str, flo
 
 
 class QuantizationRuler(Panel):
-    """256 normal numbers in 2 to 8 bits: where they go, the error, and the bits a weight.
+    """256 normal numbers in 2 to 8 bits: where they go, the error, and the bits per weight.
 
     bits, block, outlier, levels: as the fields begin; levels is `linear` or `nf4`.
 
