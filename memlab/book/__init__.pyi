@@ -11,6 +11,8 @@ from .chapters.sandbox import AllocatorSandbox as AllocatorSandbox
 from .chapters.segments import SegmentFilm as SegmentFilm
 from .chapters.softmax import RunningSoftmax as RunningSoftmax
 from .claims import verdict as verdict
+from .guide import guide_runs as guide_runs
+from .guide import guide_table as guide_table
 from .lessons import QUIET as QUIET
 from .lessons import estimated_run as estimated_run
 from .lessons import in_turns as in_turns

@@ -2,9 +2,9 @@
 
 import pytest
 
-from memlab.book.chapters import published
+from memlab.book import guide
 
 
 def test_a_run_that_nobody_printed_is_refused():
     with pytest.raises(KeyError, match="nobody"):
-        published.guide_runs("nobody")
+        guide.guide_runs("nobody")
