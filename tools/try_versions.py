@@ -114,7 +114,7 @@ def main() -> int:
         return done.stdout.strip().splitlines()[-1].strip("= ")
 
     left_out = [] if options.set == "pinned" else ["--ignore=tests/strangers"]
-    units = pytest("--dist", "loadfile", "-m", "not rendered", *left_out)
+    units = pytest("--dist", "loadfile", "-m", "not rendered and not slow", *left_out)
     chapters = pytest("--nbmake", *CHAPTERS)
     ask = f"import importlib.metadata as m; print(*(m.version(n) for n in {SHOWN!r}))"
     found = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout
