@@ -96,6 +96,9 @@ def main() -> int:
         pins.write_text("\n".join(requirements(options.set)) + "\n")
         install = [python, "-m", "pip", "install", "--quiet", "-r", pins]
         subprocess.run(install + ["--pre"] * (options.set == "nightly"), check=True)
+        # The command line asks for the version of the installed package.
+        memlab = [python, "-m", "pip", "install", "--quiet", "--no-deps", ROOT]
+        subprocess.run(memlab, check=True)
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "PATH": f"{into / 'bin'}{os.pathsep}{os.environ['PATH']}",

@@ -1,6 +1,7 @@
 """The calculator: a training on a card, by memlab's formula, evaluated in the page."""
 
 import base64
+import contextlib
 import dataclasses
 import functools
 import gzip
@@ -16,7 +17,7 @@ from memlab.book.packed_tables import PackedTables
 from memlab.book.panel import Panel
 from memlab.book.panel import read as read_file
 from memlab.card import op_work, step_time
-from memlab.card.kernels.sdpa import model_routes
+from memlab.card.kernels import sdpa
 from memlab.fields import one_of
 from memlab.footprint import Category, StepTime
 from memlab.gpus import ANY_CARD, GPU, GPUS, find_gpu
@@ -31,6 +32,7 @@ from memlab.predict.traces import keys_of, usual_sizes
 from memlab.predict.widths import HEAD_SIZES, heads_of_a_key, names_of_lengths
 from memlab.spec.recipe import AUTOCAST, COMPUTED_IN, Recipe
 from memlab.trace import allocator, reductions
+from memlab.trace.patches import replaced
 from memlab.trace.symbols import ROUNDED
 
 # What can be chosen: that of which traces are kept (tools/record_traces.py).
@@ -101,6 +103,14 @@ LONGEST_HEAD = 256  # numbers, of what models have
 OPTIONAL = (*models.WIDTHS, *HEAD_SIZES, "sliding_window")
 
 
+@contextlib.contextmanager
+def of_shipped_traces():
+    """Let attention take the kernels of the release of PyTorch that the page's traces are of."""
+    kernels = sdpa.kernels_that_share_keys(Shipped.of_memlab().versions["torch"])
+    with replaced((sdpa, "SHARES_KEYS", kernels)):
+        yield
+
+
 @functools.cache
 def names() -> list[str]:
     """Models of the catalogue of which traces are kept in the ways that are trained most."""
@@ -127,6 +137,7 @@ class Calculator(Panel):
         "memlab.formula in Python say the same."
     )
 
+    @of_shipped_traces()
     def __init__(self, recipe: Recipe | None = None, *fields: str, gpu: str = "T4"):
         self.whole, self.recipe, self.card = recipe is None, recipe or START, find_gpu(gpu)
         self.fields = tuple(one_of("switch", name, SWITCHES) for name in fields or SWITCHES)
@@ -166,6 +177,7 @@ class Calculator(Panel):
         text = json.dumps(self.known(), separators=(",", ":"))
         return {"packed": base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()}
 
+    @of_shipped_traces()
     def known(self) -> dict:
         """All that the script is given: constants, choices, models, cards, and the moments."""
         pack, described, offered, families = PackedTables(), {}, {}, {}
@@ -344,7 +356,7 @@ def known_card(card: GPU) -> dict:
 def routes_of(card: GPU, size: int = 64) -> tuple:
     """How a card computes attention with heads of a size, in every format and kind of model."""
     return tuple(
-        model_routes(dtype, shared, card.capability, size)
+        sdpa.model_routes(dtype, shared, card.capability, size)
         for dtype in (torch.float32, torch.float16, torch.bfloat16)
         for shared in (False, True)
     )

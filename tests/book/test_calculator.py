@@ -11,7 +11,16 @@ import pytest
 from panel_page import PanelPage
 
 from memlab import Recipe, cli, formula, models, simulate
-from memlab.book.calculator import CHOICES, NUMBERS, TRAINED, Calculator
+from memlab.book.calculator import (
+    CHOICES,
+    NUMBERS,
+    START,
+    TRAINED,
+    Calculator,
+    names,
+    usual_heads,
+)
+from memlab.card.kernels import sdpa
 from memlab.gpus import GPUS, find_gpu
 from memlab.predict.fit import room
 from memlab.predict.formula import is_kept
@@ -80,6 +89,15 @@ def calculator():
     """Its page, made once: the tables of all models take most of a minute."""
     page = Calculator()._repr_html_()
     return SimpleNamespace(_repr_html_=lambda: page)
+
+
+def test_a_page_made_with_a_newer_pytorch_has_the_kept_traces(monkeypatch):
+    """2.14 computes shared keys on a T4 in a kernel of which no trace is kept."""
+    before = Calculator(START, "batch_size", gpu="T4").known()
+    monkeypatch.setattr(sdpa, "SHARES_KEYS", sdpa.kernels_that_share_keys("2.14.1"))
+    for cached in (names, usual_heads):
+        cached.cache_clear()
+    assert Calculator(START, "batch_size", gpu="T4").known() == before
 
 
 @pytest.fixture(scope="module")

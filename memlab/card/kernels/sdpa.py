@@ -8,6 +8,7 @@ of the CPU's while a card is simulated.
 import warnings
 
 import torch
+from torch.torch_version import TorchVersion
 
 from memlab.card.kernels.saved_tensors import Kernel, is_simulated
 from memlab.card.refusals import meta_type
@@ -118,11 +119,19 @@ SDPA_ROUTES = {
     "math": torch.backends.cuda.math_sdp_enabled,
 }
 
-# Fused kernels that take fewer key heads than query heads. PyTorch 2.13's documentation of the
-# function: "currently works only for Flash_attention and math kernel on CUDA tensor". Since 2.14
-# the memory-efficient one does, too (pytorch/pytorch#191085). Seen on a T4: math for shared keys,
-# memory-efficient for repeated ones (huggingface/transformers#45776, comment of 2026-08-09).
-SHARES_KEYS = {"flash", "efficient"} if torch.__version__ >= (2, 14) else {"flash"}
+
+def kernels_that_share_keys(release: str) -> set[str]:
+    """The fused kernels that take fewer key heads than query heads in a release of PyTorch.
+
+    PyTorch 2.13's documentation of the function: "currently works only for Flash_attention and math
+    kernel on CUDA tensor". Since 2.14 the memory-efficient one does, too (pytorch/pytorch#191085).
+    Seen on a T4: math for shared keys, memory-efficient for repeated ones
+    (huggingface/transformers#45776, comment of 2026-08-09).
+    """
+    return {"flash", "efficient"} if TorchVersion(release) >= (2, 14) else {"flash"}
+
+
+SHARES_KEYS = kernels_that_share_keys(torch.__version__)
 
 
 def sdpa_route(query, key, value, **call) -> str:

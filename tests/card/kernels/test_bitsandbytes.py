@@ -5,8 +5,6 @@ import copy
 import pytest
 import torch
 from accelerate import init_empty_weights
-from lightning.fabric import Fabric
-from lightning.fabric.plugins import BitsandbytesPrecision
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from memlab import Recipe, SimulatedGPU, models, simulate
@@ -67,10 +65,11 @@ def test_a_library_makes_a_parameter_anew_by_its_type_and_what_it_holds(kind, wi
 
 @pytest.mark.parametrize("mode", ["nf4", "fp4-dq", "int8"])
 def test_lightnings_fabric_quantizes_the_layers_that_it_makes(mode):
+    fabric = pytest.importorskip("lightning.fabric")
     dtype = torch.float16 if mode == "int8" else torch.bfloat16
     with SimulatedGPU("L4"):
-        precision = BitsandbytesPrecision(mode, dtype=dtype)
-        fabric = Fabric(accelerator="cuda", devices=1, plugins=precision)
+        precision = fabric.plugins.BitsandbytesPrecision(mode, dtype=dtype)
+        fabric = fabric.Fabric(accelerator="cuda", devices=1, plugins=precision)
         with fabric.init_module():
             layer = torch.nn.Linear(1024, 1024, bias=False)
         weight = fabric.setup_module(layer).weight
