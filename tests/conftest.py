@@ -37,6 +37,14 @@ def libraries_forget():
         bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
 
 
+@pytest.fixture
+def attention_of_2_13(monkeypatch):
+    """Kernels as before 2.14, whose memory-efficient one takes shared keys as they are."""
+    from memlab.card.kernels import sdpa
+
+    monkeypatch.setattr(sdpa, "SHARES_KEYS", sdpa.kernels_that_share_keys("2.13.0"))
+
+
 @pytest.fixture(scope="session")
 def chromium():
     """A headless Chromium without a network. In CI its absence is a failure, elsewhere a skip."""

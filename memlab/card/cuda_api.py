@@ -258,8 +258,8 @@ def _profile(assumptions):
         assumptions[PROFILED] = None
         if settings.get("profile_memory"):
             assumptions[NO_BYTES] = None
-        without = {"use_cuda": False, "use_device": None, "record_shapes": False}
-        without["profile_memory"] = False
+        settings.pop("use_cuda", None)  # PyTorch's old name of use_device, False by default
+        without = {"use_device": None, "record_shapes": False, "profile_memory": False}
         _original_profile(self, *args, **settings | without | {"with_flops": False})
 
     return start

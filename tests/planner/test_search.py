@@ -119,6 +119,7 @@ def test_nothing_fits_names_the_rungs_before_a_larger_card_and_what_they_cost(ti
 
 
 def test_the_first_rung_costs_time_alone_and_says_what_the_host_holds():
+    pytest.importorskip("torchao")
     search = Search(Question("gpt2-tiny", 64, 2), find_gpu("L4"), 0.05)
     host, backward = rungs(search)
     assert host.recipe.optimizer_offload == "gradients" and host.tier == 1

@@ -56,7 +56,7 @@ BORDERS = {
 
 
 @pytest.mark.parametrize("why", BORDERS)
-def test_what_an_allocator_keeps_is_not_said_to_fit(why):
+def test_what_an_allocator_keeps_is_not_said_to_fit(attention_of_2_13, why):
     gpu, model, weights, texts, prompt, new, whole = BORDERS[why]
     how = dict(batch_size=texts, prompt=prompt, new_tokens=new, all_logits=whole)
     serving = Serving(model, weights=weights, **how)
@@ -66,7 +66,9 @@ def test_what_an_allocator_keeps_is_not_said_to_fit(why):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("model", "gpu"), [("llama-3.2-3b", "T4"), ("qwen2.5-0.5b", "V100")])
 @pytest.mark.parametrize("weights", ["fp16", "fp32"])
-def test_attention_that_is_not_fused_copies_the_cache_for_a_token(model, gpu, weights):
+def test_attention_that_is_not_fused_copies_the_cache_for_a_token(
+    attention_of_2_13, model, gpu, weights
+):
     serving = Serving(model, weights=weights, prompt=40, new_tokens=90, batch_size=200)
     card = find_gpu(gpu).without_limit()
     form, run = serving_formula(serving, card), simulate(serving, card)

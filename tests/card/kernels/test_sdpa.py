@@ -54,7 +54,9 @@ def test_attention_takes_the_route_of_the_source(dtype, head, call, route):
         (FULL, True, (9, 0), ("math", "efficient")),
     ],
 )
-def test_a_models_routes_without_and_with_a_mask(dtype, shares_keys, capability, routes):
+def test_a_models_routes_without_and_with_a_mask(
+    attention_of_2_13, dtype, shares_keys, capability, routes
+):
     assert model_routes(dtype, shares_keys, capability) == routes
 
 
