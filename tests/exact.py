@@ -36,7 +36,7 @@ def exact_code(known, x, numbers):
     top = 1 << (known.bits - 1)
     negative = math.copysign(1, x) < 0
     largest, last = numbers[-1]
-    beyond = last + (known.overflow == "infinity")  # the code of infinity follows the largest
+    beyond = last + (known.special == "ieee")  # the code of infinity follows the largest
     if math.isinf(x):
         code = beyond
     else:

@@ -6,7 +6,6 @@ from .chapters.bits import BitExplorer as BitExplorer
 from .chapters.loading import LoaderLanes as LoaderLanes
 from .chapters.panels import PaddingExplorer as PaddingExplorer
 from .chapters.panels import TilePlayer as TilePlayer
-from .chapters.ruler import QuantizationRuler as QuantizationRuler
 from .chapters.sandbox import AllocatorSandbox as AllocatorSandbox
 from .chapters.segments import SegmentFilm as SegmentFilm
 from .chapters.softmax import RunningSoftmax as RunningSoftmax

@@ -13,7 +13,6 @@ PANELS = [
     book.AllocatorSandbox(),
     book.Calculator(SMALL, "batch_size", "precision", "optimizer"),
     book.LoaderLanes(),
-    book.QuantizationRuler(outlier=20),
     book.RunningSoftmax(),
     book.SegmentFilm(),
     ServingCalculator(),

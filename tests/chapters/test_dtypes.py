@@ -1,22 +1,77 @@
-"""Chapter 2: its rounding is exact, its blocks are what the standard says."""
+"""Chapter 2: its formats are the libraries', its rounding exact, its blocks the standard's."""
 
 import math
 
 import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from exact import exact_code, finite, interesting, value
 from notebook import Notebook
 
-from memlab.book.chapters.bits import FORMATS
-
 CHAPTER = Notebook("02-dtypes")
+FORMATS = CHAPTER.run("formats-code formats-table")["FORMATS"]
+TORCH = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8 E5M2": torch.float8_e5m2,
+    "fp8 E4M3": torch.float8_e4m3fn,
+}
+ML_DTYPES = {
+    "bf16": (ml_dtypes.bfloat16, np.uint16),
+    "fp16": (np.float16, np.uint16),
+    "fp8 E5M2": (ml_dtypes.float8_e5m2, np.uint8),
+    "fp8 E4M3": (ml_dtypes.float8_e4m3fn, np.uint8),
+    "fp4 E2M1": (ml_dtypes.float4_e2m1fn, np.uint8),
+}
 SMALL = [name for name, known in FORMATS.items() if known.bits <= 16]
 
 
 @pytest.fixture(scope="module")
 def chapter():
-    return CHAPTER.run("imports step nearest-code block-scales")
+    return CHAPTER.run("imports formats-code formats-table step nearest-code block-scales")
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_the_limits_are_those_of_torch(name):
+    known, info = FORMATS[name], torch.finfo(TORCH[name])
+    assert known.bits == known.stored == info.bits
+    assert known.largest == info.max
+    assert known.smallest == info.smallest_normal * info.eps
+    assert 2.0**-known.mantissa == info.eps
+
+
+@pytest.mark.parametrize("name", ML_DTYPES)
+def test_the_limits_are_those_of_ml_dtypes(name):
+    known, info = FORMATS[name], ml_dtypes.finfo(ML_DTYPES[name][0])
+    assert known.largest == float(info.max)
+    assert known.smallest == float(info.smallest_subnormal)
+
+
+def test_integers_and_the_formats_without_a_library():
+    assert [FORMATS[n].largest for n in ("int16", "int8", "int4")] == [32767, 127, 7]
+    assert FORMATS["int4"].largest == ml_dtypes.iinfo(ml_dtypes.int4).max
+    assert (FORMATS["tf32"].bits, FORMATS["tf32"].stored) == (19, 32)
+    e3m0 = FORMATS["fp4 E3M0"]
+    assert [float(n) for n, _ in finite(e3m0)] == [0, 0.25, 0.5, 1, 2, 4, 8, 16]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_definition_and_its_limits_agree(name):
+    known, numbers = FORMATS[name], finite(FORMATS[name])
+    assert float(numbers[-1][0]) == known.largest
+    assert float(numbers[1][0]) == known.smallest
+
+
+@pytest.mark.parametrize("name", ML_DTYPES)
+def test_the_definition_gives_every_code_the_value_that_the_libraries_give_it(name):
+    known, codes = FORMATS[name], np.arange(2 ** FORMATS[name].bits)
+    ours = [float(value(known, code)) for code in codes.tolist()]
+    dtype, whole = ML_DTYPES[name]
+    with np.errstate(invalid="ignore"):  # NaN
+        theirs = codes.astype(whole).view(dtype).astype(float)
+    np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("name", SMALL)

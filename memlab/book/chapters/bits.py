@@ -8,10 +8,9 @@ from memlab.book.panel import read
 
 @dataclass(frozen=True)
 class Format:
-    """A signed number format: 1 sign bit, `exponent` bits, `mantissa` bits.
+    """A signed number format of the panel; chapter 2 derives its limits from these fields.
 
-    exponent: 0 for an integer in two's complement; a float's bias is 2**(exponent - 1) - 1, and
-        exponent field 0 holds zero and the subnormal numbers.
+    exponent, mantissa: bits; exponent 0 is an integer in two's complement.
     special: what the largest codes of a float mean: `ieee` (exponent field all ones: infinity and
         NaN), `nan` (all ones: NaN, no infinity) or `none`.
     overflow: what a number beyond the largest becomes, `infinity` or `largest`.
@@ -28,47 +27,8 @@ class Format:
     ties: str = "even"
     stored: int | None = None
 
-    @property
-    def bits(self) -> int:
-        """Bits that mean something."""
-        return 1 + self.exponent + self.mantissa
 
-    @property
-    def bytes(self) -> float:
-        """Bytes of one number in memory; half a byte where two numbers share one."""
-        return (self.stored or self.bits) / 8
-
-    @property
-    def bias(self) -> int:
-        """What is taken off the exponent field."""
-        return 2 ** (self.exponent - 1) - 1 if self.exponent else 0
-
-    @property
-    def largest(self) -> float:
-        """The largest finite number."""
-        if not self.exponent:
-            return float(2**self.mantissa - 1)
-        top = 2**self.exponent - (2 if self.special == "ieee" else 1) - self.bias
-        steps = 2 ** (self.mantissa + 1) - (2 if self.special == "nan" else 1)
-        return steps * 2.0 ** (top - self.mantissa)
-
-    @property
-    def smallest_normal(self) -> float:
-        """The smallest positive number with all its precision."""
-        return 2.0 ** (1 - self.bias) if self.exponent else 1.0
-
-    @property
-    def smallest(self) -> float:
-        """The smallest positive number."""
-        return self.smallest_normal * self.epsilon if self.mantissa else self.smallest_normal
-
-    @property
-    def epsilon(self) -> float:
-        """The distance from 1 to the next larger number."""
-        return 2.0**-self.mantissa if self.exponent else 1.0
-
-
-_FORMATS = (
+FORMATS = (
     Format("fp32", 8, 23),
     # NVIDIA's "TF32 Tensor Cores" rounds fp32 inputs to it; the rounding is that of PTX's
     # `cvt.rna.tf32.f32`. It is no type of its own: tensors stay in fp32.
@@ -87,7 +47,6 @@ _FORMATS = (
     Format("int8", 0, 7, special="none", overflow="largest"),
     Format("int4", 0, 3, special="none", overflow="largest"),
 )
-FORMATS: dict[str, Format] = {known.name: known for known in _FORMATS}
 
 
 class BitExplorer:
@@ -97,7 +56,7 @@ class BitExplorer:
     """
 
     def _repr_html_(self) -> str:
-        formats = json.dumps([asdict(known) for known in FORMATS.values()])
+        formats = json.dumps([asdict(known) for known in FORMATS])
         page = read("bits.html").replace("/* script */", read("bits.js"))
         return page.replace("/* formats */", formats)
 

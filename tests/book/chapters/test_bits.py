@@ -1,4 +1,4 @@
-"""Number formats against torch, ml_dtypes and exact arithmetic, and the explorer in a browser."""
+"""The bit explorer in a browser, against torch, ml_dtypes and exact arithmetic."""
 
 import json
 import math
@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from exact import exact_code, finite, interesting, value
+from notebook import Notebook
 
-from memlab.book.chapters.bits import FORMATS, BitExplorer
+from memlab.book.chapters.bits import BitExplorer
 
 pytestmark = pytest.mark.slow  # a browser beside Python: left to make nightly
 
+FORMATS = Notebook("02-dtypes").run("formats-code formats-table")["FORMATS"]
 TORCH = {
     "fp32": (torch.float32, torch.int32),
     "bf16": (torch.bfloat16, torch.int16),
@@ -42,60 +44,6 @@ def random_fp32(count=20_000, seed=0):
     """Random bit patterns: every magnitude, subnormals, infinities and NaN among them."""
     codes = np.random.default_rng(seed).integers(0, 2**32, count, dtype=np.uint32)
     return codes.view(np.float32)
-
-
-# The definitions
-
-
-@pytest.mark.parametrize("name", TORCH)
-def test_the_limits_are_those_of_torch(name):
-    known, info = FORMATS[name], torch.finfo(TORCH[name][0])
-    assert known.bits == info.bits and known.bytes == TORCH[name][0].itemsize
-    assert known.largest == info.max
-    assert known.smallest_normal == info.tiny
-    assert known.smallest == info.smallest_normal * info.eps
-    assert known.epsilon == info.eps
-
-
-@pytest.mark.parametrize("name", ML_DTYPES)
-def test_the_limits_are_those_of_ml_dtypes(name):
-    known, info = FORMATS[name], ml_dtypes.finfo(ML_DTYPES[name][0])
-    assert known.largest == float(info.max)
-    assert known.smallest_normal == float(info.smallest_normal)
-    assert known.smallest == float(info.smallest_subnormal)
-    assert known.epsilon == float(info.eps)
-
-
-def test_integers_and_the_formats_without_a_library():
-    assert [FORMATS[n].largest for n in ("int16", "int8", "int4")] == [32767, 127, 7]
-    assert FORMATS["int4"].largest == ml_dtypes.iinfo(ml_dtypes.int4).max
-    tf32, fp32, fp16 = (FORMATS[n] for n in ("tf32", "fp32", "fp16"))
-    assert tf32.bits == 19 and tf32.bytes == 4
-    assert tf32.smallest_normal == fp32.smallest_normal and tf32.epsilon == fp16.epsilon
-    e3m0 = FORMATS["fp4 E3M0"]
-    assert [float(n) for n, _ in finite(e3m0)] == [0, 0.25, 0.5, 1, 2, 4, 8, 16]
-    assert e3m0.largest == 16 and e3m0.smallest == 0.25
-    assert FORMATS["fp4 E2M1"].bytes == 0.5
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_the_definition_and_its_limits_agree(name):
-    known, numbers = FORMATS[name], finite(FORMATS[name])
-    assert float(numbers[-1][0]) == known.largest
-    assert float(numbers[1][0]) == known.smallest
-
-
-@pytest.mark.parametrize("name", ML_DTYPES)
-def test_the_definition_gives_every_code_the_value_that_the_libraries_give_it(name):
-    known, codes = FORMATS[name], np.arange(2 ** FORMATS[name].bits)
-    ours = [float(value(known, code)) for code in codes.tolist()]
-    dtype, whole = ML_DTYPES[name]
-    with np.errstate(invalid="ignore"):  # NaN
-        theirs = codes.astype(whole).view(dtype).astype(float)
-    np.testing.assert_array_equal(ours, theirs)
-    if name in TORCH:  # which has no numbers of fp4
-        dtype, whole = TORCH[name]
-        np.testing.assert_array_equal(ours, torch.tensor(codes).to(whole).view(dtype).double())
 
 
 # The explorer's arithmetic, in the browser
