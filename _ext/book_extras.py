@@ -69,8 +69,8 @@ class CalculatorOnPage(Directive):
 
     def run(self):
         # They bring torch and transformers, which other pages can spare.
-        from memlab.book.calculator import Calculator
-        from memlab.book.serving_calculator import ServingCalculator
+        from memlab.panels.calculator import Calculator
+        from memlab.panels.serving_calculator import ServingCalculator
 
         panel = ServingCalculator() if self.arguments == ["serve"] else Calculator()
         return [nodes.raw("", panel._repr_html_(), format="html")]

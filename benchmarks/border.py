@@ -17,8 +17,8 @@ from bisect import bisect
 from formula import computes
 
 from memlab import Recipe, fits, formula, models
-from memlab.book.calculator import CHOICES, TRAINED, names
 from memlab.gpus import GPUS, find_gpu
+from memlab.panels.calculator import CHOICES, TRAINED, names
 from memlab.predict.fit import room
 from memlab.predict.formula import is_kept
 from memlab.predict.simulate import full_log, peak_reserved_of
@@ -29,7 +29,7 @@ END = {"batch_size": 1024, "seq_len": 16384}
 
 
 def verdict(recipe: Recipe, card) -> str:
-    """The calculator's word: as `judge` of memlab/book/assets/formula.js."""
+    """The calculator's word: as `judge` of memlab/panels/assets/formula.js."""
     least, most = (end + card.context for end in formula(recipe, card).reserved_range)
     allowed = room(card)
     return "fits" if most <= allowed else "may fit" if least <= allowed else "does not fit"

@@ -16,8 +16,8 @@ import sys
 from bisect import bisect
 
 from memlab import fits
-from memlab.book.serving_calculator import NAMES
 from memlab.gpus import GPUS
+from memlab.panels.serving_calculator import NAMES
 from memlab.predict.formula_serving import BYTES, judged, shape
 from memlab.spec.serving import Serving
 

@@ -1,13 +1,7 @@
 from . import corpora as corpora
 from . import show as show
 from .beside import beside as beside
-from .calculator import Calculator as Calculator
-from .chapters.bits import BitExplorer as BitExplorer
 from .chapters.loading import LoaderLanes as LoaderLanes
-from .chapters.panels import PaddingExplorer as PaddingExplorer
-from .chapters.panels import TilePlayer as TilePlayer
-from .chapters.sandbox import AllocatorSandbox as AllocatorSandbox
-from .chapters.segments import SegmentFilm as SegmentFilm
 from .chapters.softmax import RunningSoftmax as RunningSoftmax
 from .claims import verdict as verdict
 from .guide import guide_runs as guide_runs

@@ -1,6 +1,6 @@
 """Loading and computing side by side: when each batch is made and used, drawn as lanes."""
 
-from memlab.book.panel import Panel
+from memlab.panels.panel import Panel
 
 BATCHES = 200  # of the epoch that the panel computes
 EVERY = 10  # of so many batches one is slower

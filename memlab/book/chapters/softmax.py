@@ -4,7 +4,7 @@ import math
 import random
 from typing import NamedTuple
 
-from memlab.book.panel import Panel
+from memlab.panels.panel import Panel
 
 LOWEST = -(2 - 2**-23) * 2.0**127  # of fp32: the floor of the running maximum
 MOST = 24  # scores in a row

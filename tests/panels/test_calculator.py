@@ -11,7 +11,9 @@ import pytest
 from panel_page import PanelPage
 
 from memlab import Recipe, cli, formula, models, simulate
-from memlab.book.calculator import (
+from memlab.card.kernels import sdpa
+from memlab.gpus import GPUS, find_gpu
+from memlab.panels.calculator import (
     CHOICES,
     NUMBERS,
     START,
@@ -20,8 +22,6 @@ from memlab.book.calculator import (
     names,
     usual_heads,
 )
-from memlab.card.kernels import sdpa
-from memlab.gpus import GPUS, find_gpu
 from memlab.predict.fit import room
 from memlab.predict.formula import is_kept
 from memlab.predict.run import refuse_format

@@ -1,6 +1,6 @@
 """Checkpoints and segments of a chain of equal layers: what is held at every moment of a step."""
 
-from memlab.book.panel import Panel
+from memlab.panels.panel import Panel
 
 ALLOWED = {"layers": (2, 48), "segment": (0, 48), "ratio": (1, 40)}
 

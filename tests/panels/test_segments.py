@@ -5,8 +5,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from memlab import SimulatedGPU
-from memlab.book.chapters.segments import SegmentFilm, figures, held
 from memlab.card.kernels.rules import RULES
+from memlab.panels.segments import SegmentFilm, figures, held
 
 pytestmark = pytest.mark.slow  # a browser beside Python: left to make nightly
 

@@ -3,12 +3,12 @@
 import dataclasses
 
 from memlab import models
-from memlab.book.calculator import RULES, family, known_card
 from memlab.book.colours import SERVING_COLOURS
-from memlab.book.panel import Panel
-from memlab.book.panel import read as read_file
 from memlab.fields import one_of
 from memlab.gpus import ANY_CARD, GPUS, find_gpu
+from memlab.panels.calculator import RULES, family, known_card
+from memlab.panels.panel import Panel
+from memlab.panels.panel import read as read_file
 from memlab.predict.formula_serving import BYTES, TYPES, serving_formula, shape
 from memlab.spec.serving import Serving
 

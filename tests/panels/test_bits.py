@@ -11,7 +11,7 @@ import torch
 from exact import exact_code, finite, interesting, value
 from notebook import Notebook
 
-from memlab.book.chapters.bits import BitExplorer
+from memlab.panels.bits import BitExplorer
 
 pytestmark = pytest.mark.slow  # a browser beside Python: left to make nightly
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from memlab.book.chapters.panels import PaddingExplorer, TilePlayer
+from memlab.panels.explorers import PaddingExplorer, TilePlayer
 
 pytestmark = pytest.mark.slow  # a browser beside Python: left to make nightly
 

@@ -4,18 +4,15 @@ import re
 
 import pytest
 
-from memlab import Recipe, book
-from memlab.book.panel import Panel
-from memlab.book.serving_calculator import ServingCalculator
+from memlab import Recipe, panels
+from memlab.panels.panel import Panel
 
 SMALL = Recipe("gpt2", batch_size=4, attention="sdpa")
 PANELS = [
-    book.AllocatorSandbox(),
-    book.Calculator(SMALL, "batch_size", "precision", "optimizer"),
-    book.LoaderLanes(),
-    book.RunningSoftmax(),
-    book.SegmentFilm(),
-    ServingCalculator(),
+    panels.AllocatorSandbox(),
+    panels.Calculator(SMALL, "batch_size", "precision", "optimizer"),
+    panels.SegmentFilm(),
+    panels.ServingCalculator(),
 ]
 NAMES = [type(panel).__name__ for panel in PANELS]
 TWICE = [panel for panel in PANELS for _ in (1, 2)]
@@ -54,7 +51,7 @@ def test_what_can_be_pressed_has_a_name_and_a_size(panel):
 
 def test_a_figure_stands_below_its_name_in_jupyterlab_too(open_once):
     """Its style sets a `dt` of an output to the left of what follows."""
-    page = open_once(book.SegmentFilm(), body=' class="jp-OutputArea-output"')
+    page = open_once(panels.SegmentFilm(), body=' class="jp-OutputArea-output"')
     page.tab.run("""document.head.insertAdjacentHTML("beforeend",
         "<style>.jp-OutputArea-output dt { float: left; width: 20% }</style>")""")
     gaps = page.run("""[...panel.querySelectorAll('dl dt')]
@@ -110,7 +107,9 @@ def test_it_is_always_the_same_and_asks_for_nothing(shown):
     still = re.sub(r"<(script|style)>.*?</\1>", "", page, flags=re.DOTALL)
     assert shown.still in still and '<div class="on" hidden>' in still
     # The calculator's button looks a config up, when it is pressed (test_calculator.py).
-    rest = page.replace("await fetch(`https://huggingface.co/", "", type(shown) is book.Calculator)
+    rest = page.replace(
+        "await fetch(`https://huggingface.co/", "", type(shown) is panels.Calculator
+    )
     assert not re.search(r"\b(src|fetch|import)\b|<link|url\(|\{\{", rest)
     # The book's theme has rules of its own for these.
     assert not re.search(

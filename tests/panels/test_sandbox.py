@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from memlab.book.chapters.sandbox import TOY, AllocatorSandbox
 from memlab.card.memory import CardMemory
 from memlab.gpus import ANY_CARD, find_gpu
+from memlab.panels.sandbox import TOY, AllocatorSandbox
 from memlab.units import MiB
 
 pytestmark = pytest.mark.slow  # a browser beside Python: left to make nightly

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass
 
-from memlab.book.panel import read
+from memlab.panels.panel import read
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ PARTS = re.compile(r"<style>\n(.*?)</style>\n(.*?)<script>\n(.*)</script>\n", re
 
 def read(name: str) -> str:
     """The text of a file of the panels' assets."""
-    return resources.files("memlab.book.assets").joinpath(name).read_text(encoding="utf8")
+    return resources.files("memlab.panels.assets").joinpath(name).read_text(encoding="utf8")
 
 
 class Panel:

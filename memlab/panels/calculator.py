@@ -13,14 +13,14 @@ from transformers import CONFIG_MAPPING
 
 from memlab import models
 from memlab.book.colours import COLOURS
-from memlab.book.packed_tables import PackedTables
-from memlab.book.panel import Panel
-from memlab.book.panel import read as read_file
 from memlab.card import op_work, step_time
 from memlab.card.kernels import sdpa
 from memlab.fields import one_of
 from memlab.footprint import Category, StepTime
 from memlab.gpus import ANY_CARD, GPU, GPUS, find_gpu
+from memlab.panels.packed_tables import PackedTables
+from memlab.panels.panel import Panel
+from memlab.panels.panel import read as read_file
 from memlab.planner.space import HALF, NF4
 from memlab.predict.fit import CONTEXT_MARGIN, MARGIN
 from memlab.predict.formula import is_kept

@@ -9,8 +9,8 @@ import pytest
 from panel_page import PanelPage
 
 from memlab import cli, models, simulate
-from memlab.book.serving_calculator import FIELDS, HELD, NAMES, ServingCalculator
 from memlab.gpus import GPUS, find_gpu
+from memlab.panels.serving_calculator import FIELDS, HELD, NAMES, ServingCalculator
 from memlab.predict.formula_serving import BYTES, TYPES, judged, serving_formula
 from memlab.spec.serving import Serving
 

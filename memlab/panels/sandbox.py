@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from memlab.book.panel import Panel
 from memlab.gpus import ANY_CARD, GPU, find_gpu
+from memlab.panels.panel import Panel
 from memlab.trace import allocator as rules
 from memlab.units import MiB
 
