@@ -5,11 +5,9 @@ from .calculator import Calculator as Calculator
 from .chapters.bits import BitExplorer as BitExplorer
 from .chapters.loading import LoaderLanes as LoaderLanes
 from .chapters.panels import PaddingExplorer as PaddingExplorer
-from .chapters.panels import TilePlayer as TilePlayer
 from .chapters.ruler import QuantizationRuler as QuantizationRuler
 from .chapters.sandbox import AllocatorSandbox as AllocatorSandbox
 from .chapters.segments import SegmentFilm as SegmentFilm
-from .chapters.softmax import RunningSoftmax as RunningSoftmax
 from .claims import verdict as verdict
 from .guide import guide_runs as guide_runs
 from .guide import guide_table as guide_table
@@ -22,3 +20,4 @@ from .lessons import three_steps as three_steps
 from .lessons import train_on as train_on
 from .lessons import train_step as train_step
 from .lessons import trainer_losses as trainer_losses
+from .tile_player import TilePlayer as TilePlayer

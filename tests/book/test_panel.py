@@ -14,7 +14,6 @@ PANELS = [
     book.Calculator(SMALL, "batch_size", "precision", "optimizer"),
     book.LoaderLanes(),
     book.QuantizationRuler(outlier=20),
-    book.RunningSoftmax(),
     book.SegmentFilm(),
     ServingCalculator(),
 ]

@@ -7,9 +7,8 @@ import torch
 from matplotlib import pyplot as plt
 from matplotlib.patches import Rectangle
 
-from memlab import models
 from memlab.book import drawing, show
-from memlab.book.chapters import attention, deploying
+from memlab.book.chapters import deploying
 from memlab.book.chapters import quantization_figures as quantization
 
 WEIGHTS = torch.tensor([-0.6, 0.1, 0.4, 1.3, 2.0])
@@ -21,7 +20,6 @@ def in_four_bits():
 
 
 DRAWN = {
-    "scores": lambda: attention.draw_scores(3072, models.config("llama-3.2-1b")),
     "cache": deploying.draw_cache,
     "block": lambda: quantization.draw_block(*in_four_bits()),
 }
