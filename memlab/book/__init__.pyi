@@ -3,7 +3,6 @@ from . import show as show
 from .beside import beside as beside
 from .calculator import Calculator as Calculator
 from .chapters.bits import BitExplorer as BitExplorer
-from .chapters.loading import LoaderLanes as LoaderLanes
 from .chapters.panels import PaddingExplorer as PaddingExplorer
 from .chapters.ruler import QuantizationRuler as QuantizationRuler
 from .chapters.sandbox import AllocatorSandbox as AllocatorSandbox

@@ -12,7 +12,6 @@ SMALL = Recipe("gpt2", batch_size=4, attention="sdpa")
 PANELS = [
     book.AllocatorSandbox(),
     book.Calculator(SMALL, "batch_size", "precision", "optimizer"),
-    book.LoaderLanes(),
     book.QuantizationRuler(outlier=20),
     book.SegmentFilm(),
     ServingCalculator(),
