@@ -1,8 +1,6 @@
 from . import corpora as corpora
 from . import show as show
 from .beside import beside as beside
-from .chapters.loading import LoaderLanes as LoaderLanes
-from .chapters.softmax import RunningSoftmax as RunningSoftmax
 from .claims import verdict as verdict
 from .guide import guide_runs as guide_runs
 from .guide import guide_table as guide_table
@@ -15,3 +13,4 @@ from .lessons import three_steps as three_steps
 from .lessons import train_on as train_on
 from .lessons import train_step as train_step
 from .lessons import trainer_losses as trainer_losses
+from .tile_player import TilePlayer as TilePlayer

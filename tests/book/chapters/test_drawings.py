@@ -6,12 +6,10 @@ import pytest
 from matplotlib import pyplot as plt
 from matplotlib.patches import Rectangle
 
-from memlab import models
 from memlab.book import drawing, show
-from memlab.book.chapters import attention, deploying
+from memlab.book.chapters import deploying
 
 DRAWN = {
-    "scores": lambda: attention.draw_scores(3072, models.config("llama-3.2-1b")),
     "cache": deploying.draw_cache,
 }
 
