@@ -246,12 +246,6 @@ ROOMS = {
         "memlab.predict.simulate",
     },
     "17-parallel-deeper": {"memlab.export.launchers", "memlab.predict.simulate"},
-    "18-deploying": {
-        "memlab.book.serving_calculator",
-        "memlab.libraries",
-        "memlab.predict.formula_serving",
-        "memlab.spec.serving",
-    },
     "record": {
         "memlab.evidence.accuracy",
         "memlab.evidence.grid",
