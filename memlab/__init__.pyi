@@ -22,5 +22,6 @@ from .predict.measure import synchronize as synchronize
 from .predict.server_capacity import server as server
 from .predict.simulate import simulate as simulate
 from .spec.recipe import Recipe as Recipe
+from .spec.serving import Serving as Serving
 from .units import MiB as MiB
 from .workloads.training import Training as Training

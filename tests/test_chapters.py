@@ -237,7 +237,6 @@ def test_what_is_short_or_in_one_chapter_is_no_twin():
 # `memlab.book.chapters`.
 ROOMS = {
     "01-measuring": {"memlab.trace.allocator"},
-    "12-quantization": {"memlab.spec.serving"},
     "14-attention-deeper": {"memlab.card.kernels.sdpa"},
     "15-ablation": {"memlab.export.training_script", "memlab.predict.script"},
     "16-planner": {"memlab.export.memlab_lines", "memlab.export.training_script"},
@@ -247,11 +246,6 @@ ROOMS = {
         "memlab.predict.simulate",
     },
     "17-parallel-deeper": {"memlab.export.launchers", "memlab.predict.simulate"},
-    "18-deploying": {
-        "memlab.libraries",
-        "memlab.predict.formula_serving",
-        "memlab.spec.serving",
-    },
     "record": {
         "memlab.evidence.accuracy",
         "memlab.evidence.grid",

@@ -13,4 +13,3 @@ from .lessons import three_steps as three_steps
 from .lessons import train_on as train_on
 from .lessons import train_step as train_step
 from .lessons import trainer_losses as trainer_losses
-from .tile_player import TilePlayer as TilePlayer

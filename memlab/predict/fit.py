@@ -68,7 +68,7 @@ class Fit:
 def fits(recipe: Recipe | Serving, gpu: GPU | str | int, margin: float = MARGIN) -> Fit:
     """Whether `recipe` trains on a card, by a simulated step and a margin for its error.
 
-    A `memlab.spec.serving.Serving` in place of the recipe: whether its text is written there.
+    A `memlab.Serving` in place of the recipe: whether its text is written there.
 
     gpu: a name of `memlab.gpus.GPUS` or a number of bytes. margin: the share of the predicted
     bytes that is kept free, beside 100 MiB for what a program's context may have more.
@@ -222,7 +222,7 @@ def largest(
 ) -> Largest:
     """The largest micro-batch, or the longest sequence, with which `recipe` fits a card.
 
-    field: `batch_size`, or `seq_len` in steps of 64 tokens; of a `memlab.spec.serving.Serving`
+    field: `batch_size`, or `seq_len` in steps of 64 tokens; of a `memlab.Serving`
     in place of the recipe `prompt`, in the same steps, which with its new tokens is the longest
     context. margin: as in `fits`.
 

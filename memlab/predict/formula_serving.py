@@ -16,7 +16,7 @@ from memlab.card.kernels.sdpa import model_routes
 from memlab.fields import whole
 from memlab.gpus import GPU, find_gpu, require_native
 from memlab.predict.fit import MARGIN, limited, room
-from memlab.spec.serving import Serving, head_shape
+from memlab.spec.serving import Serving, cached_shapes, head_shape
 from memlab.trace.allocator import (
     LARGE_ROUND,
     MEDIUM_REQUEST,
@@ -39,6 +39,8 @@ def kv_cache_bytes(
 ) -> int:
     """Bytes of a cache: layers x 2 x key-value heads x head size x bytes x tokens x batch.
 
+    With latent attention (MLA) a vector for all heads takes the place of 2 x heads x head size.
+
     model: as of a `Recipe`. tokens: of one text; of the two caches of an encoder-decoder model the
     sum, its input's and its output's. Which layers keep keys and values is transformers' to say: a
     sliding one holds its window at most, one of linear attention or convolutions a state that does
@@ -50,10 +52,10 @@ def kv_cache_bytes(
     whole(1)("tokens", tokens)
     whole(1)("batch_size", batch_size)
     config = models.config(model)
-    heads, size = head_shape(config)
+    numbers = sum(heads * size for heads, size in cached_shapes(config))
     growing = [one for one in DynamicCache(config=config).layers if isinstance(one, DynamicLayer)]
     kept = sum(min(tokens, getattr(one, "sliding_window", tokens)) for one in growing)
-    return round(2 * heads * size * bytes_each * kept * batch_size)
+    return round(numbers * bytes_each * kept * batch_size)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def simulate(
     other free blocks behind, and so other rests of split ones, than a model that is moved whole, as
     `memlab.measure` moves it, or loaded by threads, as by the first releases of transformers 5.
 
-    A `memlab.spec.serving.Serving` in place of the recipe gives a `ServingFootprint`: inference,
+    A `memlab.Serving` in place of the recipe gives a `ServingFootprint`: inference,
     with the peaks of prefill and decode apart.
 
     Raises torch.OutOfMemoryError in PyTorch's own words when the card is too small, and ValueError

@@ -163,3 +163,14 @@ def head_shape(config: PretrainedConfig) -> tuple[int, int]:
     return getattr(
         config, "num_key_value_heads", None
     ) or heads, size or config.hidden_size // heads
+
+
+def cached_shapes(config: PretrainedConfig) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(heads, size) of the two tensors that a layer of a config's decoder keeps of each token.
+
+    Keys and values; with latent attention (MLA, DeepSeek-AI 2024, DeepSeek-V2, section 2.1) one
+    compressed vector and one rotary key, which all heads share.
+    """
+    if getattr(config, "kv_lora_rank", None):
+        return (1, config.kv_lora_rank), (1, config.qk_rope_head_dim)
+    return head_shape(config), head_shape(config)

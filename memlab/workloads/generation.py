@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from memlab import models
 from memlab.footprint import Phase
 from memlab.spec.recipe import QUANTIZED
-from memlab.spec.serving import Serving, head_shape
+from memlab.spec.serving import Serving, cached_shapes
 from memlab.trace.tracer import Tracer
 from memlab.workloads import quantized
 from memlab.workloads.training import check_tokens
@@ -98,14 +98,14 @@ class Generation:
         self.text = torch.cat([self.text, zeros.expand(batch, self.skipped)], 1)
         if cache is None:
             return
-        heads, size = head_shape(config)
+        shapes = cached_shapes(config)
         zero = torch.zeros((), dtype=self.model.dtype, device=self.text.device)
         for layer in getattr(cache, "self_attention_cache", cache).layers:
             if not hasattr(layer, "update"):
                 continue  # linear attention: its state does not grow with the text
             window = getattr(layer, "sliding_window", None)
             tokens = min(self.skipped, window or self.skipped)
-            layer.update(*[zero.expand(batch, heads, tokens, size)] * 2)
+            layer.update(*(zero.expand(batch, heads, tokens, size) for heads, size in shapes))
             if window:  # without the storage of what slid out
                 layer.cumulative_length += self.skipped - tokens
                 layer.keys, layer.values = layer.keys.clone(), layer.values.clone()

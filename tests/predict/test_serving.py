@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import one_line
+from transformers import DeepseekV3Config
 
 from memlab import models, simulate
 from memlab.footprint import NOT_TENSORS
@@ -51,6 +52,18 @@ def test_a_static_cache_has_its_size_from_the_beginning():
         assert a == pytest.approx(b, abs=1024)
         room = kv_cache_bytes("gpt2-tiny", 57, 4, bytes_each=4)
         assert a["kv_cache"] == pytest.approx(room, abs=512)
+
+
+def test_latent_attention_keeps_a_vector_for_all_heads():
+    """DeepSeek-V3, arXiv 2412.19437: a latent of 512 numbers and a rotary key of 64."""
+    assert kv_cache_bytes(DeepseekV3Config(), 1) == 61 * (512 + 64) * 2
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, vocab_size=512)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=32, q_lora_rank=32)
+    sizes |= dict(qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16)
+    config = DeepseekV3Config(**sizes, first_k_dense_replace=2)  # without experts
+    serving = TINY.but(model=config, new_tokens=16)
+    card, here = simulate(serving), measure_serving(serving)
+    assert card.kv_cache == here.kv_cache == kv_cache_bytes(config, 63, 4, bytes_each=4)
 
 
 @pytest.mark.parametrize("prompt", [16, 48])

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from memlab.panels.explorers import PaddingExplorer
+from memlab.panels.padding import PaddingExplorer
 
 pytestmark = pytest.mark.slow  # a browser beside Python: left to make nightly
 

@@ -3,7 +3,7 @@
 import html
 import json
 
-from memlab.book.panel import read
+from memlab.panels.panel import read
 
 
 class TilePlayer:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from memlab.book import TilePlayer
+from memlab.panels import TilePlayer
 
 pytestmark = pytest.mark.slow  # a browser beside Python: left to make nightly
 
