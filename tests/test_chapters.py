@@ -245,7 +245,7 @@ ROOMS = {
         "memlab.export.launchers",
         "memlab.predict.simulate",
     },
-    "17-parallel-deeper": {"memlab.export.launchers", "memlab.predict.simulate"},
+    "17-parallel-deeper": {"memlab.export.launchers"},
     "record": {
         "memlab.evidence.accuracy",
         "memlab.evidence.grid",

@@ -9,7 +9,6 @@ import torch
 from notebook import Notebook
 
 from memlab import Recipe, models
-from memlab.book.chapters.optimizers_deeper import Rules
 from memlab.trace.tracer import Tracer
 from memlab.workloads.optimizers import LEARNING_RATE
 from memlab.workloads.training import Training
@@ -34,7 +33,7 @@ def chapter():
 def deeper():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield DEEPER.run("imports rules galore four pack unpack lion")
+    yield DEEPER.run("imports settings rules galore four pack unpack lion")
     torch.set_num_threads(before)
     gc.unfreeze()
 
@@ -74,19 +73,15 @@ def test_the_shown_optimizer_and_the_recipes_agree(chapter, shown, name):
 
 
 def test_lion_from_scratch_is_the_librarys(deeper):
-    ends = []
-    for make in (
-        lambda p: Rules([("w", p)], 1e-3, deeper["lion"], deeper["lion"]),
-        lambda p: bnb.optim.Lion([p], lr=1e-3),
-    ):
-        torch.manual_seed(0)
-        weight = torch.nn.Parameter(torch.randn(8, 8))
-        optimizer = make(weight)
-        for _ in range(5):
-            weight.grad = torch.randn(8, 8)
-            optimizer.step()
-        ends.append(weight.detach())
-    assert torch.allclose(*ends, atol=1e-7)
+    torch.manual_seed(0)
+    mine, state = torch.randn(8, 8), {}
+    theirs = torch.nn.Parameter(mine.clone())
+    optimizer = bnb.optim.Lion([theirs], lr=1e-3)
+    for _ in range(5):
+        theirs.grad = torch.randn(8, 8)
+        deeper["lion"](mine, theirs.grad, state, 1e-3)
+        optimizer.step()
+    assert torch.allclose(mine, theirs.detach(), atol=1e-7)
 
 
 def test_stepping_in_backward_trains_alike_and_holds_one_gradient_at_a_time(chapter):

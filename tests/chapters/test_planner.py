@@ -8,7 +8,6 @@ import pytest
 from notebook import Notebook
 
 from memlab import Recipe, find_gpu, fits, formula
-from memlab.book.chapters import questions
 from memlab.evidence.accuracy import ratio_errors
 from memlab.evidence.records import published_files
 from memlab.planner.choice import ALIKE
@@ -59,12 +58,6 @@ def test_a_question_has_its_thread_its_card_and_what_happened():
         Recipe(**q["recipe"])  # known fields, allowed values
         assert not {"batch_size", "accumulation"} & set(q["recipe"])
     assert any(q["fitted"] for q in QUESTIONS) and any(q["failed"] for q in QUESTIONS)
-
-
-def test_every_size_is_tried_once():
-    tries = questions.tries()
-    assert len(tries) == sum(len(q["fitted"] + q["failed"]) for q in QUESTIONS)
-    assert sum(one.fitted for one in tries) == sum(len(q["fitted"]) for q in QUESTIONS)
 
 
 @pytest.mark.sampled(1)

@@ -9,12 +9,11 @@ from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding
 
 import memlab
-from memlab.book.chapters import tokenizing
 
 NOTEBOOK = Notebook("09-tokenizers")
 DEEPER = Notebook("09-tokenizers-deeper")
 run = NOTEBOOK.run
-PARTS = "imports corpus bpe parts template vanilla changed"
+PARTS = "imports corpus bpe smaller parts vanilla changed python"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,7 +44,7 @@ def test_the_pipeline_of_parts_is_the_whole_tokenizer(chapter):
 
 @pytest.mark.parametrize("seed", [2])
 def test_wordpiece_by_hand_gives_the_librarys_ids(chapter, deeper, seed):
-    some = random.Random(seed).sample(chapter["texts"], 300) + tokenizing.hostile(300, seed)
+    some = random.Random(seed).sample(chapter["texts"], 300) + chapter["hostile"](300, seed)
     some += deeper["chosen"]
     assert len(some) > 600
     expected = deeper["rust"](some)["input_ids"]
@@ -66,30 +65,10 @@ def test_a_smaller_bpe_is_the_one_that_would_have_been_trained(chapter):
     fresh.train_from_iterator(
         chapter["texts"], chapter["BpeTrainer"](vocab_size=600, **chapter["given"])
     )
-    cut = tokenizing.smaller(chapter["bpe"], 600)
+    cut = chapter["smaller"](chapter["bpe"], 600)
     assert cut.get_vocab() == fresh.get_vocab()
     for one in chapter["texts"][:50]:
         assert cut.encode(one).ids == fresh.encode(one).ids
-
-
-@pytest.mark.slow
-def test_a_loss_in_parts_is_the_same_loss_in_less_memory(chapter):
-    run("linear-loss", chapter)
-    loss_of = chapter["loss_of"]
-    torch.manual_seed(0)
-    states, table = torch.randn(64, 16), torch.randn(300, 16)
-    ids = torch.randint(300, (64,))
-    losses, slopes = [], []
-    for parts in (False, True):
-        mine = states.clone().requires_grad_()
-        loss = loss_of(mine, table.clone().requires_grad_(), ids, parts)
-        loss.backward()
-        losses.append(loss.detach())
-        slopes.append(mine.grad)
-    torch.testing.assert_close(*losses)
-    torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-6)
-    whole, split = (tokenizing.loss_peak(loss_of, 2**18, parts) for parts in (False, True))
-    assert split < whole / 3
 
 
 def test_both_loaders_give_the_same_batches(chapter):
