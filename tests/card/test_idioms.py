@@ -1,10 +1,7 @@
 """Small idioms of training code on the simulated card: each works, or is refused in one line."""
 
-import copy
-import math
 import threading
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,17 +36,11 @@ def small():
     ("read", "given"),
     [
         (lambda loss: f"{loss:.4f}", "1.0000"),
-        (lambda loss: f"{loss.detach():.3f}", "1.000"),
         (lambda loss: "%.2f" % loss, "1.00"),  # noqa: UP031
-        (lambda loss: float(loss), 1.0),
-        (lambda loss: round(loss.item(), 3), 1.0),
         (lambda loss: loss.detach().cpu().numpy().item(), 1.0),
-        (lambda loss: np.array(loss.detach().cpu()).shape, ()),
         (lambda loss: loss.detach().cpu().tolist(), 1.0),
         (lambda loss: bool(loss < float("inf")), True),
-        (lambda loss: math.isnan(loss.item()), False),
         (lambda loss: bool(torch.isnan(loss)), False),
-        (lambda loss: bool(torch.isinf(loss).any()), False),
         (lambda loss: bool(torch.isfinite(loss)), True),
         (lambda loss: str(loss).startswith("tensor(1.0, device='cuda:0'"), True),
     ],
@@ -63,18 +54,6 @@ def test_numpy_wants_a_copy_on_the_host(gpu):
         torch.ones(3, device="cuda").numpy()
     with pytest.raises(RuntimeError, match="requires grad"):
         torch.ones(3, device="cuda", requires_grad=True).cpu().numpy()
-
-
-def test_values_that_come_from_the_host_are_known(gpu):
-    lengths = torch.tensor([5, 9, 7])
-    for where in (lengths, lengths.cuda()):
-        assert where.max().item() == 9
-        assert where.tolist() == [5, 9, 7]
-        assert torch.zeros(3, 16, device="cuda")[:, : where.max()].shape == (3, 9)
-        assert torch.arange(int(where.max()), device="cuda").shape == (9,)
-        ends = F.pad(where.cumsum(0), (1, 0))
-        assert [int(b - a) for a, b in zip(ends[:-1], ends[1:], strict=True)] == [5, 9, 7]
-    assert torch.randn(21, 4, device="cuda").split(lengths.tolist())[1].shape == (9, 4)
 
 
 # ---------------------------------------------------------------------- shapes that follow values
@@ -238,16 +217,6 @@ def test_every_optimizer_steps(gpu, name):
 # ---------------------------------------------------------------------- places
 
 
-def test_tensors_say_where_they_are(gpu):
-    model, _, loss = small()
-    weight = next(model.parameters())
-    assert weight.is_cuda and weight.device == torch.device("cuda", 0)
-    assert weight.device.type == loss.device.type == "cuda" and weight.get_device() == 0
-    assert not torch.zeros(2).is_cuda and weight.cpu().device.type == "cpu"
-    with torch.autocast(device_type=weight.device.type, dtype=torch.float16):
-        assert model(torch.randn(2, 64, device=weight.device)).dtype == torch.float16
-
-
 def test_a_thread_of_the_readers_own_trains_on_the_card(gpu):
     held = []
 
@@ -261,26 +230,6 @@ def test_a_thread_of_the_readers_own_trains_on_the_card(gpu):
     thread.start()
     thread.join()
     assert held[0] > 4 * 4 * 64 * 64
-
-
-def test_a_model_without_memory_takes_it_when_it_is_emptied_onto_the_card(gpu):
-    with torch.device("meta"):
-        model = nn.Linear(256, 256, bias=False)
-    assert torch.cuda.memory_allocated() == 0
-    model.to_empty(device="cuda")
-    assert torch.cuda.memory_allocated() == 4 * 256 * 256
-    copy.deepcopy(model)
-    assert torch.cuda.max_memory_allocated() == 2 * 4 * 256 * 256
-
-
-def test_data_parallel_over_one_card_is_the_module_itself():
-    peaks = []
-    for wrap in (nn.DataParallel, lambda module: module):
-        with SimulatedGPU("T4") as gpu:
-            model = wrap(nn.Linear(256, 256)).cuda()
-            model(torch.randn(8, 256)[:4].cuda()).sum().backward()
-        peaks.append(gpu.footprint.peak_allocated)
-    assert peaks[0] == peaks[1]
 
 
 @pytest.mark.parametrize(

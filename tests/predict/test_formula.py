@@ -11,7 +11,7 @@ from helpers import assert_close
 
 from memlab import MiB, Recipe, formula, models, simulate
 from memlab.gpus import find_gpu
-from memlab.predict.formula_blocks import blocks_of, rests_of, without_reuse
+from memlab.predict.formula_blocks import rests_of
 from memlab.predict.store import LIBRARIES, other_releases
 from memlab.trace.allocator import CachingAllocator
 
@@ -88,7 +88,7 @@ def test_blocks_of_one_size_leave_the_rest_of_a_segment_to_the_last_one():
     assert quick.peak_allocated == pytest.approx(exact.peak_allocated, rel=0.015)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_rests_are_those_of_an_allocator_that_is_given_the_largest_first(seed):
     """Of one size exactly; of several, a smaller one may find the rest of another segment."""
     draw = random.Random(seed)
@@ -131,17 +131,6 @@ def test_a_config_json_of_the_hub_is_the_model_that_it_names(tmp_path):
     assert formula(Recipe(str(path), **ways)) == formula(Recipe("llama-3-8b", **ways))
 
 
-def test_a_card_without_the_format_is_refused():
-    with pytest.raises(ValueError, match="T4"):
-        formula(Recipe("gpt2", seq_len=64, precision="bf16", attention="sdpa"), "T4")
-
-
-def test_without_a_card_there_are_no_seconds_and_it_says_why():
-    footprint = formula(Recipe("bert-large"))
-    with pytest.raises(ValueError, match="name a card|no rates"):
-        print(footprint.step_seconds)
-
-
 def pinned(name):
     pins = (Path(__file__).parents[2] / "requirements.txt").read_text()
     return re.search(rf"^{name}==(\S+)", pins, re.MULTILINE)[1]
@@ -154,26 +143,6 @@ def test_kept_answers_are_of_the_libraries_that_the_book_is_tested_with():
     assert other_releases(versions) == ""
     for name in LIBRARIES:
         assert versions[name].partition("+")[0] == pinned(name)
-
-
-def test_segments_without_reuse_hold_the_most_of_every_size():
-    """Blocks of exactly 1 and 10 MiB are a small and a large one; segments are never shared.
-
-    The largest that comes and goes may be split, and is asked for once more.
-    """
-    blocks = np.array([MiB, MiB, 5 * MiB, 10 * MiB, 13 * MiB])
-    counts = np.array([[1, 2, 0, 1, 0], [1, 0, 5, 0, 1]])
-    small, medium, large = 4 * MiB, 40 * MiB, (10 + 14) * MiB
-    assert without_reuse(blocks, counts) == small + medium + large + 14 * MiB
-    assert without_reuse(blocks, counts[:1]) == 4 * MiB + 10 * MiB  # nothing comes or goes
-    # In a segment that grows: 3 MiB, and 25 + 10 + 13 + 13 MiB.
-    assert without_reuse(blocks, counts, grow=True) == 4 * MiB + 80 * MiB
-
-
-def test_blocks_of_segments_that_grow_leave_no_rests():
-    sizes = np.array([100.0, MiB + 1, 11.5 * MiB])
-    assert blocks_of(sizes).tolist() == [512, MiB + 512, 12 * MiB]
-    assert blocks_of(sizes, grow=True).tolist() == [512, MiB + 512, 11.5 * MiB]
 
 
 def test_a_formula_of_segments_that_grow_is_that_of_a_simulation():
