@@ -64,15 +64,6 @@ def test_tensors_of_two_places_do_not_meet():
 
 
 @pytest.mark.slow
-def test_a_file_brings_a_tensor_back_to_where_it_was(tmp_path):
-    kept = {"card": torch.ones(2, device="cuda"), "host": torch.ones(2)}
-    torch.save(kept, tmp_path / "kept")
-    back = torch.load(tmp_path / "kept")
-    assert back["card"].is_cuda and not back["host"].is_cuda
-    assert not torch.load(tmp_path / "kept", map_location="cpu")["card"].is_cuda
-
-
-@pytest.mark.slow
 def test_numpy_does_not_read_the_card():
     with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
         torch.ones(2, device="cuda").numpy()

@@ -8,7 +8,7 @@ import torch
 from transformers import BertForSequenceClassification
 
 from memlab import Recipe, SimulatedGPU, simulate
-from memlab.models import build, config
+from memlab.models import config
 
 MiB = 2**20
 BERT = Recipe(model="bert-large", batch_size=4, seq_len=512, optimizer="adamw_torch_loop")
@@ -158,21 +158,6 @@ def test_workers_of_a_data_loader_make_tensors_on_the_host(pinned):
             assert tokens.shape == (2, 512)
             assert torch.cuda.memory_allocated() == 2 * 512 * 8
             del tokens
-
-
-def test_packed_sequences_need_a_mask_where_their_positions_are_known():
-    tokens = torch.zeros(1, 64, dtype=torch.long)
-    one, two = torch.arange(64)[None], torch.cat([torch.arange(32), torch.arange(32)])[None]
-
-    def operations(**positions):
-        with SimulatedGPU() as gpu:
-            model = build("llama-3-8b-tiny", attention="sdpa").to("cuda")
-            batch = {"input_ids": tokens} | positions
-            model(**{name: values.to("cuda") for name, values in batch.items()}, use_cache=False)
-        return {life.operation for life in gpu.footprint.timeline.lives}
-
-    alone, packed = operations(position_ids=one), operations(position_ids=two)
-    assert "aten.cumsum" in packed and "aten.cumsum" not in alone
 
 
 def train_two_steps(model, device):

@@ -3,7 +3,7 @@
 import pytest
 
 from memlab import Recipe
-from memlab.card.links import LINKS, link_rate, links_of
+from memlab.card.links import LINKS, host_rate, link_rate, links_of
 from memlab.card.step_time import step_time
 from memlab.gpus import ANY_CARD, GPUS, find_gpu
 from memlab.predict.simulate import full_log
@@ -37,6 +37,15 @@ def test_a_ring_is_as_fast_as_its_slowest_stretch(card, link, gigabytes):
 )
 def test_a_group_has_its_cards_part_of_the_ports(link, cards, gigabytes):
     assert link_rate(find_gpu("H100"), link, cards) == pytest.approx(gigabytes * 1e9, rel=0.001)
+
+
+@pytest.mark.parametrize("card", GPUS.values(), ids=GPUS)
+def test_rates_are_of_whole_lanes_and_links(card):
+    """PCIe: lanes of 8 GT/s in generation 3, twice as many in each, 128 of 130 bits are data."""
+    lanes = [n * 2**more * 128 / 130 for n in (4, 8, 16) for more in range(4)]
+    assert any(host_rate(card) == pytest.approx(rate * 1e9, rel=0.001) for rate in lanes)
+    if "nvlink" in links_of(card):
+        assert link_rate(card, "nvlink") % 25e9 == 0
 
 
 def test_slow_and_fast_links_of_a_large_training():

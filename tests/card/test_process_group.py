@@ -298,15 +298,6 @@ FSDP_OF_LLAMA = {
 # ---------------------------------------------------------------------- the link
 
 
-def test_a_slower_link_takes_longer_and_carries_the_same():
-    recipe = Recipe("gpt2-tiny", seq_len=32, ranks=8, sharding="zero3", precision="bf16-amp")
-    fast, slow = (simulate(recipe, "H100", link).step_seconds for link in (None, "ethernet-10"))
-    assert fast.sent == slow.sent > 0
-    assert slow.parts["communication"] > fast.parts["communication"]
-    assert sum(slow.parts.values()) == pytest.approx(slow.expected)
-    assert simulate(recipe.but(ranks=1, sharding="ddp"), "H100").step_seconds.sent == 0
-
-
 def test_a_rank_sends_what_a_ring_needs():
     """Twice (n - 1) / n of the gradients, as an all-reduce or as a reduce-scatter and gathers."""
     recipe = Recipe("gpt2-tiny", seq_len=32, ranks=4)

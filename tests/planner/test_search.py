@@ -229,15 +229,6 @@ def test_lora_and_qlora_differ_in_the_base_alone(gpu, task):
     assert simulate(qlora, card).peak_allocated < simulate(lora, card).peak_allocated
 
 
-def test_a_model_by_every_name(tmp_path):
-    config = models.config("gpt2-tiny")
-    config.save_pretrained(tmp_path)
-    named = [tmp_path, str(tmp_path / "config.json"), config, config.to_dict(), "gpt2-tiny"]
-    needed = [plan(name, "T4", ways="full", **SMALL).fastest.needed for name in named]
-    assert len(set(needed)) == 1
-    assert plan(str(tmp_path), "T4", ways="full", **SMALL).fastest.recipe.model == str(tmp_path)
-
-
 def test_several_cards_are_a_table():
     answer = plan("gpt2", ["H100", "t4", "1 GiB"], seq_len=256, effective_batch=4, ways="full")
     assert list(answer.options) == ["1,024 MiB", "T4", "H100"]

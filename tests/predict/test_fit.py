@@ -121,11 +121,6 @@ def test_bad_input(arguments, says):
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_format_that_the_card_does_not_have():
-    with pytest.raises(ValueError, match="no native bfloat16"):
-        fits(TINY.but(precision="bf16"), "T4")
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("field", "step"), [("batch_size", 1), ("seq_len", 64)])
 @pytest.mark.parametrize("start", [1, 300])

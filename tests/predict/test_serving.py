@@ -88,14 +88,6 @@ def test_the_loop_writes_what_generate_writes():
     assert torch.equal(generation.text, theirs)
 
 
-def test_skipped_steps_change_no_peak_and_are_said():
-    few = TINY.but(model="llama-3-8b-tiny", new_tokens=5)
-    assert not simulate(few).footprint.assumptions
-    many = simulate(few.but(new_tokens=40))
-    (said,) = many.footprint.assumptions
-    assert said.startswith("36 decode steps")
-
-
 def test_a_deep_model_is_written_out_from_shallow_ones():
     """Against the same model at its own depth."""
     config = models.with_layers("llama-3-8b-tiny", 14)

@@ -109,7 +109,7 @@ def test_more_micro_batches_hold_what_two_hold(checkpointing):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("optimizer", "bytes_a_weight"),
-    [("adamw_8bit", 2), ("lion_8bit", 1), ("paged_adamw_8bit", 0), ("adafactor", 0), ("sgd", 4)],
+    [("adamw_8bit", 2), ("paged_adamw_8bit", 0), ("sgd", 4)],
 )
 def test_states_of_the_lean_optimizers(optimizer, bytes_a_weight):
     recipe = Recipe(model="bert-base", seq_len=64, optimizer=optimizer, attention="sdpa")
@@ -119,7 +119,7 @@ def test_states_of_the_lean_optimizers(optimizer, bytes_a_weight):
     if "8bit" in optimizer:  # the embeddings' states stay in 32 bit, except where they are paged
         expected += (4 - 1) * bytes_a_weight * embeddings
         expected += bytes_a_weight * (footprint.parameters - embeddings) * 4 / 256  # constants
-    slack = 0.05 * footprint.parameters  # rows and columns of Adafactor, small tensors in 32 bit
+    slack = 0.05 * footprint.parameters  # small tensors in 32 bit
     assert footprint.breakdown["optimizer_states"] == pytest.approx(expected, abs=slack)
 
 

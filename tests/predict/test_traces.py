@@ -115,11 +115,6 @@ def test_few_tokens_on_a_base_in_4_bits_are_run():
     assert traces.log(recipe, card) == run_log(recipe, card)
 
 
-def test_a_depth_that_is_written_out():
-    recipe, card = Recipe("gpt2-medium", seq_len=128, attention="sdpa"), find_gpu(None)
-    as_run(recipe.but(batch_size=3, seq_len=512), card, Traces())
-
-
 def test_a_window_has_a_trace_on_either_side():
     narrow = models.resized("mistral-7b-tiny", sliding_window=256)
     recipe, card = Recipe(narrow, seq_len=64, attention="sdpa", precision="bf16"), find_gpu("L4")

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from memlab import Recipe
-from memlab.models import config
 
 
 def test_defaults_are_named_in_the_dictionary():
@@ -63,11 +62,6 @@ def test_llama_3_1_has_its_scaling_in_its_maximum():
     assert Recipe("llama-3.1-8b", seq_len=131_072)
     with pytest.raises(ValueError, match="from 1 to 131072"):
         Recipe("llama-3.1-8b", seq_len=131_073)
-
-
-def test_a_config_is_a_model():
-    recipe = Recipe(model=config("gpt2-tiny"), seq_len=64)
-    assert recipe.as_dict()["model"] == "gpt2"
 
 
 @pytest.mark.parametrize(

@@ -43,16 +43,6 @@ def test_segments_hold_what_the_counters_say(run):
         assert places[0] == segment["address"] and places == sorted(places)
 
 
-def test_pytorchs_flame_graph_lists_every_byte(run):
-    snapshot, figures, _ = run
-    lines = viz.memory(snapshot, format_flamegraph=str).splitlines()
-    named = sum(int(line.split()[-1]) for line in lines if ";active_allocated;category" in line)
-    assert named == figures["requested"]
-    assert sum(int(line.split()[-1]) for line in lines) == figures["reserved"]
-    states = [line for line in lines if "optimizer_states" in line]
-    assert any("bert.encoder.layer.1" in line and "aten.zeros_like" in line for line in states)
-
-
 def test_the_trace_read_again_gives_peak_and_reserved(run):
     snapshot, figures, _ = run
     held, most, reserved, most_reserved, live = 0, 0, 0, 0, {}

@@ -62,15 +62,6 @@ def test_softmax_to_fp32_makes_no_copy_of_a_half_input():
     assert now == 4000 and before >= now
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_softmax_gives_the_same_values(dtype):
-    x = torch.randn(4, 5, dtype=dtype, requires_grad=True)
-    expected = F.softmax(x, -1)
-    with cuda_kernels(ANY_CARD):
-        torch.testing.assert_close(F.softmax(x, -1), expected)
-        torch.testing.assert_close(F.log_softmax(x, -1).exp(), expected)
-
-
 def assert_autocast_as_on_cuda(function, *shapes, dtype=torch.float16):
     """The operators that run are those of PyTorch's own autocast on fake CUDA tensors."""
     heard = {}
@@ -216,12 +207,19 @@ def test_rms_norm_keeps_its_input_and_a_number_a_row(weight):
         assert found == 2 * 1000 + 4 * 10
 
 
-def test_rms_norm_gives_the_same_values():
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, weight: F.rms_norm(x, (5,), weight),
+        lambda x, weight: F.softmax(x * weight, -1) + F.log_softmax(x * weight, -1),
+    ],
+)
+def test_a_rule_gives_the_same_values_and_gradients(function):
     x, weight = torch.randn(4, 5, requires_grad=True), torch.randn(5, requires_grad=True)
     results = []
     for context in (contextlib.nullcontext(), cuda_kernels(ANY_CARD)):
         with context:
-            y = F.rms_norm(x, (5,), weight)
+            y = function(x, weight)
             results.append((y, *torch.autograd.grad(y.square().sum(), (x, weight))))
     torch.testing.assert_close(*results)
 

@@ -88,17 +88,6 @@ def test_the_switch_of_pytorch_is_obeyed():
                 sdpa_route(query, query, query, attn_mask=MASK)
 
 
-def test_a_simulated_card_takes_its_own_route():
-    def operations(card):
-        with SimulatedGPU(card) as gpu:
-            query = torch.zeros(1, 2, 64, 64, dtype=HALF, device="cuda", requires_grad=True)
-            F.scaled_dot_product_attention(query, query, query)
-        return {life.operation for life in gpu.footprint.timeline.lives}
-
-    assert "aten._scaled_dot_product_efficient_attention" in operations("T4")
-    assert "aten._scaled_dot_product_flash_attention" in operations("A100-40GB")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fused_attention_is_linear_in_length_and_math_is_quadratic(dtype):
     def bytes_kept(length, *backends):
