@@ -173,25 +173,6 @@ def test_splits_and_samplers_draw_what_they_draw_without_a_card():
 # ---------------------------------------------------------------------- gradients
 
 
-def test_a_hook_that_steps_and_drops_each_gradient_holds_one_at_a_time():
-    def highest(hooked):
-        with SimulatedGPU() as gpu:
-            model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)]).cuda()
-            optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
-
-            def step(parameter):
-                optimizers[parameter].step()
-                parameter.grad = None
-
-            for parameter in model.parameters() if hooked else ():
-                parameter.register_post_accumulate_grad_hook(step)
-            model(torch.randn(4, 256, device="cuda")).sum().backward()
-            return gpu.footprint.peak_tensors
-
-    size = 4 * 256 * 256
-    assert 6 * size <= highest(False) - highest(True) <= 7 * size
-
-
 def test_clipping_and_the_search_for_anomalies_go_on(gpu):
     model, _, loss = small()
     with torch.autograd.detect_anomaly(check_nan=True):
