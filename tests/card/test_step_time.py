@@ -48,6 +48,12 @@ def test_a_kernel_takes_the_longest_of_its_three():
     )
 
 
+def test_what_fits_in_half_of_the_cache_comes_from_there():
+    inside, outside = A100.cache // 2, A100.cache // 2 + 1
+    far, near = (expected(one(nbytes=n)).parts["memory traffic"] for n in (outside, inside))
+    assert far / near == pytest.approx(EXPECTED.cache, rel=1e-6)
+
+
 def test_states_in_8_bits_take_a_processor_so_many_clocks_an_element():
     recipe = Recipe("llama-2-7b", seq_len=128, precision="bf16", optimizer="adamw_8bit")
     found = simulate(recipe, A100)
