@@ -10,10 +10,13 @@ from memlab.evidence import grid, worker
 from memlab.evidence.accuracy import (
     Comparison,
     compare_records,
+    family,
     simulate_on_cpu,
+    technique,
 )
 from memlab.evidence.accuracy_text import report, summary
 from memlab.evidence.load_orders import simulate_ways
+from memlab.evidence.records import find_records
 from memlab.gpus import GPUS
 from memlab.workloads.training import Training
 
@@ -53,6 +56,19 @@ def test_a_recorded_gpu_run_is_compared_in_four_figures():
     assert found["reserved"].error == -0.5
     assert [one.missed for one in found.values()] == [False, True, False]
     assert {one.against for one in found.values()} == {"Tesla T4"}
+
+
+def test_a_published_run_brings_its_context():
+    (run,) = [run for run in find_records("published") if run.name.endswith("fp16, adafactor")]
+    used, context = (run.figures[f"{name}_bytes"] for name in ("device_used", "context"))
+    said = dataclasses.replace(simulate(TINY, "V100"), peak_reserved=used - context)
+    one, time = compare_records([run], {"said": lambda recipe, gpu: said})
+    assert (one.against, one.figure) == ("published, Tesla V100-SXM2-16GB", "device used")
+    assert one.predicted == one.recorded == used
+    assert not one.missed
+    assert time.figure == "seconds" and time.predicted == said.step_time.expected
+    assert time.recorded == pytest.approx(4 / run.figures["samples_per_second"])
+    assert time.bounds == (said.step_time.low, said.step_time.high)
 
 
 def test_a_cpu_run_is_compared_with_the_cpus_own_kernels():
@@ -114,6 +130,20 @@ def test_the_formula_runs_out_where_the_simulation_does():
     found = {one.predictor: one for one in compare_records([run])}
     assert set(found) == {"simulate", "formula"}
     assert all(one.predicted is True and not one.missed for one in found.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "family_of", "technique_of"),
+    [
+        ({"model": "bert-base", "task": "masked-lm", "freeze": "embeddings"}, "encoder", "frozen"),
+        ({"model": "llama-3-8b", "lora_rank": 8}, "decoder", "LoRA"),
+        ({"model": "t5-3b"}, "encoder-decoder", "full"),
+        ({"model": "mixtral-8x7b"}, "moe", "full"),
+    ],
+)
+def test_family_and_technique(changes, family_of, technique_of):
+    recipe = Recipe(**changes)
+    assert (family(recipe), technique(recipe)) == (family_of, technique_of)
 
 
 def test_a_base_is_right_anywhere_in_its_range():

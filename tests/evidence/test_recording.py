@@ -17,6 +17,15 @@ from memlab.evidence.records import load, save
 TOO_LARGE = TINY.but(batch_size=10**9, seq_len=1024)
 
 
+def test_the_least_a_run_takes_is_weights_gradients_and_states():
+    recipe, weights = Recipe(model="gpt2"), 124_439_808 * 4
+    for optimizer, times in (("adamw_torch", 4), ("sgd", 3), ("adamw_8bit", 2)):
+        assert recording.least_bytes(recipe.but(optimizer=optimizer)) == times * weights
+    adapters = 12 * (768 + 3 * 768) * 4
+    lora = recipe.but(lora_rank=1, lora_targets="c_attn")
+    assert recording.least_bytes(lora) == weights + 4 * adapters
+
+
 def test_what_cannot_fit_is_said_before_it_runs():
     recipe = Recipe(model="gpt2-xl")
     why = recording.cannot_fit(recipe, 15 * 2**30)

@@ -11,7 +11,7 @@ from helpers import assert_close
 
 from memlab import MiB, Recipe, formula, models, simulate
 from memlab.gpus import find_gpu
-from memlab.predict.formula_blocks import rests_of
+from memlab.predict.formula_blocks import rests_of, without_reuse
 from memlab.predict.store import LIBRARIES, other_releases
 from memlab.trace.allocator import CachingAllocator
 
@@ -143,6 +143,18 @@ def test_kept_answers_are_of_the_libraries_that_the_book_is_tested_with():
     assert other_releases(versions) == ""
     for name in LIBRARIES:
         assert versions[name].partition("+")[0] == pinned(name)
+
+
+def test_segments_without_reuse_hold_the_most_of_every_size():
+    """Blocks of exactly 1 and 10 MiB are a small and a large one; segments are never shared.
+
+    The largest that comes and goes may be split, and is asked for once more.
+    """
+    blocks = np.array([MiB, MiB, 5 * MiB, 10 * MiB, 13 * MiB])
+    counts = np.array([[1, 2, 0, 1, 0], [1, 0, 5, 0, 1]])
+    small, medium, large = 4 * MiB, 40 * MiB, (10 + 14) * MiB
+    assert without_reuse(blocks, counts) == small + medium + large + 14 * MiB
+    assert without_reuse(blocks, counts[:1]) == 4 * MiB + 10 * MiB  # nothing comes or goes
 
 
 def test_a_formula_of_segments_that_grow_is_that_of_a_simulation():

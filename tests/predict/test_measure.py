@@ -7,7 +7,7 @@ import torch
 
 from memlab import Meter, Recipe, measure
 from memlab.footprint import Footprint
-from memlab.predict.measure import allocator_of, pick_device, require, with_breakdown
+from memlab.predict.measure import alive_tensors, allocator_of, pick_device, require, with_breakdown
 from memlab.trace.allocator import CachingAllocator
 from memlab.workloads.training import Training
 
@@ -86,6 +86,13 @@ def test_meter_says_what_was_alive():
     with Meter("cpu") as meter:
         pass
     assert (leftover.nbytes, "Tensor [3000000] torch.float32") in meter.already_there
+
+
+def test_alive_tensors_counts_storages_once():
+    base = torch.zeros(4_000_000)
+    views = [base.view(2, -1), base[1:]]
+    found = [nbytes for nbytes, _ in alive_tensors("cpu") if nbytes == base.nbytes]
+    assert len(found) == 1 and len(views) == 2
 
 
 class Counters:

@@ -4,7 +4,7 @@ from collections import Counter
 
 from memlab.footprint import Phase
 from memlab.trace.allocator import CachingAllocator
-from memlab.trace.events import Alloc
+from memlab.trace.events import Alloc, Free, Marker
 from memlab.trace.ledger import Ledger
 from memlab.trace.log import Log, replay
 from memlab.trace.module_names import OUTSIDE
@@ -22,6 +22,15 @@ def a_ledger():
     ledger.empty_cache()
     ledger.death(first, BACKWARD)
     return ledger
+
+
+def test_storages_of_like_birth_are_told_apart_by_their_place_and_layers_by_their_number():
+    birth = Alloc(1000, "activations", FORWARD, "layers.*.mlp", "made before")
+    freed = Free(birth, BACKWARD, -1)
+    steps = Log.of(a_ledger(), Counter()).steps
+    assert steps == [birth, birth, Marker.RESET, freed, Marker.EMPTY_CACHE, freed]
+    steps = Log.of(a_ledger(), Counter(), numbered=True).steps
+    assert [step.module for step in steps[:2]] == ["layers.0.mlp", "layers.1.mlp"]
 
 
 def test_norms_of_gradients_are_as_many_as_weights_and_what_is_as_large_before_is_no_norm():
