@@ -149,6 +149,11 @@ def test_a_plan_as_text_and_as_json(capsys):
     assert values["fastest"]["recipe"]["seq_len"] == 64
 
 
+def test_a_plan_for_several_cards(capsys):
+    status, out, _ = run(capsys, *PLAN, "--gpu", "1 GiB", "T4", "--json")
+    assert (status, json.loads(out)["smallest"]) == (0, {"full": "1,024 MiB"})
+
+
 @pytest.mark.slow
 def test_a_plan_where_nothing_fits_is_status_3(capsys):
     status, out, _ = run(capsys, *PLAN, "--gpu", 10 * 2**20)

@@ -209,6 +209,15 @@ def test_profilers_go_on_without_the_cards_times():
     assert "no times of the card" in times and "profile_memory is left out" in memory
 
 
+def test_a_step_timed_by_events_has_a_stand_in_that_is_said():
+    with SimulatedGPU("T4") as gpu:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(), end.record()
+        assert gpu.footprint.assumptions == ()
+        assert start.elapsed_time(end) == 1.0
+    assert ["elapsed_time" in said for said in gpu.footprint.assumptions] == [True]
+
+
 def test_a_fraction_of_the_card_limits_what_the_process_takes():
     with SimulatedGPU("T4"):
         seen = []

@@ -169,6 +169,14 @@ def test_many_readings_in_one_turn_of_a_loop_count_as_one(reads):
     assert gpu.footprint.assumptions == ()
 
 
+def test_a_loop_that_reads_many_tensors_a_turn_is_given_another_answer_for_all():
+    with SimulatedGPU() as gpu:
+        tensors = some_gradients(3)
+        while any(x.norm() > 0.5 for x in tensors):
+            tensors = [x / 2 for x in tensors]
+    assert len(gpu.footprint.assumptions) == 1
+
+
 def test_each_call_waits_anew():
     def halve(x):
         while x.norm() > 2:

@@ -55,6 +55,12 @@ def alive(pid):
     return True
 
 
+def test_a_rank_that_is_killed_is_named(script):
+    with pytest.raises(RanksFailed, match="exitcode: -9|exitcode  : -9|-9") as error:
+        run_ranks(script('if os.environ["RANK"] == "1":\n    os.kill(os.getpid(), 9)'), 2)
+    one_line(error)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("end", ["time", "interrupt"])
 def test_no_rank_outlives_its_time_or_an_interrupt(script, tmp_path, end, monkeypatch):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+import torch
 from helpers import one_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -249,6 +250,17 @@ def test_what_the_trainer_does_not_do_is_a_plain_loop():
     for changes in ({"loss": "chunked"}, {"step_in_backward": True}):
         recipe = Recipe("gpt2", **changes)
         assert "accelerator.prepare" in training_script(recipe, api_of(recipe))
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_what_loading_a_base_has_left_is_given_back(api, a_recipe, tmp_path, monkeypatch):
+    """The Trainer does so by itself before its first step, and a recipe's training does."""
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    monkeypatch.chdir(tmp_path)
+    recipe = a_recipe("qwen2.5-0.5b", **QLORA, upcast=False)
+    run_script(written(tmp_path, recipe, api), gpu=CARD, steps=1)
+    assert emptied
 
 
 def test_the_pip_line_names_what_is_imported():

@@ -2,6 +2,8 @@
 
 import sys
 
+import pytest
+
 from memlab.predict.progress import Progress
 
 SHOWN = {"delay": 0, "disable": False, "mininterval": 0}  # whatever TQDM_DISABLE says
@@ -21,6 +23,13 @@ def test_a_bar_inside_of_another_is_silent(capsys):
         for _ in outer:
             assert list(Progress(range(2), "inner", **SHOWN)) == [0, 1]
     assert "inner" not in capsys.readouterr().err
+
+
+def test_after_an_error_the_next_one_is_shown(capsys):
+    with pytest.raises(ValueError), Progress(range(2), "first", **SHOWN):
+        raise ValueError
+    list(Progress(range(2), "second", **SHOWN))
+    assert "second" in capsys.readouterr().err
 
 
 def test_a_quick_one_says_nothing(capsys):

@@ -196,6 +196,17 @@ def check(allocator, live):
     assert allocator.reserved == sum(block.size for block in blocks if block.is_mapped)
 
 
+def test_while_it_is_off_ranges_serve_nothing():
+    allocator = expandable()
+    allocator.free(allocator.allocate(30 * MiB))
+    allocator.expandable_segments = False
+    taken(allocator, 20)
+    assert allocator.reserved == (40 + 20) * MiB
+    allocator.expandable_segments = True
+    taken(allocator, 20)
+    assert allocator.reserved == (40 + 20) * MiB
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_random_requests(seed):
     rng, live = random.Random(seed), {}

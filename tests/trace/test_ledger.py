@@ -28,6 +28,11 @@ def log():
     return log
 
 
+def test_the_first_of_equal_peaks_is_the_peak(log):
+    log.birth(4, "temporary", STEP)  # 10 again
+    assert log.peak()[2:] == (BACKWARD, 2)
+
+
 def test_what_was_there_before_counts_in_every_moment(log):
     log.existed(100, "parameters")
     found = log.footprint()

@@ -52,6 +52,15 @@ def test_what_is_recomputed_belongs_to_the_module_that_runs_again():
     assert found(lives(recompute=True), "aten.addmm") == ["wide", "narrow", "wide"]
 
 
+def test_a_failing_forward_is_left():
+    with Tracer() as tracer:
+        with pytest.raises(RuntimeError):
+            Branches()(torch.randn(1, 3))
+        kept = torch.ones(8)
+    assert tracer.storages[-1].module == "outside any module"
+    del kept
+
+
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant"])
 def test_layers_share_the_peak_and_sum_to_it(checkpointing):
     recipe = Recipe(

@@ -66,6 +66,21 @@ def test_a_router_is_quantized_where_transformers_does_so(family):
     assert simulate(recipe).peak_allocated > 0
 
 
+def test_how_little_of_a_mixture_4_bits_reach_is_said():
+    """Qwen3-30B-A3B: attention's 905,969,664 of 30,532,122,624 weights."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32}
+    sizes |= {"num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936}
+    sizes |= {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+    config = transformers.Qwen3MoeConfig(**sizes)
+    said, *others = assumed(QLORA.but(model=config))
+    assert said == (
+        "nf4 reaches 3.0% of the weights: what is no plain linear layer, such as experts and "
+        "embeddings, stays unquantized"
+    )
+    assert assumed(QLORA.but(model=config, base="none")) == ()
+    assert assumed(QLORA.but(model="llama-3-8b")) == tuple(others)
+
+
 def test_the_share_stands_beside_every_figure():
     recipe = QLORA.but(model="mixtral-8x7b-tiny")
     said, _ = assumed(recipe)

@@ -10,7 +10,9 @@ from lightning.fabric.plugins import BitsandbytesPrecision
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from memlab import Recipe, SimulatedGPU, models, simulate
+from memlab.card.kernels.bitsandbytes import fuses_4bit_product
 from memlab.card.placement import on_card
+from memlab.gpus import find_gpu
 from memlab.libraries import import_bitsandbytes
 from memlab.trace.quantized_weights import constants
 from memlab.workloads.training import Training
@@ -75,6 +77,16 @@ def test_lightnings_fabric_quantizes_the_layers_that_it_makes(mode):
         assert weight.dtype in (torch.uint8, torch.int8)
         per_weight = 1 if mode == "int8" else 0.5
         assert 1 <= torch.cuda.memory_allocated() / (1024 * 1024 * per_weight) < 1.2
+
+
+def test_bitsandbytes_own_rule_is_asked_for_the_card():
+    """_gemm_4bit_use_custom_cuda: up to 4 rows always, above 1,536 never, by the card between."""
+    half = torch.float16
+    for name in ("T4", "A100-40GB", "H200"):
+        assert fuses_4bit_product(find_gpu(name), half, 4, 4096, 4096)
+        assert not fuses_4bit_product(find_gpu(name), half, 2048, 4096, 4096)
+    assert not fuses_4bit_product(find_gpu("V100"), half, 8, 4096, 4096)
+    assert fuses_4bit_product(find_gpu("T4"), half, 8, 4096, 4096)
 
 
 def test_the_base_does_not_exist_in_half_precision_on_the_card():
