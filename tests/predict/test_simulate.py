@@ -155,6 +155,10 @@ def test_the_default_step_is_the_one_of_cuda():
             return gpu.footprint.peak_tensors
 
     assert peak() == peak(foreach=True) > peak(foreach=False)
+    recipe = Recipe("gpt2-tiny", batch_size=1, seq_len=8)
+    kinds = "adamw_torch", "adamw_torch_fused", "adamw_torch_loop"
+    lists, fused, loop = (simulate(recipe.but(optimizer=kind)).peak_tensors for kind in kinds)
+    assert lists > fused > loop  # a fused step counts on the card
 
 
 def test_pure_fp16_takes_what_pure_bf16_takes():
