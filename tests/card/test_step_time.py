@@ -64,6 +64,12 @@ def test_states_in_8_bits_take_a_processor_so_many_clocks_an_element():
     assert parts["optimizer"] > 4 * fused["optimizer"]  # though it moves fewer bytes
 
 
+def test_the_host_takes_longer_for_a_weight_with_states_in_8_bits():
+    plain, coded = (Work(0, "", (), (), 0, n, Phase.STEP, False, 0) for n in (0, 4096))
+    plain, coded = (step_time(Counter({one: 100}), A100).expected for one in (plain, coded))
+    assert coded > 4 * plain
+
+
 def test_parts_sum_to_the_whole_and_the_range_holds_it():
     found = simulate(Recipe("bert-large-tiny", batch_size=2, checkpointing=True), "T4").step_seconds
     assert sum(found.parts.values()) == pytest.approx(found.expected)

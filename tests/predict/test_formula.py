@@ -11,7 +11,7 @@ from helpers import assert_close
 
 from memlab import MiB, Recipe, formula, models, simulate
 from memlab.gpus import find_gpu
-from memlab.predict.formula_blocks import rests_of, without_reuse
+from memlab.predict.formula_blocks import blocks_of, rests_of, without_reuse
 from memlab.predict.store import LIBRARIES, other_releases
 from memlab.trace.allocator import CachingAllocator
 
@@ -155,6 +155,12 @@ def test_segments_without_reuse_hold_the_most_of_every_size():
     small, medium, large = 4 * MiB, 40 * MiB, (10 + 14) * MiB
     assert without_reuse(blocks, counts) == small + medium + large + 14 * MiB
     assert without_reuse(blocks, counts[:1]) == 4 * MiB + 10 * MiB  # nothing comes or goes
+
+
+def test_blocks_of_segments_that_grow_leave_no_rests():
+    sizes = np.array([100.0, MiB + 1, 11.5 * MiB])
+    assert blocks_of(sizes).tolist() == [512, MiB + 512, 12 * MiB]
+    assert blocks_of(sizes, grow=True).tolist() == [512, MiB + 512, 11.5 * MiB]
 
 
 def test_a_formula_of_segments_that_grow_is_that_of_a_simulation():
