@@ -66,31 +66,15 @@ def test_a_report_has_what_an_issue_needs_and_no_path(capsys, tmp_path):
     assert status == 0 and "out of memory" in out
 
 
-def test_text_is_in_mib(capsys):
-    status, out, _ = run(capsys, "simulate", *TINY)
-    assert status == 0
-    assert "peak allocated" in out and "MiB" in out
-
-
 @pytest.mark.parametrize(
     "bad",
     [
         ["--model", "bert-huge"],
         ["--batch-size", "0"],
         ["--batch-size", "many"],
-        ["--seq-len", "-5"],
-        ["--seq-len", "100000"],
         ["--optimizer", "adam9"],
-        ["--precision", "fp12"],
         ["--checkpointing", "often"],
-        ["--attention", "linear"],
-        ["--task", "translation"],
         ["--gpu", "T5"],
-        ["--gpu", "0"],
-        ["--gpu", "9" * 40],
-        ["--seq-len", "4k"],
-        ["--batch-size", "1" + 12 * "0"],
-        ["--gpu", "2xT4"],
         ["--gpu", "T4", "--precision", "bf16-amp"],
         ["--depth", "3"],
     ],
@@ -126,15 +110,6 @@ def test_a_full_standard_output_is_one_line():
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr == "memlab: the answer could not be written: No space left on device\n"
-
-
-def test_long_work_says_how_long_it_takes(capsys, monkeypatch):
-    def interrupt(runs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("memlab.evidence.accuracy.compare_records", interrupt)
-    _, _, err = run(capsys, "accuracy")
-    assert "runs anew takes most of an hour; name record files" in err
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
@@ -226,16 +201,10 @@ def test_a_script_needs_one_card_and_a_plan(capsys, tmp_path):
     "bad",
     [
         ["--gpu", "T5"],
-        ["--gpu", "0"],
         ["--gpu", "T4", "--seq-len", "100000"],
         ["--gpu", "T4", "--ways", "half"],
-        ["--gpu", "T4", "--precisions", "bf16"],
-        ["--gpu", "T4", "--model", "no-such-model"],
-        ["--gpu", "T4", "--margin", "-1"],
         ["--gpu", "T4", "--margin", "5"],
         ["--gpu", "T4", "--script", "no/such/folder/train.py"],
-        ["--gpu", "T4", "--effective-batch", "none"],
-        ["--gpu", "T4", "--effective-batch", "1" + 20 * "0"],
         ["--gpu", "T4", "--effective-batch", "1e20"],
         ["--gpu", "T4", "--script", "train.py", "--api", "lightning"],
     ],
@@ -281,10 +250,7 @@ def test_inference_as_json_and_the_largest_batch(capsys):
         ["--prompt", 0],
         ["--weights", "int3"],
         ["--model", "bert-base-tiny"],
-        ["--new-tokens", 2000],
         ["--largest", "seq-len"],
-        ["--largest", "prompt"],
-        ["--gpu", "T5"],
     ],
 )
 def test_a_bad_serving_is_one_line_and_status_2(capsys, bad):
@@ -293,7 +259,7 @@ def test_a_bad_serving_is_one_line_and_status_2(capsys, bad):
     assert err.startswith("memlab: ") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"model_type": "no-such-family"}', "{}"])
+@pytest.mark.parametrize("text", ["{", '{"model_type": "no-such-family"}'])
 def test_a_broken_config_is_one_line_and_status_2(capsys, tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     status, _, err = run(capsys, "simulate", "--model", tmp_path / "config.json")
@@ -364,25 +330,12 @@ def test_record_lists_and_selects(capsys):
     assert all(recipe["model"].endswith("-tiny") for recipe in runs.values())
 
 
-@pytest.mark.slow
-def test_record_and_go_on(capsys, tmp_path):
-    options = ["--device", "cpu", "--out", tmp_path, "--only", "bert-large sgd", "--steps", 1]
-    status, out, _ = run(capsys, "record", *options, "--json")
-    report = json.loads(out)
-    assert (status, report["done"]) == (0, ["bert-large 4x512 sgd"])
-    assert report["path"].startswith(str(tmp_path))
-    status, out, _ = run(capsys, "record", *options)
-    assert status == 0 and "0 run in" in out and "1 kept" in out
-
-
 @pytest.mark.parametrize(
     "bad",
     [
         ["--only", "bert-huge"],
-        ["--limit-minutes", "0"],
         ["--run-minutes", "soon"],
         ["--steps", "0"],
-        ["--device", "tpu"],
     ],
 )
 def test_bad_input_of_record(capsys, tmp_path, bad):

@@ -6,8 +6,6 @@ import pytest
 
 from memlab import Recipe, models
 from memlab.cli import main
-from memlab.evidence.grid import WORDS
-from memlab.fields import described
 
 FIELDS = dataclasses.fields(Recipe)
 
@@ -24,19 +22,6 @@ def test_the_docstring_and_the_options_name_every_field_and_every_choice(capsys)
         for choice in field.metadata["choices"]:
             if isinstance(choice, str):
                 assert choice in Recipe.__doc__ and choice in options
-
-
-def test_the_grid_knows_every_switch_by_its_option_and_every_choice_by_itself():
-    assert WORDS["no_upcast"] == ("upcast", False) and WORDS["padded"] == ("padded", True)
-    assert WORDS["bf16"] == ("precision", "bf16") and WORDS["sdpa"] == ("attention", "sdpa")
-    assert WORDS["checkpointing"] == ("checkpointing", "non-reentrant")
-
-
-def test_a_description_lists_choices_with_their_meanings():
-    said = {"help": "how", "choices": {"a": "well", "b": ""}, "off": None}
-    assert described(said) == "how: a (well), b"
-    said = {"help": "it is", "choices": (True, False), "off": ("not", "it is not")}
-    assert described(said) == "it is; or it is not"
 
 
 def test_the_tasks_are_those_of_the_models():

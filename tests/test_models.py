@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from torch._subclasses import FakeTensorMode
+from helpers import one_line
 
 from memlab import Recipe, formula, models, simulate
 from memlab.names import squeezed
-from memlab.spec.serving import Serving, head_shape
+from memlab.spec.serving import Serving
 from memlab.workloads.quantized import assumed
 
 # Parameters of the published checkpoints with this package's usual head, two labels for
@@ -94,110 +94,14 @@ WHOLE = {
     "qwen3.5-9b": 9_409_813_744,
 }
 FULL = [name for name in models.MODELS if not name.endswith("-tiny")]
-
-# Layers, hidden size, feed-forward width, query heads, key-value heads, size of a head, vocabulary,
-# longest sequence. Sources: Devlin et al. 2019, section 3 (BERT); Sanh et al. 2019 (DistilBERT);
-# Liu et al. 2019, table 9 (RoBERTa); He et al. 2021, DeBERTaV3, table 10 and the model card;
-# Radford et al. 2019, table 2, with the heads of openai/gpt-2's hparams.json (GPT-2); Raffel et al.
-# 2020, section 3.7 (T5-3B); Touvron et al. 2023, Llama 2, with llama-models' params.json; Llama 3
-# herd of models, 2024, table 3, and the model cards of Llama 3.2; Qwen2.5 technical report, 2024,
-# table 1, and the model cards; Jiang et al. 2023, Mistral 7B, table 1; Jiang et al. 2024, Mixtral,
-# table 1. Of the later ones: LitGPT's table of configs (Llama 3.3, Qwen2.5, Qwen3, Gemma 2 and 3,
-# Mistral-7B-v0.3, Phi-4, TinyLlama) and config.json as others keep it (gpt-oss, Qwen3, Qwen3.5-9B
-# and Gemma 3 1B, Mistral Nemo and Small, Phi-4, SmolLM3); Conneau et al. 2020, XLM-R, table 6;
-# Warner et al. 2024, ModernBERT, table 4; Chung et al. 2022 with T5 1.1's base. Of Qwen3-30B-A3B
-# the feed-forward width is the config's, of layers that it has not. Vocabularies are those of the
-# checkpoints, padding of the embeddings included.
-ARCHITECTURES = {
-    "bert-base": (12, 768, 3072, 12, 12, 64, 30_522, 512),
-    "bert-large": (24, 1024, 4096, 16, 16, 64, 30_522, 512),
-    "distilbert": (6, 768, 3072, 12, 12, 64, 30_522, 512),
-    "roberta-base": (12, 768, 3072, 12, 12, 64, 50_265, 512),
-    "deberta-v3-base": (12, 768, 3072, 12, 12, 64, 128_100, None),
-    "gpt2": (12, 768, 3072, 12, 12, 64, 50_257, 1024),
-    "gpt2-medium": (24, 1024, 4096, 16, 16, 64, 50_257, 1024),
-    "gpt2-large": (36, 1280, 5120, 20, 20, 64, 50_257, 1024),
-    "gpt2-xl": (48, 1600, 6400, 25, 25, 64, 50_257, 1024),
-    "t5-3b": (24, 1024, 16_384, 32, 32, 128, 32_128, None),
-    "llama-3.2-1b": (16, 2048, 8192, 32, 8, 64, 128_256, 131_072),
-    "llama-3.2-3b": (28, 3072, 8192, 24, 8, 128, 128_256, 131_072),
-    "llama-3-8b": (32, 4096, 14_336, 32, 8, 128, 128_256, 8192),
-    "llama-3.1-8b": (32, 4096, 14_336, 32, 8, 128, 128_256, 131_072),
-    "llama-2-7b": (32, 4096, 11_008, 32, 32, 128, 32_000, 4096),
-    "llama-2-70b": (80, 8192, 28_672, 64, 8, 128, 32_000, 4096),
-    "qwen2.5-0.5b": (24, 896, 4864, 14, 2, 64, 151_936, 32_768),
-    "qwen2.5-1.5b": (28, 1536, 8960, 12, 2, 128, 151_936, 131_072),
-    "qwen2.5-7b": (28, 3584, 18_944, 28, 4, 128, 152_064, 131_072),
-    "mistral-7b": (32, 4096, 14_336, 32, 8, 128, 32_000, 32_768),
-    "mixtral-8x7b": (32, 4096, 14_336, 32, 8, 128, 32_000, 32_768),
-    "roberta-large": (24, 1024, 4096, 16, 16, 64, 50_265, 512),
-    "xlm-roberta-base": (12, 768, 3072, 12, 12, 64, 250_002, 512),
-    "xlm-roberta-large": (24, 1024, 4096, 16, 16, 64, 250_002, 512),
-    "modernbert-base": (22, 768, 1152, 12, 12, 64, 50_368, 8192),
-    "flan-t5-base": (12, 768, 2048, 12, 12, 64, 32_128, None),
-    "tinyllama-1.1b": (22, 2048, 5632, 32, 4, 64, 32_000, 2048),
-    "llama-3.3-70b": (80, 8192, 28_672, 64, 8, 128, 128_256, 131_072),
-    "qwen2.5-3b": (36, 2048, 11_008, 16, 2, 128, 151_936, 32_768),
-    "qwen2.5-14b": (48, 5120, 13_824, 40, 8, 128, 152_064, 131_072),
-    "qwen3-0.6b": (28, 1024, 3072, 16, 8, 128, 151_936, 40_960),
-    "qwen3-1.7b": (28, 2048, 6144, 16, 8, 128, 151_936, 40_960),
-    "qwen3-4b": (36, 2560, 9728, 32, 8, 128, 151_936, 40_960),
-    "qwen3-8b": (36, 4096, 12_288, 32, 8, 128, 151_936, 40_960),
-    "qwen3-14b": (40, 5120, 17_408, 40, 8, 128, 151_936, 40_960),
-    "qwen3-32b": (64, 5120, 25_600, 64, 8, 128, 151_936, 40_960),
-    "qwen3-30b-a3b": (48, 2048, 6144, 32, 4, 128, 151_936, 40_960),
-    "qwen3.5-9b": (32, 4096, 12_288, 16, 4, 256, 248_320, 262_144),
-    "gemma-2-2b": (26, 2304, 9216, 8, 4, 256, 256_000, 8192),
-    "gemma-3-1b": (26, 1152, 6912, 4, 1, 256, 262_144, 32_768),
-    "gemma-3-4b": (34, 2560, 10_240, 8, 4, 256, 262_208, 131_072),
-    "gemma-3-12b": (48, 3840, 15_360, 16, 8, 256, 262_208, 131_072),
-    "gemma-3-27b": (62, 5376, 21_504, 32, 16, 128, 262_208, 131_072),
-    "mistral-7b-v0.3": (32, 4096, 14_336, 32, 8, 128, 32_768, 32_768),
-    "mistral-nemo-12b": (40, 5120, 14_336, 32, 8, 128, 131_072, 128_000),
-    "mistral-small-24b": (40, 5120, 32_768, 32, 8, 128, 131_072, 32_768),
-    "phi-4": (40, 5120, 17_920, 40, 10, 128, 100_352, 16_384),
-    "phi-4-mini": (32, 3072, 8192, 24, 8, 128, 200_064, 131_072),
-    "gpt-oss-20b": (24, 2880, 2880, 64, 8, 64, 201_088, 131_072),
-    "smollm3-3b": (36, 2048, 11_008, 16, 4, 128, 128_256, 65_536),
-    "qwen2.5-32b": (64, 5120, 27_648, 40, 8, 128, 152_064, 131_072),
-    "qwen2.5-72b": (80, 8192, 29_568, 64, 8, 128, 152_064, 131_072),
-    "gemma-3-270m": (18, 640, 2048, 4, 1, 256, 262_144, 32_768),
-    "gpt-oss-120b": (36, 2880, 2880, 64, 8, 64, 201_088, 131_072),
-}
-# Experts, and how many of them a token meets; tokens of a sliding window, of some layers or all
-# (ModernBERT's goes to both sides, 64 each).
-EXPERTS = {"mixtral-8x7b": (8, 2), "qwen3-30b-a3b": (128, 8), "gpt-oss-20b": (32, 4)}
-EXPERTS |= {"gpt-oss-120b": (128, 4)}
-WINDOWS = {
-    "mistral-7b": 4096,
-    "modernbert-base": 64,
-    "gemma-2-2b": 4096,
-    "gemma-3-1b": 512,
-    "gemma-3-4b": 1024,
-    "gemma-3-12b": 1024,
-    "gemma-3-27b": 1024,
-    "phi-4-mini": 262_144,
-    "gpt-oss-20b": 128,
-    "gpt-oss-120b": 128,
-    "gemma-3-270m": 512,
-}
-
-
-def one_line(error) -> str:
-    text = str(error.value)
-    assert "\n" not in text
-    return text
+# One of each architecture.
+KINDS = {models.config(name).model_type: name for name in FULL}.values()
 
 
 def batch(config, task, length=16):
     ids = torch.randint(0, config.vocab_size - 1, (2, length))
     labels = torch.zeros(2, dtype=torch.long) if task == "sequence-classification" else ids
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
-
-
-def test_every_named_model_is_checked():
-    assert set(FULL) == set(PUBLISHED)
-    assert {f"{name}-tiny" for name in FULL} <= set(models.MODELS)
 
 
 @pytest.mark.parametrize("name", FULL)
@@ -227,25 +131,6 @@ def test_what_is_left_out_is_the_published_vision_model(name):
         whole = transformers.AutoModelForImageTextToText.from_config(models.published(name))
     assert whole.num_parameters() == WHOLE[name]
     assert models.left_out(name) == ("vision",)
-
-
-@pytest.mark.parametrize("name", FULL)
-def test_the_architecture_is_the_published_one(name):
-    config = models.config(name)
-    wide = next(filter(None, (getattr(config, width, None) for width in models.WIDTHS)), None)
-    assert ARCHITECTURES[name] == (
-        config.num_hidden_layers,
-        config.hidden_size,
-        wide or 4 * config.hidden_size,  # GPT-2 says none
-        config.num_attention_heads,
-        *head_shape(config),
-        config.vocab_size,
-        models.max_length(name),
-    )
-    assert (name in EXPERTS) == models.has_experts(name)
-    if name in EXPERTS:
-        assert (config.num_local_experts, config.num_experts_per_tok) == EXPERTS[name]
-    assert getattr(config, "sliding_window", None) == WINDOWS.get(name)
 
 
 @pytest.mark.parametrize("name", models.MODELS)
@@ -286,7 +171,7 @@ def test_twin_of_one_layer_has_two_alike(name):
     assert models.build(tiny).num_parameters() < 5_000_000
 
 
-@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize("name", KINDS)
 def test_twin_trains_on_every_task(name):
     for task in models.tasks(name):
         model = models.build(f"{name}-tiny", task)
@@ -294,15 +179,6 @@ def test_twin_trains_on_every_task(name):
         loss = model(**batch(model.config, task)).loss
         loss.backward()
         assert torch.isfinite(loss)
-
-
-@pytest.mark.parametrize("name", ["bert-large", "deberta-v3-base", "gpt2", "t5-3b", "llama-3-8b"])
-def test_full_model_is_built_on_fake_tensors(name):
-    with FakeTensorMode():
-        for task in models.tasks(name):
-            model = models.build(f"{name}-tiny", task)
-            model(**batch(model.config, task)).loss.backward()
-        assert models.build(name).num_parameters() == PUBLISHED[name]
 
 
 def test_the_longest_sequence_runs_and_one_more_token_does_not():
@@ -315,15 +191,6 @@ def test_the_longest_sequence_runs_and_one_more_token_does_not():
     relative = models.build("deberta-v3-base-tiny")
     assert models.max_length("deberta-v3-base") is None
     relative(input_ids=torch.full((1, 600), 7))
-    assert models.max_length("gpt2") == 1024
-    assert models.max_length("t5-3b") is None
-
-
-def test_default_tasks():
-    assert models.default_task(models.config("bert-large")) == "sequence-classification"
-    assert models.default_task("gpt2") == "causal-lm"
-    assert models.default_task("t5-3b") == "seq2seq-lm"
-    assert set(models.TASKS) >= {"sequence-classification", "causal-lm", "masked-lm"}
 
 
 def test_weights_follow_the_seed_and_dtype():
@@ -377,9 +244,7 @@ def test_broken_config_file(tmp_path, text, wrong):
     ("changes", "words"),
     [
         ({"num_attention_heads": 0}, "not a valid llama config"),
-        ({"num_key_value_heads": 0}, "not a valid llama config"),
         ({"hidden_size": -64}, "hidden_size is -64: allowed are whole numbers from 1"),
-        ({"vocab_size": 0}, "vocab_size is 0"),
         ({"intermediate_size": -5}, "intermediate_size is -5: allowed are whole numbers from 0"),
         ({"num_hidden_layers": 10**6}, "is 1000000: allowed are whole numbers from 1 to 1,000"),
     ],
@@ -395,9 +260,7 @@ def test_a_config_of_no_model_is_refused_in_one_line(changes, words):
 def test_unknown_names():
     with pytest.raises(ValueError) as error:
         models.config("bert-huge")
-    text = one_line(error)
-    assert text.startswith("unknown model 'bert-huge', the nearest is 'bert-large': known are")
-    assert text.endswith("a folder that save_pretrained wrote, or a hub name like org/name")
+    assert "'bert-huge', the nearest is 'bert-large'" in one_line(error)
     with pytest.raises(ValueError, match="no such file"):
         models.config("nowhere/config.json")
 
@@ -405,38 +268,22 @@ def test_unknown_names():
 @pytest.mark.parametrize(
     ("given", "name"),
     [
-        ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
-        ("google-bert/bert-large-uncased", "bert-large"),
-        ("bert-base-uncased", "bert-base"),
-        ("QWEN/qwen2.5-7b", "qwen2.5-7b"),
         ("Llama-3-8B", "llama-3-8b"),
         ("GPT2-tiny", "gpt2-tiny"),
-        ("Llama 3.1 8B", "llama-3.1-8b"),
         ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
         ("meta-llama/Meta-Llama-3.1-8B", "llama-3.1-8b"),
-        ("NousResearch/Meta-Llama-3-8B", "llama-3-8b"),
         ("unsloth/Llama-3.2-1B-Instruct", "llama-3.2-1b"),
-        ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
         ("Qwen/Qwen3-4B-Instruct-2507", "qwen3-4b"),
         ("google/gemma-3-12b-it", "gemma-3-12b"),
-        ("mistralai/Mistral-7B-Instruct-v0.1", "mistral-7b"),
         ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
-        ("mistralai/Mistral-Nemo-Instruct-2407", "mistral-nemo-12b"),
-        ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral-small-24b"),
-        ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tinyllama-1.1b"),
         ("qwen3:8b", "qwen3-8b"),
-        ("llama3.1:8b", "llama-3.1-8b"),
         ("gpt-oss:20b", "gpt-oss-20b"),
-        ("llama3-8b", "llama-3-8b"),
         ("phi4", "phi-4"),
         ("https://huggingface.co/Qwen/Qwen3-8B/tree/main", "qwen3-8b"),
         ("hf.co/meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
-        ("Qwen/Qwen3-4B-Thinking-2507", "qwen3-4b"),
         ("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2.5-7b"),
-        ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "qwen3-30b-a3b"),
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2.5-7b"),
         ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "llama-3.1-8b"),
-        ("meta-llama/Llama-3.1-70B-Instruct", "llama-3.3-70b"),
         ("llama-3.1-70b", "llama-3.3-70b"),
     ],
 )
@@ -467,19 +314,17 @@ def test_of_other_names_the_nearest_is_said(monkeypatch, given, nearest):
 
 @pytest.mark.parametrize(
     "given",
-    ["whisper-large-v3", "gemma-3-400m", "Qwen2.5-13B", "Olmo-3-7B", "gpt-j-6b", "distilgpt2"]
-    + ["gemma-3n-e4b", "llama-2-13b", "phi-3-mini", "flan-t5-xl", "deberta-v3-large", "t5-11b"],
+    ["whisper-large-v3", "gemma-3-400m", "gpt-j-6b", "gemma-3n-e4b", "llama-2-13b", "t5-11b"],
 )
 def test_of_another_family_generation_or_size_no_model_is_near(given):
     with pytest.raises(ValueError, match=f"unknown model {given!r}: known are"):
         models.config(given)
 
 
-@pytest.mark.parametrize("ending", ["-bnb-4bit", "-unsloth-bnb-4bit"])
-def test_a_checkpoint_in_4_bits_is_a_base_of_the_recipe(monkeypatch, ending):
+def test_a_checkpoint_in_4_bits_is_a_base_of_the_recipe(monkeypatch):
     monkeypatch.setattr(models, "hub_reachable", lambda: False)
     with pytest.raises(ValueError, match="which is 'llama-3-8b' in 4 bits: .* base nf4") as error:
-        models.config(f"unsloth/llama-3-8b{ending}")
+        models.config("unsloth/llama-3-8b-unsloth-bnb-4bit")
     one_line(error)
 
 
@@ -506,9 +351,7 @@ def test_a_folder_comes_before_a_name(tmp_path, monkeypatch):
     [
         ("t5", {}, False),
         ("t5", {"tie_word_embeddings": False}, True),  # T5 1.1, flan-T5
-        ("longt5", {"tie_word_embeddings": False}, True),
         ("mt5", {"tie_word_embeddings": False}, True),
-        ("umt5", {"tie_word_embeddings": False}, True),
     ],
 )
 def test_the_head_of_t5_and_its_successors(family, values, own, tmp_path):

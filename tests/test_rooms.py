@@ -1,4 +1,4 @@
-"""Rooms of memlab import from the rooms below them, and no file or function is long."""
+"""Rooms of memlab import from the rooms below them."""
 
 import ast
 import re
@@ -22,7 +22,6 @@ ROOMS["cli"] = {*ROOMS["planner"], "planner", "export", "evidence"}
 ROOMS["book"] = {*ROOMS["cli"]}
 ROOMS["panels"] = {*ROOMS["cli"], "book"}
 FILES = sorted(ROOT.rglob("*.py"))
-LONGEST_FUNCTION = 60  # lines
 
 
 def imported(tree: ast.Module) -> set[str]:
@@ -51,13 +50,6 @@ def test_every_folder_with_code_is_a_room():
     assert folders == set(ROOMS)
     modules = {path.stem for path in FILES if path.parent == ROOT}
     assert modules == BASE | {"__init__"} and len(modules) <= 8
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_functions_are_short(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            assert node.end_lineno - node.lineno + 1 <= LONGEST_FUNCTION, node.name
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

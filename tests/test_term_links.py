@@ -9,7 +9,6 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "_ext"))
-import term_links  # noqa: E402
 
 GLOSSARY = """\
 # Glossary
@@ -104,22 +103,3 @@ def test_a_word_of_several_senses_is_linked_where_its_entry_says(links):
 
 def test_the_first_page_and_the_glossary_have_no_such_links(links):
     assert links["index"] == links["chapters/glossary"] == []
-
-
-def entries():
-    text = (ROOT / "chapters" / "glossary.md").read_text(encoding="utf-8")
-    body = text.partition("```{glossary}\n:sorted:\n")[2].partition("```")[0]
-    return [entry.split("\n  ") for entry in body.strip().split("\n\n")]
-
-
-@pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry[0])
-def test_an_entry_is_two_sentences_and_a_chapter(entry):
-    said, link, _ = " ".join(entry[1:]).partition(" [](")
-    sentences = [part for part in re.split(r"[.;] (?=[A-Z\d`])", said) if part]
-    assert link and len(sentences) in (2, 3) and said.endswith(".")
-
-
-def test_no_term_is_found_twice():
-    words = [word.partition(" (")[0] for heads, *_ in entries() for word in heads.split("\n")]
-    forms = [term_links.form(word) for word in words if word not in ("segment", "rank")]
-    assert len(words) > 90 and len(set(forms)) == len(forms)

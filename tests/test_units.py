@@ -1,8 +1,8 @@
-"""Bytes and seconds as text."""
+"""Seconds as text."""
 
 import pytest
 
-from memlab.units import round_up, seconds_text
+from memlab.units import seconds_text
 
 
 @pytest.mark.parametrize(
@@ -17,8 +17,3 @@ from memlab.units import round_up, seconds_text
 )
 def test_seconds_have_three_figures_that_count(seconds, text):
     assert seconds_text(seconds) == text
-
-
-@pytest.mark.parametrize("number, multiple", [(0, 0), (1, 512), (512, 512), (513, 1024)])
-def test_round_up_gives_the_next_multiple(number, multiple):
-    assert round_up(number, 512) == multiple

@@ -5,13 +5,11 @@ import sys
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import PartialState
 from helpers import one_line
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM
 from transformers.utils import is_torch_cuda_available
 
-from memlab import Recipe, SimulatedGPU, models, simulate
+from memlab import Recipe, SimulatedGPU, models
 from memlab.card.placement import NotSimulated
 from memlab.gpus import GPUS
 from memlab.workloads.training import Training
@@ -19,7 +17,7 @@ from memlab.workloads.training import Training
 MiB = 2**20
 
 
-@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("name", ["T4", "H100"])
 def test_the_card_says_what_it_is(name):
     with SimulatedGPU(name):
         properties = torch.cuda.get_device_properties(0)
@@ -37,16 +35,12 @@ def test_the_card_says_what_it_is(name):
     [
         ("V100", 96, 96, 2048),
         ("T4", 64, 64, 1024),
-        ("A100-80GB", 164, 163, 2048),
         ("RTX-3090", 100, 99, 1536),
         ("L4", 100, 99, 1536),
-        ("RTX-4090", 100, 99, 1536),
         ("H100", 228, 227, 2048),
         ("P100", 64, 48, 2048),
         ("GTX-1080-Ti", 96, 48, 2048),
-        ("B300", 228, 227, 2048),
         ("RTX-5090", 100, 99, 1536),
-        ("GB10", 100, 99, 1536),
     ],
 )
 def test_a_multiprocessor_is_that_of_its_class(name, of_processor, of_block, threads):
@@ -118,18 +112,13 @@ def test_out_of_memory_is_counted():
     ("use", "name"),
     [
         (lambda: torch.zeros(1, device="cuda:1"), "cuda:1"),
-        (lambda: torch.zeros(1).cuda(1), "cuda:1"),
         (lambda: torch.zeros(1).to(1), "cuda:1"),
-        (lambda: torch.nn.Linear(1, 1).to("cuda:1"), "cuda:1"),
         (lambda: torch.cuda.set_device(1), "cuda:1"),
         (lambda: torch.cuda.device(1), "cuda:1"),
         (lambda: torch.Generator("cuda:1"), "cuda:1"),
-        (lambda: torch.compile(torch.nn.Linear(1, 1)), "torch.compile"),
-        (lambda: torch.compile(lambda x: x)(1), "torch.compile"),
         (lambda: torch.compile(dynamic=True)(lambda x: x)(1), "torch.compile"),
         (lambda: torch.cuda.ExternalStream(0), "torch.cuda.ExternalStream"),
         (lambda: torch.cuda.CUDAGraph(), "torch.cuda.CUDAGraph"),
-        (lambda: torch.cuda.graph(None), "torch.cuda.graph"),
         (lambda: torch.cuda.MemPool(), "torch.cuda.MemPool"),
         (lambda: torch.cuda.caching_allocator_alloc(2**20), "caching_allocator_alloc"),
         (lambda: torch.cuda.utilization(), "torch.cuda.utilization"),
@@ -292,99 +281,6 @@ def test_a_checkpoint_is_loaded_onto_the_card(place, tmp_path):
         assert 2 * stored <= torch.cuda.memory_allocated() < 2.01 * stored + MiB
         model(input_ids=torch.ones(1, 8, dtype=torch.long, device="cuda"))
         assert gpu.footprint.timeline.levels["parameters"][-1] == 2 * stored
-
-
-# ---------------------------------------------------------------------- Trainer and Accelerate
-
-TINY = Recipe(model="bert-base-tiny", batch_size=2, seq_len=64, optimizer="adamw_torch_fused")
-
-
-class CountTheLastStep(TrainerCallback):
-    def on_step_begin(self, args, state, control, **kwargs):
-        torch.cuda.reset_peak_memory_stats()
-
-
-def trained(folder, recipe, **arguments):
-    data = [{"input_ids": [5] * recipe.seq_len, "labels": 1} for _ in range(32)]
-    with SimulatedGPU("A100-40GB") as gpu:
-        model = models.build(recipe.model, attention=recipe.attention)
-        arguments = TrainingArguments(
-            output_dir=folder,
-            max_steps=2,
-            per_device_train_batch_size=recipe.batch_size,
-            gradient_accumulation_steps=recipe.accumulation,
-            report_to=[],
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
-            **arguments,
-        )
-        assert arguments.device == torch.device("cuda:0") and arguments.n_gpu == 1
-        Trainer(model, arguments, train_dataset=data, callbacks=[CountTheLastStep()]).train()
-        return gpu.footprint
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("changes", "arguments"),
-    [
-        ({}, {}),
-        ({"precision": "fp16-amp"}, {"fp16": True}),
-        ({"precision": "bf16-amp"}, {"bf16": True}),
-        ({"accumulation": 3}, {}),
-        ({"checkpointing": True}, {"gradient_checkpointing": True}),
-        ({"optimizer": "adafactor"}, {"optim": "adafactor"}),
-        ({"optimizer": "adamw_8bit"}, {"optim": "adamw_8bit"}),
-    ],
-)
-def test_the_trainer_holds_what_the_recipe_holds(changes, arguments, tmp_path):
-    recipe = TINY.but(**changes)
-    simulated, real = simulate(recipe, "A100-40GB"), trained(tmp_path, recipe, **arguments)
-    # The Trainer keeps the running loss and the number of items on the card: small numbers.
-    assert real.peak_tensors == pytest.approx(simulated.peak_tensors, abs=4096)
-    assert real.peak_phase == simulated.peak_phase
-    for category in ("parameters", "gradients", "optimizer_states"):
-        assert real.breakdown[category] == simulated.breakdown[category]
-
-
-@pytest.mark.slow
-def test_the_trainers_two_groups_of_parameters_step_one_after_the_other(tmp_path):
-    """Weights with and without decay: the multi-tensor step copies one group's gradients."""
-    recipe = TINY.but(optimizer="adamw_torch")
-    simulated = simulate(recipe, "A100-40GB")
-    real = trained(tmp_path, recipe, optim="adamw_torch")
-    assert real.peak_phase == simulated.peak_phase == "optimizer step"
-    assert 0 < simulated.peak_tensors - real.peak_tensors < 0.01 * simulated.peak_tensors
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["no", "fp16", "bf16"])
-def test_accelerates_loop_runs(precision):
-    with SimulatedGPU("A100-40GB") as gpu:
-        accelerator = Accelerator(mixed_precision=precision, gradient_accumulation_steps=2)
-        assert accelerator.device == torch.device("cuda")
-        model = models.build("bert-base-tiny", attention="eager")
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        data = [{"input_ids": torch.tensor([5] * 64), "labels": torch.tensor(1)} for _ in range(16)]
-        loader = torch.utils.data.DataLoader(data, batch_size=2, pin_memory=True)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        steps = 0
-        for batch in loader:
-            if steps % 2 == 0:
-                torch.cuda.reset_peak_memory_stats()
-            with accelerator.accumulate(model):
-                loss = model(**batch).loss
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-            steps += 1
-        assert (steps, loss.item()) == (8, 1.0)
-        assert gpu.footprint.breakdown["optimizer_states"] > 8 * sum(
-            parameter.numel() for parameter in model.parameters()
-        )
-    assert PartialState._shared_state == {}  # the next one looks for a device of its own
 
 
 @pytest.mark.slow

@@ -13,14 +13,6 @@ CALLS = {
     "a sum": (aten.add.Tensor, ([4, 8], HALF), ([8], WHOLE)),
     "a sum with a whole number": (aten.add.Tensor, ([4, 8], torch.int64), 1),
     "a sum with a fraction": (aten.add.Tensor, ([4, 8], torch.int64), 1.0),
-    "a sum with a truth": (aten.add.Tensor, ([4, 8], torch.bool), True),
-    "a product": (aten.mm.default, ([4, 8], HALF), ([8, 2], HALF)),
-    "a product with a bias": (
-        aten.addmm.default,
-        ([2], HALF),
-        ([4, 8], HALF),
-        ([8, 2], HALF),
-    ),
     "a list": (aten.cat.default, [([4, 8], HALF), ([4, 2], HALF)], 1),
     "several results": (
         aten.native_layer_norm.default,
@@ -30,7 +22,6 @@ CALLS = {
         None,
         1e-5,
     ),
-    "another along another axis": (aten.sum.dim_IntList, ([4, 8], HALF), [0]),
     "a softmax": (aten._softmax.default, ([4, 8], HALF), 1, False),
 }
 

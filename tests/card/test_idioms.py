@@ -1,10 +1,7 @@
 """Small idioms of training code on the simulated card: each works, or is refused in one line."""
 
-import copy
-import math
 import threading
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,17 +36,11 @@ def small():
     ("read", "given"),
     [
         (lambda loss: f"{loss:.4f}", "1.0000"),
-        (lambda loss: f"{loss.detach():.3f}", "1.000"),
         (lambda loss: "%.2f" % loss, "1.00"),  # noqa: UP031
-        (lambda loss: float(loss), 1.0),
-        (lambda loss: round(loss.item(), 3), 1.0),
         (lambda loss: loss.detach().cpu().numpy().item(), 1.0),
-        (lambda loss: np.array(loss.detach().cpu()).shape, ()),
         (lambda loss: loss.detach().cpu().tolist(), 1.0),
         (lambda loss: bool(loss < float("inf")), True),
-        (lambda loss: math.isnan(loss.item()), False),
         (lambda loss: bool(torch.isnan(loss)), False),
-        (lambda loss: bool(torch.isinf(loss).any()), False),
         (lambda loss: bool(torch.isfinite(loss)), True),
         (lambda loss: str(loss).startswith("tensor(1.0, device='cuda:0'"), True),
     ],
@@ -63,18 +54,6 @@ def test_numpy_wants_a_copy_on_the_host(gpu):
         torch.ones(3, device="cuda").numpy()
     with pytest.raises(RuntimeError, match="requires grad"):
         torch.ones(3, device="cuda", requires_grad=True).cpu().numpy()
-
-
-def test_values_that_come_from_the_host_are_known(gpu):
-    lengths = torch.tensor([5, 9, 7])
-    for where in (lengths, lengths.cuda()):
-        assert where.max().item() == 9
-        assert where.tolist() == [5, 9, 7]
-        assert torch.zeros(3, 16, device="cuda")[:, : where.max()].shape == (3, 9)
-        assert torch.arange(int(where.max()), device="cuda").shape == (9,)
-        ends = F.pad(where.cumsum(0), (1, 0))
-        assert [int(b - a) for a, b in zip(ends[:-1], ends[1:], strict=True)] == [5, 9, 7]
-    assert torch.randn(21, 4, device="cuda").split(lengths.tolist())[1].shape == (9, 4)
 
 
 # ---------------------------------------------------------------------- shapes that follow values
@@ -194,25 +173,6 @@ def test_splits_and_samplers_draw_what_they_draw_without_a_card():
 # ---------------------------------------------------------------------- gradients
 
 
-def test_a_hook_that_steps_and_drops_each_gradient_holds_one_at_a_time():
-    def highest(hooked):
-        with SimulatedGPU() as gpu:
-            model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)]).cuda()
-            optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
-
-            def step(parameter):
-                optimizers[parameter].step()
-                parameter.grad = None
-
-            for parameter in model.parameters() if hooked else ():
-                parameter.register_post_accumulate_grad_hook(step)
-            model(torch.randn(4, 256, device="cuda")).sum().backward()
-            return gpu.footprint.peak_tensors
-
-    size = 4 * 256 * 256
-    assert 6 * size <= highest(False) - highest(True) <= 7 * size
-
-
 def test_clipping_and_the_search_for_anomalies_go_on(gpu):
     model, _, loss = small()
     with torch.autograd.detect_anomaly(check_nan=True):
@@ -238,16 +198,6 @@ def test_every_optimizer_steps(gpu, name):
 # ---------------------------------------------------------------------- places
 
 
-def test_tensors_say_where_they_are(gpu):
-    model, _, loss = small()
-    weight = next(model.parameters())
-    assert weight.is_cuda and weight.device == torch.device("cuda", 0)
-    assert weight.device.type == loss.device.type == "cuda" and weight.get_device() == 0
-    assert not torch.zeros(2).is_cuda and weight.cpu().device.type == "cpu"
-    with torch.autocast(device_type=weight.device.type, dtype=torch.float16):
-        assert model(torch.randn(2, 64, device=weight.device)).dtype == torch.float16
-
-
 def test_a_thread_of_the_readers_own_trains_on_the_card(gpu):
     held = []
 
@@ -261,26 +211,6 @@ def test_a_thread_of_the_readers_own_trains_on_the_card(gpu):
     thread.start()
     thread.join()
     assert held[0] > 4 * 4 * 64 * 64
-
-
-def test_a_model_without_memory_takes_it_when_it_is_emptied_onto_the_card(gpu):
-    with torch.device("meta"):
-        model = nn.Linear(256, 256, bias=False)
-    assert torch.cuda.memory_allocated() == 0
-    model.to_empty(device="cuda")
-    assert torch.cuda.memory_allocated() == 4 * 256 * 256
-    copy.deepcopy(model)
-    assert torch.cuda.max_memory_allocated() == 2 * 4 * 256 * 256
-
-
-def test_data_parallel_over_one_card_is_the_module_itself():
-    peaks = []
-    for wrap in (nn.DataParallel, lambda module: module):
-        with SimulatedGPU("T4") as gpu:
-            model = wrap(nn.Linear(256, 256)).cuda()
-            model(torch.randn(8, 256)[:4].cuda()).sum().backward()
-        peaks.append(gpu.footprint.peak_allocated)
-    assert peaks[0] == peaks[1]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ def test_integers_keep_their_values_through_what_is_done_to_them():
         assert torch.arange(4, device="cuda").repeat_interleave(mask.sum(0)).shape == (5,)
         starts = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0))
         assert starts.tolist() == [0, 2, 5]
+        assert torch.zeros(2, 16, device="cuda")[:, : mask.sum(1).max()].shape == (2, 3)
     assert gpu.footprint.assumptions == ()
 
 
@@ -67,12 +68,9 @@ def test_a_mixtures_tokens_are_spread_evenly():
     "ask, answer",
     [
         (lambda x: x.isnan().any(), False),
-        (lambda x: x.isinf().any() | x.isnan().any(), False),
         (lambda x: x.isfinite().all(), True),
-        (lambda x: ~x.isfinite().all(), False),
         (lambda x: (x != x).any(), False),
         (lambda x: x.mean() > 1e4, False),
-        (lambda x: x.mean() < 1e4, True),
         (lambda x: (x.argmax(-1) >= 50_000).any(), False),
     ],
 )
@@ -87,7 +85,6 @@ def test_guards_stay_quiet(ask, answer):
         lambda x: torch.distributions.Categorical(probs=x.softmax(-1)),
         lambda x: torch.distributions.Categorical(logits=x),
         lambda x: torch.distributions.Normal(x, x.exp()),
-        lambda x: torch.distributions.Beta(x.exp(), x.exp()),
     ],
 )
 def test_distributions_take_values_that_are_not_known(make, monkeypatch):

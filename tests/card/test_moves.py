@@ -46,8 +46,6 @@ def test_types_from_before_there_were_dtypes_make_tensors_on_the_card():
 
 MAKE = {
     "tensor": lambda: torch.tensor([64, 64], device="cuda"),
-    "as_tensor": lambda: torch.as_tensor([1.0, 2.0], device="cuda"),
-    "zeros": lambda: torch.zeros(2, device="cuda"),
     "to": lambda: torch.ones(2).to("cuda"),
     "index": lambda: torch.tensor([8.0, 16.0]).cuda()[0],
 }

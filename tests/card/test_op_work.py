@@ -1,19 +1,13 @@
 """What an operator of a step does: operations, bytes, kernels."""
 
-from collections import Counter
-
-import bitsandbytes
-import numpy as np
 import pytest
 import torch
 
 from memlab import SimulatedGPU
 from memlab.card.op_work import (
-    count_coded,
     count_kernels,
     count_tiles,
     repeat_micro_batch,
-    without_trifles,
 )
 from memlab.footprint import Phase
 
@@ -198,15 +192,6 @@ def test_the_step_is_the_last_whole_one_and_its_second_micro_batch_can_be_repeat
     assert stepping and all(again[one] == two[one] for one in stepping)
 
 
-def test_operators_that_move_a_trifle_are_not_told_apart(card):
-    little, much = (torch.empty(n, device="cuda") for n in (100, 2**20))
-    done = Counter(work(card, lambda: (little + 1, little[:50] + 1, much + 1)))
-    assert len(done) == 3
-    plain = without_trifles(done)
-    assert sorted(plain.values()) == [1, 2] and sum(plain.values()) == sum(done.values())
-    assert sorted(one.nbytes for one in plain) == [0, 2 * much.nbytes]
-
-
 def test_two_optimizers_of_one_backward_pass_make_one_step(card):
     weights = [torch.nn.Parameter(torch.ones(256, 256, device="cuda")) for _ in range(2)]
     optimizers = [torch.optim.SGD([weight], lr=0.1) for weight in weights]
@@ -229,14 +214,3 @@ def test_optimizers_without_a_backward_pass_have_a_step_each(card):
         optimizer.step()
     moved = [one.nbytes for one in card.tracer.work.of_step.elements()]
     assert sum(moved) == 3 * 256 * 256 * 4  # of the last step alone, in fp32
-
-
-def test_bitsandbytes_looks_up_states_of_large_weights(card):
-    weights = [torch.nn.Parameter(torch.empty(n, device="cuda")) for n in (4095, 2**20)]
-    optimizer = bitsandbytes.optim.AdamW8bit(weights)
-    for weight in weights:
-        weight.grad = torch.empty_like(weight)
-    updates = [one for one in work(card, optimizer.step) if one.phase == Phase.STEP]
-    coded = count_coded(*np.array([(one.lists, one.elements) for one in updates]).T)
-    assert sorted(coded)[-2:] == [0, 2**20]
-    assert set(count_kernels(*np.array([(0, 2**20), (0, 0)]).T)) == {1}

@@ -10,14 +10,10 @@ from memlab import SimulatedGPU
 CARD = [
     lambda: torch.zeros(3, device="cuda"),
     lambda: torch.zeros(3).cuda(),
-    lambda: torch.zeros(3).to(0),
     lambda: torch.zeros(3).to(torch.ones(1, device="cuda")),
-    lambda: torch.tensor([1, 2], device="cuda:0"),
     lambda: torch.as_tensor(np.arange(3), device="cuda"),
-    lambda: torch.asarray([1.0], device="cuda"),
     lambda: torch.from_numpy(np.ones(3)).to("cuda", non_blocking=True),
     lambda: torch.ones(2, device="cuda").new_tensor([3]),
-    lambda: torch.ones(2, device="cuda").new_zeros(3),
     lambda: torch.zeros_like(torch.ones(3), device="cuda"),
     lambda: torch.tensor(2.0) * torch.ones(3, device="cuda"),
     lambda: torch.ones(3, device="cuda")[torch.tensor([0, 2])],
@@ -27,9 +23,7 @@ CARD = [
 ]
 HOST = [
     lambda: torch.zeros(3),
-    lambda: torch.zeros(3, device="cpu"),
     lambda: torch.zeros(2**20),  # 4 MiB, without data
-    lambda: torch.ones(3, device="cuda").cpu(),
     lambda: torch.ones(2**20, device="cuda").to("cpu"),
     lambda: torch.zeros_like(torch.ones(3, device="cuda"), device="cpu"),
     lambda: torch.nn.Linear(1024, 1024).weight * 2,

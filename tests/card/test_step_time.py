@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from memlab import Recipe, SimulatedGPU, find_gpu, simulate
-from memlab.card import step_time as seconds
 from memlab.card.op_work import Work
 from memlab.card.step_time import EXPECTED, busy, step_time
 from memlab.evidence.loops import kept_predictions
 from memlab.evidence.records import FOLDER, load
 from memlab.footprint import Phase, StepTime
-from memlab.gpus import GPUS
 from memlab.predict.run import completed, log_of
 
 A100 = find_gpu("A100-40GB")
@@ -56,18 +54,6 @@ def test_what_fits_in_half_of_the_cache_comes_from_there():
     assert far / near == pytest.approx(EXPECTED.cache, rel=1e-6)
 
 
-def test_the_host_takes_its_time_for_an_operator_by_the_phase():
-    def takes(phase, again=False):
-        launched = Work(0, "", (), (8,), 0, 0, phase, again, 0)
-        waits = step_time(Counter({launched: 100}), A100).parts["waiting for launches"]
-        return waits / 100 + EXPECTED.kernel
-
-    assert takes(Phase.BACKWARD) == pytest.approx(EXPECTED.backward)
-    assert takes(Phase.BACKWARD, again=True) == takes(Phase.FORWARD)
-    assert takes(Phase.STEP) == takes(Phase.ZERO_GRAD) == pytest.approx(EXPECTED.update)
-    assert takes(Phase.DECODE) == takes(Phase.PREFILL) == pytest.approx(EXPECTED.inference)
-
-
 def test_states_in_8_bits_take_a_processor_so_many_clocks_an_element():
     recipe = Recipe("llama-2-7b", seq_len=128, precision="bf16", optimizer="adamw_8bit")
     found = simulate(recipe, A100)
@@ -79,9 +65,9 @@ def test_states_in_8_bits_take_a_processor_so_many_clocks_an_element():
 
 
 def test_the_host_takes_longer_for_a_weight_with_states_in_8_bits():
-    launched = Work(0, "", (), (), 0, 4096, Phase.STEP, False, 0)
-    found = step_time(Counter({launched: 100}), A100)
-    assert found.expected == pytest.approx(100 * seconds.CALLS_OF_CODED * EXPECTED.update)
+    plain, coded = (Work(0, "", (), (), 0, n, Phase.STEP, False, 0) for n in (0, 4096))
+    plain, coded = (step_time(Counter({one: 100}), A100).expected for one in (plain, coded))
+    assert coded > 4 * plain
 
 
 def test_parts_sum_to_the_whole_and_the_range_holds_it():
@@ -143,13 +129,6 @@ def test_more_micro_batches_take_longer_and_the_optimizer_does_not():
     assert eight.parts["optimizer"] == pytest.approx(one.parts["optimizer"])
 
 
-def test_every_card_has_rates_for_what_it_computes_natively():
-    for card in GPUS.values():
-        assert card.bandwidth and card.rates_source
-        native = set(card.native_dtypes) - {"int4"}
-        assert native <= set(card.rates), card.name
-
-
 def test_what_has_no_seconds_says_why_in_one_line():
     recipe = Recipe("bert-large-tiny")
     for card, said in [(None, "a card without a limit has no rates"), (2**33, "name a card")]:
@@ -165,22 +144,12 @@ def test_what_has_no_seconds_says_why_in_one_line():
         print(gpu.footprint.step_seconds)
 
 
-@pytest.mark.parametrize("card", ["V100", "P100"])
-def test_a_format_that_a_card_does_not_multiply_is_said_in_one_line(card):
+def test_a_format_that_a_card_does_not_multiply_is_said_in_one_line():
     recipe = Recipe("llama-3.2-1b-tiny", seq_len=16, precision="fp16", lora_rank=2, base="int8")
-    footprint = simulate(recipe, card)
+    footprint = simulate(recipe, "V100")
     assert footprint.samples_per_second is None
-    said = f"^this footprint has no seconds: {card} has no rate for int8: it has those of float32, "
-    said += "float16$"
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match="no seconds: V100 has no rate for int8"):
         print(footprint.step_seconds)
-
-
-@pytest.mark.parametrize("card", ["T4", "V100", "P100"])
-def test_bf16_by_emulation_is_refused_in_one_line(card):
-    said = f"^precision is 'bf16': {card} has no native bfloat16 and allows [^\\n]*$"
-    with pytest.raises(ValueError, match=said):
-        simulate(Recipe("gpt2-tiny", seq_len=16, precision="bf16"), card)
 
 
 def test_a_loop_of_ones_own_has_seconds_too():
@@ -228,30 +197,12 @@ def errors(estimated, real):
 def test_samples_a_second_of_the_published_runs(nine):
     off = errors(*nine)
     assert statistics.median(off) <= 0.2 and max(off) <= 0.4
-
-
-@pytest.mark.slow
-def test_ratios_of_the_published_runs_to_the_plain_one(nine):
-    off = errors(*([rate / rates[0] for rate in rates[1:]] for rates in nine))
+    ratios = errors(*([rate / rates[0] for rate in rates[1:]] for rates in nine))
     # The last, with every switch on, waits for a host of 2022 more than is estimated.
-    assert statistics.median(off) <= 0.15 and sorted(off)[-2] <= 0.35 and max(off) <= 0.55
-
-
-@pytest.mark.slow
-def test_the_order_of_the_published_runs(nine):
+    assert statistics.median(ratios) <= 0.15 and sorted(ratios)[-2] <= 0.35 and max(ratios) <= 0.55
     pairs = itertools.combinations(zip(*nine, strict=True), 2)
     turned = sum((a[0] - b[0]) * (a[1] - b[1]) < 0 for a, b in pairs)
     assert turned <= 2  # neighbours to be exchanged
-
-
-def test_the_range_comes_of_better_and_worse_programs():
-    better = seconds.WORST, EXPECTED, seconds.BEST
-    for name in ("products", "attention", "memory", "cache", "link", "hidden"):
-        values = [getattr(reach, name) for reach in better]
-        assert values == sorted(values)
-    for name in ("coded", "kernel", "forward", "backward", "update", "inference"):
-        values = [getattr(reach, name) for reach in reversed(better)]
-        assert values == sorted(values)
 
 
 def test_tf32_counts_where_it_is_allowed_when_it_is_asked():

@@ -9,9 +9,6 @@ import torch
 from memlab import Recipe, SimulatedGPU
 from memlab.card.kernels.scratch import CUBLASLT_WORKSPACE
 from memlab.card.load_order import loaded_weights
-from memlab.gpus import cublas_workspace
-
-MiB = 2**20
 
 
 def workspaces(card):
@@ -35,36 +32,6 @@ def test_a_product_with_a_bias_takes_cublaslts_workspace_too():
     with SimulatedGPU("T4") as card:
         torch.nn.Linear(8, 8).to("cuda")(torch.randn(2, 8, device="cuda"))
         assert sorted(workspaces(card)) == sorted([card.gpu.workspace, CUBLASLT_WORKSPACE])
-
-
-def test_without_a_card_the_workspace_is_that_of_compute_capability_8():
-    with SimulatedGPU() as card:
-        torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")
-        assert workspaces(card) == [cublas_workspace((8, 0))]
-
-
-def test_host_tensors_take_no_room_until_they_are_needed_on_the_card():
-    outside = torch.zeros(MiB)
-    with SimulatedGPU("T4") as card:
-        outside + 1
-        number = torch.tensor(3.0)
-        number + 1
-        assert torch.cuda.memory_allocated() == 0
-        moved = outside.to("cuda")
-        assert torch.cuda.memory_allocated() == moved.nbytes
-        del moved
-        assert torch.cuda.memory_allocated() == 0
-        assert card.footprint.peak_allocated == outside.nbytes
-
-
-def test_a_model_made_without_naming_the_card_lies_on_the_host_until_it_moves():
-    with SimulatedGPU("T4"):
-        x = torch.ones(8, device="cuda")
-        x.cpu()
-        model = torch.nn.Linear(1024, 1024)
-        assert torch.cuda.memory_allocated() == 512
-        model.to("cuda")
-        assert torch.cuda.memory_allocated() == 512 + 4 * MiB + 4096
 
 
 def test_a_moved_weight_may_be_replaced_before_the_end():

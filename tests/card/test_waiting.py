@@ -46,19 +46,9 @@ def convergence(x):
         error = x.norm()
 
 
-def convergence_of_numbers(x):
-    while x.norm().item() > 1e-6:
-        x = x / 2
-
-
 def convergence_on_the_host(x):
     while float(x.norm().cpu().numpy()) > 1e-6:
         x = x / 2
-
-
-def growth(x):
-    while x.norm().item() < 1000:
-        x = x * 2
 
 
 class Chain:
@@ -72,15 +62,7 @@ class Chain:
             x = x + 1
 
 
-WAITING = [
-    rejection,
-    done_flags,
-    convergence,
-    convergence_of_numbers,
-    convergence_on_the_host,
-    growth,
-    Chain(),
-]
+WAITING = [rejection, done_flags, convergence, convergence_on_the_host, Chain()]
 
 
 @pytest.mark.parametrize("loop", WAITING, ids=lambda one: getattr(one, "__name__", "Chain"))
@@ -172,8 +154,6 @@ def test_what_follows_from_numbers_being_finite_is_never_flipped(check):
 
 READERS = {
     "generator": lambda tensors: all(x.norm() < 10 for x in tensors),
-    "list": lambda tensors: all([x.norm() < 10 for x in tensors]),
-    "numbers": lambda tensors: sum(x.norm().item() for x in tensors) < 100,
     "largest": lambda tensors: max(x.norm() for x in tensors) < 10,
 }
 

@@ -5,13 +5,12 @@ import torch
 from helpers import QLORA
 
 from memlab import models, simulate
-from memlab.card import load_order
 from memlab.card.load_order import loaded_by_transformers, peak_reserved
 from memlab.evidence.load_orders import reserved_range, simulate_ways, ways
 from memlab.gpus import ANY_CARD
 from memlab.libraries import import_bitsandbytes
 from memlab.predict.run import log_of
-from memlab.trace.events import Alloc, Free, Marker
+from memlab.trace.events import Marker
 
 import_bitsandbytes("this test")
 MiB = 2**20
@@ -20,41 +19,6 @@ MiB = 2**20
 @pytest.fixture(scope="module")
 def log():
     return log_of(QLORA)
-
-
-def births(events):
-    return sorted(step.nbytes for _, step in events if type(step) is Alloc)
-
-
-def highest(events):
-    """The most bytes that live at a time."""
-    now = most = 0
-    for _, step in events:
-        if type(step) is Alloc:
-            now += step.nbytes
-            most = max(most, now)
-        elif type(step) is Free:
-            now -= step.birth.nbytes
-    return most
-
-
-def test_every_way_makes_the_same_base(log):
-    own, *others = ways(log)
-    assert len(others) == 12  # thirteen orders, as the page on accuracy says
-    allocated = {highest(events[events.index((None, Marker.RESET)) :]) for events in (own, *others)}
-    assert len(allocated) == 1
-    for events in others:
-        warmup = events[0][1].nbytes
-        assert births(events) == sorted([*births(own), warmup])
-
-
-def test_the_ends_hold_one_weight_and_all_of_them(log):
-    weights = [events for *_, events in load_order.by_weight(log)[0]]
-    files = [events[0][1].nbytes for events in weights]
-    packed, count = sum(map(load_order.bytes_to_hold, weights)), sum(map(len, weights))
-    _, first, *_, last = ([e for e in events if e[0] is not None] for events in ways(log))
-    assert highest(last[: count + 2]) >= sum(files)
-    assert packed <= highest(first[2 : count + 2]) <= 1.2 * packed + max(files)
 
 
 def test_a_range_holds_what_todays_transformers_leaves_and_only_a_base_has_one(log):

@@ -43,9 +43,7 @@ def test_a_card_that_was_recorded_is_not_doubted(recorded):
     ("figure", "change", "says"),
     [
         ("peak_allocated_bytes", lambda size: size + 100, "no multiple of 512"),
-        ("peak_allocated_bytes", lambda size: size * 1000, "more than peak_reserved"),
         ("peak_reserved_bytes", lambda size: size + 512, "no multiple of 2,097,152"),
-        ("device_used_bytes", lambda size: size // 1000, "more than device_used"),
         ("device_used_bytes", lambda size: size + 2**30, "more than peak_reserved and a context"),
         ("total_memory_bytes", lambda size: 2 * size, "total_memory is"),
         ("step_seconds", lambda seconds: 1000 * seconds, "each at most the next"),
@@ -65,7 +63,6 @@ def test_a_wrong_figure_shows(recorded, figure, change, says):
         ({"device": "Tesla T5"}, "no card that memlab knows"),
         ({"driver": None}, "driver is null"),
         ({"date": "2999-01-01"}, "which is to come"),
-        ({"versions": {"torch": "2.13.0"}}, "versions has no transformers"),
         ({"figures": {"step_seconds": 1.0}}, "no total_memory_bytes"),
     ],
 )

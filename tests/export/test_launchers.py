@@ -47,18 +47,18 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(script):
     assert time.monotonic() - began < 100
 
 
-def test_a_rank_that_is_killed_is_named(script):
-    with pytest.raises(RanksFailed, match="exitcode: -9|exitcode  : -9|-9") as error:
-        run_ranks(script('if os.environ["RANK"] == "1":\n    os.kill(os.getpid(), 9)'), 2)
-    one_line(error)
-
-
 def alive(pid):
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     return True
+
+
+def test_a_rank_that_is_killed_is_named(script):
+    with pytest.raises(RanksFailed, match="exitcode: -9|exitcode  : -9|-9") as error:
+        run_ranks(script('if os.environ["RANK"] == "1":\n    os.kill(os.getpid(), 9)'), 2)
+    one_line(error)
 
 
 @pytest.mark.sampled(1)

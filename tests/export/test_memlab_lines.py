@@ -52,9 +52,6 @@ def test_only_what_is_not_the_default_is_said():
     assert command_line(nf4, "T4") == (
         "memlab simulate --model gpt2 --precision bf16 --lora-rank 4 --base nf4 --gpu T4"
     )
-    assert command_line(Serving("gpt2", weights="bf16"), "L4") == (
-        "memlab serve --model gpt2 --weights bf16 --gpu L4"
-    )
 
 
 def test_a_config_has_a_name_in_python_and_none_in_a_command():

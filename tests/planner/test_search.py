@@ -17,7 +17,6 @@ from memlab.planner.result import TIERS, Question, is_paged
 from memlab.planner.search import Search
 from memlab.planner.space import SHARDINGS, Combination, Recipes, combinations
 from memlab.predict.simulate import peak_allocated_of, sized_log
-from memlab.predict.traces import Traces
 from memlab.workloads.training import Training
 
 MiB = 2**20
@@ -79,12 +78,6 @@ def test_what_fits_is_simulated_and_the_next_size_does_not(seed):
                 assert not fits(option.recipe.but(**{field: value + step}), card)
 
 
-@pytest.mark.slow
-def test_the_questions_are_of_both_kinds():
-    """Else the test above asks nothing."""
-    assert {bool(answered(seed)) for seed in SEEDS} == {True, False}
-
-
 @pytest.fixture(scope="module")
 def roomy():
     """A tiny model on a card where all fits."""
@@ -102,20 +95,15 @@ def tight():
 
 @pytest.mark.slow
 def test_nothing_fits_says_what_would(tight):
-    assert not tight and tight.fastest is None and tight.roomiest is None
+    """The rungs before a larger card, and what they cost, are first."""
+    assert not tight and tight.first is tight.fastest is tight.roomiest is None
     words = " ".join(tight.remedies)
     assert "QLoRA" in words and any(card in words for card in GPUS)
-    assert ": nothing fits." in flat(tight)
-    assert tight.tiers[1].missing > 0 and ">" in flat(tight)
-
-
-@pytest.mark.slow
-def test_nothing_fits_names_the_rungs_before_a_larger_card_and_what_they_cost(tight):
+    assert "nothing fits" in flat(tight) and "cannot help" in tight.decision[0]
     (rung,) = tight.rungs
     assert rung.recipe.step_in_backward and rung.recipe.loss == "chunked"
     assert fits(rung.recipe, 200 * MiB)
-    assert tight.remedies[0] == f"tier 5, {rung}; it may train worse"
-    assert tight.remedies[0] in flat(tight)
+    assert str(rung) in tight.remedies[0] and tight.remedies[0] in flat(tight)
 
 
 def test_the_first_rung_costs_time_alone_and_says_what_the_host_holds():
@@ -179,11 +167,6 @@ def test_cards_without_the_format_asked_for_are_left_out():
     assert list(answer.options) == ["L4"]
 
 
-@pytest.mark.slow
-def test_where_states_pass_the_card_no_switch_of_activations_can_help(tight):
-    assert "cannot help" in tight.decision[0] and tight.first is None
-
-
 def test_the_first_line_names_the_first_tier_that_fits(roomy):
     assert roomy.decision[0] == "Full fine-tuning fits as it is."
     assert roomy.first == roomy.tiers[1]
@@ -192,13 +175,6 @@ def test_the_first_line_names_the_first_tier_that_fits(roomy):
     assert second.startswith("Tier 1, and fastest: fp16-amp, adamw_torch_fused, micro-batch 4 x 1")
     for tier, option in roomy.tiers.items():
         assert option.tier == tier and f"{tier} {TIERS[tier]}" in flat(roomy)
-
-
-def test_a_plain_optimizer_before_one_that_is_no_faster():
-    answer = plan("bert-base", "L4", seq_len=512, effective_batch=16, ways="full")
-    assert answer.fastest.recipe.optimizer == "adamw_torch_fused"
-    assert answer.fastest.recipe.checkpointing == "none"
-    assert answer.fastest.recipe.max_grad_norm == 1.0
 
 
 def test_a_sequence_of_one_token_is_not_halved():
@@ -254,20 +230,6 @@ def test_lora_and_qlora_differ_in_the_base_alone(gpu, task):
     assert simulate(qlora, card).peak_allocated < simulate(lora, card).peak_allocated
 
 
-def test_an_old_card_has_fp16():
-    kept, _ = combinations(Question("llama-3.2-1b"), find_gpu("T4"))
-    assert {one.precision for one in kept} == {"fp16-amp", "fp32"}
-
-
-def test_a_model_by_every_name(tmp_path):
-    config = models.config("gpt2-tiny")
-    config.save_pretrained(tmp_path)
-    named = [tmp_path, str(tmp_path / "config.json"), config, config.to_dict(), "gpt2-tiny"]
-    needed = [plan(name, "T4", ways="full", **SMALL).fastest.needed for name in named]
-    assert len(set(needed)) == 1
-    assert plan(str(tmp_path), "T4", ways="full", **SMALL).fastest.recipe.model == str(tmp_path)
-
-
 def test_several_cards_are_a_table():
     answer = plan("gpt2", ["H100", "t4", "1 GiB"], seq_len=256, effective_batch=4, ways="full")
     assert list(answer.options) == ["1,024 MiB", "T4", "H100"]
@@ -283,20 +245,10 @@ def test_several_cards_are_a_table():
 
 def test_the_text_is_short_and_the_rest_is_json(roomy):
     assert len(of_the_recipe(str(roomy).splitlines())) <= 45
+    assert max(map(len, str(roomy).splitlines())) <= 80
     values = json.loads(json.dumps(roomy.as_dict()))
     assert values["fits"] and values["fastest"]["recipe"]["model"] == "gpt2-tiny"
     assert values["question"]["seq_len"] == 64
-
-
-@pytest.mark.slow
-def test_the_next_question_finds_the_traces(monkeypatch):
-    monkeypatch.setattr("memlab.predict.simulate.traces", functools.cache(Traces))  # none on disk
-    first = plan("gpt2-tiny", "T4", **PLAIN)
-    monkeypatch.setattr("memlab.predict.traces.record", None)
-    longer = plan("gpt2-tiny", "T4", **PLAIN | {"seq_len": 96})
-    assert longer.fastest.needed > first.fastest.needed
-    with pytest.raises(TypeError):
-        plan("gpt2-tiny", "T4", **PLAIN | {"ways": "lora"})
 
 
 @pytest.mark.slow
@@ -346,26 +298,19 @@ def test_a_model_that_peft_gives_no_adapters():
     ("changes", "says"),
     [
         ({"gpu": 0}, "gpu is 0"),
-        ({"gpu": "0 GiB"}, "gpu is"),
         ({"gpu": []}, "gpu is []"),
-        ({"gpu": "T5"}, "gpu is 'T5'"),
         ({"margin": -1}, "margin is -1"),
         ({"seq_len": 2048}, "seq_len is 2048: gpt2-tiny allows whole numbers from 1 to 1024"),
-        ({"seq_len": 0}, "seq_len is 0"),
         ({"effective_batch": 2.5}, "effective_batch is 2.5"),
-        ({"ways": ()}, "ways is ()"),
         ({"ways": "half"}, "ways is 'half': allowed are full, lora, qlora"),
         ({"precisions": ("fp8",)}, "precisions is 'fp8'"),
         ({"precisions": "bf16"}, "no native bfloat16"),
-        ({"ranks": 0}, "ranks is 0: allowed are whole numbers from 1"),
         ({"effective_batch": 10**20}, "allowed are whole numbers from 1 to 131,072"),
         ({"ranks": 3}, "effective_batch is 16: allowed are with ranks 3 multiples of it"),
         ({"ranks": 2, "gpu": None}, "ranks is 2 and gpu names"),
         ({"ranks": 2, "link": "nvlink"}, "link is 'nvlink': allowed are for T4 pcie"),
-        ({"lora_rank": 4000}, "lora_rank is 4000: gpt2-tiny allows whole numbers up to"),
         ({"task": "seq2seq-lm"}, "task 'seq2seq-lm' is not one of"),
         ({"model": "/no/such/folder"}, "unknown model '/no/such/folder'"),
-        ({"model": "no/folder"}, "there is no folder 'no/folder'"),
     ],
 )
 def test_bad_input_is_one_line(changes, says, monkeypatch):
@@ -406,10 +351,6 @@ def test_the_peak_of_a_trace_is_that_of_its_log(batches, changes):
     recipe, card = recipe.but(precision="bf16-amp", max_grad_norm=1.0, **changes), find_gpu("L4")
     whole = peak_allocated(sized_log(recipe, card).events())
     assert peak_allocated_of(recipe, card) == whole
-
-
-def test_every_line_is_of_a_terminal(roomy):
-    assert max(map(len, str(roomy).splitlines())) <= 80
 
 
 def test_the_loss_in_parts_where_logits_are_too_much():

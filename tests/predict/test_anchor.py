@@ -33,11 +33,6 @@ def test_the_measured_step_is_met_and_others_keep_their_ratio():
     )
 
 
-def test_a_second_anchor_takes_the_place_of_the_first():
-    twice = anchored(anchored("T4", STEP, 3.0), STEP, 0.5)
-    assert twice.pace == anchored("T4", STEP, 0.5).pace
-
-
 def test_nine_of_ten_published_pairs_are_within_the_range():
     errors = [error for file in published_files() for error in ratio_errors(file)]
     sizes = np.exp(np.abs(np.log1p(errors)))

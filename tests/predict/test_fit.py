@@ -10,8 +10,7 @@ from memlab.evidence.accuracy import PYTORCH_2
 from memlab.evidence.records import find_records
 from memlab.gpus import GPUS, gpu_of_device
 from memlab.predict.fit import CONTEXT_MARGIN, MARGIN, _last, fits, largest, room, verdict
-from memlab.predict.simulate import full_log, sized_log
-from memlab.spec.serving import Serving
+from memlab.predict.simulate import full_log
 
 MiB = 2**20
 TINY = Recipe(model="gpt2-tiny", batch_size=2, seq_len=64)
@@ -28,13 +27,6 @@ def test_a_small_training_fits_and_says_what_it_needs():
     assert fit.needed == alone.peak_reserved + GPUS["T4"].context
     assert fit.margin == int(MARGIN * fit.needed) + CONTEXT_MARGIN
     assert str(fit).startswith("fits: ") and "the card has 14.56 GiB" in str(fit)
-
-
-def test_a_large_one_does_not():
-    fit = fits(Recipe(model="bert-large", batch_size=8, seq_len=512), "T4")
-    assert not fit
-    assert fit.needed > GPUS["T4"].total_memory
-    assert str(fit).startswith("does not fit: ")
 
 
 def test_the_border_is_where_need_and_margin_say():
@@ -72,17 +64,6 @@ def test_segments_that_grow_make_room_where_only_fragments_were_in_the_way():
     assert alone.peak_tensors == plain.peak_tensors
     assert alone.peak_allocated <= plain.peak_allocated
     assert largest(grow, total).value >= largest(recipe, total).value
-
-
-def test_segments_that_grow_are_a_matter_of_the_replay():
-    """They ask for no log of their own, of a recipe or a serving."""
-    recipe = Recipe(model="bert-base", batch_size=4, seq_len=256)
-    serving = Serving("gpt2-tiny", prompt=300, batch_size=13, new_tokens=4, all_logits=True)
-    for one in (recipe, serving):
-        first = sized_log(one, GPUS["T4"])
-        assert sized_log(one.but(expandable_segments=True), GPUS["T4"]).steps == first.steps
-    plain, grow = (simulate(serving.but(expandable_segments=on), "T4") for on in (False, True))
-    assert plain.kv_cache == grow.kv_cache and plain.peak_reserved > grow.peak_reserved
 
 
 def answered(run):
@@ -138,20 +119,6 @@ def test_bad_input(arguments, says):
     with pytest.raises(ValueError) as error:
         fits(TINY, *arguments)
     assert says in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_format_that_the_card_does_not_have():
-    with pytest.raises(ValueError, match="no native bfloat16"):
-        fits(TINY.but(precision="bf16"), "T4")
-
-
-def test_a_base_is_counted_as_todays_transformers_loads_it():
-    recipe = TINY.but(seq_len=32, lora_rank=2, base="nf4")
-    footprint = simulate(recipe, "T4")
-    fit = fits(recipe, "T4")
-    assert fit.footprint == footprint
-    assert fit.needed == footprint.peak_reserved + GPUS["T4"].context
-    assert fit.margin == int(MARGIN * fit.needed) + CONTEXT_MARGIN
 
 
 @pytest.mark.sampled(2)

@@ -88,7 +88,7 @@ def test_blocks_of_one_size_leave_the_rest_of_a_segment_to_the_last_one():
     assert quick.peak_allocated == pytest.approx(exact.peak_allocated, rel=0.015)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_rests_are_those_of_an_allocator_that_is_given_the_largest_first(seed):
     """Of one size exactly; of several, a smaller one may find the rest of another segment."""
     draw = random.Random(seed)
@@ -131,17 +131,6 @@ def test_a_config_json_of_the_hub_is_the_model_that_it_names(tmp_path):
     assert formula(Recipe(str(path), **ways)) == formula(Recipe("llama-3-8b", **ways))
 
 
-def test_a_card_without_the_format_is_refused():
-    with pytest.raises(ValueError, match="T4"):
-        formula(Recipe("gpt2", seq_len=64, precision="bf16", attention="sdpa"), "T4")
-
-
-def test_without_a_card_there_are_no_seconds_and_it_says_why():
-    footprint = formula(Recipe("bert-large"))
-    with pytest.raises(ValueError, match="name a card|no rates"):
-        print(footprint.step_seconds)
-
-
 def pinned(name):
     pins = (Path(__file__).parents[2] / "requirements.txt").read_text()
     return re.search(rf"^{name}==(\S+)", pins, re.MULTILINE)[1]
@@ -165,8 +154,6 @@ def test_segments_without_reuse_hold_the_most_of_every_size():
     small, medium, large = 4 * MiB, 40 * MiB, (10 + 14) * MiB
     assert without_reuse(blocks, counts) == small + medium + large + 14 * MiB
     assert without_reuse(blocks, counts[:1]) == 4 * MiB + 10 * MiB  # nothing comes or goes
-    # In a segment that grows: 3 MiB, and 25 + 10 + 13 + 13 MiB.
-    assert without_reuse(blocks, counts, grow=True) == 4 * MiB + 80 * MiB
 
 
 def test_blocks_of_segments_that_grow_leave_no_rests():

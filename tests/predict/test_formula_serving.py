@@ -1,14 +1,12 @@
 """The form of inference beside the simulation of it."""
 
 import pytest
-import torch
 from helpers import one_line
 
-from memlab import fits, models, simulate
+from memlab import fits, simulate
 from memlab.gpus import find_gpu
-from memlab.predict.formula_serving import judged, serving_formula, shape
+from memlab.predict.formula_serving import judged, serving_formula
 from memlab.spec.serving import Serving
-from memlab.trace.allocator import MEDIUM_SEGMENT, CachingAllocator
 
 CASES = [
     ("gpt2", "fp32", "T4", 1, 900, 60, False),
@@ -83,31 +81,10 @@ def test_attention_that_is_not_fused_copies_the_cache_for_a_token(
     [
         ({"model": "t5-3b"}, "model type is 't5': allowed are gpt2, llama, mistral, qwen2"),
         ({"cache": "static"}, "cache is 'static': the formula allows dynamic"),
-        ({"attention": "eager"}, "attention is 'eager': the formula allows sdpa"),
         ({"model": "mistral-7b", "prompt": 4096}, "4096 \\+ 16: the formula allows up to 4096 "),
-        ({"weights": "bf16"}, "no native bfloat16"),
     ],
 )
 def test_what_the_form_does_not_know_is_refused(changes, message):
     with pytest.raises(ValueError, match=message) as error:
         serving_formula(Serving("llama-2-7b").but(**changes), "T4")
     one_line(error)
-
-
-@pytest.mark.parametrize("model", ["qwen2.5-0.5b-tiny", "gpt2-tiny"])
-def test_the_weights_are_those_of_the_model(model):
-    wanted = sum(weight.numel() for weight in models.build(model).parameters())
-    assert shape(model).weights["bf16"] == 2 * wanted
-
-
-@pytest.mark.parametrize("model", ["mistral-7b", "gpt2-xl", "qwen2.5-0.5b"])
-def test_the_segments_are_those_of_the_allocator(model):
-    config = models.with_layers(model, 6)
-    with torch.device("meta"):
-        weights = [weight.numel() * 2 for weight in models.build(config).parameters()]
-    allocator = CachingAllocator()
-    for nbytes in weights:
-        allocator.allocate(nbytes)
-    of = shape(config)
-    assert sum(weights) == of.weights["fp16"] <= allocator.reserved
-    assert 0 <= of.segments["fp16"] - allocator.reserved <= 2 * MEDIUM_SEGMENT

@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -11,12 +10,12 @@ from memlab import Recipe, models, simulate
 from memlab.card.device import SimulatedGPU
 from memlab.card.footprint import card_footprint
 from memlab.gpus import ANY_CARD
-from memlab.predict.layer_patterns import Layers, layers_of, repeats
+from memlab.predict.layer_patterns import layers_of
 from memlab.predict.run import completed, log_of, two_steps
 from memlab.predict.simulate import serve
 from memlab.predict.traces import run_log
 from memlab.predict.widths import shapes_of
-from memlab.trace.layered import LayeredLog, growth, repeated
+from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Log
 
 FULL = {"optimizer": "adamw_torch_loop", "accumulation": 2}
@@ -90,18 +89,6 @@ def test_it_runs_out_of_memory_on_the_same_request():
     assert simulate(recipe, 8 * 2**30).peak_reserved <= 8 * 2**30
 
 
-def test_patterns_of_layers():
-    one, other = "full", "sliding"
-    assert repeats([one] * 9) == Layers(0, 1, 0)
-    assert repeats(["dense", *[one] * 9, "last"]) == Layers(1, 1, 1)
-    assert repeats([other, other, one] * 4 + [other]) == Layers(0, 3, 1)
-    assert repeats([one, other] * 2) is None  # a pattern comes three times
-    assert repeats(list(range(12))) is None
-    layers = Layers(1, 3, 2)
-    assert layers.number(4) == 15 and layers.patterns(15) == 4
-    assert layers.patterns(14) is None and layers.patterns(3) is None
-
-
 def alternating_layers():
     config = models.config("qwen2.5-0.5b")
     config.use_sliding_window, config.sliding_window = True, 128
@@ -132,14 +119,6 @@ def log(letters):
     return Log(list(letters), Counter({(10, False): 1, (5, True): letters.count("f")}))
 
 
-def test_blocks_are_repeated():
-    shallow = [log("o" + n * "fa" + "h" + n * "b" + "(" + n * "xx" + ")") for n in (2, 3, 4)]
-    layered = LayeredLog.of(shallow, 3)
-    five = "".join(layered.kinds[i] for i in layered.order_at(5))
-    assert five == "o" + 5 * "fa" + "h" + 5 * "b" + "(" + 5 * "xx" + ")"
-    assert layered.counted(layered.weights, 5) == {(10, False): 1, (5, True): 5}
-
-
 @pytest.mark.parametrize(
     "logs",
     [
@@ -150,19 +129,6 @@ def test_blocks_are_repeated():
 )
 def test_no_log_without_a_pattern(logs):
     assert LayeredLog.of([log(letters) for letters in logs], 3) is None
-
-
-def test_taking_away_undoes_repeating():
-    # The last block ends in a repetition of its own.
-    short, long = (np.array(list(text)) for text in ("oababcxyy", "oabababcxyyxyy"))
-    blocks = growth(short, long)
-    assert "".join(repeated(short, blocks, 1)) == "oabababcxyyxyy"
-    assert "".join(repeated(short, blocks, -1)) == "oabc"
-
-
-def test_a_refusal_speaks_of_the_model_that_was_asked_for():
-    with pytest.raises(ValueError, match="llama-3.2-3b has"):
-        simulate(Recipe(model="llama-3.2-3b", lora_rank=4, lora_targets="c_attn"))
 
 
 @pytest.mark.parametrize(

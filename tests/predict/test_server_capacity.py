@@ -58,9 +58,7 @@ def test_a_share_of_the_card_is_given_whatever_the_model():
     [
         ({"weights": "fp7"}, "weights is 'fp7': allowed are 16 bits, fp8"),
         ({"share": 1.2}, "share is 1.2: allowed are above 0, up to 1"),
-        ({"texts": 0}, "texts is 0: allowed are"),
         ({"cache_bits": 0}, "cache_bits is 0: allowed are"),
-        ({"gpu": "any"}, "allowed are"),
     ],
 )
 def test_what_is_refused(changes, said):

@@ -34,8 +34,6 @@ def test_bert_large_at_full_size():
         ({"batch_size": 1}, 5_531, "backward"),
         ({"batch_size": 1, "accumulation": 4}, 6_798, "backward"),
         ({"batch_size": 1, "accumulation": 4, "checkpointing": True}, 5_352, "optimizer step"),
-        # PyTorch's own choice on CUDA, foreach, holds a copy of all gradients in the step.
-        ({"batch_size": 1, "optimizer": "adamw_torch"}, 6_393, "optimizer step"),
     ],
 )
 def test_bert_large_with_less_in_flight(changes, tensors, phase):
@@ -108,17 +106,10 @@ def test_more_micro_batches_hold_what_two_hold(checkpointing):
     assert short.peak_reserved == whole.peak_reserved
 
 
-def test_states_and_gradients_equal_a_real_run():
-    recipe = Recipe(model="gpt2-tiny", batch_size=2, seq_len=64, optimizer="adamw_torch_fused")
-    simulated, real = simulate(recipe), measure(recipe, "cpu", steps=1)
-    for category in ("parameters", "optimizer_states"):
-        assert simulated.breakdown[category] == real.footprint.breakdown[category]
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("optimizer", "bytes_a_weight"),
-    [("adamw_8bit", 2), ("lion_8bit", 1), ("paged_adamw_8bit", 0), ("adafactor", 0), ("sgd", 4)],
+    [("adamw_8bit", 2), ("paged_adamw_8bit", 0), ("sgd", 4)],
 )
 def test_states_of_the_lean_optimizers(optimizer, bytes_a_weight):
     recipe = Recipe(model="bert-base", seq_len=64, optimizer=optimizer, attention="sdpa")
@@ -128,12 +119,15 @@ def test_states_of_the_lean_optimizers(optimizer, bytes_a_weight):
     if "8bit" in optimizer:  # the embeddings' states stay in 32 bit, except where they are paged
         expected += (4 - 1) * bytes_a_weight * embeddings
         expected += bytes_a_weight * (footprint.parameters - embeddings) * 4 / 256  # constants
-    slack = 0.05 * footprint.parameters  # rows and columns of Adafactor, small tensors in 32 bit
+    slack = 0.05 * footprint.parameters  # small tensors in 32 bit
     assert footprint.breakdown["optimizer_states"] == pytest.approx(expected, abs=slack)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_8bit", "lion_8bit", "adafactor"])
-def test_states_of_the_lean_optimizers_equal_a_real_run(optimizer):
+KINDS = ["adamw_torch_fused", "adamw_8bit", "lion_8bit", "adafactor"]
+
+
+@pytest.mark.parametrize("optimizer", KINDS)
+def test_states_of_optimizers_equal_a_real_run(optimizer):
     recipe = Recipe(model="bert-base-tiny", batch_size=2, seq_len=64, optimizer=optimizer)
     simulated, real = simulate(recipe), measure(recipe, "cpu", steps=1)
     for category in ("parameters", "optimizer_states"):
@@ -161,30 +155,10 @@ def test_the_default_step_is_the_one_of_cuda():
             return gpu.footprint.peak_tensors
 
     assert peak() == peak(foreach=True) > peak(foreach=False)
-
-
-def test_step_counters_live_on_the_host_unless_the_step_is_fused():
-    loop = simulate(Recipe(model="bert-large-tiny", seq_len=32, optimizer="adamw_torch_loop"))
-    fused = simulate(Recipe(model="bert-large-tiny", seq_len=32, optimizer="adamw_torch_fused"))
-    assert loop.breakdown["optimizer_states"] == 8 * loop.parameters
-    assert fused.breakdown["optimizer_states"] > 8 * fused.parameters
-
-
-def test_workspaces_are_apart_and_depend_on_the_card():
-    recipe = Recipe(model="bert-large-tiny", seq_len=32)
-    t4, h200 = simulate(recipe, "T4"), simulate(recipe, "H200")
-    assert t4.breakdown["workspaces"] == 2 * 8_519_680 + 1 * MiB
-    assert h200.breakdown["workspaces"] == 2 * 32 * MiB + 1 * MiB
-
-
-@pytest.mark.parametrize(
-    ("gpu", "allowed"),
-    [("T5", "T4"), (0, "bytes from 1,000"), (-1, "bytes from 1,000"), (True, "T4")],
-)
-def test_unknown_cards_are_refused(gpu, allowed):
-    with pytest.raises(ValueError, match=allowed) as error:
-        SimulatedGPU(gpu)
-    assert "\n" not in str(error.value)
+    recipe = Recipe("gpt2-tiny", batch_size=1, seq_len=8)
+    kinds = "adamw_torch", "adamw_torch_fused", "adamw_torch_loop"
+    lists, fused, loop = (simulate(recipe.but(optimizer=kind)).peak_tensors for kind in kinds)
+    assert lists > fused > loop  # a fused step counts on the card
 
 
 def test_pure_fp16_takes_what_pure_bf16_takes():
@@ -201,11 +175,6 @@ def test_clipping_makes_no_second_copy_of_the_gradients():
     weights = 2 * 12 + 4  # 12 in a layer, two embeddings, the last norm's two
     more = clipped.peak_allocated - simulate(plain).peak_allocated
     assert 0 <= more <= 512 * (2 * weights + 8)
-
-
-def test_a_precision_that_the_card_lacks_is_refused():
-    with pytest.raises(ValueError, match="T4 has no native bfloat16"):
-        simulate(Recipe(precision="bf16"), gpu="T4")
 
 
 @pytest.mark.parametrize("gpu", ["T4", "A100-40GB"])  # a kernel of transformers, and PyTorch's

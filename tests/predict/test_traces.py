@@ -115,11 +115,6 @@ def test_few_tokens_on_a_base_in_4_bits_are_run():
     assert traces.log(recipe, card) == run_log(recipe, card)
 
 
-def test_a_depth_that_is_written_out():
-    recipe, card = Recipe("gpt2-medium", seq_len=128, attention="sdpa"), find_gpu(None)
-    as_run(recipe.but(batch_size=3, seq_len=512), card, Traces())
-
-
 def test_a_window_has_a_trace_on_either_side():
     narrow = models.resized("mistral-7b-tiny", sliding_window=256)
     recipe, card = Recipe(narrow, seq_len=64, attention="sdpa", precision="bf16"), find_gpu("L4")
@@ -160,14 +155,6 @@ def test_where_chunks_of_a_sequence_are_looped_over_each_size_is_run(monkeypatch
     assert Traces().of(recipe, card) is None
 
 
-def test_a_log_with_other_bytes_is_not_alike():
-    card = find_gpu("L4")
-    log = run_log(TINY, card)
-    assert are_alike(log, run_log(TINY, card))
-    assert not are_alike(log, run_log(TINY.but(seq_len=TINY.seq_len + 16), card))
-    assert not are_alike(log, run_log(TINY.but(checkpointing=True), card))
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("gpu", "kernel"), [("P100", "efficient"), ("L4", "flash")])
 def test_what_attention_rounds_up(gpu, kernel):
@@ -182,21 +169,6 @@ def test_what_attention_rounds_up(gpu, kernel):
         )
         assert any(kernel in str(birth.operation) for birth in run)
         assert [birth.nbytes for birth in by_trace] == [birth.nbytes for birth in run]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("base", ({}, {"lora_rank": 4, "base": "nf4"}))
-def test_all_micro_batches_wait_on_the_card(base):
-    """Of more of them the tokens are there, too."""
-    card = find_gpu("L4")
-    recipe = Recipe("llama-3-8b-tiny", seq_len=64, precision="fp16-amp", accumulation=5, **base)
-    traces = Traces()
-    for number in (2, 5, 300):
-        sized = recipe.but(batch_size=300, seq_len=512, accumulation=number)
-        full = run_log(sized, card)
-        by_trace, run = (serve(sized, one, card) for one in (traces.log(sized, card), full))
-        assert by_trace.peak_allocated == run.peak_allocated
-        assert by_trace.peak_reserved == run.peak_reserved
 
 
 @pytest.mark.slow
@@ -242,14 +214,6 @@ def test_a_trace_is_kept_for_the_next_process(tmp_path, monkeypatch):
     assert are_alike(again, Traces().log(recipe.but(batch_size=4), card))
     assert again.work and first.work
     assert len(list(tmp_path.iterdir())) == 2  # the passes and the updates
-
-
-def test_that_there_is_no_trace_is_kept_too(tmp_path):
-    store, known = Store(tmp_path), {}
-    store.write("a way", None)
-    store.read_into(known, "a way")
-    store.read_into(known, "another way")
-    assert known == {"a way": None}
 
 
 @pytest.mark.sampled(2)

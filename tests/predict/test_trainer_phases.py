@@ -4,7 +4,6 @@ import pytest
 
 from memlab.cli import main
 from memlab.predict.script import run_script
-from memlab.predict.trainer_phases import longest_of, text_sizes
 
 MiB = 2**20
 TRAINER = """
@@ -153,10 +152,3 @@ def test_seconds_are_those_of_a_whole_step(steps, tmp_path):
     assert run_script(path, gpu="T4").footprint.step_time is None
     path.write_text(STEPS.format(rows=8, steps=2))
     assert run_script(path, gpu="T4").footprint.step_time is not None
-
-
-def test_the_longest_texts_of_a_dataset():
-    texts = [{"text": "a" * n} for n in (3, 9, 1)]
-    assert text_sizes(texts) == [3, 9, 1]
-    assert list(longest_of(texts, 2)) == [texts[1], texts[0]]
-    assert longest_of(iter(texts), 2) is not None and text_sizes(iter(texts)) == []

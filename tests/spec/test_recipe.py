@@ -5,7 +5,6 @@ import json
 import pytest
 
 from memlab import Recipe
-from memlab.models import config
 
 
 def test_defaults_are_named_in_the_dictionary():
@@ -65,39 +64,22 @@ def test_llama_3_1_has_its_scaling_in_its_maximum():
         Recipe("llama-3.1-8b", seq_len=131_073)
 
 
-def test_a_config_is_a_model():
-    recipe = Recipe(model=config("gpt2-tiny"), seq_len=64)
-    assert recipe.as_dict()["model"] == "gpt2"
-
-
 @pytest.mark.parametrize(
     ("field", "value", "allowed"),
     [
         ("model", "bert-huge", "bert-large"),
         ("task", "translation", "causal-lm"),
         ("batch_size", 0, "from 1"),
-        ("batch_size", 2.5, "from 1"),
         ("batch_size", True, "from 1"),
-        ("seq_len", -1, "from 1"),
         ("seq_len", 513, "512"),
-        ("accumulation", 0, "from 1"),
         ("precision", "fp8", "bf16-amp"),
-        ("precision", ["bf16"], "bf16-amp"),
         ("optimizer", "adamw", "adamw_torch_fused"),
         ("checkpointing", "sometimes", "reentrant"),
-        ("attention", "flash", "sdpa"),
         ("set_to_none", "yes", "True"),
-        ("max_grad_norm", -1.0, "from 0"),
         ("max_grad_norm", float("inf"), "from 0"),
-        ("max_grad_norm", "1", "from 0"),
-        ("freeze", (-1,), "embeddings"),
         ("freeze", "-1", "embeddings"),
-        ("freeze", (2.5,), "embeddings"),
-        ("lora_rank", -1, "from 0"),
         ("lora_rank", 1.5, "from 0"),
         ("lora_dropout", 1.0, "below 1"),
-        ("lora_dropout", "much", "below 1"),
-        ("lora_targets", (), "all-linear"),
         ("lora_targets", (3,), "all-linear"),
     ],
 )
@@ -116,11 +98,9 @@ def test_bad_values_are_told_in_one_line(field, value, allowed):
     [
         ({"compute_dtype": "bf16"}, "compute_dtype is 'bf16' and base is 'none': it has no effect"),
         ({"double_quant": True}, "double_quant is True and base is 'none'"),
-        ({"block_size": 128}, "block_size is 128 and base is 'none'"),
         ({"upcast": False}, "upcast is False and base is 'none'"),
         ({"lora_rank": 2, "base": "int8", "double_quant": True}, "allowed is False, or a base of"),
         ({"lora_targets": "c_attn"}, "lora_targets is ('c_attn',) and lora_rank is 0"),
-        ({"lora_dropout": 0.1}, "lora_dropout is 0.1 and lora_rank is 0"),
         ({"lora_fp32": False}, "lora_fp32 is False and lora_rank is 0"),
         ({"base": "half"}, "base is 'half' and lora_rank is 0"),
         ({"lora_rank": 2, "base": "half"}, "precision is 'fp32': without autocast the base has"),
@@ -170,9 +150,18 @@ def test_training_arguments_say_the_same(tmp_path):
     assert arguments.activation_checkpointing_kwargs == {"use_reentrant": True}
 
 
-def test_what_the_trainer_cannot_do_is_refused():
-    with pytest.raises(ValueError, match="adamw_torch_loop"):
-        Recipe(optimizer="adamw_torch_loop").training_arguments()
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimizer": "adamw_torch_loop"},
+        {"loss": "chunked"},
+        {"step_in_backward": True},
+        {"optimizer_offload": "states", "optimizer": "adamw_torch_fused"},
+    ],
+)
+def test_what_the_trainer_cannot_do_is_refused(changes):
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        Recipe("gpt2-tiny", seq_len=16, **changes).training_arguments()
 
 
 @pytest.mark.parametrize("sharding, allowed", [("zero1", True), ("zero2", False), ("zero3", False)])

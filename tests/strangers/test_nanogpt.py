@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import one_line
 from torch import nn
 
 from memlab import SimulatedGPU
-from memlab.card.placement import NotSimulated
 
 VOCABULARY, BLOCK, WIDTH, BATCH = 1024, 128, 128, 4
 
@@ -199,11 +197,3 @@ def test_a_run_goes_on_from_its_checkpoint(folder):
     # The checkpoint's best loss has come to the card with the rest of it.
     assert second.peak_tensors == first.peak_tensors + 4
     assert second.peak_allocated == first.peak_allocated + 512
-
-
-@pytest.mark.slow
-def test_its_switch_to_compile_is_refused():
-    with SimulatedGPU("T4"):
-        with pytest.raises(NotSimulated, match="torch.compile is not simulated") as error:
-            torch.compile(GPT().to("cuda"))
-    one_line(error)

@@ -55,6 +55,5 @@ def test_it_holds_what_the_same_loop_holds_on_a_real_cpu(tmp_path):
     # A CPU keeps no buffers for its sums.
     with SimulatedGPU("T4", rules=frozenset(RULES) - {"sums of rows"}) as gpu:
         assert train(tmp_path, "cuda") == shape
-    print(gpu.footprint.breakdown)
     # A token more in every row would be 300 KB.
     assert_as_on_the_cpu(gpu.footprint, cpu, small=2**17)

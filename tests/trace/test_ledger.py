@@ -28,24 +28,9 @@ def log():
     return log
 
 
-def test_the_peak_is_the_highest_sum_and_is_broken_down_where_it_was(log):
-    found = log.footprint()
-    assert (found.peak_allocated, found.peak_phase, found.peak_reserved) == (10, BACKWARD, None)
-    held = {name: nbytes for name, nbytes in found.breakdown.items() if nbytes}
-    assert held == {"activations": 8, "gradients": 2}
-
-
 def test_the_first_of_equal_peaks_is_the_peak(log):
     log.birth(4, "temporary", STEP)  # 10 again
     assert log.peak()[2:] == (BACKWARD, 2)
-
-
-def test_after_a_reset_the_peak_begins_with_what_is_there(log):
-    log.reset_peak()
-    assert log.peak() == (6, 0, FORWARD, 5)
-    log.birth(1, "temporary", STEP)
-    assert log.footprint().peak_allocated == 7
-    assert log.footprint().timeline.totals() == [6, 7]
 
 
 def test_what_was_there_before_counts_in_every_moment(log):

@@ -4,7 +4,7 @@ from collections import Counter
 
 from memlab.footprint import Phase
 from memlab.trace.allocator import CachingAllocator
-from memlab.trace.events import Alloc, Free, Marker, WeightLoaded
+from memlab.trace.events import Alloc, Free, Marker
 from memlab.trace.ledger import Ledger
 from memlab.trace.log import Log, replay
 from memlab.trace.module_names import OUTSIDE
@@ -24,25 +24,13 @@ def a_ledger():
     return ledger
 
 
-def test_storages_of_like_birth_are_told_apart_by_their_place():
+def test_storages_of_like_birth_are_told_apart_by_their_place_and_layers_by_their_number():
     birth = Alloc(1000, "activations", FORWARD, "layers.*.mlp", "made before")
-    steps = Log.of(a_ledger(), Counter()).steps
     freed = Free(birth, BACKWARD, -1)
+    steps = Log.of(a_ledger(), Counter()).steps
     assert steps == [birth, birth, Marker.RESET, freed, Marker.EMPTY_CACHE, freed]
-
-
-def test_numbered_layers_differ():
     steps = Log.of(a_ledger(), Counter(), numbered=True).steps
     assert [step.module for step in steps[:2]] == ["layers.0.mlp", "layers.1.mlp"]
-
-
-def test_marks_come_before_their_entries_and_weights_are_counted():
-    log = Log.of(
-        a_ledger(), Counter({(6, True): 1, (2, True): 1}), marks=[(1, WeightLoaded("a", 0))]
-    )
-    assert log.steps[1] == WeightLoaded("a", 0)
-    assert log.weights == Counter({(6, True): 1, (2, True): 1})
-    assert log.parameters == log.trainable_parameters == 8
 
 
 def test_norms_of_gradients_are_as_many_as_weights_and_what_is_as_large_before_is_no_norm():

@@ -114,7 +114,6 @@ def test_the_peak_lacks_the_logits(loss):
     [
         ({"model": "bert-large"}, "loss is 'chunked' and task is 'sequence-classification'"),
         ({"model": "gemma-2-2b"}, "its logits are changed after the product"),
-        ({"model": transformers.GraniteConfig()}, "its logits are changed after the product"),
         ({"model": transformers.ModernBertDecoderConfig()}, "not given the last hidden states"),
         ({"model": "llama-3.2-1b", "loss": "fused"}, "allowed are whole, chunked, linear"),
     ],
@@ -163,9 +162,3 @@ def test_what_needs_a_trace_refuses_in_one_line(ask):
     with pytest.raises(ValueError) as error:
         ask(TINY.but(loss="chunked"))
     assert "loss" in one_line(error)
-
-
-def test_the_trainer_takes_the_models_own():
-    with pytest.raises(ValueError) as error:
-        TINY.but(loss="chunked").training_arguments()
-    assert "loss is 'chunked'" in one_line(error)

@@ -106,12 +106,6 @@ def test_what_a_family_keeps_in_fp32_is_not_quantized():
     assert training.step() > 0
 
 
-def test_the_trained_copy_of_a_head_is_not_loaded():
-    """A classifier over a base can be simulated: its copy comes after the checkpoint."""
-    found = simulate(QLORA.but(model="bert-large-tiny"))
-    assert 0 < found.peak_allocated <= found.peak_reserved
-
-
 def bits_per_weight(**changes):
     weights, nbytes = 0, 0
     recipe = QLORA.but(**changes)

@@ -125,24 +125,6 @@ def test_checkpointing_gives_the_gradient_of_none(how):
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
 
 
-def test_sdpa_gives_the_gradient_of_eager():
-    eager, sdpa = gradients(TINY), gradients(TINY.but(attention="sdpa"))
-    assert eager.step() == pytest.approx(sdpa.step(), rel=1e-9)
-    for one, other in zip(eager.model.parameters(), sdpa.model.parameters(), strict=True):
-        if one.grad is not None:
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=1e-9)
-
-
-def test_the_three_adamw_take_the_same_step():
-    results = []
-    for name in ("adamw_torch", "adamw_torch_loop", "adamw_torch_fused"):
-        training = Training(TINY.but(optimizer=name))
-        training.step()
-        results.append(torch.cat([p.detach().flatten() for p in training.model.parameters()]))
-    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(results[0], results[2], rtol=1e-5, atol=1e-7)
-
-
 def test_zero_grad_keeps_or_frees():
     kept, freed = Training(TINY.but(set_to_none=False)), Training(TINY)
     kept.step()
@@ -224,8 +206,6 @@ def test_an_8_bit_optimizer_without_bitsandbytes_is_refused(monkeypatch):
     [
         ("bert-large-tiny", "backbone", {"classifier.weight", "classifier.bias"}),
         ("bert-large-tiny", "bert.encoder,embeddings,pooler", {"classifier.weight"}),
-        ("bert-large-tiny", "embeddings,2", {"bert.pooler.dense.weight"}),
-        ("gpt2-tiny", "embeddings,1", {"transformer.h.1.mlp.c_fc.weight"}),
         ("llama-3-8b-tiny", (2,), {"model.embed_tokens.weight", "lm_head.weight"}),
         ("deberta-v3-base-tiny", "embeddings,1", {"deberta.encoder.layer.1.output.dense.weight"}),
     ],
@@ -258,7 +238,6 @@ def test_what_cannot_be_frozen_is_told(parts):
         ("llama-3-8b-tiny", "q_proj,v_proj", "causal-lm"),
         ("gpt2-tiny", "c_attn", "causal-lm"),
         ("bert-large-tiny", "all-linear", "sequence-classification"),
-        ("bert-large-tiny", ("query",), "masked-lm"),
     ],
 )
 def test_lora_trains_adapters_and_a_new_head_only(model, targets, task):
@@ -305,14 +284,6 @@ def test_adapters_of_experts_by_their_usual_names(model, experts):
     with_experts = Training(recipe.but(lora_targets=USUAL + experts))
     assert with_experts.trainable_parameters > attention
     assert with_experts.step() > 0
-
-
-def test_lora_counts_are_rank_times_both_sides():
-    recipe = Recipe(model="llama-3-8b-tiny", lora_rank=4, lora_targets="q_proj", seq_len=16)
-    training = Training(recipe)
-    linear = [m for n, m in training.model.named_modules() if n.endswith("q_proj")]
-    sides = sum(m.in_features + m.out_features for m in linear)
-    assert training.trainable_parameters == 4 * sides
 
 
 @pytest.mark.parametrize("fp32", [True, False])

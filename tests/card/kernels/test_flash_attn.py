@@ -120,7 +120,6 @@ def test_a_packed_recipe_is_one_row_of_all_texts():
 @pytest.mark.parametrize(
     ("changes", "gpu", "said"),
     [
-        ({}, "T4", "precision is 'bf16'"),
         ({"precision": "fp16"}, "T4", "compute capability 7.5, flash-attn needs 8.0"),
         ({"precision": "fp32"}, CARD, "flash-attn computes in half precision"),
     ],
