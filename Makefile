@@ -29,7 +29,7 @@ help:
 	@echo "make test      style, stored outputs, unit tests, chapters, book, rendered pages"
 	@echo "make nightly   what takes longer: slow tests, readers' edits, every chapter on two stand-in cards, all pages and views"
 	@echo "make portable-oldest, make portable-avx2   units and chapters as other processors compute them"
-	@echo "make lint      style of modules and notebooks, stored outputs, folded cells"
+	@echo "make lint      style of modules, notebooks and prose, stored outputs, folded cells"
 	@echo "make units     the tests that need no rendered book"
 	@echo "make pages     the tests of the rendered book as it stands in _build"
 	@echo "make format    put modules and notebooks into style, fold cells as tagged, drop outputs"
@@ -135,6 +135,7 @@ lint: stripped
 	$(BIN)/deptry memlab
 	$(BIN)/mypy
 	$(BIN)/zizmor --offline --quiet .github
+	$(BIN)/python tools/check_prose.py
 
 stripped: $(READY)
 	@$(if $(NOTEBOOKS),$(BIN)/$(STRIP) --verify $(NOTEBOOKS) || { echo "Chapters are stored without outputs: make strip"; exit 1; },:)

@@ -126,7 +126,7 @@ class StepTime:
     low, expected, high: seconds, where programs reach more, as much or less of the card's data
     sheet than is usual. parts: part of the step -> its seconds; they sum to `expected`. flops:
     operations of all matrix products, without those that activation checkpointing repeats.
-    peak_rate: operations a second of the fastest format that the step multiplies in. samples:
+    peak_rate: operations per second of the fastest format that the step multiplies in. samples:
     sequences of the step, None in a loop of the reader's own. sent: bytes that this rank sends to
     others, of which `communication` is what no kernels hide.
     """
@@ -152,7 +152,7 @@ class StepTime:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Sequences a second, by the expected time."""
+        """Sequences per second, by the expected time."""
         return None if self.samples is None else self.samples / self.expected
 
     @property
@@ -225,7 +225,7 @@ class Footprint:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Sequences a second by the estimate; None without one and in a loop of one's own."""
+        """Sequences per second by the estimate; None without one and in a loop of one's own."""
         return self.step_time.samples_per_second if self.step_time else None
 
     @property

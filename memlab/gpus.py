@@ -85,12 +85,13 @@ class GPU:
     processors is the number of streaming multiprocessors, as NVIDIA's data sheets give it; some
     libraries choose kernels by it. sources says where total_memory and context come from.
 
-    rates: number format -> operations a second of a dense matrix product, without sparsity: of
+    rates: number format -> operations per second of a dense matrix product, without sparsity: of
     tensor cores that add in fp32 where the card has them, else of ordinary cores. bandwidth: bytes
-    a second of its memory. Both are NVIDIA's (rates_source); empty and None where no card is named.
+    per second of its memory. Both are NVIDIA's (rates_source); empty and None where no card is
+    named.
     cache: bytes of its L2 cache, by NVIDIA's data sheets and whitepapers, 0 where it is not known.
 
-    measured: number format -> operations a second that large products of PyTorch's were found to
+    measured: number format -> operations per second that large products of PyTorch's were found to
     reach, (least, expected, most), of the formats of which such figures were found
     (measured_source); all three are one where a card keeps its clock. share_of_bandwidth:
     what kernels that compute little reach of the bandwidth, the mean of element-wise ones, layer
@@ -122,7 +123,7 @@ class GPU:
     pace: float | None = None
 
     def rate(self, dtype: str) -> float | None:
-        """Operations a second in a format; None where the card does not compute in it.
+        """Operations per second in a format; None where the card does not compute in it.
 
         A card without tensor cores for tf32 computes such products in fp32.
         """
@@ -130,7 +131,7 @@ class GPU:
         return self.rates.get(dtype)
 
     def reached(self, dtype: str) -> Reached | None:
-        """Operations a second that large products reach in a format: (least, expected, most).
+        """Operations per second that large products reach in a format: (least, expected, most).
 
         What was measured, where there are such figures; else the share of the data
         sheet that the card's own tensor cores reach in half precision, or that cards like it do:
@@ -149,7 +150,7 @@ class GPU:
 
     @property
     def traffic(self) -> float:
-        """Bytes a second that kernels which compute little reach; by the median of others' shares
+        """Bytes per second that kernels which compute little reach; by the median of others' shares
         where none was measured."""
         assert self.bandwidth is not None  # of a card with rates, which alone has seconds
         shares = [card.share_of_bandwidth for card in GPUS.values() if card.share_of_bandwidth]
@@ -212,7 +213,7 @@ class GPU:
 
 
 def _reached(tera: float | list[float]) -> Reached:
-    """(least, expected, most) of a number of 10^12 operations a second, or of three."""
+    """(least, expected, most) of a number of 10^12 operations per second, or of three."""
     least, expected, most = tera if isinstance(tera, list) else [tera] * 3
     return least * 1e12, expected * 1e12, most * 1e12
 
@@ -314,7 +315,7 @@ def find_gpu(card: str | int | float | GPU | None) -> GPU:
     may take, so its context is 0; the other rules are those of `ANY_CARD`, and it has no seconds.
     A number below 1,000 is one of GiB. A size as on a box, such as "24GB", is the least that a card
     of that size leaves to PyTorch, or so many billions of bytes where no card has it; the card's
-    name says which. Where seconds are wanted for a card of one's own, give it rates, operations a
+    name says which. Where seconds are wanted for a card of one's own, give it rates, operations per
     second of each format that is multiplied (some products are in fp32 in every precision), and a
     bandwidth:
 

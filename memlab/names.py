@@ -116,7 +116,7 @@ def like(words: set[str], name: str) -> bool:
 
 
 def _number(words: set[str]) -> tuple[str, str]:
-    """The letters and digits of the word that numbers a card; of a size where there is no other."""
+    """The letters and digits of a card's model number; of a size where there is no other."""
     for word in sorted(words, key=lambda word: word.endswith("gb")):
         if found := re.match(r"([a-z]{0,2})(\d+)", word):
             return found[1], found[2]

@@ -16,11 +16,11 @@ SEQUENCES = 512  # of each run
 
 
 def guide_runs(*names: str) -> pd.DataFrame:
-    """Printed runs by their names, each simulated with today's kernels: a row a run.
+    """Printed runs by their names, each simulated with today's kernels: one row per run.
 
     simulated, published: bytes of the card, with the context that the guide's own measured;
     ratio: of the two. s, samples/s: printed; consistent: whether these two agree.
-    footprint: simulated; rate: its samples a second, estimated; low, high: seconds of the run.
+    footprint: simulated; rate: its samples per second, estimated; low, high: seconds of the run.
     said, in time: what `estimated_run` makes of it.
 
     Raises KeyError for a name that the guide does not have.

@@ -127,7 +127,7 @@ def live_table(
     pairs: Mapping[str, tuple[Footprint, Footprint | Measurement]],
     categories: Iterable[Category] = (),
 ) -> pd.DataFrame:
-    """Tensors at the peak as predicted and as measured, a row a run, in MiB.
+    """Tensors at the peak as predicted and as measured, one row per run, in MiB.
 
     pairs: label -> (Footprint predicted, Footprint or Measurement of the device that is here).
     categories: of the breakdown, each with two columns of its own, after the error (a share of
@@ -176,9 +176,9 @@ def signed(share: float, digits: int = 2) -> str:
 def bars(
     rows: Mapping[str, Footprint | Measurement], limit: str | int | None = None, title: str = ""
 ) -> Figure:
-    """Stacked horizontal bars of the peaks by category, a bar a run, in GiB.
+    """Stacked horizontal bars of the peaks by category, one bar per run, in GiB.
 
-    rows: by their labels. A Footprint's estimated seconds a step, where it has
+    rows: by their labels. A Footprint's estimated seconds per step, where it has
         some, stand beside its bar.
     limit: a card's name or a number of bytes, drawn as a line where its memory ends.
     """

@@ -73,7 +73,7 @@ _original_try_get_data = dataloader._MultiProcessingDataLoaderIter._try_get_data
 def _packed_sequences(position_ids):
     """Which sequence each token belongs to, where the values of the positions are known.
 
-    Positions without data count as those of one sequence a row.
+    Positions without data count as those of one sequence per row.
     """
     data = values_of(position_ids)
     if data is None or _with_data(_original_find_packed)(data) is None:

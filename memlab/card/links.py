@@ -30,7 +30,7 @@ CARDS = 8  # of a machine
 
 
 def link_rate(gpu: GPU, link: str | None = None, cards: int = CARDS) -> float:
-    """Bytes a second that a rank sends over a link, in one direction, while all ranks send.
+    """Bytes per second that a rank sends over a link, in one direction, while all ranks send.
 
     link: a name of `LINKS`; None takes NVLink where the card has it, and else PCIe. One between
     machines (`infiniband-400`, with eight ports a machine of eight cards; `ethernet-100` and
@@ -50,7 +50,7 @@ def link_rate(gpu: GPU, link: str | None = None, cards: int = CARDS) -> float:
 
 
 def host_rate(gpu: GPU) -> float:
-    """Bytes a second between a card and the host's memory, in one direction, over PCIe.
+    """Bytes per second between a card and the host's memory, in one direction, over PCIe.
 
     Raises ValueError for a card whose PCIe is not known.
     """

@@ -43,7 +43,7 @@ class Efficiency:
 
     products: share of what large products reach, once `busy` is counted. attention: the same of
     fused attention, and of what else has no tiles.
-    memory: kernels' bytes a second, times what they reach on the card (`GPU.traffic`).
+    memory: kernels' bytes per second, times what they reach on the card (`GPU.traffic`).
     cache: how many times the memory's rate the L2 cache's is.
     coded: clocks of a processor for an element of a weight with states in 8 bits.
     kernel: seconds that the shortest kernel takes.
@@ -197,7 +197,7 @@ def step_time(
 
 
 def _over(cards: np.ndarray | int, gpu: GPU, link: str | None) -> np.ndarray:
-    """Bytes a second of each operator's group, if it has one."""
+    """Bytes per second of each operator's group, if it has one."""
     kinds, of = np.unique(cards, return_inverse=True)
     return np.array([link_rate(gpu, link, int(kind)) for kind in kinds])[of]
 

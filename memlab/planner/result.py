@@ -131,7 +131,7 @@ class Option:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Sequences a second, by the estimate."""
+        """Sequences per second, by the estimate."""
         sequences = self.recipe.batch_size * self.recipe.accumulation * self.recipe.ranks
         return None if self.seconds is None else sequences / self.seconds
 
@@ -154,12 +154,12 @@ class Option:
         return f"{text}, {self.time()}" if self.seconds else text
 
     def time(self) -> str:
-        """The seconds of a step and the sequences a second, where they are known."""
+        """The seconds of a step and the sequences per second, where they are known."""
         assert self.seconds is not None
         return f"{seconds_text(self.seconds)} a step, {self.rate()} sequences/s"
 
     def rate(self) -> str:
-        """Sequences a second, three figures that count."""
+        """Sequences per second, three figures that count."""
         rate = self.samples_per_second
         if not rate:
             return "unknown"

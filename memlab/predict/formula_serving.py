@@ -129,7 +129,7 @@ def _tensors(config) -> dict[str, Counter]:
 
 
 def _nf4(numbers: int) -> list[int]:
-    """Half a byte a weight, a byte for each 64, 4 for each 256 of these, and the tables."""
+    """Bytes of NF4's tensors: packed weights, 8-bit scales, their scales, tables, offset."""
     blocks = -(-numbers // 64)
     return [-(-numbers // 2), blocks, 4 * -(-blocks // 256), 4 * 16, 4 * 256, 4]
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def runs_of(device: str) -> pd.DataFrame:
-    """A row a run that memlab recorded on a card: bytes and seconds beside the kept predictions.
+    """One row per run that memlab recorded on a card: bytes, seconds and the kept predictions.
 
     device: the card's name, as its driver says it. allocated, reserved (MiB) and s a step as
     recorded, each with the prediction's error; context (MiB); inside: whether the seconds lie in

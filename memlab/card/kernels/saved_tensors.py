@@ -37,7 +37,7 @@ def is_simulated(tensor: torch.Tensor) -> bool:
 
 
 def dropout(input, p, train):
-    """CUDA keeps a mask of one byte an element; the CPU keeps one as wide as the input.
+    """CUDA keeps a mask of one byte per element; the CPU keeps one as wide as the input.
 
     aten/src/ATen/native/Dropout.cpp: `is_fused_kernel_acceptable` sends CUDA tensors with
     0 < p < 1 to `native_dropout`.
@@ -67,7 +67,7 @@ def _fused_softmax(kernel, input, dim, dtype):
 
 
 def fused_rms_norm(input, normalized_shape, weight, eps):
-    """CUDA normalizes in one kernel and keeps a number a row; a CPU takes it apart.
+    """CUDA normalizes in one kernel and keeps one number per row; a CPU takes it apart.
 
     aten/src/ATen/native/layer_norm.cpp: `rms_norm_symint` asks for it where the dtypes agree. This
     is for tensors that have data; a mode sees the operator itself.

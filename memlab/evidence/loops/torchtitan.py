@@ -1,4 +1,4 @@
-"""torchtitan's Llama 3.1 8B under FSDP2: bf16, 2 x 8,192 tokens a rank, on 8 and on 128 H100s.
+"""torchtitan's Llama 3.1 8B under FSDP2: bf16, 2 x 8,192 tokens per rank, on 8 and 128 H100s.
 
 pytorch/torchtitan (BSD-3-Clause), benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, the
 rows "FSDP": the peak of reserved memory that its log prints. The loop below says in plain PyTorch
