@@ -233,8 +233,7 @@ def test_what_is_short_or_in_one_chapter_is_no_twin():
     assert twins([(("04", "one"), long), (("04", "other"), long)]) == []
 
 
-# Rooms behind the door that a chapter names because they are its subject; all may name those of
-# `memlab.book.chapters`.
+# Rooms behind the door that a chapter names because they are its subject.
 ROOMS = {
     "01-measuring": {"memlab.trace.allocator"},
     "14-attention-deeper": {"memlab.card.kernels.sdpa"},
@@ -276,12 +275,11 @@ def test_a_chapter_comes_in_by_the_door(path):
     for door in (memlab.book, memlab.panels):
         allowed |= {(door.__name__, name) for name in door.__all__}
     inside = set(imports_of_memlab(path)) - allowed
-    rooms = ("memlab.book.chapters", *ROOMS.get(path.stem, ()))
+    rooms = ROOMS.get(path.stem, ())
     strangers = {
         (module, name)
         for module, name in inside
-        if not module.startswith("memlab.book.chapters.")  # what one chapter uses
-        and not any(
+        if not any(
             f"{place}.".startswith(f"{room}.")
             for room in rooms
             for place in (module, f"{module}.{name}")

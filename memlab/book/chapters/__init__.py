@@ -1,1 +1,0 @@
-"""What one chapter uses alone."""
