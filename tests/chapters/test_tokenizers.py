@@ -94,9 +94,9 @@ def test_a_text_without_words_is_refused(chapter):
 
 def test_only_what_the_assistant_says_is_trained(chapter):
     run("chat-template chat-masks", chapter)
-    trained = chapter["talk"].decode(chapter["ids"][chapter["said"] == 1])
+    trained = chapter["talk"].decode(chapter["ids"][chapter["by_assistant"] == 1])
     assert trained.replace(" ", "") == "Itissquare.</s>"  # its end is, too
-    assert 0 < chapter["said"].sum() < len(chapter["said"])
+    assert 0 < chapter["by_assistant"].sum() < len(chapter["by_assistant"])
     turns = chapter["turns"] + [
         {"role": "user", "content": "Why?"},
         {"role": "assistant", "content": "All axes agree."},
