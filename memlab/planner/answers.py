@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 from memlab import models
-from memlab.card.collectives import SHARE
 from memlab.card.links import link_rate
-from memlab.card.op_work import Work
 from memlab.card.step_time import step_time
-from memlab.footprint import Phase
 from memlab.gpus import GPU, GPUS
+from memlab.planner.replicas import gradient_bytes, is_replicated, replica
 from memlab.planner.result import Option, Question, described, is_paged
 from memlab.predict.fit import largest_size, room, verdict, why_no_larger
 from memlab.predict.simulate import peak_allocated_of, sized_log
 from memlab.spec.recipe import Recipe
-from memlab.trace.log import UPDATE, Log
+from memlab.trace.log import Log
 
 LIKE = GPUS["A100-80GB"]  # how quick a card is that is only bytes
 
@@ -45,51 +42,37 @@ class Answers:
         key = _key(recipe)
         if key not in self._peaks:
             self.say(f"tracing {described(recipe)}")
-            buckets = self._buckets(recipe)
-            alone = recipe.but(ranks=1) if buckets else recipe
-            self._peaks[key] = peak_allocated_of(alone, self.card) + buckets + self.context
+            self._peaks[key] = self._peak(recipe) + self.context
         return self._peaks[key]
+
+    def _peak(self, recipe: Recipe) -> int:
+        if not is_replicated(recipe):
+            return peak_allocated_of(recipe, self.card)
+        alone = recipe.but(ranks=1)
+        gradients = sized_log(alone, self.card).trainable_parameters * gradient_bytes(recipe)
+        return peak_allocated_of(alone, self.card) + gradients
 
     def log(self, recipe: Recipe) -> Log:
         """What a recipe does to memory, whose seconds and assumptions are remembered."""
         self.say(f"simulating {described(recipe)} on {self.card.name}")
-        log = sized_log(recipe, self.card)
-        self._assumed[_key(recipe)] = log.assumptions
-        self._seconds[_key(recipe)] = self._time_of(log.work, recipe)
+        if is_replicated(recipe):
+            log = replica(sized_log(recipe.but(ranks=1), self.card), recipe)
+        else:
+            log = sized_log(recipe, self.card)
+        key, samples = _key(recipe), recipe.batch_size * recipe.accumulation
+        self._assumed[key] = log.assumptions
+        try:
+            time = step_time(log.work, self.like, samples, self.question.link)
+            self._seconds[key] = time.expected
+        except ValueError:
+            self._seconds[key] = None
         return log
 
-    def _buckets(self, recipe: Recipe) -> int:
-        """Bytes of the buckets in which DistributedDataParallel sums gradients; 0 without it.
-
-        A rank of it is a run of its own, of all layers, because buckets do not follow layers. What
-        it holds is what one card holds alone, and a second copy of all gradients.
-        """
-        if not is_replicated(recipe):
-            return 0
-        size = 2 if recipe.precision in ("bf16", "fp16") else 4
-        return size * sized_log(recipe.but(ranks=1), self.card).trainable_parameters
-
     def time(self, recipe: Recipe) -> float | None:
-        """The estimated seconds of a step, as if no state moved between card and host.
-
-        Of replicas that nobody has simulated yet those of one card alone, whose gradients are sent
-        during the backward pass.
-        """
-        if _key(recipe) not in self._seconds and is_replicated(recipe):
-            sent = round(self._buckets(recipe) * SHARE["allreduce_"](recipe.ranks))
-            log = sized_log(recipe.but(ranks=1), self.card)
-            send = Work(0, "", (), (), 0, 0, Phase.BACKWARD, False, UPDATE, sent)
-            return self._time_of(log.work + Counter([send]), recipe)
+        """The estimated seconds of a step, as if no state moved between card and host."""
         if _key(recipe) not in self._seconds:
             self.log(recipe)
         return self._seconds[_key(recipe)]
-
-    def _time_of(self, work: Counter[Work], recipe: Recipe) -> float | None:
-        samples = recipe.batch_size * recipe.accumulation
-        try:
-            return step_time(work, self.like, samples, self.question.link).expected
-        except ValueError:
-            return None
 
     def seconds(self, recipe: Recipe) -> float | None:
         """The estimated seconds of a step; None where states move, or the host does the step."""
@@ -138,11 +121,6 @@ def has_runs_only(recipe: Recipe) -> bool:
     chunks of a sequence.
     """
     return recipe.loss != "whole" or hasattr(models.config(recipe.model), models.OF_DELTA_RULE)
-
-
-def is_replicated(recipe: Recipe) -> bool:
-    """Whether each rank holds the whole model: DistributedDataParallel alone."""
-    return recipe.ranks > 1 and recipe.sharding == "ddp"
 
 
 def _key(recipe: Recipe) -> tuple:
