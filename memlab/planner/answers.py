@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 
 from memlab import models
 from memlab.card.links import link_rate
 from memlab.card.step_time import step_time
 from memlab.gpus import GPU, GPUS
-from memlab.planner.replicas import gradient_bytes, is_replicated, replica
+from memlab.planner.replicas import log_of, peak_allocated_of
 from memlab.planner.result import Option, Question, described, is_paged
 from memlab.predict.fit import largest_size, room, verdict, why_no_larger
-from memlab.predict.simulate import peak_allocated_of, sized_log
 from memlab.spec.recipe import Recipe
 from memlab.trace.log import Log
 
@@ -42,23 +42,13 @@ class Answers:
         key = _key(recipe)
         if key not in self._peaks:
             self.say(f"tracing {described(recipe)}")
-            self._peaks[key] = self._peak(recipe) + self.context
+            self._peaks[key] = peak_allocated_of(recipe, self.card) + self.context
         return self._peaks[key]
-
-    def _peak(self, recipe: Recipe) -> int:
-        if not is_replicated(recipe):
-            return peak_allocated_of(recipe, self.card)
-        alone = recipe.but(ranks=1)
-        gradients = sized_log(alone, self.card).trainable_parameters * gradient_bytes(recipe)
-        return peak_allocated_of(alone, self.card) + gradients
 
     def log(self, recipe: Recipe) -> Log:
         """What a recipe does to memory, whose seconds and assumptions are remembered."""
         self.say(f"simulating {described(recipe)} on {self.card.name}")
-        if is_replicated(recipe):
-            log = replica(sized_log(recipe.but(ranks=1), self.card), recipe)
-        else:
-            log = sized_log(recipe, self.card)
+        log = log_of(recipe, self.card)
         key, samples = _key(recipe), recipe.batch_size * recipe.accumulation
         self._assumed[key] = log.assumptions
         try:
@@ -96,11 +86,14 @@ class Answers:
     def with_sizes(self, option: Option) -> Option:
         """The option with its largest micro-batch and its longest sequence, where traces say."""
         recipe = option.recipe
-        if has_runs_only(recipe) or is_replicated(recipe):
+        if has_runs_only(recipe):
             return option
         self.say(f"looking for the largest sizes of {described(recipe)}")
-        batch, _ = largest_size(recipe, self.card, "batch_size", self.margin, True)
-        length, following = largest_size(recipe, self.card, "seq_len", self.margin, True)
+        asked = functools.partial(
+            largest_size, recipe, self.card, log_of=log_of, peak_of=peak_allocated_of
+        )
+        batch, _ = asked("batch_size", self.margin, True)
+        length, following = asked("seq_len", self.margin, True)
         return dataclasses.replace(
             option,
             largest_batch=batch,

@@ -15,11 +15,15 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from memlab.card.collectives import SHARE
 from memlab.card.op_work import Work
 from memlab.footprint import Category, Phase
+from memlab.gpus import GPU
+from memlab.predict import simulate
+from memlab.predict.simulate import sized_log
+from memlab.predict.traces import is_deep
 from memlab.spec.recipe import Recipe
 from memlab.trace.events import Alloc, Free, Marker, TraceEvent
 from memlab.trace.log import Event, Log
@@ -31,9 +35,25 @@ BUCKET = 25 * MiB  # DistributedDataParallel's bucket_cap_mb
 SENT, IN_FLIGHT = 250 * MiB, 2  # its broadcast_bucket_size; kMaxInFlight of comm.cpp
 
 
+def log_of(recipe: Recipe, card: GPU) -> Log:
+    """As `memlab.predict.simulate.sized_log`, of a replica by one card's trace."""
+    if not is_replicated(recipe):
+        return sized_log(recipe, card)
+    return replica(sized_log(recipe.but(ranks=1), card), recipe)
+
+
+def peak_allocated_of(recipe: Recipe, card: GPU) -> int:
+    """As `memlab.predict.simulate.peak_allocated_of`, of a replica by one card's trace."""
+    if not is_replicated(recipe):
+        return simulate.peak_allocated_of(recipe, card)
+    alone = recipe.but(ranks=1)
+    gradients = sized_log(alone, card).trainable_parameters * gradient_bytes(recipe)
+    return simulate.peak_allocated_of(alone, card) + gradients
+
+
 def is_replicated(recipe: Recipe) -> bool:
-    """Whether each rank holds the whole model: DistributedDataParallel alone."""
-    return recipe.ranks > 1 and recipe.sharding == "ddp"
+    """Whether each rank holds the whole of a model whose layers take long to run one by one."""
+    return recipe.ranks > 1 and recipe.sharding == "ddp" and is_deep(recipe)
 
 
 def gradient_bytes(recipe: Recipe) -> int:
@@ -56,15 +76,15 @@ def replica(log: Log, recipe: Recipe) -> Log:
     return ReplicaLog([], log.weights, added, done, alone=log, buckets=buckets)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReplicaLog(Log):
     """The log of one card with what DistributedDataParallel makes when it wraps the model.
 
     alone: the log. buckets: their bytes.
     """
 
-    alone: Log | None = None
-    buckets: list[int] = field(default_factory=list)
+    alone: Log
+    buckets: list[int]
 
     def events(self) -> Iterator[Event]:
         """As `Log.events`. One bucket holds all until their order is known, in the second step."""
@@ -97,7 +117,7 @@ def sent_weights(weights: list[Alloc]) -> Iterator[Event]:
     """The first rank sends its weights to the others, of each dtype in chunks, two at a time."""
     items = dict.fromkeys(weight.item for weight in weights)
     sent = [chunks([w.nbytes for w in weights if w.item == item], SENT) for item in items]
-    waiting = []
+    waiting: list[Event] = []
     for number, nbytes in enumerate(itertools.chain(*sent)):
         if len(waiting) == IN_FLIGHT:
             yield waiting.pop(0)

@@ -261,12 +261,15 @@ def largest_size(
     field: str,
     margin: float = MARGIN,
     own_fits: bool | None = None,
+    log_of: Callable[..., Log] = sized_log,
+    peak_of: Callable[..., int] = peak_allocated_of,
 ) -> tuple[int, int | None]:
     """(the largest value that fits or 0, the next one or None), as in `largest`.
 
     Where the recipe's own value fits, so does the answer, which is no smaller. A longer sequence
     can reserve fewer bytes, so between smaller ones that do not fit there may be larger that do.
-    own_fits: whether it does, None where that is to be found.
+    own_fits: whether it does, None where that is to be found. log_of, peak_of: what a size does to
+    memory, and its peak, as `memlab.predict.simulate` gives them.
     """
     smaller = _less_margin(card, margin)
     end = _longest(recipe) if field != "batch_size" else None
@@ -277,11 +280,11 @@ def largest_size(
         return recipe.but(**{field: steps * step})
 
     def tensors(steps: int) -> int:
-        return peak_allocated_of(sized(steps), card)
+        return peak_of(sized(steps), card)
 
     def fits(steps: int) -> bool:
         one = sized(steps)
-        return peak_reserved_of(one, sized_log(one, card), smaller) is not None
+        return peak_reserved_of(one, log_of(one, card), smaller) is not None
 
     every = end // step
     first = min(max(1, getattr(recipe, field) // step), every)
