@@ -5,6 +5,18 @@ import random
 from fractions import Fraction
 from itertools import pairwise
 
+import ml_dtypes
+import numpy as np
+
+# Each small float by a library: its dtype there, and the dtype of its codes.
+ML_DTYPES = {
+    "bf16": (ml_dtypes.bfloat16, np.uint16),
+    "fp16": (np.float16, np.uint16),
+    "fp8 E5M2": (ml_dtypes.float8_e5m2, np.uint8),
+    "fp8 E4M3": (ml_dtypes.float8_e4m3fn, np.uint8),
+    "fp4 E2M1": (ml_dtypes.float4_e2m1fn, np.uint8),
+}
+
 
 def value(known, code):
     """What a code stands for, from the definition: a Fraction, an infinity or NaN."""

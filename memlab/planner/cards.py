@@ -46,7 +46,7 @@ class Cards:
         asked = self.question
         head = (
             f"{name_of_model(asked.model)}: {asked.effective_batch} sequences of "
-            f"{asked.seq_len:,} tokens a step"
+            f"{asked.seq_len:,} tokens per step"
         )
         rows = [
             [card, *(_cell(ways.get(way)) for way in asked.ways)]

@@ -297,7 +297,7 @@ class Plan:
         assert card.total_memory is not None  # a plan is for a card with a limit
         usable = self.start.total_memory - self.start.margin
         head = (
-            f"{asked.effective_batch} sequences of {asked.seq_len:,} tokens a step. GiB include "
+            f"{asked.effective_batch} sequences of {asked.seq_len:,} tokens per step. GiB include "
             f"the context; {usable / GiB:,.1f} of the card's {gib(card.total_memory)} may be used."
         )
         lines = [f"{self.verdict()}.", *self._choice(), head, "", _table(self.tiers.values())]

@@ -269,7 +269,7 @@ def _unlike_usual(config) -> str:
         return "its projection to queries, keys and values has the prime factor of a head's size"
     narrow = getattr(config, "embedding_size", None) or config.hidden_size
     if narrow != config.hidden_size:
-        return f"its embeddings have {narrow} numbers a token and its layers {config.hidden_size}"
+        return f"its embeddings have {narrow} numbers per token and its layers {config.hidden_size}"
     return ""
 
 

@@ -226,7 +226,7 @@ def test_weights_that_are_gathered_in_float8_are_sent_at_half_the_bytes():
     plain, eight = trained(False), trained(True)
     assert plain.breakdown["parameters"] == eight.breakdown["parameters"]
     assert plain.breakdown["optimizer_states"] == eight.breakdown["optimizer_states"]
-    # Gathered for both passes in 1 byte a weight, not 2; gradients are sent in bf16.
+    # Gathered for both passes in 1 byte per weight, not 2; gradients are sent in bf16.
     gathered = 2 * LAYERS * WIDE * WIDE * 3 // 4
     assert plain.step_seconds.sent == 3 * gathered
     assert eight.step_seconds.sent == pytest.approx(2 * gathered, rel=0.01)

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from exact import exact_code, finite, interesting, value
+from exact import ML_DTYPES, exact_code, finite, interesting, value
 from notebook import Notebook
 
 CHAPTER = Notebook("02-dtypes")
@@ -17,13 +17,6 @@ TORCH = {
     "fp16": torch.float16,
     "fp8 E5M2": torch.float8_e5m2,
     "fp8 E4M3": torch.float8_e4m3fn,
-}
-ML_DTYPES = {
-    "bf16": (ml_dtypes.bfloat16, np.uint16),
-    "fp16": (np.float16, np.uint16),
-    "fp8 E5M2": (ml_dtypes.float8_e5m2, np.uint8),
-    "fp8 E4M3": (ml_dtypes.float8_e4m3fn, np.uint8),
-    "fp4 E2M1": (ml_dtypes.float4_e2m1fn, np.uint8),
 }
 SMALL = [name for name, known in FORMATS.items() if known.bits <= 16]
 

@@ -80,4 +80,4 @@ def test_tensor_parallelism_divides_activations_inside_of_the_blocks_alone():
     one, two, eight = map(kept_by_layer, (1, 2, 8))
     inside = 2 * (one - two)
     assert eight == pytest.approx(one - inside * 7 / 8, rel=0.01)  # linear in what is split
-    assert one - inside > 4 * 2 * 32 * 128 * 4  # four fp32 rows a token stay whole
+    assert one - inside > 4 * 2 * 32 * 128 * 4  # four fp32 rows per token stay whole

@@ -4,11 +4,10 @@ import json
 import math
 import struct
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from exact import exact_code, finite, interesting, value
+from exact import ML_DTYPES, exact_code, finite, interesting, value
 from notebook import Notebook
 
 from memlab.panels.bits import BitExplorer
@@ -22,13 +21,6 @@ TORCH = {
     "fp16": (torch.float16, torch.int16),
     "fp8 E5M2": (torch.float8_e5m2, torch.uint8),
     "fp8 E4M3": (torch.float8_e4m3fn, torch.uint8),
-}
-ML_DTYPES = {
-    "bf16": (ml_dtypes.bfloat16, np.uint16),
-    "fp16": (np.float16, np.uint16),
-    "fp8 E5M2": (ml_dtypes.float8_e5m2, np.uint8),
-    "fp8 E4M3": (ml_dtypes.float8_e4m3fn, np.uint8),
-    "fp4 E2M1": (ml_dtypes.float4_e2m1fn, np.uint8),
 }
 INTEGERS = {"int16": torch.int16, "int8": torch.int8}
 SMALL = [name for name, known in FORMATS.items() if known.bits <= 16]
