@@ -136,6 +136,17 @@ def pinned(name):
     return re.search(rf"^{name}==(\S+)", pins, re.MULTILINE)[1]
 
 
+def test_a_card_without_the_format_is_refused():
+    with pytest.raises(ValueError, match="T4"):
+        formula(Recipe("gpt2", seq_len=64, precision="bf16", attention="sdpa"), "T4")
+
+
+def test_without_a_card_there_are_no_seconds_and_it_says_why():
+    footprint = formula(Recipe("bert-large"))
+    with pytest.raises(ValueError, match="name a card|no rates"):
+        print(footprint.step_seconds)
+
+
 def test_kept_answers_are_of_the_libraries_that_the_book_is_tested_with():
     """After an update tools/keep_answers.py makes them anew. (Of the kept predictions a sample is
     made anew in evidence/test_loops.py.)"""

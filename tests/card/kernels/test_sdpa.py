@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memlab import SimulatedGPU
 from memlab.card.kernels.rules import cuda_kernels
-from memlab.card.kernels.sdpa import sdpa_refusals, sdpa_route
+from memlab.card.kernels.sdpa import model_routes, sdpa_refusals, sdpa_route
 from memlab.gpus import ANY_CARD
 from memlab.trace.tracer import Tracer
 
@@ -40,6 +40,35 @@ MASK = torch.ones(8, 8)
 def test_attention_takes_the_route_of_the_source(dtype, head, call, route):
     query = torch.zeros(1, 2, 8, head, dtype=dtype, requires_grad=True)
     assert sdpa_route(query, query, query, **call) == route
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shares_keys", "capability", "routes"),
+    [
+        (HALF, False, (7, 5), ("efficient", "efficient")),
+        (HALF, True, (7, 5), ("math", "efficient")),
+        (FULL, True, (7, 0), ("math", "efficient")),
+        (HALF, False, (8, 0), ("flash", "efficient")),
+        (BF16, True, (8, 0), ("flash", "efficient")),
+        (FULL, False, (8, 0), ("efficient", "efficient")),
+        (FULL, True, (9, 0), ("math", "efficient")),
+    ],
+)
+def test_a_models_routes_without_and_with_a_mask(
+    attention_of_2_13, dtype, shares_keys, capability, routes
+):
+    assert model_routes(dtype, shares_keys, capability) == routes
+
+
+def test_a_simulated_card_takes_its_own_route():
+    def operations(card):
+        with SimulatedGPU(card) as gpu:
+            query = torch.zeros(1, 2, 64, 64, dtype=HALF, device="cuda", requires_grad=True)
+            F.scaled_dot_product_attention(query, query, query)
+        return {life.operation for life in gpu.footprint.timeline.lives}
+
+    assert "aten._scaled_dot_product_efficient_attention" in operations("T4")
+    assert "aten._scaled_dot_product_flash_attention" in operations("A100-40GB")
 
 
 def test_shapes_decide_the_route():
