@@ -14,8 +14,9 @@ from collections import Counter
 from memlab import Recipe, find_gpu, models
 from memlab.gpus import GPU
 from memlab.planner.space import NF4
-from memlab.predict.run import completed, log_of
-from memlab.predict.simulate import refuse_format, serve
+from memlab.predict.recipe_log import completed, refuse_format
+from memlab.predict.run import log_of
+from memlab.predict.simulate import serve
 from memlab.predict.traces import Traces
 
 CARDS = ("T4", "A100-80GB", "H100")

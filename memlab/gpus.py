@@ -402,3 +402,14 @@ def gpu_of_device(device: str) -> GPU | None:
     words = words_of(device)
     sizes = {word for word in words if re.fullmatch(r"\d+gb", word)}
     return _meant(words) or _meant(words - sizes)
+
+
+def card_class(capability: tuple[int, int]) -> str:
+    """The class of a card: those of one take the same routes, whatever the call.
+
+    Small is the shared memory of a multiprocessor, as consumer cards have it.
+    """
+    if capability < (8, 0):
+        return "{}.{}".format(*capability)
+    small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
+    return "small" if small else "8.0 and later"

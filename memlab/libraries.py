@@ -1,16 +1,39 @@
-"""Libraries that are imported when needed, and quietly; their JSON; the hub; errors in one line."""
+"""Libraries that are imported when needed, and quietly; what they have said; the hub; errors.
 
+PyTorch and transformers take seconds to import. What they say of a model of the catalogue (its
+config, its shapes, the kernels of its attention) is therefore kept on disk (`remembered`), and a
+question whose trace is kept, too, is answered without either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
 import importlib
+import importlib.metadata
+import json
 import logging
 import os
 import socket
+import tempfile
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
-from huggingface_hub.constants import ENDPOINT
+import platformdirs
+
+FOLDER = "MEMLAB_CACHE"  # an environment's variable that names another folder for what is kept
+# On whose releases it depends what a model is, and what its training does.
+LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
+# Raise it by hand when a `remembered` function says something else than before.
+FACTS_FORMAT = 1
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def import_bitsandbytes(wanted_by: str) -> ModuleType:
@@ -49,6 +72,8 @@ def hub_reachable() -> bool:
     """Whether the hub's name resolves here; asked first, because its client retries for 20 s."""
     if urllib.request.getproxies():
         return True  # the proxy resolves the name
+    from huggingface_hub.constants import ENDPOINT
+
     try:
         socket.getaddrinfo(urllib.parse.urlparse(ENDPOINT).hostname, 443)
     except OSError:
@@ -69,3 +94,69 @@ def with_floats(values: Any) -> Any:
             return float(values["__float__"])
         return {name: with_floats(value) for name, value in values.items()}
     return [with_floats(value) for value in values] if isinstance(values, list) else values
+
+
+# ---------------------------------------------------------------------- what libraries have said
+
+
+def cache_folder() -> Path:
+    """Where memlab keeps what it found out: in the user's cache, or where `MEMLAB_CACHE` says."""
+    return Path(os.environ.get(FOLDER) or platformdirs.user_cache_path("memlab"))
+
+
+@functools.cache
+def installed() -> dict[str, str]:
+    """Library -> its release here, of `LIBRARIES`, as far as they are here.
+
+    Builds for CUDA and for a CPU (2.13.0+cpu) are the same release.
+    """
+    found = {}
+    for name in LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name).partition("+")[0]
+    return found
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Write a file that others may read at the same time, if its folder allows it."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as new:
+            new.write(content)
+        os.replace(new.name, file)
+
+
+def remembered(function: Function) -> Function:
+    """What a function says of a model, kept in this process, and for the catalogue's on disk.
+
+    The function's first argument is a model, further ones are plain values; what it returns is
+    plain JSON (tuples become lists), the same for the same arguments and releases of `LIBRARIES`.
+    Errors are not kept. A caller must not change what it is given.
+    """
+    known: dict[str, Any] = {}
+
+    @functools.wraps(function)
+    def remembering(model: Any, *more: Any) -> Any:
+        from memlab import models  # which keeps facts of its own
+
+        name, values = models.identity(model)
+        asked = json.dumps([function.__qualname__, name or values, *more], sort_keys=True)
+        if asked in known:
+            return known[asked]
+        file = _file_of(f"{function.__module__} {asked} {values}") if name else None
+        if file is not None:
+            with contextlib.suppress(OSError, ValueError):
+                known[asked] = json.loads(file.read_bytes())
+                return known[asked]
+        known[asked] = json.loads(json.dumps(function(model, *more)))
+        if file is not None:
+            write_whole(file, json.dumps(known[asked]).encode())
+        return known[asked]
+
+    return remembering  # type: ignore[return-value]
+
+
+def _file_of(asked: str) -> Path:
+    """The file of a fact; its name says the releases, too."""
+    text = f"{asked} {json.dumps(installed())}, format {FACTS_FORMAT}"
+    return cache_folder() / "facts" / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.json"

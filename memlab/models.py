@@ -5,22 +5,25 @@ config.json with seeded random weights. Each name has a tiny twin, `<name>-tiny`
 2 layers, a narrow hidden size, the same grouping of attention heads and the same dropout.
 """
 
+from __future__ import annotations
+
 import copy
 import functools
 import json
 import re
 from pathlib import Path
-from typing import Any
-
-import torch
-import transformers
-from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
-from transformers.models.auto import modeling_auto
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from memlab.fields import check_sizes, one_of
-from memlab.libraries import hub_reachable, one_line, with_floats
+from memlab.libraries import hub_reachable, one_line, remembered, with_floats
 from memlab.names import FOUR_BITS, hub_name, nearest_model, squeezed
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    Model = str | Path | dict[str, Any] | PretrainedConfig  # what names one: see `Recipe.model`
 
 # name -> fields of the published config.json that differ from the defaults of its model_type, and
 # `hub`, where that config.json is published
@@ -37,17 +40,16 @@ _WRITTEN |= {f"{name}-tiny": f"{name}-tiny" for name in MODELS}
 _ALIASES = {squeezed(written): name for written, name in _WRITTEN.items()}
 MODELS |= {f"{name}-tiny": f"a tiny twin of {hub}" for name, hub in list(MODELS.items())}
 
-Model = str | Path | dict[str, Any] | PretrainedConfig  # what names one: see `Recipe.model`
 WIDTHS = ("intermediate_size", "hidden_dim", "d_ff", "n_inner")  # of feed-forward layers
 OF_DELTA_RULE = "linear_key_head_dim"  # configs with Qwen3.5's kind of linear attention have it
 # What a config raises, or building its model, whose values do not go together.
 MISFITS = (AssertionError, AttributeError, LookupError, TypeError, ZeroDivisionError)
 TASKS = ("sequence-classification", "causal-lm", "masked-lm", "seq2seq-lm")
-_CLASSES = {
-    "sequence-classification": modeling_auto.AutoModelForSequenceClassification,
-    "causal-lm": modeling_auto.AutoModelForCausalLM,
-    "masked-lm": modeling_auto.AutoModelForMaskedLM,
-    "seq2seq-lm": modeling_auto.AutoModelForSeq2SeqLM,
+_CLASSES = {  # of transformers
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
 }
 
 
@@ -70,10 +72,10 @@ def config(model: Model) -> PretrainedConfig:
 def published(model: Model) -> PretrainedConfig:
     """The config as it was given or published, not to be changed."""
     name = catalogued(model)
-    if isinstance(name, PretrainedConfig):
-        return name
     if isinstance(name, dict):
         return _from_values(name, "model")
+    if not isinstance(name, str):
+        return name
     if name in MODELS:
         return _of_catalogue(name)
     if Path(name).exists() or name.endswith(".json"):
@@ -99,6 +101,8 @@ def _nearest(name: str) -> str:
 def _of_catalogue(name: str) -> PretrainedConfig:
     if name not in _PUBLISHED:
         return twin(name.removesuffix("-tiny"))
+    from transformers import CONFIG_MAPPING
+
     fields = copy.deepcopy(_PUBLISHED[name])
     return CONFIG_MAPPING[fields.pop("model_type")](**fields)
 
@@ -129,13 +133,48 @@ def _text_of(given: PretrainedConfig) -> PretrainedConfig:
         return given
 
 
-def left_out(model: Model) -> tuple[str, ...]:
+@remembered
+def left_out(model: Model) -> list[str]:
     """What of a nested config `config` leaves out, such as `vision`; empty for most models."""
     given = published(model)
     text = _text_of(given)
     parts = {name: getattr(given, name, None) for name in given.sub_configs}
     left = (n for n, it in parts.items() if not (text is given or it is None or it is text))
-    return tuple(name.removesuffix("_config") for name in left)
+    return [name.removesuffix("_config") for name in left]
+
+
+def settings(model: Model) -> Any:
+    """The attributes of `config` to be read, without transformers where they are kept.
+
+    Not to be changed, and not for building: a config, or a namespace with its values by all of
+    their names.
+    """
+    return _namespace(model) if isinstance(model, str) and model in MODELS else config(model)
+
+
+@functools.cache
+def _namespace(name: str) -> SimpleNamespace:
+    values, others = values_of(name), names_of(name)
+    return SimpleNamespace(**values, **{new: values.get(old) for new, old in others.items()})
+
+
+@remembered
+def values_of(model: Model) -> dict[str, Any]:
+    """All values of a config, as its `to_json_string` writes them."""
+    return json.loads(config(model).to_json_string(use_diff=False))
+
+
+@remembered
+def names_of(model: Model) -> dict[str, str]:
+    """Further names of a config's values, such as `hidden_size` of GPT-2's `n_embd`."""
+    return dict(config(model).attribute_map)
+
+
+def identity(model: Model) -> tuple[str, str]:
+    """(the name in `MODELS`, empty for another model; all that it was published with, as JSON)."""
+    if isinstance(model, str) and model in MODELS:
+        return model, json.dumps(_PUBLISHED[model.removesuffix("-tiny")])
+    return "", published(model).to_json_string(use_diff=False)
 
 
 def _read_file(path: Path) -> PretrainedConfig:
@@ -155,6 +194,10 @@ def _read_file(path: Path) -> PretrainedConfig:
 
 def _from_values(values: Any, place: str | Path) -> PretrainedConfig:
     """The config with the values of a config.json; `place` begins the words of an error."""
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
     family = values.get("model_type") if isinstance(values, dict) else None
     if not isinstance(family, str) or family not in CONFIG_MAPPING:
         raise ValueError(
@@ -168,6 +211,8 @@ def _from_values(values: Any, place: str | Path) -> PretrainedConfig:
 
 
 def _read_hub(name: str) -> PretrainedConfig:
+    from transformers import AutoConfig
+
     problem = "there is no network"
     for cached_only in (True, False):
         if cached_only or hub_reachable():
@@ -273,6 +318,13 @@ def by_layer(full: PretrainedConfig) -> dict[str, list[Any]]:
 
 def tasks(model: Model) -> tuple[str, ...]:
     """The tasks of `TASKS` that an architecture has, its usual one first."""
+    return tuple(_tasks(model))
+
+
+@remembered
+def _tasks(model: Model) -> tuple[str, ...]:
+    from transformers.models.auto import modeling_auto
+
     values = config(model)
     family = values.model_type
     names = {
@@ -308,7 +360,7 @@ def max_length(model: Model) -> int | None:
     many a config.json leaves as the maximum; llama3 and longrope have it in the maximum already
     (transformers, modeling_rope_utils.py; so does vLLM derive its longest sequence).
     """
-    values = config(model)
+    values = settings(model)
     if not getattr(values, "position_biased_input", True):
         return None
     longest = getattr(values, "max_position_embeddings", None)
@@ -327,26 +379,29 @@ def max_length(model: Model) -> int | None:
 def has_experts(model: Model) -> bool:
     """Whether the architecture is a mixture of experts."""
     names = ("num_local_experts", "num_experts", "n_routed_experts")
-    return any(getattr(config(model), name, None) for name in names)
+    return any(getattr(settings(model), name, None) for name in names)
 
 
 def build(
     model: Model,
     task: str | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     attention: str = "eager",
     seed: int = 0,
-) -> "transformers.PreTrainedModel":
+) -> PreTrainedModel:
     """A model with seeded random weights, in train mode, without a key-value cache.
 
-    model: anything that `config` takes. dtype: of parameters and buffers. attention: an attention
-    implementation of transformers. The weights are where the current default device says; inside a
-    FakeTensorMode nothing is allocated. Sets the global torch seed.
+    model: anything that `config` takes. dtype: of parameters and buffers, None for fp32.
+    attention: an attention implementation of transformers. The weights are where the current
+    default device says; inside a FakeTensorMode nothing is allocated. Sets the global torch seed.
 
     Raises ValueError for a task or an attention that the architecture does not have.
     """
+    import torch
+    import transformers
+
     values = config(model)
-    allowed = tasks(values)
+    allowed = tasks(model)
     task = allowed[0] if task is None else task
     if task not in allowed:
         raise ValueError(
@@ -363,7 +418,9 @@ def build(
         values.decoder_start_token_id = values.pad_token_id or 0  # as T5's checkpoints have it
     torch.manual_seed(seed)
     try:
-        built = _CLASSES[task].from_config(values, dtype=dtype, attn_implementation=attention)
+        built = getattr(transformers, _CLASSES[task]).from_config(
+            values, dtype=dtype or torch.float32, attn_implementation=attention
+        )
     except MISFITS as error:  # such as padding beyond the vocabulary, or no heads
         raise ValueError(
             f"not a valid {values.model_type} config ({type(error).__name__}: {one_line(error)})"
@@ -393,6 +450,8 @@ def _has_own_head(values: PretrainedConfig) -> bool:
 
 def active_parameters(config: PretrainedConfig) -> tuple[int, int]:
     """(all parameters, those that one token meets) of a mixture of experts with this config."""
+    import torch
+
     with torch.device("meta"):
         named = list(build(config).named_parameters())
     total = sum(p.numel() for _, p in named)

@@ -10,8 +10,8 @@ from helpers import one_line
 
 from memlab import Recipe, formula, models, simulate
 from memlab.names import squeezed
+from memlab.predict.recipe_log import assumed
 from memlab.spec.serving import Serving
-from memlab.workloads.quantized import assumed
 
 # Parameters of the published checkpoints with this package's usual head, two labels for
 # classifiers. Sources: the element counts that the Hugging Face hub shows for the safetensors files

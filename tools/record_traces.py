@@ -24,11 +24,13 @@ from tqdm import tqdm
 from memlab import Recipe, models
 from memlab.evidence.grid import grid_runs
 from memlab.gpus import ANY_CARD, find_gpu
+from memlab.libraries import installed
 from memlab.planner.space import NF4
 from memlab.predict.shipped import FOLDER, NO_TRACE, Shipped, divided, file_of
-from memlab.predict.store import FORMAT, installed, text_of
+from memlab.predict.store import FORMAT, text_of
 from memlab.predict.structure import structures
-from memlab.predict.traces import keys_of, record, usual_sizes
+from memlab.predict.trace_recorder import record
+from memlab.predict.traces import keys_of, usual_sizes
 from memlab.spec.recipe import AUTOCAST
 
 # A model for each structure that people train most, and those trained in fewer ways.

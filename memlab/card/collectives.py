@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
 from memlab.card.links import CARDS
-from memlab.trace.tensors import tensors_in
 
 # What each rank of n sends at least for every byte of the larger tensor: NVIDIA/nccl-tests,
 # doc/PERFORMANCE.md, "Bus bandwidth", the same for a ring and for a tree.
@@ -37,6 +34,10 @@ def sent_bytes(func, args, tensors, out) -> tuple[int, int] | None:
     """
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
+    import torch.distributed as dist
+
+    from memlab.trace.tensors import tensors_in
+
     if func._opname in NOTHING:
         return 0, CARDS
     share = SHARE.get(func._opname, lambda n: 1.0)
@@ -73,6 +74,8 @@ def _cards(group) -> int:
 
     A group of all ranks counts as one of whole machines: ranks may be fewer than their cards.
     """
+    import torch.distributed as dist
+
     ranks = dist.get_process_group_ranks(group)
     here = sum(rank < CARDS for rank in ranks)
     if len(ranks) == dist.get_world_size():

@@ -13,19 +13,21 @@ A log has the first, and `memlab.simulate` takes the second. The first releases 
 loaded by threads, in another order each time (`memlab.evidence.load_orders`).
 """
 
+from __future__ import annotations
+
 import re
 from collections import Counter
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from transformers.core_model_loading import dot_natural_key
-from transformers.pytorch_utils import Conv1D
-
-from memlab.card.tracer import CardTracer
 from memlab.footprint import Category, Phase
 from memlab.trace.allocator import MIN_BLOCK, CachingAllocator, CapacityError
 from memlab.trace.events import Alloc, Free, Marker, WeightLoaded
 from memlab.trace.log import Event, Log
 from memlab.units import round_up
+
+if TYPE_CHECKING:
+    from memlab.card.tracer import CardTracer
 
 Weight = tuple[str, int, list[Event]]  # name, copies, events
 LEFT_FREE = int(1.2 * 2**30)  # what the warm-up leaves of a card: caching_allocator_warmup
@@ -36,6 +38,8 @@ def loaded_weights(tracer: CardTracer, training) -> list[tuple[int, WeightLoaded
 
     What comes between two weights, a module's buffers, has a step without a name.
     """
+    from transformers.pytorch_utils import Conv1D
+
     found, seen = [], set()  # of tied weights the first counts
     for path, module in training.model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -78,6 +82,8 @@ def by_name(log: Log, total: int | None) -> tuple[list[Event], list[Weight], lis
 
     total: the card's bytes, of which the warm-up leaves some; None means no limit.
     """
+    from transformers.core_model_loading import dot_natural_key
+
     weights, rest = by_weight(log)
     warmup = sum(bytes_to_hold(events) for _, _, events in weights)
     if total is not None:

@@ -1,7 +1,5 @@
 """The card's memory: PyTorch's allocator with a limit, and what it says when there is no room."""
 
-import torch
-
 from memlab.gpus import GPU
 from memlab.trace.allocator import CachingAllocator, CapacityError
 
@@ -43,6 +41,8 @@ class CardMemory(CachingAllocator):
             free, total = self.free_and_total()
             for observer in self.observers:
                 observer(0, error.segment, total, free)
+            import torch  # a replay that ends well can spare it
+
             raise torch.OutOfMemoryError(self._message(error.segment)) from None
 
     def free_and_total(self) -> tuple[int, int]:

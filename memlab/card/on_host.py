@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from memlab.card import dynamic_shapes, known_values
-from memlab.card.op_work import TRIFLE
 from memlab.card.placement import NotSimulated, mark_owned, on_card, place_on_cpu
+from memlab.card.work import TRIFLE
 from memlab.trace.tensors import tensors_in
 from memlab.units import mib
 

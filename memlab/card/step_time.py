@@ -22,15 +22,16 @@ longer than the kernels of its phase.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from memlab.card.links import CARDS, host_rate, link_rate
-from memlab.card.op_work import Work, count_coded, count_kernels, count_tiles
+from memlab.card.work import Work, count_coded, count_kernels, count_tiles
 from memlab.footprint import Phase, StepTime
 from memlab.gpus import GPU
 
@@ -167,7 +168,7 @@ def step_time(
     a link that it does not have.
     """
     columns = work if isinstance(work, Columns) else Columns.from_counter(work)
-    allowed = torch.backends.cuda.matmul.allow_tf32  # of today: a trace is older
+    allowed = _allows_tf32()  # of today: a trace is older
     dtypes = ["tf32" if allowed and one == "float32" else one for one in columns.dtypes]
     rates = _rates(dtypes, gpu)
     reached = np.array([gpu.reached(dtype) for dtype in dtypes] + [(1.0, 1.0, 1.0)]).T
@@ -200,6 +201,16 @@ def _over(cards: np.ndarray | int, gpu: GPU, link: str | None) -> np.ndarray:
     """Bytes per second of each operator's group, if it has one."""
     kinds, of = np.unique(cards, return_inverse=True)
     return np.array([link_rate(gpu, link, int(kind)) for kind in kinds])[of]
+
+
+def _allows_tf32() -> bool:
+    """Whether PyTorch computes products of fp32 in tf32; where it is not imported, whether it will.
+
+    aten/src/ATen/Context.cpp: not, unless the environment says so.
+    """
+    if "torch" in sys.modules:
+        return sys.modules["torch"].backends.cuda.matmul.allow_tf32
+    return os.environ.get("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE") == "1"
 
 
 def _rates(dtypes: list[str], gpu: GPU) -> list[float]:
@@ -268,7 +279,7 @@ def busy(tiles: np.ndarray, processors: int) -> np.ndarray:
     A product's result is computed tile by tile, one a processor at a time, and the last round of
     tiles is seldom full: "wave quantization" in NVIDIA's "Matrix multiplication background user's
     guide". cuBLAS has other tiles, too, which fill the rounds better and are less efficient each;
-    here all are of one size (`memlab.card.op_work`).
+    here all are of one size (`memlab.card.work`).
     """
     rounds = np.ceil(tiles / processors)
     return np.where(tiles > 0, tiles / np.maximum(rounds * processors, 1), 1.0)

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 
 from memlab import models
 from memlab.book.colours import COLOURS
-from memlab.card import op_work, step_time
+from memlab.card import step_time, work
 from memlab.card.kernels import sdpa
 from memlab.fields import one_of
 from memlab.footprint import Category, StepTime
@@ -25,7 +25,7 @@ from memlab.planner.space import HALF, NF4
 from memlab.predict.fit import CONTEXT_MARGIN, MARGIN
 from memlab.predict.formula import is_kept
 from memlab.predict.formula_serving import shares_keys
-from memlab.predict.run import refuse_format
+from memlab.predict.recipe_log import refuse_format
 from memlab.predict.shipped import Shipped
 from memlab.predict.structure import SAME_ROPE, Structure, structures
 from memlab.predict.traces import keys_of, usual_sizes
@@ -378,13 +378,13 @@ def usual_heads(capability: tuple[int, int]) -> list[list[int]]:
 
 def _constants() -> dict:
     """What the script shares with memlab's modules."""
-    rules = {name: getattr(op_work, name) for name in ("BLOCKS_OF_LAUNCH", "ELEMENTS_OF_BLOCK")}
+    rules = {name: getattr(work, name) for name in ("BLOCKS_OF_LAUNCH", "ELEMENTS_OF_BLOCK")}
     rules["CALLS_OF_CODED"] = step_time.CALLS_OF_CODED
     return {
         "rules": rules | RULES,
         "rounded": ROUNDED,
-        "tiles": op_work.TILES | {"": op_work.TENSOR_CORE_TILE},
-        "tensors_of_launch": [1, *op_work.TENSORS_OF_LAUNCH.values()],
+        "tiles": work.TILES | {"": work.TENSOR_CORE_TILE},
+        "tensors_of_launch": [1, *work.TENSORS_OF_LAUNCH.values()],
         "reaches": {
             name: dataclasses.asdict(getattr(step_time, name.upper()))
             for name in ("best", "expected", "worst")

@@ -113,7 +113,7 @@ def has_runs_only(recipe: Recipe) -> bool:
     The loss has as many parts as the tokens ask for, and the gated delta rule loops over the
     chunks of a sequence.
     """
-    return recipe.loss != "whole" or hasattr(models.config(recipe.model), models.OF_DELTA_RULE)
+    return recipe.loss != "whole" or hasattr(models.settings(recipe.model), models.OF_DELTA_RULE)
 
 
 def _key(recipe: Recipe) -> tuple:

@@ -18,16 +18,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memlab.card.collectives import SHARE
-from memlab.card.op_work import Work
+from memlab.card.work import Work
 from memlab.footprint import Category, Phase
 from memlab.gpus import GPU
 from memlab.predict import simulate
+from memlab.predict.recipe_log import is_deep
 from memlab.predict.simulate import sized_log
-from memlab.predict.traces import is_deep
 from memlab.spec.recipe import Recipe
-from memlab.trace.events import Alloc, Free, Marker, TraceEvent
+from memlab.trace.events import OUTSIDE, Alloc, Free, Marker, TraceEvent
 from memlab.trace.log import Event, Log
-from memlab.trace.module_names import OUTSIDE
 from memlab.units import MiB
 
 ADDED = "ranks of ddp: one card's run with DDP's buckets added; memlab simulate runs a rank whole"

@@ -28,7 +28,7 @@ from memlab.planner.result import WAYS, Option, Plan, Question, is_paged
 from memlab.planner.space import Combination, Recipes, computes
 from memlab.predict.fit import MARGIN, limited
 from memlab.predict.progress import Progress
-from memlab.predict.run import gc_frozen
+from memlab.predict.recipe_log import gc_frozen
 
 if TYPE_CHECKING:
     from memlab.models import Model

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
-import torch
-
 from memlab import models
 from memlab.gpus import GPU, require_native
+from memlab.libraries import remembered
 from memlab.planner.result import WORSE_OPTIMIZERS, Question, tier_of
 from memlab.spec.logits import unlike_product
 from memlab.spec.recipe import AUTOCAST, SHARDED_OPTIMIZERS, Recipe
-from memlab.workloads.training import NoAdapters, add_lora
 
 OPTIMIZERS = ("adamw_torch_fused", "adamw_8bit", "adafactor", "paged_adamw_8bit")
 FOR_ADAPTERS = ("adamw_torch_fused", "adamw_8bit")  # whose states are small in any case
@@ -121,16 +119,14 @@ class Recipes:
         effective = question.effective_batch // question.ranks  # of each rank
         small = {n for n in range(1, isqrt(effective) + 1) if effective % n == 0}
         self.batches = sorted(small | {effective // n for n in small})
-        with torch.device("meta"):
-            built = models.build(self.model, question.task)
-        self.weights = sum(weight.numel() for weight in built.parameters())
+        self.weights = weights_of(self.model, question.task)
 
     def of_ways(
         self, ways: tuple[str, ...], ranks: int | None = None
     ) -> tuple[list[Combination], tuple[str, ...]]:
         """As `combinations`, of these ways to train, on so many cards."""
         asked = dataclasses.replace(self.question, ways=ways, ranks=ranks or self.question.ranks)
-        refused = ways != ("full",) and refusal(self.model, asked)
+        refused = ways != ("full",) and refusal(self.model, asked.task, asked.lora_rank)
         return combinations(asked, self.card, refused or "")
 
     def recipe(self, one: Combination, batch: int, **changes: Any) -> Recipe:
@@ -197,7 +193,7 @@ class Recipes:
     def bytes_of_logits(self) -> int:
         """The most that the loss in parts saves of one sequence: logits in 2 bytes and in 4, their
         logarithms and two gradients."""
-        vocabulary = getattr(models.config(self.model), "vocab_size", 0)
+        vocabulary = getattr(models.settings(self.model), "vocab_size", 0)
         return 16 * self.question.seq_len * vocabulary
 
 
@@ -212,8 +208,21 @@ def computes(card: GPU, question: Question) -> bool:
     return "bfloat16" in card.native_dtypes or not asked
 
 
+@remembered
+def weights_of(model: models.Model, task: str | None) -> int:
+    """Numbers in a model."""
+    import torch
+
+    with torch.device("meta"):
+        built = models.build(model, task)
+    return sum(weight.numel() for weight in built.parameters())
+
+
+@remembered
 def attention_of(model: models.Model, task: str | None) -> str:
     """`sdpa` where the architecture has it, else `eager`."""
+    import torch
+
     with torch.device("meta"):
         try:
             models.build(models.with_layers(model, 2), task, attention="sdpa")
@@ -222,12 +231,17 @@ def attention_of(model: models.Model, task: str | None) -> str:
     return "sdpa"
 
 
-def refusal(model: models.Model, question: Question) -> str:
+@remembered
+def refusal(model: models.Model, task: str | None, lora_rank: int) -> str:
     """Why a model gets no adapters; empty where it does.
 
     Raises ValueError for a rank above what the layers have.
     """
-    recipe = Recipe(model, question.task, lora_rank=question.lora_rank, seq_len=1)
+    import torch
+
+    from memlab.workloads.training import NoAdapters, add_lora
+
+    recipe = Recipe(model, task, lora_rank=lora_rank, seq_len=1)
     with torch.device("meta"):
         built = models.build(models.with_layers(model, 2), recipe.task)
         try:

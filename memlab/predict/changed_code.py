@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import sys
 
-import torch
-
 from memlab import models
+from memlab.libraries import remembered
 
 # Beside the module of the model itself.
 SHARED = ("transformers.integrations.sdpa_attention", "transformers.masking_utils")
@@ -17,22 +15,25 @@ THEIRS = {*sys.stdlib_module_names, "torch", "transformers", "huggingface_hub", 
 THEIRS = THEIRS - {"__main__"} | {"numpy", "typing_extensions"}
 
 
-_MODULES: dict[tuple[str, str], list[str]] = {}  # those of a model's modules, by config and task
+@remembered
+def _modules(model, task: str) -> list[str]:
+    """The Python modules that the classes of a model's modules come from."""
+    import torch
+
+    with torch.device("meta"):
+        built = models.build(models.with_layers(model, 1), task)
+    return sorted({type(module).__module__ for module in built.modules()})
 
 
 def has_changed_code(model, task: str) -> bool:
     """Whether functions or methods of a model's modules come from outside of its libraries.
 
-    A trace that is kept knows nothing of these, so such a model is run as it is.
+    A trace that is kept knows nothing of these, so such a model is run as it is. What is not
+    imported yet nobody has changed.
     """
-    config = models.with_layers(model, 1)
-    key = config.to_json_string(use_diff=False), task
-    if key not in _MODULES:
-        with torch.device("meta"):
-            built = models.build(config, task)
-        _MODULES[key] = sorted({type(module).__module__ for module in built.modules()})
-    for name in (*SHARED, *_MODULES[key]):
-        for value in vars(importlib.import_module(name)).values():
+    names = *SHARED, *_modules(model, task)
+    for module in [sys.modules[name] for name in names if name in sys.modules]:
+        for value in vars(module).values():
             functions = [value, *(vars(value).values() if inspect.isclass(value) else ())]
             if any(inspect.isfunction(one) and _is_foreign(one) for one in functions):
                 return True

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from memlab import models
-from memlab.card.op_work import Work, count_coded, count_kernels, count_tiles
 from memlab.card.step_time import PHASES, Columns, step_time
+from memlab.card.work import Work, count_coded, count_kernels, count_tiles
 from memlab.footprint import Category, Footprint, Phase
 from memlab.gpus import GPU, find_gpu
 from memlab.predict.formula_blocks import blocks_of, rests_of, without_reuse
-from memlab.predict.run import refuse_format
+from memlab.predict.recipe_log import assumed, refuse_format
 from memlab.predict.shipped import Shipped
 from memlab.predict.store import Kept
 from memlab.predict.structure import structures
@@ -28,7 +28,6 @@ from memlab.spec.recipe import Recipe
 from memlab.trace.moments import from_none
 from memlab.trace.symbols import Term, TermTable, factors_of
 from memlab.trace.trace import Half
-from memlab.workloads.quantized import assumed
 
 Each = tuple[int, int]  # how often without layers, and more often with each pattern of them
 NOTHING = Term(0, 1, ())

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from memlab import models
 from memlab.spec.recipe import FULLY_SHARDED, Recipe
 
@@ -44,6 +42,8 @@ def layers_of(recipe: Recipe) -> Layers | None:
         return None  # DDP's buckets go across layers, and ZeRO 1 chooses among all weights
     if not set(recipe.freeze) <= {"embeddings", "backbone"}:
         return None  # single layers may be named
+    import torch
+
     with torch.device("meta"):
         full = _described(models.build(config, recipe.task))
         full = {name: stack for name, stack in full.items() if len(stack) == layers}
@@ -84,10 +84,12 @@ def repeats(kinds: list) -> Layers | None:
 
 def _described(model) -> dict[str, list]:
     """By the name of each list of modules, a description of every module in it."""
+    from torch.nn import ModuleList
+
     return {
         name: [_description(layer) for layer in stack]
         for name, stack in model.named_modules()
-        if isinstance(stack, torch.nn.ModuleList)
+        if isinstance(stack, ModuleList)
     }
 
 

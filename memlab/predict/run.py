@@ -1,7 +1,6 @@
 """Runs of a recipe on a card that need not be there, at its own sizes and depth."""
 
 import contextlib
-import gc
 import traceback
 from collections import Counter
 from dataclasses import replace
@@ -13,16 +12,14 @@ import transformers
 from memlab import models
 from memlab.card.device import SimulatedGPU
 from memlab.card.load_order import loaded_weights
-from memlab.card.op_work import NORMS, repeat_micro_batch, without_trifles
-from memlab.gpus import ANY_CARD, GPU, require_native
+from memlab.card.work import NORMS, without_trifles
+from memlab.gpus import ANY_CARD, GPU
 from memlab.predict.progress import Progress
-from memlab.spec.recipe import QUANTIZED, Recipe
+from memlab.predict.recipe_log import unlike_micro_batches
+from memlab.spec.recipe import QUANTIZED, Recipe, is_moved_by_sharding
 from memlab.trace.events import Marker
 from memlab.trace.log import Log
 from memlab.trace.quantized_weights import numel
-from memlab.workloads.optimizers import left_on_host
-from memlab.workloads.quantized import assumed
-from memlab.workloads.sharding import is_moved_by_sharding
 from memlab.workloads.training import Training, import_libraries
 
 
@@ -49,17 +46,6 @@ def shallow_log(recipe: Recipe, gpu: GPU, loop=None, most=None) -> Log:
     """`log_of`, for comparing depths: without the bytes of norms, which grow with each layer."""
     log = log_of(recipe, gpu, loop=loop, most=most)
     return replace(log, work=without_trifles(log.work, NORMS))
-
-
-def refuse_format(recipe: Recipe, card: GPU) -> None:
-    """Raise ValueError where a card has no kernels for a number format, or an attention."""
-    for precision in (recipe.precision, recipe.compute_dtype or ""):
-        require_native(precision, card.name, "bfloat16" in card.native_dtypes)
-    if recipe.attention == "flash_attention_2" and card.capability < (8, 0):
-        raise ValueError(
-            f"attention is 'flash_attention_2': {card.name} has compute capability "
-            f"{'{}.{}'.format(*card.capability)}, flash-attn needs 8.0; allowed are eager, sdpa"
-        )
 
 
 def weights_of(model: torch.nn.Module) -> Counter:
@@ -94,15 +80,6 @@ def _run(loop, recipe: Recipe, simulated: SimulatedGPU) -> Training:
         ) from error
 
 
-def completed(recipe: Recipe, log: Log) -> Log:
-    """The log with the work of all micro-batches that counts, and what is assumed of a recipe."""
-    # Of more micro-batches some ran; the others do what the second did.
-    times = max(1, recipe.accumulation - _unlike(recipe) + 1)
-    work = without_trifles(repeat_micro_batch(log.work, times))
-    said = *log.assumptions, *assumed(recipe), *left_on_host(recipe, log.weights)
-    return replace(log, work=work, assumptions=said)
-
-
 class _OwnLoop(SimulatedGPU):
     """A card for loops whose recipe says which libraries they need: bitsandbytes takes a second.
 
@@ -117,7 +94,7 @@ def two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
     training = built(recipe, simulated)
     # The others repeat the bytes of the second; only the loss of each, a number of 512 bytes as an
     # allocator's block, would be added.
-    held, training.batches = training.batches, training.batches[: _unlike(recipe)]
+    held, training.batches = training.batches, training.batches[: unlike_micro_batches(recipe)]
     with Progress(range(2), f"simulating {recipe.model_name}") as steps:
         for _ in steps:
             simulated.reset_peak()
@@ -130,14 +107,6 @@ def two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
     return training
 
 
-def _unlike(recipe: Recipe) -> int:
-    """How many micro-batches of a step differ: the first makes gradients, the second adds to them.
-
-    Of several ranks the last reduces them, too.
-    """
-    return 2 if recipe.ranks == 1 else 3
-
-
 def built(recipe: Recipe, simulated: SimulatedGPU) -> Training:
     """A training on a card that is entered, watched, before its first step."""
     # A base is made on the host, and quantized weight by weight when it moves; so is what moves
@@ -147,23 +116,6 @@ def built(recipe: Recipe, simulated: SimulatedGPU) -> Training:
     training = Training(recipe, simulated.device, built_in=built_in)
     simulated.watch(training.model, inputs=training.inputs)
     return training
-
-
-@contextlib.contextmanager
-def gc_frozen():
-    """Let the garbage collector leave alone what is there already: the libraries.
-
-    It goes through all of a million objects again and again while others come and go by the
-    million, which takes up to a third of the time.
-    """
-    if gc.get_freeze_count():  # somebody does that already
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @contextlib.contextmanager

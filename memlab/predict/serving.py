@@ -9,8 +9,8 @@ import torch
 
 from memlab.card.device import SimulatedGPU
 from memlab.card.load_order import loaded_weights
-from memlab.card.op_work import without_trifles
 from memlab.card.step_time import step_time
+from memlab.card.work import without_trifles
 from memlab.footprint import Category, Footprint, Phase, StepTime, Timeline
 from memlab.gpus import GPU
 from memlab.predict.run import weights_of

@@ -11,12 +11,11 @@ from memlab.card.load_order import loaded_by_transformers, peak_reserved
 from memlab.card.memory import CardMemory
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, find_gpu
-from memlab.predict.run import refuse_format
-from memlab.predict.traces import is_deep, run_log, traces
-from memlab.spec.recipe import QUANTIZED, Recipe
+from memlab.predict.recipe_log import is_deep, refuse_format
+from memlab.predict.traces import traces
+from memlab.spec.recipe import QUANTIZED, Recipe, is_moved_by_sharding
 from memlab.trace.ledger import Ledger
 from memlab.trace.log import Event, Log, replay
-from memlab.workloads.sharding import is_moved_by_sharding
 
 if TYPE_CHECKING:
     from memlab.card.device import SimulatedGPU
@@ -75,6 +74,8 @@ def full_log(recipe: Recipe | Serving, card: GPU, loop: Loop | None = None) -> L
     asked = _in_the_place_of(recipe)
     refuse_format(asked, card)
     if loop or not isinstance(recipe, Recipe) or not is_deep(recipe):
+        from memlab.predict.trace_recorder import run_log  # it brings PyTorch
+
         return run_log(asked, card, loop)
     return traces().log(recipe, card)
 

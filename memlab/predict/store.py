@@ -11,21 +11,19 @@ import contextlib
 import functools
 import gzip
 import hashlib
-import importlib.metadata
 import json
 import lzma
 import os
-import tempfile
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import platformdirs
 
 from memlab.card.links import CARDS
-from memlab.card.op_work import Work
+from memlab.card.work import Work
 from memlab.footprint import Category, Phase
+from memlab.libraries import LIBRARIES, cache_folder, installed, write_whole
 from memlab.predict.layer_patterns import Layers
 from memlab.trace.events import Alloc, Free, Marker, TraceEvent, WeightLoaded
 from memlab.trace.layered import LayeredLog
@@ -36,12 +34,9 @@ from memlab.trace.trace import Half
 # Raise it by hand when a rule of memlab changes which events a run has, or what is kept of them:
 # whatever was kept before is then recorded anew. A release of a library needs no new format.
 FORMAT = 1
-# On whose releases it depends which events happen.
-LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 LARGEST = 256 * 2**20  # bytes of all files; the oldest go first
 # What is raised about a file that was cut short, spoilt, or written by something else.
 UNREADABLE = (OSError, EOFError, ValueError, LookupError, TypeError, zlib.error, lzma.LZMAError)
-FOLDER = "MEMLAB_CACHE"  # an environment's variable that names another folder
 
 
 @dataclass(frozen=True)
@@ -70,8 +65,7 @@ class Store:
     @classmethod
     def of_user(cls) -> Store:
         """The one in the user's cache, or where `MEMLAB_CACHE` says."""
-        folder = os.environ.get(FOLDER) or platformdirs.user_cache_path("memlab")
-        return cls(Path(folder) / "traces")
+        return cls(cache_folder() / "traces")
 
     def read_into(self, known: dict, key: str) -> None:
         """Add what is there of a key: a half, or None for what has no trace."""
@@ -83,10 +77,7 @@ class Store:
         """Keep a half, if the folder allows it."""
         text = text_of(kept)
         with contextlib.suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:
-                file.write(gzip.compress(text.encode(), compresslevel=3))
-            os.replace(file.name, self._file(key))
+            write_whole(self._file(key), gzip.compress(text.encode(), compresslevel=3))
             self._forget_the_oldest()
 
     def _file(self, key: str) -> Path:
@@ -108,19 +99,6 @@ def _surroundings() -> str:
     """The installed releases, and the format."""
     releases = [f"{name} {release}" for name, release in installed().items()]
     return f"{', '.join(releases)}, format {FORMAT}"
-
-
-@functools.cache
-def installed() -> dict[str, str]:
-    """Library -> its release here, of those on which traces depend, as far as they are here.
-
-    Builds for CUDA and for a CPU (2.13.0+cpu) are the same release.
-    """
-    found = {}
-    for name in LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name).partition("+")[0]
-    return found
 
 
 def other_releases(versions: dict[str, str], names=LIBRARIES) -> str:

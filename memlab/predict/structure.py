@@ -7,17 +7,16 @@ and micro-batch, length, LoRA rank, positions and window are the sizes.
 
 from __future__ import annotations
 
-import functools
 import json
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from memlab import models
-from memlab.card.kernels.bitsandbytes import fuses_4bit_product
-from memlab.card.kernels.sdpa import card_class, model_routes
-from memlab.gpus import GPU
+from memlab.gpus import GPU, card_class
+from memlab.libraries import remembered
 from memlab.predict.widths import (
     LIKE_RANK,
     LIKE_WIDTHS,
@@ -36,13 +35,13 @@ from memlab.spec.recipe import (
     Recipe,
 )
 from memlab.trace.symbols import ALIGNED, chosen_sizes
-from memlab.workloads.quantized import COMPUTE_DTYPES
 
 # Kinds of stretched rotary positions whose tensors are those of plain ones.
 SAME_ROPE = ("default", "linear", "llama3", "yarn")
 # Of adapters at the chosen sizes; what is narrower than the second, a router, has none.
 LARGEST_RANK, NARROW = 512, 32
 LAYERS = 4  # of a model that stands for all of a structure, at least
+SDPA_KERNELS = ("flash", "efficient", "math")
 # Elements: bitsandbytes and torchao keep the states of smaller tensors in 32 bits, and on the card.
 LEAST_8BIT, LEAST_PAGED = 4096, 100_000
 
@@ -65,7 +64,7 @@ class Circumstances(NamedTuple):
     @classmethod
     def of(cls, recipe: Recipe) -> Circumstances:
         """Those of a recipe."""
-        window = getattr(models.config(recipe.model), "sliding_window", None)
+        window = getattr(models.settings(recipe.model), "sliding_window", None)
         return cls(
             recipe.batch_size == 1,
             math.gcd(recipe.seq_len, ALIGNED),
@@ -78,21 +77,26 @@ class Circumstances(NamedTuple):
 class Structure:
     """A model without its sizes.
 
-    key: what is special about it, as a text. config: it at the chosen widths, or at its own.
-    widths: symbol -> (chosen, own), empty where widths are part of the structure. rank: whether
-    the rank of adapters is a size. attention: the kernels of the passes, where the key leaves them
-    open.
+    key: what is special about it, as a text. model: whose it is. widths: symbol -> (chosen, own),
+    empty where widths are part of the structure. rank: whether the rank of adapters is a size.
+    attention: the kernels of the passes, where the key leaves them open.
     """
 
     key: str
-    config: object
+    model: models.Model
     widths: dict[str, tuple[int, int]]
     rank: bool = True
     attention: str = ""
 
+    @property
+    def config(self) -> Any:
+        """The model's config at the chosen widths, or at its own."""
+        config = models.config(self.model)
+        return _at_chosen_widths(config)[0] if self.widths else config
+
     def sizes(self, recipe: Recipe) -> dict[str, int]:
         """The values of all symbols in a recipe, as far as its model has them."""
-        config = models.config(recipe.model)
+        config = models.settings(recipe.model)
         sizes = {
             "b": recipe.batch_size,
             "s": recipe.seq_len,
@@ -144,8 +148,7 @@ def structures(
     roughly: whether they may be those of a model whose small weights have 8-bit states, too, and
     in which kernels do not pad heads.
     """
-    named = isinstance(recipe.model, str) and recipe.model in models.MODELS
-    found, own = (_named if named else _usual)(recipe.model), _own(recipe, card)
+    found, own = _usual(recipe.model), _own(recipe, card)
     if found is not None and recipe.ranks == 1:
         attention = _attention(recipe, found, card, 8 if roughly else 32)
         if attention:
@@ -187,7 +190,7 @@ def has_no_trace(recipe: Recipe, card: GPU) -> bool:
     parts = recipe.loss != "whole" or recipe.step_in_backward
     away = recipe.activation_offload or recipe.optimizer_offload != "none"
     borders = recipe.attention == "flash_attention_2" and (recipe.packed or recipe.padded)
-    loops = hasattr(models.config(recipe.model), models.OF_DELTA_RULE)
+    loops = hasattr(models.settings(recipe.model), models.OF_DELTA_RULE)
     return parts or away or borders or loops or has_fused_products(recipe, card)
 
 
@@ -198,8 +201,13 @@ def has_fused_products(recipe: Recipe, card: GPU) -> bool:
     """
     if recipe.base not in FOUR_BITS:
         return False
-    dtype = COMPUTE_DTYPES[recipe.compute_dtype]
     tokens = recipe.batch_size * recipe.seq_len
+    if tokens > _most_fused_tokens(recipe.model):
+        return False
+    from memlab.card.kernels.bitsandbytes import fuses_4bit_product
+    from memlab.workloads.quantized import COMPUTE_DTYPES
+
+    dtype = COMPUTE_DTYPES[recipe.compute_dtype]
     return any(
         fuses_4bit_product(card, dtype, tokens, *shape)
         for shape in shapes_of(recipe.model, recipe.task)
@@ -210,13 +218,18 @@ def has_fused_products(recipe: Recipe, card: GPU) -> bool:
 # ---------------------------------------------------------------------- the usual dimensions
 
 
-@functools.cache
-def _named(model: str) -> Structure | None:
-    return _usual(model)
-
-
 def _usual(model) -> Structure | None:
-    """The structure of a model whose widths are `WIDTHS`; None where it has others.
+    """The structure of a model whose widths are `WIDTHS`; None where it has others."""
+    found = usual_values(model)
+    if found is None:
+        return None
+    widths = {name: (chosen, own) for name, (chosen, own) in found["widths"].items()}
+    return Structure(found["key"], model, widths)
+
+
+@remembered
+def usual_values(model) -> dict[str, Any] | None:
+    """Key and widths of a model whose widths are `WIDTHS`; None where it has others.
 
     A config.json names the release that wrote it, and settings that its class does not know any
     more: neither is of the model.
@@ -244,7 +257,39 @@ def _usual(model) -> Structure | None:
     for name in names_of_lengths(config):
         if kept.get(name):
             kept[name] = True
-    return Structure(json.dumps(kept, sort_keys=True), chosen, own)
+    return {"key": json.dumps(kept, sort_keys=True), "widths": own}
+
+
+@remembered
+def _routes(
+    model, dtype: str, capability: list[int], switched_on: list[str], size: int = 64
+) -> list[str]:
+    """SDPA's kernels for a model at the chosen widths, without a mask and with one.
+
+    dtype: of `COMPUTED_IN`. switched_on: the kernels that PyTorch may take now, which decide.
+    """
+    from memlab.card.kernels.sdpa import model_routes
+    from memlab.workloads.quantized import COMPUTE_DTYPES
+
+    shares = heads_of_a_key(_at_chosen_widths(models.config(model))[0]) > 1
+    return list(model_routes(COMPUTE_DTYPES[dtype], shares, tuple(capability), size))
+
+
+def _switched_on() -> list[str]:
+    """The kernels of SDPA that are not switched off in this process; all, before PyTorch is in."""
+    if "torch" not in sys.modules:
+        return list(SDPA_KERNELS)
+    from memlab.card.kernels.sdpa import SDPA_ROUTES
+
+    return [name for name in SDPA_KERNELS if SDPA_ROUTES[name]()]
+
+
+@remembered
+def _most_fused_tokens(model) -> int:
+    """Tokens above which bitsandbytes fuses no product with a 4-bit weight, of any model."""
+    from memlab.card.kernels.bitsandbytes import cuda_module
+
+    return cuda_module()._gemm_4bit_custom_max_m
 
 
 def _rope(parameters: dict) -> str | None:
@@ -294,10 +339,10 @@ def _attention(recipe: Recipe, usual: Structure, card: GPU, unit: int) -> str:
         return "eager"
     if recipe.attention == "flash_attention_2":
         return "" if usual.widths["d"][1] % unit else recipe.attention
-    size, shares = usual.widths["d"][1], heads_of_a_key(usual.config) > 1
-    asked = COMPUTE_DTYPES[COMPUTED_IN[recipe.precision]], shares, card.capability
-    routes = model_routes(*asked)
-    if size % unit or model_routes(*asked, size) != routes:
+    size = usual.widths["d"][1]
+    asked = COMPUTED_IN[recipe.precision], list(card.capability), _switched_on()
+    routes = _routes(recipe.model, *asked)
+    if size % unit or _routes(recipe.model, *asked, size) != routes:
         return ""
     return "sdpa: {}, with a mask {}".format(*routes)
 
@@ -325,8 +370,7 @@ def _states_are_alike(recipe: Recipe, usual: Structure) -> bool:
         return True
     block = TORCHAO_BLOCKS.get(recipe.optimizer, 1)
 
-    def kinds(config, rank):
-        shapes = shapes_of(config, recipe.task)
+    def kinds(shapes, rank):
         if recipe.lora_rank:  # a head of few classes is trained whole
             matrices = [shape for shape in shapes if len(shape) == 2]
             shapes = [shape for shape in matrices if min(shape) < NARROW]
@@ -335,7 +379,14 @@ def _states_are_alike(recipe: Recipe, usual: Structure) -> bool:
         sizes = map(math.prod, shapes)
         return [[size >= few and size % block == 0 for few in least] for size in sizes]
 
-    return kinds(usual.config, LARGEST_RANK) == kinds(recipe.model, recipe.lora_rank)
+    chosen, own = (of(recipe.model, recipe.task) for of in (_shapes_at_chosen_widths, shapes_of))
+    return kinds(chosen, LARGEST_RANK) == kinds(own, recipe.lora_rank)
+
+
+@remembered
+def _shapes_at_chosen_widths(model, task: str) -> list[list[int]]:
+    """As `shapes_of`, of a model whose widths are the usual ones, at the chosen ones."""
+    return shapes_of(_at_chosen_widths(models.config(model))[0], task)
 
 
 def _has_small_states(recipe: Recipe) -> bool:
@@ -347,13 +398,20 @@ def _has_small_states(recipe: Recipe) -> bool:
 
 
 def _own(recipe: Recipe, card: GPU) -> Structure:
-    config = models.config(recipe.model)
-    kept = json.loads(config.to_json_string(use_diff=False))
-    for name in names_of_lengths(config):
-        if kept.get(name):
-            kept[name] = True
+    kept = dict(_values_without_lengths(recipe.model))
     kept |= {"attention": recipe.attention, "card": card_class(card.capability)}
     # A rank may decide which states are kept in 8 or 4 bits, and on the card.
     rank = not _has_small_states(recipe)
     kept["rank"] = rank or recipe.lora_rank
-    return Structure(json.dumps(kept, sort_keys=True), config, {}, rank)
+    return Structure(json.dumps(kept, sort_keys=True), recipe.model, {}, rank)
+
+
+@remembered
+def _values_without_lengths(model) -> dict[str, Any]:
+    """The values of a config, of lengths only whether it has them."""
+    config = models.config(model)
+    kept = json.loads(config.to_json_string(use_diff=False))
+    for name in names_of_lengths(config):
+        if kept.get(name):
+            kept[name] = True
+    return kept

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import re
 
-import torch
-
 from memlab import models
+from memlab.libraries import remembered
 
 # Chosen widths: g key-value heads with m query heads each, of size d; h hidden size where it is not
 # g * m * d; f feed-forward width; V vocabulary. Each has a prime factor of its own; the rest, a
@@ -29,32 +28,28 @@ LIKE_RANK = 256
 LAYERS = 16  # at the front, among which are layers of all kinds, where no list says which are
 
 
-def shapes_of(model, task: str) -> tuple[tuple[int, ...], ...]:
+@remembered
+def shapes_of(model, task: str) -> list[list[int]]:
     """The shapes of a model's weights, of one layer of each kind.
 
     A layer of another kind has other shapes. It may come late: every fourth of Qwen3-Next is one of
     full attention, and every eighth of Jamba.
     """
-    known = isinstance(model, str) and model in models.MODELS
-    key = model if known else models.config(model).to_json_string(), task
-    if key not in _SHAPES:
-        config = models.config(model)
-        listed = list(zip(*models.by_layer(config).values(), strict=True))
-        first = [LAYERS, *(listed.index(kind) + 1 for kind in listed)]
-        layers = min(max(first), config.num_hidden_layers)
-        with torch.device("meta"):
-            built = models.build(models.with_layers(config, layers), task)
-        around, layers_weights = [], {}
-        for name, weight in built.named_parameters():
-            layer = re.match(r"(.*?\.\d+\.)(.*)", name)
-            found = layers_weights.setdefault(layer[1], []) if layer else around
-            found.append(tuple(weight.shape))
-        kinds = dict.fromkeys(map(tuple, layers_weights.values()))
-        _SHAPES[key] = (*around, *(shape for kind in kinds for shape in kind))
-    return _SHAPES[key]
+    import torch
 
-
-_SHAPES: dict[tuple[str, str], tuple] = {}  # by model and task
+    config = models.config(model)
+    listed = list(zip(*models.by_layer(config).values(), strict=True))
+    first = [LAYERS, *(listed.index(kind) + 1 for kind in listed)]
+    layers = min(max(first), config.num_hidden_layers)
+    with torch.device("meta"):
+        built = models.build(models.with_layers(config, layers), task)
+    around, layers_weights = [], {}
+    for name, weight in built.named_parameters():
+        layer = re.match(r"(.*?\.\d+\.)(.*)", name)
+        found = layers_weights.setdefault(layer[1], []) if layer else around
+        found.append(tuple(weight.shape))
+    kinds = dict.fromkeys(map(tuple, layers_weights.values()))
+    return [*around, *(shape for kind in kinds for shape in kind)]
 
 
 def names_of_lengths(config) -> list[str]:

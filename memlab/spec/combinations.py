@@ -6,9 +6,8 @@ import inspect
 from collections.abc import Mapping
 from importlib.util import find_spec
 
-import torch
-
 from memlab import models
+from memlab.libraries import remembered
 from memlab.spec.logits import unlike_product
 from memlab.spec.recipe import (
     AUTOCAST,
@@ -186,25 +185,33 @@ def check_packed(recipe: Recipe) -> None:
         )
     wanted = {"padded": (False, "texts without padding share a row")}
     _check_with(recipe, "packed", wanted)
-    key = models.config(recipe.model).to_json_string(use_diff=False)
-    if key not in _MIXES:
-        _MIXES[key] = _mixes_texts(recipe)
-    if _MIXES[key]:
-        raise ValueError(f"packed is True: {recipe.model_name} {_MIXES[key]}; allowed is False")
+    mixes = _mixes_texts(recipe.model)
+    if mixes:
+        raise ValueError(f"packed is True: {recipe.model_name} {mixes}; allowed is False")
 
 
-_MIXES: dict[str, str] = {}  # by config
+@remembered
+def _mixes_texts(model: models.Model) -> str:
+    """Why a causal model cannot tell a row's texts apart by their positions; empty if it can."""
+    import torch
 
-
-def _mixes_texts(recipe: Recipe) -> str:
-    """Why a model cannot tell the texts of a row apart by their positions; empty if it can."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        model = models.build(models.config(recipe.model), recipe.task)
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+        built = models.build(model, "causal-lm")
+    if "position_ids" not in inspect.signature(built.forward).parameters:
         return "takes no position_ids"
-    if any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
+    if any(isinstance(module, torch.nn.Conv1d) for module in built.modules()):
         return "has layers that run on from one text of a row into the next"
     return ""
+
+
+def _check_torch_has(loss: str) -> None:
+    import torch
+
+    if not hasattr(torch.nn.functional, loss):
+        raise ValueError(
+            f"loss is {loss!r}: torch.nn.functional has it from PyTorch 2.13, here is "
+            f"{torch.__version__}; allowed are whole, chunked"
+        )
 
 
 def check_loss(recipe: Recipe) -> None:
@@ -222,11 +229,8 @@ def check_loss(recipe: Recipe) -> None:
             f"loss is 'liger': {' and '.join(lacks)} cannot be imported; allowed are whole, "
             "chunked, linear_cross_entropy"
         )
-    if recipe.loss == "linear_cross_entropy" and not hasattr(torch.nn.functional, recipe.loss):
-        raise ValueError(
-            f"loss is {recipe.loss!r}: torch.nn.functional has it from PyTorch 2.13, here is "
-            f"{torch.__version__}; allowed are whole, chunked"
-        )
+    if recipe.loss == "linear_cross_entropy":
+        _check_torch_has(recipe.loss)
     unlike = unlike_product(recipe.model)
     if unlike:
         raise ValueError(

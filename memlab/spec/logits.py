@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-from transformers.loss.loss_utils import ForCausalLMLoss
-
 from memlab import models
+from memlab.libraries import remembered
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
     from memlab.models import Model
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 TOKENS = 3
 
 
+@remembered
 def unlike_product(model: Model) -> str:
     """Why a causal model's loss is not that of its last hidden states times its head's weight.
 
@@ -25,14 +25,10 @@ def unlike_product(model: Model) -> str:
     only says so, with given hidden states in place of those of the layers: what comes before them
     may follow values (masks do), and decides nothing here.
     """
-    key = models.config(model).to_json_string(use_diff=False)
-    if key not in _KNOWN:
-        with torch.random.fork_rng(devices=[]):
-            _KNOWN[key] = _unlike(_shallow(model))
-    return _KNOWN[key]
+    import torch
 
-
-_KNOWN: dict[str, str] = {}  # by config
+    with torch.random.fork_rng(devices=[]):
+        return _unlike(_shallow(model))
 
 
 def _shallow(model: Model) -> PretrainedConfig:
@@ -61,6 +57,9 @@ def body_of(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def _unlike(config: PretrainedConfig) -> str:
+    import torch
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
     if getattr(config, "output_router_logits", False):
         return "its router adds to the loss"
     with torch.device("meta"), torch.no_grad():

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memlab import models
+from memlab.libraries import remembered
 
 if TYPE_CHECKING:
     from memlab.spec.recipe import Recipe
     from memlab.spec.serving import Serving
+
+
+@remembered
+def quantization_of(model: models.Model) -> dict[str, Any]:
+    """The `quantization_config` of a model's config.json, empty for none."""
+    said = getattr(models.published(model), "quantization_config", None) or {}
+    return said if isinstance(said, dict) else said.to_dict()
 
 
 def check_published(asked: Recipe | Serving) -> None:
@@ -17,10 +25,9 @@ def check_published(asked: Recipe | Serving) -> None:
     A base of bitsandbytes, as the config.json's `quantization_config` says it, is answered for
     where it is the one that is asked for.
     """
-    said = getattr(models.published(asked.model), "quantization_config", None)
+    said = quantization_of(asked.model)
     if not said:
         return
-    said = said if isinstance(said, dict) else said.to_dict()
     text = f"{asked.model_name} is published quantized, by {said.get('quant_method')}"
     if said.get("load_in_4bit") or said.get("load_in_8bit"):
         base, doubled = "int8", False

@@ -277,7 +277,7 @@ class Recipe:
     replicas: int = field(1, "copies of what zero2 or zero3 splits: HSDP", check=whole(1))
 
     def __post_init__(self) -> None:
-        from memlab import models  # torch and transformers, which a question for help can spare
+        from memlab import models  # the catalogue, which a question for help can spare
         from memlab.spec.combinations import check_base, check_model, check_step
         from memlab.spec.published import check_published
 
@@ -298,13 +298,12 @@ class Recipe:
         named = models.catalogued(self.model)
         named = models.published(named) if isinstance(named, dict) else named
         object.__setattr__(self, "model", named)
-        config = models.config(self.model)
         check_published(self)
         if self.task is None:
-            object.__setattr__(self, "task", models.default_task(config))
+            object.__setattr__(self, "task", models.default_task(self.model))
         one_of("task", self.task, models.TASKS)
         check_model(self)
-        longest = models.max_length(config)
+        longest = models.max_length(self.model)
         if longest is not None and self.seq_len > longest:
             raise ValueError(
                 f"seq_len is {self.seq_len}: {self.model_name} allows whole numbers from 1 to "
@@ -398,3 +397,8 @@ class Recipe:
 
 
 Recipe.__doc__ = f"{Recipe.__doc__}\n{documentation(Recipe)}\n"
+
+
+def is_moved_by_sharding(recipe: Recipe) -> bool:
+    """Whether the model stays on the host until `share` moves it, one layer after the other."""
+    return recipe.ranks > 1 and recipe.sharding in FULLY_SHARDED

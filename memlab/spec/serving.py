@@ -87,23 +87,22 @@ class Serving:
             object.__setattr__(self, "compute_dtype", plain or "fp16")
         elif plain and self.compute_dtype != plain:
             raise wrong("compute_dtype", self.compute_dtype, f"{plain}, that of the weights")
-        from memlab import models  # torch and transformers, which a question for help can spare
+        from memlab import models  # the catalogue, which a question for help can spare
         from memlab.spec.published import check_published
 
         object.__setattr__(self, "model", models.catalogued(self.model))
-        config = models.config(self.model)
         check_published(self)
         if self.task not in TASKS:
             raise ValueError(
                 f"model is {self.model_name!r}, for {self.task}: allowed are those that write "
                 f"text, by {' or '.join(TASKS)}"
             )
-        if self.cache == "fp8" and getattr(config, "sliding_window", None):
+        if self.cache == "fp8" and getattr(models.settings(self.model), "sliding_window", None):
             raise ValueError(
                 f"cache is 'fp8' and {self.model_name} has a sliding window: transformers "
                 "quantizes full attention only, allowed are dynamic, static, none"
             )
-        longest = models.max_length(config)
+        longest = models.max_length(self.model)
         if longest is not None and self.prompt + self.new_tokens > longest:
             raise ValueError(
                 f"prompt and new_tokens are {self.prompt} + {self.new_tokens}: {self.model_name} "
@@ -127,7 +126,7 @@ class Serving:
         """The model as a short text."""
         from memlab import models
 
-        return self.model if isinstance(self.model, str) else models.config(self.model).model_type
+        return self.model if isinstance(self.model, str) else models.settings(self.model).model_type
 
     def but(self, **changes: Any) -> Serving:
         """The same with some fields changed."""

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from memlab.footprint import Category, Phase
 from memlab.trace.reductions import Reduction
 
+OUTSIDE = "outside any module"
+
 
 class Alloc(NamedTuple):
     """A storage of `nbytes` bytes is made, by an operation of PyTorch and in a module.

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from memlab.footprint import Category, Phase
-from memlab.trace.events import Alloc, Free, Marker, TraceEvent
+from memlab.trace.events import OUTSIDE, Alloc, Free, Marker, TraceEvent
 from memlab.trace.ledger import Ledger
-from memlab.trace.module_names import OUTSIDE
 
 # Clipping stacks the norms of all trained weights, whose number is another at each depth, and ranks
 # add up their powers: a log has the bytes of one norm, as a negative number, in place of the sum.
@@ -36,7 +35,7 @@ class Log:
 
     weights: how many parameters there are of (so many elements, trainable or not).
     assumptions: those of the run, as `memlab.footprint.Footprint` has them.
-    work: what the second step's operators do (`memlab.card.op_work.Work`) -> how often.
+    work: what the second step's operators do (`memlab.card.work.Work`) -> how often.
     """
 
     steps: list[TraceEvent]

@@ -9,7 +9,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-OUTSIDE = "outside any module"
+from memlab.trace.events import OUTSIDE
 
 
 class ModuleWatch:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 
 import torch
 
 from memlab import libraries
 from memlab.spec.recipe import BITSANDBYTES_OPTIMIZERS, TORCHAO_BLOCKS, Recipe
-from memlab.units import gib
 from memlab.workloads import sharding
 
 LEARNING_RATE = 1e-5
-LEAST_OFFLOADED = 4096  # elements of a weight that torchao's CPUOffloadOptimizer moves to the host
 # PyTorch's own, by a recipe's names: class and settings.
 OF_TORCH = {
     "adamw_torch": (torch.optim.AdamW, {"foreach": True}),
@@ -69,22 +66,6 @@ def make_optimizer(recipe: Recipe, model: torch.nn.Module):
         return StepsInBackward(parameters, functools.partial(_optimizer_of, recipe))
     embeddings = [one for one in model.modules() if isinstance(one, torch.nn.Embedding)]
     return _optimizer_of(recipe, parameters, embeddings)
-
-
-def left_on_host(recipe: Recipe, weights: Counter) -> tuple[str, ...]:
-    """What an optimizer on the host keeps and does there, in a line; nothing for another.
-
-    weights: how many parameters there are of (so many elements, trainable or not).
-    """
-    if recipe.optimizer_offload == "none":
-        return ()
-    large = sum(n * times for (n, free), times in weights.items() if free and n >= LEAST_OFFLOADED)
-    halves = recipe.precision in ("fp16", "bf16") and not (recipe.lora_rank and recipe.lora_fp32)
-    held = 4 * large * (2 if halves else 4)
-    return (
-        f"the host holds {gib(held)} of weights, gradients and AdamW's states, its own step takes "
-        "time that is not estimated",
-    )
 
 
 def _optimizer_of(recipe: Recipe, parameters, embeddings=()) -> torch.optim.Optimizer:

@@ -5,9 +5,8 @@ import importlib
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from memlab import models
 from memlab.libraries import import_bitsandbytes
-from memlab.spec.recipe import COMPUTED_IN, QUANTIZED, Recipe
+from memlab.spec.recipe import COMPUTED_IN, Recipe
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 HEADS = ("classifier", "score")  # of a classifier, by the names that peft trains them under
@@ -52,60 +51,6 @@ def to_be_quantized(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def _is_plain(module) -> bool:
     """Whether it is of a class that transformers quantizes: a subclass may compute otherwise."""
     return type(module) is torch.nn.Linear or isinstance(module, Conv1D)
-
-
-def assumed(recipe) -> tuple[str, ...]:
-    """What a recipe's figures leave out or leave as it is, and a reader may not expect.
-
-    The parts of a nested config, kernels of a package that transformers takes where it is there,
-    and the weights that a quantized base does not reach, where they are the larger part. recipe: or
-    a `Serving`.
-    """
-    said, parts = [], models.left_out(recipe.model)
-    if parts:
-        said.append(f"the text model alone, without {' and '.join(parts)}")
-    if hasattr(models.config(recipe.model), models.OF_DELTA_RULE):
-        said.append(
-            "layers of linear attention run transformers' own code, as where the package "
-            "flash-linear-attention is not installed"
-        )
-    if recipe.base in QUANTIZED:
-        reached = _share_reached(recipe)
-        if reached < 0.5:
-            said.append(
-                f"{recipe.base} reaches {reached:.1%} of the weights: what is no plain linear "
-                "layer, such as experts and embeddings, stays unquantized"
-            )
-        if isinstance(recipe, Recipe) and recipe.compute_dtype != "fp32":
-            said.append(UPCAST if recipe.upcast else NOT_UPCAST)
-    return tuple(said)
-
-
-# PEFT casts all that is not quantized. TRL's trainers called it until October 2025, cast norms
-# alone until December 2025, and nothing since.
-UPCAST = (
-    "the rest of a quantized base (norms, embeddings, head) is cast to fp32, as by peft's "
-    "prepare_model_for_kbit_training; TRL, since December 2025, leaves it in 16 bits (--no-upcast)"
-)
-NOT_UPCAST = (
-    "the rest of a quantized base (norms, embeddings, head) stays in 16 bits, as TRL leaves it "
-    "since December 2025; peft's prepare_model_for_kbit_training casts it to fp32, which needs more"
-)
-
-
-_SHARES: dict[tuple[str, str], float] = {}  # by config and task
-
-
-def _share_reached(recipe) -> float:
-    """The share of a model's weights that a base quantizes."""
-    config = models.config(recipe.model)
-    key = config.to_json_string(use_diff=False), recipe.task
-    if key not in _SHARES:
-        with torch.device("meta"):
-            model = models.build(config, recipe.task)
-        reached = sum(module.weight.numel() for module in to_be_quantized(model).values())
-        _SHARES[key] = reached / sum(parameter.numel() for parameter in model.parameters())
-    return _SHARES[key]
 
 
 def _quantized_linear(bitsandbytes, module, recipe: Recipe, storage):

@@ -11,7 +11,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from memlab.spec.recipe import FULLY_SHARDED, QUANTIZED, Recipe
+from memlab.spec.recipe import QUANTIZED, Recipe, is_moved_by_sharding
 
 
 def join_ranks(recipe: Recipe) -> int:
@@ -29,11 +29,6 @@ def join_ranks(recipe: Recipe) -> int:
             f"start it with torchrun --nproc-per-node {recipe.ranks}"
         )
     return dist.get_rank()
-
-
-def is_moved_by_sharding(recipe: Recipe) -> bool:
-    """Whether the model stays on the host until `share` moves it, one layer after the other."""
-    return recipe.ranks > 1 and recipe.sharding in FULLY_SHARDED
 
 
 def share(model: torch.nn.Module, recipe: Recipe, device: torch.device, half=None):

@@ -18,7 +18,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.pytorch_utils import Conv1D
 
 from memlab import libraries, models
-from memlab.spec.recipe import BITSANDBYTES_OPTIMIZERS, QUANTIZED, TORCHAO_BLOCKS, Recipe
+from memlab.spec.recipe import (
+    BITSANDBYTES_OPTIMIZERS,
+    QUANTIZED,
+    TORCHAO_BLOCKS,
+    Recipe,
+    is_moved_by_sharding,
+)
 from memlab.trace.quantized_weights import numel
 from memlab.workloads import quantized, sharding
 from memlab.workloads.losses import replace_loss
@@ -66,7 +72,7 @@ class Training:
         rank = sharding.join_ranks(recipe)
         config = models.config(recipe.model)
         dtype = stored_as(recipe)
-        self._sharded = sharding.is_moved_by_sharding(recipe)
+        self._sharded = is_moved_by_sharding(recipe)
         half = AUTOCAST.get(recipe.precision) if self._sharded else None
         # What is gathered may be cast on the way: 4-bit weights come as what is none.
         storage = [half or dtype] if self._sharded else []

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from memlab import SimulatedGPU
-from memlab.card.op_work import (
+from memlab.card.work import (
     count_kernels,
     count_tiles,
     repeat_micro_batch,

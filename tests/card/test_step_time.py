@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from memlab import Recipe, SimulatedGPU, find_gpu, simulate
-from memlab.card.op_work import Work
 from memlab.card.step_time import EXPECTED, busy, step_time
+from memlab.card.work import Work
 from memlab.evidence.loops import kept_predictions
 from memlab.evidence.records import FOLDER, load
 from memlab.footprint import Phase, StepTime
-from memlab.predict.run import completed, log_of
+from memlab.predict.recipe_log import completed
+from memlab.predict.run import log_of
 
 A100 = find_gpu("A100-40GB")
 
@@ -114,7 +115,7 @@ def test_the_last_round_of_tiles_is_seldom_full(tiles, processors, share):
     ids=str,
 )
 def test_the_estimate_by_depth_is_that_of_the_whole_model(recipe, monkeypatch):
-    monkeypatch.setattr("memlab.predict.traces.DEEP", 4)
+    monkeypatch.setattr("memlab.predict.recipe_log.DEEP", 4)
     card = find_gpu("V100")
     by_depth = simulate(recipe, card).step_seconds
     whole = step_time(completed(recipe, log_of(recipe, card, numbered=True)).work, card)

@@ -13,6 +13,7 @@ from panel_page import PanelPage
 from memlab import Recipe, cli, formula, models, simulate
 from memlab.card.kernels import sdpa
 from memlab.gpus import GPUS, find_gpu
+from memlab.libraries import installed
 from memlab.panels.calculator import (
     CHOICES,
     NUMBERS,
@@ -24,8 +25,7 @@ from memlab.panels.calculator import (
 )
 from memlab.predict.fit import room
 from memlab.predict.formula import is_kept
-from memlab.predict.run import refuse_format
-from memlab.predict.store import installed
+from memlab.predict.recipe_log import refuse_format
 
 GIB = 2**30
 BY_SIZE = "another, by its GiB"

@@ -11,8 +11,8 @@ from helpers import assert_close
 
 from memlab import MiB, Recipe, formula, models, simulate
 from memlab.gpus import find_gpu
+from memlab.libraries import LIBRARIES
 from memlab.predict.formula_blocks import blocks_of, rests_of, without_reuse
-from memlab.predict.store import LIBRARIES
 from memlab.trace.allocator import CachingAllocator
 
 DATA = Path(__file__).parents[2] / "memlab" / "data"

@@ -11,9 +11,10 @@ from memlab.card.device import SimulatedGPU
 from memlab.card.footprint import card_footprint
 from memlab.gpus import ANY_CARD
 from memlab.predict.layer_patterns import layers_of
-from memlab.predict.run import completed, log_of, two_steps
+from memlab.predict.recipe_log import completed
+from memlab.predict.run import log_of, two_steps
 from memlab.predict.simulate import serve
-from memlab.predict.traces import run_log
+from memlab.predict.trace_recorder import run_log
 from memlab.predict.widths import shapes_of
 from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Log
@@ -26,7 +27,7 @@ CHECKPOINTED = {"checkpointing": True, "precision": "fp16-amp"}
 
 @pytest.fixture(autouse=True)
 def six_layers_are_deep(monkeypatch):
-    monkeypatch.setattr("memlab.predict.traces.DEEP", 5)
+    monkeypatch.setattr("memlab.predict.recipe_log.DEEP", 5)
 
 
 def deep(model, layers=6):

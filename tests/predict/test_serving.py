@@ -9,8 +9,8 @@ from memlab import models, simulate
 from memlab.footprint import NOT_TENSORS
 from memlab.predict.fit import fits, largest
 from memlab.predict.formula_serving import kv_cache_bytes
+from memlab.predict.recipe_log import DEEP
 from memlab.predict.serving import measure_serving
-from memlab.predict.traces import DEEP
 from memlab.spec.serving import Serving
 from memlab.trace.tracer import Tracer
 from memlab.workloads.generation import Generation

@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from memlab import Recipe, formula
+from memlab import Recipe, formula, libraries
 from memlab.gpus import find_gpu
 from memlab.predict import shipped as module
-from memlab.predict import store
-from memlab.predict import traces as module_of_traces
+from memlab.predict import store, trace_recorder
 from memlab.predict.shipped import Shipped
 from memlab.predict.structure import structures
+from memlab.predict.trace_recorder import are_alike
 from memlab.predict.traces import (
     Traces,
-    are_alike,
     keys_of,
     traces,
     traces_of_any_release,
@@ -64,7 +63,7 @@ def test_they_are_what_is_recorded_today(seed):
 @pytest.fixture
 def other_torch(monkeypatch, nothing_read, tmp_path):
     """Another release of torch is here than the one they were recorded with, and no cache."""
-    monkeypatch.setenv(store.FOLDER, str(tmp_path))
+    monkeypatch.setenv(libraries.FOLDER, str(tmp_path))
     here = Shipped().versions | {"torch": "2.11.0"}
     monkeypatch.setattr(store, "installed", lambda: here)
     store._surroundings.cache_clear()
@@ -83,9 +82,9 @@ def test_of_other_releases_the_formula_takes_them_and_says_so(other_torch, monke
 
 def test_of_other_releases_a_run_decides_whether_they_hold(other_torch, monkeypatch):
     """One shallow run for both halves, and none in the next process: what holds is kept."""
-    ran, run = [], module_of_traces.shallow_log
+    ran, run = [], trace_recorder.shallow_log
     monkeypatch.setattr(
-        module_of_traces,
+        trace_recorder,
         "shallow_log",
         lambda *given, **named: ran.append(1) or run(*given, **named),
     )
@@ -111,8 +110,8 @@ def test_what_does_not_hold_is_recorded_anew(other_torch, monkeypatch):
         Shipped.of_memlab().read_into(shipped, key)
     halves = traces().halves_of(recipe, card).halves
     assert store.text_of(halves[0]) != store.text_of(shipped[keys[0]])
-    assert module_of_traces.is_as_run(recipe, card, of_halves, halves)
-    assert not module_of_traces.is_as_run(recipe, card, of_halves, [shipped[key] for key in keys])
+    assert trace_recorder.is_as_run(recipe, card, of_halves, halves)
+    assert not trace_recorder.is_as_run(recipe, card, of_halves, [shipped[key] for key in keys])
 
 
 def test_a_recipe_without_a_trace_takes_away_no_half_of_another():

@@ -13,7 +13,8 @@ from memlab.predict.changed_code import has_changed_code
 from memlab.predict.simulate import serve
 from memlab.predict.store import Store
 from memlab.predict.structure import Circumstances
-from memlab.predict.traces import Traces, are_alike, run_log
+from memlab.predict.trace_recorder import are_alike, run_log
+from memlab.predict.traces import Traces
 from memlab.trace.events import Alloc
 
 LLAMA = Recipe("llama-3-8b-tiny", seq_len=64, attention="sdpa", precision="bf16")
@@ -130,7 +131,7 @@ def test_where_chunks_of_a_sequence_are_looped_over_each_size_is_run(monkeypatch
 
     It is known beforehand: a trace that cannot agree was recorded for minutes.
     """
-    monkeypatch.setattr("memlab.predict.traces.record", None)
+    monkeypatch.setattr("memlab.predict.trace_recorder.record", None)
     config = CONFIG_MAPPING["qwen3_next"](
         vocab_size=1024,
         hidden_size=128,
@@ -208,7 +209,7 @@ def test_two_halves_are_there_however_few_are_kept(monkeypatch):
 def test_a_trace_is_kept_for_the_next_process(tmp_path, monkeypatch):
     recipe, card = Recipe("gpt2-medium", seq_len=128, attention="sdpa"), find_gpu("T4")
     first = Traces(Store(tmp_path)).log(recipe.but(batch_size=2), card)
-    monkeypatch.setattr("memlab.predict.traces.record", None)
+    monkeypatch.setattr("memlab.predict.trace_recorder.record", None)
     again = Traces(Store(tmp_path)).log(recipe.but(batch_size=4), card)
     monkeypatch.undo()
     assert are_alike(again, Traces().log(recipe.but(batch_size=4), card))

@@ -4,10 +4,9 @@ from collections import Counter
 
 from memlab.footprint import Phase
 from memlab.trace.allocator import CachingAllocator
-from memlab.trace.events import Alloc, Free, Marker
+from memlab.trace.events import OUTSIDE, Alloc, Free, Marker
 from memlab.trace.ledger import Ledger
 from memlab.trace.log import Log, replay
-from memlab.trace.module_names import OUTSIDE
 
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 

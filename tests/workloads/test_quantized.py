@@ -9,10 +9,11 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from memlab import Recipe, models, simulate
 from memlab.libraries import import_bitsandbytes
+from memlab.predict.recipe_log import assumed
 from memlab.spec.serving import Serving
 from memlab.trace.quantized_weights import constants, numel
 from memlab.trace.tracer import Tracer
-from memlab.workloads.quantized import assumed, to_be_quantized
+from memlab.workloads.quantized import to_be_quantized
 from memlab.workloads.training import Training
 
 bitsandbytes = import_bitsandbytes("this test")

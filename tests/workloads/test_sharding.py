@@ -252,9 +252,10 @@ def test_gradients_stay_whole_until_the_last_micro_batch_reduces_them():
 def test_a_deep_model_is_written_out_as_it_would_run(more):
     from memlab.gpus import find_gpu
     from memlab.models import config, with_layers
-    from memlab.predict.run import completed, log_of
+    from memlab.predict.recipe_log import completed
+    from memlab.predict.run import log_of
     from memlab.predict.simulate import serve
-    from memlab.predict.traces import run_log
+    from memlab.predict.trace_recorder import run_log
 
     deep = FOUR.but(model=with_layers(config("llama-3-8b-tiny"), 13), checkpointing=True, **more)
     card = find_gpu("A100-40GB")

@@ -20,8 +20,8 @@ from torch._higher_order_ops.base_hop import BaseHOP
 from torch.nn.attention import flex_attention as module
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-from memlab.card.op_work import Work
 from memlab.card.placement import NotSimulated
+from memlab.card.work import Work
 from memlab.footprint import Phase
 from memlab.trace.patches import replaced
 

@@ -12,6 +12,7 @@ from torch.torch_version import TorchVersion
 
 from memlab.card.kernels.saved_tensors import Kernel, is_simulated
 from memlab.card.refusals import meta_type
+from memlab.gpus import card_class
 
 
 def sdpa_refusals(
@@ -68,17 +69,6 @@ def sdpa_refusals(
     if sizes[0] != sizes[1] or any(size % multiple for size in sizes):
         reasons.append(f"head sizes are {sizes}: allowed are multiples of {multiple}")
     return reasons
-
-
-def card_class(capability: tuple[int, int]) -> str:
-    """The class of a card: those of one take the same routes, whatever the call.
-
-    Small is the shared memory of a multiprocessor, as consumer cards have it.
-    """
-    if capability < (8, 0):
-        return "{}.{}".format(*capability)
-    small = (8, 6) <= capability <= (8, 9) or (12, 0) <= capability <= (12, 1)
-    return "small" if small else "8.0 and later"
 
 
 def _wrong_dtypes(route, query, key, value, capability) -> list[str]:

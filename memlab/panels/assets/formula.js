@@ -1,5 +1,5 @@
   // The formula of memlab in a page. Functions bear the names of those of memlab/predict/formula.py,
-  // memlab/card/step_time.py and memlab/card/op_work.py, and do the same in the same order.
+  // memlab/card/step_time.py and memlab/card/work.py, and do the same in the same order.
   //
   // known: their constants, the moments of traces, models and cards, as memlab/panels/calculator.py gives them.
   function formulaOf(known) {

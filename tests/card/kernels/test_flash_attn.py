@@ -9,7 +9,8 @@ from memlab.card.kernels import flash_attn
 from memlab.card.kernels.scratch import kernel_scratch
 from memlab.card.placement import NotSimulated
 from memlab.gpus import find_gpu
-from memlab.predict.traces import Traces, are_alike, run_log
+from memlab.predict.trace_recorder import are_alike, run_log
+from memlab.predict.traces import Traces
 
 MODEL, CARD = models.config("llama-3-8b-tiny"), "A100-40GB"
 ANY = find_gpu(CARD)

@@ -1,0 +1,140 @@
+"""What stands between a recipe and the log of its runs, or of its trace, and needs no PyTorch.
+
+Which formats a card refuses, how often a step's micro-batches count, and what is assumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections import Counter
+from dataclasses import replace
+
+from memlab import models
+from memlab.card.work import repeat_micro_batch, without_trifles
+from memlab.gpus import GPU, require_native
+from memlab.libraries import remembered
+from memlab.spec.recipe import QUANTIZED, Recipe
+from memlab.trace.log import Log
+from memlab.units import gib
+
+DEEP = 12  # up to so many layers the model itself is as quick, and its log tells layers apart
+LEAST_OFFLOADED = 4096  # elements of a weight that torchao's CPUOffloadOptimizer moves to the host
+
+
+def refuse_format(recipe: Recipe, card: GPU) -> None:
+    """Raise ValueError where a card has no kernels for a number format, or an attention."""
+    for precision in (recipe.precision, recipe.compute_dtype or ""):
+        require_native(precision, card.name, "bfloat16" in card.native_dtypes)
+    if recipe.attention == "flash_attention_2" and card.capability < (8, 0):
+        raise ValueError(
+            f"attention is 'flash_attention_2': {card.name} has compute capability "
+            f"{'{}.{}'.format(*card.capability)}, flash-attn needs 8.0; allowed are eager, sdpa"
+        )
+
+
+def is_deep(recipe: Recipe) -> bool:
+    """Whether a model has so many layers that shallow ones are quicker to run."""
+    return getattr(models.settings(recipe.model), "num_hidden_layers", 0) > DEEP
+
+
+def unlike_micro_batches(recipe: Recipe) -> int:
+    """How many micro-batches of a step differ: the first makes gradients, the second adds to them.
+
+    Of several ranks the last reduces them, too.
+    """
+    return 2 if recipe.ranks == 1 else 3
+
+
+def completed(recipe: Recipe, log: Log) -> Log:
+    """The log with the work of all micro-batches that counts, and what is assumed of a recipe."""
+    # Of more micro-batches some ran; the others do what the second did.
+    times = max(1, recipe.accumulation - unlike_micro_batches(recipe) + 1)
+    work = without_trifles(repeat_micro_batch(log.work, times))
+    said = *log.assumptions, *assumed(recipe), *left_on_host(recipe, log.weights)
+    return replace(log, work=work, assumptions=said)
+
+
+def assumed(recipe) -> tuple[str, ...]:
+    """What a recipe's figures leave out or leave as it is, and a reader may not expect.
+
+    The parts of a nested config, kernels of a package that transformers takes where it is there,
+    and the weights that a quantized base does not reach, where they are the larger part. recipe: or
+    a `Serving`.
+    """
+    said, parts = [], models.left_out(recipe.model)
+    if parts:
+        said.append(f"the text model alone, without {' and '.join(parts)}")
+    if hasattr(models.settings(recipe.model), models.OF_DELTA_RULE):
+        said.append(
+            "layers of linear attention run transformers' own code, as where the package "
+            "flash-linear-attention is not installed"
+        )
+    if recipe.base in QUANTIZED:
+        reached = _share_reached(recipe.model, recipe.task)
+        if reached < 0.5:
+            said.append(
+                f"{recipe.base} reaches {reached:.1%} of the weights: what is no plain linear "
+                "layer, such as experts and embeddings, stays unquantized"
+            )
+        if isinstance(recipe, Recipe) and recipe.compute_dtype != "fp32":
+            said.append(UPCAST if recipe.upcast else NOT_UPCAST)
+    return tuple(said)
+
+
+# PEFT casts all that is not quantized. TRL's trainers called it until October 2025, cast norms
+# alone until December 2025, and nothing since.
+UPCAST = (
+    "the rest of a quantized base (norms, embeddings, head) is cast to fp32, as by peft's "
+    "prepare_model_for_kbit_training; TRL, since December 2025, leaves it in 16 bits (--no-upcast)"
+)
+NOT_UPCAST = (
+    "the rest of a quantized base (norms, embeddings, head) stays in 16 bits, as TRL leaves it "
+    "since December 2025; peft's prepare_model_for_kbit_training casts it to fp32, which needs more"
+)
+
+
+@remembered
+def _share_reached(model, task: str) -> float:
+    """The share of a model's weights that a base quantizes."""
+    import torch
+
+    from memlab.workloads.quantized import to_be_quantized
+
+    with torch.device("meta"):
+        built = models.build(model, task)
+    reached = sum(module.weight.numel() for module in to_be_quantized(built).values())
+    return reached / sum(parameter.numel() for parameter in built.parameters())
+
+
+def left_on_host(recipe: Recipe, weights: Counter) -> tuple[str, ...]:
+    """What an optimizer on the host keeps and does there, in a line; nothing for another.
+
+    weights: how many parameters there are of (so many elements, trainable or not).
+    """
+    if recipe.optimizer_offload == "none":
+        return ()
+    large = sum(n * times for (n, free), times in weights.items() if free and n >= LEAST_OFFLOADED)
+    halves = recipe.precision in ("fp16", "bf16") and not (recipe.lora_rank and recipe.lora_fp32)
+    held = 4 * large * (2 if halves else 4)
+    return (
+        f"the host holds {gib(held)} of weights, gradients and AdamW's states, its own step takes "
+        "time that is not estimated",
+    )
+
+
+@contextlib.contextmanager
+def gc_frozen():
+    """Let the garbage collector leave alone what is there already: the libraries.
+
+    It goes through all of a million objects again and again while others come and go by the
+    million, which takes up to a third of the time.
+    """
+    if gc.get_freeze_count():  # somebody does that already
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
