@@ -1,6 +1,7 @@
 """The doors of memlab and of its book: short, lazy, and clear about what they do not have."""
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import memlab
-from memlab import book, cli
+from memlab import book, cli, libraries
 
 
 @pytest.mark.parametrize("package", [memlab, book])
@@ -37,6 +38,35 @@ def test_a_question_for_help_loads_no_torch():
     code = "import sys, memlab.cli, memlab.spec.recipe; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+ASKED = """
+import sys
+from memlab import cli
+cli.main(sys.argv[1:])
+print({"torch", "transformers"} & sys.modules.keys() or "neither", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "plan --model qwen3-0.6b --gpu RTX-4090 --ways full,qlora",
+        "simulate --model llama-3.2-1b --gpu T4 --precision fp16-amp --lora-rank 8 --base nf4",
+        "simulate --model gpt2-large --gpu L4 --largest batch-size",
+    ],
+)
+def test_of_the_catalogue_the_second_answer_takes_no_torch(question, tmp_path):
+    """Its traces come with memlab, or are kept; so is what transformers says of the model."""
+
+    def ask():
+        command = [sys.executable, "-c", ASKED, *question.split()]
+        around = os.environ | {libraries.FOLDER: str(tmp_path)}
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=around)
+
+    first, second = ask(), ask()
+    assert first.stdout == second.stdout != ""
+    assert "neither" not in first.stderr and second.stderr.endswith("neither\n")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not here")

@@ -13,6 +13,7 @@ from typing import Any
 
 from memlab.cli import accuracy, measure, plan, record, report, run, serve, simulate
 from memlab.cli.options import Parser
+from memlab.cli.verdict import is_out_of_memory
 
 COMMANDS = (plan, simulate, serve, run, measure, record, accuracy, report)
 
@@ -37,9 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"memlab: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
     except RuntimeError as error:
-        import torch  # loaded with the command, and not for a question for help
-
-        if not isinstance(error, torch.OutOfMemoryError):
+        if not is_out_of_memory(error):
             raise
         print(f"memlab: {error}", file=sys.stderr)
         return 3

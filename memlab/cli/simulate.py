@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from memlab.card.links import link_rate
 from memlab.cli.options import ANCHOR, GPU, LINK, anchored_by, card, options_of, recipe_of
-from memlab.cli.verdict import TOO_SMALL, verdict_line, verdict_values
+from memlab.cli.verdict import TOO_SMALL, is_out_of_memory, verdict_line, verdict_values
 from memlab.gpus import find_gpu
 from memlab.planner.result import way_in_words
 from memlab.spec.recipe import QUANTIZED, Recipe
@@ -30,8 +30,6 @@ def run(options) -> dict:
 
 def simulated(recipe, options, link=None) -> dict:
     """A step of a recipe or the text of a serving, at its own or the largest size."""
-    from memlab.predict.measure import versions
-
     found, (gpu, said) = None, anchored_by(getattr(options, "anchor", None), options.gpu)
     if options.largest:
         from memlab.predict.fit import largest
@@ -47,11 +45,14 @@ def simulated(recipe, options, link=None) -> dict:
     values = {
         type(recipe).__name__.lower(): recipe.as_dict(),
         "gpu": options.gpu,
-        "versions": versions(),
         "verdict": verdict_values(card, fit),
     }
     values |= footprint.as_dict() if footprint else {"error": error}
     values |= {"largest": found.as_dict()} if found else {}
+    if options.json:
+        from memlab.predict.measure import versions  # it brings PyTorch
+
+        values["versions"] = versions()
     values |= {"anchor": said} if said else {}
     name = recipe.model_name
     if isinstance(recipe, Recipe) and recipe.lora_rank:
@@ -68,8 +69,6 @@ def simulated(recipe, options, link=None) -> dict:
 
 def _on_card(recipe, card, link) -> tuple:
     """(footprint, verdict, error): no verdict without a limit, no footprint out of memory."""
-    import torch
-
     from memlab.predict.fit import judged
     from memlab.predict.simulate import full_log, simulate
 
@@ -82,7 +81,9 @@ def _on_card(recipe, card, link) -> tuple:
         return fit.footprint, fit, ""
     try:
         footprint = simulate(recipe, card, link)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         return None, fit, str(error)
     # It gave cached blocks back where it had to.
     return footprint, replace(fit, needed=footprint.peak_reserved + card.context), ""

@@ -52,3 +52,8 @@ def verdict_values(
         "chance_that_it_does_not_fit": short.chance,
         "published_runs": short.runs,
     }
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether it is torch.OutOfMemoryError; an answer that needs no PyTorch does not import it."""
+    return type(error).__name__ == "OutOfMemoryError"

@@ -15,7 +15,6 @@ import torch
 from memlab import models
 from memlab.fields import one_of, whole, wrong
 from memlab.gpus import GPU, find_gpu
-from memlab.models import Model
 from memlab.predict.formula_serving import kv_cache_bytes
 from memlab.workloads.quantized import to_be_quantized
 
@@ -56,7 +55,7 @@ class ServerCapacity:
 
 
 def server(
-    model: Model,
+    model: models.Model,
     gpu: GPU | str | int,
     weights: str = "16 bits",
     share: float = 0.92,

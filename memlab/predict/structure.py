@@ -41,7 +41,6 @@ SAME_ROPE = ("default", "linear", "llama3", "yarn")
 # Of adapters at the chosen sizes; what is narrower than the second, a router, has none.
 LARGEST_RANK, NARROW = 512, 32
 LAYERS = 4  # of a model that stands for all of a structure, at least
-SDPA_KERNELS = ("flash", "efficient", "math")
 # Elements: bitsandbytes and torchao keep the states of smaller tensors in 32 bits, and on the card.
 LEAST_8BIT, LEAST_PAGED = 4096, 100_000
 
@@ -202,17 +201,18 @@ def has_fused_products(recipe: Recipe, card: GPU) -> bool:
     if recipe.base not in FOUR_BITS:
         return False
     tokens = recipe.batch_size * recipe.seq_len
-    if tokens > _most_fused_tokens(recipe.model):
-        return False
+    card_kind = [card.processors, *card.capability]
+    return _fuses_products(recipe.model, recipe.task, recipe.compute_dtype, tokens, card_kind)
+
+
+@remembered
+def _fuses_products(model, task: str, dtype: str, tokens: int, card: list[int]) -> bool:
+    """card: its multiprocessors and its compute capability."""
     from memlab.card.kernels.bitsandbytes import fuses_4bit_product
     from memlab.workloads.quantized import COMPUTE_DTYPES
 
-    dtype = COMPUTE_DTYPES[recipe.compute_dtype]
-    return any(
-        fuses_4bit_product(card, dtype, tokens, *shape)
-        for shape in shapes_of(recipe.model, recipe.task)
-        if len(shape) == 2
-    )
+    matrices = [shape for shape in shapes_of(model, task) if len(shape) == 2]
+    return any(fuses_4bit_product(card, COMPUTE_DTYPES[dtype], tokens, *one) for one in matrices)
 
 
 # ---------------------------------------------------------------------- the usual dimensions
@@ -262,11 +262,11 @@ def usual_values(model) -> dict[str, Any] | None:
 
 @remembered
 def _routes(
-    model, dtype: str, capability: list[int], switched_on: list[str], size: int = 64
+    model, dtype: str, capability: list[int], changes: list[str], size: int = 64
 ) -> list[str]:
     """SDPA's kernels for a model at the chosen widths, without a mask and with one.
 
-    dtype: of `COMPUTED_IN`. switched_on: the kernels that PyTorch may take now, which decide.
+    dtype: of `COMPUTED_IN`. changes: `_changes_of_sdpa`, which decide, too.
     """
     from memlab.card.kernels.sdpa import model_routes
     from memlab.workloads.quantized import COMPUTE_DTYPES
@@ -275,21 +275,18 @@ def _routes(
     return list(model_routes(COMPUTE_DTYPES[dtype], shares, tuple(capability), size))
 
 
-def _switched_on() -> list[str]:
-    """The kernels of SDPA that are not switched off in this process; all, before PyTorch is in."""
-    if "torch" not in sys.modules:
-        return list(SDPA_KERNELS)
-    from memlab.card.kernels.sdpa import SDPA_ROUTES
+def _changes_of_sdpa() -> list[str]:
+    """How this process takes other kernels of SDPA than its release of PyTorch does by itself."""
+    if "torch" not in sys.modules:  # nobody has changed it yet
+        return []
+    import torch
 
-    return [name for name in SDPA_KERNELS if SDPA_ROUTES[name]()]
+    from memlab.card.kernels import sdpa
 
-
-@remembered
-def _most_fused_tokens(model) -> int:
-    """Tokens above which bitsandbytes fuses no product with a 4-bit weight, of any model."""
-    from memlab.card.kernels.bitsandbytes import cuda_module
-
-    return cuda_module()._gemm_4bit_custom_max_m
+    changes = [f"{name} is off" for name, is_on in sdpa.SDPA_ROUTES.items() if not is_on()]
+    if sdpa.SHARES_KEYS != sdpa.kernels_that_share_keys(torch.__version__):
+        changes += [f"{name} shares keys" for name in sorted(sdpa.SHARES_KEYS)]
+    return changes
 
 
 def _rope(parameters: dict) -> str | None:
@@ -340,7 +337,7 @@ def _attention(recipe: Recipe, usual: Structure, card: GPU, unit: int) -> str:
     if recipe.attention == "flash_attention_2":
         return "" if usual.widths["d"][1] % unit else recipe.attention
     size = usual.widths["d"][1]
-    asked = COMPUTED_IN[recipe.precision], list(card.capability), _switched_on()
+    asked = COMPUTED_IN[recipe.precision], list(card.capability), _changes_of_sdpa()
     routes = _routes(recipe.model, *asked)
     if size % unit or _routes(recipe.model, *asked, size) != routes:
         return ""

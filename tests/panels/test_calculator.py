@@ -13,7 +13,6 @@ from panel_page import PanelPage
 from memlab import Recipe, cli, formula, models, simulate
 from memlab.card.kernels import sdpa
 from memlab.gpus import GPUS, find_gpu
-from memlab.libraries import installed
 from memlab.panels.calculator import (
     CHOICES,
     NUMBERS,
@@ -26,8 +25,11 @@ from memlab.panels.calculator import (
 from memlab.predict.fit import room
 from memlab.predict.formula import is_kept
 from memlab.predict.recipe_log import refuse_format
+from memlab.predict.shipped import Shipped
 
 GIB = 2**30
+# The page is of the releases that its traces were recorded with, and is compared with these.
+pytestmark = pytest.mark.usefixtures("attention_of_2_13")
 BY_SIZE = "another, by its GiB"
 # As its authors publish it, with names of other releases of transformers.
 LLAMA = {
@@ -264,7 +266,7 @@ def test_a_head_that_other_kernels_take_is_refused_by_name(page):
 
 
 def test_it_says_of_which_releases_it_is(page):
-    assert f"torch {installed()['torch']}, transformers" in page.text(".made")
+    assert f"torch {Shipped.of_memlab().versions['torch']}, transformers" in page.text(".made")
 
 
 # ---------------------------------------------------------------------- other models

@@ -52,7 +52,8 @@ def gemm_4bit(
     """
     columns = A.size(-1)
     rows = A.numel() // columns
-    if columns % blocksize == 0 and fuses_4bit_product(gpu, A.dtype, rows, *shapeB):
+    card = gpu.processors, *gpu.capability
+    if columns % blocksize == 0 and fuses_4bit_product(card, A.dtype, rows, *shapeB):
         return A.new_empty(*A.shape[:-1], shapeB[0])
     scales = absmax
     if absmax_8bit is not None:
@@ -63,13 +64,15 @@ def gemm_4bit(
     return torch.nn.functional.linear(A, weight, bias)
 
 
-def fuses_4bit_product(gpu, dtype, rows, n, k) -> bool:
-    """bitsandbytes' own rule, a table of measured cases, asked for the card."""
+def fuses_4bit_product(card, dtype, rows, n, k) -> bool:
+    """bitsandbytes' own rule, a table of measured cases.
+
+    card: (multiprocessors, compute capability's two numbers).
+    """
     module = cuda_module()
     if rows > module._gemm_4bit_custom_max_m:
         return False
-    properties = gpu.processors, *gpu.capability
-    with replaced((module, "_gpu_dispatch_props", lambda _: properties)):
+    with replaced((module, "_gpu_dispatch_props", lambda _: tuple(card))):
         return module._gemm_4bit_use_custom_cuda.__wrapped__(0, dtype, rows, n, k)
 
 

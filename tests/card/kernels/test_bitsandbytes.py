@@ -80,12 +80,15 @@ def test_lightnings_fabric_quantizes_the_layers_that_it_makes(mode):
 
 def test_bitsandbytes_own_rule_is_asked_for_the_card():
     """_gemm_4bit_use_custom_cuda: up to 4 rows always, above 1,536 never, by the card between."""
-    half = torch.float16
+
+    def fuses(name, rows):
+        card = find_gpu(name)
+        kind = card.processors, *card.capability
+        return fuses_4bit_product(kind, torch.float16, rows, 4096, 4096)
+
     for name in ("T4", "A100-40GB", "H200"):
-        assert fuses_4bit_product(find_gpu(name), half, 4, 4096, 4096)
-        assert not fuses_4bit_product(find_gpu(name), half, 2048, 4096, 4096)
-    assert not fuses_4bit_product(find_gpu("V100"), half, 8, 4096, 4096)
-    assert fuses_4bit_product(find_gpu("T4"), half, 8, 4096, 4096)
+        assert fuses(name, 4) and not fuses(name, 2048)
+    assert not fuses("V100", 8) and fuses("T4", 8)
 
 
 def test_the_base_does_not_exist_in_half_precision_on_the_card():
