@@ -18,6 +18,8 @@ SCHEMA = 1
 KINDS = ("recorded", "published")
 FOLDER = Path(__file__).parent.parent / "data" / "records"
 TIMED = FOLDER.parent / "timed"  # published runs of which seconds are known, and no bytes
+# Fields that recipes had when runs were recorded, with the values that every one of them has.
+GONE = {"block_size": 64, "stochastic_rounding": False}
 SPARED = ("loop", "settings")  # not written where they are empty
 UNITS = ("_bytes", "_seconds", "_per_second")
 
@@ -70,6 +72,8 @@ class Record:
             value = getattr(self, field)
             if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
                 raise ValueError(f"{field} is {value!r}: allowed is an object with named values")
+        known = {n: v for n, v in self.recipe.items() if n not in GONE or v != GONE[n]}
+        object.__setattr__(self, "recipe", known)
         for name, value in self.recipe.items():
             plain = (str, int, float, bool, list) + (dict,) * (name == "model")
             if value is not None and not isinstance(value, plain):

@@ -16,9 +16,7 @@ from memlab.fields import one_of
 from memlab.spec.combinations import check_trainer
 from memlab.spec.recipe import (
     BITSANDBYTES_OPTIMIZERS,
-    FOUR_BITS,
     QUANTIZED,
-    TORCHAO_BLOCKS,
     Recipe,
 )
 from memlab.workloads import training
@@ -52,7 +50,6 @@ NAMES = {
         "TrainingArguments",
         "default_data_collator",
     ],
-    "liger_kernel.transformers.fused_linear_cross_entropy": ["LigerFusedLinearCrossEntropyLoss"],
     "transformers.modeling_outputs": ["CausalLMOutput"],
     "types": ["MethodType"],
 }
@@ -112,14 +109,6 @@ OPTIMIZERS = {
         "bitsandbytes.optim.Lion8bit(weights, lr=LEARNING_RATE)",
         "one 8-bit state a weight",
     ),
-    "adamw_torch_8bit": (
-        "torchao.optim.AdamW8bit(weights, lr=LEARNING_RATE)",
-        "two 8-bit states a weight",
-    ),
-    "adamw_torch_4bit": (
-        "torchao.optim.AdamW4bit(weights, lr=LEARNING_RATE)",
-        "two 4-bit states a weight",
-    ),
 }
 
 ON_HOST = """torchao.optim.CPUOffloadOptimizer(
@@ -167,10 +156,6 @@ def training_script(recipe: Recipe, api: str = "trainer") -> str:
             "packed is True: a script's rows are one text each, allowed is False; TRL's "
             "SFTTrainer packs with packing=True"
         )
-    if recipe.base in FOUR_BITS and recipe.block_size != 64:
-        raise ValueError(
-            f"block_size is {recipe.block_size}: transformers quantizes in blocks of 64 weights"
-        )
     values = _values(recipe, api)
     body = _TEMPLATES.get_template("script.jinja").render(values)
     library = "transformers' Trainer" if api == "trainer" else "Accelerate"
@@ -194,8 +179,7 @@ def pip_line(recipe: Recipe, api: str = "trainer") -> str:
     if recipe.base in QUANTIZED or recipe.optimizer in BITSANDBYTES_OPTIMIZERS:
         used |= {"bitsandbytes"}  # which transformers imports
     wanted = [f'"{name}>={OLDEST[name]}"' for name in sorted(used & OLDEST.keys())]
-    # The Trainer imports it for an optimizer by its name.
-    wanted += ["torchao"] * ("torchao" in used or recipe.optimizer in TORCHAO_BLOCKS)
+    wanted += ["torchao"] * ("torchao" in used)
     return " ".join(["pip install", *wanted])
 
 
@@ -228,8 +212,6 @@ def _values(recipe: Recipe, api: str) -> dict:
         freed = recipe.optimizer_offload == "gradients"
         optimizer = ON_HOST.format(f"\n        offload_gradients={freed}," * freed)
         meaning_of_optimizer = "weights, gradients and states on the host, which does the step"
-    if recipe.stochastic_rounding:
-        optimizer = f"{optimizer[:-1]}, bf16_stochastic_round=True)"
     dtype = training.stored_as(recipe)
     with torch.device("meta"):
         skeleton = models.build(config, task)

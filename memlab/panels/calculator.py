@@ -60,7 +60,7 @@ TRAINED = {
     "LoRA on NF4": {"lora_rank": RANK, **NF4},
 }
 # The fields of a recipe that say what is trained, and their defaults.
-PARTS = "freeze lora_rank lora_targets lora_dropout lora_fp32 base block_size double_quant"
+PARTS = "freeze lora_rank lora_targets lora_dropout lora_fp32 base double_quant"
 PARTS = (*PARTS.split(), "compute_dtype", "upcast")
 PLAIN = {one.name: one.default for one in dataclasses.fields(Recipe) if one.name in PARTS}
 NUMBERS = ("batch_size", "seq_len", "accumulation", "lora_rank")

@@ -31,7 +31,6 @@ from memlab.spec.recipe import (
     BITSANDBYTES_OPTIMIZERS,
     COMPUTED_IN,
     FOUR_BITS,
-    TORCHAO_BLOCKS,
     Recipe,
 )
 from memlab.trace.symbols import ALIGNED, chosen_sizes
@@ -41,7 +40,8 @@ SAME_ROPE = ("default", "linear", "llama3", "yarn")
 # Of adapters at the chosen sizes; what is narrower than the second, a router, has none.
 LARGEST_RANK, NARROW = 512, 32
 LAYERS = 4  # of a model that stands for all of a structure, at least
-# Elements: bitsandbytes and torchao keep the states of smaller tensors in 32 bits, and on the card.
+# Elements: bitsandbytes keeps the states of smaller tensors in 32 bits, and on the card.
+BLOCK_OF_A_SCALE = 64  # weights in 4 bits, as transformers quantizes
 LEAST_8BIT, LEAST_PAGED = 4096, 100_000
 
 
@@ -174,7 +174,7 @@ def trained_as(recipe: Recipe) -> dict:
     if recipe.base != "none":
         values["base"] = [recipe.base, recipe.compute_dtype, recipe.upcast]
         if recipe.base in FOUR_BITS:
-            values["base"] += [recipe.block_size, recipe.double_quant]
+            values["base"] += [BLOCK_OF_A_SCALE, recipe.double_quant]
     return values
 
 
@@ -365,7 +365,6 @@ def _states_are_alike(recipe: Recipe, usual: Structure) -> bool:
     """Whether the states of the same weights are in 8 or 4 bits at the chosen widths."""
     if not _has_small_states(recipe):
         return True
-    block = TORCHAO_BLOCKS.get(recipe.optimizer, 1)
 
     def kinds(shapes, rank):
         if recipe.lora_rank:  # a head of few classes is trained whole
@@ -374,7 +373,7 @@ def _states_are_alike(recipe: Recipe, usual: Structure) -> bool:
             shapes += [(rank, side) for shape in matrices for side in shape]
         least = LEAST_8BIT, LEAST_PAGED * recipe.optimizer.startswith("paged")
         sizes = map(math.prod, shapes)
-        return [[size >= few and size % block == 0 for few in least] for size in sizes]
+        return [[size >= few for few in least] for size in sizes]
 
     chosen, own = (of(recipe.model, recipe.task) for of in (_shapes_at_chosen_widths, shapes_of))
     return kinds(chosen, LARGEST_RANK) == kinds(own, recipe.lora_rank)
@@ -388,7 +387,7 @@ def _shapes_at_chosen_widths(model, task: str) -> list[list[int]]:
 
 def _has_small_states(recipe: Recipe) -> bool:
     """Whether an optimizer keeps states in 8 or 4 bits, and those of small weights otherwise."""
-    return recipe.optimizer in BITSANDBYTES_OPTIMIZERS or recipe.optimizer in TORCHAO_BLOCKS
+    return recipe.optimizer in BITSANDBYTES_OPTIMIZERS
 
 
 # ---------------------------------------------------------------------- dimensions of its own

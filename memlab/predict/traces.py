@@ -12,7 +12,6 @@ the same check decides, at first use, whether they still hold; the store keeps t
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 from typing import NamedTuple
 
@@ -30,7 +29,7 @@ from memlab.predict.structure import (
     structures,
     trained_as,
 )
-from memlab.spec.recipe import TORCHAO_BLOCKS, Recipe
+from memlab.spec.recipe import Recipe
 from memlab.trace.log import Log
 from memlab.trace.symbols import ALIGNED
 from memlab.trace.trace import Depth, Trace
@@ -226,8 +225,6 @@ def keys_of(recipe: Recipe, passes: Structure, updates: Structure) -> tuple[str,
     if recipe.packed:
         passed["packed"] = True
     updated = both | {"optimizer": recipe.optimizer, "clipped": recipe.max_grad_norm > 0}
-    if recipe.optimizer in TORCHAO_BLOCKS:
-        updated["torchao"] = importlib.metadata.version("torchao")
     return tuple(
         f"{structure.key} {json.dumps(way, sort_keys=True)}"
         for structure, way in ((passes, passed), (updates, updated))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from importlib.util import find_spec
 
 from memlab import models
 from memlab.libraries import remembered
@@ -13,7 +12,6 @@ from memlab.spec.recipe import (
     AUTOCAST,
     FULLY_SHARDED,
     SHARDED_OPTIMIZERS,
-    TORCHAO_BLOCKS,
     Recipe,
 )
 
@@ -43,7 +41,6 @@ def check_step(recipe: Recipe) -> None:
     """Raise ValueError where an optimizer cannot step so, or ranks cannot share its work."""
     check_ranks(recipe)
     check_step_in_backward(recipe)
-    check_rounding(recipe)
     check_offload(recipe)
 
 
@@ -67,11 +64,6 @@ def check_ranks(recipe: Recipe) -> None:
             f"optimizer is {recipe.optimizer!r} and sharding is {recipe.sharding!r}: it takes no "
             f"parts of weights, allowed are {', '.join(SHARDED_OPTIMIZERS)}, or sharding ddp "
             "or zero1"
-        )
-    if recipe.optimizer in TORCHAO_BLOCKS:
-        raise ValueError(
-            f"optimizer is {recipe.optimizer!r} and sharding is {recipe.sharding!r}: torchao's "
-            "states are not simulated in parts, allowed is sharding ddp"
         )
 
 
@@ -156,15 +148,6 @@ def _refuse_scaler(recipe: Recipe, field: str, why: str) -> None:
         )
 
 
-def check_rounding(recipe: Recipe) -> None:
-    """Raise ValueError where no weights are rounded to bf16."""
-    if recipe.stochastic_rounding and recipe.precision != "bf16":
-        raise ValueError(
-            f"stochastic_rounding is True and precision is {recipe.precision!r}: its weights are "
-            "not in bf16, allowed is bf16"
-        )
-
-
 def check_attention(recipe: Recipe) -> None:
     """Raise ValueError where flash-attn gets numbers that it does not take."""
     if recipe.attention == "flash_attention_2" and recipe.precision == "fp32":
@@ -222,12 +205,6 @@ def check_loss(recipe: Recipe) -> None:
         raise ValueError(
             f"loss is {recipe.loss!r} and task is {recipe.task!r}: logits are computed in parts of "
             "a causal-lm only, allowed is whole"
-        )
-    lacks = [name for name in ("liger_kernel", "triton") if not find_spec(name)]
-    if recipe.loss == "liger" and lacks:
-        raise ValueError(
-            f"loss is 'liger': {' and '.join(lacks)} cannot be imported; allowed are whole, "
-            "chunked, linear_cross_entropy"
         )
     if recipe.loss == "linear_cross_entropy":
         _check_torch_has(recipe.loss)

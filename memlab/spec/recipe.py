@@ -46,9 +46,7 @@ SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_loop", "adamw_torch_fused", "s
 FOUR_BITS = ("nf4", "fp4")
 QUANTIZED = (*FOUR_BITS, "int8")
 BITSANDBYTES_OPTIMIZERS = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
-TORCHAO_BLOCKS = {"adamw_torch_8bit": 256, "adamw_torch_4bit": 128}  # numbers that share a scale
 AUTOCAST = ("fp16-amp", "bf16-amp")
-OF_TORCHAO = Needs("optimizer", TORCHAO_BLOCKS.__contains__, " or ".join(TORCHAO_BLOCKS))
 ADAPTERS = Needs("lora_rank", bool, "a lora_rank from 1")
 AGAIN = ("non-reentrant", True)
 RECOMPUTED = Needs("checkpointing", AGAIN.__contains__, "checkpointing non-reentrant")
@@ -108,8 +106,6 @@ class Recipe:
             "step_in_backward, as the next two",
             "paged_adamw_8bit": "",
             "lion_8bit": "",
-            "adamw_torch_8bit": "torchao's, compiled, one parameter after the other; as the next",
-            "adamw_torch_4bit": "",
         },
     )
     optimizer_offload: str = field(
@@ -121,12 +117,6 @@ class Recipe:
             "states": "gradients wait on the card for zero_grad",
             "gradients": "each is freed as soon as it is on the host: no accumulation",
         },
-    )
-    stochastic_rounding: bool = switch(
-        False,
-        "a step rounds bf16 weights up or down at random, the nearer the likelier, so that small "
-        "updates add up: bf16_stochastic_round of torchao's optimizers",
-        needs=OF_TORCHAO,
     )
     checkpointing: str | bool = field(
         "none",
@@ -159,7 +149,6 @@ class Recipe:
             "chunked": "of 256 tokens at a time, each part under a checkpoint, as TRL's "
             "default, but with products in the model's format",
             "linear_cross_entropy": "torch.nn.functional's, from PyTorch 2.13",
-            "liger": "of the package liger-kernel, which must be there, with Triton",
         },
     )
     set_to_none: bool = switch(
@@ -217,12 +206,6 @@ class Recipe:
             "fp4": "4 bits",
             "int8": "LLM.int8, transformers' outlier threshold",
         },
-    )
-    block_size: int = field(
-        64,
-        "weights that share one scale, for 4 bits",
-        (32, 64, 128, 256, 512, 1024, 2048, 4096),
-        needs=BASE_OF_FOUR_BITS,
     )
     double_quant: bool = switch(
         False, "the scales of 4-bit blocks in 8 bits", needs=BASE_OF_FOUR_BITS
@@ -364,8 +347,6 @@ class Recipe:
             )
         if self.optimizer == "sgd":
             more.setdefault("optim_args", "momentum=0.9")
-        if self.stochastic_rounding:
-            more.setdefault("optim_args", "bf16_stochastic_round=True")
         if self.checkpointing != "none":
             fields = TrainingArguments.__dataclass_fields__
             # The old name, `gradient`, goes with transformers 6 and warns before.

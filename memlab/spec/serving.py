@@ -70,7 +70,6 @@ class Serving:
     loss: ClassVar[str] = "whole"
     accumulation: ClassVar[int] = 1
     lora_rank: ClassVar[int] = 0
-    block_size: ClassVar[int] = 64
     double_quant: ClassVar[bool] = True
     freeze: ClassVar[tuple[int | str, ...]] = ()
     ranks: ClassVar[int] = 1

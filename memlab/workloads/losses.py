@@ -76,22 +76,6 @@ def linear_cross_entropy(hidden, head: torch.nn.Module, labels) -> torch.Tensor:
     )
 
 
-def liger(hidden, head: torch.nn.Module, labels) -> torch.Tensor:
-    """That of the package liger-kernel: chunks of tokens, gradients in the forward pass.
-
-    Its loss of a chunk is a kernel of Triton's, which writes the gradients over the logits.
-
-    Raises ValueError for a head with adapters, which are no part of its weight.
-    """
-    from liger_kernel.transformers.fused_linear_cross_entropy import (
-        LigerFusedLinearCrossEntropyLoss,
-    )
-
-    _refuse_adapters(head, "liger")
-    fused = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED)
-    return fused(head.weight, hidden, labels, head.bias)
-
-
 def _refuse_adapters(head: torch.nn.Module, loss: str) -> None:
     if not hasattr(head, "weight") or hasattr(head, "base_layer"):
         raise ValueError(
@@ -100,4 +84,4 @@ def _refuse_adapters(head: torch.nn.Module, loss: str) -> None:
         )
 
 
-LOSSES = {"chunked": chunked, "linear_cross_entropy": linear_cross_entropy, "liger": liger}
+LOSSES = {"chunked": chunked, "linear_cross_entropy": linear_cross_entropy}

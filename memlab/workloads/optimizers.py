@@ -7,7 +7,7 @@ import functools
 import torch
 
 from memlab import libraries
-from memlab.spec.recipe import BITSANDBYTES_OPTIMIZERS, TORCHAO_BLOCKS, Recipe
+from memlab.spec.recipe import BITSANDBYTES_OPTIMIZERS, Recipe
 from memlab.workloads import sharding
 
 LEARNING_RATE = 1e-5
@@ -78,11 +78,6 @@ def _optimizer_of(recipe: Recipe, parameters, embeddings=()) -> torch.optim.Opti
         from transformers.optimization import Adafactor
 
         kind, settings = Adafactor, {"scale_parameter": False, "relative_step": False}
-    elif recipe.optimizer in TORCHAO_BLOCKS:
-        torchao = libraries.import_torchao(f"optimizer {recipe.optimizer}")
-        eight = recipe.optimizer == "adamw_torch_8bit"
-        kind = torchao.AdamW8bit if eight else torchao.AdamW4bit
-        settings = {"bf16_stochastic_round": recipe.stochastic_rounding}
     else:
         raise ValueError(f"optimizer is {recipe.optimizer!r}: nothing here trains with it")
     return sharding.sharded_optimizer(recipe, parameters, kind, lr=LEARNING_RATE, **settings)

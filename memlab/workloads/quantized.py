@@ -67,7 +67,6 @@ def _quantized_linear(bitsandbytes, module, recipe: Recipe, storage):
         layer.weight = bitsandbytes.nn.Params4bit(
             weight,
             requires_grad=False,
-            blocksize=recipe.block_size,
             compress_statistics=recipe.double_quant,
             quant_type=recipe.base,
             quant_storage=storage,

@@ -21,7 +21,6 @@ from memlab import libraries, models
 from memlab.spec.recipe import (
     BITSANDBYTES_OPTIMIZERS,
     QUANTIZED,
-    TORCHAO_BLOCKS,
     Recipe,
     is_moved_by_sharding,
 )
@@ -294,10 +293,8 @@ def import_libraries(recipe: Recipe) -> None:
         libraries.import_bitsandbytes(f"optimizer {recipe.optimizer}, base {recipe.base}")
     if recipe.lora_rank:
         import_peft()
-    if recipe.optimizer in TORCHAO_BLOCKS or recipe.optimizer_offload != "none":
-        libraries.import_torchao(f"optimizer {recipe.optimizer}")
-    if recipe.loss == "liger":
-        libraries.import_quietly("liger_kernel.transformers.fused_linear_cross_entropy")
+    if recipe.optimizer_offload != "none":
+        libraries.import_torchao(f"optimizer_offload {recipe.optimizer_offload}")
     if recipe.optimizer == "adafactor":
         libraries.import_quietly("transformers.optimization")  # with peft, if that is there
 

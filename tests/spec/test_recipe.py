@@ -119,10 +119,10 @@ def test_an_argument_without_effect_is_refused(changes, said):
 def test_what_a_change_leaves_without_effect_goes_with_it():
     full = Recipe("gpt2-tiny", seq_len=16)
     lora = full.but(lora_rank=2, lora_targets="c_attn", lora_dropout=0.1)
-    quantized = lora.but(base="nf4", double_quant=True, block_size=128, upcast=False)
+    quantized = lora.but(base="nf4", double_quant=True, upcast=False)
     assert quantized.but(base="none") == lora
     eight = quantized.but(base="int8")
-    assert (eight.double_quant, eight.block_size, eight.upcast) == (False, 64, False)
+    assert (eight.double_quant, eight.upcast) == (False, False)
     assert lora.but(lora_rank=0) == full
     with pytest.raises(ValueError, match="double_quant"):
         quantized.but(base="none", double_quant=True)

@@ -9,7 +9,7 @@ import transformers
 from helpers import assert_two_steps_as_on_the_cpu, one_line
 from transformers.models.auto import modeling_auto
 
-from memlab import Recipe, formula, largest, models, simulate
+from memlab import Recipe, models, simulate
 from memlab.workloads.training import Training
 
 PARTS = ["chunked", "linear_cross_entropy"]
@@ -129,36 +129,3 @@ def test_without_pytorchs_own_it_is_refused(monkeypatch):
     with pytest.raises(ValueError) as error:
         TINY.but(loss="linear_cross_entropy")
     assert "from PyTorch 2.13" in one_line(error)
-
-
-def test_without_its_packages_ligers_is_refused(monkeypatch):
-    monkeypatch.setattr("memlab.spec.combinations.find_spec", lambda name: None)
-    with pytest.raises(ValueError) as error:
-        TINY.but(loss="liger")
-    assert "liger_kernel and triton cannot be imported" in one_line(error)
-
-
-def test_ligers_holds_a_chunk_and_the_gradients():
-    """A chunk has as many tokens as make its logits about as large as all hidden states."""
-    pytest.importorskip("triton")
-    pytest.importorskip("liger_kernel", reason="pip install memlab[liger]")
-    whole, fused = (simulate(r, "H100") for r in (LONG, LONG.but(loss="liger")))
-    logits = 8192 * 128_256 * 4
-    assert whole.peak_allocated - fused.peak_allocated > 2 * logits
-    beside = fused.peak_tensors - sum(fused.breakdown[c] for c in KEPT)
-    assert beside < 0.5 * logits and any("Triton" in said for said in fused.assumptions)
-
-
-def test_adapters_of_the_head_are_refused_where_only_its_weight_counts():
-    recipe = TINY.but(lora_rank=4, lora_targets="q_proj,lm_head", loss="linear_cross_entropy")
-    with pytest.raises(ValueError) as error:
-        simulate(recipe)
-    assert "no adapters beside it" in one_line(error)
-    assert simulate(recipe.but(loss="chunked"))
-
-
-@pytest.mark.parametrize("ask", [formula, lambda recipe: largest(recipe, "L4")])
-def test_what_needs_a_trace_refuses_in_one_line(ask):
-    with pytest.raises(ValueError) as error:
-        ask(TINY.but(loss="chunked"))
-    assert "loss" in one_line(error)

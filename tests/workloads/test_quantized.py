@@ -121,7 +121,6 @@ def bits_per_weight(**changes):
 def test_bits_per_weight():
     """4 bits and 32 for each block of 64; doubly quantized 8, and 32 for each 256 of these."""
     assert bits_per_weight() == 4 + 32 / 64
-    assert bits_per_weight(block_size=256) == 4 + 32 / 256
     assert bits_per_weight(double_quant=True) == pytest.approx(
         4 + 8 / 64 + 32 / (64 * 256), rel=2e-3
     )
@@ -158,7 +157,6 @@ def test_beside_a_base_in_fp16_what_must_be_is_in_fp32():
     [
         ({"base": "int3"}, "base is 'int3': allowed are none, half, nf4, fp4, int8"),
         ({"lora_rank": 0}, "base is 'nf4' and lora_rank is 0"),
-        ({"block_size": 100}, "block_size is 100: allowed are 32, 64"),
         ({"compute_dtype": "int8"}, "compute_dtype is 'int8': allowed are fp32, fp16, bf16"),
     ],
 )
