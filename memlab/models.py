@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     Model = str | Path | dict[str, Any] | PretrainedConfig  # what names one: see `Recipe.model`
+else:
+    Model = Any  # transformers is not imported for a word in a signature
 
 # name -> fields of the published config.json that differ from the defaults of its model_type, and
 # `hub`, where that config.json is published
