@@ -5,7 +5,7 @@ here, `fits` answers for a card, and a `SimulatedGPU` takes any training loop. A
 `Footprint`. The packages behind it; each imports only from those below it:
 
 - book: what the chapters share: figures, texts, lessons, exercises, claims, panels
-- cli: the command; evidence: records of real runs, and the predictions beside them
+- cli: the command; evidence: records of real runs, and how often predictions fall short
 - planner: the search for a recipe; export: the scripts that it writes
 - predict: simulate, formula, fits, largest, measure; traces at all sizes
 - workloads: the training loop, generation, quantized bases, sharding

@@ -1,13 +1,11 @@
 """What several tests ask in the same words."""
 
-import dataclasses
 import importlib
 
 import pytest
 
 from memlab import Recipe, SimulatedGPU, formula, simulate
 from memlab.card.kernels.rules import RULES
-from memlab.evidence.accuracy import Comparison
 from memlab.evidence.records import Record
 from memlab.footprint import NOT_TENSORS
 from memlab.trace.tracer import Tracer
@@ -31,12 +29,6 @@ def a_run(figures, device="Tesla T4", kind="recorded", recipe=TWO) -> Record:
     """A record of a small recipe."""
     plain = {"model": recipe.model, "batch_size": recipe.batch_size, "seq_len": recipe.seq_len}
     return Record(kind, "one", plain, figures, device, None, {}, "2026-11-21", "a test")
-
-
-def a_comparison(predicted, recorded, **changes) -> Comparison:
-    """One figure of a decoder's run on an L4."""
-    one = Comparison("NVIDIA L4", "one", "decoder", "full", "x", "reserved", predicted, recorded)
-    return dataclasses.replace(one, **changes)
 
 
 def assert_close(recipe, card=None):

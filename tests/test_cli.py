@@ -348,10 +348,10 @@ def test_bad_input_of_record(capsys, tmp_path, bad):
 def test_a_corrupt_record_is_one_line_and_status_2(capsys, tmp_path):
     path = tmp_path / "runs.json"
     path.write_text('{"schema": 1, "records": [{"kind"')
-    status, out, err = run(capsys, "accuracy", path)
+    status, out, err = run(capsys, "record", "--check", path)
     assert (status, out) == (2, "")
     assert str(path) in err and err.count("\n") == 1
-    assert run(capsys, "accuracy", tmp_path / "none.json")[0] == 2
+    assert run(capsys, "record", "--check", tmp_path / "none.json")[0] == 2
 
 
 def test_interrupted_recording_says_that_nothing_is_lost(capsys, tmp_path, monkeypatch):

@@ -9,12 +9,12 @@ import torch
 from pandas.io.formats.style import Styler
 
 from memlab.book import show
-from memlab.evidence.accuracy import simulate_on_cpu
 from memlab.evidence.records import find_records
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, find_gpu, gpu_of_device
 from memlab.predict.fit import fits
 from memlab.predict.measure import measure
+from memlab.predict.on_cpu import simulate_on_cpu
 from memlab.predict.simulate import simulate
 from memlab.spec.recipe import QUANTIZED, Recipe
 from memlab.units import MiB

@@ -10,7 +10,7 @@ for the next. What stays reserved follows from the order of these events:
   their names (`convert_and_load_state_dict_in_model` in core_model_loading.py).
 
 A log has the first, and `memlab.simulate` takes the second. The first releases of transformers 5
-loaded by threads, in another order each time (`memlab.evidence.load_orders`).
+loaded by threads, in another order each time.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from memlab.cli import accuracy, measure, plan, record, report, run, serve, simulate
+from memlab.cli import measure, plan, record, report, run, serve, simulate
 from memlab.cli.options import Parser
 from memlab.cli.verdict import is_out_of_memory
 
-COMMANDS = (plan, simulate, serve, run, measure, record, accuracy, report)
+COMMANDS = (plan, simulate, serve, run, measure, record, report)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

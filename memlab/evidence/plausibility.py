@@ -7,11 +7,12 @@ step's time. So a figure that was mistyped, or taken from another run, shows.
 
 import datetime
 import itertools
+from dataclasses import replace
 
-from memlab.evidence.accuracy import compare_records
 from memlab.evidence.records import Record
 from memlab.gpus import gpu_of_device
 from memlab.predict.simulate import simulate
+from memlab.spec.recipe import Recipe
 from memlab.trace.allocator_blocks import LARGE_ROUND, MIN_BLOCK
 from memlab.units import mib
 
@@ -45,15 +46,24 @@ def doubts(run: Record) -> list[str]:
 def against_prediction(runs: list[Record]) -> list[str]:
     """The runs whose allocated bytes are far from the simulation's, or that are too quick."""
     found = []
-    for one in compare_records(runs, {"simulation": simulate}):
-        if one.error is None:
+    for run in runs:
+        if run.figures.get("out_of_memory"):
             continue
-        if one.figure == "allocated" and abs(one.error) > PREDICTED:
-            sizes = f"{mib(one.recorded)}, simulated are {mib(one.predicted)}"
-            found.append(f"{one.name}: peak allocated is {sizes}")
-        if one.figure == "seconds" and one.recorded < one.bounds[0] / 2:
-            seconds = f"{one.recorded:g} s, at least {one.bounds[0]:.3g} s are estimated"
-            found.append(f"{one.name}: a step takes {seconds}")
+        card = gpu_of_device(run.device)
+        card = replace(card, total_memory=run.figures["total_memory_bytes"])
+        try:
+            predicted = simulate(Recipe(**run.recipe), card)
+        except (ValueError, RuntimeError) as problem:
+            found.append(f"{run.name}: the simulation refuses it: {problem}".splitlines()[0])
+            continue
+        allocated, seconds = run.figures["peak_allocated_bytes"], run.figures["step_seconds"]
+        if abs(predicted.peak_allocated / allocated - 1) > PREDICTED:
+            sizes = f"{mib(allocated)}, simulated are {mib(predicted.peak_allocated)}"
+            found.append(f"{run.name}: peak allocated is {sizes}")
+        time = predicted.step_time
+        if time and seconds < time.low / 2:
+            about = f"{seconds:g} s, at least {time.low:.3g} s are estimated"
+            found.append(f"{run.name}: a step takes {about}")
     return found
 
 

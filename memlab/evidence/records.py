@@ -17,7 +17,6 @@ from typing import Any
 SCHEMA = 1
 KINDS = ("recorded", "published")
 FOLDER = Path(__file__).parent.parent / "data" / "records"
-TIMED = FOLDER.parent / "timed"  # published runs of which seconds are known, and no bytes
 # Fields that recipes had when runs were recorded, with the values that every one of them has.
 GONE = {"block_size": 64, "stochastic_rounding": False}
 SPARED = ("loop", "settings")  # not written where they are empty
@@ -37,8 +36,9 @@ class Record:
     device: the card as its driver names it. driver: its version, None where not known.
     versions: library -> version, as far as known. date: of the run, ISO (2022-01-11).
     source: a citation, or the commit of memlab that measured.
-    loop: the training loop that ran, a name of `memlab.evidence.loops.LOOPS`; empty for memlab's
-        own. Other loops' runs may differ from their recipe in what it has no field for.
+    loop: the training loop that ran, a name of `LOOPS` in the repository's validation/loops;
+        empty for memlab's own. Other loops' runs may differ from their recipe in what it has no
+        field for.
     settings: what such a loop is told beside the recipe, name -> plain JSON value; `family` and
         `technique` are for tables, where they do not follow from the recipe.
 
@@ -127,18 +127,6 @@ def find_records(
         and all(field in record.recipe for field in recipe)
         and all(record.recipe[field] == value for field, value in recipe.items())
     ]
-
-
-def published_files() -> dict[str, Path]:
-    """name -> file of every file of published runs, those with seconds alone among them."""
-    found = [*FOLDER.glob("published-*.json"), *TIMED.glob("published-*.json")]
-    return {path.name: path for path in sorted(found, key=lambda path: path.name)}
-
-
-def card_files() -> dict[str, Path]:
-    """name -> file of every file of runs on cards: the published ones, and memlab's own records."""
-    own = (path for path in FOLDER.glob("*.json") if not path.name.startswith("cpu-"))
-    return published_files() | {path.name: path for path in sorted(own)}
 
 
 def load(path: Path | str) -> list[Record]:

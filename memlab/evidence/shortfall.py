@@ -1,21 +1,17 @@
-"""How often a training that is told to fit does not: published peaks over their predictions."""
+"""How often a training that is predicted to fit does not: published peaks over predictions."""
 
 from __future__ import annotations
 
+import csv
 import functools
 from dataclasses import dataclass
 
-from memlab.evidence.loops import kept_predictions
-from memlab.evidence.records import load, published_files
+from memlab.evidence.records import FOLDER
 
-# What is compared, the first that a run has: (published figure, figure of a kept prediction). What
-# the whole device uses has the run's own context in it.
-COMPARED = (
-    ("peak_reserved_bytes", "peak_reserved_bytes"),
-    ("device_used_bytes", "peak_reserved_bytes"),
-    ("peak_active_bytes", "peak_allocated_bytes"),
-    ("peak_allocated_bytes", "peak_allocated_bytes"),
-)
+# The table of validation/accuracy.py: a row for each figure of each run.
+ACCURACY = FOLDER.parent / "accuracy.csv"
+# Of the figures of a run the first of these is compared: the nearest to what the card must have.
+FIGURES = ("reserved", "device used", "active", "allocated")
 
 
 @dataclass(frozen=True)
@@ -39,18 +35,16 @@ class Shortfall:
 def excesses() -> tuple[float, ...]:
     """Bytes of each published run over what is predicted of it, in rising order.
 
-    Of all runs that the package has with bytes and with a prediction, those of 2022 among them.
+    Of all runs that have bytes and a prediction, those of 2022 among them.
     """
-    found, kept = [], kept_predictions()["runs"]
-    for file, path in published_files().items():
-        for run in load(path):
-            said = kept[file][run.name]
-            for real, predicted in COMPARED:
-                if real in run.figures and predicted in said:
-                    beside = run.figures["context_bytes"] if real == "device_used_bytes" else 0
-                    found.append(run.figures[real] / (said[predicted] + beside))
-                    break
-    return tuple(sorted(found))
+    runs: dict[tuple[str, str], dict[str, float]] = {}
+    with ACCURACY.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            if row["file"].startswith("published-") and row["predicted"]:
+                excess = float(row["recorded"]) / float(row["predicted"])
+                runs.setdefault((row["file"], row["run"]), {})[row["figure"]] = excess
+    nearest = ([run[name] for name in FIGURES if name in run] for run in runs.values())
+    return tuple(sorted(found[0] for found in nearest if found))
 
 
 def shortfall(needed: int, total: int) -> Shortfall:

@@ -1,7 +1,5 @@
 """Seconds of a step: from its work and a card's rates, by depth and whole, beside timed runs."""
 
-import itertools
-import statistics
 from collections import Counter
 
 import pytest
@@ -10,8 +8,6 @@ import torch
 from memlab import Recipe, SimulatedGPU, find_gpu, simulate
 from memlab.card.step_time import EXPECTED, busy, step_time
 from memlab.card.work import Work
-from memlab.evidence.loops import kept_predictions
-from memlab.evidence.records import FOLDER, load
 from memlab.footprint import Phase, StepTime
 from memlab.predict.recipe_log import completed
 from memlab.predict.run import log_of
@@ -173,37 +169,6 @@ def test_quantized_layers_write_their_weights_out():
     assert moved[1] > moved[0]
     int8 = log_of(recipe.but(base="int8", precision="fp16"), find_gpu("L4")).work
     assert any(one.dtype == "int8" for one in int8)
-
-
-@pytest.fixture(scope="module")
-def nine():
-    """(estimated, published) samples a second of the nine runs on a V100, vanilla first."""
-    runs = load(FOLDER / "published-source-001.json")
-    assert len(runs) == 9 and runs[0].name == "vanilla"
-    kept = kept_predictions()["runs"]["published-source-001.json"]
-    recipes = [Recipe(**run.recipe) for run in runs]
-    seconds = [kept[run.name]["step_seconds"][1] for run in runs]  # expected, of low and high
-    # What is kept is what is said: of all of them by the tool, here of the quickest.
-    quickest = simulate(recipes[-1], "V100").step_seconds
-    assert quickest.expected == pytest.approx(seconds[-1], rel=1e-3)
-    estimates = [r.batch_size * r.accumulation / s for r, s in zip(recipes, seconds, strict=True)]
-    return estimates, [run.figures["samples_per_second"] for run in runs]
-
-
-def errors(estimated, real):
-    return [abs(a / b - 1) for a, b in zip(estimated, real, strict=True)]
-
-
-@pytest.mark.slow
-def test_samples_a_second_of_the_published_runs(nine):
-    off = errors(*nine)
-    assert statistics.median(off) <= 0.2 and max(off) <= 0.4
-    ratios = errors(*([rate / rates[0] for rate in rates[1:]] for rates in nine))
-    # The last, with every switch on, waits for a host of 2022 more than is estimated.
-    assert statistics.median(ratios) <= 0.15 and sorted(ratios)[-2] <= 0.35 and max(ratios) <= 0.55
-    pairs = itertools.combinations(zip(*nine, strict=True), 2)
-    turned = sum((a[0] - b[0]) * (a[1] - b[1]) < 0 for a, b in pairs)
-    assert turned <= 2  # neighbours to be exchanged
 
 
 def test_tf32_counts_where_it_is_allowed_when_it_is_asked():

@@ -6,10 +6,7 @@ import pytest
 import torch
 from notebook import Notebook
 
-from memlab import MiB, Recipe, measure, models, simulate
-from memlab.book import small_config
-from memlab.evidence.accuracy import simulate_on_cpu
-from memlab.evidence.effects import changed_bytes
+from memlab import Recipe, models, simulate
 from memlab.workloads.training import Training
 
 CHAPTER = Notebook("03-anatomy")
@@ -35,18 +32,6 @@ def plain_training(training, place, steps):
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=False)
     batch = {name: x.to(place) for name, x in training.batches[0].items()}
     return model, adamw, [batch] * steps
-
-
-@pytest.mark.slow
-def test_the_twin_here_differs_by_the_buffer_of_a_sum_and_by_step_counters():
-    twin = Recipe("bert-large", batch_size=8, seq_len=512, attention="sdpa").twin(
-        model=small_config("bert-large-tiny"), attention="eager", optimizer="adamw_torch_loop"
-    )
-    counters = 4 * len(list(models.build(twin.model).parameters()))
-    assert measure(twin, steps=1).footprint.peak_tensors == simulate_on_cpu(twin).peak_tensors
-    rules = {row.rule: row.nbytes for row in changed_bytes(twin, "T4")}
-    there = simulate_on_cpu(twin).peak_tensors + rules["sums of rows"] - counters
-    assert there == simulate(twin).peak_tensors and rules["sums of rows"] == MiB
 
 
 def test_the_shown_loop_and_the_recipe_give_the_same_losses(shown):

@@ -1,16 +1,12 @@
 """Chapter 16: its QLoRA is the planner's, and the twelve questions have their answers."""
 
 import json
-import statistics
 from importlib import resources
 
 import pytest
 from notebook import Notebook
 
 from memlab import Recipe, find_gpu, fits, formula
-from memlab.evidence.accuracy import ratio_errors
-from memlab.evidence.records import published_files
-from memlab.planner.choice import ALIKE
 from memlab.planner.result import Question
 from memlab.planner.space import Recipes
 
@@ -75,8 +71,3 @@ def test_what_is_kept_is_what_fits_says(title):
 def test_every_try_has_its_answer():
     asked = {q["url"]: {str(n) for n in q["fitted"] + q["failed"]} for q in QUESTIONS}
     assert {url: set(said) for url, said in ANSWERS.items()} == asked
-
-
-def test_alike_is_as_near_as_ratios_are_right():
-    errors = [abs(error) for file in published_files() for error in ratio_errors(file)]
-    assert f"{statistics.median(errors):.0%}" == f"{ALIKE:.0%}"

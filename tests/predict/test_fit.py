@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from memlab import Recipe, models, simulate
-from memlab.evidence.accuracy import PYTORCH_2
 from memlab.evidence.records import find_records
 from memlab.gpus import GPUS, gpu_of_device
 from memlab.predict.fit import CONTEXT_MARGIN, MARGIN, _last, fits, largest, room, verdict
@@ -76,7 +75,7 @@ def answered(run):
     elif not run.figures.get("out_of_memory"):
         total = run.figures["device_used_bytes"] - 1
     card = dataclasses.replace(card, total_memory=total, context=context)
-    margin = 0.2 if run.date < PYTORCH_2 else MARGIN
+    margin = 0.2 if run.date < "2023-03-15" else MARGIN  # before PyTorch 2
     recipe = Recipe(**run.recipe)
     return verdict(recipe, full_log(recipe, card), card, margin)
 

@@ -9,7 +9,7 @@ import torch
 from memlab.card.kernels import bitsandbytes, saved_tensors, sdpa
 from memlab.gpus import GPU
 
-# Every rule by name, with where it is written down. `memlab.evidence.effects` says what each one
+# Every rule by name, with where it is written down. The book's page on accuracy says what each one
 # changes.
 RULES = {
     "dropout": "PyTorch, aten/src/ATen/native/Dropout.cpp",

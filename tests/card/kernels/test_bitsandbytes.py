@@ -1,6 +1,8 @@
 """bitsandbytes' kernels and layers on the simulated card."""
 
 import copy
+import inspect
+import re
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from memlab import Recipe, SimulatedGPU, models, simulate
-from memlab.card.kernels.bitsandbytes import fuses_4bit_product
+from memlab.card.kernels.bitsandbytes import cuda_module, fuses_4bit_product
 from memlab.card.placement import on_card
 from memlab.gpus import find_gpu
 from memlab.libraries import import_bitsandbytes
@@ -180,3 +182,26 @@ def test_a_checkpoint_of_quantized_weights_is_loaded_as_it_is(tmp_path):
             parts = [p for w in model.parameters() for p in (w, *constants(w)) if on_card(p)]
             held.append(sum(part.nbytes for part in parts))
     assert held[0] == held[1]
+
+
+def source_of(operator):
+    """bitsandbytes' CUDA kernel of an operator, as Python text."""
+    text = inspect.getsource(cuda_module())
+    return re.split(r"\n@register_kernel|\ndef ", text.split(f'"bitsandbytes::{operator}"')[1])[1]
+
+
+@pytest.mark.parametrize("operator", ["quantize_4bit", "quantize_blockwise"])
+def test_the_scales_are_made_before_the_weights(operator):
+    made = re.findall(r"(\w+) = torch\.empty", source_of(operator))
+    assert made[:2] == ["absmax", "out"]
+
+
+def test_8_bit_products_are_of_int32_and_fp16():
+    assert "dtype=torch.int32" in source_of("int8_linear_matmul")
+    assert "torch.empty_like(A, dtype=torch.float16)" in source_of("int8_mm_dequant")
+    assert "outliers.any()" in source_of("int8_vectorwise_quant")
+
+
+def test_states_are_paged_from_100_000_elements_on():
+    optimizer = bitsandbytes.optim.optimizer.Optimizer8bit
+    assert "p.numel() < 1e5" in inspect.getsource(optimizer.get_state_buffer)

@@ -6,14 +6,12 @@ and ends in `footprint_of(run, card)`. Another loop is another module, and its n
 """
 
 import importlib
-import json
 import warnings
 
-from memlab.evidence.records import FOLDER, Record
+from memlab.evidence.records import Record
 from memlab.footprint import Footprint
 from memlab.gpus import GPU
 
-PREDICTIONS = FOLDER.parent / "predictions.json"
 # name, as records say it -> module of this package
 LOOPS = {
     "fitcheck": "fitcheck",
@@ -37,21 +35,3 @@ def simulate_loop(run: Record, card: GPU) -> Footprint:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of names and defaults that libraries have changed
         return loop.footprint_of(run, card)
-
-
-def assumptions(loop: str) -> str:
-    """What had to be assumed of the runs of a loop, as its module writes it down: markdown."""
-    said = importlib.import_module(f"{__name__}.{LOOPS[loop]}").__doc__
-    return said.partition("Assumptions")[2].partition(":\n")[2].strip()
-
-
-def kept_predictions() -> dict:
-    """What the simulation said of every published run, in its loop, for who cannot wait minutes.
-
-    `runs`: file of the records -> name of the run -> peak_allocated_bytes, peak_reserved_bytes,
-    and reserved_range_bytes, (lowest, highest) or None; or `refused`, why there is no prediction.
-    `of_release`: the same with a library's release of the runs, where that says something else.
-    `date` and `versions`: when they were simulated, and by which software.
-    `tools/keep_predictions.py` writes them.
-    """
-    return json.loads(PREDICTIONS.read_text(encoding="utf-8"))

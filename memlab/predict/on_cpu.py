@@ -1,0 +1,23 @@
+"""The tensors of a step by the CPU's own kernels, for a comparison with a real run on a CPU."""
+
+from memlab.card import fake_tensors
+from memlab.footprint import Footprint
+from memlab.spec.recipe import Recipe
+from memlab.trace.tracer import Tracer
+from memlab.workloads.training import Training, import_libraries
+
+
+def simulate_on_cpu(recipe: Recipe) -> Footprint:
+    """The second step on fake tensors with the CPU's own kernels: tensors only, no allocator.
+
+    None of CUDA's rules is in it, so a measured run on a CPU must give the same bytes. That tests
+    the fake tensors, the tracer and the loop, and says nothing of a GPU.
+    """
+    import_libraries(recipe)
+    with fake_tensors.tensors_without_data(), Tracer() as tracer:
+        training = Training(recipe)
+        tracer.watch(training.model, inputs=training.inputs)
+        training.step()
+        tracer.reset_peak()
+        training.step()
+        return tracer.footprint()
