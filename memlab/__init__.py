@@ -1,13 +1,13 @@
 """memlab: predict, measure and explain the GPU memory of training transformers.
 
-A `Recipe` says what is trained; `simulate` and `formula` predict its memory, `measure` trains it
+A `Recipe` says what is trained; `simulate` predicts its memory, `measure` trains it
 here, `fits` answers for a card, and a `SimulatedGPU` takes any training loop. All of them give a
 `Footprint`. The packages behind it; each imports only from those below it:
 
 - book: what the chapters share: figures, texts, lessons, exercises, claims, panels
 - cli: the command; evidence: records of real runs, and how often predictions fall short
 - planner: the search for a recipe; export: the scripts that it writes
-- predict: simulate, formula, fits, largest, measure; traces at all sizes
+- predict: simulate, fits, largest, measure; traces at all sizes
 - workloads: the training loop, generation, quantized bases, sharding
 - card: the simulated GPU; trace: what happens to memory, and the allocator that serves it
 - spec: what is asked: recipes and servings

@@ -10,7 +10,6 @@ from .planner.search import plan as plan
 from .predict.anchor import anchored as anchored
 from .predict.fit import fits as fits
 from .predict.fit import largest as largest
-from .predict.formula import formula as formula
 from .predict.measure import Measurement as Measurement
 from .predict.measure import Meter as Meter
 from .predict.measure import alive_tensors as alive_tensors

@@ -188,10 +188,8 @@ class Footprint:
     peak_allocated: bytes of tensors (CPU) or of allocator blocks (CUDA and simulated) at the
         worst moment.
     peak_reserved: bytes that the caching allocator has taken from the device; None on a CPU,
-        which has no caching allocator, and from `memlab.formula`, which gives a range only.
+        which has no caching allocator.
     breakdown: bytes by category at that moment; sums to peak_allocated.
-    reserved_range: (lowest, highest) peak_reserved of `memlab.formula`, which knows no order of
-        events; else None.
     peak_phase: `forward`, `backward` or `optimizer step`.
     parameters, trainable_parameters: counts, not bytes.
     assumptions: what stands in for values that only a real card has, where the shape of a tensor
@@ -209,7 +207,6 @@ class Footprint:
     trainable_parameters: int | None = None
     context: int | None = None
     device_used: int | None = None
-    reserved_range: tuple[int, int] | None = None
     assumptions: tuple[str, ...] = ()
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
     step_time: StepTime | None = field(default=None, repr=False)
@@ -291,7 +288,6 @@ class Footprint:
         return {
             "peak_allocated": self.peak_allocated,
             "peak_reserved": self.peak_reserved,
-            "reserved_range": self.reserved_range and list(self.reserved_range),
             "peak_tensors": self.peak_tensors,
             "breakdown": dict(self.breakdown),
             "peak_phase": self.peak_phase,
@@ -318,9 +314,6 @@ class Footprint:
         width = max(len(label) for label, _ in rows)
         largest = max(n for _, n in rows)
         lines = [f"{label:<{width}}  {in_unit_of(n, largest):>12}" for label, n in rows]
-        if self.reserved_range:
-            low, high = (in_unit_of(n, largest) for n in self.reserved_range)
-            lines.append(f"peak reserved, as a range: {low} to {high}")
         lines += [f"{what}, estimated: {time}" for what, time in self.times.items()]
         if self.step_time is None and self.context is not None and self.no_time != NOBODY:
             lines.append(f"no seconds: {self.no_time}")

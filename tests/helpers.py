@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 
-from memlab import Recipe, SimulatedGPU, formula, simulate
+from memlab import Recipe, SimulatedGPU
 from memlab.card.kernels.rules import RULES
 from memlab.evidence.records import Record
 from memlab.footprint import NOT_TENSORS
@@ -29,27 +29,6 @@ def a_run(figures, device="Tesla T4", kind="recorded", recipe=TWO) -> Record:
     """A record of a small recipe."""
     plain = {"model": recipe.model, "batch_size": recipe.batch_size, "seq_len": recipe.seq_len}
     return Record(kind, "one", plain, figures, device, None, {}, "2026-11-21", "a test")
-
-
-def assert_close(recipe, card=None):
-    """The formula says of a recipe what the simulation says."""
-    quick, whole = formula(recipe, card), simulate(recipe, card)
-    assert quick.peak_allocated == pytest.approx(whole.peak_allocated, rel=0.01)
-    assert quick.peak_reserved is quick.device_used is None
-    low, high = quick.reserved_range
-    assert low == quick.peak_allocated <= high
-    assert low <= whole.peak_reserved  # the upper end is no bound
-    assert quick.peak_phase == whole.peak_phase
-    assert sum(quick.breakdown.values()) == quick.peak_allocated
-    for category in ("parameters", "optimizer_states", "activations"):
-        there = whole.breakdown[category]
-        assert quick.breakdown[category] == pytest.approx(there, rel=1e-3), category
-    assert quick.parameters == whole.parameters
-    assert quick.trainable_parameters == whole.trainable_parameters
-    if whole.step_time:
-        expected = whole.step_seconds.expected
-        assert quick.step_seconds.expected == pytest.approx(expected, rel=0.02)
-        assert quick.step_seconds.flops == pytest.approx(whole.step_seconds.flops, rel=0.02)
 
 
 def import_or_skip(name):
@@ -112,8 +91,3 @@ def assert_two_steps_as_on_the_cpu(recipe):
     with SimulatedGPU(rules=frozenset(RULES) - {"scratch of kernels"}) as gpu:
         two_steps(gpu.device, gpu.device)
     assert_as_on_the_cpu(gpu.footprint, real)
-
-
-def of_the_recipe(said):
-    """Lines or assumptions without the one that kept traces are of another release than is here."""
-    return [line for line in said if "the formula is of" not in line]

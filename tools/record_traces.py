@@ -11,6 +11,7 @@ done is kept after each structure.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import lzma
@@ -25,9 +26,10 @@ from memlab import Recipe, models
 from memlab.evidence.grid import grid_runs
 from memlab.gpus import ANY_CARD, find_gpu
 from memlab.libraries import installed
+from memlab.panels.moments import largest_moments
 from memlab.planner.space import NF4
 from memlab.predict.shipped import FOLDER, NO_TRACE, Shipped, divided, file_of
-from memlab.predict.store import FORMAT, text_of
+from memlab.predict.store import FORMAT, Kept, text_of
 from memlab.predict.structure import structures
 from memlab.predict.trace_recorder import record
 from memlab.predict.traces import keys_of, usual_sizes
@@ -125,9 +127,14 @@ def recorded(cases: list[tuple]) -> dict[str, str]:
     """Key -> the line of its half."""
     found = {}
     for case in cases:
-        halves = record(*case) or (None, None)
+        halves = [kept and with_moments(kept) for kept in record(*case) or (None, None)]
         found = joined(found, dict(zip(keys(case), map(text_of, halves), strict=True)))
     return found
+
+
+def with_moments(kept: Kept) -> Kept:
+    """A half with the moments that the page's calculator looks at."""
+    return dataclasses.replace(kept, largest=largest_moments(kept.half))
 
 
 def joined(kept: dict[str, str], new: dict[str, str]) -> dict[str, str]:

@@ -4,9 +4,8 @@
                                         and writes the table of chapters/what-fits.md
 
 In full, with LoRA and with QLoRA, as the planner would begin: under autocast, with checkpointing
-and fused attention, in micro-batches of 1 x 512 tokens (or the longest that a model allows). Peaks
-are those of `memlab.formula`, of what has no trace those of a simulation. Where traces are kept a
-model takes seconds, else minutes.
+and fused attention, in micro-batches of 1 x 512 tokens (or the longest that a model allows).
+Answers are those of `memlab.fits`. Where traces are kept a model takes seconds, else minutes.
 """
 
 import json
@@ -16,11 +15,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from memlab import Recipe, find_gpu, formula, models
+from memlab import Recipe, find_gpu, models
 from memlab.card.kernels.sdpa import model_routes
+from memlab.panels.packed_tables import is_kept
 from memlab.planner.space import HALF, NF4, attention_of
-from memlab.predict.fit import room, verdict
-from memlab.predict.formula import is_kept
+from memlab.predict.fit import verdict
 from memlab.predict.simulate import sized_log
 from memlab.predict.traces import last_used
 from memlab.spec.recipe import COMPUTED_IN
@@ -54,18 +53,13 @@ def recipe_of(model: str, way: str, gpu: str) -> Recipe:
 
 
 def answer(model: str, way: str, gpu: str) -> str:
-    """`fits: 12.3 GiB`, `may fit: 12.3 to 15.0 GiB`, `does not fit: ...`, or the refusal."""
+    """`fits: 12.3 GiB`, `does not fit: 12.3 GiB`, or the refusal."""
     try:
         recipe, card = recipe_of(model, way, gpu), find_gpu(gpu)
-        try:
-            ends = [end + card.context for end in formula(recipe, card).reserved_range]
-        except ValueError:  # no trace for all sizes
-            ends = [verdict(recipe, log_of(recipe, gpu), card).needed]
+        said = verdict(recipe, log_of(recipe, gpu), card)
     except ValueError as error:
         return f"refused: {error}"
-    least, most, allowed = ends[0], ends[-1], room(card)
-    said = "fits" if most <= allowed else "may fit" if least <= allowed else "does not fit"
-    return f"{said}: {' to '.join(f'{end / 2**30:.1f}' for end in ends)} GiB"
+    return f"{'fits' if said.fits else 'does not fit'}: {said.needed / 2**30:.1f} GiB"
 
 
 def log_of(recipe: Recipe, gpu: str) -> Log:
@@ -89,11 +83,11 @@ def answers(model: str) -> dict[str, dict[str, str]]:
 
 
 def cell(ways: dict[str, dict[str, str]], gpu: str) -> str:
-    """The first way that fits a card, with the most GiB it may need; a dash where none does."""
+    """The first way that fits a card, with the GiB that it needs; a dash where none does."""
     for way, cards in ways.items():
         said, _, bytes_ = cards[gpu].partition(": ")
-        if said in ("fits", "may fit"):
-            return f"{way} {bytes_.split()[-2]}{'?' * (said == 'may fit')}"
+        if said == "fits":
+            return f"{way} {bytes_.split()[0]}"
     return "—"
 
 

@@ -1,4 +1,4 @@
-"""The calculator: a training on a card, by memlab's formula, evaluated in the page."""
+"""The calculator: a training on a card, by sums over the tensors of kept traces, in the page."""
 
 import base64
 import contextlib
@@ -18,13 +18,11 @@ from memlab.card.kernels import sdpa
 from memlab.fields import one_of
 from memlab.footprint import Category, StepTime
 from memlab.gpus import ANY_CARD, GPU, GPUS, find_gpu
-from memlab.panels.packed_tables import PackedTables
+from memlab.panels.packed_tables import PackedTables, is_kept
 from memlab.panels.panel import Panel
 from memlab.panels.panel import read as read_file
 from memlab.planner.space import HALF, NF4
 from memlab.predict.fit import CONTEXT_MARGIN, MARGIN
-from memlab.predict.formula import is_kept
-from memlab.predict.formula_serving import shares_keys
 from memlab.predict.recipe_log import refuse_format
 from memlab.predict.shipped import Shipped
 from memlab.predict.structure import SAME_ROPE, Structure, structures
@@ -126,15 +124,16 @@ class Calculator(Panel):
     `SWITCHES`; the rest is as in the recipe. gpu: the card. Without a recipe it has all switches,
     models of every structure with kept traces, every card, and more to read.
 
-    The moments of the traces that the switches need are in the page, and its script does what
-    `memlab.formula` does. Raises ValueError for an unknown switch, model or card, for a number
-    format that the card does not have, and for a recipe of which no trace is kept.
+    The moments of the traces that the switches need are in the page, and its script sums up what is
+    there at each; the allocator's order is not in them. Raises ValueError for an unknown switch,
+    model or card, for a number format that the card does not have, and for a recipe of which no
+    trace is kept.
     """
 
     kind = "calculator"
     still = (
         "The calculator needs scripts. Without them, memlab simulate on a command line and "
-        "memlab.formula in Python say the same."
+        "memlab.simulate in Python say more."
     )
 
     @of_shipped_traces()
@@ -398,4 +397,13 @@ def _constants() -> dict:
         "optional_sizes": OPTIONAL,
         "same_rope": SAME_ROPE,
         "autocast": AUTOCAST,
+    }
+
+
+def shares_keys(card: GPU) -> dict[int, bool]:
+    """Whether a fused kernel takes fewer key heads than query heads, by the bytes of a number."""
+    formats = {2: torch.float16, 4: torch.float32}
+    return {
+        each: sdpa.model_routes(dtype, True, card.capability)[0] != "math"
+        for each, dtype in formats.items()
     }

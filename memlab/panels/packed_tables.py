@@ -2,16 +2,22 @@
 
 import dataclasses
 import json
+from typing import Any, cast
 
 import numpy as np
 
 from memlab.card.step_time import PHASES
-from memlab.footprint import Category
-from memlab.predict.formula import operators_of
+from memlab.card.work import Work
+from memlab.footprint import Category, Phase
+from memlab.gpus import GPU
+from memlab.panels.moments import from_none, moments_of
 from memlab.predict.shipped import Shipped
 from memlab.predict.store import Kept
-from memlab.trace.moments import from_none
+from memlab.predict.structure import structures
+from memlab.predict.traces import keys_of, usual_sizes
+from memlab.spec.recipe import Recipe
 from memlab.trace.symbols import Sums, Term
+from memlab.trace.trace import Half
 
 
 class PackedTables:
@@ -39,7 +45,7 @@ class PackedTables:
         return self.places[key]
 
     def _add(self, kept: Kept) -> None:
-        categories, found, half = list(Category), kept.moments, kept.half
+        categories, found, half = list(Category), moments_of(kept.half, kept.largest), kept.half
         moments, before = [], np.zeros((2, len(found.tensors)))
         for phase, *now in zip(found.phases, found.once, found.each, strict=True):
             moments.append([_phase(phase), *_flat(_counts(np.array(now) - before))])
@@ -104,6 +110,38 @@ class PackedTables:
 
     def _text(self, name: str, place: int) -> str:
         return json.dumps(self.columns[name][place], separators=(",", ":"))
+
+
+def is_kept(recipe: Recipe, card: GPU) -> bool:
+    """Whether the traces that the calculator needs came with memlab."""
+    usual = usual_sizes(recipe)
+    keys = keys_of(usual, *next(structures(usual, card, roughly=True)))
+    return all(map(Shipped.of_memlab().has_half, keys))
+
+
+def operators_of(half: Half) -> list[tuple[Any, ...]]:
+    """The operators of a half by terms, and how often each runs, as rows of nine columns."""
+    alike: dict[Work, list[int]] = {}
+    work = cast(dict[Work, tuple[int, int]], from_none(half.log.work, half.log.patterns))
+    for one, (once, each) in work.items():
+        counts = alike.setdefault(one._replace(micro_batch=0), [0, 0, 0, 0])
+        further = 2 if one.micro_batch == 1 and one.phase != Phase.STEP else 0
+        counts[further] += once
+        counts[further + 1] += each
+    return [
+        (
+            one.dtype,
+            half.read(one.flops, whole=True),
+            tuple(map(half.read, one.result)),
+            tuple(map(half.read, one.moved)),
+            one.lists,
+            half.read(one.elements),
+            one.phase,
+            one.recomputed,
+            counts,
+        )
+        for one, counts in alike.items()
+    ]
 
 
 def _counts(counts: np.ndarray) -> list[tuple[int, int, int]]:

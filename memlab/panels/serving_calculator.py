@@ -1,17 +1,38 @@
-"""The calculator of inference: a model that answers, on a card, by the formula of serving."""
+"""The calculator of inference: a model that answers, on a card, by arithmetic in the page.
+
+For decoders of GPT-2's and of Llama's kind with `sdpa` attention and a dynamic cache, as far as
+their sliding window. What the allocator keeps in its cache is not in it: what is said to fit does
+so with the most of both once more, and with weights by whole segments.
+"""
 
 import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
 
 from memlab import models
 from memlab.book.colours import SERVING_COLOURS
 from memlab.fields import one_of
-from memlab.gpus import ANY_CARD, GPUS, find_gpu
+from memlab.gpus import ANY_CARD, GPUS, find_gpu, require_native
 from memlab.panels.calculator import RULES, family, known_card
 from memlab.panels.panel import Panel
 from memlab.panels.panel import read as read_file
-from memlab.predict.formula_serving import BYTES, TYPES, serving_formula, shape
-from memlab.spec.serving import Serving
+from memlab.spec.serving import Serving, head_shape
+from memlab.trace.allocator import (
+    LARGE_ROUND,
+    MEDIUM_REQUEST,
+    MEDIUM_SEGMENT,
+    MIN_BLOCK,
+    SMALL_REQUEST,
+    SMALL_SEGMENT,
+)
+from memlab.units import round_up
+from memlab.workloads.quantized import to_be_quantized
 
+BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 2, "nf4": 2}  # of a number that is computed
+GATED = ("llama", "mistral", "qwen2")
+TYPES = ("gpt2", *GATED)
 NAMES = [
     name
     for name in models.MODELS
@@ -27,9 +48,8 @@ class ServingCalculator(Panel):
     The model is a named one or a config.json that a reader pastes, the card a named one or a number
     of GiB.
 
-    serving: what it shows first, of a named model. gpu: the card. The page does what
-    `memlab.predict.formula_serving` does. Raises ValueError for an unknown card, for a model
-    without a form and for a serving outside the form's domain.
+    serving: what it shows first, of a named model. gpu: the card. Raises ValueError for an unknown
+    card, for a model without a form and for a number format that the card does not have.
     """
 
     kind = "serving"
@@ -42,7 +62,8 @@ class ServingCalculator(Panel):
         self.card = find_gpu(gpu)
         one_of("model", self.serving.model, NAMES)
         one_of("gpu", self.card.name, GPUS)
-        serving_formula(self.serving, self.card)
+        native = "bfloat16" in self.card.native_dtypes
+        require_native(self.serving.compute_dtype, self.card.name, native)
 
     def source(self) -> str:
         return super().source().replace("/* forms */", read_file("forms.js"))
@@ -66,3 +87,96 @@ class ServingCalculator(Panel):
 
     def __repr__(self) -> str:
         return f"ServingCalculator of {self.serving}"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the form needs to know of a model.
+
+    gated: Llama's feed-forward layer, of two widened products, in place of GPT-2's. groups: heads
+    of keys. size: of a head. wide: of the feed-forward layer. longest: tokens, None for no end.
+    weights: format -> bytes, scales included. segments: format -> bytes of the allocator's segments
+    that hold these weights and nothing else.
+    """
+
+    gated: bool
+    layers: int
+    heads: int
+    groups: int
+    size: int
+    hidden: int
+    wide: int
+    vocabulary: int
+    longest: int | None
+    weights: dict[str, int]
+    segments: dict[str, int]
+
+
+def shape(model) -> Shape:
+    """The shape of a model, as of a `Recipe`; raises ValueError for another architecture."""
+    config = models.config(model)
+    if config.model_type not in TYPES:
+        raise ValueError(f"model type is {config.model_type!r}: allowed are {', '.join(TYPES)}")
+    groups, size = head_shape(config)
+    wide = next((getattr(config, n) for n in models.WIDTHS if getattr(config, n, None)), None)
+    ends = models.max_length(config), getattr(config, "sliding_window", None)
+    one, two = (_tensors(models.with_layers(config, layers)) for layers in (1, 2))
+    layers = config.num_hidden_layers
+    tensors = {
+        name: {
+            size: one[name][size] + (layers - 1) * (n - one[name][size]) for size, n in of.items()
+        }
+        for name, of in two.items()
+    }
+    return Shape(
+        gated=config.model_type in GATED,
+        layers=layers,
+        heads=config.num_attention_heads,
+        groups=groups,
+        size=size,
+        hidden=config.hidden_size,
+        wide=wide or 4 * config.hidden_size,
+        vocabulary=config.vocab_size,
+        longest=min((end for end in ends if end), default=None),
+        weights={name: sum(size * n for size, n in of.items()) for name, of in tensors.items()},
+        segments={name: _segments(of) for name, of in tensors.items()},
+    )
+
+
+def _tensors(config) -> dict[str, Counter]:
+    """Format -> how many of a model's weights, and of what belongs to them, have so many bytes."""
+    with torch.device("meta"):
+        model = models.build(config)
+    linear = [module.weight for module in to_be_quantized(model).values()]
+    quantized = {id(weight) for weight in linear}
+    plain = [weight.numel() for weight in model.parameters()]
+    rest = [2 * w.numel() for w in model.parameters() if id(w) not in quantized]
+    found = {name: Counter(n * BYTES[name] for n in plain) for name in ("fp32", "fp16", "bf16")}
+    # GPT-2's layers keep their weights turned.
+    rows = [4 * weight.shape[config.model_type == "gpt2"] for weight in linear]
+    found["int8"] = Counter(rest + [weight.numel() for weight in linear] + rows)
+    found["nf4"] = Counter(rest + [size for weight in linear for size in _nf4(weight.numel())])
+    return found
+
+
+def _nf4(numbers: int) -> list[int]:
+    """Bytes of NF4's tensors: packed weights, 8-bit scales, their scales, tables, offset."""
+    blocks = -(-numbers // 64)
+    return [-(-numbers // 2), blocks, 4 * -(-blocks // 256), 4 * 16, 4 * 256, 4]
+
+
+def _segments(tensors: dict[int, int]) -> int:
+    """Bytes of the segments for so many tensors of so many bytes, each size in its own.
+
+    Of a segment of 20 MiB the end stays empty that is too small for one more of the size.
+    """
+    small = medium = large = 0
+    for size, number in tensors.items():
+        block = round_up(size, MIN_BLOCK)
+        if block <= SMALL_REQUEST:
+            small += number * block
+        elif block < MEDIUM_REQUEST:
+            medium += MEDIUM_SEGMENT * -(-number // (MEDIUM_SEGMENT // block))
+        else:
+            large += number * round_up(block, LARGE_ROUND)
+    return round_up(small, SMALL_SEGMENT) + medium + large

@@ -13,7 +13,7 @@ def anchored(gpu: GPU | str, recipe: Recipe, step_seconds: float) -> GPU:
     gpu: a card with rates. step_seconds: of one optimizer step, measured on it with room for all,
     as `memlab.measure(recipe).step_seconds["median"]`.
 
-    Simulations, formulas and plans of the result multiply their seconds by the pace, and their
+    Simulations and plans of the result multiply their seconds by the pace, and their
     range is that of a ratio (`memlab.card.step_time.ANCHORED`). Bytes stay as they are. Of programs
     whose host is slower, or whose clock throttles, much of the error goes; that of one kernel does
     not, so take a step like those that you ask about.

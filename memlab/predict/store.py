@@ -27,7 +27,6 @@ from memlab.libraries import LIBRARIES, cache_folder, installed, write_whole
 from memlab.predict.layer_patterns import Layers
 from memlab.trace.events import Alloc, Free, Marker, TraceEvent, WeightLoaded
 from memlab.trace.layered import LayeredLog
-from memlab.trace.moments import Moments, moments_of
 from memlab.trace.reductions import Reduction
 from memlab.trace.trace import Half
 
@@ -43,17 +42,13 @@ UNREADABLE = (OSError, EOFError, ValueError, LookupError, TypeError, zlib.error,
 class Kept:
     """A half with the layers that it is of; None for a model that ran at its own depth.
 
-    largest: which of its moments are the largest for some sizes.
+    largest: which of its moments are the largest for some sizes (`memlab.panels.moments`), where
+    the page's calculator has it; else None.
     """
 
     half: Half
     layers: Layers | None
-    largest: list[int]
-
-    @functools.cached_property
-    def moments(self) -> Moments:
-        """What is there at its largest moments."""
-        return moments_of(self.half, self.largest)
+    largest: list[int] | None = None
 
 
 class Store:

@@ -16,7 +16,6 @@ from memlab.spec.recipe import FOUR_BITS, Recipe
 from memlab.trace.events import Alloc, Free
 from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Log
-from memlab.trace.moments import largest_moments
 from memlab.trace.symbols import ALIGNED
 from memlab.trace.trace import Depth, Half, Trace
 from memlab.workloads.training import import_libraries
@@ -91,7 +90,7 @@ def _recorded(recipe: Recipe, card: GPU, found: Structure) -> tuple[Kept, Kept] 
     trace, depth = Trace(*halves), _depth_of_check(layers, around)
     if not are_alike(trace.at(of_like.sizes(check) | card.symbols, depth), of_check):
         return None
-    return tuple(Kept(half, layers, largest_moments(half)) for half in halves)
+    return tuple(Kept(half, layers) for half in halves)
 
 
 def is_as_run(

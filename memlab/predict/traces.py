@@ -58,16 +58,11 @@ class Traces:
     """Everything that is known of recipes' logs: halves by their keys, None for what has no trace.
 
     store: where halves outlive the process, or None. shipped: those that came with memlab, or None;
-    of other releases than those here they are checked, unless `unchecked`.
+    of other releases than those here they are checked.
     """
 
-    def __init__(
-        self,
-        store: Store | None = None,
-        shipped: Shipped | None = None,
-        unchecked: bool = False,
-    ):
-        self._store, self._shipped, self._unchecked = store, shipped, unchecked
+    def __init__(self, store: Store | None = None, shipped: Shipped | None = None):
+        self._store, self._shipped = store, shipped
         self._known: dict[str, Kept | None] = {}
         # The last ones, the newest last: a log at full depth fills some MiB.
         self._joined: dict[tuple[str, str], Trace] = {}
@@ -108,14 +103,11 @@ class Traces:
         make = functools.partial(Trace, *(one.half for one in found.halves))
         return last_used(self._joined, found.keys, make), depth, sizes
 
-    def halves_of(self, recipe: Recipe, card: GPU, roughly: bool = False) -> Found | None:
-        """The halves of a recipe's trace, recorded where they are not known; None for none.
-
-        roughly: as for `structures`.
-        """
+    def halves_of(self, recipe: Recipe, card: GPU) -> Found | None:
+        """The halves of a recipe's trace, recorded where they are not known; None for none."""
         if has_no_trace(recipe, card):
             return None
-        for of_halves in structures(recipe, card, roughly):
+        for of_halves in structures(recipe, card):
             keys = keys_of(recipe, *of_halves)
             halves = self._halves(keys, recipe, card, of_halves)
             if None in halves:
@@ -153,7 +145,7 @@ class Traces:
         for key in keys:
             if key not in self._known:
                 self._shipped.read_into(shipped, key)
-        if self._unchecked or not self._shipped.others_of(recipe):
+        if not self._shipped.others_of(recipe):
             self._known |= shipped
             return
         from memlab.predict.trace_recorder import is_as_run
@@ -189,12 +181,6 @@ def last_used(values: dict, key, make, most: int = KEPT):
 def traces() -> Traces:
     """Those of this process: kept in the user's cache, or as they came with memlab."""
     return Traces(Store.of_user(), Shipped.of_memlab())
-
-
-@functools.cache
-def traces_of_any_release() -> Traces:
-    """As `traces`, without a check of those that came with memlab; `formula` says so."""
-    return Traces(Store.of_user(), Shipped.of_memlab(), unchecked=True)
 
 
 def usual_sizes(recipe: Recipe) -> Recipe:

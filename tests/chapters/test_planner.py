@@ -6,7 +6,7 @@ from importlib import resources
 import pytest
 from notebook import Notebook
 
-from memlab import Recipe, find_gpu, fits, formula
+from memlab import Recipe, find_gpu, fits, simulate
 from memlab.planner.result import Question
 from memlab.planner.space import Recipes
 
@@ -36,7 +36,7 @@ def test_the_plan_and_the_chapter_on_lora_mean_the_same_qlora(chapter):
     said = Recipes(Question("llama-3-8b", 1024), find_gpu("RTX-4090"))
     options = [said.recipe(one, 1) for one in said.combinations if one.way == "qlora"]
     assert plans.but(max_grad_norm=1.0) in options
-    one, step = (formula(recipe, "RTX-4090") for recipe in (theirs, plans))
+    one, step = (simulate(recipe, "RTX-4090") for recipe in (theirs, plans))
     waiting = step.breakdown["gradients"] - one.breakdown["gradients"]
     assert step.peak_allocated - one.peak_allocated == pytest.approx(waiting, rel=0.01)
 

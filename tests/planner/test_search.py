@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from helpers import of_the_recipe, one_line
+from helpers import one_line
 
 from memlab import Recipe, fits, models, plan, simulate
 from memlab.card.load_order import peak_allocated
@@ -244,7 +244,7 @@ def test_several_cards_are_a_table():
 
 
 def test_the_text_is_short_and_the_rest_is_json(roomy):
-    assert len(of_the_recipe(str(roomy).splitlines())) <= 45
+    assert len(str(roomy).splitlines()) <= 45
     assert max(map(len, str(roomy).splitlines())) <= 80
     values = json.loads(json.dumps(roomy.as_dict()))
     assert values["fits"] and values["fastest"]["recipe"]["model"] == "gpt2-tiny"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import assert_two_steps_as_on_the_cpu, one_line
 
-from memlab import Recipe, formula, simulate
+from memlab import Recipe, simulate
 from memlab.workloads.optimizers import make_optimizer
 from memlab.workloads.training import Training
 
@@ -60,12 +60,6 @@ def test_a_name_that_nothing_is_made_for_does_not_train_as_another():
     with pytest.raises(ValueError) as error:
         make_optimizer(SimpleNamespace(**vars(TINY) | {"optimizer": "muon"}), Training(TINY).model)
     assert "optimizer is 'muon'" in one_line(error)
-
-
-def test_it_has_no_formula():
-    with pytest.raises(ValueError) as error:
-        formula(TINY.but(step_in_backward=True))
-    assert "step_in_backward=True" in one_line(error)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 import transformers
 from helpers import assert_two_steps_as_on_the_cpu
 
-from memlab import Recipe, formula, simulate
+from memlab import Recipe, simulate
 from memlab.workloads.training import Training
 
 TINY = Recipe(model="bert-large-tiny", batch_size=4, seq_len=32)
@@ -72,9 +72,8 @@ def test_texts_that_share_a_row_do_not_see_each_other(model, attention):
 def test_a_packed_row_takes_a_mask_on_the_card_as_without_one():
     recipe = Recipe("llama-3-8b-tiny", batch_size=2, seq_len=64, attention="sdpa", packed=True)
     assert_two_steps_as_on_the_cpu(recipe)
-    plain, packed = (formula(one, "A100-40GB") for one in (recipe.but(packed=False), recipe))
-    direct = simulate(recipe, "A100-40GB")
-    assert packed.peak_allocated == direct.peak_allocated > plain.peak_allocated
+    plain, packed = (simulate(one, "A100-40GB") for one in (recipe.but(packed=False), recipe))
+    assert packed.peak_allocated > plain.peak_allocated
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
-  // The formula of memlab in a page. Functions bear the names of those of memlab/predict/formula.py,
-  // memlab/card/step_time.py and memlab/card/work.py, and do the same in the same order.
+  // The memory and the time of a training step by arithmetic alone: a kept trace without its replay. Every tensor has a size
+  // like 4 * b * s * f bytes, and at each moment at which a peak can be (memlab/panels/moments.py) there are so many of each
+  // kind. Tensors are exact, each in the block that the allocator would give it in a fresh segment; the order of events is not
+  // known, so what is reserved is a range, whose upper end is usual and no bound. Seconds are those of memlab/card/step_time.py
+  // and memlab/card/work.py, by functions of the same names. tests/panels/test_calculator.py compares all with simulations.
   //
   // known: their constants, the moments of traces, models and cards, as memlab/panels/calculator.py gives them.
   function formulaOf(known) {
@@ -7,7 +10,7 @@
     const up = (bytes, unit) => Math.ceil(bytes / unit) * unit;
     const [FORWARD, BACKWARD, STEP] = ["forward", "backward", "optimizer step"].map((name) => phases.indexOf(name));
 
-    // ------------------------------------------------------------ formula.py
+    // ------------------------------------------------------------ the sums
 
     // The two halves of a recipe's trace; null where there are none.
     function read(recipe, card) {
@@ -150,7 +153,8 @@
       });
     }
 
-    // Bytes of the segments if every size of block had its own, and one more of the largest that come and go.
+    // Bytes of the segments if every size of block had its own: the most of each, summed up. And one more of the largest that
+    // come and go: a smaller tensor splits the free block of one, and the next finds it too small.
     function withoutReuse(blocks, moments) {
       const pools = { small: 0, medium: 0, large: 0 };
       let split = 0;
@@ -164,7 +168,8 @@
       return split + up(pools.small, rules.SMALL_SEGMENT) + up(pools.medium, rules.MEDIUM_SEGMENT) + up(pools.large, rules.LARGE_ROUND);
     }
 
-    // Bytes that are left of segments which several blocks share, and stay with the last of them; the largest come first.
+    // Bytes that are left of segments which several blocks share, and stay with the last of them: the allocator does not split
+    // off a rest of up to 1 MiB. Of weights of 1.125 MiB 17 fill a segment of 20 MiB but for 0.875. The largest come first.
     function rests(blocks, counts) {
       const numbers = new Map();
       blocks.forEach((bytes, i) => { numbers.set(bytes, (numbers.get(bytes) || 0) + counts[i]); });
