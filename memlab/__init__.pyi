@@ -18,7 +18,6 @@ from .predict.measure import measure as measure
 from .predict.measure import pick_device as pick_device
 from .predict.measure import seconds as seconds
 from .predict.measure import synchronize as synchronize
-from .predict.server_capacity import server as server
 from .predict.simulate import simulate as simulate
 from .spec.recipe import Recipe as Recipe
 from .spec.serving import Serving as Serving

@@ -3,11 +3,13 @@
 import importlib
 
 import pytest
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from memlab import Recipe, SimulatedGPU
+from memlab import Recipe, SimulatedGPU, models
 from memlab.card.kernels.rules import RULES
 from memlab.evidence.records import Record
 from memlab.footprint import NOT_TENSORS
+from memlab.spec.serving import cached_shapes
 from memlab.trace.tracer import Tracer
 from memlab.workloads.training import Training
 
@@ -91,3 +93,15 @@ def assert_two_steps_as_on_the_cpu(recipe):
     with SimulatedGPU(rules=frozenset(RULES) - {"scratch of kernels"}) as gpu:
         two_steps(gpu.device, gpu.device)
     assert_as_on_the_cpu(gpu.footprint, real)
+
+
+def kv_cache_bytes(model, tokens, batch_size=1, bytes_each=2):
+    """Layers x 2 x key-value heads x head size x bytes x tokens x batch, by transformers' own layers.
+
+    Pope et al. 2023, Efficiently Scaling Transformer Inference.
+    """
+    config = models.config(model)
+    numbers = sum(heads * size for heads, size in cached_shapes(config))
+    growing = [one for one in DynamicCache(config=config).layers if isinstance(one, DynamicLayer)]
+    kept = sum(min(tokens, getattr(one, "sliding_window", tokens)) for one in growing)
+    return round(numbers * bytes_each * kept * batch_size)

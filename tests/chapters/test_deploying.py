@@ -4,18 +4,19 @@ import copy
 
 import pytest
 import torch
+from helpers import kv_cache_bytes
 from notebook import Notebook
 from transformers import DynamicCache
 
-from memlab import models
-from memlab.predict.formula_serving import kv_cache_bytes
+from memlab import find_gpu, models
 
+GiB = 2**30
 CHAPTER = Notebook("18-deploying")
 
 
 @pytest.fixture(scope="module")
 def chapter():
-    return CHAPTER.run("imports settings per-token plain-loop loop-code prune-code")
+    return CHAPTER.run("imports settings per-token plain-loop loop-code server-code prune-code")
 
 
 def test_the_shown_loops_write_what_generate_writes(chapter):
@@ -31,6 +32,40 @@ def test_the_shown_loops_write_what_generate_writes(chapter):
 @pytest.mark.parametrize("name", ["gpt2", "llama-2-7b", "gemma-3-270m", "qwen3-8b"])
 def test_a_token_of_the_cache_has_the_bytes_of_the_formula(chapter, name):
     assert chapter["per_token"](models.config(name)) == kv_cache_bytes(name, 1)
+
+
+# Of vLLM's logs: what was asked, then GiB of weights, of the largest batch, and left for the cache.
+PRINTED = {
+    "vllm#10511, Llama 3 8B on an H100": (
+        {"model": "llama-3-8b", "total": 79.22 * GiB, "share": 0.9},
+        (14.96, 1.26, 53.29),
+    ),
+    "vllm#13882, Qwen2.5 7B AWQ on an RTX 4060": (
+        {"model": "qwen2.5-7b", "total": 8 * GiB, "share": 0.7, "bits": 4 + 20 / 128},
+        (5.20, 1.42, -1.05),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_a_servers_weights_batch_and_cache_are_as_printed(chapter, name):
+    asked, (weights, batch, cache) = PRINTED[name]
+    found = chapter["server"](**asked)
+    assert found["weights"] / GiB == pytest.approx(weights, rel=0.003)
+    assert found["largest batch"] / GiB == pytest.approx(batch, rel=0.04)
+    least, most = (size / GiB for size in found["cache"])
+    assert least <= cache <= most
+    assert (found["tokens"] == [0, 0]) == (cache < 0)
+
+
+def test_a_servers_blocks_and_logits_are_as_printed(chapter):
+    """vllm#2031: Llama 2 7B on an A100-80GB had 7,351 blocks of 16 tokens, before it 7,449; here
+    the batch is twice theirs. llm-d-planner, capacity_planner.py: 4.76 GiB for 1,024 texts."""
+    server = chapter["server"]
+    least, most = server("llama-2-7b", find_gpu("A100-80GB").total_memory, share=0.9)["tokens"]
+    assert least <= 7351 * 16 <= most and least % 16 == most % 16 == 0
+    batch = server("llama-3.1-8b", find_gpu("H100").total_memory, texts=1024)["largest batch"]
+    assert batch / GiB == pytest.approx(4.76, rel=0.05)
 
 
 def test_zeros_keep_a_fifth_and_a_cut_of_dead_neurons_keeps_the_function(chapter):
