@@ -96,7 +96,7 @@ def assert_two_steps_as_on_the_cpu(recipe):
 
 
 def kv_cache_bytes(model, tokens, batch_size=1, bytes_each=2):
-    """Layers x 2 x key-value heads x head size x bytes x tokens x batch, by transformers' own layers.
+    """Layers x 2 x key-value heads x head size x bytes x tokens x batch, by transformers' layers.
 
     Pope et al. 2023, Efficiently Scaling Transformer Inference.
     """
