@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memlab.card.links import CARDS, host_rate, link_rate
+from memlab.card.links import host_rate, link_rate
 from memlab.card.work import Work, count_coded, count_kernels, count_tiles
 from memlab.footprint import Phase, StepTime
 from memlab.gpus import GPU
@@ -112,7 +112,7 @@ class Columns(NamedTuple):
 
     dtypes: number formats; of: the place in `dtypes` of each operator's, -1 without products.
     phase: the place in `PHASES`. times: how often it runs. coded: as in `count_coded`. The rest is
-    as in `Work`; sent, carried and waited may be 0 for all, and cards one number.
+    as in `Work`.
     """
 
     dtypes: list[str]
@@ -125,10 +125,10 @@ class Columns(NamedTuple):
     recomputed: np.ndarray
     times: np.ndarray
     coded: np.ndarray
-    sent: np.ndarray | float = 0.0
-    carried: np.ndarray | float = 0.0
-    cards: np.ndarray | int = CARDS
-    waited: np.ndarray | float = 0.0
+    sent: np.ndarray
+    carried: np.ndarray
+    cards: np.ndarray
+    waited: np.ndarray
 
     @classmethod
     def from_counter(cls, work: Counter[Work]) -> Columns:
@@ -157,7 +157,7 @@ ANCHORED = 1.27
 
 
 def step_time(
-    work: Counter[Work] | Columns, gpu: GPU, samples: int | None = None, link: str | None = None
+    work: Counter[Work], gpu: GPU, samples: int | None = None, link: str | None = None
 ) -> StepTime:
     """The estimated seconds of a step's work on a card.
 
@@ -167,7 +167,7 @@ def step_time(
     Raises ValueError for a card without rates, for a number format that it has no rate for, and for
     a link that it does not have.
     """
-    columns = work if isinstance(work, Columns) else Columns.from_counter(work)
+    columns = Columns.from_counter(work)
     allowed = _allows_tf32()  # of today: a trace is older
     dtypes = ["tf32" if allowed and one == "float32" else one for one in columns.dtypes]
     rates = _rates(dtypes, gpu)

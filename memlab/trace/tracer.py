@@ -159,10 +159,6 @@ class Tracer(Ledger, TorchDispatchMode):
         self._follow(data, data._cdata, storage)
         return storage
 
-    def is_counted(self, tensor) -> bool:
-        """Whether a tensor's storage is in the log and alive."""
-        return all(part.untyped_storage()._cdata in self._live for part in inner_tensors(tensor))
-
     def _belongs(self, tensor, module) -> None:
         """A parameter or buffer belongs to a module, and its gradient with it."""
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
