@@ -12,14 +12,17 @@ import functools
 import hashlib
 import importlib
 import importlib.metadata
+import inspect
 import json
 import logging
 import os
+import re
 import socket
+import sys
 import tempfile
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -32,6 +35,12 @@ FOLDER = "MEMLAB_CACHE"  # an environment's variable that names another folder f
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 # Raise it by hand when a `remembered` function says something else than before.
 FACTS_FORMAT = 1
+
+OF_A_MODEL = re.compile(r"transformers\.models\..*\.modeling_")
+# Modules that models of transformers share, and whose functions stand in them by themselves.
+SHARED = ("transformers.integrations.sdpa_attention", "transformers.masking_utils")
+THEIRS = {*sys.stdlib_module_names, "torch", "transformers", "huggingface_hub", "safetensors"}
+THEIRS = THEIRS - {"__main__"} | {"numpy", "typing_extensions"}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -149,11 +158,30 @@ def remembered(function: Function) -> Function:
                 known[asked] = json.loads(file.read_bytes())
                 return known[asked]
         known[asked] = json.loads(json.dumps(function(model, *more)))
-        if file is not None:
+        # What somebody has changed in this process is not so in the next one.
+        if file is not None and not changed(filter(OF_A_MODEL.match, sys.modules)):
             write_whole(file, json.dumps(known[asked]).encode())
         return known[asked]
 
     return remembering  # type: ignore[return-value]
+
+
+def changed(modules: Iterable[str]) -> bool:
+    """Whether functions or methods in these modules come from outside of their libraries.
+
+    modules: names of Python modules with models' classes; what they share is looked at, too. What
+    is not imported yet nobody has changed.
+    """
+    for module in [sys.modules[name] for name in (*SHARED, *modules) if name in sys.modules]:
+        for value in vars(module).values():
+            functions = [value, *(vars(value).values() if inspect.isclass(value) else ())]
+            if any(inspect.isfunction(one) and _is_foreign(one) for one in functions):
+                return True
+    return False
+
+
+def _is_foreign(function: Callable[..., Any]) -> bool:
+    return (function.__module__ or "").partition(".")[0] not in THEIRS
 
 
 def _file_of(asked: str) -> Path:
