@@ -1,6 +1,5 @@
 """Ranks that are really there: processes on the CPU, joined by gloo, each measured by the Meter."""
 
-import contextlib
 import multiprocessing
 import os
 import sys
@@ -14,8 +13,11 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 
 from memlab import Meter
-from memlab.export.launchers import RanksFailed
 from memlab.workloads.training import Training
+
+
+class RanksFailed(RuntimeError):
+    """A rank ended with an error, or not all of them ended in time."""
 
 
 def run_ranks(ranks: int, work, *given, folder: Path, seconds: float = 240) -> list:
@@ -88,12 +90,3 @@ def without_dropout(training) -> None:
 
 def measured_one_after_the_other(recipes):
     return [measured(recipe) for recipe in recipes]
-
-
-def dies(rank_that_dies):
-    """One rank ends without a word while the others wait for it."""
-    if dist.get_rank() == rank_that_dies:
-        os._exit(7)
-    with contextlib.suppress(RuntimeError):
-        dist.barrier()
-    time.sleep(60)

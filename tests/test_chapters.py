@@ -239,8 +239,7 @@ ROOMS = {
     "14-attention-deeper": {"memlab.card.kernels.sdpa"},
     "15-ablation": {"memlab.export.training_script", "memlab.predict.script"},
     "16-planner": {"memlab.export.memlab_lines", "memlab.export.training_script"},
-    "17-parallel": {"memlab.export.launchers", "memlab.predict.simulate"},
-    "17-parallel-deeper": {"memlab.export.launchers"},
+    "17-parallel": {"memlab.predict.simulate"},
     "record": {
         "memlab.evidence.grid",
         "memlab.evidence.plausibility",

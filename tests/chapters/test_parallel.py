@@ -1,5 +1,11 @@
 """Chapter 17: its arithmetic is the paper's, its schedules are PyTorch's."""
 
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -81,3 +87,35 @@ def test_tensor_parallelism_divides_activations_inside_of_the_blocks_alone():
     inside = 2 * (one - two)
     assert eight == pytest.approx(one - inside * 7 / 8, rel=0.01)  # linear in what is split
     assert one - inside > 4 * 2 * 32 * 128 * 4  # four fp32 rows per token stay whole
+
+
+SRUN = """#!/bin/bash
+SLURM_NODEID=1 "$@" &
+SLURM_NODEID=0 "$@"
+wait
+"""
+SAYS = """import json, os
+names = "RANK", "WORLD_SIZE", "GROUP_RANK", "ACCELERATE_USE_FSDP"
+print("\\n" + json.dumps([os.environ.get(name) for name in names]), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_the_files_of_the_cluster_start_ranks_that_find_each_other(tmp_path):
+    """As a cluster of two machines with two ranks each runs them."""
+    files = dict(re.findall(r"```(yaml|bash)\n(.*?)```", CHAPTER.text["cluster"], re.DOTALL))
+    files = {kind: re.sub(r"\b8\b", "2", text) for kind, text in files.items()}
+    settings = files["yaml"].replace("64", "4")
+    found = {"accelerate.yaml": settings, "job.sh": files["bash"], "train.py": SAYS, "srun": SRUN}
+    found["scontrol"] = "#!/bin/bash\necho 127.0.0.1\necho other\n"
+    for name, text in found.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    job = {"PATH": path, "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "both"}
+    ran = subprocess.run(
+        ["bash", "job.sh"], cwd=tmp_path, env=os.environ | job, capture_output=True, timeout=240
+    )
+    assert ran.returncode == 0, ran.stderr
+    said = [json.loads(line) for line in ran.stdout.decode().splitlines() if line.strip()]
+    assert sorted(said) == [[str(rank), "4", str(rank // 2), "true"] for rank in range(4)]

@@ -11,11 +11,13 @@ from real_ranks import (
     without_dropout,
 )
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from memlab import Recipe, SimulatedGPU, measure, simulate
 from memlab.footprint import NOT_TENSORS, Category
 from memlab.predict.run import built
+from memlab.workloads.sharding import check_split
 from memlab.workloads.training import Training
 
 MODELS = ("gpt2-tiny", "bert-base-tiny", "llama-3-8b-tiny")
@@ -264,3 +266,12 @@ def test_a_deep_model_is_written_out_as_it_would_run(more):
     assert quick.peak_allocated == whole.peak_allocated
     assert quick.peak_reserved == whole.peak_reserved
     assert quick.breakdown == whole.breakdown
+
+
+def test_a_model_that_no_launcher_has_split_is_noticed():
+    with SimulatedGPU(ranks=2):
+        model = torch.nn.Linear(64, 64, device="cuda")
+        with pytest.raises(ValueError, match="holds 4,160 of 4,160 weights.*is not split") as error:
+            check_split(model, 2)
+        one_line(error)
+        check_split(fully_shard(model), 2)
