@@ -148,8 +148,8 @@ def test_without_a_card_there_are_no_seconds_and_it_says_why():
 
 
 def test_kept_answers_are_of_the_libraries_that_the_book_is_tested_with():
-    """After an update tools/keep_answers.py makes them anew. (Of the kept predictions a sample is
-    made anew in evidence/test_loops.py.)"""
+    """After an update tools/refresh.py makes them anew. (Of the kept predictions a sample is
+    made anew in validation/test_loops.py.)"""
     versions = json.loads((DATA / "answers.json").read_text())["versions"]
     for name in LIBRARIES:
         assert versions[name].partition("+")[0] == pinned(name)
