@@ -1,37 +1,83 @@
 """Make everything anew that a program makes and the repository keeps, each after what it needs.
 
-    python tools/refresh.py             all of it, some three hours on two cores
-    python tools/refresh.py predictions from there on
+    python tools/refresh.py               all of it, some three hours on two cores
+    python tools/refresh.py predictions   from there on: traces, predictions, answers, what-fits,
+                                          cover, figures
+    python tools/refresh.py --check 8     whether so many kept traces, at random, are today's
 
 Run it after an update of torch, transformers, peft or bitsandbytes, and after a change of memlab
 that changes a figure. What it changed `git diff` says; each change has a reason, or is a mistake.
 """
 
+import argparse
+import json
 import subprocess
 import sys
+from datetime import date
+from functools import partial
 from pathlib import Path
 
+from tqdm import tqdm
+
+import memlab
+from memlab import Recipe, fits
+from memlab.predict.measure import versions
+
 ROOT = Path(__file__).resolve().parent.parent
-# What is kept -> the command that makes it, from traces to the figures in sentences.
+DATA = Path(memlab.__file__).parent / "data"
+
+
+def run(*command: str) -> None:
+    print(*command, flush=True)
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
+def answers() -> None:
+    """data/answers.json: what `fits` says of what others asked in public, data/questions.json."""
+    questions = json.loads((DATA / "questions.json").read_text(encoding="utf-8"))["questions"]
+    found: dict[str, dict] = {}
+    for question in tqdm(questions, "answers"):
+        said = found[question["url"]] = {}
+        for size in sorted(question["fitted"] + question["failed"]):
+            fit = fits(Recipe(batch_size=size, **question["recipe"]), question["gpu"])
+            said[size] = {
+                "fits": fit.fits,
+                "needed_bytes": fit.needed,
+                "total_memory_bytes": fit.total_memory,
+                "peak_allocated_bytes": fit.footprint.peak_allocated,
+            }
+    kept = {"date": date.today().isoformat(), "versions": versions(), "answers": found}
+    (DATA / "answers.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+def what_fits() -> None:
+    """Its tool goes on with what stands in the file."""
+    (ROOT / "tests" / "what_fits.json").unlink(missing_ok=True)
+    run(sys.executable, "tools/what_fits.py")
+
+
+# What is kept -> what makes it, from traces to the figures in sentences.
 STEPS = {
-    "traces": ["tools/record_traces.py"],
-    "predictions": ["tools/keep_predictions.py"],
-    "answers": ["tools/keep_answers.py"],
-    "what-fits": ["tools/what_fits.py"],
-    "cover": ["tools/draw_cover.py"],
-    "figures": ["make", "figures"],
+    "traces": partial(run, sys.executable, "tools/record_traces.py"),
+    "predictions": partial(run, sys.executable, "-m", "validation.accuracy"),
+    "answers": answers,
+    "what-fits": what_fits,
+    "cover": partial(run, sys.executable, "tools/draw_cover.py"),
+    "figures": partial(run, "make", "figures"),
 }
 
 
-def main(first: str) -> None:
-    if first not in STEPS:
-        sys.exit(f"step is {first}: allowed are {', '.join(STEPS)}")
-    for name in list(STEPS)[list(STEPS).index(first) :]:
-        command = STEPS[name]
-        command = command if command[0] == "make" else [sys.executable, *command]
-        print(f"{name}: {' '.join(command)}", flush=True)
-        subprocess.run(command, cwd=ROOT, check=True)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("first", nargs="?", default="traces", choices=STEPS, help="the first step")
+    parser.add_argument("--check", type=int, metavar="N", help="N kept traces, and make nothing")
+    asked = parser.parse_args()
+    if asked.check:
+        run(sys.executable, "tools/record_traces.py", "--check", str(asked.check))
+        return
+    for name in list(STEPS)[list(STEPS).index(asked.first) :]:
+        STEPS[name]()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2] or ["traces"])
+    main()
