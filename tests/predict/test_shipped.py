@@ -1,8 +1,10 @@
 """Traces that come with memlab: of today's format, and used where they hold."""
 
 import dataclasses
+import json
 import lzma
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 
 from memlab import Recipe, libraries
 from memlab.gpus import find_gpu
+from memlab.libraries import LIBRARIES
 from memlab.predict import shipped as module
 from memlab.predict import store, trace_recorder
 from memlab.predict.shipped import Shipped
@@ -135,3 +138,12 @@ def test_of_another_format_they_are_not_used(monkeypatch):
     assert keys[0] in Shipped.of_memlab()
     monkeypatch.setattr(module, "FORMAT", -1)
     assert keys[0] not in Shipped()
+
+
+def test_kept_answers_are_of_the_libraries_that_the_book_is_tested_with():
+    """After an update tools/refresh.py makes them anew."""
+    versions = json.loads((ROOT / "memlab" / "data" / "answers.json").read_text())["versions"]
+    pins = (ROOT / "requirements.txt").read_text()
+    for name in LIBRARIES:
+        pinned = re.search(rf"^{name}==(\S+)", pins, re.MULTILINE)[1]
+        assert versions[name].partition("+")[0] == pinned
