@@ -56,7 +56,6 @@ def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False, reads_environ
         for target, answers in (
             (torch.autograd.profiler.profile, {"__init__": _profile(tracer.assumptions)}),
             (torch.cuda, legacy_types.TYPES | _of_the_card(tracer, ranks)),
-            (torch.cuda.memory, {"mem_get_info": _free_and_total(tracer)}),
             (torch.compiler, {"cudagraph_mark_step_begin": lambda: None}),
             *device_properties.answers(tracer.gpu),
             (torch._C, _of_the_driver(tracer, snapshot, ranks)),
@@ -91,17 +90,15 @@ def _of_the_card(tracer, ranks) -> dict:
         "_cudart": device_properties.runtime(_free_and_total(tracer)),
         "_get_device_properties": lambda device: properties,
         "_check_bf16_tensor_supported": lambda device: True,  # by emulation, on any card
-        "device": Selected,
-        "device_of": Selected,
+        "_exchange_device": _select,  # by `torch.cuda.device`
+        "_maybe_exchange_device": _select,
         "default_generators": tuple(torch.Generator() for _ in range(ranks)),
         "Stream": type("Stream", (Stream,), {"numbers": itertools.count(1)}),  # of this card
         "current_stream": functools.partial(current_stream, tracer),
         "default_stream": default_stream,
-        "stream": functools.partial(SelectedStream, tracer),
         "set_stream": functools.partial(_set_stream, tracer),
         "Event": type("Event", (Event,), {"assumptions": tracer.assumptions}),
         "is_current_stream_capturing": lambda: False,
-        "mem_get_info": _free_and_total(tracer),
         "device_memory_used": lambda device=None: tracer.allocator.used(),
     }
 
@@ -178,6 +175,12 @@ def only_card(device=None) -> None:
     named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if not is_cuda_device(named):
         raise NotSimulated(f"device is {str(named)!r}: {ONE_CARD}")
+
+
+def _select(index) -> int:
+    """Choose a card, of which there is one; a negative number leaves it as it is."""
+    only_card(index)
+    return 0
 
 
 def refuse(name, why):
@@ -282,20 +285,6 @@ class Generator(metaclass=_AnyGenerator):
         return _OriginalGenerator()
 
 
-class Selected:
-    """A device, or a tensor's, that is chosen for a block: there is one."""
-
-    def __init__(self, chosen=None):
-        if not isinstance(chosen, torch.Tensor):
-            only_card(chosen)
-
-    def __enter__(self):
-        return None
-
-    def __exit__(self, *error):
-        return False
-
-
 class Stream:
     """A stream, in which nothing waits. What is made in it is memory of its own."""
 
@@ -343,21 +332,6 @@ def current_stream(tracer, device=None) -> Stream:
 def _set_stream(tracer, stream) -> None:
     if stream is not None:
         tracer.stream, tracer.stream_object = stream.stream_id, stream
-
-
-class SelectedStream:
-    """`torch.cuda.stream`: a stream that is chosen for a block."""
-
-    def __init__(self, tracer, stream):
-        self.tracer, self.stream = tracer, stream
-
-    def __enter__(self):
-        self._before = current_stream(self.tracer)
-        _set_stream(self.tracer, self.stream)
-
-    def __exit__(self, *error):
-        _set_stream(self.tracer, self._before)
-        return False
 
 
 EVENT_TIMES = "torch.cuda.Event.elapsed_time: 1 ms stands for every time of the card"

@@ -44,16 +44,11 @@ def tensors_without_data():
             # transformers takes a fake tensor for tracing and then builds masks that a run
             # never builds.
             (masking_utils, "is_tracing", lambda *a, **k: False),
-            (fake_tensor.log, "exception", lambda *a, **k: None),  # what it is of is raised, too
             (masking_utils, "find_packed_sequence_indices", _packed_sequences),
             (worker, "_worker_loop", _with_data(worker._worker_loop)),
             (dataloader._MultiProcessingDataLoaderIter, "_try_get_data", _batch_of_a_worker),
             # In a thread of its own.
-            (
-                pin_memory,
-                "pin_memory",
-                lambda data, *a, **k: tree_map_only(torch.Tensor, pin, data),
-            ),
+            (pin_memory, "pin_memory", _pin_batch),
             *((masking_utils, name, _only_without_mask(name)) for name in MASK_SKIPS),
             (core_model_loading, "_materialize_copy", _weight_of_a_file),
         )

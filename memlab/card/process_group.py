@@ -71,10 +71,9 @@ def fake_group(ranks: int):
     with contextlib.ExitStack() as stack:
         if ranks > 1:
             stack.enter_context(mock.patch.dict(os.environ, torchrun_environment(ranks)))
-        for module in (dist, distributed_c10d, device_mesh):
-            start = functools.partial(_start, ranks)
-            stack.enter_context(replaced((module, "init_process_group", start)))
+        start = functools.partial(_start, ranks)
         rows = (
+            *((m, "init_process_group", start) for m in (dist, distributed_c10d, device_mesh)),
             (distributed_c10d, "_new_process_group_helper", _fake_backend),
             *((m, name, f) for m in (dist, distributed_c10d) for name, f in OBJECTS.items()),
             *((module, name, functools.partial(_spawn, ranks)) for module, name in SPAWNS),

@@ -114,7 +114,7 @@ def test_out_of_memory_is_counted():
         (lambda: torch.zeros(1, device="cuda:1"), "cuda:1"),
         (lambda: torch.zeros(1).to(1), "cuda:1"),
         (lambda: torch.cuda.set_device(1), "cuda:1"),
-        (lambda: torch.cuda.device(1), "cuda:1"),
+        (lambda: torch.cuda.device(1).__enter__(), "cuda:1"),
         (lambda: torch.Generator("cuda:1"), "cuda:1"),
         (lambda: torch.compile(dynamic=True)(lambda x: x)(1), "torch.compile"),
         (lambda: torch.cuda.ExternalStream(0), "torch.cuda.ExternalStream"),
