@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, overload
 
 import matplotlib as mpl
@@ -121,29 +121,6 @@ def compare(
             raise ValueError(f"against is {against!r}: allowed are {', '.join(rows)}")
         frame.insert(1, f"error against {against}", error(frame["peak"], frame["peak"][against]))
     return frame
-
-
-def live_table(
-    pairs: Mapping[str, tuple[Footprint, Footprint | Measurement]],
-    categories: Iterable[Category] = (),
-) -> pd.DataFrame:
-    """Tensors at the peak as predicted and as measured, one row per run, in MiB.
-
-    pairs: label -> (Footprint predicted, Footprint or Measurement of the device that is here).
-    categories: of the breakdown, each with two columns of its own, after the error (a share of
-        what was measured) and the difference in bytes.
-    """
-    table = {}
-    for label, (predicted, measured) in pairs.items():
-        found = _footprint(measured)
-        guess, there = predicted.peak_tensors, found.peak_tensors
-        row = {"predicted": guess / MiB, "measured": there / MiB, "error": error(guess, there)}
-        row["difference, bytes"] = guess - there
-        for name in categories:
-            for side, run in (("predicted", predicted), ("measured", found)):
-                row[f"{name.replace('_', ' ')} {side}"] = run.breakdown.get(name, 0) / MiB
-        table[label] = row
-    return pd.DataFrame.from_dict(table, orient="index")
 
 
 def _footprint(run: Footprint | Measurement) -> Footprint:

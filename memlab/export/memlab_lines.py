@@ -1,16 +1,13 @@
-"""A recipe or a serving written down for memlab: as lines of Python, and as a command."""
+"""A recipe or a serving written down for memlab, as lines of Python."""
 
 import dataclasses
 import json
-import shlex
 
 from transformers import PretrainedConfig
 
 from memlab.gpus import GPU
 from memlab.spec.recipe import Recipe
 from memlab.spec.serving import Serving
-
-COMMANDS = {Recipe: "simulate", Serving: "serve"}
 
 
 def memlab_lines(
@@ -29,29 +26,6 @@ def memlab_lines(
     card = "" if gpu is None else f", gpu={_literal(_card(gpu))}"
     name = kind.__name__.lower()
     return f"{names}\n{name} = {kind.__name__}(\n{fields})\nprint({verb}({name}{card}))\n"
-
-
-def command_line(recipe: Recipe | Serving, gpu: GPU | str | int | None = None) -> str:
-    """The `memlab simulate` command of a recipe, or the `memlab serve` command of a serving.
-
-    gpu: as for `memlab.simulate`. Raises ValueError for one that holds a config.
-    """
-    if isinstance(recipe.model, PretrainedConfig):
-        raise ValueError(
-            f"model is a {recipe.model.model_type} config: allowed are names and paths, which can "
-            "be written down"
-        )
-    words = ["memlab", COMMANDS[type(recipe)]]
-    metadata = {one.name: one.metadata for one in dataclasses.fields(recipe)}
-    for name, value in _said(recipe):
-        if value is False:
-            name = metadata[name]["off"][0]
-        words.append(f"--{name.replace('_', '-')}")
-        if not isinstance(value, bool):
-            words.append(str(value))
-    if gpu is not None:
-        words += ["--gpu", str(_card(gpu))]
-    return shlex.join(words)
 
 
 def _said(recipe: Recipe | Serving) -> list[tuple[str, object]]:

@@ -9,14 +9,12 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from memlab import models
 from memlab.card.kernels.sdpa import model_routes
-from memlab.fields import whole
 from memlab.gpus import GPU, find_gpu, require_native
 from memlab.predict.fit import MARGIN, limited, room
-from memlab.spec.serving import Serving, cached_shapes, head_shape
+from memlab.spec.serving import Serving, head_shape
 from memlab.trace.allocator import (
     LARGE_ROUND,
     MEDIUM_REQUEST,
@@ -32,30 +30,6 @@ BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 2, "nf4": 2}  # of a number th
 MOVING = ("kv_cache", "activations", "logits")  # what is not the same at every moment
 GATED = ("llama", "mistral", "qwen2")
 TYPES = ("gpt2", *GATED)
-
-
-def kv_cache_bytes(
-    model: models.Model, tokens: int, batch_size: int = 1, bytes_each: float = 2
-) -> int:
-    """Bytes of a cache: layers x 2 x key-value heads x head size x bytes x tokens x batch.
-
-    With latent attention (MLA) a vector for all heads takes the place of 2 x heads x head size.
-
-    model: as of a `Recipe`. tokens: of one text; of the two caches of an encoder-decoder model the
-    sum, its input's and its output's. Which layers keep keys and values is transformers' to say: a
-    sliding one holds its window at most, one of linear attention or convolutions a state that does
-    not grow and is not counted. The 2 stands for keys and values. The formula: Pope et al. 2023,
-    Efficiently Scaling Transformer Inference.
-
-    Raises ValueError for tokens or a batch below 1.
-    """
-    whole(1)("tokens", tokens)
-    whole(1)("batch_size", batch_size)
-    config = models.config(model)
-    numbers = sum(heads * size for heads, size in cached_shapes(config))
-    growing = [one for one in DynamicCache(config=config).layers if isinstance(one, DynamicLayer)]
-    kept = sum(min(tokens, getattr(one, "sliding_window", tokens)) for one in growing)
-    return round(numbers * bytes_each * kept * batch_size)
 
 
 @dataclass(frozen=True)

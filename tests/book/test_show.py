@@ -32,20 +32,6 @@ def test_compare_is_in_mib_with_the_error_beside(runs):
     assert frame.loc["simulated", "ms a step, estimated"] == predicted.step_time.expected * 1e3
 
 
-def test_a_live_table_sets_tensors_beside_tensors(runs):
-    predicted, seen = runs["simulated"], runs["measured"].footprint
-    frame = show.live_table({"twin": (predicted, runs["measured"])}, ["optimizer_states"])
-    row = frame.loc["twin"]
-    assert row["predicted"] == predicted.peak_tensors / MiB
-    assert row["measured"] == seen.peak_tensors / MiB
-    assert row["error"] == pytest.approx(predicted.peak_tensors / seen.peak_tensors - 1)
-    assert row["difference, bytes"] == predicted.peak_tensors - seen.peak_tensors
-    assert row["optimizer states measured"] == seen.breakdown["optimizer_states"] / MiB
-    assert frame["difference, bytes"].dtype == int
-    again = show.live_table({"twin": (predicted, seen)})  # a footprint alone will do
-    assert list(again.iloc[0]) == list(row[:4])
-
-
 def test_a_prediction_that_falls_short_has_an_error_below_zero():
     assert show.error(90, 100) == pytest.approx(-0.1)
     assert show.error(103, 100) == pytest.approx(0.03)

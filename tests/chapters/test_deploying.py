@@ -8,7 +8,7 @@ from notebook import Notebook
 from transformers import DynamicCache
 
 from memlab import find_gpu, models
-from memlab.predict.formula_serving import kv_cache_bytes
+from memlab.spec.serving import cached_shapes
 
 GiB = 2**30
 CHAPTER = Notebook("18-deploying")
@@ -30,8 +30,10 @@ def test_the_shown_loops_write_what_generate_writes(chapter):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-2-7b", "gemma-3-270m", "qwen3-8b"])
-def test_a_token_of_the_cache_has_the_bytes_of_the_formula(chapter, name):
-    assert chapter["per_token"](models.config(name)) == kv_cache_bytes(name, 1)
+def test_a_token_of_the_cache_has_the_bytes_of_its_heads(chapter, name):
+    config = models.config(name)
+    numbers = sum(heads * size for heads, size in cached_shapes(config))
+    assert chapter["per_token"](config) == 2 * config.num_hidden_layers * numbers
 
 
 # Of vLLM's logs: what was asked, then GiB of weights, of the largest batch, and left for the cache.
