@@ -190,9 +190,8 @@ class Footprint:
     peak_reserved: bytes that the caching allocator has taken from the device; None on a CPU,
         which has no caching allocator, and from `memlab.formula`, which gives a range only.
     breakdown: bytes by category at that moment; sums to peak_allocated.
-    reserved_range: (lowest, highest) peak_reserved, where it is not one number: `memlab.formula`
-        knows no order of events, and of some published runs nobody knows in which order their 4-bit
-        base was loaded (`memlab.evidence.load_orders`); else None.
+    reserved_range: (lowest, highest) peak_reserved of `memlab.formula`, which knows no order of
+        events; else None.
     peak_phase: `forward`, `backward` or `optimizer step`.
     parameters, trainable_parameters: counts, not bytes.
     assumptions: what stands in for values that only a real card has, where the shape of a tensor

@@ -23,9 +23,8 @@ from datetime import date
 
 from tqdm import tqdm
 
-from memlab import Recipe
+from memlab import Recipe, simulate
 from memlab.evidence.accuracy import compare_kept
-from memlab.evidence.load_orders import simulate_ways
 from memlab.evidence.loops import PREDICTIONS, kept_predictions, simulate_loop
 from memlab.evidence.records import card_files, load
 from memlab.gpus import gpu_of_device
@@ -35,9 +34,7 @@ from memlab.predict.measure import versions
 def said_of(run) -> dict:
     card = gpu_of_device(run.device)
     try:
-        footprint = (
-            simulate_loop(run, card) if run.loop else simulate_ways(Recipe(**run.recipe), card)
-        )
+        footprint = simulate_loop(run, card) if run.loop else simulate(Recipe(**run.recipe), card)
     except (ValueError, RuntimeError, ImportError) as error:
         return {"refused": textwrap.shorten(str(error), 160)}
     seconds = footprint.step_time

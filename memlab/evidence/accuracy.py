@@ -17,13 +17,13 @@ import torch
 
 from memlab import models
 from memlab.card import fake_tensors
-from memlab.evidence.load_orders import simulate_ways
 from memlab.evidence.loops import kept_predictions, simulate_loop
 from memlab.evidence.records import Record, card_files, load, published_files
 from memlab.footprint import Footprint, Phase, StepTime
 from memlab.gpus import GPU, GPUS, gpu_of_device
 from memlab.predict.formula import formula
 from memlab.predict.progress import Progress
+from memlab.predict.simulate import simulate
 from memlab.spec.recipe import QUANTIZED, Recipe
 from memlab.trace.tracer import Tracer
 from memlab.workloads.training import Training, import_libraries
@@ -40,7 +40,7 @@ def formula_on_card(recipe: Recipe, card: GPU) -> Footprint:
 # name -> prediction of a recipe on a card
 Predictor = Callable[[Recipe, GPU], Footprint]
 PREDICTORS: dict[str, Predictor] = {
-    "simulate": simulate_ways,
+    "simulate": simulate,
     "formula": formula_on_card,
 }
 # What a row may be off before it is listed: as today's kernels, and as those before PyTorch 2.

@@ -27,7 +27,7 @@ from memlab.card.links import CARDS
 from memlab.card.op_work import Work
 from memlab.footprint import Category, Phase
 from memlab.predict.layer_patterns import Layers
-from memlab.trace.events import Alloc, Free, Marker, TraceEvent, WeightLoaded
+from memlab.trace.events import Alloc, Free, Marker, TraceEvent
 from memlab.trace.layered import LayeredLog
 from memlab.trace.moments import Moments, moments_of
 from memlab.trace.reductions import Reduction
@@ -35,7 +35,7 @@ from memlab.trace.trace import Half
 
 # Raise it by hand when a rule of memlab changes which events a run has, or what is kept of them:
 # whatever was kept before is then recorded anew. A release of a library needs no new format.
-FORMAT = 1
+FORMAT = 2
 # On whose releases it depends which events happen.
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 LARGEST = 256 * 2**20  # bytes of all files; the oldest go first
@@ -186,9 +186,9 @@ def _fields(work: Work) -> tuple:
 def _step_values(step: TraceEvent, places: dict[Alloc, int]) -> list:
     if type(step) is Free:
         return ["Free", places[step.birth], step.phase, step.which]
-    if type(step) is Alloc and step.reduction is None:
-        return ["Alloc", *step[:-1]]
-    return ["Marker", step.value] if type(step) is Marker else [type(step).__name__, *step]
+    if type(step) is Marker:
+        return ["Marker", step.value]
+    return ["Alloc", *(step if step.reduction else step[:-1])]
 
 
 def _kept(values: dict) -> Kept:
@@ -224,7 +224,7 @@ def _step(name: str, rest: list, kinds: list[TraceEvent]) -> TraceEvent:
     if name == "Free":
         birth, phase, which = rest
         return Free(kinds[birth], Phase(phase), which)
-    return Marker(rest[0]) if name == "Marker" else WeightLoaded(*rest)
+    return Marker(rest[0])
 
 
 def _packed(numbers: np.ndarray) -> str:

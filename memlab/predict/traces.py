@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from memlab import models
-from memlab.card.load_order import peak_allocated
 from memlab.gpus import GPU
 from memlab.predict.changed_code import has_changed_code
 from memlab.predict.layer_patterns import FEWEST, Layers, layers_of
@@ -36,7 +35,7 @@ from memlab.predict.structure import (
 from memlab.spec.recipe import FOUR_BITS, TORCHAO_BLOCKS, Recipe
 from memlab.trace.events import Alloc, Free
 from memlab.trace.layered import LayeredLog
-from memlab.trace.log import Log
+from memlab.trace.log import Log, peak_allocated
 from memlab.trace.moments import largest_moments
 from memlab.trace.symbols import ALIGNED
 from memlab.trace.trace import Depth, Half, Trace

@@ -7,7 +7,7 @@ from transformers.pytorch_utils import Conv1D
 
 from memlab import models
 from memlab.libraries import import_bitsandbytes
-from memlab.spec.recipe import COMPUTED_IN, QUANTIZED, Recipe
+from memlab.spec.recipe import COMPUTED_IN, FOUR_BITS, QUANTIZED, Recipe
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 HEADS = ("classifier", "score")  # of a classifier, by the names that peft trains them under
@@ -20,13 +20,41 @@ def quantize_base(
 
     storage: the dtype that 4-bit weights are said to have (`bnb_4bit_quant_storage`).
 
-    Their weights are quantized when the model is moved to its device, as bitsandbytes does.
+    Their weights are quantized by `load`, or when the model is moved, as bitsandbytes does.
     """
     bitsandbytes = import_bitsandbytes(f"base {recipe.base}")
     for name, module in to_be_quantized(model).items():
         model.set_submodule(name, _quantized_linear(bitsandbytes, module, recipe, storage))
     model.is_loaded_in_8bit = recipe.base == "int8"  # as from_pretrained tells peft
     model.is_loaded_in_4bit = not model.is_loaded_in_8bit
+
+
+def load(model: torch.nn.Module, device: torch.device | str) -> None:
+    """Bring a base to its device as `from_pretrained` does, and quantize it on the way.
+
+    Weight after weight comes in its first dtype, in the natural order of names, and is there until
+    the quantized one is: `convert_and_load_state_dict_in_model` in core_model_loading.py of
+    transformers. Its blocks are free for the next one. The order decides which of them are left
+    over, and so what stays reserved; the first releases of transformers 5 loaded by threads, in
+    another order each time. What `from_pretrained` takes before is `warm_up_bytes`.
+    """
+    from transformers.core_model_loading import dot_natural_key
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize, Bnb8bitQuantize
+
+    quantize = (Bnb4bitQuantize if model.is_loaded_in_4bit else Bnb8bitQuantize)(None)
+    weights = {id(layer.weight): layer for layer in quantized_layers(model)}
+    for name in sorted((name for name, _ in model.named_parameters()), key=dot_natural_key):
+        parameter = model.get_parameter(name)
+        layer = weights.get(id(parameter))
+        if layer is None:
+            parameter.data = parameter.data.to(device)
+            continue
+        # As a file has it, whose weight a Conv1D turns round.
+        weight = parameter.data.T if layer.source_cls is Conv1D else parameter.data
+        weight = weight.to(device)
+        layer.weight = quantize.convert({name: weight}, model=model)[name]
+        del weight  # before the next one comes
+    model.to(device)  # its buffers
 
 
 def to_be_quantized(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -70,11 +98,11 @@ def assumed(recipe) -> tuple[str, ...]:
             "flash-linear-attention is not installed"
         )
     if recipe.base in QUANTIZED:
-        reached = _share_reached(recipe)
-        if reached < 0.5:
+        reached, elements = _elements(recipe)
+        if reached < elements / 2:
             said.append(
-                f"{recipe.base} reaches {reached:.1%} of the weights: what is no plain linear "
-                "layer, such as experts and embeddings, stays unquantized"
+                f"{recipe.base} reaches {reached / elements:.1%} of the weights: what is no plain "
+                "linear layer, such as experts and embeddings, stays unquantized"
             )
         if isinstance(recipe, Recipe) and recipe.compute_dtype != "fp32":
             said.append(UPCAST if recipe.upcast else NOT_UPCAST)
@@ -93,25 +121,41 @@ NOT_UPCAST = (
 )
 
 
-_SHARES: dict[tuple[str, str], float] = {}  # by config and task
+LEFT_FREE = int(1.2 * 2**30)  # bytes of a card that the warm-up leaves
 
 
-def _share_reached(recipe) -> float:
-    """The share of a model's weights that a base quantizes."""
+def warm_up_bytes(recipe, total: int | None = None) -> int:
+    """Bytes of the block that `from_pretrained` takes and frees before it loads a base.
+
+    Those of all weights, without scales, and of what stays in fp32 as if it were not:
+    `caching_allocator_warmup` in transformers' modeling_utils.py. recipe: or a `Serving`. total:
+    the card's bytes, of which some stay free; None for no limit.
+    """
+    reached, elements = _elements(recipe)
+    nbytes = reached // 2 if recipe.base in FOUR_BITS else reached
+    nbytes += (elements - reached) * COMPUTE_DTYPES[recipe.compute_dtype].itemsize
+    return nbytes if total is None else max(0, min(nbytes, total - LEFT_FREE))
+
+
+_ELEMENTS: dict[tuple[str, str], tuple[int, int]] = {}  # by config and task
+
+
+def _elements(recipe) -> tuple[int, int]:
+    """How many elements of a model's weights a base quantizes, and how many there are."""
     config = models.config(recipe.model)
     key = config.to_json_string(use_diff=False), recipe.task
-    if key not in _SHARES:
+    if key not in _ELEMENTS:
         with torch.device("meta"):
             model = models.build(config, recipe.task)
         reached = sum(module.weight.numel() for module in to_be_quantized(model).values())
-        _SHARES[key] = reached / sum(parameter.numel() for parameter in model.parameters())
-    return _SHARES[key]
+        _ELEMENTS[key] = reached, sum(parameter.numel() for parameter in model.parameters())
+    return _ELEMENTS[key]
 
 
 def _quantized_linear(bitsandbytes, module, recipe: Recipe, storage):
     weight = module.weight.data
     if isinstance(module, Conv1D):
-        weight = weight.T.contiguous()
+        weight = weight.T  # a view: what quantizes it makes a copy, as in `load`
     # Made tiny, because its own weight is thrown away.
     if recipe.base == "int8":
         layer = bitsandbytes.nn.Linear8bitLt(1, 1, has_fp16_weights=False, threshold=6.0)

@@ -16,18 +16,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memlab import models
 from memlab.card.device import SimulatedGPU
-from memlab.evidence.load_orders import simulate_ways
 from memlab.evidence.records import Record
 from memlab.footprint import Footprint
 from memlab.gpus import GPU
+from memlab.predict.simulate import full_log, serve
 from memlab.spec.recipe import QUANTIZED, Recipe
-from memlab.workloads.quantized import quantize_base
+from memlab.workloads.quantized import load, quantize_base
 from memlab.workloads.training import import_peft
 
 
 def footprint_of(run: Record, card: GPU) -> Footprint:
-    """The second step of a run."""
-    return simulate_ways(Recipe(**run.recipe), card, two_steps)
+    """The second step of a run, its base loaded as today's `from_pretrained` does."""
+    recipe = Recipe(**run.recipe)
+    return serve(recipe, full_log(recipe, card, two_steps), card)
 
 
 @dataclass
@@ -48,6 +49,7 @@ def two_steps(recipe: Recipe, gpu: SimulatedGPU) -> Trained:
     model = models.build(recipe.model, dtype=torch.float16, attention=recipe.attention)
     if recipe.base in QUANTIZED:
         quantize_base(model, recipe)
+        load(model, "cuda")
     model.to("cuda")
     if recipe.base in QUANTIZED:
         model = peft.prepare_model_for_kbit_training(model)
