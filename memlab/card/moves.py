@@ -46,7 +46,7 @@ def cuda_code(tracer):
             (torch.utils._foreach_utils, "_foreach_supported_types", types),
             # Of some results the strides follow the device: those of an SVD, of convolutions.
             (torch._meta_registrations, "device_hint", lambda tensor: "cuda"),
-            (torch.nn.Module, "_apply", apply_by(_move_by(tracer, names), names.replaces)),
+            (torch.nn.Module, "_apply", apply_by(_move_by(names), names.replaces)),
             (torch._C, "_InferenceMode", _without_gradients),
             (torch, "set_default_tensor_type", _set_default_tensor_type),
             # PyTorch calls these from within, where no mode is.
@@ -280,9 +280,15 @@ class DeviceMoveMode(TorchFunctionMode):
 
         What is made of other tensors, as DTensor is of this rank's part, gets those of the other.
         """
+        comes = on_card(data) and not on_card(tensor)
         if _kind(tensor) == _kind(data) and not is_wrapper_subclass(type(tensor)):
             SET_DATA(tensor, data)
-            return
+        else:
+            self._exchange(tensor, data)
+        if comes and isinstance(tensor, torch.nn.Parameter):
+            self.tracer.see_parameter(tensor)
+
+    def _exchange(self, tensor, data) -> None:
         parameter = isinstance(tensor, torch.nn.Parameter)
         new = data.detach().requires_grad_(tensor.requires_grad)
         new = torch.nn.Parameter(new, tensor.requires_grad) if parameter else new
@@ -384,18 +390,14 @@ def _is_dtype(value) -> bool:
     return value is None or isinstance(value, torch.dtype)
 
 
-def _move_by(tracer, names):
-    """Moves a parameter of a module, and tells of each that comes to the card."""
+def _move_by(names):
+    """Moves a parameter of a module."""
 
     def move(parameter, function):
-        was_here = on_card(parameter)
-        if was_here and bitsandbytes.is_to_be(parameter):
+        if on_card(parameter) and bitsandbytes.is_to_be(parameter):
             return
-        start = len(tracer)
         applied = function(parameter)
         if applied is not parameter:
             names.set_data(parameter, applied)
-        if on_card(parameter) and not was_here:
-            tracer.moved(parameter, start)
 
     return move

@@ -286,15 +286,6 @@ class CardTracer(OnHost, ByValues, Tracer):
             storage.reduction = reduction
             self.died(storage)
 
-    def moved(self, parameter, start) -> None:
-        """A parameter has come to the card, and been quantized on the way if it is to be.
-
-        start: the number of its first entry.
-        """
-        self.operation = None
-        self.see_parameter(parameter)
-        parameter._memlab_loaded = start, len(self)
-
     def _without_data(self, args, kwargs, tensors):
         """The arguments, with a fake tensor of the host for each that has data."""
         if all(type(tensor) is FakeTensor for tensor in tensors):

@@ -21,6 +21,7 @@ from memlab.fields import whole
 from memlab.footprint import Category, Footprint, Phase
 from memlab.gpus import require_native
 from memlab.predict.progress import Progress
+from memlab.predict.recipe_log import warm_up_bytes
 from memlab.spec.recipe import QUANTIZED, Recipe
 from memlab.trace.tracer import Tracer
 from memlab.workloads.training import Training
@@ -87,7 +88,8 @@ def measure(
 
     On CUDA the peaks are the allocator's counters and device_used is what the driver reports; on
     a CPU the peak is the exact sum of the tensors alive (a CPU has no caching allocator). The
-    cache is emptied before the model is built and then left alone, as a training leaves it.
+    cache is emptied before the model is built and then left alone, as a training leaves it. A
+    quantized base is loaded as `from_pretrained` loads it (`memlab.workloads.quantized.load`).
     A recipe's `expandable_segments` is set for the time of the measurement; without it the
     allocator has the settings that the process gave it, PYTORCH_ALLOC_CONF's among them.
 
@@ -129,6 +131,9 @@ def _measured(recipe: Recipe, device: torch.device, steps: int, seed: int) -> Me
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
+        if recipe.base in QUANTIZED:
+            _, total = torch.cuda.mem_get_info(device)
+            torch.empty(warm_up_bytes(recipe, total), dtype=torch.uint8, device=device)
     built_in = None if recipe.base in QUANTIZED else device
     training = Training(recipe, device, seed, built_in)
     with Progress(total=steps + 3, desc=f"measuring {recipe.model_name}") as progress:

@@ -14,10 +14,11 @@ from memlab import models
 from memlab.card.work import repeat_micro_batch, without_trifles
 from memlab.gpus import GPU, require_native
 from memlab.libraries import remembered
-from memlab.spec.recipe import QUANTIZED, Recipe
+from memlab.spec.recipe import FOUR_BITS, QUANTIZED, Recipe
 from memlab.trace.log import Log
 from memlab.units import gib
 
+LEFT_FREE = int(1.2 * 2**30)  # bytes of a card that the warm-up leaves
 DEEP = 12  # up to so many layers the model itself is as quick, and its log tells layers apart
 LEAST_OFFLOADED = 4096  # elements of a weight that torchao's CPUOffloadOptimizer moves to the host
 
@@ -71,11 +72,11 @@ def assumed(recipe) -> tuple[str, ...]:
             "flash-linear-attention is not installed"
         )
     if recipe.base in QUANTIZED:
-        reached = _share_reached(recipe.model, recipe.task)
-        if reached < 0.5:
+        reached, elements = _elements(recipe.model, recipe.task)
+        if reached < elements / 2:
             said.append(
-                f"{recipe.base} reaches {reached:.1%} of the weights: what is no plain linear "
-                "layer, such as experts and embeddings, stays unquantized"
+                f"{recipe.base} reaches {reached / elements:.1%} of the weights: what is no plain "
+                "linear layer, such as experts and embeddings, stays unquantized"
             )
         if isinstance(recipe, Recipe) and recipe.compute_dtype != "fp32":
             said.append(UPCAST if recipe.upcast else NOT_UPCAST)
@@ -94,9 +95,22 @@ NOT_UPCAST = (
 )
 
 
+def warm_up_bytes(recipe, total: int | None = None) -> int:
+    """Bytes of the block that `from_pretrained` takes and frees before it loads a base.
+
+    Those of all weights, without scales, and of what stays in fp32 as if it were not:
+    `caching_allocator_warmup` in transformers' modeling_utils.py. recipe: or a `Serving`. total:
+    the card's bytes, of which some stay free; None for no limit.
+    """
+    reached, elements = _elements(recipe.model, recipe.task)
+    nbytes = reached // 2 if recipe.base in FOUR_BITS else reached
+    nbytes += (elements - reached) * (4 if recipe.compute_dtype == "fp32" else 2)
+    return nbytes if total is None else max(0, min(nbytes, total - LEFT_FREE))
+
+
 @remembered
-def _share_reached(model, task: str) -> float:
-    """The share of a model's weights that a base quantizes."""
+def _elements(model, task: str) -> list[int]:
+    """How many elements of a model's weights a base quantizes, and how many there are."""
     import torch
 
     from memlab.workloads.quantized import to_be_quantized
@@ -104,7 +118,7 @@ def _share_reached(model, task: str) -> float:
     with torch.device("meta"):
         built = models.build(model, task)
     reached = sum(module.weight.numel() for module in to_be_quantized(built).values())
-    return reached / sum(parameter.numel() for parameter in built.parameters())
+    return [reached, sum(parameter.numel() for parameter in built.parameters())]
 
 
 def left_on_host(recipe: Recipe, weights: Counter) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ import transformers
 
 from memlab import models
 from memlab.card.device import SimulatedGPU
-from memlab.card.load_order import loaded_weights
 from memlab.card.work import NORMS, without_trifles
 from memlab.gpus import ANY_CARD, GPU
 from memlab.predict.progress import Progress
@@ -37,9 +36,8 @@ def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None, most=
     with _one_thread(), _OwnLoop(gpu.without_limit(), ranks=recipe.ranks) as simulated:
         simulated.tracer.most = most
         training = _run(loop or two_steps, recipe, simulated)
-        marks = loaded_weights(simulated.tracer, training)
         work = simulated.tracer.work.of_step
-        return Log.of(simulated.tracer, weights_of(training.model), marks, numbered, work)
+        return Log.of(simulated.tracer, weights_of(training.model), numbered, work)
 
 
 def shallow_log(recipe: Recipe, gpu: GPU, loop=None, most=None) -> Log:
@@ -109,8 +107,8 @@ def two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
 
 def built(recipe: Recipe, simulated: SimulatedGPU) -> Training:
     """A training on a card that is entered, watched, before its first step."""
-    # A base is made on the host, and quantized weight by weight when it moves; so is what moves
-    # to the card in shards.
+    # A base is made on the host, and quantized weight by weight when it is loaded; so is what
+    # moves to the card in shards.
     on_host = recipe.base in QUANTIZED or is_moved_by_sharding(recipe)
     built_in = None if on_host else simulated.device
     training = Training(recipe, simulated.device, built_in=built_in)

@@ -21,7 +21,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memlab.card.device import SimulatedGPU
 from memlab.card.kernels.triton import without_triton
-from memlab.card.load_order import peak_reserved
 from memlab.card.placement import NotSimulated
 from memlab.card.process_group import torchrun_environment
 from memlab.footprint import Footprint
@@ -29,6 +28,8 @@ from memlab.gpus import GPU
 from memlab.predict.fit import Verdict, verdict_by
 from memlab.predict.script_progress import shows_where_it_is
 from memlab.predict.trainer_phases import OneOfEach, Phases, phase_of_error
+from memlab.trace.allocator import CachingAllocator
+from memlab.trace.log import peak_reserved
 from memlab.trace.user_frames import line_of_error
 from memlab.units import in_unit_of
 
@@ -240,7 +241,8 @@ def _verdict(card: SimulatedGPU, footprint: Footprint) -> Verdict | None:
         if gpu.total_memory is None:
             return footprint.peak_reserved
         grows = card.tracer.allocator.expandable_segments
-        return peak_reserved(card.tracer.events(), gpu.usable, grows, gpu.total_memory)
+        allocator = CachingAllocator(gpu.usable, False, grows, gpu.total_memory)
+        return peak_reserved(card.tracer.events(), allocator)
 
     return verdict_by(peak_on, card.gpu)
 

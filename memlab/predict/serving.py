@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from memlab.card.device import SimulatedGPU
-from memlab.card.load_order import loaded_weights
 from memlab.card.step_time import step_time
 from memlab.card.work import without_trifles
 from memlab.footprint import Category, Footprint, Phase, StepTime, Timeline
@@ -178,8 +177,7 @@ def log_of_serving(serving: Serving, card: GPU, numbered=False) -> Log:
             said = f"{generation.skipped} decode steps not run, the cache grows by what they add"
             tracer.assumptions[said] = None
         work = without_trifles(tracer.work.of_step)
-        loaded = loaded_weights(tracer, generation)
-        return Log.of(tracer, weights_of(generation.model), loaded, numbered, work)
+        return Log.of(tracer, weights_of(generation.model), numbered, work)
 
 
 def measure_serving(serving: Serving, device="cpu") -> ServingFootprint:

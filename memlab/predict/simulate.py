@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, cast, overload
 
 from memlab.card.footprint import card_footprint
 from memlab.card.links import link_rate
-from memlab.card.load_order import loaded_by_transformers, peak_reserved
 from memlab.card.memory import CardMemory
-from memlab.footprint import Footprint
+from memlab.footprint import Category, Footprint, Phase
 from memlab.gpus import GPU, find_gpu
-from memlab.predict.recipe_log import is_deep, refuse_format
+from memlab.predict.recipe_log import is_deep, refuse_format, warm_up_bytes
 from memlab.predict.traces import traces
 from memlab.spec.recipe import QUANTIZED, Recipe, is_moved_by_sharding
+from memlab.trace.allocator import CachingAllocator
+from memlab.trace.events import OUTSIDE, Alloc, Free
 from memlab.trace.ledger import Ledger
-from memlab.trace.log import Event, Log, replay
+from memlab.trace.log import Event, Log, peak_reserved, replay
 
 if TYPE_CHECKING:
     from memlab.card.device import SimulatedGPU
@@ -46,9 +48,8 @@ def simulate(
     with many layers a trace is kept, that `memlab.predict.traces` records with a few of them.
 
     A quantized base comes to the card as today's `from_pretrained` loads it, or one layer after the
-    other where ranks split it. The order leaves
-    other free blocks behind, and so other rests of split ones, than a model that is moved whole, as
-    `memlab.measure` moves it, or loaded by threads, as by the first releases of transformers 5.
+    other where ranks split it. A model that is moved whole, or loaded by threads, as by the first
+    releases of transformers 5, leaves other free blocks behind and reserves other bytes.
 
     A `memlab.Serving` in place of the recipe gives a `ServingFootprint`: inference,
     with the peaks of prefill and decode apart.
@@ -102,21 +103,21 @@ def _in_the_place_of(recipe: Recipe | Serving) -> Recipe:
 def serve(recipe: Recipe | Serving, log: Log, card: GPU, link: str | None = None) -> Footprint:
     """The footprint of a recipe's log, served by this card's allocator."""
     ledger = Ledger(CardMemory(card, False, recipe.expandable_segments))
-    replay(_as_loaded(recipe, log, card), ledger)
+    replay(_events(recipe, log, card), ledger)
     return card_footprint(ledger, log, recipe.batch_size * recipe.accumulation, link)
 
 
 def peak_reserved_of(recipe: Recipe | Serving, log: Log, card: GPU) -> int | None:
     """The peak reserved that `serve` finds, in half the time; None where it runs out of memory."""
-    events, grows = _as_loaded(recipe, log, card), recipe.expandable_segments
-    return peak_reserved(events, card.usable, grows, card.total_memory)
+    allocator = CachingAllocator(card.usable, False, recipe.expandable_segments, card.total_memory)
+    return peak_reserved(_events(recipe, log, card), allocator)
 
 
-def _as_loaded(recipe: Recipe | Serving, log: Log, card: GPU) -> Iterable[Event]:
-    by_weight = comes_by_weight(recipe)
-    return loaded_by_transformers(log, card.total_memory) if by_weight else log.events()
-
-
-def comes_by_weight(recipe: Recipe | Serving) -> bool:
-    """Whether `from_pretrained` loads the model and quantizes it, and not `sharding.share`."""
-    return recipe.base in QUANTIZED and not is_moved_by_sharding(_in_the_place_of(recipe))
+def _events(recipe: Recipe | Serving, log: Log, card: GPU) -> Iterable[Event]:
+    """Those of a log. A block comes before them where `from_pretrained` loads a base."""
+    if recipe.base not in QUANTIZED or is_moved_by_sharding(_in_the_place_of(recipe)):
+        return log.events()
+    nbytes = warm_up_bytes(recipe, card.total_memory)
+    block = Alloc(nbytes, Category.TEMPORARY, Phase.FORWARD, OUTSIDE, "aten.empty")
+    warm_up = ("warm-up", block), ("warm-up", Free(block, block.phase, 0))
+    return itertools.chain(warm_up if nbytes else (), log.events())

@@ -25,14 +25,14 @@ from memlab.card.work import Work
 from memlab.footprint import Category, Phase
 from memlab.libraries import LIBRARIES, cache_folder, installed, write_whole
 from memlab.predict.layer_patterns import Layers
-from memlab.trace.events import Alloc, Free, Marker, TraceEvent, WeightLoaded
+from memlab.trace.events import Alloc, Free, Marker, TraceEvent
 from memlab.trace.layered import LayeredLog
 from memlab.trace.reductions import Reduction
 from memlab.trace.trace import Half
 
 # Raise it by hand when a rule of memlab changes which events a run has, or what is kept of them:
 # whatever was kept before is then recorded anew. A release of a library needs no new format.
-FORMAT = 1
+FORMAT = 2
 LARGEST = 256 * 2**20  # bytes of all files; the oldest go first
 # What is raised about a file that was cut short, spoilt, or written by something else.
 UNREADABLE = (OSError, EOFError, ValueError, LookupError, TypeError, zlib.error, lzma.LZMAError)
@@ -159,9 +159,9 @@ def _fields(work: Work) -> tuple:
 def _step_values(step: TraceEvent, places: dict[Alloc, int]) -> list:
     if type(step) is Free:
         return ["Free", places[step.birth], step.phase, step.which]
-    if type(step) is Alloc and step.reduction is None:
-        return ["Alloc", *step[:-1]]
-    return ["Marker", step.value] if type(step) is Marker else [type(step).__name__, *step]
+    if type(step) is Marker:
+        return ["Marker", step.value]
+    return ["Alloc", *(step if step.reduction else step[:-1])]
 
 
 def _kept(values: dict) -> Kept:
@@ -197,7 +197,7 @@ def _step(name: str, rest: list, kinds: list[TraceEvent]) -> TraceEvent:
     if name == "Free":
         birth, phase, which = rest
         return Free(kinds[birth], Phase(phase), which)
-    return Marker(rest[0]) if name == "Marker" else WeightLoaded(*rest)
+    return Marker(rest[0])
 
 
 def _packed(numbers: np.ndarray) -> str:

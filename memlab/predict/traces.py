@@ -16,7 +16,6 @@ import json
 from typing import NamedTuple
 
 from memlab import models
-from memlab.card.load_order import peak_allocated
 from memlab.gpus import GPU
 from memlab.predict.changed_code import has_changed_code
 from memlab.predict.recipe_log import completed
@@ -30,7 +29,7 @@ from memlab.predict.structure import (
     trained_as,
 )
 from memlab.spec.recipe import Recipe
-from memlab.trace.log import Log
+from memlab.trace.log import Log, peak_allocated
 from memlab.trace.symbols import ALIGNED
 from memlab.trace.trace import Depth, Trace
 

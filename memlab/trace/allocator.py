@@ -85,7 +85,8 @@ class CachingAllocator(ExpandableSegments):
     device_memory: bytes of the device, from which their addresses follow; None takes the capacity.
 
     `allocated` counts the blocks in use, `reserved` the memory taken from the device; both in
-    bytes, as `torch.cuda.memory_allocated()` and `memory_reserved()` report them.
+    bytes, as `torch.cuda.memory_allocated()` and `memory_reserved()` report them; `peak_reserved`
+    is the highest since `reset_peak_stats`.
 
     statistics: whether `stats` and `trace` are kept, which takes half the time.
     trace: every `Action` in its order.
@@ -100,7 +101,7 @@ class CachingAllocator(ExpandableSegments):
     ):
         super().__init__(expandable_segments, device_memory or capacity)
         self.capacity, self.statistics = capacity, statistics
-        self.allocated = self.reserved = 0
+        self.allocated = self.reserved = self.peak_reserved = 0
         self.retries = self.ooms = self.flushes = self.device_allocs = self.device_frees = 0
         self.blocks: dict[int, Block] = {}
         self.trace: list[Action] = []
@@ -220,7 +221,8 @@ class CachingAllocator(ExpandableSegments):
         }
 
     def reset_peak_stats(self) -> None:
-        """Let every peak of `stats` begin anew, at the value of now."""
+        """Let every peak begin anew, at the value of now."""
+        self.peak_reserved = self.reserved
         for pools in self._counters.values():
             for counter in pools.values():
                 counter.peak = counter.current
@@ -286,6 +288,7 @@ class CachingAllocator(ExpandableSegments):
         block = Block(address, segment, small, segment, self._free[stream, small])
         self.blocks[address] = block
         self.reserved += segment
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
         self.device_allocs += 1
         self._count(small, "segment", 1)
         self._count(small, "reserved_bytes", segment)

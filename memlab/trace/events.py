@@ -45,17 +45,6 @@ class Free(NamedTuple):
     which: int
 
 
-class WeightLoaded(NamedTuple):
-    """A weight of a quantized base has come to the card.
-
-    name: its path, with `*` for the number of its layer. copies: how many copies in its first dtype
-        are there beside it while `from_pretrained` quantizes it, 0 or 1.
-    """
-
-    name: str
-    copies: int
-
-
 class Marker(Enum):
     """RESET: the measured stretch begins. EMPTY_CACHE: cached blocks go back to the device.
 
@@ -68,4 +57,4 @@ class Marker(Enum):
     UPDATED = "updated"
 
 
-TraceEvent = Alloc | Free | WeightLoaded | Marker
+TraceEvent = Alloc | Free | Marker

@@ -106,6 +106,7 @@ class ExpandableSegments:
             block = self._merge(block, block.after)
         insort(block.pool, (block.size, block.address))
         self.reserved += nbytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
         self.device_allocs += 1
         self._count(block.small, "reserved_bytes", nbytes)
         self._note("segment_map", start, nbytes)

@@ -42,7 +42,9 @@ class Generation:
         self.model.eval()
         if serving.base in QUANTIZED:
             quantized.quantize_base(self.model, serving)
-        self.model.to(device)
+            quantized.load(self.model, device)
+        else:
+            self.model.to(device)
         check_tokens(serving.batch_size, serving.prompt + serving.new_tokens)
         generator = torch.Generator().manual_seed(seed)
         shape = serving.batch_size, serving.prompt

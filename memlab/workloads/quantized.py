@@ -19,13 +19,41 @@ def quantize_base(
 
     storage: the dtype that 4-bit weights are said to have (`bnb_4bit_quant_storage`).
 
-    Their weights are quantized when the model is moved to its device, as bitsandbytes does.
+    Their weights are quantized by `load`, or when the model is moved, as bitsandbytes does.
     """
     bitsandbytes = import_bitsandbytes(f"base {recipe.base}")
     for name, module in to_be_quantized(model).items():
         model.set_submodule(name, _quantized_linear(bitsandbytes, module, recipe, storage))
     model.is_loaded_in_8bit = recipe.base == "int8"  # as from_pretrained tells peft
     model.is_loaded_in_4bit = not model.is_loaded_in_8bit
+
+
+def load(model: torch.nn.Module, device: torch.device | str) -> None:
+    """Bring a base to its device as `from_pretrained` does, and quantize it on the way.
+
+    Weight after weight comes in its first dtype, in the natural order of names, and is there until
+    the quantized one is: `convert_and_load_state_dict_in_model` in core_model_loading.py of
+    transformers. Its blocks are free for the next one. The order decides which of them are left
+    over, and so what stays reserved; the first releases of transformers 5 loaded by threads, in
+    another order each time. What `from_pretrained` takes before is `warm_up_bytes`.
+    """
+    from transformers.core_model_loading import dot_natural_key
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize, Bnb8bitQuantize
+
+    quantize = (Bnb4bitQuantize if model.is_loaded_in_4bit else Bnb8bitQuantize)(None)
+    weights = {id(layer.weight): layer for layer in quantized_layers(model)}
+    for name in sorted((name for name, _ in model.named_parameters()), key=dot_natural_key):
+        parameter = model.get_parameter(name)
+        layer = weights.get(id(parameter))
+        if layer is None:
+            parameter.data = parameter.data.to(device)
+            continue
+        # As a file has it, whose weight a Conv1D turns round.
+        weight = parameter.data.T if layer.source_cls is Conv1D else parameter.data
+        weight = weight.to(device)
+        layer.weight = quantize.convert({name: weight}, model=model)[name]
+        del weight  # before the next one comes
+    model.to(device)  # its buffers
 
 
 def to_be_quantized(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -56,7 +84,7 @@ def _is_plain(module) -> bool:
 def _quantized_linear(bitsandbytes, module, recipe: Recipe, storage):
     weight = module.weight.data
     if isinstance(module, Conv1D):
-        weight = weight.T.contiguous()
+        weight = weight.T  # a view: what quantizes it makes a copy, as in `load`
     # Made tiny, because its own weight is thrown away.
     if recipe.base == "int8":
         layer = bitsandbytes.nn.Linear8bitLt(1, 1, has_fp16_weights=False, threshold=6.0)

@@ -50,7 +50,7 @@ class Training:
     seed: of the weights, the data and the dropout.
     built_in: a context in which the model is made before it moves to `device`. On a GPU
         a large one is made in seconds, on its host in minutes; a base is made on the host, and
-        quantized weight by weight when it moves.
+        loaded from there as `from_pretrained` loads it from a file (`quantized.load`).
 
     Of a recipe with several ranks this is one; it joins their group (`memlab.workloads.sharding`).
 
@@ -82,7 +82,9 @@ class Training:
             if recipe.base == "half" or recipe.base in QUANTIZED and not recipe.upcast:
                 quantized.leave_in_fp32(model, recipe)
         replace_loss(model, recipe)
-        if not self._sharded:
+        if recipe.base in QUANTIZED and not self._sharded:
+            quantized.load(model, self.device)
+        elif not self._sharded:
             model.to(self.device)  # type: ignore[arg-type]  # transformers wraps it without self
         if recipe.base in QUANTIZED:
             if recipe.upcast:

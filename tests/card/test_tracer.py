@@ -1,14 +1,12 @@
 """Memory served as a CUDA device serves it: workspaces, the host's tensors, the limit."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from memlab import Recipe, SimulatedGPU
+from memlab import SimulatedGPU
 from memlab.card.kernels.scratch import CUBLASLT_WORKSPACE
-from memlab.card.load_order import loaded_weights
 
 
 def workspaces(card):
@@ -32,16 +30,6 @@ def test_a_product_with_a_bias_takes_cublaslts_workspace_too():
     with SimulatedGPU("T4") as card:
         torch.nn.Linear(8, 8).to("cuda")(torch.randn(2, 8, device="cuda"))
         assert sorted(workspaces(card)) == sorted([card.gpu.workspace, CUBLASLT_WORKSPACE])
-
-
-def test_a_moved_weight_may_be_replaced_before_the_end():
-    with SimulatedGPU("T4") as card:
-        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-        model.to("cuda")
-        model[1] = torch.nn.Identity()
-        training = SimpleNamespace(model=model, recipe=Recipe("gpt2-tiny"))
-        names = [step.name for _, step in loaded_weights(card.tracer, training)]
-    assert names == ["0.weight", "0.bias"]
 
 
 def labels_of(loop):

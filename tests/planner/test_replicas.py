@@ -3,12 +3,12 @@
 import pytest
 
 from memlab import Recipe
-from memlab.card.load_order import peak_allocated
 from memlab.card.step_time import step_time
 from memlab.gpus import find_gpu
 from memlab.planner.replicas import peak_allocated_of, replica
 from memlab.predict.simulate import serve, sized_log
 from memlab.predict.trace_recorder import run_log
+from memlab.trace.log import peak_allocated
 
 CARD = find_gpu("A100-80GB")
 DDP = dict(batch_size=2, accumulation=2, seq_len=128, ranks=4, attention="sdpa", max_grad_norm=1.0)

@@ -10,13 +10,13 @@ import torch
 from helpers import one_line
 
 from memlab import Recipe, fits, models, plan, simulate
-from memlab.card.load_order import peak_allocated
 from memlab.gpus import GPUS, find_gpu
 from memlab.planner.remedies import rungs
 from memlab.planner.result import TIERS, Question, is_paged
 from memlab.planner.search import Search
 from memlab.planner.space import SHARDINGS, Combination, Recipes, combinations
 from memlab.predict.simulate import peak_allocated_of, sized_log
+from memlab.trace.log import peak_allocated
 from memlab.workloads.training import Training
 
 MiB = 2**20

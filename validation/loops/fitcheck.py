@@ -21,7 +21,7 @@ from memlab.footprint import Footprint
 from memlab.gpus import GPU
 from memlab.predict.simulate import full_log, serve
 from memlab.spec.recipe import QUANTIZED, Recipe
-from memlab.workloads.quantized import quantize_base
+from memlab.workloads.quantized import load, quantize_base
 from memlab.workloads.training import import_peft
 
 
@@ -49,6 +49,7 @@ def two_steps(recipe: Recipe, gpu: SimulatedGPU) -> Trained:
     model = models.build(recipe.model, dtype=torch.float16, attention=recipe.attention)
     if recipe.base in QUANTIZED:
         quantize_base(model, recipe)
+        load(model, "cuda")
     model.to("cuda")
     if recipe.base in QUANTIZED:
         model = peft.prepare_model_for_kbit_training(model)
