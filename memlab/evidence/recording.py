@@ -24,6 +24,7 @@ from memlab.evidence.records import FOLDER, Record, load, save
 from memlab.evidence.worker import Worker, about
 from memlab.fields import whole
 from memlab.predict.measure import pick_device, versions
+from memlab.spec.optimizers import OPTIMIZERS
 from memlab.spec.recipe import Recipe
 from memlab.units import mib
 from memlab.workloads.training import Training, import_libraries
@@ -219,10 +220,6 @@ def cannot_fit(recipe: Recipe, total_memory: int | None) -> str:
     )
 
 
-# Bytes of optimizer states for each byte of the weights; the others take less, or vary.
-STATES = {"adamw_torch": 2, "adamw_torch_loop": 2, "adamw_torch_fused": 2, "sgd": 1}
-
-
 @functools.lru_cache(maxsize=4)
 def least_bytes(recipe: Recipe) -> int:
     """Bytes of weights, gradients and optimizer states, a lower bound of any run's peak."""
@@ -231,4 +228,6 @@ def least_bytes(recipe: Recipe) -> int:
         model = Training(recipe.but(batch_size=1, accumulation=1)).model
         weights = {id(p): p.nbytes for p in model.parameters()}
         trained = {id(p): p.nbytes for p in model.parameters() if p.requires_grad}
-    return sum(weights.values()) + sum(trained.values()) * (1 + STATES.get(recipe.optimizer, 0))
+    known = OPTIMIZERS[recipe.optimizer]
+    states = known.states if known.bits == 32 else 0  # smaller ones vary
+    return sum(weights.values()) + sum(trained.values()) * (1 + states)

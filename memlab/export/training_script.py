@@ -14,8 +14,8 @@ from transformers.pytorch_utils import Conv1D
 from memlab import models
 from memlab.fields import one_of
 from memlab.spec.combinations import check_trainer
+from memlab.spec.optimizers import OPTIMIZERS, Optimizer, is_of_bitsandbytes
 from memlab.spec.recipe import (
-    BITSANDBYTES_OPTIMIZERS,
     QUANTIZED,
     Recipe,
 )
@@ -74,43 +74,7 @@ COLLATORS = {
     "masked-lm": "DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)",
     "seq2seq-lm": "DataCollatorForSeq2Seq(tokenizer)",
 }
-# The optimizer of a plain loop, and what its choice means for memory.
-OPTIMIZERS = {
-    "adamw_torch": (
-        "torch.optim.AdamW(weights, lr=LEARNING_RATE, foreach=True)",
-        "its step holds a copy of the gradients",
-    ),
-    "adamw_torch_loop": (
-        "torch.optim.AdamW(weights, lr=LEARNING_RATE, foreach=False)",
-        "its step takes one weight after the other",
-    ),
-    "adamw_torch_fused": (
-        "torch.optim.AdamW(weights, lr=LEARNING_RATE, fused=True)",
-        "its step holds no copy of the gradients",
-    ),
-    "sgd": (
-        "torch.optim.SGD(weights, lr=LEARNING_RATE, momentum=0.9, foreach=True)",
-        "one state a weight",
-    ),
-    "adafactor": (
-        "Adafactor(\n        weights,\n        lr=LEARNING_RATE,\n        scale_parameter=False,\n"
-        "        relative_step=False,\n    )",
-        "states by rows and columns",
-    ),
-    "adamw_8bit": (
-        "bitsandbytes.optim.AdamW8bit(weights, lr=LEARNING_RATE)",
-        "two 8-bit states a weight",
-    ),
-    "paged_adamw_8bit": (
-        "bitsandbytes.optim.PagedAdamW8bit(weights, lr=LEARNING_RATE)",
-        "two 8-bit states a weight, which can leave the GPU",
-    ),
-    "lion_8bit": (
-        "bitsandbytes.optim.Lion8bit(weights, lr=LEARNING_RATE)",
-        "one 8-bit state a weight",
-    ),
-}
-
+LONGEST_LINE = 72  # behind `    optimizer = `
 ON_HOST = """torchao.optim.CPUOffloadOptimizer(
         weights,
         torch.optim.AdamW,{}
@@ -176,7 +140,7 @@ def pip_line(recipe: Recipe, api: str = "trainer") -> str:
     """What installs the packages of `training_script(recipe, api)`, as one command."""
     used = {module.split(".")[0] for module in _used(training_script(recipe, api))}
     used |= {"accelerate"}  # which the Trainer asks for
-    if recipe.base in QUANTIZED or recipe.optimizer in BITSANDBYTES_OPTIMIZERS:
+    if recipe.base in QUANTIZED or is_of_bitsandbytes(recipe.optimizer):
         used |= {"bitsandbytes"}  # which transformers imports
     wanted = [f'"{name}>={OLDEST[name]}"' for name in sorted(used & OLDEST.keys())]
     wanted += ["torchao"] * ("torchao" in used)
@@ -201,13 +165,27 @@ def _hub_name(recipe: Recipe) -> str:
     return str(Path(name).parent) if name.endswith(".json") else name
 
 
+def _made(optimizer: Optimizer) -> str:
+    """The line of a plain loop that makes an optimizer, as ruff would break it."""
+    name = optimizer.made_by
+    name = name.rpartition(".")[2] if optimizer.library == "transformers" else name
+    settings = [f"{name}={value}" for name, value in optimizer.settings.items()]
+    arguments = ["weights", "lr=LEARNING_RATE", *settings]
+    line = f"{name}({', '.join(arguments)})"
+    if len(line) <= LONGEST_LINE:
+        return line
+    lines = "".join(f"        {one},\n" for one in arguments)
+    return f"{name}(\n{lines}    )"
+
+
 def _values(recipe: Recipe, api: str) -> dict:
     """What the template asks for."""
     config = models.config(recipe.model)
     task, lora, targets = recipe.task, recipe.lora_rank, recipe.lora_targets
     decoder = not config.is_encoder_decoder and "masked-lm" not in models.tasks(config)
     blocks = task in ("causal-lm", "masked-lm") and not recipe.padded
-    optimizer, meaning_of_optimizer = OPTIMIZERS[recipe.optimizer]
+    optimizer = _made(OPTIMIZERS[recipe.optimizer])
+    meaning_of_optimizer = OPTIMIZERS[recipe.optimizer].meaning
     if recipe.optimizer_offload != "none":
         freed = recipe.optimizer_offload == "gradients"
         optimizer = ON_HOST.format(f"\n        offload_gradients={freed}," * freed)

@@ -28,6 +28,7 @@ from memlab.predict.shipped import Shipped
 from memlab.predict.structure import SAME_ROPE, Structure, structures
 from memlab.predict.traces import keys_of, usual_sizes
 from memlab.predict.widths import HEAD_SIZES, heads_of_a_key, names_of_lengths
+from memlab.spec.optimizers import OPTIMIZERS
 from memlab.spec.recipe import AUTOCAST, COMPUTED_IN, Recipe
 from memlab.trace import allocator, reductions
 from memlab.trace.patches import replaced
@@ -36,15 +37,7 @@ from memlab.trace.symbols import ROUNDED
 # What can be chosen: that of which traces are kept (tools/record_traces.py).
 CHOICES = {
     "precision": ("fp32", "fp16-amp", "bf16-amp", "bf16"),
-    "optimizer": (
-        "adamw_torch",
-        "adamw_torch_fused",
-        "adafactor",
-        "sgd",
-        "adamw_8bit",
-        "paged_adamw_8bit",
-        "lion_8bit",
-    ),
+    "optimizer": tuple(name for name in OPTIMIZERS if name != "adamw_torch_loop"),
     "checkpointing": ("none", "non-reentrant"),
     "attention": ("sdpa", "eager"),
 }
@@ -382,6 +375,7 @@ def _constants() -> dict:
     return {
         "rules": rules | RULES,
         "rounded": ROUNDED,
+        "worse": [name for name, known in OPTIMIZERS.items() if known.worse],
         "tiles": work.TILES | {"": work.TENSOR_CORE_TILE},
         "tensors_of_launch": [1, *work.TENSORS_OF_LAUNCH.values()],
         "reaches": {

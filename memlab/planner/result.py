@@ -12,6 +12,7 @@ from tabulate import tabulate
 from memlab.fields import MOST_MICRO_BATCHES, one_of, whole, wrong
 from memlab.footprint import Category
 from memlab.gpus import GPU
+from memlab.spec.optimizers import OPTIMIZERS
 from memlab.spec.recipe import AUTOCAST, COMPUTED_IN, QUANTIZED, Recipe
 from memlab.units import GiB, gib, seconds_text
 
@@ -28,7 +29,6 @@ TIERS = {
     4: "adapters on a base in 4 or 8 bits",
     WORST: "what may train worse: trained weights in pure half precision, SGD, Lion",
 }
-WORSE_OPTIMIZERS = ("sgd", "lion_8bit")
 FASTEST, ROOMIEST = "fastest", "most room"
 NO_TIME = 1e-6  # seconds
 WIDTH = 78  # columns of a terminal, and of a page
@@ -177,7 +177,7 @@ class Option:
 
 def is_paged(optimizer: str) -> bool:
     """Whether states may leave the card, in seconds that are not estimated."""
-    return optimizer.startswith("paged")
+    return OPTIMIZERS[optimizer].paged
 
 
 def way_of(recipe: Recipe) -> str:
@@ -187,11 +187,12 @@ def way_of(recipe: Recipe) -> str:
 
 def tier_of(way: str, precision: str, optimizer: str) -> int:
     """What a training may cost in quality, of `TIERS`."""
-    if precision in ("fp16", "bf16") or optimizer in WORSE_OPTIMIZERS:
+    if precision in ("fp16", "bf16") or OPTIMIZERS[optimizer].worse:
         return WORST
     if way != "full":
         return {"lora": 3, "qlora": 4}[way]
-    return 2 if optimizer.endswith("bit") or optimizer == "adafactor" else 1
+    known = OPTIMIZERS[optimizer]
+    return 1 if known.states and known.bits == 32 else 2
 
 
 def way_in_words(recipe: Recipe) -> str:

@@ -12,11 +12,11 @@ from typing import Any
 from memlab import models
 from memlab.gpus import GPU, require_native
 from memlab.libraries import remembered
-from memlab.planner.result import WORSE_OPTIMIZERS, Question, tier_of
+from memlab.planner.result import Question, tier_of
 from memlab.spec.logits import unlike_product
-from memlab.spec.recipe import AUTOCAST, SHARDED_OPTIMIZERS, Recipe
+from memlab.spec.optimizers import OPTIMIZERS, is_of_bitsandbytes
+from memlab.spec.recipe import AUTOCAST, Recipe
 
-OPTIMIZERS = ("adamw_torch_fused", "adamw_8bit", "adafactor", "paged_adamw_8bit")
 FOR_ADAPTERS = ("adamw_torch_fused", "adamw_8bit")  # whose states are small in any case
 SHARDINGS = ("ddp", "zero2", "zero3")
 CLIPPING = 1.0  # the Trainer's own
@@ -61,11 +61,12 @@ def combinations(
         "lora": (amp,),
         "qlora": (amp,),
     }
-    excluded = []
+    excluded, worse = [], [name for name, known in OPTIMIZERS.items() if known.worse]
     if kept:
         rather = "trained weights in pure bf16, " if native else ""
-        excluded.append(f"{rather}{' and '.join(WORSE_OPTIMIZERS)} (they may train worse)")
-    optimizers = OPTIMIZERS if kept else OPTIMIZERS + WORSE_OPTIMIZERS
+        excluded.append(f"{rather}{' and '.join(worse)} (they may train worse)")
+    optimizers = [name for name, known in OPTIMIZERS.items() if known.planned]
+    optimizers += [] if kept else worse
     bitsandbytes = is_here("bitsandbytes")
     if not bitsandbytes:
         excluded.append("QLoRA and 8-bit optimizers (the package bitsandbytes is not here)")
@@ -90,9 +91,9 @@ def combinations(
             question.precisions or usual[way], of_way, (False, True), shardings
         )
         for precision, optimizer, checkpointing, sharding in every:
-            known = bitsandbytes or not optimizer.endswith("8bit")
+            known = bitsandbytes or not is_of_bitsandbytes(optimizer)
             known &= way != "qlora" or sharding == "ddp"
-            if known and (sharding == "ddp" or optimizer in SHARDED_OPTIMIZERS):
+            if known and (sharding == "ddp" or OPTIMIZERS[optimizer].sharded):
                 found.append(Combination(way, precision, optimizer, checkpointing, sharding))
     if not found:
         raise ValueError(f"ways is {question.ways!r}: {'; '.join(excluded)}")
@@ -162,8 +163,9 @@ class Recipes:
         whole = one.way == "full"
         size = 2 if one.precision in ("bf16", "fp16") else 4
         held: float = {"full": size, "lora": 2, "qlora": 0.5}[one.way]
-        trained: float = whole * (size + {"adamw_torch_fused": 2 * size}.get(one.optimizer, 0))
-        trained += whole * {"adamw_8bit": 2, "lion_8bit": 1}.get(one.optimizer, 0)
+        optimizer = OPTIMIZERS[one.optimizer]
+        state = 0 if optimizer.paged else size if optimizer.bits == 32 else optimizer.bits / 8
+        trained: float = whole * (size + optimizer.states * state)
         held /= ranks if one.sharding == "zero3" else 1
         trained /= ranks if one.sharding != "ddp" else 1
         return int(self.weights * (held + trained))

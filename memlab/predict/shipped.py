@@ -16,7 +16,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from memlab.predict.store import FORMAT, UNREADABLE, kept_of, other_releases, text_of
-from memlab.spec.recipe import BITSANDBYTES_OPTIMIZERS, QUANTIZED
+from memlab.spec.optimizers import is_of_bitsandbytes
+from memlab.spec.recipe import QUANTIZED
 
 FOLDER = Path(__file__).parent.parent / "data" / "traces"
 NO_TRACE = text_of(None)
@@ -46,7 +47,7 @@ class Shipped:
         """Which libraries that a recipe uses are here in another release; empty for none."""
         names = ["torch", "transformers"]
         names += ["peft"] * (recipe.lora_rank > 0)
-        eight_bits = recipe.optimizer in BITSANDBYTES_OPTIMIZERS
+        eight_bits = is_of_bitsandbytes(recipe.optimizer)
         names += ["bitsandbytes"] * (recipe.base in QUANTIZED or eight_bits)
         return other_releases(self.versions, names)
 

@@ -27,8 +27,8 @@ from memlab.predict.widths import (
     names_of_lengths,
     shapes_of,
 )
+from memlab.spec.optimizers import OPTIMIZERS, is_of_bitsandbytes
 from memlab.spec.recipe import (
-    BITSANDBYTES_OPTIMIZERS,
     COMPUTED_IN,
     FOUR_BITS,
     Recipe,
@@ -371,7 +371,7 @@ def _states_are_alike(recipe: Recipe, usual: Structure) -> bool:
             matrices = [shape for shape in shapes if len(shape) == 2]
             shapes = [shape for shape in matrices if min(shape) < NARROW]
             shapes += [(rank, side) for shape in matrices for side in shape]
-        least = LEAST_8BIT, LEAST_PAGED * recipe.optimizer.startswith("paged")
+        least = LEAST_8BIT, LEAST_PAGED * OPTIMIZERS[recipe.optimizer].paged
         sizes = map(math.prod, shapes)
         return [[size >= few for few in least] for size in sizes]
 
@@ -387,7 +387,7 @@ def _shapes_at_chosen_widths(model, task: str) -> list[list[int]]:
 
 def _has_small_states(recipe: Recipe) -> bool:
     """Whether an optimizer keeps states in 8 or 4 bits, and those of small weights otherwise."""
-    return recipe.optimizer in BITSANDBYTES_OPTIMIZERS
+    return is_of_bitsandbytes(recipe.optimizer)
 
 
 # ---------------------------------------------------------------------- dimensions of its own

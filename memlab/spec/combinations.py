@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from memlab import models
 from memlab.libraries import remembered
 from memlab.spec.logits import unlike_product
+from memlab.spec.optimizers import OPTIMIZERS
 from memlab.spec.recipe import (
     AUTOCAST,
     FULLY_SHARDED,
-    SHARDED_OPTIMIZERS,
     Recipe,
 )
 
@@ -59,10 +59,11 @@ def check_ranks(recipe: Recipe) -> None:
             f"base is 'int8' and sharding is {recipe.sharding!r}: bitsandbytes' 8-bit layers "
             "cannot be split, allowed are none, half, nf4, fp4, or sharding ddp or zero1"
         )
-    if recipe.optimizer not in SHARDED_OPTIMIZERS and recipe.sharding in FULLY_SHARDED:
+    sharded = [name for name, optimizer in OPTIMIZERS.items() if optimizer.sharded]
+    if recipe.optimizer not in sharded and recipe.sharding in FULLY_SHARDED:
         raise ValueError(
             f"optimizer is {recipe.optimizer!r} and sharding is {recipe.sharding!r}: it takes no "
-            f"parts of weights, allowed are {', '.join(SHARDED_OPTIMIZERS)}, or sharding ddp "
+            f"parts of weights, allowed are {', '.join(sharded)}, or sharding ddp "
             "or zero1"
         )
 

@@ -25,6 +25,7 @@ from memlab.fields import (
     whole,
     without_effect,
 )
+from memlab.spec.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -42,10 +43,8 @@ COMPUTED_IN = {
 
 
 FULLY_SHARDED = ("zero2", "zero3")  # by FSDP2's fully_shard
-SHARDED_OPTIMIZERS = ("adamw_torch", "adamw_torch_loop", "adamw_torch_fused", "sgd")
 FOUR_BITS = ("nf4", "fp4")
 QUANTIZED = (*FOUR_BITS, "int8")
-BITSANDBYTES_OPTIMIZERS = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
 AUTOCAST = ("fp16-amp", "bf16-amp")
 ADAPTERS = Needs("lora_rank", bool, "a lora_rank from 1")
 AGAIN = ("non-reentrant", True)
@@ -94,19 +93,7 @@ class Recipe:
     optimizer: str = field(
         "adamw_torch",
         "by the Trainer's names",
-        {
-            # What torch.optim.AdamW(params) does on CUDA. The plain loop over parameters, which
-            # it takes on a CPU, has a name of its own: they differ by a copy of the gradients.
-            "adamw_torch": "multi-tensor",
-            "adamw_torch_loop": "one parameter after the other",
-            "adamw_torch_fused": "",
-            "sgd": "momentum 0.9, multi-tensor",
-            "adafactor": "transformers', with a given learning rate and no momentum",
-            "adamw_8bit": "bitsandbytes', with the embeddings' states in 32 bit but for "
-            "step_in_backward, as the next two",
-            "paged_adamw_8bit": "",
-            "lion_8bit": "",
-        },
+        {name: optimizer.help for name, optimizer in OPTIMIZERS.items()},
     )
     optimizer_offload: str = field(
         "none",

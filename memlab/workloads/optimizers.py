@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
+import importlib
 
 import torch
 
 from memlab import libraries
-from memlab.spec.recipe import BITSANDBYTES_OPTIMIZERS, Recipe
+from memlab.spec.optimizers import OPTIMIZERS
+from memlab.spec.recipe import Recipe
 from memlab.workloads import sharding
 
 LEARNING_RATE = 1e-5
-# PyTorch's own, by a recipe's names: class and settings.
-OF_TORCH = {
-    "adamw_torch": (torch.optim.AdamW, {"foreach": True}),
-    "adamw_torch_loop": (torch.optim.AdamW, {"foreach": False}),
-    "adamw_torch_fused": (torch.optim.AdamW, {"fused": True}),
-    "sgd": (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
-}
 
 
 class StepsInBackward:
@@ -70,28 +65,20 @@ def make_optimizer(recipe: Recipe, model: torch.nn.Module):
 
 def _optimizer_of(recipe: Recipe, parameters, embeddings=()) -> torch.optim.Optimizer:
     """embeddings: modules whose weights have states in 32 bit with an optimizer of 8 bits."""
-    if recipe.optimizer in BITSANDBYTES_OPTIMIZERS:
-        return _bitsandbytes_optimizer(recipe, parameters, embeddings)
-    if recipe.optimizer in OF_TORCH:
-        kind, settings = OF_TORCH[recipe.optimizer]
-    elif recipe.optimizer == "adafactor":
-        from transformers.optimization import Adafactor
-
-        kind, settings = Adafactor, {"scale_parameter": False, "relative_step": False}
-    else:
+    known = OPTIMIZERS.get(recipe.optimizer)
+    if known is None:
         raise ValueError(f"optimizer is {recipe.optimizer!r}: nothing here trains with it")
-    return sharding.sharded_optimizer(recipe, parameters, kind, lr=LEARNING_RATE, **settings)
+    if known.library == "bitsandbytes":
+        libraries.import_bitsandbytes(f"optimizer {recipe.optimizer}")
+    module, _, name = known.made_by.rpartition(".")
+    kind = getattr(importlib.import_module(module), name)
+    made = sharding.sharded_optimizer(recipe, parameters, kind, lr=LEARNING_RATE, **known.settings)
+    return _with_own_manager(made, embeddings) if known.library == "bitsandbytes" else made
 
 
-def _bitsandbytes_optimizer(recipe, parameters, embeddings):
-    bitsandbytes = libraries.import_bitsandbytes(recipe.optimizer)
-    kinds = {
-        "adamw_8bit": bitsandbytes.optim.AdamW8bit,
-        "paged_adamw_8bit": bitsandbytes.optim.PagedAdamW8bit,
-        "lion_8bit": bitsandbytes.optim.Lion8bit,
-    }
-    kind = kinds[recipe.optimizer]
-    optimizer = sharding.sharded_optimizer(recipe, parameters, kind, lr=LEARNING_RATE)
+def _with_own_manager(optimizer, embeddings) -> torch.optim.Optimizer:
+    """bitsandbytes' optimizer, with the states of embeddings' weights in 32 bits."""
+    bitsandbytes = importlib.import_module("bitsandbytes")
     # The process's one manager would hand these overrides to later optimizers, by the position of
     # the weight, and hold the model for ever: this optimizer gets a manager of its own.
     manager = object.__new__(bitsandbytes.optim.GlobalOptimManager)

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.pytorch_utils import Conv1D
 
 from memlab import libraries, models
+from memlab.spec.optimizers import OPTIMIZERS, is_of_bitsandbytes
 from memlab.spec.recipe import (
-    BITSANDBYTES_OPTIMIZERS,
     QUANTIZED,
     Recipe,
     is_moved_by_sharding,
@@ -291,13 +291,13 @@ def import_libraries(recipe: Recipe) -> None:
     Done before a simulation, because some packages make tensors when they are imported. Raises
     ValueError for one that is not installed.
     """
-    if recipe.optimizer in BITSANDBYTES_OPTIMIZERS or recipe.base in QUANTIZED:
+    if is_of_bitsandbytes(recipe.optimizer) or recipe.base in QUANTIZED:
         libraries.import_bitsandbytes(f"optimizer {recipe.optimizer}, base {recipe.base}")
     if recipe.lora_rank:
         import_peft()
     if recipe.optimizer_offload != "none":
         libraries.import_torchao(f"optimizer_offload {recipe.optimizer_offload}")
-    if recipe.optimizer == "adafactor":
+    if OPTIMIZERS[recipe.optimizer].library == "transformers":
         libraries.import_quietly("transformers.optimization")  # with peft, if that is there
 
 
