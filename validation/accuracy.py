@@ -2,7 +2,7 @@
 
     python -m validation.accuracy [published-torchtune-a100.json ...]
 
-Of the files of runs named, or of all: a quarter of an hour. Run it after an update of torch,
+Of the files of runs named, or of all, which takes half an hour. Run it after an update of torch,
 transformers, peft or bitsandbytes, and where a change of memlab changes a figure. At the end it
 prints the median errors of bytes and of seconds by file, before and after, so that no constant is
 changed for the sake of one card.
