@@ -14,7 +14,7 @@ from collections import Counter
 from memlab import Recipe, find_gpu, models
 from memlab.gpus import GPU
 from memlab.planner.space import NF4
-from memlab.predict.recipe_log import completed, refuse_format
+from memlab.predict.recipe_log import refuse_format, with_all_micro_batches
 from memlab.predict.run import log_of
 from memlab.predict.simulate import serve
 from memlab.predict.traces import Traces
@@ -68,7 +68,7 @@ def main(number: int = 300, first: int = 0, ranks: int = 1) -> None:
         seed += 1
         try:
             recipe, card = drawn(seed, ranks)
-            run = serve(recipe, completed(recipe, log_of(recipe, card)), card)
+            run = serve(recipe, with_all_micro_batches(recipe, log_of(recipe, card)), card)
         except ValueError:
             continue
         trace = traces.of(recipe, card)

@@ -112,7 +112,7 @@ def documentation(recipe: type[DataclassInstance]) -> str:
 # ---------------------------------------------------------------------- checks
 
 
-def wrong(name: str, value: object, allowed: str) -> ValueError:
+def invalid_value(name: str, value: object, allowed: str) -> ValueError:
     """The error of a value that a field does not allow."""
     return ValueError(f"{name} is {value!r}: allowed are {allowed}")
 
@@ -120,7 +120,7 @@ def wrong(name: str, value: object, allowed: str) -> ValueError:
 def one_of(name: str, value: T, choices: Iterable[object]) -> T:
     """A value that is one of the choices."""
     if value not in tuple(choices):  # a list is in no dictionary
-        raise wrong(name, value, ", ".join(map(str, choices)))
+        raise invalid_value(name, value, ", ".join(map(str, choices)))
     return value
 
 
@@ -128,14 +128,14 @@ MOST = 10**9  # of anything that is counted
 MOST_MICRO_BATCHES = 2**17  # of a step, each with tokens that wait on the card
 
 
-def whole(least: int, most: int = MOST) -> Callable[[str, object], int]:
+def integer_from(least: int, most: int = MOST) -> Callable[[str, object], int]:
     """The check of whole numbers from `least` to `most`."""
 
     def check(name: str, value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise wrong(name, value, f"whole numbers from {least}")
+            raise invalid_value(name, value, f"whole numbers from {least}")
         if value > most:
-            raise wrong(name, value, f"whole numbers from {least} to {most:,}")
+            raise invalid_value(name, value, f"whole numbers from {least} to {most:,}")
         return value
 
     return check
@@ -153,20 +153,20 @@ def check_sizes(config: Mapping[str, object]) -> None:
         none = value == -1 and not needed  # as some write it
         if SIZE.fullmatch(name) and type(value) is int and not none:
             layers = re.fullmatch(r"(num|n)_(hidden_)?layers?", name)
-            whole(int(needed), MOST_LAYERS if layers else MOST)(name, value)
+            integer_from(int(needed), MOST_LAYERS if layers else MOST)(name, value)
 
 
-def share(name: str, value: object) -> float:
+def fraction(name: str, value: object) -> float:
     """A number from 0 to below 1."""
     if not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise wrong(name, value, "numbers from 0 to below 1")
+        raise invalid_value(name, value, "numbers from 0 to below 1")
     return value
 
 
 def from_zero(name: str, value: object) -> float:
     """A finite number from 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise wrong(name, value, "numbers from 0")
+        raise invalid_value(name, value, "numbers from 0")
     return value
 
 
@@ -175,7 +175,7 @@ def module_names(name: str, value: Any) -> str | tuple[str, ...]:
     names = value if value == "all-linear" else _words(value) if isinstance(value, str) else value
     names = names if isinstance(names, str) else tuple(names)
     if not names or not all(isinstance(target, str) for target in names):
-        raise wrong(name, value, "all-linear or names of modules")
+        raise invalid_value(name, value, "all-linear or names of modules")
     return names
 
 

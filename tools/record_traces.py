@@ -28,8 +28,8 @@ from memlab.gpus import ANY_CARD, find_gpu
 from memlab.libraries import installed
 from memlab.panels.moments import largest_moments
 from memlab.planner.space import NF4
-from memlab.predict.shipped import FOLDER, NO_TRACE, Shipped, divided, file_of
-from memlab.predict.store import FORMAT, Kept, text_of
+from memlab.predict.shipped import FOLDER, NO_TRACE, Shipped, file_of, split_key
+from memlab.predict.store import FORMAT, RecordedPhase, text_of
 from memlab.predict.structure import structures
 from memlab.predict.trace_recorder import record
 from memlab.predict.traces import keys_of, usual_sizes
@@ -110,7 +110,7 @@ def wanted(asked) -> list[tuple]:
     """(recipe, card, structure) of as few as have all halves."""
     cases, known = [], set()
     for recipe, card in asked:
-        case = recipe, card, next(structures(recipe, card, roughly=True))[0]
+        case = recipe, card, next(structures(recipe, card, ignore_small_tensors=True))[0]
         if not known.issuperset(keys(case)):
             cases.append(case)
             known.update(keys(case))
@@ -132,7 +132,7 @@ def recorded(cases: list[tuple]) -> dict[str, str]:
     return found
 
 
-def with_moments(kept: Kept) -> Kept:
+def with_moments(kept: RecordedPhase) -> RecordedPhase:
     """A half with the moments that the page's calculator looks at."""
     return dataclasses.replace(kept, largest=largest_moments(kept.half))
 
@@ -146,7 +146,7 @@ def write(lines: dict[str, str]) -> None:
     """Add lines, by their keys, to the files of their structures."""
     shipped, by_structure = Shipped(), {}
     for key, line in lines.items():
-        structure, rest = divided(key)
+        structure, rest = split_key(key)
         by_structure.setdefault(structure, {})[rest] = line
     FOLDER.mkdir(exist_ok=True)
     for structure, found in by_structure.items():
@@ -180,7 +180,7 @@ def check(number: int) -> None:
     differing = []
     for case in random.sample(cases, number):
         for key, line in recorded([case]).items():
-            structure, rest = divided(key)
+            structure, rest = split_key(key)
             was, now = _values(kept.lines(structure).get(rest, line)), _values(line)
             if was != now:
                 differing.append(f"{[name for name in now if was.get(name) != now[name]]} of {key}")

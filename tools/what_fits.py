@@ -21,7 +21,7 @@ from memlab.panels.packed_tables import is_kept
 from memlab.planner.space import HALF, NF4, attention_of
 from memlab.predict.fit import verdict
 from memlab.predict.simulate import sized_log
-from memlab.predict.traces import last_used
+from memlab.predict.traces import lru_get
 from memlab.spec.recipe import COMPUTED_IN
 from memlab.trace.log import Log
 from memlab.workloads.quantized import COMPUTE_DTYPES
@@ -69,7 +69,7 @@ def log_of(recipe: Recipe, gpu: str) -> Log:
     """
     card, half = find_gpu(gpu), COMPUTE_DTYPES[COMPUTED_IN[recipe.precision]]
     key = recipe, model_routes(half, True, card.capability)
-    return last_used(LOGS, key, lambda: sized_log(recipe, card), len(CARDS))
+    return lru_get(LOGS, key, lambda: sized_log(recipe, card), len(CARDS))
 
 
 def is_slow(model: str) -> bool:

@@ -16,7 +16,7 @@ import json
 import math
 from pathlib import Path
 
-from memlab.fields import wrong
+from memlab.fields import invalid_value
 from memlab.gpus import GPU
 
 _FILE = Path(__file__).parent.parent / "data" / "links.json"
@@ -43,9 +43,9 @@ def link_rate(gpu: GPU, link: str | None = None, cards: int = CARDS) -> float:
     if link is None or (cards == 0 and "ports" in LINKS.get(link, ())):
         link = _inside(gpu)
     if link not in LINKS:
-        raise wrong("link", link, ", ".join(LINKS))
+        raise invalid_value("link", link, ", ".join(LINKS))
     if link not in links_of(gpu):
-        raise wrong("link", link, f"for {gpu.name} {', '.join(links_of(gpu))}")
+        raise invalid_value("link", link, f"for {gpu.name} {', '.join(links_of(gpu))}")
     return _gb_per_second(gpu.name, link, cards) * 1e9
 
 
@@ -55,7 +55,7 @@ def host_rate(gpu: GPU) -> float:
     Raises ValueError for a card whose PCIe is not known.
     """
     if gpu.name not in LINKS["pcie"]["gb_per_second"]:
-        raise wrong("link", "pcie", f"for {gpu.name} {', '.join(links_of(gpu))}")
+        raise invalid_value("link", "pcie", f"for {gpu.name} {', '.join(links_of(gpu))}")
     return LINKS["pcie"]["gb_per_second"][gpu.name] * 1e9
 
 

@@ -60,7 +60,7 @@ def is_pinned(tensor) -> bool:
 
 
 def mark_owned(tensor) -> None:
-    """An ordinary tensor was made inside, and is nobody's outside."""
+    """Mark a real tensor as made inside the simulation."""
     tensor.untyped_storage()._memlab_inside = True
 
 

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memlab.card import cuda_api
 from memlab.card.placement import NotSimulated, device_of, on_card
 from memlab.card.tracer import Call
-from memlab.fields import whole
+from memlab.fields import integer_from
 from memlab.trace.patches import replaced
 
 NOT_SIMULATED = {
@@ -45,7 +45,7 @@ def check_ranks(ranks) -> int:
 
     Raises ValueError for another, and where this process is a rank of a real group already.
     """
-    whole(1)("ranks", ranks)
+    integer_from(1)("ranks", ranks)
     if ranks > 1 and dist.is_available() and dist.is_initialized():
         raise ValueError(
             f"ranks is {ranks}, and this process is rank {dist.get_rank()} of a group of "
@@ -183,7 +183,7 @@ def _drawn(before, after, operator, *args, **kwargs):
 
 
 def _unseen(tracer, shapes):
-    """How DTensor finds the shapes of a result, once for each kind, on tensors that nobody has."""
+    """DTensor's cached propagation of shapes, on tensors that the tracer ignores."""
 
     def run(*args):
         with _disable_current_modes(), tracer.mode:

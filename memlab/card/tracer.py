@@ -100,7 +100,10 @@ class CardTracer(OnHost, ByValues, Tracer):
             return NotImplemented  # it comes again with the others
         kwargs = kwargs or {}
         tensors = tensors_in(args) if not kwargs else tensors_in((*args, *kwargs.values()))
-        with self._lock, torch._C.DisableTorchFunction():  # what is asked here is asked by nobody
+        with (
+            self._lock,
+            torch._C.DisableTorchFunction(),
+        ):  # questions below must not re-enter the function mode
             self.waits.notice(sys._getframe(1))
             try:
                 if self._goes_to_card(tensors, kwargs.get("device"), kwargs.get("dtype")):

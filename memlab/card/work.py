@@ -85,7 +85,7 @@ TRIFLE = 64 * 1024
 NORMS = 4 * 1024  # what the norms of all weights move and ranks send of them, more at each depth
 
 
-def without_trifles(work, least: int = TRIFLE) -> Counter:
+def drop_small_ops(work, least: int = TRIFLE) -> Counter:
     """The work; what only moves less than `least`, or sends little, has no bytes in it."""
     counted = Counter()
     for one, times in Counter(work).items():

@@ -64,7 +64,7 @@ def run(options) -> dict:
     short = _shortfall(answer)
     chance = f"Chance that {short[0]} does not fit: {short[1]}.\n" if short else ""
     text = f"{answer}\n{chance}{said}".rstrip()
-    option = answer.fastest or next(iter(answer.rungs), None) if options.script else None
+    option = answer.fastest or next(iter(answer.last_resorts), None) if options.script else None
     more: dict = {"script": options.script if option else None}
     status = 0 if answer else 3
     if option:

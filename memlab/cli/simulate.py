@@ -69,14 +69,14 @@ def simulated(recipe, options, link=None) -> dict:
 
 def _on_card(recipe, card, link) -> tuple:
     """(footprint, verdict, error): no verdict without a limit, no footprint out of memory."""
-    from memlab.predict.fit import judged
+    from memlab.predict.fit import fit_from_log
     from memlab.predict.simulate import full_log, simulate
 
     if card.total_memory is None:
         return simulate(recipe, card, link), None, ""
     if link is not None:
         link_rate(card, link)  # or refuses
-    fit = judged(recipe, full_log(recipe, card), card, link=link)
+    fit = fit_from_log(recipe, full_log(recipe, card), card, link=link)
     if fit.fits:
         return fit.footprint, fit, ""
     try:

@@ -22,7 +22,7 @@ from memlab.card import fake_tensors
 from memlab.evidence.grid import grid_runs
 from memlab.evidence.records import FOLDER, Record, load, save
 from memlab.evidence.worker import Worker, about
-from memlab.fields import whole
+from memlab.fields import integer_from
 from memlab.predict.measure import pick_device, versions
 from memlab.spec.optimizers import OPTIMIZERS
 from memlab.spec.recipe import Recipe
@@ -84,7 +84,7 @@ def record(
     and recorded; what the device cannot do is skipped and said. Raises, before anything runs,
     ValueError for a file of `out` that is not whole, and OSError where `out` cannot be written.
     """
-    whole(1)("steps", steps)
+    integer_from(1)("steps", steps)
     _be_writable(Path(out))
     started, device = time.monotonic(), pick_device(device)
     runs = grid_runs(tiny=device.type == "cpu") if runs is None else runs

@@ -27,7 +27,7 @@ from memlab.predict.recipe_log import refuse_format
 from memlab.predict.shipped import Shipped
 from memlab.predict.structure import SAME_ROPE, Structure, structures
 from memlab.predict.traces import keys_of, usual_sizes
-from memlab.predict.widths import HEAD_SIZES, heads_of_a_key, names_of_lengths
+from memlab.predict.widths import HEAD_SIZES, heads_of_a_key, size_field_names
 from memlab.spec.optimizers import OPTIMIZERS
 from memlab.spec.recipe import AUTOCAST, COMPUTED_IN, Recipe
 from memlab.trace import allocator, reductions
@@ -252,7 +252,7 @@ class Calculator(Panel):
                 except ValueError:  # a base in half precision without autocast
                     yield "", ""
                     continue
-                both = next(structures(recipe, card, roughly=True))
+                both = next(structures(recipe, card, ignore_small_tensors=True))
                 yield [key.removeprefix(both[0].key) for key in keys_of(recipe, *both)]
 
         passes = [passed for passed, _ in cases(WAYS["pass"], accumulation=(1, 2))]
@@ -271,7 +271,7 @@ class Calculator(Panel):
 
 def _structure(model) -> Structure:
     """What is special about a model."""
-    return next(structures(Recipe(model, seq_len=1), ANY_CARD, roughly=True))[0]
+    return next(structures(Recipe(model, seq_len=1), ANY_CARD, ignore_small_tensors=True))[0]
 
 
 def _model_type(structure: Structure) -> str:
@@ -282,7 +282,7 @@ def _model_type(structure: Structure) -> str:
 def _described(config, structure: Structure) -> dict:
     """What the script compares a config with: settings, and the names of those that are sizes."""
     settings = json.loads(structure.key)
-    sizes = names_of_lengths(config)
+    sizes = size_field_names(config)
     sizes += [n for n in settings if getattr(config, n) != getattr(structure.config, n)]
     sizes = [name for name in dict.fromkeys(sizes) if settings.get(name)]
     return {

@@ -16,8 +16,8 @@ from memlab.footprint import Category, Phase
 from memlab.trace.allocator import MEDIUM_REQUEST
 from memlab.trace.events import Alloc, Free, Marker
 from memlab.trace.layered import Counts, LayeredLog
-from memlab.trace.symbols import Sums, Term, TermTable, factors_of
-from memlab.trace.trace import Half
+from memlab.trace.symbols import ReductionBytes, Term, TermTable, factors_of
+from memlab.trace.trace import PhaseTrace
 
 # Models that peaks are looked for with: sizes from (least, most), W bytes of a workspace, T threads
 # of a card, n tensors that train.
@@ -42,7 +42,7 @@ class Moments(NamedTuple):
     once: np.ndarray
     each: np.ndarray
     phases: list[Phase]
-    beside: np.ndarray
+    carried_over: np.ndarray
 
 
 def from_none(counts: Counts, patterns: int) -> Counts:
@@ -50,7 +50,7 @@ def from_none(counts: Counts, patterns: int) -> Counts:
     return {kind: (once - patterns * each, each) for kind, (once, each) in counts.items()}
 
 
-def largest_moments(half: Half) -> list[int]:
+def largest_moments(half: PhaseTrace) -> list[int]:
     """Which moments of a half are the largest for some model, among those of `moments_of`.
 
     Of all tensors, for the peak, and of those with segments of their own, for what is reserved.
@@ -60,7 +60,9 @@ def largest_moments(half: Half) -> list[int]:
     places = [terms.place(term) for _, term, _ in found.tensors]
     # Of widths that belong to the structure the chosen ones are the real ones.
     known = half.symbols.sizes if half.symbols else {}
-    sums = any(isinstance(name, Sums) for _, term, _ in found.tensors for name, _ in term.powers)
+    sums = any(
+        isinstance(name, ReductionBytes) for _, term, _ in found.tensors for name, _ in term.powers
+    )
     others = "nWT" if sums else "nW"
     ranges = {name: ends for name, ends in RANGES.items() if name in known or name in others}
     for _ in range(DRAWS):
@@ -73,7 +75,7 @@ def largest_moments(half: Half) -> list[int]:
     return sorted(chosen)
 
 
-def moments_of(half: Half, chosen: list[int] | None = None) -> Moments:
+def moments_of(half: PhaseTrace, chosen: list[int] | None = None) -> Moments:
     """The moments of a half at the start of the measured stretch and after each birth.
 
     chosen: the numbers of those that are wanted, by themselves all. Moments of the updates count
@@ -93,7 +95,7 @@ def moments_of(half: Half, chosen: list[int] | None = None) -> Moments:
     begins, ends = Marker.UPDATE if is_update else Marker.RESET, Marker.UPDATE
     start, end = (_last(log, order, mark) for mark in (begins, ends))
     deep_start, deep_end = (_last(log, deep, mark) for mark in (begins, ends))
-    beside = low[end], high[deep_end] - low[end]
+    carried_over = low[end], high[deep_end] - low[end]
     if is_update:
         low, high = low - low[start], high - high[deep_start]
     born = [p for p in _pairs(log) if p[0] > start and type(log.kinds[order[p[0]]]) is Alloc]
@@ -102,18 +104,18 @@ def moments_of(half: Half, chosen: list[int] | None = None) -> Moments:
     at = [log.kinds[i] for i in order[pairs[:, 0]]]
     first = Phase.STEP if is_update else Phase.FORWARD
     once, each = low[pairs[:, 0]], high[pairs[:, 1]] - low[pairs[:, 0]]
-    used = (once != 0).any(0) | (each != 0).any(0) | (beside[0] != 0) | (beside[1] != 0)
-    beside = np.array([beside[0] - log.patterns * beside[1], beside[1]])
+    used = (once != 0).any(0) | (each != 0).any(0) | (carried_over[0] != 0) | (carried_over[1] != 0)
+    carried_over = np.array([carried_over[0] - log.patterns * carried_over[1], carried_over[1]])
     return Moments(
         [tensor for tensor, there in zip(tensors, used, strict=True) if there],
         (once - log.patterns * each)[:, used],
         each[:, used],
         [one.phase if type(one) is Alloc else first for one in at],
-        beside[:, used],
+        carried_over[:, used],
     )
 
 
-def _changes(half: Half) -> tuple[list, np.ndarray, np.ndarray]:
+def _changes(half: PhaseTrace) -> tuple[list, np.ndarray, np.ndarray]:
     """The kinds of tensors; for each kind of step which of them it changes, and by 1 or -1."""
     tensors, kinds = {}, half.log.kinds
     places, signs = np.zeros(len(kinds), int), np.zeros(len(kinds), np.int32)

@@ -12,12 +12,12 @@ from memlab.footprint import Category, Phase
 from memlab.gpus import GPU
 from memlab.panels.moments import from_none, moments_of
 from memlab.predict.shipped import Shipped
-from memlab.predict.store import Kept
+from memlab.predict.store import RecordedPhase
 from memlab.predict.structure import structures
 from memlab.predict.traces import keys_of, usual_sizes
 from memlab.spec.recipe import Recipe
-from memlab.trace.symbols import Sums, Term
-from memlab.trace.trace import Half
+from memlab.trace.symbols import ReductionBytes, Term
+from memlab.trace.trace import PhaseTrace
 
 
 class PackedTables:
@@ -44,7 +44,7 @@ class PackedTables:
             self._add(kept)
         return self.places[key]
 
-    def _add(self, kept: Kept) -> None:
+    def _add(self, kept: RecordedPhase) -> None:
         categories, found, half = list(Category), moments_of(kept.half, kept.largest), kept.half
         moments, before = [], np.zeros((2, len(found.tensors)))
         for phase, *now in zip(found.phases, found.once, found.each, strict=True):
@@ -80,7 +80,7 @@ class PackedTables:
     def _term(self, term: Term) -> int:
         """The place of a term, after those that it is made of; -1 of nothing."""
         for factor, _ in term.powers:
-            if isinstance(factor, Sums):
+            if isinstance(factor, ReductionBytes):
                 for one in factor:
                     self._term(one)
         return self.terms.setdefault(term, len(self.terms)) if term.constant else -1
@@ -89,7 +89,7 @@ class PackedTables:
         """A term: its number, its powers, and the places of the rows and columns of a sum."""
         told = [term.constant / term.divisor, {}]
         for factor, exponent in term.powers:
-            if isinstance(factor, Sums):
+            if isinstance(factor, ReductionBytes):
                 told.append([self._term(one) for one in factor])
             else:
                 told[1][factor] = exponent
@@ -115,11 +115,11 @@ class PackedTables:
 def is_kept(recipe: Recipe, card: GPU) -> bool:
     """Whether the traces that the calculator needs came with memlab."""
     usual = usual_sizes(recipe)
-    keys = keys_of(usual, *next(structures(usual, card, roughly=True)))
+    keys = keys_of(usual, *next(structures(usual, card, ignore_small_tensors=True)))
     return all(map(Shipped.of_memlab().has_half, keys))
 
 
-def operators_of(half: Half) -> list[tuple[Any, ...]]:
+def operators_of(half: PhaseTrace) -> list[tuple[Any, ...]]:
     """The operators of a half by terms, and how often each runs, as rows of nine columns."""
     alike: dict[Work, list[int]] = {}
     work = cast(dict[Work, tuple[int, int]], from_none(half.log.work, half.log.patterns))

@@ -25,9 +25,9 @@ def plainest(
 ) -> Combination | None:
     """The first of those that are about as fast as the fastest; None of none.
 
-    fp32 is told where nothing in fewer bits fits, because what its products reach is assumed for
-    the cards that nobody measured; what pages where nothing else does, because nobody knows the
-    seconds of moving its states.
+    Recipes whose time can be estimated come first: fp32 only where nothing smaller fits, because
+    its throughput is not measured on most cards; paged optimizers last, because the time of paging
+    is unknown.
     """
     if not options:
         return None

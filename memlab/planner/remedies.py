@@ -20,7 +20,7 @@ RANKS = (2, 4, 8, 16, 32, 64)  # cards that are proposed where one does not do
 # host, at a cost in time alone; then weights in bf16, where small updates are rounded away, states
 # in 8 bits that leave the card, and a step as each gradient comes.
 UNCLIPPED = {"max_grad_norm": 0.0}
-RUNGS = (
+LAST_RESORTS = (
     (
         Combination("full", "bf16-amp", "adamw_torch_fused", checkpointing=True),
         UNCLIPPED | {"optimizer_offload": "gradients"},
@@ -34,13 +34,13 @@ RUNGS = (
 )
 
 
-def rungs(search: Search) -> tuple[Option, ...]:
-    """Those of `RUNGS` that fit: of one card, in full, in bf16, with their package."""
+def last_resorts(search: Search) -> tuple[Option, ...]:
+    """Those of `LAST_RESORTS` that fit: of one card, in full, in bf16, with their package."""
     question, found = search.question, []
     asked = "full" in question.ways and question.ranks == 1
     if not asked or "bfloat16" not in search.card.native_dtypes:
         return ()
-    for one, changes, package in RUNGS:
+    for one, changes, package in LAST_RESORTS:
         if is_here(package):
             one = search.recipes.in_parts(one) or one
             recipe = search.recipes.recipe(one, search.recipes.batches[-1], **changes)

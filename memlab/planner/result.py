@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from memlab.fields import MOST_MICRO_BATCHES, one_of, whole, wrong
+from memlab.fields import MOST_MICRO_BATCHES, integer_from, invalid_value, one_of
 from memlab.footprint import Category
 from memlab.gpus import GPU
 from memlab.spec.optimizers import OPTIMIZERS
@@ -67,18 +67,18 @@ class Question:
             value = None if value is None else tuple(value)
             object.__setattr__(self, name, value)
         if not self.ways:
-            raise wrong("ways", self.ways, ", ".join(WAYS))
+            raise invalid_value("ways", self.ways, ", ".join(WAYS))
         for way in self.ways:
             one_of("ways", way, WAYS)
         for precision in self.precisions or ():
             one_of("precisions", precision, COMPUTED_IN)
         for name in ("seq_len", "lora_rank", "ranks"):
-            whole(1)(name, getattr(self, name))
-        whole(1, MOST_MICRO_BATCHES)("effective_batch", self.effective_batch)
+            integer_from(1)(name, getattr(self, name))
+        integer_from(1, MOST_MICRO_BATCHES)("effective_batch", self.effective_batch)
         one_of("expandable_segments", self.expandable_segments, (True, False))
         if self.effective_batch % self.ranks:
             what = f"with ranks {self.ranks} multiples of it"
-            raise wrong("effective_batch", self.effective_batch, what)
+            raise invalid_value("effective_batch", self.effective_batch, what)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -263,7 +263,7 @@ class Plan:
     remedies: tuple[str, ...]
     excluded: tuple[str, ...]
     assumptions: tuple[str, ...] = ()
-    rungs: tuple[Option, ...] = ()
+    last_resorts: tuple[Option, ...] = ()
 
     def __bool__(self) -> bool:
         """Whether anything fits."""
@@ -283,7 +283,7 @@ class Plan:
             "switches": [switch.as_dict() for switch in self.switches],
             "decision": list(self.decision),
             "remedies": list(self.remedies),
-            "rungs": [option.as_dict() for option in self.rungs],
+            "rungs": [option.as_dict() for option in self.last_resorts],
             "excluded": list(self.excluded),
             "assumptions": list(self.assumptions),
         }

@@ -23,7 +23,7 @@ from memlab.planner.advice import decision, switches
 from memlab.planner.answers import LIKE, Answers, has_runs_only
 from memlab.planner.cards import LADDER, Cards
 from memlab.planner.choice import groups, plainest
-from memlab.planner.remedies import remedies, rungs
+from memlab.planner.remedies import last_resorts, remedies
 from memlab.planner.result import WAYS, Option, Plan, Question, is_paged
 from memlab.planner.space import Combination, Recipes, computes
 from memlab.predict.fit import MARGIN, limited
@@ -123,11 +123,11 @@ class Search:
             fastest = roomiest = tiers[fastest.tier] = self.answers.with_sizes(fastest)
             least = self.roomiest(fastest)
             roomiest = self.answers.with_sizes(least) if least else fastest
-        sparing = () if fastest else rungs(self)
+        last = () if fastest else last_resorts(self)
         first = next((it for it in tiers.values() if not it.missing), None)
         start = first or min(tiers.values(), key=lambda option: option.missing)
         changes = switches(self, start)
-        told = [*tiers.values(), *filter(None, [fastest, roomiest]), *sparing]
+        told = [*tiers.values(), *filter(None, [fastest, roomiest]), *last]
         return Plan(
             self.question,
             self.card,
@@ -137,10 +137,10 @@ class Search:
             self.named(start),
             changes,
             decision(self, start, changes),
-            () if fastest else tuple(remedies(self, tiers, sparing)),
+            () if fastest else tuple(remedies(self, tiers, last)),
             self.recipes.excluded,
             self.answers.assumed(told),
-            tuple(map(self.named, sparing)),
+            tuple(map(self.named, last)),
         )
 
     def named(self, option: Option) -> Option:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memlab import models
-from memlab.fields import one_of, share
+from memlab.fields import fraction, one_of
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, GPUS, find_gpu
 from memlab.predict.simulate import (
@@ -93,10 +93,10 @@ def fits(recipe: Recipe | Serving, gpu: GPU | str | int, margin: float = MARGIN)
     format that the card does not have.
     """
     card = limited(gpu, margin)
-    return judged(recipe, full_log(recipe, card), card, margin)
+    return fit_from_log(recipe, full_log(recipe, card), card, margin)
 
 
-def judged(
+def fit_from_log(
     recipe: Recipe | Serving,
     log: Log,
     card: GPU,
@@ -111,9 +111,11 @@ def judged(
     found = serve(recipe, log, said.card, link)
     footprint: Footprint | ServingFootprint = found
     if not isinstance(recipe, Recipe):
-        from memlab.predict.serving import told  # it brings all caches of transformers
+        from memlab.predict.serving import (
+            serving_footprint_from_log,  # it brings all caches of transformers
+        )
 
-        footprint = told(recipe, log, found, card)
+        footprint = serving_footprint_from_log(recipe, log, found, card)
     assert card.total_memory is not None  # it has a limit
     return Fit(said.fits, said.needed, said.margin, card.total_memory, footprint)
 
@@ -174,7 +176,7 @@ def _context(card: GPU) -> int:
 
 def limited(gpu: GPU | str | int | None, margin: float) -> GPU:
     """The card that is named, which must have a limit."""
-    share("margin", margin)
+    fraction("margin", margin)
     card = find_gpu(gpu)
     if card.total_memory is None:
         raise ValueError(f"gpu is {gpu!r}: allowed are {', '.join(GPUS)}, or a number of bytes")
@@ -243,7 +245,7 @@ def largest(
     value, following = largest_size(recipe, card, field, margin)
     least = min(STEPS[field], following or value)
     sized = recipe.but(**{field: value or least})
-    fit = judged(sized, sized_log(sized, card), card, margin)
+    fit = fit_from_log(sized, sized_log(sized, card), card, margin)
     why = "" if following else why_no_larger(recipe, field)
     return Largest(field, value, sized, fit, following, why)
 

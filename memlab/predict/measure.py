@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from memlab.card.allocator_settings import VARIABLES
-from memlab.fields import whole
+from memlab.fields import integer_from
 from memlab.footprint import Category, Footprint, Phase
 from memlab.gpus import require_native
 from memlab.predict.progress import Progress
@@ -97,7 +97,7 @@ def measure(
     """
     device = pick_device(device)
     require(recipe.precision, device)
-    whole(1)("steps", steps)
+    integer_from(1)("steps", steps)
     if recipe.ranks > 1:
         raise ValueError(f"ranks is {recipe.ranks}: one process is measured here, simulate them")
     with allocator_of(recipe, device):

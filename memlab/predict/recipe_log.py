@@ -11,19 +11,22 @@ from collections import Counter
 from dataclasses import replace
 
 from memlab import models
-from memlab.card.work import repeat_micro_batch, without_trifles
+from memlab.card.work import drop_small_ops, repeat_micro_batch
 from memlab.gpus import GPU, require_native
 from memlab.libraries import remembered
 from memlab.spec.recipe import FOUR_BITS, QUANTIZED, Recipe
+from memlab.spec.serving import Serving
 from memlab.trace.log import Log
 from memlab.units import gib
 
 LEFT_FREE = int(1.2 * 2**30)  # bytes of a card that the warm-up leaves
-DEEP = 12  # up to so many layers the model itself is as quick, and its log tells layers apart
+MAX_LAYERS_TO_RUN = (
+    12  # up to so many layers the model itself is as quick, and its log tells layers apart
+)
 LEAST_OFFLOADED = 4096  # elements of a weight that torchao's CPUOffloadOptimizer moves to the host
 
 
-def refuse_format(recipe: Recipe, card: GPU) -> None:
+def refuse_format(recipe: Recipe | Serving, card: GPU) -> None:
     """Raise ValueError where a card has no kernels for a number format, or an attention."""
     for precision in (recipe.precision, recipe.compute_dtype or ""):
         require_native(precision, card.name, "bfloat16" in card.native_dtypes)
@@ -36,7 +39,7 @@ def refuse_format(recipe: Recipe, card: GPU) -> None:
 
 def is_deep(recipe: Recipe) -> bool:
     """Whether a model has so many layers that shallow ones are quicker to run."""
-    return getattr(models.settings(recipe.model), "num_hidden_layers", 0) > DEEP
+    return getattr(models.settings(recipe.model), "num_hidden_layers", 0) > MAX_LAYERS_TO_RUN
 
 
 def unlike_micro_batches(recipe: Recipe) -> int:
@@ -47,11 +50,11 @@ def unlike_micro_batches(recipe: Recipe) -> int:
     return 2 if recipe.ranks == 1 else 3
 
 
-def completed(recipe: Recipe, log: Log) -> Log:
+def with_all_micro_batches(recipe: Recipe, log: Log) -> Log:
     """The log with the work of all micro-batches that counts, and what is assumed of a recipe."""
     # Of more micro-batches some ran; the others do what the second did.
     times = max(1, recipe.accumulation - unlike_micro_batches(recipe) + 1)
-    work = without_trifles(repeat_micro_batch(log.work, times))
+    work = drop_small_ops(repeat_micro_batch(log.work, times))
     said = *log.assumptions, *assumed(recipe), *left_on_host(recipe, log.weights)
     return replace(log, work=work, assumptions=said)
 

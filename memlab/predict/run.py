@@ -11,7 +11,7 @@ import transformers
 
 from memlab import models
 from memlab.card.device import SimulatedGPU
-from memlab.card.work import NORMS, without_trifles
+from memlab.card.work import NORMS, drop_small_ops
 from memlab.gpus import ANY_CARD, GPU
 from memlab.predict.progress import Progress
 from memlab.predict.recipe_log import unlike_micro_batches
@@ -43,7 +43,7 @@ def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None, most=
 def shallow_log(recipe: Recipe, gpu: GPU, loop=None, most=None) -> Log:
     """`log_of`, for comparing depths: without the bytes of norms, which grow with each layer."""
     log = log_of(recipe, gpu, loop=loop, most=most)
-    return replace(log, work=without_trifles(log.work, NORMS))
+    return replace(log, work=drop_small_ops(log.work, NORMS))
 
 
 def weights_of(model: torch.nn.Module) -> Counter:

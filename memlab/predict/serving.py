@@ -9,7 +9,7 @@ import torch
 
 from memlab.card.device import SimulatedGPU
 from memlab.card.step_time import step_time
-from memlab.card.work import without_trifles
+from memlab.card.work import drop_small_ops
 from memlab.footprint import Category, Footprint, Phase, StepTime, Timeline
 from memlab.gpus import GPU
 from memlab.predict.run import weights_of
@@ -123,10 +123,12 @@ class ServingFootprint:
 def simulate_serving(serving: Serving, card: GPU) -> ServingFootprint:
     """What `memlab.simulate` gives of a `Serving`."""
     log = full_log(serving, card)
-    return told(serving, log, serve(serving, log, card), card)
+    return serving_footprint_from_log(serving, log, serve(serving, log, card), card)
 
 
-def told(serving: Serving, log: Log, footprint: Footprint, card: GPU) -> ServingFootprint:
+def serving_footprint_from_log(
+    serving: Serving, log: Log, footprint: Footprint, card: GPU
+) -> ServingFootprint:
     """The footprint of a serving's log in the words of inference, with each phase's seconds."""
     found = _by_phase(footprint)
     phases = [
@@ -155,7 +157,7 @@ def _so_often(time: StepTime, times: float) -> StepTime:
     return replace(time, parts=parts, flops=round(time.flops * times), **scaled)
 
 
-class _AnyAllocator(SimulatedGPU):
+class _UnlimitedCard(SimulatedGPU):
     """A card for what is the same under any setting of the allocator."""
 
     reads_environment = False
@@ -166,7 +168,7 @@ def log_of_serving(serving: Serving, card: GPU, numbered=False) -> Log:
 
     numbered: whether the log tells layers apart.
     """
-    with _AnyAllocator(card.without_limit()) as simulated:
+    with _UnlimitedCard(card.without_limit()) as simulated:
         place = simulated.device if serving.base not in QUANTIZED else "cpu"
         generation = Generation(serving, simulated.device, place)
         tracer = simulated.tracer
@@ -176,7 +178,7 @@ def log_of_serving(serving: Serving, card: GPU, numbered=False) -> Log:
         if generation.skipped:
             said = f"{generation.skipped} decode steps not run, the cache grows by what they add"
             tracer.assumptions[said] = None
-        work = without_trifles(tracer.work.of_step)
+        work = drop_small_ops(tracer.work.of_step)
         return Log.of(tracer, weights_of(generation.model), numbered, work)
 
 

@@ -52,17 +52,17 @@ class Shipped:
         return other_releases(self.versions, names)
 
     def __contains__(self, key: str) -> bool:
-        structure, rest = divided(key)
+        structure, rest = split_key(key)
         return rest in self.lines(structure)
 
     def has_half(self, key: str) -> bool:
         """Whether there is a half of a key, and not only the word that it has no trace."""
-        structure, rest = divided(key)
+        structure, rest = split_key(key)
         return self.lines(structure).get(rest, NO_TRACE) != NO_TRACE
 
     def read_into(self, known: dict, key: str) -> None:
         """Add what is there of a key: a half, or None for what has no trace."""
-        structure, rest = divided(key)
+        structure, rest = split_key(key)
         with contextlib.suppress(*UNREADABLE):
             known[key] = kept_of(self.lines(structure)[rest])
 
@@ -79,7 +79,7 @@ class Shipped:
         return self._lines[structure]
 
 
-def divided(key: str) -> tuple[str, str]:
+def split_key(key: str) -> tuple[str, str]:
     """(the structure that a key begins with, the rest)."""
     _, end = json.JSONDecoder().raw_decode(key)
     return key[:end], key[end + 1 :]

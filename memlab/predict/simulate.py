@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, cast, overload
+from typing import TYPE_CHECKING, overload
 
 from memlab.card.footprint import card_footprint
 from memlab.card.links import link_rate
@@ -72,32 +72,24 @@ def full_log(recipe: Recipe | Serving, card: GPU, loop: Loop | None = None) -> L
 
     loop: another training loop than memlab's own, a function like `memlab.predict.run.two_steps`.
     """
-    asked = _in_the_place_of(recipe)
-    refuse_format(asked, card)
+    refuse_format(recipe, card)
     if loop or not isinstance(recipe, Recipe) or not is_deep(recipe):
         from memlab.predict.trace_recorder import run_log  # it brings PyTorch
 
-        return run_log(asked, card, loop)
+        return run_log(recipe, card, loop)
     return traces().log(recipe, card)
 
 
 def sized_log(recipe: Recipe | Serving, card: GPU) -> Log:
     """As `full_log`, where other sizes of the same recipe are to be asked for, too."""
-    asked = _in_the_place_of(recipe)
-    refuse_format(asked, card)
-    return traces().log(asked, card)
+    refuse_format(recipe, card)
+    return traces().log(recipe, card)
 
 
 def peak_allocated_of(recipe: Recipe | Serving, card: GPU) -> int:
     """The most bytes of blocks in the measured step of `sized_log`, often without that log."""
-    asked = _in_the_place_of(recipe)
-    refuse_format(asked, card)
-    return traces().peak_allocated(asked, card)
-
-
-def _in_the_place_of(recipe: Recipe | Serving) -> Recipe:
-    """The same. What is asked of either says that it is of recipes; a serving has what it needs."""
-    return cast(Recipe, recipe)
+    refuse_format(recipe, card)
+    return traces().peak_allocated(recipe, card)
 
 
 def serve(recipe: Recipe | Serving, log: Log, card: GPU, link: str | None = None) -> Footprint:
@@ -115,7 +107,8 @@ def peak_reserved_of(recipe: Recipe | Serving, log: Log, card: GPU) -> int | Non
 
 def _events(recipe: Recipe | Serving, log: Log, card: GPU) -> Iterable[Event]:
     """Those of a log. A block comes before them where `from_pretrained` loads a base."""
-    if recipe.base not in QUANTIZED or is_moved_by_sharding(_in_the_place_of(recipe)):
+    in_shards = isinstance(recipe, Recipe) and is_moved_by_sharding(recipe)
+    if recipe.base not in QUANTIZED or in_shards:
         return log.events()
     nbytes = warm_up_bytes(recipe, card.total_memory)
     block = Alloc(nbytes, Category.TEMPORARY, Phase.FORWARD, OUTSIDE, "aten.empty")

@@ -28,7 +28,7 @@ from memlab.predict.layer_patterns import Layers
 from memlab.trace.events import Alloc, Free, Marker, TraceEvent
 from memlab.trace.layered import LayeredLog
 from memlab.trace.reductions import Reduction
-from memlab.trace.trace import Half
+from memlab.trace.trace import PhaseTrace
 
 # Raise it by hand when a rule of memlab changes which events a run has, or what is kept of them:
 # whatever was kept before is then recorded anew. A release of a library needs no new format.
@@ -39,14 +39,14 @@ UNREADABLE = (OSError, EOFError, ValueError, LookupError, TypeError, zlib.error,
 
 
 @dataclass(frozen=True)
-class Kept:
+class RecordedPhase:
     """A half with the layers that it is of; None for a model that ran at its own depth.
 
     largest: which of its moments are the largest for some sizes (`memlab.panels.moments`), where
     the page's calculator has it; else None.
     """
 
-    half: Half
+    half: PhaseTrace
     layers: Layers | None
     largest: list[int] | None = None
 
@@ -68,7 +68,7 @@ class Store:
             known[key] = kept_of(gzip.decompress(self._file(key).read_bytes()))
             os.utime(self._file(key))
 
-    def write(self, key: str, kept: Kept | None) -> None:
+    def write(self, key: str, kept: RecordedPhase | None) -> None:
         """Keep a half, if the folder allows it."""
         text = text_of(kept)
         with contextlib.suppress(OSError):
@@ -113,18 +113,18 @@ def other_releases(versions: dict[str, str], names=LIBRARIES) -> str:
 # ---------------------------------------------------------------------- as JSON
 
 
-def text_of(kept: Kept | None) -> str:
+def text_of(kept: RecordedPhase | None) -> str:
     """A half, or None, as a line of JSON."""
     return json.dumps(kept and _values(kept), separators=(",", ":"))
 
 
-def kept_of(text: str | bytes) -> Kept | None:
+def kept_of(text: str | bytes) -> RecordedPhase | None:
     """What `text_of` wrote. Raises ValueError, LookupError or TypeError for anything else."""
     values = json.loads(text)
     return values and _kept(values)
 
 
-def _values(kept: Kept) -> dict:
+def _values(kept: RecordedPhase) -> dict:
     half, places = kept.half, {}
     kinds, blocks = [], half.log.blocks
     for kind in half.log.kinds:
@@ -164,7 +164,7 @@ def _step_values(step: TraceEvent, places: dict[Alloc, int]) -> list:
     return ["Alloc", *(step if step.reduction else step[:-1])]
 
 
-def _kept(values: dict) -> Kept:
+def _kept(values: dict) -> RecordedPhase:
     kinds = []
     for name, *rest in values["kinds"]:
         kinds.append(_step(name, rest, kinds))
@@ -184,8 +184,8 @@ def _kept(values: dict) -> Kept:
         tuple(values["assumptions"]),
     )
     layers = values["layers"] and Layers(**values["layers"])
-    half = Half(log, values["sizes"], values["batches"], values["workspace"])
-    return Kept(half, layers, values["largest"])
+    half = PhaseTrace(log, values["sizes"], values["batches"], values["workspace"])
+    return RecordedPhase(half, layers, values["largest"])
 
 
 def _step(name: str, rest: list, kinds: list[TraceEvent]) -> TraceEvent:

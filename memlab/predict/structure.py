@@ -24,8 +24,8 @@ from memlab.predict.widths import (
     WIDTHS,
     at_widths,
     heads_of_a_key,
-    names_of_lengths,
     shapes_of,
+    size_field_names,
 )
 from memlab.spec.optimizers import OPTIMIZERS, is_of_bitsandbytes
 from memlab.spec.recipe import (
@@ -45,7 +45,7 @@ BLOCK_OF_A_SCALE = 64  # weights in 4 bits, as transformers quantizes
 LEAST_8BIT, LEAST_PAGED = 4096, 100_000
 
 
-class Circumstances(NamedTuple):
+class TraceDomain(NamedTuple):
     """What of a recipe's sizes decides which events happen, and not only how large they are.
 
     one_sequence: with one of them dimensions can be swapped without a copy. alignment: the greatest
@@ -61,7 +61,7 @@ class Circumstances(NamedTuple):
     batches: int
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Circumstances:
+    def of(cls, recipe: Recipe) -> TraceDomain:
         """Those of a recipe."""
         window = getattr(models.settings(recipe.model), "sliding_window", None)
         return cls(
@@ -106,7 +106,7 @@ class Structure:
         sizes |= {name: own for name, (_, own) in self.widths.items()}
         return {name: value for name, value in sizes.items() if value}
 
-    def chosen(self, recipe: Recipe, around: Circumstances) -> tuple[Recipe, dict[str, int]]:
+    def chosen(self, recipe: Recipe, around: TraceDomain) -> tuple[Recipe, dict[str, int]]:
         """(the recipe at chosen sizes, with its model made as long as they ask for; the sizes).
 
         Raises ValueError where no sizes can be told apart.
@@ -140,24 +140,24 @@ class Structure:
 
 
 def structures(
-    recipe: Recipe, card: GPU, roughly: bool = False
+    recipe: Recipe, card: GPU, ignore_small_tensors: bool = False
 ) -> Iterator[tuple[Structure, Structure]]:
     """The structures that may be those of a recipe's passes and updates, the widest shared first.
 
     roughly: whether they may be those of a model whose small weights have 8-bit states, too, and
     in which kernels do not pad heads.
     """
-    found, own = _usual(recipe.model), _own(recipe, card)
+    found, own = shared_structure(recipe.model), exact_structure(recipe, card)
     if found is not None and recipe.ranks == 1:
-        attention = _attention(recipe, found, card, 8 if roughly else 32)
+        attention = _attention(recipe, found, card, 8 if ignore_small_tensors else 32)
         if attention:
             found = replace(found, attention=attention)
-            alike = roughly or _states_are_alike(recipe, found)
+            alike = ignore_small_tensors or _states_are_alike(recipe, found)
             yield found, found if alike else own
     yield own, own
 
 
-def trained_as(recipe: Recipe) -> dict:
+def common_key_fields(recipe: Recipe) -> dict:
     """What both the passes and the updates of a recipe depend on, as plain JSON values."""
     values = {
         "task": recipe.task,
@@ -218,7 +218,7 @@ def _fuses_products(model, task: str, dtype: str, tokens: int, card: list[int]) 
 # ---------------------------------------------------------------------- the usual dimensions
 
 
-def _usual(model) -> Structure | None:
+def shared_structure(model) -> Structure | None:
     """The structure of a model whose widths are `WIDTHS`; None where it has others."""
     found = usual_values(model)
     if found is None:
@@ -254,7 +254,7 @@ def usual_values(model) -> dict[str, Any] | None:
         hidden |= type(value) is int and ("layers" in name or name == "n_layer")
         if not hidden and isinstance(value, (bool, int, str, list, tuple)):
             kept[name] = value
-    for name in names_of_lengths(config):
+    for name in size_field_names(config):
         if kept.get(name):
             kept[name] = True
     return {"key": json.dumps(kept, sort_keys=True), "widths": own}
@@ -330,7 +330,8 @@ def _at_chosen_widths(config):
 def _attention(recipe: Recipe, usual: Structure, card: GPU, unit: int) -> str:
     """How attention is computed on a card: the implementation, and the kernels of sdpa there.
 
-    Empty for a size of heads that is no multiple of a unit, or taken otherwise than the chosen one.
+    Empty where the head size is no multiple of `unit`, or SDPA takes another kernel for it than for
+    the recorded head size.
     """
     if recipe.attention == "eager":
         return "eager"
@@ -344,8 +345,8 @@ def _attention(recipe: Recipe, usual: Structure, card: GPU, unit: int) -> str:
     return "sdpa: {}, with a mask {}".format(*routes)
 
 
-def with_like_states(recipe: Recipe, found: Structure) -> Recipe:
-    """A recipe of the same structure whose weights have states in 8 bits as at chosen widths.
+def with_matching_state_dtypes(recipe: Recipe, found: Structure) -> Recipe:
+    """The recipe at other widths, so that the same tensors get 8-bit states as in the recording.
 
     Raises ValueError where none of a few widths does.
     """
@@ -356,7 +357,7 @@ def with_like_states(recipe: Recipe, found: Structure) -> Recipe:
     for widths in LIKE_WIDTHS:
         values, _, _ = at_widths(config, widths)
         like = replace(recipe, model=models.resized(config, **values), **rank)
-        if _usual(like.model).key == found.key and _states_are_alike(like, found):
+        if shared_structure(like.model).key == found.key and _states_are_alike(like, found):
             return like
     raise ValueError(f"no widths at which states of {recipe.model_name} are as at the chosen ones")
 
@@ -393,7 +394,7 @@ def _has_small_states(recipe: Recipe) -> bool:
 # ---------------------------------------------------------------------- dimensions of its own
 
 
-def _own(recipe: Recipe, card: GPU) -> Structure:
+def exact_structure(recipe: Recipe, card: GPU) -> Structure:
     kept = dict(_values_without_lengths(recipe.model))
     kept |= {"attention": recipe.attention, "card": card_class(card.capability)}
     # A rank may decide which states are kept in 8 or 4 bits, and on the card.
@@ -407,7 +408,7 @@ def _values_without_lengths(model) -> dict[str, Any]:
     """The values of a config, of lengths only whether it has them."""
     config = models.config(model)
     kept = json.loads(config.to_json_string(use_diff=False))
-    for name in names_of_lengths(config):
+    for name in size_field_names(config):
         if kept.get(name):
             kept[name] = True
     return kept

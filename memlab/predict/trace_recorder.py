@@ -8,16 +8,17 @@ from dataclasses import replace
 from memlab import models
 from memlab.gpus import GPU
 from memlab.predict.layer_patterns import FEWEST, Layers, layers_of
-from memlab.predict.recipe_log import completed, gc_frozen, is_deep
+from memlab.predict.recipe_log import gc_frozen, is_deep, with_all_micro_batches
 from memlab.predict.run import log_of, shallow_log
-from memlab.predict.store import Kept
-from memlab.predict.structure import Circumstances, Structure, structures, with_like_states
+from memlab.predict.store import RecordedPhase
+from memlab.predict.structure import Structure, TraceDomain, structures, with_matching_state_dtypes
 from memlab.spec.recipe import FOUR_BITS, Recipe
+from memlab.spec.serving import Serving
 from memlab.trace.events import Alloc, Free
 from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Log
 from memlab.trace.symbols import ALIGNED
-from memlab.trace.trace import Depth, Half, Trace
+from memlab.trace.trace import Depth, PhaseTrace, Trace
 from memlab.workloads.training import import_libraries
 
 # Lengths of the run that checks, by alignment, the second within short windows; its sequences
@@ -26,11 +27,13 @@ CHECKED = {16: (256, 48), 8: (88, 40), 4: (84, 36), 2: (82, 34), 1: (81, 33)}
 CHECKED_BATCH = 2
 CHECKED_PATTERNS = 4
 PROBED_PATTERNS = 2  # with other releases: a first and a last layer meet every kernel
-SHALLOW = FEWEST, (2, 3, 4)  # patterns that are recorded; the first may be another kind
-MORE = 2  # times as many steps as expected say that their number follows from sizes
+DEPTHS_TO_RECORD = FEWEST, (2, 3, 4)  # patterns that are recorded; the first may be another kind
+MAX_EVENT_RATIO = (
+    2  # give up beyond so many times the expected events: their number depends on sizes
+)
 
 
-def run_log(recipe: Recipe, card: GPU, loop=None) -> Log:
+def run_log(recipe: Recipe | Serving, card: GPU, loop=None) -> Log:
     """The log of a recipe at its own sizes, of shallow models where these stand for a deep one.
 
     loop: another training loop than memlab's own, a function like `memlab.predict.run.two_steps`.
@@ -39,7 +42,7 @@ def run_log(recipe: Recipe, card: GPU, loop=None) -> Log:
     card = card.without_limit()
     with gc_frozen():
         log = _stretched(recipe, card, loop) if is_deep(recipe) else None
-        return completed(recipe, log or log_of(recipe, card, numbered=True, loop=loop))
+        return with_all_micro_batches(recipe, log or log_of(recipe, card, numbered=True, loop=loop))
 
 
 def _stretched(recipe: Recipe, card: GPU, loop) -> Log | None:
@@ -54,64 +57,70 @@ def _stretched(recipe: Recipe, card: GPU, loop) -> Log | None:
     if not halves:
         return None
     batches = recipe.accumulation
-    trace = Trace(*(Half(one, None, batches, card.workspace) for one in halves))
+    trace = Trace(*(PhaseTrace(one, None, batches, card.workspace) for one in halves))
     patterns = layers.patterns(models.config(recipe.model).num_hidden_layers)
     return trace.at({}, Depth(patterns, batches))
 
 
-def record(recipe: Recipe, card: GPU, found: Structure) -> tuple[Kept, Kept] | None:
+def record(
+    recipe: Recipe, card: GPU, found: Structure
+) -> tuple[RecordedPhase, RecordedPhase] | None:
     """The halves of a recipe for all sizes under its circumstances; None where there are none."""
     try:
         with gc_frozen():
             return _recorded(recipe, card.without_limit(), found)
     except ValueError:
-        return None  # a run of the recipe's own sizes says what is wrong with them
+        return None  # the caller runs the recipe itself, which raises a better error
 
 
-def _recorded(recipe: Recipe, card: GPU, found: Structure) -> tuple[Kept, Kept] | None:
-    around = Circumstances.of(recipe)
+def _recorded(
+    recipe: Recipe, card: GPU, found: Structure
+) -> tuple[RecordedPhase, RecordedPhase] | None:
+    around = TraceDomain.of(recipe)
     import_libraries(recipe)
     primed, sizes = found.chosen(recipe, around)
-    like = with_like_states(recipe, found)
+    like = with_matching_state_dtypes(recipe, found)
     layers, check = layers_of(primed), _to_check(like, around)
     halves = None
     if layers:
         of_check = _check_run(check, layers, card)
-        run = functools.partial(shallow_log, gpu=card, most=MORE * len(of_check.steps))
+        run = functools.partial(shallow_log, gpu=card, most=MAX_EVENT_RATIO * len(of_check.steps))
         halves = _of_shallow(primed, layers, run)
     if not halves and found.widths:
         return None  # at its own depth it may as well have its own widths
     if not halves:
         layers, of_check = None, _check_run(check, None, card)
-        log = log_of(primed, gpu=card, numbered=True, most=MORE * len(of_check.steps))
+        log = log_of(primed, gpu=card, numbered=True, most=MAX_EVENT_RATIO * len(of_check.steps))
         halves = [LayeredLog.of([half], 1) for half in log.halves()]
-    halves = [Half(one, sizes, around.batches, card.workspace) for one in halves]
-    of_like = found if like is recipe else next(structures(like, card, roughly=True))[0]
+    halves = [PhaseTrace(one, sizes, around.batches, card.workspace) for one in halves]
+    of_like = (
+        found if like is recipe else next(structures(like, card, ignore_small_tensors=True))[0]
+    )
     trace, depth = Trace(*halves), _depth_of_check(layers, around)
     if not are_alike(trace.at(of_like.sizes(check) | card.symbols, depth), of_check):
         return None
-    return tuple(Kept(half, layers) for half in halves)
+    return tuple(RecordedPhase(half, layers) for half in halves)
 
 
 def is_as_run(
-    recipe: Recipe, card: GPU, of_halves: tuple[Structure, Structure], halves: list[Kept]
+    recipe: Recipe, card: GPU, of_halves: tuple[Structure, Structure], halves: list[RecordedPhase]
 ) -> bool:
     """Whether a trace of a recipe's structures is what a shallow run does with today's libraries.
 
     of_halves, halves: of the passes and of the updates. In about half a second.
     """
-    around, layers = Circumstances.of(recipe), halves[0].layers
+    around, layers = TraceDomain.of(recipe), halves[0].layers
     if layers != halves[1].layers:
         return False
     import_libraries(recipe)
     try:
         with gc_frozen():
-            like = with_like_states(recipe, of_halves[1])
+            like = with_matching_state_dtypes(recipe, of_halves[1])
             check = _to_check(like, around)
             of_check = _check_run(check, layers, card.without_limit(), PROBED_PATTERNS)
     except ValueError:
-        return False  # a run of the recipe's own sizes says what is wrong with them
-    own = of_halves if like is recipe else next(structures(like, card, roughly=True))
+        return False  # the caller runs the recipe itself, which raises a better error
+    own = of_halves if like is recipe else next(structures(like, card, ignore_small_tensors=True))
     sizes = own[1].sizes(check) | own[0].sizes(check) | card.symbols
     trace = Trace(*(kept.half for kept in halves))
     depth = _depth_of_check(layers, around, PROBED_PATTERNS)
@@ -128,7 +137,7 @@ def _check_run(
 
 
 def _depth_of_check(
-    layers: Layers | None, around: Circumstances, patterns: int = CHECKED_PATTERNS
+    layers: Layers | None, around: TraceDomain, patterns: int = CHECKED_PATTERNS
 ) -> Depth:
     return Depth(patterns if layers else 1, around.batches)
 
@@ -136,7 +145,7 @@ def _depth_of_check(
 def _of_shallow(recipe: Recipe, layers: Layers, run) -> list[LayeredLog] | None:
     """Both halves for any depth; None where shallow models do not agree. run: gives a log."""
     logs = {}
-    for depths in SHALLOW:
+    for depths in DEPTHS_TO_RECORD:
         for number in depths:
             if number not in logs:
                 logs[number] = run(_deep(recipe, layers.number(number))).halves()
@@ -157,10 +166,10 @@ def are_alike(one: Log, other: Log) -> bool:
 
     Deaths in a row may stand in another order: nobody can tell the difference afterwards.
     """
-    return one.weights == other.weights and _in_words(one) == _in_words(other)
+    return one.weights == other.weights and canonical_events(one) == canonical_events(other)
 
 
-def _in_words(log: Log) -> list:
+def canonical_events(log: Log) -> list:
     """The events of a log, storages named by the place of their birth, deaths in a row sorted.
 
     Of a buffer its bytes count, not the matrix that is summed.
@@ -178,7 +187,7 @@ def _in_words(log: Log) -> list:
     return words + sorted(dying)
 
 
-def _to_check(recipe: Recipe, around: Circumstances) -> Recipe:
+def _to_check(recipe: Recipe, around: TraceDomain) -> Recipe:
     """The recipe at the sizes of the run that checks. Raises ValueError where it allows none.
 
     With 4-bit weights at its own, because bitsandbytes fuses products of few tokens.

@@ -18,33 +18,34 @@ from typing import NamedTuple
 from memlab import models
 from memlab.gpus import GPU
 from memlab.predict.changed_code import has_changed_code
-from memlab.predict.recipe_log import completed
+from memlab.predict.recipe_log import with_all_micro_batches
 from memlab.predict.shipped import Shipped
-from memlab.predict.store import Kept, Store
+from memlab.predict.store import RecordedPhase, Store
 from memlab.predict.structure import (
-    Circumstances,
     Structure,
+    TraceDomain,
+    common_key_fields,
     has_no_trace,
     structures,
-    trained_as,
 )
 from memlab.spec.recipe import Recipe
+from memlab.spec.serving import Serving
 from memlab.trace.log import Log, peak_allocated
 from memlab.trace.symbols import ALIGNED
 from memlab.trace.trace import Depth, Trace
 
 USUAL_LENGTH = 512  # tokens
-KEPT, HALVES = 8, 128  # logs at full depth, and halves, of a process
+MAX_CACHED_LOGS, MAX_CACHED_PHASES = 8, 128  # logs at full depth, and halves, of a process
 # A recipe's fields that only the passes depend on.
 OF_PASSES = ("checkpointing", "padded", "set_to_none")
 
 
-class Found(NamedTuple):
+class TraceLookup(NamedTuple):
     """The halves of a recipe's trace, passes and updates; patterns: of layers, in its model."""
 
     structures: tuple[Structure, Structure]
     keys: tuple[str, str]
-    halves: list[Kept]
+    halves: list[RecordedPhase]
     patterns: int
 
     def sizes(self, recipe: Recipe) -> dict[str, int]:
@@ -62,12 +63,12 @@ class Traces:
 
     def __init__(self, store: Store | None = None, shipped: Shipped | None = None):
         self._store, self._shipped = store, shipped
-        self._known: dict[str, Kept | None] = {}
+        self._known: dict[str, RecordedPhase | None] = {}
         # The last ones, the newest last: a log at full depth fills some MiB.
         self._joined: dict[tuple[str, str], Trace] = {}
         self._runs: dict[tuple, Log] = {}
 
-    def log(self, recipe: Recipe, card: GPU) -> Log:
+    def log(self, recipe: Recipe | Serving, card: GPU) -> Log:
         """What two steps of a recipe, or a serving, do to memory on cards like this one."""
         if has_changed_code(recipe.model, recipe.task):
             from memlab.predict.trace_recorder import run_log
@@ -77,9 +78,9 @@ class Traces:
         if found is None:
             return self._run(recipe, card)
         trace, depth, sizes = found
-        return completed(recipe, trace.at(sizes, depth))
+        return with_all_micro_batches(recipe, trace.at(sizes, depth))
 
-    def peak_allocated(self, recipe: Recipe, card: GPU) -> int:
+    def peak_allocated(self, recipe: Recipe | Serving, card: GPU) -> int:
         """The most bytes of blocks in the measured step of `log`, which no allocator can be below.
 
         In some ten milliseconds of a recipe that has a trace.
@@ -100,9 +101,9 @@ class Traces:
         depth = Depth(found.patterns, recipe.accumulation)
         sizes = found.sizes(recipe) | card.symbols
         make = functools.partial(Trace, *(one.half for one in found.halves))
-        return last_used(self._joined, found.keys, make), depth, sizes
+        return lru_get(self._joined, found.keys, make), depth, sizes
 
-    def halves_of(self, recipe: Recipe, card: GPU) -> Found | None:
+    def halves_of(self, recipe: Recipe, card: GPU) -> TraceLookup | None:
         """The halves of a recipe's trace, recorded where they are not known; None for none."""
         if has_no_trace(recipe, card):
             return None
@@ -114,10 +115,10 @@ class Traces:
             layers = getattr(models.settings(recipe.model), "num_hidden_layers", 1)
             patterns = {h.layers.patterns(layers) if h.layers else 1 for h in halves}
             if len(patterns) == 1 and None not in patterns:
-                return Found(of_halves, keys, halves, patterns.pop())
+                return TraceLookup(of_halves, keys, halves, patterns.pop())
         return None
 
-    def _halves(self, keys, recipe, card, of_halves) -> list[Kept | None]:
+    def _halves(self, keys, recipe, card, of_halves) -> list[RecordedPhase | None]:
         """The passes and the updates; what is recorded with either is kept, too."""
         if self._store:
             for key in keys:
@@ -135,12 +136,12 @@ class Traces:
                         self._keep(name, half)
         halves = [self._known[key] for key in keys]
         for key in keys:
-            last_used(self._known, key, None, HALVES)
+            lru_get(self._known, key, None, MAX_CACHED_PHASES)
         return halves
 
     def _take_shipped(self, keys, recipe, card, of_halves) -> None:
         """Add what came with memlab, where it holds with the releases that are here."""
-        shipped: dict[str, Kept | None] = {}
+        shipped: dict[str, RecordedPhase | None] = {}
         for key in keys:
             if key not in self._known:
                 self._shipped.read_into(shipped, key)
@@ -154,7 +155,7 @@ class Traces:
             for key, half in shipped.items():
                 self._keep(key, half)
 
-    def _keep(self, key: str, half: Kept | None) -> None:
+    def _keep(self, key: str, half: RecordedPhase | None) -> None:
         self._known[key] = half
         if self._store:
             self._store.write(key, half)
@@ -165,10 +166,10 @@ class Traces:
         bare = vars(recipe) | {"model": models.config(recipe.model).to_json_string()}
         bare["expandable_segments"] = False  # a matter of the replay
         key = str(bare), card.capability, card.processors, card.workspace
-        return last_used(self._runs, key, lambda: run_log(recipe, card))
+        return lru_get(self._runs, key, lambda: run_log(recipe, card))
 
 
-def last_used(values: dict, key, make, most: int = KEPT):
+def lru_get(values: dict, key, make, most: int = MAX_CACHED_LOGS):
     """The value of a key, made where it is not there; the last ones stay."""
     values[key] = values.pop(key) if key in values else make()
     while len(values) > most:
@@ -196,7 +197,7 @@ def usual_sizes(recipe: Recipe) -> Recipe:
 
 def keys_of(recipe: Recipe, passes: Structure, updates: Structure) -> tuple[str, str]:
     """What the passes, and what the updates, of a recipe depend on."""
-    both = trained_as(recipe)
+    both = common_key_fields(recipe)
     if recipe.ranks > 1:
         both |= {"ranks": recipe.ranks, "sharding": recipe.sharding}
     if recipe.replicas > 1:
@@ -204,7 +205,7 @@ def keys_of(recipe: Recipe, passes: Structure, updates: Structure) -> tuple[str,
     if recipe.step_in_backward:
         both["step_in_backward"] = True
     passed = both | {name: getattr(recipe, name) for name in OF_PASSES}
-    passed |= {"around": Circumstances.of(recipe), "attention": passes.attention}
+    passed |= {"around": TraceDomain.of(recipe), "attention": passes.attention}
     if recipe.loss != "whole":
         passed["loss"] = recipe.loss
     if recipe.packed:

@@ -52,7 +52,7 @@ def shapes_of(model, task: str) -> list[list[int]]:
     return [*around, *(shape for kind in kinds for shape in kind)]
 
 
-def names_of_lengths(config) -> list[str]:
+def size_field_names(config) -> list[str]:
     """The fields of a config that are sizes of any structure: its positions and its window."""
     names = "max_position_embeddings", "sliding_window"
     return [config.attribute_map.get(name, name) for name in names]

@@ -16,13 +16,13 @@ from memlab.fields import (
     check_effects,
     documentation,
     field,
+    fraction,
     from_zero,
+    integer_from,
     model_parts,
     module_names,
     one_of,
-    share,
     switch,
-    whole,
     without_effect,
 )
 from memlab.spec.optimizers import OPTIMIZERS
@@ -71,13 +71,13 @@ class Recipe:
         "sequence-classification, causal-lm, masked-lm or seq2seq-lm; None takes the model's "
         "usual one",
     )
-    batch_size: int = field(1, "sequences of one micro-batch, of each rank", check=whole(1))
-    seq_len: int = field(512, "tokens of each sequence, padding included", check=whole(1))
+    batch_size: int = field(1, "sequences of one micro-batch, of each rank", check=integer_from(1))
+    seq_len: int = field(512, "tokens of each sequence, padding included", check=integer_from(1))
     accumulation: int = field(
         1,
         "micro-batches of one optimizer step; the effective batch is batch_size * accumulation * "
         "ranks",
-        check=whole(1, MOST_MICRO_BATCHES),
+        check=integer_from(1, MOST_MICRO_BATCHES),
     )
     precision: str = field(
         "fp32",
@@ -165,7 +165,7 @@ class Recipe:
         0,
         "rank of peft's LoRA adapters, 0 for none; the rest of the model is frozen, but for a "
         "classification head",
-        check=whole(0),
+        check=integer_from(0),
     )
     lora_targets: tuple[str, ...] | str = field(
         "all-linear",
@@ -175,7 +175,7 @@ class Recipe:
         needs=ADAPTERS,
     )
     lora_dropout: float = field(
-        0.0, "on the adapters' input, from 0 to below 1", check=share, needs=ADAPTERS
+        0.0, "on the adapters' input, from 0 to below 1", check=fraction, needs=ADAPTERS
     )
     lora_fp32: bool = switch(
         True,
@@ -229,7 +229,7 @@ class Recipe:
     ranks: int = field(
         1,
         "processes that train together, each on a card of its own; what is said is one rank's",
-        check=whole(1),
+        check=integer_from(1),
     )
     sharding: str = field(
         "ddp",
@@ -244,7 +244,7 @@ class Recipe:
             "zero3": "the same, gathered anew for the backward pass: fully_shard",
         },
     )
-    replicas: int = field(1, "copies of what zero2 or zero3 splits: HSDP", check=whole(1))
+    replicas: int = field(1, "copies of what zero2 or zero3 splits: HSDP", check=integer_from(1))
 
     def __post_init__(self) -> None:
         from memlab import models  # the catalogue, which a question for help can spare

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from memlab.fields import documentation, field, one_of, switch, whole, wrong
+from memlab.fields import documentation, field, integer_from, invalid_value, one_of, switch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -28,9 +28,11 @@ class Serving:
     """
 
     model: Model = field("llama-3-8b", "as of a `Recipe`")
-    prompt: int = field(512, "tokens of each prompt; of an encoder's input", check=whole(1))
-    new_tokens: int = field(16, "tokens written after it, the first by the prefill", check=whole(1))
-    batch_size: int = field(1, "texts at a time", check=whole(1))
+    prompt: int = field(512, "tokens of each prompt; of an encoder's input", check=integer_from(1))
+    new_tokens: int = field(
+        16, "tokens written after it, the first by the prefill", check=integer_from(1)
+    )
+    batch_size: int = field(1, "texts at a time", check=integer_from(1))
     weights: str = field(
         "fp16",
         "format of the weights",
@@ -85,7 +87,9 @@ class Serving:
         if self.compute_dtype is None:
             object.__setattr__(self, "compute_dtype", plain or "fp16")
         elif plain and self.compute_dtype != plain:
-            raise wrong("compute_dtype", self.compute_dtype, f"{plain}, that of the weights")
+            raise invalid_value(
+                "compute_dtype", self.compute_dtype, f"{plain}, that of the weights"
+            )
         from memlab import models  # the catalogue, which a question for help can spare
         from memlab.spec.published import check_published
 

@@ -65,13 +65,15 @@ class Log:
         marks = [(ledger.start, Marker.RESET), *ledger.marks]
         marks.sort(key=lambda mark: mark[0])
         marks.reverse()  # the next is the last
-        steps, births, living, dying = [], {}, defaultdict(_Alike), []
+        steps, births, living, dying = [], {}, defaultdict(_LiveStorages), []
         free, learning = trained(weights), False
 
         def bury():
             for number, phase in sorted(dying):
                 birth = births[number]
-                steps.append(Free(birth, phase, living[birth].bury(number, birth, phase)))
+                steps.append(
+                    Free(birth, phase, living[birth].index_of_removed(number, birth, phase))
+                )
             dying.clear()
 
         for at, (storage, change, phase, *_) in enumerate(ledger.entries):
@@ -133,37 +135,37 @@ class Log:
 
 def named(steps: Iterable[TraceEvent]) -> Iterator[Event]:
     """Every step with the place of the birth that it is, or that it ends; None for marks."""
-    living = defaultdict(_Alike)
+    living = defaultdict(_LiveStorages)
     for number, step in enumerate(steps):
         if type(step) is Alloc:
             living[step].append(number)
             yield number, step
         elif type(step) is Free:
-            yield living[step.birth].buried(step), step
+            yield living[step.birth].remove_freed(step), step
         else:
             yield None, step
 
 
 def renumbered(events: Iterable[Event]) -> list[TraceEvent]:
-    """The steps of events, each death among the living of these events alone."""
-    living, steps = defaultdict(_Alike), []
+    """The steps of a part of a log; a free counts among the storages that live in this part."""
+    living, steps = defaultdict(_LiveStorages), []
     for number, step in events:
         if type(step) is Alloc:
             living[step].append(number)
         elif type(step) is Free:
-            which = living[step.birth].bury(number, step.birth, step.phase)
+            which = living[step.birth].index_of_removed(number, step.birth, step.phase)
             step = step._replace(which=which)
         steps.append(step)
     return steps
 
 
-class _Alike(list):
-    """The numbers of living storages of one birth, the oldest first."""
+class _LiveStorages(list):
+    """The numbers of live storages with the same allocation, the oldest first."""
 
     last = 0  # where the last weight died that was replaced
 
-    def bury(self, number: int, birth: Alloc, phase: Phase) -> int:
-        """Take a number out; which it was, in the words of `Free`."""
+    def index_of_removed(self, number: int, birth: Alloc, phase: Phase) -> int:
+        """Take a number out; its place among them, as `Free.which` counts it."""
         place = self.index(number)
         self.pop(place)
         if _is_replaced(birth, phase):
@@ -173,8 +175,8 @@ class _Alike(list):
         undone = phase == Phase.BACKWARD and birth.phase == Phase.FORWARD
         return place - living if undone or place > living - place else place
 
-    def buried(self, death: Free) -> int:
-        """Take out what dies; its number."""
+    def remove_freed(self, death: Free) -> int:
+        """Take out the storage that a free means; its number."""
         if not _is_replaced(death.birth, death.phase):
             return self.pop(death.which)
         self.last += death.which
@@ -182,7 +184,7 @@ class _Alike(list):
 
 
 def _is_replaced(birth: Alloc, phase: Phase) -> bool:
-    """Whether a death is that of a weight whose place another dtype takes, one after the other."""
+    """Whether this frees a weight that is being cast to another dtype, one weight at a time."""
     return birth.category is Category.PARAMETERS and phase is Phase.FORWARD
 
 

@@ -27,7 +27,7 @@ TOKENS = 2**18  # of a micro-batch: the values of more are not known (memlab.car
 APART = 512  # positions or a window differ so much from the length
 
 
-class Sums(NamedTuple):
+class ReductionBytes(NamedTuple):
     """The buffer of a sum along rows (`memlab.trace.reductions`), as a factor of a term."""
 
     rows: Term
@@ -43,7 +43,7 @@ class Term(NamedTuple):
 
     constant: int
     divisor: int
-    powers: tuple[tuple[str | Sums, int], ...]
+    powers: tuple[tuple[str | ReductionBytes, int], ...]
 
     def at(self, factors: Mapping[str, int], item: int = 1) -> int:
         """The number with these factors (`factors_of`), rounded up to whole items."""
@@ -59,7 +59,7 @@ class TermTable:
     def __init__(self):
         self._places: dict[Term, int] = {}
         self._scales = np.empty((0, 2))
-        self._factors: list[tuple[str | Sums, np.ndarray, np.ndarray]] = []
+        self._factors: list[tuple[str | ReductionBytes, np.ndarray, np.ndarray]] = []
 
     def place(self, term: Term) -> int:
         """The place of a term, a new one for a new one."""
@@ -76,7 +76,7 @@ class TermTable:
 
     def _compile(self) -> None:
         self._scales = np.array([term[:2] for term in self._places], float)
-        found: dict[str | Sums, tuple[list[int], list[int]]] = {}
+        found: dict[str | ReductionBytes, tuple[list[int], list[int]]] = {}
         for place, term in enumerate(self._places):
             for name, exponent in term.powers:
                 for values, value in zip(
@@ -86,9 +86,9 @@ class TermTable:
         self._factors = [(name, *map(np.array, columns)) for name, columns in found.items()]
 
 
-def number_of(factor: str | Sums, factors: Mapping[str, float]) -> float:
+def number_of(factor: str | ReductionBytes, factors: Mapping[str, float]) -> float:
     """The number that a factor of a term stands for."""
-    return factor.at(factors) if isinstance(factor, Sums) else factors[factor]
+    return factor.at(factors) if isinstance(factor, ReductionBytes) else factors[factor]
 
 
 def factors_of(sizes: Mapping[str, int]) -> dict[str, int]:

@@ -19,16 +19,17 @@ from memlab.trace.allocator import MIN_BLOCK
 from memlab.trace.events import Alloc, Free, Marker, TraceEvent
 from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Event, Log, named, trained
-from memlab.trace.symbols import Sums, Symbols, Term, factors_of
+from memlab.trace.symbols import ReductionBytes, Symbols, Term, factors_of
 
 # What has the sizes of weights, whatever the batch.
 OF_MODEL = {Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES}
 
 
-class Half:
+class PhaseTrace:
     """The passes or the updates of a training, for all sizes and depths.
 
-    log: at `sizes`, the chosen values of the symbols; None if it is of its own sizes only. batches:
+    log: at `sizes`, the chosen values of the symbols; None where the log has
+    concrete sizes. batches:
     its micro-batches in a step. workspace: bytes of the card's on which it was recorded.
     """
 
@@ -48,7 +49,7 @@ class Half:
         `W` is a workspace, `T` the threads that the card holds, `n` the tensors that train.
         """
         if birth.reduction and self.symbols:
-            return Term(1, 1, ((Sums(*map(self.read, birth.reduction)), 1),))
+            return Term(1, 1, ((ReductionBytes(*map(self.read, birth.reduction)), 1),))
         if birth.nbytes < 0:
             return Term(-birth.nbytes, 1, (("n", 1),))
         if birth.category == Category.WORKSPACES:
@@ -104,7 +105,7 @@ class Half:
 
 
 class Depth(NamedTuple):
-    """What of a training is no size of a tensor: patterns of layers, micro-batches of a step."""
+    """How often a trace repeats: patterns of layers, and micro-batches of a step."""
 
     patterns: int
     batches: int
@@ -113,7 +114,7 @@ class Depth(NamedTuple):
 class Trace:
     """What a training does to memory at all sizes at which the same events happen."""
 
-    def __init__(self, passed: Half, updated: Half):
+    def __init__(self, passed: PhaseTrace, updated: PhaseTrace):
         self.passed, self.updated = passed, updated
         self._joined = functools.lru_cache(maxsize=2)(self._join)
         self._changes = functools.lru_cache(maxsize=2)(self._find_changes)

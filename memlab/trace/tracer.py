@@ -279,7 +279,7 @@ class Tracer(Ledger, TorchDispatchMode):
         return out
 
     def _see_written(self, written) -> None:
-        """What is written to after its backward pass is no activation of it."""
+        """A tensor written after the backward pass that it outlived is a buffer."""
         for tensor in written if isinstance(written, (list, tuple)) else [written]:
             if isinstance(tensor, torch.Tensor):
                 storage, _ = self._live.get(tensor.untyped_storage()._cdata, (None, None))

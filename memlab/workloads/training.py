@@ -97,7 +97,9 @@ class Training:
         if recipe.checkpointing != "none":
             enable = getattr(model, "activation_checkpointing_enable", None)
             enable = enable or model.gradient_checkpointing_enable  # its older name
-            away = recipe.activation_offload and self.device.type != "cpu"  # where all is at home
+            away = (
+                recipe.activation_offload and self.device.type != "cpu"
+            )  # a CPU has nowhere to offload to
             more = {"offload": True} if away else {}
             enable({"use_reentrant": recipe.checkpointing == "reentrant"}, **more)
         self.model: torch.nn.Module = sharding.share(whole, recipe, self.device, half)

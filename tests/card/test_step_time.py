@@ -9,7 +9,7 @@ from memlab import Recipe, SimulatedGPU, find_gpu, simulate
 from memlab.card.step_time import EXPECTED, busy, step_time
 from memlab.card.work import Work
 from memlab.footprint import Phase, StepTime
-from memlab.predict.recipe_log import completed
+from memlab.predict.recipe_log import with_all_micro_batches
 from memlab.predict.run import log_of
 
 A100 = find_gpu("A100-40GB")
@@ -111,10 +111,12 @@ def test_the_last_round_of_tiles_is_seldom_full(tiles, processors, share):
     ids=str,
 )
 def test_the_estimate_by_depth_is_that_of_the_whole_model(recipe, monkeypatch):
-    monkeypatch.setattr("memlab.predict.recipe_log.DEEP", 4)
+    monkeypatch.setattr("memlab.predict.recipe_log.MAX_LAYERS_TO_RUN", 4)
     card = find_gpu("V100")
     by_depth = simulate(recipe, card).step_seconds
-    whole = step_time(completed(recipe, log_of(recipe, card, numbered=True)).work, card)
+    whole = step_time(
+        with_all_micro_batches(recipe, log_of(recipe, card, numbered=True)).work, card
+    )
     assert by_depth.expected == pytest.approx(whole.expected, rel=1e-3)
     assert by_depth.flops == whole.flops
 

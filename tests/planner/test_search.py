@@ -11,7 +11,7 @@ from helpers import one_line
 
 from memlab import Recipe, fits, models, plan, simulate
 from memlab.gpus import GPUS, find_gpu
-from memlab.planner.remedies import rungs
+from memlab.planner.remedies import last_resorts
 from memlab.planner.result import TIERS, Question, is_paged
 from memlab.planner.search import Search
 from memlab.planner.space import SHARDINGS, Combination, Recipes, combinations
@@ -100,7 +100,7 @@ def test_nothing_fits_says_what_would(tight):
     words = " ".join(tight.remedies)
     assert "QLoRA" in words and any(card in words for card in GPUS)
     assert "nothing fits" in flat(tight) and "cannot help" in tight.decision[0]
-    (rung,) = tight.rungs
+    (rung,) = tight.last_resorts
     assert rung.recipe.step_in_backward and rung.recipe.loss == "chunked"
     assert fits(rung.recipe, 200 * MiB)
     assert str(rung) in tight.remedies[0] and tight.remedies[0] in flat(tight)
@@ -109,7 +109,7 @@ def test_nothing_fits_says_what_would(tight):
 def test_the_first_rung_costs_time_alone_and_says_what_the_host_holds():
     pytest.importorskip("torchao")
     search = Search(Question("gpt2-tiny", 64, 2), find_gpu("L4"), 0.05)
-    host, backward = rungs(search)
+    host, backward = last_resorts(search)
     assert host.recipe.optimizer_offload == "gradients" and host.tier == 1
     assert backward.recipe.step_in_backward and backward.tier == 5
     assert host.seconds is backward.seconds is None
@@ -123,7 +123,7 @@ def test_the_first_rung_costs_time_alone_and_says_what_the_host_holds():
 def test_the_rungs_are_of_full_finetuning_in_bf16_on_one_card(changes):
     asked = {"model": "gpt2-tiny", "gpu": "L4", "effective_batch": 2, "seq_len": 64} | changes
     question = Question(**{name: n for name, n in asked.items() if name != "gpu"})
-    assert rungs(Search(question, find_gpu(asked["gpu"]), 0.05)) == ()
+    assert last_resorts(Search(question, find_gpu(asked["gpu"]), 0.05)) == ()
 
 
 @pytest.mark.slow

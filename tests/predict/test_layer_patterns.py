@@ -11,7 +11,7 @@ from memlab.card.device import SimulatedGPU
 from memlab.card.footprint import card_footprint
 from memlab.gpus import ANY_CARD
 from memlab.predict.layer_patterns import layers_of
-from memlab.predict.recipe_log import completed
+from memlab.predict.recipe_log import with_all_micro_batches
 from memlab.predict.run import log_of, two_steps
 from memlab.predict.simulate import serve
 from memlab.predict.trace_recorder import run_log
@@ -27,7 +27,7 @@ CHECKPOINTED = {"checkpointing": True, "precision": "fp16-amp"}
 
 @pytest.fixture(autouse=True)
 def six_layers_are_deep(monkeypatch):
-    monkeypatch.setattr("memlab.predict.recipe_log.DEEP", 5)
+    monkeypatch.setattr("memlab.predict.recipe_log.MAX_LAYERS_TO_RUN", 5)
 
 
 def deep(model, layers=6):
@@ -65,7 +65,7 @@ def test_it_equals_full_depth(model, changes):
 def test_biases_that_are_cast_among_scales_of_their_size():
     """A quantized base whose biases leave their first dtype one by one, and its codes stay."""
     recipe = Recipe(deep("qwen2.5-7b"), seq_len=64, base="nf4", double_quant=True, lora_rank=8)
-    direct = completed(recipe, log_of(recipe, numbered=True))
+    direct = with_all_micro_batches(recipe, log_of(recipe, numbered=True))
     assert serve(recipe, run_log(recipe, ANY_CARD), ANY_CARD) == serve(recipe, direct, ANY_CARD)
 
 

@@ -8,7 +8,7 @@ from transformers import DeepseekV3Config
 from memlab import models, simulate
 from memlab.footprint import NOT_TENSORS
 from memlab.predict.fit import fits, largest
-from memlab.predict.recipe_log import DEEP
+from memlab.predict.recipe_log import MAX_LAYERS_TO_RUN
 from memlab.predict.serving import measure_serving
 from memlab.spec.serving import Serving
 from memlab.trace.tracer import Tracer
@@ -105,7 +105,7 @@ def test_a_deep_model_is_written_out_from_shallow_ones():
     config = models.with_layers("llama-3-8b-tiny", 14)
     serving = TINY.but(model=config, new_tokens=9)
     quick = simulate(serving)
-    assert DEEP < 14
+    assert MAX_LAYERS_TO_RUN < 14
     here = measure_serving(serving)
     for phase in ("prefill", "decode"):
         assert tensors(getattr(quick, phase)) == tensors(getattr(here, phase))

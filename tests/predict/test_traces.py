@@ -12,7 +12,7 @@ from memlab.gpus import find_gpu
 from memlab.predict.changed_code import has_changed_code
 from memlab.predict.simulate import serve
 from memlab.predict.store import Store
-from memlab.predict.structure import Circumstances
+from memlab.predict.structure import TraceDomain
 from memlab.predict.trace_recorder import are_alike, run_log
 from memlab.predict.traces import Traces
 from memlab.trace.events import Alloc
@@ -122,8 +122,8 @@ def test_a_window_has_a_trace_on_either_side():
     traces = Traces()
     for length in (240, 256, 272, 512, 1024):
         as_run(recipe.but(seq_len=length), card, traces)
-    inside = Circumstances.of(recipe.but(seq_len=255))
-    assert inside.inside and not Circumstances.of(recipe.but(seq_len=256)).inside
+    inside = TraceDomain.of(recipe.but(seq_len=255))
+    assert inside.inside and not TraceDomain.of(recipe.but(seq_len=256)).inside
 
 
 def test_where_chunks_of_a_sequence_are_looped_over_each_size_is_run(monkeypatch):
@@ -196,7 +196,7 @@ def test_no_model_has_changed_code_by_itself(name):
 
 
 def test_two_halves_are_there_however_few_are_kept(monkeypatch):
-    monkeypatch.setattr("memlab.predict.traces.HALVES", 2)
+    monkeypatch.setattr("memlab.predict.traces.MAX_CACHED_PHASES", 2)
     traces, card = Traces(), find_gpu("T4")
     for optimizer in ("sgd", "adamw_torch", "sgd"):
         for length in (32, 33):

@@ -254,14 +254,14 @@ def test_gradients_stay_whole_until_the_last_micro_batch_reduces_them():
 def test_a_deep_model_is_written_out_as_it_would_run(more):
     from memlab.gpus import find_gpu
     from memlab.models import config, with_layers
-    from memlab.predict.recipe_log import completed
+    from memlab.predict.recipe_log import with_all_micro_batches
     from memlab.predict.run import log_of
     from memlab.predict.simulate import serve
     from memlab.predict.trace_recorder import run_log
 
     deep = FOUR.but(model=with_layers(config("llama-3-8b-tiny"), 13), checkpointing=True, **more)
     card = find_gpu("A100-40GB")
-    logs = run_log(deep, card), completed(deep, log_of(deep, card))
+    logs = run_log(deep, card), with_all_micro_batches(deep, log_of(deep, card))
     quick, whole = (serve(deep, log, card) for log in logs)
     assert quick.peak_allocated == whole.peak_allocated
     assert quick.peak_reserved == whole.peak_reserved
