@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from memlab import models
 from memlab.fields import one_of
 from memlab.spec.combinations import check_trainer
-from memlab.spec.optimizers import OPTIMIZERS, Optimizer, is_of_bitsandbytes
+from memlab.spec.optimizers import OPTIMIZERS, is_of_bitsandbytes, library_of
 from memlab.spec.recipe import (
     QUANTIZED,
     Recipe,
@@ -165,11 +165,11 @@ def _hub_name(recipe: Recipe) -> str:
     return str(Path(name).parent) if name.endswith(".json") else name
 
 
-def _made(optimizer: Optimizer) -> str:
+def _made(optimizer: str) -> str:
     """The line of a plain loop that makes an optimizer, as ruff would break it."""
-    name = optimizer.made_by
-    name = name.rpartition(".")[2] if optimizer.library == "transformers" else name
-    settings = [f"{name}={value}" for name, value in optimizer.settings.items()]
+    name, settings = OPTIMIZERS[optimizer].made_by, OPTIMIZERS[optimizer].settings
+    name = name.rpartition(".")[2] if library_of(optimizer) == "transformers" else name
+    settings = [f"{name}={value}" for name, value in settings.items()]
     arguments = ["weights", "lr=LEARNING_RATE", *settings]
     line = f"{name}({', '.join(arguments)})"
     if len(line) <= LONGEST_LINE:
@@ -184,7 +184,7 @@ def _values(recipe: Recipe, api: str) -> dict:
     task, lora, targets = recipe.task, recipe.lora_rank, recipe.lora_targets
     decoder = not config.is_encoder_decoder and "masked-lm" not in models.tasks(config)
     blocks = task in ("causal-lm", "masked-lm") and not recipe.padded
-    optimizer = _made(OPTIMIZERS[recipe.optimizer])
+    optimizer = _made(recipe.optimizer)
     meaning_of_optimizer = OPTIMIZERS[recipe.optimizer].meaning
     if recipe.optimizer_offload != "none":
         freed = recipe.optimizer_offload == "gradients"

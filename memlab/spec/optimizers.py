@@ -32,11 +32,6 @@ class Optimizer:
     planned: bool = False
     worse: bool = False
 
-    @property
-    def library(self) -> str:
-        """The package that its class comes from."""
-        return self.made_by.partition(".")[0]
-
 
 _ADAMW, _BITSANDBYTES = "torch.optim.AdamW", "bitsandbytes.optim."
 # In the order in which a plan tries them, the plainest first.
@@ -111,6 +106,11 @@ OPTIMIZERS = {
 }
 
 
+def library_of(optimizer: str) -> str:
+    """The package that an optimizer's class comes from; empty for no optimizer, as of a serving."""
+    return OPTIMIZERS[optimizer].made_by.partition(".")[0] if optimizer else ""
+
+
 def is_of_bitsandbytes(optimizer: str) -> bool:
     """Whether the package bitsandbytes has it."""
-    return OPTIMIZERS[optimizer].library == "bitsandbytes"
+    return library_of(optimizer) == "bitsandbytes"

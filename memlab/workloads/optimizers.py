@@ -8,7 +8,7 @@ import importlib
 import torch
 
 from memlab import libraries
-from memlab.spec.optimizers import OPTIMIZERS
+from memlab.spec.optimizers import OPTIMIZERS, is_of_bitsandbytes
 from memlab.spec.recipe import Recipe
 from memlab.workloads import sharding
 
@@ -68,12 +68,13 @@ def _optimizer_of(recipe: Recipe, parameters, embeddings=()) -> torch.optim.Opti
     known = OPTIMIZERS.get(recipe.optimizer)
     if known is None:
         raise ValueError(f"optimizer is {recipe.optimizer!r}: nothing here trains with it")
-    if known.library == "bitsandbytes":
+    eight_bits = is_of_bitsandbytes(recipe.optimizer)
+    if eight_bits:
         libraries.import_bitsandbytes(f"optimizer {recipe.optimizer}")
     module, _, name = known.made_by.rpartition(".")
     kind = getattr(importlib.import_module(module), name)
     made = sharding.sharded_optimizer(recipe, parameters, kind, lr=LEARNING_RATE, **known.settings)
-    return _with_own_manager(made, embeddings) if known.library == "bitsandbytes" else made
+    return _with_own_manager(made, embeddings) if eight_bits else made
 
 
 def _with_own_manager(optimizer, embeddings) -> torch.optim.Optimizer:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.pytorch_utils import Conv1D
 
 from memlab import libraries, models
-from memlab.spec.optimizers import OPTIMIZERS, is_of_bitsandbytes
+from memlab.spec.optimizers import is_of_bitsandbytes, library_of
 from memlab.spec.recipe import (
     QUANTIZED,
     Recipe,
@@ -299,7 +299,7 @@ def import_libraries(recipe: Recipe) -> None:
         import_peft()
     if recipe.optimizer_offload != "none":
         libraries.import_torchao(f"optimizer_offload {recipe.optimizer_offload}")
-    if OPTIMIZERS[recipe.optimizer].library == "transformers":
+    if library_of(recipe.optimizer) == "transformers":
         libraries.import_quietly("transformers.optimization")  # with peft, if that is there
 
 
