@@ -115,7 +115,10 @@ def peak_reserved_of(recipe: Recipe | Serving, log: Log, card: GPU) -> int | Non
 
 
 def _events(recipe: Recipe | Serving, log: Log, card: GPU) -> Iterable[Event]:
-    """Those of a log. A block comes before them where `from_pretrained` loads a base."""
+    """Those of a log; before them, where `from_pretrained` loads a base, its warm-up block.
+
+    The block's size depends on the card and on the depth of the model, so that no log has it.
+    """
     if recipe.base not in QUANTIZED or is_moved_by_sharding(_in_the_place_of(recipe)):
         return log.events()
     nbytes = warm_up_bytes(recipe, card.total_memory)
