@@ -106,7 +106,10 @@ def peak_reserved_of(recipe: Recipe | Serving, log: Log, card: GPU) -> int | Non
 
 
 def _events(recipe: Recipe | Serving, log: Log, card: GPU) -> Iterable[Event]:
-    """Those of a log. A block comes before them where `from_pretrained` loads a base."""
+    """Those of a log; before them, where `from_pretrained` loads a base, its warm-up block.
+
+    The block's size depends on the card and on the depth of the model, so that no log has it.
+    """
     in_shards = isinstance(recipe, Recipe) and is_moved_by_sharding(recipe)
     if recipe.base not in QUANTIZED or in_shards:
         return log.events()

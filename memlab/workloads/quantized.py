@@ -36,6 +36,9 @@ def load(model: torch.nn.Module, device: torch.device | str) -> None:
     transformers. Its blocks are free for the next one. The order decides which of them are left
     over, and so what stays reserved; the first releases of transformers 5 loaded by threads, in
     another order each time. What `from_pretrained` takes before is `warm_up_bytes`.
+
+    Known limitation: experts that a checkpoint has one by one, which `from_pretrained` merges on
+    the device, come merged.
     """
     from transformers.core_model_loading import dot_natural_key
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize, Bnb8bitQuantize
