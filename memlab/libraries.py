@@ -16,7 +16,6 @@ import inspect
 import json
 import logging
 import os
-import re
 import socket
 import sys
 import tempfile
@@ -36,7 +35,6 @@ LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 # Raise it by hand when a `remembered` function says something else than before.
 FACTS_FORMAT = 1
 
-OF_A_MODEL = re.compile(r"transformers\.models\..*\.modeling_")
 # Modules that models of transformers share, and whose functions stand in them by themselves.
 SHARED = ("transformers.integrations.sdpa_attention", "transformers.masking_utils")
 THEIRS = {*sys.stdlib_module_names, "torch", "transformers", "huggingface_hub", "safetensors"}
@@ -159,11 +157,17 @@ def remembered(function: Function) -> Function:
                 return known[asked]
         known[asked] = json.loads(json.dumps(function(model, *more)))
         # What somebody has changed in this process is not so in the next one.
-        if file is not None and not changed(filter(OF_A_MODEL.match, sys.modules)):
+        if file is not None and not changed(_modules_of(json.loads(values)["model_type"])):
             write_whole(file, json.dumps(known[asked]).encode())
         return known[asked]
 
     return remembering  # type: ignore[return-value]
+
+
+def _modules_of(family: str) -> list[str]:
+    """The modules of a family of transformers that are imported."""
+    folder = f"transformers.models.{family.removesuffix('_text').replace('-', '_')}."
+    return [name for name in sys.modules if name.startswith(folder)]
 
 
 def changed(modules: Iterable[str]) -> bool:

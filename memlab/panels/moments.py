@@ -34,8 +34,8 @@ class Moments(NamedTuple):
 
     tensors: (category, bytes in symbols, bytes of an element) of each kind. once, each: how many of
     them there are at each moment, an array [moments, tensors] without any pattern of layers and one
-    of what a pattern adds. phases: of the moments. beside: [2, tensors], once and each, of what the
-    passes leave to the update, or of what an update leaves to the passes.
+    of what a pattern adds. phases: of the moments. carried_over: [2, tensors], once and each, of
+    what the passes leave to the update, or of what an update leaves to the passes.
     """
 
     tensors: list[tuple[Category, Term, int]]

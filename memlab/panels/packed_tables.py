@@ -54,7 +54,7 @@ class PackedTables:
         for name, column in {
             "layers": dataclasses.astuple(kept.layers),
             "tensors": [[categories.index(c), self._term(t), item] for c, t, item in found.tensors],
-            "beside": _flat(_counts(found.beside)),
+            "beside": _flat(_counts(found.carried_over)),
             "moments": moments,
             "work": _flat([self._operator(*one), *counts] for *one, counts in operators_of(half)),
             "parameters": [
