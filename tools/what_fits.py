@@ -83,11 +83,14 @@ def answers(model: str) -> dict[str, dict[str, str]]:
 
 
 def cell(ways: dict[str, dict[str, str]], gpu: str) -> str:
-    """The first way that fits a card, with the GiB that it needs; a dash where none does."""
+    """The first way that fits a card, with the GiB that it needs; a dash where none does.
+
+    Answers that are kept from before `fits` gave them are ranges: the most counts.
+    """
     for way, cards in ways.items():
         said, _, bytes_ = cards[gpu].partition(": ")
         if said == "fits":
-            return f"{way} {bytes_.split()[0]}"
+            return f"{way} {bytes_.split()[-2]}"
     return "—"
 
 
