@@ -9,18 +9,21 @@ import pytest
 from panel_page import PanelPage
 
 from memlab import cli, fits, models, simulate
+from memlab.card.kernels import sdpa
 from memlab.gpus import GPUS, find_gpu
 from memlab.panels.serving_calculator import BYTES, FIELDS, HELD, NAMES, TYPES, ServingCalculator
 from memlab.spec.serving import Serving
+from memlab.trace.patches import replaced
 
-# The page is of the releases that the traces were recorded with, and is compared with these.
+# Kernels of one release, on the page and in the simulation, whichever is here.
 pytestmark = pytest.mark.usefixtures("attention_of_2_13")
 PASTED, BY_SIZE = "a pasted config.json", "another, by its GiB"
 
 
 @pytest.fixture(scope="module")
 def page(chromium, tmp_path_factory):
-    page = PanelPage(chromium, tmp_path_factory.mktemp("serving"), ServingCalculator())
+    with replaced((sdpa, "SHARES_KEYS", sdpa.kernels_that_share_keys("2.13.0"))):
+        page = PanelPage(chromium, tmp_path_factory.mktemp("serving"), ServingCalculator())
     yield page
     page.close()
 
