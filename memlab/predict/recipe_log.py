@@ -20,9 +20,8 @@ from memlab.trace.log import Log
 from memlab.units import gib
 
 LEFT_FREE = int(1.2 * 2**30)  # bytes of a card that the warm-up leaves
-MAX_LAYERS_TO_RUN = (
-    12  # up to so many layers the model itself is as quick, and its log tells layers apart
-)
+# Up to so many layers the model itself is as quick, and its log tells layers apart.
+MAX_LAYERS_TO_RUN = 12
 LEAST_OFFLOADED = 4096  # elements of a weight that torchao's CPUOffloadOptimizer moves to the host
 
 

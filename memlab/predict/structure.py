@@ -18,6 +18,7 @@ from memlab import models
 from memlab.gpus import GPU, card_class
 from memlab.libraries import remembered
 from memlab.predict.widths import (
+    LENGTHS,
     LIKE_RANK,
     LIKE_WIDTHS,
     ONE_PROJECTION,
@@ -202,17 +203,28 @@ def has_fused_products(recipe: Recipe, card: GPU) -> bool:
         return False
     tokens = recipe.batch_size * recipe.seq_len
     card_kind = [card.processors, *card.capability]
-    return _fuses_products(recipe.model, recipe.task, recipe.compute_dtype, tokens, card_kind)
+    fused = _fused_tokens(recipe.model, recipe.task, recipe.compute_dtype, card_kind)
+    return any(first <= tokens <= last for first, last in fused)
 
 
 @remembered
-def _fuses_products(model, task: str, dtype: str, tokens: int, card: list[int]) -> bool:
-    """card: its multiprocessors and its compute capability."""
-    from memlab.card.kernels.bitsandbytes import fuses_4bit_product
+def _fused_tokens(model, task: str, dtype: str, card: list[int]) -> list[list[int]]:
+    """[first, last] of each range of tokens at which some product of a model is fused.
+
+    card: its multiprocessors and its compute capability.
+    """
+    from memlab.card.kernels.bitsandbytes import cuda_module, fuses_4bit_product
     from memlab.workloads.quantized import COMPUTE_DTYPES
 
-    matrices = [shape for shape in shapes_of(model, task) if len(shape) == 2]
-    return any(fuses_4bit_product(card, COMPUTE_DTYPES[dtype], tokens, *one) for one in matrices)
+    matrices = {tuple(shape) for shape in shapes_of(model, task) if len(shape) == 2}
+    ranges: list[list[int]] = []
+    for tokens in range(1, cuda_module()._gemm_4bit_custom_max_m + 1):
+        if any(fuses_4bit_product(card, COMPUTE_DTYPES[dtype], tokens, *one) for one in matrices):
+            if ranges and ranges[-1][1] == tokens - 1:
+                ranges[-1][1] = tokens
+            else:
+                ranges.append([tokens, tokens])
+    return ranges
 
 
 # ---------------------------------------------------------------------- the usual dimensions
@@ -395,20 +407,13 @@ def _has_small_states(recipe: Recipe) -> bool:
 
 
 def exact_structure(recipe: Recipe, card: GPU) -> Structure:
-    kept = dict(_values_without_lengths(recipe.model))
+    kept, others = dict(models.values_of(recipe.model)), models.names_of(recipe.model)
+    for name in LENGTHS:
+        name = others.get(name, name)
+        if kept.get(name):
+            kept[name] = True
     kept |= {"attention": recipe.attention, "card": card_class(card.capability)}
     # A rank may decide which states are kept in 8 or 4 bits, and on the card.
     rank = not _has_small_states(recipe)
     kept["rank"] = rank or recipe.lora_rank
     return Structure(json.dumps(kept, sort_keys=True), recipe.model, {}, rank)
-
-
-@remembered
-def _values_without_lengths(model) -> dict[str, Any]:
-    """The values of a config, of lengths only whether it has them."""
-    config = models.config(model)
-    kept = json.loads(config.to_json_string(use_diff=False))
-    for name in size_field_names(config):
-        if kept.get(name):
-            kept[name] = True
-    return kept

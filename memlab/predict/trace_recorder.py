@@ -28,9 +28,8 @@ CHECKED_BATCH = 2
 CHECKED_PATTERNS = 4
 PROBED_PATTERNS = 2  # with other releases: a first and a last layer meet every kernel
 DEPTHS_TO_RECORD = FEWEST, (2, 3, 4)  # patterns that are recorded; the first may be another kind
-MAX_EVENT_RATIO = (
-    2  # give up beyond so many times the expected events: their number depends on sizes
-)
+# Give up beyond so many times the expected events: their number depends on the sizes.
+MAX_EVENT_RATIO = 2
 
 
 def run_log(recipe: Recipe | Serving, card: GPU, loop=None) -> Log:

@@ -34,7 +34,7 @@ from memlab.trace.log import Log, peak_allocated
 from memlab.trace.symbols import ALIGNED
 from memlab.trace.trace import Depth, Trace
 
-USUAL_LENGTH = 512  # tokens
+USUAL_BATCH, USUAL_LENGTH = 2, 512  # sequences, tokens
 MAX_CACHED_LOGS, MAX_CACHED_PHASES = 8, 128  # logs at full depth, and halves, of a process
 # A recipe's fields that only the passes depend on.
 OF_PASSES = ("checkpointing", "padded", "set_to_none")
@@ -192,7 +192,7 @@ def usual_sizes(recipe: Recipe) -> Recipe:
     elif window:
         longest = min(longest, window - 1)
     length = max(1, longest // ALIGNED) * ALIGNED
-    return recipe.but(batch_size=2, seq_len=length)
+    return recipe.but(batch_size=USUAL_BATCH, seq_len=length)
 
 
 def keys_of(recipe: Recipe, passes: Structure, updates: Structure) -> tuple[str, str]:

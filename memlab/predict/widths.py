@@ -15,6 +15,7 @@ from memlab.libraries import remembered
 # in 4 bits.
 WIDTHS = {"g": 13 * 8, "m": 19, "d": 5 * 32, "h": 31 * 128, "f": 53 * 256, "V": 41 * 64}
 HEAD_SIZES = ("head_dim", "d_kv")
+LENGTHS = ("max_position_embeddings", "sliding_window")  # sizes of any structure
 ONE_PROJECTION = ("phi3",)  # families with a weight for queries, keys and values together
 # Other widths, and a rank, at which states in 8 bits may be of the same weights as at those.
 LIKE_WIDTHS = (
@@ -54,8 +55,7 @@ def shapes_of(model, task: str) -> list[list[int]]:
 
 def size_field_names(config) -> list[str]:
     """The fields of a config that are sizes of any structure: its positions and its window."""
-    names = "max_position_embeddings", "sliding_window"
-    return [config.attribute_map.get(name, name) for name in names]
+    return [config.attribute_map.get(name, name) for name in LENGTHS]
 
 
 def at_widths(config, chosen: dict[str, int]) -> tuple[dict, dict[str, int], dict[str, int]]:

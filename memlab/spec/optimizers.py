@@ -64,7 +64,7 @@ OPTIMIZERS = {
     ),
     "sgd": Optimizer(
         "torch.optim.SGD",
-        "one state a weight",
+        "one state per weight",
         states=1,
         help="momentum 0.9, multi-tensor",
         settings={"momentum": 0.9, "foreach": True},
@@ -73,7 +73,7 @@ OPTIMIZERS = {
     ),
     "adamw_8bit": Optimizer(
         _BITSANDBYTES + "AdamW8bit",
-        "two 8-bit states a weight",
+        "two 8-bit states per weight",
         states=2,
         bits=8,
         help="bitsandbytes', with the embeddings' states in 32 bit but for step_in_backward, as "
@@ -90,7 +90,7 @@ OPTIMIZERS = {
     ),
     "paged_adamw_8bit": Optimizer(
         _BITSANDBYTES + "PagedAdamW8bit",
-        "two 8-bit states a weight, which can leave the GPU",
+        "two 8-bit states per weight, which can leave the GPU",
         states=2,
         bits=8,
         paged=True,
@@ -98,7 +98,7 @@ OPTIMIZERS = {
     ),
     "lion_8bit": Optimizer(
         _BITSANDBYTES + "Lion8bit",
-        "one 8-bit state a weight",
+        "one 8-bit state per weight",
         states=1,
         bits=8,
         worse=True,

@@ -161,9 +161,9 @@ def in_page(page, asked):
     }})""")
 
 
-def drawn_settings(page, number):
+def drawn_settings(page, number, seed=3):
     """Settings that the switches can have, with sizes that a reader may type."""
-    known, draw, found = page.run("panel.calculator.known"), random.Random(3), []
+    known, draw, found = page.run("panel.calculator.known"), random.Random(seed), []
     while len(found) < number:
         model = draw.choice(list(known["models"]))
         longest = min(known["models"][model]["longest"] or 4096, 8192)
@@ -225,6 +225,27 @@ def test_its_peak_is_the_simulations_and_nothing_is_falsely_said_to_fit(drawn):
             assert fits(recipe, card).fits == (found["verdict"] == "fits"), settings
         verdicts.add(found["verdict"])
     assert verdicts >= {"fits", "does not fit"}
+
+
+@pytest.mark.slow
+def test_the_largest_micro_batch_that_it_says_fits_does_so(whole):
+    """Random borders, where sums without an order are most likely to be wrong."""
+    asked = drawn_settings(whole, 400, seed=5)
+    largest = whole.run(f"""{json.dumps(asked)}.map(settings => {{
+        const at = (batch) => ({{ ...settings, batch_size: String(batch) }});
+        try {{
+            let fits = 0, over = 4097;
+            while (over - fits > 1) {{
+                const middle = Math.floor((fits + over) / 2);
+                if (panel.calculator.answer(at(middle)).verdict === "fits") fits = middle;
+                else over = middle;
+            }}
+            return fits;
+        }} catch (error) {{ return 0; }}
+    }})""")
+    borders = [(one | {"batch_size": str(n)}) for one, n in zip(asked, largest, strict=True) if n]
+    untrue = [one for one in borders if not fits(recipe_of(one), card_of(one))]
+    assert len(borders) >= 60 and not untrue, untrue
 
 
 @pytest.mark.parametrize(("gpu", "shared"), [("T4", True), ("V100", False), ("L4", True)])

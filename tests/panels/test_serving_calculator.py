@@ -184,6 +184,19 @@ def test_the_largest_fits_and_the_next_does_not(page, field):
     assert said[0] == "fits" != said[1] and fits(*serving_of(one | {field: most}))
 
 
+@pytest.mark.slow
+def test_the_largest_batch_that_it_says_fits_does_so(page):
+    """Random borders, half of them of cards without flash attention."""
+    asked = [one | {"gpu": gpu} for one in drawn(30) for gpu in ("T4", "L4")]
+    largest = page.run(f"""{json.dumps(asked)}.map(one => {{
+        try {{ return panel.calculator.largest(one, "batch_size"); }}
+        catch (error) {{ return 0; }}
+    }})""")
+    borders = [one | {"batch_size": n} for one, n in zip(asked, largest, strict=True) if n]
+    untrue = [one for one in borders if not fits(*serving_of(one))]
+    assert len(borders) >= 20 and not untrue, untrue
+
+
 @pytest.mark.parametrize("name", ["llama-3-8b", "qwen2.5-1.5b", "mistral-7b", "gpt2-xl"])
 def test_a_pasted_config_is_the_named_model(page, name):
     page.set("serve", name)
