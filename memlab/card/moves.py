@@ -353,6 +353,10 @@ def _swap(one, other) -> None:
         mine, its = getattr(one, name), getattr(other, name)
         setattr(one, name, its), setattr(other, name, mine)
     torch._C._swap_tensor_impl(one, other)
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(one, name)
+        if hooks is not None:  # autograd notes them on what was exchanged
+            setattr(one, name, hooks)
 
 
 with FakeTensorMode():

@@ -90,7 +90,7 @@ OPTIMIZERS = {
     ),
     "paged_adamw_8bit": Optimizer(
         _BITSANDBYTES + "PagedAdamW8bit",
-        "two 8-bit states per weight, which can leave the GPU",
+        "two 8-bit states per weight that can leave the GPU",
         states=2,
         bits=8,
         paged=True,

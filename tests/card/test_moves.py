@@ -86,3 +86,22 @@ def test_pinned_memory_is_asked_for_and_said():
         assert plain.pin_memory().is_pinned() and not plain.is_pinned()
         with pytest.raises(RuntimeError, match="only dense CPU tensors can be pinned"):
             plain.cuda().pin_memory()
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_from_before_a_move_run_after_it(register):
+    """An optimizer that is made before the model moves, as torchao's on the host, asks for one."""
+    called = []
+    outside = torch.nn.Linear(4, 2)
+    getattr(outside.weight, register)(lambda _: called.append("outside"))
+    with SimulatedGPU("L4"):
+        inside = torch.nn.Linear(4, 2)
+        handle = getattr(inside.weight, register)(lambda _: called.append("inside"))
+        for model in (inside, outside):
+            model.cuda()(torch.ones(1, 4, device="cuda")).sum().backward()
+        assert called == ["inside", "outside"]
+        handle.remove()
+        inside(torch.ones(1, 4, device="cuda")).sum().backward()
+    assert called == ["inside", "outside"]
+    outside(torch.ones(1, 4)).sum().backward()
+    assert called == ["inside", "outside", "outside"]

@@ -25,6 +25,7 @@ from memlab.panels.calculator import (
 from memlab.panels.packed_tables import is_kept
 from memlab.predict.recipe_log import refuse_format
 from memlab.predict.shipped import Shipped
+from memlab.spec.optimizers import is_of_bitsandbytes
 
 GIB = 2**30
 # The page is of the releases that its traces were recorded with, and is compared with these.
@@ -210,17 +211,18 @@ def test_its_peak_is_the_simulations_and_nothing_is_falsely_said_to_fit(drawn):
     for settings, found in asked:
         recipe, card = recipe_of(settings), card_of(settings)
         whole, page = simulate(recipe, find_gpu(card).without_limit()), found["found"]
-        assert page["peak_allocated"] == pytest.approx(whole.peak_allocated, rel=0.015), settings
+        assert page["peak_allocated"] == pytest.approx(whole.peak_allocated, rel=0.01), settings
         assert page["parameters"] == whole.parameters
         assert page["trainable_parameters"] == whole.trainable_parameters
         for name in ("parameters", "optimizer_states", "activations"):
-            # States of small tensors are those of wide models, so some MiB are apart.
             off = page["breakdown"][name] - whole.breakdown[name]
-            assert abs(off) <= 0.01 * whole.peak_allocated, (name, settings)
+            assert abs(off) <= 0.005 * whole.peak_allocated, (name, settings)
         if find_gpu(card).bandwidth:
             expected = whole.step_seconds.expected
-            # The page's traces are of several sequences; one alone has fewer operators to launch.
-            assert page["step_time"]["expected"] == pytest.approx(expected, rel=0.15), settings
+            # The page takes wide models' 8-bit states, whose steps take the host longer.
+            within = 0.15 if is_of_bitsandbytes(recipe.optimizer) else 0.01
+            found_time = page["step_time"]["expected"]
+            assert found_time == pytest.approx(expected, rel=within), settings
         if found["verdict"] != "may fit":
             assert fits(recipe, card).fits == (found["verdict"] == "fits"), settings
         verdicts.add(found["verdict"])
@@ -245,7 +247,7 @@ def test_the_largest_micro_batch_that_it_says_fits_does_so(whole):
     }})""")
     borders = [(one | {"batch_size": str(n)}) for one, n in zip(asked, largest, strict=True) if n]
     untrue = [one for one in borders if not fits(recipe_of(one), card_of(one))]
-    assert len(borders) >= 60 and not untrue, untrue
+    assert len(borders) >= 40 and not untrue, untrue
 
 
 @pytest.mark.parametrize(("gpu", "shared"), [("T4", True), ("V100", False), ("L4", True)])
