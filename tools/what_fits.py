@@ -4,7 +4,7 @@
                                         and writes the table of chapters/what-fits.md
 
 In full, with LoRA and with QLoRA, as the planner would begin: under autocast, with checkpointing
-and fused attention, in micro-batches of 1 x 512 tokens (or the longest that a model allows).
+and fused attention, in micro-batches of 1 x 2,048 tokens (or the longest that a model allows).
 Answers are those of `memlab.fits`. Where traces are kept a model takes seconds, else minutes.
 """
 
@@ -29,6 +29,7 @@ from memlab.workloads.quantized import COMPUTE_DTYPES
 ROOT = Path(__file__).parent.parent
 FILE, PAGE = ROOT / "tests" / "what_fits.json", ROOT / "chapters" / "what-fits.md"
 CARDS = ("RTX-3060", "T4", "RTX-4090", "RTX-5090", "L40S", "A100-80GB", "B200")
+SEQ_LEN = 2048
 LORA = {"lora_rank": 16}
 WAYS = {"full": {}, "LoRA": LORA | HALF, "QLoRA": LORA | NF4}
 LOGS: dict[tuple, Log] = {}
@@ -38,7 +39,7 @@ NAMES = [name for name in models.MODELS if not name.endswith("-tiny")]
 def recipe_of(model: str, way: str, gpu: str) -> Recipe:
     """What is asked of a model in a way on a card."""
     half = "bf16-amp" if "bfloat16" in find_gpu(gpu).native_dtypes else "fp16-amp"
-    length = min(512, models.max_length(model) or 512)
+    length = min(SEQ_LEN, models.max_length(model) or SEQ_LEN)
     return Recipe(
         model,
         seq_len=length,
@@ -83,14 +84,11 @@ def answers(model: str) -> dict[str, dict[str, str]]:
 
 
 def cell(ways: dict[str, dict[str, str]], gpu: str) -> str:
-    """The first way that fits a card, with the GiB that it needs; a dash where none does.
-
-    Answers that are kept from before `fits` gave them are ranges: the most counts.
-    """
+    """The first way that fits a card, with the GiB that it needs; a dash where none does."""
     for way, cards in ways.items():
-        said, _, bytes_ = cards[gpu].partition(": ")
+        said, _, needs = cards[gpu].partition(": ")
         if said == "fits":
-            return f"{way} {bytes_.split()[-2]}"
+            return f"{way} {needs.removesuffix(' GiB')}"
     return "—"
 
 

@@ -43,7 +43,8 @@ class Efficiency:
     """What programs reach of what was measured on a card, the same for all cards and recipes.
 
     products: share of what large products reach, once `busy` is counted. attention: the same of
-    fused attention, and of what else has no tiles.
+    fused attention, and of what else has no tiles; on_hopper: attention on a card of compute
+    capability 9.0.
     memory: kernels' bytes per second, times what they reach on the card (`GPU.traffic`).
     cache: how many times the memory's rate the L2 cache's is.
     coded: clocks of a processor for an element of a weight with states in 8 bits.
@@ -57,6 +58,7 @@ class Efficiency:
 
     products: float
     attention: float
+    on_hopper: float
     memory: float
     cache: float
     coded: float
@@ -67,6 +69,10 @@ class Efficiency:
     inference: float
     link: float
     hidden: float
+
+    def of_attention(self, gpu: GPU) -> float:
+        """Share of what large products reach on the card."""
+        return self.on_hopper if gpu.capability == (9, 0) else self.attention
 
     def host(self, phase: Phase) -> float:
         """Seconds of the host for an operator of a phase."""
@@ -81,8 +87,9 @@ class Efficiency:
 #   0.72 of the data sheet in the median (SimuMax at 4dcaae5, configs/system/a100_pcie.json) where
 #   large squares reach 0.77; in NeuSight's fp32 products above 3 GFLOP the median is 0.93 to 1 of
 #   the largest, once rounds of tiles are counted
-# - attention 0.6: FlashAttention-2 reaches 0.5 to 0.73 of an A100 forward and backward (Dao 2023),
-#   0.35 of an H100 (Shah et al. 2024, "FlashAttention-3")
+# - attention 0.6: FlashAttention-2 reaches 0.5 to 0.73 of an A100's data sheet forward and backward
+#   (Dao 2023); on_hopper 0.44: 0.35 of an H100's, as its instructions are those of an A100 (Shah et
+#   al. 2024, "FlashAttention-3"), of which large products reach 0.8
 # - cache 2: assumed. An A100 reads 5,120 bytes a clock from its L2 cache, 4.6 times its memory's
 #   rate (NVIDIA, "A100 Tensor Core GPU architecture"), but results go on to the memory. That there
 #   is such a rule was seen on PEFT's runs on an L40S, whose steps came out a fifth too long
@@ -99,10 +106,10 @@ class Efficiency:
 # - link 0.8: NCCL's all-gather passes on 360 of 450 GB/s of an H100's NVLink (nccl-tests#326);
 #   hidden 1: FSDP and DDP start a collective while the layer before or after computes (PyTorch's
 #   documentation of fully_shard, "prefetching"; Li et al. 2020, "PyTorch distributed")
-EXPECTED = Efficiency(0.92, 0.6, 1, 2, 8, 3e-6, 35e-6, 18e-6, 10e-6, 20e-6, 0.8, 1)
+EXPECTED = Efficiency(0.92, 0.6, 0.44, 1, 2, 8, 3e-6, 35e-6, 18e-6, 10e-6, 20e-6, 0.8, 1)
 # Nobody's mean: what a good and a bad program, card and day make of it.
-BEST = Efficiency(1, 0.8, 1.2, 3, 4, 2e-6, 20e-6, 10e-6, 5e-6, 10e-6, 0.92, 1)
-WORST = Efficiency(0.7, 0.4, 0.75, 1, 12, 5e-6, 60e-6, 30e-6, 15e-6, 40e-6, 0.65, 0)
+BEST = Efficiency(1, 0.8, 0.8, 1.2, 3, 4, 2e-6, 20e-6, 10e-6, 5e-6, 10e-6, 0.92, 1)
+WORST = Efficiency(0.7, 0.4, 0.3, 0.75, 1, 12, 5e-6, 60e-6, 30e-6, 15e-6, 40e-6, 0.65, 0)
 
 CALLS_OF_CODED = 8  # how many operators' time an update with 8-bit states takes on the host
 
@@ -236,7 +243,7 @@ def _seconds(
     to_host: float,
 ) -> dict[str, float]:
     """Seconds by part; they sum to the step's. reached: of each format, the last without one."""
-    share = np.where(columns.tiles > 0, reach.products, reach.attention)
+    share = np.where(columns.tiles > 0, reach.products, reach.of_attention(gpu))
     busy_share = busy(columns.tiles, gpu.processors)
     by_flops = columns.flops / (reached[columns.of] * share * busy_share)
     near = np.where(columns.nbytes <= gpu.cache / 2, reach.cache, 1)

@@ -55,7 +55,7 @@ def simulated(recipe, options, link=None) -> dict:
         values["versions"] = versions()
     values |= {"anchor": said} if said else {}
     name = recipe.model_name
-    if isinstance(recipe, Recipe) and recipe.lora_rank:
+    if recipe.lora_rank:
         name = f"{name}, {way_in_words(recipe)}"
     first = f"{name}: no card is named (--gpu)"
     if fit is not None:

@@ -335,6 +335,7 @@ def known_card(card: GPU) -> dict:
         "threads": card.threads,
         "bf16": "bfloat16" in card.native_dtypes,
         "processors": card.processors,
+        "hopper": card.capability == (9, 0),
         "clock": card.bandwidth and card.clock,
         "rates": list(card.rates),
         "reached": {dtype: card.reached(dtype) for dtype in card.rates},

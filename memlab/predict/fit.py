@@ -16,10 +16,10 @@ from memlab.fields import fraction, one_of
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, GPUS, find_gpu
 from memlab.predict.simulate import (
+    footprint_from_log,
     full_log,
     peak_allocated_of,
     peak_reserved_of,
-    serve,
     sized_log,
 )
 from memlab.spec.recipe import Recipe
@@ -108,14 +108,7 @@ def fit_from_log(
     link: between ranks, as in `simulate`.
     """
     said = verdict(recipe, log, card, margin)
-    found = serve(recipe, log, said.card, link)
-    footprint: Footprint | ServingFootprint = found
-    if not isinstance(recipe, Recipe):
-        from memlab.predict.serving import (
-            serving_footprint_from_log,  # it brings all caches of transformers
-        )
-
-        footprint = serving_footprint_from_log(recipe, log, found, card)
+    footprint = footprint_from_log(recipe, log, said.card, link)
     assert card.total_memory is not None  # it has a limit
     return Fit(said.fits, said.needed, said.margin, card.total_memory, footprint)
 
@@ -236,7 +229,7 @@ def largest(
     follows from the size: each of many sizes would be run part by part.
     """
     one_of("field", field, [name for name in STEPS if hasattr(recipe, name)])
-    if isinstance(recipe, Recipe) and recipe.loss != "whole":
+    if recipe.loss != "whole":
         raise ValueError(
             f"loss is {recipe.loss!r}: there is no trace of a loss in parts to search with, "
             "allowed is whole; `fits` answers for one size"

@@ -36,7 +36,7 @@ def refuse_format(recipe: Recipe | Serving, card: GPU) -> None:
         )
 
 
-def is_deep(recipe: Recipe) -> bool:
+def is_deep(recipe: Recipe | Serving) -> bool:
     """Whether a model has so many layers that shallow ones are quicker to run."""
     return getattr(models.settings(recipe.model), "num_hidden_layers", 0) > MAX_LAYERS_TO_RUN
 

@@ -13,7 +13,6 @@ from memlab.card.work import drop_small_ops
 from memlab.footprint import Category, Footprint, Phase, StepTime, Timeline
 from memlab.gpus import GPU
 from memlab.predict.run import weights_of
-from memlab.predict.simulate import full_log, serve
 from memlab.spec.recipe import QUANTIZED
 from memlab.spec.serving import Serving
 from memlab.trace.log import Log
@@ -120,13 +119,7 @@ class ServingFootprint:
         return "\n".join(lines + [f"assumed: {one}" for one in self.assumptions])
 
 
-def simulate_serving(serving: Serving, card: GPU) -> ServingFootprint:
-    """What `memlab.simulate` gives of a `Serving`."""
-    log = full_log(serving, card)
-    return serving_footprint_from_log(serving, log, serve(serving, log, card), card)
-
-
-def serving_footprint_from_log(
+def by_phase_of_text(
     serving: Serving, log: Log, footprint: Footprint, card: GPU
 ) -> ServingFootprint:
     """The footprint of a serving's log in the words of inference, with each phase's seconds."""

@@ -58,13 +58,9 @@ def simulate(
     when it does not have the recipe's number format.
     """
     card = find_gpu(gpu)
-    if not isinstance(recipe, Recipe):
-        from memlab.predict.serving import simulate_serving  # it brings transformers' caches
-
-        return simulate_serving(recipe, card)
     if link is not None:
         link_rate(card, link)  # or refuses
-    return serve(recipe, full_log(recipe, card), card, link)
+    return footprint_from_log(recipe, full_log(recipe, card), card, link)
 
 
 def full_log(recipe: Recipe | Serving, card: GPU, loop: Loop | None = None) -> Log:
@@ -73,7 +69,7 @@ def full_log(recipe: Recipe | Serving, card: GPU, loop: Loop | None = None) -> L
     loop: another training loop than memlab's own, a function like `memlab.predict.run.two_steps`.
     """
     refuse_format(recipe, card)
-    if loop or not isinstance(recipe, Recipe) or not is_deep(recipe):
+    if loop or not is_deep(recipe):
         from memlab.predict.trace_recorder import run_log  # it brings PyTorch
 
         return run_log(recipe, card, loop)
@@ -90,6 +86,18 @@ def peak_allocated_of(recipe: Recipe | Serving, card: GPU) -> int:
     """The most bytes of blocks in the measured step of `sized_log`, often without that log."""
     refuse_format(recipe, card)
     return traces().peak_allocated(recipe, card)
+
+
+def footprint_from_log(
+    recipe: Recipe | Serving, log: Log, card: GPU, link: str | None = None
+) -> Footprint | ServingFootprint:
+    """What `simulate` answers, of a log that is there already."""
+    footprint = serve(recipe, log, card, link)
+    if isinstance(recipe, Recipe):
+        return footprint
+    from memlab.predict.serving import by_phase_of_text  # it brings transformers' caches
+
+    return by_phase_of_text(recipe, log, footprint, card)
 
 
 def serve(recipe: Recipe | Serving, log: Log, card: GPU, link: str | None = None) -> Footprint:

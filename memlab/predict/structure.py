@@ -34,6 +34,7 @@ from memlab.spec.recipe import (
     FOUR_BITS,
     Recipe,
 )
+from memlab.spec.serving import Serving
 from memlab.trace.symbols import ALIGNED, chosen_sizes
 
 # Kinds of stretched rotary positions whose tensors are those of plain ones.
@@ -41,8 +42,8 @@ SAME_ROPE = ("default", "linear", "llama3", "yarn")
 # Of adapters at the chosen sizes; what is narrower than the second, a router, has none.
 LARGEST_RANK, NARROW = 512, 32
 LAYERS = 4  # of a model that stands for all of a structure, at least
-# Elements: bitsandbytes keeps the states of smaller tensors in 32 bits, and on the card.
 BLOCK_OF_A_SCALE = 64  # weights in 4 bits, as transformers quantizes
+# Elements: bitsandbytes keeps the states of smaller tensors in 32 bits, and on the card.
 LEAST_8BIT, LEAST_PAGED = 4096, 100_000
 
 
@@ -179,14 +180,17 @@ def common_key_fields(recipe: Recipe) -> dict:
     return values
 
 
-def has_no_trace(recipe: Recipe, card: GPU) -> bool:
+def has_no_trace(recipe: Recipe | Serving, card: GPU) -> bool:
     """Whether a recipe is known to have no trace of passes and updates for all sizes.
 
     A loss in parts of tokens has as many parts as the tokens ask for. Where the backward pass steps
     there are no updates apart from it. Copies to the host have terms of no size. Where flash-attn
     gets borders between sequences, there is one more of these than sequences. The gated delta rule
-    of Qwen3.5 and its like loops over the chunks of a sequence.
+    of Qwen3.5 and its like loops over the chunks of a sequence. A serving's cache grows with each
+    token.
     """
+    if isinstance(recipe, Serving):
+        return True
     parts = recipe.loss != "whole" or recipe.step_in_backward
     away = recipe.activation_offload or recipe.optimizer_offload != "none"
     borders = recipe.attention == "flash_attention_2" and (recipe.packed or recipe.padded)

@@ -74,7 +74,7 @@ class Traces:
             from memlab.predict.trace_recorder import run_log
 
             return run_log(recipe, card)
-        found = self.of(recipe, card) if isinstance(recipe, Recipe) else None
+        found = self.of(recipe, card)
         if found is None:
             return self._run(recipe, card)
         trace, depth, sizes = found
@@ -85,9 +85,8 @@ class Traces:
 
         In some ten milliseconds of a recipe that has a trace.
         """
-        found = None
-        if isinstance(recipe, Recipe) and not has_changed_code(recipe.model, recipe.task):
-            found = self.of(recipe, card)
+        changed = has_changed_code(recipe.model, recipe.task)
+        found = None if changed else self.of(recipe, card)
         if found is None:
             return peak_allocated(self.log(recipe, card).events())
         trace, depth, sizes = found

@@ -35,6 +35,8 @@ def test_a_kernel_takes_the_longest_of_its_three():
     assert found.expected == pytest.approx(10**15 / (reached * EXPECTED.products))
     found = expected(product(10**15, tiles=0))  # fused attention has no tiles
     assert found.expected == pytest.approx(10**15 / (reached * EXPECTED.attention))
+    hopper = step_time(Counter([product(10**15, "bfloat16", tiles=0)]), find_gpu("H100"))
+    assert 10**15 / hopper.expected == pytest.approx(0.35 * 989.4e12, rel=0.01)  # Shah et al.
     copy = expected(one(nbytes=10**12))
     assert copy.expected == pytest.approx(10**12 / (1555e9 * 0.76))
     assert copy.parts["memory traffic"] == copy.expected

@@ -228,8 +228,9 @@
     function secondsOf(work, card, reach, which) {
       const parts = Object.fromEntries(known.parts.map((name) => [name, 0]));
       const [onHost, onCard] = [0, 0].map(() => phases.map(() => 0));
+      const attention = card.hopper ? reach.on_hopper : reach.attention;
       for (const one of work) {
-        const share = (one.tiles > 0 ? reach.products : reach.attention) * busy(one.tiles, card.processors);
+        const share = (one.tiles > 0 ? reach.products : attention) * busy(one.tiles, card.processors);
         const byFlops = one.dtype ? one.flops / (reached(one.dtype, card)[which] * share) : 0;
         const near = one.nbytes <= card.cache / 2 ? reach.cache : 1;
         const byBytes = one.nbytes / (card.traffic * reach.memory * near);
