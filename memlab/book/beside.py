@@ -1,4 +1,4 @@
-"""One table for a recipe: what is predicted, and beside it what was found, here and elsewhere."""
+"""One table for a recipe: what is predicted, beside what was measured here and elsewhere."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ TWIN_BATCH = 4  # sequences that a laptop trains in a moment
 
 
 def beside(recipe: Recipe, gpu: GPU | str = "T4", minutes: float = 2) -> Styler:
-    """The peak of a recipe's tensors: predicted at full size, and found where it can be found.
+    """The peak of a recipe's tensors: predicted at full size, and measured where it can be.
 
     Rows: on `gpu`, simulated as if it had room; here, at full size where this machine's card has
     room for the recipe and its steps take less than so many minutes, else the model's tiny twin, of
     at most four sequences; each record or published run of the recipe. MiB; error: predicted over
-    found, less one.
+    measured, less one.
 
-    What is found on a card are the allocator's counters, on a CPU the sum of the tensors. Of a
+    Measured are on a card the allocator's counters, on a CPU the sum of the tensors. Of a
     recipe that cannot be trained on `gpu` the table has no rows, and its caption says why, so that
     a page goes on after a reader's change. Raises ValueError for a card that nobody knows.
     """
@@ -48,28 +48,28 @@ def _table(recipe: Recipe, card: GPU, minutes: float) -> Styler:
     here, why_not = _full_size_here(recipe, minutes)
     if here is None:
         twin = recipe.twin(batch_size=min(recipe.batch_size, TWIN_BATCH))
-        found = measure(twin, "cpu", steps=1).footprint
+        measured = measure(twin, "cpu", steps=1).footprint
         guess = simulate_on_cpu(twin)  # whose kernels keep other tensors than a card's
-        rows["tiny twin, this CPU"] = guess.peak_tensors, found.peak_tensors
+        rows["tiny twin, this CPU"] = guess.peak_tensors, measured.peak_tensors
     else:
         name = torch.cuda.get_device_name()
         rows[f"full size, here ({name})"] = here
     for record in find_records(model=recipe.model, loop=""):
-        bytes_found = record.figures.get("peak_allocated_bytes")
-        if bytes_found and Recipe(**record.recipe) == recipe:
+        bytes_measured = record.figures.get("peak_allocated_bytes")
+        if bytes_measured and Recipe(**record.recipe) == recipe:
             its_card = gpu_of_device(record.device)
             roomy = its_card.without_limit() if its_card else None
             guess = simulate(recipe, roomy).peak_allocated
-            rows[f"{record.kind}, {record.device}"] = guess, bytes_found
-    frame = pd.DataFrame.from_dict(rows, orient="index", columns=["predicted", "found"])
+            rows[f"{record.kind}, {record.device}"] = guess, bytes_measured
+    frame = pd.DataFrame.from_dict(rows, orient="index", columns=["predicted", "measured"])
     frame = frame.astype(float) / MiB
-    frame["error"] = show.error(frame["predicted"], frame["found"])
+    frame["error"] = show.error(frame["predicted"], frame["measured"])
     caption = f"{recipe.model_name}, {recipe.batch_size} x {recipe.seq_len:,} tokens: MiB"
     return show.table(frame, f"{caption}. {why_not}" if why_not else caption)
 
 
 def _full_size_here(recipe: Recipe, minutes: float) -> tuple[tuple[int, int] | None, str]:
-    """((predicted, found) bytes of a real training, or None; why it was not tried)."""
+    """((predicted, measured) bytes of a real training, or None; why it was not tried)."""
     if not torch.cuda.is_available():
         return None, "No GPU here: the twin is measured"
     card = gpu_of_device(torch.cuda.get_device_name())
@@ -88,7 +88,7 @@ def _full_size_here(recipe: Recipe, minutes: float) -> tuple[tuple[int, int] | N
     if recipe.base in QUANTIZED and 2 * fit.footprint.parameters > host / 2:
         return None, "the host has no room for the base in 16 bits: the twin is measured"
     try:
-        found: Footprint = measure(recipe, steps=1).footprint
+        measured: Footprint = measure(recipe, steps=1).footprint
     except torch.OutOfMemoryError as problem:  # something else is on the card
         return None, str(problem).partition(" GPU 0")[0]
-    return (fit.footprint.peak_allocated, found.peak_allocated), ""
+    return (fit.footprint.peak_allocated, measured.peak_allocated), ""
