@@ -14,7 +14,7 @@ from memlab.evidence import recording
 from memlab.evidence.records import load, save
 
 # 2**53 bytes of tokens are more than any host can address.
-TOO_LARGE = TINY.but(batch_size=10**9, seq_len=1024)
+TOO_LARGE = TINY.but(batch_size=2**18, seq_len=1024)  # as many tokens as a run may have
 
 
 def test_the_least_a_run_takes_is_weights_gradients_and_states():
@@ -41,7 +41,7 @@ import sys
 from memlab import Recipe
 from memlab.evidence import recording
 tiny = Recipe(model="gpt2-tiny", batch_size=1, seq_len=16)
-runs = {"one": tiny, "too large": tiny.but(batch_size=10**9, seq_len=1024)}
+runs = {"one": tiny, "too large": tiny.but(batch_size=2**18, seq_len=1024)}
 recording.record("cpu", sys.argv[1], runs, steps=1)
 """
 
