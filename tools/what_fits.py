@@ -8,11 +8,13 @@ and fused attention, in micro-batches of 1 x 2,048 tokens (or the longest that a
 Answers are those of `memlab.fits`. Where traces are kept a model takes seconds, else minutes.
 """
 
+import functools
 import json
 import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from memlab import Recipe, find_gpu, models
@@ -32,6 +34,8 @@ CARDS = ("RTX-3060", "T4", "RTX-4090", "RTX-5090", "L40S", "A100-80GB", "B200")
 SEQ_LEN = 2048
 LORA = {"lora_rank": 16}
 WAYS = {"full": {}, "LoRA": LORA | HALF, "QLoRA": LORA | NF4}
+# With fp32 gradients and AdamW's states of what is trained in full.
+BYTES_PER_WEIGHT = {"full": 16, "LoRA": 2, "QLoRA": 0.5}
 LOGS: dict[tuple, Log] = {}
 NAMES = [name for name in models.MODELS if not name.endswith("-tiny")]
 
@@ -54,13 +58,26 @@ def recipe_of(model: str, way: str, gpu: str) -> Recipe:
 
 
 def answer(model: str, way: str, gpu: str) -> str:
-    """`fits: 12.3 GiB`, `does not fit: 12.3 GiB`, or the refusal."""
+    """`fits: 12.3 GiB`, `does not fit: 12.3 GiB`, or the refusal.
+
+    What is larger than the card by its weights alone is not run: `at least 12.3 GiB`.
+    """
+    card, least = find_gpu(gpu), BYTES_PER_WEIGHT[way] * weights(model)
+    if least > card.total_memory:
+        return f"does not fit: at least {least / 2**30:.1f} GiB"
     try:
-        recipe, card = recipe_of(model, way, gpu), find_gpu(gpu)
+        recipe = recipe_of(model, way, gpu)
         said = verdict(recipe, log_of(recipe, gpu), card)
     except ValueError as error:
         return f"refused: {error}"
     return f"{'fits' if said.fits else 'does not fit'}: {said.needed / 2**30:.1f} GiB"
+
+
+@functools.cache
+def weights(model: str) -> int:
+    """How many a model has."""
+    with torch.device("meta"):
+        return models.build(model).num_parameters()
 
 
 def log_of(recipe: Recipe, gpu: str) -> Log:
@@ -79,14 +96,20 @@ def is_slow(model: str) -> bool:
 
 
 def answers(model: str) -> dict[str, dict[str, str]]:
-    """Of a model: way -> card -> answer."""
-    return {way: {gpu: answer(model, way, gpu) for gpu in CARDS} for way in WAYS}
+    """Of a model: way -> card -> answer, up to the first way that fits the card."""
+    found: dict[str, dict[str, str]] = {way: {} for way in WAYS}
+    for gpu in CARDS:
+        for way in WAYS:
+            found[way][gpu] = answer(model, way, gpu)
+            if found[way][gpu].startswith("fits"):
+                break
+    return found
 
 
 def cell(ways: dict[str, dict[str, str]], gpu: str) -> str:
     """The first way that fits a card, with the GiB that it needs; a dash where none does."""
     for way, cards in ways.items():
-        said, _, needs = cards[gpu].partition(": ")
+        said, _, needs = cards.get(gpu, "").partition(": ")
         if said == "fits":
             return f"{way} {needs.removesuffix(' GiB')}"
     return "—"
