@@ -133,8 +133,9 @@ def main():
             found[jobs[job]] = job.result()
             found = {name: found[name] for name in NAMES if name in found}  # in their order
             file.write_text(json.dumps(found, indent=1) + "\n")
-    before, *_ = PAGE.read_text(encoding="utf-8").partition("| model |")
-    PAGE.write_text(f"{before}{table(found)}\n", encoding="utf-8")
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition("| model |")
+    _, _, after = rest.partition("\n\n")
+    PAGE.write_text(f"{before}{table(found)}\n\n{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
