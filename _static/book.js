@@ -47,7 +47,7 @@ addEventListener("DOMContentLoaded", () => {
 
 // What fits where: a cell's colour is that of the way it names (custom.css).
 addEventListener("DOMContentLoaded", () => {
-  document.querySelectorAll("#what-fits-where > .pst-scrollable-table-container td, #what-fits-where > table td").forEach((cell) => {
+  document.querySelectorAll("#what-fits-where td").forEach((cell) => {
     const way = cell.textContent.trim().match(/^(full|LoRA|QLoRA) /);
     if (way) cell.dataset.way = way[1];
   });

@@ -34,7 +34,7 @@ CARDS = ("RTX-3060", "T4", "RTX-4090", "RTX-5090", "L40S", "A100-80GB", "B200")
 SEQ_LEN = 2048
 LORA = {"lora_rank": 16}
 WAYS = {"full": {}, "LoRA": LORA | HALF, "QLoRA": LORA | NF4}
-# With fp32 gradients and AdamW's states of what is trained in full.
+# At least: of full training in fp32 with gradients and AdamW, else of the base alone.
 BYTES_PER_WEIGHT = {"full": 16, "LoRA": 2, "QLoRA": 0.5}
 LOGS: dict[tuple, Log] = {}
 NAMES = [name for name in models.MODELS if not name.endswith("-tiny")]

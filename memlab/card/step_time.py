@@ -40,7 +40,7 @@ PHASES = list(Phase)
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What programs reach of what was measured on a card, the same for all cards and recipes.
+    """What programs reach of what was measured on a card, for all recipes and nearly all cards.
 
     products: share of what large products reach, once `busy` is counted. attention: the same of
     fused attention, and of what else has no tiles; on_hopper: attention on a card of compute
@@ -88,8 +88,8 @@ class Efficiency:
 #   large squares reach 0.77; in NeuSight's fp32 products above 3 GFLOP the median is 0.93 to 1 of
 #   the largest, once rounds of tiles are counted
 # - attention 0.6: FlashAttention-2 reaches 0.5 to 0.73 of an A100's data sheet forward and backward
-#   (Dao 2023); on_hopper 0.44: 0.35 of an H100's, as its instructions are those of an A100 (Shah et
-#   al. 2024, "FlashAttention-3"), of which large products reach 0.8
+#   (Dao 2023); on_hopper 0.44: it reaches 0.35 of an H100's, whose newer instructions it does not
+#   use (Shah et al. 2024, "FlashAttention-3"), where large products reach 0.8
 # - cache 2: assumed. An A100 reads 5,120 bytes a clock from its L2 cache, 4.6 times its memory's
 #   rate (NVIDIA, "A100 Tensor Core GPU architecture"), but results go on to the memory. That there
 #   is such a rule was seen on PEFT's runs on an L40S, whose steps came out a fifth too long

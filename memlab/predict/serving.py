@@ -119,7 +119,7 @@ class ServingFootprint:
         return "\n".join(lines + [f"assumed: {one}" for one in self.assumptions])
 
 
-def by_phase_of_text(
+def serving_footprint(
     serving: Serving, log: Log, footprint: Footprint, card: GPU
 ) -> ServingFootprint:
     """The footprint of a serving's log in the words of inference, with each phase's seconds."""

@@ -95,9 +95,9 @@ def footprint_from_log(
     footprint = serve(recipe, log, card, link)
     if isinstance(recipe, Recipe):
         return footprint
-    from memlab.predict.serving import by_phase_of_text  # it brings transformers' caches
+    from memlab.predict.serving import serving_footprint  # it brings transformers' caches
 
-    return by_phase_of_text(recipe, log, footprint, card)
+    return serving_footprint(recipe, log, footprint, card)
 
 
 def serve(recipe: Recipe | Serving, log: Log, card: GPU, link: str | None = None) -> Footprint:

@@ -13,8 +13,8 @@ from memlab import Recipe
 from memlab.evidence import recording
 from memlab.evidence.records import load, save
 
-# 2**53 bytes of tokens are more than any host can address.
-TOO_LARGE = TINY.but(batch_size=2**18, seq_len=1024)  # as many tokens as a run may have
+# As many tokens as a run may have; their attention scores alone are terabytes.
+TOO_LARGE = TINY.but(batch_size=2**18, seq_len=1024)
 
 
 def test_the_least_a_run_takes_is_weights_gradients_and_states():
