@@ -30,9 +30,9 @@ def chapter():
 
 def test_the_arithmetic_is_that_of_the_paper(chapter):
     ways = ("ddp", "zero1", "zero2", "zero3")
-    said = [7.5 * chapter["bytes_a_parameter"](way, 64) for way in ways]
+    said = [7.5 * chapter["bytes_per_parameter"](way, 64) for way in ways]
     assert said == pytest.approx([120, 31.4, 16.6, 1.9], rel=0.02)
-    assert chapter["bytes_a_parameter"]("zero3", 16) == 1
+    assert chapter["bytes_per_parameter"]("zero3", 16) == 1
 
 
 def test_a_feed_forward_part_keeps_four_wide_tensors():
