@@ -5,6 +5,7 @@ from pathlib import Path
 import nbformat
 import torch
 
+import memlab
 from memlab.trace.tracer import Tracer
 
 CHAPTERS = Path(__file__).parent.parent / "chapters"
@@ -23,6 +24,7 @@ class Notebook:
     def run(self, names, namespace=None):
         """Run the cells with these ids (one string, apart by spaces); give their namespace."""
         namespace = {} if namespace is None else namespace
+        namespace.setdefault("memlab", memlab)  # which the install cell brings
         for name in names.split():
             exec(compile(self.code[name], f"cell {name}", "exec"), namespace)
         return namespace
