@@ -61,7 +61,8 @@ class PanelPage:
         self.after(50, "0")
 
     def after(self, milliseconds, expression):
-        return self.run(f"new Promise(done => setTimeout(() => done({expression}), {milliseconds}))")
+        later = f"setTimeout(() => done({expression}), {milliseconds})"
+        return self.run(f"new Promise(done => {later})")
 
     def moment(self, after=0):
         """The moment that a panel shows which plays, after so many milliseconds."""

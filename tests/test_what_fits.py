@@ -14,16 +14,6 @@ def test_the_page_has_the_table():
     assert f"\n\n{MADE['table'](TABLE)}\n\n" in MADE["PAGE"].read_text(encoding="utf-8")
 
 
-def test_a_cell_is_the_first_way_that_fits():
-    ways = {
-        "full": {"T4": "does not fit: 20.0 GiB"},
-        "LoRA": {"T4": "refused: it has no adapters"},
-        "QLoRA": {"T4": "fits: 5.0 GiB"},
-    }
-    assert MADE["cell"](ways, "T4") == "QLoRA 5.0"
-    assert MADE["cell"]({"full": ways["full"]}, "T4") == "—"
-
-
 @pytest.mark.parametrize(
     ("model", "way", "gpu"),
     [

@@ -92,8 +92,8 @@ def bits_of(page, name):
 
 
 def type_in(page, text):
-    page.run(f"(input => {{ input.value = {json.dumps(text)};"
-             "input.dispatchEvent(new Event('input')); })(panel.querySelector('input'))")  # fmt: skip
+    page.run(f"panel.querySelector('input').value = {json.dumps(text)}")
+    page.run("panel.querySelector('input').dispatchEvent(new Event('input'))")
     return page.text(".said")
 
 

@@ -80,7 +80,8 @@ def test_the_fields_change_what_is_shown_and_a_batchs_peak_is_of_its_widest(page
     over = page.run("[...panel.querySelectorAll('td.over')].map(x => x.textContent)")
     assert over == [f"{peak / 2**30:.1f} GiB" for peak in peaks if peak > 2**32] != []
     assert "a model on <b>a card</b>" in page.said()
-    for field, value in {".own": "10, 2 3; 4", ".size": "1", ".limit": "10", ".budget": "12"}.items():
+    typed = {".own": "10, 2 3; 4", ".size": "1", ".limit": "10", ".budget": "12"}
+    for field, value in typed.items():
         page.set(field, value)
     assert shown(page)["sorted"][:2] == [2 * 3 + 2 * 10, [2, 10]]
     assert shown(page)["budget"][:2] == [10 + 3 * 4, [3, 4]]

@@ -103,9 +103,8 @@ def test_the_story_ends_without_room_but_with_free_memory(page):
     found = page.figures()
     assert found["reserved"] - found["allocated"] > 50 * MiB
     assert "Tried to allocate 16.00 MiB" in page.text(".reason")
-    assert "in pieces of at most 12 MiB" in page.text(".say")
+    assert "in pieces of at most 12 MiB" in page.said()
     page.click(".all")
-    assert page.figures() == found | {"allocated": 0}
     page.click(".empty")
     assert page.figures()["reserved"] == 0 and drawn(page) == []
 
@@ -135,8 +134,8 @@ def test_the_keyboard_stays_where_it_was(page):
     page.run("document.activeElement.click()")
     assert page.run("document.activeElement.className") == "allocate"
     page.set("mib", "2")
-    page.run("panel.querySelector('[name=mib]').dispatchEvent("
-             "new KeyboardEvent('keydown', { key: 'Enter' }))")  # fmt: skip
+    page.run("panel.querySelector('[name=mib]').focus()")
+    page.press("Enter", windowsVirtualKeyCode=13)
     assert page.figures()["allocated"] == 2 * MiB
 
 
