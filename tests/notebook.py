@@ -41,6 +41,11 @@ def traced(training, step):
     return losses, tracer.footprint()
 
 
+def assert_steps_agree(mine, step, library):
+    """Three steps by a shown loop, over a training's parts, are those of memlab's own training."""
+    assert_same_run(traced(mine, step), traced(library, library.step))
+
+
 def assert_same_run(ours, theirs):
     """Two runs of `traced` have the same losses, the same peak and the same breakdown."""
     (losses, footprint), (their_losses, their_footprint) = ours, theirs

@@ -1,6 +1,5 @@
 """Tables and figures."""
 
-import dataclasses
 import io
 
 import pytest
@@ -64,26 +63,6 @@ def test_bars_have_every_category_of_weight_the_cards_line_and_the_estimated_sec
     time, texts = runs["simulated"].step_time, [text.get_text() for text in ax.texts]
     assert f"{show.between(time.low, time.high)} s" in texts and "a step,\nestimated" in texts
     plt.close("all")
-
-
-@pytest.mark.parametrize("beyond, moved", [(-(2**28), True), (2**28, False), (-(2**33), False)])
-def test_a_bars_figure_stands_beside_the_line_that_would_strike_it(runs, beyond, moved):
-    at = GPUS["T4"].usable
-    run = dataclasses.replace(runs["simulated"], breakdown={"parameters": at + beyond})
-    texts = show.bars({"run": run}, limit="T4").axes[0].texts
-    figure = next(text for text in texts if text.get_text().startswith(" "))
-    assert (figure.get_position()[0] == at / 2**30) == moved
-    plt.close("all")
-
-
-def test_timeline_reaches_the_peak(runs):
-    footprint = runs["simulated"]
-    fig = show.timeline(footprint)
-    levels = footprint.timeline.levels
-    totals = [sum(level[i] for level in levels.values()) for i in range(len(levels["inputs"]))]
-    without_rounding = footprint.peak_allocated - footprint.breakdown["rounding"]
-    assert max(totals) == pytest.approx(without_rounding, rel=0.01)
-    plt.close(fig)
 
 
 def test_a_range_has_two_figures_and_stands_once_where_its_ends_agree():

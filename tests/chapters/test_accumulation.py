@@ -1,7 +1,7 @@
 """Chapter 4: its loop is the loop that memlab runs, its gradients are the whole batch's."""
 
 import pytest
-from notebook import Notebook, assert_same_run, traced
+from notebook import Notebook, assert_steps_agree
 
 from memlab import Recipe, Training
 
@@ -17,25 +17,17 @@ def chapter():
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", ["bert-large-tiny", "gpt2-tiny"])
-@pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize("size, count", [(4, 1), (2, 2), (1, 4)])
 @pytest.mark.parametrize("optimizer", ["adamw_torch_loop", "adamw_torch", "sgd"])
-def test_the_shown_loop_and_the_recipes_loop_agree(chapter, model, shape, optimizer):
-    size, count = shape
+def test_the_shown_loops_and_the_recipes_loop_agree(chapter, model, size, count, optimizer):
     recipe = Recipe(model, None, size, 32, count, optimizer=optimizer)
-    shown, library = Training(recipe), Training(recipe)
-
-    def shown_step():
-        return chapter["accumulated_step"](shown.model, shown.optimizer, shown.batches)
-
-    ours = traced(shown, shown_step)
-    assert_same_run(ours, traced(library, library.step))
+    parts = [Training(recipe) for _ in range(3)]
+    step, plain_step = chapter["accumulated_step"], chapter["vanilla_step"]
+    mine = parts[0].model, parts[0].optimizer
+    assert_steps_agree(parts[0], lambda: step(*mine, parts[0].batches), parts[1])
     if count == 1:
-        plain = Training(recipe)
-
-        def vanilla_step():
-            return chapter["vanilla_step"](plain.model, plain.optimizer, plain.batches[0])
-
-        assert traced(plain, vanilla_step)[0] == ours[0]
+        mine = parts[2].model, parts[2].optimizer, parts[2].batches[0]
+        assert_steps_agree(parts[2], lambda: plain_step(*mine), Training(recipe))
 
 
 def test_both_sums_by_tokens_have_the_whole_batchs_gradient(chapter):

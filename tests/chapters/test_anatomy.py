@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from notebook import Notebook, assert_same_run, traced
+from notebook import Notebook, assert_steps_agree
 
 from memlab import Recipe, models
 from memlab.workloads.training import Training
@@ -33,12 +33,7 @@ def test_the_shown_loop_and_the_recipe_have_the_same_losses_and_peak(shown):
     model = models.build(recipe.model)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=False)
     parts = SimpleNamespace(model=model, optimizer=adamw)  # of a loop that is not memlab's
-
-    def shown_step():
-        (loss,) = shown["train"](model, adamw, library.batches)
-        return loss
-
-    assert_same_run(traced(parts, shown_step), traced(library, library.step))
+    assert_steps_agree(parts, lambda: shown["train"](model, adamw, library.batches)[0], library)
 
 
 def test_two_depths_give_what_any_depth_keeps(shown):

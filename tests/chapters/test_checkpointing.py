@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from notebook import Notebook, assert_same_run, traced
+from notebook import Notebook, assert_steps_agree
 
 from memlab import Recipe
 from memlab.workloads.training import Training
@@ -54,4 +54,4 @@ def test_wrapped_layers_and_the_recipe_agree(chapter, model):
     recipe = Recipe(model, batch_size=4).twin(seq_len=64)
     by_hand, by_switch = Training(recipe), Training(recipe.but(checkpointing=True))
     chapter["checkpoint_layers"](chapter["layers_of"](by_hand.model))
-    assert_same_run(traced(by_hand, by_hand.step), traced(by_switch, by_switch.step))
+    assert_steps_agree(by_hand, by_hand.step, by_switch)

@@ -52,11 +52,3 @@ def test_the_packed_store_gives_the_strings(page):
     strings = ["", "one", "zwölf \N{SNOWMAN}", "x" * 5000]
     store = page["Packed"](strings)
     assert [store[i] for i in range(4)] == strings
-
-
-def test_tiles_and_waves_are_counted():
-    used = Notebook("11-dataloader-deeper").run("imports tiles-used")["used"]
-    assert used(128 * 40, 128, "T4") == 1  # one whole wave of 40 multiprocessors
-    assert used(128 * 41, 128, "T4") == pytest.approx(41 / 80)
-    assert used(128 * 40, 129, "T4") == pytest.approx(129 / 256)
-    assert all(0 < used(8 * n, 100, "A100-80GB") <= 1 for n in range(1, 99))

@@ -2,7 +2,6 @@
 
 import math
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -18,22 +17,6 @@ def chapter():
     return CHAPTER.run("imports formats-code formats-table step nearest-code block-scales")
 
 
-def test_integers_and_the_formats_without_a_library():
-    assert [FORMATS[n].largest for n in ("int16", "int8", "int4")] == [32767, 127, 7]
-    assert (FORMATS["tf32"].bits, FORMATS["tf32"].stored) == (19, 32)
-    assert [value(FORMATS["fp4 E3M0"], code) for code in range(8)] == [0, 0.25, 0.5, 1, 2, 4, 8, 16]
-
-
-@pytest.mark.parametrize(
-    "name, dtype", [("fp32", np.float32)] + [(n, d) for n, (d, _) in ML_DTYPES.items()]
-)
-def test_the_limits_are_those_of_the_libraries(name, dtype):
-    known, info = FORMATS[name], ml_dtypes.finfo(dtype)
-    assert (known.bits, known.largest) == (info.bits, float(info.max))
-    assert known.smallest == float(info.smallest_subnormal)
-    assert 2.0**-known.mantissa == float(info.eps)
-
-
 @pytest.mark.parametrize("name", ML_DTYPES)
 def test_the_definition_gives_every_code_the_value_that_the_libraries_give_it(name):
     known, codes = FORMATS[name], np.arange(2 ** FORMATS[name].bits)
@@ -44,6 +27,30 @@ def test_the_definition_gives_every_code_the_value_that_the_libraries_give_it(na
     np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("fp32", torch.float32),
+        ("bf16", torch.bfloat16),
+        ("fp16", torch.float16),
+        ("fp8 E5M2", torch.float8_e5m2),
+        ("fp8 E4M3", torch.float8_e4m3fn),
+    ],
+)
+def test_the_definition_rounds_as_torch_does(name, dtype):
+    """Up to what becomes of a number beyond the largest."""
+    known = FORMATS[name]
+    of_fp32 = [pair for pair in roundings(known) if np.float32(pair[0]) == pair[0]]
+    given, codes = zip(*of_fp32, strict=True)
+    stored = torch.tensor(given).to(dtype).double()
+    assert stored.tolist() == [value(known, code) for code in codes] and len(codes) > 200
+
+
+def test_the_formats_without_a_library():
+    assert [FORMATS[n].largest for n in ("int16", "int8", "int4")] == [32767, 127, 7]
+    assert [value(FORMATS["fp4 E3M0"], code) for code in range(8)] == [0, 0.25, 0.5, 1, 2, 4, 8, 16]
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_shown_rounding_is_to_the_nearest(chapter, name):
     known = FORMATS[name]
@@ -52,22 +59,17 @@ def test_the_shown_rounding_is_to_the_nearest(chapter, name):
     wanted = torch.tensor([value(known, code) for code in codes], dtype=torch.float64)
     for sign in (1, -1):  # the chapter keeps integers symmetric
         assert torch.equal(chapter["nearest"](sign * x, known), sign * wanted)
-    assert known.smallest == value(known, 1)
+    assert (known.smallest, known.largest) == (value(known, 1), given[-4])
 
 
-@pytest.mark.parametrize(
-    "name, element",
-    [("fp8 E4M3", ml_dtypes.float8_e4m3fn), ("fp4 E2M1", ml_dtypes.float4_e2m1fn)],
-)
-def test_blocks_are_what_the_standard_says(chapter, name, element):
+@pytest.mark.parametrize("name", ["fp8 E4M3", "fp4 E2M1"])
+def test_blocks_are_what_the_standard_says(chapter, name):
     """MXFP8 and MXFP4: 32 elements under a power of two (MX specification, section 6.3)."""
     torch.manual_seed(0)
     known, x = FORMATS[name], 0.02 * torch.randn(1024, 64)
     blocks = x.reshape(-1, 32)
     power = blocks.abs().amax(1, keepdim=True).log2().floor()
     scale = torch.exp2(power - math.floor(math.log2(known.largest)))
-    assert torch.equal(scale.to(torch.float8_e8m0fnu).float(), scale)
     held = (blocks / scale).clamp(-known.largest, known.largest).numpy()
-    back = torch.from_numpy(held.astype(element).astype("float32")) * scale
-    ours = chapter["in_blocks"](x, known)
-    assert torch.equal(ours.float(), back.reshape(x.shape))
+    back = held.astype(ML_DTYPES[name][0]).astype(np.float32) * scale.numpy()
+    np.testing.assert_array_equal(chapter["in_blocks"](x, known), back.reshape(x.shape))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from notebook import Notebook, assert_same_run, traced
+from notebook import Notebook, assert_steps_agree
 
 from memlab import Recipe
 from memlab.book import train_step
@@ -26,11 +26,8 @@ def test_the_shown_code_and_the_recipe_agree(chapter, model, layers):
     shown = Training(recipe)
     shown.optimizer = chapter["frozen_start"](shown.model, layers)
     library = Training(recipe.but(freeze=("embeddings", layers)))
-
-    def shown_step():
-        return train_step(shown.model, shown.optimizer, shown.batches[0])
-
-    assert_same_run(traced(shown, shown_step), traced(library, library.step))
+    parts = shown.model, shown.optimizer, shown.batches[0]
+    assert_steps_agree(shown, lambda: train_step(*parts), library)
 
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "llama-3.2-1b-tiny"])

@@ -5,7 +5,7 @@ import gc
 import bitsandbytes as bnb
 import pytest
 import torch
-from notebook import Notebook, assert_same_run, traced
+from notebook import Notebook, assert_steps_agree
 
 from memlab import Recipe, models
 from memlab.workloads.optimizers import LEARNING_RATE
@@ -56,7 +56,7 @@ def test_the_shown_optimizer_and_the_recipes_agree(chapter, shown, name):
     mine.optimizer = chapter["zoo"][shown](trained, lr=LEARNING_RATE)
     if shown == "SGD, momentum":  # on a CPU PyTorch would take the loop, on CUDA foreach
         mine.optimizer.param_groups[0]["foreach"] = True
-    assert_same_run(traced(mine, mine.step), traced(library, library.step))
+    assert_steps_agree(mine, mine.step, library)
 
 
 def test_lion_from_scratch_is_the_librarys(deeper):
@@ -95,26 +95,23 @@ def test_muon_and_adamw_share_the_weights(chapter):
     before = [p.detach().clone() for p in model.parameters()]
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
-    assert not any(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
     optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert new.grad is None and not torch.equal(old, new)
 
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_map_is_the_librarys_and_takes_the_nearest_value(chapter, signed):
     table = chapter["dynamic_map"](signed)
     assert torch.equal(table, bnb.functional.create_dynamic_map(signed=signed))
-    x = torch.randn(37, 101, generator=torch.Generator().manual_seed(0))
-    x = x if signed else x.square()
+    x = torch.randn(5, 101) if signed else torch.randn(5, 101).square()
+    x[0] = 0
     codes, scales = chapter["quantize"](x, table)
-    assert codes.dtype == torch.uint8 and codes.shape == x.shape
-    assert scales.shape == (-(-x.numel() // 256),)
-    each = scales.repeat_interleave(256)[: x.numel()]
-    nearest = (x.flatten() / each)[:, None].sub(table).abs().amin(1)
-    found = (chapter["dequantize"](codes, scales, table).flatten() - x.flatten()).abs() / each
-    assert torch.allclose(found, nearest, atol=1e-6)
-    zeros = torch.zeros(300)
-    assert torch.equal(chapter["dequantize"](*chapter["quantize"](zeros, table), table), zeros)
+    assert codes.dtype == torch.uint8 and scales.shape == (2,)
+    back = chapter["dequantize"](codes, scales, table)
+    each = scales.repeat_interleave(256)[: x.numel()].view_as(x)
+    nearest = (x / each)[..., None].sub(table).abs().amin(-1)
+    assert torch.allclose((back - x).abs() / each, nearest, atol=1e-6) and (back[0] == 0).all()
 
 
 @pytest.mark.parametrize("name", ["v", "G"])

@@ -92,7 +92,7 @@ def test_block_scaled_formats_store_what_their_standards_say(chapter):
     assert (torch.frexp(scale)[0] == 0.5).all() and ((4 <= largest) & (largest < 8)).all()
     _, scale = chapter["blockwise"](matrix, table, 16, chapter["e4m3"])
     whole = matrix.abs().max() / 6 / 448
-    torch.testing.assert_close((scale / whole).to(torch.float8_e4m3fn) * whole, scale)
+    torch.testing.assert_close((scale / whole).to(torch.float8_e4m3fn).float() * whole, scale)
 
 
 def test_the_mixed_decomposition_is_that_of_bitsandbytes(deeper):
@@ -107,21 +107,17 @@ def test_the_mixed_decomposition_is_that_of_bitsandbytes(deeper):
     assert error(theirs, deeper["rounded"](x) @ back) > 0.02  # without the decomposition
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq"])
-def test_data_makes_more_of_the_same_bits(deeper, name):
+def test_data_makes_more_of_the_same_bits_and_gptq_keeps_the_marks_of_each_row(deeper):
     torch.manual_seed(0)
     weight, inputs = torch.randn(16, 32), torch.randn(200, 32) @ torch.randn(32, 32)
-    truth, back = inputs @ weight.T, deeper[name](weight, inputs, 3)
-    plain = deeper["nearest"](weight, inputs, 3)
-    assert deeper["error"](truth, inputs @ back.T) <= deeper["error"](truth, inputs @ plain.T)
-
-
-def test_gptq_is_exact_at_many_bits_and_keeps_the_marks_of_each_row(deeper):
-    torch.manual_seed(0)
-    weight, inputs = torch.randn(16, 32), torch.randn(200, 32) @ torch.randn(32, 32)
-    torch.testing.assert_close(deeper["gptq"](weight, inputs, 20), weight, rtol=0, atol=1e-4)
-    codes = deeper["gptq"](weight, inputs, 3) / (weight.abs().amax(1, keepdim=True) / 3)
+    error = {}
+    for name in ("nearest", "awq", "gptq"):
+        back = deeper[name](weight, inputs, 3)
+        error[name] = deeper["error"](inputs @ weight.T, inputs @ back.T)
+    assert max(error["awq"], error["gptq"]) < error["nearest"]
+    codes = back / (weight.abs().amax(1, keepdim=True) / 3)
     torch.testing.assert_close(codes, codes.round(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(deeper["gptq"](weight, inputs, 20), weight, rtol=0, atol=1e-4)
 
 
 def test_static_ranges_are_those_of_the_rows_and_clip_beyond(deeper):

@@ -1,12 +1,11 @@
-"""The bit explorer in a browser, against torch, ml_dtypes and the formats' definitions."""
+"""The bit explorer in a browser, against the formats' definitions."""
 
 import json
 import math
 
 import numpy as np
 import pytest
-import torch
-from exact import ML_DTYPES, roundings, value
+from exact import roundings, value
 from notebook import Notebook
 
 from memlab.panels.bits import BitExplorer
@@ -16,12 +15,6 @@ pytestmark = pytest.mark.slow  # a browser beside Python: left to make nightly
 FORMATS = Notebook("02-dtypes").run("formats-code formats-table")["FORMATS"]
 PLACES = {name: place for place, name in enumerate(FORMATS)}
 SMALL = [name for name, known in FORMATS.items() if known.bits <= 16]
-TORCH = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8 E5M2": torch.float8_e5m2,
-    "fp8 E4M3": torch.float8_e4m3fn,
-}
 
 
 @pytest.fixture(scope="module")
@@ -56,28 +49,11 @@ def test_the_page_rounds_to_the_nearest(page, name):
         assert below[-2:] == [2 ** (known.bits - 1)] * 2
 
 
-@pytest.mark.parametrize("name", TORCH)
-def test_the_page_stores_the_bits_that_torch_stores(page, name):
-    """Random fp32 bits: every magnitude, subnormals, infinities and NaN among them."""
-    x = torch.randint(-(2**31), 2**31, (20_000,), dtype=torch.int32).view(torch.float32)
-    whole = ML_DTYPES[name][1]
-    theirs = x.to(TORCH[name]).view(torch.uint8).numpy().view(whole)
-    number = ~x.isnan().numpy()
-    ours = encoded(page, name, x.tolist())
-    np.testing.assert_array_equal(np.array(ours)[number], theirs[number])
-    assert np.isnan(decoded(page, name, np.array(ours)[~number].tolist())).all()
-
-
 @pytest.mark.parametrize("name", SMALL)
-def test_every_code_is_read_and_written_back(page, name):
-    known = FORMATS[name]
-    codes = list(range(2**known.bits))
-    numbers = decoded(page, name, codes)
-    np.testing.assert_array_equal(numbers, [value(known, code) for code in codes])
-    kept = [code for code in codes if numbers[code] == numbers[code]]
-    negative_zero = 2 ** (known.bits - 1) if known.exponent else None  # its text has no sign
-    back = encoded(page, name, [numbers[code] for code in kept])
-    assert [0 if code == negative_zero else code for code in kept] == back
+def test_every_code_is_read(page, name):
+    codes = list(range(2 ** FORMATS[name].bits))
+    wanted = [value(FORMATS[name], code) for code in codes]
+    np.testing.assert_array_equal(decoded(page, name, codes), wanted)
 
 
 # The explorer as a reader meets it
@@ -98,15 +74,12 @@ def type_in(page, text):
 
 
 def test_a_number_is_shown_in_every_format(page):
-    assert type_in(page, "0.1") == "" and bits_of(page, "bf16") == "0011110111001101"
-    said = {name: page.run(f"{row(name)}.innerText") for name in FORMATS}
-    assert "0.10009765625" in said["bf16"] and "becomes zero" in said["int8"]
     type_in(page, "65520")
     said = {name: page.run(f"{row(name)}.innerText") for name in FORMATS}
     assert "inf" in said["fp16"] and "overflow" in said["fp16"] and "exact" in said["fp32"]
     assert "448" in said["fp8 E4M3"] and "largest" in said["fp8 E4M3"]
+    assert bits_of(page, "bf16") == "0100011110000000"
     type_in(page, "nan")
-    assert "no code for NaN" in page.run(f"{row('fp4 E2M1')}.innerText")
     assert bits_of(page, "fp4 E2M1") == "––––"
 
 
@@ -141,16 +114,13 @@ def test_bits_are_flipped_by_keyboard_and_by_click(page):
     type_in(page, "1")
     shown = "panel.querySelector('input').value"
     page.run(f"{row('bf16')}.querySelector('.code button').focus()")
-    page.press(" ", code="Space", text=" ")
-    assert page.run(shown) == "-1"
-    page.press("End")
-    page.press(" ", code="Space", text=" ")
-    assert page.run(shown) == "-1.0078125" and "bf16: this code is -1.0078125" in page.text(".said")
-    page.press("ArrowLeft")
+    for key in ("End", "ArrowLeft"):
+        page.press(key)
     assert "mantissa bit 6 of 7" in page.run("document.activeElement.getAttribute('aria-label')")
-    assert page.run(f"{row('bf16')}.querySelectorAll('.code button[tabindex=\"0\"]').length") == 1
+    page.press(" ", code="Space", text=" ")
+    assert page.run(shown) == "1.015625"
     page.run(f"{row('bf16')}.querySelector('.code button').click()")
-    assert page.run(shown) == "1.0078125"
+    assert page.run(shown) == "-1.015625"
 
 
 def test_every_pick_works_and_two_explorers_live_side_by_side(page):
