@@ -170,12 +170,6 @@ def test_a_chapter_comes_in_by_the_door_or_a_room_that_is_its_subject(path):
     assert {room for room in rooms if not any(name.startswith(room) for name in inside)} == set()
 
 
-@pytest.mark.parametrize("path", ["README.md", "chapters/index.md"])
-def test_examples_outside_of_chapters_come_in_by_the_door(path):
-    for names in re.findall(r"^from memlab import (.+)$", (ROOT / path).read_text(), re.MULTILINE):
-        assert set(names.split(", ")) <= set(memlab.__all__)
-
-
 def tracked_texts():
     for name in set_address.files(ROOT):
         try:
@@ -217,10 +211,12 @@ def test_setting_the_address_changes_every_copy(tmp_path):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
     old = set_address.configured()
+    left = re.compile(old.replace("/", "(/|%2F)"))
     changed = set_address.rewrite("https://github.com/someone/their-fork", tmp_path)
     assert len(changed) >= 1 + len(NOTEBOOKS)
     assert set_address.configured(tmp_path) == "someone/their-fork"
-    assert [p.name for p in tmp_path.rglob("*") if p.is_file() and old in p.read_text()] == []
+    files = (path for path in tmp_path.rglob("*") if path.is_file())
+    assert [path.name for path in files if left.search(path.read_text())] == []
     assert set_address.rewrite("https://github.com/someone/their-fork.git", tmp_path) == []
 
 

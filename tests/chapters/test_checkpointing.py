@@ -5,6 +5,7 @@ import torch
 from notebook import Notebook, assert_steps_agree
 
 from memlab import Recipe
+from memlab.panels.segments import figures
 from memlab.workloads.training import Training
 
 CHAPTER = Notebook("08-checkpointing")
@@ -13,7 +14,7 @@ DEEPER = Notebook("08-checkpointing-deeper")
 
 @pytest.fixture(scope="module")
 def chapter():
-    cells = "imports settings from-scratch ways-code count on-demand by-hand"
+    cells = "imports settings from-scratch ways-code count held on-demand by-hand"
     return CHAPTER.run(cells)
 
 
@@ -47,6 +48,13 @@ def test_checkpoints_in_checkpoints_do_so_too(chapter, deeper, depth, reentrant)
     layers, x = chapter["make_layers"](3, width=8), torch.randn(5, 8)
     found = gradients(way, layers, x)
     torch.testing.assert_close(found, gradients(chapter["keep_all"], layers, x))
+
+
+@pytest.mark.parametrize("layers, segment", [(9, 0), (16, 1), (16, 4), (9, 9)])
+def test_a_simulated_chain_holds_what_the_panel_says(chapter, layers, segment):
+    way = chapter["segments_of"](segment) if segment else chapter["keep_all"]
+    beyond = chapter["held"](way, layers) - figures(layers, segment, 4)["peak"]
+    assert 6 <= beyond <= 8.1  # two wide gradients, one or two narrow ones, a buffer of sums
 
 
 @pytest.mark.parametrize("model", ["bert-large", "gpt2"])
