@@ -1,5 +1,6 @@
 """What the tools of the repository make: versions, executed notebooks."""
 
+import copy
 import sys
 import tomllib
 from pathlib import Path
@@ -21,22 +22,17 @@ def test_executed_notebooks_keep_what_their_page_shows():
     def widget(**data):
         return {"output_type": "display_data", "data": {VIEW: {}} | data}
 
-    def stderr(text):
-        return {"output_type": "stream", "name": "stderr", "text": text}
+    def stream(name, text):
+        return {"output_type": "stream", "name": name, "text": text}
 
-    printed = {"output_type": "stream", "name": "stdout", "text": "a figure"}
-    bar, wiped = "\rplanning [00:01]\r                \r", ["\rplanning [00:01]", "\r          \r"]
-    cells = [
-        {
-            "cell_type": "code",
-            "metadata": {"tags": tags},
-            "outputs": [widget(text="0%"), widget(**{"text/html": "still"}),
-                        stderr(f"{bar}a warning\n{bar}"), stderr(wiped), printed],
-        }
-        for tags in ([], ["remove-stderr"])
-    ]  # fmt: skip
-    made = without_leftovers({"cells": cells, "metadata": {"widgets": {}}})
-    still = {"output_type": "display_data", "data": {"text/html": "still"}}
-    shown = [still, stderr(f"{bar}a warning"), printed]
-    assert [cell["outputs"] for cell in made["cells"]] == [shown, [still, printed]]
-    assert made["metadata"] == {}
+    bar, printed = "\rplanning [00:01]\r                \r", stream("stdout", "a figure")
+    given = [widget(text="0%"), widget(**{"text/html": "still"}), printed]
+    given += [stream("stderr", [bar, bar]), stream("stderr", f"{bar}a warning\n{bar}")]
+    notebook = {"cells": [], "metadata": {"widgets": {}}}
+    for tags in ([], ["remove-stderr"]):
+        cell = {"cell_type": "code", "metadata": {"tags": tags}, "outputs": given}
+        notebook["cells"].append(copy.deepcopy(cell))
+    shown, quiet = (cell["outputs"] for cell in without_leftovers(notebook)["cells"])
+    assert quiet == [{"output_type": "display_data", "data": {"text/html": "still"}}, printed]
+    assert shown == [*quiet, stream("stderr", f"{bar}a warning")]
+    assert notebook["metadata"] == {}

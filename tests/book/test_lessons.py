@@ -49,16 +49,11 @@ def test_train_on_takes_a_step_for_each_batch_and_moves_the_rate():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ids = torch.arange(64).view(4, 16)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    losses = train_on(model, optimizer, [ids] * 3, rates)
+    losses = train_on(model, optimizer, [ids, {"input_ids": ids, "labels": ids}, ids], rates)
     assert losses[0] > losses[1] > losses[2]
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 4)
-    again = models.build(model.config)
-    sgd = torch.optim.SGD(again.parameters(), lr=0.1)
-    assert train_step(again, sgd, {"input_ids": ids, "labels": ids}) == losses[0]
-    assert train_on(again, sgd, []) == [] and all(p.grad is None for p in again.parameters())
-    nothing = {"input_ids": ids, "labels": torch.full_like(ids, -100)}
-    (loss,) = train_on(again, sgd, [nothing])
-    assert loss != loss  # no token counts, so the mean is not a number
+    assert train_on(model, optimizer, []) == []
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_three_steps_are_the_recipes_and_another_loop_takes_their_place():
