@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import nbformat
+import pytest
 import torch
 
 import memlab
@@ -28,6 +29,16 @@ class Notebook:
         for name in names.split():
             exec(compile(self.code[name], f"cell {name}", "exec"), namespace)
         return namespace
+
+
+def cells_of(name, cells):
+    """A fixture: the namespace of a chapter's cells, which are run once for a file."""
+
+    @pytest.fixture(scope="module")
+    def namespace():
+        return Notebook(name).run(cells)
+
+    return namespace
 
 
 def traced(training, step):

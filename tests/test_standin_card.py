@@ -32,6 +32,17 @@ def test_what_is_made_on_the_card_says_so():
         assert one.device == torch.device("cuda", 0) and one.is_cuda and not one.is_cpu
         assert one.cpu().device.type == "cpu" and not one.cpu().is_cuda
     assert (there + torch.tensor(1.0)).is_cuda  # a number may
+    assert torch.ones(2).pin_memory().is_pinned() and not torch.ones(2).is_pinned()
+
+
+@pytest.mark.slow
+def test_the_counters_count_blocks():
+    before = torch.cuda.memory_allocated()
+    block = torch.empty(3 * 2**20 + 1, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_allocated() - before == 3 * 2**20 + 512
+    del block
+    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.max_memory_allocated() - before == 3 * 2**20 + 512
 
 
 TWO_PLACES = "found at least two devices, cuda:0 and cpu!"

@@ -1,18 +1,15 @@
 """Chapter 4: its loop is the loop that memlab runs, its gradients are the whole batch's."""
 
 import pytest
-from notebook import Notebook, assert_steps_agree
+from notebook import assert_steps_agree, cells_of
 
 from memlab import Recipe, Training
 
-CHAPTER = Notebook("04-accumulation")
 LOOPS = "imports settings vanilla-loop accumulated-loop reader gradient-function"
 TOKENS = "unequal summed-loss by-tokens bad-fix-code"
 
 
-@pytest.fixture(scope="module")
-def chapter():
-    return CHAPTER.run(f"{LOOPS} {TOKENS}")
+chapter = cells_of("04-accumulation", f"{LOOPS} {TOKENS}")
 
 
 @pytest.mark.sampled(3)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from notebook import Notebook, assert_steps_agree
+from notebook import Notebook, assert_steps_agree, cells_of
 
 from memlab import Recipe, Training
 
@@ -12,11 +12,7 @@ NOTEBOOK = Notebook("06-amp")
 DTYPES = {"fp16-amp": torch.float16, "bf16-amp": torch.bfloat16}
 
 
-@pytest.fixture(scope="module")
-def chapter():
-    before = torch.get_num_threads()
-    yield NOTEBOOK.run("imports settings amp-step master stochastic")
-    torch.set_num_threads(before)  # the chapter takes one
+chapter = cells_of("06-amp", "imports settings amp-step master stochastic")
 
 
 @pytest.mark.parametrize("precision", DTYPES)

@@ -1,30 +1,14 @@
 """The anatomy chapter: what it shows is what memlab runs."""
 
-import ast
 from types import SimpleNamespace
 
-import pytest
 import torch
-from notebook import Notebook, assert_steps_agree
+from notebook import assert_steps_agree, cells_of
 
 from memlab import Recipe, models
 from memlab.workloads.training import Training
 
-CHAPTER = Notebook("03-anatomy")
-
-
-@pytest.fixture(scope="module")
-def shown():
-    """The chapter's definitions, without what it runs on them."""
-    names, kinds = {}, (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-    for id, source in CHAPTER.code.items():
-        if id == "install":
-            continue
-        tree = ast.parse(source)
-        if id != "imports":
-            tree.body = [node for node in tree.body if isinstance(node, kinds)]
-        exec(compile(tree, id, "exec"), names)
-    return names
+shown = cells_of("03-anatomy", "imports loop kept in-parts linear-cross-entropy")
 
 
 def test_the_shown_loop_and_the_recipe_have_the_same_losses_and_peak(shown):
@@ -53,10 +37,3 @@ def test_the_loss_in_parts_is_the_loss_with_the_same_gradient(shown):
     whole, *others = results
     for parts in others:
         torch.testing.assert_close(parts, whole)
-
-
-def test_the_callback_measures_one_step_of_the_trainer(shown):
-    recipe = Recipe("bert-large-tiny", batch_size=1, seq_len=16)
-    callback = shown["MeterCallback"]()
-    shown["train_with"](recipe, callback)
-    assert callback.meter.footprint.breakdown["optimizer_states"] > 0

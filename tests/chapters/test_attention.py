@@ -3,22 +3,17 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from notebook import Notebook
+from notebook import cells_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 CODE = "standard two-numbers extremes traffic hbm flash-forward flash-backward flash-function"
 
 
-@pytest.fixture(scope="module")
-def page():
-    chapter = Notebook("14-attention")
-    return chapter.run(f"imports settings {CODE} register")
+page = cells_of("14-attention", f"imports settings {CODE} register")
 
 
-@pytest.fixture(scope="module")
-def deeper():
-    return Notebook("14-attention-deeper").run("imports heads heads-mended")
+deeper = cells_of("14-attention-deeper", "imports heads heads-mended")
 
 
 def results(attend, tensors, dout, dtype):

@@ -2,25 +2,18 @@
 
 import pytest
 import torch
-from notebook import Notebook, assert_steps_agree
+from notebook import assert_steps_agree, cells_of
 
 from memlab import Recipe
 from memlab.panels.segments import figures
 from memlab.workloads.training import Training
 
-CHAPTER = Notebook("08-checkpointing")
-DEEPER = Notebook("08-checkpointing-deeper")
+chapter = cells_of(
+    "08-checkpointing", "imports settings from-scratch ways-code count held on-demand by-hand"
+)
 
 
-@pytest.fixture(scope="module")
-def chapter():
-    cells = "imports settings from-scratch ways-code count held on-demand by-hand"
-    return CHAPTER.run(cells)
-
-
-@pytest.fixture(scope="module")
-def deeper():
-    return DEEPER.run("imports double-run")
+deeper = cells_of("08-checkpointing-deeper", "imports double-run")
 
 
 def gradients(forward, layers, x):

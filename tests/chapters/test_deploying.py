@@ -3,18 +3,17 @@
 import pytest
 import torch
 from helpers import kv_cache_bytes
-from notebook import Notebook
+from notebook import cells_of
 from transformers import DynamicCache
 
 from memlab import models
 
 GiB = 2**30
-CHAPTER = Notebook("18-deploying")
 
 
-@pytest.fixture(scope="module")
-def chapter():
-    return CHAPTER.run("imports settings per-token plain-loop loop-code server-code prune-code")
+chapter = cells_of(
+    "18-deploying", "imports settings per-token plain-loop loop-code server-code prune-code"
+)
 
 
 def test_the_shown_loops_write_what_generate_writes(chapter):

@@ -6,15 +6,13 @@ import numpy as np
 import pytest
 import torch
 from exact import ML_DTYPES, roundings, value
-from notebook import Notebook
+from notebook import Notebook, cells_of
 
 CHAPTER = Notebook("02-dtypes")
 FORMATS = CHAPTER.run("formats-code formats-table")["FORMATS"]
 
 
-@pytest.fixture(scope="module")
-def chapter():
-    return CHAPTER.run("imports formats-code formats-table step nearest-code block-scales")
+chapter = cells_of("02-dtypes", "imports formats-code formats-table step nearest-code block-scales")
 
 
 @pytest.mark.parametrize("name", ML_DTYPES)

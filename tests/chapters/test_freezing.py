@@ -1,21 +1,13 @@
 """Chapter 5: its frozen training is the one that memlab runs."""
 
 import pytest
-import torch
-from notebook import Notebook, assert_steps_agree
+from notebook import assert_steps_agree, cells_of
 
 from memlab import Recipe
 from memlab.book import train_step
 from memlab.workloads.training import Training
 
-CHAPTER = Notebook("05-freezing")
-
-
-@pytest.fixture(scope="module")
-def chapter():
-    before = torch.get_num_threads()
-    yield CHAPTER.run("imports settings vanilla-start reached small-deberta tied")
-    torch.set_num_threads(before)  # the chapter takes one
+chapter = cells_of("05-freezing", "imports settings vanilla-start reached small-deberta tied")
 
 
 @pytest.mark.sampled(2)

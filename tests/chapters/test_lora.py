@@ -2,17 +2,12 @@
 
 import pytest
 import torch
-from notebook import Notebook, assert_steps_agree
+from notebook import assert_steps_agree, cells_of
 
 from memlab import Recipe, find_gpu, models, simulate
 from memlab.workloads.training import Training
 
-CHAPTER = Notebook("13-lora")
-
-
-@pytest.fixture(scope="module")
-def chapter():
-    return CHAPTER.run("imports settings adapter-weights lora-linear lora-start merge")
+chapter = cells_of("13-lora", "imports settings adapter-weights lora-linear lora-start merge")
 
 
 @pytest.mark.parametrize("rank", [1, 8])

@@ -5,7 +5,7 @@ import gc
 import bitsandbytes as bnb
 import pytest
 import torch
-from notebook import Notebook, assert_steps_agree
+from notebook import Notebook, assert_steps_agree, cells_of
 
 from memlab import Recipe, models
 from memlab.workloads.optimizers import LEARNING_RATE
@@ -14,25 +14,13 @@ from memlab.workloads.training import Training
 CELLS = "imports setup zoo muon zoo-first dynamic-map quantize dequantize in-backward five-steps"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(scope="module")
+def chapter():
+    yield Notebook("07-optimizers").run(CELLS)
     gc.unfreeze()  # the chapter freezes
 
 
-@pytest.fixture(scope="module")
-def chapter():
-    return Notebook("07-optimizers").run(CELLS)
-
-
-@pytest.fixture(scope="module")
-def deeper():
-    return Notebook("07-optimizers-deeper").run(
-        "imports settings rules galore four pack unpack lion"
-    )
+deeper = cells_of("07-optimizers-deeper", "imports settings rules galore four pack unpack lion")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from notebook import Notebook
+from notebook import Notebook, cells_of
 from transformers import DataCollatorWithPadding
 
 from memlab import models
@@ -59,9 +59,7 @@ def test_our_collator_gives_the_librarys_tensors(chapter):
     assert fixed["attention_mask"].sum() == ours["attention_mask"].sum()
 
 
-@pytest.fixture(scope="module")
-def deeper():
-    return DEEPER.run("imports corpus own-loop")
+deeper = cells_of("10-padding-deeper", "imports corpus own-loop")
 
 
 def test_the_worst_batch_in_a_loop_takes_what_its_recipe_takes(deeper):

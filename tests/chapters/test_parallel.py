@@ -9,15 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from notebook import Notebook
+from notebook import Notebook, cells_of
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 CHAPTER = Notebook("17-parallel")
 
 
-@pytest.fixture(scope="module")
-def chapter():
-    return CHAPTER.run("imports bytes pipeline-bubble")
+chapter = cells_of("17-parallel", "imports bytes pipeline-bubble")
 
 
 def test_the_arithmetic_is_that_of_the_paper(chapter):

@@ -3,7 +3,7 @@
 import bitsandbytes as bnb
 import pytest
 import torch
-from notebook import Notebook
+from notebook import Notebook, cells_of
 
 from memlab import models
 
@@ -12,30 +12,23 @@ SETUP = "imports affine symmetric bits granularity-rounded nf4-table blockwise-c
 TOOLS = "imports rounded changes schemes calibrate affine methods ste aware"
 
 
-@pytest.fixture(scope="module")
-def chapter():
-    return CHAPTER.run(SETUP)
+chapter = cells_of("12-quantization", SETUP)
 
 
-@pytest.fixture(scope="module")
-def deeper():
-    return DEEPER.run(TOOLS)
+deeper = cells_of("12-quantization-deeper", TOOLS)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("shift", [0.0, 3.0, -0.4])
-def test_asymmetric_codes_come_back_within_half_a_step_as_torch_rounds_them(chapter, bits, shift):
+def test_asymmetric_codes_come_back_as_torch_rounds_them(chapter, bits, shift):
     torch.manual_seed(0)
     x = torch.randn(1000) + shift
     codes, scale, zero = chapter["affine"](x, bits)
     lowest, highest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-    assert lowest <= codes.min() and codes.max() <= highest
     assert lowest <= zero <= highest  # so that 0 is one of the codes
     back = scale * (codes - zero)
     at = scale.item(), int(zero.item()), lowest, highest
     torch.testing.assert_close(back, torch.fake_quantize_per_tensor_affine(x, *at))
-    # The zero point is rounded too: at the ends half a step more.
-    assert (x - back).abs().max() <= scale.item() * 1.001
 
 
 @pytest.mark.parametrize("dim, axis", [(1, 0), (0, 1)])

@@ -4,28 +4,21 @@ import random
 
 import pytest
 import torch
-from notebook import Notebook
+from notebook import Notebook, cells_of
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding
 
 NOTEBOOK = Notebook("09-tokenizers")
-DEEPER = Notebook("09-tokenizers-deeper")
 run = NOTEBOOK.run
 
 
 @pytest.fixture(scope="module")
 def chapter():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield run("imports corpus bpe smaller parts vanilla changed python") | {
-        "device": torch.device("cpu")
-    }
-    torch.set_num_threads(before)
+    here = {"device": torch.device("cpu")}
+    return run("imports corpus bpe smaller parts vanilla changed python") | here
 
 
-@pytest.fixture(scope="module")
-def deeper():
-    return DEEPER.run("imports corpus parts greedy by-hand hostile")
+deeper = cells_of("09-tokenizers-deeper", "imports corpus parts greedy by-hand hostile")
 
 
 def test_the_pipeline_of_parts_is_the_whole_tokenizer(chapter):
