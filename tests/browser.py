@@ -154,22 +154,12 @@ class Page:
     @property
     def complaints(self):
         """Errors and warnings of the console, and exceptions nobody caught."""
-        calls = self.mine("Runtime.consoleAPICalled")
-        said = [
-            " ".join(str(a.get("value", a.get("description", ""))) for a in c["args"])
-            for c in calls
-            if c["type"] in ("error", "warning", "assert")
+        bad = "error", "warning", "assert"
+        calls = [one for one in self.mine("Runtime.consoleAPICalled") if one["type"] in bad]
+        entries = [one for one in self.mine("Log.entryAdded") if one["entry"]["level"] in bad]
+        return [
+            json.dumps(one) for one in (*calls, *self.mine("Runtime.exceptionThrown"), *entries)
         ]
-        said += [
-            e["exceptionDetails"].get("exception", {}).get("description", str(e))
-            for e in self.mine("Runtime.exceptionThrown")
-        ]
-        said += [
-            f"{e['entry']['text']} {e['entry'].get('url', '')}"
-            for e in self.mine("Log.entryAdded")
-            if e["entry"]["level"] in ("error", "warning")
-        ]
-        return said
 
     def close(self):
         self.browser.send("Target.closeTarget", targetId=self.target)

@@ -17,21 +17,22 @@ def page():
     return namespace | {"ids": ids, "tokenizer": range(1024)}
 
 
-@pytest.mark.parametrize("workers, prefetch", itertools.product((1, 2, 4), (1, 2, 3)))
+@pytest.mark.parametrize("workers, prefetch", itertools.product((0, 1, 2, 4), (1, 2, 3)))
 def test_a_schedule_keeps_the_rules_of_the_loader(page, workers, prefetch):
     """A worker begins once it is free and asked; a step, once it has its batch and is free."""
     loads = [1 + (7 * n) % 5 for n in range(60)]
     plan = page["schedule"](loads, workers, prefetch, compute=1.5)
     for n, (begin, end, start, done) in enumerate(plan):
-        free = plan[n - workers][1] if n >= workers else 0
-        asked = plan[n - workers * prefetch][2] if n >= workers * prefetch else 0
-        assert (begin, end, done) == (max(free, asked), begin + loads[n], start + 1.5)
-        assert start == max(end, plan[n - 1][3] if n else 0)
-
-
-def test_without_workers_loading_and_computing_take_turns(page):
-    assert page["schedule"]([2, 3, 4], 0) == [(0, 2, 2, 3), (3, 6, 6, 7), (7, 11, 11, 12)]
-    assert page["idle"]([2, 2, 2], 0) == pytest.approx(4 / 7)  # after the first batch
+        before = plan[n - 1][3] if n else 0
+        free = plan[n - workers][1] if n >= workers > 0 else 0
+        asked = plan[n - workers * prefetch][2] if n >= workers * prefetch > 0 else 0
+        wanted = max(free, asked) if workers else before  # without workers they take turns
+        assert (begin, end, done) == (wanted, begin + loads[n], start + 1.5)
+        assert start == max(end, before)
+    waited = sum(plan[n][2] - plan[n - 1][3] for n in range(1, 60))
+    assert page["idle"](loads, workers, prefetch, 1.5) == pytest.approx(
+        waited / (plan[-1][3] - plan[0][2])
+    )
 
 
 @pytest.mark.parametrize("kind", ["Texts", "MaskedByIndex"])
