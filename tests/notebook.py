@@ -4,10 +4,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
-import torch
 
 import memlab
-from memlab.trace.tracer import Tracer
+from memlab.book import three_steps
 
 CHAPTERS = Path(__file__).parent.parent / "chapters"
 
@@ -41,25 +40,12 @@ def cells_of(name, cells):
     return namespace
 
 
-def traced(training, step):
-    """Losses of three steps, and the footprint of the third."""
-    torch.manual_seed(1)
-    losses = [step(), step()]
-    tracer = Tracer()
-    tracer.watch(training.model, training.optimizer)
-    with tracer:
-        losses.append(step())
-    return losses, tracer.footprint()
-
-
 def assert_steps_agree(mine, step, library):
-    """Three steps by a shown loop, over a training's parts, are those of memlab's own training."""
-    assert_same_run(traced(mine, step), traced(library, library.step))
+    """Three steps by a shown loop, over a training's parts, are those of memlab's own training.
 
-
-def assert_same_run(ours, theirs):
-    """Two runs of `traced` have the same losses, the same peak and the same breakdown."""
-    (losses, footprint), (their_losses, their_footprint) = ours, theirs
+    They have the same losses, and the third the same peak and the same breakdown.
+    """
+    (losses, footprint), (their_losses, theirs) = three_steps(mine, step), three_steps(library)
     assert losses == their_losses
-    assert footprint.peak_allocated == their_footprint.peak_allocated
-    assert footprint.breakdown == their_footprint.breakdown
+    assert footprint.peak_allocated == theirs.peak_allocated
+    assert footprint.breakdown == theirs.breakdown

@@ -16,7 +16,9 @@ def test_the_shown_loop_and_the_recipe_have_the_same_losses_and_peak(shown):
     library = Training(recipe)
     model = models.build(recipe.model)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=False)
-    parts = SimpleNamespace(model=model, optimizer=adamw)  # of a loop that is not memlab's
+    parts = SimpleNamespace(
+        model=model, optimizer=adamw, inputs=library.inputs
+    )  # of a loop that is not memlab's
     assert_steps_agree(parts, lambda: shown["train"](model, adamw, library.batches)[0], library)
 
 
