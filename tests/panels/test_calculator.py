@@ -618,6 +618,7 @@ def test_every_switch_has_its_chapter(page):
     hrefs = page.run("[...panel.querySelectorAll('.switch a')].map(a => a.getAttribute('href'))")
     chapters = Path(__file__).parents[2] / "chapters"
     stems = [href.removesuffix(".html") for href in hrefs]
+    assert page.text(".made").startswith("For torch ")
     assert len(stems) >= 9 and all((chapters / f"{stem}.ipynb").exists() for stem in stems)
 
 
