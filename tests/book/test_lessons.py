@@ -7,6 +7,7 @@ from transformers import Trainer
 from memlab import Recipe, Training, models
 from memlab.book import (
     QUIET,
+    in_turns,
     shuffled_blocks,
     small_config,
     three_steps,
@@ -74,3 +75,9 @@ def test_a_trainers_losses_are_those_that_it_logs(tmp_path, capsys):
     losses = trainer_losses(Trainer(model, arguments, train_dataset=rows))
     assert len(losses) == 2 and losses[0] > losses[1] > 0
     assert capsys.readouterr().out == "" and not list(tmp_path.glob("checkpoint*"))
+
+
+def test_runs_in_turns_meet_the_same_moments():
+    seen = []
+    runs = {name: lambda name=name: seen.append(name) for name in "ab"}
+    assert in_turns(runs, rounds=3).shape == (3, 2) and seen == list("ababab")
