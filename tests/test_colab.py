@@ -37,6 +37,7 @@ nbformat.write(notebook, sys.argv[1])
 
 def published_repository(folder):
     """The working tree as it stands, committed to a repository that pip can clone."""
+    folder.mkdir()
     who = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
     for step in (["init", "-q", "-b", "main"], ["add", "-A"], [*who, "commit", "-qm", "snapshot"]):
         there = ["git", f"--git-dir={folder / '.git'}", f"--work-tree={ROOT}"]
