@@ -10,7 +10,6 @@ import select
 import shutil
 import subprocess
 import tempfile
-import time
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 HOW_TO_GET = "install one (Debian, Ubuntu: apt install chromium) or name it in CHROMIUM"
@@ -28,8 +27,8 @@ def executable():
 
 
 class Browser:
-    def __init__(self, program, timeout=60):
-        self.timeout, self.count, self.buffer, self.events = timeout, 0, b"", []
+    def __init__(self, program):
+        self.count, self.buffer, self.events = 0, b"", []
         self.profile = tempfile.mkdtemp(prefix="chromium-")
         self.said = tempfile.TemporaryFile()
         to_browser, self.out = os.pipe()
@@ -57,28 +56,16 @@ class Browser:
         if session:
             message["sessionId"] = session
         os.write(self.out, json.dumps(message).encode() + b"\0")
-        deadline = time.monotonic() + self.timeout
-        while True:
-            answer = self.read(deadline, method)
-            if answer.get("id") == self.count:
-                if "error" in answer:
-                    raise RuntimeError(f"{method}: {answer['error']}")
-                return answer["result"]
+        while (answer := self.read(method)).get("id") != self.count:
             self.events.append(answer)
+        if "error" in answer:
+            raise RuntimeError(f"{method}: {answer['error']}")
+        return answer["result"]
 
-    def wait_for(self, method, session):
-        deadline = time.monotonic() + self.timeout
-        seen = 0
-        while True:
-            for event in self.events[seen:]:
-                if event.get("method") == method and event.get("sessionId") == session:
-                    return event["params"]
-            seen = len(self.events)
-            self.events.append(self.read(deadline, method))
-
-    def read(self, deadline, waiting_for):
+    def read(self, waiting_for):
+        """The next message. A minute of silence is an error."""
         while b"\0" not in self.buffer:
-            ready, _, _ = select.select([self.back], [], [], max(0, deadline - time.monotonic()))
+            ready, _, _ = select.select([self.back], [], [], 60)
             chunk = os.read(self.back, 1 << 20) if ready else b""
             if not chunk:
                 self.said.seek(0)
@@ -109,7 +96,7 @@ class Page:
     """One tab. `requests` and `complaints` grow as long as it is open."""
 
     def __init__(self, browser, url, width, height, theme):
-        self.browser = browser
+        self.browser, self.loads = browser, 0
         self.target = browser.send("Target.createTarget", url="about:blank")["targetId"]
         attached = browser.send("Target.attachToTarget", targetId=self.target, flatten=True)
         self.session = attached["sessionId"]
@@ -134,14 +121,10 @@ class Page:
         self.loaded()
 
     def loaded(self):
-        """Wait until the page, its fonts and its formulas stand, and forget this load event."""
-        self.browser.wait_for("Page.loadEventFired", self.session)
-        self.browser.events = [
-            event
-            for event in self.browser.events
-            if (event.get("method"), event.get("sessionId"))
-            != ("Page.loadEventFired", self.session)
-        ]
+        """Wait until the next page, its fonts and its formulas stand."""
+        while len(self.mine("Page.loadEventFired")) == self.loads:
+            self.browser.events.append(self.browser.read("a page"))
+        self.loads += 1
         self.run("""(async () => {
             await document.fonts.ready;
             if (window.MathJax?.startup?.promise) await MathJax.startup.promise;
@@ -171,22 +154,12 @@ class Page:
     @property
     def complaints(self):
         """Errors and warnings of the console, and exceptions nobody caught."""
-        calls = self.mine("Runtime.consoleAPICalled")
-        said = [
-            " ".join(str(a.get("value", a.get("description", ""))) for a in c["args"])
-            for c in calls
-            if c["type"] in ("error", "warning", "assert")
+        bad = "error", "warning", "assert"
+        calls = [one for one in self.mine("Runtime.consoleAPICalled") if one["type"] in bad]
+        entries = [one for one in self.mine("Log.entryAdded") if one["entry"]["level"] in bad]
+        return [
+            json.dumps(one) for one in (*calls, *self.mine("Runtime.exceptionThrown"), *entries)
         ]
-        said += [
-            e["exceptionDetails"].get("exception", {}).get("description", str(e))
-            for e in self.mine("Runtime.exceptionThrown")
-        ]
-        said += [
-            f"{e['entry']['text']} {e['entry'].get('url', '')}"
-            for e in self.mine("Log.entryAdded")
-            if e["entry"]["level"] in ("error", "warning")
-        ]
-        return said
 
     def close(self):
         self.browser.send("Target.closeTarget", targetId=self.target)

@@ -55,23 +55,3 @@ def chromium():
     running = browser.Browser(program)
     yield running
     running.close()
-
-
-@pytest.fixture
-def open_panel(chromium, tmp_path):
-    """open_panel(panel): a tab with it alone, which must neither complain nor ask a network."""
-    tabs = []
-
-    def show(panel):
-        file = tmp_path / "panel.html"
-        head = "<!doctype html><meta charset=utf-8>"
-        head += "<meta name=viewport content=width=device-width>"
-        file.write_text(f"{head}<body>{panel._repr_html_()}", encoding="utf8")
-        tabs.append(chromium.open(file.as_uri(), width=390))
-        return tabs[-1]
-
-    yield show
-    for tab in tabs:
-        assert tab.complaints == []
-        assert all(request.startswith("file:") for request in tab.requests)
-        tab.close()

@@ -1,9 +1,6 @@
-"""Number formats by exact arithmetic, which is slow and right."""
+"""Number formats from their definition: what a code means, and the code that stores a number."""
 
 import math
-import random
-from fractions import Fraction
-from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
@@ -19,10 +16,10 @@ ML_DTYPES = {
 
 
 def value(known, code):
-    """What a code stands for, from the definition: a Fraction, an infinity or NaN."""
+    """The number that a code means, from the definition; an infinity or NaN, too."""
     top = 1 << (known.bits - 1)
     if not known.exponent:
-        return Fraction(code - 2 * top if code >= top else code)
+        return float(code - 2 * top if code >= top else code)
     sign = -1 if code & top else 1
     field, rest = (code % top) >> known.mantissa, code % (1 << known.mantissa)
     ones = (1 << known.exponent) - 1
@@ -30,60 +27,29 @@ def value(known, code):
         return math.nan if rest else sign * math.inf
     if known.special == "nan" and code % top == top - 1:
         return math.nan
-    size = Fraction(rest, 1 << known.mantissa) + bool(field)
-    return sign * size * Fraction(2) ** (max(field, 1) - known.bias)
+    steps = rest + (bool(field) << known.mantissa)
+    return sign * math.ldexp(steps, max(field, 1) - known.bias - known.mantissa)
 
 
-def finite(known):
-    """The numbers of a small format, from 0 up, each with its code."""
-    codes = range(1 << (known.bits - 1))
-    pairs = [(value(known, code), code) for code in codes]
-    return [(number, code) for number, code in pairs if isinstance(number, Fraction)]
+def roundings(known):
+    """(x, the code that stores it) from 0 up: numbers, the ties between two, a bit below and above.
 
+    Some 1,000 pairs of neighbours of each format, the smallest and the largest among them.
+    """
+    real = np.float32 if known.ties == "away" else np.float64  # tf32 is made of fp32
 
-def exact_code(known, x, numbers):
-    """The nearest code, by exact arithmetic and a search; None for NaN, which may have many."""
-    if math.isnan(x):
-        return None
+    def beside(x, towards):
+        return float(np.nextafter(real(x), real(towards)))
+
     top = 1 << (known.bits - 1)
-    negative = math.copysign(1, x) < 0
-    largest, last = numbers[-1]
+    last = top - 1 - {"ieee": 1 << known.mantissa, "nan": 1, "none": 0}[known.special]
+    for code in [*range(0, last, 1 + last // 997), last - 1]:
+        low, high = value(known, code), value(known, code + 1)
+        tie = (low + high) / 2
+        # To the even code; where the mantissa is empty, to the larger number, but zero is even.
+        up = code if known.exponent and not known.mantissa else code % 2
+        yield from ((low, code), (beside(tie, 0), code), (beside(tie, math.inf), code + 1))
+        yield tie, code + 1 if up or known.ties == "away" else code
     beyond = last + (known.special == "ieee")  # the code of infinity follows the largest
-    if math.isinf(x):
-        code = beyond
-    else:
-        exact = abs(Fraction(x))
-        low, high = 0, len(numbers)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if numbers[middle][0] <= exact else (low, middle)
-        below, code = numbers[low]
-        ulp = largest - numbers[-2][0]
-        above, upper = numbers[low + 1] if low + 1 < len(numbers) else (largest + ulp, beyond)
-        up, down = above - exact, exact - below
-        # At a tie an even code; where the mantissa is empty, the larger number, but zero is even.
-        odd = low and (code % 2 == 1 or not known.mantissa) if known.exponent else code % 2 == 1
-        if up < down or (up == down and odd):
-            code = upper
-    if not known.exponent:
-        if negative and (code == last and abs(x) >= largest + Fraction(1, 2)):
-            return top
-        return (2 * top - code) % (2 * top) if negative else code
-    return code + top if negative else code
-
-
-def interesting(known, count=400, seed=0):
-    """Doubles: every landmark, ties and their neighbours, subnormals, random ones of all sizes."""
-    source = random.Random(seed + known.bits)
-    found = [0.0, -0.0, math.inf, -math.inf, math.nan, 5e-324, 1e308, 1 / 3, 0.1]
-    numbers = finite(known)
-    pairs = list(pairwise(numbers))
-    for (a, _), (b, _) in source.sample(pairs, min(len(pairs), 150)) + pairs[-1:] + pairs[:1]:
-        tie = float((a + b) / 2)
-        found += [float(a), tie, math.nextafter(tie, math.inf), math.nextafter(tie, 0)]
-    edge = known.largest
-    ulp = float(numbers[-1][0] - numbers[-2][0])
-    found += [edge, edge + ulp / 2, math.nextafter(edge + ulp / 2, 0), edge + ulp, 3 * edge]
-    low, high = math.log2(known.smallest) - 3, math.log2(known.largest) + 2
-    found += [source.uniform(1, 2) * 2 ** source.uniform(low, high) for _ in range(count)]
-    return found + [-x for x in found]
+    tie = high + (high - low) / 2
+    yield from ((high, last), (beside(tie, 0), last), (tie, beyond), (math.inf, beyond))

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import nbformat
-import torch
+import pytest
 
-from memlab.trace.tracer import Tracer
+import memlab
+from memlab.book import three_steps
 
 CHAPTERS = Path(__file__).parent.parent / "chapters"
 
@@ -23,25 +24,28 @@ class Notebook:
     def run(self, names, namespace=None):
         """Run the cells with these ids (one string, apart by spaces); give their namespace."""
         namespace = {} if namespace is None else namespace
+        namespace.setdefault("memlab", memlab)  # which the install cell brings
         for name in names.split():
             exec(compile(self.code[name], f"cell {name}", "exec"), namespace)
         return namespace
 
 
-def traced(training, step):
-    """Losses of three steps, and the footprint of the third."""
-    torch.manual_seed(1)
-    losses = [step(), step()]
-    tracer = Tracer()
-    tracer.watch(training.model, training.optimizer)
-    with tracer:
-        losses.append(step())
-    return losses, tracer.footprint()
+def cells_of(name, cells):
+    """A fixture: the namespace of a chapter's cells, which are run once for a file."""
+
+    @pytest.fixture(scope="module")
+    def namespace():
+        return Notebook(name).run(cells)
+
+    return namespace
 
 
-def assert_same_run(ours, theirs):
-    """Two runs of `traced` have the same losses, the same peak and the same breakdown."""
-    (losses, footprint), (their_losses, their_footprint) = ours, theirs
+def assert_steps_agree(mine, step, library):
+    """Three steps by a shown loop, over a training's parts, are those of memlab's own training.
+
+    They have the same losses, and the third the same peak and the same breakdown.
+    """
+    (losses, footprint), (their_losses, theirs) = three_steps(mine, step), three_steps(library)
     assert losses == their_losses
-    assert footprint.peak_allocated == their_footprint.peak_allocated
-    assert footprint.breakdown == their_footprint.breakdown
+    assert footprint.peak_allocated == theirs.peak_allocated
+    assert footprint.breakdown == theirs.breakdown

@@ -12,11 +12,6 @@ sys.path.insert(0, str(ROOT / "_ext"))
 import citations  # noqa: E402
 
 
-def markdown_of(path):
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    return "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
-
-
 def read(text, caplog):
     """(what Sphinx reads in place of a text, what is warned of)."""
     logging.getLogger("sphinx").propagate = True
@@ -42,16 +37,21 @@ def test_a_link_with_the_works_name_is_read_as_a_citation(key, named, caplog):
     assert said == f"As {{cite}}`{key}` say." and warned == []
 
 
-def test_another_name_and_an_unknown_key_are_warned_of(caplog):
-    _, warned = read("[[Adam, 1999]](references.md#torchao)", caplog)
-    assert warned == ["a link says 'Adam, 1999' where the work is PyTorch, n.d."]
-    caplog.clear()
-    _, warned = read("[[Adam, 1999]](references.md#nobody)", caplog)
-    assert "references.bib has no 'nobody'" in warned[0]
+@pytest.mark.parametrize(
+    "key, warning",
+    [
+        ("torchao", "a link says 'Adam, 1999' where the work is PyTorch, n.d."),
+        ("nobody", "references.bib has no 'nobody'"),
+    ],
+)
+def test_another_name_and_an_unknown_key_are_warned_of(key, warning, caplog):
+    _, warned = read(f"[[Adam, 1999]](references.md#{key})", caplog)
+    assert len(warned) == 1 and warning in warned[0]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "chapters").glob("*.ipynb")), ids=lambda p: p.stem)
 def test_a_notebook_shows_no_role(path):
-    text = markdown_of(path)
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    text = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
     assert "{cite}" not in text
     assert text.count("references.md#") == len(citations.LINK.findall(text))

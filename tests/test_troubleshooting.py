@@ -1,6 +1,5 @@
 """The page on troubles: its figures are what shapes give; its names and defaults exist."""
 
-import dataclasses
 import html
 import inspect
 import math
@@ -8,7 +7,6 @@ import re
 import sys
 from pathlib import Path
 
-import accelerate
 import pytest
 import torch
 import transformers
@@ -55,63 +53,56 @@ def test_a_figure_is_what_the_shapes_give(expression, said, known):
     assert eval(html.unescape(expression), known) == said
 
 
-def fields(config):
-    return {field.name: field.default for field in dataclasses.fields(config)}
+def defaults(config):
+    return {name: one.default for name, one in inspect.signature(config).parameters.items()}
 
 
 def test_old_names_are_refused_and_new_ones_taken():
+    names = defaults(transformers.TrainingArguments)
     table = PAGE.partition("## Changed names")[2]
-    names = fields(transformers.TrainingArguments)
     rows = re.findall(r"^\| `(\w+)=[^`]*` \| `(\w+)=", table, re.MULTILINE)
     assert len(rows) == 6
     for old, new in rows:
-        if new == "dtype":  # an argument of from_pretrained
-            continue
-        assert new in names and (old in names) == (old == "gradient_checkpointing"), old
+        if new != "dtype":  # an argument of from_pretrained
+            assert new in names and (old in names) == (old == "gradient_checkpointing"), old
 
 
-def test_defaults_of_the_trainer():
-    names = fields(transformers.TrainingArguments)
-    assert names["per_device_eval_batch_size"] == 8 and names["save_steps"] == 500
-    assert names["logging_nan_inf_filter"] and names["save_total_limit"] is None
-    assert names["max_grad_norm"] == 1.0
-    for name in ("eval_accumulation_steps", "prediction_loss_only", "batch_eval_metrics"):
+@pytest.mark.parametrize(
+    "library, config, wanted",
+    [
+        (
+            "transformers",
+            "TrainingArguments",
+            {"per_device_eval_batch_size": 8, "save_steps": 500, "logging_nan_inf_filter": True,
+             "save_total_limit": None, "max_grad_norm": 1.0, "auto_find_batch_size": False},
+        ),
+        (
+            "trl",
+            "GRPOConfig",
+            {"vllm_gpu_memory_utilization": 0.3, "beta": 0.0, "vllm_mode": "colocate",
+             "vllm_enable_sleep_mode": False, "num_generations": 8, "max_completion_length": 512,
+             "learning_rate": 1e-6},
+        ),
+        (
+            "trl",
+            "DPOConfig",
+            {"max_length": 1024, "precompute_ref_log_probs": False, "learning_rate": 1e-6},
+        ),
+        ("trl", "SFTConfig", {"max_length": 1024, "learning_rate": 2e-5, "loss_type": "nll"}),
+    ],
+)  # fmt: skip
+def test_defaults_are_those_that_the_page_tells(library, config, wanted):
+    names = defaults(getattr(pytest.importorskip(library), config))
+    assert {name: names[name] for name in wanted} == wanted
+
+
+def test_the_settings_that_the_page_names_exist():
+    names = defaults(transformers.TrainingArguments)
+    told = "eval_accumulation_steps prediction_loss_only batch_eval_metrics eval_on_start "
+    for name in f"{told} save_only_model torch_compile use_liger_kernel".split():
         assert name in names and name in PAGE
-    for name in ("eval_on_start", "save_only_model", "torch_compile", "use_liger_kernel"):
-        assert name in names and name in PAGE
-
-
-def test_defaults_of_trl():
-    trl = pytest.importorskip("trl")
-    grpo, dpo, sft = map(fields, (trl.GRPOConfig, trl.DPOConfig, trl.SFTConfig))
-    assert (grpo["vllm_gpu_memory_utilization"], grpo["beta"]) == (0.3, 0.0)
-    assert (grpo["vllm_mode"], grpo["vllm_enable_sleep_mode"]) == ("colocate", False)
-    assert sft["max_length"] == dpo["max_length"] == 1024 and sft["loss_type"] == "nll"
-    assert dpo["precompute_ref_log_probs"] is False and "vllm_max_model_length" in grpo
-    assert sft["bf16"] is None  # which becomes true unless fp16 is
-    assert sft["gradient_checkpointing"] is True and sft["activation_checkpointing"] is None
-    rates = [config["learning_rate"] for config in (dpo, grpo, sft)]
-    assert rates == [1e-6, 1e-6, 2e-5] and "have 1e-6 where `SFTConfig` has 2e-5" in PAGE
-    assert (grpo["num_generations"], grpo["max_completion_length"]) == (8, 512)
-    script = (Path(trl.__file__).parent / "scripts" / "dpo.py").read_text(encoding="utf-8")
-    assert re.findall(r"--learning_rate ([\d.e-]+)", script) == ["5.0e-7", "5.0e-6"]
-
-
-def test_what_the_snippets_say_is_taken():
     history = inspect.signature(torch.cuda.memory._record_memory_history).parameters
     assert history["max_entries"].default == sys.maxsize and "enabled" in history
-    assert fields(transformers.TrainingArguments)["auto_find_batch_size"] is False
-    finder = (Path(accelerate.__file__).parent / "utils" / "memory.py").read_text("utf-8")
-    assert "batch_size = int(batch_size * 0.9)" in finder and "nine tenths" in PAGE
-    plugin = accelerate.utils.TorchDynamoPlugin
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "true")
-        assert plugin().dynamic is True
-
-
-def test_what_bitsandbytes_says_of_a_forgotten_dtype_is_said_here():
-    said = re.search(r"- `(bnb_4bit_compute_dtype=[^`]*)`", PAGE)[1]
-    assert said in inspect.getsource(import_bitsandbytes("this test").nn.modules)
 
 
 @pytest.mark.parametrize(
@@ -120,22 +111,15 @@ def test_what_bitsandbytes_says_of_a_forgotten_dtype_is_said_here():
         ("Some modules are dispatched on the CPU or the disk", quantizer_bnb_4bit),
         ("Cannot re-initialize CUDA in forked subprocess", torch.cuda),
         ("Token indices sequence length is longer than", transformers.tokenization_utils_base),
+        (re.search(r"- `(bnb_4bit_compute_dtype=[^`]*)`", PAGE)[1], "bitsandbytes"),
     ],
 )
 def test_a_message_of_another_library_is_said_as_it_says_it(message, where):
-    assert f"`{message}`" in PAGE and message in inspect.getsource(where)
+    source = import_bitsandbytes("this test").nn.modules if where == "bitsandbytes" else where
+    assert f"`{message}`" in PAGE and message in inspect.getsource(source)
 
 
 def test_formats_that_do_not_meet_have_the_message_of_the_page():
-    layer = torch.nn.Linear(2, 2, dtype=torch.float16)
     with pytest.raises(RuntimeError) as refusal:
-        layer(torch.ones(1, 2))
-    said = re.search(r"- `(mat1 and mat2[^`]*)`", PAGE)[1]
-    assert said in str(refusal.value)
-
-
-def test_grpo_wants_whole_groups(tmp_path):
-    trl = pytest.importorskip("trl")
-    with pytest.raises(ValueError, match="must be divisible") as stopped:
-        trl.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, per_device_train_batch_size=4)
-    assert str(stopped.value).rstrip(".") in PAGE
+        torch.nn.Linear(2, 2, dtype=torch.float16)(torch.ones(1, 2))
+    assert re.search(r"- `(mat1 and mat2[^`]*)`", PAGE)[1] in str(refusal.value)

@@ -1,6 +1,6 @@
 """Draws the picture of the README and the landing page from simulations: _static/cover.svg.
 
-Run it after a change of the simulator: `make cover`. tests/test_cover.py compares the figures
+Run it after a change of the simulator: `make cover`. tests/test_kept.py compares the figures
 that the picture carries in its description with fresh simulations.
 """
 

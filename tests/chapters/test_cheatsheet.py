@@ -29,8 +29,7 @@ def test_the_configs_are_made_and_ask_for_what_the_rows_run(written):
     names = {"BitsAndBytesConfig": BitsAndBytesConfig, "LoraConfig": LoraConfig, "torch": torch}
     made = [eval(piece, names) for piece in written if re.match(r"\w+Config\(", piece)]
     lora, four_bits = made
-    assert four_bits.load_in_4bit and four_bits.bnb_4bit_quant_type == "nf4"
-    assert four_bits.bnb_4bit_use_double_quant
+    assert four_bits.bnb_4bit_quant_type == "nf4" and four_bits.bnb_4bit_use_double_quant
     assert four_bits.bnb_4bit_compute_dtype == torch.bfloat16  # the default is fp32
     page = SHEET.run("plain changes")
     rows = page["changes"](page["decoder"])

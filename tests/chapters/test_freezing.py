@@ -1,21 +1,13 @@
 """Chapter 5: its frozen training is the one that memlab runs."""
 
 import pytest
-import torch
-from notebook import Notebook, assert_same_run, traced
+from notebook import assert_steps_agree, cells_of
 
-from memlab import Recipe, models
+from memlab import Recipe
 from memlab.book import train_step
 from memlab.workloads.training import Training
 
-CHAPTER = Notebook("05-freezing")
-
-
-@pytest.fixture(scope="module")
-def chapter():
-    before = torch.get_num_threads()
-    yield CHAPTER.run("imports settings toy vanilla-start reached small-deberta tied")
-    torch.set_num_threads(before)  # the chapter takes one
+chapter = cells_of("05-freezing", "imports settings vanilla-start reached small-deberta tied")
 
 
 @pytest.mark.sampled(2)
@@ -26,32 +18,8 @@ def test_the_shown_code_and_the_recipe_agree(chapter, model, layers):
     shown = Training(recipe)
     shown.optimizer = chapter["frozen_start"](shown.model, layers)
     library = Training(recipe.but(freeze=("embeddings", layers)))
-
-    def shown_step():
-        return train_step(shown.model, shown.optimizer, shown.batches[0])
-
-    assert_same_run(traced(shown, shown_step), traced(library, library.step))
-    everything = torch.optim.AdamW(shown.model.parameters(), lr=1e-5)
-    train_step(shown.model, everything, shown.batches[0])
-    assert len(everything.state) == len(shown.optimizer.state)  # as the text says
-
-
-def test_backward_reaches_what_a_trained_weight_below_asks_for(chapter):
-    model = models.build("bert-large-tiny")
-    layers = chapter["layers_of"](model)
-    ids = torch.ones(1, 8, dtype=torch.long)
-    chapter["frozen_start"](model, 1)
-    reached = chapter["backward_reaches"](layers, lambda: model(ids))
-    assert reached == [False] + [True] * (len(layers) - 1)
-    model.base_model.embeddings.requires_grad_(True)
-    assert all(chapter["backward_reaches"](layers, lambda: model(ids)))
-
-
-@pytest.mark.parametrize("trains, share", [(False, 0), (True, 1)])
-def test_a_layer_keeps_its_hidden_values_and_gelus_input(chapter, trains, share):
-    wide, narrow = 64 * 128 * 4, 64 * 32 * 4
-    below, above = chapter["kept_by_layer"]([trains, True])
-    assert above == narrow + 2 * wide and below == share * above
+    parts = shown.model, shown.optimizer, shown.batches[0]
+    assert_steps_agree(shown, lambda: train_step(*parts), library)
 
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "llama-3.2-1b-tiny"])

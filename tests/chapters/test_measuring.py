@@ -5,7 +5,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from IPython.core.interactiveshell import InteractiveShell
 from notebook import Notebook
 
 from memlab import Meter, Recipe
@@ -45,15 +44,3 @@ def test_the_meter_does_not_change_the_losses():
             with Meter("cpu", training.model, training.optimizer) if watch else nullcontext():
                 losses.append(training.step())
     assert losses[:2] == losses[2:]
-
-
-def test_a_notebook_keeps_an_error_until_the_next_one():
-    shell = InteractiveShell()
-    shell.run_cell("import gc, torch, weakref\nseen = []")
-    fails = "def fail():\n    x = torch.ones(9)\n    seen.append(weakref.ref(x))\n    1 / 0\n"
-    shell.run_cell(f"{fails}fail()")
-    shell.run_cell("gc.collect(); held = seen[0]() is not None")
-    assert shell.user_ns["held"]
-    shell.run_cell("1 / 0")
-    shell.run_cell("gc.collect(); held = seen[0]() is not None")
-    assert not shell.user_ns["held"]

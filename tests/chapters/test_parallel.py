@@ -9,23 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from notebook import Notebook
+from notebook import Notebook, cells_of
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
-from transformers.models.llama.modeling_llama import (
-    LlamaDecoderLayer,
-    LlamaMLP,
-    LlamaRotaryEmbedding,
-)
-
-from memlab.book import small_config
 
 CHAPTER = Notebook("17-parallel")
 
 
-@pytest.fixture(scope="module")
-def chapter():
-    return CHAPTER.run("imports bytes pipeline-bubble")
+chapter = cells_of("17-parallel", "imports bytes pipeline-bubble")
 
 
 def test_the_arithmetic_is_that_of_the_paper(chapter):
@@ -33,19 +23,6 @@ def test_the_arithmetic_is_that_of_the_paper(chapter):
     said = [7.5 * chapter["bytes_per_parameter"](way, 64) for way in ways]
     assert said == pytest.approx([120, 31.4, 16.6, 1.9], rel=0.02)
     assert chapter["bytes_per_parameter"]("zero3", 16) == 1
-
-
-def test_a_feed_forward_part_keeps_four_wide_tensors():
-    layer = LlamaMLP(small_config("llama-3-8b-tiny", hidden_size=16, intermediate_size=56))
-    kept = {}
-
-    def keep(tensor):
-        kept[tensor.data_ptr()] = tensor.numel()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        layer(torch.zeros(1, 100, 16, requires_grad=True)).sum()
-    assert sorted(kept.values()).count(100 * 56) == 4
 
 
 @pytest.mark.parametrize("stages, micro_batches", [(4, 6), (8, 64)])
@@ -59,34 +36,6 @@ def test_a_schedule_holds_as_many_micro_batches_as_pytorchs(chapter, stages, mic
             most = max(most, held)
         name = schedule.__name__.removeprefix("Schedule")
         assert held == 0 and most == chapter["in_flight"](name, stages, micro_batches)
-
-
-def kept_by_layer(cards):
-    """Bytes that one of so many cards keeps of a Llama layer whose two blocks are split."""
-    sizes = dict(num_attention_heads=8 // cards, num_key_value_heads=8 // cards, head_dim=16)
-    sizes |= dict(hidden_size=128, intermediate_size=512 // cards)
-    config = small_config("llama-3-8b-tiny", **sizes)
-    config._attn_implementation = "eager"
-    layer, kept = LlamaDecoderLayer(config, 0), {}
-    weights = {weight.data_ptr() for weight in layer.parameters()}
-    x = torch.randn(2, 32, 128, requires_grad=True)
-    turned = LlamaRotaryEmbedding(config)(x, torch.arange(32)[None])
-
-    def pack(tensor):
-        if tensor.data_ptr() not in weights:
-            kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x, position_embeddings=turned)
-    return sum(kept.values())
-
-
-def test_tensor_parallelism_divides_activations_inside_of_the_blocks_alone():
-    one, two, eight = map(kept_by_layer, (1, 2, 8))
-    inside = 2 * (one - two)
-    assert eight == pytest.approx(one - inside * 7 / 8, rel=0.01)  # linear in what is split
-    assert one - inside > 4 * 2 * 32 * 128 * 4  # four fp32 rows per token stay whole
 
 
 SRUN = """#!/bin/bash

@@ -1,73 +1,18 @@
-"""Chapter 16: its QLoRA is the planner's, and the twelve questions have their answers."""
+"""Chapter 16: its QLoRA is the planner's."""
 
-import json
-from importlib import resources
+from notebook import Notebook, cells_of
 
-import pytest
-from notebook import Notebook
-
-from memlab import Recipe, find_gpu, fits, simulate
+from memlab import find_gpu
 from memlab.planner.result import Question
 from memlab.planner.space import Recipes
 
-CHAPTER = Notebook("16-planner")
-DATA = resources.files("memlab.data")
-QUESTIONS = json.loads(DATA.joinpath("questions.json").read_text())["questions"]
-ANSWERS = json.loads(DATA.joinpath("answers.json").read_text())["answers"]
-
-
-@pytest.fixture(scope="module")
-def chapter():
-    return CHAPTER.run("imports four-ways")
-
-
-def test_lora_and_qlora_of_the_tables_differ_in_the_base_alone(chapter):
-    ways = chapter["four_ways"]("llama-3-8b")
-    nf4 = dict(base="nf4", double_quant=True, upcast=False)
-    assert ways["QLoRA"] == ways["LoRA"].but(**nf4)
+chapter = cells_of("16-planner", "imports four-ways")
 
 
 def test_the_plan_and_the_chapter_on_lora_mean_the_same_qlora(chapter):
-    """Its figure is of one sequence, and gradients of adapters wait in a step of several."""
     lora = Notebook("13-lora").run("imports settings recipes")
-    theirs = lora["qlora"].but(checkpointing=True)
-    plans = chapter["four_ways"]("llama-3-8b")["QLoRA"]
-    assert plans.but(accumulation=1) == theirs
-    said = Recipes(Question("llama-3-8b", 1024), find_gpu("RTX-4090"))
-    options = [said.recipe(one, 1) for one in said.combinations if one.way == "qlora"]
-    assert plans.but(max_grad_norm=1.0) in options
-    one, step = (simulate(recipe, "RTX-4090") for recipe in (theirs, plans))
-    waiting = step.breakdown["gradients"] - one.breakdown["gradients"]
-    assert step.peak_allocated - one.peak_allocated == pytest.approx(waiting, rel=0.01)
-
-
-# ---------------------------------------------------------------------- the twelve questions
-
-
-def test_a_question_has_its_thread_its_card_and_what_happened():
-    assert len(QUESTIONS) == 12 == len({q["url"] for q in QUESTIONS})
-    for q in QUESTIONS:
-        assert q["url"].startswith("https://github.com/") and q["title"] and q["assumed"]
-        assert q["fitted"] or q["failed"]
-        assert max(q["fitted"], default=0) < min(q["failed"], default=2**20)
-        assert find_gpu(q["gpu"]).total_memory
-        Recipe(**q["recipe"])  # known fields, allowed values
-        assert not {"batch_size", "accumulation"} & set(q["recipe"])
-    assert any(q["fitted"] for q in QUESTIONS) and any(q["failed"] for q in QUESTIONS)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("title", ["GPT-2 345M on one V100 with 16 GB", "Llama-2 7B with QLoRA on"])
-def test_what_is_kept_is_what_fits_says(title):
-    (asked,) = [q for q in QUESTIONS if q["title"].startswith(title)]
-    for size, kept in ANSWERS[asked["url"]].items():
-        said = fits(Recipe(batch_size=int(size), **asked["recipe"]), asked["gpu"])
-        assert said.footprint.peak_allocated == kept["peak_allocated_bytes"]
-        assert bool(said) == kept["fits"] and said.total_memory == kept["total_memory_bytes"]
-        # Reserved bytes shift with the order in which Python frees cycles of tensors.
-        assert said.needed == pytest.approx(kept["needed_bytes"], rel=5e-3)
-
-
-def test_every_try_has_its_answer():
-    asked = {q["url"]: {str(n) for n in q["fitted"] + q["failed"]} for q in QUESTIONS}
-    assert {url: set(said) for url, said in ANSWERS.items()} == asked
+    qlora = chapter["four_ways"]("llama-3-8b")["QLoRA"]
+    assert qlora.but(accumulation=1) == lora["qlora"].but(checkpointing=True)
+    plan = Recipes(Question("llama-3-8b", 1024), find_gpu("RTX-4090"))
+    options = [plan.recipe(one, 1) for one in plan.combinations if one.way == "qlora"]
+    assert qlora.but(max_grad_norm=1.0) in options

@@ -4,37 +4,21 @@ import random
 
 import pytest
 import torch
-from notebook import Notebook
+from notebook import Notebook, cells_of
 from torch.utils.data import DataLoader
 from transformers import DataCollatorWithPadding
 
-import memlab
-
 NOTEBOOK = Notebook("09-tokenizers")
-DEEPER = Notebook("09-tokenizers-deeper")
 run = NOTEBOOK.run
-PARTS = "imports corpus bpe smaller parts vanilla changed python"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Models this small gain nothing from more, and lose much where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
 def chapter():
-    names = run(PARTS, {"__name__": "chapter", "memlab": memlab})
-    return names | {"device": torch.device("cpu")}
+    here = {"device": torch.device("cpu")}
+    return run("imports corpus bpe smaller parts vanilla changed python") | here
 
 
-@pytest.fixture(scope="module")
-def deeper():
-    cells = "imports corpus parts greedy by-hand hostile"
-    return DEEPER.run(cells, {"__name__": "deeper", "memlab": memlab})
+deeper = cells_of("09-tokenizers-deeper", "imports corpus parts greedy by-hand hostile")
 
 
 def test_the_pipeline_of_parts_is_the_whole_tokenizer(chapter):
@@ -42,21 +26,12 @@ def test_the_pipeline_of_parts_is_the_whole_tokenizer(chapter):
         assert chapter["mine"].encode(one).ids == chapter["rust"](one)["input_ids"]
 
 
-@pytest.mark.parametrize("seed", [2])
-def test_wordpiece_by_hand_gives_the_librarys_ids(chapter, deeper, seed):
-    some = random.Random(seed).sample(chapter["texts"], 300) + chapter["hostile"](300, seed)
+def test_wordpiece_by_hand_gives_the_librarys_ids(chapter, deeper):
+    some = random.Random(2).sample(chapter["texts"], 300) + chapter["hostile"](300, 2)
     some += deeper["chosen"]
-    assert len(some) > 600
     expected = deeper["rust"](some)["input_ids"]
     assert [deeper["by_hand"](one) for one in some] == expected
-
-
-def test_greedy_has_no_way_back(deeper):
-    wordpiece = deeper["wordpiece"]
-    assert wordpiece("abc", {"a", "ab", "##bc"}) == ["[UNK]"]
-    assert wordpiece("abc", {"a", "##bc"}) == ["a", "##bc"]
-    assert wordpiece("aab", {"a", "##a", "##ab", "##b"}) == ["a", "##ab"]
-    assert wordpiece("", {"a"}) == []
+    assert deeper["wordpiece"]("abc", {"a", "ab", "##bc"}) == ["[UNK]"]  # greedy, no way back
 
 
 def test_a_smaller_bpe_is_the_one_that_would_have_been_trained(chapter):
@@ -73,8 +48,6 @@ def test_a_smaller_bpe_is_the_one_that_would_have_been_trained(chapter):
 
 def test_both_loaders_give_the_same_batches(chapter):
     data, prepared = chapter["corpus"].select(range(256)), chapter["prepared"]
-    assert set(prepared.column_names) == {"label", "input_ids", "attention_mask"}
-    assert max(map(len, prepared["input_ids"])) == 128
     rust = chapter["rust"]
 
     def vanilla(rows):
@@ -96,11 +69,3 @@ def test_only_what_the_assistant_says_is_trained(chapter):
     run("chat-template chat-masks", chapter)
     trained = chapter["talk"].decode(chapter["ids"][chapter["by_assistant"] == 1])
     assert trained.replace(" ", "") == "Itissquare.</s>"  # its end is, too
-    assert 0 < chapter["by_assistant"].sum() < len(chapter["by_assistant"])
-    turns = chapter["turns"] + [
-        {"role": "user", "content": "Why?"},
-        {"role": "assistant", "content": "All axes agree."},
-    ]
-    chat = chapter["talk"].apply_chat_template(turns, **chapter["asked"])
-    said = [i for i, mine in zip(chat["input_ids"], chat["assistant_masks"], strict=True) if mine]
-    assert said.count(chapter["talk"].eos_token_id) == 2
