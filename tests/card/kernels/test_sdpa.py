@@ -179,19 +179,6 @@ def test_shared_key_heads_without_flash_take_math(monkeypatch, dtype, call):
     assert refused == ["heads are (8, 3, 3): allowed are key heads that divide the query's"]
 
 
-@pytest.mark.skipif(torch.__version__ >= (2, 14), reason="the kernel takes them since 2.14")
-def test_shared_key_heads_on_a_t4_bring_the_square_back():
-    def peak(heads, length):
-        with SimulatedGPU("T4") as gpu:
-            make = lambda n: torch.zeros(1, n, length, 64, dtype=HALF, device="cuda")  # noqa: E731
-            query, key = make(8).requires_grad_(), make(heads).requires_grad_()
-            F.scaled_dot_product_attention(query, key, key, enable_gqa=True).sum().backward()
-        return gpu.footprint.peak_tensors
-
-    square = 8 * 2048 * 2048
-    assert peak(8, 2048) < 2 * square < 8 * square < peak(2, 2048)
-
-
 def test_other_batches_and_masks_that_are_not_contiguous_take_math():
     query, one = torch.zeros(2, 4, 8, 64, dtype=BF16), torch.zeros(1, 4, 8, 64, dtype=BF16)
     assert sdpa_route(query, one, one) == "math"
