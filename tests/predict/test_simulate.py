@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from memlab import Recipe, SimulatedGPU, measure, simulate
+from memlab import Recipe, SimulatedGPU, measure, models, simulate
+from memlab.spec.optimizers import OPTIMIZERS
 from memlab.workloads.training import Training
 
 MiB = 2**20
@@ -87,6 +88,13 @@ def test_states_of_optimizers_equal_a_real_run(optimizer):
     for category in ("parameters", "optimizer_states"):
         there = real.footprint.breakdown[category]
         assert simulated.breakdown[category] == pytest.approx(there, abs=4096)
+    known, config = OPTIMIZERS[optimizer], models.config(recipe.model)
+    if known.states:  # Adafactor's are by rows and columns
+        tables = config.vocab_size + config.max_position_embeddings + config.type_vocab_size
+        tables *= config.hidden_size  # whose states are in 32 bits
+        nbytes = 4 * tables + known.bits // 8 * (simulated.parameters - tables)
+        states = simulated.breakdown["optimizer_states"]
+        assert states == pytest.approx(known.states * nbytes, rel=0.03)
 
 
 def test_large_states_that_are_paged_take_nothing_on_the_card():

@@ -2,10 +2,9 @@
 
 Written anew and small after pytorch/examples (tensor parallel, FSDP2; BSD-3),
 huggingface/transformers (examples/pytorch; Apache-2.0), facebookresearch/mae and dino (CC BY-NC and
-Apache-2.0), karpathy/nanochat (MIT), meta-pytorch/torchtune (BSD-3) and Lightning-AI/litgpt
-(Apache-2.0). A function below is a script: its body is written to a file and run as
-`memlab run` runs it. Convolutions over pictures are in test_torchvision.py, the Trainer in
-test_trainer.py, updates by hand in tests/predict/test_script.py.
+Apache-2.0), karpathy/nanochat (MIT) and meta-pytorch/torchtune (BSD-3). A function below is a
+script: its body is written to a file and run as `memlab run` runs it. Convolutions over pictures
+are in test_torchvision.py, the Trainer in test_trainer.py, updates by hand in test_script.py.
 """
 
 import inspect
@@ -388,57 +387,6 @@ def tensor_parallel():
         print(f"step {step} done")
 
 
-def fabric_lora():
-    """Lightning's Fabric over an empty model and a checkpoint that is read weight by weight."""
-    import lightning
-    import torch
-    from lightning.fabric.utilities.load import _lazy_load
-    from torch import nn
-
-    class Lora(nn.Module):
-        def __init__(self, width, rank=8):
-            super().__init__()
-            self.linear = nn.Linear(width, width, bias=False)
-            self.lora_A = nn.Parameter(torch.empty(rank, width))
-            self.lora_B = nn.Parameter(torch.empty(width, rank))
-
-        def reset_parameters(self):
-            nn.init.kaiming_uniform_(self.lora_A, a=5**0.5)
-            nn.init.zeros_(self.lora_B)
-
-        def forward(self, x):
-            return self.linear(x) + (x @ self.lora_A.T @ self.lora_B.T) * 2
-
-    width = 1024  # 2 MiB a weight in bf16
-    torch.save({f"{i}.linear.weight": torch.zeros(width, width) for i in range(2)}, "lit.pth")
-    fabric = lightning.Fabric(accelerator="cuda", devices=1, precision="bf16-true")
-    fabric.launch()
-    fabric.seed_everything(0, verbose=False)
-    with fabric.init_module(empty_init=True):
-        model = nn.Sequential(Lora(width), Lora(width))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-    model = fabric.setup_module(model)
-    optimizer = fabric.setup_optimizers(
-        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-4)
-    )
-    model.load_state_dict(_lazy_load("lit.pth"), strict=False)
-    for layer in model.modules():
-        if isinstance(layer, Lora):
-            layer.reset_parameters()
-    for step in range(10):
-        x = torch.randn(4, width, device=fabric.device, dtype=torch.bfloat16)
-        with fabric.no_backward_sync(model, enabled=step % 2 == 0):
-            loss = model(x).float().square().mean()
-            fabric.backward(loss / 2)
-        if step % 2:
-            fabric.clip_gradients(model, optimizer, max_norm=1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        fabric.print(f"step {step}: loss {loss.item():.3f}")
-    fabric.save("lora.pth", {"model": model}, filter={"model": lambda name, _: "lora_" in name})
-
-
 def recipe_of_torchtune():
     """Checks of the build before the start, a group of one, bf16 by default, checkpointing."""
     import os
@@ -766,7 +714,6 @@ SCRIPTS = [
     (run_mlm_no_trainer, {}, 4 * MLM_WEIGHTS, 4 * MLM_WEIGHTS, 8 * MLM_WEIGHTS),
     (fsdp2, {"ranks": 2, "gpu": "H100"}, SHARD, SHARD, 2 * SHARD),
     (tensor_parallel, {"ranks": 2}, SPLIT, SPLIT, 2 * SPLIT),
-    (fabric_lora, {"gpu": "L4"}, 2 * 2**21 + 2**16, 2**16, 2**17),
     # A fused step counts on the card, for each weight.
     (recipe_of_torchtune, {"gpu": "A100-40GB"}, 12_587_008, 12_587_008, 2 * 12_587_008 + 4 * 16),
     (
@@ -802,8 +749,6 @@ def test_it_trains_and_holds_what_is_reckoned(
 ):
     if script is grpo:
         import_or_skip("trl")
-    if script is fabric_lora:
-        import_or_skip("lightning")
     ran = run(script, tmp_path, monkeypatch, **how)
     assert (ran.steps, ran.status, ran.error) == (2, 0, "")
     assert ran.footprint.breakdown["parameters"] == weights
