@@ -152,7 +152,10 @@ def test_random_requests_never_overlap_and_statistics_are_what_the_blocks_say(se
     check(allocator, ())
     allocator.empty_cache()
     assert (allocator.allocated, allocator.reserved, allocator.blocks) == (0, 0, {})
-    for name, pools in allocator.stats().items():
+    stats = allocator.stats()
+    assert (stats["segment"]["all"]["allocated"] == 0) == (segments == "expandable")
+    assert stats["num_device_alloc"] >= stats["num_device_free"] > 0
+    for name, pools in stats.items():
         for counter in pools.values() if isinstance(pools, dict) and "all" in pools else ():
             assert counter["allocated"] - counter["freed"] == counter["current"] == 0, name
             assert counter["peak"] <= counter["allocated"], name

@@ -138,19 +138,6 @@ def test_what_was_mapped_for_a_request_that_failed_stays_in_the_cache():
     assert allocator.trace[-1] == ("oom", 40 * MiB, 60 * MiB)
 
 
-def test_statistics_have_neither_segments_nor_inactive_splits():
-    allocator = expandable()
-    first, _ = taken(allocator, 30, 30)
-    allocator.free(first)
-    stats = allocator.stats()
-    assert stats["segment"]["all"]["allocated"] == 0
-    assert stats["inactive_split"]["all"]["allocated"] == 0
-    assert stats["inactive_split_bytes"]["all"]["current"] == 0
-    assert stats["reserved_bytes"]["large_pool"]["current"] == 60 * MiB
-    assert stats["allocated_bytes"]["all"]["current"] == 30 * MiB
-    assert stats["num_device_alloc"] == 2
-
-
 def test_it_can_be_turned_on_and_off():
     """The requests of `test_max_split_expandable` in PyTorch's test/test_cuda.py.
 

@@ -22,6 +22,14 @@ def gradients(recipe):
     return training
 
 
+def assert_same_step(one, other):
+    """Two trainings have the same loss and the same gradients."""
+    assert one.step() == pytest.approx(other.step(), rel=1e-12)
+    for mine, its in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        if its.grad is not None:
+            torch.testing.assert_close(mine.grad, its.grad, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("model", "precision"),
     [("bert-large-tiny", "fp32"), ("gpt2-tiny", "bf16-amp"), ("llama-3-8b-tiny", "bf16")],
@@ -89,10 +97,7 @@ def test_accumulation_gives_the_gradient_of_the_big_batch():
     big.batches = [
         {key: torch.cat([batch[key] for batch in small.batches]) for key in small.batches[0]}
     ]
-    assert small.step() == pytest.approx(big.step(), rel=1e-12)
-    for one, other in zip(small.model.parameters(), big.model.parameters(), strict=True):
-        if other.grad is not None:
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
+    assert_same_step(small, big)
 
 
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
@@ -102,11 +107,7 @@ def test_checkpointing_gives_the_gradient_of_none(how):
     for module in checkpointed.model.modules():  # in train mode, where checkpoints are taken
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    assert plain.step() == pytest.approx(checkpointed.step(), rel=1e-12)
-    pairs = zip(plain.model.parameters(), checkpointed.model.parameters(), strict=True)
-    for one, other in pairs:
-        if one.grad is not None:
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
+    assert_same_step(checkpointed, plain)
 
 
 def test_zero_grad_keeps_or_frees():
