@@ -179,6 +179,16 @@ def test_a_verb_of_one_rank_says_so():
         measure(FOUR)
 
 
+def test_the_more_is_split_the_less_a_rank_holds():
+    found = [simulate(FOUR.but(sharding=way, precision="bf16-amp")) for way in WAYS]
+    peaks = [footprint.peak_tensors for footprint in found]
+    assert peaks == sorted(peaks, reverse=True)
+    ddp, zero1, zero2, zero3 = (footprint.breakdown for footprint in found)
+    assert ddp["parameters"] == zero1["parameters"] == 4 * zero3["parameters"]
+    assert zero2["parameters"] == zero3["parameters"]
+    assert ddp["optimizer_states"] == 4 * zero3["optimizer_states"] > zero1["optimizer_states"]
+
+
 @pytest.mark.parametrize("changes", [{"checkpointing": True}, {"base": "nf4"}])
 def test_what_adapters_are_on_is_split_and_scales_are_copied(changes):
     lora = FOUR.but(model="llama-3-8b-tiny", lora_rank=4, precision="bf16", **changes)
