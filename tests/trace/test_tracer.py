@@ -88,7 +88,7 @@ def profiler_peak(training):
     return peak
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", RECIPES)
 def test_peak_equals_the_profiler_but_for_scalars(name):
     if "linear" in name and not hasattr(torch.nn.functional, "linear_cross_entropy"):
