@@ -1,11 +1,13 @@
 """What several tests ask in the same words."""
 
+import contextlib
 import importlib
+import re
 
 import pytest
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from memlab import Recipe, SimulatedGPU, models
+from memlab import Recipe, SimulatedGPU, models, simulate
 from memlab.card.kernels.rules import RULES
 from memlab.evidence.records import Record
 from memlab.footprint import NOT_TENSORS
@@ -14,7 +16,20 @@ from memlab.trace.tracer import Tracer
 from memlab.workloads.training import Training
 
 TINY = Recipe(model="gpt2-tiny", batch_size=1, seq_len=16)
-QLORA = Recipe("llama-3-8b-tiny", seq_len=16, lora_rank=2, base="nf4", precision="bf16")
+QLORA = Recipe("llama-3-8b-tiny", seq_len=16, lora_rank=2, base="nf4", precision="bf16-amp")
+
+# Sizes of a config: a small decoder, of whatever family.
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def one_line(error) -> str:
@@ -22,6 +37,16 @@ def one_line(error) -> str:
     text = str(error.value)
     assert "\n" not in text
     return text
+
+
+@contextlib.contextmanager
+def refused(*parts, kind=ValueError):
+    """What is done inside is refused in one line, with these words or patterns."""
+    with pytest.raises(kind) as error:
+        yield
+    text = one_line(error)
+    for part in parts:
+        assert part in text or re.search(part, text), text
 
 
 TWO = TINY.but(batch_size=2, seq_len=32)
@@ -54,7 +79,7 @@ def assert_as_on_the_cpu(card, cpu, more_there=0, small=0):
     more_there: bytes that the kernels or the data of a CPU keep and those of a card do not.
     small: bytes by which they may differ, such as of batches, which lie on the host.
     """
-    (phase, found), (real_phase, real) = _highest(card.timeline), _highest(cpu.timeline)
+    (phase, found), (real_phase, real) = highest(card.timeline), highest(cpu.timeline)
     assert phase == real_phase
     for category in ("parameters", "gradients"):
         assert found[category] == real[category], category
@@ -69,9 +94,22 @@ def assert_as_on_the_cpu(card, cpu, more_there=0, small=0):
     assert sum(found.values()) == pytest.approx(wanted, abs=small)
 
 
-def _highest(timeline):
+def assert_as_simulated(footprint, recipe, gpu, small=1024):
+    """A library's loop holds on a card what its recipe's simulation holds.
+
+    small: bytes by which the tensors may differ.
+    """
+    simulated = simulate(recipe, gpu)
+    assert footprint.peak_phase == simulated.peak_phase
+    assert footprint.peak_tensors == pytest.approx(simulated.peak_tensors, abs=small)
+    for category in ("parameters", "gradients", "optimizer_states"):
+        assert footprint.breakdown[category] == simulated.breakdown[category], category
+
+
+def highest(timeline, left_out=()):
     """(the phase, bytes by category) of the moment with the most tensors."""
-    levels = {name: level for name, level in timeline.levels.items() if name not in NOT_TENSORS}
+    left_out = (*NOT_TENSORS, *left_out)
+    levels = {name: level for name, level in timeline.levels.items() if name not in left_out}
     totals = [sum(moment) for moment in zip(*levels.values(), strict=True)]
     moment = totals.index(max(totals))
     return timeline.phases[moment], {name: level[moment] for name, level in levels.items()}

@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import pytest
+from helpers import refused
 
 from memlab import Recipe, simulate
 from memlab.gpus import GPUS, cublas_workspace, find_gpu, gpu_of_device, native_dtypes
@@ -113,14 +114,6 @@ def test_rates_are_in_the_ratios_of_the_cards_cores(card):
     assert 0.008 < seconds < 0.6  # to read all of it
 
 
-def test_cards_of_one_generation_are_quicker_with_more_processors():
-    for kind in ("RTX-30", "RTX-40", "RTX-50"):
-        cards = [card for name, card in GPUS.items() if re.fullmatch(kind + r"\d0.*(?<!Ada)", name)]
-        cards.sort(key=lambda card: card.processors)
-        rates = [card.rate("float16") for card in cards]
-        assert rates == sorted(rates) and len(cards) >= 5
-
-
 def test_rules_by_capability():
     assert find_gpu("L4").workspace == 8_519_680
     assert find_gpu("H200").workspace == find_gpu("RTX-5090").workspace == 32 * MiB
@@ -133,39 +126,23 @@ def test_rules_by_capability():
 @pytest.mark.parametrize(
     ("given", "name"),
     [
-        ("t4", "T4"),
-        ("rtx 4090", "RTX-4090"),
         ("a100_80gb", "A100-80GB"),
         (" h200 ", "H200"),
-        ("V100 16GB", "V100"),
         ("4090", "RTX-4090"),
         ("A100-80", "A100-80GB"),
         ("a100 40 gb", "A100-40GB"),
-        ("L40S 48GB", "L40S"),
         ("H100 SXM5", "H100"),
-        ("h100pcie", "H100-PCIe"),
-        ("H100 PCIe 80GB", "H100-PCIe"),
         ("v100-32", "V100-32GB"),
-        ("A10", "A10"),
         ("B200 180GB", "B200"),
         ("GB10 DGX Spark", "GB10"),
         ("3060 12GB", "RTX-3060"),
-        ("rtx3060", "RTX-3060"),
         ("3080", "RTX-3080"),
-        ("RTX 3080 Ti", "RTX-3080-Ti"),
         ("1080ti", "GTX-1080-Ti"),
         ("rtx 4060 ti 8 gb", "RTX-4060-Ti-8GB"),
-        ("RTX 4070 Ti Super", "RTX-4070-Ti-Super"),
-        ("rtx4070tisuper", "RTX-4070-Ti-Super"),
         ("A6000", "RTX-A6000"),
-        ("RTX 6000 Ada", "RTX-6000-Ada"),
-        ("rtxpro6000", "RTX-PRO-6000"),
         ("RTX PRO 6000 Blackwell Max-Q", "RTX-PRO-6000"),
         ("colab T4", "T4"),
-        ("Quadro RTX 6000", "Quadro-RTX-6000"),
         ("RTX 4090D", "RTX-4090-D"),
-        ("GTX 1060 6GB", "GTX-1060"),
-        ("3080 12GB", "RTX-3080-12GB"),
         ("A800-SXM4-80GB", "A800"),
         ("GB300 Grace", "GB300"),
     ],
@@ -214,11 +191,6 @@ def test_no_card_is_one_without_a_limit():
     assert card.workspace == cublas_workspace((8, 0))
 
 
-def test_a_card_cannot_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        find_gpu("T4").total_memory = 1
-
-
 @pytest.mark.parametrize("name", GPUS)
 def test_every_name_means_its_own_card_however_it_is_written(name):
     spaced = name.replace("-", " ")
@@ -236,12 +208,8 @@ def test_every_name_means_its_own_card_however_it_is_written(name):
     + [0, -1, 2**51, float("nan"), float("inf"), True, [1]],
 )
 def test_what_is_no_card(wrong):
-    with pytest.raises(ValueError) as error:
+    with refused(repr(wrong), "T4, P100"):
         find_gpu(wrong)
-    text = str(error.value)
-    assert "\n" not in text
-    assert repr(wrong) in text
-    assert "T4, P100" in text
 
 
 @pytest.mark.parametrize(
@@ -264,16 +232,15 @@ def test_what_is_no_card(wrong):
     ],
 )
 def test_what_an_unknown_name_may_mean(wrong, hint):
-    with pytest.raises(ValueError, match=hint) as error:
+    with refused(hint):
         find_gpu(wrong)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     "wrong", ["RTX 9070", "A1000", "RTX A3000", "RTX PRO 2000", "K80", "V800", "A900", "RTX 609"]
 )
 def test_of_another_generation_no_card_is_near(wrong):
-    with pytest.raises(ValueError, match="gpu is '[^']*': allowed are"):
+    with refused("gpu is '[^']*': allowed are"):
         find_gpu(wrong)
 
 
@@ -294,9 +261,8 @@ def test_of_another_generation_no_card_is_near(wrong):
     ],
 )
 def test_a_card_that_runs_no_cuda_is_refused_with_the_reason(wrong, maker):
-    with pytest.raises(ValueError, match=f"'{wrong}', which is {maker}'s: .* of CUDA$") as error:
+    with refused(f"'{wrong}', which is {maker}'s: .* of CUDA$"):
         find_gpu(wrong)
-    assert "\n" not in str(error.value)
     assert gpu_of_device(wrong) is None
 
 

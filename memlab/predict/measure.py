@@ -180,7 +180,6 @@ class Meter:
     device: `cuda` or `cpu`; None takes CUDA where there is one.
     model, optimizer, inputs: on a CPU, what counts from the start even if the block never
         touches it. What the block does touch is found by itself.
-    counters: the memory functions to ask on CUDA, `torch.cuda` unless a test brings its own.
     empty_cache: whether cached blocks that nobody uses go back to the device first. Without, the
         reserved memory has them in it, as it has after the steps of a training.
 
@@ -200,11 +199,9 @@ class Meter:
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         inputs: Iterable[torch.Tensor] = (),
-        counters: Any = torch.cuda,
         empty_cache: bool = True,
     ) -> None:
-        self.device = pick_device(device, counters)
-        self.counters = counters
+        self.device = pick_device(device)
         self._watched = model, optimizer, inputs
         self._empty_cache = empty_cache
         self.already_there: list[tuple[int, str]] = []
@@ -214,10 +211,10 @@ class Meter:
         self.already_there = alive_tensors(self.device)
         if self.device.type == "cuda":
             if self._empty_cache:
-                self.counters.empty_cache()
-            self.counters.synchronize()
-            self.counters.reset_peak_memory_stats()
-            self._at_start = self.counters.memory_allocated()
+                torch.cuda.empty_cache()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._at_start = torch.cuda.memory_allocated()
         else:
             self._tracer = Tracer()
             self._tracer.watch(*self._watched)
@@ -227,7 +224,7 @@ class Meter:
 
     def __exit__(self, *error: object) -> None:
         if self.device.type == "cuda":
-            self.counters.synchronize()
+            torch.cuda.synchronize()
         self.seconds = time.perf_counter() - self._started
         if self.device.type == "cuda":
             self.footprint = self._from_counters()
@@ -237,13 +234,12 @@ class Meter:
             del self._tracer
 
     def _from_counters(self) -> Footprint:
-        counters = self.counters
-        free, total = counters.mem_get_info()
-        used, reserved = total - free, counters.memory_reserved()
-        peak = counters.max_memory_allocated()
+        free, total = torch.cuda.mem_get_info()
+        used, reserved = total - free, torch.cuda.memory_reserved()
+        peak = torch.cuda.max_memory_allocated()
         return Footprint(
             peak_allocated=peak,
-            peak_reserved=counters.max_memory_reserved(),
+            peak_reserved=torch.cuda.max_memory_reserved(),
             breakdown={
                 Category.INPUTS: self._at_start,
                 Category.TEMPORARY: peak - self._at_start,
@@ -306,18 +302,18 @@ def _quartiles(seconds: list[float]) -> tuple[float, float, float]:
     return lower, median, upper
 
 
-def pick_device(device: Device | None = None, cuda: Any = torch.cuda) -> torch.device:
+def pick_device(device: Device | None = None) -> torch.device:
     """The device asked for, or CUDA where there is one, or the CPU.
 
     Raises ValueError for a device that is not here.
     """
     if device is None:
-        return torch.device("cuda" if cuda.is_available() else "cpu")
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
     except RuntimeError:
         chosen = None
-    here = ["cpu"] + ["cuda"] * cuda.is_available()
+    here = ["cpu"] + ["cuda"] * torch.cuda.is_available()
     if chosen is None or chosen.type not in here:
         raise ValueError(f"device is {str(device)!r}: this machine has {', '.join(here)}")
     return chosen

@@ -5,13 +5,13 @@ import re
 
 import pytest
 import torch
+from helpers import refused
 from transformers import BertForSequenceClassification
 
 from memlab import Recipe, SimulatedGPU, simulate
 from memlab.models import config
 
 MiB = 2**20
-BERT = Recipe(model="bert-large", batch_size=4, seq_len=512, optimizer="adamw_torch_loop")
 
 
 def reader_loop(batch_size, steps, halve=False):
@@ -112,7 +112,7 @@ def test_the_footprint_stays_as_it_was_at_the_end():
 def test_a_card_is_entered_once():
     with SimulatedGPU("T4") as card:
         pass
-    with pytest.raises(ValueError, match="make another"):
+    with refused("make another"):
         card.__enter__()
     with SimulatedGPU("T4"):
         pass
@@ -120,7 +120,7 @@ def test_a_card_is_entered_once():
 
 def test_one_card_at_a_time():
     with SimulatedGPU("T4"):
-        with pytest.raises(ValueError, match="entered already"):
+        with refused("entered already"):
             simulate(Recipe(model="bert-base-tiny", seq_len=16))
     assert simulate(Recipe(model="bert-base-tiny", seq_len=16)).peak_allocated > 0
 

@@ -64,19 +64,12 @@ def test_a_mixtures_tokens_are_spread_evenly():
     assert gpu.footprint.assumptions == ("top-k of values that are not known: chosen evenly",)
 
 
-@pytest.mark.parametrize(
-    "ask, answer",
-    [
-        (lambda x: x.isnan().any(), False),
-        (lambda x: x.isfinite().all(), True),
-        (lambda x: (x != x).any(), False),
-        (lambda x: x.mean() > 1e4, False),
-        (lambda x: (x.argmax(-1) >= 50_000).any(), False),
-    ],
-)
-def test_guards_stay_quiet(ask, answer):
+def test_guards_stay_quiet():
+    """Those against numbers that are not finite are in test_waiting.py."""
     with SimulatedGPU():
-        assert bool(ask(torch.randn(4, 8, device="cuda"))) is answer
+        x = torch.randn(4, 8, device="cuda")
+        assert not x.mean() > 1e4
+        assert not (x.argmax(-1) >= 50_000).any()
 
 
 @pytest.mark.parametrize(
@@ -94,5 +87,6 @@ def test_distributions_take_values_that_are_not_known(make, monkeypatch):
         chosen = make(torch.randn(4, 8, device="cuda"))
         sample = chosen.sample()
         assert chosen.log_prob(sample).sum().item() == 1
-        with pytest.raises(ValueError, match="to satisfy the constraint"):  # of the host's numbers
+        # Of the host's numbers.
+        with pytest.raises(ValueError, match="to satisfy the constraint"):
             torch.distributions.Normal(torch.zeros(2), -torch.ones(2))

@@ -22,6 +22,7 @@ CARD = [
     lambda: torch.randn(3, generator=torch.Generator("cuda").manual_seed(1), device="cuda"),
 ]
 HOST = [
+    lambda: torch.tensor(0.0),
     lambda: torch.zeros(3),
     lambda: torch.zeros(2**20),  # 4 MiB, without data
     lambda: torch.ones(2**20, device="cuda").to("cpu"),
@@ -118,12 +119,3 @@ def test_a_tensor_that_is_made_of_others_is_trained_where_they_are():
         assert copied.cpu().device.type == "cpu"
     assert dict(vars(TwoTensor)) == before
     assert TwoTensor(torch.ones(2), torch.ones(2)).device.type == "cpu"
-
-
-def test_a_number_without_a_device_is_the_hosts():
-    """torch.tensor's documentation: the device is that of the data, the CPU for a number."""
-    with SimulatedGPU() as gpu:
-        number = torch.tensor(0.0)
-        assert torch.cuda.memory_allocated() == 0
-        number.to("cuda") + torch.ones(1, device="cuda")
-    assert gpu.footprint.peak_allocated > 0

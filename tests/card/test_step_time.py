@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+from helpers import refused
 
 from memlab import Recipe, SimulatedGPU, find_gpu, simulate
 from memlab.card.step_time import EXPECTED, busy, step_time
@@ -135,13 +136,13 @@ def test_what_has_no_seconds_says_why_in_one_line():
     for card, said in [(None, "a card without a limit has no rates"), (2**33, "name a card")]:
         footprint = simulate(recipe, card)
         assert footprint.step_time is None and footprint.samples_per_second is None
-        with pytest.raises(ValueError, match=said):
+        with refused(said):
             print(footprint.step_seconds)
         assert footprint.as_dict()["step_seconds"] is None
     with SimulatedGPU("T4") as gpu:  # which multiplies bf16 by emulation
         a = torch.empty(8, 8, device="cuda", dtype=torch.bfloat16)
         a @ a
-    with pytest.raises(ValueError, match="T4 has no rate for bfloat16: it has those of float32"):
+    with refused("T4 has no rate for bfloat16: it has those of float32"):
         print(gpu.footprint.step_seconds)
 
 
@@ -149,7 +150,7 @@ def test_a_format_that_a_card_does_not_multiply_is_said_in_one_line():
     recipe = Recipe("llama-3.2-1b-tiny", seq_len=16, precision="fp16", lora_rank=2, base="int8")
     footprint = simulate(recipe, "V100")
     assert footprint.samples_per_second is None
-    with pytest.raises(ValueError, match="no seconds: V100 has no rate for int8"):
+    with refused("no seconds: V100 has no rate for int8"):
         print(footprint.step_seconds)
 
 

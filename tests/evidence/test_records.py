@@ -5,9 +5,9 @@ import json
 import os
 
 import pytest
-from helpers import one_line
+from helpers import refused
 
-from memlab.evidence.records import FOLDER, Record, find_records, load, save
+from memlab.evidence.records import Record, find_records, load, save
 
 GOOD = Record(
     kind="recorded",
@@ -20,28 +20,6 @@ GOOD = Record(
     date="2026-11-20",
     source="commit 0123abc",
 )
-
-
-def test_the_nine_published_runs():
-    """Hugging Face transformers v4.20.1, "Efficient Training on a Single GPU", in its order."""
-    nine = find_records(kind="published", device="V100", model="bert-large")
-    assert len(nine) == 9
-    for run in nine:
-        assert run.figures["context_bytes"] == 1343 * 2**20
-        # 512 sequences a run: time and throughput, printed apart, say the same
-        speed = 512 / run.figures["run_seconds"]
-        assert speed == pytest.approx(run.figures["samples_per_second"], abs=0.006)
-        assert run.recipe["batch_size"] * run.recipe["accumulation"] == 4
-        assert run.recipe["set_to_none"] is False
-        assert "v4.20.1" in run.source
-        assert run.date == "2022-01-11"
-    assert len({json.dumps(run.recipe, sort_keys=True) for run in nine}) == 9
-
-
-def test_every_file_of_the_package_is_valid():
-    assert list(FOLDER.glob("*.json"))
-    for path in FOLDER.glob("*.json"):
-        assert load(path)
 
 
 def test_selection():
@@ -82,12 +60,10 @@ def test_interrupted_writing_keeps_the_old_file(tmp_path, monkeypatch):
 def test_what_cannot_be_saved_leaves_the_old_file(tmp_path):
     path = tmp_path / "runs.json"
     save(path, [GOOD])
-    with pytest.raises(ValueError) as error:
+    with refused("'one'"):
         save(path, [GOOD, GOOD])
-    assert "'one'" in one_line(error)
-    with pytest.raises(ValueError) as error:
+    with refused("no record"):
         save(path, [GOOD, {"kind": "recorded"}])
-    assert "no record" in one_line(error)
     assert load(path) == [GOOD]
 
 
@@ -106,9 +82,8 @@ def test_what_cannot_be_saved_leaves_the_old_file(tmp_path):
     ],
 )
 def test_a_field_that_does_not_hold_what_it_should(field, value, says):
-    with pytest.raises(ValueError) as error:
+    with refused(says):
         dataclasses.replace(GOOD, **{field: value})
-    assert says in one_line(error)
 
 
 @pytest.mark.parametrize(
@@ -127,15 +102,12 @@ def test_corrupt_file(tmp_path, change, says):
     save(path, [GOOD, dataclasses.replace(GOOD, name="two")])
     content = change(json.loads(path.read_text()))
     path.write_text(content if isinstance(content, str) else json.dumps(content))
-    with pytest.raises(ValueError) as error:
+    with refused(str(path), says):
         load(path)
-    assert str(path) in one_line(error)
-    assert says in str(error.value)
 
 
 def test_no_file_and_unknown_kind(tmp_path):
-    with pytest.raises(ValueError, match="no such file"):
+    with refused("no such file"):
         load(tmp_path / "none.json")
-    with pytest.raises(ValueError) as error:
+    with refused("allowed are recorded, published"):
         find_records(kind="measured")
-    assert "allowed are recorded, published" in one_line(error)

@@ -11,7 +11,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from helpers import one_line
+from helpers import refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from memlab import Recipe, models, simulate
@@ -237,9 +237,8 @@ def test_a_config_file_stands_for_its_folder(saved):
     ],
 )
 def test_what_cannot_be_said_is_refused_in_one_line(recipe, api, said):
-    with pytest.raises(ValueError) as error:
+    with refused(said):
         training_script(recipe, api)
-    assert said in one_line(error)
 
 
 def test_what_the_trainer_does_not_do_is_a_plain_loop():

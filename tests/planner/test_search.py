@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from helpers import one_line
+from helpers import refused
 
 from memlab import Recipe, fits, models, plan, simulate
 from memlab.gpus import GPUS, find_gpu
@@ -158,7 +158,7 @@ def test_segments_that_grow_are_asked_for_with_the_question():
     plain = option.recipe.but(expandable_segments=False)
     assert option.needed != fits(plain, "T4").needed
     assert answer.as_dict()["question"]["expandable_segments"] is True
-    with pytest.raises(ValueError, match="expandable_segments is 'yes': allowed are True, False"):
+    with refused("expandable_segments is 'yes': allowed are True, False"):
         plan("gpt2-tiny", "T4", expandable_segments="yes")
 
 
@@ -290,7 +290,7 @@ def test_a_model_that_peft_gives_no_adapters():
     answer = plan("distilbert-tiny", "T4", **asked)
     assert {option.way for option in answer.tiers.values()} == {"full"}
     assert any("all-linear': peft refuses it (" in reason for reason in answer.excluded)
-    with pytest.raises(ValueError, match="ways is .'lora',.: .*peft"):
+    with refused("ways is .'lora',.: .*peft"):
         plan("distilbert-tiny", "T4", ways="lora", **SMALL)
 
 
@@ -315,20 +315,18 @@ def test_a_model_that_peft_gives_no_adapters():
 )
 def test_bad_input_is_one_line(changes, says, monkeypatch):
     monkeypatch.setattr(models, "hub_reachable", lambda: False)
-    with pytest.raises(ValueError) as error:
+    with refused(says):
         plan(**{"model": "gpt2-tiny", "gpu": "T4"} | changes)
-    assert says in one_line(error)
 
 
 def test_folders_that_are_no_model(tmp_path):
-    with pytest.raises(ValueError, match="there is no such file: name a config.json") as error:
+    with refused("there is no such file: name a config.json"):
         plan(str(tmp_path), "T4")
-    one_line(error)
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds an adapter only: name the model"):
+    with refused("holds an adapter only: name the model"):
         plan(str(tmp_path), "T4")
     (tmp_path / "config.json").write_text('{"model_type": "gizmo"}')
-    with pytest.raises(ValueError, match="model_type is 'gizmo': .* a newer one may know it"):
+    with refused("model_type is 'gizmo': .* a newer one may know it"):
         plan(str(tmp_path), "T4")
 
 

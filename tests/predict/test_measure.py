@@ -1,15 +1,20 @@
 """Measuring on the device that is here, and the CUDA branch with a real allocator's counters."""
 
 import gc
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from helpers import refused
 
 from memlab import Meter, Recipe, measure
 from memlab.footprint import Footprint
 from memlab.predict.measure import alive_tensors, allocator_of, pick_device, require, with_breakdown
-from memlab.trace.allocator import CachingAllocator
 from memlab.workloads.training import Training
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+from standin_card import stand_in
 
 MiB = 2**20
 TINY = Recipe(model="bert-large-tiny", batch_size=2, seq_len=32)
@@ -95,74 +100,27 @@ def test_alive_tensors_counts_storages_once():
     assert len(found) == 1 and len(views) == 2
 
 
-class Counters:
-    """The part of `torch.cuda` that Meter asks, served by the replayed caching allocator."""
-
-    def __init__(self, total, context):
-        self.allocator = CachingAllocator(total - context)
-        self.total, self.context = total, context
-        self.calls = []
-
-    def is_available(self):
-        return True
-
-    def synchronize(self):
-        self.calls.append("synchronize")
-
-    def empty_cache(self):
-        self.allocator.empty_cache()
-
-    def reset_peak_memory_stats(self):
-        self.calls.append("reset")
-        self.peaks = [self.allocator.allocated, self.allocator.reserved]
-
-    def allocate(self, nbytes):
-        address = self.allocator.allocate(nbytes)
-        now = (self.allocator.allocated, self.allocator.reserved)
-        self.peaks = [max(pair) for pair in zip(self.peaks, now, strict=True)]
-        return address
-
-    def memory_allocated(self):
-        return self.allocator.allocated
-
-    def memory_reserved(self):
-        return self.allocator.reserved
-
-    def max_memory_allocated(self):
-        return self.peaks[0]
-
-    def max_memory_reserved(self):
-        return self.peaks[1]
-
-    def mem_get_info(self):
-        return self.total - self.context - self.allocator.reserved, self.total
-
-
 def test_cuda_figures_come_from_the_counters():
-    counters = Counters(total=1000 * MiB, context=150 * MiB)
-    weights = counters.allocator.allocate(100 * MiB)
-    counters.allocator.free(counters.allocator.allocate(50 * MiB))  # cached rubbish of before
-    with Meter("cuda", counters=counters) as meter:
-        first, second = counters.allocate(30 * MiB), counters.allocate(40 * MiB)
-        counters.allocator.free(first)
-        counters.allocate(10 * MiB)
-    footprint = meter.footprint
-    assert footprint.peak_allocated == 170 * MiB
-    assert footprint.peak_reserved == 170 * MiB  # the cache was emptied, the 30 were used again
-    assert footprint.breakdown == {"inputs": 100 * MiB, "temporary": 70 * MiB}
-    assert footprint.context == 150 * MiB
-    assert footprint.device_used == 320 * MiB
-    assert counters.calls == ["synchronize", "reset", "synchronize"]
-    assert weights != second
+    def on_card(mebibytes):
+        return torch.empty(mebibytes * MiB, dtype=torch.uint8, device="cuda")
 
-
-def test_a_cache_that_is_kept_is_reserved_memory():
-    counters = Counters(total=1000 * MiB, context=150 * MiB)
-    counters.allocator.free(counters.allocator.allocate(50 * MiB))
-    with Meter("cuda", counters=counters, empty_cache=False) as meter:
-        counters.allocate(30 * MiB)
-    assert meter.footprint.peak_allocated == 30 * MiB
-    assert meter.footprint.peak_reserved == 50 * MiB  # the 30 were cut from the cached block
+    with stand_in("T4") as card:
+        weights = on_card(100)
+        for emptied, reserved in ((True, 170), (False, 190)):
+            torch.cuda.empty_cache()
+            on_card(90)  # and let go: in the cache from before
+            with Meter("cuda", empty_cache=emptied) as meter:
+                held = [on_card(30), on_card(40)]
+                del held[0]
+                held.append(on_card(10))
+            footprint = meter.footprint
+            assert footprint.peak_allocated == 170 * MiB
+            assert footprint.breakdown == {"inputs": weights.nbytes, "temporary": 70 * MiB}
+            # Where the cache is emptied, the 30 are used again; else all are cut from the 90.
+            assert footprint.peak_reserved == reserved * MiB
+            assert footprint.context == card.gpu.context
+            assert footprint.device_used == card.gpu.context + reserved * MiB
+            del held
 
 
 def test_a_card_too_full_for_the_traced_step_has_figures_without_breakdown(monkeypatch):
@@ -190,18 +148,18 @@ def test_cuda_is_refused_where_there_is_none():
     if torch.cuda.is_available():
         assert pick_device(None).type == "cuda"
     else:
-        with pytest.raises(ValueError, match="this machine has cpu"):
+        with refused("this machine has cpu"):
             measure(TINY, "cuda")
 
 
 def test_bf16_is_refused_on_a_card_that_emulates_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
-    with pytest.raises(ValueError, match="Tesla T4 has no native bfloat16"):
+    with refused("Tesla T4 has no native bfloat16"):
         require("bf16-amp", torch.device("cuda"))
     require("fp16-amp", torch.device("cuda"))
 
 
 def test_no_timed_step_is_refused():
-    with pytest.raises(ValueError, match="steps is 0"):
+    with refused("steps is 0"):
         measure(TINY, "cpu", steps=0)

@@ -5,7 +5,6 @@ import os
 
 import pytest
 from helpers import TINY
-from transformers import CONFIG_MAPPING
 
 from memlab import Recipe, models
 from memlab.gpus import find_gpu
@@ -132,26 +131,7 @@ def test_where_chunks_of_a_sequence_are_looped_over_each_size_is_run(monkeypatch
     It is known beforehand: a trace that cannot agree was recorded for minutes.
     """
     monkeypatch.setattr("memlab.predict.trace_recorder.record", None)
-    config = CONFIG_MAPPING["qwen3_next"](
-        vocab_size=1024,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        layer_types=["linear_attention", "full_attention"],
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        mlp_only_layers=[0, 1],
-    )
-    recipe = Recipe(config, seq_len=128, precision="bf16", attention="sdpa")
+    recipe = Recipe("qwen3.5-9b-tiny", seq_len=128, precision="bf16", attention="sdpa")
     card = find_gpu("A100-80GB")
     assert Traces().of(recipe, card) is None
 

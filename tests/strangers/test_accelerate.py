@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from helpers import assert_as_simulated
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
 from transformers import get_linear_schedule_with_warmup, set_seed
 
-from memlab import Recipe, SimulatedGPU, models, simulate
+from memlab import Recipe, SimulatedGPU, models
 from memlab.book.corpora import tokenizer
 
 WORDS = "the old clock in the hall told every hour to the cat that slept below it".split()
@@ -115,9 +116,4 @@ def test_it_holds_what_the_recipe_of_its_widest_batch_holds(precision, name):
         padded=True,
         attention="sdpa",
     )
-    simulated = simulate(recipe, "A100-40GB")
-    assert gpu.footprint.peak_phase == simulated.peak_phase
-    # A token more in every row would be 140 KB.
-    assert gpu.footprint.peak_tensors == pytest.approx(simulated.peak_tensors, abs=1024)
-    for category in ("parameters", "gradients", "optimizer_states"):
-        assert gpu.footprint.breakdown[category] == simulated.breakdown[category]
+    assert_as_simulated(gpu.footprint, recipe, "A100-40GB")  # a token in every row is 140 KB

@@ -6,6 +6,7 @@ github.com/artidoro/qlora (MIT) and github.com/huggingface/peft (Apache-2.0)
 import pytest
 import torch
 from datasets import Dataset
+from helpers import assert_as_simulated
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import (
     AutoModelForCausalLM,
@@ -16,7 +17,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from memlab import Recipe, SimulatedGPU, models, simulate
+from memlab import Recipe, SimulatedGPU, models
 from memlab.book.corpora import tokenizer
 
 QUOTES = ["the cat sat on the mat and looked at the rain " * 6] * 32
@@ -95,11 +96,7 @@ def test_it_holds_what_the_recipe_holds(tmp_path, checkpointing):
         compute_dtype="bf16",
         checkpointing="reentrant" if checkpointing else "none",
     )
-    simulated = simulate(recipe, "A100-40GB")
-    assert gpu.footprint.peak_phase == simulated.peak_phase
     # The Trainer fetches all batches of a step at once, each with its mask.
     batches = 4 * 3 * 2 * width * 8
-    assert gpu.footprint.peak_tensors == pytest.approx(simulated.peak_tensors, abs=batches)
-    for category in ("parameters", "gradients", "optimizer_states"):
-        assert gpu.footprint.breakdown[category] == simulated.breakdown[category]
+    assert_as_simulated(gpu.footprint, recipe, "A100-40GB", small=batches)
     assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size > 212992

@@ -1,10 +1,10 @@
 """Training scripts of the kinds that stand in public repositories, each run as a file of its own.
 
-Written anew and small after pytorch/examples (imagenet, mnist, tensor parallel, FSDP2; BSD-3),
+Written anew and small after pytorch/examples (tensor parallel, FSDP2; BSD-3),
 huggingface/transformers (examples/pytorch; Apache-2.0), facebookresearch/mae and dino (CC BY-NC and
-Apache-2.0), karpathy/nanochat (MIT), meta-pytorch/torchtune (BSD-3) and Lightning-AI/litgpt
-(Apache-2.0). A function below is a script: its body is written to a file and run as
-`memlab run` runs it.
+Apache-2.0), karpathy/nanochat (MIT) and meta-pytorch/torchtune (BSD-3). A function below is a
+script: its body is written to a file and run as `memlab run` runs it. Convolutions over pictures
+are in test_torchvision.py, the Trainer in test_trainer.py, updates by hand in test_script.py.
 """
 
 import inspect
@@ -31,137 +31,6 @@ def most(ran, category) -> int:
 
 
 # ruff: noqa: F841
-
-
-def imagenet():
-    """Convolutions, batch norm, channels last, autocast, SGD with momentum, a checkpoint."""
-    import argparse
-    import os
-    import shutil
-
-    import torch
-    import torch.backends.cudnn as cudnn
-    from torch import nn
-    from torch.optim.lr_scheduler import StepLR
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("-b", "--batch-size", default=8, type=int)
-    parser.add_argument("--epochs", default=2, type=int)
-    parser.add_argument("--print-freq", default=1, type=int)
-    args = parser.parse_args()
-    assert torch.accelerator.is_available() and torch.accelerator.device_count() == 1
-    device = torch.accelerator.current_accelerator()
-    cudnn.benchmark = True
-
-    def block(inside, outside, stride):
-        return nn.Sequential(
-            nn.Conv2d(inside, outside, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(outside),
-            nn.ReLU(inplace=True),
-        )
-
-    model = nn.Sequential(
-        block(3, 32, 2),
-        nn.MaxPool2d(3, 2, 1),
-        block(32, 64, 2),
-        block(64, 128, 2),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(128, 10),
-    )
-    model = nn.DataParallel(model).to(device, memory_format=torch.channels_last)
-    criterion = nn.CrossEntropyLoss().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
-    scheduler = StepLR(optimizer, step_size=30, gamma=0.1)
-    scaler = torch.amp.GradScaler("cuda")
-    images = torch.utils.data.TensorDataset(torch.rand(32, 3, 64, 64), torch.randint(0, 10, (32,)))
-    sets = [
-        torch.utils.data.DataLoader(
-            images, batch_size=args.batch_size, shuffle=shuffle, num_workers=0, pin_memory=True
-        )
-        for shuffle in (True, False)
-    ]
-    best = 0.0
-    for _ in range(args.epochs):
-        model.train()
-        for i, (pictures, target) in enumerate(sets[0]):
-            pictures = pictures.to(device, non_blocking=True, memory_format=torch.channels_last)
-            target = target.to(device, non_blocking=True)
-            with torch.autocast("cuda", torch.float16):
-                output = model(pictures)
-                loss = criterion(output, target)
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            if i % args.print_freq == 0:
-                _, chosen = output.topk(5, 1, True, True)
-                correct = chosen.t().eq(target.view(1, -1).expand(5, -1))
-                print(f"Loss {loss.item():.4e} Acc@1 {correct[:1].float().sum().item()}")
-        model.eval()
-        with torch.no_grad():
-            for pictures, target in sets[1]:
-                output = model(pictures.to(device)).argmax(1)
-                hits = (output == target.to(device)).float().mean()
-        scheduler.step()
-        is_best = hits > best
-        best = max(hits, best)
-        torch.save({"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}, "c.pth")
-        if is_best:
-            shutil.copyfile("c.pth", "best.pth")
-    os.remove("c.pth")
-
-
-def mnist():
-    """Dropout, nll_loss and Adadelta; a test after each epoch."""
-    import torch
-    import torch.nn.functional as F
-    from torch import nn
-    from torch.optim.lr_scheduler import StepLR
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv1 = nn.Conv2d(1, 32, 3, 1)
-            self.conv2 = nn.Conv2d(32, 64, 3, 1)
-            self.dropout1 = nn.Dropout(0.25)
-            self.dropout2 = nn.Dropout(0.5)
-            self.fc1 = nn.Linear(9216, 128)
-            self.fc2 = nn.Linear(128, 10)
-
-        def forward(self, x):
-            x = F.max_pool2d(F.relu(self.conv2(F.relu(self.conv1(x)))), 2)
-            x = F.relu(self.fc1(torch.flatten(self.dropout1(x), 1)))
-            return F.log_softmax(self.fc2(self.dropout2(x)), dim=1)
-
-    torch.manual_seed(1)
-    device = torch.accelerator.current_accelerator()
-    digits = torch.utils.data.TensorDataset(torch.rand(64, 1, 28, 28), torch.randint(0, 10, (64,)))
-    settings = {"num_workers": 0, "pin_memory": True, "shuffle": True}
-    train = torch.utils.data.DataLoader(digits, batch_size=16, **settings)
-    test = torch.utils.data.DataLoader(digits, batch_size=32, **settings)
-    model = Net().to(device)
-    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
-    scheduler = StepLR(optimizer, step_size=1, gamma=0.7)
-    for _ in range(2):
-        model.train()
-        for data, target in train:
-            data, target = data.to(device), target.to(device)
-            optimizer.zero_grad()
-            loss = F.nll_loss(model(data), target)
-            loss.backward()
-            optimizer.step()
-        model.eval()
-        total = correct = 0
-        with torch.no_grad():
-            for data, target in test:
-                data, target = data.to(device), target.to(device)
-                output = model(data)
-                total += F.nll_loss(output, target, reduction="sum").item()
-                guess = output.argmax(dim=1, keepdim=True)
-                correct += guess.eq(target.view_as(guess)).sum().item()
-        print(f"loss {total / 64:.4f}, accuracy {correct}/64")
-        scheduler.step()
 
 
 def mae():
@@ -251,69 +120,6 @@ def mae():
         optimizer.zero_grad()
         torch.cuda.synchronize()
         print(f"loss {loss.item():.4f} mem {torch.cuda.max_memory_allocated() / 2**20:.0f}")
-
-
-def run_clm():
-    """Texts concatenated into blocks, the Trainer, an evaluation, a model saved."""
-    import math
-    from dataclasses import dataclass, field
-    from itertools import chain
-
-    from datasets import Dataset
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        HfArgumentParser,
-        Trainer,
-        TrainingArguments,
-        default_data_collator,
-        set_seed,
-    )
-
-    from memlab.book.corpora import tokenizer
-
-    @dataclass
-    class DataArguments:
-        block_size: int = field(default=64)
-
-    parser = HfArgumentParser((DataArguments, TrainingArguments))
-    data, training = parser.parse_args_into_dataclasses()
-    set_seed(training.seed)
-    texts = ["the old clock told every hour to the cat that slept below it. " * 4] * 60
-    words = tokenizer(texts, vocab_size=512, kind="bpe")
-    raw = Dataset.from_dict({"text": texts}).train_test_split(test_size=0.2, seed=0)
-
-    def group(examples):
-        joined = {name: list(chain(*examples[name])) for name in examples}
-        total = len(joined["input_ids"]) // data.block_size * data.block_size
-        blocks = {
-            name: [t[i : i + data.block_size] for i in range(0, total, data.block_size)]
-            for name, t in joined.items()
-        }
-        blocks["labels"] = blocks["input_ids"].copy()
-        return blocks
-
-    tokens = raw.map(lambda rows: words(rows["text"]), batched=True, remove_columns=["text"])
-    blocks = tokens.map(group, batched=True)
-    config = AutoConfig.for_model(
-        "gpt2", vocab_size=512, n_embd=64, n_layer=2, n_head=2, n_positions=64
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    trainer = Trainer(
-        model=model,
-        args=training,
-        train_dataset=blocks["train"],
-        eval_dataset=blocks["test"],
-        processing_class=words,
-        data_collator=default_data_collator,
-        compute_metrics=lambda it: {"accuracy": float((it[0] == it[1]).mean())},
-        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(dim=-1),
-    )
-    result = trainer.train()
-    trainer.save_model()
-    trainer.save_metrics("train", result.metrics)
-    found = trainer.evaluate()
-    print(f"perplexity {math.exp(found['eval_loss']):.2f}")
 
 
 def run_mlm_no_trainer():
@@ -459,44 +265,6 @@ def text_to_image_lora():
     print(len(get_peft_model_state_dict(unet)))
 
 
-def ddp():
-    """DistributedDataParallel with its sampler, as torchrun starts it."""
-    import os
-
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-    from torch.utils.data.distributed import DistributedSampler
-
-    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    torch.accelerator.set_device_index(local)
-    dist.init_process_group(torch.distributed.get_default_backend_for_device("cuda"))
-    device = torch.device("cuda", local)
-    data = torch.utils.data.TensorDataset(torch.rand(64, 512), torch.rand(64, 512))
-    sampler = DistributedSampler(data)
-    loader = torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler, pin_memory=True)
-    assert len(loader) == 64 // 8 // dist.get_world_size() and dist.get_rank() == rank == 0
-    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 512)).to(device)
-    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model = DistributedDataParallel(model, device_ids=[local])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        for source, target in loader:
-            optimizer.zero_grad()
-            output = model(source.to(device))
-            loss = torch.nn.functional.mse_loss(output, target.to(device))
-            loss.backward()
-            optimizer.step()
-        total = loss.detach().clone()
-        dist.all_reduce(total, op=dist.ReduceOp.AVG)
-        if rank == 0:
-            torch.save(model.module.state_dict(), "ddp.pt")
-            print(f"epoch {epoch}: {total.item():.4f}")
-        dist.barrier()
-    dist.destroy_process_group()
-
-
 def fsdp2():
     """A model from the meta device in shards, mixed precision, prefetching, a full checkpoint."""
     import os
@@ -617,57 +385,6 @@ def tensor_parallel():
         optimizer.step()
         optimizer.zero_grad()
         print(f"step {step} done")
-
-
-def fabric_lora():
-    """Lightning's Fabric over an empty model and a checkpoint that is read weight by weight."""
-    import lightning
-    import torch
-    from lightning.fabric.utilities.load import _lazy_load
-    from torch import nn
-
-    class Lora(nn.Module):
-        def __init__(self, width, rank=8):
-            super().__init__()
-            self.linear = nn.Linear(width, width, bias=False)
-            self.lora_A = nn.Parameter(torch.empty(rank, width))
-            self.lora_B = nn.Parameter(torch.empty(width, rank))
-
-        def reset_parameters(self):
-            nn.init.kaiming_uniform_(self.lora_A, a=5**0.5)
-            nn.init.zeros_(self.lora_B)
-
-        def forward(self, x):
-            return self.linear(x) + (x @ self.lora_A.T @ self.lora_B.T) * 2
-
-    width = 1024  # 2 MiB a weight in bf16
-    torch.save({f"{i}.linear.weight": torch.zeros(width, width) for i in range(2)}, "lit.pth")
-    fabric = lightning.Fabric(accelerator="cuda", devices=1, precision="bf16-true")
-    fabric.launch()
-    fabric.seed_everything(0, verbose=False)
-    with fabric.init_module(empty_init=True):
-        model = nn.Sequential(Lora(width), Lora(width))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-    model = fabric.setup_module(model)
-    optimizer = fabric.setup_optimizers(
-        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-4)
-    )
-    model.load_state_dict(_lazy_load("lit.pth"), strict=False)
-    for layer in model.modules():
-        if isinstance(layer, Lora):
-            layer.reset_parameters()
-    for step in range(10):
-        x = torch.randn(4, width, device=fabric.device, dtype=torch.bfloat16)
-        with fabric.no_backward_sync(model, enabled=step % 2 == 0):
-            loss = model(x).float().square().mean()
-            fabric.backward(loss / 2)
-        if step % 2:
-            fabric.clip_gradients(model, optimizer, max_norm=1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        fabric.print(f"step {step}: loss {loss.item():.3f}")
-    fabric.save("lora.pth", {"model": model}, filter={"model": lambda name, _: "lora_" in name})
 
 
 def recipe_of_torchtune():
@@ -900,27 +617,6 @@ def dino():
         print(f"loss {loss.item():.4f}")
 
 
-def sgd_by_hand():
-    """No optimizer: weights that are no parameters, a loop without an end."""
-    import torch
-
-    w1 = torch.randn(512, 1024, device="cuda", requires_grad=True)
-    w2 = torch.randn(1024, 256, device="cuda", requires_grad=True)
-    x, y = torch.randn(64, 512, device="cuda"), torch.randn(64, 256, device="cuda")
-    step = 0
-    while True:
-        loss = (x.mm(w1).clamp(min=0).mm(w2) - y).pow(2).sum()
-        if step % 100 == 99:
-            print(step, loss.item())
-        loss.backward()
-        with torch.no_grad():
-            w1 -= 1e-6 * w1.grad
-            w2 -= 1e-6 * w2.grad
-            w1.grad.zero_()
-            w2.grad.zero_()
-        step += 1
-
-
 def qdora():
     """DoRA over a 4-bit base by peft and bitsandbytes, in a plain loop."""
     import torch
@@ -999,12 +695,9 @@ def grpo():
     trainer.train()
 
 
-CLM = "--output_dir clm --per_device_train_batch_size 4 --max_steps 8 --report_to none"
-CLM += " --logging_steps 1 --save_strategy no --disable_tqdm True --optim adamw_torch_fused"
 VIT_LAYER = 12 * 128**2 + 13 * 128
 MAE = 3 * 64 * 128 + 128 + 128 + 2 * VIT_LAYER + 128 * 64 + 64 + 64  # to the decoder's mask
 MAE += 12 * 64**2 + 13 * 64 + 64 * 192 + 192
-CLM_WEIGHTS = (512 + 64 + 2 * (12 * 64 + 13) + 2) * 64
 MLM_LAYER = 4 * 64 * 64 + 2 * 64 * 128 + 9 * 64 + 128
 MLM_WEIGHTS = (520 + 64 + 2 + 2) * 64 + 2 * MLM_LAYER + 64 * 64 + 3 * 64 + 520
 SHARD = (2 * 256 * 1024 + 1024 + 3 * 256) * 3 * 4 // 2
@@ -1017,22 +710,10 @@ DORA = 74_240 * 4
 
 # Script, how it is run, then bytes: parameters at the peak, most gradients, most states.
 SCRIPTS = [
-    (imagenet, {}, 4 * 94_762, 4 * 94_762, 4 * 94_762),
-    (mnist, {}, 4 * 1_199_882, 4 * 1_199_882, 8 * 1_199_882),
     (mae, {}, 4 * MAE + 4 * 64 * 128, 4 * MAE, 8 * MAE),
-    (
-        run_clm,
-        {"arguments": CLM.split()},
-        4 * CLM_WEIGHTS,
-        4 * CLM_WEIGHTS,
-        8 * CLM_WEIGHTS + 4 * 28,
-    ),
     (run_mlm_no_trainer, {}, 4 * MLM_WEIGHTS, 4 * MLM_WEIGHTS, 8 * MLM_WEIGHTS),
-    # Buckets beside the gradients.
-    (ddp, {"ranks": 2}, 4 * 525_312, 8 * 525_312, 8 * 525_312),
     (fsdp2, {"ranks": 2, "gpu": "H100"}, SHARD, SHARD, 2 * SHARD),
     (tensor_parallel, {"ranks": 2}, SPLIT, SPLIT, 2 * SPLIT),
-    (fabric_lora, {"gpu": "L4"}, 2 * 2**21 + 2**16, 2**16, 2**17),
     # A fused step counts on the card, for each weight.
     (recipe_of_torchtune, {"gpu": "A100-40GB"}, 12_587_008, 12_587_008, 2 * 12_587_008 + 4 * 16),
     (
@@ -1043,7 +724,6 @@ SCRIPTS = [
         MATRICES + 2 * (EMBEDDING + HEAD),
     ),
     (dino, {}, 8 * (DINO + 1024), 8 * DINO, 8 * DINO),
-    (sgd_by_hand, {}, 4 * (512 * 1024 + 1024 * 256), 4 * (512 * 1024 + 1024 * 256), 0),
     (
         qdora,
         {},
@@ -1069,8 +749,6 @@ def test_it_trains_and_holds_what_is_reckoned(
 ):
     if script is grpo:
         import_or_skip("trl")
-    if script is fabric_lora:
-        import_or_skip("lightning")
     ran = run(script, tmp_path, monkeypatch, **how)
     assert (ran.steps, ran.status, ran.error) == (2, 0, "")
     assert ran.footprint.breakdown["parameters"] == weights
@@ -1097,7 +775,6 @@ def test_adapters_of_a_diffusion_model(tmp_path, monkeypatch, capsys):
     [
         (speedrun, 2, "torch.compile is not simulated: "),  # but by --compile-eagerly
         (fsdp2, 1, "this example needs 2 devices"),
-        (ddp, 1, "KeyError: 'RANK'"),  # without torchrun, there as here
     ],
 )
 def test_it_ends_in_one_line(script, status, error, tmp_path, monkeypatch):

@@ -4,11 +4,11 @@ github.com/huggingface/transformers, docs/source/en/tasks/sequence_classificatio
 """
 
 import numpy as np
-import pytest
 from datasets import Dataset
+from helpers import assert_as_simulated
 from transformers import DataCollatorWithPadding, Trainer, TrainingArguments
 
-from memlab import Recipe, SimulatedGPU, models, simulate
+from memlab import Recipe, SimulatedGPU, models
 from memlab.book.corpora import tokenizer
 
 TEXTS = [("good " if i % 2 else "bad ") + "words about a film " * (1 + i % 24) for i in range(64)]
@@ -83,7 +83,4 @@ def test_evaluating_saving_and_going_on_change_no_peak(tmp_path):
         optimizer="adamw_torch_fused",
         attention="sdpa",
     )
-    simulated = simulate(recipe, "T4")
-    assert first.peak_tensors == pytest.approx(simulated.peak_tensors, abs=1024)
-    for category in ("parameters", "gradients", "optimizer_states"):
-        assert first.breakdown[category] == simulated.breakdown[category]
+    assert_as_simulated(first, recipe, "T4")

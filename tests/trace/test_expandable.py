@@ -1,11 +1,8 @@
 """Expandable segments: sequences worked by hand from the rules of PyTorch's own source."""
 
-import random
-
 import pytest
 
 from memlab.trace.allocator import CachingAllocator, CapacityError
-from memlab.units import round_up
 
 MiB = 2**20
 
@@ -141,19 +138,6 @@ def test_what_was_mapped_for_a_request_that_failed_stays_in_the_cache():
     assert allocator.trace[-1] == ("oom", 40 * MiB, 60 * MiB)
 
 
-def test_statistics_have_neither_segments_nor_inactive_splits():
-    allocator = expandable()
-    first, _ = taken(allocator, 30, 30)
-    allocator.free(first)
-    stats = allocator.stats()
-    assert stats["segment"]["all"]["allocated"] == 0
-    assert stats["inactive_split"]["all"]["allocated"] == 0
-    assert stats["inactive_split_bytes"]["all"]["current"] == 0
-    assert stats["reserved_bytes"]["large_pool"]["current"] == 60 * MiB
-    assert stats["allocated_bytes"]["all"]["current"] == 30 * MiB
-    assert stats["num_device_alloc"] == 2
-
-
 def test_it_can_be_turned_on_and_off():
     """The requests of `test_max_split_expandable` in PyTorch's test/test_cuda.py.
 
@@ -173,29 +157,6 @@ def test_it_can_be_turned_on_and_off():
     assert allocator.reserved == 120 * MiB
 
 
-def check(allocator, live):
-    """That blocks tile their ranges, free ones do not touch, and what is reserved is mapped."""
-    blocks = sorted(allocator.blocks.values(), key=lambda block: block.address)
-    used = {block.address for block in blocks if block.is_mapped and not block.free}
-    assert used == set(live)
-    for block in blocks:
-        after = block.after
-        if after is not None:
-            assert block.address + block.size == after.address
-            assert after.before is block
-            assert not (block.free and after.free)
-            assert block.is_mapped or after.is_mapped
-        if block.is_expandable and not block.is_mapped:
-            addresses = block.segment
-            assert addresses.down(block.address) == block.address
-            assert addresses.up(block.address + block.size) == block.address + block.size
-    waiting = sorted((b.size, b.address) for b in blocks if b.free)
-    assert waiting == sorted(entry for pool in allocator._free.values() for entry in pool)
-    gaps = sorted(b.address for b in blocks if not b.is_mapped)
-    assert gaps == sorted(one for pool in allocator._unmapped.values() for one in pool)
-    assert allocator.reserved == sum(block.size for block in blocks if block.is_mapped)
-
-
 def test_while_it_is_off_ranges_serve_nothing():
     allocator = expandable()
     allocator.free(allocator.allocate(30 * MiB))
@@ -205,56 +166,3 @@ def test_while_it_is_off_ranges_serve_nothing():
     allocator.expandable_segments = True
     taken(allocator, 20)
     assert allocator.reserved == (40 + 20) * MiB
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_random_requests(seed):
-    rng, live = random.Random(seed), {}
-    allocator = expandable(400 * MiB if seed % 2 else None)
-    for turn in range(1500):
-        if live and rng.random() < 0.5:
-            address = rng.choice(list(live))
-            del live[address]
-            allocator.free(address)
-        else:
-            nbytes, stream = int(2 ** rng.uniform(5, 26)), rng.choice((0, 0, 0, 7))
-            try:
-                address = allocator.allocate(nbytes, stream)
-            except CapacityError:
-                continue
-            live[address] = nbytes
-        if rng.random() < 0.01:
-            allocator.empty_cache()
-        if seed >= 4 and rng.random() < 0.05:
-            allocator.expandable_segments = not allocator.expandable_segments
-        if turn % 10 == 0:
-            check(allocator, live)
-        rounded = sum(round_up(nbytes, 512) for nbytes in live.values())
-        if seed < 4:  # in segments that do not grow, blocks can be up to 1 MiB larger
-            assert allocator.allocated == rounded
-        assert allocator.allocated <= allocator.reserved
-    for address in live:
-        allocator.free(address)
-    check(allocator, ())
-    allocator.empty_cache()
-    assert (allocator.allocated, allocator.reserved, allocator.blocks) == (0, 0, {})
-    stats = allocator.stats()
-    for name in ("segment", "inactive_split", "inactive_split_bytes", "reserved_bytes"):
-        assert all(values["current"] == 0 for values in stats[name].values()), name
-
-
-def test_growing_sequences_leave_no_gaps():
-    """Batches a little longer each time, the case of the note in PyTorch's source."""
-    peaks = []
-    for allocator in (CachingAllocator(), expandable()):
-        for length in range(100, 200, 7):
-            layers = []
-            for _ in range(12):
-                layers += [allocator.allocate(length * 2**17) for _ in range(2)]
-                layers.append(allocator.allocate(length * 2**18))
-            for address in layers:
-                allocator.free(address)
-        peaks.append(allocator.reserved)
-    assert peaks[1] < 0.7 * peaks[0]
-    needed = 12 * 4 * 198 * 2**17
-    assert needed <= peaks[1] < needed + 20 * MiB

@@ -6,11 +6,7 @@ import threading
 import pytest
 
 from memlab.footprint import Phase
-from memlab.trace.allocator import CachingAllocator
 from memlab.trace.ledger import Ledger
-
-MiB = 2**20
-
 
 FORWARD, BACKWARD, STEP = Phase.FORWARD, Phase.BACKWARD, Phase.STEP
 
@@ -31,13 +27,6 @@ def log():
 def test_the_first_of_equal_peaks_is_the_peak(log):
     log.birth(4, "temporary", STEP)  # 10 again
     assert log.peak()[2:] == (BACKWARD, 2)
-
-
-def test_what_was_there_before_counts_in_every_moment(log):
-    log.existed(100, "parameters")
-    found = log.footprint()
-    assert found.peak_allocated == 110 and found.breakdown["parameters"] == 100
-    assert found.timeline.totals() == [100, 103, 108, 110, 105, 102, 106]
 
 
 def test_lives_say_from_when_to_when_and_whose(log):
@@ -62,18 +51,6 @@ def test_a_graph_that_dies_after_the_backward_pass_still_belongs_to_it():
     log.death(kept, FORWARD)  # the engine has ended
     log.birth(1, "activations", FORWARD)
     assert [entry.phase for entry in log.entries] == [FORWARD, BACKWARD, BACKWARD, FORWARD]
-
-
-def test_with_an_allocator_blocks_and_segments_count():
-    log = Ledger(CachingAllocator())
-    first = log.birth(1000, "activations", FORWARD)
-    log.birth(3 * MiB + 1, "gradients", BACKWARD)
-    log.death(first, BACKWARD)
-    found = log.footprint()
-    assert found.peak_allocated == 1024 + 3 * MiB + 512
-    assert found.breakdown["rounding"] == 24 + 511
-    assert found.peak_reserved == 2 * MiB + 20 * MiB
-    assert found.timeline.levels["rounding"] == [0, 24, 24 + 511, 511]
 
 
 def test_what_dies_in_another_thread_disturbs_no_footprint():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import refused
 from torch.utils.checkpoint import checkpoint
 
 from memlab import Recipe, SimulatedGPU, simulate
@@ -116,12 +117,11 @@ def test_the_end_of_the_backward_pass_is_no_forward_pass():
 @pytest.mark.parametrize("depth", [0, "all"])
 def test_a_depth_that_is_none_is_refused(depth):
     footprint = simulate(Recipe(model="bert-base-tiny", seq_len=16))
-    with pytest.raises(ValueError, match="depth is") as error:
+    with refused("depth is"):
         footprint.by_module(depth)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("question", ["by_module", "worst_of_each_phase"])
 def test_a_footprint_of_counters_alone_says_that_it_has_no_timeline(question):
-    with pytest.raises(ValueError, match="no timeline"):
+    with refused("no timeline"):
         getattr(Footprint(1, 1, {}, "forward"), question)()

@@ -79,12 +79,6 @@ def test_the_trainer_is_told():
     assert arguments.activation_checkpointing_kwargs == {"use_reentrant": False, "offload": True}
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "reentrant"])
-def test_without_checkpoints_there_is_nothing_to_move(checkpointing):
-    with pytest.raises(ValueError, match="allowed with checkpointing non-reentrant|has no effect"):
-        Recipe("gpt2-tiny", checkpointing=checkpointing, activation_offload=True)
-
-
 @pytest.mark.slow
 def test_it_has_no_trace_and_sizes_are_run():
     assert largest(away_of(TINY.but(batch_size=1)), "0.5 GiB").value > 1

@@ -53,8 +53,8 @@ def between_births(events):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"base": "fp4", "double_quant": False, "compute_dtype": "fp16"},
+        {"double_quant": True},
+        {"base": "fp4", "compute_dtype": "fp16"},
         {"base": "int8"},
         {"base": "int8", "compute_dtype": "fp16"},
         {"model": "gpt2-tiny", "compute_dtype": "fp16"},

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from helpers import QLORA, SMALL, refused
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
@@ -10,14 +11,11 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from memlab import Recipe, models, simulate
 from memlab.libraries import import_bitsandbytes
 from memlab.predict.recipe_log import assumed
-from memlab.spec.serving import Serving
-from memlab.trace.quantized_weights import constants, numel
 from memlab.trace.tracer import Tracer
 from memlab.workloads.quantized import to_be_quantized
 from memlab.workloads.training import Training
 
 bitsandbytes = import_bitsandbytes("this test")
-QLORA = Recipe(model="llama-3-8b-tiny", seq_len=16, lora_rank=2, base="nf4", precision="bf16-amp")
 
 
 def layers(model, kind):
@@ -39,24 +37,11 @@ def test_every_linear_layer_but_the_head_is_quantized(model, base):
     assert training.parameters == Training(QLORA.but(model=model, base="none")).parameters
 
 
-ROUTED = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
 @pytest.mark.parametrize("family", ["phimoe", "llama4_text", "qwen3_moe"])
 def test_a_router_is_quantized_where_transformers_does_so(family):
     """A subclass of `nn.Linear` is not, whatever it is for: it may compute otherwise."""
     with torch.device("meta"):
-        config = transformers.CONFIG_MAPPING[family](**ROUTED)
+        config = transformers.CONFIG_MAPPING[family](**SMALL)
         model = models.build(config)
         ours = set(to_be_quantized(model))
         asked = transformers.BitsAndBytesConfig(load_in_4bit=True)
@@ -82,15 +67,6 @@ def test_how_little_of_a_mixture_4_bits_reach_is_said():
     assert assumed(QLORA.but(model="llama-3-8b")) == tuple(others)
 
 
-def test_the_share_stands_beside_every_figure():
-    recipe = QLORA.but(model="mixtral-8x7b-tiny")
-    said, _ = assumed(recipe)
-    assert said.startswith("nf4 reaches ")
-    assert said in simulate(recipe).assumptions
-    serving = Serving("mixtral-8x7b-tiny", prompt=16, new_tokens=2, weights="nf4")
-    assert said in simulate(serving).assumptions
-
-
 def test_an_answer_says_in_which_format_the_rest_of_a_base_is():
     """Libraries differ: PEFT casts it, and TRL's trainers, which did, no longer do."""
     cast, left = assumed(QLORA)[-1], assumed(QLORA.but(upcast=False))[-1]
@@ -105,25 +81,6 @@ def test_what_a_family_keeps_in_fp32_is_not_quantized():
     quantized = layers(training.model, bitsandbytes.nn.Linear4bit)
     assert quantized and not any("wo" in name.split(".") for name in quantized)
     assert training.step() > 0
-
-
-def bits_per_weight(**changes):
-    weights, nbytes = 0, 0
-    recipe = QLORA.but(**changes)
-    for parameter in Training(recipe).model.parameters():
-        if isinstance(parameter, bitsandbytes.nn.Params4bit):
-            tables = 16 * 4 + (256 * 4 + 4 if recipe.double_quant else 0)
-            weights += numel(parameter)
-            nbytes += sum(t.nbytes for t in (parameter, *constants(parameter))) - tables
-    return 8 * nbytes / weights
-
-
-def test_bits_per_weight():
-    """4 bits and 32 for each block of 64; doubly quantized 8, and 32 for each 256 of these."""
-    assert bits_per_weight() == 4 + 32 / 64
-    assert bits_per_weight(double_quant=True) == pytest.approx(
-        4 + 8 / 64 + 32 / (64 * 256), rel=2e-3
-    )
 
 
 def test_the_rest_is_cast_to_fp32_unless_told_not_to():
@@ -152,21 +109,8 @@ def test_beside_a_base_in_fp16_what_must_be_is_in_fp32():
     assert formats(t5, ".wo.base_layer") == {torch.bfloat16}
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"base": "int3"}, "base is 'int3': allowed are none, half, nf4, fp4, int8"),
-        ({"lora_rank": 0}, "base is 'nf4' and lora_rank is 0"),
-        ({"compute_dtype": "int8"}, "compute_dtype is 'int8': allowed are fp32, fp16, bf16"),
-    ],
-)
-def test_bad_input_is_told(changes, said):
-    with pytest.raises(ValueError, match=said):
-        QLORA.but(**changes)
-
-
 def test_bfloat16_products_need_a_card_that_has_them():
-    with pytest.raises(ValueError, match="T4 has no native bfloat16"):
+    with refused("T4 has no native bfloat16"):
         simulate(QLORA.but(precision="fp32", compute_dtype="bf16"), "T4")
 
 

@@ -4,8 +4,7 @@ import sys
 
 import pytest
 import torch
-import transformers
-from helpers import assert_two_steps_as_on_the_cpu
+from helpers import assert_two_steps_as_on_the_cpu, refused
 
 from memlab import Recipe, simulate
 from memlab.workloads.training import Training
@@ -21,6 +20,14 @@ def gradients(recipe):
     training.optimizer.step = lambda *a, **k: None
     training.optimizer.zero_grad = lambda *a, **k: None
     return training
+
+
+def assert_same_step(one, other):
+    """Two trainings have the same loss and the same gradients."""
+    assert one.step() == pytest.approx(other.step(), rel=1e-12)
+    for mine, its in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        if its.grad is not None:
+            torch.testing.assert_close(mine.grad, its.grad, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -76,20 +83,6 @@ def test_a_packed_row_takes_a_mask_on_the_card_as_without_one():
     assert packed.peak_allocated > plain.peak_allocated
 
 
-@pytest.mark.parametrize(
-    ("model", "changes", "said"),
-    [
-        ("bert-large-tiny", {}, "task is 'sequence-classification'"),
-        ("gpt2-tiny", {"padded": True}, "padded is True"),
-        ({"model_type": "bloom"}, {}, "bloom takes no position_ids"),
-        ({"model_type": "falcon_h1", "num_hidden_layers": 2}, {}, "from one text of a row into"),
-    ],
-)
-def test_what_cannot_share_a_row_is_told(model, changes, said):
-    with pytest.raises(ValueError, match=said):
-        Recipe(model, packed=True, **changes)
-
-
 def test_a_packed_recipe_leaves_the_seed_alone():
     torch.manual_seed(7)
     first = torch.rand(1)
@@ -104,10 +97,7 @@ def test_accumulation_gives_the_gradient_of_the_big_batch():
     big.batches = [
         {key: torch.cat([batch[key] for batch in small.batches]) for key in small.batches[0]}
     ]
-    assert small.step() == pytest.approx(big.step(), rel=1e-12)
-    for one, other in zip(small.model.parameters(), big.model.parameters(), strict=True):
-        if other.grad is not None:
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
+    assert_same_step(small, big)
 
 
 @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
@@ -117,11 +107,7 @@ def test_checkpointing_gives_the_gradient_of_none(how):
     for module in checkpointed.model.modules():  # in train mode, where checkpoints are taken
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    assert plain.step() == pytest.approx(checkpointed.step(), rel=1e-12)
-    pairs = zip(plain.model.parameters(), checkpointed.model.parameters(), strict=True)
-    for one, other in pairs:
-        if one.grad is not None:
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
+    assert_same_step(checkpointed, plain)
 
 
 def test_zero_grad_keeps_or_frees():
@@ -161,24 +147,6 @@ def test_precision_decides_the_dtypes():
     assert amp.scaler.is_enabled() and not Training(TINY).scaler.is_enabled()
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "state"),
-    [
-        ("sgd", "momentum_buffer"),
-        ("adafactor", "exp_avg_sq_row"),
-        ("adamw_8bit", "absmax2"),
-        ("lion_8bit", "absmax1"),
-    ],
-)
-def test_other_optimizers_take_a_step(optimizer, state):
-    training = Training(TINY.but(optimizer=optimizer))
-    before = [p.detach().clone() for p in training.model.parameters()]
-    training.step()
-    changed = zip(before, training.model.parameters(), strict=True)
-    assert any(not torch.equal(old, new) for old, new in changed)
-    assert any(state in values for values in training.optimizer.state.values())
-
-
 def test_an_8_bit_recipe_leaves_no_override_behind():
     bitsandbytes = pytest.importorskip("bitsandbytes")
     training = Training(TINY.but(optimizer="adamw_8bit"))
@@ -196,7 +164,7 @@ def test_an_8_bit_recipe_leaves_no_override_behind():
 
 def test_an_8_bit_optimizer_without_bitsandbytes_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ValueError, match="adamw_8bit needs the package bitsandbytes"):
+    with refused("adamw_8bit needs the package bitsandbytes"):
         Training(TINY.but(optimizer="adamw_8bit"))
 
 
@@ -213,6 +181,7 @@ def test_freezing(model, parts, trained):
     training = Training(Recipe(model=model, seq_len=16, freeze=parts))
     names = {n for n, p in training.model.named_parameters() if p.requires_grad}
     assert trained <= names and training.trainable_parameters < training.parameters
+    assert parts != "backbone" or names == trained
     frozen = [p.detach().clone() for p in training.model.parameters() if not p.requires_grad]
     training.step()
     after = [p for p in training.model.parameters() if not p.requires_grad]
@@ -220,14 +189,9 @@ def test_freezing(model, parts, trained):
     assert len(training.optimizer.param_groups[0]["params"]) == len(names)
 
 
-def test_backbone_leaves_the_head_alone():
-    training = Training(TINY.but(freeze="backbone"))
-    assert training.trainable_parameters == 128 * 2 + 2
-
-
 @pytest.mark.parametrize("parts", ["encoder.layers", (3,), "backbone,classifier"])
 def test_what_cannot_be_frozen_is_told(parts):
-    with pytest.raises(ValueError, match="freeze holds"):
+    with refused("freeze holds"):
         Training(TINY.but(freeze=parts))
 
 
@@ -260,20 +224,7 @@ USUAL = ("q_proj", "k_proj", "v_proj", "o_proj")
     ("model", "experts"),
     [
         ("mixtral-8x7b-tiny", ("w1", "w2", "w3")),
-        (
-            transformers.Qwen3MoeConfig(
-                hidden_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=8,
-                vocab_size=64,
-                moe_intermediate_size=16,
-                num_experts=4,
-                num_experts_per_tok=2,
-            ),
-            ("gate_proj", "up_proj", "down_proj"),
-        ),
+        ("qwen3-30b-a3b-tiny", ("gate_proj", "up_proj", "down_proj")),
     ],
 )
 def test_adapters_of_experts_by_their_usual_names(model, experts):
@@ -301,5 +252,5 @@ def test_adapters_are_in_the_dtype_asked_for(fp32):
     ],
 )
 def test_lora_that_does_not_fit_the_model_is_told(changes, said):
-    with pytest.raises(ValueError, match=said):
+    with refused(said):
         Training(TINY.but(**({"lora_rank": 4} | changes)))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import refused
 from transformers import AutoModelForCausalLM
 
 from memlab import MiB, Recipe, SimulatedGPU, models, simulate
@@ -73,7 +74,7 @@ def test_the_reader_is_told_what_it_does_not_take():
         wide = torch.zeros(1, 16, 2, 512, device="cuda", dtype=torch.bfloat16)
         with pytest.raises(RuntimeError, match="at most 256"):
             flash_attn.flash_attn_func(wide, wide, wide)
-        with pytest.raises(NotSimulated, match="deterministic"):
+        with refused("deterministic", kind=NotSimulated):
             flash_attn.flash_attn_func(query.half(), query.half(), query.half(), deterministic=True)
 
 
@@ -126,6 +127,5 @@ def test_a_packed_recipe_is_one_row_of_all_texts():
     ],
 )
 def test_a_recipe_that_it_does_not_take_is_one_line(changes, gpu, said):
-    with pytest.raises(ValueError, match=said) as error:
+    with refused(said):
         simulate(RECIPE.but(**changes), gpu)
-    assert "\n" not in str(error.value)

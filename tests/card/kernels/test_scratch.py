@@ -6,13 +6,6 @@ import torch
 from memlab.card.kernels.scratch import kernel_scratch, reduction_of
 
 
-def test_softmax_backward_takes_a_temporary():
-    grad, out = torch.zeros(10, 10), torch.zeros(10, 10)
-    func = torch.ops.aten._softmax_backward_data.default
-    assert kernel_scratch(func, (grad, out, -1, torch.float32)) == [[grad.nbytes]]
-    assert kernel_scratch(torch.ops.aten.mul.Tensor, (grad, out)) == []
-
-
 @pytest.mark.parametrize("name", ["native_layer_norm_backward", "_fused_rms_norm_backward"])
 def test_backward_of_a_norm_copies_a_gradient_that_is_not_contiguous(name):
     """A sum's gradient is one number, expanded."""

@@ -117,47 +117,6 @@ def test_the_switch_of_pytorch_is_obeyed():
                 sdpa_route(query, query, query, attn_mask=MASK)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_attention_is_linear_in_length_and_math_is_quadratic(dtype):
-    def bytes_kept(length, *backends):
-        with FakeTensorMode(), cuda_kernels(ANY_CARD), sdpa_kernel(list(backends)):
-            shape = (1, 4, length, 64)
-            qkv = [torch.zeros(shape, dtype=dtype, requires_grad=True) for _ in range(3)]
-            with Tracer() as tracer:
-                out = F.scaled_dot_product_attention(*qkv)
-                kept = sum(entry.change for entry in tracer.entries)
-        assert out.requires_grad
-        return kept
-
-    fused = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
-    assert bytes_kept(2048, *fused) / bytes_kept(1024, *fused) == pytest.approx(2, rel=0.01)
-    math = SDPBackend.MATH
-    assert bytes_kept(2048, math) / bytes_kept(1024, math) > 3.3
-
-
-@pytest.mark.parametrize("columns, kept_columns", [(504, 504), (505, 512), (509, 512)])
-def test_a_mask_is_kept_in_rows_of_a_multiple_of_eight(columns, kept_columns):
-    with FakeTensorMode(), cuda_kernels(ANY_CARD):
-        q, k, v = (torch.zeros(2, 4, columns, 64, requires_grad=True) for _ in range(3))
-        hide = torch.zeros(2, 1, columns, columns, dtype=torch.bool)
-        with Tracer() as tracer:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=hide)
-        sizes = {entry.change for entry in tracer.entries}
-    assert out.shape == (2, 4, columns, 64)
-    assert 2 * columns * kept_columns * 4 in sizes
-
-
-def test_flash_takes_fewer_key_heads_as_they_are():
-    with FakeTensorMode(), cuda_kernels(ANY_CARD):
-        query = torch.zeros(1, 8, 16, 64, dtype=BF16, requires_grad=True)
-        key = torch.zeros(1, 2, 16, 64, dtype=BF16, requires_grad=True)
-        with Tracer() as tracer:
-            out = F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
-        sizes = [entry.change for entry in tracer.entries]
-    assert out.shape == query.shape
-    assert sizes.count(query.nbytes) == 1  # the output; no key is repeated
-
-
 # The words of PyTorch 2.13's documentation: shared key heads work for flash and math only.
 @pytest.mark.parametrize(
     ("dtype", "call"),
@@ -179,19 +138,6 @@ def test_shared_key_heads_without_flash_take_math(monkeypatch, dtype, call):
     assert refused == ["heads are (8, 3, 3): allowed are key heads that divide the query's"]
 
 
-@pytest.mark.skipif(torch.__version__ >= (2, 14), reason="the kernel takes them since 2.14")
-def test_shared_key_heads_on_a_t4_bring_the_square_back():
-    def peak(heads, length):
-        with SimulatedGPU("T4") as gpu:
-            make = lambda n: torch.zeros(1, n, length, 64, dtype=HALF, device="cuda")  # noqa: E731
-            query, key = make(8).requires_grad_(), make(heads).requires_grad_()
-            F.scaled_dot_product_attention(query, key, key, enable_gqa=True).sum().backward()
-        return gpu.footprint.peak_tensors
-
-    square = 8 * 2048 * 2048
-    assert peak(8, 2048) < 2 * square < 8 * square < peak(2, 2048)
-
-
 def test_other_batches_and_masks_that_are_not_contiguous_take_math():
     query, one = torch.zeros(2, 4, 8, 64, dtype=BF16), torch.zeros(1, 4, 8, 64, dtype=BF16)
     assert sdpa_route(query, one, one) == "math"
@@ -202,11 +148,44 @@ def test_other_batches_and_masks_that_are_not_contiguous_take_math():
     assert sdpa_route(query, query, query, attn_mask=columns.clone()) == "efficient"
 
 
-def test_flash_pads_the_head_size_to_a_multiple_of_eight():
+def made(shape, dtype, heads=None, mask=None, **call):
+    """The bytes of each tensor that attention makes on any card and keeps for the backward pass.
+
+    heads: of the keys, where they are fewer. mask: the shape of one.
+    """
     with FakeTensorMode(), cuda_kernels(ANY_CARD):
-        query = torch.zeros(1, 2, 128, 50, dtype=BF16, requires_grad=True)
+        query = torch.zeros(shape, dtype=dtype, requires_grad=True)
+        key = query if heads is None else query[:, :heads].detach().requires_grad_()
+        call |= {"attn_mask": torch.zeros(mask, dtype=torch.bool)} if mask else {}
         with Tracer() as tracer:
-            out = F.scaled_dot_product_attention(query, query, query)
-    assert out.shape == query.shape
-    padded = 2 * 128 * 56 * 2
-    assert [entry.change for entry in tracer.entries].count(padded) == 4
+            out = F.scaled_dot_product_attention(query, key, key, **call)
+            sizes = [entry.change for entry in tracer.entries]
+    assert out.shape == shape and out.requires_grad
+    return sizes
+
+
+@pytest.mark.parametrize("dtype", [FULL, BF16])
+def test_fused_attention_is_linear_in_length_and_math_is_quadratic(dtype):
+    def growth(*backends):
+        with sdpa_kernel(list(backends)):
+            long, short = (sum(made((1, 4, length, 64), dtype)) for length in (2048, 1024))
+        return long / short
+
+    fused = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+    assert growth(*fused) == pytest.approx(2, rel=0.01)
+    assert growth(SDPBackend.MATH) > 3.3
+
+
+@pytest.mark.parametrize("columns, kept_columns", [(504, 504), (505, 512), (509, 512)])
+def test_a_mask_is_kept_in_rows_of_a_multiple_of_eight(columns, kept_columns):
+    sizes = made((2, 4, columns, 64), FULL, mask=(2, 1, columns, columns))
+    assert 2 * columns * kept_columns * 4 in sizes
+
+
+def test_flash_takes_fewer_key_heads_as_they_are():
+    sizes = made((1, 8, 16, 64), BF16, heads=2, enable_gqa=True)
+    assert sizes.count(8 * 16 * 64 * 2) == 1  # the output; no key is repeated
+
+
+def test_flash_pads_the_head_size_to_a_multiple_of_eight():
+    assert made((1, 2, 128, 50), BF16).count(2 * 128 * 56 * 2) == 4
