@@ -222,18 +222,13 @@ def largest(
     context. margin: as in `fits`.
 
     One trace of a recipe gives the log of every size (`memlab.predict.traces`), and the card's
-    allocator serves those in question; a serving is simulated at each. The value fits, the next
+    allocator serves those in question. A serving is simulated at each, and so is what has no trace
+    for all sizes, such as a loss in parts: that takes up to some minutes. The value fits, the next
     one does not.
 
-    Raises ValueError as `fits` does, for another field, and for a loss in parts, whose number
-    follows from the size: each of many sizes would be run part by part.
+    Raises ValueError as `fits` does, and for another field.
     """
     one_of("field", field, [name for name in STEPS if hasattr(recipe, name)])
-    if recipe.loss != "whole":
-        raise ValueError(
-            f"loss is {recipe.loss!r}: there is no trace of a loss in parts to search with, "
-            "allowed is whole; `fits` answers for one size"
-        )
     card = limited(gpu, margin)
     value, following = largest_size(recipe, card, field, margin)
     least = min(STEPS[field], following or value)

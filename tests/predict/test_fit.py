@@ -124,6 +124,13 @@ def test_the_largest_fits_and_the_next_does_not(field, step, start):
     assert str(found).startswith(f"largest {field}: {found.value} ({found.next} does not fit)")
 
 
+def test_a_loss_in_parts_has_a_longest_sequence_too():
+    parts = Recipe("llama-3-8b-tiny", seq_len=64, attention="sdpa", loss="chunked")
+    found = largest(parts, 80 * MiB, "seq_len")
+    assert 64 < found.value < found.next and fits(found.recipe, 80 * MiB)
+    assert not fits(parts.but(seq_len=found.next), 80 * MiB)
+
+
 def test_the_largest_ends_at_the_model_or_is_none():
     found = largest(TINY, "T4", "seq_len")
     assert (found.value, found.next) == (1024, None)
