@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memlab import Recipe, SimulatedGPU, simulate
-from memlab.card.allocator_settings import VARIABLES
+from memlab.trace.allocator_settings import VARIABLES
 
 MiB = 2**20
 ON, OFF = "expandable_segments:True", "expandable_segments:False"

@@ -86,7 +86,7 @@ def test_a_weight_that_is_given_its_storage_again_makes_no_step():
     """As PEFT does at every pass with the parameters of experts."""
     steps = []
     with SimulatedGPU("T4") as gpu:
-        gpu.tracer.on_step_by_hand = lambda: steps.append(1)
+        gpu.steps.on_step_by_hand = lambda: steps.append(1)
         weight = torch.nn.Parameter(torch.randn(64, 64, device="cuda"))
         for _ in range(3):
             with torch.no_grad():
