@@ -171,7 +171,7 @@ class Tracer(Ledger):
 
     def resized(self, data) -> Storage | None:
         """`UntypedStorage.resize_` frees the old memory of a storage and takes new, if any."""
-        if self.card_only and is_on_host(data):
+        if self.card_only and (is_on_host(data) or data.device.type != "meta"):
             return None
         known = self._live.pop(data._cdata, None)
         if known:

@@ -118,3 +118,11 @@ def test_a_copy_that_is_let_go_is_gone():
             assert torch.cuda.memory_allocated() >= before + 256 * 256 * 4
             del its_copy
             assert torch.cuda.memory_allocated() == before
+
+
+def test_memory_of_the_host_that_is_resized_is_not_the_cards():
+    with SimulatedGPU() as gpu:
+        for size in (4, 2**20):  # with data, and without
+            torch.zeros(size).untyped_storage().resize_(2**23)
+        torch.zeros(4, device="cuda").untyped_storage().resize_(4096)
+    assert [one.nbytes for one in gpu.tracer.storages] == [16, 4096]
