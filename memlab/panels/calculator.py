@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 
 from memlab import models
 from memlab.book.colours import COLOURS
-from memlab.card import step_time, work
+from memlab.card import step_time
 from memlab.card.kernels import sdpa
 from memlab.fields import one_of
 from memlab.footprint import Category, StepTime
@@ -33,6 +33,7 @@ from memlab.spec.recipe import AUTOCAST, COMPUTED_IN, Recipe
 from memlab.trace import allocator, reductions
 from memlab.trace.patches import replaced
 from memlab.trace.symbols import ROUNDED
+from memlab.trace.work import TENSOR_CORE_TILE, TENSORS_OF_LAUNCH, TILES
 
 # What can be chosen: that of which traces are kept (tools/record_traces.py).
 CHOICES = {
@@ -377,8 +378,8 @@ def _constants() -> dict:
         "rules": rules | RULES,
         "rounded": ROUNDED,
         "worse": [name for name, known in OPTIMIZERS.items() if known.worse],
-        "tiles": work.TILES | {"": work.TENSOR_CORE_TILE},
-        "tensors_of_launch": [1, *work.TENSORS_OF_LAUNCH.values()],
+        "tiles": TILES | {"": TENSOR_CORE_TILE},
+        "tensors_of_launch": [1, *TENSORS_OF_LAUNCH.values()],
         "reaches": {
             name: dataclasses.asdict(getattr(step_time, name.upper()))
             for name in ("best", "expected", "worst")
