@@ -30,10 +30,9 @@ from memlab.predict.traces import keys_of, usual_sizes
 from memlab.predict.widths import HEAD_SIZES, heads_of_a_key, size_field_names
 from memlab.spec.optimizers import OPTIMIZERS
 from memlab.spec.recipe import AUTOCAST, COMPUTED_IN, Recipe
-from memlab.trace import allocator, reductions
+from memlab.trace import allocator, reductions, work
 from memlab.trace.patches import replaced
 from memlab.trace.symbols import ROUNDED
-from memlab.trace.work import TENSOR_CORE_TILE, TENSORS_OF_LAUNCH, TILES
 
 # What can be chosen: that of which traces are kept (tools/record_traces.py).
 CHOICES = {
@@ -378,8 +377,8 @@ def _constants() -> dict:
         "rules": rules | RULES,
         "rounded": ROUNDED,
         "worse": [name for name, known in OPTIMIZERS.items() if known.worse],
-        "tiles": TILES | {"": TENSOR_CORE_TILE},
-        "tensors_of_launch": [1, *TENSORS_OF_LAUNCH.values()],
+        "tiles": work.TILES | {"": work.TENSOR_CORE_TILE},
+        "tensors_of_launch": [1, *work.TENSORS_OF_LAUNCH.values()],
         "reaches": {
             name: dataclasses.asdict(getattr(step_time, name.upper()))
             for name in ("best", "expected", "worst")
