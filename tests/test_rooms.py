@@ -1,10 +1,17 @@
-"""Rooms of memlab import from the rooms below them."""
+"""Rooms of memlab import from the rooms below them, and call none above."""
 
 import ast
+import functools
+import inspect
 import re
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from memlab import Recipe, Serving, fits, plan, simulate
+from memlab.trace.patches import replacements
 
 ROOT = Path(__file__).parent.parent / "memlab"
 BASE = {"fields", "footprint", "gpus", "libraries", "models", "names", "units"}
@@ -56,3 +63,64 @@ def test_every_folder_with_code_is_a_room():
 def test_bars_are_text(path):
     """Of a widget a notebook that was saved says "model not found"."""
     assert not re.search(r"tqdm\.(auto|notebook|autonotebook)", path.read_text())
+
+
+@functools.cache
+def room_of(file: str) -> str | None:
+    """The room or root module of memlab that a file is of; None for another's."""
+    path = Path(file)
+    inside = path.is_relative_to(ROOT)
+    return path.relative_to(ROOT).parts[0].removesuffix(".py") if inside else None
+
+
+def code_of(value) -> set:
+    """The code of what stands in place of another package's name: a function, or a class."""
+    if isinstance(value, type):
+        return set().union(*map(code_of, vars(value).values()))
+    value = getattr(value, "fget", None) or getattr(value, "func", value)
+    value = getattr(value, "__func__", value)
+    return {value.__code__} if hasattr(value, "__code__") else set()
+
+
+FROM_C = {"__torch_function__", "__torch_dispatch__", "__class__"}  # PyTorch and Python call them
+
+
+def calls_upward(function) -> Counter:
+    """What rooms call of rooms above them while a function runs, but where they call PyTorch."""
+    found = Counter()
+
+    def note(frame, event, argument):
+        above = room_of(frame.f_code.co_filename)
+        if event != "call" or above is None or frame.f_code.co_name in FROM_C:
+            return
+        room = room_of(frame.f_back.f_code.co_filename)
+        if above == room or above in ROOMS.get(room, {above}):
+            return
+        stand_ins = (inspect.getattr_static(one.target, one.name) for one in replacements())
+        if frame.f_code not in set().union(*map(code_of, stand_ins)):
+            found[room, frame.f_back.f_code.co_qualname, above, frame.f_code.co_qualname] += 1
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+FROZEN = {"seq_len": 64, "freeze": ("backbone",), "task": "sequence-classification"}
+TINY = {"model": "llama-3-8b-tiny", "seq_len": 64, "attention": "sdpa", "precision": "fp16"}
+QLORA = {"base": "nf4", "lora_rank": 8, "checkpointing": "non-reentrant"}
+ASKED = {
+    "a 4-bit base": lambda: simulate(Recipe(**TINY, **QLORA), "T4"),
+    "two ranks": lambda: simulate(Recipe(**TINY, ranks=2, sharding="zero3"), "T4"),
+    "generation": lambda: simulate(Serving("llama-3-8b-tiny"), "T4"),
+    "a trace": lambda: fits(Recipe("gpt2-medium", **FROZEN), "T4"),
+    "a plan": lambda: plan("gpt2-tiny", "T4", seq_len=64),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_room_calls_none_above_it(asked):
+    """Also by a base class whose methods are overridden, and by functions that it was given."""
+    assert calls_upward(ASKED[asked]) == {}

@@ -38,10 +38,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from memlab import SimulatedGPU
 from memlab.card.autocast import AUTOCAST
 from memlab.card.cuda_api import cuda_answers
-from memlab.card.memory import CardMemory
 from memlab.evidence.worker import Worker, work
 from memlab.gpus import find_gpu
 from memlab.libraries import import_bitsandbytes
+from memlab.trace.card_memory import CardMemory
 
 DRIVERS_NAMES = {"T4": "Tesla T4", "H100": "NVIDIA H100 80GB HBM3"}
 CUDA, HOST = torch.device("cuda", 0), torch.device("cpu")

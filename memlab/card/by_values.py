@@ -5,36 +5,41 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
 from memlab.card import dynamic_shapes, known_values
+from memlab.card.kernels.taken import KernelMemory
+from memlab.card.placement import fake_like
 
 aten = torch.ops.aten
 
 
 class ByValues:
-    """The part of a card's tracer that finds such shapes."""
+    """Runs such operations. mode: a `memlab.card.card_mode.CardMode`."""
 
-    def _shaped_by_values(self, func, args, kwargs, tensors):
+    def __init__(self, mode, kernels: KernelMemory):
+        self._mode, self._tracer, self._kernels = mode, mode.tracer, kernels
+
+    def run(self, func, args, kwargs, tensors):
         """The result of an operation whose shape follows from values."""
-        self.operation = func
+        self._tracer.operation = func
         if all(known_values.values_of(tensor) is not None for tensor in tensors):
             results = known_values.run_on_values(func, args, kwargs)
             assumed = known_values.assumed_of(tensors)
         else:
             results, assumed = dynamic_shapes.largest(func, args, kwargs)
         if assumed:
-            self.assumptions[assumed] = None
+            self._tracer.assumptions[assumed] = None
 
         def card_tensor(result):
-            made = self._fake(result)
-            self.see_result(made)
+            made = fake_like(self._mode.fake, result)
+            self._tracer.see(made)
             if result.device.type != "meta":
                 known_values.set_constant(made, result, assumed)
             return made
 
         made = tree_map_only(torch.Tensor, card_tensor, results)
-        self._take_scratch(func, args, made)
+        self._kernels.take_scratch(func, args, made)
         return made
 
-    def _without_masks(self, args, position):
+    def without_masks(self, args, position):
         """The arguments of an indexing, with the places where a mask is true for every mask.
 
         As CUDA's kernels have it: `expandTensors` in aten/src/ATen/native/IndexingUtils.h.
@@ -44,22 +49,22 @@ class ByValues:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
                 indices.append(index)
                 continue
-            places = self.__torch_dispatch__(aten.nonzero.default, (), (index,))
+            places = self._mode.__torch_dispatch__(aten.nonzero.default, (), (index,))
             for column in range(index.dim()):
-                one = self.__torch_dispatch__(aten.select.int, (), (places, 1, column))
+                one = self._mode.__torch_dispatch__(aten.select.int, (), (places, 1, column))
                 indices.append(one)
         return (*args[:position], indices, *args[position + 1 :])
 
-    def _select_by_mask(self, tensor, mask):
+    def select_by_mask(self, tensor, mask):
         """aten/src/ATen/native/cuda/IndexKernel.cpp: `masked_select_out_cuda_impl`."""
         shape = list(torch.broadcast_shapes(tensor.shape, mask.shape))
         tensor, mask = (
-            self.__torch_dispatch__(aten.expand.default, (), (each, shape))
+            self._mode.__torch_dispatch__(aten.expand.default, (), (each, shape))
             for each in (tensor, mask)
         )
-        return self.__torch_dispatch__(aten.index.Tensor, (), (tensor, [mask]))
+        return self._mode.__torch_dispatch__(aten.index.Tensor, (), (tensor, [mask]))
 
-    def _pack(self, tensor, lengths, batch_first):
+    def pack(self, tensor, lengths, batch_first):
         """The tokens of padded sequences one after the other, and how many there are at each step.
 
         aten/src/ATen/native/PackedSequence.cpp: a copy of each step's, then one of all. The lengths
@@ -72,8 +77,8 @@ class ByValues:
         with no_dispatch():
             like = torch.empty(shape, dtype=tensor.dtype, device="meta")
             sizes = torch.tensor(steps)
-        self.operation = aten._pack_padded_sequence.default
-        self._take_and_give_back(like.nbytes)
-        packed = self._fake(like)
-        self.see_result(packed)
+        self._tracer.operation = aten._pack_padded_sequence.default
+        self._kernels.take_and_give_back(like.nbytes)
+        packed = fake_like(self._mode.fake, like)
+        self._tracer.see(packed)
         return packed, sizes

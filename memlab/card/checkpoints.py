@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from memlab.card.known_values import values_of
-from memlab.card.placement import is_cuda_device, on_card
+from memlab.card.placement import is_cuda_device
 from memlab.trace.patches import replaced
+from memlab.trace.tensors import on_card
 
 
 @contextlib.contextmanager

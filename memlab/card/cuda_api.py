@@ -16,10 +16,10 @@ from torch.utils._cpp_extension_versioner import ExtensionVersioner
 from transformers.utils import import_utils
 
 from memlab.card import device_properties, legacy_types
-from memlab.card.allocator_settings import AllocatorSettings
 from memlab.card.device_properties import DeviceProperties
 from memlab.card.kernels import higher_order, torchao
 from memlab.card.placement import ONE_CARD, NotSimulated, is_cuda_device
+from memlab.trace.allocator_settings import AllocatorSettings
 from memlab.trace.patches import replaced
 
 NOT_SIMULATED = {
@@ -50,16 +50,17 @@ def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False, reads_environ
     cards the machine has. compile_eagerly: whether what would be compiled runs as it is.
     reads_environment: whether the environment says how the allocator is set.
     """
-    settings = AllocatorSettings(tracer, reads_environment)
+    settings = AllocatorSettings(tracer.allocator, tracer.assumptions, reads_environment)
+    streams = Streams(tracer)
     with contextlib.ExitStack() as stack:
         thread = stack.enter_context(higher_order.functions_as_operators(compile_eagerly))
         for target, answers in (
             (torch.autograd.profiler.profile, {"__init__": _profile(tracer.assumptions)}),
-            (torch.cuda, legacy_types.TYPES | _of_the_card(tracer, ranks)),
+            (torch.cuda, legacy_types.TYPES | _of_the_card(tracer, streams, ranks)),
             (torch.compiler, {"cudagraph_mark_step_begin": lambda: None}),
-            *device_properties.answers(tracer.gpu),
+            *device_properties.answers(tracer.allocator.gpu),
             (torch._C, _of_the_driver(tracer, snapshot, ranks)),
-            (torch._C, _of_the_accelerator(tracer, settings)),
+            (torch._C, _of_the_accelerator(tracer, streams, settings)),
             (torch, {"compile": _compile(tracer, compile_eagerly, thread), "Generator": Generator}),
             # Recurrent layers run as PyTorch's own operations.
             (torch.backends.cudnn, {"is_acceptable": lambda tensor: False}),
@@ -81,9 +82,9 @@ def _free_and_total(tracer):
     return lambda device=None: only_card(device) or tracer.allocator.free_and_total()
 
 
-def _of_the_card(tracer, ranks) -> dict:
+def _of_the_card(tracer, streams, ranks) -> dict:
     """What `torch.cuda` itself holds or decides."""
-    properties = DeviceProperties(tracer.gpu, tracer.allocator)
+    properties = DeviceProperties(tracer.allocator.gpu, tracer.allocator)
     return {
         "_initialized": True,
         "_cached_device_count": None,
@@ -94,9 +95,9 @@ def _of_the_card(tracer, ranks) -> dict:
         "_maybe_exchange_device": _select,
         "default_generators": tuple(torch.Generator() for _ in range(ranks)),
         "Stream": type("Stream", (Stream,), {"numbers": itertools.count(1)}),  # of this card
-        "current_stream": functools.partial(current_stream, tracer),
+        "current_stream": streams.current,
         "default_stream": default_stream,
-        "set_stream": functools.partial(_set_stream, tracer),
+        "set_stream": streams.choose,
         "Event": type("Event", (Event,), {"assumptions": tracer.assumptions}),
         "is_current_stream_capturing": lambda: False,
         "device_memory_used": lambda device=None: tracer.allocator.used(),
@@ -132,14 +133,14 @@ def _of_the_driver(tracer, snapshot, ranks) -> dict:
     }
 
 
-def _of_the_accelerator(tracer, settings) -> dict:
+def _of_the_accelerator(tracer, streams, settings) -> dict:
     """What `torch.accelerator` asks."""
     memory = tracer.allocator
     return {
         "_accelerator_getAccelerator": lambda: torch.device("cuda"),
         "_accelerator_getDeviceIndex": lambda: 0,
         "_accelerator_setDeviceIndex": only_card,
-        "_accelerator_getStream": functools.partial(current_stream, tracer),
+        "_accelerator_getStream": streams.current,
         "_accelerator_synchronizeDevice": only_card,
         "_accelerator_isAllocatorInitialized": lambda: True,
         "_accelerator_emptyCache": tracer.empty_cache,
@@ -323,15 +324,19 @@ def default_stream(device=None) -> Stream:
     return _DEFAULT
 
 
-def current_stream(tracer, device=None) -> Stream:
-    """The stream that is chosen now."""
-    only_card(device)
-    return tracer.stream_object or _DEFAULT
+class Streams:
+    """The stream that Python code has chosen, which a tracer notes with what is made in it."""
 
+    def __init__(self, tracer):
+        self._tracer, self._chosen = tracer, _DEFAULT
 
-def _set_stream(tracer, stream) -> None:
-    if stream is not None:
-        tracer.stream, tracer.stream_object = stream.stream_id, stream
+    def current(self, device=None) -> Stream:
+        only_card(device)
+        return self._chosen
+
+    def choose(self, stream) -> None:
+        if stream is not None:
+            self._tracer.stream, self._chosen = stream.stream_id, stream
 
 
 EVENT_TIMES = "torch.cuda.Event.elapsed_time: 1 ms stands for every time of the card"

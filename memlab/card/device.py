@@ -16,22 +16,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memlab.card import checkpoints, cuda_api, fake_tensors, moves
+from memlab.card.calls import Calls
+from memlab.card.card_mode import CardMode
 from memlab.card.footprint import card_footprint
 from memlab.card.kernels import bitsandbytes, flash_attn, triton
 from memlab.card.kernels.rules import RULES, cuda_kernels
+from memlab.card.kernels.taken import KernelMemory
 from memlab.card.links import link_rate
+from memlab.card.op_work import WorkLog
 from memlab.card.placement import CARD, tensors_name_their_place
 from memlab.card.process_group import check_ranks, rank_of
-from memlab.card.tracer import CardTracer
+from memlab.card.reading import Reader
+from memlab.card.steps import Steps
+from memlab.card.waiting import Waits
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, find_gpu
 from memlab.libraries import import_bitsandbytes
+from memlab.trace.card_memory import CardMemory
 from memlab.trace.snapshot import take_snapshot
+from memlab.trace.tracer import Tracer
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 class SimulatedGPU:
@@ -125,7 +134,11 @@ class SimulatedGPU:
         self.gpu, self.ranks, self.link = find_gpu(gpu), check_ranks(ranks), link
         if link is not None:
             link_rate(self.gpu, link)  # or refuses
-        self.tracer = CardTracer(self.gpu, rules, script)
+        self.rules = rules
+        self.met_rules: set[str] = set()  # that were at work
+        self.tracer = Tracer(CardMemory(self.gpu), card_only=True, script=script)
+        self.work = WorkLog()
+        self.steps = Steps(self.tracer, self.work)
         self.compile_eagerly = compile_eagerly
         self._stack: contextlib.ExitStack | None = None  # of what is patched while it is entered
         self.device = CARD
@@ -138,32 +151,39 @@ class SimulatedGPU:
         if self.imports_bitsandbytes and importlib.util.find_spec("bitsandbytes"):
             # Other libraries import it, and inside it would look for its CUDA library.
             import_bitsandbytes("SimulatedGPU")
-        tracer = self.tracer
         with contextlib.ExitStack() as stack:
-            tracer.mode = stack.enter_context(fake_tensors.tensors_without_data())
-            names = stack.enter_context(moves.cuda_code(tracer))
+            mode = self._mode(stack.enter_context(fake_tensors.tensors_without_data()))
+            names = stack.enter_context(moves.cuda_code(mode))
             for context in (
-                tensors_name_their_place(tracer.host_copy),
-                moves.threads_come_along(tracer.mode, tracer, names),
-                bitsandbytes.paged_states(tracer.zeros_on_host),
-                cuda_kernels(self.gpu, tracer.rules, tracer.met_rules),
+                tensors_name_their_place(mode.reader.host_copy),
+                moves.threads_come_along(mode, names),
+                bitsandbytes.paged_states(mode.host.zeros),
+                cuda_kernels(self.gpu, self.rules, self.met_rules),
                 cuda_api.cuda_answers(
-                    tracer,
+                    self.tracer,
                     self.snapshot,
                     self.ranks,
                     self.compile_eagerly,
                     self.reads_environment,
                 ),
-                rank_of(tracer, self.ranks),
+                rank_of(mode, self.ranks),
                 flash_attn.flash_attention_2(),
-                triton.nothing_is_compiled(tracer.assumptions),
+                triton.nothing_is_compiled(self.tracer.assumptions),
                 checkpoints.checkpoints(),
-                tracer,
+                self.tracer.hooks(),
+                self.steps.counted(),
+                mode,
             ):
                 stack.enter_context(context)
             self._stack = stack.pop_all()
         SimulatedGPU.entered = True
         return self
+
+    def _mode(self, fake: FakeTensorMode) -> CardMode:
+        """The dispatch mode, of the parts that it needs; fake: that of tensors without data."""
+        reader = Reader(Waits(self.tracer.assumptions, self.steps))
+        kernels = KernelMemory(self.tracer, self.gpu, self.rules, self.met_rules)
+        return CardMode(fake, self.tracer, Calls(), self.steps, self.work, reader, kernels)
 
     def __exit__(
         self,
@@ -192,7 +212,7 @@ class SimulatedGPU:
     @property
     def footprint(self) -> Footprint:
         """The peak since the last `reset_peak`, or since the beginning."""
-        return card_footprint(self.tracer, link=self.link)
+        return card_footprint(self.tracer, self.work.of_step, link=self.link)
 
     def snapshot(self) -> dict[str, Any]:
         """What happened on the card, in the form of `torch.cuda.memory._snapshot()`."""

@@ -1,5 +1,6 @@
 """The footprint of what ran on a card: its context and its seconds beside the tensors' bytes."""
 
+from collections import Counter
 from dataclasses import replace
 
 from memlab.card.step_time import step_time
@@ -9,22 +10,22 @@ from memlab.trace.log import Log
 
 
 def card_footprint(
-    ledger: Ledger, counts=None, samples: int | None = None, link: str | None = None
+    ledger: Ledger,
+    work: Counter,
+    log: Log | None = None,
+    samples: int | None = None,
+    link: str | None = None,
 ) -> Footprint:
     """The footprint of a ledger that a `CardMemory` serves, with the card's context.
 
-    counts: what knows `parameters` and `trainable_parameters`, a Log or a Training; of a Log the
-        `assumptions` and the work, too. samples: sequences of the step. link:
-        between ranks, as `memlab.card.links.link_rate` has it.
+    work: what the step's operators do (`memlab.trace.work.Work`) -> how often. log: what was
+        replayed, with the number of parameters and its assumptions; None for a run. samples:
+        sequences of the step. link: between ranks, as `memlab.card.links.link_rate` has it.
     """
     gpu = ledger.allocator.gpu
     footprint, context = ledger.footprint(), gpu.context
-    log = getattr(ledger, "work", None)  # a replay has none of its own
-    work = counts.work if isinstance(counts, Log) else log and log.of_step
-    seconds, no_time = None, "what its operators do is not known"
-    if work is not None and not work:
-        no_time = "no operator has run on the card"
-    elif work is not None:
+    seconds, no_time = None, "no operator has run on the card"
+    if work:
         try:
             seconds, no_time = step_time(work, gpu, samples, link), ""
         except ValueError as error:
@@ -33,9 +34,9 @@ def card_footprint(
         footprint,
         step_time=seconds,
         no_time=no_time,
-        parameters=counts and counts.parameters,
-        trainable_parameters=counts and counts.trainable_parameters,
+        parameters=log and log.parameters,
+        trainable_parameters=log and log.trainable_parameters,
         context=context,
-        assumptions=(*ledger.assumptions, *getattr(counts, "assumptions", ())),
+        assumptions=(*ledger.assumptions, *(log.assumptions if log else ())),
         device_used=None if context is None else footprint.peak_reserved + context,
     )

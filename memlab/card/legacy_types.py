@@ -2,7 +2,8 @@
 
 import torch
 
-from memlab.card.placement import CARD, HOST, on_card
+from memlab.card.placement import CARD, HOST
+from memlab.trace.tensors import on_card
 
 NAMES = "Float Double Half BFloat16 Byte Char Short Int Long Bool".split()
 

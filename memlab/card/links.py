@@ -18,15 +18,13 @@ from pathlib import Path
 
 from memlab.fields import invalid_value
 from memlab.gpus import GPU
+from memlab.trace.work import CARDS
 
 _FILE = Path(__file__).parent.parent / "data" / "links.json"
 # name -> {"gb_per_second": card -> number, "source": where it is written down}; of a link between
 # machines also "gb_per_second_of_port" and "ports", how many a machine of eight cards has; of PCIe
 # "through_host", the cards that do not reach each other, and "share_through_host".
 LINKS: dict[str, dict] = json.loads(_FILE.read_text(encoding="utf-8"))
-
-
-CARDS = 8  # of a machine
 
 
 def link_rate(gpu: GPU, link: str | None = None, cards: int = CARDS) -> float:

@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from memlab.card import legacy_types
 from memlab.card.autocast import AUTOCAST
+from memlab.card.calls import Call
+from memlab.card.card_mode import CardMode
 from memlab.card.fake_tensors import apply_by
 from memlab.card.kernels import bitsandbytes, higher_order
 from memlab.card.placement import (
@@ -21,22 +23,20 @@ from memlab.card.placement import (
     is_cuda_device,
     is_pinned,
     names_host,
-    on_card,
     pin,
     predates_context,
 )
-from memlab.card.tracer import Call
 from memlab.trace.patches import replaced
-from memlab.trace.tensors import is_wrapper_subclass
+from memlab.trace.tensors import is_wrapper_subclass, on_card
 
 # The module: the name torch.optim.optimizer is taken away from the package after its import.
 optimizers = importlib.import_module("torch.optim.optimizer")
 
 
 @contextlib.contextmanager
-def cuda_code(tracer):
-    """Let code written for CUDA run, and tell a `CardTracer` what Python calls."""
-    names = DeviceMoveMode(tracer)
+def cuda_code(mode: CardMode):
+    """Let code written for CUDA run, and tell a card's mode what Python calls."""
+    names = DeviceMoveMode(mode)
     types = [*optimizers._foreach_supported_types, FakeTensor]
     init_hooks = torch.autograd.graph.saved_tensors_hooks.__init__
     with contextlib.ExitStack() as stack:
@@ -74,7 +74,7 @@ def _set_default_tensor_type(kind) -> None:
 
 
 @contextlib.contextmanager
-def threads_come_along(without_data, tracer, names):
+def threads_come_along(mode: CardMode, names):
     """Let the threads that are started inside follow these modes: PyTorch keeps them by thread."""
     start = threading.Thread.start
 
@@ -82,7 +82,7 @@ def threads_come_along(without_data, tracer, names):
         run = thread.run
 
         def run_inside():
-            with _dispatch_mode(without_data), _dispatch_mode(tracer), names:
+            with _dispatch_mode(mode.fake), _dispatch_mode(mode), names:
                 run()
 
         thread.run = run_inside
@@ -118,9 +118,9 @@ CUDNN = "recurrent layers: PyTorch's own operations, where a card may take one k
 class DeviceMoveMode(TorchFunctionMode):
     """Moves tensors between host and card, and notes what Python calls."""
 
-    def __init__(self, tracer):
+    def __init__(self, mode: CardMode):
         super().__init__()
-        self.tracer = tracer
+        self.tracer, self.calls, self.reader = mode.tracer, mode.calls, mode.reader
         self._from_outside = []  # (what moved in, its data)
         self._buffers = []  # (the module, the name, the buffer)
 
@@ -170,12 +170,8 @@ class DeviceMoveMode(TorchFunctionMode):
         return self._called(Call(args, kwargs, names_host(device)), func, args, kwargs)
 
     def _called(self, call, func, args, kwargs):
-        thread = self.tracer.thread
-        before, thread.call = thread.call, call
-        try:
+        with self.calls.at_work(call):
             return func(*args, **kwargs)
-        finally:
-            thread.call = before
 
     def _scalars_on_host(self, data):
         """What a tensor is made of, with ordinary tensors for the numbers on the card."""
@@ -185,7 +181,7 @@ class DeviceMoveMode(TorchFunctionMode):
             return [self._scalars_on_host(row) for row in data]
         if not any(isinstance(one, FakeTensor) for one in data):
             return data
-        return [self.tracer.host_copy(x) if isinstance(x, FakeTensor) else x for x in data]
+        return [self.reader.host_copy(x) if isinstance(x, FakeTensor) else x for x in data]
 
     def _with_lengths(self, args, kwargs):
         """The arguments of a CTC loss, whose lengths may be numbers or lie on the host."""
@@ -204,14 +200,9 @@ class DeviceMoveMode(TorchFunctionMode):
     @contextlib.contextmanager
     def _called_by_nobody(self):
         """Under this mode, as where Python code stands by itself."""
-        thread = self.tracer.thread
-        before, thread.call = thread.call, None
         here = self in _get_current_function_mode_stack()
-        try:
-            with contextlib.nullcontext() if here else self:
-                yield
-        finally:
-            thread.call = before
+        with self.calls.at_work(None), contextlib.nullcontext() if here else self:
+            yield
 
     def entered(self, function):
         """The function, run under this mode."""

@@ -1,19 +1,24 @@
-"""Operations whose result lies on the host of a simulated card: with data where it is small."""
+"""The host of a simulated card: what runs there, or comes there, with data where it is small."""
 
 import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorMode,
 )
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from memlab.card import dynamic_shapes, known_values
-from memlab.card.placement import NotSimulated, mark_owned, on_card, place_on_cpu
-from memlab.card.work import TRIFLE
-from memlab.trace.tensors import tensors_in
+from memlab.card.kernels.taken import KernelMemory
+from memlab.card.op_work import WorkLog
+from memlab.card.placement import NotSimulated, fake_like, mark_owned, without_data
+from memlab.card.reading import Reader
+from memlab.trace.tensors import on_card, place_on_host, tensors_in
+from memlab.trace.tracer import Tracer
+from memlab.trace.work import TRIFLE
 from memlab.units import mib
 
 aten = torch.ops.aten
@@ -25,17 +30,29 @@ NO_DATA_ON_THE_HOST = (
 )
 
 
-class OnHost:
-    """The part of a card's tracer that runs what is on the host, or comes there."""
+class Host:
+    """Runs what is on the host, and copies from the card. Its parts are those of a `CardMode`."""
 
-    def _on_host(self, func, args, kwargs, tensors):
+    def __init__(
+        self,
+        fake: FakeTensorMode,
+        tracer: Tracer,
+        work: WorkLog,
+        reader: Reader,
+        kernels: KernelMemory,
+    ):
+        self._fake, self._tracer, self._work = fake, tracer, work
+        self._reader, self._kernels = reader, kernels
+
+    def run(self, func, args, kwargs, tensors):
+        """What an operation gives whose result lies on the host."""
         if kwargs.get("pin_memory"):
             kwargs = kwargs | {"pin_memory": False}
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             # What a factory makes has data if it is small; what is made of data has some.
             made = None if tensors else func(*args, **kwargs)
             if isinstance(made, FakeTensor) and not holds_data(made):
-                place_on_cpu(made)
+                place_on_host(made)
                 return made
             with no_dispatch():
                 made = func(*args, **kwargs)
@@ -43,18 +60,18 @@ class OnHost:
                 mark_owned(made)
             return made
         if func is aten._local_scalar_dense.default:
-            return self._read(args[0])
+            return self._reader.item(args[0])
         if func in (aten.equal.default, aten.allclose.default):
-            return self._compare(func, args, kwargs)
+            return self._reader.compare(func, args, kwargs)
         if func is aten._to_copy.default and on_card(args[0]):
-            return self.copy_to_host(args[0], kwargs.get("dtype"))
-        here, options = self._without_data(args, kwargs, tensors)
+            return self._copy(args[0], kwargs.get("dtype"))
+        here, options = without_data(self._fake, args, kwargs, tensors)
         try:
             made = func(*here, **options)
         except (DynamicOutputShapeException, DataDependentOutputException):
             raise NotSimulated(f"{func} is not simulated: {NO_DATA_ON_THE_HOST}") from None
         if any(map(on_card, tensors)) and all(map(holds_data, tensors_in([made]))):
-            here = tree_map_only(FakeTensor, self.host_copy, (args, kwargs))
+            here = tree_map_only(FakeTensor, self._reader.host_copy, (args, kwargs))
             with no_dispatch():
                 return func(*here[0], **here[1])
         if made is None:  # lists of tensors, changed in place
@@ -64,33 +81,33 @@ class OnHost:
         known_values.propagate(func, args, kwargs, made)
         for tensor in tensors_in([made]):
             if tensor.device.type != "meta":
-                place_on_cpu(tensor)
+                place_on_host(tensor)
         return made
 
-    def copy_to_host(self, tensor, dtype=None):
+    def _copy(self, tensor, dtype=None):
         """A copy on the host of a tensor on the card: with data if it is small.
 
         Where strides differ, a copy in the right order is made on the card first
         (`copy_requires_temporaries` in aten/src/ATen/native/cuda/Copy.cu).
         """
-        copy = aten.empty_like.default(self._fake(tensor), dtype=dtype)
-        place_on_cpu(copy)
+        copy = aten.empty_like.default(fake_like(self._fake, tensor), dtype=dtype)
+        place_on_host(copy)
         if copy.stride() != tensor.stride():
-            self._take_and_give_back(tensor.nbytes)
+            self._kernels.take_and_give_back(tensor.nbytes)
         self._carry(tensor.nbytes)
         if holds_data(copy):
-            data = self.host_copy(tensor)
+            data = self._reader.host_copy(tensor)
             with no_dispatch():
                 copy = data.to(copy.dtype)
         return copy
 
-    def _write_on_host(self, target, source):
+    def write(self, target, source):
         """`target.copy_(source)` from the card into a tensor of the host."""
         if target.stride() != source.stride():
-            self._take_and_give_back(source.nbytes)
+            self._kernels.take_and_give_back(source.nbytes)
         self._carry(source.nbytes)
         if not isinstance(target, FakeTensor):
-            copy = self.host_copy(source)
+            copy = self._reader.host_copy(source)
             with no_dispatch():
                 target.copy_(copy)
         return target
@@ -98,16 +115,15 @@ class OnHost:
     def _carry(self, nbytes: int) -> None:
         """What is small is a value that somebody reads; the host's waits are counted elsewhere."""
         if nbytes >= TRIFLE:
-            self.work.note_copy(nbytes, self.phase())
+            self._work.note_copy(nbytes, self._tracer.phase())
 
-    def zeros_on_host(self, like, dtype):
-        """Zeros of the shape of `like` that the card never holds, without data."""
-        self.met_rules.add("paged states")
-        if "paged states" not in self.rules:
+    def zeros(self, like, dtype):
+        """Zeros of the shape of `like` that the card never holds, without data: paged states."""
+        if not self._kernels.holds("paged states"):
             return torch.zeros_like(like, dtype=dtype)
         with _disable_current_modes():  # or they would be the card's
-            zeros = aten.empty_like.default(self._fake(like), dtype=dtype)
-        place_on_cpu(zeros)
+            zeros = aten.empty_like.default(fake_like(self._fake, like), dtype=dtype)
+        place_on_host(zeros)
         return zeros
 
 

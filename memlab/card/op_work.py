@@ -18,10 +18,10 @@ from torch.utils.flop_counter import flop_registry
 
 from memlab.card.collectives import is_waited_for, sent_bytes
 from memlab.card.known_values import values_of
-from memlab.card.placement import on_card
-from memlab.card.work import TRIFLE, Work
 from memlab.footprint import Phase
 from memlab.trace.log import UPDATE
+from memlab.trace.tensors import on_card
+from memlab.trace.work import TRIFLE, Work
 
 
 class WorkLog:

@@ -16,9 +16,11 @@ import contextlib
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_map_only
 
 from memlab.trace.patches import replaced
-from memlab.trace.tensors import inner_tensors, is_wrapper_subclass
+from memlab.trace.tensors import inner_tensors, is_wrapper_subclass, on_card, place_on_host
 
 
 class NotSimulated(ValueError):
@@ -29,21 +31,28 @@ ONE_CARD = "the simulated card is cuda:0, and there is one"
 CARD, HOST, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("meta")
 
 
-def on_card(tensor) -> bool:
-    """Whether a tensor's memory is the card's."""
-    if not isinstance(tensor, FakeTensor):
-        return is_wrapper_subclass(type(tensor)) and any(map(on_card, inner_tensors(tensor)))
-    return tensor.fake_device.type != "meta" and not is_on_host(tensor.untyped_storage())
+def fake_like(mode, tensor, on_host=False) -> FakeTensor:
+    """A new fake tensor of a mode with the shape, the strides and the dtype of another."""
+    with no_dispatch():
+        shape, strides = tensor.shape, tensor.stride()
+        meta = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
+        made = FakeTensor(mode, meta, torch.device("cpu"))
+    if on_host:
+        place_on_host(made)
+    return made
 
 
-def is_on_host(data: torch.UntypedStorage) -> bool:
-    """Whether a storage of a fake tensor lies on the host."""
-    return hasattr(data, "_memlab_on_host")
+def without_data(mode, args, kwargs, tensors):
+    """The arguments, with a fake tensor of the host for each that has data."""
+    if all(type(tensor) is FakeTensor for tensor in tensors):
+        return args, kwargs
 
+    def fake(tensor):
+        if isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
+            return tensor
+        return fake_like(mode, tensor, on_host=True)
 
-def place_on_cpu(tensor) -> None:
-    """From now on a fake tensor's storage, and every view of it, lies on the host."""
-    tensor.untyped_storage()._memlab_on_host = True
+    return tree_map_only(torch.Tensor, fake, (args, kwargs))
 
 
 def pin(tensor):

@@ -28,10 +28,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memlab.card import cuda_api
-from memlab.card.placement import NotSimulated, device_of, on_card
-from memlab.card.tracer import Call
+from memlab.card.calls import Call
+from memlab.card.card_mode import CardMode
+from memlab.card.placement import NotSimulated, device_of
 from memlab.fields import integer_from
 from memlab.trace.patches import replaced
+from memlab.trace.tensors import on_card
 
 NOT_SIMULATED = {
     "torch.distributed.fsdp.FullyShardedDataParallel": "use fully_shard, its successor",
@@ -150,8 +152,8 @@ OBJECTS = {
 
 
 @contextlib.contextmanager
-def rank_of(tracer, ranks: int):
-    """Rank 0 of so many on the card of a `CardTracer`."""
+def rank_of(mode: CardMode, ranks: int):
+    """Rank 0 of so many on a card."""
     if dist.is_initialized():  # a real group's rank, whose card is its own
         yield
         return
@@ -161,9 +163,9 @@ def rank_of(tracer, ranks: int):
             rows = [(target, name, refused) for name, refused in answers.items()]
             stack.enter_context(replaced(*rows))
         rows = (
-            (dist, "Reducer", _reducer_on_the_card(tracer)),
+            (dist, "Reducer", _reducer_on_the_card(mode.calls)),
             (torch._C, "_get_accelerator", lambda check=None: torch.device("cuda")),
-            (ShardingPropagator, _SHAPES, _unseen(tracer, getattr(ShardingPropagator, _SHAPES))),
+            (ShardingPropagator, _SHAPES, _unseen(mode.fake, getattr(ShardingPropagator, _SHAPES))),
             (_dispatch, "run_dtensor_rng_op", _drawn),
             (DTensor, "device", property(device_of)),
             (DTensor, "is_cuda", property(on_card)),
@@ -182,17 +184,17 @@ def _drawn(before, after, operator, *args, **kwargs):
     return operator(*args, **kwargs)
 
 
-def _unseen(tracer, shapes):
+def _unseen(fake, shapes):
     """DTensor's cached propagation of shapes, on tensors that the tracer ignores."""
 
     def run(*args):
-        with _disable_current_modes(), tracer.mode:
+        with _disable_current_modes(), fake:
             return shapes(*args)
 
     return run
 
 
-def _reducer_on_the_card(tracer):
+def _reducer_on_the_card(calls):
     """DDP's reducer, whose C++ code makes buckets beside the parameters, on their device.
 
     Where each parameter goes it reads from integers on the host.
@@ -201,20 +203,11 @@ def _reducer_on_the_card(tracer):
     class Reducer(dist.Reducer):
         def __init__(self, parameters, *args, **kwargs):
             self._beside = Call((parameters,), {}, host_dtype=torch.int32)
-            with self._called():
+            with calls.at_work(self._beside):
                 super().__init__(parameters, *args, **kwargs)
 
-        @contextlib.contextmanager
-        def _called(self):
-            thread = tracer.thread
-            before, thread.call = thread.call, self._beside
-            try:
-                yield
-            finally:
-                thread.call = before
-
         def _rebuild_buckets(self):
-            with self._called():
+            with calls.at_work(self._beside):
                 return super()._rebuild_buckets()
 
     return Reducer

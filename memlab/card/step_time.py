@@ -31,9 +31,9 @@ from typing import NamedTuple
 import numpy as np
 
 from memlab.card.links import host_rate, link_rate
-from memlab.card.work import Work, count_coded, count_kernels, count_tiles
 from memlab.footprint import Phase, StepTime
 from memlab.gpus import GPU
+from memlab.trace.work import Work, count_coded, count_kernels, count_tiles
 
 PHASES = list(Phase)
 
@@ -286,7 +286,7 @@ def busy(tiles: np.ndarray, processors: int) -> np.ndarray:
     A product's result is computed tile by tile, one a processor at a time, and the last round of
     tiles is seldom full: "wave quantization" in NVIDIA's "Matrix multiplication background user's
     guide". cuBLAS has other tiles, too, which fill the rounds better and are less efficient each;
-    here all are of one size (`memlab.card.work`).
+    here all are of one size (`memlab.trace.work`).
     """
     rounds = np.ceil(tiles / processors)
     return np.where(tiles > 0, tiles / np.maximum(rounds * processors, 1), 1.0)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from memlab.card.placement import NotSimulated
+from memlab.card.steps import Steps
 
 PATIENCE = 20  # readings in which nothing that is known changes, before another answer is given
 MOST = 10_000  # readings in one loop, where something does
@@ -26,12 +27,12 @@ class Waits:
     and is given one. Loops over an iterator end by themselves. `all(...)` of many tensors reads
     them all in one turn of the loop, which counts as one reading.
 
-    assumptions: a dict that takes a line for each loop that was given another answer.
+    assumptions: a dict that takes a line for each loop that was given another answer. steps: those
+    of optimizers.
     """
 
-    def __init__(self, assumptions: dict):
-        self.steps = 0  # of optimizers
-        self._assumptions = assumptions
+    def __init__(self, assumptions: dict, steps: Steps):
+        self._assumptions, self._steps = assumptions, steps
         self._of_modules: dict[int, dict] = {}  # by their names' dict
         self._last_read = lambda: None  # the storage of the last reading, while it is there
         self._reader = None  # (id, instruction) of the frame that read it, while it is there
@@ -63,7 +64,7 @@ class Waits:
         reading = kept.setdefault(place, _Reading())
         if self._is_same_turn(reader, tensor) and type(reading.given) is type(value):
             return reading.given
-        given = reading.given = reading.answer(value, (self.steps, *known))
+        given = reading.given = reading.answer(value, (self._steps.made, *known))
         line = f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
         if given is None:
             raise NotSimulated(

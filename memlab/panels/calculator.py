@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 
 from memlab import models
 from memlab.book.colours import COLOURS
-from memlab.card import step_time, work
+from memlab.card import step_time
 from memlab.card.kernels import sdpa
 from memlab.fields import one_of
 from memlab.footprint import Category, StepTime
@@ -30,7 +30,7 @@ from memlab.predict.traces import keys_of, usual_sizes
 from memlab.predict.widths import HEAD_SIZES, heads_of_a_key, size_field_names
 from memlab.spec.optimizers import OPTIMIZERS
 from memlab.spec.recipe import AUTOCAST, COMPUTED_IN, Recipe
-from memlab.trace import allocator, reductions
+from memlab.trace import allocator, reductions, work
 from memlab.trace.patches import replaced
 from memlab.trace.symbols import ROUNDED
 

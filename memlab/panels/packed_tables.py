@@ -7,7 +7,6 @@ from typing import Any, cast
 import numpy as np
 
 from memlab.card.step_time import PHASES
-from memlab.card.work import Work
 from memlab.footprint import Category, Phase
 from memlab.gpus import GPU
 from memlab.panels.moments import from_none, moments_of
@@ -18,6 +17,7 @@ from memlab.predict.traces import keys_of, usual_sizes
 from memlab.spec.recipe import Recipe
 from memlab.trace.symbols import ReductionBytes, Term
 from memlab.trace.trace import PhaseTrace
+from memlab.trace.work import Work
 
 
 class PackedTables:

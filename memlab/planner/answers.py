@@ -10,9 +10,9 @@ from memlab import models
 from memlab.card.links import link_rate
 from memlab.card.step_time import step_time
 from memlab.gpus import GPU, GPUS
-from memlab.planner.replicas import log_of, peak_allocated_of
 from memlab.planner.result import Option, Question, described, is_paged
 from memlab.predict.fit import largest_size, room, verdict, why_no_larger
+from memlab.predict.replicas import log_of, peak_allocated_of
 from memlab.spec.recipe import Recipe
 from memlab.trace.log import Log
 

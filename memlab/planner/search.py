@@ -4,7 +4,7 @@ Of each combination of way, precision, optimizer and checkpointing that may be t
 the search finds the largest micro-batch whose tensors fit, by the peak of its trace
 (`memlab.predict.traces`), in milliseconds a size. The best are replayed by the card's allocator,
 with a smaller micro-batch where it runs out of memory, until the best one is a replayed one. So
-all bytes of an answer are those of `memlab.fits`, but for ranks of ddp (`memlab.planner.replicas`).
+all bytes of an answer are those of `memlab.fits`, but for ranks of ddp (`memlab.predict.replicas`).
 
 A combination is left out where it cannot be better: where its weights, gradients and states alone
 are too large; with checkpointing where all sequences fit at once without it; and with smaller

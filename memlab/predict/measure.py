@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from memlab.card.allocator_settings import VARIABLES
 from memlab.fields import integer_from
 from memlab.footprint import Category, Footprint, Phase
 from memlab.gpus import require_native
 from memlab.predict.progress import Progress
 from memlab.predict.recipe_log import warm_up_bytes
 from memlab.spec.recipe import QUANTIZED, Recipe
+from memlab.trace.allocator_settings import VARIABLES
 from memlab.trace.tracer import Tracer
 from memlab.workloads.training import Training
 

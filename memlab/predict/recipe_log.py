@@ -11,12 +11,12 @@ from collections import Counter
 from dataclasses import replace
 
 from memlab import models
-from memlab.card.work import drop_small_ops, repeat_micro_batch
 from memlab.gpus import GPU, require_native
 from memlab.libraries import remembered
 from memlab.spec.recipe import FOUR_BITS, QUANTIZED, Recipe
 from memlab.spec.serving import Serving
 from memlab.trace.log import Log
+from memlab.trace.work import drop_small_ops, repeat_micro_batch
 from memlab.units import gib
 
 LEFT_FREE = int(1.2 * 2**30)  # bytes of a card that the warm-up leaves

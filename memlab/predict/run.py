@@ -11,7 +11,6 @@ import transformers
 
 from memlab import models
 from memlab.card.device import SimulatedGPU
-from memlab.card.work import NORMS, drop_small_ops
 from memlab.gpus import ANY_CARD, GPU
 from memlab.predict.progress import Progress
 from memlab.predict.recipe_log import unlike_micro_batches
@@ -19,6 +18,7 @@ from memlab.spec.recipe import QUANTIZED, Recipe, is_moved_by_sharding
 from memlab.trace.events import Marker
 from memlab.trace.log import Log
 from memlab.trace.quantized_weights import numel
+from memlab.trace.work import NORMS, drop_small_ops
 from memlab.workloads.training import Training, import_libraries
 
 
@@ -36,8 +36,8 @@ def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None, most=
     with _one_thread(), _OwnLoop(gpu.without_limit(), ranks=recipe.ranks) as simulated:
         simulated.tracer.most = most
         training = _run(loop or two_steps, recipe, simulated)
-        work = simulated.tracer.work.of_step
-        return Log.of(simulated.tracer, weights_of(training.model), numbered, work)
+        weights = weights_of(training.model)
+        return Log.of(simulated.tracer, weights, numbered, simulated.work.of_step)
 
 
 def shallow_log(recipe: Recipe, gpu: GPU, loop=None, most=None) -> Log:
@@ -97,7 +97,7 @@ def two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
         for _ in steps:
             simulated.reset_peak()
             losses = training.make_gradients()
-            simulated.tracer.begin_update()
+            simulated.steps.begin_update()
             training.update()
             simulated.tracer.mark(Marker.UPDATED)
             del losses

@@ -171,9 +171,9 @@ def try_script(
     card = SimulatedGPU(
         gpu, script=script, ranks=1 if ranks is None else ranks, compile_eagerly=compile_eagerly
     )
-    seen = (OneOfEach if phases else Phases)(card.tracer, steps)
+    seen = (OneOfEach if phases else Phases)(card, steps)
     counted, raised = _Steps(steps, seen), None
-    card.tracer.on_step_by_hand = counted.stepped
+    card.steps.on_step_by_hand = counted.stepped
     start = _as_main(script, arguments, ranks, module)
     shown = shows_where_it_is(script, lambda: counted.most)
     with shown, _time_limit(limit_minutes) as clock, card, start, seen:
@@ -183,7 +183,7 @@ def try_script(
                 runpy.run_module(path, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(str(script), run_name="__main__")
-            card.tracer.end_step_by_hand()
+            card.steps.end_by_hand()
         except _EnoughSteps:
             pass
         except BaseException as problem:

@@ -9,7 +9,6 @@ import torch
 
 from memlab.card.device import SimulatedGPU
 from memlab.card.step_time import step_time
-from memlab.card.work import drop_small_ops
 from memlab.footprint import Category, Footprint, Phase, StepTime, Timeline
 from memlab.gpus import GPU
 from memlab.predict.run import weights_of
@@ -17,6 +16,7 @@ from memlab.spec.recipe import QUANTIZED
 from memlab.spec.serving import Serving
 from memlab.trace.log import Log
 from memlab.trace.tracer import Tracer
+from memlab.trace.work import drop_small_ops
 from memlab.units import in_unit_of
 from memlab.workloads.generation import KV_CACHE, LOGITS, Generation, skipped_steps
 
@@ -171,7 +171,7 @@ def log_of_serving(serving: Serving, card: GPU, numbered=False) -> Log:
         if generation.skipped:
             said = f"{generation.skipped} decode steps not run, the cache grows by what they add"
             tracer.assumptions[said] = None
-        work = drop_small_ops(tracer.work.of_step)
+        work = drop_small_ops(simulated.work.of_step)
         return Log.of(tracer, weights_of(generation.model), numbered, work)
 
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, overload
 
 from memlab.card.footprint import card_footprint
 from memlab.card.links import link_rate
-from memlab.card.memory import CardMemory
 from memlab.footprint import Category, Footprint, Phase
 from memlab.gpus import GPU, find_gpu
 from memlab.predict.recipe_log import is_deep, refuse_format, warm_up_bytes
 from memlab.predict.traces import traces
 from memlab.spec.recipe import QUANTIZED, Recipe, is_moved_by_sharding
 from memlab.trace.allocator import CachingAllocator
+from memlab.trace.card_memory import CardMemory
 from memlab.trace.events import OUTSIDE, Alloc, Free
 from memlab.trace.ledger import Ledger
 from memlab.trace.log import Event, Log, peak_reserved, replay
@@ -104,7 +104,8 @@ def serve(recipe: Recipe | Serving, log: Log, card: GPU, link: str | None = None
     """The footprint of a recipe's log, served by this card's allocator."""
     ledger = Ledger(CardMemory(card, False, recipe.expandable_segments))
     replay(_events(recipe, log, card), ledger)
-    return card_footprint(ledger, log, recipe.batch_size * recipe.accumulation, link)
+    samples = recipe.batch_size * recipe.accumulation
+    return card_footprint(ledger, log.work, log, samples, link)
 
 
 def peak_reserved_of(recipe: Recipe | Serving, log: Log, card: GPU) -> int | None:

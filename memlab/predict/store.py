@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 
 from memlab.card.links import CARDS
-from memlab.card.work import Work
 from memlab.footprint import Category, Phase
 from memlab.libraries import LIBRARIES, cache_folder, installed, write_whole
 from memlab.predict.layer_patterns import Layers
@@ -29,6 +28,7 @@ from memlab.trace.events import Alloc, Free, Marker, TraceEvent
 from memlab.trace.layered import LayeredLog
 from memlab.trace.reductions import Reduction
 from memlab.trace.trace import PhaseTrace
+from memlab.trace.work import Work
 
 # Raise it by hand when a rule of memlab changes which events a run has, or what is kept of them:
 # whatever was kept before is then recorded anew. A release of a library needs no new format.

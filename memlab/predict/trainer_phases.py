@@ -19,7 +19,7 @@ from memlab.footprint import Phase
 from memlab.units import in_unit_of
 
 if TYPE_CHECKING:
-    from memlab.card.tracer import CardTracer
+    from memlab.card.device import SimulatedGPU
 
 MOST_READ = 10_000  # texts of a dataset that are looked at
 EVALUATED = 2  # batches of an evaluation, unless it keeps what it predicts on the card
@@ -50,8 +50,8 @@ class Phases:
 
     differ = True  # whether it matters that steps differ in size
 
-    def __init__(self, tracer: CardTracer, steps: int):
-        self.tracer, self.steps, self.cut = tracer, steps, False
+    def __init__(self, card: SimulatedGPU, steps: int):
+        self.card, self.steps, self.cut = card, steps, False
         self.trainer: Any = None
         self._operations: dict[int, set[int]] = defaultdict(set)  # by optimizer: of backward passes
 
@@ -65,7 +65,7 @@ class Phases:
         """An optimizer has made a step; None where weights were changed by hand."""
         if optimizer is None or torch._C._current_graph_task_id() != -1:
             return  # the work of a step that ends in a backward pass is not known yet
-        work = self.tracer.work.of_step
+        work = self.card.work.of_step
         backward = (one.flops * n for one, n in work.items() if one.phase == Phase.BACKWARD)
         self._operations[id(optimizer)].add(sum(backward))
 
@@ -104,8 +104,8 @@ class OneOfEach(Phases):
     keeps its predictions on the card has all texts. peaks: bytes reserved at most, of each phase.
     """
 
-    def __init__(self, tracer: CardTracer, steps: int):
-        super().__init__(tracer, steps)
+    def __init__(self, card: SimulatedGPU, steps: int):
+        super().__init__(card, steps)
         self.peaks: dict[str, int] = {}
         self._begun = 0
         self._end: type[BaseException] | None = None
@@ -159,9 +159,10 @@ class OneOfEach(Phases):
 
     def note(self, phase: str) -> None:
         """A phase is over."""
-        self.tracer.start, before = self._begun, self.tracer.start
-        self.peaks[phase] = max(self.peaks.get(phase, 0), self.tracer.peak()[1])
-        self.tracer.start, self._begun = before, len(self.tracer)
+        tracer = self.card.tracer
+        tracer.start, before = self._begun, tracer.start
+        self.peaks[phase] = max(self.peaks.get(phase, 0), tracer.peak()[1])
+        tracer.start, self._begun = before, len(tracer)
 
     def end(self) -> None:
         """End the script, once all phases are over."""

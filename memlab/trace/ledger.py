@@ -51,10 +51,9 @@ class Ledger:
         count the tensors' own bytes.
     """
 
-    assumptions = ()  # as `memlab.footprint.Footprint` has them
-
     def __init__(self, allocator=None):
         self.allocator = allocator
+        self.assumptions: dict[str, None] = {}  # as `memlab.footprint.Footprint` has them, in order
         self.storages: list[Storage] = []
         # The entries by columns: tuples by the ten thousand would keep the garbage collector busy.
         self._numbers: list[int] = []
@@ -67,7 +66,7 @@ class Ledger:
         self._allocated = 0
         self._before = 0  # bytes that existed before the first entry
         # A tensor dies in the thread that lets go of it last, which may be one of gloo's.
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
 
     # ------------------------------------------------------------------ what happens
 
@@ -156,7 +155,7 @@ class Ledger:
         return storage
 
     def _enter(self, storage, change, phase) -> None:
-        with self._lock:
+        with self.lock:
             self._allocated += change
             allocated, reserved = self._allocated, 0
             if self.allocator is not None:
@@ -184,7 +183,7 @@ class Ledger:
 
     def footprint(self) -> Footprint:
         """The peak since the last `reset_peak`, by category."""
-        with self._lock:
+        with self.lock:
             peak, peak_reserved, phase, index = self.peak()
             breakdown = self._breakdown(index)
             if self.allocator is not None:

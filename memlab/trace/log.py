@@ -37,7 +37,7 @@ class Log:
 
     weights: how many parameters there are of (so many elements, trainable or not).
     assumptions: those of the run, as `memlab.footprint.Footprint` has them.
-    work: what the second step's operators do (`memlab.card.work.Work`) -> how often.
+    work: what the second step's operators do (`memlab.trace.work.Work`) -> how often.
     """
 
     steps: list[TraceEvent]

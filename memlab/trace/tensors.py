@@ -1,8 +1,9 @@
-"""What a tensor is made of, and who else holds it."""
+"""What a tensor is made of, where it lies, and who else holds it."""
 
 import functools
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 
@@ -20,6 +21,23 @@ def inner_tensors(tensor) -> list[torch.Tensor]:
     parts = (getattr(tensor, name) for name in names)
     found = [inner_tensors(part) for part in parts if isinstance(part, torch.Tensor)]
     return [part for some in found for part in some]
+
+
+def on_card(tensor) -> bool:
+    """Whether a tensor's memory is a simulated card's: every fake one's that is not on the host."""
+    if not isinstance(tensor, FakeTensor):
+        return is_wrapper_subclass(type(tensor)) and any(map(on_card, inner_tensors(tensor)))
+    return tensor.fake_device.type != "meta" and not is_on_host(tensor.untyped_storage())
+
+
+def is_on_host(data: torch.UntypedStorage) -> bool:
+    """Whether a storage of a fake tensor lies on the host."""
+    return hasattr(data, "_memlab_on_host")
+
+
+def place_on_host(tensor) -> None:
+    """From now on a fake tensor's storage, and every view of it, lies on the host."""
+    tensor.untyped_storage()._memlab_on_host = True
 
 
 def is_gathered(data: torch.UntypedStorage) -> bool:

@@ -1,12 +1,15 @@
 """An exact log of tensor memory: when every storage is born, what it is for, when it dies.
 
-`Tracer` is a `TorchDispatchMode`, so it sees every operation that PyTorch runs, on real and on
-fake tensors alike. It looks at storages rather than tensors, because views share one storage,
-and it keeps a weak reference to each, so it prolongs no life. Everything is in bytes.
+A `Tracer` is told of every operation, before and after it, by a dispatch mode: its own, for real
+and fake tensors alike, or that of a simulated card. It looks at storages rather than tensors,
+because views share one storage, and it keeps a weak reference to each, so it prolongs no life.
+Everything is in bytes.
 """
 
 import contextlib
+import sys
 import weakref
+from pathlib import Path
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -27,16 +30,22 @@ from memlab.trace.tensors import (
     FILLS_ZEROS,
     inner_tensors,
     is_gathered,
+    is_on_host,
     is_wrapper_subclass,
+    on_card,
     sole_summand,
 )
+from memlab.trace.user_frames import line_at_work
 
 
-class Tracer(Ledger, TorchDispatchMode):
+class Tracer(Ledger):
     """Log the births and deaths of storages while it is entered.
 
     allocator: a `CachingAllocator` that serves every birth and death as it
         happens, or None to count the tensors' own bytes.
+    card_only: whether what lies on a simulated card counts alone (`memlab.trace.tensors.on_card`).
+    script: whose lines are noted with what they make; files beside it count as its own.
+    most: births and deaths, beyond which it raises a ValueError; None for any number.
 
     A storage that existed before and is touched inside counts from the beginning. Categories
     are found without being told:
@@ -57,10 +66,12 @@ class Tracer(Ledger, TorchDispatchMode):
     """
 
     stage: Phase | None = None
+    most: int | None = None
 
-    def __init__(self, allocator=None):
-        Ledger.__init__(self, allocator)
-        TorchDispatchMode.__init__(self)
+    def __init__(self, allocator=None, card_only: bool = False, script: Path | None = None):
+        super().__init__(allocator)
+        self.card_only, self.script = card_only, script
+        self._stopped = False
         self._live: dict[int, tuple[Storage, weakref.ref]] = {}
         self._awaiting_backward: set[Storage] = set()
         self._before_backward = 0  # the storages that there were when the last one began
@@ -71,6 +82,7 @@ class Tracer(Ledger, TorchDispatchMode):
         self._watch = ModuleWatch(self._belongs)
         self._token = object()  # marks parameters whose gradient is followed
         self._handles = []
+        self._entered: contextlib.ExitStack | None = None
 
     # ------------------------------------------------------------------ what the user calls
 
@@ -95,6 +107,10 @@ class Tracer(Ledger, TorchDispatchMode):
         if known:
             known[0].module = module
 
+    def stop(self) -> None:
+        """Enter nothing any more: what dies from now on was there to the end."""
+        self._stopped = True
+
     # ------------------------------------------------------------------ what it sees
 
     def phase(self) -> Phase:
@@ -109,22 +125,29 @@ class Tracer(Ledger, TorchDispatchMode):
 
     def born(self, nbytes, category) -> Storage:
         """Enter a storage that the operation at work makes now."""
+        if self.most is not None and len(self) > self.most:
+            raise ValueError(f"more than {self.most:,} births and deaths")
         phase = self.phase()
         module = self._watch.now(in_backward=phase == Phase.BACKWARD)
-        return self.birth(nbytes, category, phase, module, self.operation, self.stream)
+        storage = self.birth(nbytes, category, phase, module, self.operation, self.stream)
+        if self.script is not None:
+            storage.line = line_at_work(self.script, sys._getframe())
+        return storage
 
     def died(self, storage) -> None:
         """Enter the end of a storage."""
-        self._awaiting_backward.discard(storage)
-        self.death(storage, self.phase())
+        if not self._stopped:
+            self._awaiting_backward.discard(storage)
+            self.death(storage, self.phase())
 
     def see(self, tensor, category=None, existed=False) -> None:
         """Log a storage at first sight or when it was resized; give it a category."""
         module = getattr(tensor, "_memlab_module", None)
         for part in inner_tensors(tensor):
-            self.see_part(part, category, existed, module)
+            if not self.card_only or on_card(part):
+                self._see_part(part, category, existed, module)
 
-    def see_part(self, tensor, category, existed, module) -> None:
+    def _see_part(self, tensor, category, existed, module) -> None:
         """As `see`, of a tensor that is made of no others. module: the one that it belongs to."""
         data = tensor.untyped_storage()
         key, nbytes = data._cdata, data.nbytes()
@@ -148,6 +171,8 @@ class Tracer(Ledger, TorchDispatchMode):
 
     def resized(self, data) -> Storage | None:
         """`UntypedStorage.resize_` frees the old memory of a storage and takes new, if any."""
+        if self.card_only and (is_on_host(data) or data.device.type != "meta"):
+            return None
         known = self._live.pop(data._cdata, None)
         if known:
             self.died(known[0])
@@ -197,9 +222,21 @@ class Tracer(Ledger, TorchDispatchMode):
 
         self._live[key] = (storage, weakref.ref(data, died))
 
-    # ------------------------------------------------------------------ the dispatch mode
+    # ------------------------------------------------------------------ what happens to tensors
 
     def __enter__(self):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.hooks())
+            stack.enter_context(_EveryOperation(self))
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(self, *error):
+        return self._entered.__exit__(*error)
+
+    @contextlib.contextmanager
+    def hooks(self):
+        """Follow what no operation tells: modules, optimizer steps, what FSDP keeps and resizes."""
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -227,32 +264,21 @@ class Tracer(Ledger, TorchDispatchMode):
             keep(shared)
             self._see_kept(shared)
 
-        self._told = contextlib.ExitStack()
         rows = (
             (torch.UntypedStorage, "resize_", resize_and_tell),
             (FSDPParam, "init_all_gather_outputs", gather_and_tell),
             (FSDPParam, "to_accumulated_grad_if_needed", keep_and_tell),
         )
-        self._told.enter_context(replaced(*rows))
-        self._told.enter_context(seen_in_parts())
-        return super().__enter__()
+        try:
+            with replaced(*rows), seen_in_parts():
+                yield
+        finally:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
 
-    def __exit__(self, *error):
-        self._told.__exit__(*error)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        return super().__exit__(*error)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No guard against torch.compile around every operation: it costs a tenth of the time."""
-        return False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(map(is_wrapper_subclass, types)):
-            return NotImplemented  # it comes again with the others
-        kwargs = kwargs or {}
+    def before(self, func, args, kwargs) -> None:
+        """An operation is about to run on these arguments."""
         self.operation = None  # what an operation meets and does not make
         given = (*args, kwargs["out"]) if "out" in kwargs else args
         for argument in given if func is not torch.ops.aten.lift_fresh.default else ():
@@ -271,12 +297,20 @@ class Tracer(Ledger, TorchDispatchMode):
         elif self._before_backward and not in_backward and func._schema.is_mutable and args:
             self._see_written(args[0])
         self.operation = func
-        out = func(*args, **kwargs)
-        if in_backward and not torch.is_grad_enabled() and self._done_in_place(func, args, out):
-            return out
+
+    def after(self, func, args, out, by_autograd=True) -> None:
+        """It has run. by_autograd: whether it may be one of PyTorch's own derivatives."""
+        if torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
+            if self._done_in_place(func, args, out, by_autograd):
+                return
         self.see_result(out)
         self._see_communication(func, args)
-        return out
+
+    def came_back(self, tensor) -> None:
+        """A saved tensor is wanted again, which a hook may have moved or made anew."""
+        known = self._live.get(tensor.untyped_storage()._cdata) if on_card(tensor) else None
+        if known and known[0].category == Category.TEMPORARY:
+            known[0].category = Category.ACTIVATIONS
 
     def _see_written(self, written) -> None:
         """A tensor written after the backward pass that it outlived is a buffer."""
@@ -317,7 +351,7 @@ class Tracer(Ledger, TorchDispatchMode):
         for tensor in (parameter, *constants(parameter)):
             self.see(tensor, Category.PARAMETERS, existed=True)
 
-    def _see_weight(self, tensor) -> None:
+    def see_weight(self, tensor) -> None:
         """A weight that is no `torch.nn.Parameter`: what an optimizer, or code, steps."""
         self.see(tensor, Category.PARAMETERS, existed=True)
         if tensor.requires_grad and not tensor._is_view() and tensor.is_leaf:
@@ -353,21 +387,22 @@ class Tracer(Ledger, TorchDispatchMode):
             if module and known:
                 known[0].module = module
 
-    def _done_in_place(self, func, args, out) -> bool:
+    def _done_in_place(self, func, args, out, by_autograd) -> bool:
         """Whether a result of autograd's takes over an argument's storage without the tracer."""
         if func is torch.ops.aten.add.Tensor:
             taken = sole_summand(args, out, self._live)
         else:
-            taken = args[0] if func in FILLS_ZEROS and self._runs_autograd() else None
+            taken = args[0] if func in FILLS_ZEROS and by_autograd else None
         known = taken is not None and self._live.pop(taken.untyped_storage()._cdata, None)
         if known:
             data = out.untyped_storage()
             self._follow(data, data._cdata, known[0])
         return bool(known)
 
-    def _runs_autograd(self) -> bool:
-        """Whether the operation at work is one of PyTorch's own derivatives, as far as is known."""
-        return True
+    @property
+    def in_step(self) -> bool:
+        """Whether an optimizer is at work."""
+        return self._stepping is not None
 
     def _before_step(self, optimizer, args, kwargs) -> None:
         if self._stepping is not None:  # an optimizer that has another do the work
@@ -376,7 +411,7 @@ class Tracer(Ledger, TorchDispatchMode):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if not isinstance(parameter, torch.nn.Parameter):
-                    self._see_weight(parameter)
+                    self.see_weight(parameter)
                 if parameter.grad is not None:  # FSDP puts it there itself
                     self.see(parameter.grad, Category.GRADIENTS, existed=True)
                     self._same_module(parameter.grad, parameter)
@@ -385,10 +420,6 @@ class Tracer(Ledger, TorchDispatchMode):
         self._label_states(optimizer)
         if optimizer is self._stepping:
             self._stepping, self._stepped = None, True
-            self.step_ended(optimizer)
-
-    def step_ended(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """The outermost optimizer has stepped."""
 
     def _label_states(self, optimizer) -> None:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
@@ -398,3 +429,25 @@ class Tracer(Ledger, TorchDispatchMode):
                 if isinstance(value, torch.Tensor):
                     self.see(value, Category.OPTIMIZER_STATES, existed=True)
                     self._same_module(value, parameter)
+
+
+class _EveryOperation(TorchDispatchMode):
+    """Tells a tracer of every operation."""
+
+    def __init__(self, tracer: Tracer):
+        super().__init__()
+        self._tracer = tracer
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No guard against torch.compile around every operation: it costs a tenth of the time."""
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(map(is_wrapper_subclass, types)):
+            return NotImplemented  # it comes again with the others
+        kwargs = kwargs or {}
+        self._tracer.before(func, args, kwargs)
+        out = func(*args, **kwargs)
+        self._tracer.after(func, args, out)
+        return out

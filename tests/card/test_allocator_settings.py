@@ -9,7 +9,7 @@ import torch
 from helpers import refused
 
 from memlab import Recipe, SimulatedGPU, simulate
-from memlab.card.allocator_settings import VARIABLES
+from memlab.trace.allocator_settings import VARIABLES
 
 MiB = 2**20
 ON, OFF = "expandable_segments:True", "expandable_segments:False"

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from memlab import SimulatedGPU
-from memlab.card.work import (
+from memlab.footprint import Phase
+from memlab.trace.work import (
     count_kernels,
     count_tiles,
     repeat_micro_batch,
 )
-from memlab.footprint import Phase
 
 fp16 = torch.float16
 
@@ -22,9 +22,9 @@ def card():
 
 def work(card, run):
     """The work of what `run` does: a list of Work."""
-    before = card.tracer.work.of_step.copy()
+    before = card.work.of_step.copy()
     run()
-    return list((card.tracer.work.of_step - before).elements())
+    return list((card.work.of_step - before).elements())
 
 
 def test_a_product_reads_both_and_writes_one(card):
@@ -137,7 +137,7 @@ def test_an_optimizer_of_lists_launches_few_kernels(card, kind, passes):
 
     step()
     step()  # the states are there
-    done = [one for one in card.tracer.work.of_step.elements() if one.phase == Phase.STEP]
+    done = [one for one in card.work.of_step.elements() if one.phase == Phase.STEP]
     launched = count_kernels([one.lists for one in done], [one.elements for one in done])
     assert launched.sum() < 20
     moved = sum(one.nbytes for one in done) / (20 * 4_000_000)
@@ -176,11 +176,11 @@ def test_the_step_is_the_last_whole_one_and_its_second_micro_batch_can_be_repeat
 
         step(1)
         step(2)
-        two = gpu.tracer.work.of_step
+        two = gpu.work.of_step
         step(5)
-        five = gpu.tracer.work.of_step
+        five = gpu.work.of_step
         model(x)  # of a step that has not ended
-        assert gpu.tracer.work.of_step == five
+        assert gpu.work.of_step == five
 
     def flops(work):
         return sum(one.flops * n for one, n in work.items())
@@ -200,7 +200,7 @@ def test_two_optimizers_of_one_backward_pass_make_one_step(card):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    of_step = card.tracer.work.of_step
+    of_step = card.work.of_step
     assert sum(one.flops * n for one, n in of_step.items()) == 3 * 2 * 256**3
     assert sum(n for one, n in of_step.items() if one.phase == Phase.STEP) >= 2
 
@@ -212,5 +212,5 @@ def test_optimizers_without_a_backward_pass_have_a_step_each(card):
         optimizer = torch.optim.SGD([weight], lr=0.1)
         optimizer.step()
         optimizer.step()
-    moved = [one.nbytes for one in card.tracer.work.of_step.elements()]
+    moved = [one.nbytes for one in card.work.of_step.elements()]
     assert sum(moved) == 3 * 256 * 256 * 4  # of the last step alone, in fp32

@@ -77,7 +77,7 @@ def test_what_no_table_knows_counts_as_sent_whole():
         with SimulatedGPU("A100-80GB", ranks=4) as gpu:
             start()
             collective(torch.zeros(1000, device="cuda"))
-            work = gpu.tracer.work.of_step
+            work = gpu.work.of_step
         sent[name] = sum(one.sent * times for one, times in work.items())
     assert sent == {"all_reduce": 6000, "reduce": 4000, "coalesced": 4000, "barrier": 0}
 

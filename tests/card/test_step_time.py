@@ -8,10 +8,10 @@ from helpers import refused
 
 from memlab import Recipe, SimulatedGPU, find_gpu, simulate
 from memlab.card.step_time import EXPECTED, busy, step_time
-from memlab.card.work import Work
 from memlab.footprint import Phase, StepTime
 from memlab.predict.recipe_log import with_all_micro_batches
 from memlab.predict.run import log_of
+from memlab.trace.work import Work
 
 A100 = find_gpu("A100-40GB")
 

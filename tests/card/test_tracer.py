@@ -86,7 +86,7 @@ def test_a_weight_that_is_given_its_storage_again_makes_no_step():
     """As PEFT does at every pass with the parameters of experts."""
     steps = []
     with SimulatedGPU("T4") as gpu:
-        gpu.tracer.on_step_by_hand = lambda: steps.append(1)
+        gpu.steps.on_step_by_hand = lambda: steps.append(1)
         weight = torch.nn.Parameter(torch.randn(64, 64, device="cuda"))
         for _ in range(3):
             with torch.no_grad():
@@ -118,3 +118,11 @@ def test_a_copy_that_is_let_go_is_gone():
             assert torch.cuda.memory_allocated() >= before + 256 * 256 * 4
             del its_copy
             assert torch.cuda.memory_allocated() == before
+
+
+def test_memory_of_the_host_that_is_resized_is_not_the_cards():
+    with SimulatedGPU() as gpu:
+        for size in (4, 2**20):  # with data, and without
+            torch.zeros(size).untyped_storage().resize_(2**23)
+        torch.zeros(4, device="cuda").untyped_storage().resize_(4096)
+    assert [one.nbytes for one in gpu.tracer.storages] == [16, 4096]

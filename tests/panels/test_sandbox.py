@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from memlab.card.memory import CardMemory
 from memlab.gpus import ANY_CARD, find_gpu
 from memlab.panels.sandbox import TOY, AllocatorSandbox
+from memlab.trace.card_memory import CardMemory
 from memlab.units import MiB
 
 pytestmark = pytest.mark.slow  # a browser beside Python: left to make nightly

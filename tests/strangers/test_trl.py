@@ -133,7 +133,7 @@ def test_texts_of_one_row_under_flash_attn_take_no_mask(folder, words, how):
         given = {"attn_implementation": name, "dtype": "bfloat16"}
         with SimulatedGPU("A100-40GB") as gpu:
             sft(folder, words, text(), model_init_kwargs=given, bf16=True, **how)
-        found[name] = gpu.footprint, gpu.tracer.work.of_step
+        found[name] = gpu.footprint, gpu.work.of_step
     (ours, work), (sdpa, other) = found.values()
     assert ours.peak_allocated < sdpa.peak_allocated
     flops, masked = (

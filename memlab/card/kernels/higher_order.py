@@ -21,9 +21,9 @@ from torch.nn.attention import flex_attention as module
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from memlab.card.placement import NotSimulated
-from memlab.card.work import Work
 from memlab.footprint import Phase
 from memlab.trace.patches import replaced
+from memlab.trace.work import Work
 
 # The module: its package has the operator under this name.
 operators = importlib.import_module("torch._higher_order_ops.flex_attention")
@@ -154,8 +154,8 @@ def plainly(operator, assumptions: dict):
 # ---------------------------------------------------------------------- on the card
 
 
-def run(tracer, operator, args, kwargs):
-    """What an operator that takes functions gives, made under a `CardTracer`.
+def run(mode, operator, args, kwargs):
+    """What an operator that takes functions gives, made under a `memlab.card.card_mode.CardMode`.
 
     Raises NotSimulated for one that PyTorch knows in compiled code alone.
     """
@@ -164,12 +164,12 @@ def run(tracer, operator, args, kwargs):
         raise NotSimulated(
             f"{operator.name()} is not simulated: PyTorch has it for compiled code alone"
         )
-    with _under(tracer):
+    with _under(mode):
         if operator is operators.flex_attention and args[6].get(FUSED):
-            return _forward(tracer, *args)
+            return _forward(mode, *args)
         if operator is operators.flex_attention_backward:
             if args[11].get(FUSED):
-                return _backward(tracer, *args)
+                return _backward(mode, *args)
             args = (*args[:8], _gradient_of_scores(args[7]), *args[9:])
         return kernel(*args, **kwargs)
 
@@ -183,7 +183,7 @@ def _under(mode):
         _pop_mode(getattr(mode, "_mode_key", None))
 
 
-def _forward(tracer, query, key, value, score_mod, block_mask, scale, options, *rest):
+def _forward(mode, query, key, value, score_mod, block_mask, scale, options, *rest):
     """The result, its logsumexp and the largest scores.
 
     The kernel writes these in any case; compiled code keeps them where they are asked for.
@@ -191,13 +191,13 @@ def _forward(tracer, query, key, value, score_mod, block_mask, scale, options, *
     out = _laid_out_as(query, (*query.shape[:-1], value.size(-1)))
     rows = [query.new_empty(query.shape[:-1], dtype=torch.float32) for _ in range(2)]
     sizes = query.size(-1) + value.size(-1)
-    again = tracer.phase() == Phase.BACKWARD
-    _note(tracer, query, key, 2 * sizes, (query, key, value, out, *rows), again)
+    again = mode.tracer.phase() == Phase.BACKWARD
+    _note(mode, query, key, 2 * sizes, (query, key, value, out, *rows), again)
     largest = rows[1] if options.get("OUTPUT_MAX") else rows[1].new_empty(0)
     return out, rows[0], largest
 
 
-def _backward(tracer, query, key, value, out, logsumexp, grad_out, grad_logsumexp, *rest):
+def _backward(mode, query, key, value, out, logsumexp, grad_out, grad_logsumexp, *rest):
     """The gradients, beside the sums of `out * grad_out` over a head and what else is of rows.
 
     NB: the kernel may free `out` before it makes the gradients; here it lives until they are there.
@@ -210,7 +210,7 @@ def _backward(tracer, query, key, value, out, logsumexp, grad_out, grad_logsumex
     grads = [_laid_out_as(query, query.shape), *map(_laid_out_as, (key, value), whole)]
     sizes = 3 * query.size(-1) + 2 * value.size(-1)
     moved = query, key, value, out, grad_out, *rows, *grads
-    _note(tracer, query, key, 2 * sizes, moved, again=False)
+    _note(mode, query, key, 2 * sizes, moved, again=False)
     if len(key) < len(query):
         grads[1:] = [one.sum(0, keepdim=True) for one in grads[1:]]
     of_learned = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in learned]
@@ -224,12 +224,12 @@ def _laid_out_as(like, shape):
     return made.permute([order.index(place) for place in range(like.dim())])
 
 
-def _note(tracer, query, key, flops_of_pair, tensors, again) -> None:
+def _note(mode, query, key, flops_of_pair, tensors, again) -> None:
     """Count a kernel of the step. tensors: what it reads and writes, once each."""
     flops = flops_of_pair * query.shape[:-1].numel() * key.size(-2)
     dtype = str(query.dtype).removeprefix("torch.")
     moved = tuple(sorted(one.numel() * one.itemsize for one in tensors))
-    tracer.work.add(Work(flops, dtype, (), moved, 0, 0, tracer.phase(), again, 0))
+    mode.work.add(Work(flops, dtype, (), moved, 0, 0, mode.tracer.phase(), again, 0))
 
 
 def _gradient_of_scores(score_mod):

@@ -2,7 +2,7 @@
   // like 4 * b * s * f bytes, and at each moment at which a peak can be (memlab/panels/moments.py) there are so many of each
   // kind. Tensors are exact, each in the block that the allocator would give it in a fresh segment; the order of events is not
   // known, so what is reserved is a range, whose upper end is usual and no bound. Seconds are those of memlab/card/step_time.py
-  // and memlab/card/work.py, by functions of the same names. tests/panels/test_calculator.py compares all with simulations.
+  // and memlab/trace/work.py, by functions of the same names. tests/panels/test_calculator.py compares all with simulations.
   //
   // known: their constants, the moments of traces, models and cards, as memlab/panels/calculator.py gives them.
   function formulaOf(known) {

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from memlab import SimulatedGPU, models, simulate
 from memlab.card.kernels.bitsandbytes import cuda_module, fuses_4bit_product
-from memlab.card.placement import on_card
 from memlab.gpus import find_gpu
 from memlab.libraries import import_bitsandbytes
 from memlab.trace.quantized_weights import constants
+from memlab.trace.tensors import on_card
 from memlab.workloads.training import Training
 
 bitsandbytes = import_bitsandbytes("this test")

@@ -27,7 +27,7 @@ def step(attention, inputs, gpu=CARD):
         ).to("cuda")
         given = {name: rows.cuda() for name, rows in inputs.items()}
         model(**given, labels=given["input_ids"], use_cache=False).loss.backward()
-    work = card.tracer.work.of_step
+    work = card.work.of_step
     attended = sum(times * one.flops for one, times in work.items() if one.flops and not one.result)
     return card.footprint, attended
 

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memlab.card.links import CARDS
 from memlab.footprint import Phase
+
+CARDS = 8  # of a machine, on whose links between cards `memlab.card.links` counts
 
 
 class Work(NamedTuple):

@@ -9,19 +9,21 @@ CALL = "torch.cuda.memory._set_allocator_settings"
 
 
 class AllocatorSettings:
-    """The settings of a tracer's allocator, noted in its assumptions.
+    """The settings of a card's allocator.
 
-    text: as the program said it last. PyTorch reads the environment when it first uses CUDA; here
-    that is the first allocation on the card, so a program may set the variable until then.
+    memory: a `memlab.trace.card_memory.CardMemory`. assumptions: a dict that takes a line for each
+    setting. text: as the program said it last. PyTorch reads the environment when it first uses
+    CUDA; here that is the first allocation on the card, so a program may set the variable until
+    then.
     """
 
-    def __init__(self, tracer, reads_environment: bool):
-        self.tracer, self.text = tracer, ""
-        tracer.allocator.before_first = self.read if reads_environment else None
+    def __init__(self, memory, assumptions: dict, reads_environment: bool):
+        self.memory, self.assumptions, self.text = memory, assumptions, ""
+        memory.before_first = self.read if reads_environment else None
 
     def read(self) -> None:
         """Read the environment, once. Raises ValueError for a value that PyTorch refuses."""
-        self.tracer.allocator.before_first = None
+        self.memory.before_first = None
         for name in VARIABLES:
             if name in os.environ:
                 self._apply(os.environ[name], name)
@@ -32,7 +34,7 @@ class AllocatorSettings:
 
         Raises ValueError for a value that PyTorch refuses.
         """
-        if self.tracer.allocator.before_first:
+        if self.memory.before_first:
             self.read()
         self._apply(text, CALL)
 
@@ -49,7 +51,7 @@ class AllocatorSettings:
             elif value not in ("True", "False"):
                 raise ValueError(f"{source} has {setting}: allowed are True, False")
             else:
-                self.tracer.allocator.expandable_segments = value == "True"
+                self.memory.expandable_segments = value == "True"
                 line = f"{source}: {setting}, in what is allocated from then on"
             if setting != "expandable_segments:False":
-                self.tracer.assumptions[line] = None
+                self.assumptions[line] = None

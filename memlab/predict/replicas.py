@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memlab.card.collectives import SHARE
-from memlab.card.work import Work
 from memlab.footprint import Category, Phase
 from memlab.gpus import GPU
 from memlab.predict import simulate
@@ -27,6 +26,7 @@ from memlab.predict.simulate import sized_log
 from memlab.spec.recipe import Recipe
 from memlab.trace.events import OUTSIDE, Alloc, Free, Marker, TraceEvent
 from memlab.trace.log import Event, Log
+from memlab.trace.work import Work
 from memlab.units import MiB
 
 ADDED = "ranks of ddp: one card's run with DDP's buckets added; memlab simulate runs a rank whole"

@@ -5,7 +5,7 @@ import pytest
 from memlab import Recipe
 from memlab.card.step_time import step_time
 from memlab.gpus import find_gpu
-from memlab.planner.replicas import peak_allocated_of, replica
+from memlab.predict.replicas import peak_allocated_of, replica
 from memlab.predict.simulate import serve, sized_log
 from memlab.predict.trace_recorder import run_log
 from memlab.trace.log import peak_allocated
