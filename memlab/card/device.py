@@ -120,7 +120,7 @@ class SimulatedGPU:
     """
 
     entered = False  # one card at a time
-    imports_bitsandbytes = reads_environment = True
+    imports_bitsandbytes = reads_environment = keeps_statistics = True
 
     def __init__(
         self,
@@ -136,7 +136,8 @@ class SimulatedGPU:
             link_rate(self.gpu, link)  # or refuses
         self.rules = rules
         self.met_rules: set[str] = set()  # that were at work
-        self.tracer = Tracer(CardMemory(self.gpu), card_only=True, script=script)
+        memory = CardMemory(self.gpu, self.keeps_statistics)
+        self.tracer = Tracer(memory, card_only=True, script=script)
         self.work = WorkLog()
         self.steps = Steps(self.tracer, self.work)
         self.compile_eagerly = compile_eagerly

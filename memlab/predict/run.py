@@ -81,10 +81,10 @@ def _run(loop, recipe: Recipe, simulated: SimulatedGPU) -> Training:
 class _OwnLoop(SimulatedGPU):
     """A card for loops whose recipe says which libraries they need: bitsandbytes takes a second.
 
-    What they do on it is the same under any setting of the allocator.
+    What they do on it is the same under any setting of the allocator, whose statistics nobody asks.
     """
 
-    imports_bitsandbytes = reads_environment = False
+    imports_bitsandbytes = reads_environment = keeps_statistics = False
 
 
 def two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:

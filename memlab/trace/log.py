@@ -88,9 +88,15 @@ class Log:
                 norms = learning and storage.operation in NORMS and storage.module == OUTSIDE
                 of_each, rest = divmod(change, free) if norms and free else (0, 0)
                 nbytes = -of_each if of_each in NORM_BYTES and not rest else change
-                birth = Alloc(nbytes, storage.category, phase, module, storage.operation)
-                birth = birth._replace(
-                    stream=storage.stream, item=storage.item, reduction=storage.reduction
+                birth = Alloc(
+                    nbytes,
+                    storage.category,
+                    phase,
+                    module,
+                    storage.operation,
+                    stream=storage.stream,
+                    item=storage.item,
+                    reduction=storage.reduction,
                 )
                 births[storage.number] = birth
                 living[birth].append(storage.number)
