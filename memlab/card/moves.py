@@ -8,7 +8,6 @@ import weakref
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from memlab.card import legacy_types
 from memlab.card.autocast import AUTOCAST
@@ -82,7 +81,7 @@ def threads_come_along(mode: CardMode, names):
         run = thread.run
 
         def run_inside():
-            with _dispatch_mode(mode.fake), _dispatch_mode(mode), names:
+            with higher_order.under(mode.fake), higher_order.under(mode), names:
                 run()
 
         thread.run = run_inside
@@ -90,16 +89,6 @@ def threads_come_along(mode: CardMode, names):
 
     with replaced((threading.Thread, "start", start_inside)):
         yield
-
-
-@contextlib.contextmanager
-def _dispatch_mode(mode):
-    """The mode in one more thread, without what entering it does once."""
-    _push_mode(mode)
-    try:
-        yield
-    finally:
-        _pop_mode(getattr(mode, "_mode_key", None))
 
 
 _run_backward = torch.autograd._engine_run_backward

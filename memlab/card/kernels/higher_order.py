@@ -164,7 +164,7 @@ def run(mode, operator, args, kwargs):
         raise NotSimulated(
             f"{operator.name()} is not simulated: PyTorch has it for compiled code alone"
         )
-    with _under(mode):
+    with under(mode):
         if operator is operators.flex_attention and args[6].get(FUSED):
             return _forward(mode, *args)
         if operator is operators.flex_attention_backward:
@@ -175,7 +175,8 @@ def run(mode, operator, args, kwargs):
 
 
 @contextlib.contextmanager
-def _under(mode):
+def under(mode):
+    """A dispatch mode once more, without what entering it does once."""
     _push_mode(mode)
     try:
         yield
