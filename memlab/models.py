@@ -46,8 +46,11 @@ MODELS |= {f"{name}-tiny": f"a tiny twin of {hub}" for name, hub in list(MODELS.
 
 WIDTHS = ("intermediate_size", "hidden_dim", "d_ff", "n_inner")  # of feed-forward layers
 # Of layers with experts, one expert and the shared one; Granite 4 has its only one under this name.
-EXPERT_WIDTHS = ("moe_intermediate_size", "shared_intermediate_size")
-EXPERT_WIDTHS += ("shared_expert_intermediate_size",)
+EXPERT_WIDTHS = (
+    "moe_intermediate_size",
+    "shared_intermediate_size",
+    "shared_expert_intermediate_size",
+)
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # how many there are
 OF_DELTA_RULE = "linear_key_head_dim"  # configs with Qwen3.5's kind of linear attention have it
 # What a config raises, or building its model, whose values do not go together.
