@@ -53,6 +53,7 @@ EXPERT_WIDTHS = (
 )
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # how many there are
 OF_DELTA_RULE = "linear_key_head_dim"  # configs with Qwen3.5's kind of linear attention have it
+OF_SHORT_CONVOLUTIONS = "conv_L_cache"  # configs with LFM2's kind of convolutions have it
 # What a config raises, or building its model, whose values do not go together.
 MISFITS = (AssertionError, AttributeError, LookupError, TypeError, ZeroDivisionError)
 OTHERWISE = "`memlab run` takes a script that trains any other, of images or speech, too"
