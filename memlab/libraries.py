@@ -38,7 +38,7 @@ FACTS_FORMAT = 1
 # Modules that models of transformers share, and whose functions stand in them by themselves.
 SHARED = ("transformers.integrations.sdpa_attention", "transformers.masking_utils")
 THEIRS = {*sys.stdlib_module_names, "torch", "transformers", "huggingface_hub", "safetensors"}
-THEIRS = THEIRS - {"__main__"} | {"numpy", "typing_extensions"}
+THEIRS = THEIRS - {"__main__"} | {"accelerate", "numpy", "typing_extensions"}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -35,6 +35,8 @@ MODELS: dict[str, str] = {name: fields.pop("hub") for name, fields in _PUBLISHED
 MIRRORS = ("unsloth", "nousresearch")  # owners who publish others' checkpoints, config and all
 # Hub names of checkpoints with the same sizes, `also` in the file, and the owners of each name.
 _HUBS = {name: (hub, *_PUBLISHED[name].pop("also", ())) for name, hub in MODELS.items()}
+# What a checkpoint is for, `task` in the file, where its architecture usually has another task.
+_TASKS = {name: fields.pop("task") for name, fields in _PUBLISHED.items() if "task" in fields}
 _OWNERS = {name: {hub.lower().split("/")[0] for hub in hubs} for name, hubs in _HUBS.items()}
 # Names as people write them -> name; a tiny twin has only its own.
 _WRITTEN = {hub: name for name, hubs in _HUBS.items() for hub in (*hubs, name)}
@@ -43,9 +45,18 @@ _ALIASES = {squeezed(written): name for written, name in _WRITTEN.items()}
 MODELS |= {f"{name}-tiny": f"a tiny twin of {hub}" for name, hub in list(MODELS.items())}
 
 WIDTHS = ("intermediate_size", "hidden_dim", "d_ff", "n_inner")  # of feed-forward layers
+# Of layers with experts, one expert and the shared one; Granite 4 has its only one under this name.
+EXPERT_WIDTHS = (
+    "moe_intermediate_size",
+    "shared_intermediate_size",
+    "shared_expert_intermediate_size",
+)
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # how many there are
 OF_DELTA_RULE = "linear_key_head_dim"  # configs with Qwen3.5's kind of linear attention have it
+OF_SHORT_CONVOLUTIONS = "conv_L_cache"  # configs with LFM2's kind of convolutions have it
 # What a config raises, or building its model, whose values do not go together.
 MISFITS = (AssertionError, AttributeError, LookupError, TypeError, ZeroDivisionError)
+OTHERWISE = "`memlab run` takes a script that trains any other, of images or speech, too"
 TASKS = ("sequence-classification", "causal-lm", "masked-lm", "seq2seq-lm")
 _CLASSES = {  # of transformers
     "sequence-classification": "AutoModelForSequenceClassification",
@@ -87,7 +98,7 @@ def published(model: Model) -> PretrainedConfig:
     raise ValueError(
         f"unknown model {name!r}{_nearest(name)}: known are {', '.join(_PUBLISHED)} (each also as "
         "<name>-tiny), or a config.json, a folder that save_pretrained wrote, or a hub name like "
-        "org/name"
+        f"org/name; {OTHERWISE}"
     )
 
 
@@ -224,7 +235,8 @@ def _read_hub(name: str) -> PretrainedConfig:
                 problem = problem if cached_only else one_line(error)
     raise ValueError(
         f"there is no folder {name!r}, and its config cannot be had from the hub ({problem})"
-        f"{_nearest(name)}: known without it are {', '.join(_PUBLISHED)}, or a config.json"
+        f"{_nearest(name)}: known without it are {', '.join(_PUBLISHED)}, or a config.json; "
+        f"{OTHERWISE}"
     )
 
 
@@ -253,20 +265,34 @@ def twin(model: Model) -> PretrainedConfig:
         **dict.fromkeys(("hidden_size", "pooler_hidden_size"), new_wide),
         "max_window_layers": 2,
     }
-    for name in (*WIDTHS, "moe_intermediate_size"):
+    values["vocab_size_per_layer_input"] = values["vocab_size"]
+    for name in (*WIDTHS, *EXPERT_WIDTHS, "hidden_size_per_layer_input"):
         values[name] = round((getattr(tiny, name, None) or 0) * new_wide / wide / 16) * 16
     values["d_kv"] = (getattr(tiny, "d_kv", None) or 0) * heads * new_wide // (wide * new_heads)
     if getattr(tiny, "linear_num_key_heads", None):
         per_key = tiny.linear_num_value_heads // tiny.linear_num_key_heads
         values |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * per_key}
         values |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32)
-    if has_experts(tiny):
-        values["num_local_experts"] = min(tiny.num_local_experts, 32)
+    if getattr(tiny, "kv_lora_rank", None):  # DeepSeek's attention, as GLM-4.7-Flash has it
+        rope = values["head_dim"]
+        for name in ("qk_nope_head_dim", "v_head_dim", "qk_head_dim"):
+            values[name] = rope * getattr(tiny, name) // tiny.qk_rope_head_dim
+        for name in ("q_lora_rank", "kv_lora_rank"):
+            values[name] = getattr(tiny, name) * new_wide // wide
+    for name in EXPERTS:
+        values[name] = min(getattr(tiny, name, None) or 0, 32)
     lists = by_layer(tiny)
     layers = list(zip(*lists.values(), strict=True))
     other = next((i for i, layer in enumerate(layers) if layer != layers[0]), 0)
     values |= {name: [value[0], value[other]] for name, value in lists.items()}
-    return resized(with_layers(tiny, 2), **values)
+    if not getattr(tiny, "is_heterogeneous", False):
+        return resized(with_layers(tiny, 2), **values)
+    # Gemma 4: heads of layers with full attention are wider.
+    widths = [tiny.per_layer_config[layer].head_dim for layer in (0, other)]
+    tiny.per_layer_config = None
+    small = resized(with_layers(tiny, 2), **values)
+    small.per_layer_config = {1: {"head_dim": small.head_dim * widths[1] // widths[0]}}
+    return small
 
 
 def resized(model: Model, **values: Any) -> PretrainedConfig:
@@ -319,8 +345,9 @@ def by_layer(full: PretrainedConfig) -> dict[str, list[Any]]:
 
 
 def tasks(model: Model) -> tuple[str, ...]:
-    """The tasks of `TASKS` that an architecture has, its usual one first."""
-    return tuple(_tasks(model))
+    """The tasks of `TASKS` that an architecture has, first what the checkpoint is for, if said."""
+    own = _TASKS.get(model.removesuffix("-tiny")) if isinstance(model, str) else None
+    return tuple(sorted(_tasks(model), key=lambda task: task != own))
 
 
 @remembered
@@ -380,8 +407,7 @@ def max_length(model: Model) -> int | None:
 
 def has_experts(model: Model) -> bool:
     """Whether the architecture is a mixture of experts."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    return any(getattr(settings(model), name, None) for name in names)
+    return any(getattr(settings(model), name, None) for name in EXPERTS)
 
 
 def build(
@@ -458,4 +484,5 @@ def active_parameters(config: PretrainedConfig) -> tuple[int, int]:
         named = list(build(config).named_parameters())
     total = sum(p.numel() for _, p in named)
     experts = sum(p.numel() for name, p in named if ".experts." in name)
-    return total, total - experts + experts * config.num_experts_per_tok // config.num_local_experts
+    there_are = next(n for name in EXPERTS if (n := getattr(config, name, None)))
+    return total, total - experts + experts * config.num_experts_per_tok // there_are

@@ -127,11 +127,14 @@ def _number(words: set[str]) -> tuple[str, str]:
 
 # What tells apart checkpoints of one architecture: how they were tuned, and the month.
 TUNED = re.compile(
-    r"-(instruct|chat|it|pt|hf|thinking)\b|(?<=\db)-base\b|-base(?=-\d{4}$)|-\d{4}$"
+    r"-(instruct|chat|it|pt|hf|think|thinking|sft|dpo|rl)\b|(?<=\db)-base\b|-base(?=-\d{4}$)|-\d{4}$"
     r"|^meta-(?=llama)|(?<=^qwen2\.5)-coder\b|(?<=^qwen3)-coder(?=-30b)"
 )
 ADDRESS = re.compile(r"(https?://)?(www\.)?(huggingface\.co|hf\.co)/(?P<name>[^/]+/[^/?#]+).*")
-SIZES = {"small", "base", "medium", "large", "xl", "xxl"}
+SIZES = {"xsmall", "small", "base", "medium", "large", "xlarge", "xl", "xxl"}
+# What makes another architecture, or another vocabulary, of the same family, generation and size.
+KINDS = {"vl", "vision", "audio", "asr", "omni", "multimodal", "embedding", "reranker"}
+KINDS |= {"mini", "micro", "nano", "flash", "air", "next", "h"}
 FOUR_BITS = re.compile(r"-(unsloth-)?bnb-4bit$")  # what unsloth appends to names
 
 
@@ -155,13 +158,13 @@ def squeezed(name: str) -> str:
 
 
 def nearest_model(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most like one: of its family, generation and size, or None."""
-    family, version, sizes = _parts(name)
+    """The known name that is most like one: of its family, generation, kind and size, or None."""
+    family, version, kinds, sizes = _parts(name)
 
     def may_be(other: str) -> bool:
-        its_family, its_version, its_sizes = _parts(other)
+        its_family, its_version, its_kinds, its_sizes = _parts(other)
         kin = difflib.SequenceMatcher(None, family, its_family).ratio() >= 0.8
-        same = version == its_version or None in (version, its_version)
+        same = version == its_version and kinds == its_kinds
         tiny = name.endswith("-tiny") == other.endswith("-tiny")
         return kin and same and tiny and sizes <= its_sizes
 
@@ -170,12 +173,13 @@ def nearest_model(name: str, known: Iterable[str]) -> str | None:
     return alike[near[0]] if near else None
 
 
-def _parts(name: str) -> tuple[str, str | None, set[str]]:
-    """(family, generation, sizes) of a model's name: ("qwen", "3", {"30b", "a3b"})."""
+def _parts(name: str) -> tuple[str, str | None, set[str], set[str]]:
+    """(family, generation, kinds, sizes) of a name: ("qwen", "3", {"embedding"}, {"0.6b"})."""
     family, *words = re.sub(r"^([a-z]+)(?=\d)", r"\1-", spelled(name)).split("-")
     version = words[0] if words and re.fullmatch(r"v?\d+(\.\d+)?", words[0]) else None
     return (
         family,
         version,
+        KINDS.intersection(words),
         SIZES.intersection(words) | {w for w in words if re.search(r"\d[bm]$", w)},
     )

@@ -29,6 +29,27 @@ from memlab.spec.serving import Serving
 # RoBERTa-large, XLM-R and ModernBERT have the encoders of KerasHub's presets and of the hub's
 # counts (561,192,082, 278,885,778 and 149,655,232 with the head of a masked language model). The
 # hub's counts as others quote them for Qwen2.5-32B and 72B, Gemma 3 270M and gpt-oss-120b, too.
+#
+# Of those since November 2026, first the source of the sizes, then of the count. "hub" is its count
+# as others quote it.
+# deberta-v3-large: rtd_large.json of microsoft/DeBERTa; KerasHub's preset, and the classifier.
+# modernbert-large: generate_eval_config.py of AnswerDotAI/ModernBERT; hub (395,881,664 with the
+#   head of a masked language model).
+# bge-m3: its config as others repeat it; hub (567,754,752 with a pooler in place of the head).
+# qwen3-embedding-0.6b: its config as others repeat it; KerasHub's preset, and the classifier.
+# qwen3.5-0.8b, 4b: torchtitan's models/qwen3_5; `n_params` of llama.cpp.
+# qwen3.5-35b-a3b: MaxText's configs/models, torchtitan; `n_params` of llama.cpp.
+# gemma-4-e2b, e4b: MaxText's configs/models and hf_model_configs.py; `n_params` of llama.cpp, hub
+#   (7,996,156,490 with all parts). What only the files have is taken off: products and norms of
+#   keys and values in layers that take those of an earlier one (18,880,512 and 55,055,616), a
+#   scalar per layer, and 256 rotary frequencies of llama.cpp.
+# ministral-3-8b: defaults of transformers' class, docs of NVIDIA's Megatron-Bridge; hub
+#   (8,918,026,716 with the vision model and 476 scales of FP8 weights).
+# olmo-3-7b: MaxText's configs/models, OLMo-core's olmo3_7B; hub.
+# granite-4.0-micro: IBM's account of Granite 4.1, whose 3B has the same architecture; hub.
+# lfm2-1.2b: log in ggml-org/llama.cpp#18641; hub.
+# glm-4.7-flash: defaults of transformers' class, log in ikawrakow/ik_llama.cpp#1167; `n_params` of
+#   llama.cpp, less 2,944 biases of routers.
 PUBLISHED = {
     "bert-base": 109_483_778,
     "bert-large": 335_143_938,
@@ -84,14 +105,35 @@ PUBLISHED = {
     "qwen2.5-72b": 72_706_203_648,
     "gemma-3-270m": 268_098_176,
     "gpt-oss-120b": 116_829_156_672,
+    "deberta-v3-large": 434_012_160 + 1_051_650,
+    "modernbert-large": 395_833_346,
+    "bge-m3": 567_754_752 + 2_050,
+    "qwen3-embedding-0.6b": 595_776_512 + 2_048,
+    "qwen3.5-0.8b": 752_393_024,
+    "qwen3.5-4b": 4_205_751_296,
+    "qwen3.5-35b-a3b": 34_660_610_688,
+    "gemma-4-e2b": 4_647_450_147 - 18_880_512 - 35 - 256,
+    "gemma-4-e4b": 7_463_013_376,
+    "ministral-3-8b": 8_489_553_920,
+    "olmo-3-7b": 7_298_011_136,
+    "granite-4.0-micro": 3_402_836_480,
+    "lfm2-1.2b": 1_170_340_608,
+    "glm-4.7-flash": 29_943_393_920 - 2_944,
 }
-# The same with the vision models: the counts that the hub shows of Gemma 3, as others quote them,
-# and KerasHub's preset of Qwen3.5-9B (the hub's 9,653,104,368 has a layer for drafts, too).
+# The same with the vision models, and with the audio model of Gemma 4. Of Gemma 3 and 4 and of
+# Ministral 3 the hub's counts, as others quote them, less what only the files have (above). Of
+# Qwen3.5 KerasHub's presets: the hub's counts, such as 9,653,104,368, have a layer for drafts, too.
 WHOLE = {
     "gemma-3-4b": 4_300_079_472,
     "gemma-3-12b": 12_187_325_040,
     "gemma-3-27b": 27_432_406_640,
     "qwen3.5-9b": 9_409_813_744,
+    "qwen3.5-0.8b": 852_985_920,
+    "qwen3.5-4b": 4_539_265_536,
+    "qwen3.5-35b-a3b": 35_107_181_936,
+    "gemma-4-e2b": 5_123_178_051 - 18_880_512 - 35,
+    "gemma-4-e4b": 7_996_156_490 - 55_055_616 - 42,
+    "ministral-3-8b": 8_918_026_716 - 476,
 }
 FULL = [name for name in models.MODELS if not name.endswith("-tiny")]
 # One of each architecture.
@@ -122,15 +164,16 @@ def test_an_entry_has_values_of_its_config_alone():
     for name, entry in entries.items():
         kind = transformers.CONFIG_MAPPING[entry["model_type"]]
         known = set(kind().to_dict()) | set(kind.attribute_map)
-        assert set(entry) - known <= {"hub", "also", *READ_BY_MODELS}, name
+        assert set(entry) - known <= {"hub", "also", "task", *READ_BY_MODELS}, name
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_is_left_out_is_the_published_vision_model(name):
+def test_what_is_left_out_are_the_published_models_of_images_and_sound(name):
     with torch.device("meta"):
         whole = transformers.AutoModelForImageTextToText.from_config(models.published(name))
     assert whole.num_parameters() == WHOLE[name]
-    assert models.left_out(name) == ["vision"]
+    others = ["vision", "audio"] if name.startswith("gemma-4") else ["vision"]
+    assert models.left_out(name) == others
 
 
 @pytest.mark.parametrize("name", models.MODELS)
@@ -153,8 +196,9 @@ def test_twin_is_small_and_of_the_same_kind(name):
     groups = getattr(full, "num_key_value_heads", None), getattr(tiny, "num_key_value_heads", None)
     if groups[0] is not None:
         assert heads[0] // groups[0] == heads[1] // groups[1]
-    experts = getattr(full, "num_local_experts", None)
-    assert getattr(tiny, "num_local_experts", None) == (experts and min(experts, 32))
+    for kind in models.EXPERTS:
+        experts = getattr(full, kind, None)
+        assert getattr(tiny, kind, None) == (experts and min(experts, 32))
     for kinds in ("layer_types", "no_rope_layers"):
         assert set(getattr(tiny, kinds, None) or ()) == set(getattr(full, kinds, None) or ())
     longest = models.max_length(f"{name}-tiny")
@@ -285,6 +329,21 @@ def test_unknown_names():
         ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "qwen2.5-7b"),
         ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", "llama-3.1-8b"),
         ("llama-3.1-70b", "llama-3.3-70b"),
+        ("answerdotai/ModernBERT-large", "modernbert-large"),
+        ("modern-bert-large", "modernbert-large"),
+        ("microsoft/deberta-v3-large", "deberta-v3-large"),
+        ("BAAI/bge-reranker-v2-m3", "bge-m3"),
+        ("qwen3-embedding:0.6b", "qwen3-embedding-0.6b"),
+        ("qwen3.5-4b-base", "qwen3.5-4b"),
+        ("Qwen/Qwen3.6-35B-A3B", "qwen3.5-35b-a3b"),
+        ("google/gemma-4-E2B-it", "gemma-4-e2b"),
+        ("mistralai/Ministral-3-8B-Instruct-2512", "ministral-3-8b"),
+        ("mistralai/Ministral-3-8B-Base-2512", "ministral-3-8b"),
+        ("olmo-3-7b-instruct", "olmo-3-7b"),
+        ("allenai/Olmo-3-7B-Think-DPO", "olmo-3-7b"),
+        ("lfm2-1.2b-rl", "lfm2-1.2b"),
+        ("LiquidAI/LFM2.5-1.2B-Instruct", "lfm2-1.2b"),
+        ("zai-org/GLM-4.7-Flash", "glm-4.7-flash"),
     ],
 )
 def test_hub_names_of_known_models_need_no_network(monkeypatch, given, name):
@@ -303,6 +362,8 @@ def test_hub_names_of_known_models_need_no_network(monkeypatch, given, name):
         ("qwen3-30b", "qwen3-30b-a3b"),
         ("roberta", "roberta-base"),
         ("lama-3-8b-tiny", "llama-3-8b-tiny"),
+        ("qwen3.5-35b", "qwen3.5-35b-a3b"),
+        ("google/gemma-4-E4B-it-qat-q4_0", "gemma-4-e4b"),
     ],
 )
 def test_of_other_names_the_nearest_is_said(monkeypatch, given, nearest):
@@ -314,9 +375,13 @@ def test_of_other_names_the_nearest_is_said(monkeypatch, given, nearest):
 
 @pytest.mark.parametrize(
     "given",
-    ["whisper-large-v3", "gemma-3-400m", "gpt-j-6b", "gemma-3n-e4b", "llama-2-13b", "t5-11b"],
+    [
+        *("whisper-large-v3", "gemma-3-400m", "gpt-j-6b", "gemma-3n-e4b", "llama-2-13b", "t5-11b"),
+        *("deberta-large", "deberta-v3-xlarge", "gemma-2b", "ministral-8b", "qwen3.5-27b"),
+        *("qwen3-vl-8b", "qwen3-embedding-4b", "glm-4.7", "granite-4.0-h-micro", "phi-4-reasoning"),
+    ],
 )
-def test_of_another_family_generation_or_size_no_model_is_near(given):
+def test_of_another_family_generation_kind_or_size_no_model_is_near(given):
     with pytest.raises(ValueError, match=f"unknown model {given!r}: known are"):
         models.config(given)
 
@@ -395,11 +460,27 @@ def test_of_a_nested_config_the_text_model_is_taken(tmp_path):
     assert plain.assumptions == ()
 
 
-def test_a_model_of_speech_is_no_language_model():
+@pytest.mark.parametrize(
+    ("config", "family"),
+    [
+        (transformers.WhisperConfig, "whisper"),
+        (transformers.SiglipVisionConfig, "siglip_vision_model"),
+        (transformers.Qwen3VLConfig, "qwen3_vl_text"),
+    ],
+)
+def test_a_model_of_images_or_speech_is_no_language_model(config, family):
     with pytest.raises(ValueError) as error:
-        Recipe(transformers.WhisperConfig(), seq_len=16)
-    assert "'whisper' has none of the tasks" in one_line(error)
+        Recipe(config(), seq_len=16)
+    assert f"{family!r} has none of the tasks" in one_line(error)
     assert "`memlab run` takes a script" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["whisper-large-v3", "Qwen/Qwen3-VL-8B-Instruct", "siglip"])
+def test_names_of_such_models_are_sent_to_run(monkeypatch, name):
+    monkeypatch.setattr(models, "hub_reachable", lambda: False)
+    with pytest.raises(ValueError, match="`memlab run` takes a script that trains any") as error:
+        Recipe(name, seq_len=16)
+    assert "nearest" not in one_line(error)
 
 
 def test_a_model_without_an_end_of_positions():

@@ -73,6 +73,11 @@ def assumed(recipe) -> tuple[str, ...]:
             "layers of linear attention run transformers' own code, as where the package "
             "flash-linear-attention is not installed"
         )
+    if hasattr(models.settings(recipe.model), models.OF_SHORT_CONVOLUTIONS):
+        said.append(
+            "short convolutions run transformers' own code, as where the package causal-conv1d is "
+            "not installed"
+        )
     if recipe.base in QUANTIZED:
         reached, elements = _elements(recipe.model, recipe.task)
         if reached < elements / 2:

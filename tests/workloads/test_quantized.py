@@ -130,6 +130,7 @@ def test_the_rows_largest_values_stay_parameters_after_the_first_product():
     assert held() == before
 
 
-def test_linear_attention_by_transformers_own_code_is_said():
+def test_layers_by_transformers_own_code_are_said():
     assert "flash-linear-attention" in " ".join(assumed(Recipe("qwen3.5-9b-tiny")))
+    assert "causal-conv1d" in " ".join(assumed(Recipe("lfm2-1.2b-tiny")))
     assert not assumed(Recipe("llama-3-8b-tiny"))
