@@ -94,7 +94,7 @@ class WorkLog:
         """
         self._ends = False
         another = optimizer is not None and id(optimizer) not in self._stepped
-        if self._whole and another and _in_backward(self._whole) and not _in_backward(self._now):
+        if self._whole and another and not _in_backward(self._now):
             self._whole += self._now
             self._now.clear()
         else:

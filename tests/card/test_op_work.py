@@ -205,6 +205,18 @@ def test_two_optimizers_of_one_backward_pass_make_one_step(card):
     assert sum(n for one, n in of_step.items() if one.phase == Phase.STEP) >= 2
 
 
+def test_two_optimizers_make_one_step_without_a_backward_pass_too(card):
+    weights = [torch.nn.Parameter(torch.ones(size, size, device="cuda")) for size in (256, 512)]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizers = [torch.optim.SGD([weight], lr=0.1, foreach=False) for weight in weights]
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.step()
+    moved = sorted(one.nbytes for one in card.work.of_step.elements())
+    assert len(moved) == 2 and moved[1] == 4 * moved[0]
+
+
 def test_optimizers_without_a_backward_pass_have_a_step_each(card):
     for dtype in (torch.bfloat16, torch.float32):
         weight = torch.nn.Parameter(torch.ones(256, 256, device="cuda", dtype=dtype))
