@@ -1,7 +1,7 @@
 """Families of models: every one is answered for, or refused in one line; nothing is endless."""
 
 import pytest
-from helpers import SMALL
+from helpers import SMALL, refused
 from transformers import CONFIG_MAPPING
 
 from memlab import Recipe, models, plan, simulate
@@ -161,12 +161,12 @@ EVERY = [(family, way) for family, way in EVERY if family != "kimi_linear" or wa
 def test_a_family_is_answered_for_or_refused_in_one_line(family, way):
     attention = "eager" if family in EAGER else "sdpa"
     asked = {"model": small(family), "batch_size": 1, "seq_len": 32, "attention": attention}
-    refused = REFUSED.get(family) or REFUSED.get(f"{family} {way}")
-    if refused is None:
+    words = REFUSED.get(family) or REFUSED.get(f"{family} {way}")
+    if words is None:
         footprint = simulate(Recipe(**asked, **WAYS[way]), "A100-40GB")
         assert footprint.peak_allocated > 4 * footprint.trainable_parameters
         return
-    with refused(refused):
+    with refused(words):
         simulate(Recipe(**asked, **WAYS[way]), "A100-40GB")
 
 
