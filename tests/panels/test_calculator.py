@@ -321,7 +321,8 @@ def test_another_model_is_what_a_simulation_says(page, asked, model, gpu, more):
     page.put(**asked, gpu=gpu, **half, **more)
     recipe = recipe_of(page.settings() | {"model": model})
     simulated, found = simulate(recipe, find_gpu(gpu).without_limit()), page.figures()
-    assert found["peak"] == pytest.approx(simulated.peak_allocated, rel=0.015)  # no order
+    within = 5e-3 if isinstance(model, str) else 0.015  # a sum knows no order
+    assert found["peak"] == pytest.approx(simulated.peak_allocated, rel=within)
     assert found["parameters"] == simulated.parameters
     assert found["step"] == pytest.approx(simulated.step_time.expected, rel=0.02)
     assert ("Left out of the model: vision." in page.said()) == (model == "gemma-3-4b")

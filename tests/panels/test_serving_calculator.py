@@ -120,8 +120,9 @@ def test_the_page_says_what_is_simulated(page, case):
     run = simulate(serving, card.without_limit())
     held = getattr(run, form["phase"])
     assert form["weights"] == pytest.approx(held["weights"], rel=1e-4)
-    # Small models' many layers are rounded up to the allocator's blocks.
-    within = 0.035 if case in ("plain", "all logits") or "pasted" in case else 0.012
+    # GPT-2's many small layers, and a small model's, are rounded up to the allocator's blocks.
+    of_gpt2 = case in ("plain", "all logits", "pasted, another width")
+    within = 0.035 if of_gpt2 else 0.025 if "pasted" in case else 0.012
     assert sum(form[name] for name in HELD) == pytest.approx(run.peak_allocated, rel=within)
     # Of GPT-2's activations the page counts a little too much; of a small model that is a part.
     part = 0.02 if case == "pasted, another width" else 0.01

@@ -28,7 +28,8 @@ def test_a_real_step_on_a_cpu_takes_what_fake_tensors_say(recipe):
     with Meter("cpu", training.model, training.optimizer, training.inputs) as meter:
         training.step()
     real, said = meter.footprint, simulate_on_cpu(recipe)
-    assert said.peak_tensors == pytest.approx(real.peak_tensors, rel=0.001)
+    # 1,024 bytes are a code table of bitsandbytes.
+    assert said.peak_tensors == pytest.approx(real.peak_tensors, rel=1e-5, abs=1024)
     assert said.peak_phase == real.peak_phase
     for category, nbytes in real.breakdown.items():
         assert said.breakdown[category] == pytest.approx(nbytes, rel=1e-3, abs=2048), category
