@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from memlab import models
 from memlab.gpus import GPU
-from memlab.predict.layer_patterns import FEWEST, Layers, layers_of
+from memlab.predict.layer_patterns import Layers, layers_of
 from memlab.predict.recipe_log import gc_frozen, is_deep, with_all_micro_batches
 from memlab.predict.run import log_of, shallow_log
 from memlab.predict.store import RecordedPhase
@@ -25,9 +26,12 @@ from memlab.workloads.training import import_libraries
 # unless there is one; its patterns, more than were recorded.
 CHECKED = {16: (256, 48), 8: (88, 40), 4: (84, 36), 2: (82, 34), 1: (81, 33)}
 CHECKED_BATCH = 2
-CHECKED_PATTERNS = 4
+CHECKED_PATTERNS = 3
 PROBED_PATTERNS = 2  # with other releases: a first and a last layer meet every kernel
-DEPTHS_TO_RECORD = FEWEST, (2, 3, 4)  # patterns that are recorded; the first may be another kind
+# Patterns that are recorded. Two depths are enough where the check is deeper than both, else three
+# must agree; the first pattern may be of another kind.
+CHECKED_DEPTHS = (1, 2)
+AGREEING_DEPTHS = (1, 2, 3), (2, 3, 4)
 # Give up beyond so many times the expected events: their number depends on the sizes.
 MAX_EVENT_RATIO = 2
 
@@ -49,8 +53,10 @@ def _stretched(recipe: Recipe, card: GPU, loop) -> Log | None:
     if not layers:
         return None
     run = functools.partial(shallow_log, gpu=card, loop=loop)
+    shallow = _shallow_halves(recipe, layers, run)
     try:
-        halves = _of_shallow(recipe, layers, run)
+        found = (_layered(shallow, depths) for depths in AGREEING_DEPTHS)
+        halves = next(filter(None, found), None)
     except ValueError:
         return None  # said at full depth, about the model that was asked for
     if not halves:
@@ -80,25 +86,39 @@ def _recorded(
     primed, sizes = found.chosen(recipe, around)
     like = with_matching_state_dtypes(recipe, found)
     layers, check = layers_of(primed), _to_check(like, around)
-    halves = None
-    if layers:
-        of_check = _check_run(check, layers, card)
-        run = functools.partial(shallow_log, gpu=card, most=MAX_EVENT_RATIO * len(of_check.steps))
-        halves = _of_shallow(primed, layers, run)
-    if not halves and found.widths:
-        return None  # at its own depth it may as well have its own widths
-    if not halves:
-        layers, of_check = None, _check_run(check, None, card)
-        log = log_of(primed, gpu=card, numbered=True, most=MAX_EVENT_RATIO * len(of_check.steps))
-        halves = [LayeredLog.of([half], 1) for half in log.halves()]
-    halves = [PhaseTrace(one, sizes, around.batches, card.workspace) for one in halves]
     of_like = (
         found if like is recipe else next(structures(like, card, ignore_small_tensors=True))[0]
     )
-    trace, depth = Trace(*halves), _depth_of_check(layers, around)
-    if not are_alike(trace.at(of_like.sizes(check) | card.symbols, depth), of_check):
-        return None
-    return tuple(RecordedPhase(half, layers) for half in halves)
+    checked_sizes = of_like.sizes(check) | card.symbols
+
+    def checked(halves: list[LayeredLog] | None, layers: Layers | None, of_check: Log):
+        """The halves, None where there are none or the check says otherwise."""
+        if halves is None:
+            return None
+        phases = [PhaseTrace(one, sizes, around.batches, card.workspace) for one in halves]
+        log = Trace(*phases).at(checked_sizes, _depth_of_check(layers, around))
+        return (
+            tuple(RecordedPhase(one, layers) for one in phases)
+            if are_alike(log, of_check)
+            else None
+        )
+
+    if layers:
+        of_check = _check_run(check, layers, card)
+        run = functools.partial(shallow_log, gpu=card, most=MAX_EVENT_RATIO * len(of_check.steps))
+        shallow = _shallow_halves(primed, layers, run)
+        recorded = checked(_layered(shallow, CHECKED_DEPTHS), layers, of_check)
+        if recorded:
+            return recorded
+        agreed = (_layered(shallow, depths) for depths in AGREEING_DEPTHS)
+        halves = next(filter(None, agreed), None)
+        if halves:
+            return checked(halves, layers, of_check)
+    if found.widths:
+        return None  # at its own depth it may as well have its own widths
+    of_check = _check_run(check, None, card)
+    log = log_of(primed, gpu=card, numbered=True, most=MAX_EVENT_RATIO * len(of_check.steps))
+    return checked([LayeredLog.of([half], 1) for half in log.halves()], None, of_check)
 
 
 def is_as_run(
@@ -141,19 +161,15 @@ def _depth_of_check(
     return Depth(patterns if layers else 1, around.batches)
 
 
-def _of_shallow(recipe: Recipe, layers: Layers, run) -> list[LayeredLog] | None:
-    """Both halves for any depth; None where shallow models do not agree. run: gives a log."""
-    logs = {}
-    for depths in DEPTHS_TO_RECORD:
-        for number in depths:
-            if number not in logs:
-                logs[number] = run(_deep(recipe, layers.number(number))).halves()
-        halves = [
-            LayeredLog.of([logs[number][half] for number in depths], depths[1]) for half in (0, 1)
-        ]
-        if None not in halves:
-            return halves
-    return None
+def _shallow_halves(recipe: Recipe, layers: Layers, run: Callable[[Recipe], Log]):
+    """A function that gives the halves of a log with so many patterns, each run once."""
+    return functools.cache(lambda number: run(_deep(recipe, layers.number(number))).halves())
+
+
+def _layered(shallow: Callable[[int], list[Log]], depths: Sequence[int]) -> list[LayeredLog] | None:
+    """Both halves for any depth; None where those of these depths do not agree."""
+    halves = [LayeredLog.of(logs, depths[-2]) for logs in zip(*map(shallow, depths), strict=True)]
+    return None if None in halves else halves
 
 
 def _deep(recipe: Recipe, layers: int) -> Recipe:

@@ -1,4 +1,4 @@
-"""Logs of one training at three depths, as one log for every depth.
+"""Logs of one training at two or three depths, as one log for every depth.
 
 The layers of a transformer are alike, or repeat in a pattern, so a deeper model does the same
 things in the same order, only more often: each stage (building, forward, backward, every list of
@@ -39,9 +39,10 @@ class LayeredLog:
 
     @classmethod
     def of(cls, logs: Sequence[Log], patterns: int) -> LayeredLog | None:
-        """Of the logs with one pattern less than `patterns`, with so many and with one more.
+        """Of the logs with `patterns` patterns and with one more.
 
-        Or of one log alone, for its own depth. None where the logs do not agree.
+        Before them may stand the log with one less, which they must agree with. Or of one log
+        alone, for its own depth. None where the logs do not agree.
         """
         numbers: dict[TraceEvent, int] = {}
         orders = [
@@ -52,9 +53,11 @@ class LayeredLog:
             weights, work = ({k: (n, 0) for k, n in c.items()} for c in _counts(logs[0]))
             found = cls(tuple(numbers), orders[0], None, patterns, weights, work, ())
             return found._assuming(logs)
-        few, some, more = orders
-        blocks = growth(some, more)
-        if blocks is None or not np.array_equal(repeated(some, blocks, -1), few):
+        *fewer, some, more = orders
+        blocks = growth(some, more, seen_twice=bool(fewer))
+        if blocks is None:
+            return None
+        if any(not np.array_equal(repeated(some, blocks, -1), few) for few in fewer):
             return None
         weights, work = map(_growing, *map(_counts, logs))
         if weights is None or work is None:
@@ -87,20 +90,26 @@ def _counts(log: Log) -> tuple[Counter, Counter]:
     return log.weights, log.work
 
 
-def _growing(few: Counter, some: Counter, more: Counter) -> Counts | None:
-    """What is counted, at the middle depth and with each pattern more; None if it is uneven."""
-    kinds = {*few, *some, *more}
-    if any(more[kind] - some[kind] != some[kind] - few[kind] for kind in kinds):
+def _growing(*counts: Counter) -> Counts | None:
+    """What is counted, at the last depth but one and with each pattern more; None if uneven."""
+    *fewer, some, more = counts
+    each = {kind: more[kind] - some[kind] for kind in {*some, *more}}
+    if any(some[kind] - few[kind] != each.get(kind, 0) for few in fewer for kind in {*few, *some}):
         return None
-    return {kind: (some[kind], more[kind] - some[kind]) for kind in kinds}
+    return {kind: (some[kind], number) for kind, number in each.items()}
 
 
-def growth(short: np.ndarray, long: np.ndarray) -> list[tuple[int, np.ndarray]] | None:
+def growth(
+    short: np.ndarray, long: np.ndarray, seen_twice: bool = True
+) -> list[tuple[int, np.ndarray]] | None:
     """What `long` has more than `short`: (place in short, block), each block a repetition.
 
     Both are walked together. Where they part, `long` goes on with a block that it has just had
     and `short` with what comes after; of several such blocks it is the one after which they
     agree to the end, or else longest. None if there is no such block.
+
+    seen_twice: False where `short` has one pattern, so that what lies between two patterns stands
+    in `long` once: a block that it has not had before is taken, too.
     """
     blocks, i, j = [], 0, 0
     while True:
@@ -109,13 +118,19 @@ def growth(short: np.ndarray, long: np.ndarray) -> list[tuple[int, np.ndarray]] 
         if i == len(short) and j == len(long):
             return blocks
         spare = (len(long) - j) - (len(short) - i)
+        sizes = [
+            p
+            for p in range(1, min(spare, j) + 1)
+            if np.array_equal(long[j - p : j], long[j : j + p])
+        ]
+        if not (sizes or seen_twice) and spare > 0 and i < len(short):
+            sizes = 1 + np.flatnonzero(long[j + 1 : j + spare + 1] == short[i])
         best, size = (False, -1), None
-        for p in range(1, min(spare, j) + 1):
-            if np.array_equal(long[j - p : j], long[j : j + p]):
-                after = _agreement(short[i:], long[j + p :])
-                ends = i + after == len(short) and j + p + after == len(long)
-                if (ends, after) > best:
-                    best, size = (ends, after), p
+        for p in sizes:
+            after = _agreement(short[i:], long[j + p :])
+            ends = i + after == len(short) and j + p + after == len(long)
+            if (ends, after) > best:
+                best, size = (ends, after), p
         if size is None:
             return None
         blocks.append((i, long[j : j + size]))

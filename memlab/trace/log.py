@@ -67,6 +67,7 @@ class Log:
         marks.reverse()  # the next is the last
         steps, births, living, dying = [], {}, defaultdict(_LiveStorages), []
         free, learning = trained(weights), False
+        replaced = _modules_of_replaced(ledger.entries)
 
         def bury():
             for number, phase in sorted(dying):
@@ -84,7 +85,8 @@ class Log:
             while marks and marks[-1][0] == at:
                 steps.append(marks.pop()[1])
             if change > 0:
-                module = storage.module if numbered else re.sub(r"\.\d+", ".*", storage.module)
+                module = replaced.get(storage.number, storage.module)
+                module = module if numbered else re.sub(r"\.\d+", ".*", module)
                 norms = learning and storage.operation in NORMS and storage.module == OUTSIDE
                 of_each, rest = divmod(change, free) if norms and free else (0, 0)
                 nbytes = -of_each if of_each in NORM_BYTES and not rest else change
@@ -137,6 +139,22 @@ class Log:
             Log(renumbered(half), self.weights, self.assumptions, done)
             for half, done in zip(halves, work, strict=True)
         )
+
+
+def _modules_of_replaced(entries: Iterable[tuple]) -> dict[int, str]:
+    """Weights made outside any module that others replace -> the modules of these.
+
+    Empty where they are replaced in the order in which they were made, and so can be told apart.
+    PEFT makes adapters of a mixture's experts after all others, and casts them layer by layer.
+    """
+    modules, last = {}, None
+    for storage, change, phase, *_ in entries:
+        weight = storage.category is Category.PARAMETERS
+        if change > 0:
+            last = storage if weight else None
+        elif last is not None and weight and phase is Phase.FORWARD and storage.module == OUTSIDE:
+            modules[storage.number] = last.module
+    return modules if list(modules) != sorted(modules) else {}
 
 
 def named(steps: Iterable[TraceEvent]) -> Iterator[Event]:

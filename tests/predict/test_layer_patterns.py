@@ -138,6 +138,21 @@ def test_no_log_without_a_pattern(logs):
 
 
 @pytest.mark.parametrize(
+    "logs",
+    [
+        ("ofh", "offh", "offffh"),
+        ("ofh", "ofgfh", "ofgfgfgfh"),  # what lies between two layers is there once
+        ("ofhbu", "ofgfhbcbu", "ofgfgfgfhbcbcbcbu"),
+    ],
+)
+def test_two_depths_are_enough_beside_a_check(logs):
+    shallow, deeper, deep = map(log, logs)
+    layered = LayeredLog.of([shallow, deeper], 1)
+    assert [layered.kinds[kind] for kind in layered.order_at(4)] == deep.steps
+    assert layered.counted(layered.weights, 4) == deep.weights
+
+
+@pytest.mark.parametrize(
     ("config", "late"),
     [(transformers.Qwen3NextConfig(), (256,)), (transformers.JambaConfig(), (1024, 4096))],
     ids=lambda it: getattr(it, "model_type", ""),

@@ -98,6 +98,15 @@ def test_cards_that_attend_alike_share_the_trace_of_a_model_with_widths_of_its_o
     assert recorded("RTX-4090", "RTX-5090") == second
 
 
+def test_adapters_of_experts_repeat_with_the_layers():
+    """PEFT makes them after those of all linear layers, and casts them layer by layer."""
+    model = models.with_layers("mixtral-8x7b-tiny", 5)
+    recipe = Recipe(model, precision="bf16-amp", lora_rank=4, base="half", seq_len=64)
+    traces, card = Traces(), find_gpu("H100")
+    assert traces.halves_of(recipe, card).halves[0].layers
+    as_run(recipe, card, traces)
+
+
 def test_a_base_in_4_bits():
     recipe = LLAMA.but(precision="bf16-amp", lora_rank=4, base="nf4", double_quant=True)
     card = find_gpu("L4")
