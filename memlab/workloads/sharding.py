@@ -35,7 +35,7 @@ def share(model: torch.nn.Module, recipe: Recipe, device: torch.device, half=Non
     """The model as one of the recipe's ranks has it, on `device`.
 
     half: the format that fp32 parameters are gathered and computed in, or None for their own.
-    Gradients of such are summed in fp32, as in PyTorch's tutorial of FSDP2. Each layer is gathered
+    Gradients of such are summed in it, too, as by Accelerate. Each layer is gathered
     by itself, what stands around the layers together.
     """
     if recipe.ranks == 1:
@@ -46,7 +46,7 @@ def share(model: torch.nn.Module, recipe: Recipe, device: torch.device, half=Non
     if recipe.replicas > 1:  # ranks in a row share a copy
         shape = (recipe.replicas, *shape)
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("copy", "part")[-len(shape) :])
-    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half and torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=half)
     after_forward = recipe.sharding == "zero3"
     for layer in [*layers_of(model), model]:
         layer.to(device)  # quantized, if it is to be, and moved
