@@ -9,8 +9,8 @@ comparing the logs. Nothing is fitted: the log at another depth is written out e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -49,8 +49,8 @@ class LayeredLog:
             for log in logs
         ]
         if len(logs) == 1:
-            weights, work = ({k: (n, 0) for k, n in c.items()} for c in _counts(logs[0]))
-            found = cls(tuple(numbers), orders[0], None, patterns, weights, work, ())
+            all_weights, all_work = ({k: (n, 0) for k, n in c.items()} for c in _counts(logs[0]))
+            found = cls(tuple(numbers), orders[0], None, patterns, all_weights, all_work, ())
             return found._assuming(logs)
         few, some, more = orders
         blocks = growth(some, more)
@@ -62,9 +62,9 @@ class LayeredLog:
         found = cls(tuple(numbers), some, tuple(blocks), patterns, weights, work, ())
         return found._assuming(logs)
 
-    def _assuming(self, logs) -> LayeredLog:
+    def _assuming(self, logs: Sequence[Log]) -> LayeredLog:
         said = dict.fromkeys(one for log in logs for one in log.assumptions)
-        return LayeredLog(*(getattr(self, name) for name in _FIELDS), tuple(said))
+        return replace(self, assumptions=tuple(said))
 
     def order_at(self, patterns: int) -> np.ndarray:
         """The kinds of the log with so many patterns. Raises ValueError where there is none."""
@@ -78,9 +78,6 @@ class LayeredLog:
         """Weights or work with so many patterns."""
         more = patterns - self.patterns
         return Counter({kind: once + more * each for kind, (once, each) in counts.items()})
-
-
-_FIELDS = ("kinds", "order", "blocks", "patterns", "weights", "work")
 
 
 def _counts(log: Log) -> tuple[Counter, Counter]:
@@ -102,7 +99,8 @@ def growth(short: np.ndarray, long: np.ndarray) -> list[tuple[int, np.ndarray]] 
     and `short` with what comes after; of several such blocks it is the one after which they
     agree to the end, or else longest. None if there is no such block.
     """
-    blocks, i, j = [], 0, 0
+    blocks: list[tuple[int, np.ndarray]] = []
+    i, j = 0, 0
     while True:
         agreed = _agreement(short[i:], long[j:])
         i, j = i + agreed, j + agreed
@@ -122,14 +120,14 @@ def growth(short: np.ndarray, long: np.ndarray) -> list[tuple[int, np.ndarray]] 
         j += size
 
 
-def _agreement(a, b) -> int:
+def _agreement(a: np.ndarray, b: np.ndarray) -> int:
     """How many first elements two arrays have in common."""
     shorter = min(len(a), len(b))
     different = a[:shorter] != b[:shorter]
     return int(different.argmax()) if different.any() else shorter
 
 
-def repeated(steps, blocks, more: int) -> np.ndarray:
+def repeated(steps: np.ndarray, blocks: Iterable[tuple[int, np.ndarray]], more: int) -> np.ndarray:
     """`steps` with each block `more` times more often; a negative number takes blocks away."""
     pieces, start = [], 0
     for place, block in blocks:
