@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from memlab import models
 from memlab.gpus import GPU
@@ -32,7 +34,7 @@ DEPTHS_TO_RECORD = FEWEST, (2, 3, 4)  # patterns that are recorded; the first ma
 MAX_EVENT_RATIO = 2
 
 
-def run_log(recipe: Recipe | Serving, card: GPU, loop=None) -> Log:
+def run_log(recipe: Recipe | Serving, card: GPU, loop: Callable[..., Any] | None = None) -> Log:
     """The log of a recipe at its own sizes, of shallow models where these stand for a deep one.
 
     loop: another training loop than memlab's own, a function like `memlab.predict.run.two_steps`.
@@ -44,7 +46,7 @@ def run_log(recipe: Recipe | Serving, card: GPU, loop=None) -> Log:
         return with_all_micro_batches(recipe, log or log_of(recipe, card, numbered=True, loop=loop))
 
 
-def _stretched(recipe: Recipe, card: GPU, loop) -> Log | None:
+def _stretched(recipe: Recipe | Serving, card: GPU, loop: Callable[..., Any] | None) -> Log | None:
     layers = layers_of(recipe)
     if not layers:
         return None
@@ -53,17 +55,15 @@ def _stretched(recipe: Recipe, card: GPU, loop) -> Log | None:
         halves = _of_shallow(recipe, layers, run)
     except ValueError:
         return None  # said at full depth, about the model that was asked for
-    if not halves:
+    patterns = layers.patterns(models.config(recipe.model).num_hidden_layers)
+    if not halves or patterns is None:
         return None
     batches = recipe.accumulation
     trace = Trace(*(PhaseTrace(one, None, batches, card.workspace) for one in halves))
-    patterns = layers.patterns(models.config(recipe.model).num_hidden_layers)
     return trace.at({}, Depth(patterns, batches))
 
 
-def record(
-    recipe: Recipe, card: GPU, found: Structure
-) -> tuple[RecordedPhase, RecordedPhase] | None:
+def record(recipe: Recipe, card: GPU, found: Structure) -> tuple[RecordedPhase, ...] | None:
     """The halves of a recipe for all sizes under its circumstances; None where there are none."""
     try:
         with gc_frozen():
@@ -72,26 +72,24 @@ def record(
         return None  # the caller runs the recipe itself, which raises a better error
 
 
-def _recorded(
-    recipe: Recipe, card: GPU, found: Structure
-) -> tuple[RecordedPhase, RecordedPhase] | None:
+def _recorded(recipe: Recipe, card: GPU, found: Structure) -> tuple[RecordedPhase, ...] | None:
     around = TraceDomain.of(recipe)
     import_libraries(recipe)
     primed, sizes = found.chosen(recipe, around)
     like = with_matching_state_dtypes(recipe, found)
     layers, check = layers_of(primed), _to_check(like, around)
-    halves = None
+    logs = None
     if layers:
         of_check = _check_run(check, layers, card)
         run = functools.partial(shallow_log, gpu=card, most=MAX_EVENT_RATIO * len(of_check.steps))
-        halves = _of_shallow(primed, layers, run)
-    if not halves and found.widths:
+        logs = _of_shallow(primed, layers, run)
+    if not logs and found.widths:
         return None  # at its own depth it may as well have its own widths
-    if not halves:
+    if not logs:
         layers, of_check = None, _check_run(check, None, card)
         log = log_of(primed, gpu=card, numbered=True, most=MAX_EVENT_RATIO * len(of_check.steps))
-        halves = [LayeredLog.of([half], 1) for half in log.halves()]
-    halves = [PhaseTrace(one, sizes, around.batches, card.workspace) for one in halves]
+        logs = [one for half in log.halves() if (one := LayeredLog.of([half], 1))]
+    halves = [PhaseTrace(one, sizes, around.batches, card.workspace) for one in logs]
     of_like = (
         found if like is recipe else next(structures(like, card, ignore_small_tensors=True))[0]
     )
@@ -141,22 +139,25 @@ def _depth_of_check(
     return Depth(patterns if layers else 1, around.batches)
 
 
-def _of_shallow(recipe: Recipe, layers: Layers, run) -> list[LayeredLog] | None:
+def _of_shallow(
+    recipe: Recipe | Serving, layers: Layers, run: Callable[[Any], Log]
+) -> list[LayeredLog] | None:
     """Both halves for any depth; None where shallow models do not agree. run: gives a log."""
-    logs = {}
+    logs: dict[int, tuple[Log, ...]] = {}
     for depths in DEPTHS_TO_RECORD:
         for number in depths:
             if number not in logs:
                 logs[number] = run(_deep(recipe, layers.number(number))).halves()
-        halves = [
+        found = [
             LayeredLog.of([logs[number][half] for number in depths], depths[1]) for half in (0, 1)
         ]
-        if None not in halves:
+        halves = [half for half in found if half is not None]
+        if len(halves) == len(found):
             return halves
     return None
 
 
-def _deep(recipe: Recipe, layers: int) -> Recipe:
+def _deep(recipe: Recipe | Serving, layers: int) -> Recipe | Serving:
     return replace(recipe, model=models.with_layers(recipe.model, layers))
 
 
@@ -173,7 +174,9 @@ def canonical_events(log: Log) -> list:
 
     Of a buffer its bytes count, not the matrix that is summed.
     """
-    places, words, dying = {}, [], []
+    places: dict[object, int] = {}
+    words: list[Any] = []
+    dying: list[Any] = []
     for name, step in log.events():
         if type(step) is Free:
             dying.append(places.pop(name))

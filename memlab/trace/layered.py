@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from memlab.trace.events import TraceEvent
 from memlab.trace.log import Log
 
-Counts = dict[object, tuple[int, int]]  # what is counted -> (once, more with each pattern)
+Counts = dict[Any, tuple[int, int]]  # what is counted -> (once, more with each pattern)
 
 
 @dataclass(frozen=True)
