@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pandas as pd
 import torch
@@ -44,7 +45,7 @@ def beside(recipe: Recipe, gpu: GPU | str = "T4", minutes: float = 2) -> Styler:
 
 def _table(recipe: Recipe, card: GPU, minutes: float) -> Styler:
     predicted = simulate(recipe, card.without_limit())
-    rows = {f"full size, {card.name}": (predicted.peak_allocated, None)}
+    rows: dict[str, tuple] = {f"full size, {card.name}": (predicted.peak_allocated, None)}
     here, why_not = _full_size_here(recipe, minutes)
     if here is None:
         twin = recipe.twin(batch_size=min(recipe.batch_size, TWIN_BATCH))
@@ -59,8 +60,8 @@ def _table(recipe: Recipe, card: GPU, minutes: float) -> Styler:
         if bytes_measured and Recipe(**record.recipe) == recipe:
             its_card = gpu_of_device(record.device)
             roomy = its_card.without_limit() if its_card else None
-            guess = simulate(recipe, roomy).peak_allocated
-            rows[f"{record.kind}, {record.device}"] = guess, bytes_measured
+            simulated = simulate(recipe, roomy).peak_allocated
+            rows[f"{record.kind}, {record.device}"] = simulated, bytes_measured
     frame = pd.DataFrame.from_dict(rows, orient="index", columns=["predicted", "measured"])
     frame = frame.astype(float) / MiB
     frame["error"] = show.error(frame["predicted"], frame["measured"])
@@ -80,15 +81,16 @@ def _full_size_here(recipe: Recipe, minutes: float) -> tuple[tuple[int, int] | N
         return None, str(problem)
     if not fit:
         return None, f"{room.name} has no room for it: the twin is measured"
-    time = fit.footprint.step_time
+    predicted: Any = fit.footprint
+    time = predicted.step_time
     if time and STEPS * time.expected > 60 * minutes:
         return None, f"{STEPS} steps take longer than {minutes:g} minutes: the twin is measured"
     # A base that is quantized is made in 16 bits on the host first.
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if recipe.base in QUANTIZED and 2 * fit.footprint.parameters > host / 2:
+    if recipe.base in QUANTIZED and 2 * predicted.parameters > host / 2:
         return None, "the host has no room for the base in 16 bits: the twin is measured"
     try:
         measured: Footprint = measure(recipe, steps=1).footprint
     except torch.OutOfMemoryError as problem:  # something else is on the card
         return None, str(problem).partition(" GPU 0")[0]
-    return (fit.footprint.peak_allocated, measured.peak_allocated), ""
+    return (predicted.peak_allocated, measured.peak_allocated), ""

@@ -28,7 +28,8 @@ def guide_runs(*names: str) -> pd.DataFrame:
     printed = {run.name: run for run in find_records("published")}
     rows = {}
     for name in names:
-        figures, found = printed[name].figures, simulate(Recipe(**printed[name].recipe), "V100")
+        figures, asked = printed[name].figures, Recipe(**printed[name].recipe)
+        found, samples = simulate(asked, "V100"), asked.batch_size * asked.accumulation
         memory, used = found.peak_reserved + figures["context_bytes"], figures["device_used_bytes"]
         took, rate, time = figures["run_seconds"], figures["samples_per_second"], found.step_seconds
         rows[name] = {"simulated": memory, "published": used, "ratio": memory / used}
@@ -36,7 +37,7 @@ def guide_runs(*names: str) -> pd.DataFrame:
         rows[name] |= {"consistent": abs(SEQUENCES / took - rate) < 0.02}
         rows[name] |= {"footprint": found, "rate": found.samples_per_second}
         ends = {"low": time.low, "high": time.high}
-        rows[name] |= {end: SEQUENCES / time.samples * each for end, each in ends.items()}
+        rows[name] |= {end: SEQUENCES / samples * each for end, each in ends.items()}
         rows[name] |= zip(("said", "in time"), estimated_run(printed[name], found), strict=True)
     return pd.DataFrame.from_dict(rows, orient="index")
 

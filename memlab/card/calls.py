@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ class Calls(threading.local):
     current: Call | None = None
 
     @contextlib.contextmanager
-    def at_work(self, call: Call | None):
+    def at_work(self, call: Call | None) -> Iterator[None]:
         """Inside, this is what Python code has called."""
         before, self.current = self.current, call
         try:
@@ -36,7 +37,13 @@ class Calls(threading.local):
         finally:
             self.current = before
 
-    def go_to_card(self, tensors, device, dtype, in_backward: bool) -> bool:
+    def go_to_card(
+        self,
+        tensors: list[torch.Tensor],
+        device: torch.device | None,
+        dtype: torch.dtype | None,
+        in_backward: bool,
+    ) -> bool:
         """Whether the result of an operation on these tensors, for this device, is the card's."""
         call = self.current
         if device is not None:

@@ -1,6 +1,7 @@
 """The dispatch mode of a simulated card: which operation runs there, and which on its host."""
 
 import sys
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -64,7 +65,9 @@ class CardMode(TorchDispatchMode):
         """No guard against torch.compile around every operation, as in `memlab.trace.tracer`."""
         return False
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None
+    ) -> Any:
         if isinstance(func, torch._ops.HigherOrderOperator):
             return higher_order.run(self, func, args, kwargs or {})
         if func is torch.ops.prim.device.default:  # asked very often, touches no memory
@@ -92,7 +95,7 @@ class CardMode(TorchDispatchMode):
                     "embeddings have sparse=False"
                 ) from None
 
-    def _on_card(self, func, args, kwargs, tensors):
+    def _on_card(self, func: Any, args: Any, kwargs: dict, tensors: list[torch.Tensor]) -> Any:
         if func is aten._local_scalar_dense.default:
             return self.reader.item(args[0])
         if func is aten.copy_.default and not on_card(args[0]):

@@ -5,6 +5,7 @@ import json
 import mmap
 import sys
 import warnings
+from typing import Any
 
 import torch
 from safetensors import torch as safetensors
@@ -124,7 +125,7 @@ def _open(filename, framework="pt", device="cpu", **settings):
     if isinstance(device, int):
         device = torch.device("cuda", device)
     try:
-        opened = _open_file(filename, framework, **settings)
+        opened: Any = _open_file(filename, framework, **settings)
     except RuntimeError as error:
         if framework != "pt" or "unable to mmap" not in str(error):
             raise
@@ -169,7 +170,8 @@ class _Large:
 
     def get_tensor(self, name):
         said = self._header[name]
-        dtype, shape = safetensors._TYPES[said["dtype"]], said["shape"]
+        dtype: Any = safetensors._TYPES[said["dtype"]]
+        shape = said["shape"]
         begin, end = said["data_offsets"]
         with _disable_current_modes(), torch._C.DisableTorchFunction(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it cannot be written

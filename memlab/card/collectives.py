@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from memlab.card.links import CARDS
+
+if TYPE_CHECKING:
+    import torch
+    from torch._ops import OpOverload
 
 # What each rank of n sends at least for every byte of the larger tensor: NVIDIA/nccl-tests,
 # doc/PERFORMANCE.md, "Bus bandwidth", the same for a ring and for a tree.
@@ -25,7 +31,9 @@ SHARE |= {
 NOTHING = ("wait_tensor", "barrier", "monitored_barrier_")  # is sent by these
 
 
-def sent_bytes(func, args, tensors, out) -> tuple[int, int] | None:
+def sent_bytes(
+    func: OpOverload, args: tuple, tensors: list[torch.Tensor], out: Any
+) -> tuple[int, int] | None:
     """(bytes that a rank sends in a collective, cards of its machine in the group).
 
     None for any other operator. tensors: all that it was given. out: what it gives, which a
@@ -42,19 +50,19 @@ def sent_bytes(func, args, tensors, out) -> tuple[int, int] | None:
         return 0, CARDS
     share = SHARE.get(func._opname, lambda n: 1.0)
     if func.namespace == "c10d":
-        group = next(arg for arg in args if type(arg).__name__ == "ScriptObject")
-        group = dist.ProcessGroup.unbox(group)
+        box: Any = next(arg for arg in args if type(arg).__name__ == "ScriptObject")
+        group = dist.ProcessGroup.unbox(box)
         largest = max(map(_bytes, tensors), default=0)
         if func._opname in ("allreduce_", "broadcast_"):  # each of a list is sent
             largest = sum(map(_bytes, tensors))
     else:
-        group = next(arg for arg in reversed(args) if isinstance(arg, str))
-        group = dist.distributed_c10d._resolve_process_group(group)
+        name: Any = next(arg for arg in reversed(args) if isinstance(arg, str))
+        group = dist.distributed_c10d._resolve_process_group(name)
         largest = max(map(_bytes, (*tensors, *tensors_in([out]))))
     return round(largest * share(group.size())), _cards(group)
 
 
-def is_waited_for(func, args, stream: int) -> bool:
+def is_waited_for(func: OpOverload, args: tuple, stream: int) -> bool:
     """Whether the kernels after a collective wait for it, so that none of its time is hidden.
 
     Tensor parallelism sums or gathers what the next operator reads: DTensor by functional
@@ -69,7 +77,7 @@ def is_waited_for(func, args, stream: int) -> bool:
     return stream == 0 and not given.get("async_op", True)
 
 
-def _cards(group) -> int:
+def _cards(group: Any) -> int:
     """How many of the first machine's cards are in a group; 0 where it has no others.
 
     A group of all ranks counts as one of whole machines: ranks may be fewer than their cards.
@@ -83,5 +91,5 @@ def _cards(group) -> int:
     return 0 if here == len(ranks) else here
 
 
-def _bytes(tensor) -> int:
+def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.itemsize

@@ -10,6 +10,7 @@ import functools
 import itertools
 import os
 import sys
+from typing import Any
 
 import torch
 from torch.utils._cpp_extension_versioner import ExtensionVersioner
@@ -79,7 +80,11 @@ def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False, reads_environ
 
 
 def _free_and_total(tracer):
-    return lambda device=None: only_card(device) or tracer.allocator.free_and_total()
+    def ask(device=None):
+        only_card(device)
+        return tracer.allocator.free_and_total()
+
+    return ask
 
 
 def _of_the_card(tracer, streams, ranks) -> dict:
@@ -193,7 +198,7 @@ def refuse(name, why):
     return refused
 
 
-_bump_version = ExtensionVersioner.bump_version_if_changed
+_bump_version: Any = ExtensionVersioner.bump_version_if_changed
 
 
 def _extension(self, name, *args, with_cuda=False, **kwargs):
@@ -379,7 +384,10 @@ def libraries_look_again():
         yield
     finally:
         _forget()
-        for shared, values in itertools.zip_longest(_accelerates_memory(), before, fillvalue={}):
+        nothing: dict = {}
+        for shared, values in itertools.zip_longest(
+            _accelerates_memory(), before, fillvalue=nothing
+        ):
             shared.update(values)
 
 

@@ -136,8 +136,8 @@ class SimulatedGPU:
             link_rate(self.gpu, link)  # or refuses
         self.rules = rules
         self.met_rules: set[str] = set()  # that were at work
-        memory = CardMemory(self.gpu, self.keeps_statistics)
-        self.tracer = Tracer(memory, card_only=True, script=script)
+        self.memory = CardMemory(self.gpu, self.keeps_statistics)
+        self.tracer = Tracer(self.memory, card_only=True, script=script)
         self.work = WorkLog()
         self.steps = Steps(self.tracer, self.work)
         self.compile_eagerly = compile_eagerly

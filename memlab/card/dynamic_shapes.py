@@ -1,5 +1,8 @@
 """The largest result of operations whose shape follows from values that are not known."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.utils._mode_utils import no_dispatch
 
@@ -102,7 +105,7 @@ def _ctc_loss_backward(grad, log_probs, *_):
     return _like(log_probs), ""
 
 
-LARGEST = {
+LARGEST: dict[Any, Callable[..., tuple]] = {
     aten._ctc_loss.default: _ctc_loss,
     aten._ctc_loss.Tensor: _ctc_loss,
     aten._ctc_loss_backward.default: _ctc_loss_backward,

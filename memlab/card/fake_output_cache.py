@@ -25,7 +25,7 @@ class TensorMeta(NamedTuple):
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
     dtype: torch.dtype
 
 
@@ -57,7 +57,7 @@ class FakeOutputCache:
     def get(self, key: tuple):
         """New fake tensors such as a call was found to make, or None where it is new."""
         known = self._kinds.get(key)
-        if type(known) is TensorMeta:
+        if isinstance(known, TensorMeta):
             return _made(known, self._mode)
         return known and tuple(_made(kind, self._mode) for kind in known)
 

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+from typing import Any
 from unittest import mock
 
 import torch
@@ -144,7 +145,7 @@ class NoData(FakeTensorMode):
             return args[0], _done(args[0])
         if isinstance(func, torch._ops.OpOverload) and not func._schema.returns:
             return None  # it writes into its arguments: the lists of multi-tensor optimizers
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         if func in VIEWS and isinstance(first, FakeTensor) and first.constant is None:
             with in_kernel_invocation_manager(self):
                 view = VIEWS[func](*args, **kwargs)
@@ -182,7 +183,7 @@ class NoData(FakeTensorMode):
         """
         dtype = args[0].dtype
         args = tuple(arg.to(torch.bfloat16) if arg.dtype == dtype else arg for arg in args)
-        product = self.dispatch(func, types, args, kwargs)
+        product: Any = self.dispatch(func, types, args, kwargs)
         return product if dtype == torch.bfloat16 else product.to(dtype)
 
     def __deepcopy__(self, memo):
@@ -194,9 +195,10 @@ def _done(result):
 
     That of PyTorch's fake process group has none.
     """
-    future = torch.futures.Future()
+    future: torch.futures.Future = torch.futures.Future()
     future.set_result(result)
-    return torch._C._distributed_c10d._create_work_from_future(future).boxed()
+    c10d: Any = torch._C._distributed_c10d
+    return c10d._create_work_from_future(future).boxed()
 
 
 def apply_by(move, replaces=lambda module, name, buffer: None):

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 from memlab.card.step_time import step_time
 from memlab.footprint import Footprint
@@ -22,8 +23,9 @@ def card_footprint(
         replayed, with the number of parameters and its assumptions; None for a run. samples:
         sequences of the step. link: between ranks, as `memlab.card.links.link_rate` has it.
     """
-    gpu = ledger.allocator.gpu
-    footprint, context = ledger.footprint(), gpu.context
+    memory: Any = ledger.allocator
+    gpu, footprint = memory.gpu, ledger.footprint()
+    context = gpu.context
     seconds, no_time = None, "no operator has run on the card"
     if work:
         try:
@@ -34,8 +36,8 @@ def card_footprint(
         footprint,
         step_time=seconds,
         no_time=no_time,
-        parameters=log and log.parameters,
-        trainable_parameters=log and log.trainable_parameters,
+        parameters=log.parameters if log else None,
+        trainable_parameters=log.trainable_parameters if log else None,
         context=context,
         assumptions=(*ledger.assumptions, *(log.assumptions if log else ())),
         device_used=None if context is None else footprint.peak_reserved + context,

@@ -6,6 +6,7 @@ come out of that, isnan and isinf as False. Shapes that follow: `memlab.card.dyn
 """
 
 import math
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -127,8 +128,8 @@ def propagate(func, args, kwargs, out) -> None:
         return
     for _, made in new:
         if made.dtype == torch.bool:
-            made.untyped_storage()._memlab_reads = stand_in(func, args)
-            made.untyped_storage()._memlab_decided = _decides(func, args)
+            data: Any = made.untyped_storage()
+            data._memlab_reads, data._memlab_decided = stand_in(func, args), _decides(func, args)
 
 
 DECIDES = {  # what one side has everywhere decides the result, whatever the other has
@@ -158,8 +159,9 @@ def _written(func, args, kwargs) -> None:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             written += tree_leaves(value) if isinstance(value, (list, tuple)) else [value]
     for tensor in written:
-        if isinstance(tensor, FakeTensor) and hasattr(tensor.untyped_storage(), "_memlab_decided"):
-            tensor.untyped_storage()._memlab_decided = _decides(func, args)
+        data: Any = tensor.untyped_storage() if isinstance(tensor, FakeTensor) else None
+        if hasattr(data, "_memlab_decided"):
+            data._memlab_decided = _decides(func, args)
     known = [t for t in written if isinstance(t, FakeTensor) and values_of(t) is not None]
     if not known:
         return

@@ -18,6 +18,8 @@ def make(data, dtype, device) -> torch.Tensor:
 class _OnCard(type):
     """Such a type of the card: it makes tensors, and tensors of its dtype are its instances."""
 
+    dtype: torch.dtype
+
     def __call__(cls, *data):
         return make(data, cls.dtype, CARD)
 

@@ -67,7 +67,10 @@ def _without_gradients(mode=True):
 
 
 def _set_default_tensor_type(kind) -> None:
-    device, dtype = legacy_types.parse(kind)
+    parsed = legacy_types.parse(kind)
+    if parsed is None:
+        raise TypeError(f"{kind!r} is no type of tensors")
+    device, dtype = parsed
     torch.set_default_dtype(dtype)
     torch.set_default_device(None if device == HOST else device)
 
@@ -96,7 +99,7 @@ MOVES = (
     *(torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.pin_memory),
     *(torch.Tensor.type_as, torch.Tensor.type),
 )
-SET_DATA = torch.Tensor.data.__set__
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a property of C
 PROPERTY = type(SET_DATA)
 FROM_DATA = {torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
 CTC_LOSS = {torch.nn.functional.ctc_loss, torch.ctc_loss}
@@ -110,8 +113,8 @@ class DeviceMoveMode(TorchFunctionMode):
     def __init__(self, mode: CardMode):
         super().__init__()
         self.tracer, self.calls, self.reader = mode.tracer, mode.calls, mode.reader
-        self._from_outside = []  # (what moved in, its data)
-        self._buffers = []  # (the module, the name, the buffer)
+        self._from_outside: list[tuple] = []  # (what moved in, its data)
+        self._buffers: list[tuple] = []  # (the module, the name, the buffer)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -259,7 +262,7 @@ class DeviceMoveMode(TorchFunctionMode):
             return _Move.apply(tensor, self, call, options)
         return self._called(call, _TO_COPY, (tensor,), options)
 
-    def set_data(self, tensor, data) -> None:
+    def set_data(self, tensor: torch.Tensor, data) -> None:
         """`tensor.data = data`, also where one holds data and the other does not.
 
         What is made of other tensors, as DTensor is of this rank's part, gets those of the other.
@@ -327,15 +330,18 @@ def _swap(one, other) -> None:
 
     `torch.utils.swap_tensors` does the same and refuses tensors that something refers to weakly.
     """
-    inner, noted = {}, {}
+    inner: dict[str, object] = {}
+    noted: dict[str, object] = {}
     for name, value in one.__dict__.items():
         (inner if name in FAKE_ATTRIBUTES else noted)[name] = value
     kinds = type(one), type(other)
-    bitsandbytes.set_type(one, kinds[1]), bitsandbytes.set_type(other, kinds[0])
+    bitsandbytes.set_type(one, kinds[1])
+    bitsandbytes.set_type(other, kinds[0])
     one.__dict__, other.__dict__ = noted | other.__dict__, inner
     for name in getattr(type(one), "__slots__", ()):  # what a DTensor is made of
         mine, its = getattr(one, name), getattr(other, name)
-        setattr(one, name, its), setattr(other, name, mine)
+        setattr(one, name, its)
+        setattr(other, name, mine)
     torch._C._swap_tensor_impl(one, other)
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(one, name)

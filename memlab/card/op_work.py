@@ -28,7 +28,8 @@ class WorkLog:
     """The work of the optimizer step that is under way, and of the last whole one."""
 
     def __init__(self):
-        self._now, self._whole = Counter(), None
+        self._now: Counter[Work] = Counter()
+        self._whole: Counter[Work] | None = None
         self._stepped = set()  # the optimizers of the last whole step
         self._micro_batch, self._phase = 0, Phase.FORWARD
         self._ends = False  # the step, with the backward pass that is under way
@@ -158,7 +159,7 @@ def _bytes(tensor) -> int:
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
-def _work_of(func, args, kwargs, tensors, out) -> Iterator[tuple]:
+def _work_of(func, args, kwargs, tensors, out) -> Iterator[tuple[int, str, tuple, tuple, int, int]]:
     """The first six fields of `Work` of an operator, or of each tensor of its lists."""
     name = func._schema.name.partition("::")[2]
     written = [args[i] if i < len(args) else kwargs.get(n) for i, n in _written(func)]

@@ -13,6 +13,7 @@ asks the driver in a build for CUDA, and nearly all names that are replaced here
 """
 
 import contextlib
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -73,7 +74,7 @@ def mark_owned(tensor) -> None:
     tensor.untyped_storage()._memlab_inside = True
 
 
-def predates_context(tensor) -> bool:
+def predates_context(tensor: torch.Tensor) -> bool:
     """Whether a tensor has data, and had them before the card was entered."""
     if is_wrapper_subclass(type(tensor)):
         return all(map(predates_context, inner_tensors(tensor)))
@@ -82,7 +83,7 @@ def predates_context(tensor) -> bool:
     )
 
 
-def device_of(tensor) -> torch.device:
+def device_of(tensor: torch.Tensor) -> torch.device:
     """What `tensor.device` is on a machine with the card."""
     if is_wrapper_subclass(type(tensor)):
         return device_of(inner_tensors(tensor)[0])
@@ -203,7 +204,8 @@ def _wrappers_name_their_place():
         "is_cpu": property(lambda self: device_of(self) == HOST),
         "get_device": lambda self: 0 if on_card(self) else -1,
     }
-    answering, make = set(), torch.Tensor._make_wrapper_subclass
+    answering: set[type] = set()
+    make: Any = torch.Tensor._make_wrapper_subclass
     with contextlib.ExitStack() as stack:
 
         def made(cls, *args, device=None, **kwargs):

@@ -58,8 +58,9 @@ def check_ranks(ranks) -> int:
 
 def torchrun_environment(ranks: int) -> dict[str, str]:
     """The environment that torchrun gives the first of so many processes."""
-    rank = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    rank |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 0, "GROUP_RANK": 0}
+    rank: dict[str, object] = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0}
+    rank |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    rank |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 0}
     return {name: str(value) for name, value in rank.items()}
 
 
@@ -160,8 +161,8 @@ def rank_of(mode: CardMode, ranks: int):
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_group(ranks))
         for target, answers in cuda_api.refusals(NOT_SIMULATED):
-            rows = [(target, name, refused) for name, refused in answers.items()]
-            stack.enter_context(replaced(*rows))
+            refusals = [(target, name, refused) for name, refused in answers.items()]
+            stack.enter_context(replaced(*refusals))
         rows = (
             (dist, "Reducer", _reducer_on_the_card(mode.calls)),
             (torch._C, "_get_accelerator", lambda check=None: torch.device("cuda")),

@@ -2,8 +2,11 @@
 
 import contextlib
 import functools
+from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memlab.card.op_work import WorkLog
@@ -22,13 +25,14 @@ class Steps:
         self.made = 0
         self.on_step_by_hand = lambda: None
         self._tracer, self._work = tracer, work
-        self._by_hand = None  # whether weights were changed since a backward pass; None before one
+        # Whether weights were changed since a backward pass; None before one.
+        self._by_hand: bool | None = None
 
     @contextlib.contextmanager
-    def counted(self):
+    def counted(self) -> Iterator[None]:
         """Count the steps of optimizers; after the tracer's own hook, which tells the outermost."""
 
-        def stepped(optimizer, args, kwargs):
+        def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if not self._tracer.in_step:
                 self._ended(optimizer)
 
@@ -58,14 +62,15 @@ class Steps:
             self._ended(None)
             self.on_step_by_hand()
 
-    def follow_by_hand(self, func, args, tensors) -> None:
+    def follow_by_hand(self, func: OpOverload, args: tuple, tensors: list[torch.Tensor]) -> None:
         """The change of one weight begins such a step, the next backward pass ends it."""
         for tensor in tensors:
             # A view that was made under no_grad may not be asked for its graph.
             if tensor.requires_grad and not tensor._is_view() and tensor.is_leaf:
                 # FSDP writes what it gathers anew in every micro-batch: no step.
-                if not is_gathered(tensor.untyped_storage()):
-                    tensor.untyped_storage()._memlab_weight = True
+                data: Any = tensor.untyped_storage()
+                if not is_gathered(data):
+                    data._memlab_weight = True
         if torch._C._current_graph_task_id() != -1:
             if self._by_hand is None:
                 self._by_hand = False
@@ -79,6 +84,6 @@ class Steps:
 
 
 @functools.cache
-def _writes(func) -> bool:
+def _writes(func: OpOverload) -> bool:
     """Whether an operator changes values: `set_` only gives a tensor another storage."""
     return func._schema.is_mutable and func._opname != "set_"

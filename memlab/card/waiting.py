@@ -35,7 +35,8 @@ class Waits:
         self._assumptions, self._steps = assumptions, steps
         self._of_modules: dict[int, dict] = {}  # by their names' dict
         self._last_read = lambda: None  # the storage of the last reading, while it is there
-        self._reader = None  # (id, instruction) of the frame that read it, while it is there
+        # (id, instruction) of the frame that read it, while it is there
+        self._reader: tuple[int, int] | None = None
 
     def notice(self, frame) -> None:
         """An operation runs in this frame: has the code that read last gone on since?"""
@@ -121,7 +122,8 @@ def _loop_at_work(frame):
     """
     while frame is not None and _is_ours(frame.f_code.co_filename):
         frame = frame.f_back
-    reader, place = frame, []
+    reader = frame
+    place: list[int] = []
     while frame is not None:
         place += id(frame.f_code), frame.f_lasti
         kind = _loop_around(frame.f_code, frame.f_lasti)
@@ -167,7 +169,7 @@ SIZED = (list, tuple, dict, set)
 
 def _known_of(names) -> list:
     """What is known of what names stand for: plain values, shapes and lengths."""
-    known = []
+    known: list = []
     for value in list(names.values()):
         known += _known(value)
         attributes = getattr(value, "__dict__", None)

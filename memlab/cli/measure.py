@@ -1,17 +1,19 @@
 """`memlab measure`: a step on this machine."""
 
-from memlab.cli.options import count, options_of, recipe_of, result_of
+from argparse import Namespace
+
+from memlab.cli.options import Commands, count, options_of, recipe_of, result_of
 from memlab.spec.recipe import Recipe
 
 
-def add_to(commands) -> None:
+def add_to(commands: Commands) -> None:
     """Add the command with the options of a recipe."""
     add = commands("measure", run, "measure a step on this machine", [options_of(Recipe)])
     add("--device", help="cuda or cpu; CUDA where there is one")
     add("--steps", type=count, default=5, help="timed steps")
 
 
-def run(options) -> dict:
+def run(options: Namespace) -> dict:
     """What a step takes here."""
     from memlab.predict.measure import measure
 

@@ -28,6 +28,9 @@ GPU = f"a card's name, {SIZES}; none means no limit"
 ANCHOR = "what `memlab measure --json` said on this card: its seconds put right those of the answer"
 
 
+Commands = Callable[..., Callable[..., argparse.Action]]  # adds one; gives what adds its options
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 

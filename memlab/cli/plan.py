@@ -2,14 +2,16 @@
 
 import dataclasses
 import os
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
-from memlab.cli.options import ANCHOR, LINK, SIZES, anchored_by, card, count, write
+from memlab.cli.options import ANCHOR, LINK, SIZES, Commands, anchored_by, card, count, write
 from memlab.fields import one_of
 from memlab.spec.recipe import Recipe
 
 
-def add_to(commands) -> None:
+def add_to(commands: Commands) -> None:
     """Add the command with the options of a question."""
     add = commands("plan", run, "how to train a model on a card, or which card to take")
     told = {field.name: field for field in dataclasses.fields(Recipe)}
@@ -37,7 +39,7 @@ def add_to(commands) -> None:
     add("--json", action="store_true", help="the plan as JSON")
 
 
-def run(options) -> dict:
+def run(options: Namespace) -> dict:
     """The plan, and a script of its fastest recipe."""
     from memlab.planner.search import plan
 
@@ -79,7 +81,7 @@ def run(options) -> dict:
     return values | {"status": status}
 
 
-def _shortfall(answer) -> tuple | None:
+def _shortfall(answer: Any) -> tuple | None:
     """What fits in a plan for one card, and how often published runs took too much more."""
     option = getattr(answer, "first", None)
     if option is None:
@@ -89,7 +91,7 @@ def _shortfall(answer) -> tuple | None:
     return f"tier {option.tier}", shortfall(option.needed, option.total_memory)
 
 
-def _write_script(recipe, options) -> str:
+def _write_script(recipe: Recipe, options: Namespace) -> str:
     from memlab.export.training_script import api_of, pip_line, training_script
     from memlab.planner.result import described
 

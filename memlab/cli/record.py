@@ -1,12 +1,13 @@
 """`memlab record`: the grid of recipes on this machine."""
 
 import dataclasses
+from argparse import Namespace
 
-from memlab.cli.options import count, minutes
+from memlab.cli.options import Commands, count, minutes
 from memlab.evidence.records import FOLDER
 
 
-def add_to(commands) -> None:
+def add_to(commands: Commands) -> None:
     """Add the command."""
     add = commands("record", run, "run the grid of recipes here and keep the records")
     add("--device", help="cuda or cpu, which runs tiny twins; CUDA where there is one")
@@ -22,7 +23,7 @@ def add_to(commands) -> None:
     add("--json", action="store_true", help="what became of each run as JSON")
 
 
-def run(options) -> dict:
+def run(options: Namespace) -> dict:
     """What became of each run of the grid, or what is doubtful about a file."""
     if options.check:
         return _checked(options.check)
@@ -42,7 +43,7 @@ def run(options) -> dict:
     return dataclasses.asdict(report) | {"path": str(report.path), "text": str(report)}
 
 
-def _checked(path) -> dict:
+def _checked(path: str) -> dict:
     """The doubts of a file's records; status 1 with any."""
     from memlab.evidence.plausibility import against_prediction, doubts
     from memlab.evidence.records import load

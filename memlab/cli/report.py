@@ -1,13 +1,14 @@
 """`memlab report`: what a report of a wrong prediction needs, without names and paths."""
 
 import os
+from argparse import Namespace
 
-from memlab.cli.options import GPU, LINK, card, options_of, recipe_of
+from memlab.cli.options import GPU, LINK, Commands, card, options_of, recipe_of
 from memlab.spec.recipe import Recipe
 from memlab.units import mib
 
 
-def add_to(commands) -> None:
+def add_to(commands: Commands) -> None:
     """Add the command with the options of a recipe."""
     help = "print versions, device, recipe and prediction, to be pasted into an issue"
     add = commands("report", run, help, [options_of(Recipe)])
@@ -15,7 +16,7 @@ def add_to(commands) -> None:
     add("--link", help=LINK)
 
 
-def run(options) -> dict:
+def run(options: Namespace) -> dict:
     """Plain values and, to be pasted, their text."""
     from memlab.evidence.worker import about
     from memlab.predict.measure import pick_device

@@ -1,15 +1,17 @@
 """`memlab run`: a training script on a GPU that need not be there."""
 
 import sys
+from argparse import Namespace
+from typing import Any
 
 from memlab.cli.options import GPU as CARD
-from memlab.cli.options import card, count, minutes
+from memlab.cli.options import Commands, card, count, minutes
 from memlab.cli.verdict import verdict_line, verdict_values
 from memlab.gpus import GPU, find_gpu
 from memlab.units import in_unit_of
 
 
-def add_to(commands) -> None:
+def add_to(commands: Commands) -> None:
     """Add the command."""
     add = commands("run", run, "run a training script on a GPU that need not be there")
     add("script", help="a Python script, as it is; its own arguments come last, after --")
@@ -27,7 +29,7 @@ def add_to(commands) -> None:
     add("--json", action="store_true", help="bytes as JSON")
 
 
-def run(options) -> dict:
+def run(options: Namespace) -> dict:
     """What became of the script."""
     from memlab.predict.script import FAILED, traceback_of, try_script
 
@@ -56,7 +58,7 @@ def run(options) -> dict:
     return values | {"status": ran.status}
 
 
-def _first_line(ran, card: GPU) -> str:
+def _first_line(ran: Any, card: GPU) -> str:
     """Whether the script fits the card, or why nobody can say."""
     name = ran.script.name
     if ran.verdict:

@@ -1,11 +1,13 @@
 """`memlab serve`: inference, prefill and decode."""
 
-from memlab.cli.options import GPU, card, options_of, recipe_of
+from argparse import Namespace
+
+from memlab.cli.options import GPU, Commands, card, options_of, recipe_of
 from memlab.cli.simulate import simulated
 from memlab.spec.serving import Serving
 
 
-def add_to(commands) -> None:
+def add_to(commands: Commands) -> None:
     """Add the command with the options of a serving."""
     help = "predict inference: prefill and decode"
     add = commands("serve", run, help, [options_of(Serving)])
@@ -14,6 +16,6 @@ def add_to(commands) -> None:
     add("--largest", choices=sizes, help="with the largest one that fits the card")
 
 
-def run(options) -> dict:
+def run(options: Namespace) -> dict:
     """The footprint of a serving."""
     return simulated(recipe_of(options, Serving), options)

@@ -1,43 +1,50 @@
 """`memlab simulate`: a step on a GPU that need not be there."""
 
 import sys
+from argparse import Namespace
 from dataclasses import replace
+from typing import Any
 
 from memlab.card.links import link_rate
-from memlab.cli.options import ANCHOR, GPU, LINK, anchored_by, card, options_of, recipe_of
+from memlab.cli.options import ANCHOR, LINK, Commands, anchored_by, card, options_of, recipe_of
+from memlab.cli.options import GPU as CARD
 from memlab.cli.verdict import TOO_SMALL, is_out_of_memory, verdict_line, verdict_values
-from memlab.gpus import find_gpu
+from memlab.gpus import GPU, find_gpu
 from memlab.planner.result import way_in_words
 from memlab.spec.recipe import QUANTIZED, Recipe
+from memlab.spec.serving import Serving
 from memlab.units import in_unit_of
 
 
-def add_to(commands) -> None:
+def add_to(commands: Commands) -> None:
     """Add the command with the options of a recipe."""
     help = "predict a step on a GPU that need not be there"
     add = commands("simulate", run, help, [options_of(Recipe)])
-    add("--gpu", type=card, help=GPU)
+    add("--gpu", type=card, help=CARD)
     add("--link", help=LINK)
     add("--anchor", metavar="FILE", help=ANCHOR)
     sizes = ("batch-size", "seq-len")
     add("--largest", choices=sizes, help="with the largest one that fits the card, as plan has it")
 
 
-def run(options) -> dict:
+def run(options: Namespace) -> dict:
     """The footprint of a recipe."""
     return simulated(recipe_of(options), options, options.link)
 
 
-def simulated(recipe, options, link=None) -> dict:
+def simulated(recipe: Recipe | Serving, options: Namespace, link: str | None = None) -> dict:
     """A step of a recipe or the text of a serving, at its own or the largest size."""
-    found, (gpu, said) = None, anchored_by(getattr(options, "anchor", None), options.gpu)
+    found: Any = None
+    gpu, said = anchored_by(getattr(options, "anchor", None), options.gpu)
     if options.largest:
         from memlab.predict.fit import largest
 
         found = largest(recipe, gpu, options.largest.replace("-", "_"))
         recipe = found.recipe
         if not found.value:
-            values = {"largest": found.as_dict()} if options.json else {"text": str(found)}
+            values: dict[str, Any] = (
+                {"largest": found.as_dict()} if options.json else {"text": str(found)}
+            )
             return values | {"status": TOO_SMALL}
     card = find_gpu(gpu)
     footprint, fit, error = _on_card(recipe, card, link)
@@ -55,7 +62,7 @@ def simulated(recipe, options, link=None) -> dict:
         values["versions"] = versions()
     values |= {"anchor": said} if said else {}
     name = recipe.model_name
-    if recipe.lora_rank:
+    if isinstance(recipe, Recipe) and recipe.lora_rank:
         name = f"{name}, {way_in_words(recipe)}"
     first = f"{name}: no card is named (--gpu)"
     if fit is not None:
@@ -67,7 +74,7 @@ def simulated(recipe, options, link=None) -> dict:
     return (values if options.json else {"text": shown}) | status
 
 
-def _on_card(recipe, card, link) -> tuple:
+def _on_card(recipe: Recipe | Serving, card: GPU, link: str | None) -> tuple[Any, Any, str]:
     """(footprint, verdict, error): no verdict without a limit, no footprint out of memory."""
     from memlab.predict.fit import fit_from_log
     from memlab.predict.simulate import full_log, simulate
@@ -86,16 +93,17 @@ def _on_card(recipe, card, link) -> tuple:
             raise
         return None, fit, str(error)
     # It gave cached blocks back where it had to.
-    return footprint, replace(fit, needed=footprint.peak_reserved + card.context), ""
+    needed = (footprint.peak_reserved or 0) + (card.context or 0)
+    return footprint, replace(fit, needed=needed), ""
 
 
-def _other_upcast(recipe, card, footprint) -> str:
+def _other_upcast(recipe: Recipe | Serving, card: GPU, footprint: Any) -> str:
     """What a quantized base would take with its unquantized rest in the other format."""
     if not (footprint and isinstance(recipe, Recipe) and recipe.base in QUANTIZED):
         return ""
     from memlab.predict.simulate import simulate
 
-    other = simulate(recipe.but(upcast=not recipe.upcast), card.without_limit()).peak_reserved
+    other = simulate(recipe.but(upcast=not recipe.upcast), card.without_limit()).peak_reserved or 0
     more = other - footprint.peak_reserved
     option = "with --no-upcast" if recipe.upcast else "without --no-upcast"
     return f"{option}: {in_unit_of(abs(more), other)} {'more' if more > 0 else 'less'} reserved"

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from memlab import models
 from memlab.evidence.records import find_records
@@ -43,7 +44,7 @@ def recipe_of(line: str) -> Recipe:
     """The recipe that a row of `ROWS` says."""
     model, size, *words = line.split()
     batch, length = size.split("x")
-    fields = {"model": model, "batch_size": int(batch), "seq_len": int(length)}
+    fields: dict[str, Any] = {"model": model, "batch_size": int(batch), "seq_len": int(length)}
     for word in words:
         if word in WORDS:
             name, value = WORDS[word]
@@ -57,7 +58,7 @@ def recipe_of(line: str) -> Recipe:
 
 def _words() -> dict[str, tuple[str, object]]:
     """word -> (field, value) of every choice and switch; of two alike the first field's."""
-    words = {}
+    words: dict[str, tuple[str, object]] = {}
     for field in reversed(dataclasses.fields(Recipe)):
         if isinstance(field.default, bool):
             name = field.metadata["off"][0] if field.default else field.name

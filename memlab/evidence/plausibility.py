@@ -47,9 +47,9 @@ def against_prediction(runs: list[Record]) -> list[str]:
     """The runs whose allocated bytes are far from the simulation's, or that are too quick."""
     found = []
     for run in runs:
-        if run.figures.get("out_of_memory"):
-            continue
         card = gpu_of_device(run.device)
+        if card is None or run.figures.get("out_of_memory"):
+            continue
         card = replace(card, total_memory=run.figures["total_memory_bytes"])
         try:
             predicted = simulate(Recipe(**run.recipe), card)
@@ -70,8 +70,9 @@ def against_prediction(runs: list[Record]) -> list[str]:
 def _disordered(run: Record) -> list[str]:
     """Each figure is at most the next, as the parts of a card lie one in the other."""
     names = ("peak_allocated", "peak_reserved", "device_used", "total_memory")
-    sizes = [(name, run.figures.get(f"{name}_bytes")) for name in names]
-    found = [f"figures has no {name}_bytes" for name, size in sizes if size is None]
+    known = {name: run.figures.get(f"{name}_bytes") for name in names}
+    sizes = [(name, size) for name, size in known.items() if size is not None]
+    found = [f"figures has no {name}_bytes" for name, size in known.items() if size is None]
     if found:
         return found
     context = run.figures.get("context_bytes", 0)
@@ -96,9 +97,10 @@ def _not_of_the_allocator(run: Record) -> list[str]:
 
 def _seconds(run: Record) -> list[str]:
     names = "step_lower_quartile_seconds", "step_seconds", "step_upper_quartile_seconds"
-    given = [run.figures.get(name) for name in names]
-    if None in given or given != sorted(given) or not given[0]:
-        return [f"{', '.join(names)} are {given}: wanted are three, each at most the next"]
+    known = [run.figures.get(name) for name in names]
+    given = [seconds for seconds in known if seconds is not None]
+    if known != sorted(given) or not given[0]:
+        return [f"{', '.join(names)} are {known}: wanted are three, each at most the next"]
     speed = run.figures.get("samples_per_second", 0)
     samples = run.recipe.get("batch_size", 1) * run.recipe.get("accumulation", 1)
     if abs(speed * given[1] / samples - 1) > 0.01:

@@ -64,7 +64,7 @@ class Report:
 
 
 def record(
-    device=None,
+    device: torch.device | str | None = None,
     out: Path | str = FOLDER,
     runs: dict[str, Recipe] | None = None,
     limit_seconds: float = float("inf"),
@@ -155,7 +155,7 @@ def machine(device: torch.device) -> dict:
     return here
 
 
-def _order(recipe: Recipe, device, steps: int) -> dict:
+def _order(recipe: Recipe, device: torch.device | str, steps: int) -> dict:
     return {"device": str(device), "recipe": recipe.as_dict(), "steps": steps}
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from typing import Any, Self, TextIO
 
 import torch
 
@@ -20,10 +21,10 @@ class Worker:
 
     command = [sys.executable, "-m", "memlab.evidence.worker"]
 
-    def __init__(self):
+    def __init__(self) -> None:
         # Files instead of pipes: nobody has to read while the process runs.
         self._out, self._errors = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
-        self._process = subprocess.Popen(
+        self._process: Any = subprocess.Popen(
             self.command,
             stdin=subprocess.PIPE,
             stdout=self._out,
@@ -52,10 +53,10 @@ class Worker:
         lines = _lines(self._errors)
         return {"failed": lines[-1] if lines and status > 0 else f"ended with status {status}"}
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.end()
 
     def end(self) -> None:
@@ -67,7 +68,7 @@ class Worker:
         self._errors.close()
 
 
-def _lines(file) -> list[str]:
+def _lines(file: TextIO) -> list[str]:
     file.seek(0)
     return [line.strip() for line in file if line.strip()]
 
@@ -126,11 +127,11 @@ def _measured(order: dict) -> dict:
     return {"figures": figures_of(result)}
 
 
-def figures_of(result: Measurement) -> dict[str, float]:
+def figures_of(result: Measurement) -> dict[str, float | None]:
     """A measurement in the names of a record. A CPU's peak is of tensors, not of blocks."""
     footprint, seconds = result.footprint, result.step_seconds
     if footprint.peak_reserved is None:
-        figures = {"peak_tensors_bytes": footprint.peak_allocated}
+        figures: dict[str, float | None] = {"peak_tensors_bytes": footprint.peak_allocated}
     else:
         figures = {
             "peak_allocated_bytes": footprint.peak_allocated,

@@ -30,7 +30,7 @@ def memlab_lines(
 
 def _said(recipe: Recipe | Serving) -> list[tuple[str, object]]:
     """(field, value) of the model and of all that does not follow by itself; tuples as one text."""
-    said = [("model", recipe.model)]
+    said: list[tuple[str, object]] = [("model", recipe.model)]
     for one in dataclasses.fields(recipe)[1:]:
         value = getattr(recipe, one.name)
         try:
@@ -43,12 +43,12 @@ def _said(recipe: Recipe | Serving) -> list[tuple[str, object]]:
     return said
 
 
-def _literal(value) -> str:
+def _literal(value: object) -> str:
     """A value in Python, texts in double quotes."""
     if isinstance(value, PretrainedConfig):
         return "config"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
-def _card(gpu):
+def _card(gpu: GPU | str | int) -> str | int:
     return gpu.name if isinstance(gpu, GPU) else gpu

@@ -5,10 +5,10 @@ A script needs no memlab, and `memlab run` predicts of it what `simulate` predic
 
 import re
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import torch
-from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from memlab import models
@@ -150,10 +150,10 @@ def pip_line(recipe: Recipe, api: str = "trainer") -> str:
 def _hub_name(recipe: Recipe) -> str:
     """What `from_pretrained` takes."""
     name = recipe.model
-    if isinstance(name, PretrainedConfig):
+    if not isinstance(name, str):
         raise ValueError(
-            f"model is a {name.model_type} config: a script loads weights, allowed are names of "
-            "memlab.models.MODELS, hub names and folders"
+            f"model is a {models.settings(name).model_type} config: a script loads weights, "
+            "allowed are names of memlab.models.MODELS, hub names and folders"
         )
     if name in models.MODELS:
         if name.endswith("-tiny"):
@@ -169,8 +169,8 @@ def _made(optimizer: str) -> str:
     """The line of a plain loop that makes an optimizer, as ruff would break it."""
     name, settings = OPTIMIZERS[optimizer].made_by, OPTIMIZERS[optimizer].settings
     name = name.rpartition(".")[2] if library_of(optimizer) == "transformers" else name
-    settings = [f"{name}={value}" for name, value in settings.items()]
-    arguments = ["weights", "lr=LEARNING_RATE", *settings]
+    said = [f"{field}={value}" for field, value in settings.items()]
+    arguments = ["weights", "lr=LEARNING_RATE", *said]
     line = f"{name}({', '.join(arguments)})"
     if len(line) <= LONGEST_LINE:
         return line
@@ -247,12 +247,12 @@ def _head_to_cast(recipe: Recipe, model: torch.nn.Module) -> str:
     return next((name for name in HEADS if hasattr(model, name)), "")
 
 
-def _first_linear_is_transposed(model) -> bool:
+def _first_linear_is_transposed(model: torch.nn.Module) -> bool:
     linear = (m for m in model.modules() if isinstance(m, (torch.nn.Linear, Conv1D)))
     return isinstance(next(linear), Conv1D)
 
 
-def _frozen(recipe: Recipe, model: torch.nn.Module) -> list[str]:
+def _frozen(recipe: Recipe, model: Any) -> list[str]:
     """The modules that a recipe freezes, as Python says them of `model`."""
     training.freeze(model, recipe.freeze)  # refuses what the model does not have
     base = model.base_model
@@ -273,10 +273,11 @@ def _frozen(recipe: Recipe, model: torch.nn.Module) -> list[str]:
     return found
 
 
-def _before(base, layers) -> list[torch.nn.Module]:
+def _before(base: torch.nn.Module, layers: torch.nn.Module) -> list[torch.nn.Module]:
     """The largest modules with weights that all stand before the first layer."""
     in_layers = set(layers.parameters())
-    found, seen = [], set()
+    found: list[torch.nn.Module] = []
+    seen: set[torch.nn.Parameter] = set()
     for module in base.modules():
         own = set(module.parameters())
         if own & in_layers:

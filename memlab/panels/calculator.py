@@ -7,6 +7,8 @@ import functools
 import gzip
 import itertools
 import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING
@@ -18,6 +20,7 @@ from memlab.card.kernels import sdpa
 from memlab.fields import one_of
 from memlab.footprint import Category, StepTime
 from memlab.gpus import ANY_CARD, GPU, GPUS, find_gpu
+from memlab.models import Model
 from memlab.panels.packed_tables import PackedTables, is_kept
 from memlab.panels.panel import Panel
 from memlab.panels.panel import read as read_file
@@ -43,7 +46,7 @@ CHOICES = {
 }
 # What is trained, by the calculator's names, and what that is in a recipe.
 RANK = 8
-TRAINED = {
+TRAINED: dict[str, dict[str, Any]] = {
     "every weight": {},
     "all but the embeddings": {"freeze": ("embeddings",)},
     "LoRA": {"lora_rank": RANK},
@@ -51,8 +54,8 @@ TRAINED = {
     "LoRA on NF4": {"lora_rank": RANK, **NF4},
 }
 # The fields of a recipe that say what is trained, and their defaults.
-PARTS = "freeze lora_rank lora_targets lora_dropout lora_fp32 base double_quant"
-PARTS = (*PARTS.split(), "compute_dtype", "upcast")
+OF_TRAINED = "freeze lora_rank lora_targets lora_dropout lora_fp32 base double_quant"
+PARTS = (*OF_TRAINED.split(), "compute_dtype", "upcast")
 PLAIN = {one.name: one.default for one in dataclasses.fields(Recipe) if one.name in PARTS}
 NUMBERS = ("batch_size", "seq_len", "accumulation", "lora_rank")
 SWITCHES = ("model", "gpu", *NUMBERS, "trained", *CHOICES)
@@ -67,8 +70,8 @@ AUTO = {
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
 }
 # Of the allocator, of what is kept free, and of sums along rows.
-RULES = "MIN_BLOCK SMALL_REQUEST SMALL_SEGMENT MEDIUM_REQUEST MEDIUM_SEGMENT LARGE_ROUND"
-RULES = {name: getattr(allocator, name) for name in RULES.split()}
+SIZES = "MIN_BLOCK SMALL_REQUEST SMALL_SEGMENT MEDIUM_REQUEST MEDIUM_SEGMENT LARGE_ROUND"
+RULES = {name: getattr(allocator, name) for name in SIZES.split()}
 RULES |= {"MARGIN": MARGIN, "CONTEXT_MARGIN": CONTEXT_MARGIN}
 RULES |= {n: getattr(reductions, n) for n in "ACCUMULATED THREADS WARP LEAST MOST".split()}
 START = Recipe(
@@ -95,7 +98,7 @@ OPTIONAL = (*models.WIDTHS, *HEAD_SIZES, "sliding_window")
 
 
 @contextlib.contextmanager
-def of_shipped_traces():
+def of_shipped_traces() -> Iterator[None]:
     """Let attention take the kernels of the release of PyTorch that the page's traces are of."""
     kernels = sdpa.kernels_that_share_keys(Shipped.of_memlab().versions["torch"])
     with replaced((sdpa, "SHARES_KEYS", kernels)):
@@ -173,11 +176,12 @@ class Calculator(Panel):
     def known(self) -> dict:
         """All that the script is given: constants, choices, models, cards, and the moments."""
         pack, described, offered, families = PackedTables(), {}, {}, {}
-        cards, classes = [*self._cards(), ANY_CARD], {}
+        cards = [*self._cards(), ANY_CARD]
+        classes: dict[tuple, GPU] = {}
         for card in cards:
             classes.setdefault(routes_of(card), card)
         routes, keys = list(classes), functools.cache(self._keys)
-        for model in names() if "model" in self.fields else [self.recipe.model]:
+        for model in names() if "model" in self.fields else [str(self.recipe.model)]:
             structure = _structure(model)
             text = structure.key
             if text not in described:
@@ -244,7 +248,7 @@ class Calculator(Panel):
             if models.default_task(name) == task and _grouped(models.config(name)) == grouped
         )
 
-        def cases(names, **more):
+        def cases(names: Iterable[str], **more: tuple) -> Iterator[Sequence[str]]:
             choices = {name: self.choices[name] for name in names} | more
             for values in itertools.product(*choices.values()):
                 try:
@@ -258,7 +262,7 @@ class Calculator(Panel):
         passes = [passed for passed, _ in cases(WAYS["pass"], accumulation=(1, 2))]
         return passes, [updated for _, updated in cases(WAYS["update"])]
 
-    def _recipe(self, model, trained, **changes) -> Recipe:
+    def _recipe(self, model: Model, trained: str, **changes: Any) -> Recipe:
         """A recipe of another model, of the usual sizes, for one way of training."""
         values = {one.name: getattr(self.recipe, one.name) for one in dataclasses.fields(Recipe)}
         values |= {"model": model, "task": None, "seq_len": 1, "ranks": 1, "sharding": "ddp"}
@@ -269,7 +273,7 @@ class Calculator(Panel):
         return f"Calculator of {', '.join(self.fields)}"
 
 
-def _structure(model) -> Structure:
+def _structure(model: Model) -> Structure:
     """What is special about a model."""
     return next(structures(Recipe(model, seq_len=1), ANY_CARD, ignore_small_tensors=True))[0]
 
@@ -279,7 +283,7 @@ def _model_type(structure: Structure) -> str:
     return json.loads(structure.key)["model_type"]
 
 
-def _described(config, structure: Structure) -> dict:
+def _described(config: Any, structure: Structure) -> dict:
     """What the script compares a config with: settings, and the names of those that are sizes."""
     settings = json.loads(structure.key)
     sizes = size_field_names(config)
@@ -294,7 +298,7 @@ def _described(config, structure: Structure) -> dict:
     }
 
 
-def _grouped(config) -> bool:
+def _grouped(config: Any) -> bool:
     """Whether query heads share keys."""
     return heads_of_a_key(config) > 1
 
@@ -358,7 +362,8 @@ def routes_of(card: GPU, size: int = 64) -> tuple:
 @functools.cache
 def usual_heads(capability: tuple[int, int]) -> list[list[int]]:
     """The first and the last of each range of head sizes, in steps of 8, with the usual kernels."""
-    card, found = dataclasses.replace(ANY_CARD, capability=capability), []
+    card = dataclasses.replace(ANY_CARD, capability=capability)
+    found: list[list[int]] = []
     for size in range(8, LONGEST_HEAD + 8, 8):
         if routes_of(card, size) != routes_of(card):
             continue

@@ -84,7 +84,7 @@ def moments_of(half: PhaseTrace, chosen: list[int] | None = None) -> Moments:
     is_update = Marker.RESET not in half.log.kinds
     log, (tensors, places, signs) = half.log, _changes(half)
 
-    def levels(order):
+    def levels(order: np.ndarray) -> np.ndarray:
         change = np.zeros((len(order), len(tensors)), np.int32)
         change[np.arange(len(order)), places[order]] = signs[order]
         return change.cumsum(axis=0)
@@ -95,7 +95,7 @@ def moments_of(half: PhaseTrace, chosen: list[int] | None = None) -> Moments:
     begins, ends = Marker.UPDATE if is_update else Marker.RESET, Marker.UPDATE
     start, end = (_last(log, order, mark) for mark in (begins, ends))
     deep_start, deep_end = (_last(log, deep, mark) for mark in (begins, ends))
-    carried_over = low[end], high[deep_end] - low[end]
+    left, left_more = low[end], high[deep_end] - low[end]
     if is_update:
         low, high = low - low[start], high - high[deep_start]
     born = [p for p in _pairs(log) if p[0] > start and type(log.kinds[order[p[0]]]) is Alloc]
@@ -104,8 +104,8 @@ def moments_of(half: PhaseTrace, chosen: list[int] | None = None) -> Moments:
     at = [log.kinds[i] for i in order[pairs[:, 0]]]
     first = Phase.STEP if is_update else Phase.FORWARD
     once, each = low[pairs[:, 0]], high[pairs[:, 1]] - low[pairs[:, 0]]
-    used = (once != 0).any(0) | (each != 0).any(0) | (carried_over[0] != 0) | (carried_over[1] != 0)
-    carried_over = np.array([carried_over[0] - log.patterns * carried_over[1], carried_over[1]])
+    used = (once != 0).any(0) | (each != 0).any(0) | (left != 0) | (left_more != 0)
+    carried_over = np.array([left - log.patterns * left_more, left_more])
     return Moments(
         [tensor for tensor, there in zip(tensors, used, strict=True) if there],
         (once - log.patterns * each)[:, used],
@@ -117,7 +117,8 @@ def moments_of(half: PhaseTrace, chosen: list[int] | None = None) -> Moments:
 
 def _changes(half: PhaseTrace) -> tuple[list, np.ndarray, np.ndarray]:
     """The kinds of tensors; for each kind of step which of them it changes, and by 1 or -1."""
-    tensors, kinds = {}, half.log.kinds
+    kinds = half.log.kinds
+    tensors: dict[tuple, int] = {}
     places, signs = np.zeros(len(kinds), int), np.zeros(len(kinds), np.int32)
     for i, kind in enumerate(kinds):
         birth = kind.birth if type(kind) is Free else kind

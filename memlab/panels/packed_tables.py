@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -27,15 +28,17 @@ class PackedTables:
     gzip sees no further than 32 KiB; differences stand in place of numbers.
     """
 
-    def __init__(self):
-        self.places, self.operators, self.terms = {}, {}, {}
+    def __init__(self) -> None:
+        self.places: dict[str, int] = {}
+        self.operators: dict[tuple, int] = {}
+        self.terms: dict[Term, int] = {}
         names = "layers", "tensors", "beside", "moments", "work", "parameters"
-        self.columns = {name: [] for name in names}
+        self.columns: dict[str, list[Any]] = {name: [] for name in names}
 
     def place(self, key: str) -> int | None:
         """The number of a half; None where it is not kept."""
         if key not in self.places:
-            found = {}
+            found: dict[str, RecordedPhase | None] = {}
             Shipped.of_memlab().read_into(found, key)
             kept = found.get(key)
             if kept is None or kept.layers is None:
@@ -52,7 +55,7 @@ class PackedTables:
             before = np.array(now)
         weights = from_none(half.log.weights, half.log.patterns)
         for name, column in {
-            "layers": dataclasses.astuple(kept.layers),
+            "layers": kept.layers and dataclasses.astuple(kept.layers),
             "tensors": [[categories.index(c), self._term(t), item] for c, t, item in found.tensors],
             "beside": _flat(_counts(found.carried_over)),
             "moments": moments,
@@ -64,7 +67,17 @@ class PackedTables:
         }.items():
             self.columns[name].append(column)
 
-    def _operator(self, dtype, flops, result, moved, lists, elements, phase, recomputed) -> int:
+    def _operator(
+        self,
+        dtype: str,
+        flops: Term,
+        result: tuple[Term, ...],
+        moved: tuple[Term, ...],
+        lists: int,
+        elements: Term,
+        phase: Phase,
+        recomputed: bool,
+    ) -> int:
         row = (
             dtype,
             self._term(flops),
@@ -87,7 +100,7 @@ class PackedTables:
 
     def _told(self, term: Term) -> list:
         """A term: its number, its powers, and the places of the rows and columns of a sum."""
-        told = [term.constant / term.divisor, {}]
+        told: list[Any] = [term.constant / term.divisor, {}]
         for factor, exponent in term.powers:
             if isinstance(factor, ReductionBytes):
                 told.append([self._term(one) for one in factor])
@@ -122,8 +135,7 @@ def is_kept(recipe: Recipe, card: GPU) -> bool:
 def operators_of(half: PhaseTrace) -> list[tuple[Any, ...]]:
     """The operators of a half by terms, and how often each runs, as rows of nine columns."""
     alike: dict[Work, list[int]] = {}
-    work = cast(dict[Work, tuple[int, int]], from_none(half.log.work, half.log.patterns))
-    for one, (once, each) in work.items():
+    for one, (once, each) in from_none(half.log.work, half.log.patterns).items():
         counts = alike.setdefault(one._replace(micro_batch=0), [0, 0, 0, 0])
         further = 2 if one.micro_batch == 1 and one.phase != Phase.STEP else 0
         counts[further] += once
@@ -144,12 +156,12 @@ def operators_of(half: PhaseTrace) -> list[tuple[Any, ...]]:
     ]
 
 
-def _counts(counts: np.ndarray) -> list[tuple[int, int, int]]:
+def _counts(counts: np.ndarray) -> list[tuple[int, ...]]:
     """(tensor, once, each) of those that there are, of two rows."""
     return [(int(t), *map(int, counts[:, t])) for t in np.flatnonzero(counts.any(axis=0))]
 
 
-def _flat(rows) -> list[int]:
+def _flat(rows: Iterable[Any]) -> list[int]:
     """Rows as one list, sorted; each begins with the distance from the one before."""
     flat, place = [], 0
     for first, *rest in sorted(rows):
@@ -158,5 +170,5 @@ def _flat(rows) -> list[int]:
     return flat
 
 
-def _phase(name: str) -> int:
+def _phase(name: Phase) -> int:
     return PHASES.index(name)

@@ -28,7 +28,7 @@ class Panel:
     kind = ""
     still = "This panel needs scripts. It does nothing where they are off."
 
-    def data(self):
+    def data(self) -> dict:
         return {}
 
     def source(self) -> str:
@@ -36,7 +36,10 @@ class Panel:
         return read(f"{self.kind}.html")
 
     def _repr_html_(self) -> str:
-        style, body, script = PARTS.fullmatch(self.source()).groups()
+        parts = PARTS.fullmatch(self.source())
+        if parts is None:
+            raise ValueError(f"{self.kind}.html is not a style, a body and a script")
+        style, body, script = parts.groups()
         # Stronger than what all panels share, which the next panel of a page says again.
         style = style.replace(f".memlab-{self.kind}", f".memlab-panel.memlab-{self.kind}")
         data = json.dumps(self.data()).replace("<", "\\u003c")  # no tag can begin in the script

@@ -8,6 +8,7 @@ so with the most of both once more, and with weights by whole segments.
 import dataclasses
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from memlab import models
 from memlab.book.colours import SERVING_COLOURS
 from memlab.fields import one_of
 from memlab.gpus import ANY_CARD, GPUS, find_gpu, require_native
+from memlab.models import Model
 from memlab.panels.calculator import RULES, family, known_card
 from memlab.panels.panel import Panel
 from memlab.panels.panel import read as read_file
@@ -112,7 +114,7 @@ class Shape:
     segments: dict[str, int]
 
 
-def shape(model) -> Shape:
+def shape(model: Model) -> Shape:
     """The shape of a model, as of a `Recipe`; raises ValueError for another architecture."""
     config = models.config(model)
     if config.model_type not in TYPES:
@@ -143,7 +145,7 @@ def shape(model) -> Shape:
     )
 
 
-def _tensors(config) -> dict[str, Counter]:
+def _tensors(config: Any) -> dict[str, Counter]:
     """Format -> how many of a model's weights, and of what belongs to them, have so many bytes."""
     with torch.device("meta"):
         model = models.build(config)

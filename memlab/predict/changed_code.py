@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from memlab import models
 from memlab.libraries import changed, remembered
+from memlab.models import Model
 
 
 @remembered
-def _modules(model, task: str) -> list[str]:
+def _modules(model: Model, task: str) -> list[str]:
     """The Python modules that the classes of a model's modules come from."""
     import torch
 
@@ -16,7 +17,7 @@ def _modules(model, task: str) -> list[str]:
     return sorted({type(module).__module__ for module in built.modules()})
 
 
-def has_changed_code(model, task: str) -> bool:
+def has_changed_code(model: Model, task: str) -> bool:
     """Whether functions or methods of a model's modules come from outside of its libraries.
 
     A trace that is kept knows nothing of these, so such a model is run as it is.

@@ -6,9 +6,14 @@ The layers of a transformer are alike, or repeat in a pattern, with single ones 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from memlab import models
 from memlab.spec.recipe import FULLY_SHARDED, Recipe
+from memlab.spec.serving import Serving
+
+if TYPE_CHECKING:
+    import torch
 
 FEWEST = (1, 2, 3)  # patterns that are enough where the first layer is no kind of its own
 LONGEST_PATTERN = 12  # layers
@@ -32,7 +37,7 @@ class Layers:
         return None if rest or patterns < 1 else patterns
 
 
-def layers_of(recipe: Recipe) -> Layers | None:
+def layers_of(recipe: Recipe | Serving) -> Layers | None:
     """How the layers of a recipe's model repeat, so that shallow models stand for it."""
     config = models.config(recipe.model)
     layers = getattr(config, "num_hidden_layers", 0)
@@ -82,7 +87,7 @@ def repeats(kinds: list) -> Layers | None:
     return best
 
 
-def _described(model) -> dict[str, list]:
+def _described(model: torch.nn.Module) -> dict[str, list]:
     """By the name of each list of modules, a description of every module in it."""
     from torch.nn import ModuleList
 
@@ -93,7 +98,7 @@ def _described(model) -> dict[str, list]:
     }
 
 
-def _description(layer):
+def _description(layer: torch.nn.Module) -> list[tuple]:
     """Classes, plain settings and shapes inside a layer, without its number."""
     plain = (bool, int, float, str, type(None))
     return [

@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
 from memlab import models
 from memlab.gpus import GPU, require_native
 from memlab.libraries import remembered
+from memlab.models import Model
 from memlab.spec.recipe import FOUR_BITS, QUANTIZED, Recipe
 from memlab.spec.serving import Serving
 from memlab.trace.log import Log
@@ -41,7 +43,7 @@ def is_deep(recipe: Recipe | Serving) -> bool:
     return getattr(models.settings(recipe.model), "num_hidden_layers", 0) > MAX_LAYERS_TO_RUN
 
 
-def unlike_micro_batches(recipe: Recipe) -> int:
+def unlike_micro_batches(recipe: Recipe | Serving) -> int:
     """How many micro-batches of a step differ: the first makes gradients, the second adds to them.
 
     Of several ranks the last reduces them, too.
@@ -49,7 +51,7 @@ def unlike_micro_batches(recipe: Recipe) -> int:
     return 2 if recipe.ranks == 1 else 3
 
 
-def with_all_micro_batches(recipe: Recipe, log: Log) -> Log:
+def with_all_micro_batches(recipe: Recipe | Serving, log: Log) -> Log:
     """The log with the work of all micro-batches that counts, and what is assumed of a recipe."""
     # Of more micro-batches some ran; the others do what the second did.
     times = max(1, recipe.accumulation - unlike_micro_batches(recipe) + 1)
@@ -58,12 +60,11 @@ def with_all_micro_batches(recipe: Recipe, log: Log) -> Log:
     return replace(log, work=work, assumptions=said)
 
 
-def assumed(recipe) -> tuple[str, ...]:
+def assumed(recipe: Recipe | Serving) -> tuple[str, ...]:
     """What a recipe's figures leave out or leave as it is, and a reader may not expect.
 
     The parts of a nested config, kernels of a package that transformers takes where it is there,
-    and the weights that a quantized base does not reach, where they are the larger part. recipe: or
-    a `Serving`.
+    and the weights that a quantized base does not reach, where they are the larger part.
     """
     said, parts = [], models.left_out(recipe.model)
     if parts:
@@ -102,12 +103,12 @@ NOT_UPCAST = (
 )
 
 
-def warm_up_bytes(recipe, total: int | None = None) -> int:
+def warm_up_bytes(recipe: Recipe | Serving, total: int | None = None) -> int:
     """Bytes of the block that `from_pretrained` takes and frees before it loads a base.
 
     Those of all weights, without scales, and of what stays in fp32 as if it were not:
-    `caching_allocator_warmup` in transformers' modeling_utils.py. recipe: or a `Serving`. total:
-    the card's bytes, of which some stay free; None for no limit.
+    `caching_allocator_warmup` in transformers' modeling_utils.py. total: the card's bytes, of which
+    some stay free; None for no limit.
     """
     reached, elements = _elements(recipe.model, recipe.task)
     nbytes = reached // 2 if recipe.base in FOUR_BITS else reached
@@ -116,7 +117,7 @@ def warm_up_bytes(recipe, total: int | None = None) -> int:
 
 
 @remembered
-def _elements(model, task: str) -> list[int]:
+def _elements(model: Model, task: str) -> list[int]:
     """How many elements of a model's weights a base quantizes, and how many there are."""
     import torch
 
@@ -128,7 +129,7 @@ def _elements(model, task: str) -> list[int]:
     return [reached, sum(parameter.numel() for parameter in built.parameters())]
 
 
-def left_on_host(recipe: Recipe, weights: Counter) -> tuple[str, ...]:
+def left_on_host(recipe: Recipe | Serving, weights: Counter) -> tuple[str, ...]:
     """What an optimizer on the host keeps and does there, in a line; nothing for another.
 
     weights: how many parameters there are of (so many elements, trainable or not).
@@ -145,7 +146,7 @@ def left_on_host(recipe: Recipe, weights: Counter) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def gc_frozen():
+def gc_frozen() -> Iterator[None]:
     """Let the garbage collector leave alone what is there already: the libraries.
 
     It goes through all of a million objects again and again while others come and go by the

@@ -3,6 +3,7 @@
 import contextlib
 import traceback
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from memlab.gpus import ANY_CARD, GPU
 from memlab.predict.progress import Progress
 from memlab.predict.recipe_log import unlike_micro_batches
 from memlab.spec.recipe import QUANTIZED, Recipe, is_moved_by_sharding
+from memlab.spec.serving import Serving
 from memlab.trace.events import Marker
 from memlab.trace.log import Log
 from memlab.trace.quantized_weights import numel
@@ -22,7 +24,13 @@ from memlab.trace.work import NORMS, drop_small_ops
 from memlab.workloads.training import Training, import_libraries
 
 
-def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None, most=None) -> Log:
+def log_of(
+    recipe: Recipe | Serving,
+    gpu: GPU = ANY_CARD,
+    numbered: bool = False,
+    loop: Callable[..., Training] | None = None,
+    most: int | None = None,
+) -> Log:
     """What `recipe` does to memory, at its own depth, on a card like `gpu` without a limit.
 
     numbered: whether the log tells layers apart. loop: as in `full_log`. most: births and deaths,
@@ -40,7 +48,12 @@ def log_of(recipe: Recipe, gpu: GPU = ANY_CARD, numbered=False, loop=None, most=
         return Log.of(simulated.tracer, weights, numbered, simulated.work.of_step)
 
 
-def shallow_log(recipe: Recipe, gpu: GPU, loop=None, most=None) -> Log:
+def shallow_log(
+    recipe: Recipe | Serving,
+    gpu: GPU,
+    loop: Callable[..., Training] | None = None,
+    most: int | None = None,
+) -> Log:
     """`log_of`, for comparing depths: without the bytes of norms, which grow with each layer."""
     log = log_of(recipe, gpu, loop=loop, most=most)
     return replace(log, work=drop_small_ops(log.work, NORMS))
@@ -52,7 +65,7 @@ def weights_of(model: torch.nn.Module) -> Counter:
 
 
 @contextlib.contextmanager
-def _silent_transformers():
+def _silent_transformers() -> Iterator[None]:
     """Without its warnings, such as that flash-attn casts what autocast leaves in fp32."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
@@ -62,14 +75,14 @@ def _silent_transformers():
         transformers.logging.set_verbosity(before)
 
 
-def _run(loop, recipe: Recipe, simulated: SimulatedGPU) -> Training:
+def _run(loop: Callable[..., Training], recipe: Recipe, simulated: SimulatedGPU) -> Training:
     """What a loop gives. Raises ValueError, in one line, for what its model or a library raises."""
     try:
         with _silent_transformers():
             return loop(recipe, simulated)
     except (LookupError, RuntimeError, TypeError, AttributeError, AssertionError) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        ours = tuple(str(Path(module.__file__).parent) for module in (torch, models))
+        ours = tuple(str(Path(module.__file__ or "").parent) for module in (torch, models))
         theirs = (one for one in reversed(frames) if not one.filename.startswith(ours))
         at = next(theirs, frames[-1])
         raise ValueError(
@@ -117,7 +130,7 @@ def built(recipe: Recipe, simulated: SimulatedGPU) -> Training:
 
 
 @contextlib.contextmanager
-def _one_thread():
+def _one_thread() -> Iterator[None]:
     """Compute what has data in one thread: it is little, and the others wait for more by spinning.
 
     That takes a sixth more processor time, which a second process may want.

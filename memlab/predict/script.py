@@ -1,5 +1,7 @@
 """A training script from the disk, unchanged, on a card that need not be there."""
 
+from __future__ import annotations
+
 import _thread
 import contextlib
 import json
@@ -11,9 +13,11 @@ import sys
 import threading
 import traceback
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -86,14 +90,14 @@ class ScriptRun:
     def ending(self) -> str:
         """How far it came, in a line."""
         steps = f"{self.steps} optimizer step{'s' * (self.steps != 1)}"
-        if self.ran_out:
+        if isinstance(self.raised, torch.OutOfMemoryError):
             phase = phase_of_error(self.raised)
             return f"out of memory{f' in {phase}' * bool(phase)} after {steps}, in {self.line}"
         if self.error:
             return f"ended after {steps}" + (f", in {self.line}" if self.line else "")
         return steps
 
-    def _code(self, name) -> str:
+    def _code(self, name: str) -> str:
         """What stands in a line `train.py:57`."""
         file, _, number = name.rpartition(":")
         return (
@@ -112,9 +116,10 @@ class _Steps:
     """
 
     def __init__(self, wanted: int, phases: Phases):
-        self.wanted, self.phases, self.made = wanted, phases, Counter()
+        self.wanted, self.phases = wanted, phases
+        self.made: Counter[int] = Counter()
 
-    def stepped(self, optimizer=None, args=(), kwargs=None) -> None:
+    def stepped(self, optimizer: Any = None, args: Any = (), kwargs: Any = None) -> None:
         self.made[id(optimizer)] += 1
         self.phases.stepped(optimizer)
         if min(self.made.values()) >= self.wanted or max(self.made.values()) >= 3 * self.wanted:
@@ -125,7 +130,14 @@ class _Steps:
         return max(self.made.values(), default=0)
 
 
-def run_script(path, arguments=(), gpu=None, steps: int = 2, snapshot=None, **settings):
+def run_script(
+    path: str | Path,
+    arguments: Sequence[str] = (),
+    gpu: GPU | str | int | None = None,
+    steps: int = 2,
+    snapshot: str | Path | None = None,
+    **settings: Any,
+) -> ScriptRun:
     """As `try_script`, for a script that is to succeed or to run out of memory.
 
     Raises what ended it otherwise: ValueError, with the script's line, for what is not simulated,
@@ -138,11 +150,11 @@ def run_script(path, arguments=(), gpu=None, steps: int = 2, snapshot=None, **se
 
 
 def try_script(
-    path,
-    arguments=(),
-    gpu=None,
+    path: str | Path,
+    arguments: Sequence[str] = (),
+    gpu: GPU | str | int | None = None,
     steps: int = 2,
-    snapshot=None,
+    snapshot: str | Path | None = None,
     *,
     limit_minutes: float = float("inf"),
     ranks: int | None = None,
@@ -165,7 +177,7 @@ def try_script(
 
     Raises ValueError where there is no such file.
     """
-    script = _file_of_module(path) if module else _script_at(path)
+    script = _file_of_module(str(path)) if module else _script_at(path)
     if steps < 1:
         raise ValueError(f"steps is {steps}: allowed are whole numbers from 1")
     card = SimulatedGPU(
@@ -180,7 +192,7 @@ def try_script(
         hook = register_optimizer_step_post_hook(counted.stepped)
         try:
             if module:
-                runpy.run_module(path, run_name="__main__", alter_sys=True)
+                runpy.run_module(str(path), run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(str(script), run_name="__main__")
             card.steps.end_by_hand()
@@ -197,7 +209,9 @@ def try_script(
     return _told(card, seen, counted.most, snapshot, (script, error, where, status, raised))
 
 
-def _told(card, seen, steps, snapshot, ending) -> ScriptRun:
+def _told(
+    card: SimulatedGPU, seen: Phases, steps: int, snapshot: str | Path | None, ending: tuple
+) -> ScriptRun:
     """The answer of a script that has ended. ending: script, error, where, status, exception."""
     script, error, where, status, raised = ending
     footprint = _without_part_of_a_step(card.footprint, steps)
@@ -212,7 +226,7 @@ def _told(card, seen, steps, snapshot, ending) -> ScriptRun:
     return ScriptRun(script, footprint, steps, error, where, status, raised, verdict, tuple(said))
 
 
-def _not_written(card: SimulatedGPU, snapshot) -> str:
+def _not_written(card: SimulatedGPU, snapshot: str | Path) -> str:
     """Why a snapshot is not there; the answer beside it may have taken hours, and is kept."""
     try:
         card.dump_snapshot(snapshot)
@@ -240,14 +254,16 @@ def _verdict(card: SimulatedGPU, footprint: Footprint) -> Verdict | None:
     def peak_on(gpu: GPU) -> int | None:
         if gpu.total_memory is None:
             return footprint.peak_reserved
-        grows = card.tracer.allocator.expandable_segments
+        grows = card.memory.expandable_segments
         allocator = CachingAllocator(gpu.usable, False, grows, gpu.total_memory)
         return peak_reserved(card.tracer.events(), allocator)
 
     return verdict_by(peak_on, card.gpu)
 
 
-def _ending(raised, where, steps, clock) -> tuple[str, int, BaseException | None]:
+def _ending(
+    raised: BaseException | None, where: str, steps: int, clock: _Clock
+) -> tuple[str, int, BaseException | None]:
     """(why a script ended, the exit status, the exception) of what it raised."""
     until_then = "" if steps else " before a first optimizer step: no answer for one"
     if isinstance(raised, torch.OutOfMemoryError):
@@ -269,6 +285,8 @@ def _ending(raised, where, steps, clock) -> tuple[str, int, BaseException | None
 
 def traceback_of(ran: ScriptRun) -> str:
     """The traceback of the exception that ended a script, from its own first line on."""
+    if ran.raised is None:
+        return ""
     frames = ran.raised.__traceback__
     while frames and frames.tb_frame.f_code.co_filename != str(ran.script):
         frames = frames.tb_next
@@ -304,7 +322,7 @@ AGAIN = 1.0  # seconds between interrupts
 
 
 @contextlib.contextmanager
-def _time_limit(minutes):
+def _time_limit(minutes: float) -> Iterator[_Clock]:
     clock, handler = _Clock(minutes), signal.getsignal(signal.SIGINT)
     here = threading.current_thread() is threading.main_thread()  # others may set no handlers
     ignored = minutes != float("inf") and not callable(handler) and here
@@ -319,7 +337,7 @@ def _time_limit(minutes):
             signal.signal(signal.SIGINT, handler)
 
 
-def _script_at(path) -> Path:
+def _script_at(path: str | Path) -> Path:
     script = Path(path).resolve()
     if not script.is_file():
         raise ValueError(f"{path} is no file: allowed is a Python script")
@@ -338,7 +356,9 @@ def _is_json(file: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _as_main(script, arguments, ranks, module):
+def _as_main(
+    script: Path, arguments: Sequence[str], ranks: int | None, module: bool
+) -> Iterator[None]:
     """The names that a script finds when Python runs it, or torchrun for so many ranks."""
     folder = os.getcwd() if module else str(script.parent)
     with (
@@ -359,8 +379,8 @@ def _file_of_module(name: str) -> Path:
     parts = name.split(".")
     spec = None
     for i in range(len(parts)):
-        spec = where and PathFinder.find_spec(".".join(parts[: i + 1]), where)
-        where = spec and spec.submodule_search_locations
+        spec = PathFinder.find_spec(".".join(parts[: i + 1]), where) if where else None
+        where = spec.submodule_search_locations if spec else None
     if where:
         spec = PathFinder.find_spec(f"{name}.__main__", where)
     if not spec or not spec.origin:

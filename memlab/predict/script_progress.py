@@ -30,7 +30,7 @@ def shows_where_it_is(script: Path, steps: Callable[[], int]) -> Iterator:
         time.time(),
     )
 
-    def show():
+    def show() -> None:
         while not over.wait(EVERY):
             frame = sys._current_frames().get(thread)
             place = line_at_work(script, frame) or "a library"

@@ -51,7 +51,9 @@ class ServingFootprint:
     def tokens_per_second(self) -> tuple[float, float, float] | None:
         """(low, expected, high) of the decode phase; None without its seconds."""
         time = self.decode_time
-        return time and tuple(self.tokens / n for n in (time.high, time.expected, time.low))
+        if time is None:
+            return None
+        return self.tokens / time.high, self.tokens / time.expected, self.tokens / time.low
 
     @property
     def peak_phase(self) -> Phase:
@@ -156,7 +158,7 @@ class _UnlimitedCard(SimulatedGPU):
     reads_environment = False
 
 
-def log_of_serving(serving: Serving, card: GPU, numbered=False) -> Log:
+def log_of_serving(serving: Serving, card: GPU, numbered: bool = False) -> Log:
     """What `serving` does to memory, at its own depth, on a card like this without a limit.
 
     numbered: whether the log tells layers apart.
@@ -175,7 +177,7 @@ def log_of_serving(serving: Serving, card: GPU, numbered=False) -> Log:
         return Log.of(tracer, weights_of(generation.model), numbered, work)
 
 
-def measure_serving(serving: Serving, device="cpu") -> ServingFootprint:
+def measure_serving(serving: Serving, device: str = "cpu") -> ServingFootprint:
     """The same run here, every step of it, traced storage by storage.
 
     device: a torch device; sizes are those of the tensors, without an allocator's rounding.
@@ -187,18 +189,22 @@ def measure_serving(serving: Serving, device="cpu") -> ServingFootprint:
     return _by_phase(tracer.footprint())
 
 
-def _inputs(generation) -> list[torch.Tensor]:
+def _inputs(generation: Generation) -> list[torch.Tensor]:
     return [one for one in (generation.encoded, generation.text) if one is not None]
 
 
 def _by_phase(footprint: Footprint) -> ServingFootprint:
     timeline = footprint.timeline
-    totals, found, last = timeline.totals(), [], 0
+    if timeline is None:
+        raise ValueError("the phases of inference need a footprint with a timeline")
+    totals, last = timeline.totals(), 0
+    found: list[dict[str, int]] = []
     for phase in (Phase.PREFILL, Phase.DECODE):
         moments = [i for i, one in enumerate(timeline.phases) if one == phase and i]
         found.append(_held(timeline, max(moments, key=totals.__getitem__)) if moments else {})
         last = max([last, *moments])
-    return ServingFootprint(*found, _held(timeline, last)[KV_CACHE], footprint)
+    prefill, decode = found
+    return ServingFootprint(prefill, decode, _held(timeline, last)[KV_CACHE], footprint)
 
 
 def _held(timeline: Timeline, moment: int) -> dict[str, int]:

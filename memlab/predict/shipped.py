@@ -17,7 +17,7 @@ from pathlib import Path
 
 from memlab.predict.store import FORMAT, UNREADABLE, kept_of, other_releases, text_of
 from memlab.spec.optimizers import is_of_bitsandbytes
-from memlab.spec.recipe import QUANTIZED
+from memlab.spec.recipe import QUANTIZED, Recipe
 
 FOLDER = Path(__file__).parent.parent / "data" / "traces"
 NO_TRACE = text_of(None)
@@ -27,7 +27,8 @@ class Shipped:
     """The halves of a folder, read when they are asked for."""
 
     def __init__(self, folder: Path = FOLDER):
-        self._folder, self._lines = folder, {}
+        self._folder = folder
+        self._lines: dict[str, dict[str, str]] = {}
         index = folder / "index.json"
         self.index = json.loads(index.read_text()) if index.exists() else {}
         self.versions = self.index.get("versions", {})
@@ -43,7 +44,7 @@ class Shipped:
         """Whether today's memlab can read them, and would record the same."""
         return self.index.get("format") == FORMAT
 
-    def others_of(self, recipe) -> str:
+    def others_of(self, recipe: Recipe) -> str:
         """Which libraries that a recipe uses are here in another release; empty for none."""
         names = ["torch", "transformers"]
         names += ["peft"] * (recipe.lora_rank > 0)

@@ -15,6 +15,7 @@ import json
 import lzma
 import os
 import zlib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from memlab.footprint import Category, Phase
 from memlab.libraries import LIBRARIES, cache_folder, installed, write_whole
 from memlab.predict.layer_patterns import Layers
 from memlab.trace.events import Alloc, Free, Marker, TraceEvent
-from memlab.trace.layered import LayeredLog
+from memlab.trace.layered import Counts, LayeredLog
 from memlab.trace.reductions import Reduction
 from memlab.trace.trace import PhaseTrace
 from memlab.trace.work import Work
@@ -96,7 +97,7 @@ def _surroundings() -> str:
     return f"{', '.join(releases)}, format {FORMAT}"
 
 
-def other_releases(versions: dict[str, str], names=LIBRARIES) -> str:
+def other_releases(versions: dict[str, str], names: Iterable[str] = LIBRARIES) -> str:
     """In which libraries kept numbers are of other releases than those here; empty for none.
 
     versions: library -> release, as they were kept. names: the libraries that matter.
@@ -125,8 +126,9 @@ def kept_of(text: str | bytes) -> RecordedPhase | None:
 
 
 def _values(kept: RecordedPhase) -> dict:
-    half, places = kept.half, {}
-    kinds, blocks = [], half.log.blocks
+    half, blocks = kept.half, kept.half.log.blocks
+    places: dict[Alloc, int] = {}
+    kinds: list[list] = []
     for kind in half.log.kinds:
         kinds.append(_step_values(kind, places))
         if type(kind) is Alloc:
@@ -157,18 +159,18 @@ def _fields(work: Work) -> tuple:
 
 
 def _step_values(step: TraceEvent, places: dict[Alloc, int]) -> list:
-    if type(step) is Free:
+    if isinstance(step, Free):
         return ["Free", places[step.birth], step.phase, step.which]
-    if type(step) is Marker:
+    if isinstance(step, Marker):
         return ["Marker", step.value]
     return ["Alloc", *(step if step.reduction else step[:-1])]
 
 
 def _kept(values: dict) -> RecordedPhase:
-    kinds = []
+    kinds: list[TraceEvent] = []
     for name, *rest in values["kinds"]:
         kinds.append(_step(name, rest, kinds))
-    work = {}
+    work: Counts = {}
     for *fields, once, each in values["work"]:
         flops, dtype, result, moved, lists, elements, phase, *last = fields
         known = flops, dtype, tuple(result), tuple(moved), lists, elements, Phase(phase)

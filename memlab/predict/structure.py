@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from memlab import models
 from memlab.gpus import GPU, card_class
 from memlab.libraries import remembered
+from memlab.models import Model
 from memlab.predict.widths import (
     LENGTHS,
     LIKE_RANK,
@@ -34,7 +35,6 @@ from memlab.spec.recipe import (
     FOUR_BITS,
     Recipe,
 )
-from memlab.spec.serving import Serving
 from memlab.trace.symbols import ALIGNED, chosen_sizes
 
 # Kinds of stretched rotary positions whose tensors are those of plain ones.
@@ -132,7 +132,11 @@ class Structure:
             for name, symbol in (("max_position_embeddings", "P"), ("sliding_window", "w"))
             if getattr(self.config, name, None)
         }
-        changes = {"batch_size": sizes["b"], "seq_len": sizes["s"], "accumulation": around.batches}
+        changes: dict[str, Any] = {
+            "batch_size": sizes["b"],
+            "seq_len": sizes["s"],
+            "accumulation": around.batches,
+        }
         if "r" in sizes:
             changes["lora_rank"] = sizes["r"]
         model = models.resized(self.config, **values)
@@ -161,7 +165,7 @@ def structures(
 
 def common_key_fields(recipe: Recipe) -> dict:
     """What both the passes and the updates of a recipe depend on, as plain JSON values."""
-    values = {
+    values: dict[str, Any] = {
         "task": recipe.task,
         "precision": recipe.precision,
         "freeze": sorted(map(str, recipe.freeze)),
@@ -180,17 +184,14 @@ def common_key_fields(recipe: Recipe) -> dict:
     return values
 
 
-def has_no_trace(recipe: Recipe | Serving, card: GPU) -> bool:
+def has_no_trace(recipe: Recipe, card: GPU) -> bool:
     """Whether a recipe is known to have no trace of passes and updates for all sizes.
 
     A loss in parts of tokens has as many parts as the tokens ask for. Where the backward pass steps
     there are no updates apart from it. Copies to the host have terms of no size. Where flash-attn
     gets borders between sequences, there is one more of these than sequences. The gated delta rule
-    of Qwen3.5 and its like loops over the chunks of a sequence. A serving's cache grows with each
-    token.
+    of Qwen3.5 and its like loops over the chunks of a sequence.
     """
-    if isinstance(recipe, Serving):
-        return True
     parts = recipe.loss != "whole" or recipe.step_in_backward
     away = recipe.activation_offload or recipe.optimizer_offload != "none"
     borders = recipe.attention == "flash_attention_2" and (recipe.packed or recipe.padded)
@@ -203,7 +204,7 @@ def has_fused_products(recipe: Recipe, card: GPU) -> bool:
 
     Which weights of which shapes at how many tokens is a table of its own.
     """
-    if recipe.base not in FOUR_BITS:
+    if recipe.base not in FOUR_BITS or recipe.compute_dtype is None:
         return False
     tokens = recipe.batch_size * recipe.seq_len
     card_kind = [card.processors, *card.capability]
@@ -212,7 +213,7 @@ def has_fused_products(recipe: Recipe, card: GPU) -> bool:
 
 
 @remembered
-def _fused_tokens(model, task: str, dtype: str, card: list[int]) -> list[list[int]]:
+def _fused_tokens(model: Model, task: str, dtype: str, card: list[int]) -> list[list[int]]:
     """[first, last] of each range of tokens at which some product of a model is fused.
 
     card: its multiprocessors and its compute capability.
@@ -234,7 +235,7 @@ def _fused_tokens(model, task: str, dtype: str, card: list[int]) -> list[list[in
 # ---------------------------------------------------------------------- the usual dimensions
 
 
-def shared_structure(model) -> Structure | None:
+def shared_structure(model: Model) -> Structure | None:
     """The structure of a model whose widths are `WIDTHS`; None where it has others."""
     found = usual_values(model)
     if found is None:
@@ -244,7 +245,7 @@ def shared_structure(model) -> Structure | None:
 
 
 @remembered
-def usual_values(model) -> dict[str, Any] | None:
+def usual_values(model: Model) -> dict[str, Any] | None:
     """Key and widths of a model whose widths are `WIDTHS`; None where it has others.
 
     A config.json names the release that wrote it, and settings that its class does not know any
@@ -258,7 +259,7 @@ def usual_values(model) -> dict[str, Any] | None:
         return None
     chosen, own = _at_chosen_widths(config)
     known = vars(type(config)()).keys() - {"architectures", "transformers_version"}
-    kept = {"model_type": config.model_type}
+    kept: dict[str, Any] = {"model_type": config.model_type}
     for name, value in vars(chosen).items():
         if isinstance(value, (list, tuple)) and value and len(set(map(str, value))) == 1:
             value = value[0]  # a kind of layer, named for each of them
@@ -278,7 +279,7 @@ def usual_values(model) -> dict[str, Any] | None:
 
 @remembered
 def _routes(
-    model, dtype: str, capability: list[int], changes: list[str], size: int = 64
+    model: Model, dtype: str, capability: list[int], changes: list[str], size: int = 64
 ) -> list[str]:
     """SDPA's kernels for a model at the chosen widths, without a mask and with one.
 
@@ -288,7 +289,7 @@ def _routes(
     from memlab.workloads.quantized import COMPUTE_DTYPES
 
     shares = heads_of_a_key(_at_chosen_widths(models.config(model))[0]) > 1
-    return list(model_routes(COMPUTE_DTYPES[dtype], shares, tuple(capability), size))
+    return list(model_routes(COMPUTE_DTYPES[dtype], shares, (capability[0], capability[1]), size))
 
 
 def _changes_of_sdpa() -> list[str]:
@@ -313,7 +314,7 @@ def _rope(parameters: dict) -> str | None:
     return kind if share == 1 else f"{kind}, of {share} of a head"
 
 
-def _unlike_usual(config) -> str:
+def _unlike_usual(config: Any) -> str:
     """Why a config has other widths than `WIDTHS`; empty where it has these."""
     if config.is_heterogeneous:
         return "its layers have sizes of their own"
@@ -331,7 +332,7 @@ def _unlike_usual(config) -> str:
     return ""
 
 
-def _at_chosen_widths(config):
+def _at_chosen_widths(config: Any) -> tuple[Any, dict[str, tuple[int, int]]]:
     """The config with `WIDTHS`, and symbol -> (chosen, own)."""
     values, own, new = at_widths(config, WIDTHS)
     if new["h"] != WIDTHS["h"]:
@@ -369,11 +370,12 @@ def with_matching_state_dtypes(recipe: Recipe, found: Structure) -> Recipe:
     if not found.widths or _states_are_alike(recipe, found):
         return recipe
     config = models.config(recipe.model)
-    rank = {"lora_rank": LIKE_RANK} if recipe.lora_rank else {}
+    rank: dict[str, Any] = {"lora_rank": LIKE_RANK} if recipe.lora_rank else {}
     for widths in LIKE_WIDTHS:
         values, _, _ = at_widths(config, widths)
         like = replace(recipe, model=models.resized(config, **values), **rank)
-        if shared_structure(like.model).key == found.key and _states_are_alike(like, found):
+        usual = shared_structure(like.model)
+        if usual and usual.key == found.key and _states_are_alike(like, found):
             return like
     raise ValueError(f"no widths at which states of {recipe.model_name} are as at the chosen ones")
 
@@ -383,7 +385,7 @@ def _states_are_alike(recipe: Recipe, usual: Structure) -> bool:
     if not _has_small_states(recipe):
         return True
 
-    def kinds(shapes, rank):
+    def kinds(shapes: Iterable[Sequence[int]], rank: int) -> list[list[bool]]:
         if recipe.lora_rank:  # a head of few classes is trained whole
             matrices = [shape for shape in shapes if len(shape) == 2]
             shapes = [shape for shape in matrices if min(shape) < NARROW]
@@ -397,7 +399,7 @@ def _states_are_alike(recipe: Recipe, usual: Structure) -> bool:
 
 
 @remembered
-def _shapes_at_chosen_widths(model, task: str) -> list[list[int]]:
+def _shapes_at_chosen_widths(model: Model, task: str) -> list[list[int]]:
     """As `shapes_of`, of a model whose widths are the usual ones, at the chosen ones."""
     return shapes_of(_at_chosen_widths(models.config(model))[0], task)
 

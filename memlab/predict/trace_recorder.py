@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from memlab import models
 from memlab.gpus import GPU
@@ -36,7 +37,7 @@ AGREEING_DEPTHS = (1, 2, 3), (2, 3, 4)
 MAX_EVENT_RATIO = 2
 
 
-def run_log(recipe: Recipe | Serving, card: GPU, loop=None) -> Log:
+def run_log(recipe: Recipe | Serving, card: GPU, loop: Callable[..., Any] | None = None) -> Log:
     """The log of a recipe at its own sizes, of shallow models where these stand for a deep one.
 
     loop: another training loop than memlab's own, a function like `memlab.predict.run.two_steps`.
@@ -48,7 +49,7 @@ def run_log(recipe: Recipe | Serving, card: GPU, loop=None) -> Log:
         return with_all_micro_batches(recipe, log or log_of(recipe, card, numbered=True, loop=loop))
 
 
-def _stretched(recipe: Recipe, card: GPU, loop) -> Log | None:
+def _stretched(recipe: Recipe | Serving, card: GPU, loop: Callable[..., Any] | None) -> Log | None:
     layers = layers_of(recipe)
     if not layers:
         return None
@@ -59,17 +60,15 @@ def _stretched(recipe: Recipe, card: GPU, loop) -> Log | None:
         halves = next(filter(None, found), None)
     except ValueError:
         return None  # said at full depth, about the model that was asked for
-    if not halves:
+    patterns = layers.patterns(models.config(recipe.model).num_hidden_layers)
+    if not halves or patterns is None:
         return None
     batches = recipe.accumulation
     trace = Trace(*(PhaseTrace(one, None, batches, card.workspace) for one in halves))
-    patterns = layers.patterns(models.config(recipe.model).num_hidden_layers)
     return trace.at({}, Depth(patterns, batches))
 
 
-def record(
-    recipe: Recipe, card: GPU, found: Structure
-) -> tuple[RecordedPhase, RecordedPhase] | None:
+def record(recipe: Recipe, card: GPU, found: Structure) -> tuple[RecordedPhase, ...] | None:
     """The halves of a recipe for all sizes under its circumstances; None where there are none."""
     try:
         with gc_frozen():
@@ -78,9 +77,7 @@ def record(
         return None  # the caller runs the recipe itself, which raises a better error
 
 
-def _recorded(
-    recipe: Recipe, card: GPU, found: Structure
-) -> tuple[RecordedPhase, RecordedPhase] | None:
+def _recorded(recipe: Recipe, card: GPU, found: Structure) -> tuple[RecordedPhase, ...] | None:
     around = TraceDomain.of(recipe)
     import_libraries(recipe)
     primed, sizes = found.chosen(recipe, around)
@@ -161,18 +158,23 @@ def _depth_of_check(
     return Depth(patterns if layers else 1, around.batches)
 
 
-def _shallow_halves(recipe: Recipe, layers: Layers, run: Callable[[Recipe], Log]):
+def _shallow_halves(
+    recipe: Recipe | Serving, layers: Layers, run: Callable[[Any], Log]
+) -> Callable[[int], tuple[Log, Log]]:
     """A function that gives the halves of a log with so many patterns, each run once."""
     return functools.cache(lambda number: run(_deep(recipe, layers.number(number))).halves())
 
 
-def _layered(shallow: Callable[[int], list[Log]], depths: Sequence[int]) -> list[LayeredLog] | None:
+def _layered(
+    shallow: Callable[[int], tuple[Log, Log]], depths: Sequence[int]
+) -> list[LayeredLog] | None:
     """Both halves for any depth; None where those of these depths do not agree."""
-    halves = [LayeredLog.of(logs, depths[-2]) for logs in zip(*map(shallow, depths), strict=True)]
-    return None if None in halves else halves
+    found = [LayeredLog.of(logs, depths[-2]) for logs in zip(*map(shallow, depths), strict=True)]
+    halves = [half for half in found if half is not None]
+    return halves if len(halves) == len(found) else None
 
 
-def _deep(recipe: Recipe, layers: int) -> Recipe:
+def _deep(recipe: Recipe | Serving, layers: int) -> Recipe | Serving:
     return replace(recipe, model=models.with_layers(recipe.model, layers))
 
 
@@ -189,7 +191,9 @@ def canonical_events(log: Log) -> list:
 
     Of a buffer its bytes count, not the matrix that is summed.
     """
-    places, words, dying = {}, [], []
+    places: dict[object, int] = {}
+    words: list[Any] = []
+    dying: list[Any] = []
     for name, step in log.events():
         if type(step) is Free:
             dying.append(places.pop(name))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from memlab import models
 from memlab.gpus import GPU
@@ -92,8 +92,13 @@ class Traces:
         trace, depth, sizes = found
         return trace.peak_allocated(sizes, depth)
 
-    def of(self, recipe: Recipe, card: GPU) -> tuple[Trace, Depth, dict] | None:
-        """The trace of a recipe on cards like this, with its depth and sizes; None for none."""
+    def of(self, recipe: Recipe | Serving, card: GPU) -> tuple[Trace, Depth, dict] | None:
+        """The trace of a recipe on cards like this, with its depth and sizes; None for none.
+
+        A serving has none: its cache grows with each token.
+        """
+        if isinstance(recipe, Serving):
+            return None
         found = self.halves_of(recipe, card)
         if found is None:
             return None
@@ -108,23 +113,30 @@ class Traces:
             return None
         for of_halves in structures(recipe, card):
             keys = keys_of(recipe, *of_halves)
-            halves = self._halves(keys, recipe, card, of_halves)
-            if None in halves:
+            known = self._halves(keys, recipe, card, of_halves)
+            halves = [half for half in known if half is not None]
+            if len(halves) < len(keys):
                 continue
             layers = getattr(models.settings(recipe.model), "num_hidden_layers", 1)
-            patterns = {h.layers.patterns(layers) if h.layers else 1 for h in halves}
-            if len(patterns) == 1 and None not in patterns:
-                return TraceLookup(of_halves, keys, halves, patterns.pop())
+            patterns, *others = {h.layers.patterns(layers) if h.layers else 1 for h in halves}
+            if patterns is not None and not others:
+                return TraceLookup(of_halves, keys, halves, patterns)
         return None
 
-    def _halves(self, keys, recipe, card, of_halves) -> list[RecordedPhase | None]:
+    def _halves(
+        self,
+        keys: tuple[str, str],
+        recipe: Recipe,
+        card: GPU,
+        of_halves: tuple[Structure, Structure],
+    ) -> list[RecordedPhase | None]:
         """The passes and the updates; what is recorded with either is kept, too."""
         if self._store:
             for key in keys:
                 if key not in self._known:
                     self._store.read_into(self._known, key)
         if self._shipped and not self._known.keys() >= set(keys):
-            self._take_shipped(keys, recipe, card, of_halves)
+            self._take_shipped(self._shipped, keys, recipe, card, of_halves)
         for key, structure in zip(keys, of_halves, strict=True):
             if key not in self._known:
                 from memlab.predict.trace_recorder import record
@@ -138,20 +150,28 @@ class Traces:
             lru_get(self._known, key, None, MAX_CACHED_PHASES)
         return halves
 
-    def _take_shipped(self, keys, recipe, card, of_halves) -> None:
+    def _take_shipped(
+        self,
+        shipped: Shipped,
+        keys: tuple[str, str],
+        recipe: Recipe,
+        card: GPU,
+        of_halves: tuple[Structure, Structure],
+    ) -> None:
         """Add what came with memlab, where it holds with the releases that are here."""
-        shipped: dict[str, RecordedPhase | None] = {}
+        halves: dict[str, RecordedPhase | None] = {}
         for key in keys:
             if key not in self._known:
-                self._shipped.read_into(shipped, key)
-        if not self._shipped.others_of(recipe):
-            self._known |= shipped
+                shipped.read_into(halves, key)
+        if not shipped.others_of(recipe):
+            self._known |= halves
             return
         from memlab.predict.trace_recorder import is_as_run
 
-        both = [shipped.get(key) or self._known.get(key) for key in keys]
-        if None not in both and is_as_run(recipe, card, of_halves, both):
-            for key, half in shipped.items():
+        known = [halves.get(key) or self._known.get(key) for key in keys]
+        both = [half for half in known if half is not None]
+        if len(both) == len(keys) and is_as_run(recipe, card, of_halves, both):
+            for key, half in halves.items():
                 self._keep(key, half)
 
     def _keep(self, key: str, half: RecordedPhase | None) -> None:
@@ -159,7 +179,7 @@ class Traces:
         if self._store:
             self._store.write(key, half)
 
-    def _run(self, recipe, card) -> Log:
+    def _run(self, recipe: Recipe | Serving, card: GPU) -> Log:
         from memlab.predict.trace_recorder import run_log
 
         bare = vars(recipe) | {"model": models.config(recipe.model).to_json_string()}
@@ -168,7 +188,7 @@ class Traces:
         return lru_get(self._runs, key, lambda: run_log(recipe, card))
 
 
-def lru_get(values: dict, key, make, most: int = MAX_CACHED_LOGS):
+def lru_get(values: dict, key: object, make: Any, most: int = MAX_CACHED_LOGS) -> Any:
     """The value of a key, made where it is not there; the last ones stay."""
     values[key] = values.pop(key) if key in values else make()
     while len(values) > most:
@@ -210,7 +230,7 @@ def keys_of(recipe: Recipe, passes: Structure, updates: Structure) -> tuple[str,
     if recipe.packed:
         passed["packed"] = True
     updated = both | {"optimizer": recipe.optimizer, "clipped": recipe.max_grad_norm > 0}
-    return tuple(
-        f"{structure.key} {json.dumps(way, sort_keys=True)}"
-        for structure, way in ((passes, passed), (updates, updated))
+    return (
+        f"{passes.key} {json.dumps(passed, sort_keys=True)}",
+        f"{updates.key} {json.dumps(updated, sort_keys=True)}",
     )

@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -188,20 +189,20 @@ def _callback(phases: OneOfEach) -> Any:
     from transformers import TrainerCallback
 
     class Callback(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             phases.ask(args, control)
 
-        def on_evaluate(self, args, state, control, **kwargs):
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             phases.note(EVALUATION)
 
-        def on_save(self, args, state, control, **kwargs):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             phases.note(SAVING)
             phases.end()
 
-        def on_step_begin(self, args, state, control, **kwargs):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             phases.end()
 
-        def on_epoch_end(self, args, state, control, **kwargs):
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             phases.end()
 
     return Callback()
@@ -210,7 +211,7 @@ def _callback(phases: OneOfEach) -> Any:
 def _trainer_at_work() -> Any:
     """The Trainer of transformers whose loop has called this; None for none."""
     module = sys.modules.get("transformers.trainer")
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while module and frame is not None:
         # A wrapper may have another `self` and the Trainer among its arguments.
         own = frame.f_locals.get("self")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Any
 
 from memlab import models
 from memlab.libraries import remembered
+from memlab.models import Model
 
 # Chosen widths: g key-value heads with m query heads each, of size d; h hidden size where it is not
 # g * m * d; f feed-forward width; V vocabulary. Each has a prime factor of its own; the rest, a
@@ -30,7 +32,7 @@ LAYERS = 16  # at the front, among which are layers of all kinds, where no list 
 
 
 @remembered
-def shapes_of(model, task: str) -> list[list[int]]:
+def shapes_of(model: Model, task: str) -> list[list[int]]:
     """The shapes of a model's weights, of one layer of each kind.
 
     A layer of another kind has other shapes. It may come late: every fourth of Qwen3-Next is one of
@@ -44,21 +46,23 @@ def shapes_of(model, task: str) -> list[list[int]]:
     layers = min(max(first), config.num_hidden_layers)
     with torch.device("meta"):
         built = models.build(models.with_layers(config, layers), task)
-    around, layers_weights = [], {}
+    around: list[tuple[int, ...]] = []
+    layers_weights: dict[str, list[tuple[int, ...]]] = {}
     for name, weight in built.named_parameters():
         layer = re.match(r"(.*?\.\d+\.)(.*)", name)
         found = layers_weights.setdefault(layer[1], []) if layer else around
         found.append(tuple(weight.shape))
     kinds = dict.fromkeys(map(tuple, layers_weights.values()))
-    return [*around, *(shape for kind in kinds for shape in kind)]
+    shapes = [*around, *(shape for kind in kinds for shape in kind)]
+    return [list(shape) for shape in shapes]
 
 
-def size_field_names(config) -> list[str]:
+def size_field_names(config: Any) -> list[str]:
     """The fields of a config that are sizes of any structure: its positions and its window."""
     return [config.attribute_map.get(name, name) for name in LENGTHS]
 
 
-def at_widths(config, chosen: dict[str, int]) -> tuple[dict, dict[str, int], dict[str, int]]:
+def at_widths(config: Any, chosen: dict[str, int]) -> tuple[dict, dict[str, int], dict[str, int]]:
     """(what a config with these widths has, symbol -> its own width, symbol -> the chosen one).
 
     m is 1 where each head has keys of its own, and the config's where queries, keys and values come
@@ -90,7 +94,7 @@ def at_widths(config, chosen: dict[str, int]) -> tuple[dict, dict[str, int], dic
     return values, own, new
 
 
-def heads_of_a_key(config) -> int:
+def heads_of_a_key(config: Any) -> int:
     """Query heads that share a head of keys and values."""
     heads = config.num_attention_heads
     return heads // (getattr(config, "num_key_value_heads", None) or heads)

@@ -66,7 +66,7 @@ class Recipe:
         "a name of `memlab.models.MODELS`, a path to a config.json, a hub name, or in Python a "
         "transformers PretrainedConfig or a dictionary of its values",
     )
-    task: str | None = field(
+    task: Any = field(  # a str once the recipe is there
         None,
         "sequence-classification, causal-lm, masked-lm or seq2seq-lm; None takes the model's "
         "usual one",

@@ -44,7 +44,7 @@ class Serving:
             "nf4": "bitsandbytes' 4 bits with double quantization, in the same layers",
         },
     )
-    compute_dtype: str | None = field(
+    compute_dtype: Any = field(  # a str once the serving is there
         None,
         "of what is not quantized and of the products; None takes the weights' own, or fp16",
         ("fp32", "fp16", "bf16", None),
@@ -75,6 +75,8 @@ class Serving:
     double_quant: ClassVar[bool] = True
     freeze: ClassVar[tuple[int | str, ...]] = ()
     ranks: ClassVar[int] = 1
+    sharding: ClassVar[str] = ""
+    lora_fp32: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for one in fields(self):

@@ -36,7 +36,7 @@ class Counter:
 
     __slots__ = ("current", "peak", "allocated", "freed")
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.current = self.peak = self.allocated = self.freed = 0
 
     def add(self, change: int) -> None:
@@ -234,17 +234,17 @@ class CachingAllocator(ExpandableSegments):
                 counter.allocated = counter.freed = 0
         self.retries = self.ooms = self.flushes = self.device_allocs = self.device_frees = 0
 
-    def _note(self, kind, address, nbytes):
+    def _note(self, kind: str, address: int, nbytes: int) -> None:
         if self.statistics:
             self.trace.append(Action(kind, address, nbytes))
 
-    def _count(self, small, name, change):
+    def _count(self, small: bool, name: str, change: int) -> None:
         if not self.statistics:
             return
         for counter in self._counters_of[small][name]:
             counter.add(change)
 
-    def _count_inactive(self, block, number, nbytes):
+    def _count_inactive(self, block: Block, number: int, nbytes: int) -> None:
         """Free pieces of segments that other pieces are in use of; PyTorch leaves out expandable
         ones, which can give back parts of themselves.
         """
@@ -252,14 +252,14 @@ class CachingAllocator(ExpandableSegments):
             self._count(block.small, "inactive_split", number)
             self._count(block.small, "inactive_split_bytes", nbytes)
 
-    def _count_request(self, block, sign):
+    def _count_request(self, block: Block, sign: int) -> None:
         self._count(block.small, "allocation", sign)
         self._count(block.small, "allocated_bytes", sign * block.size)
         self._count(block.small, "requested_bytes", sign * block.requested)
 
     # ------------------------------------------------------------------ blocks and segments
 
-    def _new_block(self, size, small, stream):
+    def _new_block(self, size: int, small: bool, stream: int) -> Block:
         """A block of new memory, for which an empty cache makes room where it must."""
         if small:
             segment = SMALL_SEGMENT
@@ -274,11 +274,11 @@ class CachingAllocator(ExpandableSegments):
             block = self._from_device(size, segment, small, stream)
         if block is None:
             self.ooms += 1
-            self._note("oom", self.capacity - self.reserved, size)
+            self._note("oom", (self.capacity or 0) - self.reserved, size)
             raise CapacityError(segment)
         return block
 
-    def _from_device(self, size, segment, small, stream):
+    def _from_device(self, size: int, segment: int, small: bool, stream: int) -> Block | None:
         """A block of new memory, or None where the device is full."""
         if self.expandable_segments:
             return self._expand(size, small, stream)
@@ -295,14 +295,14 @@ class CachingAllocator(ExpandableSegments):
         self._note("segment_alloc", address, segment)
         return block
 
-    def _new_addresses(self, nbytes):
+    def _new_addresses(self, nbytes: int) -> int:
         self._next_segment -= nbytes + LARGE_ROUND
         return self._next_segment
 
-    def _too_full_for(self, segment):
+    def _too_full_for(self, segment: int) -> bool:
         return self.capacity is not None and self.reserved + segment > self.capacity
 
-    def _cut(self, block, size):
+    def _cut(self, block: Block, size: int) -> Block:
         """Cut a block behind so many bytes: the rest, which is in no pool's cache yet."""
         rest = Block(
             block.address + size, block.size - size, block.small, block.segment, block.pool
@@ -314,7 +314,7 @@ class CachingAllocator(ExpandableSegments):
         self.blocks[rest.address] = rest
         return rest
 
-    def _merge(self, left, right):
+    def _merge(self, left: Block, right: Block) -> Block:
         left.size, left.after = left.size + right.size, right.after
         if right.after:
             right.after.before = left

@@ -1,6 +1,9 @@
 """Blocks, as PyTorch's caching allocator cuts them, and the sizes that it goes by. In bytes."""
 
+from __future__ import annotations
+
 from bisect import bisect_left
+from typing import Any
 
 from memlab.units import MiB
 
@@ -25,7 +28,10 @@ class Block:
         *("free", "before", "after", "requested"),
     )
 
-    def __init__(self, address, size, small, segment, pool):
+    before: Block | None
+    after: Block | None
+
+    def __init__(self, address: int, size: int, small: bool, segment: Any, pool: Any):
         self.address, self.size, self.small, self.segment = address, size, small, segment
         self.pool = pool
         self.free, self.before, self.after, self.requested = True, None, None, 0
@@ -54,7 +60,7 @@ class AddressRange:
 
     __slots__ = ("start", "granule", "pool", "unmapped")
 
-    def __init__(self, start, granule, pool, unmapped):
+    def __init__(self, start: int, granule: int, pool: Any, unmapped: list[int]):
         self.start, self.granule, self.pool, self.unmapped = start, granule, pool, unmapped
 
     def down(self, address: int) -> int:

@@ -3,6 +3,8 @@
 import os
 import re
 
+from memlab.trace.card_memory import CardMemory
+
 # The first that is set counts, alone: so does PyTorch 2.13 (c10/core/AllocatorConfig.cpp).
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 CALL = "torch.cuda.memory._set_allocator_settings"
@@ -11,13 +13,12 @@ CALL = "torch.cuda.memory._set_allocator_settings"
 class AllocatorSettings:
     """The settings of a card's allocator.
 
-    memory: a `memlab.trace.card_memory.CardMemory`. assumptions: a dict that takes a line for each
-    setting. text: as the program said it last. PyTorch reads the environment when it first uses
-    CUDA; here that is the first allocation on the card, so a program may set the variable until
-    then.
+    assumptions: a dict that takes a line for each setting. text: as the program said it last.
+    PyTorch reads the environment when it first uses CUDA; here that is the first allocation on the
+    card, so a program may set the variable until then.
     """
 
-    def __init__(self, memory, assumptions: dict, reads_environment: bool):
+    def __init__(self, memory: CardMemory, assumptions: dict, reads_environment: bool):
         self.memory, self.assumptions, self.text = memory, assumptions, ""
         memory.before_first = self.read if reads_environment else None
 
@@ -42,7 +43,7 @@ class AllocatorSettings:
         """What `torch._C._accelerator_getAllocatorSettings` gives."""
         return self.text
 
-    def _apply(self, text, source) -> None:
+    def _apply(self, text: str, source: str) -> None:
         self.text = text
         for setting in filter(None, re.split(r",(?![^\[]*\])", re.sub(r"\s", "", text))):
             key, _, value = setting.partition(":")

@@ -1,7 +1,10 @@
 """The card's memory: PyTorch's allocator with a limit, and what it says when there is no room."""
 
+from collections.abc import Callable
+
 from memlab.gpus import GPU
 from memlab.trace.allocator import CachingAllocator, CapacityError
+from memlab.trace.allocator_blocks import Block
 
 
 class CardMemory(CachingAllocator):
@@ -14,7 +17,7 @@ class CardMemory(CachingAllocator):
         c10/cuda/CUDACachingAllocator.h: (device, bytes, bytes of the card, free bytes).
     """
 
-    before_first = None
+    before_first: Callable[[], None] | None = None
     fraction = 1.0
 
     def __init__(self, gpu: GPU, statistics: bool = True, expandable_segments: bool = False):
@@ -25,7 +28,7 @@ class CardMemory(CachingAllocator):
     def set_fraction(self, fraction: float) -> None:
         """Take no more than this part of the card from now on, and no more than there is."""
         self.fraction = fraction
-        if self.gpu.total_memory is not None:
+        if self.gpu.usable is not None and self.gpu.total_memory is not None:
             self.capacity = min(self.gpu.usable, int(fraction * self.gpu.total_memory))
 
     def used(self) -> int:
@@ -47,16 +50,16 @@ class CardMemory(CachingAllocator):
 
     def free_and_total(self) -> tuple[int, int]:
         """Bytes free on the card and its size, as `torch.cuda.mem_get_info` gives them."""
-        if self.gpu.total_memory is None:
+        if self.gpu.usable is None or self.gpu.total_memory is None:
             raise ValueError("mem_get_info needs a card with a limit: this simulation has none")
         return self.gpu.usable - self.reserved, self.gpu.total_memory
 
-    def _new_block(self, size, small, stream):
+    def _new_block(self, size: int, small: bool, stream: int) -> Block:
         if self.before_first:
             self.before_first()
         return super()._new_block(size, small, stream)
 
-    def _message(self, segment) -> str:
+    def _message(self, segment: int) -> str:
         """PyTorch's words: c10/cuda/CUDACachingAllocator.cpp."""
         free, total = self.free_and_total()
         allowed = f"{_size(int(self.fraction * total))} allowed; " if self.fraction < 1 else ""

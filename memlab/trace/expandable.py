@@ -16,6 +16,7 @@ declare); they are the same in the text of the end of 2024:
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 
 from memlab.trace.allocator_blocks import MEDIUM_SEGMENT, SMALL_SEGMENT, AddressRange, Block, take
 from memlab.units import round_up
@@ -30,12 +31,26 @@ class ExpandableSegments:
         time: what they have free then serves no request until it is on again.
     """
 
+    # What `CachingAllocator` has.
+    blocks: dict[int, Block]
+    reserved: int
+    peak_reserved: int
+    device_allocs: int
+    device_frees: int
+    _free: dict[tuple[int, bool], list[tuple[int, int]]]
+    _cut: Callable[[Block, int], Block]
+    _merge: Callable[[Block, Block], Block]
+    _new_addresses: Callable[[int], int]
+    _too_full_for: Callable[[int], bool]
+    _count: Callable[[bool, str, int], None]
+    _note: Callable[[str, int, int], None]
+
     def __init__(self, expandable_segments: bool, device_memory: int | None):
         self.expandable_segments, self._device_memory = expandable_segments, device_memory
         # (stream, small) -> the addresses of blocks without memory, ascending
         self._unmapped: dict[tuple[int, bool], list[int]] = {}
 
-    def _expandable_fit(self, free, best) -> int:
+    def _expandable_fit(self, free: list[tuple[int, int]], best: int) -> int:
         """The number of the free block that is taken, where `best` is the smallest in size."""
         blocks = [self.blocks[address] for _, address in free[best : best + 2]]
         if not blocks or not blocks[0].is_expandable:
@@ -49,23 +64,24 @@ class ExpandableSegments:
             blocks = [self.blocks[address] for _, address in free[best : best + 2]]
         return best
 
-    def _expand(self, size, small, stream) -> Block | None:
+    def _expand(self, size: int, small: bool, stream: int) -> Block | None:
         """A block of at least so many bytes, out of the cache; None where the device is full.
 
         What was mapped until then stays in the cache, as in PyTorch.
         """
         block = self._expandable_block(size, small, stream)
         while not block.is_mapped or block.size < size:
-            # Without memory, or free and before one without.
-            to_map = block.after if block.is_mapped else block
-            missing = size - block.size if block.is_mapped else size
-            block = self._map(to_map, min(missing, to_map.size))
-            if block is None:
+            to_map, missing = block, size
+            if block.is_mapped and block.after is not None:  # free, and before one without memory
+                to_map, missing = block.after, size - block.size
+            mapped = self._map(to_map, min(missing, to_map.size))
+            if mapped is None:
                 return None
+            block = mapped
         take(block)
         return block
 
-    def _expandable_block(self, size, small, stream) -> Block:
+    def _expandable_block(self, size: int, small: bool, stream: int) -> Block:
         """The lowest block, free or without memory, from which a request fits, or a new range."""
         unmapped = self._unmapped.setdefault((stream, small), [])
         for address in unmapped:
@@ -85,7 +101,7 @@ class ExpandableSegments:
         insort(unmapped, start)
         return block
 
-    def _map(self, block, size) -> Block | None:
+    def _map(self, block: Block, size: int) -> Block | None:
         """Put memory to the first `size` bytes of a block without: it, merged with free ones."""
         addresses = block.segment
         nbytes = addresses.up(block.address + size) - block.address
@@ -112,7 +128,7 @@ class ExpandableSegments:
         self._note("segment_map", start, nbytes)
         return block
 
-    def _unmap(self, block) -> None:
+    def _unmap(self, block: Block) -> None:
         """Give back the whole granules of a free block; a range without memory goes, too."""
         addresses = block.segment
         start = addresses.up(block.address)
@@ -144,13 +160,13 @@ class ExpandableSegments:
             del self.blocks[block.address]
 
 
-def _room(block) -> int:
+def _room(block: Block) -> int:
     """The bytes that a free block could grow to, into addresses without memory behind it."""
     after = block.after
     return block.size + (after.size if after is not None and not after.is_mapped else 0)
 
 
-def _fits_from(block, size) -> bool:
+def _fits_from(block: Block | None, size: int) -> bool:
     """Whether so many bytes of addresses without a tensor begin with a block."""
     nbytes = 0
     while nbytes < size and block is not None and (block.free or not block.is_mapped):

@@ -9,15 +9,16 @@ comparing the logs. Nothing is fitted: the log at another depth is written out e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from memlab.trace.events import TraceEvent
 from memlab.trace.log import Log
 
-Counts = dict[object, tuple[int, int]]  # what is counted -> (once, more with each pattern)
+Counts = dict[Any, tuple[int, int]]  # what is counted -> (once, more with each pattern)
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class LayeredLog:
             for log in logs
         ]
         if len(logs) == 1:
-            weights, work = ({k: (n, 0) for k, n in c.items()} for c in _counts(logs[0]))
-            found = cls(tuple(numbers), orders[0], None, patterns, weights, work, ())
+            all_weights, all_work = ({k: (n, 0) for k, n in c.items()} for c in _counts(logs[0]))
+            found = cls(tuple(numbers), orders[0], None, patterns, all_weights, all_work, ())
             return found._assuming(logs)
         *fewer, some, more = orders
         blocks = growth(some, more, seen_twice=bool(fewer))
@@ -65,9 +66,9 @@ class LayeredLog:
         found = cls(tuple(numbers), some, tuple(blocks), patterns, weights, work, ())
         return found._assuming(logs)
 
-    def _assuming(self, logs) -> LayeredLog:
+    def _assuming(self, logs: Sequence[Log]) -> LayeredLog:
         said = dict.fromkeys(one for log in logs for one in log.assumptions)
-        return LayeredLog(*(getattr(self, name) for name in _FIELDS), tuple(said))
+        return replace(self, assumptions=tuple(said))
 
     def order_at(self, patterns: int) -> np.ndarray:
         """The kinds of the log with so many patterns. Raises ValueError where there is none."""
@@ -81,9 +82,6 @@ class LayeredLog:
         """Weights or work with so many patterns."""
         more = patterns - self.patterns
         return Counter({kind: once + more * each for kind, (once, each) in counts.items()})
-
-
-_FIELDS = ("kinds", "order", "blocks", "patterns", "weights", "work")
 
 
 def _counts(log: Log) -> tuple[Counter, Counter]:
@@ -111,7 +109,8 @@ def growth(
     seen_twice: False where `short` has one pattern, so that what lies between two patterns stands
     in `long` once: a block that it has not had before is taken, too.
     """
-    blocks, i, j = [], 0, 0
+    blocks: list[tuple[int, np.ndarray]] = []
+    i, j = 0, 0
     while True:
         agreed = _agreement(short[i:], long[j:])
         i, j = i + agreed, j + agreed
@@ -137,14 +136,14 @@ def growth(
         j += size
 
 
-def _agreement(a, b) -> int:
+def _agreement(a: np.ndarray, b: np.ndarray) -> int:
     """How many first elements two arrays have in common."""
     shorter = min(len(a), len(b))
     different = a[:shorter] != b[:shorter]
     return int(different.argmax()) if different.any() else shorter
 
 
-def repeated(steps, blocks, more: int) -> np.ndarray:
+def repeated(steps: np.ndarray, blocks: Iterable[tuple[int, np.ndarray]], more: int) -> np.ndarray:
     """`steps` with each block `more` times more often; a negative number takes blocks away."""
     pieces, start = [], 0
     for place, block in blocks:

@@ -2,13 +2,15 @@
 
 import functools
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from memlab.footprint import Allocation, Category, Footprint, Phase, Timeline
-from memlab.trace.events import Alloc, Free, Marker
+from memlab.trace.allocator import CachingAllocator
+from memlab.trace.events import Alloc, Free, Marker, TraceEvent
 from memlab.trace.reductions import Reduction
 
 
@@ -51,7 +53,7 @@ class Ledger:
         count the tensors' own bytes.
     """
 
-    def __init__(self, allocator=None):
+    def __init__(self, allocator: CachingAllocator | None = None):
         self.allocator = allocator
         self.assumptions: dict[str, None] = {}  # as `memlab.footprint.Footprint` has them, in order
         self.storages: list[Storage] = []
@@ -72,14 +74,14 @@ class Ledger:
 
     def birth(
         self,
-        nbytes,
-        category,
-        phase,
-        module="",
-        operation=None,
-        stream=0,
-        item=1,
-        reduction=None,
+        nbytes: int,
+        category: Category,
+        phase: Phase,
+        module: str = "",
+        operation: Any = None,
+        stream: int = 0,
+        item: int = 1,
+        reduction: Reduction | None = None,
     ) -> Storage:
         """Enter a new storage of so many bytes."""
         address = None if self.allocator is None else self.allocator.allocate(nbytes, stream)
@@ -89,14 +91,16 @@ class Ledger:
         self._enter(storage, nbytes, phase)
         return storage
 
-    def existed(self, nbytes, category, module="", operation=None) -> Storage:
+    def existed(
+        self, nbytes: int, category: Category, module: str = "", operation: Any = None
+    ) -> Storage:
         """Count a storage that was there before the first entry, and log nothing."""
         self._before += nbytes
         return self._describe(nbytes, category, module, operation)
 
-    def death(self, storage: Storage, phase) -> None:
+    def death(self, storage: Storage, phase: Phase) -> None:
         """Enter the end of a storage."""
-        if self.allocator is not None:
+        if self.allocator is not None and storage.address is not None:
             self.allocator.free(storage.address)
             storage.address = None
         # What dies after the backward pass, its graph, is the end of it; a birth begins a forward.
@@ -111,7 +115,7 @@ class Ledger:
         columns = self._changes, self._phases, self._served, self._reserved
         return [Entry(*values) for values in zip(owners, *columns, strict=True)]
 
-    def events(self):
+    def events(self) -> Iterator[tuple[int | None, TraceEvent]]:
         """(number of a storage, what happens to it) in their order, with emptied caches."""
         emptied = [at for at, mark in self.marks if mark is Marker.EMPTY_CACHE]
         emptied.reverse()  # the next is the last
@@ -148,13 +152,13 @@ class Ledger:
         if self.allocator is not None:
             self.allocator.empty_cache()
 
-    def _describe(self, nbytes, category, module, operation) -> Storage:
+    def _describe(self, nbytes: int, category: Category, module: str, operation: Any) -> Storage:
         name = operation_name(operation)
         storage = Storage(len(self.storages), nbytes, category, module, name)
         self.storages.append(storage)
         return storage
 
-    def _enter(self, storage, change, phase) -> None:
+    def _enter(self, storage: Storage, change: int, phase: Phase) -> None:
         with self.lock:
             self._allocated += change
             allocated, reserved = self._allocated, 0
@@ -177,7 +181,7 @@ class Ledger:
         reserved = max(self._since_reset(self._reserved))
         return served[moment] + self._before, reserved, phase, index
 
-    def _since_reset(self, column) -> list[int]:
+    def _since_reset(self, column: list[int]) -> list[int]:
         """A column's values, from the state before the measured stretch on."""
         return [column[self.start - 1] if self.start else 0, *column[self.start :]]
 
@@ -196,7 +200,7 @@ class Ledger:
                 timeline=self._timeline(index),
             )
 
-    def _breakdown(self, index) -> dict[Category, int]:
+    def _breakdown(self, index: int) -> dict[Category, int]:
         """Bytes by category after the entry `index`, with what existed before the first."""
         breakdown = dict.fromkeys(Category, 0)
         entries = zip(self._numbers, self._changes, strict=True)
@@ -209,7 +213,7 @@ class Ledger:
             breakdown[self.storages[number].category] += change
         return breakdown
 
-    def _timeline(self, peak_index) -> Timeline:
+    def _timeline(self, peak_index: int) -> Timeline:
         columns = {name: i for i, name in enumerate(Category)}
         numbers, phases = self._numbers[self.start :], self._phases[self.start :]
         levels = np.zeros((len(numbers) + 1, len(columns)), np.int64)
@@ -229,7 +233,8 @@ class Ledger:
 
     def _lives(self) -> list[Allocation]:
         """Everything that lived from the entry `start` on, in the order of birth."""
-        born, died = [0] * len(self.storages), {}
+        born: dict[int, int] = {}
+        died: dict[int, int] = {}
         changes = zip(self._numbers, self._changes, strict=True)
         for moment, (number, change) in enumerate(changes, start=1 - self.start):
             (born if change > 0 else died)[number] = max(0, moment)
@@ -239,7 +244,7 @@ class Ledger:
                 storage.category,
                 storage.module,
                 storage.operation,
-                born[storage.number],
+                born.get(storage.number, 0),
                 died.get(storage.number),
                 storage.line,
             )
@@ -249,7 +254,7 @@ class Ledger:
 
 
 @functools.cache
-def operation_name(operation) -> str:
+def operation_name(operation: Any) -> str:
     """`aten.mm`, in PyTorch's words; a name stays."""
     if operation is None:
         return "made before"

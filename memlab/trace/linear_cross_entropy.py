@@ -7,9 +7,12 @@ where a tracer sees it, on the same tensors in the same order.
 
 import contextlib
 import warnings
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
+_module: Any = None
 try:
     from torch.nn.modules import linear_cross_entropy as _module
 except ImportError:  # before PyTorch 2.13
@@ -26,22 +29,22 @@ class _InParts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(*inputs):
+    def forward(*inputs: Any) -> Any:
         *given, _, of_input, of_weight, of_bias = inputs
         accumulate = _module._linear_cross_entropy_batch_chunked_accumulator
         return accumulate(*given, of_input, of_weight, of_bias)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         _module._linear_cross_entropy_batch_chunked_setup_context(ctx, inputs, output)
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Any) -> Any:
         return _module._linear_cross_entropy_batch_chunked_backward(ctx, *grads)
 
 
 @contextlib.contextmanager
-def seen_in_parts():
+def seen_in_parts() -> Iterator[None]:
     """Let the operator run where modes see what it does."""
     if _module is None:
         yield

@@ -6,11 +6,13 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from memlab.footprint import Category, Phase
 from memlab.trace.allocator import MIN_BLOCK, CachingAllocator, CapacityError
 from memlab.trace.events import OUTSIDE, Alloc, Free, Marker, TraceEvent
 from memlab.trace.ledger import Ledger
+from memlab.trace.reductions import Reduction
 from memlab.units import round_up
 
 # Clipping stacks the norms of all trained weights, whose number is another at each depth, and ranks
@@ -56,7 +58,9 @@ class Log:
         return sum(elements * times for (elements, free), times in self.weights.items() if free)
 
     @classmethod
-    def of(cls, ledger: Ledger, weights: Counter, numbered=False, work=()) -> Log:
+    def of(
+        cls, ledger: Ledger, weights: Counter, numbered: bool = False, work: Iterable = ()
+    ) -> Log:
         """The log of a ledger in which a model with these weights was trained.
 
         numbered: whether modules keep the number of their layer, so that layers differ. work: see
@@ -65,11 +69,14 @@ class Log:
         marks = [(ledger.start, Marker.RESET), *ledger.marks]
         marks.sort(key=lambda mark: mark[0])
         marks.reverse()  # the next is the last
-        steps, births, living, dying = [], {}, defaultdict(_LiveStorages), []
+        steps: list[TraceEvent] = []
+        births: dict[int, Alloc] = {}
+        living: dict[Alloc, _LiveStorages] = defaultdict(_LiveStorages)
+        dying: list[tuple[int, Phase]] = []
         free, learning = trained(weights), False
         replaced = _modules_of_replaced(ledger.entries)
 
-        def bury():
+        def bury() -> None:
             for number, phase in sorted(dying):
                 birth = births[number]
                 steps.append(
@@ -117,12 +124,14 @@ class Log:
                 step = step._replace(nbytes=-step.nbytes * free)
             yield number, step
 
-    def halves(self) -> tuple[Log, Log]:
+    def halves(self) -> tuple[Log, ...]:
         """What is made in the passes, and what in the updates, each with its deaths and its work.
 
         The one does not depend on the other: a `memlab.trace.trace.Trace` joins halves of two logs.
         """
-        halves, updated, inside = ([], []), set(), False
+        halves: tuple[list[Event], ...] = ([], [])
+        updated: set[object] = set()
+        inside = False
         for number, step in named(self.steps):
             if step in (Marker.UPDATE, Marker.UPDATED):
                 inside = step is Marker.UPDATE
@@ -132,7 +141,7 @@ class Log:
             if type(step) is Alloc and inside:
                 updated.add(number)
             halves[number in updated].append((number, step))
-        work = Counter(), Counter()
+        work: tuple[Counter, ...] = Counter(), Counter()
         for one, times in self.work.items():
             work[one.micro_batch == UPDATE][one] = times
         return tuple(
@@ -159,7 +168,7 @@ def _modules_of_replaced(entries: Iterable[tuple]) -> dict[int, str]:
 
 def named(steps: Iterable[TraceEvent]) -> Iterator[Event]:
     """Every step with the place of the birth that it is, or that it ends; None for marks."""
-    living = defaultdict(_LiveStorages)
+    living: dict[Alloc, _LiveStorages] = defaultdict(_LiveStorages)
     for number, step in enumerate(steps):
         if type(step) is Alloc:
             living[step].append(number)
@@ -172,7 +181,8 @@ def named(steps: Iterable[TraceEvent]) -> Iterator[Event]:
 
 def renumbered(events: Iterable[Event]) -> list[TraceEvent]:
     """The steps of a part of a log; a free counts among the storages that live in this part."""
-    living, steps = defaultdict(_LiveStorages), []
+    living: dict[Alloc, _LiveStorages] = defaultdict(_LiveStorages)
+    steps: list[TraceEvent] = []
     for number, step in events:
         if type(step) is Alloc:
             living[step].append(number)
@@ -188,7 +198,7 @@ class _LiveStorages(list):
 
     last = 0  # where the last weight died that was replaced
 
-    def index_of_removed(self, number: int, birth: Alloc, phase: Phase) -> int:
+    def index_of_removed(self, number: object, birth: Alloc, phase: Phase) -> int:
         """Take a number out; its place among them, as `Free.which` counts it."""
         place = self.index(number)
         self.pop(place)
@@ -219,7 +229,7 @@ def trained(weights: Counter) -> int:
 
 def replay(events: Iterable[Event], ledger: Ledger | _PeakOnly) -> None:
     """Let a ledger live through events. Raises what its allocator raises."""
-    living = {}
+    living: dict[object, Any] = {}
     birth, death = ledger.birth, ledger.death
     for which, step in events:
         if type(step) is Alloc:
@@ -240,14 +250,24 @@ class _PeakOnly:
         self.empty_cache, self.reset_peak = allocator.empty_cache, allocator.reset_peak_stats
         self._allocate = allocator.allocate
 
-    def birth(self, nbytes, category, phase, module, operation, stream, item, reduction) -> int:
+    def birth(
+        self,
+        nbytes: int,
+        category: Category,
+        phase: Phase,
+        module: str,
+        operation: str,
+        stream: int,
+        item: int,
+        reduction: Reduction | None,
+    ) -> int:
         return self._allocate(nbytes, stream)
 
 
 class _Blocks:
     """In the place of an allocator: adds up blocks and reserves nothing beyond them."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.reserved = self.peak_reserved = 0
 
     def allocate(self, nbytes: int, stream: int) -> int:
@@ -277,4 +297,6 @@ def peak_reserved(events: Iterable[Event], allocator: CachingAllocator | _Blocks
 
 def peak_allocated(events: Iterable[Event]) -> int:
     """The most bytes of blocks since RESET, which no allocator can be below."""
-    return peak_reserved(events, _Blocks())
+    blocks = _Blocks()
+    replay(events, _PeakOnly(blocks))
+    return blocks.peak_reserved

@@ -2,6 +2,8 @@
 
 import weakref
 from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn.modules.module import (
@@ -24,9 +26,9 @@ class ModuleWatch:
     named: called with each parameter or buffer and the name of its module, as soon as it is known.
     """
 
-    def __init__(self, named):
+    def __init__(self, named: Callable[[torch.Tensor, str], None]):
         self._named = named
-        self._names = weakref.WeakKeyDictionary()
+        self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._calls: list[str] = []
         self._numbers, self._names_from = [0], [OUTSIDE]
 
@@ -56,13 +58,13 @@ class ModuleWatch:
             return OUTSIDE
         return self._names_from[bisect_right(self._numbers, node._sequence_nr()) - 1]
 
-    def _enter(self, module, args) -> None:
+    def _enter(self, module: torch.nn.Module, args: Any) -> None:
         if module not in self._names:
             self.name_all(module)
         self._calls.append(self._names[module])
         self._note()
 
-    def _leave(self, module, args, output) -> None:
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self._calls:  # it was entered while the hooks were there
             self._calls.pop()
             self._note()

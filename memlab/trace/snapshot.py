@@ -4,7 +4,11 @@ The form is described at `torch.cuda.memory._snapshot`; `torch.cuda._memory_viz`
 pytorch.org/memory_viz read it. Addresses are the simulation's own, and its clock counts actions.
 """
 
-from memlab.trace.ledger import Ledger
+from typing import Any
+
+from memlab.trace.allocator import CachingAllocator
+from memlab.trace.allocator_blocks import Block
+from memlab.trace.ledger import Ledger, Storage
 
 
 def take_snapshot(ledger: Ledger) -> dict:
@@ -13,22 +17,25 @@ def take_snapshot(ledger: Ledger) -> dict:
     ledger: one with an allocator. In the place of a stack, the frames of a piece of memory are
     the operation that made it, the module and its path, and the category.
     """
+    if ledger.allocator is None:
+        raise ValueError("a snapshot needs a ledger with an allocator")
     return {
-        "segments": _segments(ledger),
-        "device_traces": [_trace(ledger)],
+        "segments": _segments(ledger, ledger.allocator),
+        "device_traces": [_trace(ledger, ledger.allocator)],
         "allocator_settings": {},
         "external_annotations": [],
     }
 
 
-def _segments(ledger) -> list[dict]:
+def _segments(ledger: Ledger, allocator: CachingAllocator) -> list[dict]:
     owners = {s.address: s for s in ledger.storages if s.address is not None}
     segments = []
-    for head in sorted(ledger.allocator.blocks.values(), key=lambda block: block.address):
+    for head in sorted(allocator.blocks.values(), key=lambda block: block.address):
         # Of an expandable segment each stretch with memory is one.
         if not head.is_mapped or head.before is not None and head.before.is_mapped:
             continue
-        blocks, block = [], head
+        blocks: list[dict] = []
+        block: Block | None = head
         while block is not None and block.is_mapped:
             blocks.append(
                 {
@@ -60,18 +67,19 @@ def _segments(ledger) -> list[dict]:
     return segments
 
 
-def _trace(ledger) -> list[dict]:
-    entries, owners = [], {}
+def _trace(ledger: Ledger, allocator: CachingAllocator) -> list[dict]:
+    entries: list[dict] = []
+    owners: dict[int, Storage] = {}
     allocated = iter(ledger.storages)  # in the order of their requests
 
-    def add(action, address, nbytes, frames, **more):
+    def add(action: str, address: int, nbytes: int, frames: list[dict], **more: Any) -> None:
         place = {"device_free": address} if action == "oom" else {"addr": address}
         entries.append(
             {"action": action, "size": nbytes, "stream": 0, "frames": frames} | place | more
             | {"time_us": len(entries), "pool_id": (0, 0)}
         )  # fmt: skip
 
-    for action, address, nbytes in ledger.allocator.trace:
+    for action, address, nbytes in allocator.trace:
         if action == "alloc":
             owners[address] = storage = next(allocated)
             add(action, address, nbytes, _frames(storage), category=str(storage.category))
@@ -84,7 +92,7 @@ def _trace(ledger) -> list[dict]:
     return entries
 
 
-def _frames(storage) -> list[dict]:
+def _frames(storage: Storage) -> list[dict]:
     """The innermost first, as in a stack."""
     names = (
         ("operation", storage.operation),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,8 @@ RANK_UNIT = 16  # in a rank, so that adapters are whole blocks of 8-bit states
 TOKENS = 2**18  # of a micro-batch: the values of more are not known (memlab.card.known_values)
 APART = 512  # positions or a window differ so much from the length
 
+Factors = Mapping[str, Any]  # name -> whole number, or any, where many are tried at once
+
 
 class ReductionBytes(NamedTuple):
     """The buffer of a sum along rows (`memlab.trace.reductions`), as a factor of a term."""
@@ -33,7 +35,7 @@ class ReductionBytes(NamedTuple):
     rows: Term
     columns: Term
 
-    def at(self, factors: Mapping[str, float]) -> int:
+    def at(self, factors: Factors) -> int:
         """Its bytes with these factors, of which T is how many threads the card holds at once."""
         return Reduction(self.rows.at(factors), self.columns.at(factors)).buffer(int(factors["T"]))
 
@@ -45,7 +47,7 @@ class Term(NamedTuple):
     divisor: int
     powers: tuple[tuple[str | ReductionBytes, int], ...]
 
-    def at(self, factors: Mapping[str, int], item: int = 1) -> int:
+    def at(self, factors: Factors, item: int = 1) -> int:
         """The number with these factors (`factors_of`), rounded up to whole items."""
         value = self.constant
         for name, exponent in self.powers:
@@ -56,7 +58,7 @@ class Term(NamedTuple):
 class TermTable:
     """Terms by their places, evaluated all at once."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._places: dict[Term, int] = {}
         self._scales = np.empty((0, 2))
         self._factors: list[tuple[str | ReductionBytes, np.ndarray, np.ndarray]] = []
@@ -65,7 +67,7 @@ class TermTable:
         """The place of a term, a new one for a new one."""
         return self._places.setdefault(term, len(self._places))
 
-    def at(self, factors: Mapping[str, float]) -> np.ndarray:
+    def at(self, factors: Factors) -> np.ndarray:
         """The numbers of all terms with these factors (`factors_of`), not rounded."""
         if len(self._scales) < len(self._places):
             self._compile()
@@ -83,15 +85,18 @@ class TermTable:
                     found.setdefault(name, ([], [])), (place, exponent), strict=True
                 ):
                     values.append(value)
-        self._factors = [(name, *map(np.array, columns)) for name, columns in found.items()]
+        self._factors = [
+            (name, np.array(places), np.array(exponents))
+            for name, (places, exponents) in found.items()
+        ]
 
 
-def number_of(factor: str | ReductionBytes, factors: Mapping[str, float]) -> float:
+def number_of(factor: str | ReductionBytes, factors: Factors) -> Any:
     """The number that a factor of a term stands for."""
     return factor.at(factors) if isinstance(factor, ReductionBytes) else factors[factor]
 
 
-def factors_of(sizes: Mapping[str, int]) -> dict[str, int]:
+def factors_of(sizes: Factors) -> dict[str, Any]:
     """What sizes are found as in the number of a tensor's elements.
 
     The length s also as s + 1 and s - 1, as labels that are shifted, and rounded up.

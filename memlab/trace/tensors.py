@@ -1,6 +1,8 @@
 """What a tensor is made of, where it lies, and who else holds it."""
 
 import functools
+from collections.abc import Container, Iterable
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -8,22 +10,22 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 
 @functools.cache
-def is_wrapper_subclass(kind) -> bool:
+def is_wrapper_subclass(kind: type) -> bool:
     """Whether tensors of a class are made of others, as DTensor is of this rank's part."""
     return is_traceable_wrapper_subclass_type(kind)
 
 
-def inner_tensors(tensor) -> list[torch.Tensor]:
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that hold a tensor's data: itself, or those that it is made of."""
     if not is_wrapper_subclass(type(tensor)):
         return [tensor]
-    names, _ = tensor.__tensor_flatten__()
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     parts = (getattr(tensor, name) for name in names)
     found = [inner_tensors(part) for part in parts if isinstance(part, torch.Tensor)]
     return [part for some in found for part in some]
 
 
-def on_card(tensor) -> bool:
+def on_card(tensor: torch.Tensor) -> bool:
     """Whether a tensor's memory is a simulated card's: every fake one's that is not on the host."""
     if not isinstance(tensor, FakeTensor):
         return is_wrapper_subclass(type(tensor)) and any(map(on_card, inner_tensors(tensor)))
@@ -35,7 +37,7 @@ def is_on_host(data: torch.UntypedStorage) -> bool:
     return hasattr(data, "_memlab_on_host")
 
 
-def place_on_host(tensor) -> None:
+def place_on_host(tensor: Any) -> None:
     """From now on a fake tensor's storage, and every view of it, lies on the host."""
     tensor.untyped_storage()._memlab_on_host = True
 
@@ -45,7 +47,7 @@ def is_gathered(data: torch.UntypedStorage) -> bool:
     return hasattr(data, "_memlab_gathered")
 
 
-def tensors_in(values) -> list[torch.Tensor]:
+def tensors_in(values: Iterable) -> list[torch.Tensor]:
     """The tensors among values, and in lists of them."""
     found = []
     for value in values:
@@ -56,7 +58,7 @@ def tensors_in(values) -> list[torch.Tensor]:
     return found
 
 
-def sole_summand(args, out, live) -> torch.Tensor | None:
+def sole_summand(args: tuple, out: torch.Tensor, live: Container[int]) -> torch.Tensor | None:
     """The summand whose memory autograd would take for a sum of gradients, None for none.
 
     Where two paths of the graph meet, autograd adds their gradients. It reuses the first one's

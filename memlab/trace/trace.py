@@ -21,6 +21,9 @@ from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Event, Log, named, trained
 from memlab.trace.symbols import ReductionBytes, Symbols, Term, factors_of
 
+# (name of the storage, place of the kind) of every step.
+Steps = list[tuple[object, int]]
+
 # What has the sizes of weights, whatever the batch.
 OF_MODEL = {Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES}
 
@@ -39,7 +42,7 @@ class PhaseTrace:
         self.log, self.batches, self.workspace = log, batches, workspace
         self.symbols = Symbols(sizes) if sizes else None
 
-    def read(self, number: int, **known) -> Term:
+    def read(self, number: int, **known: bool) -> Term:
         """A number at the chosen sizes, as a product of symbols. known: as for `Symbols.term`."""
         return self.symbols.term(number, **known) if self.symbols else Term(number, 1, ())
 
@@ -62,7 +65,7 @@ class PhaseTrace:
         chosen = self.symbols.sizes if self.symbols else {"s": 1}
         return factors_of({"W": self.workspace} | chosen | dict(sizes))
 
-    def number(self, sizes: Mapping[str, int]):
+    def number(self, sizes: Mapping[str, int]) -> Callable[..., int]:
         """The function from a number at the chosen sizes to the one at these."""
         factors = self.factors(sizes)
         return lambda chosen, **known: self.read(chosen, **known).at(factors)
@@ -75,7 +78,7 @@ class PhaseTrace:
             for kind in self.log.kinds
         ]
 
-    def steps(self, patterns: int, batches: int) -> list[tuple[object, int]]:
+    def steps(self, patterns: int, batches: int) -> Steps:
         """(name of the storage, place of the kind) of every step; None for what is no storage."""
         order = self.log.order_at(patterns).tolist()
         kinds = self.log.kinds
@@ -83,7 +86,7 @@ class PhaseTrace:
         steps = list(zip(names, order, strict=True))
         return self._with_batches(steps, batches) if batches > self.batches else steps
 
-    def _with_batches(self, steps, batches: int) -> list:
+    def _with_batches(self, steps: Steps, batches: int) -> Steps:
         """With the tokens of so many micro-batches, which come before the first step."""
         kinds, more = self.log.kinds, batches - self.batches
         given = [i for i, (_, kind) in enumerate(steps) if is_given(kinds[kind])]
@@ -123,14 +126,15 @@ class Trace:
         """The log at these sizes and this depth."""
         halves = self.passed, self.updated
         weights = self._weights(sizes, depth.patterns)
-        work, kinds = Counter(), []
+        work: Counter = Counter()
+        kinds: list[TraceEvent] = []
         for half in halves:
             number = half.number(sizes)
             for one, times in half.log.counted(half.log.work, depth.patterns).items():
                 work[one.sized(number)] += times
             nbytes = half.bytes_at(sizes, trained(weights))
             kinds += [
-                kind if n is None else kind._replace(nbytes=n)
+                kind._replace(nbytes=n) if type(kind) is Alloc and n is not None else kind
                 for kind, n in zip(half.log.kinds, nbytes, strict=True)
             ]
         said = dict.fromkeys(one for half in halves for one in half.log.assumptions)
@@ -154,7 +158,9 @@ class Trace:
     def _find_changes(self, patterns: int) -> tuple[np.ndarray, np.ndarray, int, list[int]]:
         """The kinds that come and go, 1 or -1 of each, the last before RESET, kinds of tokens."""
         kinds = [*self.passed.log.kinds, *self.updated.log.kinds]
-        places = {kind: place for place, kind in enumerate(kinds) if type(kind) is Alloc}
+        places: dict[TraceEvent, int] = {
+            kind: place for place, kind in enumerate(kinds) if type(kind) is Alloc
+        }
         signs = np.array([(type(kind) is Alloc) - (type(kind) is Free) for kind in kinds])
         of = [places.get(getattr(kind, "birth", kind), 0) for kind in kinds]
         passes, shift = self.passed.log.order_at(patterns), len(self.passed.log.kinds)
@@ -174,16 +180,17 @@ class Trace:
 
     def _weights(self, sizes: Mapping[str, int], patterns: int) -> Counter:
         """As of a Log, at these sizes."""
-        number, weights = self.passed.number(sizes), Counter()
+        number = self.passed.number(sizes)
+        weights: Counter = Counter()
         counted = self.passed.log.counted(self.passed.log.weights, patterns)
         for (elements, free), times in counted.items():
             weights[number(elements, of_model=True), free] += times
         return weights
 
-    def _join(self, depth: Depth) -> list[tuple[object, int]]:
+    def _join(self, depth: Depth) -> Steps:
         """The steps of both halves: an update comes where the gradients of a pass are there."""
         shift, kinds = len(self.passed.log.kinds), self.updated.log.kinds
-        updates = [[]]
+        updates: list[Steps] = [[]]
         for name, kind in self.updated.steps(depth.patterns, 0):
             if kinds[kind] is Marker.UPDATED:
                 updates.append([])
@@ -207,7 +214,7 @@ class SizedLog(Log):
     """
 
     kinds: list[TraceEvent] = field(default_factory=list)
-    joined: Callable[[], list[tuple[object, int]]] = list
+    joined: Callable[[], Steps] = list
 
     def events(self) -> Iterator[Event]:
         """As `Log.events`."""

@@ -9,9 +9,12 @@ Everything is in bytes.
 import contextlib
 import sys
 import weakref
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, Self
 
 import torch
+from torch._ops import OpOverload
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.optimizer import (
@@ -21,6 +24,7 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab.footprint import Category, Phase
+from memlab.trace.allocator import CachingAllocator
 from memlab.trace.ledger import Ledger, Storage
 from memlab.trace.linear_cross_entropy import seen_in_parts
 from memlab.trace.module_names import ModuleWatch
@@ -68,25 +72,35 @@ class Tracer(Ledger):
     stage: Phase | None = None
     most: int | None = None
 
-    def __init__(self, allocator=None, card_only: bool = False, script: Path | None = None):
+    def __init__(
+        self,
+        allocator: CachingAllocator | None = None,
+        card_only: bool = False,
+        script: Path | None = None,
+    ):
         super().__init__(allocator)
         self.card_only, self.script = card_only, script
         self._stopped = False
         self._live: dict[int, tuple[Storage, weakref.ref]] = {}
         self._awaiting_backward: set[Storage] = set()
         self._before_backward = 0  # the storages that there were when the last one began
-        self.operation = None  # the one at work, which makes what is born
+        self.operation: OpOverload | None = None  # the one at work, which makes what is born
         self.stream = 0  # the number of the one in which it works
-        self._stepping = None  # the optimizer that is at work
+        self._stepping: Any = None  # the optimizer that is at work
         self._stepped = False
         self._watch = ModuleWatch(self._belongs)
         self._token = object()  # marks parameters whose gradient is followed
-        self._handles = []
-        self._entered: contextlib.ExitStack | None = None
+        self._handles: list[Any] = []
+        self._entered = contextlib.ExitStack()
 
     # ------------------------------------------------------------------ what the user calls
 
-    def watch(self, model=None, optimizer=None, inputs=()) -> None:
+    def watch(
+        self,
+        model: torch.nn.Module | None = None,
+        optimizer: Any = None,
+        inputs: Iterable[torch.Tensor] = (),
+    ) -> None:
         """Count these from now on, also the parts that no operation touches."""
         if model is not None:
             self._watch.name_all(model)
@@ -101,7 +115,7 @@ class Tracer(Ledger):
         for tensor in inputs:
             self.see(tensor, Category.INPUTS, existed=True)
 
-    def name(self, tensor, module: str) -> None:
+    def name(self, tensor: torch.Tensor, module: str) -> None:
         """Say what a tensor is, in place of the module that made it."""
         known = self._live.get(tensor.untyped_storage()._cdata)
         if known:
@@ -123,7 +137,7 @@ class Tracer(Ledger):
             return Phase.BACKWARD
         return Phase.ZERO_GRAD if self._stepped else Phase.FORWARD
 
-    def born(self, nbytes, category) -> Storage:
+    def born(self, nbytes: int, category: Category) -> Storage:
         """Enter a storage that the operation at work makes now."""
         if self.most is not None and len(self) > self.most:
             raise ValueError(f"more than {self.most:,} births and deaths")
@@ -134,20 +148,24 @@ class Tracer(Ledger):
             storage.line = line_at_work(self.script, sys._getframe())
         return storage
 
-    def died(self, storage) -> None:
+    def died(self, storage: Storage) -> None:
         """Enter the end of a storage."""
         if not self._stopped:
             self._awaiting_backward.discard(storage)
             self.death(storage, self.phase())
 
-    def see(self, tensor, category=None, existed=False) -> None:
+    def see(
+        self, tensor: torch.Tensor, category: Category | None = None, existed: bool = False
+    ) -> None:
         """Log a storage at first sight or when it was resized; give it a category."""
         module = getattr(tensor, "_memlab_module", None)
         for part in inner_tensors(tensor):
             if not self.card_only or on_card(part):
                 self._see_part(part, category, existed, module)
 
-    def _see_part(self, tensor, category, existed, module) -> None:
+    def _see_part(
+        self, tensor: torch.Tensor, category: Category | None, existed: bool, module: str | None
+    ) -> None:
         """As `see`, of a tensor that is made of no others. module: the one that it belongs to."""
         data = tensor.untyped_storage()
         key, nbytes = data._cdata, data.nbytes()
@@ -161,15 +179,16 @@ class Tracer(Ledger):
         else:
             storage = known[0]
             if nbytes != storage.nbytes:  # resize_ frees the old memory and takes new
-                storage = self.resized(data)
-                if storage is None:
+                resized = self.resized(data)
+                if resized is None:
                     return
+                storage = resized
         if category:
             storage.category = category
             self._awaiting_backward.discard(storage)
         storage.module = module or storage.module
 
-    def resized(self, data) -> Storage | None:
+    def resized(self, data: torch.UntypedStorage) -> Storage | None:
         """`UntypedStorage.resize_` frees the old memory of a storage and takes new, if any."""
         if self.card_only and (is_on_host(data) or data.device.type != "meta"):
             return None
@@ -184,7 +203,7 @@ class Tracer(Ledger):
         self._follow(data, data._cdata, storage)
         return storage
 
-    def _belongs(self, tensor, module) -> None:
+    def _belongs(self, tensor: Any, module: str) -> None:
         """A parameter or buffer belongs to a module, and its gradient with it."""
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return
@@ -200,7 +219,7 @@ class Tracer(Ledger):
                         known[0].category = Category.PARAMETERS if parameter else Category.BUFFERS
                         self._awaiting_backward.discard(known[0])
 
-    def _first_sight(self, nbytes, category, existed) -> Storage:
+    def _first_sight(self, nbytes: int, category: Category | None, existed: bool) -> Storage:
         if existed and self.allocator is None:
             # It was there before the first entry: raise the floor, log nothing.
             module = self._watch.now(in_backward=self.phase() == Phase.BACKWARD)
@@ -214,8 +233,8 @@ class Tracer(Ledger):
             self._awaiting_backward.add(storage)
         return storage
 
-    def _follow(self, data, key, storage) -> None:
-        def died(_, key=key, storage=storage):
+    def _follow(self, data: torch.UntypedStorage, key: int, storage: Storage) -> None:
+        def died(_: Any, key: int = key, storage: Storage = storage) -> None:
             if self._live.get(key, (None,))[0] is storage:
                 del self._live[key]
             self.died(storage)
@@ -224,18 +243,18 @@ class Tracer(Ledger):
 
     # ------------------------------------------------------------------ what happens to tensors
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.hooks())
             stack.enter_context(_EveryOperation(self))
             self._entered = stack.pop_all()
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: Any) -> bool | None:
         return self._entered.__exit__(*error)
 
     @contextlib.contextmanager
-    def hooks(self):
+    def hooks(self) -> Iterator[None]:
         """Follow what no operation tells: modules, optimizer steps, what FSDP keeps and resizes."""
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -244,7 +263,7 @@ class Tracer(Ledger):
         ]
         resize = torch.UntypedStorage.resize_
 
-        def resize_and_tell(data, nbytes):
+        def resize_and_tell(data: torch.UntypedStorage, nbytes: int) -> Any:
             before, result = data.nbytes(), resize(data, nbytes)
             if data.nbytes() != before:
                 self.resized(data)
@@ -252,7 +271,7 @@ class Tracer(Ledger):
 
         gather = FSDPParam.init_all_gather_outputs
 
-        def gather_and_tell(shared, *args, **kwargs):
+        def gather_and_tell(shared: Any, *args: Any, **kwargs: Any) -> None:
             gather(shared, *args, **kwargs)
             for tensor in shared.all_gather_outputs:
                 tensor.untyped_storage()._memlab_gathered = True
@@ -260,7 +279,7 @@ class Tracer(Ledger):
 
         keep = FSDPParam.to_accumulated_grad_if_needed
 
-        def keep_and_tell(shared):
+        def keep_and_tell(shared: FSDPParam) -> None:
             keep(shared)
             self._see_kept(shared)
 
@@ -277,7 +296,7 @@ class Tracer(Ledger):
                 handle.remove()
             self._handles.clear()
 
-    def before(self, func, args, kwargs) -> None:
+    def before(self, func: OpOverload, args: tuple, kwargs: dict) -> None:
         """An operation is about to run on these arguments."""
         self.operation = None  # what an operation meets and does not make
         given = (*args, kwargs["out"]) if "out" in kwargs else args
@@ -298,7 +317,7 @@ class Tracer(Ledger):
             self._see_written(args[0])
         self.operation = func
 
-    def after(self, func, args, out, by_autograd=True) -> None:
+    def after(self, func: OpOverload, args: tuple, out: Any, by_autograd: bool = True) -> None:
         """It has run. by_autograd: whether it may be one of PyTorch's own derivatives."""
         if torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
             if self._done_in_place(func, args, out, by_autograd):
@@ -306,22 +325,22 @@ class Tracer(Ledger):
         self.see_result(out)
         self._see_communication(func, args)
 
-    def came_back(self, tensor) -> None:
+    def came_back(self, tensor: torch.Tensor) -> None:
         """A saved tensor is wanted again, which a hook may have moved or made anew."""
         known = self._live.get(tensor.untyped_storage()._cdata) if on_card(tensor) else None
         if known and known[0].category == Category.TEMPORARY:
             known[0].category = Category.ACTIVATIONS
 
-    def _see_written(self, written) -> None:
+    def _see_written(self, written: Any) -> None:
         """A tensor written after the backward pass that it outlived is a buffer."""
         for tensor in written if isinstance(written, (list, tuple)) else [written]:
             if isinstance(tensor, torch.Tensor):
-                storage, _ = self._live.get(tensor.untyped_storage()._cdata, (None, None))
-                old = storage is not None and storage.number < self._before_backward
-                if old and storage.category == Category.ACTIVATIONS:
-                    storage.category = Category.BUFFERS
+                known = self._live.get(tensor.untyped_storage()._cdata)
+                if known and known[0].number < self._before_backward:
+                    if known[0].category == Category.ACTIVATIONS:
+                        known[0].category = Category.BUFFERS
 
-    def _see_communication(self, func, args) -> None:
+    def _see_communication(self, func: OpOverload, args: tuple) -> None:
         """Name what other ranks take part in."""
         if func.namespace == "c10d" and func._opname == "allreduce_":
             for tensor in args[0]:  # the bucket of DistributedDataParallel
@@ -336,7 +355,7 @@ class Tracer(Ledger):
             self.see(kept, Category.GRADIENTS)
             self._same_module(kept, shared.sharded_param)
 
-    def _see_argument(self, tensor) -> None:
+    def _see_argument(self, tensor: torch.Tensor) -> None:
         data = tensor.untyped_storage()
         known = self._live.get(data._cdata)
         if isinstance(tensor, torch.nn.Parameter) and not is_gathered(data):
@@ -347,25 +366,25 @@ class Tracer(Ledger):
         elif known is None:
             self.see(tensor, existed=True)
 
-    def see_parameter(self, parameter) -> None:
+    def see_parameter(self, parameter: torch.nn.Parameter) -> None:
         for tensor in (parameter, *constants(parameter)):
             self.see(tensor, Category.PARAMETERS, existed=True)
 
-    def see_weight(self, tensor) -> None:
+    def see_weight(self, tensor: torch.Tensor) -> None:
         """A weight that is no `torch.nn.Parameter`: what an optimizer, or code, steps."""
         self.see(tensor, Category.PARAMETERS, existed=True)
         if tensor.requires_grad and not tensor._is_view() and tensor.is_leaf:
             if getattr(tensor, "_memlab_token", None) is not self._token:
                 self._follow_gradient(tensor)
 
-    def see_result(self, out) -> None:
+    def see_result(self, out: Any) -> None:
         if isinstance(out, torch.Tensor):
             self.see(out)
         elif isinstance(out, (list, tuple)):
             for item in out:
                 self.see_result(item)
 
-    def _follow_gradient(self, parameter) -> None:
+    def _follow_gradient(self, parameter: Any) -> None:
         # An attribute, because a weak reference would forbid Module.to() to swap the tensor.
         parameter._memlab_token = self._token
         if parameter.requires_grad and parameter.is_leaf:
@@ -374,26 +393,26 @@ class Tracer(Ledger):
             hook = parameter.register_post_accumulate_grad_hook(self._accumulated)
             self._handles.append(hook)
 
-    def _accumulated(self, parameter) -> None:
+    def _accumulated(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None:  # an earlier hook has used it up
             return
         self.see(parameter.grad, Category.GRADIENTS)
         self._same_module(parameter.grad, parameter)
 
-    def _same_module(self, tensor, parameter) -> None:
+    def _same_module(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
         module = getattr(parameter, "_memlab_module", None)
         for part in inner_tensors(tensor):
             known = self._live.get(part.untyped_storage()._cdata)
             if module and known:
                 known[0].module = module
 
-    def _done_in_place(self, func, args, out, by_autograd) -> bool:
+    def _done_in_place(self, func: OpOverload, args: tuple, out: Any, by_autograd: bool) -> bool:
         """Whether a result of autograd's takes over an argument's storage without the tracer."""
         if func is torch.ops.aten.add.Tensor:
             taken = sole_summand(args, out, self._live)
         else:
             taken = args[0] if func in FILLS_ZEROS and by_autograd else None
-        known = taken is not None and self._live.pop(taken.untyped_storage()._cdata, None)
+        known = None if taken is None else self._live.pop(taken.untyped_storage()._cdata, None)
         if known:
             data = out.untyped_storage()
             self._follow(data, data._cdata, known[0])
@@ -404,7 +423,7 @@ class Tracer(Ledger):
         """Whether an optimizer is at work."""
         return self._stepping is not None
 
-    def _before_step(self, optimizer, args, kwargs) -> None:
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._stepping is not None:  # an optimizer that has another do the work
             return
         self._stepping = optimizer
@@ -416,12 +435,12 @@ class Tracer(Ledger):
                     self.see(parameter.grad, Category.GRADIENTS, existed=True)
                     self._same_module(parameter.grad, parameter)
 
-    def _after_step(self, optimizer, args, kwargs) -> None:
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._label_states(optimizer)
         if optimizer is self._stepping:
             self._stepping, self._stepped = None, True
 
-    def _label_states(self, optimizer) -> None:
+    def _label_states(self, optimizer: Any) -> None:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             optimizer = optimizer.optim  # of this rank's weights, with their states
         for parameter, state in optimizer.state.items():
@@ -443,7 +462,9 @@ class _EveryOperation(TorchDispatchMode):
         """No guard against torch.compile around every operation: it costs a tenth of the time."""
         return False
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if any(map(is_wrapper_subclass, types)):
             return NotImplemented  # it comes again with the others
         kwargs = kwargs or {}

@@ -6,9 +6,10 @@ Files beside the script count as its own, what is installed does not.
 import os
 import traceback
 from pathlib import Path
+from types import FrameType
 
 
-def line_at_work(script: Path, frame) -> str:
+def line_at_work(script: Path, frame: FrameType | None) -> str:
     """The innermost line of the script in a frame and those that called it; empty for none."""
     while frame is not None:
         said = _own(script, frame.f_code.co_filename, frame.f_lineno)
@@ -25,7 +26,7 @@ def line_of_error(script: Path, error: BaseException) -> str:
     return next(filter(None, reversed(lines)), "")
 
 
-def _own(script, file, number) -> str:
+def _own(script: Path, file: str, number: int | None) -> str:
     folder = f"{script.parent}{os.sep}"
     if not file.startswith(folder) or "site-packages" in file:
         return ""

@@ -7,7 +7,8 @@ needs no PyTorch.
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -56,7 +57,7 @@ class Work(NamedTuple):
         """Bytes read and written."""
         return sum(self.moved)
 
-    def sized(self, number) -> Work:
+    def sized(self, number: Callable[..., int]) -> Work:
         """The same with other numbers; number: the function from one to the other.
 
         It is told of operations that they are a whole number of times the product of some sizes.
@@ -74,7 +75,7 @@ class Work(NamedTuple):
 def repeat_micro_batch(work: Counter, times: int) -> Counter:
     """The work of a step whose second micro-batch, forward and backward, comes so many times."""
 
-    def often(one):
+    def often(one: Work) -> int:
         return times if one.micro_batch == 1 and one.phase != Phase.STEP else 1
 
     return Counter({one: n * often(one) for one, n in work.items()})
@@ -86,9 +87,9 @@ TRIFLE = 64 * 1024
 NORMS = 4 * 1024  # what the norms of all weights move and ranks send of them, more at each depth
 
 
-def drop_small_ops(work, least: int = TRIFLE) -> Counter:
+def drop_small_ops(work: Iterable[Work], least: int = TRIFLE) -> Counter:
     """The work; what only moves less than `least`, or sends little, has no bytes in it."""
-    counted = Counter()
+    counted: Counter = Counter()
     for one, times in Counter(work).items():
         small = not one.flops and not one.lists and one.nbytes < least
         sent = one.sent if one.sent >= NORMS else 0
@@ -103,7 +104,7 @@ TENSORS_OF_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 BLOCKS_OF_LAUNCH, ELEMENTS_OF_BLOCK = 320, 65536
 
 
-def count_kernels(lists, elements) -> np.ndarray:
+def count_kernels(lists: np.ndarray, elements: np.ndarray) -> np.ndarray:
     """How many kernels operators launch, a part of one for a tensor of a list.
 
     lists, elements: as in `Work`, an array each.
@@ -114,7 +115,7 @@ def count_kernels(lists, elements) -> np.ndarray:
     return np.where(np.greater(lists, 0), launches, 1)
 
 
-def count_coded(lists, elements) -> np.ndarray:
+def count_coded(lists: np.ndarray, elements: np.ndarray) -> np.ndarray:
     """Elements whose 8-bit states operators read and write by a table; as `count_kernels`."""
     return np.where(np.greater(lists, 0), 0, elements)
 
@@ -126,7 +127,7 @@ TILES = {"float32": (128, 64)}
 TENSOR_CORE_TILE = (128, 128)
 
 
-def count_tiles(results, dtypes) -> np.ndarray:
+def count_tiles(results: Any, dtypes: Any) -> np.ndarray:
     """Tiles of products' results, each one processor's work; 0 where there is no result.
 
     results: (matrices, rows, columns) of each, an array of shape [operators, 3]; dtypes: of each.

@@ -6,6 +6,7 @@ One greedy loop in plain PyTorch runs on a simulated card and on the device that
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -33,7 +34,13 @@ class Generation:
     that were jumped over).
     """
 
-    def __init__(self, serving: Serving, device="cpu", built_in="cpu", seed: int = 0):
+    def __init__(
+        self,
+        serving: Serving,
+        device: torch.device | str = "cpu",
+        built_in: torch.device | str = "cpu",
+        seed: int = 0,
+    ):
         self.recipe, self.skipped = serving, 0
         config = models.config(serving.model)
         dtype = quantized.COMPUTE_DTYPES[serving.compute_dtype]
@@ -44,7 +51,7 @@ class Generation:
             quantized.quantize_base(self.model, serving)
             quantized.load(self.model, device)
         else:
-            self.model.to(device)
+            self.model.to(device)  # type: ignore[arg-type]  # transformers wraps it
         check_tokens(serving.batch_size, serving.prompt + serving.new_tokens)
         generator = torch.Generator().manual_seed(seed)
         shape = serving.batch_size, serving.prompt
@@ -56,7 +63,7 @@ class Generation:
             self.text = torch.full((serving.batch_size, 1), first).to(device)
 
     @torch.no_grad()
-    def run(self, tracer: Tracer, all_steps=False) -> None:
+    def run(self, tracer: Tracer, all_steps: bool = False) -> None:
         """Write the new tokens; the tracer is told the phase, and which tensors are what.
 
         all_steps: whether every decode step runs; otherwise, of many, the first and the last two.
@@ -78,7 +85,7 @@ class Generation:
             self._step(tracer, cache, self.text if cache is None else self.text[:, -1:], more)
         tracer.stage = None
 
-    def _step(self, tracer, cache, tokens, more) -> None:
+    def _step(self, tracer: Tracer, cache: Any, tokens: torch.Tensor, more: dict) -> None:
         """One forward pass, and the token that it says."""
         name = "input_ids" if self.encoded is None else "decoder_input_ids"
         more = {name: tokens, "use_cache": cache is not None} | more
@@ -93,7 +100,7 @@ class Generation:
             tracer.name(tensor, KV_CACHE)
         self.text = torch.cat([self.text, logits[:, -1:].argmax(-1)], 1)
 
-    def _skip(self, tracer, cache) -> None:
+    def _skip(self, tracer: Tracer, cache: Any) -> None:
         """The cache and the text as they are after the skipped steps."""
         config, batch = self.model.config, self.recipe.batch_size
         zeros = torch.zeros((), dtype=torch.int64, device=self.text.device)
@@ -114,7 +121,7 @@ class Generation:
         for tensor in cache_tensors(cache):
             tracer.name(tensor, KV_CACHE)
 
-    def _empty_cache(self):
+    def _empty_cache(self) -> Any:
         from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache
 
         config = self.model.config
@@ -136,7 +143,7 @@ def skipped_steps(steps: int) -> int:
     return steps - 3 if steps > MOST_STEPS else 0
 
 
-def cache_tensors(cache) -> list[torch.Tensor]:
+def cache_tensors(cache: Any) -> list[torch.Tensor]:
     """The tensors that a cache of transformers holds."""
     if cache is None:
         return []

@@ -8,6 +8,8 @@ same number and the same gradients.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -33,7 +35,13 @@ def replace_loss(model: torch.nn.Module, recipe: Recipe) -> None:
         model.forward = functools.partial(_forward, model, LOSSES[recipe.loss])
 
 
-def _forward(model, loss, input_ids, labels, **inputs) -> CausalLMOutput:
+def _forward(
+    model: Any,
+    loss: Callable[..., torch.Tensor],
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    **inputs: Any,
+) -> CausalLMOutput:
     hidden = body_of(model)(input_ids=input_ids, **inputs).last_hidden_state
     # Tokens before n predict n, and nothing follows the last one.
     labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1)
@@ -52,12 +60,14 @@ def chunked(hidden: torch.Tensor, head: torch.nn.Module, labels: torch.Tensor) -
     return sum(sums) / (labels != IGNORED).sum()
 
 
-def _sum_of_part(head, hidden, labels):
+def _sum_of_part(head: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     logits = head(hidden).float()
     return functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
 
 
-def linear_cross_entropy(hidden, head: torch.nn.Module, labels) -> torch.Tensor:
+def linear_cross_entropy(
+    hidden: torch.Tensor, head: torch.nn.Linear, labels: torch.Tensor
+) -> torch.Tensor:
     """PyTorch's own, which chunks and computes the gradients in the forward pass.
 
     With its default options: chunks of tokens by `LinearCrossEntropyOptions.chunking_method`. It is
@@ -76,7 +86,7 @@ def linear_cross_entropy(hidden, head: torch.nn.Module, labels) -> torch.Tensor:
     )
 
 
-def _refuse_adapters(head: torch.nn.Module, loss: str) -> None:
+def _refuse_adapters(head: torch.nn.Linear, loss: str) -> None:
     if not hasattr(head, "weight") or hasattr(head, "base_layer"):
         raise ValueError(
             f"loss is {loss!r}: it takes the head's weight and no adapters beside it, allowed are "

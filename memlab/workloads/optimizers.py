@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -25,12 +27,16 @@ class StepsInBackward:
     parameters: those that are trained. make: gives an optimizer of a list of parameters.
     """
 
-    def __init__(self, parameters, make):
+    def __init__(
+        self,
+        parameters: list[torch.nn.Parameter],
+        make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+    ):
         self._optimizers = {parameter: make([parameter]) for parameter in parameters}
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._step)
 
-    def _step(self, parameter) -> None:
+    def _step(self, parameter: Any) -> None:
         self._optimizers[parameter].step()
         self._optimizers[parameter].zero_grad()
 
@@ -45,7 +51,7 @@ class StepsInBackward:
         return {p: state for one in self._optimizers.values() for p, state in one.state.items()}
 
 
-def make_optimizer(recipe: Recipe, model: torch.nn.Module):
+def make_optimizer(recipe: Recipe, model: torch.nn.Module) -> Any:
     """The optimizer that `recipe.optimizer` names, over the trainable parameters of `model`.
 
     Raises ValueError for a name that nothing here is made for, and for an 8-bit optimizer, or one
@@ -63,7 +69,9 @@ def make_optimizer(recipe: Recipe, model: torch.nn.Module):
     return _optimizer_of(recipe, parameters, embeddings)
 
 
-def _optimizer_of(recipe: Recipe, parameters, embeddings=()) -> torch.optim.Optimizer:
+def _optimizer_of(
+    recipe: Recipe, parameters: list[torch.nn.Parameter], embeddings: Iterable[torch.nn.Module] = ()
+) -> torch.optim.Optimizer:
     """embeddings: modules whose weights have states in 32 bit with an optimizer of 8 bits."""
     known = OPTIMIZERS.get(recipe.optimizer)
     if known is None:
@@ -77,7 +85,9 @@ def _optimizer_of(recipe: Recipe, parameters, embeddings=()) -> torch.optim.Opti
     return _with_own_manager(made, embeddings) if eight_bits else made
 
 
-def _with_own_manager(optimizer, embeddings) -> torch.optim.Optimizer:
+def _with_own_manager(
+    optimizer: Any, embeddings: Iterable[torch.nn.Module]
+) -> torch.optim.Optimizer:
     """bitsandbytes' optimizer, with the states of embeddings' weights in 32 bits."""
     bitsandbytes = importlib.import_module("bitsandbytes")
     # The process's one manager would hand these overrides to later optimizers, by the position of

@@ -1,20 +1,20 @@
 """Frozen 4-bit and 8-bit bases for LoRA (QLoRA), by bitsandbytes."""
 
 import importlib
+from typing import Any
 
 import torch
 from transformers.pytorch_utils import Conv1D
 
 from memlab.libraries import import_bitsandbytes
 from memlab.spec.recipe import COMPUTED_IN, Recipe
+from memlab.spec.serving import Serving
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 HEADS = ("classifier", "score")  # of a classifier, by the names that peft trains them under
 
 
-def quantize_base(
-    model: torch.nn.Module, recipe: Recipe, storage: torch.dtype = torch.uint8
-) -> None:
+def quantize_base(model: Any, recipe: Recipe | Serving, storage: torch.dtype = torch.uint8) -> None:
     """Replace the linear layers by bitsandbytes' 4-bit or 8-bit ones, in place.
 
     storage: the dtype that 4-bit weights are said to have (`bnb_4bit_quant_storage`).
@@ -28,7 +28,7 @@ def quantize_base(
     model.is_loaded_in_4bit = not model.is_loaded_in_8bit
 
 
-def load(model: torch.nn.Module, device: torch.device | str) -> None:
+def load(model: Any, device: torch.device | str) -> None:
     """Bring a base to its device as `from_pretrained` does, and quantize it on the way.
 
     Weight after weight comes in its first dtype, in the natural order of names, and is there until
@@ -52,14 +52,14 @@ def load(model: torch.nn.Module, device: torch.device | str) -> None:
             parameter.data = parameter.data.to(device)
             continue
         # As a file has it, whose weight a Conv1D turns round.
-        weight = parameter.data.T if layer.source_cls is Conv1D else parameter.data
+        weight: Any = parameter.data.T if layer.source_cls is Conv1D else parameter.data
         weight = weight.to(device)
         layer.weight = quantize.convert({name: weight}, model=model)[name]
         del weight  # before the next one comes
     model.to(device)  # its buffers
 
 
-def to_be_quantized(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+def to_be_quantized(model: Any) -> dict[str, Any]:
     """The linear layers of a base that bitsandbytes replaces, by name.
 
     What transformers leaves alone stays as it is: the head of a language model, tied weights,
@@ -79,12 +79,14 @@ def to_be_quantized(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     }
 
 
-def _is_plain(module) -> bool:
+def _is_plain(module: Any) -> bool:
     """Whether it is of a class that transformers quantizes: a subclass may compute otherwise."""
     return type(module) is torch.nn.Linear or isinstance(module, Conv1D)
 
 
-def _quantized_linear(bitsandbytes, module, recipe: Recipe, storage):
+def _quantized_linear(
+    bitsandbytes: Any, module: Any, recipe: Recipe | Serving, storage: torch.dtype
+) -> Any:
     weight = module.weight.data
     if isinstance(module, Conv1D):
         weight = weight.T  # a view: what quantizes it makes a copy, as in `load`
@@ -93,7 +95,7 @@ def _quantized_linear(bitsandbytes, module, recipe: Recipe, storage):
         layer = bitsandbytes.nn.Linear8bitLt(1, 1, has_fp16_weights=False, threshold=6.0)
         layer.weight = bitsandbytes.nn.Int8Params(weight, requires_grad=False)
     else:
-        compute = COMPUTE_DTYPES[recipe.compute_dtype]
+        compute = COMPUTE_DTYPES[recipe.compute_dtype or COMPUTED_IN[recipe.precision]]
         layer = bitsandbytes.nn.Linear4bit(1, 1, compute_dtype=compute, quant_storage=storage)
         layer.weight = bitsandbytes.nn.Params4bit(
             weight,
@@ -109,7 +111,7 @@ def _quantized_linear(bitsandbytes, module, recipe: Recipe, storage):
     return layer
 
 
-def leave_in_fp32(model: torch.nn.Module, recipe: Recipe) -> None:
+def leave_in_fp32(model: Any, recipe: Recipe) -> None:
     """Cast what is in fp32 beside a base in fp16 whose rest is not, in place.
 
     What from_pretrained leaves so, such as T5's `wo`; and a head, which is trained, where the loss
@@ -139,7 +141,7 @@ def cast_the_rest(model: torch.nn.Module) -> None:
             parameter.data = parameter.data.float()
 
 
-def quantized_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+def quantized_layers(model: torch.nn.Module) -> list[Any]:
     """The layers whose weights are quantized, or are to be when they move."""
     nn = importlib.import_module("bitsandbytes.nn")
     kinds = nn.Linear4bit, nn.Linear8bitLt

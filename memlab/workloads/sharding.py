@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +33,9 @@ def join_ranks(recipe: Recipe) -> int:
     return dist.get_rank()
 
 
-def share(model: torch.nn.Module, recipe: Recipe, device: torch.device, half=None):
+def share(
+    model: torch.nn.Module, recipe: Recipe, device: torch.device, half: torch.dtype | None = None
+) -> torch.nn.Module:
     """The model as one of the recipe's ranks has it, on `device`.
 
     half: the format that fp32 parameters are gathered and computed in, or None for their own.
@@ -42,7 +46,7 @@ def share(model: torch.nn.Module, recipe: Recipe, device: torch.device, half=Non
         return model
     if not is_moved_by_sharding(recipe):
         return DistributedDataParallel(model)
-    shape = (recipe.ranks // recipe.replicas,)
+    shape: tuple[int, ...] = (recipe.ranks // recipe.replicas,)
     if recipe.replicas > 1:  # ranks in a row share a copy
         shape = (recipe.replicas, *shape)
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("copy", "part")[-len(shape) :])
@@ -60,7 +64,7 @@ def share(model: torch.nn.Module, recipe: Recipe, device: torch.device, half=Non
 
 
 @contextlib.contextmanager
-def not_reduced(model: torch.nn.Module):
+def not_reduced(model: torch.nn.Module) -> Iterator[None]:
     """A backward pass whose gradients each rank keeps for itself, whole, to add to them.
 
     As Accelerate's `no_sync`, and so the Trainer's, in all micro-batches but the last.
@@ -97,7 +101,7 @@ def check_split(model: torch.nn.Module, ranks: int) -> None:
 
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The layers of every stack in a transformer, in their order."""
-    found = []
+    found: list[torch.nn.Module] = []
     for module in model.modules():
         inside = any(module is part for layer in found for part in layer.modules())
         if isinstance(module, torch.nn.ModuleList) and not inside:
@@ -105,7 +109,9 @@ def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def sharded_optimizer(recipe: Recipe, parameters, kind, **settings) -> torch.optim.Optimizer:
+def sharded_optimizer(
+    recipe: Recipe, parameters: Iterable[torch.Tensor], kind: Any, **settings: Any
+) -> torch.optim.Optimizer:
     """An optimizer of a class, which under `zero1` keeps the states of this rank's share only."""
     if recipe.ranks > 1 and recipe.sharding == "zero1":
         return ZeroRedundancyOptimizer(parameters, kind, **settings)

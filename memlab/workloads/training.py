@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from memlab.spec.serving import Serving
+
 Batch = dict[str, torch.Tensor]
 AUTOCAST = {"fp16-amp": torch.float16, "bf16-amp": torch.bfloat16}
 PURE = {"fp16": torch.float16, "bf16": torch.bfloat16}  # no fp32 copy of anything
@@ -287,7 +289,7 @@ def _is_as_linear(module: torch.nn.Module) -> bool:
     return isinstance(result, torch.Tensor) and result.shape == (2, 3, after)
 
 
-def import_libraries(recipe: Recipe) -> None:
+def import_libraries(recipe: Recipe | Serving) -> None:
     """Import what a recipe needs beside torch and transformers.
 
     Done before a simulation, because some packages make tensors when they are imported. Raises

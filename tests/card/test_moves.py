@@ -39,6 +39,8 @@ def test_types_from_before_there_were_dtypes_make_tensors_on_the_card():
         try:
             torch.set_default_tensor_type("torch.cuda.FloatTensor")
             assert torch.ones(2).is_cuda
+            with pytest.raises(TypeError, match="'torch.Tensors' is no type of tensors"):
+                torch.set_default_tensor_type("torch.Tensors")
         finally:
             torch.set_default_tensor_type(torch.FloatTensor)
         assert not torch.ones(2).is_cuda

@@ -8,6 +8,8 @@ import torch
 from torch.cuda import _memory_viz as viz
 
 from memlab import Recipe, SimulatedGPU
+from memlab.trace.ledger import Ledger
+from memlab.trace.snapshot import take_snapshot
 from memlab.workloads.training import Training
 
 MiB = 2**20
@@ -119,3 +121,8 @@ def test_an_out_of_memory_is_an_event_of_its_own():
         assert (last["action"], last["size"], last["device_free"]) == ("oom", 64 * MiB, 32 * MiB)
         assert "OutOfMemoryError # 64.0MiB requested, 32.0MiB free" in viz.trace(gpu.snapshot())
         del kept
+
+
+def test_a_ledger_without_an_allocator_has_none():
+    with pytest.raises(ValueError, match="needs a ledger with an allocator"):
+        take_snapshot(Ledger())

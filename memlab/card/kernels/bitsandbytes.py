@@ -5,6 +5,7 @@ import copy
 import functools
 import importlib
 import sys
+from typing import Any
 from unittest import mock
 
 import torch
@@ -136,12 +137,13 @@ def int8_scaled_mm(A, B, row_stats, col_stats, bias=None, dtype=None):
     return out.to(dtype or torch.float16)
 
 
+FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "4-bit numbers": (quantize_4bit, quantize_blockwise, gemm_4bit),
+    "8-bit products": (int8_vectorwise_quant, int8_mixed_scaled_mm, int8_scaled_mm),
+}
 KERNELS = [
     Kernel(rule, function.__name__, function, function is gemm_4bit, package="bitsandbytes")
-    for rule, functions in {
-        "4-bit numbers": (quantize_4bit, quantize_blockwise, gemm_4bit),
-        "8-bit products": (int8_vectorwise_quant, int8_mixed_scaled_mm, int8_scaled_mm),
-    }.items()
+    for rule, functions in FUNCTIONS.items()
     for function in functions
 ]
 
@@ -229,8 +231,8 @@ def _pass_for_its_class(parameter) -> None:
 
     peft, accelerate, trl and transformers do, by its name or by isinstance.
     """
-    kind, base = parameter._memlab_quantizes_as, type(parameter)
-    set_type(parameter, _passing_for(kind, base))
+    base: Any = type(parameter)
+    set_type(parameter, _passing_for(parameter._memlab_quantizes_as, base))
 
 
 @functools.cache
@@ -255,7 +257,8 @@ def set_type(tensor, kind) -> None:
 def _copy_whole(self, memo):
     """As bitsandbytes' classes copy themselves: with what belongs to the numbers."""
     if id(self) not in memo:
-        made = memo[id(self)] = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+        made: Any = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = made
         for name in self.__dict__.keys() - made.__dict__.keys():
             value = self.__dict__[name]
             if name == "CB" and value is not None:  # the numbers themselves
@@ -280,7 +283,7 @@ def _params4bit(
     **kwargs,
 ):
     data = torch.empty(0) if data is None else data.detach()  # of any class
-    parameter = torch.nn.Parameter(data, requires_grad)
+    parameter: Any = torch.nn.Parameter(data, requires_grad)
     parameter._memlab_quantizes_as = cls
     parameter.blocksize, parameter.quant_type = blocksize or 64, quant_type
     parameter.compress_statistics, parameter.quant_storage = compress_statistics, quant_storage
@@ -314,7 +317,7 @@ def _int8_params(
     cls, data=None, requires_grad=True, has_fp16_weights=False, CB=None, SCB=None, **_
 ):
     data = torch.empty(0) if data is None else data.detach()  # of any class
-    parameter = torch.nn.Parameter(data, requires_grad)
+    parameter: Any = torch.nn.Parameter(data, requires_grad)
     parameter._memlab_quantizes_as = cls
     parameter.has_fp16_weights, parameter.CB, parameter.SCB = has_fp16_weights, CB, SCB
     _pass_for_its_class(parameter)

@@ -26,14 +26,17 @@ def flash_attention_2():
     known = modeling_flash_attention_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX
     found = known | {2: known[2] | {"general_availability_check": lambda: True}}
     # What transformers has found so far, and what it will find.
-    loaded = ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn")
-    loaded += (
+    loaded = (
+        "_loaded_implementation",
+        "_flash_fn",
+        "_flash_varlen_fn",
+        "_flash_with_kvcache_fn",
         "_pad_fn",
         "_unpad_fn",
         "_process_flash_kwargs_fn",
         "_process_with_kvcache_kwargs_fn",
     )
-    rows = [(modeling_flash_attention_utils, name, None) for name in loaded]
+    rows: list[tuple] = [(modeling_flash_attention_utils, name, None) for name in loaded]
     rows += [(modeling_flash_attention_utils, "_lazy_imports", _functions)]
     rows += [(modeling_utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", found)]
     with replaced(*rows):

@@ -13,6 +13,7 @@ import inspect
 import sys
 import threading
 import warnings
+from typing import Any
 
 import torch
 from torch._C import DispatchKey
@@ -118,7 +119,7 @@ def _learned(function, seen: set) -> tuple[torch.Tensor, ...]:
     if id(function) in seen or not inspect.isfunction(function):
         return ()
     seen.add(id(function))
-    found = {}
+    found: dict[int, torch.Tensor] = {}
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # not assigned yet
             held = cell.cell_contents
@@ -237,7 +238,7 @@ def _gradient_of_scores(score_mod):
     """The gradient that PyTorch traces from the scores' function, derived where it is wanted."""
 
     def gradient(score, batch, head, row, column, grad):
-        _, back = torch.func.vjp(lambda x: score_mod(x, batch, head, row, column), score)
-        return [*back(grad), None, None, None, None]
+        pulled: Any = torch.func.vjp(lambda x: score_mod(x, batch, head, row, column), score)
+        return [*pulled[1](grad), None, None, None, None]
 
     return gradient

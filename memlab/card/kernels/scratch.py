@@ -28,9 +28,10 @@ def kernel_scratch(func, args) -> list[list[int]]:
     if func is torch.ops.aten._scaled_dot_product_efficient_attention_backward.default:
         return _of_efficient(*args[:2])
     if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
-        return [_of_flash(*(x.transpose(1, 2) for x in args[1:3]), None)]
+        query, key = (tensor.transpose(1, 2) for tensor in args[1:3])
+        return [_of_flash(query, key, None)]
     if func._opname in ("_flash_attention_backward", "_varlen_attn_backward"):
-        return [_of_flash(*args[1:3], args[6])]
+        return [_of_flash(args[1], args[2], args[6])]
     return []
 
 

@@ -118,7 +118,7 @@ def kernels_that_share_keys(release: str) -> set[str]:
     Seen on a T4: math for shared keys, memory-efficient for repeated ones
     (huggingface/transformers#45776, comment of 2026-08-09).
     """
-    return {"flash", "efficient"} if TorchVersion(release) >= (2, 14) else {"flash"}
+    return {"flash", "efficient"} if TorchVersion(release) >= "2.14" else {"flash"}
 
 
 SHARES_KEYS = kernels_that_share_keys(torch.__version__)
