@@ -42,6 +42,8 @@ FEWER = ("distilbert", "roberta-base", "deberta-v3-base", "t5-3b")
 # Trained as the planner would: with fused attention, under autocast, or in full in bf16 or fp32.
 PLANNED_ONLY = ("mistral-7b-v0.3", "smollm3-3b", "xlm-roberta-base", "modernbert-base", "phi-4")
 PLANNED_ONLY += ("gemma-3-4b",)
+# Also for texts that are longer than the window: layers that repeat in sixes take long to record.
+WINDOWED = ("gemma-3-4b",)
 MODELS = (*COMMON, *PLANNED_ONLY, *FEWER)
 WAYS = {
     "plain": {},
@@ -57,9 +59,14 @@ SEED = "1"  # of the hashes of texts
 
 
 def recipes(model: str):
-    """(recipe, card) of every half that is wanted of a model's structure; sizes do not matter."""
+    """(recipe, card) of every half that is wanted of a model's structure.
+
+    Sizes do not matter, but for whether a text is as long as a window.
+    """
     if model in PLANNED_ONLY:
-        yield from _planned(model)
+        yield from _planned(model, 64)
+        if model in WINDOWED:
+            yield from _planned(model, models.settings(model).sliding_window)
         return
     common, only_eager = model in COMMON, model == "deberta-v3-base"
     ways = WAYS if common else {"plain": {}}
@@ -77,14 +84,15 @@ def recipes(model: str):
                 yield from _pairs(model, card, start | {"precision": precision}, attention, common)
 
 
-def _planned(model):
+def _planned(model, length):
     half = {ANY_CARD: ("bf16-amp", "bf16", "fp32"), CARDS[1]: ("fp16-amp", "fp32")}
     for card, way in itertools.product(CARDS, ("plain", "lora in 16 bits", "qlora")):
         for precision in half[card][: None if way == "plain" else 1]:
-            yield from _pairs(model, card, WAYS[way] | {"precision": precision}, "sdpa", True)
+            values = WAYS[way] | {"precision": precision}
+            yield from _pairs(model, card, values, "sdpa", True, length)
 
 
-def _pairs(model, card, values, attention, common):
+def _pairs(model, card, values, attention, common, asked=64):
     """Passes and updates together, as each run has one of both."""
     planned = common and attention == "sdpa" and "freeze" not in values
     batches, accumulations = (2, 1) if planned else (2,), (1, 2) if common else (1,)
@@ -100,7 +108,7 @@ def _pairs(model, card, values, attention, common):
         optimizer, norm = updates[i % len(updates)]
         changes = {"checkpointing": checkpointing, "accumulation": accumulation}
         changes |= {"optimizer": optimizer, "max_grad_norm": norm, "attention": attention}
-        usual = usual_sizes(Recipe(model, seq_len=64, **values, **changes))
+        usual = usual_sizes(Recipe(model, seq_len=asked, **values, **changes))
         length = usual.seq_len * usual.batch_size // batch  # bitsandbytes fuses few tokens
         longest = models.max_length(model) or length
         yield usual.but(batch_size=batch, seq_len=min(length, longest)), card

@@ -150,8 +150,8 @@ def structures(
 ) -> Iterator[tuple[Structure, Structure]]:
     """The structures that may be those of a recipe's passes and updates, the widest shared first.
 
-    roughly: whether they may be those of a model whose small weights have 8-bit states, too, and
-    in which kernels do not pad heads.
+    ignore_small_tensors: whether they may be those of a model whose small weights have 8-bit
+    states, too, and in which kernels do not pad heads.
     """
     found, own = shared_structure(recipe.model), exact_structure(recipe, card)
     if found is not None and recipe.ranks == 1:
@@ -326,6 +326,8 @@ def _unlike_usual(config: Any) -> str:
         return "a dimension of one head of keys is swapped without a copy"
     if config.model_type in ONE_PROJECTION and (heads_of_a_key(config) + 2) % 5 == 0:
         return "its projection to queries, keys and values has the prime factor of a head's size"
+    if getattr(config, "kv_lora_rank", None):
+        return "its latent attention has ranks and two sizes of heads"
     narrow = getattr(config, "embedding_size", None) or config.hidden_size
     if narrow != config.hidden_size:
         return f"its embeddings have {narrow} numbers per token and its layers {config.hidden_size}"

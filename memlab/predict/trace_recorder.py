@@ -54,10 +54,8 @@ def _stretched(recipe: Recipe | Serving, card: GPU, loop: Callable[..., Any] | N
     if not layers:
         return None
     run = functools.partial(shallow_log, gpu=card, loop=loop)
-    shallow = _shallow_halves(recipe, layers, run)
     try:
-        found = (_layered(shallow, depths) for depths in AGREEING_DEPTHS)
-        halves = next(filter(None, found), None)
+        halves = _agreeing(_shallow_halves(recipe, layers, run))
     except ValueError:
         return None  # said at full depth, about the model that was asked for
     patterns = layers.patterns(models.config(recipe.model).num_hidden_layers)
@@ -88,34 +86,33 @@ def _recorded(recipe: Recipe, card: GPU, found: Structure) -> tuple[RecordedPhas
     )
     checked_sizes = of_like.sizes(check) | card.symbols
 
-    def checked(halves: list[LayeredLog] | None, layers: Layers | None, of_check: Log):
-        """The halves, None where there are none or the check says otherwise."""
-        if halves is None:
-            return None
+    def checked(
+        halves: list[LayeredLog], layers: Layers | None, of_check: Log
+    ) -> tuple[RecordedPhase, ...] | None:
+        """The halves; None where the check says otherwise."""
         phases = [PhaseTrace(one, sizes, around.batches, card.workspace) for one in halves]
         log = Trace(*phases).at(checked_sizes, _depth_of_check(layers, around))
-        return (
-            tuple(RecordedPhase(one, layers) for one in phases)
-            if are_alike(log, of_check)
-            else None
-        )
+        if not are_alike(log, of_check):
+            return None
+        return tuple(RecordedPhase(phase, layers) for phase in phases)
 
     if layers:
         of_check = _check_run(check, layers, card)
         run = functools.partial(shallow_log, gpu=card, most=MAX_EVENT_RATIO * len(of_check.steps))
         shallow = _shallow_halves(primed, layers, run)
-        recorded = checked(_layered(shallow, CHECKED_DEPTHS), layers, of_check)
+        halves = _layered(shallow, CHECKED_DEPTHS)
+        recorded = halves and checked(halves, layers, of_check)
         if recorded:
             return recorded
-        agreed = (_layered(shallow, depths) for depths in AGREEING_DEPTHS)
-        halves = next(filter(None, agreed), None)
+        halves = _agreeing(shallow)
         if halves:
             return checked(halves, layers, of_check)
     if found.widths:
         return None  # at its own depth it may as well have its own widths
     of_check = _check_run(check, None, card)
     log = log_of(primed, gpu=card, numbered=True, most=MAX_EVENT_RATIO * len(of_check.steps))
-    return checked([LayeredLog.of([half], 1) for half in log.halves()], None, of_check)
+    halves = [one for half in log.halves() if (one := LayeredLog.of([half], 1))]
+    return checked(halves, None, of_check)
 
 
 def is_as_run(
@@ -160,13 +157,18 @@ def _depth_of_check(
 
 def _shallow_halves(
     recipe: Recipe | Serving, layers: Layers, run: Callable[[Any], Log]
-) -> Callable[[int], tuple[Log, Log]]:
+) -> Callable[[int], tuple[Log, ...]]:
     """A function that gives the halves of a log with so many patterns, each run once."""
     return functools.cache(lambda number: run(_deep(recipe, layers.number(number))).halves())
 
 
+def _agreeing(shallow: Callable[[int], tuple[Log, ...]]) -> list[LayeredLog] | None:
+    """Both halves for any depth, of three depths that agree; None where none do."""
+    return next(filter(None, (_layered(shallow, depths) for depths in AGREEING_DEPTHS)), None)
+
+
 def _layered(
-    shallow: Callable[[int], tuple[Log, Log]], depths: Sequence[int]
+    shallow: Callable[[int], tuple[Log, ...]], depths: Sequence[int]
 ) -> list[LayeredLog] | None:
     """Both halves for any depth; None where those of these depths do not agree."""
     found = [LayeredLog.of(logs, depths[-2]) for logs in zip(*map(shallow, depths), strict=True)]

@@ -122,8 +122,8 @@ def growth(
             for p in range(1, min(spare, j) + 1)
             if np.array_equal(long[j - p : j], long[j : j + p])
         ]
-        if not (sizes or seen_twice) and spare > 0 and i < len(short):
-            sizes = 1 + np.flatnonzero(long[j + 1 : j + spare + 1] == short[i])
+        if not (sizes or seen_twice) and i < len(short):
+            sizes = [p for p in range(1, spare + 1) if long[j + p] == short[i]]
         best, size = (False, -1), None
         for p in sizes:
             after = _agreement(short[i:], long[j + p :])

@@ -153,17 +153,18 @@ class Log:
 def _modules_of_replaced(entries: Iterable[tuple]) -> dict[int, str]:
     """Weights made outside any module that others replace -> the modules of these.
 
-    Empty where they are replaced in the order in which they were made, and so can be told apart.
-    PEFT makes adapters of a mixture's experts after all others, and casts them layer by layer.
+    Empty but for adapters of a mixture's experts. PEFT makes these after all others, and casts all
+    of them layer by layer; others are replaced in the order in which they were made.
     """
-    modules, last = {}, None
+    modules: dict[int, str] = {}
+    last = None
     for storage, change, phase, *_ in entries:
         weight = storage.category is Category.PARAMETERS
         if change > 0:
             last = storage if weight else None
         elif last is not None and weight and phase is Phase.FORWARD and storage.module == OUTSIDE:
             modules[storage.number] = last.module
-    return modules if list(modules) != sorted(modules) else {}
+    return modules if any(".experts." in module for module in modules.values()) else {}
 
 
 def named(steps: Iterable[TraceEvent]) -> Iterator[Event]:

@@ -93,14 +93,14 @@ def test_a_copy_of_a_split_model_holds_what_a_real_one_holds(tmp_path):
 
 
 def test_copies_of_a_split_model_send_between_machines_what_they_add_up():
-    """Two machines, each with a copy: a card sums its eighth of the gradients, in fp32."""
+    """Two machines, each with a copy: a card sums its eighth of the gradients, in bf16."""
     one = Recipe("llama-3-8b-tiny", precision="bf16-amp", ranks=16, sharding="zero3", replicas=2)
     ours, eight, whole = (
         simulate(other, "H100", link="ethernet-10")
         for other in (one, one.but(ranks=8, replicas=1), one.but(replicas=1))
     )
     assert ours.breakdown == eight.breakdown and ours.peak_reserved == eight.peak_reserved
-    summed = 4 * ours.parameters // 8
+    summed = 2 * ours.parameters // 8
     more = ours.step_seconds.sent - eight.step_seconds.sent
     assert more == pytest.approx(summed, rel=0.01)
     # At worst nothing is sent beside the kernels.
@@ -206,6 +206,12 @@ def test_gradients_stay_whole_until_the_last_micro_batch_reduces_them():
     assert sent[1] - sent[0] == sent[2] - sent[1]  # each gathers twice more
     ddp = [simulate(FOUR.but(sharding="ddp", accumulation=n), "H100") for n in (1, 3)]
     assert ddp[0].step_seconds.sent == ddp[1].step_seconds.sent
+
+
+@pytest.mark.parametrize(("precision", "nbytes"), [("fp32", 4), ("bf16-amp", 2)])
+def test_gradients_wait_in_the_format_of_autocast_as_with_accelerate(precision, nbytes):
+    footprint = simulate(FOUR.but(precision=precision, accumulation=3), "H100")
+    assert max(footprint.timeline.levels["gradients"]) == nbytes * footprint.parameters
 
 
 @pytest.mark.slow
