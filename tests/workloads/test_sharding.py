@@ -99,7 +99,9 @@ def test_copies_of_a_split_model_send_between_machines_what_they_add_up():
         simulate(other, "H100", link="ethernet-10")
         for other in (one, one.but(ranks=8, replicas=1), one.but(replicas=1))
     )
-    assert ours.breakdown == eight.breakdown and ours.peak_reserved == eight.peak_reserved
+    assert ours.breakdown == eight.breakdown
+    # The cast to fp32 runs on the stream of the all-reduce, which has a small segment of its own.
+    assert ours.peak_reserved - eight.peak_reserved == 2 * 2**20
     summed = 2 * ours.parameters // 8
     more = ours.step_seconds.sent - eight.step_seconds.sent
     assert more == pytest.approx(summed, rel=0.01)
