@@ -2,7 +2,7 @@
 
     python benchmarks/plan.py [answers.jsonl] [questions] [first seed]
 
-Every option that a plan says fits is simulated on the card, from the formula or not. Of the fastest
+Every option that a plan says fits is simulated on the card. Of the fastest
 recipe and of the one with the most room, the largest micro-batch must fit by `memlab.fits`, which
 is a simulation of its own, and the next one must not; so must the longest sequence of the fastest.
 Each answer is a line of the file, with what is wrong in it; those that are there are not asked

@@ -171,7 +171,7 @@ def _layered(
     shallow: Callable[[int], tuple[Log, ...]], depths: Sequence[int]
 ) -> list[LayeredLog] | None:
     """Both halves for any depth; None where those of these depths do not agree."""
-    found = [LayeredLog.of(logs, depths[-2]) for logs in zip(*map(shallow, depths), strict=True)]
+    found = [LayeredLog.of(logs, depths[1]) for logs in zip(*map(shallow, depths), strict=True)]
     halves = [half for half in found if half is not None]
     return halves if len(halves) == len(found) else None
 

@@ -8,6 +8,7 @@ comparing the logs. Nothing is fitted: the log at another depth is written out e
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ import numpy as np
 from memlab.trace.events import TraceEvent
 from memlab.trace.log import Log
 
+Blocks = list[tuple[int, np.ndarray]]  # (place in an order, what is there once more per pattern)
 Counts = dict[Any, tuple[int, int]]  # what is counted -> (once, more with each pattern)
 
 
@@ -40,10 +42,9 @@ class LayeredLog:
 
     @classmethod
     def of(cls, logs: Sequence[Log], patterns: int) -> LayeredLog | None:
-        """Of the logs with `patterns` patterns and with one more.
+        """Of the logs with one pattern less than `patterns`, with so many, and perhaps one more.
 
-        Before them may stand the log with one less, which they must agree with. Or of one log
-        alone, for its own depth. None where the logs do not agree.
+        All must agree. Or of one log alone, for its own depth. None where the logs do not agree.
         """
         numbers: dict[TraceEvent, int] = {}
         orders = [
@@ -54,11 +55,9 @@ class LayeredLog:
             all_weights, all_work = ({k: (n, 0) for k, n in c.items()} for c in _counts(logs[0]))
             found = cls(tuple(numbers), orders[0], None, patterns, all_weights, all_work, ())
             return found._assuming(logs)
-        *fewer, some, more = orders
-        blocks = growth(some, more, seen_twice=bool(fewer))
-        if blocks is None:
-            return None
-        if any(not np.array_equal(repeated(some, blocks, -1), few) for few in fewer):
+        few, some, *more = orders
+        blocks = growth(some, more[0]) if more else _moved(growth(few, some, seen_twice=False))
+        if blocks is None or not np.array_equal(repeated(some, blocks, -1), few):
             return None
         weights, work = map(_growing, *map(_counts, logs))
         if weights is None or work is None:
@@ -88,18 +87,23 @@ def _counts(log: Log) -> tuple[Counter, Counter]:
     return log.weights, log.work
 
 
-def _growing(*counts: Counter) -> Counts | None:
-    """What is counted, at the last depth but one and with each pattern more; None if uneven."""
-    *fewer, some, more = counts
-    each = {kind: more[kind] - some[kind] for kind in {*some, *more}}
-    if any(some[kind] - few[kind] != each.get(kind, 0) for few in fewer for kind in {*few, *some}):
+def _growing(few: Counter, some: Counter, *more: Counter) -> Counts | None:
+    """What is counted, at the second depth and with each pattern more; None if it is uneven."""
+    each = {kind: some[kind] - few[kind] for kind in {*few, *some, *itertools.chain(*more)}}
+    if any(deeper[kind] - some[kind] != each[kind] for deeper in more for kind in each):
         return None
     return {kind: (some[kind], number) for kind, number in each.items()}
 
 
-def growth(
-    short: np.ndarray, long: np.ndarray, seen_twice: bool = True
-) -> list[tuple[int, np.ndarray]] | None:
+def _moved(blocks: Blocks | None) -> Blocks | None:
+    """Blocks by their places in the shorter log, by those after them in the longer one."""
+    if blocks is None:
+        return None
+    ends = itertools.accumulate(len(block) for _, block in blocks)
+    return [(place + end, block) for (place, block), end in zip(blocks, ends, strict=True)]
+
+
+def growth(short: np.ndarray, long: np.ndarray, seen_twice: bool = True) -> Blocks | None:
     """What `long` has more than `short`: (place in short, block), each block a repetition.
 
     Both are walked together. Where they part, `long` goes on with a block that it has just had

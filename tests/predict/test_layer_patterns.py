@@ -134,7 +134,7 @@ def log(letters):
     ],
 )
 def test_no_log_without_a_pattern(logs):
-    assert LayeredLog.of([log(letters) for letters in logs], 3) is None
+    assert LayeredLog.of([log(letters) for letters in logs], 2) is None
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_no_log_without_a_pattern(logs):
 )
 def test_two_depths_are_enough_beside_a_check(logs):
     shallow, deeper, deep = map(log, logs)
-    layered = LayeredLog.of([shallow, deeper], 1)
+    layered = LayeredLog.of([shallow, deeper], 2)
     assert [layered.kinds[kind] for kind in layered.order_at(4)] == deep.steps
     assert layered.counted(layered.weights, 4) == deep.weights
 
