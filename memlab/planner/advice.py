@@ -106,10 +106,11 @@ def switches(search: Search, start: Option) -> tuple[Switch, ...]:
         recipe.loss,
     )
     for one in recipes.combinations:
-        name = _named_change(own, one)
+        alike = dataclasses.replace(one, loss=own.loss)
+        name = _named_change(own, alike)
         again = one.checkpointing != own.checkpointing
         if name and name not in changed and (again or one in search.traced):
-            changed[name] = recipes.recipe(one, batch)
+            changed[name] = recipes.recipe(alike, batch)
     smaller = [n for n in recipes.batches if n < batch] or recipes.batches[1:2]
     if smaller:
         changed[f"micro-batch {smaller[-1]}"] = recipes.recipe(own, smaller[-1])
@@ -128,14 +129,14 @@ def _named_change(own: Combination, one: Combination) -> str:
     """The only thing in which a combination differs, in words; empty where there are more."""
     before, after = dataclasses.asdict(own), dataclasses.asdict(one)
     other = {name for name in before if before[name] != after[name]}
-    if one.way != own.way and other <= {"way", "precision", "optimizer", "loss"}:
+    if one.way != own.way and other <= {"way", "precision", "optimizer"}:
         return WAYS[one.way]
     if len(other) != 1:
         return ""
     (name,) = other
     if name == "checkpointing":
         return "checkpointing" if one.checkpointing else "no checkpointing"
-    return f"{after[name]}{PAGED_OUT * is_paged(one.optimizer)}" if name != "loss" else ""
+    return f"{after[name]}{PAGED_OUT * is_paged(one.optimizer)}"
 
 
 def _switch(search: Search, start: Option, name: str, recipe: Recipe) -> Switch:

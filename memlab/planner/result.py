@@ -249,7 +249,7 @@ class Plan:
     saves most first.
     decision: sentences. remedies: where nothing fits, what would; excluded: what was not
     considered, and why. assumptions: as `memlab.footprint.Footprint` has them, of the model in any
-    way. rungs: where nothing else fits, the more sparing ways to train every weight that do.
+    way. last_resorts: where nothing else fits, the more sparing ways to train every weight that do.
     """
 
     question: Question

@@ -14,7 +14,7 @@ from memlab.gpus import GPUS, find_gpu
 from memlab.planner.remedies import last_resorts
 from memlab.planner.result import TIERS, Question, is_paged
 from memlab.planner.search import Search
-from memlab.planner.space import SHARDINGS, Combination, Recipes, combinations
+from memlab.planner.space import NF4, SHARDINGS, Combination, Recipes, combinations
 from memlab.predict.simulate import peak_allocated_of, sized_log
 from memlab.trace.log import peak_allocated
 from memlab.workloads.training import Training
@@ -362,6 +362,16 @@ def test_the_loss_in_parts_where_logits_are_too_much():
     # No sizes were looked for with such a loss, and the text goes on without them.
     assert option.longest is None and max(map(len, str(answer).splitlines())) <= 80
     assert not fits(option.recipe.but(loss="whole", checkpointing=True), card)
+
+
+def test_a_single_change_leaves_the_loss_in_parts():
+    model, card = models.resized("llama-3-8b-tiny", vocab_size=50_000), 250 * MiB
+    answer = plan(model, card, ways=("lora", "qlora"), seq_len=512, effective_batch=2, lora_rank=4)
+    recipe = answer.first.recipe
+    assert recipe.loss == "chunked" and recipe.base == "half"
+    (change,) = (one for one in answer.switches if one.name == "QLoRA")
+    peaks = [peak_allocated_of(one, find_gpu(card)) for one in (recipe, recipe.but(**NF4))]
+    assert change.saved == peaks[0] - peaks[1]
 
 
 def test_what_cannot_fit_is_not_traced(monkeypatch):
