@@ -30,7 +30,7 @@ from memlab.panels.moments import largest_moments
 from memlab.planner.space import NF4
 from memlab.predict.shipped import FOLDER, NO_TRACE, Shipped, file_of, split_key
 from memlab.predict.store import FORMAT, RecordedPhase, text_of
-from memlab.predict.structure import structures
+from memlab.predict.structure import has_no_trace, structures
 from memlab.predict.trace_recorder import record
 from memlab.predict.traces import keys_of, usual_sizes
 from memlab.spec.recipe import AUTOCAST
@@ -118,6 +118,8 @@ def wanted(asked) -> list[tuple]:
     """(recipe, card, structure) of as few as have all halves."""
     cases, known = [], set()
     for recipe, card in asked:
+        if has_no_trace(recipe, card):
+            continue
         case = recipe, card, next(structures(recipe, card, ignore_small_tensors=True))[0]
         if not known.issuperset(keys(case)):
             cases.append(case)
