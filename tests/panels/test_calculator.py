@@ -177,7 +177,11 @@ def test_its_peak_is_the_simulations_and_nothing_is_falsely_said_to_fit(drawn):
     for settings, found in asked:
         recipe, card = recipe_of(settings), card_of(settings)
         whole, page = simulate(recipe, find_gpu(card).without_limit()), found["found"]
-        assert page["peak_allocated"] == pytest.approx(whole.peak_allocated, rel=0.01), settings
+        there = whole.peak_allocated - whole.breakdown["rounding"]
+        here = page["peak_allocated"] - page["breakdown"]["rounding"]
+        assert here == pytest.approx(there, rel=0.01), settings
+        # A block keeps a remainder of up to 1 MiB, as the order has it: 2 % where blocks are small.
+        assert page["peak_allocated"] == pytest.approx(whole.peak_allocated, rel=0.03), settings
         assert page["parameters"] == whole.parameters
         assert page["trainable_parameters"] == whole.trainable_parameters
         for name in ("parameters", "optimizer_states", "activations"):
