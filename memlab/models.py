@@ -168,13 +168,21 @@ def settings(model: Model) -> Any:
 @functools.cache
 def _namespace(name: str) -> SimpleNamespace:
     values, others = values_of(name), names_of(name)
-    return SimpleNamespace(**values, **{new: values.get(old) for new, old in others.items()})
+    mapped = {new: values.get(old) for new, old in others.items()}
+    return SimpleNamespace(**values | mapped | _computed_of(name))
 
 
 @remembered
 def values_of(model: Model) -> dict[str, Any]:
     """All values of a config, as its `to_json_string` writes them."""
     return json.loads(config(model).to_json_string(use_diff=False))
+
+
+@remembered
+def _computed_of(model: Model) -> dict[str, int]:
+    """What a config computes of its values: ModernBERT's window is half its local attention."""
+    window = getattr(config(model), "sliding_window", None)
+    return {} if window is None else {"sliding_window": window}
 
 
 @remembered

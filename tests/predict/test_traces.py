@@ -134,6 +134,14 @@ def test_a_window_has_a_trace_on_either_side():
     assert inside.inside and not TraceDomain.of(recipe.but(seq_len=256)).inside
 
 
+def test_a_window_that_a_config_computes_is_one_too():
+    """ModernBERT's is half its local attention; beyond it each pass makes a mask."""
+    recipe, card = Recipe("modernbert-base-tiny", precision="bf16", attention="sdpa"), "L4"
+    window, traces = models.config(recipe.model).sliding_window, Traces()
+    for length in (window // 2, window, 4 * window):
+        as_run(recipe.but(seq_len=length), find_gpu(card), traces)
+
+
 def test_where_chunks_of_a_sequence_are_looped_over_each_size_is_run(monkeypatch):
     """Linear attention: 8 to 18 % were missing when such a trace was stretched.
 
