@@ -97,7 +97,7 @@ def _of_the_card(tracer, streams, ranks) -> dict:
         "_get_device_properties": lambda device: properties,
         "_check_bf16_tensor_supported": lambda device: True,  # by emulation, on any card
         "_exchange_device": _select,  # by `torch.cuda.device`
-        "_maybe_exchange_device": _select,
+        "_maybe_exchange_device": _maybe_select,
         "default_generators": tuple(torch.Generator() for _ in range(ranks)),
         "Stream": type("Stream", (Stream,), {"numbers": itertools.count(1)}),  # of this card
         "current_stream": streams.current,
@@ -187,6 +187,11 @@ def _select(index) -> int:
     """Choose a card, of which there is one; a negative number leaves it as it is."""
     only_card(index)
     return 0
+
+
+def _maybe_select(index) -> int:
+    """The same; a function of its own, as torch.compile keeps a handler for each of both."""
+    return _select(index)
 
 
 def refuse(name, why):

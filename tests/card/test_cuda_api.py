@@ -292,3 +292,9 @@ def test_accelerate_imported_inside_looks_for_a_device_again_outside():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_torch_compile_tells_apart_what_selects_a_card():
+    """It keeps a handler for each function, and refuses a second one for the same."""
+    with SimulatedGPU():
+        assert torch.cuda._exchange_device is not torch.cuda._maybe_exchange_device
