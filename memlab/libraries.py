@@ -33,7 +33,7 @@ FOLDER = "MEMLAB_CACHE"  # an environment's variable that names another folder f
 # On whose releases it depends what a model is, and what its training does.
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 # Raise it by hand when a `remembered` function says something else than before.
-FACTS_FORMAT = 1
+FACTS_FORMAT = 2
 
 # Modules that models of transformers share, and whose functions stand in them by themselves.
 SHARED = ("transformers.integrations.sdpa_attention", "transformers.masking_utils")

@@ -29,7 +29,7 @@ from memlab.libraries import installed
 from memlab.panels.moments import largest_moments
 from memlab.planner.space import NF4
 from memlab.predict.shipped import FOLDER, NO_TRACE, Shipped, file_of, split_key
-from memlab.predict.store import FORMAT, RecordedPhase, text_of
+from memlab.predict.store import FORMAT, RecordedPhase, kept_of, text_of
 from memlab.predict.structure import has_no_trace, structures
 from memlab.predict.trace_recorder import record
 from memlab.predict.traces import keys_of, usual_sizes
@@ -56,6 +56,7 @@ PLANNED = ("adamw_torch_fused", "adamw_8bit", "adafactor", "paged_adamw_8bit")  
 OTHERS = ("adamw_torch", "sgd", "lion_8bit")
 CARDS = ANY_CARD, find_gpu("T4")
 SEED = "1"  # of the hashes of texts
+DEEPER = 5  # patterns, more than are recorded
 
 
 def recipes(model: str):
@@ -177,10 +178,14 @@ def _values(line: str) -> dict:
     """What a line says, but for the pass beside which an update may be recorded.
 
     And but for the choice of moments: of two that are as large the processor's rounding chooses.
+    Blocks that repeat may begin at another of their events: a deeper model says which they are.
     """
-    values = json.loads(line) or {}
-    sizes = {name: n for name, n in values.get("sizes", {}).items() if name not in "bs"}
-    return values | {"batches": None, "sizes": sizes, "largest": None}
+    values, kept = json.loads(line) or {}, kept_of(line)
+    sizes = {name: n for name, n in values.get("sizes", {}).items() if name not in "bsw"}
+    alike = {"batches": None, "sizes": sizes, "largest": None}
+    if kept and kept.half.log.blocks:
+        alike |= {"blocks": kept.half.log.order_at(DEEPER).tolist(), "order": None}
+    return values | alike
 
 
 def check(number: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from memlab import models
 from memlab.card.step_time import PHASES
 from memlab.footprint import Category, Phase
 from memlab.gpus import GPU
@@ -126,7 +127,13 @@ class PackedTables:
 
 
 def is_kept(recipe: Recipe, card: GPU) -> bool:
-    """Whether the traces that the calculator needs came with memlab."""
+    """Whether the traces that the calculator needs came with memlab.
+
+    The page has those of texts below a window of attention only.
+    """
+    window = getattr(models.settings(recipe.model), "sliding_window", None)
+    if window and recipe.seq_len >= window:
+        return False
     usual = usual_sizes(recipe)
     keys = keys_of(usual, *next(structures(usual, card, ignore_small_tensors=True)))
     return all(map(Shipped.of_memlab().has_half, keys))

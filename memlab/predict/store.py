@@ -33,7 +33,7 @@ from memlab.trace.work import Work
 
 # Raise it by hand when a rule of memlab changes which events a run has, or what is kept of them:
 # whatever was kept before is then recorded anew. A release of a library needs no new format.
-FORMAT = 2
+FORMAT = 3
 LARGEST = 256 * 2**20  # bytes of all files; the oldest go first
 # What is raised about a file that was cut short, spoilt, or written by something else.
 UNREADABLE = (OSError, EOFError, ValueError, LookupError, TypeError, zlib.error, lzma.LZMAError)

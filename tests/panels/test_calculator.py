@@ -180,8 +180,9 @@ def test_its_peak_is_the_simulations_and_nothing_is_falsely_said_to_fit(drawn):
         there = whole.peak_allocated - whole.breakdown["rounding"]
         here = page["peak_allocated"] - page["breakdown"]["rounding"]
         assert here == pytest.approx(there, rel=0.01), settings
-        # A block keeps a remainder of up to 1 MiB, as the order has it: 2 % where blocks are small.
-        assert page["peak_allocated"] == pytest.approx(whole.peak_allocated, rel=0.03), settings
+        # Blocks keep remainders of up to 1 MiB, as the order has it; nothing else may be missing.
+        most = 1.01 * whole.peak_allocated
+        assert 0.99 * there <= page["peak_allocated"] <= most, settings
         assert page["parameters"] == whole.parameters
         assert page["trainable_parameters"] == whole.trainable_parameters
         for name in ("parameters", "optimizer_states", "activations"):
