@@ -161,7 +161,7 @@ class Recipes:
         """What a rank holds when a backward pass ends, at least: weights, gradients, states."""
         ranks = ranks or self.question.ranks
         whole = one.way == "full"
-        size = 2 if one.precision in ("bf16", "fp16") else 4
+        size = bytes_per_weight(one.precision)
         held: float = {"full": size, "lora": 2, "qlora": 0.5}[one.way]
         optimizer = OPTIMIZERS[one.optimizer]
         state = 0 if optimizer.paged else size if optimizer.bits == 32 else optimizer.bits / 8
@@ -197,6 +197,11 @@ class Recipes:
         logarithms and two gradients."""
         vocabulary = getattr(models.settings(self.model), "vocab_size", 0)
         return 16 * self.question.seq_len * vocabulary
+
+
+def bytes_per_weight(precision: str) -> int:
+    """Of weights that train, in a precision."""
+    return 2 if precision in ("bf16", "fp16") else 4
 
 
 def is_here(package: str) -> bool:

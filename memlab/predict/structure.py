@@ -34,6 +34,7 @@ from memlab.spec.recipe import (
     COMPUTED_IN,
     FOUR_BITS,
     Recipe,
+    is_moved_by_sharding,
 )
 from memlab.trace.symbols import ALIGNED, chosen_sizes
 
@@ -117,6 +118,8 @@ class Structure:
         shapes = shapes_of(self.config, recipe.task)
         own = {size for shape in shapes for size in shape}
         own |= {value for value in vars(model).values() if type(value) is int}
+        if is_moved_by_sharding(recipe):
+            own |= _sharded_sizes(replace(recipe, model=model))
         narrow = [min(shape) for shape in shapes if len(shape) == 2 and min(shape) >= NARROW]
         widths = {name: chosen for name, (chosen, _) in self.widths.items()}
         sizes = chosen_sizes(
@@ -143,6 +146,19 @@ class Structure:
         if self.widths:  # so that layers can be seen to repeat
             model = models.with_layers(model, max(model.num_hidden_layers, LAYERS))
         return replace(recipe, model=model, **changes), sizes | widths
+
+
+def _sharded_sizes(recipe: Recipe) -> set[int]:
+    """As `memlab.workloads.sharding.sharded_sizes`, of a recipe's model."""
+    import torch
+
+    from memlab.workloads.sharding import sharded_sizes
+    from memlab.workloads.training import add_lora
+
+    with torch.device("meta"):
+        built = models.build(recipe.model, recipe.task)
+        whole = add_lora(built, recipe) if recipe.lora_rank else built
+    return sharded_sizes(whole, recipe.ranks // recipe.replicas)
 
 
 def structures(
@@ -421,7 +437,9 @@ def exact_structure(recipe: Recipe, card: GPU) -> Structure:
         if kept.get(name):
             kept[name] = True
     kept |= {"attention": recipe.attention, "card": card_class(card.capability)}
-    # A rank may decide which states are kept in 8 or 4 bits, and on the card.
-    rank = not _has_small_states(recipe)
+    # A rank may decide which states are kept in 8 or 4 bits, and on the card; and what ranks gather
+    # is a sum of base and adapters, no product of sizes.
+    in_sums = bool(recipe.lora_rank) and is_moved_by_sharding(recipe)
+    rank = not (_has_small_states(recipe) or in_sums)
     kept["rank"] = rank or recipe.lora_rank
     return Structure(json.dumps(kept, sort_keys=True), recipe.model, {}, rank)

@@ -109,6 +109,22 @@ def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
+def sharded_sizes(model: torch.nn.Module, parts: int) -> set[int]:
+    """Numbers of elements that `share` splits, gathers and reduces, of each weight and together.
+
+    parts: among how many ranks the first dimension of every weight is divided, up to a whole row.
+    """
+    sizes: set[int] = set()
+    seen: set[torch.nn.Parameter] = set()
+    for module in [*layers_of(model), model]:
+        weights = [weight for weight in module.parameters() if weight not in seen]
+        seen.update(weights)
+        for some in weights, [weight for weight in weights if weight.requires_grad]:
+            rows = [-(len(weight) // -parts) for weight in some]
+            sizes |= {*rows, sum(n * w[:1].numel() for n, w in zip(rows, some, strict=True))}
+    return sizes
+
+
 def sharded_optimizer(
     recipe: Recipe, parameters: Iterable[torch.Tensor], kind: Any, **settings: Any
 ) -> torch.optim.Optimizer:

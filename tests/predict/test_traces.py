@@ -11,12 +11,14 @@ from memlab.gpus import find_gpu
 from memlab.predict.changed_code import has_changed_code
 from memlab.predict.simulate import serve
 from memlab.predict.store import Store
-from memlab.predict.structure import TraceDomain
+from memlab.predict.structure import TraceDomain, exact_structure
 from memlab.predict.trace_recorder import are_alike, run_log
 from memlab.predict.traces import Traces
 from memlab.trace.events import Alloc
+from memlab.trace.symbols import largest_prime
 
 LLAMA = Recipe("llama-3-8b-tiny", seq_len=64, attention="sdpa", precision="bf16")
+SHARDED = {"ranks": 4, "sharding": "zero3"}
 WAYS = [
     (TINY, "P100"),
     (TINY.but(precision="fp16-amp", accumulation=3, checkpointing=True, max_grad_norm=1.0), "T4"),
@@ -26,6 +28,7 @@ WAYS = [
     (Recipe("t5-3b-tiny", seq_len=64, optimizer="adamw_8bit"), "T4"),
     (Recipe("deberta-v3-base-tiny", padded=True), "A100-80GB"),
     (Recipe("mixtral-8x7b-tiny", lora_rank=4, lora_targets="q_proj,v_proj"), "H100"),
+    (LLAMA.but(precision="bf16-amp", lora_rank=4, base="half", **SHARDED), "A100-80GB"),
 ]
 SIZES = ((2, 64, 3), (16, 256, 5), (1, 77, 1), (3, 333, 1))
 
@@ -55,6 +58,14 @@ def test_every_size_is_as_run(recipe, gpu):
         if recipe.lora_rank:
             sized = sized.but(lora_rank=batch)
         as_run(sized, card, traces)
+
+
+def test_sizes_are_told_from_what_ranks_gather_together():
+    recipe = Recipe("mixtral-8x7b", batch_size=2, precision="bf16-amp", ranks=8, sharding="zero2")
+    found = exact_structure(recipe, find_gpu("H100"))
+    _, sizes = found.chosen(recipe, TraceDomain.of(recipe))
+    around_the_layers = (2 * 32_000 + 1) * 4096  # embedding, norm and head
+    assert all(around_the_layers % largest_prime(sizes[name]) for name in "bs")
 
 
 @pytest.mark.sampled(2)
