@@ -88,6 +88,9 @@ def published(model: Model) -> PretrainedConfig:
     if isinstance(name, dict):
         return _from_values(name, "model")
     if not isinstance(name, str):
+        if not hasattr(type(name), "to_json_string"):
+            kind = name.__name__ if isinstance(name, type) else f"of type {type(name).__name__}"
+            raise ValueError(f"model is {kind}: allowed are a name and a config, as model.config")
         return name
     if name in MODELS:
         return _of_catalogue(name)

@@ -533,6 +533,13 @@ def test_a_published_base_of_bitsandbytes_is_that_base():
         Serving(quantized(MXFP4))
 
 
+@pytest.mark.parametrize("given", [None, 3, torch.nn.Linear(1, 1), transformers.BertConfig])
+def test_what_is_neither_name_nor_config_is_refused(given):
+    with pytest.raises(ValueError) as error:
+        Recipe(given, batch_size=2)
+    assert one_line(error).startswith("model is ") and "model.config" in one_line(error)
+
+
 def test_hub_name_without_a_network(monkeypatch):
     monkeypatch.setattr(models, "hub_reachable", lambda: False)
     with pytest.raises(ValueError) as error:

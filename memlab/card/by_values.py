@@ -44,11 +44,12 @@ class ByValues:
 
         As CUDA's kernels have it: `expandTensors` in aten/src/ATen/native/IndexingUtils.h.
         """
-        indices = []
+        indices: list = []
         for index in args[position]:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
                 indices.append(index)
                 continue
+            _check_shape(index, args[0], len(indices))
             places = self._mode.__torch_dispatch__(aten.nonzero.default, (), (index,))
             for column in range(index.dim()):
                 one = self._mode.__torch_dispatch__(aten.select.int, (), (places, 1, column))
@@ -82,3 +83,13 @@ class ByValues:
         packed = fake_like(self._mode.fake, like)
         self._tracer.see(packed)
         return packed, sizes
+
+
+def _check_shape(mask, tensor, first) -> None:
+    """Refuse a mask that is not of the dimensions that it is for. first: the first of these."""
+    for dim, size in enumerate(mask.shape):
+        if tensor.shape[first + dim : first + dim + 1] != (size,):
+            raise IndexError(
+                f"The shape of the mask {list(mask.shape)} at index {dim} does not match the shape "
+                f"of the indexed tensor {list(tensor.shape)} at index {first + dim}"
+            )

@@ -57,14 +57,24 @@ def _who_has(function):
 
 
 def _plain(tensor):
-    """An ordinary tensor for a fake one, which takes no memory; its storage notes the card."""
-    values = values_of(tensor)
+    """An ordinary tensor for a fake one, which takes no memory; its storage notes the card.
+
+    Tied weights stay tied.
+    """
+    values, data = values_of(tensor), tensor.untyped_storage()
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         if values is None:
-            values = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+            zeros = data.__dict__.setdefault("_memlab_zeros", {})
+            zero = zeros.setdefault(_which(tensor), torch.zeros((), dtype=tensor.dtype))
+            values = zero.expand(tensor.shape)
         values = values.clone() if values.numel() == 1 else values
         values.untyped_storage()._memlab_from_card = on_card(tensor)
     return values
+
+
+def _which(tensor) -> tuple:
+    """Which part of its storage a tensor is."""
+    return tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _as_zeros(tensor, protocol):
@@ -104,9 +114,16 @@ def _load(f, map_location=None, *args, **kwargs):
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         loaded = _read(f, place, *args, **kwargs)
     card = {storage._cdata for storage in for_card}
+    there: dict[tuple, torch.Tensor] = {}  # what has come
 
     def move(tensor):
-        return tensor.to("cuda") if tensor.untyped_storage()._cdata in card else tensor
+        storage = tensor.untyped_storage()._cdata
+        if storage not in card:
+            return tensor
+        which = (storage, *_which(tensor))
+        if which not in there:  # tied weights come once
+            there[which] = tensor.to("cuda")
+        return there[which]
 
     def moved(found):
         return found._apply(move) if isinstance(found, torch.nn.Module) else move(found)

@@ -37,6 +37,7 @@ NOT_SIMULATED = {
     "torch.cuda.clock_rate": "there is no time here",
     "torch.profiler.profile.export_memory_timeline": "the profiler follows the host here: "
     "`memlab run --snapshot`, or torch.cuda.memory._dump_snapshot, has each tensor of the card",
+    "torch.export.export": "it traces a model by tensors without data: export after the simulation",
     "torch.nested.nested_tensor": "what it takes depends on its lengths: pad the sequences instead",
     "torch.nested.as_nested_tensor": "what it takes depends on its lengths: pad instead",
     "torch.nested.nested_tensor_from_jagged": "what it takes depends on its lengths: pad instead",
@@ -63,6 +64,7 @@ def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False, reads_environ
             (torch._C, _of_the_driver(tracer, snapshot, ranks)),
             (torch._C, _of_the_accelerator(tracer, streams, settings)),
             (torch, {"compile": _compile(tracer, compile_eagerly, thread), "Generator": Generator}),
+            (torch, {"Stream": streams.kind, "Event": streams.event}),
             # Recurrent layers run as PyTorch's own operations.
             (torch.backends.cudnn, {"is_acceptable": lambda tensor: False}),
             (torch.Tensor, {"record_stream": lambda tensor, stream: None}),
@@ -99,11 +101,11 @@ def _of_the_card(tracer, streams, ranks) -> dict:
         "_exchange_device": _select,  # by `torch.cuda.device`
         "_maybe_exchange_device": _maybe_select,
         "default_generators": tuple(torch.Generator() for _ in range(ranks)),
-        "Stream": type("Stream", (Stream,), {"numbers": itertools.count(1)}),  # of this card
+        "Stream": streams.kind,
         "current_stream": streams.current,
         "default_stream": default_stream,
         "set_stream": streams.choose,
-        "Event": type("Event", (Event,), {"assumptions": tracer.assumptions}),
+        "Event": streams.event,
         "is_current_stream_capturing": lambda: False,
         "device_memory_used": lambda device=None: tracer.allocator.used(),
     }
@@ -117,6 +119,8 @@ def _of_the_driver(tracer, snapshot, ranks) -> dict:
         "_cuda_getDevice": lambda: 0,
         "_cuda_setDevice": only_card,
         "_cuda_synchronize": lambda: None,
+        "_cuda_set_sync_debug_mode": lambda mode: None,  # nothing is waited for here
+        "_cuda_get_sync_debug_mode": lambda: 0,
         "_cuda_ipc_collect": lambda: None,
         "_cuda_memoryStats": lambda device: memory.stats(),
         "_cuda_emptyCache": tracer.empty_cache,
@@ -146,6 +150,7 @@ def _of_the_accelerator(tracer, streams, settings) -> dict:
         "_accelerator_getDeviceIndex": lambda: 0,
         "_accelerator_setDeviceIndex": only_card,
         "_accelerator_getStream": streams.current,
+        "_accelerator_setStream": streams.choose,
         "_accelerator_synchronizeDevice": only_card,
         "_accelerator_isAllocatorInitialized": lambda: True,
         "_accelerator_emptyCache": tracer.empty_cache,
@@ -307,6 +312,14 @@ class Stream:
         only_card(device)
         self.stream_id = self.cuda_stream = next(self.numbers)
 
+    def __enter__(self):
+        self._inside = torch.cuda.stream(self)  # type: ignore[arg-type]
+        self._inside.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._inside.__exit__(*error)
+
     def synchronize(self) -> None:
         pass
 
@@ -339,6 +352,8 @@ class Streams:
 
     def __init__(self, tracer):
         self._tracer, self._chosen = tracer, _DEFAULT
+        self.kind = type("Stream", (Stream,), {"numbers": itertools.count(1)})  # of this card
+        self.event = type("Event", (Event,), {"assumptions": tracer.assumptions})
 
     def current(self, device=None) -> Stream:
         only_card(device)

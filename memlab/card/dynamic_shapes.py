@@ -105,11 +105,34 @@ def _ctc_loss_backward(grad, log_probs, *_):
     return _like(log_probs), ""
 
 
+# Of SyncBatchNorm, aten/src/ATen/native/cuda/Normalization.cu: PyTorch has no fake ones of these.
+
+
+def _per_channel(tensor, *_):
+    """Statistics are in fp32 where the tensor is in half precision."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    return [torch.empty(tensor.size(1), dtype=dtype, device="meta") for _ in range(2)], ""
+
+
+def _normalized(tensor, *_):
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"), ""
+
+
+def _sums_per_channel(grad, tensor, mean, invstd, weight, *_):
+    made = (mean, mean, *2 * [mean if weight is None else weight])
+    return [_like(one) for one in made], ""
+
+
 LARGEST: dict[Any, Callable[..., tuple]] = {
     aten._ctc_loss.default: _ctc_loss,
     aten._ctc_loss.Tensor: _ctc_loss,
     aten._ctc_loss_backward.default: _ctc_loss_backward,
     aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+    aten.batch_norm_stats.default: _per_channel,
+    aten.batch_norm_gather_stats_with_counts.default: _per_channel,
+    aten.batch_norm_elemt.default: _normalized,
+    aten.batch_norm_backward_reduce.default: _sums_per_channel,
+    aten.batch_norm_backward_elemt.default: lambda grad, tensor, *_: _normalized(tensor),
     aten.histc.default: _histc,
     aten.nonzero.default: _nonzero,
     aten._unique2.default: _unique,

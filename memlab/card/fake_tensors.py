@@ -13,12 +13,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     in_kernel_invocation_manager,
 )
+from torch.nn.parameter import UninitializedParameter, is_lazy
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import dataloader
 from torch.utils.data._utils import pin_memory, worker
-from transformers import core_model_loading, masking_utils
+from transformers import GenerationMixin, core_model_loading, masking_utils
 
 from memlab.card.fake_output_cache import FakeOutputCache
 from memlab.card.kernels import bitsandbytes
@@ -39,6 +40,7 @@ def tensors_without_data():
         stack.enter_context(bitsandbytes.without_data(_with_data))
         rows = (
             (torch.nn.Module, "_apply", apply_by(_move)),
+            (UNINITIALIZED, "materialize", _materialize),
             (torch.amp.GradScaler, "_maybe_opt_step", _always_step),
             # Fifty lines of what is raised as well, also where a caller expects it.
             (fake_tensor, "log", _SILENT),
@@ -52,6 +54,7 @@ def tensors_without_data():
             (pin_memory, "pin_memory", _pin_batch),
             *((masking_utils, name, _only_without_mask(name)) for name in MASK_SKIPS),
             (core_model_loading, "_materialize_copy", _weight_of_a_file),
+            (GenerationMixin, "_check_early_stop_heuristic", staticmethod(_may_improve)),
         )
         stack.enter_context(replaced(*rows))
         # It reads weights in threads, which no mode follows.
@@ -59,6 +62,7 @@ def tensors_without_data():
         yield mode
 
 
+UNINITIALIZED = UninitializedParameter.__mro__[1]  # what lazy parameters and buffers share
 _SILENT = logging.Logger("fake tensors")
 _SILENT.disabled = True
 
@@ -214,9 +218,11 @@ def apply_by(move, replaces=lambda module, name, buffer: None):
                 module._apply(function)
         for parameter in filter(lambda p: p is not None, self._parameters.values()):
             with torch.no_grad():
-                move(parameter, function)
+                (_note_place if is_lazy(parameter) else move)(parameter, function)
         for name, buffer in self._buffers.items():
-            if buffer is not None:
+            if is_lazy(buffer):
+                _note_place(buffer, function)
+            elif buffer is not None:
                 replaces(self, name, buffer)
                 self._buffers[name] = function(buffer)
         return self
@@ -224,9 +230,35 @@ def apply_by(move, replaces=lambda module, name, buffer: None):
     return _apply
 
 
+def _note_place(lazy, function) -> None:
+    """Let a tensor that has no shape yet know where it is to be made, and of which dtype."""
+    lazy._memlab_like = function(_like(lazy))
+
+
+def _like(lazy):
+    """An empty tensor of the place and the dtype of a lazy one."""
+    like = getattr(lazy, "_memlab_like", None)
+    return torch.empty(0, dtype=lazy.dtype, device=lazy.device) if like is None else like
+
+
+def _materialize(self, shape, device=None, dtype=None) -> None:
+    """`UninitializedTensorMixin.materialize`, at the place that `_note_place` has noted."""
+    like = _like(self)
+    self.__class__ = self.cls_to_become
+    self.data = torch.empty(shape, device=device or like.device, dtype=dtype or like.dtype)
+
+
 def _move(parameter, function) -> None:
     if not bitsandbytes.quantize(parameter, parameter.device):
         parameter.data = function(parameter)
+
+
+def _may_improve(is_early_stop_heuristic_unsatisfied, **scores):
+    """Whether a beam search can still find better beams: it can, until all have ended.
+
+    The scores that it compares are not known.
+    """
+    return is_early_stop_heuristic_unsatisfied
 
 
 def _with_data(function):

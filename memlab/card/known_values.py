@@ -162,6 +162,11 @@ def _written(func, args, kwargs) -> None:
         data: Any = tensor.untyped_storage() if isinstance(tensor, FakeTensor) else None
         if hasattr(data, "_memlab_decided"):
             data._memlab_decided = _decides(func, args)
+        if data is not None and tensor.dtype == torch.bool:
+            before, after = _counts_as(tensor), _reads_when_written(func, args)
+            data._memlab_reads = (
+                after if before == after or tensor.nbytes == data.nbytes() else True
+            )
     known = [t for t in written if isinstance(t, FakeTensor) and values_of(t) is not None]
     if not known:
         return
@@ -170,6 +175,14 @@ def _written(func, args, kwargs) -> None:
     else:
         for tensor in known:
             drop_constant(tensor)
+
+
+def _reads_when_written(func, args) -> bool:
+    """What a boolean tensor reads as, once an operation such as `|=` has written into it."""
+    if func is aten.copy_.default:
+        return bool(_counts_as(args[1]))
+    name, overload = func._schema.name.removeprefix("aten::"), func._overloadname
+    return bool(stand_in(getattr(getattr(aten, name.rstrip("_"), None), overload, func), args))
 
 
 def _tensors(*arguments):
@@ -259,7 +272,9 @@ def stand_in(func, args) -> bool:
         return COMPARISONS[func](*map(_counts_as, args[:2]))
     if func in NEGATIONS:
         return not _counts_as(first)
-    return _counts_as(first) if getattr(first, "dtype", None) == torch.bool else True
+    parts = first if isinstance(first, (list, tuple)) else [first]  # of a `cat` or a `stack`
+    known = [_counts_as(part) for part in parts if getattr(part, "dtype", None) == torch.bool]
+    return known[0] if known and all(part == known[0] for part in known) else True
 
 
 def _counts_as(tensor):

@@ -154,6 +154,12 @@ def tensors_name_their_place(host_copy):
             raise TypeError(NO_ARRAY)
         return host_copy(self).numpy()
 
+    def refuse_dlpack(self, **settings):
+        raise NotSimulated(
+            "DLPack is not simulated: there is no memory to share. Give the other library a numpy "
+            "array, by .cpu().numpy()"
+        )
+
     def as_text(self, spec):
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
@@ -181,6 +187,7 @@ def tensors_name_their_place(host_copy):
         "get_device": lambda self: 0 if on_card(self) else -1,
         "data_ptr": lambda self: address_of(self) + self.storage_offset() * self.itemsize,
         "numpy": numpy,
+        "__dlpack__": refuse_dlpack,
         "tolist": lambda self: host_copy(self).tolist(),
         "type": kind,
         "share_memory_": lambda self: self,  # as on a card, whose memory is shared already

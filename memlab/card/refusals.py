@@ -7,12 +7,14 @@ known (`memlab.card.known_values`); a real card finds them at the next synchroni
 from collections.abc import Callable
 
 import torch
+from torch.nn.attention import varlen  # noqa: F401  # registers its operators
 from torch.utils._mode_utils import no_dispatch
 
 from memlab.card.known_values import values_of
 
 aten = torch.ops.aten
 CHECKS: dict[Callable, Callable[..., None]] = {}
+HALF = (torch.float16, torch.bfloat16)
 SCALARS = {  # by dtype, the names that PyTorch's messages give: `ScalarType` and `TypeMeta`
     torch.float32: ("Float", "float"),
     torch.float16: ("Half", "c10::Half"),
@@ -104,6 +106,15 @@ def _convolution(func, tensor, weight, *_):
         raise RuntimeError(
             f"Input type ({types[0]}) and weight type ({types[1]}) should be the same"
         )
+
+
+@_checks(aten._flash_attention_forward.default, torch.ops.torch_attn._varlen_attn.default)
+def _flash_attention(func, query, key, value, *_):
+    """transformers/cuda/flash_attn/flash_api.cpp, `mha_fwd` and `mha_varlen_fwd`."""
+    if torch.cuda.get_device_capability() < (8, 0):
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+    if query.dtype not in HALF or not query.dtype == key.dtype == value.dtype:
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
 
 
 # ---------------------------------------------------------------------- indices

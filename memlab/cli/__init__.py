@@ -27,8 +27,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     the time limit.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    cut = argv.index("--") if argv[:1] == ["run"] and "--" in argv else len(argv)
-    options = parser().parse_args(argv[:cut])
+    has_script = argv[:1] == ["run"]
+    cut = argv.index("--") if has_script and "--" in argv else len(argv)
+    options, unknown = parser().parse_known_args(argv[:cut])
+    if unknown:
+        hint = "; those of the script come after --" * has_script
+        parser().error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     options.arguments = argv[cut + 1 :]  # a script's own
     logging.getLogger("transformers").setLevel(logging.ERROR)
     atexit.register(_skip_last_collection)

@@ -15,6 +15,7 @@ from memlab import models
 from memlab.fields import fraction, one_of
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, GPUS, find_gpu
+from memlab.predict.recipe_log import require_recipe
 from memlab.predict.simulate import (
     footprint_from_log,
     full_log,
@@ -228,6 +229,7 @@ def largest(
 
     Raises ValueError as `fits` does, and for another field.
     """
+    require_recipe(recipe)
     one_of("field", field, [name for name in STEPS if hasattr(recipe, name)])
     card = limited(gpu, margin)
     value, following = largest_size(recipe, card, field, margin)

@@ -20,7 +20,7 @@ from memlab.fields import integer_from
 from memlab.footprint import Category, Footprint, Phase
 from memlab.gpus import require_native
 from memlab.predict.progress import Progress
-from memlab.predict.recipe_log import warm_up_bytes
+from memlab.predict.recipe_log import require_recipe, warm_up_bytes
 from memlab.spec.recipe import QUANTIZED, Recipe
 from memlab.trace.allocator_settings import VARIABLES
 from memlab.trace.tracer import Tracer
@@ -95,6 +95,7 @@ def measure(
 
     Raises ValueError when the device does not have the recipe's number format.
     """
+    require_recipe(recipe)
     device = pick_device(device)
     require(recipe.precision, device)
     integer_from(1)("steps", steps)

@@ -27,8 +27,15 @@ MAX_LAYERS_TO_RUN = 12
 LEAST_OFFLOADED = 4096  # elements of a weight that torchao's CPUOffloadOptimizer moves to the host
 
 
+def require_recipe(recipe: object) -> None:
+    """Raise ValueError for what is none, such as the name of a model."""
+    if not isinstance(recipe, (Recipe, Serving)):
+        raise ValueError(f"recipe is {recipe!r}: allowed are a memlab.Recipe and a memlab.Serving")
+
+
 def refuse_format(recipe: Recipe | Serving, card: GPU) -> None:
     """Raise ValueError where a card has no kernels for a number format, or an attention."""
+    require_recipe(recipe)
     for precision in (recipe.precision, recipe.compute_dtype or ""):
         require_native(precision, card.name, "bfloat16" in card.native_dtypes)
     if recipe.attention == "flash_attention_2" and card.capability < (8, 0):

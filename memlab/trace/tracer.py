@@ -17,6 +17,7 @@ import torch
 from torch._ops import OpOverload
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -208,6 +209,8 @@ class Tracer(Ledger):
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return
         tensor._memlab_module = module
+        if is_lazy(tensor):  # it has no storage yet
+            return
         for whole in (tensor, tensor.grad if tensor.is_leaf else None):
             for part in inner_tensors(whole) if whole is not None else ():
                 data = part.untyped_storage()

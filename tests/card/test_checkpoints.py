@@ -76,6 +76,23 @@ def test_a_checkpoint_comes_back_to_where_it_is_sent(map_location, place, tmp_pa
     assert (tmp_path / "last.pt").stat().st_size < MiB
 
 
+@pytest.mark.parametrize("saved_on", ["the host", "the card"])
+def test_tied_weights_come_back_as_one(saved_on, tmp_path):
+    def tied():
+        embedding, head = torch.nn.Embedding(512, 1024), torch.nn.Linear(1024, 512, bias=False)
+        head.weight = embedding.weight
+        return torch.nn.Sequential(embedding, head)
+
+    if saved_on == "the host":
+        torch.save(tied().state_dict(), tmp_path / "last.pt")
+    with SimulatedGPU():
+        if saved_on == "the card":
+            torch.save(tied().cuda().state_dict(), tmp_path / "last.pt")
+        held = torch.cuda.memory_allocated()
+        state = torch.load(tmp_path / "last.pt", map_location="cuda")
+        assert len(state) == 2 and torch.cuda.memory_allocated() - held == 2 * MiB
+
+
 def test_a_whole_module_comes_back_to_the_card(tmp_path):
     with SimulatedGPU():
         model, _ = trained()

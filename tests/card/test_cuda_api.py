@@ -124,6 +124,8 @@ def test_out_of_memory_is_counted():
         (lambda: torch.cuda.utilization(), "torch.cuda.utilization"),
         (lambda: torch.nested.nested_tensor([torch.ones(2)]), "torch.nested.nested_tensor"),
         (lambda: torch.distributed.init_process_group("nccl"), "init_process_group"),
+        (lambda: torch.export.export(torch.nn.ReLU(), (torch.ones(3),)), "torch.export.export"),
+        (lambda: torch.from_dlpack(torch.ones(3, device="cuda")), "DLPack"),
     ],
 )
 def test_what_is_not_simulated_is_refused_by_name(use, name):
@@ -170,6 +172,19 @@ def test_what_a_plain_loop_asks_for_goes_on():
             assert torch.get_autocast_dtype("cuda") == torch.bfloat16
         assert not torch.is_autocast_enabled("cuda")
     assert isinstance(torch.Generator(), torch.Generator)
+
+
+def test_streams_of_any_accelerator_are_the_cards():
+    with SimulatedGPU("T4"):
+        usual, other = torch.cuda.current_stream(), torch.Stream(device="cuda")
+        with other, torch.cuda.stream(torch.Stream()):
+            assert torch.accelerator.current_stream() not in (usual, other)
+        torch.accelerator.set_stream(other)
+        assert torch.cuda.current_stream() is other is not usual
+        assert isinstance(torch.cuda.Stream(), torch.Stream)
+        event = other.record_event(torch.Event(device="cuda"))
+        usual.wait_event(event)
+        torch.cuda.set_sync_debug_mode("warn")
 
 
 def test_profilers_go_on_without_the_cards_times():

@@ -48,10 +48,28 @@ def test_generating_ends_at_the_length_that_was_asked_for():
         model = models.build("gpt2-tiny").cuda().eval()
         tokens = torch.ones(2, 4, dtype=torch.long, device="cuda")
         mask = torch.ones_like(tokens)
-        settings = dict(max_new_tokens=5, pad_token_id=0)
-        for how in (dict(do_sample=False), dict(do_sample=True, top_k=5, top_p=0.9)):
+        settings = dict(max_new_tokens=5, pad_token_id=0, eos_token_id=2)
+        for how in (
+            dict(do_sample=False),
+            dict(do_sample=True, top_k=5, top_p=0.9),
+            dict(num_beams=3),
+            dict(num_beams=3, early_stopping=True),
+        ):
             made = model.generate(tokens, attention_mask=mask, **settings, **how)
             assert made.shape == (2, 9)
+
+
+def test_a_condition_that_is_written_into_reads_as_it_would_anew():
+    """As a loop that generates notes which texts have ended: none ends before its length."""
+    with SimulatedGPU():
+        drawn = torch.randn(2, 8, device="cuda").argmax(-1)
+        ended = torch.zeros(2, dtype=torch.bool, device="cuda")
+        ended |= drawn == 50256
+        assert not ended.all() and not ended.any()
+        ended[0] = drawn[0] == 50256
+        assert ended.tolist() == [False, False]
+        ended.copy_(drawn != 50256)
+        assert ended.all()
 
 
 def test_a_mixtures_tokens_are_spread_evenly():

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from memlab import SimulatedGPU
+from memlab.footprint import Category
 
 
 def test_type_and_type_as_move():
@@ -107,3 +108,25 @@ def test_hooks_from_before_a_move_run_after_it(register):
     assert called == ["inside", "outside"]
     outside(torch.ones(1, 4)).sum().backward()
     assert called == ["inside", "outside", "outside"]
+
+
+def test_layers_that_learn_their_width_from_the_first_batch_are_made_where_they_were_moved():
+    def layers():
+        return torch.nn.Sequential(
+            torch.nn.LazyConv2d(8, 3),
+            torch.nn.LazyBatchNorm2d(),
+            torch.nn.Flatten(),
+            torch.nn.LazyLinear(4),
+        )
+
+    with SimulatedGPU() as gpu:
+        model = layers().cuda()
+        assert "Lazy" in repr(model) and torch.cuda.memory_allocated() < 2**11
+        model(torch.randn(2, 3, 16, 16, device="cuda")).sum().backward()
+        footprint = gpu.footprint
+        assert all(p.is_cuda for p in (*model.parameters(), *model.buffers()))
+        assert model[3].weight.shape == (4, 8 * 14 * 14)
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    assert max(footprint.timeline.levels[Category.PARAMETERS]) == weights
+    with SimulatedGPU():
+        assert layers().cuda().cpu()(torch.randn(2, 3, 16, 16)).is_cpu

@@ -102,6 +102,29 @@ def test_ddp_keeps_its_buckets_beside_the_gradients_unless_these_are_views(views
         assert {n for n in made if n >= LAYER} == {LAYER, (LAYERS - 1) * LAYER, LAYERS * LAYER}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.half])
+def test_statistics_of_all_ranks_take_what_those_of_one_take(dtype):
+    def kept(synchronized):
+        with SimulatedGPU("T4", ranks=4):
+            torch.distributed.init_process_group("nccl")
+            layer = torch.nn.BatchNorm2d(8)
+            model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), layer, torch.nn.ReLU())
+            if synchronized:
+                model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            model.to("cuda", memory_format=torch.channels_last)
+            pictures = torch.randn(4, 3, 64, 64, device="cuda", requires_grad=True)
+            with torch.autocast("cuda", dtype, enabled=dtype == torch.half):
+                out = model(pictures.to(memory_format=torch.channels_last))
+            held = torch.cuda.memory_allocated()
+            out.sum().backward()
+            assert out.is_contiguous(memory_format=torch.channels_last)
+            assert pictures.grad.shape == pictures.shape and model[1].weight.grad.shape == (8,)
+            return held, torch.cuda.max_memory_allocated()
+
+    for one, all_ranks in zip(kept(False), kept(True), strict=True):
+        assert 0 <= all_ranks - one <= 4096  # the count of values; sums
+
+
 @pytest.mark.parametrize(("after_forward", "half"), [(True, torch.bfloat16), (False, None)])
 def test_fsdp_keeps_a_share_and_gathers_a_layer_at_a_time(after_forward, half):
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half and torch.float32)

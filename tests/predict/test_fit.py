@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import refused
 
-from memlab import Recipe, models, simulate
+from memlab import Recipe, measure, models, simulate
 from memlab.evidence.records import find_records
 from memlab.gpus import GPUS, gpu_of_device
 from memlab.predict.fit import CONTEXT_MARGIN, MARGIN, _last, fits, largest, room, verdict
@@ -109,6 +109,12 @@ def test_the_nine_published_runs():
 def test_bad_input(arguments, says):
     with refused(says):
         fits(TINY, *arguments)
+
+
+@pytest.mark.parametrize("ask", [fits, simulate, largest, measure])
+def test_a_name_is_no_recipe(ask):
+    with refused("recipe is 'gpt2-tiny': allowed are a memlab.Recipe"):
+        ask("gpt2-tiny", "cpu" if ask is measure else "T4")
 
 
 @pytest.mark.sampled(2)

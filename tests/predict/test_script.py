@@ -113,6 +113,16 @@ def run(tmp_path, text, *options):
     return main(["run", str(path), *options])
 
 
+def test_arguments_of_the_script_without_a_mark_are_sent_behind_it(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", "train.py", "--gpu", "T4", "--batch_size", "8"])
+    said = "memlab: unrecognized arguments: --batch_size 8; those of the script come after --\n"
+    assert capsys.readouterr().err == said
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "gpt2", "--batch_size", "8"])
+    assert "script" not in capsys.readouterr().err
+
+
 STEP = """
 w = torch.nn.Parameter(torch.randn(512, 512, device="cuda"))
 torch.optim.SGD([w], 0.1).step()

@@ -17,7 +17,6 @@ from memlab.trace.patches import replaced
 
 NAME = "flash_attention_2"
 LARGEST_HEAD = 256  # csrc/flash_attn/flash_api.cpp, `mha_fwd`
-HALF = (torch.float16, torch.bfloat16)
 
 
 @contextlib.contextmanager
@@ -82,15 +81,11 @@ def flash_attn_varlen_func(
     cu_seqlens: where each begins, and the end, int32. max_seqlen: the longest. transformers reads
     from these names what flash-attn can do; softcap changes values and no shape.
 
-    Raises RuntimeError in the package's words for what it does not take, and NotSimulated for
-    deterministic, which takes more memory.
+    Raises RuntimeError in the package's words for what it does not take, of cards and dtypes as
+    `memlab.card.refusals` does, and NotSimulated for deterministic, which takes more memory.
     """
     if deterministic:
         raise NotSimulated("flash-attn with deterministic=True: its memory is not simulated")
-    if torch.cuda.get_device_capability() < (8, 0):
-        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
-    if q.dtype not in HALF or not q.dtype == k.dtype == v.dtype:
-        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     size = q.size(-1)
     if size > LARGEST_HEAD:
         raise RuntimeError("FlashAttention forward only supports head dimension at most 256")

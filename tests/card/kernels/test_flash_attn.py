@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import refused
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoModelForCausalLM
 
 from memlab import MiB, Recipe, SimulatedGPU, models, simulate
@@ -67,6 +68,9 @@ def test_the_reader_is_told_what_it_does_not_take():
     inputs = {"input_ids": tokens(1, 16)}
     with pytest.raises(RuntimeError, match="only supports Ampere"):
         step("flash_attention_2", inputs, "T4")
+    with SimulatedGPU("T4"), pytest.raises(RuntimeError, match="only supports Ampere"):
+        packed = torch.zeros(16, 2, 64, device="cuda", dtype=torch.half)
+        varlen_attn(packed, packed, packed, *2 * [torch.tensor([0, 9, 16]).int().cuda()], 9, 9)
     with SimulatedGPU(CARD):
         query = torch.zeros(1, 16, 2, 64, device="cuda")
         with pytest.raises(RuntimeError, match="fp16 and bf16"):
