@@ -7,6 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from memlab.footprint import Category, Phase
+from memlab.planner.answers import has_runs_only
 from memlab.planner.result import PAGED_OUT, STATES, WAYS, Option, Switch, is_paged, way_of
 from memlab.planner.space import Combination
 from memlab.spec.recipe import Recipe
@@ -91,7 +92,8 @@ def switches(search: Search, start: Option) -> tuple[Switch, ...]:
     """Single changes of a recipe, the one that saves most first.
 
     Of other ways, optimizers and formats those that the search has asked about; none of a recipe
-    whose weights and states alone are too many.
+    whose weights and states alone are too many, and no other sizes of one that fits where each is a
+    run of its own.
     """
     recipe, recipes = start.recipe, search.recipes
     if start.at_least:
@@ -111,10 +113,11 @@ def switches(search: Search, start: Option) -> tuple[Switch, ...]:
         again = one.checkpointing != own.checkpointing
         if name and name not in changed and (again or one in search.traced):
             changed[name] = recipes.recipe(alike, batch)
+    sizes = bool(start.missing) or not has_runs_only(recipe)
     smaller = [n for n in recipes.batches if n < batch] or recipes.batches[1:2]
-    if smaller:
+    if smaller and sizes:
         changed[f"micro-batch {smaller[-1]}"] = recipes.recipe(own, smaller[-1])
-    if recipe.seq_len > 1:
+    if recipe.seq_len > 1 and sizes:
         half = recipe.seq_len // 2
         changed[f"{half:,} tokens"] = recipes.recipe(own, batch, seq_len=half)
     return tuple(
