@@ -15,7 +15,7 @@ from memlab.cli import options as cli_options
 
 TINY = ["--model", "bert-large-tiny", "--seq-len", "32", "--batch-size", "2"]
 PLAN = ["plan", "--model", "gpt2-tiny", "--seq-len", 64, "--effective-batch", 4]
-PLAN += ["--ways", "full", "--precisions", "fp32"]
+PLAN += ["--ways", "full", "--precisions", "fp16-amp"]
 SERVE = ["serve", "--model", "gpt2-tiny", "--prompt", 40, "--new-tokens", 3, "--weights", "fp32"]
 
 
@@ -133,8 +133,11 @@ def test_an_interrupted_command_says_so_in_a_whole_sentence(capsys, monkeypatch)
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
 def test_a_full_standard_output_is_one_line():
-    command = [sys.executable, "-m", "memlab.cli", "record", "--list", "--device", "cpu"]
+    code = "import sys; from memlab.cli import main, simulate; "
+    code += "simulate.run = lambda options: {'text': 'fits'}; "
+    code += "sys.exit(main(['simulate', '--model', 'gpt2']))"
     with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", code]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr == "memlab: the answer could not be written: No space left on device\n"

@@ -1,5 +1,7 @@
 """Ranks that are really run, beside the one that is simulated."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,12 +40,20 @@ def recipe(model, sharding, ranks):
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def real(request, tmp_path_factory):
-    """recipe -> (footprint or None, losses) of each of its two or four ranks."""
-    recipes = [recipe(model, way, request.param) for model in MODELS for way in WAYS]
-    folder = tmp_path_factory.mktemp("ranks")
-    found = run_ranks(request.param, measured_one_after_the_other, recipes, folder=folder)
-    of_recipes = zip(*found, strict=True)
-    return {one: tuple(of) for one, of in zip(recipes, of_recipes, strict=True)}
+    """real(model): recipe -> (footprint or None, losses) of each of its two or four ranks."""
+
+    @functools.cache
+    def of_model(model):
+        recipes = [recipe(model, way, request.param) for way in WAYS]
+        return really_run(recipes, tmp_path_factory.mktemp("ranks"))
+
+    return of_model
+
+
+def really_run(recipes, folder):
+    """recipe -> (footprint or None, losses) of each of its ranks."""
+    found = run_ranks(recipes[0].ranks, measured_one_after_the_other, recipes, folder=folder)
+    return dict(zip(recipes, zip(*found, strict=True), strict=True))
 
 
 # What was not in it: micro-batches before the last, quantized weights and states, and states that
@@ -56,13 +66,6 @@ MORE = [
     recipe("llama-3-8b-tiny", "ddp", 2).but(base="nf4", lora_rank=4, optimizer="adamw_8bit"),
     recipe("llama-3-8b-tiny", "zero3", 2).but(base="nf4", lora_rank=4, double_quant=True),
 ]
-
-
-@pytest.fixture(scope="module")
-def more(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("more")
-    found = run_ranks(2, measured_one_after_the_other, MORE, folder=folder)
-    return dict(zip(MORE, zip(*found, strict=True), strict=True))
 
 
 def simulated(one):
@@ -80,16 +83,16 @@ def simulated(one):
 @pytest.mark.parametrize("sharding", WAYS)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_simulated_rank_holds_what_a_real_one_holds(real, model, sharding):
-    one = next(one for one in real if (one.model, one.sharding) == (model, sharding))
-    assert_simulated(one, real[one])
+    of_model = real(model)
+    one = next(one for one in of_model if one.sharding == sharding)
+    assert_simulated(one, of_model[one])
 
 
 @pytest.mark.slow
 def test_a_copy_of_a_split_model_holds_what_a_real_one_holds(tmp_path):
     """Two copies among four ranks."""
     one = recipe("llama-3-8b-tiny", "zero3", 4).but(replicas=2)
-    found = run_ranks(4, measured_one_after_the_other, [one], folder=tmp_path)
-    assert_simulated(one, [of[0] for of in found])
+    assert_simulated(one, really_run([one], tmp_path)[one])
 
 
 def test_copies_of_a_split_model_send_between_machines_what_they_add_up():
@@ -111,10 +114,11 @@ def test_copies_of_a_split_model_send_between_machines_what_they_add_up():
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("one", MORE, ids=lambda one: f"{one.sharding}-{one.optimizer}-{one.base}")
-def test_what_else_a_rank_does_is_simulated_too(more, one):
-    assert_simulated(one, more[one])
+def test_what_else_a_rank_does_is_simulated_too(one, tmp_path):
+    ranks = really_run([one], tmp_path)[one]
+    assert_simulated(one, ranks)
     whole = one.but(ranks=1, sharding="ddp", batch_size=SEQUENCES)
-    losses = torch.tensor([losses for _, losses in more[one]])
+    losses = torch.tensor([losses for _, losses in ranks])
     assert losses.mean(0).tolist() == pytest.approx(measured(whole)[1], rel=1e-5)
 
 
@@ -139,10 +143,9 @@ def assert_simulated(one, ranks):
 def test_ranks_learn_what_one_process_learns_from_the_whole_batch(real, model):
     alone = measured(recipe(model, "ddp", 1))[1]
     assert alone[0] > alone[-1]
-    for one in real:
-        if one.model == model:
-            losses = torch.tensor([losses for _, losses in real[one]])
-            assert losses.mean(0).tolist() == pytest.approx(alone, rel=1e-5), one.sharding
+    for one, ranks in real(model).items():
+        losses = torch.tensor([losses for _, losses in ranks])
+        assert losses.mean(0).tolist() == pytest.approx(alone, rel=1e-5), one.sharding
 
 
 def test_the_simulated_rank_holds_what_pytorchs_own_tracker_of_fsdp_counts():
