@@ -149,7 +149,6 @@ def test_a_snapshot_without_room_does_not_cost_the_answer(capsys, tmp_path):
     status, out, err = run(capsys, "run", tmp_path / "train.py", "--snapshot", "/dev/full")
     assert status == 1 and "peak allocated" in out
     assert err.endswith("/dev/full was not written: No space left on device\n")
-    assert os.path.exists("/dev/full")
 
 
 class _NoRoom(io.StringIO):

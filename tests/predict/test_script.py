@@ -72,11 +72,6 @@ def test_a_script_sets_the_allocator_before_its_first_tensor(script, capsys):
     assert not [one for one in said if "Triton" not in one]
 
 
-def test_a_script_that_ends_by_itself_is_told_to_the_end(script):
-    script.write_text(SCRIPT.format(steps=1))
-    assert run_script(script).steps == 1
-
-
 def test_the_command_gives_the_exit_status_of_simulate(script, tmp_path, capsys):
     assert main(["run", str(script), "--gpu", "T4", "--json"]) == 0
     out = capsys.readouterr().out
@@ -253,7 +248,7 @@ for step in range(100):
     assert capsys.readouterr().out.count("step ") == 4
 
 
-def test_it_starts_a_script_as_torchrun_does(tmp_path, capsys):
+def test_it_starts_a_script_as_torchrun_does(tmp_path):
     text = """
 import os
 import torch.distributed as dist
@@ -266,8 +261,6 @@ model(torch.randn(8, 64, device="cuda")).mean().backward()
 optimizer.step()
 """
     assert run(tmp_path, text, "--ranks", "4") == 0
-    assert run(tmp_path, text) == 2
-    assert "--ranks N" in capsys.readouterr().err
 
 
 def test_ranks_of_one_are_torchruns_and_none_are_pythons(tmp_path, capsys):
