@@ -243,12 +243,9 @@ def test_several_cards_are_a_table():
     assert not plan("gpt2-tiny", ["10 MiB", "12 MiB"], **PLAIN)
 
 
-def test_the_text_is_short_and_the_rest_is_json(roomy):
+def test_the_text_is_short(roomy):
     assert len(str(roomy).splitlines()) <= 45
     assert max(map(len, str(roomy).splitlines())) <= 80
-    values = json.loads(json.dumps(roomy.as_dict()))
-    assert values["fits"] and values["fastest"]["recipe"]["model"] == "gpt2-tiny"
-    assert values["question"]["seq_len"] == 64
 
 
 @pytest.mark.slow

@@ -321,13 +321,10 @@ for _ in range(2):
     assert "no seconds" not in capsys.readouterr().out
 
 
-def test_bad_input_is_one_line(tmp_path, capsys):
+def test_what_is_no_script_is_refused(tmp_path, capsys):
+    """Most of JSON is Python, too, and would end without a word."""
     assert main(["run", str(tmp_path / "none.py")]) == 2
     assert "is no file" in capsys.readouterr().err
-
-
-def test_a_json_file_is_no_script(tmp_path, capsys):
-    """Most of JSON is Python, too, and would end without a word."""
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     assert main(["run", str(tmp_path / "config.json"), "--gpu", "T4"]) == 2
     assert "config.json is a JSON file: allowed is a Python script" in capsys.readouterr().err
