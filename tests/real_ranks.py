@@ -12,6 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
+# What every rank would import by itself, for two seconds.
+from transformers import (  # noqa: F401
+    BertForSequenceClassification,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+)
+
 from memlab import Meter
 from memlab.workloads.training import Training
 
@@ -86,7 +93,3 @@ def without_dropout(training) -> None:
     with those has no dropout.
     """
     training.model.train(training.recipe.base != "none")
-
-
-def measured_one_after_the_other(recipes):
-    return [measured(recipe) for recipe in recipes]

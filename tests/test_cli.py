@@ -15,7 +15,7 @@ from memlab.cli import options as cli_options
 
 TINY = ["--model", "bert-large-tiny", "--seq-len", "32", "--batch-size", "2"]
 PLAN = ["plan", "--model", "gpt2-tiny", "--seq-len", 64, "--effective-batch", 4]
-PLAN += ["--ways", "full", "--precisions", "fp32"]
+PLAN += ["--ways", "full", "--precisions", "fp16-amp"]
 SERVE = ["serve", "--model", "gpt2-tiny", "--prompt", 40, "--new-tokens", 3, "--weights", "fp32"]
 
 
@@ -133,8 +133,11 @@ def test_an_interrupted_command_says_so_in_a_whole_sentence(capsys, monkeypatch)
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
 def test_a_full_standard_output_is_one_line():
-    command = [sys.executable, "-m", "memlab.cli", "record", "--list", "--device", "cpu"]
+    code = "import sys; from memlab.cli import main, simulate; "
+    code += "simulate.run = lambda options: {'text': 'fits'}; "
+    code += "sys.exit(main(['simulate', '--model', 'gpt2']))"
     with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", code]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr == "memlab: the answer could not be written: No space left on device\n"
@@ -146,7 +149,6 @@ def test_a_snapshot_without_room_does_not_cost_the_answer(capsys, tmp_path):
     status, out, err = run(capsys, "run", tmp_path / "train.py", "--snapshot", "/dev/full")
     assert status == 1 and "peak allocated" in out
     assert err.endswith("/dev/full was not written: No space left on device\n")
-    assert os.path.exists("/dev/full")
 
 
 class _NoRoom(io.StringIO):
@@ -247,14 +249,6 @@ def test_inference_as_json_and_the_largest_batch(capsys):
     assert found["peak_allocated"] == sum(found["prefill"].values()) and found["kv_cache"]
 
 
-@pytest.mark.parametrize("text", ["{", '{"model_type": "no-such-family"}'])
-def test_a_broken_config_is_one_line_and_status_2(capsys, tmp_path, text):
-    (tmp_path / "config.json").write_text(text)
-    status, _, err = run(capsys, "simulate", "--model", tmp_path / "config.json")
-    assert status == 2
-    assert "config.json" in err and err.count("\n") == 1
-
-
 def test_out_of_memory_is_status_3(capsys):
     status, out, err = run(capsys, "simulate", *TINY, "--gpu", 30 * 2**20)
     first, second = out.splitlines()
@@ -310,14 +304,6 @@ def test_record_lists_and_selects(capsys):
     runs = json.loads(out)["runs"]
     assert status == 0 and len(runs) >= 60
     assert all(recipe["model"].endswith("-tiny") for recipe in runs.values())
-
-
-def test_a_corrupt_record_is_one_line_and_status_2(capsys, tmp_path):
-    path = tmp_path / "runs.json"
-    path.write_text('{"schema": 1, "records": [{"kind"')
-    status, out, err = run(capsys, "record", "--check", path)
-    assert (status, out) == (2, "")
-    assert str(path) in err and err.count("\n") == 1
 
 
 def test_interrupted_recording_says_that_nothing_is_lost(capsys, tmp_path, monkeypatch):

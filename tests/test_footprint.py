@@ -1,7 +1,5 @@
 """What a footprint says of itself."""
 
-import json
-
 from memlab.footprint import Footprint
 
 MiB = 2**20
@@ -10,12 +8,6 @@ BREAKDOWN = {"parameters": 3 * MiB, "activations": 2 * MiB, "workspaces": MiB, "
 
 def example(**more):
     return Footprint(sum(BREAKDOWN.values()), 8 * MiB, BREAKDOWN, "backward", **more)
-
-
-def test_as_dict_is_json_in_bytes():
-    values = json.loads(json.dumps(example(parameters=7).as_dict()))
-    assert sum(values["breakdown"].values()) == values["peak_allocated"]
-    assert values["parameters"] == 7 and values["context"] is None
 
 
 def test_print_is_in_mib_and_names_the_phase():

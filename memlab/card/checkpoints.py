@@ -34,9 +34,7 @@ def checkpoints():
         # What lies nowhere has an address of its own all the same: libraries tell by it which
         # weights are tied.
         (torch.UntypedStorage, "data_ptr", _address_of),
-        *((module, name, _save_file) for module, name in _who_has(_write)),
-        *((module, name, _load_file) for module, name in _who_has(_read_file)),
-        *((module, name, _open) for module, name in _who_has(_open_file)),
+        *_names_in_libraries(),
     ):
         yield
 
@@ -47,13 +45,17 @@ _open_file = safetensors.safe_open
 _tag, _address = torch.serialization.location_tag, torch.UntypedStorage.data_ptr
 
 
-def _who_has(function):
-    """(module, name) of every name that a library has given a function of safetensors."""
-    names = ("save_file", "load_file", "safe_save_file", "safe_load_file", "safe_open")
+NAMES = {"save_file", "load_file", "safe_save_file", "safe_load_file", "safe_open"}
+
+
+def _names_in_libraries():
+    """(module, name, replacement) of every name by which a library has a safetensors function."""
+    replaced_by = (_write, _save_file), (_read_file, _load_file), (_open_file, _open)
     for module in list(sys.modules.values()):
-        for name in names:
-            if getattr(module, "__dict__", {}).get(name) is function:
-                yield module, name
+        named = getattr(module, "__dict__", {})
+        if not named.keys().isdisjoint(NAMES):
+            for name in NAMES & named.keys():
+                yield from ((module, name, to) for own, to in replaced_by if named[name] is own)
 
 
 def _plain(tensor):

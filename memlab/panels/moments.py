@@ -84,26 +84,34 @@ def moments_of(half: PhaseTrace, chosen: list[int] | None = None) -> Moments:
     is_update = Marker.RESET not in half.log.kinds
     log, (tensors, places, signs) = half.log, _changes(half)
 
-    def levels(order: np.ndarray) -> np.ndarray:
-        change = np.zeros((len(order), len(tensors)), np.int32)
-        change[np.arange(len(order)), places[order]] = signs[order]
-        return change.cumsum(axis=0)
+    def levels(order: np.ndarray, asked: np.ndarray) -> np.ndarray:
+        """How many there are of each tensor after each of the places that are asked for."""
+        rows, row_of = np.unique(asked, return_inverse=True)
+        change = np.zeros((len(rows) + 1, len(tensors)), np.int32)
+        row_of_step = rows.searchsorted(np.arange(len(order)))
+        np.add.at(change, (row_of_step, places[order]), signs[order])
+        return change.cumsum(axis=0)[row_of]
 
     order = log.order
     deep = order if log.blocks is None else log.order_at(log.patterns + 1)
-    low, high = levels(order), levels(deep)
     begins, ends = Marker.UPDATE if is_update else Marker.RESET, Marker.UPDATE
     start, end = (_last(log, order, mark) for mark in (begins, ends))
     deep_start, deep_end = (_last(log, deep, mark) for mark in (begins, ends))
-    left, left_more = low[end], high[deep_end] - low[end]
-    if is_update:
-        low, high = low - low[start], high - high[deep_start]
-    born = [p for p in _pairs(log) if p[0] > start and type(log.kinds[order[p[0]]]) is Alloc]
-    pairs = np.array([(start, deep_start), *born])
+    births = np.array([type(kind) is Alloc for kind in log.kinds])
+    pairs = _pairs(log)
+    born = pairs[(pairs[:, 0] > start) & births[order[pairs[:, 0]]]]
+    pairs = np.concatenate(([(start, deep_start)], born))
     pairs = pairs if chosen is None else pairs[chosen]
+    low, high = (
+        levels(order, np.append(pairs[:, 0], (start, end))),
+        levels(deep, np.append(pairs[:, 1], (deep_start, deep_end))),
+    )
+    left, left_more = low[-1], high[-1] - low[-1]
+    if is_update:
+        low, high = low - low[-2], high - high[-2]
     at = [log.kinds[i] for i in order[pairs[:, 0]]]
     first = Phase.STEP if is_update else Phase.FORWARD
-    once, each = low[pairs[:, 0]], high[pairs[:, 1]] - low[pairs[:, 0]]
+    once, each = low[:-2], high[:-2] - low[:-2]
     used = (once != 0).any(0) | (each != 0).any(0) | (left != 0) | (left_more != 0)
     carried_over = np.array([left - log.patterns * left_more, left_more])
     return Moments(
@@ -133,15 +141,20 @@ def _last(log: LayeredLog, order: np.ndarray, mark: Marker) -> int:
     return int(np.flatnonzero(order == log.kinds.index(mark))[-1])
 
 
-def _pairs(log: LayeredLog) -> list[tuple[int, int]]:
+def _pairs(log: LayeredLog) -> np.ndarray:
     """(place in the log's order, the like place in that of a pattern more) of every event."""
-    pairs, shift, waiting = [], 0, list(log.blocks or ())
-    for place in range(len(log.order)):
-        while waiting and waiting[0][0] <= place:
-            after, block = waiting.pop(0)
-            size = len(block)
-            # The last of a stage's blocks; the others, when they differ, lie in between.
-            pairs += [(after - size + i, after + shift + i) for i in range(size)]
-            shift += size
-        pairs.append((place, place + shift))
-    return pairs
+    pairs, shift, begin = [], 0, 0
+
+    def like(first: int, last: int) -> None:
+        pairs.append(np.stack([np.arange(first, last), np.arange(first, last) + shift], axis=1))
+
+    for after, block in log.blocks or ():
+        if after == len(log.order):
+            break
+        like(begin, after)
+        begin = after
+        shift += len(block)
+        # The last of a stage's blocks; the others, when they differ, lie in between.
+        like(after - len(block), after)
+    like(begin, len(log.order))
+    return np.concatenate(pairs)

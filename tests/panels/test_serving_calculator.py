@@ -7,9 +7,11 @@ import shlex
 
 import pytest
 
-from memlab import cli, fits, models, simulate
+from memlab import cli, models, simulate
 from memlab.gpus import GPUS, find_gpu
 from memlab.panels.serving_calculator import BYTES, FIELDS, HELD, NAMES, ServingCalculator
+from memlab.predict.fit import verdict
+from memlab.predict.simulate import full_log
 from memlab.spec.serving import Serving
 
 # Kernels of one release, on the page and in the simulation, whichever is here.
@@ -54,6 +56,12 @@ def serving_of(one):
     model = models.config(json.loads(one["config"])) if pasted else one["serve"]
     gpu = int(float(one["gib"]) * 2**30) if by_size else one["gpu"]
     return Serving(model, **{name: one[name] for name in FIELDS}), find_gpu(gpu)
+
+
+def is_said_to_fit(one):
+    """As `fits` says it, without a footprint."""
+    serving, card = serving_of(one)
+    return verdict(serving, full_log(serving, card), card).fits
 
 
 def answers(page, asked):
@@ -145,7 +153,7 @@ VERDICTS = {
 def test_what_it_says_of_a_card_is_so(page, why):
     asked = setting(*VERDICTS[why])
     ((_, verdict),) = answers(page, [asked])
-    assert bool(fits(*serving_of(asked))) == (why == "fits") == (verdict == "fits")
+    assert is_said_to_fit(asked) == (why == "fits") == (verdict == "fits")
     assert "fit" not in why or verdict == why
 
 
@@ -154,7 +162,7 @@ def test_the_largest_fits_and_the_next_does_not(page, field):
     one = setting("llama-3.1-8b", "fp16", "L4", 2, 700, 64, False)
     most = page.run(f"panel.calculator.largest({json.dumps(one)}, '{field}')")
     said = [verdict for _, verdict in answers(page, [one | {field: n} for n in (most, most + 1)])]
-    assert said[0] == "fits" != said[1] and fits(*serving_of(one | {field: most}))
+    assert said[0] == "fits" != said[1] and is_said_to_fit(one | {field: most})
 
 
 @pytest.mark.slow
@@ -166,7 +174,7 @@ def test_the_largest_batch_that_it_says_fits_does_so(page):
         catch (error) {{ return 0; }}
     }})""")
     borders = [one | {"batch_size": n} for one, n in zip(asked, largest, strict=True) if n]
-    untrue = [one for one in borders if not fits(*serving_of(one))]
+    untrue = [one for one in borders if not is_said_to_fit(one)]
     assert len(borders) >= 20 and not untrue, untrue
 
 

@@ -22,7 +22,7 @@ from memlab.workloads.training import Training
 MiB = 2**20
 SEEDS = (0, 1, 4)  # benchmarks/plan.py asks as many as one has time for
 SMALL = {"effective_batch": 4, "seq_len": 64, "lora_rank": 2}
-PLAIN = {"ways": "full", "precisions": "fp32"} | SMALL
+PLAIN = {"ways": "full", "precisions": "fp16-amp"} | SMALL
 
 
 def asked(seed):
@@ -150,7 +150,7 @@ def test_a_shorter_sequence_is_a_remedy():
 
 
 def test_segments_that_grow_are_asked_for_with_the_question():
-    question = {"ways": "full", "seq_len": 512, "effective_batch": 32}
+    question = PLAIN | {"seq_len": 512, "effective_batch": 32}
     answer = plan("gpt2-tiny", "T4", expandable_segments=True, **question)
     option = answer.fastest
     assert option.recipe.expandable_segments
@@ -231,24 +231,21 @@ def test_lora_and_qlora_differ_in_the_base_alone(gpu, task):
 
 
 def test_several_cards_are_a_table():
-    answer = plan("gpt2", ["H100", "t4", "1 GiB"], seq_len=256, effective_batch=4, ways="full")
-    assert list(answer.options) == ["1,024 MiB", "T4", "H100"]
+    answer = plan("gpt2-tiny", ["V100", "t4", "10 MiB"], **PLAIN)
+    assert list(answer.options) == ["10 MiB", "T4", "V100"]
     assert answer and answer.smallest == {"full": "T4"}
-    assert answer.options["1,024 MiB"]["full"].missing
+    assert answer.options["10 MiB"]["full"].missing
     assert json.loads(json.dumps(answer.as_dict()))["smallest"] == {"full": "T4"}
     first, table = str(answer).split("\n\n")
     table = [line.split() for line in table.splitlines()]
     assert "\nSmallest for full fine-tuning: T4, with " in first
     assert table[0] == ["card", "full", "fine-tuning"] and "lacks" in table[2]
-    assert not plan("gpt2-xl", ["1 GiB", "2 GiB"], ways="full", effective_batch=1)
+    assert not plan("gpt2-tiny", ["10 MiB", "12 MiB"], **PLAIN)
 
 
-def test_the_text_is_short_and_the_rest_is_json(roomy):
+def test_the_text_is_short(roomy):
     assert len(str(roomy).splitlines()) <= 45
     assert max(map(len, str(roomy).splitlines())) <= 80
-    values = json.loads(json.dumps(roomy.as_dict()))
-    assert values["fits"] and values["fastest"]["recipe"]["model"] == "gpt2-tiny"
-    assert values["question"]["seq_len"] == 64
 
 
 @pytest.mark.slow
@@ -330,15 +327,6 @@ def test_folders_that_are_no_model(tmp_path):
         plan(str(tmp_path), "T4")
 
 
-def test_a_simulation_runs_out_where_a_plan_ends():
-    """Without the margin the border is near that of the simulation itself."""
-    answer = plan("gpt2-tiny", 100 * MiB, margin=0, **PLAIN)
-    largest = answer.fastest.recipe.but(batch_size=answer.fastest.largest_batch)
-    simulate(largest, 100 * MiB)
-    with pytest.raises(torch.OutOfMemoryError):
-        simulate(largest.but(batch_size=largest.batch_size + 1), 100 * MiB)
-
-
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("batches", [(1, 4), (4, 1), (2, 3)])
 @pytest.mark.parametrize("changes", [{}, {"checkpointing": True}, {"lora_rank": 4, "base": "nf4"}])
@@ -353,7 +341,8 @@ def test_the_peak_of_a_trace_is_that_of_its_log(batches, changes):
 
 def test_the_loss_in_parts_where_logits_are_too_much():
     """What decides is what `fits` says of it."""
-    question = {"ways": "lora", "seq_len": 512, "effective_batch": 2, "lora_rank": 4}
+    question = {"ways": "lora", "precisions": "bf16-amp", "lora_rank": 4}
+    question |= {"seq_len": 512, "effective_batch": 2}
     model = models.resized("gpt2-tiny", vocab_size=50_000)
     card = 250 * MiB
     answer = plan(model, card, **question)
@@ -366,7 +355,8 @@ def test_the_loss_in_parts_where_logits_are_too_much():
 
 def test_a_single_change_leaves_the_loss_in_parts():
     model, card = models.resized("llama-3-8b-tiny", vocab_size=50_000), 250 * MiB
-    answer = plan(model, card, ways=("lora", "qlora"), seq_len=512, effective_batch=2, lora_rank=4)
+    question = {"ways": ("lora", "qlora"), "precisions": "bf16-amp", "lora_rank": 4}
+    answer = plan(model, card, seq_len=512, effective_batch=2, **question)
     recipe = answer.first.recipe
     assert recipe.loss == "chunked" and recipe.base == "half"
     (change,) = (one for one in answer.switches if one.name == "QLoRA")

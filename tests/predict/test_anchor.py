@@ -9,9 +9,9 @@ from memlab import Recipe, anchored, find_gpu, plan, simulate
 from memlab.card.step_time import ANCHORED
 from memlab.cli import main
 
-STEP = Recipe("gpt2", batch_size=4, seq_len=256, precision="fp16-amp", attention="sdpa")
-STEP = STEP.but(optimizer="adamw_torch_fused", max_grad_norm=1.0)  # whose trace is shipped
-OTHER = STEP.but(model="bert-base", batch_size=8)
+STEP = Recipe("gpt2-tiny", batch_size=4, seq_len=64, precision="fp16-amp", attention="sdpa")
+STEP = STEP.but(optimizer="adamw_torch_fused", max_grad_norm=1.0)
+OTHER = STEP.but(model="bert-base-tiny", batch_size=8)
 
 
 def test_the_measured_step_is_met_and_others_keep_their_ratio():
@@ -51,19 +51,19 @@ def measured(tmp_path):
 
 
 def test_the_command_says_by_what_its_seconds_are_put_right(measured, capsys):
-    asked = ["--model", "gpt2", "--batch-size", "4", "--seq-len", "256"]
+    asked = ["--model", "gpt2-tiny", "--batch-size", "4", "--seq-len", "64"]
     asked += ["--precision", "fp16-amp", "--attention", "sdpa"]
     asked += ["--optimizer", "adamw_torch_fused", "--max-grad-norm", "1"]
     assert main(["simulate", *asked, "--gpu", "T4", "--anchor", measured]) == 0
     out = capsys.readouterr().out
-    assert "500 ms" in out and "by a step of gpt2 4 x 256 on Tesla T4" in out.splitlines()[-1]
+    assert "500 ms" in out and "by a step of gpt2-tiny 4 x 64 on Tesla T4" in out.splitlines()[-1]
     assert main(["simulate", *asked, "--gpu", "T4", "--anchor", measured, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["step_seconds"]["expected"] == pytest.approx(0.5) and "anchor" in said
 
 
 def test_a_plan_has_the_pace_of_its_card():
-    asked = {"seq_len": 64, "effective_batch": 2, "ways": "full", "precisions": "fp32"}
+    asked = {"seq_len": 64, "effective_batch": 2, "ways": "full", "precisions": "fp16-amp"}
     card = anchored("T4", STEP, 3.0)
     plain, slow = plan("gpt2-tiny", "T4", **asked), plan("gpt2-tiny", card, **asked)
     assert slow.fastest.recipe == plain.fastest.recipe
@@ -72,7 +72,7 @@ def test_a_plan_has_the_pace_of_its_card():
 
 @pytest.mark.parametrize("gpu", ["L4", "15 GiB"])
 def test_a_step_says_nothing_of_another_card(measured, gpu, capsys):
-    assert main(["simulate", "--model", "gpt2", "--gpu", gpu, "--anchor", measured]) == 2
+    assert main(["simulate", "--model", "gpt2-tiny", "--gpu", gpu, "--anchor", measured]) == 2
     assert "allowed is the card of" in capsys.readouterr().err
 
 

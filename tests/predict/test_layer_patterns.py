@@ -98,8 +98,8 @@ def test_it_runs_out_of_memory_on_the_same_request():
 def alternating_layers():
     config = models.config("qwen2.5-0.5b")
     config.use_sliding_window, config.sliding_window = True, 128
-    config.layer_types = ["full_attention", "sliding_attention"] * 7
-    config.num_hidden_layers = 14
+    config.layer_types = ["full_attention", "sliding_attention"] * 5
+    config.num_hidden_layers = 10
     return config
 
 

@@ -28,7 +28,8 @@ RECIPES = [
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
-def test_a_replica_holds_what_a_run_of_it_holds(recipe):
+def test_a_replica_holds_what_a_run_of_it_holds(recipe, monkeypatch):
+    monkeypatch.setattr("memlab.predict.recipe_log.MAX_LAYERS_TO_RUN", 1)  # two are deep
     alone, run = sized_log(recipe.but(ranks=1), CARD), run_log(recipe, CARD)
     logs = replica(alone, recipe), run
     one, other = (serve(recipe, log, CARD) for log in logs)

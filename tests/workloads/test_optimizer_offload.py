@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Dinov2Config, Dinov2ForImageClassification
 
-from memlab import Recipe, SimulatedGPU, find_gpu, simulate
+from memlab import Recipe, SimulatedGPU, find_gpu, models, simulate
 from memlab.card.links import host_rate
 from memlab.card.step_time import EXPECTED
 from memlab.units import gib
@@ -14,7 +14,9 @@ from memlab.workloads.training import Training
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="it is not here")
 
-GPT2 = Recipe("gpt2", seq_len=64, precision="bf16", optimizer="adamw_torch_fused")
+GPT2 = Recipe(
+    models.with_layers("gpt2", 3), seq_len=64, precision="bf16", optimizer="adamw_torch_fused"
+)
 LEAST = 4096  # elements of a weight that goes to the host
 
 

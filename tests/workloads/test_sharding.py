@@ -1,15 +1,12 @@
 """Ranks that are really run, beside the one that is simulated."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import highest, refused
-from real_ranks import (
-    measured,
-    measured_one_after_the_other,
-    run_ranks,
-    without_dropout,
-)
+from real_ranks import measured, run_ranks, without_dropout
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -20,8 +17,10 @@ from memlab.predict.run import built
 from memlab.workloads.sharding import check_split
 from memlab.workloads.training import Training
 
-MODELS = ("gpt2-tiny", "bert-base-tiny", "llama-3-8b-tiny")
+MODELS = {"gpt2-tiny": 0, "bert-base-tiny": 1, "llama-3-8b-tiny": 3}  # and its first way
 WAYS = ("ddp", "zero1", "zero2", "zero3")
+# Every fourth, which is the sample, is of another way.
+PAIRS = [(model, WAYS[(first + i) % 4]) for model, first in MODELS.items() for i in range(4)]
 SEQUENCES = 4  # of all ranks together
 BATCH = (Category.INPUTS,)  # left out: among it are gloo's own copies of what it reduces
 
@@ -38,12 +37,14 @@ def recipe(model, sharding, ranks):
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def real(request, tmp_path_factory):
-    """recipe -> (footprint or None, losses) of each of its two or four ranks."""
-    recipes = [recipe(model, way, request.param) for model in MODELS for way in WAYS]
-    folder = tmp_path_factory.mktemp("ranks")
-    found = run_ranks(request.param, measured_one_after_the_other, recipes, folder=folder)
-    of_recipes = zip(*found, strict=True)
-    return {one: tuple(of) for one, of in zip(recipes, of_recipes, strict=True)}
+    """real(model, way): the recipe, and (footprint or None, losses) of each of its ranks."""
+
+    @functools.cache
+    def run(model, way):
+        one = recipe(model, way, request.param)
+        return one, run_ranks(one.ranks, measured, one, folder=tmp_path_factory.mktemp("ranks"))
+
+    return run
 
 
 # What was not in it: micro-batches before the last, quantized weights and states, and states that
@@ -58,13 +59,6 @@ MORE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def more(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("more")
-    found = run_ranks(2, measured_one_after_the_other, MORE, folder=folder)
-    return dict(zip(MORE, zip(*found, strict=True), strict=True))
-
-
 def simulated(one):
     """The footprint of the same loop as rank 0 under the CPU's own rules."""
     with SimulatedGPU(rules=frozenset(), ranks=one.ranks) as gpu:
@@ -77,19 +71,16 @@ def simulated(one):
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("sharding", WAYS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "sharding"), PAIRS)
 def test_a_simulated_rank_holds_what_a_real_one_holds(real, model, sharding):
-    one = next(one for one in real if (one.model, one.sharding) == (model, sharding))
-    assert_simulated(one, real[one])
+    assert_simulated(*real(model, sharding))
 
 
 @pytest.mark.slow
 def test_a_copy_of_a_split_model_holds_what_a_real_one_holds(tmp_path):
     """Two copies among four ranks."""
     one = recipe("llama-3-8b-tiny", "zero3", 4).but(replicas=2)
-    found = run_ranks(4, measured_one_after_the_other, [one], folder=tmp_path)
-    assert_simulated(one, [of[0] for of in found])
+    assert_simulated(one, run_ranks(4, measured, one, folder=tmp_path))
 
 
 def test_copies_of_a_split_model_send_between_machines_what_they_add_up():
@@ -111,10 +102,11 @@ def test_copies_of_a_split_model_send_between_machines_what_they_add_up():
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("one", MORE, ids=lambda one: f"{one.sharding}-{one.optimizer}-{one.base}")
-def test_what_else_a_rank_does_is_simulated_too(more, one):
-    assert_simulated(one, more[one])
+def test_what_else_a_rank_does_is_simulated_too(one, tmp_path):
+    ranks = run_ranks(2, measured, one, folder=tmp_path)
+    assert_simulated(one, ranks)
     whole = one.but(ranks=1, sharding="ddp", batch_size=SEQUENCES)
-    losses = torch.tensor([losses for _, losses in more[one]])
+    losses = torch.tensor([losses for _, losses in ranks])
     assert losses.mean(0).tolist() == pytest.approx(measured(whole)[1], rel=1e-5)
 
 
@@ -139,10 +131,9 @@ def assert_simulated(one, ranks):
 def test_ranks_learn_what_one_process_learns_from_the_whole_batch(real, model):
     alone = measured(recipe(model, "ddp", 1))[1]
     assert alone[0] > alone[-1]
-    for one in real:
-        if one.model == model:
-            losses = torch.tensor([losses for _, losses in real[one]])
-            assert losses.mean(0).tolist() == pytest.approx(alone, rel=1e-5), one.sharding
+    for way in WAYS:
+        losses = torch.tensor([losses for _, losses in real(model, way)[1]])
+        assert losses.mean(0).tolist() == pytest.approx(alone, rel=1e-5), way
 
 
 def test_the_simulated_rank_holds_what_pytorchs_own_tracker_of_fsdp_counts():

@@ -111,6 +111,7 @@ AUTOCAST_WIDEST = (
 ).split()
 
 
+@functools.cache  # of 3,300 operators
 def autocast_of_cpu_only() -> list[str]:
     """Operations that autocast changes on a CPU and leaves alone on CUDA, such as cross_entropy."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
