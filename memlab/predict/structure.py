@@ -299,7 +299,7 @@ def _routes(
 ) -> list[str]:
     """SDPA's kernels for a model at the chosen widths, without a mask and with one.
 
-    dtype: of `COMPUTED_IN`. changes: `_changes_of_sdpa`, which decide, too.
+    dtype: of `COMPUTED_IN`. changes: `changes_of_sdpa`, which decide, too.
     """
     from memlab.card.kernels.sdpa import model_routes
     from memlab.workloads.quantized import COMPUTE_DTYPES
@@ -308,7 +308,7 @@ def _routes(
     return list(model_routes(COMPUTE_DTYPES[dtype], shares, (capability[0], capability[1]), size))
 
 
-def _changes_of_sdpa() -> list[str]:
+def changes_of_sdpa() -> list[str]:
     """How this process takes other kernels of SDPA than its release of PyTorch does by itself."""
     if "torch" not in sys.modules:  # nobody has changed it yet
         return []
@@ -373,7 +373,7 @@ def _attention(recipe: Recipe, usual: Structure, card: GPU, unit: int) -> str:
     if recipe.attention == "flash_attention_2":
         return "" if usual.widths["d"][1] % unit else recipe.attention
     size = usual.widths["d"][1]
-    asked = COMPUTED_IN[recipe.precision], list(card.capability), _changes_of_sdpa()
+    asked = COMPUTED_IN[recipe.precision], list(card.capability), changes_of_sdpa()
     routes = _routes(recipe.model, *asked)
     if size % unit or _routes(recipe.model, *asked, size) != routes:
         return ""
@@ -437,6 +437,8 @@ def exact_structure(recipe: Recipe, card: GPU) -> Structure:
         if kept.get(name):
             kept[name] = True
     kept |= {"attention": recipe.attention, "card": card_class(card.capability)}
+    if changes_of_sdpa():
+        kept["changes of sdpa"] = changes_of_sdpa()
     # A rank may decide which states are kept in 8 or 4 bits, and on the card; and what ranks gather
     # is a sum of base and adapters, no product of sizes.
     in_sums = bool(recipe.lora_rank) and is_moved_by_sharding(recipe)

@@ -14,6 +14,7 @@ from memlab.predict.recipe_log import gc_frozen, is_deep, with_all_micro_batches
 from memlab.predict.run import log_of, shallow_log
 from memlab.predict.store import RecordedPhase
 from memlab.predict.structure import Structure, TraceDomain, structures, with_matching_state_dtypes
+from memlab.predict.traces import log_of_run
 from memlab.spec.recipe import FOUR_BITS, Recipe
 from memlab.spec.serving import Serving
 from memlab.trace.events import Alloc, Free
@@ -42,28 +43,35 @@ def run_log(recipe: Recipe | Serving, card: GPU, loop: Callable[..., Any] | None
 
     loop: another training loop than memlab's own, a function like `memlab.predict.run.two_steps`.
     """
+    halves = run_halves(recipe, card, loop)
+    return log_of_run(recipe, halves) if halves else whole_log(recipe, card, loop)
+
+
+def whole_log(recipe: Recipe | Serving, card: GPU, loop: Callable[..., Any] | None = None) -> Log:
+    """The log of a recipe at its own sizes and depth."""
     import_libraries(recipe)
-    card = card.without_limit()
     with gc_frozen():
-        log = _stretched(recipe, card, loop) if is_deep(recipe) else None
-        return with_all_micro_batches(recipe, log or log_of(recipe, card, numbered=True, loop=loop))
+        log = log_of(recipe, card.without_limit(), numbered=True, loop=loop)
+        return with_all_micro_batches(recipe, log)
 
 
-def _stretched(recipe: Recipe | Serving, card: GPU, loop: Callable[..., Any] | None) -> Log | None:
-    layers = layers_of(recipe)
-    if not layers:
-        return None
-    run = functools.partial(shallow_log, gpu=card, loop=loop)
+def run_halves(
+    recipe: Recipe | Serving, card: GPU, loop: Callable[..., Any] | None = None
+) -> list[RecordedPhase]:
+    """Both halves of a deep model's log at its own sizes, of shallow ones, where these stand."""
+    layers = layers_of(recipe) if is_deep(recipe) else None
+    patterns = layers and layers.patterns(models.config(recipe.model).num_hidden_layers)
+    if layers is None or patterns is None:
+        return []
+    import_libraries(recipe)
+    run = functools.partial(shallow_log, gpu=card.without_limit(), loop=loop)
     try:
-        halves = _agreeing(_shallow_halves(recipe, layers, run))
+        with gc_frozen():
+            halves = _agreeing(_shallow_halves(recipe, layers, run))
     except ValueError:
-        return None  # said at full depth, about the model that was asked for
-    patterns = layers.patterns(models.config(recipe.model).num_hidden_layers)
-    if not halves or patterns is None:
-        return None
-    batches = recipe.accumulation
-    trace = Trace(*(PhaseTrace(one, None, batches, card.workspace) for one in halves))
-    return trace.at({}, Depth(patterns, batches))
+        return []  # said at full depth, about the model that was asked for
+    phases = (PhaseTrace(one, None, recipe.accumulation, card.workspace) for one in halves or ())
+    return [RecordedPhase(phase, layers) for phase in phases]
 
 
 def record(recipe: Recipe, card: GPU, found: Structure) -> tuple[RecordedPhase, ...] | None:

@@ -3,7 +3,7 @@
 What a step does falls into passes and updates, which know nothing of each other; the halves of a
 trace are recorded, and kept, apart. Each is checked when it is recorded, against a run at other
 sizes, event by event. Where they differ, as where a model loops over the chunks of a sequence,
-there is no trace, and each size is run when it is asked for.
+there is no trace, and each size is run when it is asked for; that run is kept, too.
 
 Traces that came with memlab were recorded with some releases of the libraries. With other releases
 the same check decides, at first use, whether they still hold; the store keeps those that do.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from memlab import models
@@ -24,6 +25,7 @@ from memlab.predict.store import RecordedPhase, Store
 from memlab.predict.structure import (
     Structure,
     TraceDomain,
+    changes_of_sdpa,
     common_key_fields,
     has_no_trace,
     structures,
@@ -180,12 +182,39 @@ class Traces:
             self._store.write(key, half)
 
     def _run(self, recipe: Recipe | Serving, card: GPU) -> Log:
-        from memlab.predict.trace_recorder import run_log
-
         bare = vars(recipe) | {"model": models.config(recipe.model).to_json_string()}
         bare["expandable_segments"] = False  # a matter of the replay
-        key = str(bare), card.capability, card.processors, card.workspace
-        return lru_get(self._runs, key, lambda: run_log(recipe, card))
+        key = str(bare), card.capability, card.processors, card.workspace, *changes_of_sdpa()
+        return lru_get(self._runs, key, lambda: self._kept_or_run(recipe, card, str(key)))
+
+    def _kept_or_run(self, recipe: Recipe | Serving, card: GPU, key: str) -> Log:
+        """A run at a recipe's own sizes, kept where shallow models stand for the deep one."""
+        names = f"run, passes {key}", f"run, updates {key}"
+        known: dict[str, RecordedPhase | None] = {}
+        if self._store:
+            for name in names:
+                self._store.read_into(known, name)
+        halves = [half for half in known.values() if half is not None]
+        if len(halves) < len(names):
+            from memlab.predict.trace_recorder import run_halves, whole_log
+
+            halves = run_halves(recipe, card)
+            if not halves:
+                return whole_log(recipe, card)
+            if self._store:
+                for name, half in zip(names, halves, strict=True):
+                    self._store.write(name, half)
+        return log_of_run(recipe, halves)
+
+
+def log_of_run(recipe: Recipe | Serving, halves: Sequence[RecordedPhase]) -> Log:
+    """The log of a recipe whose halves, at its own sizes, `trace_recorder.run_halves` gave."""
+    layers = halves[0].layers
+    assert layers is not None  # they are of shallow models
+    patterns = layers.patterns(models.settings(recipe.model).num_hidden_layers)
+    assert patterns is not None  # else there are no halves
+    trace = Trace(*(one.half for one in halves))
+    return with_all_micro_batches(recipe, trace.at({}, Depth(patterns, recipe.accumulation)))
 
 
 def lru_get(values: dict, key: object, make: Any, most: int = MAX_CACHED_LOGS) -> Any:

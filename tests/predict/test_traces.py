@@ -5,6 +5,7 @@ import os
 
 import pytest
 from helpers import TINY
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memlab import Recipe, models
 from memlab.gpus import find_gpu
@@ -198,6 +199,18 @@ def test_what_somebody_has_changed_in_a_model_is_run(monkeypatch):
     assert not has_changed_code("gpt2", "causal-lm")
 
 
+def test_kernels_that_are_switched_off_are_asked_for_anew():
+    """Of a model whose widths are its own, and of what has no trace."""
+    card, traces = find_gpu("A100-80GB"), Traces()
+    mixture = Recipe("mixtral-8x7b-tiny", seq_len=64, precision="bf16", attention="sdpa")
+    for recipe in (mixture, mixture.but(loss="chunked")):
+        fused = traces.log(recipe, card)
+        with sdpa_kernel(SDPBackend.MATH):
+            written_out = traces.log(recipe, card)
+            assert are_alike(written_out, run_log(recipe, card))
+        assert not are_alike(fused, written_out)
+
+
 @pytest.mark.parametrize("name", [n for n in models.MODELS if not n.endswith("-tiny")])
 def test_no_model_has_changed_code_by_itself(name):
     assert not has_changed_code(name, models.default_task(name))
@@ -223,6 +236,19 @@ def test_a_trace_is_kept_for_the_next_process(tmp_path, monkeypatch):
     assert are_alike(again, Traces().log(recipe.but(batch_size=4), card))
     assert again.work and first.work
     assert len(list(tmp_path.iterdir())) == 2  # the passes and the updates
+
+
+def test_a_run_of_what_has_no_trace_is_kept_too(tmp_path, monkeypatch):
+    deep = models.with_layers("llama-3-8b-tiny", 14)
+    recipe, card = LLAMA.but(model=deep, loss="chunked", accumulation=3), find_gpu("T4")
+    first = Traces(Store(tmp_path)).log(recipe, card)
+    monkeypatch.setattr("memlab.predict.trace_recorder.run_halves", None)
+    again = Traces(Store(tmp_path)).log(recipe, card)
+    monkeypatch.undo()
+    for other in (again, run_log(recipe, card)):
+        assert are_alike(first, other) and first.work == other.work
+        assert first.assumptions == other.assumptions
+    assert not are_alike(first, Traces(Store(tmp_path)).log(recipe.but(seq_len=48), card))
 
 
 @pytest.mark.sampled(2)
