@@ -118,6 +118,24 @@ def two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
     return training
 
 
+def two_updates(recipe: Recipe, simulated: SimulatedGPU) -> Training:
+    """Two updates by gradients that no pass has made: what they do is that of `two_steps`'.
+
+    Of weights without a gradient in `two_steps`, and of several ranks, it is not.
+    """
+    training = built(recipe, simulated)
+    training.scaler.scale(torch.zeros((), device=simulated.device))
+    free = [weight for weight in training.model.parameters() if weight.requires_grad]
+    for _ in range(2):
+        simulated.reset_peak()
+        for weight in free:  # one after the other, as at any depth
+            torch.autograd.backward(weight, torch.empty_like(weight))
+        simulated.steps.begin_update()
+        training.update()
+        simulated.tracer.mark(Marker.UPDATED)
+    return training
+
+
 def built(recipe: Recipe, simulated: SimulatedGPU) -> Training:
     """A training on a card that is entered, watched, before its first step."""
     # A base is made on the host, and quantized weight by weight when it is loaded; so is what

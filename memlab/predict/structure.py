@@ -170,13 +170,14 @@ def structures(
     states, too, and in which kernels do not pad heads.
     """
     found, own = shared_structure(recipe.model), exact_structure(recipe, card)
+    updates = exact_structure(recipe, card, of_updates=True)
     if found is not None and recipe.ranks == 1:
         attention = _attention(recipe, found, card, 8 if ignore_small_tensors else 32)
         if attention:
             found = replace(found, attention=attention)
             alike = ignore_small_tensors or _states_are_alike(recipe, found)
-            yield found, found if alike else own
-    yield own, own
+            yield found, found if alike else updates
+    yield own, updates
 
 
 def common_key_fields(recipe: Recipe) -> dict:
@@ -430,7 +431,8 @@ def _has_small_states(recipe: Recipe) -> bool:
 # ---------------------------------------------------------------------- dimensions of its own
 
 
-def exact_structure(recipe: Recipe, card: GPU) -> Structure:
+def exact_structure(recipe: Recipe, card: GPU, of_updates: bool = False) -> Structure:
+    """The structure of a recipe's passes, or of its updates, to which widths belong."""
     kept, others = dict(models.values_of(recipe.model)), models.names_of(recipe.model)
     for name in LENGTHS:
         name = others.get(name, name)
@@ -441,7 +443,7 @@ def exact_structure(recipe: Recipe, card: GPU) -> Structure:
         kept["changes of sdpa"] = changes_of_sdpa()
     # A rank may decide which states are kept in 8 or 4 bits, and on the card; and what ranks gather
     # is a sum of base and adapters, no product of sizes.
-    in_sums = bool(recipe.lora_rank) and is_moved_by_sharding(recipe)
-    rank = not (_has_small_states(recipe) or in_sums)
+    decides = of_updates and _has_small_states(recipe) or is_moved_by_sharding(recipe)
+    rank = not (recipe.lora_rank and decides)
     kept["rank"] = rank or recipe.lora_rank
     return Structure(json.dumps(kept, sort_keys=True), recipe.model, {}, rank)

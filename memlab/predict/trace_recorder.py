@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +13,7 @@ from memlab import models
 from memlab.gpus import GPU
 from memlab.predict.layer_patterns import Layers, layers_of
 from memlab.predict.recipe_log import gc_frozen, is_deep, with_all_micro_batches
-from memlab.predict.run import log_of, shallow_log
+from memlab.predict.run import log_of, shallow_log, two_updates
 from memlab.predict.store import RecordedPhase
 from memlab.predict.structure import Structure, TraceDomain, structures, with_matching_state_dtypes
 from memlab.predict.traces import log_of_run
@@ -74,16 +76,26 @@ def run_halves(
     return [RecordedPhase(phase, layers) for phase in phases]
 
 
-def record(recipe: Recipe, card: GPU, found: Structure) -> tuple[RecordedPhase, ...] | None:
-    """The halves of a recipe for all sizes under its circumstances; None where there are none."""
-    try:
-        with gc_frozen():
-            return _recorded(recipe, card.without_limit(), found)
-    except ValueError:
-        return None  # the caller runs the recipe itself, which raises a better error
+def record(
+    recipe: Recipe, card: GPU, found: Structure, updates_alone: bool = False
+) -> tuple[RecordedPhase, ...] | None:
+    """The halves of a recipe for all sizes under its circumstances; None where there are none.
+
+    updates_alone: whether the passes are known, and those that are given may be of another loop.
+    """
+    for loop in (two_updates, None) if updates_alone else (None,):
+        # Of a recipe that cannot be run the caller, who runs it itself, has a better error.
+        with contextlib.suppress(ValueError), gc_frozen():
+            recorded = _recorded(recipe, card.without_limit(), found, loop)
+            if recorded:
+                return recorded
+    return None
 
 
-def _recorded(recipe: Recipe, card: GPU, found: Structure) -> tuple[RecordedPhase, ...] | None:
+def _recorded(
+    recipe: Recipe, card: GPU, found: Structure, loop: Callable[..., Any] | None = None
+) -> tuple[RecordedPhase, ...] | None:
+    """Both halves of a recipe. loop: as in `run_log`; None where its updates are not the usual."""
     around = TraceDomain.of(recipe)
     import_libraries(recipe)
     primed, sizes = found.chosen(recipe, around)
@@ -105,9 +117,14 @@ def _recorded(recipe: Recipe, card: GPU, found: Structure) -> tuple[RecordedPhas
         return tuple(RecordedPhase(phase, layers) for phase in phases)
 
     if layers:
-        of_check = _check_run(check, layers, card)
-        run = functools.partial(shallow_log, gpu=card, most=MAX_EVENT_RATIO * len(of_check.steps))
+        of_check = _check_run(check, layers, card, loop=loop)
+        most = MAX_EVENT_RATIO * len(of_check.steps)
+        run = functools.partial(shallow_log, gpu=card, most=most, loop=loop)
         shallow = _shallow_halves(primed, layers, run)
+        if loop is not None:
+            usual = shallow_log(_deep(primed, layers.number(1)), card, most=sys.maxsize)
+            if usual.halves()[1] != shallow(1)[1]:
+                return None
         halves = _layered(shallow, CHECKED_DEPTHS)
         recorded = halves and checked(halves, layers, of_check)
         if recorded:
@@ -115,7 +132,7 @@ def _recorded(recipe: Recipe, card: GPU, found: Structure) -> tuple[RecordedPhas
         halves = _agreeing(shallow)
         if halves:
             return checked(halves, layers, of_check)
-    if found.widths:
+    if found.widths or loop is not None:
         return None  # at its own depth it may as well have its own widths
     of_check = _check_run(check, None, card)
     log = log_of(primed, gpu=card, numbered=True, most=MAX_EVENT_RATIO * len(of_check.steps))
@@ -149,12 +166,16 @@ def is_as_run(
 
 
 def _check_run(
-    check: Recipe, layers: Layers | None, card: GPU, patterns: int = CHECKED_PATTERNS
+    check: Recipe,
+    layers: Layers | None,
+    card: GPU,
+    patterns: int = CHECKED_PATTERNS,
+    loop: Callable[..., Any] | None = None,
 ) -> Log:
     """A run that a trace must agree with: of a few layers, or of all where none repeats."""
     if layers is None:
         return log_of(check, gpu=card, numbered=True)
-    return shallow_log(_deep(check, layers.number(patterns)), gpu=card)
+    return shallow_log(_deep(check, layers.number(patterns)), gpu=card, loop=loop)
 
 
 def _depth_of_check(

@@ -143,7 +143,8 @@ class Traces:
             if key not in self._known:
                 from memlab.predict.trace_recorder import record
 
-                recorded = record(recipe, card, structure) or (None, None)
+                updates_alone = recipe.ranks == 1 and self._known.get(keys[0]) is not None
+                recorded = record(recipe, card, structure, updates_alone) or (None, None)
                 for name, of, half in zip(keys, of_halves, recorded, strict=True):
                     if of == structure and name not in self._known:
                         self._keep(name, half)

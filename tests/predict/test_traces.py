@@ -10,13 +10,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from memlab import Recipe, models
 from memlab.gpus import find_gpu
 from memlab.predict.changed_code import has_changed_code
+from memlab.predict.run import built
 from memlab.predict.simulate import serve
 from memlab.predict.store import Store
-from memlab.predict.structure import TraceDomain, exact_structure
-from memlab.predict.trace_recorder import are_alike, run_log
+from memlab.predict.structure import TraceDomain, exact_structure, structures
+from memlab.predict.trace_recorder import are_alike, record, run_log
 from memlab.predict.traces import Traces
 from memlab.trace.events import Alloc
 from memlab.trace.symbols import largest_prime
+from memlab.trace.trace import Depth, Trace
 
 LLAMA = Recipe("llama-3-8b-tiny", seq_len=64, attention="sdpa", precision="bf16")
 SHARDED = {"ranks": 4, "sharding": "zero3"}
@@ -209,6 +211,39 @@ def test_kernels_that_are_switched_off_are_asked_for_anew():
             written_out = traces.log(recipe, card)
             assert are_alike(written_out, run_log(recipe, card))
         assert not are_alike(fused, written_out)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("recipe", "gpu"),
+    (
+        (LLAMA.but(precision="bf16-amp", optimizer="adamw_8bit", max_grad_norm=1.0), "A100-80GB"),
+        (LLAMA.but(precision="fp16-amp", optimizer="adafactor"), "T4"),
+        (LLAMA.but(lora_rank=4, optimizer="paged_adamw_8bit", freeze="embeddings"), "H100"),
+        (Recipe("t5-3b-tiny", seq_len=64, optimizer="lion_8bit"), "T4"),
+    ),
+    ids=str,
+)
+def test_updates_alone_are_those_of_a_training(recipe, gpu, monkeypatch):
+    card, recipe = find_gpu(gpu), recipe.but(model=models.with_layers(recipe.model, 5))
+    _, found = next(structures(recipe, card))
+    passes, updates = record(recipe, card, found)
+    fewer, alone = record(recipe, card, found, updates_alone=True)
+    assert len(fewer.half.log.order) < len(passes.half.log.order) / 4
+    sizes, depth = found.sizes(recipe) | card.symbols, Depth(5, 1)
+    logs = [Trace(passes.half, one.half).at(sizes, depth) for one in (updates, alone)]
+    assert are_alike(*logs) and logs[0].work == logs[1].work
+
+    def without_one(recipe, simulated):
+        training = built(recipe, simulated)
+        next(one for one in training.model.parameters() if one.requires_grad).requires_grad_(False)
+        simulated.steps.begin_update()
+        training.update()
+        return training
+
+    monkeypatch.setattr("memlab.predict.trace_recorder.two_updates", without_one)
+    whole, _ = record(recipe, card, found, updates_alone=True)
+    assert len(whole.half.log.order) == len(passes.half.log.order)
 
 
 @pytest.mark.parametrize("name", [n for n in models.MODELS if not n.endswith("-tiny")])
