@@ -81,9 +81,10 @@ def threads_come_along(mode: CardMode, names):
     start = threading.Thread.start
 
     def start_inside(thread):
-        run = thread.run
+        run, lifts = thread.run, torch._C._only_lift_cpu_tensors()
 
         def run_inside():
+            torch._C._set_only_lift_cpu_tensors(lifts)  # torch.tensor(..., device="cuda")
             with higher_order.under(mode.fake), higher_order.under(mode), names:
                 run()
 

@@ -135,20 +135,27 @@ def _fake_backend(size, rank, ranks, backend, store, *args, **settings):
     return _new_group(size, rank, ranks, dist.Backend("fake"), store, *args, **settings)
 
 
-def _all_gather_object(objects, mine, group=None):
-    objects[:] = [mine] * len(objects)
+def _all_gather_object(object_list, obj, group=None):
+    object_list[:] = [obj] * len(object_list)
 
 
-def _gather_object(mine, objects=None, *args, **kwargs):
-    if objects is not None:
-        objects[:] = [mine] * len(objects)
+def _gather_object(obj, object_gather_list=None, *args, **kwargs):
+    if object_gather_list is not None:
+        object_gather_list[:] = [obj] * len(object_gather_list)
+
+
+def _scatter_object_list(
+    scatter_object_output_list, scatter_object_input_list=None, *args, **kwargs
+):
+    scatter_object_output_list[:1] = scatter_object_input_list[:1]
 
 
 # Objects that are no tensors: every other rank would have sent what this one has.
 OBJECTS = {
     "all_gather_object": _all_gather_object,
     "gather_object": _gather_object,
-    "broadcast_object_list": lambda objects, *args, **kwargs: None,
+    "scatter_object_list": _scatter_object_list,
+    "broadcast_object_list": lambda *args, **kwargs: None,
 }
 
 

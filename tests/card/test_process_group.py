@@ -472,6 +472,18 @@ def test_an_update_by_hand_writes_to_its_part_and_gathers_the_others():
         assert weight.grad.shape == (1024, 256)
 
 
+def test_objects_of_all_ranks_are_those_of_the_first():
+    with SimulatedGPU("H100", ranks=2):
+        dist.init_process_group("nccl")
+        gathered, scattered = [None, None], [None]
+        dist.gather_object(obj="mine", object_gather_list=gathered)
+        dist.scatter_object_list(scattered, ["mine", "its"])
+        assert (gathered, scattered) == (["mine", "mine"], ["mine"])
+        dist.all_gather_object(object_list=gathered, obj="again")
+        dist.broadcast_object_list(object_list=gathered)
+        assert gathered == ["again", "again"]
+
+
 def test_a_whole_checkpoint_is_gathered_from_the_shards():
     """By PyTorch's own functions for it, which ask its older FSDP for modules of its own."""
     from torch.distributed.checkpoint import state_dict
