@@ -34,6 +34,7 @@ def checkpoints():
         # What lies nowhere has an address of its own all the same: libraries tell by it which
         # weights are tied.
         (torch.UntypedStorage, "data_ptr", _address_of),
+        (torch.UntypedStorage, "copy_", _copied_into),
         *((module, name, _save_file) for module, name in _who_has(_write)),
         *((module, name, _load_file) for module, name in _who_has(_read_file)),
         *((module, name, _open) for module, name in _who_has(_open_file)),
@@ -45,6 +46,7 @@ _read = torch.load
 _write, _read_file = safetensors.save_file, safetensors.load_file
 _open_file = safetensors.safe_open
 _tag, _address = torch.serialization.location_tag, torch.UntypedStorage.data_ptr
+_copy_into: Any = torch.UntypedStorage.copy_
 
 
 def _who_has(function):
@@ -87,6 +89,11 @@ def _as_zeros(tensor, protocol):
 
 def _address_of(storage):
     return storage._cdata if storage.device.type == "meta" else _address(storage)
+
+
+def _copied_into(storage, source, *args, **kwargs):
+    """What is staged for an asynchronous save has no data to copy."""
+    return storage if source.device.type == "meta" else _copy_into(storage, source, *args, **kwargs)
 
 
 def _location_of(storage):
