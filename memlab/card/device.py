@@ -74,8 +74,8 @@ class SimulatedGPU:
     several ranks there is torchrun's environment and a card for each, and code written for torchrun
     runs as its first rank: DistributedDataParallel, `fully_shard`, ZeroRedundancyOptimizer,
     `parallelize_module`. Of as many processes as `torch.multiprocessing.spawn` starts the first
-    runs, here. What arrives from other ranks is a stand-in, and integers those of the first one. Pipelines, RPC and
-    FullyShardedDataParallel are refused.
+    runs, here. What arrives from other ranks is a stand-in, and integers are those of this one.
+    Pipelines, RPC and FullyShardedDataParallel are refused.
 
     Where things lie:
 
