@@ -80,6 +80,7 @@ BAD = [
         ["--gpu", "T5"],
         ["--gpu", "T4", "--precision", "bf16-amp"],
         ["--depth", "3"],
+        ["--rank", "8"],
     )),
     *([*PLAN, "--gpu", *more] for more in (
         ["T5"],

@@ -34,6 +34,7 @@ def checkpoints():
         # What lies nowhere has an address of its own all the same: libraries tell by it which
         # weights are tied.
         (torch.UntypedStorage, "data_ptr", _address_of),
+        (torch.UntypedStorage, "copy_", _copied_into),
         *_names_in_libraries(),
     ):
         yield
@@ -43,6 +44,7 @@ _read = torch.load
 _write, _read_file = safetensors.save_file, safetensors.load_file
 _open_file = safetensors.safe_open
 _tag, _address = torch.serialization.location_tag, torch.UntypedStorage.data_ptr
+_copy_into: Any = torch.UntypedStorage.copy_
 
 
 NAMES = {"save_file", "load_file", "safe_save_file", "safe_load_file", "safe_open"}
@@ -89,6 +91,11 @@ def _as_zeros(tensor, protocol):
 
 def _address_of(storage):
     return storage._cdata if storage.device.type == "meta" else _address(storage)
+
+
+def _copied_into(storage, source, *args, **kwargs):
+    """What is staged for an asynchronous save has no data to copy."""
+    return storage if source.device.type == "meta" else _copy_into(storage, source, *args, **kwargs)
 
 
 def _location_of(storage):

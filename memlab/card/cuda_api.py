@@ -38,6 +38,7 @@ NOT_SIMULATED = {
     "torch.profiler.profile.export_memory_timeline": "the profiler follows the host here: "
     "`memlab run --snapshot`, or torch.cuda.memory._dump_snapshot, has each tensor of the card",
     "torch.export.export": "it traces a model by tensors without data: export after the simulation",
+    "torch.onnx.export": "it traces a model: export after the simulation",
     "torch.nested.nested_tensor": "what it takes depends on its lengths: pad the sequences instead",
     "torch.nested.as_nested_tensor": "what it takes depends on its lengths: pad instead",
     "torch.nested.nested_tensor_from_jagged": "what it takes depends on its lengths: pad instead",

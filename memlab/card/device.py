@@ -52,7 +52,7 @@ class SimulatedGPU:
 
     gpu: a name of `memlab.gpus.GPUS`, a number of bytes, or None for a card without a limit.
     rules: which of `memlab.card.kernels.rules.RULES` hold; all do on a card.
-    script: a pathlib.Path; `Footprint.by_line` then tells which of its lines made what.
+    script: its path; `Footprint.by_line` then tells which of its lines made what.
     ranks: how many processes train together; this is the first (`memlab.card.process_group`).
     compile_eagerly: whether what `torch.compile` would compile runs as it is, which is no bound of
         what it takes, as `Footprint.assumptions` says; else it is refused. PyTorch's own switches
@@ -74,8 +74,8 @@ class SimulatedGPU:
     several ranks there is torchrun's environment and a card for each, and code written for torchrun
     runs as its first rank: DistributedDataParallel, `fully_shard`, ZeroRedundancyOptimizer,
     `parallelize_module`. Of as many processes as `torch.multiprocessing.spawn` starts the first
-    runs, here. What arrives from other ranks is a stand-in. Pipelines, RPC and
-    FullyShardedDataParallel are refused.
+    runs, here. What arrives from other ranks is a stand-in, and integers are those of this one.
+    Pipelines, RPC and FullyShardedDataParallel are refused.
 
     Where things lie:
 
@@ -126,7 +126,7 @@ class SimulatedGPU:
         self,
         gpu: GPU | str | int | None = None,
         rules: Collection[str] = frozenset(RULES),
-        script: Path | None = None,
+        script: str | Path | None = None,
         ranks: int = 1,
         link: str | None = None,
         compile_eagerly: bool = False,
@@ -134,9 +134,13 @@ class SimulatedGPU:
         self.gpu, self.ranks, self.link = find_gpu(gpu), check_ranks(ranks), link
         if link is not None:
             link_rate(self.gpu, link)  # or refuses
+        unknown = set(rules) - set(RULES)
+        if unknown:
+            raise ValueError(f"rules has {min(unknown)!r}: allowed are {', '.join(RULES)}")
         self.rules = rules
         self.met_rules: set[str] = set()  # that were at work
         self.memory = CardMemory(self.gpu, self.keeps_statistics)
+        script = None if script is None else Path(script)
         self.tracer = Tracer(self.memory, card_only=True, script=script)
         self.work = WorkLog()
         self.steps = Steps(self.tracer, self.work)

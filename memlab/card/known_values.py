@@ -74,6 +74,8 @@ def run_on_values(func, args, kwargs):
     kwargs = {name: "cpu" if name == "device" else value for name, value in kwargs.items()}
     kwargs.pop("pin_memory", None)
     with no_dispatch():
+        if func in UNWRITTEN:
+            return func(*args, **kwargs).fill_(1)
         if func is aten.histc.default:  # of integers: the CPU has none
             return args[0].double().histc(*args[1:], **kwargs).to(args[0].dtype)
         if "generator" in kwargs or func in RANDOM:
@@ -85,6 +87,13 @@ def run_on_values(func, args, kwargs):
         return func(*args, **kwargs)
 
 
+UNWRITTEN = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
 RANDOM = {
     aten.randperm.default,
     aten.randint.default,
@@ -99,6 +108,9 @@ def propagate(func, args, kwargs, out) -> None:
     """Take down what is known of the values of an operation's result, or of what it wrote into."""
     if isinstance(out, FakeTensor) and out.dtype.is_floating_point:
         return  # the most
+    if func.namespace == "c10d":  # whose schemas do not say what they write
+        _received(*args[:2])
+        return
     writes = func._schema.is_mutable
     outs = out if isinstance(out, (list, tuple)) else (out,)
     if writes:
@@ -175,6 +187,28 @@ def _written(func, args, kwargs) -> None:
     else:
         for tensor in known:
             drop_constant(tensor)
+
+
+def _received(outs, sent) -> None:
+    """What a collective writes: every other rank sends what this one has.
+
+    Where nothing else was sent, as in a sum over ranks, what is there stays.
+    """
+    known = [out for out in _tensors(outs) if isinstance(out, FakeTensor)]
+    known = [out for out in known if values_of(out) is not None]
+    values = [values_of(tensor) for tensor in _tensors(sent)]
+    if not known or not values:
+        return
+    if any(value is None for value in values):
+        for out in known:
+            drop_constant(out)
+        return
+    with no_dispatch():
+        flat, start = torch.cat([value.flatten() for value in values]), 0
+        for out in known if len(flat) else ():
+            numbers = torch.arange(start, start + out.numel()) % len(flat)
+            values_of(out).copy_(flat[numbers].view(out.shape))
+            start += out.numel()
 
 
 def _reads_when_written(func, args) -> bool:

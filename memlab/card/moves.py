@@ -81,9 +81,10 @@ def threads_come_along(mode: CardMode, names):
     start = threading.Thread.start
 
     def start_inside(thread):
-        run = thread.run
+        run, lifts = thread.run, torch._C._only_lift_cpu_tensors()
 
         def run_inside():
+            torch._C._set_only_lift_cpu_tensors(lifts)  # torch.tensor(..., device="cuda")
             with higher_order.under(mode.fake), higher_order.under(mode), names:
                 run()
 
@@ -153,6 +154,9 @@ class DeviceMoveMode(TorchFunctionMode):
             place = device or (device_of(args[0]) if func is torch.Tensor.new_tensor else HOST)
             made = func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
             return self._moved(torch.Tensor.to, (made, place), {})
+        if func is torch.nn.functional.one_hot:
+            with self._called_by_nobody():
+                return _one_hot(*args, **kwargs)
         if func in CTC_LOSS:
             args, kwargs = self._with_lengths(args, kwargs)
         if func in RECURRENT and on_card(args[0]):
@@ -300,6 +304,13 @@ class DeviceMoveMode(TorchFunctionMode):
             if isinstance(tensor, FakeTensor):
                 _swap(tensor, data)
         self._from_outside.clear()
+
+
+def _one_hot(tensor, num_classes=-1):
+    """Onehot.cpp, `one_hot`; a fake tensor would be compared with every class."""
+    classes = int(tensor.max()) + 1 if num_classes == -1 else num_classes
+    zeros = tensor.new_zeros((*tensor.shape, classes))
+    return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
 class _Move(torch.autograd.Function):

@@ -117,14 +117,13 @@ class Host:
         if nbytes >= TRIFLE:
             self._work.note_copy(nbytes, self._tracer.phase())
 
-    def zeros(self, like, dtype):
-        """Zeros of the shape of `like` that the card never holds, without data: paged states."""
+    def zeros(self, shape, dtype, device):
+        """Zeros that the card never holds, without data: paged states."""
         if not self._kernels.holds("paged states"):
-            return torch.zeros_like(like, dtype=dtype)
+            return torch.zeros(shape, dtype=dtype, device=device)
         with _disable_current_modes():  # or they would be the card's
-            zeros = aten.empty_like.default(fake_like(self._fake, like), dtype=dtype)
-        place_on_host(zeros)
-        return zeros
+            meta = torch.empty(shape, dtype=dtype, device="meta")
+            return fake_like(self._fake, meta, on_host=True)
 
 
 def holds_data(tensor) -> bool:

@@ -102,13 +102,12 @@ def address_of(tensor) -> int:
 def is_cuda_device(value) -> bool:
     """Whether a device, or its name, is the card.
 
-    Raises NotSimulated for another card than the first.
+    Raises NotSimulated for another card than the first, and for what is neither card nor host.
     """
-    if isinstance(value, str) and value.partition(":")[0] == "cuda":
-        value = torch.device(value)
-    if not isinstance(value, torch.device) or value.type != "cuda":
+    device = torch.device(value) if isinstance(value, str) else value
+    if not isinstance(device, torch.device) or device.type in ("cpu", "meta"):
         return False
-    if value.index:
+    if device.type != "cuda" or device.index:
         raise NotSimulated(f"device is {str(value)!r}: {ONE_CARD}")
     return True
 

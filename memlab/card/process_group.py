@@ -9,6 +9,7 @@ counted.
 """
 
 import contextlib
+import dataclasses
 import functools
 import os
 import sys
@@ -22,6 +23,8 @@ import torch.distributed.pipelining
 import torch.distributed.rpc
 import torch.multiprocessing.spawn
 from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed.checkpoint import default_planner
+from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor, _dispatch
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -135,20 +138,27 @@ def _fake_backend(size, rank, ranks, backend, store, *args, **settings):
     return _new_group(size, rank, ranks, dist.Backend("fake"), store, *args, **settings)
 
 
-def _all_gather_object(objects, mine, group=None):
-    objects[:] = [mine] * len(objects)
+def _all_gather_object(object_list, obj, group=None):
+    object_list[:] = [obj] * len(object_list)
 
 
-def _gather_object(mine, objects=None, *args, **kwargs):
-    if objects is not None:
-        objects[:] = [mine] * len(objects)
+def _gather_object(obj, object_gather_list=None, *args, **kwargs):
+    if object_gather_list is not None:
+        object_gather_list[:] = [obj] * len(object_gather_list)
+
+
+def _scatter_object_list(
+    scatter_object_output_list, scatter_object_input_list=None, *args, **kwargs
+):
+    scatter_object_output_list[:1] = scatter_object_input_list[:1]
 
 
 # Objects that are no tensors: every other rank would have sent what this one has.
 OBJECTS = {
     "all_gather_object": _all_gather_object,
     "gather_object": _gather_object,
-    "broadcast_object_list": lambda objects, *args, **kwargs: None,
+    "scatter_object_list": _scatter_object_list,
+    "broadcast_object_list": lambda *args, **kwargs: None,
 }
 
 
@@ -168,6 +178,9 @@ def rank_of(mode: CardMode, ranks: int):
             (torch._C, "_get_accelerator", lambda check=None: torch.device("cuda")),
             (ShardingPropagator, _SHAPES, _unseen(mode.fake, getattr(ShardingPropagator, _SHAPES))),
             (_dispatch, "run_dtensor_rng_op", _drawn),
+            # A checkpoint of all ranks has this rank's parts, and is read as that of one process.
+            (_DistWrapper, "__init__", _of_one_process(_DistWrapper.__init__)),
+            (default_planner, _COMPLETE, _without_parts(getattr(default_planner, _COMPLETE))),
             (DTensor, "device", property(device_of)),
             (DTensor, "is_cuda", property(on_card)),
             (DTensor, "is_cpu", property(lambda self: not on_card(self))),
@@ -175,6 +188,23 @@ def rank_of(mode: CardMode, ranks: int):
         )
         stack.enter_context(replaced(*rows, create=True))
         yield
+
+
+_COMPLETE = "_validate_global_plan"
+
+
+def _of_one_process(init):
+    def run(this, group, use_dist, coordinator_rank):
+        init(this, group, False, coordinator_rank)
+
+    return run
+
+
+def _without_parts(complete):
+    def run(plan, metadata):
+        return complete(plan, dataclasses.replace(metadata, state_dict_metadata={}))
+
+    return run
 
 
 _SHAPES = "_propagate_tensor_meta_non_cached"

@@ -22,6 +22,9 @@ SCALARS = {  # by dtype, the names that PyTorch's messages give: `ScalarType` an
     torch.float64: ("Double", "double"),
     torch.int64: ("Long", "long int"),
     torch.int32: ("Int", "int"),
+    torch.int8: ("Char", "signed char"),
+    torch.float8_e4m3fn: ("Float8_e4m3fn", "c10::Float8_e4m3fn"),
+    torch.float8_e5m2: ("Float8_e5m2", "c10::Float8_e5m2"),
 }
 
 
@@ -59,6 +62,13 @@ def _mm(func, one, other):
     if one.dtype != other.dtype:
         types = f"{meta_type(one)} != {meta_type(other)}"
         raise RuntimeError(f"expected mat1 and mat2 to have the same dtype, but got: {types}")
+    _multiplies("addmm_cuda", one)
+
+
+def _multiplies(kernel, tensor) -> None:
+    """cuda/Blas.cpp, `AT_DISPATCH_FLOATING_AND_COMPLEX_TYPES_AND2(kHalf, kBFloat16, ...)`."""
+    if tensor.itemsize == 1 or not (tensor.is_floating_point() or tensor.is_complex()):
+        raise RuntimeError(f'"{kernel}" not implemented for {scalar(tensor)!r}')
 
 
 @_checks(aten.addmm.default)
@@ -68,6 +78,7 @@ def _addmm(func, added, one, other):
         if tensor.dtype != other.dtype:
             types = f"{scalar(tensor)} and {scalar(other)}"
             raise RuntimeError(f"{name} and mat2 must have the same dtype, but got {types}")
+    _multiplies("addmm_cuda", one)
 
 
 @_checks(aten.bmm.default, aten.mv.default, aten.cross.default, aten.linalg_cross.default)
@@ -75,6 +86,8 @@ def _of_the_first(func, one, other, *_):
     """core/TensorBase.h, `data_ptr<T>`: the kernel of the first one's dtype reads the other."""
     if other.dtype != one.dtype:
         raise RuntimeError(f"expected scalar type {scalar(one)} but found {scalar(other)}")
+    if func is aten.bmm.default:
+        _multiplies("baddbmm_cuda", one)
 
 
 @_checks(aten.native_layer_norm.default)

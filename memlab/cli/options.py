@@ -32,7 +32,13 @@ Commands = Callable[..., Callable[..., argparse.Action]]  # adds one; gives what
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line, and whose options have whole names.
+
+    `--rank 8` may be that of an adapter, and would be eight processes.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
         """One line instead of the whole usage."""

@@ -113,6 +113,8 @@ def test_out_of_memory_is_counted():
     [
         (lambda: torch.zeros(1, device="cuda:1"), "cuda:1"),
         (lambda: torch.zeros(1).to(1), "cuda:1"),
+        (lambda: torch.zeros(1, device="cuda").to("mps"), "mps"),
+        (lambda: torch.zeros(1, device="xla"), "xla"),
         (lambda: torch.cuda.set_device(1), "cuda:1"),
         (lambda: torch.cuda.device(1).__enter__(), "cuda:1"),
         (lambda: torch.Generator("cuda:1"), "cuda:1"),
@@ -124,6 +126,7 @@ def test_out_of_memory_is_counted():
         (lambda: torch.cuda.utilization(), "torch.cuda.utilization"),
         (lambda: torch.nested.nested_tensor([torch.ones(2)]), "torch.nested.nested_tensor"),
         (lambda: torch.distributed.init_process_group("nccl"), "init_process_group"),
+        (lambda: torch.onnx.export(torch.nn.ReLU(), (torch.ones(3),)), "torch.onnx.export"),
         (lambda: torch.export.export(torch.nn.ReLU(), (torch.ones(3),)), "torch.export.export"),
         (lambda: torch.from_dlpack(torch.ones(3, device="cuda")), "DLPack"),
     ],

@@ -118,6 +118,14 @@ def test_a_card_is_entered_once():
         pass
 
 
+def test_rules_are_known_by_name_and_a_script_by_its_path():
+    with refused("rules has 'nope'", "allowed are dropout,"):
+        SimulatedGPU("T4", rules=["nope"])
+    with SimulatedGPU("T4", script=__file__) as gpu:
+        held = torch.ones(4, device="cuda")
+        assert any("test_device.py" in line for line in gpu.footprint.by_line()), held
+
+
 def test_one_card_at_a_time():
     with SimulatedGPU("T4"):
         with refused("entered already"):

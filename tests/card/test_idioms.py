@@ -204,6 +204,7 @@ def test_a_thread_of_the_readers_own_trains_on_the_card(gpu):
         model, optimizer, loss = small()
         loss.backward()
         optimizer.step()
+        torch.tensor([1, 2], device="cuda")
         held.append(torch.cuda.memory_allocated())
 
     thread = threading.Thread(target=work)

@@ -3,9 +3,11 @@
 import math
 import os
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint_files
 from accelerate.state import AcceleratorState
 from helpers import refused
 from torch.distributed._functional_collectives import all_reduce_coalesced
@@ -470,6 +472,50 @@ def test_an_update_by_hand_writes_to_its_part_and_gathers_the_others():
                 mine.add_(part, alpha=-0.1)
                 dist.all_gather_into_tensor(weight, mine, async_op=True).get_future().wait()
         assert weight.grad.shape == (1024, 256)
+
+
+def test_a_checkpoint_of_all_ranks_has_the_parts_of_the_first(tmp_path):
+    with SimulatedGPU("H100", ranks=4):
+        dist.init_process_group("nccl")
+        model = torch.nn.Linear(512, 512).cuda()
+        fully_shard(model)
+        state = {"model": model.state_dict()}
+        checkpoint_files.save(state, checkpoint_id=tmp_path / "now")
+        checkpoint_files.async_save(state, checkpoint_id=tmp_path / "later").result()
+        before = torch.cuda.memory_allocated()
+        checkpoint_files.load(state, checkpoint_id=tmp_path / "now")
+        assert torch.cuda.memory_allocated() == before
+        assert state["model"]["weight"].to_local().shape == (128, 512)
+    assert len(list((tmp_path / "later").iterdir())) == 2  # its metadata and one file
+
+
+def test_integers_that_ranks_send_are_those_of_the_first():
+    with SimulatedGPU("H100", ranks=2):
+        dist.init_process_group("nccl")
+        sizes = torch.tensor([3, 5], device="cuda")
+        one, two = torch.empty_like(sizes), torch.empty(4, dtype=torch.long, device="cuda")
+        dist.all_to_all_single(one, sizes)
+        dist.all_gather_into_tensor(two, sizes)
+        assert (one.tolist(), two.tolist()) == ([3, 5], [3, 5, 3, 5])
+        dist.recv(torch.empty_like(sizes), 1)
+        rows = [torch.empty_like(sizes) for _ in range(2)]
+        assert [row.tolist() for row in rows] == [[1, 1], [1, 1]]  # and not what lay there
+        dist.all_gather(rows, sizes)
+        assert [row.tolist() for row in rows] == [[3, 5], [3, 5]]
+        padded = accelerate.utils.pad_across_processes(torch.ones(2, 7, device="cuda"), dim=1)
+        assert padded.shape == (2, 7)
+
+
+def test_objects_of_all_ranks_are_those_of_the_first():
+    with SimulatedGPU("H100", ranks=2):
+        dist.init_process_group("nccl")
+        gathered, scattered = [None, None], [None]
+        dist.gather_object(obj="mine", object_gather_list=gathered)
+        dist.scatter_object_list(scattered, ["mine", "its"])
+        assert (gathered, scattered) == (["mine", "mine"], ["mine"])
+        dist.all_gather_object(object_list=gathered, obj="again")
+        dist.broadcast_object_list(object_list=gathered)
+        assert gathered == ["again", "again"]
 
 
 def test_a_whole_checkpoint_is_gathered_from_the_shards():

@@ -47,6 +47,15 @@ ON_CUDA_ALONE = {
     "expected mat1 and mat2 to have the same dtype, but got: float != c10::Half": lambda: (
         ones("cuda", FULL, 2, 4) @ ones("cuda", HALF, 4, 2)
     ),
+    "\"addmm_cuda\" not implemented for 'Long'": lambda: (
+        ones("cuda", torch.long, 2, 4) @ ones("cuda", torch.long, 4, 2)
+    ),
+    "\"addmm_cuda\" not implemented for 'Float8_e4m3fn'": lambda: F.linear(
+        *[ones("cuda", torch.float8_e4m3fn, 16, 16)] * 2
+    ),
+    "\"baddbmm_cuda\" not implemented for 'Int'": lambda: torch.bmm(
+        *[ones("cuda", torch.int32, 1, 2, 2)] * 2
+    ),
     "expected scalar type Half but found Float": lambda: F.layer_norm(
         ones("cuda", HALF, 2, 4), (4,), ones("cuda", FULL, 4)
     ),
@@ -90,6 +99,7 @@ OUT_OF_RANGE = {
     "gather": lambda: ones("cuda", FULL, 2, 10).gather(1, index(3, 10)[:, None]),
     "index": lambda: ones("cuda", FULL, 10)[index(-11)],
     "index_put": lambda: ones("cuda", FULL, 10).index_put_((index(10),), ones("cuda", FULL, 1)),
+    "one_hot": lambda: F.one_hot(index(2, 5), 5),
     "scatter": lambda: ones("cuda", FULL, 4).scatter_(0, index(4), 1.0),
 }
 

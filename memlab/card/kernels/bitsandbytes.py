@@ -193,17 +193,17 @@ def paged_states(zeros_on_host):
     (`Optimizer8bit.get_state_buffer` in bitsandbytes/optim/optimizer.py).
     """
 
-    def get_state_buffer(self, p, dtype=torch.float32):
-        if self.is_paged and p.numel() >= 100_000:
-            paged = zeros_on_host(p, dtype)
-            paged.is_paged = True
-            return paged
-        return torch.zeros_like(p, dtype=dtype, device=p.device)
+    def get_paged(*shape, dtype=torch.float32, device=None):
+        paged = zeros_on_host(shape, dtype, device)
+        paged.is_paged = True
+        return paged
 
     return _replaced_inside(
         {
-            "optim.optimizer.Optimizer8bit.get_state_buffer": get_state_buffer,
+            "functional.get_paged": get_paged,
+            "functional.fill": lambda *args, **kwargs: None,
             "functional.prefetch_tensor": lambda *args, **kwargs: None,
+            "functional.GlobalPageManager._instance": None,  # it would keep what it has paged
         }
     )
 
