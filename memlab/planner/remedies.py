@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from memlab import models
 from memlab.gpus import GPU, find_gpu
 from memlab.planner.answers import Answers, has_runs_only
 from memlab.planner.cards import LADDER
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from memlab.planner.search import Search
 
 RANKS = (2, 4, 8, 16, 32, 64)  # cards that are proposed where one does not do
-# Activations, and layers that are gathered, are as large with more ranks; buffers are smaller.
-NEARLY = 0.9
 # The rungs before a larger card, which train every weight: gradients and AdamW's states on the
 # host, at a cost in time alone; then weights in bf16, where small updates are rounded away, states
 # in 8 bits that leave the card, and a step as each gradient comes.
@@ -102,9 +99,6 @@ def _other_way(search: Search, way: str) -> Option | None:
 def _more_ranks(search: Search) -> Option | None:
     """The most sparing on so many cards as it takes; None where none of `RANKS` is enough."""
     asked, answers, recipes = search.question, search.answers, search.recipes
-    layers = getattr(models.settings(asked.model), "num_hidden_layers", 1)
-    gathered = NEARLY * 2 * recipes.weights / layers  # bytes of a layer at work under zero3
-    beside: dict[Combination, float] = {}  # bytes of what more ranks do not divide
     for ranks in RANKS:
         if ranks <= asked.ranks or asked.effective_batch % ranks:
             continue
@@ -113,13 +107,10 @@ def _more_ranks(search: Search) -> Option | None:
         except ValueError:
             return None
         one = recipes.most_sparing(found, ranks)
-        least = recipes.least_bytes(one, ranks) + answers.context
-        known = gathered if one.sharding == "zero3" else 0
-        if least + beside.get(one, known) <= answers.room:
+        if recipes.least_bytes(one, ranks) + answers.context <= answers.room:
             option = answers.simulated(recipes.recipe(one, 1, ranks=ranks))
             if not option.missing:
                 return option
-            beside[one] = NEARLY * (option.needed - least)
     return None
 
 
