@@ -82,6 +82,14 @@ def test_a_mixtures_tokens_are_spread_evenly():
     assert gpu.footprint.assumptions == ("top-k of values that are not known: chosen evenly",)
 
 
+def test_guards_stay_quiet():
+    """Those against numbers that are not finite are in test_waiting.py."""
+    with SimulatedGPU():
+        x = torch.randn(4, 8, device="cuda")
+        assert not x.mean() > 1e4
+        assert not (x.argmax(-1) >= 50_000).any()
+
+
 @pytest.mark.parametrize(
     "make",
     [

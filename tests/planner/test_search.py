@@ -327,6 +327,15 @@ def test_folders_that_are_no_model(tmp_path):
         plan(str(tmp_path), "T4")
 
 
+def test_a_simulation_runs_out_where_a_plan_ends():
+    """Without the margin the border is near that of the simulation itself."""
+    answer = plan("gpt2-tiny", 100 * MiB, margin=0, **PLAIN)
+    largest = answer.fastest.recipe.but(batch_size=answer.fastest.largest_batch)
+    simulate(largest, 100 * MiB)
+    with pytest.raises(torch.OutOfMemoryError):
+        simulate(largest.but(batch_size=largest.batch_size + 1), 100 * MiB)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("batches", [(1, 4), (4, 1), (2, 3)])
 @pytest.mark.parametrize("changes", [{}, {"checkpointing": True}, {"lora_rank": 4, "base": "nf4"}])
