@@ -1,9 +1,8 @@
 """Number formats as bits, and a page element that shows any number in all of them."""
 
-import json
 from dataclasses import asdict, dataclass
 
-from memlab.panels.panel import read
+from memlab.panels.panel import Panel
 
 
 @dataclass(frozen=True)
@@ -49,16 +48,13 @@ FORMATS = (
 )
 
 
-class BitExplorer:
-    """Type a number or flip a bit, and see it in every format: HTML with its own script.
+class BitExplorer(Panel):
+    """Type a number or flip a bit, and see it in every format."""
 
-    It needs no kernel and no network.
-    """
+    kind = "bits"
+    still = (
+        "This panel needs scripts. It shows any number that you type in every format, bit by bit."
+    )
 
-    def _repr_html_(self) -> str:
-        formats = json.dumps([asdict(known) for known in FORMATS])
-        page = read("bits.html").replace("/* script */", read("bits.js"))
-        return page.replace("/* formats */", formats)
-
-    def __repr__(self) -> str:
-        return "A bit explorer, to be seen where HTML is shown."
+    def data(self) -> dict:
+        return {"formats": [asdict(known) for known in FORMATS]}

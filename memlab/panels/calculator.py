@@ -24,6 +24,7 @@ from memlab.models import Model
 from memlab.panels.packed_tables import PackedTables, is_kept
 from memlab.panels.panel import Panel
 from memlab.panels.panel import read as read_file
+from memlab.panels.sandbox import SIZES
 from memlab.planner.space import HALF, NF4
 from memlab.predict.fit import CONTEXT_MARGIN, MARGIN
 from memlab.predict.recipe_log import refuse_format
@@ -33,7 +34,7 @@ from memlab.predict.traces import keys_of, usual_sizes
 from memlab.predict.widths import HEAD_SIZES, heads_of_a_key, size_field_names
 from memlab.spec.optimizers import OPTIMIZERS
 from memlab.spec.recipe import AUTOCAST, COMPUTED_IN, Recipe
-from memlab.trace import allocator, reductions, work
+from memlab.trace import reductions, work
 from memlab.trace.patches import replaced
 from memlab.trace.symbols import ROUNDED
 
@@ -70,9 +71,7 @@ AUTO = {
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
 }
 # Of the allocator, of what is kept free, and of sums along rows.
-SIZES = "MIN_BLOCK SMALL_REQUEST SMALL_SEGMENT MEDIUM_REQUEST MEDIUM_SEGMENT LARGE_ROUND"
-RULES = {name: getattr(allocator, name) for name in SIZES.split()}
-RULES |= {"MARGIN": MARGIN, "CONTEXT_MARGIN": CONTEXT_MARGIN}
+RULES = SIZES | {"MARGIN": MARGIN, "CONTEXT_MARGIN": CONTEXT_MARGIN}
 RULES |= {n: getattr(reductions, n) for n in "ACCUMULATED THREADS WARP LEAST MOST".split()}
 START = Recipe(
     "qwen3-0.6b",
@@ -268,9 +267,6 @@ class Calculator(Panel):
         values |= {"model": model, "task": None, "seq_len": 1, "ranks": 1, "sharding": "ddp"}
         values |= PLAIN | self.trained[trained]
         return usual_sizes(Recipe(**values | changes))
-
-    def __repr__(self) -> str:
-        return f"Calculator of {', '.join(self.fields)}"
 
 
 def _structure(model: Model) -> Structure:

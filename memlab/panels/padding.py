@@ -1,11 +1,9 @@
 """The panel of ways of padding, without a kernel."""
 
-import json
-
-from memlab.panels.panel import read
+from memlab.panels.panel import Panel
 
 
-class PaddingExplorer:
+class PaddingExplorer(Panel):
     """Tokens, widest batch and peak under six ways of padding, for chosen lengths and batches.
 
     lengths: name of a corpus -> the lengths of its texts in tokens.
@@ -13,10 +11,12 @@ class PaddingExplorer:
         w pair)), the `room` of a card, and `what` trains on which card, in words. These six keys.
         Without it the panel shows no peak.
 
-    In a notebook and on a static page it shows itself; it needs neither a kernel nor a network.
     Raises ValueError without a corpus, for an empty one, for lengths that are no whole numbers
     from 1, and for a memory with other keys.
     """
+
+    kind = "padding"
+    still = "This panel needs scripts. It counts the tokens of six ways of padding."
 
     def __init__(self, lengths: dict[str, list[int]], memory: dict | None = None):
         if not lengths:
@@ -35,13 +35,5 @@ class PaddingExplorer:
             raise ValueError(f"memory has the keys {given}: allowed are {', '.join(keys)}")
         self.memory = memory
 
-    def _repr_html_(self) -> str:
-        page = read("padding.html")
-        page = page.replace("NAME", "memlab-padding-1")
-        for mark, data in {"PEAK": self.memory, "DATA": self.lengths}.items():
-            text = json.dumps(data).replace("<", "\\u003c")  # no tag can begin in the script
-            page = page.replace(f"= {mark};", f"= {text};")
-        return page
-
-    def __repr__(self) -> str:
-        return f"PaddingExplorer of {', '.join(self.lengths)}"
+    def data(self) -> dict:
+        return {"lengths": self.lengths, "memory": self.memory}

@@ -4,9 +4,12 @@ from dataclasses import replace
 
 from memlab.gpus import ANY_CARD, GPU, find_gpu
 from memlab.panels.panel import Panel
-from memlab.trace import allocator as rules
+from memlab.trace import allocator
 from memlab.units import MiB
 
+# The allocator's sizes, by the names that the panels' scripts know.
+_NAMES = "MIN_BLOCK SMALL_REQUEST SMALL_SEGMENT MEDIUM_REQUEST MEDIUM_SEGMENT LARGE_ROUND"
+SIZES = {name: getattr(allocator, name) for name in _NAMES.split()}
 TOY = replace(ANY_CARD, name="a card of 128 MiB", total_memory=128 * MiB, context=16 * MiB)
 
 
@@ -42,14 +45,10 @@ class AllocatorSandbox(Panel):
             raise ValueError(f"sizes holds {wrong[0]!r}: allowed are whole numbers from 1")
 
     def data(self) -> dict:
-        names = "MIN_BLOCK SMALL_REQUEST SMALL_SEGMENT MEDIUM_REQUEST MEDIUM_SEGMENT LARGE_ROUND"
         return {
-            "rules": {name: getattr(rules, name) for name in names.split()},
+            "rules": SIZES,
             "total": self.card.total_memory,
             "context": self.card.context or 0,
             "card": self.card.name,
             "sizes": list(self.sizes),
         }
-
-    def __repr__(self) -> str:
-        return f"AllocatorSandbox of {self.card.name}"

@@ -87,9 +87,6 @@ class ServingCalculator(Panel):
             "rules": RULES,
         }
 
-    def __repr__(self) -> str:
-        return f"ServingCalculator of {self.serving}"
-
 
 @dataclass(frozen=True)
 class Shape:

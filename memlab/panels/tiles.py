@@ -1,12 +1,9 @@
 """The film of an attention in tiles: which tile of scores exists when, and the bytes so far."""
 
-import html
-import json
-
-from memlab.panels.panel import read
+from memlab.panels.panel import Panel
 
 
-class TilePlayer:
+class TilePlayer(Panel):
     """The tiles of an attention computed in blocks, one after the other, to drag or to play.
 
     films: name -> moments in their order, each (row, column, bytes moved so far) of one tile
@@ -14,11 +11,15 @@ class TilePlayer:
     standard: name -> bytes that the attention with a whole matrix moves in the same pass, with
         the same mask.
 
-    In a notebook and on a static page it shows itself; it needs neither a kernel nor a network.
-    Without scripts it says so, and shows no control that would do nothing.
     Raises ValueError without a film, for an empty one, for one that has no standard, and for
     moments that are not three whole numbers from 0.
     """
+
+    kind = "tiles"
+    still = (
+        "This panel needs scripts. It plays which tile of scores an attention computes when, and "
+        "what it has moved so far."
+    )
 
     def __init__(self, films: dict[str, list], standard: dict[str, int]):
         if not films:
@@ -34,12 +35,7 @@ class TilePlayer:
                     f"films[{name!r}] {given}: allowed are moments of three whole numbers from 0"
                 )
             film = {"moments": [list(m) for m in moments], "standard": int(standard[name])}
-            self.films[html.escape(name)] = film
+            self.films[name] = film
 
-    def _repr_html_(self) -> str:
-        page = read("tiles.html")
-        data = json.dumps(self.films).replace("</", "<\\/")
-        return page.replace("NAME", "memlab-tiles-1").replace("DATA", data)
-
-    def __repr__(self) -> str:
-        return f"TilePlayer of {', '.join(self.films)}"
+    def data(self) -> dict:
+        return {"films": self.films}

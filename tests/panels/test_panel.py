@@ -10,9 +10,12 @@ from memlab.panels.panel import Panel
 SMALL = Recipe("gpt2", batch_size=4, attention="sdpa")
 PANELS = [
     panels.AllocatorSandbox(),
+    panels.BitExplorer(),
     panels.Calculator(SMALL, "batch_size", "precision", "optimizer"),
+    panels.PaddingExplorer({"texts": [12, 87, 40], "others": [5]}),
     panels.SegmentFilm(),
     panels.ServingCalculator(),
+    panels.TilePlayer({"forward": [(0, 0, 1024), (1, 0, 2048)]}, {"forward": 4096}),
 ]
 NAMES = [type(panel).__name__ for panel in PANELS]
 TWICE = [panel for panel in PANELS for _ in (1, 2)]
@@ -33,12 +36,14 @@ def test_it_runs_and_fits_a_phone(panel):
     assert panel.run("panel.querySelector('.off').hidden && !panel.querySelector('.on').hidden")
     assert panel.run("panel.scrollWidth <= panel.clientWidth")
     assert panel.tab.run("document.documentElement.scrollWidth") <= 390
-    assert panel.run("panel.querySelector('[role=status]').textContent.length") > 20
+    assert panel.run("panel.querySelectorAll('[role=status]').length") == 1
+    assert panel.run("panel.innerText.length") > 100
 
 
 def test_what_can_be_pressed_has_a_name_and_a_size(panel):
-    found = panel.run("""[...panel.querySelectorAll('button, input, select')]
-        .filter(one => one.getClientRects().length).map(one => [
+    # A bit is as narrow as 32 of them side by side allow: arrow keys move among them.
+    found = panel.run("""[...panel.querySelectorAll('button, input, select, textarea')]
+        .filter(one => one.getClientRects().length && !one.closest('.part')).map(one => [
         (one.getAttribute('aria-label') || one.closest('label')?.textContent || one.textContent)
             .trim(), one.getBoundingClientRect().height, one.getBoundingClientRect().width])""")
     assert len(found) > 2
