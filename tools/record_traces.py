@@ -42,11 +42,14 @@ FEWER = ("distilbert", "roberta-base", "deberta-v3-base", "t5-3b")
 # Trained as the planner would: with fused attention, under autocast, or in full in bf16 or fp32.
 PLANNED_ONLY = ("mistral-7b-v0.3", "smollm3-3b", "xlm-roberta-base", "modernbert-base", "phi-4")
 PLANNED_ONLY += ("gemma-3-4b",)
-# Those that take minutes to record, and so to plan for: layers that repeat in sixes, for texts that
-# are longer than the window, and an encoder's and a decoder's.
-SLOW = ("gemma-3-270m", "gemma-3-1b", "gemma-3-12b", "gemma-3-27b", "flan-t5-base", "t5-3b")
-WINDOWED = ("gemma-3-4b", *SLOW[:4])
+# Those that take minutes to plan for, as their layers take long to record: they repeat in a
+# pattern, are an encoder's and a decoder's, or have attention of their own. Of what has a window of
+# attention these are of longer texts.
+SLOW = ("gemma-3-270m", "gemma-3-1b", "gemma-3-4b", "gemma-3-12b", "gemma-3-27b")
+SLOW += ("modernbert-base", "modernbert-large", "deberta-v3-base", "flan-t5-base", "t5-3b")
+TOO_LARGE = ("gemma-3-12b", "gemma-3-27b")  # for a T4
 MODELS = tuple(dict.fromkeys((*COMMON, *PLANNED_ONLY, *FEWER, *SLOW)))
+ONLY_EAGER = ("deberta-v3-base",)
 WAYS = {
     "plain": {},
     "lora": {"lora_rank": 8},
@@ -66,15 +69,13 @@ def recipes(model: str):
 
     Sizes do not matter, but for whether a text is as long as a window.
     """
-    if model in WINDOWED:
-        yield from _planned(model, models.settings(model).sliding_window)
-    elif model in SLOW:
-        yield from _planned(model, 64)
     if model in PLANNED_ONLY:
         yield from _planned(model, 64)
+    if model in SLOW:
+        yield from _planned(model, getattr(models.settings(model), "sliding_window", 64), True)
     if model not in (*COMMON, *FEWER):
         return
-    common, only_eager = model in COMMON, model == "deberta-v3-base"
+    common, only_eager = model in COMMON, model in ONLY_EAGER
     ways = WAYS if common else {"plain": {}}
     for card, (way, start) in itertools.product(CARDS, ways.items()):
         precisions = ["fp16-amp"] + ["bf16-amp", "bf16"] * (card == ANY_CARD)
@@ -90,30 +91,30 @@ def recipes(model: str):
                 yield from _pairs(model, card, start | {"precision": precision}, attention, common)
 
 
-def _planned(model, length):
-    """Of a slow one what `plan` asks for without being told more, on cards that may hold it."""
-    slow = model in SLOW
+def _planned(model, length, slow=False):
+    """slow: only what `plan` asks for by itself, on cards that may hold it."""
     half = {ANY_CARD: ("bf16-amp", "fp32", "bf16"), CARDS[1]: ("fp16-amp", "fp32")}
-    cards = CARDS[: 1 if model in ("gemma-3-12b", "gemma-3-27b") else None]
+    cards = CARDS[:1] if model in TOO_LARGE else CARDS
+    attention = "eager" if model in ONLY_EAGER else "sdpa"
     for card, way in itertools.product(cards, ("plain", "lora in 16 bits", "qlora")):
-        for precision in half[card][: (2 if slow else None) if way == "plain" else 1]:
+        for precision in half[card][: (3 - slow) if way == "plain" else 1]:
             values = WAYS[way] | {"precision": precision}
-            yield from _pairs(model, card, values, "sdpa", True, length, slow)
+            yield from _pairs(model, card, values, attention, True, length, slow)
 
 
 def _pairs(model, card, values, attention, common, asked=64, slow=False):
     """Passes and updates together, as each run has one of both."""
-    planned = common and attention == "sdpa" and "freeze" not in values
+    planned = slow or common and attention == "sdpa" and "freeze" not in values
     batches, accumulations = (2, 1) if planned else (2,), (1, 2) if common else (1,)
     passes = list(itertools.product(batches, (False, True), accumulations))
     clipped = [(name, 1.0) for name in (*PLANNED, *OTHERS[1:])] if planned else []
     updates = [(name, 0.0) for name in (*PLANNED, *OTHERS)] + clipped
-    if slow:
-        updates = updates[: len(PLANNED)]
     if values.get("lora_rank"):
         updates = [one for one in updates if one[0] not in OTHERS[1:]]
-    if attention == "eager" and model != "deberta-v3-base":
+    if attention == "eager" and model not in ONLY_EAGER:
         updates = updates[:1]
+    if slow:
+        updates = updates[: len(PLANNED)]
     for i in range(max(len(passes), len(updates))):
         batch, checkpointing, accumulation = passes[i if i < len(passes) else 0]
         optimizer, norm = updates[i % len(updates)]
