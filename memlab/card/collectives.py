@@ -28,7 +28,7 @@ SHARE |= {
     "all_to_all_single": SHARE["alltoall_base_"],
 }
 
-NOTHING = ("wait_tensor", "barrier", "monitored_barrier_")  # is sent by these
+NOTHING = ("wait_tensor", "wait_tensors", "barrier", "monitored_barrier_")  # is sent by these
 
 
 def sent_bytes(

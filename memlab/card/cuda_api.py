@@ -306,11 +306,12 @@ class Stream:
     """A stream, in which nothing waits. What is made in it is memory of its own."""
 
     device = torch.device("cuda", 0)
-    device_index = 0
+    device_index, device_type = 0, 1  # of c10::DeviceType, CUDA
     numbers = itertools.repeat(0)
 
     def __init__(self, device=None, priority=0, **settings):
         only_card(device)
+        self.priority = priority
         self.stream_id = self.cuda_stream = next(self.numbers)
 
     def __enter__(self):
@@ -320,6 +321,10 @@ class Stream:
 
     def __exit__(self, *error) -> None:
         self._inside.__exit__(*error)
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, -5  # the least and the greatest of cards since Volta
 
     def synchronize(self) -> None:
         pass

@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch._ops import OpOverload
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
@@ -280,16 +281,17 @@ class Tracer(Ledger):
                 tensor.untyped_storage()._memlab_gathered = True
                 self.see(tensor, Category.TEMPORARY)
 
-        keep = FSDPParam.to_accumulated_grad_if_needed
+        reduce = FSDPParamGroup.post_backward
 
-        def keep_and_tell(shared: FSDPParam) -> None:
-            keep(shared)
-            self._see_kept(shared)
+        def reduce_and_tell(group: FSDPParamGroup, *unused: Any) -> None:
+            reduce(group, *unused)
+            if not group.reduce_grads:
+                self._see_kept(group)
 
         rows = (
             (torch.UntypedStorage, "resize_", resize_and_tell),
             (FSDPParam, "init_all_gather_outputs", gather_and_tell),
-            (FSDPParam, "to_accumulated_grad_if_needed", keep_and_tell),
+            (FSDPParamGroup, "post_backward", reduce_and_tell),
         )
         try:
             with replaced(*rows), seen_in_parts():
@@ -350,13 +352,17 @@ class Tracer(Ledger):
                 if self.phase() == Phase.BACKWARD:
                     self.see(tensor, Category.GRADIENTS, existed=True)
 
-    def _see_kept(self, shared: FSDPParam) -> None:
-        """A gradient that FSDP does not reduce after this micro-batch stays whole."""
-        kept = shared.unsharded_accumulated_grad
-        kept = shared.unsharded_param.grad if kept is None else kept
-        if kept is not None:
-            self.see(kept, Category.GRADIENTS)
-            self._same_module(kept, shared.sharded_param)
+    def _see_kept(self, group: FSDPParamGroup) -> None:
+        """Gradients that FSDP does not reduce after this micro-batch stay whole.
+
+        In the parameters' own, or, before PyTorch 2.15 and of another format, beside them.
+        """
+        for shared in group.fsdp_params:
+            kept = shared.unsharded_accumulated_grad
+            kept = shared.unsharded_param.grad if kept is None else kept
+            if kept is not None:
+                self.see(kept, Category.GRADIENTS)
+                self._same_module(kept, shared.sharded_param)
 
     def _see_argument(self, tensor: torch.Tensor) -> None:
         data = tensor.untyped_storage()

@@ -50,7 +50,7 @@ def share(
     if recipe.replicas > 1:  # ranks in a row share a copy
         shape = (recipe.replicas, *shape)
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("copy", "part")[-len(shape) :])
-    policy = MixedPrecisionPolicy(param_dtype=half)
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half)
     after_forward = recipe.sharding == "zero3"
     for layer in [*layers_of(model), model]:
         layer.to(device)  # quantized, if it is to be, and moved
