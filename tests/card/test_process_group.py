@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint_files
-from accelerate.state import AcceleratorState
 from helpers import refused
 from torch.distributed._functional_collectives import all_reduce_coalesced
 from torch.distributed.device_mesh import init_device_mesh
@@ -155,20 +154,6 @@ def test_shards_of_what_does_not_divide_are_padded():
         assert torch.cuda.memory_allocated() == 32 * 512  # 251 rows of 16 numbers, rounded up
 
 
-def test_what_streams_make_is_memory_of_their_own():
-    with SimulatedGPU():
-        side = torch.cuda.Stream()
-        x = torch.zeros(4 * MiB, device="cuda")
-        del x  # 16 MiB wait in the default stream's pool
-        with torch.cuda.stream(side):
-            assert torch.cuda.current_stream() is side
-            y = torch.zeros(4 * MiB, device="cuda")
-        assert torch.cuda.memory_reserved() == 32 * MiB
-        z = torch.zeros(4 * MiB, device="cuda")
-        assert torch.cuda.memory_reserved() == 32 * MiB
-        del y, z
-
-
 PLAN = {"0": ColwiseParallel(), "1": RowwiseParallel()}
 PLAN |= {"2": ColwiseParallel(), "3": RowwiseParallel()}
 
@@ -279,15 +264,6 @@ def test_shards_on_the_host_without_data_are_stepped_there(foreach):
     assert of_category(gpu.footprint, "optimizer_states") == 0
 
 
-@pytest.fixture
-def accelerate_forgets():
-    """Accelerate keeps what it found of the ranks for the life of a process."""
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
-
-
-@pytest.mark.usefixtures("accelerate_forgets")
 @pytest.mark.parametrize("sharding", ["ddp", "zero3"])
 def test_the_trainer_holds_what_the_recipe_holds(sharding, tmp_path):
     recipe = Recipe("llama-3-8b-tiny", seq_len=32, ranks=4, sharding=sharding)
@@ -581,9 +557,10 @@ def registered_kernels() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("split", ["tp", "fsdp", "tp+fsdp"])
-def test_sharded_parameters_follow_their_module_to_another_dtype(split):
+def test_sharded_parameters_are_drawn_in_place_and_follow_their_module_to_another_dtype(split):
     with SimulatedGPU("H100", ranks=4):
         net = sharded(split)
+        torch.nn.init.normal_(net[0].weight)
         assert torch.cuda.memory_allocated() == LAYER // 4
         net.to(dtype=torch.bfloat16)
         weight = net[0].weight
@@ -591,14 +568,6 @@ def test_sharded_parameters_follow_their_module_to_another_dtype(split):
         assert torch.cuda.memory_allocated() == LAYER // 8
         net(torch.ones(8, WIDE, device="cuda", dtype=torch.bfloat16)).sum().backward()
         assert weight.grad.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("split", ["tp", "fsdp"])
-def test_sharded_parameters_are_drawn_where_they_are(split):
-    with SimulatedGPU("H100", ranks=4):
-        net = sharded(split)
-        torch.nn.init.normal_(net[0].weight)
-        assert torch.cuda.memory_allocated() == LAYER // 4
 
 
 def test_a_checkpoint_recomputes_what_is_spread_over_ranks():
