@@ -115,6 +115,11 @@ def highest(timeline, left_out=()):
     return timeline.phases[moment], {name: level[moment] for name, level in levels.items()}
 
 
+def most(footprint, category) -> int:
+    """The most bytes that a category had."""
+    return max(footprint.timeline.levels[category])
+
+
 def assert_two_steps_as_on_the_cpu(recipe):
     """Two steps of a recipe hold on a card what they hold for real, without a card."""
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from helpers import most
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from memlab import SimulatedGPU
-from memlab.footprint import Category
 
 
 def test_type_and_type_as_move():
@@ -127,6 +127,6 @@ def test_layers_that_learn_their_width_from_the_first_batch_are_made_where_they_
         assert all(p.is_cuda for p in (*model.parameters(), *model.buffers()))
         assert model[3].weight.shape == (4, 8 * 14 * 14)
     weights = 4 * sum(p.numel() for p in model.parameters())
-    assert max(footprint.timeline.levels[Category.PARAMETERS]) == weights
+    assert most(footprint, "parameters") == weights
     with SimulatedGPU():
         assert layers().cuda().cpu()(torch.randn(2, 3, 16, 16)).is_cpu

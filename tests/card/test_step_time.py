@@ -9,7 +9,6 @@ from helpers import refused
 from memlab import Recipe, SimulatedGPU, find_gpu, simulate
 from memlab.card.step_time import EXPECTED, busy, step_time
 from memlab.footprint import Phase, StepTime
-from memlab.predict.recipe_log import with_all_micro_batches
 from memlab.predict.run import log_of
 from memlab.trace.work import Work
 
@@ -102,26 +101,6 @@ def test_updated_weights_are_sent_when_all_is_done():
 )
 def test_the_last_round_of_tiles_is_seldom_full(tiles, processors, share):
     assert busy(tiles, processors) == pytest.approx(share)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        Recipe("gpt2", batch_size=2, seq_len=64, precision="fp16-amp", accumulation=3),
-        Recipe("bert-large", seq_len=64, checkpointing=True, optimizer="adamw_torch_fused"),
-    ],
-    ids=str,
-)
-def test_the_estimate_by_depth_is_that_of_the_whole_model(recipe, monkeypatch):
-    monkeypatch.setattr("memlab.predict.recipe_log.MAX_LAYERS_TO_RUN", 4)
-    card = find_gpu("V100")
-    by_depth = simulate(recipe, card).step_seconds
-    whole = step_time(
-        with_all_micro_batches(recipe, log_of(recipe, card, numbered=True)).work, card
-    )
-    assert by_depth.expected == pytest.approx(whole.expected, rel=1e-3)
-    assert by_depth.flops == whole.flops
 
 
 def test_more_micro_batches_take_longer_and_the_optimizer_does_not():

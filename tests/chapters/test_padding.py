@@ -40,9 +40,7 @@ def test_every_plan_has_every_text_once_and_wastes_less(chapter):
     taken = [400 * len(rows), *(tokens(plans[name]) for name in ("grouped", "shuffled"))]
     assert sum(LENGTHS) < tokens(plans["by_length"]) < taken[1] < 1.2 * sum(LENGTHS) < taken[2]
     assert taken[0] < 1.05 * sum(LENGTHS)
-
-
-def test_grouping_is_new_in_every_epoch_and_starts_with_the_longest(chapter):
+    # Groups are new in every epoch and start with the longest text.
     one, two = (chapter["grouped"](LENGTHS, 8, seed) for seed in (0, 1))
     assert one != two and max(LENGTHS) in [LENGTHS[i] for i in one[0]]
 

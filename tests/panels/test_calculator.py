@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers import refused
 from panel_page import PanelPage
 from transformers import TrainingArguments
 
@@ -113,7 +114,7 @@ def peak_of(recipe, gpu):
     return pytest.approx(whole.peak_allocated, rel=0.01)
 
 
-def refused(settings):
+def refusal(settings):
     """The words with which memlab refuses settings, or what it lacks of them; empty for neither."""
     try:
         recipe, card = recipe_of(settings), find_gpu(card_of(settings))
@@ -161,7 +162,7 @@ def drawn(whole):
 def test_it_refuses_what_python_refuses(drawn):
     words = set()
     for settings, found in drawn:
-        wanted = refused(settings)
+        wanted = refusal(settings)
         if not wanted:
             assert "found" in found, (settings, found)
         elif wanted.startswith("no trace"):
@@ -689,9 +690,8 @@ def test_a_chapter_may_train_what_has_no_name_here(open_once):
     ],
 )
 def test_bad_input_raises(recipe, fields, gpu, words):
-    with pytest.raises(ValueError, match=re.escape(words)) as error:
+    with refused(words):
         Calculator(recipe, *fields, gpu=gpu)
-    assert "\n" not in str(error.value)
 
 
 def test_the_page_stays_small(calculator):

@@ -23,6 +23,7 @@ FULL = {"optimizer": "adamw_torch_loop", "accumulation": 2}
 FROZEN = {"freeze": "embeddings", "optimizer": "adamw_torch_fused"}
 LORA = {"lora_rank": 8, "lora_dropout": 0.1, "precision": "bf16", "attention": "sdpa"}
 CHECKPOINTED = {"checkpointing": True, "precision": "fp16-amp"}
+ZERO3 = {"ranks": 4, "sharding": "zero3", "checkpointing": True}
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def deep(model, layers=6):
 
 
 def at_full_depth(recipe, gpu=None):
-    with SimulatedGPU(gpu) as simulated:
+    with SimulatedGPU(gpu, ranks=recipe.ranks) as simulated:
         training = two_steps(recipe, simulated)
         return replace(
             simulated.footprint,
@@ -57,13 +58,17 @@ def at_full_depth(recipe, gpu=None):
         ("qwen2.5-1.5b", {"checkpointing": "reentrant", "optimizer": "sgd"}),
         ("deberta-v3-base", {}),
         ("mixtral-8x7b", LORA | {"lora_targets": "q_proj"}),
+        ("llama-3-8b-tiny", ZERO3),
+        ("llama-3-8b-tiny", ZERO3 | {"max_grad_norm": 1.0, "lora_rank": 4}),
     ],
 )
 def test_it_equals_full_depth(model, changes):
     recipe = Recipe(model=deep(model), seq_len=64, **changes)
     assert layers_of(recipe)
-    stretched, full = simulate(recipe), at_full_depth(recipe)
-    assert stretched == full
+    stretched, full = (run(recipe, "A100-80GB") for run in (simulate, at_full_depth))
+    assert stretched.step_seconds.expected == pytest.approx(full.step_seconds.expected)
+    assert stretched.step_seconds.flops == full.step_seconds.flops
+    assert replace(stretched, step_time=None) == replace(full, step_time=None)
     assert stretched.timeline.phases == full.timeline.phases
 
 

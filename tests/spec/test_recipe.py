@@ -24,12 +24,6 @@ def test_defaults_are_named_in_the_dictionary():
     assert json.loads(json.dumps(recipe.as_dict()))["checkpointing"] == "none"
 
 
-def test_but_changes_only_what_is_asked():
-    recipe = Recipe(batch_size=4).but(accumulation=2)
-    assert (recipe.batch_size, recipe.accumulation) == (4, 2)
-    assert recipe == Recipe(batch_size=4, accumulation=2)
-
-
 def test_another_model_takes_its_own_usual_task():
     assert Recipe().but(model="gpt2").task == "causal-lm"
 

@@ -124,25 +124,6 @@ def test_supervised_finetuning(folder, words, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how", [{"packing": True}, {"padding_free": True, "max_length": None}], ids=str
-)
-def test_texts_of_one_row_under_flash_attn_take_no_mask(folder, words, how):
-    found = {}
-    for name in ("flash_attention_2", "sdpa"):
-        given = {"attn_implementation": name, "dtype": "bfloat16"}
-        with SimulatedGPU("A100-40GB") as gpu:
-            sft(folder, words, text(), model_init_kwargs=given, bf16=True, **how)
-        found[name] = gpu.footprint, gpu.work.of_step
-    (ours, work), (sdpa, other) = found.values()
-    assert ours.peak_allocated < sdpa.peak_allocated
-    flops, masked = (
-        sum(times * one.flops for one, times in some.items()) for some in (work, other)
-    )
-    assert flops < masked
-
-
-@pytest.mark.slow
 def test_only_the_assistants_tokens_are_trained(folder, words):
     data = Dataset.from_dict({"messages": CONVERSATIONS})
     some = assert_as_really_run(

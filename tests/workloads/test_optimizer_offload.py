@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from helpers import most
 from transformers import Dinov2Config, Dinov2ForImageClassification
 
 from memlab import Recipe, SimulatedGPU, find_gpu, models, simulate
@@ -29,10 +30,6 @@ def runs():
 @pytest.fixture(scope="module")
 def sizes():
     return [weight.numel() for weight in Training(GPT2).model.parameters()]
-
-
-def most(run, category):
-    return max(run.timeline.levels[category])
 
 
 def test_states_of_small_weights_alone_stay(runs, sizes):
