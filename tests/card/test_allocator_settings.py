@@ -66,13 +66,12 @@ def test_a_program_sets_it_while_it_runs(monkeypatch):
         assert reserved(45) == 60
 
 
-def test_what_is_not_simulated_is_named():
-    with SimulatedGPU("T4") as gpu:
-        torch._C._accelerator_setAllocatorSettings(
-            f"max_split_size_mb: 128, roundup_power2_divisions:[256:1,>:4],{ON}"
-        )
-        assert reserved() == 40
-    assert [line.partition(": ")[2] for line in gpu.footprint.assumptions] == [
+def test_what_is_not_simulated_is_named(t4):
+    torch._C._accelerator_setAllocatorSettings(
+        f"max_split_size_mb: 128, roundup_power2_divisions:[256:1,>:4],{ON}"
+    )
+    assert reserved() == 40
+    assert [line.partition(": ")[2] for line in t4.footprint.assumptions] == [
         "max_split_size_mb is not simulated, the allocator has its default",
         "roundup_power2_divisions is not simulated, the allocator has its default",
         f"{ON}, in what is allocated from then on",

@@ -58,21 +58,20 @@ def trained():
     "map_location, place",
     [("cpu", "cpu"), (None, "cuda"), ("cuda", "cuda"), ({"cuda:0": "cpu"}, "cpu")],
 )
-def test_a_checkpoint_comes_back_to_where_it_is_sent(map_location, place, tmp_path):
-    with SimulatedGPU():
-        model, optimizer = trained()
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
-        torch.save(state, tmp_path / "last.pt")
-        held = torch.cuda.memory_allocated()
-        loaded = torch.load(tmp_path / "last.pt", map_location=map_location)
-        here = 3 * (1024 * 1024 + 1024) * 4 if place == "cuda" else 0  # with AdamW's two states
-        counters = 2 * 512 if map_location == "cuda" else 0  # of AdamW; they were on the host
-        assert torch.cuda.memory_allocated() - held == here + counters
-        assert loaded["model"]["weight"].device.type == place
-        assert loaded["epoch"] == 3 and loaded["optimizer"]["state"][0]["step"] == 1
-        model.load_state_dict(loaded["model"])
-        optimizer.load_state_dict(loaded["optimizer"])
-        assert optimizer.state[model.weight]["exp_avg"].is_cuda
+def test_a_checkpoint_comes_back_to_where_it_is_sent(gpu, map_location, place, tmp_path):
+    model, optimizer = trained()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    torch.save(state, tmp_path / "last.pt")
+    held = torch.cuda.memory_allocated()
+    loaded = torch.load(tmp_path / "last.pt", map_location=map_location)
+    here = 3 * (1024 * 1024 + 1024) * 4 if place == "cuda" else 0  # with AdamW's two states
+    counters = 2 * 512 if map_location == "cuda" else 0  # of AdamW; they were on the host
+    assert torch.cuda.memory_allocated() - held == here + counters
+    assert loaded["model"]["weight"].device.type == place
+    assert loaded["epoch"] == 3 and loaded["optimizer"]["state"][0]["step"] == 1
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    assert optimizer.state[model.weight]["exp_avg"].is_cuda
     assert (tmp_path / "last.pt").stat().st_size < MiB
 
 
@@ -93,14 +92,13 @@ def test_tied_weights_come_back_as_one(saved_on, tmp_path):
         assert len(state) == 2 and torch.cuda.memory_allocated() - held == 2 * MiB
 
 
-def test_a_whole_module_comes_back_to_the_card(tmp_path):
-    with SimulatedGPU():
-        model, _ = trained()
-        torch.save(model, tmp_path / "model.pt")
-        held = torch.cuda.memory_allocated()
-        again = torch.load(tmp_path / "model.pt", weights_only=False)
-        assert again.weight.is_cuda and again.bias.is_cuda
-        assert torch.cuda.memory_allocated() - held == (1024 * 1024 + 1024) * 4
+def test_a_whole_module_comes_back_to_the_card(gpu, tmp_path):
+    model, _ = trained()
+    torch.save(model, tmp_path / "model.pt")
+    held = torch.cuda.memory_allocated()
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert again.weight.is_cuda and again.bias.is_cuda
+    assert torch.cuda.memory_allocated() - held == (1024 * 1024 + 1024) * 4
 
 
 def test_what_is_saved_inside_is_read_outside_as_zeros(tmp_path):

@@ -65,35 +65,33 @@ def test_there_is_one_card_inside_and_none_after():
     assert torch.cuda.is_available() == is_torch_cuda_available() == before
 
 
-def test_a_card_without_a_limit_has_no_size():
-    with SimulatedGPU():
-        assert torch.cuda.get_device_capability() == (8, 0)
-        with refused("has none"):
-            print(torch.cuda.get_device_properties().total_memory)
+def test_a_card_without_a_limit_has_no_size(gpu):
+    assert torch.cuda.get_device_capability() == (8, 0)
+    with refused("has none"):
+        print(torch.cuda.get_device_properties().total_memory)
 
 
-def test_memory_statistics_have_pytorchs_names():
-    with SimulatedGPU("T4") as gpu:
-        training = Training(Recipe(model="bert-base-tiny", seq_len=32), "cuda")
-        for _ in range(2):
-            torch.cuda.reset_peak_memory_stats()
-            training.step()
-        stats = torch.cuda.memory_stats()
-        footprint = gpu.footprint
-        assert stats["allocated_bytes.all.peak"] == footprint.peak_allocated
-        assert stats["reserved_bytes.all.peak"] == footprint.peak_reserved
-        assert stats["allocated_bytes.all.current"] == torch.cuda.memory_allocated()
-        assert stats["active_bytes.all.current"] == torch.cuda.memory_allocated()
-        assert torch.accelerator.max_memory_allocated() == torch.cuda.max_memory_allocated()
-        assert torch.accelerator.get_memory_info() == torch.cuda.mem_get_info()
-        allocated, freed = (stats[f"allocated_bytes.all.{how}"] for how in ("allocated", "freed"))
-        assert allocated - freed == stats["allocated_bytes.all.current"]
-        assert stats["num_ooms"] == stats["num_alloc_retries"] == 0
-        assert "segment.large_pool.peak" in stats and "inactive_split_bytes.all.peak" in stats
-        summary = torch.cuda.memory_summary()
-        assert f"{torch.cuda.memory_allocated() // 1024:6d} KiB" in summary
-        torch.cuda.reset_accumulated_memory_stats()
-        assert torch.cuda.memory_stats()["allocated_bytes.all.freed"] == 0
+def test_memory_statistics_have_pytorchs_names(t4):
+    training = Training(Recipe(model="bert-base-tiny", seq_len=32), "cuda")
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        training.step()
+    stats = torch.cuda.memory_stats()
+    footprint = t4.footprint
+    assert stats["allocated_bytes.all.peak"] == footprint.peak_allocated
+    assert stats["reserved_bytes.all.peak"] == footprint.peak_reserved
+    assert stats["allocated_bytes.all.current"] == torch.cuda.memory_allocated()
+    assert stats["active_bytes.all.current"] == torch.cuda.memory_allocated()
+    assert torch.accelerator.max_memory_allocated() == torch.cuda.max_memory_allocated()
+    assert torch.accelerator.get_memory_info() == torch.cuda.mem_get_info()
+    allocated, freed = (stats[f"allocated_bytes.all.{how}"] for how in ("allocated", "freed"))
+    assert allocated - freed == stats["allocated_bytes.all.current"]
+    assert stats["num_ooms"] == stats["num_alloc_retries"] == 0
+    assert "segment.large_pool.peak" in stats and "inactive_split_bytes.all.peak" in stats
+    summary = torch.cuda.memory_summary()
+    assert f"{torch.cuda.memory_allocated() // 1024:6d} KiB" in summary
+    torch.cuda.reset_accumulated_memory_stats()
+    assert torch.cuda.memory_stats()["allocated_bytes.all.freed"] == 0
 
 
 def test_out_of_memory_is_counted():
@@ -131,10 +129,9 @@ def test_out_of_memory_is_counted():
         (lambda: torch.from_dlpack(torch.ones(3, device="cuda")), "DLPack"),
     ],
 )
-def test_what_is_not_simulated_is_refused_by_name(use, name):
-    with SimulatedGPU("T4"):
-        with refused(name):
-            use()
+def test_what_is_not_simulated_is_refused_by_name(t4, use, name):
+    with refused(name):
+        use()
 
 
 @pytest.mark.parametrize("inline", [True, False])
@@ -177,17 +174,16 @@ def test_what_a_plain_loop_asks_for_goes_on():
     assert isinstance(torch.Generator(), torch.Generator)
 
 
-def test_streams_of_any_accelerator_are_the_cards():
-    with SimulatedGPU("T4"):
-        usual, other = torch.cuda.current_stream(), torch.Stream(device="cuda")
-        with other, torch.cuda.stream(torch.Stream()):
-            assert torch.accelerator.current_stream() not in (usual, other)
-        torch.accelerator.set_stream(other)
-        assert torch.cuda.current_stream() is other is not usual
-        assert isinstance(torch.cuda.Stream(), torch.Stream)
-        event = other.record_event(torch.Event(device="cuda"))
-        usual.wait_event(event)
-        torch.cuda.set_sync_debug_mode("warn")
+def test_streams_of_any_accelerator_are_the_cards(t4):
+    usual, other = torch.cuda.current_stream(), torch.Stream(device="cuda")
+    with other, torch.cuda.stream(torch.Stream()):
+        assert torch.accelerator.current_stream() not in (usual, other)
+    torch.accelerator.set_stream(other)
+    assert torch.cuda.current_stream() is other is not usual
+    assert isinstance(torch.cuda.Stream(), torch.Stream)
+    event = other.record_event(torch.Event(device="cuda"))
+    usual.wait_event(event)
+    torch.cuda.set_sync_debug_mode("warn")
 
 
 def test_profilers_go_on_without_the_cards_times():
@@ -222,53 +218,49 @@ def test_profilers_go_on_without_the_cards_times():
     assert "no times of the card" in times and "profile_memory is left out" in memory
 
 
-def test_a_step_timed_by_events_has_a_stand_in_that_is_said():
-    with SimulatedGPU("T4") as gpu:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record(), end.record()
-        assert gpu.footprint.assumptions == ()
-        assert start.elapsed_time(end) == 1.0
-    assert ["elapsed_time" in said for said in gpu.footprint.assumptions] == [True]
+def test_a_step_timed_by_events_has_a_stand_in_that_is_said(t4):
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record(), end.record()
+    assert t4.footprint.assumptions == ()
+    assert start.elapsed_time(end) == 1.0
+    assert ["elapsed_time" in said for said in t4.footprint.assumptions] == [True]
 
 
-def test_a_fraction_of_the_card_limits_what_the_process_takes():
-    with SimulatedGPU("T4"):
-        seen = []
-        torch._C._cuda_attach_out_of_memory_observer(lambda *said: seen.append(said))
-        assert torch.cuda.get_per_process_memory_fraction() == 1.0
-        torch.cuda.set_per_process_memory_fraction(0.25)
-        free, total = torch.cuda.mem_get_info()
-        torch.empty(total // 5, dtype=torch.uint8, device="cuda")
-        torch.cuda.empty_cache()
-        with pytest.raises(torch.OutOfMemoryError, match=r"GiB allowed; Of the allocated"):
-            torch.empty(total // 3, dtype=torch.uint8, device="cuda")
-        assert [(device, size >= total // 3) for device, size, *_ in seen] == [(0, True)]
-        torch.cuda.set_per_process_memory_fraction(1.0)
+def test_a_fraction_of_the_card_limits_what_the_process_takes(t4):
+    seen = []
+    torch._C._cuda_attach_out_of_memory_observer(lambda *said: seen.append(said))
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0
+    torch.cuda.set_per_process_memory_fraction(0.25)
+    free, total = torch.cuda.mem_get_info()
+    torch.empty(total // 5, dtype=torch.uint8, device="cuda")
+    torch.cuda.empty_cache()
+    with pytest.raises(torch.OutOfMemoryError, match=r"GiB allowed; Of the allocated"):
         torch.empty(total // 3, dtype=torch.uint8, device="cuda")
-        assert torch.cuda.device_memory_used() == total - torch.cuda.mem_get_info()[0]
+    assert [(device, size >= total // 3) for device, size, *_ in seen] == [(0, True)]
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.empty(total // 3, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.device_memory_used() == total - torch.cuda.mem_get_info()[0]
 
 
-def test_what_else_a_build_for_cuda_answers():
-    with SimulatedGPU("T4"):
-        assert torch.cuda.get_allocator_backend() == "native"
-        assert torch.cuda.host_memory_stats() == {}
-        torch.cuda.reset_peak_host_memory_stats()
-        torch.compiler.cudagraph_mark_step_begin()
-        torch.nn.Linear(4, 4).cuda().share_memory()
-        waves = torch.randn(2, 4000, device="cuda")
-        window = torch.hann_window(400, device="cuda")
-        spectrum = torch.stft(waves, 400, window=window, return_complex=True)
-        assert torch.istft(spectrum, 400, window=window).shape == waves.shape
+def test_what_else_a_build_for_cuda_answers(t4):
+    assert torch.cuda.get_allocator_backend() == "native"
+    assert torch.cuda.host_memory_stats() == {}
+    torch.cuda.reset_peak_host_memory_stats()
+    torch.compiler.cudagraph_mark_step_begin()
+    torch.nn.Linear(4, 4).cuda().share_memory()
+    waves = torch.randn(2, 4000, device="cuda")
+    window = torch.hann_window(400, device="cuda")
+    spectrum = torch.stft(waves, 400, window=window, return_complex=True)
+    assert torch.istft(spectrum, 400, window=window).shape == waves.shape
 
 
-def test_weights_that_are_tied_have_one_address_and_others_have_their_own():
+def test_weights_that_are_tied_have_one_address_and_others_have_their_own(t4):
     """Libraries tell by it, the Trainer's count of what an embedding manager skips among them."""
-    with SimulatedGPU("T4"):
-        one, two = torch.nn.Linear(4, 4, device="cuda"), torch.nn.Linear(4, 4, device="cuda")
-        two.bias = one.bias
-        assert one.bias.data_ptr() == two.bias.detach().data_ptr() != 0
-        assert one.weight.data_ptr() != two.weight.data_ptr()
-        assert one.weight[1].data_ptr() == one.weight.data_ptr() + 16
+    one, two = torch.nn.Linear(4, 4, device="cuda"), torch.nn.Linear(4, 4, device="cuda")
+    two.bias = one.bias
+    assert one.bias.data_ptr() == two.bias.detach().data_ptr() != 0
+    assert one.weight.data_ptr() != two.weight.data_ptr()
+    assert one.weight[1].data_ptr() == one.weight.data_ptr() + 16
 
 
 def test_data_made_outside_takes_room_when_it_is_moved():
@@ -312,7 +304,6 @@ def test_accelerate_imported_inside_looks_for_a_device_again_outside():
     assert done.returncode == 0, done.stderr
 
 
-def test_torch_compile_tells_apart_what_selects_a_card():
+def test_torch_compile_tells_apart_what_selects_a_card(gpu):
     """It keeps a handler for each function, and refuses a second one for the same."""
-    with SimulatedGPU():
-        assert torch.cuda._exchange_device is not torch.cuda._maybe_exchange_device
+    assert torch.cuda._exchange_device is not torch.cuda._maybe_exchange_device

@@ -142,16 +142,15 @@ class Rows(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_workers_of_a_data_loader_make_tensors_on_the_host(pinned):
-    with SimulatedGPU():
-        loader = torch.utils.data.DataLoader(Rows(), 2, num_workers=1, pin_memory=pinned)
-        for batch in loader:
-            tokens = batch["input_ids"]
-            assert torch.cuda.memory_allocated() == 0
-            tokens = tokens.to("cuda", non_blocking=True)
-            assert tokens.shape == (2, 512)
-            assert torch.cuda.memory_allocated() == 2 * 512 * 8
-            del tokens
+def test_workers_of_a_data_loader_make_tensors_on_the_host(gpu, pinned):
+    loader = torch.utils.data.DataLoader(Rows(), 2, num_workers=1, pin_memory=pinned)
+    for batch in loader:
+        tokens = batch["input_ids"]
+        assert torch.cuda.memory_allocated() == 0
+        tokens = tokens.to("cuda", non_blocking=True)
+        assert tokens.shape == (2, 512)
+        assert torch.cuda.memory_allocated() == 2 * 512 * 8
+        del tokens
 
 
 def train_two_steps(model, device):

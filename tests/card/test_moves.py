@@ -9,42 +9,38 @@ from torch.utils.data import DataLoader
 from memlab import SimulatedGPU
 
 
-def test_type_and_type_as_move():
-    with SimulatedGPU("T4"):
-        half = torch.zeros(2, device="cuda", dtype=torch.half)
-        for made in (
-            torch.arange(3).type_as(half),
-            torch.ones(2**20).type_as(half),
-            torch.ones(3).type("torch.cuda.HalfTensor"),
-            torch.ones(3, device="cuda").type(torch.half),
-        ):
-            assert (made.device, made.dtype) == (torch.device("cuda", 0), torch.half)
-        assert (
-            half.type() == "torch.cuda.HalfTensor" and torch.ones(1).type() == "torch.FloatTensor"
-        )
-        assert half.type("torch.DoubleTensor").device == torch.device("cpu")
-        assert torch.ones(3).type(torch.LongTensor).dtype == torch.int64
-        x = torch.ones(3, requires_grad=True)
-        (x.type_as(half) * 2).sum().backward()
-        assert x.grad.device == torch.device("cpu")
+def test_type_and_type_as_move(t4):
+    half = torch.zeros(2, device="cuda", dtype=torch.half)
+    for made in (
+        torch.arange(3).type_as(half),
+        torch.ones(2**20).type_as(half),
+        torch.ones(3).type("torch.cuda.HalfTensor"),
+        torch.ones(3, device="cuda").type(torch.half),
+    ):
+        assert (made.device, made.dtype) == (torch.device("cuda", 0), torch.half)
+    assert half.type() == "torch.cuda.HalfTensor" and torch.ones(1).type() == "torch.FloatTensor"
+    assert half.type("torch.DoubleTensor").device == torch.device("cpu")
+    assert torch.ones(3).type(torch.LongTensor).dtype == torch.int64
+    x = torch.ones(3, requires_grad=True)
+    (x.type_as(half) * 2).sum().backward()
+    assert x.grad.device == torch.device("cpu")
 
 
-def test_types_from_before_there_were_dtypes_make_tensors_on_the_card():
-    with SimulatedGPU("T4"):
-        made = torch.cuda.FloatTensor([1.0, 2.0])
-        assert made.is_cuda and made.shape == (2,)
-        assert torch.cuda.LongTensor(2, 3).dtype == torch.int64
-        assert isinstance(made, torch.cuda.FloatTensor)
-        assert not isinstance(torch.ones(2), torch.cuda.FloatTensor)
-        assert made.new([3.0]).is_cuda and made.new(4, 5).shape == (4, 5)
-        try:
-            torch.set_default_tensor_type("torch.cuda.FloatTensor")
-            assert torch.ones(2).is_cuda
-            with pytest.raises(TypeError, match="'torch.Tensors' is no type of tensors"):
-                torch.set_default_tensor_type("torch.Tensors")
-        finally:
-            torch.set_default_tensor_type(torch.FloatTensor)
-        assert not torch.ones(2).is_cuda
+def test_types_from_before_there_were_dtypes_make_tensors_on_the_card(t4):
+    made = torch.cuda.FloatTensor([1.0, 2.0])
+    assert made.is_cuda and made.shape == (2,)
+    assert torch.cuda.LongTensor(2, 3).dtype == torch.int64
+    assert isinstance(made, torch.cuda.FloatTensor)
+    assert not isinstance(torch.ones(2), torch.cuda.FloatTensor)
+    assert made.new([3.0]).is_cuda and made.new(4, 5).shape == (4, 5)
+    try:
+        torch.set_default_tensor_type("torch.cuda.FloatTensor")
+        assert torch.ones(2).is_cuda
+        with pytest.raises(TypeError, match="'torch.Tensors' is no type of tensors"):
+            torch.set_default_tensor_type("torch.Tensors")
+    finally:
+        torch.set_default_tensor_type(torch.FloatTensor)
+    assert not torch.ones(2).is_cuda
 
 
 MAKE = {
@@ -55,8 +51,8 @@ MAKE = {
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_tensors_of_inference_mode_lie_where_they_were_asked_to(name):
-    with SimulatedGPU("T4"), torch.inference_mode():
+def test_tensors_of_inference_mode_lie_where_they_were_asked_to(t4, name):
+    with torch.inference_mode():
         assert MAKE[name]().is_cuda
 
 
@@ -73,22 +69,21 @@ def test_inference_mode_takes_what_no_grad_takes():
     assert peak(torch.inference_mode) == peak(torch.no_grad)
 
 
-def test_pinned_memory_is_asked_for_and_said():
-    with SimulatedGPU("T4"):
-        for made in (
-            torch.tensor(5, dtype=torch.int32, pin_memory=True),
-            torch.tensor([1.0], pin_memory=True),
-            torch.empty_like(torch.ones(3), pin_memory=True),
-            torch.randn(3, pin_memory=True),
-            torch.ones(2**20).pin_memory(),
-            *DataLoader(torch.ones(1, 3), pin_memory=True),
-        ):
-            assert made.is_pinned() and not made.is_cuda
-            assert made.cuda(non_blocking=True).is_cuda
-        plain = torch.ones(3)
-        assert plain.pin_memory().is_pinned() and not plain.is_pinned()
-        with pytest.raises(RuntimeError, match="only dense CPU tensors can be pinned"):
-            plain.cuda().pin_memory()
+def test_pinned_memory_is_asked_for_and_said(t4):
+    for made in (
+        torch.tensor(5, dtype=torch.int32, pin_memory=True),
+        torch.tensor([1.0], pin_memory=True),
+        torch.empty_like(torch.ones(3), pin_memory=True),
+        torch.randn(3, pin_memory=True),
+        torch.ones(2**20).pin_memory(),
+        *DataLoader(torch.ones(1, 3), pin_memory=True),
+    ):
+        assert made.is_pinned() and not made.is_cuda
+        assert made.cuda(non_blocking=True).is_cuda
+    plain = torch.ones(3)
+    assert plain.pin_memory().is_pinned() and not plain.is_pinned()
+    with pytest.raises(RuntimeError, match="only dense CPU tensors can be pinned"):
+        plain.cuda().pin_memory()
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])

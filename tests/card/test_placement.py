@@ -34,32 +34,29 @@ HOST = [
 
 
 @pytest.mark.parametrize("make", CARD)
-def test_on_the_card_and_counted(make):
-    with SimulatedGPU("T4"):
-        before = torch.cuda.memory_allocated()
-        tensor = make()
-        assert tensor.device == torch.device("cuda:0") and tensor.is_cuda and not tensor.is_cpu
-        assert tensor.get_device() == 0 and tensor.type().startswith("torch.cuda.")
-        assert torch.cuda.memory_allocated() > before
+def test_on_the_card_and_counted(t4, make):
+    before = torch.cuda.memory_allocated()
+    tensor = make()
+    assert tensor.device == torch.device("cuda:0") and tensor.is_cuda and not tensor.is_cpu
+    assert tensor.get_device() == 0 and tensor.type().startswith("torch.cuda.")
+    assert torch.cuda.memory_allocated() > before
 
 
 @pytest.mark.parametrize("make", HOST)
-def test_on_the_host_and_not_counted(make):
-    with SimulatedGPU("T4"):
-        tensor = make()
-        assert tensor.device == torch.device("cpu") and tensor.is_cpu and not tensor.is_cuda
-        assert torch.cuda.memory_allocated() == 0
-        assert tensor.detach().numpy().shape == tensor.shape
+def test_on_the_host_and_not_counted(t4, make):
+    tensor = make()
+    assert tensor.device == torch.device("cpu") and tensor.is_cpu and not tensor.is_cuda
+    assert torch.cuda.memory_allocated() == 0
+    assert tensor.detach().numpy().shape == tensor.shape
 
 
-def test_a_context_and_a_default_name_the_card_too():
-    with SimulatedGPU("T4") as gpu:
-        with gpu.device:
-            inside = torch.zeros(3)
-        torch.set_default_device("cuda")
-        assert inside.is_cuda and torch.zeros(3).is_cuda
-        torch.set_default_device(None)
-        assert torch.zeros(3).is_cpu
+def test_a_context_and_a_default_name_the_card_too(t4):
+    with t4.device:
+        inside = torch.zeros(3)
+    torch.set_default_device("cuda")
+    assert inside.is_cuda and torch.zeros(3).is_cuda
+    torch.set_default_device(None)
+    assert torch.zeros(3).is_cpu
 
 
 @pytest.mark.parametrize(
@@ -71,38 +68,35 @@ def test_a_context_and_a_default_name_the_card_too():
         lambda card, host: torch.nn.Embedding(3, 3).cuda()(host.long()),
     ],
 )
-def test_what_lies_apart_does_not_meet(meet):
-    with SimulatedGPU("T4"), pytest.raises(RuntimeError, match="at least two devices, cuda:0 and"):
+def test_what_lies_apart_does_not_meet(t4, meet):
+    with pytest.raises(RuntimeError, match="at least two devices, cuda:0 and"):
         meet(torch.ones(3, device="cuda"), torch.ones(3))
 
 
-def test_a_gradient_goes_back_to_where_its_tensor_lies():
-    with SimulatedGPU("T4"):
-        host = torch.zeros(2**20, requires_grad=True)  # as a weight that is moved when it is used
-        loss = (host.cuda() * torch.ones(1, device="cuda")).sum().cpu()
-        assert loss.is_cpu
-        loss.backward()
-        assert host.grad.is_cpu and host.grad.shape == host.shape
-        del loss
-        assert torch.cuda.memory_allocated() == 0
+def test_a_gradient_goes_back_to_where_its_tensor_lies(t4):
+    host = torch.zeros(2**20, requires_grad=True)  # as a weight that is moved when it is used
+    loss = (host.cuda() * torch.ones(1, device="cuda")).sum().cpu()
+    assert loss.is_cpu
+    loss.backward()
+    assert host.grad.is_cpu and host.grad.shape == host.shape
+    del loss
+    assert torch.cuda.memory_allocated() == 0
 
 
-def test_a_copy_lands_in_what_is_there():
-    with SimulatedGPU("T4"):
-        host = torch.zeros(3, dtype=torch.long)
-        host.copy_(torch.tensor([4, 5, 6], device="cuda"))
-        assert host.tolist() == [4, 5, 6]
-        card = torch.zeros(3, dtype=torch.long, device="cuda")
-        card.copy_(host)
-        assert card.tolist() == [4, 5, 6]
+def test_a_copy_lands_in_what_is_there(t4):
+    host = torch.zeros(3, dtype=torch.long)
+    host.copy_(torch.tensor([4, 5, 6], device="cuda"))
+    assert host.tolist() == [4, 5, 6]
+    card = torch.zeros(3, dtype=torch.long, device="cuda")
+    card.copy_(host)
+    assert card.tolist() == [4, 5, 6]
 
 
-def test_a_tensor_of_the_card_is_shown_with_its_place():
+def test_a_tensor_of_the_card_is_shown_with_its_place(gpu):
     """A number with its stand-in, anything else without values and with its size."""
-    with SimulatedGPU():
-        assert repr(torch.zeros((), device="cuda")) == "tensor(1.0, device='cuda:0')"
-        shown = repr(torch.zeros(2, 3, dtype=torch.float16, device="cuda"))
-        assert shown == "tensor(..., size=(2, 3), device='cuda:0', torch.float16)"
+    assert repr(torch.zeros((), device="cuda")) == "tensor(1.0, device='cuda:0')"
+    shown = repr(torch.zeros(2, 3, dtype=torch.float16, device="cuda"))
+    assert shown == "tensor(..., size=(2, 3), device='cuda:0', torch.float16)"
 
 
 def test_a_tensor_that_is_made_of_others_is_trained_where_they_are():

@@ -66,8 +66,8 @@ ON_CUDA_ALONE = {
 
 
 @pytest.mark.parametrize("words", ON_CUDA_ALONE)
-def test_dtypes_that_differ_are_refused_in_the_words_of_cuda(words):
-    with SimulatedGPU("T4"), pytest.raises(RuntimeError) as error:
+def test_dtypes_that_differ_are_refused_in_the_words_of_cuda(t4, words):
+    with pytest.raises(RuntimeError) as error:
         ON_CUDA_ALONE[words]()
     assert one_line(error) == words
 
@@ -79,8 +79,8 @@ def test_a_mask_of_another_shape_is_refused_in_the_words_of_pytorch(place):
         ones(place, FULL, 2, 3, 4)[:, ones(place, torch.bool, 3, 5)]
 
 
-def test_under_autocast_dtypes_may_differ():
-    with SimulatedGPU("T4"), torch.autocast("cuda"):
+def test_under_autocast_dtypes_may_differ(t4):
+    with torch.autocast("cuda"):
         layer = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)).cuda()
         layer(ones("cuda", HALF, 2, 4)).sum().backward()
 
@@ -105,15 +105,14 @@ OUT_OF_RANGE = {
 
 
 @pytest.mark.parametrize("name", OUT_OF_RANGE)
-def test_indices_that_are_known_to_be_out_of_range_end_as_on_a_card(name):
-    with SimulatedGPU("T4"), refused("device-side assert", kind=RuntimeError):
+def test_indices_that_are_known_to_be_out_of_range_end_as_on_a_card(t4, name):
+    with refused("device-side assert", kind=RuntimeError):
         OUT_OF_RANGE[name]()
 
 
-def test_indices_in_range_and_ignored_labels_pass():
-    with SimulatedGPU("T4"):
-        scores = ones("cuda", FULL, 3, 10).requires_grad_()
-        F.cross_entropy(scores, index(0, 9, -100)).backward()
-        F.cross_entropy(scores, index(0, 9, 10), ignore_index=10).backward()
-        assert scores[index(-3, 2)].shape == (2, 10)
-        assert scores[index(1, 0, 1) > 0].shape == (2, 10)
+def test_indices_in_range_and_ignored_labels_pass(t4):
+    scores = ones("cuda", FULL, 3, 10).requires_grad_()
+    F.cross_entropy(scores, index(0, 9, -100)).backward()
+    F.cross_entropy(scores, index(0, 9, 10), ignore_index=10).backward()
+    assert scores[index(-3, 2)].shape == (2, 10)
+    assert scores[index(1, 0, 1) > 0].shape == (2, 10)

@@ -14,22 +14,20 @@ def workspaces(card):
     return [life.nbytes for life in lives if life.category == "workspaces"]
 
 
-def test_each_thread_takes_a_workspace_at_its_first_product_and_keeps_it():
-    with SimulatedGPU("T4") as card:
-        x = torch.randn(8, 8, device="cuda", requires_grad=True)
-        assert workspaces(card) == []
-        y = x @ x
-        y = y @ x
-        assert workspaces(card) == [card.gpu.workspace]
-        y.sum().backward()
-        del x, y
-        assert workspaces(card) == [card.gpu.workspace] * 2
+def test_each_thread_takes_a_workspace_at_its_first_product_and_keeps_it(t4):
+    x = torch.randn(8, 8, device="cuda", requires_grad=True)
+    assert workspaces(t4) == []
+    y = x @ x
+    y = y @ x
+    assert workspaces(t4) == [t4.gpu.workspace]
+    y.sum().backward()
+    del x, y
+    assert workspaces(t4) == [t4.gpu.workspace] * 2
 
 
-def test_a_product_with_a_bias_takes_cublaslts_workspace_too():
-    with SimulatedGPU("T4") as card:
-        torch.nn.Linear(8, 8).to("cuda")(torch.randn(2, 8, device="cuda"))
-        assert sorted(workspaces(card)) == sorted([card.gpu.workspace, CUBLASLT_WORKSPACE])
+def test_a_product_with_a_bias_takes_cublaslts_workspace_too(t4):
+    torch.nn.Linear(8, 8).to("cuda")(torch.randn(2, 8, device="cuda"))
+    assert sorted(workspaces(t4)) == sorted([t4.gpu.workspace, CUBLASLT_WORKSPACE])
 
 
 def labels_of(loop):
@@ -109,20 +107,18 @@ def test_what_is_overwritten_in_its_own_pass_stays_an_activation():
     assert labels_of(loop)["buffers"] == 0
 
 
-def test_a_copy_that_is_let_go_is_gone():
-    with SimulatedGPU():
-        layer = torch.nn.Linear(256, 256, device="cuda")
-        for one in (layer.weight.detach(), layer.weight, layer):
-            before = torch.cuda.memory_allocated()
-            its_copy = copy.deepcopy(one)
-            assert torch.cuda.memory_allocated() >= before + 256 * 256 * 4
-            del its_copy
-            assert torch.cuda.memory_allocated() == before
+def test_a_copy_that_is_let_go_is_gone(gpu):
+    layer = torch.nn.Linear(256, 256, device="cuda")
+    for one in (layer.weight.detach(), layer.weight, layer):
+        before = torch.cuda.memory_allocated()
+        its_copy = copy.deepcopy(one)
+        assert torch.cuda.memory_allocated() >= before + 256 * 256 * 4
+        del its_copy
+        assert torch.cuda.memory_allocated() == before
 
 
-def test_memory_of_the_host_that_is_resized_is_not_the_cards():
-    with SimulatedGPU() as gpu:
-        for size in (4, 2**20):  # with data, and without
-            torch.zeros(size).untyped_storage().resize_(2**23)
-        torch.zeros(4, device="cuda").untyped_storage().resize_(4096)
+def test_memory_of_the_host_that_is_resized_is_not_the_cards(gpu):
+    for size in (4, 2**20):  # with data, and without
+        torch.zeros(size).untyped_storage().resize_(2**23)
+    torch.zeros(4, device="cuda").untyped_storage().resize_(4096)
     assert [one.nbytes for one in gpu.tracer.storages] == [16, 4096]

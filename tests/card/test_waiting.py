@@ -17,10 +17,9 @@ LARGE = 600  # a matrix of these, on the host, has no data
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("bounds", [{}, dict(a=-0.04, b=0.04), dict(a=0.03, b=0.04)])
-def test_truncated_normal_numbers_are_drawn(device, bounds):
-    with SimulatedGPU() as gpu:
-        weight = torch.empty(LARGE, LARGE, device=device)
-        assert torch.nn.init.trunc_normal_(weight, std=0.02, **bounds) is weight
+def test_truncated_normal_numbers_are_drawn(gpu, device, bounds):
+    weight = torch.empty(LARGE, LARGE, device=device)
+    assert torch.nn.init.trunc_normal_(weight, std=0.02, **bounds) is weight
     assert gpu.footprint.peak_allocated <= 6 * weight.nbytes
     # How often numbers are drawn anew is no matter of bytes, and nobody needs to read it.
     assert gpu.footprint.assumptions == ()
@@ -76,12 +75,11 @@ def test_a_loop_that_waits_is_given_another_answer_and_that_is_said(loop):
         assert said.startswith("test_waiting.py:") and "times, then" in said
 
 
-def test_a_loop_that_nothing_ends_is_refused_with_its_line():
-    with SimulatedGPU():
-        x = torch.randn(4, device="cuda")
-        with refused(r"the while loop at test_waiting.py:\d+", kind=NotSimulated):
-            while x.sum().item() != 0.25:
-                x = x + 1
+def test_a_loop_that_nothing_ends_is_refused_with_its_line(gpu):
+    x = torch.randn(4, device="cuda")
+    with refused(r"the while loop at test_waiting.py:\d+", kind=NotSimulated):
+        while x.sum().item() != 0.25:
+            x = x + 1
 
 
 def test_a_count_in_the_loop_does_not_make_it_endless(monkeypatch):
@@ -139,17 +137,16 @@ def are_finite_in_place(gradients):
 
 
 @pytest.mark.parametrize("check", [are_finite, have_no_nan, are_finite_in_place])
-def test_what_follows_from_numbers_being_finite_is_never_flipped(check):
-    with SimulatedGPU() as gpu:
-        turns = 0
-        while turns < 3:
-            assert check(some_gradients())
-            turns += 1
-        waits = torch.isnan(torch.randn(4, device="cuda"))
-        waits |= torch.randn(4, device="cuda") > 2
-        assert gpu.footprint.assumptions == ()
-        while not waits.all():
-            waits = waits | (torch.randn(4, device="cuda") > 2)
+def test_what_follows_from_numbers_being_finite_is_never_flipped(gpu, check):
+    turns = 0
+    while turns < 3:
+        assert check(some_gradients())
+        turns += 1
+    waits = torch.isnan(torch.randn(4, device="cuda"))
+    waits |= torch.randn(4, device="cuda") > 2
+    assert gpu.footprint.assumptions == ()
+    while not waits.all():
+        waits = waits | (torch.randn(4, device="cuda") > 2)
     assert len(gpu.footprint.assumptions) == 1
 
 
@@ -160,21 +157,19 @@ READERS = {
 
 
 @pytest.mark.parametrize("reads", READERS)
-def test_many_readings_in_one_turn_of_a_loop_count_as_one(reads):
-    with SimulatedGPU() as gpu:
-        again, turns = True, 0
-        while again:
-            assert READERS[reads](some_gradients())
-            turns += 1
-            again = turns < 3
+def test_many_readings_in_one_turn_of_a_loop_count_as_one(gpu, reads):
+    again, turns = True, 0
+    while again:
+        assert READERS[reads](some_gradients())
+        turns += 1
+        again = turns < 3
     assert gpu.footprint.assumptions == ()
 
 
-def test_a_loop_that_reads_many_tensors_a_turn_is_given_another_answer_for_all():
-    with SimulatedGPU() as gpu:
-        tensors = some_gradients(3)
-        while any(x.norm() > 0.5 for x in tensors):
-            tensors = [x / 2 for x in tensors]
+def test_a_loop_that_reads_many_tensors_a_turn_is_given_another_answer_for_all(gpu):
+    tensors = some_gradients(3)
+    while any(x.norm() > 0.5 for x in tensors):
+        tensors = [x / 2 for x in tensors]
     assert len(gpu.footprint.assumptions) == 1
 
 
@@ -232,16 +227,15 @@ class Vision(torch.nn.Module):
 
 
 @pytest.mark.parametrize("where", ["host", "context", "default"])
-def test_a_vision_transformer_is_built_wherever_it_is_drawn(where):
-    with SimulatedGPU("T4") as gpu:
-        if where == "default":
-            torch.set_default_device("cuda")
-        try:
-            with torch.device("cuda") if where == "context" else contextlib.nullcontext():
-                model = Vision()
-        finally:
-            torch.set_default_device(None)
-        model.to("cuda")
-        held = sum(-(-weight.nbytes // 512) * 512 for weight in model.parameters())
-        assert torch.cuda.memory_allocated() == held
-    assert gpu.footprint.assumptions == ()
+def test_a_vision_transformer_is_built_wherever_it_is_drawn(t4, where):
+    if where == "default":
+        torch.set_default_device("cuda")
+    try:
+        with torch.device("cuda") if where == "context" else contextlib.nullcontext():
+            model = Vision()
+    finally:
+        torch.set_default_device(None)
+    model.to("cuda")
+    held = sum(-(-weight.nbytes // 512) * 512 for weight in model.parameters())
+    assert torch.cuda.memory_allocated() == held
+    assert t4.footprint.assumptions == ()

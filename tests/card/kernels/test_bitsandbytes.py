@@ -127,29 +127,27 @@ def quantized(kind, storage=torch.uint8):
 
 
 @pytest.mark.parametrize("kind", ["Params4bit", "Int8Params"])
-def test_a_quantized_weight_is_of_its_class(kind):
+def test_a_quantized_weight_is_of_its_class(gpu, kind):
     """peft, accelerate and trl ask for its name, transformers by isinstance; of copies, too."""
-    with SimulatedGPU():
-        weight = quantized(kind)
-        before = torch.cuda.memory_allocated()
-        its_copy = copy.deepcopy(weight)
-        for one in (weight, its_copy):
-            assert one.__class__ is getattr(bitsandbytes.nn, kind)
-            assert isinstance(one, getattr(bitsandbytes.nn, kind))
-            assert isinstance(one, torch.nn.Parameter) and one.shape == weight.shape
-        parts = [weight, *constants(weight)]
-        assert len(parts) == (6 if kind == "Params4bit" else 2)
-        of_a_copy = sum(-(-part.nbytes // 512) * 512 for part in parts if on_card(part))
-        assert torch.cuda.memory_allocated() - before == of_a_copy
+    weight = quantized(kind)
+    before = torch.cuda.memory_allocated()
+    its_copy = copy.deepcopy(weight)
+    for one in (weight, its_copy):
+        assert one.__class__ is getattr(bitsandbytes.nn, kind)
+        assert isinstance(one, getattr(bitsandbytes.nn, kind))
+        assert isinstance(one, torch.nn.Parameter) and one.shape == weight.shape
+    parts = [weight, *constants(weight)]
+    assert len(parts) == (6 if kind == "Params4bit" else 2)
+    of_a_copy = sum(-(-part.nbytes // 512) * 512 for part in parts if on_card(part))
+    assert torch.cuda.memory_allocated() - before == of_a_copy
 
 
-def test_a_weight_in_another_storage_is_quantized_once():
-    with SimulatedGPU():
-        weight = quantized("Params4bit", torch.bfloat16)
-        before = weight.shape, torch.cuda.memory_allocated()
-        assert weight.numel() == 256 * 256 // 4
-        weight = weight.to("cuda")
-        assert (weight.shape, torch.cuda.memory_allocated()) == before
+def test_a_weight_in_another_storage_is_quantized_once(gpu):
+    weight = quantized("Params4bit", torch.bfloat16)
+    before = weight.shape, torch.cuda.memory_allocated()
+    assert weight.numel() == 256 * 256 // 4
+    weight = weight.to("cuda")
+    assert (weight.shape, torch.cuda.memory_allocated()) == before
 
 
 def test_a_checkpoint_of_quantized_weights_is_loaded_as_it_is(tmp_path):

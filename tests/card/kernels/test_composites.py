@@ -131,17 +131,16 @@ def test_losses_of_probabilities_take_what_their_sources_say():
     assert peak == held == 4 * N + 4
 
 
-def test_masked_scatter_and_sampling_take_what_their_sources_say():
-    with SimulatedGPU():
-        texts = torch.randn(2, 300, 64, device="cuda", dtype=torch.bfloat16)
-        images = torch.randn(100, 64, device="cuda", dtype=torch.bfloat16)
-        mask = torch.zeros(2, 300, 1, dtype=torch.bool, device="cuda").expand_as(texts)
-        held = torch.cuda.memory_allocated()
-        texts.masked_scatter_(mask, images)
-        assert torch.cuda.max_memory_allocated() - held == 8 * texts.numel()
-        torch.cuda.reset_peak_memory_stats()
-        chances = torch.rand(4, 32_000, device="cuda")
-        held = torch.cuda.memory_allocated()
-        tokens = torch.multinomial(chances, 1)
-        assert torch.cuda.max_memory_allocated() - held == chances.nbytes + 512
-        assert tokens.shape == (4, 1)
+def test_masked_scatter_and_sampling_take_what_their_sources_say(gpu):
+    texts = torch.randn(2, 300, 64, device="cuda", dtype=torch.bfloat16)
+    images = torch.randn(100, 64, device="cuda", dtype=torch.bfloat16)
+    mask = torch.zeros(2, 300, 1, dtype=torch.bool, device="cuda").expand_as(texts)
+    held = torch.cuda.memory_allocated()
+    texts.masked_scatter_(mask, images)
+    assert torch.cuda.max_memory_allocated() - held == 8 * texts.numel()
+    torch.cuda.reset_peak_memory_stats()
+    chances = torch.rand(4, 32_000, device="cuda")
+    held = torch.cuda.memory_allocated()
+    tokens = torch.multinomial(chances, 1)
+    assert torch.cuda.max_memory_allocated() - held == chances.nbytes + 512
+    assert tokens.shape == (4, 1)

@@ -30,11 +30,10 @@ def kept(function, *shapes, dtype=torch.float32):
     return levels
 
 
-def test_dropout_takes_its_mask_of_one_byte_an_element_first():
-    with SimulatedGPU("T4") as gpu:
-        x = torch.zeros(1000, device="cuda", requires_grad=True)
-        F.dropout(x, 0.1)
-    assert [one.nbytes for one in gpu.tracer.storages] == [4000, 1000, 4000]
+def test_dropout_takes_its_mask_of_one_byte_an_element_first(t4):
+    x = torch.zeros(1000, device="cuda", requires_grad=True)
+    F.dropout(x, 0.1)
+    assert [one.nbytes for one in t4.tracer.storages] == [4000, 1000, 4000]
 
 
 @pytest.mark.parametrize(("p", "training"), [(0.0, True), (0.5, False)])
