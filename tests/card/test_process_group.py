@@ -36,6 +36,13 @@ WIDE, LAYERS = 1024, 4
 LAYER = WIDE * WIDE * 4  # bytes in fp32
 
 
+@pytest.fixture
+def gpu():
+    """The first of four ranks, inside which a test runs."""
+    with SimulatedGPU("H100", ranks=4) as card:
+        yield card
+
+
 def model():
     return torch.nn.Sequential(*[torch.nn.Linear(WIDE, WIDE, bias=False) for _ in range(LAYERS)])
 
@@ -83,12 +90,11 @@ def test_what_no_table_knows_counts_as_sent_whole():
 
 
 @pytest.mark.parametrize(("views", "static"), [(False, False), (True, False), (True, True)])
-def test_ddp_keeps_its_buckets_beside_the_gradients_unless_these_are_views(views, static):
-    with SimulatedGPU(ranks=4) as gpu:
-        start()
-        settings = {"gradient_as_bucket_view": views, "static_graph": static}
-        net = DistributedDataParallel(model().cuda(), **settings)
-        footprint = two_steps(gpu, net, torch.optim.SGD(net.parameters(), foreach=False))
+def test_ddp_keeps_its_buckets_beside_the_gradients_unless_these_are_views(gpu, views, static):
+    start()
+    settings = {"gradient_as_bucket_view": views, "static_graph": static}
+    net = DistributedDataParallel(model().cuda(), **settings)
+    footprint = two_steps(gpu, net, torch.optim.SGD(net.parameters(), foreach=False))
     assert most(footprint, "parameters") == LAYERS * LAYER
     # A view is filled from a gradient that is made first and dropped at once.
     assert most(footprint, "gradients") == (LAYERS + 1 if views else 2 * LAYERS) * LAYER
@@ -140,14 +146,13 @@ def test_fsdp_keeps_a_share_and_gathers_a_layer_at_a_time(after_forward, half):
     assert all(life.died is not None for life in gathered)
 
 
-def test_shards_of_what_does_not_divide_are_padded():
-    with SimulatedGPU(ranks=4) as gpu:
-        net = torch.nn.Linear(16, 1001, bias=False)
-        fully_shard(net)
-        assert net.weight.to_local().shape == (251, 16)
-        gpu.reset_peak()
-        assert net.weight.shape == (1001, 16) and net.weight.is_cuda
-        assert torch.cuda.memory_allocated() == 32 * 512  # 251 rows of 16 numbers, rounded up
+def test_shards_of_what_does_not_divide_are_padded(gpu):
+    net = torch.nn.Linear(16, 1001, bias=False)
+    fully_shard(net)
+    assert net.weight.to_local().shape == (251, 16)
+    gpu.reset_peak()
+    assert net.weight.shape == (1001, 16) and net.weight.is_cuda
+    assert torch.cuda.memory_allocated() == 32 * 512  # 251 rows of 16 numbers, rounded up
 
 
 PLAN = {"0": ColwiseParallel(), "1": RowwiseParallel()}
@@ -155,16 +160,15 @@ PLAN |= {"2": ColwiseParallel(), "3": RowwiseParallel()}
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_tensor_parallel_layers_are_split_with_their_gradients_and_states(replicas):
+def test_tensor_parallel_layers_are_split_with_their_gradients_and_states(gpu, replicas):
     """Alone, and inside fully_shard, which splits each part again."""
-    with SimulatedGPU(ranks=4) as gpu:
-        names = "copies", "parts"
-        mesh = dist.init_device_mesh("cuda", (replicas, 4 // replicas), mesh_dim_names=names)
-        net = parallelize_module(model().cuda(), mesh["parts"], PLAN)
-        if replicas > 1:
-            for layer in [*net, net]:
-                fully_shard(layer, mesh=mesh["copies"])
-        footprint = two_steps(gpu, net, torch.optim.AdamW(net.parameters()))
+    names = "copies", "parts"
+    mesh = dist.init_device_mesh("cuda", (replicas, 4 // replicas), mesh_dim_names=names)
+    net = parallelize_module(model().cuda(), mesh["parts"], PLAN)
+    if replicas > 1:
+        for layer in [*net, net]:
+            fully_shard(layer, mesh=mesh["copies"])
+    footprint = two_steps(gpu, net, torch.optim.AdamW(net.parameters()))
     assert_holds_a_quarter(footprint)
 
 
@@ -228,12 +232,11 @@ def test_weights_that_are_gathered_in_float8_are_sent_at_half_the_bytes():
     assert eight.step_seconds.sent == pytest.approx(2 * gathered, rel=0.01)
 
 
-def test_what_is_offloaded_is_on_the_card_for_a_layer_only():
-    with SimulatedGPU(ranks=4) as gpu:
-        mesh, net = dist.init_device_mesh("cuda", (4,)), model()
-        for layer in [*net, net]:
-            fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy())
-        footprint = two_steps(gpu, net, torch.optim.AdamW(net.parameters()))
+def test_what_is_offloaded_is_on_the_card_for_a_layer_only(gpu):
+    mesh, net = dist.init_device_mesh("cuda", (4,)), model()
+    for layer in [*net, net]:
+        fully_shard(layer, mesh=mesh, offload_policy=CPUOffloadPolicy())
+    footprint = two_steps(gpu, net, torch.optim.AdamW(net.parameters()))
     assert net[0].weight.device.type == "cpu"
     for category in ("parameters", "gradients", "optimizer_states"):
         assert most(footprint, category) == 0
@@ -241,16 +244,15 @@ def test_what_is_offloaded_is_on_the_card_for_a_layer_only():
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_shards_on_the_host_without_data_are_stepped_there(foreach):
-    with SimulatedGPU(ranks=4) as gpu:
-        with torch.device("meta"):
-            net = torch.nn.Linear(4096, 4096, bias=False)
-        fully_shard(net, offload_policy=CPUOffloadPolicy())
-        net.to_empty(device="cpu")
-        optimizer = torch.optim.AdamW(net.parameters(), foreach=foreach)
-        net(torch.ones(1, 4096, device="cuda")).sum().backward()
-        optimizer.step()
-        moment = optimizer.state[net.weight]["exp_avg"].to_local()
+def test_shards_on_the_host_without_data_are_stepped_there(gpu, foreach):
+    with torch.device("meta"):
+        net = torch.nn.Linear(4096, 4096, bias=False)
+    fully_shard(net, offload_policy=CPUOffloadPolicy())
+    net.to_empty(device="cpu")
+    optimizer = torch.optim.AdamW(net.parameters(), foreach=foreach)
+    net(torch.ones(1, 4096, device="cuda")).sum().backward()
+    optimizer.step()
+    moment = optimizer.state[net.weight]["exp_avg"].to_local()
     assert moment.device.type == "cpu" and moment.shape == (1024, 4096)
     assert most(gpu.footprint, "optimizer_states") == 0
 
@@ -327,13 +329,12 @@ SEQUENCES = PLAN | {
         (whole_layers, DistributedDataParallel, False),
     ],
 )
-def test_collectives_whose_result_is_wanted_at_once_take_all_of_their_time(run, how, waits):
+def test_collectives_whose_result_is_wanted_at_once_take_all_of_their_time(gpu, run, how, waits):
     """Beside products that last longer than what is sent by an H100's NVLink."""
-    with SimulatedGPU("H100", ranks=4) as gpu:
-        mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("parts",))
-        net = model().cuda()
-        x = torch.randn(2**15, WIDE, device="cuda")
-        run(net, mesh, how, x).sum().backward()
+    mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("parts",))
+    net = model().cuda()
+    x = torch.randn(2**15, WIDE, device="cuda")
+    run(net, mesh, how, x).sum().backward()
     found = gpu.footprint.step_seconds
     takes = found.sent / (link_rate(find_gpu("H100")) * EXPECTED.link)
     assert takes > 0
@@ -384,10 +385,9 @@ def test_a_process_that_is_a_rank_already_is_refused():
         (lambda: dist.fsdp.FullyShardedDataParallel(model()), "use fully_shard"),
     ],
 )
-def test_what_is_not_simulated_is_refused_by_name(use, said):
-    with SimulatedGPU(ranks=4):
-        with refused(said, kind=NotSimulated):
-            use()
+def test_what_is_not_simulated_is_refused_by_name(gpu, use, said):
+    with refused(said, kind=NotSimulated):
+        use()
 
 
 def worker(rank, world, seen):
@@ -413,35 +413,33 @@ def test_of_processes_that_a_script_starts_the_first_runs(ranks, monkeypatch):
     assert seen == [(0, ranks)]
 
 
-def test_an_update_by_hand_writes_to_its_part_and_gathers_the_others():
+def test_an_update_by_hand_writes_to_its_part_and_gathers_the_others(gpu):
     """As nanochat's optimizers do, with views that are made under no_grad."""
-    with SimulatedGPU("H100", ranks=4):
-        start("nccl")
-        weight = torch.nn.Parameter(torch.randn(1024, 256, device="cuda"))
-        for _ in range(2):
-            (torch.randn(8, 1024, device="cuda") @ weight).square().mean().backward()
-            with torch.no_grad():
-                part = torch.empty_like(weight.grad[:256])
-                sent = dist.reduce_scatter_tensor(part, weight.grad, async_op=True)
-                sent.get_future().wait()
-                mine = weight[:256]
-                mine.add_(part, alpha=-0.1)
-                dist.all_gather_into_tensor(weight, mine, async_op=True).get_future().wait()
-        assert weight.grad.shape == (1024, 256)
+    start("nccl")
+    weight = torch.nn.Parameter(torch.randn(1024, 256, device="cuda"))
+    for _ in range(2):
+        (torch.randn(8, 1024, device="cuda") @ weight).square().mean().backward()
+        with torch.no_grad():
+            part = torch.empty_like(weight.grad[:256])
+            sent = dist.reduce_scatter_tensor(part, weight.grad, async_op=True)
+            sent.get_future().wait()
+            mine = weight[:256]
+            mine.add_(part, alpha=-0.1)
+            dist.all_gather_into_tensor(weight, mine, async_op=True).get_future().wait()
+    assert weight.grad.shape == (1024, 256)
 
 
-def test_a_checkpoint_of_all_ranks_has_the_parts_of_the_first(tmp_path):
-    with SimulatedGPU("H100", ranks=4):
-        dist.init_process_group("nccl")
-        model = torch.nn.Linear(512, 512).cuda()
-        fully_shard(model)
-        state = {"model": model.state_dict()}
-        checkpoint_files.save(state, checkpoint_id=tmp_path / "now")
-        checkpoint_files.async_save(state, checkpoint_id=tmp_path / "later").result()
-        before = torch.cuda.memory_allocated()
-        checkpoint_files.load(state, checkpoint_id=tmp_path / "now")
-        assert torch.cuda.memory_allocated() == before
-        assert state["model"]["weight"].to_local().shape == (128, 512)
+def test_a_checkpoint_of_all_ranks_has_the_parts_of_the_first(gpu, tmp_path):
+    dist.init_process_group("nccl")
+    model = torch.nn.Linear(512, 512).cuda()
+    fully_shard(model)
+    state = {"model": model.state_dict()}
+    checkpoint_files.save(state, checkpoint_id=tmp_path / "now")
+    checkpoint_files.async_save(state, checkpoint_id=tmp_path / "later").result()
+    before = torch.cuda.memory_allocated()
+    checkpoint_files.load(state, checkpoint_id=tmp_path / "now")
+    assert torch.cuda.memory_allocated() == before
+    assert state["model"]["weight"].to_local().shape == (128, 512)
     assert len(list((tmp_path / "later").iterdir())) == 2  # its metadata and one file
 
 
@@ -537,17 +535,16 @@ def registered_kernels() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("split", ["tp", "fsdp", "tp+fsdp"])
-def test_sharded_parameters_are_drawn_in_place_and_follow_their_module_to_another_dtype(split):
-    with SimulatedGPU("H100", ranks=4):
-        net = sharded(split)
-        torch.nn.init.normal_(net[0].weight)
-        assert torch.cuda.memory_allocated() == LAYER // 4
-        net.to(dtype=torch.bfloat16)
-        weight = net[0].weight
-        assert (weight.dtype, weight.to_local().dtype) == (torch.bfloat16, torch.bfloat16)
-        assert torch.cuda.memory_allocated() == LAYER // 8
-        net(torch.ones(8, WIDE, device="cuda", dtype=torch.bfloat16)).sum().backward()
-        assert weight.grad.dtype == torch.bfloat16
+def test_sharded_parameters_are_drawn_in_place_and_follow_their_module_to_another_dtype(gpu, split):
+    net = sharded(split)
+    torch.nn.init.normal_(net[0].weight)
+    assert torch.cuda.memory_allocated() == LAYER // 4
+    net.to(dtype=torch.bfloat16)
+    weight = net[0].weight
+    assert (weight.dtype, weight.to_local().dtype) == (torch.bfloat16, torch.bfloat16)
+    assert torch.cuda.memory_allocated() == LAYER // 8
+    net(torch.ones(8, WIDE, device="cuda", dtype=torch.bfloat16)).sum().backward()
+    assert weight.grad.dtype == torch.bfloat16
 
 
 def test_a_checkpoint_recomputes_what_is_spread_over_ranks():

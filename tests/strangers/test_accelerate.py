@@ -30,21 +30,8 @@ def pairs(number):
     ]
 
 
-class Accuracy:
-    """What `evaluate.load("accuracy")` does."""
-
-    def __init__(self):
-        self.hits = []
-
-    def add_batch(self, predictions, references):
-        self.hits += [np.asarray(predictions) == np.asarray(references)]
-
-    def compute(self):
-        return {"accuracy": np.concatenate(self.hits).mean(), "n": sum(map(len, self.hits))}
-
-
 def train(precision, accumulation=1):
-    """The example's training_function; gives the widths of its batches too."""
+    """The example's training_function; which texts were told right, the widths of its batches."""
     accelerator = Accelerator(mixed_precision=precision)
     set_seed(42)
     words = tokenizer([" ".join(WORDS)], vocab_size=512)
@@ -74,7 +61,7 @@ def train(precision, accumulation=1):
     model, optimizer, loader, evaluation, scheduler = accelerator.prepare(
         model, optimizer, loader, evaluation, scheduler
     )
-    metric, widths = Accuracy(), []
+    hits, widths = [], []
     for epoch in range(2):
         model.train()
         for step, batch in enumerate(loader):
@@ -94,9 +81,9 @@ def train(precision, accumulation=1):
                 outputs = model(**batch)
             predictions = outputs.logits.argmax(dim=-1)
             predictions, references = accelerator.gather_for_metrics((predictions, batch["labels"]))
-            metric.add_batch(predictions=predictions.cpu(), references=references.cpu())
-        accelerator.print(f"epoch {epoch}:", metric.compute())
-    return metric.compute(), widths
+            hits += np.equal(predictions.cpu(), references.cpu()).tolist()
+        accelerator.print(f"epoch {epoch}:", np.mean(hits))
+    return hits, widths
 
 
 @pytest.mark.sampled(1)
@@ -105,8 +92,8 @@ def train(precision, accumulation=1):
 )
 def test_it_holds_what_the_recipe_of_its_widest_batch_holds(precision, name):
     with SimulatedGPU("A100-40GB") as gpu:
-        score, widths = train(precision)
-    assert score["n"] == 2 * 16 and 0 <= score["accuracy"] <= 1
+        hits, widths = train(precision)
+    assert len(hits) == 2 * 16
     assert len(set(widths)) > 1 or precision != "no"
     recipe = Recipe(
         "bert-base-tiny",

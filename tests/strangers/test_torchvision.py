@@ -14,18 +14,15 @@ torchvision = import_or_skip("torchvision")
 
 
 class AverageMeter:
-    def __init__(self, name, fmt=":f"):
-        self.name, self.fmt = name, fmt
-        self.val = self.avg = self.sum = self.count = 0
+    sum = count = 0
 
-    def update(self, val, n=1):
+    def update(self, val, n):
         self.val = val
         self.sum += val * n
         self.count += n
-        self.avg = self.sum / self.count
 
     def __str__(self):
-        return ("{name} {val" + self.fmt + "} ({avg" + self.fmt + "})").format(**self.__dict__)
+        return f"{self.val:.4e} ({self.sum / self.count:.4e})"
 
 
 def accuracy(output, target, topk=(1,)):
@@ -52,7 +49,7 @@ def train(images, channels_last):
     )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30, gamma=0.1)
     loader = torch.utils.data.DataLoader(images, batch_size=12, shuffle=True, pin_memory=True)
-    losses, top1, top5 = AverageMeter("Loss", ":.4e"), AverageMeter("Acc@1"), AverageMeter("Acc@5")
+    losses, top1, top5 = AverageMeter(), AverageMeter(), AverageMeter()
     model.train()
     for pictures, target in loader:
         pictures = pictures.to(device, non_blocking=True)
@@ -69,7 +66,7 @@ def train(images, channels_last):
         loss.backward()
         optimizer.step()
     scheduler.step()
-    return " ".join(map(str, (losses, top1, top5)))
+    return f"Loss {losses} Acc@1 {top1} Acc@5 {top5}"
 
 
 @pytest.mark.sampled(1)
