@@ -125,14 +125,6 @@ def test_what_has_no_seconds_says_why_in_one_line():
         print(gpu.footprint.step_seconds)
 
 
-def test_a_format_that_a_card_does_not_multiply_is_said_in_one_line():
-    recipe = Recipe("llama-3.2-1b-tiny", seq_len=16, precision="fp16", lora_rank=2, base="int8")
-    footprint = simulate(recipe, "V100")
-    assert footprint.samples_per_second is None
-    with refused("no seconds: V100 has no rate for int8"):
-        print(footprint.step_seconds)
-
-
 def test_a_loop_of_ones_own_has_seconds_too():
     with SimulatedGPU("L4") as gpu:
         model = torch.nn.Linear(512, 512, device="cuda")
