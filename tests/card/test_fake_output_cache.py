@@ -85,7 +85,9 @@ def test_what_shares_memory_is_no_new_tensor():
     with NoData(allow_non_fake_inputs=True):
         for _ in range(2):
             whole = torch.empty(4, 8)
-            for part in (whole.view(8, 4), whole[1:], whole.split(2)[1], whole.add_(1)):
+            turned, wide = whole.t().transpose(0, 1), whole[None].expand(3, 4, 8)
+            parts = whole.view(8, 4), turned, wide, whole.split(2)[1], whole.add_(1)
+            for part in (*parts, whole[:, 1::2], whole[:, 1], whole.detach()):
                 assert part.untyped_storage()._cdata == whole.untyped_storage()._cdata
 
 
