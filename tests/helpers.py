@@ -3,6 +3,8 @@
 import contextlib
 import importlib
 import re
+import subprocess
+import sys
 
 import pytest
 from transformers.cache_utils import DynamicCache, DynamicLayer
@@ -56,6 +58,14 @@ def a_run(figures, device="Tesla T4", kind="recorded", recipe=TWO) -> Record:
     """A record of a small recipe."""
     plain = {"model": recipe.model, "batch_size": recipe.batch_size, "seq_len": recipe.seq_len}
     return Record(kind, "one", plain, figures, device, None, {}, "2026-11-21", "a test")
+
+
+def run_python(code, *arguments, **how) -> subprocess.CompletedProcess:
+    """A new process of this Python, which ran some code without an error."""
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, **how)
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def import_or_skip(name):

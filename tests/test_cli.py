@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers import run_python
 
 from memlab import models
 from memlab.cli import main
@@ -314,5 +315,4 @@ def test_the_last_collection_is_left_out_where_nobody_counts_what_it_would_free(
     code += "from memlab.cli import main; "
     code += "sys.modules['triton'] = gc; " * triton
     code += "main(['simulate', '--model', 'gpt2-tiny', '--seq-len', '0'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == f"{not triton}\n"
+    assert run_python(code).stdout == f"{not triton}\n"

@@ -3,11 +3,10 @@
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers import run_python
 
 import memlab
 from memlab import book, cli, libraries
@@ -36,8 +35,7 @@ def test_an_unknown_name_is_told():
 
 def test_a_question_for_help_loads_no_torch():
     code = "import sys, memlab.cli, memlab.spec.recipe; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    assert run_python(code).stdout == "False\n"
 
 
 ASKED = """
@@ -56,13 +54,8 @@ QUESTIONS = (
 
 def test_of_the_catalogue_the_second_answer_takes_no_torch(tmp_path):
     """Its traces come with memlab, or are kept; so is what transformers says of the model."""
-
-    def ask():
-        command = [sys.executable, "-c", ASKED, *QUESTIONS]
-        around = os.environ | {libraries.FOLDER: str(tmp_path)}
-        return subprocess.run(command, capture_output=True, text=True, check=True, env=around)
-
-    first, second = ask(), ask()
+    around = os.environ | {libraries.FOLDER: str(tmp_path)}
+    first, second = (run_python(ASKED, *QUESTIONS, env=around) for _ in range(2))
     assert first.stdout == second.stdout != ""
     assert "neither" not in first.stderr and second.stderr.endswith("neither\n")
 
@@ -74,7 +67,7 @@ def test_what_is_imported_says_nothing_and_brings_no_compiler():
     code += "; from memlab.workloads.training import import_peft; import_peft()"
     code += "; names = 'torchao bitsandbytes torch._inductor.compile_fx'"
     code += "; print(*[name in sys.modules for name in names.split()])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python(code)
     assert done.stdout == "True True False\n"
     for said in ("torchao", "register_constant", "Failed to load"):
         assert said not in done.stderr

@@ -2,11 +2,9 @@
 
 import hashlib
 import json
-import subprocess
-import sys
 
 import pytest
-from helpers import refused
+from helpers import refused, run_python
 
 from memlab.book import corpora
 
@@ -73,7 +71,7 @@ for kind in ("wordpiece", "bpe"):
     trained = corpora.tokenizer(corpora.docstrings("datasets")["text"], 800, kind)
     print(hashlib.sha256(json.dumps(trained.get_vocab(), sort_keys=True).encode()).hexdigest())
 """
-    runs = [subprocess.check_output([sys.executable, "-c", script]) for _ in range(2)]
+    runs = [run_python(script).stdout for _ in range(2)]
     assert runs[0] == runs[1] and len(set(runs[0].split())) == 2
 
 

@@ -1,12 +1,10 @@
 """The settings of PyTorch's allocator inside a simulated GPU."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from helpers import refused
+from helpers import refused, run_python
 
 from memlab import Recipe, SimulatedGPU, simulate
 from memlab.trace.allocator_settings import VARIABLES
@@ -48,8 +46,7 @@ def test_the_environment_sets_the_allocator(name, monkeypatch):
 def test_of_both_variables_pytorchs_choice_counts(monkeypatch):
     code = "import torch; print(torch._C._accelerator_getAllocatorSettings())"
     here = os.environ | {VARIABLES[0]: ON, VARIABLES[1]: OFF}
-    said = subprocess.run([sys.executable, "-c", code], env=here, capture_output=True, text=True)
-    assert said.stdout.strip() == ON
+    assert run_python(code, env=here).stdout.strip() == ON
     for name in VARIABLES:
         monkeypatch.setenv(name, here[name])
     with SimulatedGPU("T4"):

@@ -1,12 +1,10 @@
 """Code written for CUDA inside a simulated GPU: what it is told, and what is refused."""
 
 import pkgutil
-import subprocess
-import sys
 
 import pytest
 import torch
-from helpers import refused
+from helpers import refused, run_python
 from transformers import AutoModelForCausalLM
 from transformers.utils import is_torch_cuda_available
 
@@ -299,8 +297,7 @@ def test_accelerate_imported_inside_looks_for_a_device_again_outside():
         "    assert Accelerator().device.type == 'cuda'\n"
         "assert (Accelerator().device.type == 'cuda') == torch.cuda.is_available()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_python(code)
 
 
 def test_torch_compile_tells_apart_what_selects_a_card(gpu):

@@ -1,11 +1,11 @@
 """The simulated GPU: full-size figures, the reader's own loops, and running out of memory."""
 
 import re
-import subprocess
 import sys
 
 import pytest
 import torch
+from helpers import run_python
 
 from memlab import Recipe, SimulatedGPU, measure, models, simulate
 from memlab.spec.optimizers import OPTIMIZERS
@@ -57,10 +57,8 @@ print(open("/proc/self/status").read())
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_new_process_says_the_same_twice_and_takes_little_memory():
     """peft imports bitsandbytes, which makes tables: on the card, if it came too late."""
-    run = [sys.executable, "-c", ALONE]
-    out = subprocess.run(run, capture_output=True, text=True, check=True)
     # Not ru_maxrss, which a process takes over from the one that started it.
-    highest = int(re.search(r"VmHWM:\s+(\d+) kB", out.stdout)[1]) * 1024
+    highest = int(re.search(r"VmHWM:\s+(\d+) kB", run_python(ALONE).stdout)[1]) * 1024
     assert highest < 2**30
 
 
