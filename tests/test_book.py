@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 import pytest
 import yaml
+from book_extras import dead_links, says_something, turned_shares
 from browser import Browser
 from contents import listed_pages
 
@@ -17,8 +18,6 @@ from memlab.book.claims import all_claims
 
 ROOT = Path(__file__).parent.parent
 HTML = ROOT / "_build" / "html"
-sys.path.insert(0, str(ROOT / "_ext"))
-from book_extras import dead_links, says_something, turned_shares  # noqa: E402
 
 PHONE, DESKTOP = 390, 1280
 REPORT = (Path(__file__).parent / "page_report.js").read_text()

@@ -7,8 +7,10 @@ import sys
 import tomllib
 from pathlib import Path
 
+import fold_cells
 import nbformat
 import pytest
+import set_address
 import yaml
 from contents import listed_pages
 
@@ -17,9 +19,6 @@ import memlab.book
 import memlab.panels
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-import fold_cells  # noqa: E402
-import set_address  # noqa: E402
 
 CONFIG = yaml.safe_load((ROOT / "_config.yml").read_text())
 ADDRESS = CONFIG["repository"]["url"]

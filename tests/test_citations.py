@@ -2,14 +2,12 @@
 
 import json
 import logging
-import sys
 from pathlib import Path
 
+import citations
 import pytest
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "_ext"))
-import citations  # noqa: E402
 
 
 def read(text, caplog):

@@ -1,17 +1,16 @@
 """Figures of the text are those of the run, within their tolerance, or `make test` names them."""
 
 import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import figures
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
 TOOL = Path(__file__).parent.parent / "tools" / "figures.py"
-FIGURES = runpy.run_path(str(TOOL))
 TEXT = (
     "It takes <span data-figure=\"f'{peak:.1f}'\">2.0</span> GiB, **<span "
     'data-figure="&#x27;a &lt; b&#x27;">a &lt; b</span>**.\n'
@@ -33,7 +32,7 @@ def folder(tmp_path):
     for place in ("run", "chapters"):
         (tmp_path / place).mkdir()
         notebook = nbformat.v4.new_notebook(cells=cells)
-        FIGURES["store"](tmp_path / place / "with.ipynb", json.loads(nbformat.writes(notebook)))
+        figures.store(tmp_path / place / "with.ipynb", json.loads(nbformat.writes(notebook)))
     return tmp_path
 
 
@@ -49,7 +48,7 @@ def executed(folder, peak):
     notebook = nbformat.read(file, 4)
     notebook.cells[1].source = notebook.cells[1].source.replace("2.04", str(peak))
     NotebookClient(notebook).execute()
-    FIGURES["store"](file, json.loads(nbformat.writes(notebook)))
+    figures.store(file, json.loads(nbformat.writes(notebook)))
     return file
 
 
@@ -57,9 +56,9 @@ def test_a_text_that_is_right_is_left_alone(folder):
     file = executed(folder, 2.04)
     done = act(folder, "compare", "run")
     assert (done.returncode, done.stderr) == (0, "")
-    cells = FIGURES["read"](file)["cells"]
+    cells = figures.read(file)["cells"]
     assert [cell["id"] for cell in cells] == ["box", "made", "words", "rests-on", "solution-1"]
-    assert FIGURES["text_of"](cells[2]) == TEXT
+    assert figures.text_of(cells[2]) == TEXT
 
 
 def test_what_was_not_run_is_not_right(folder):
@@ -112,15 +111,15 @@ def test_a_readers_notebook_lacks_what_serves_the_text_alone(folder):
 def test_a_figure_has_the_tolerance_of_its_kind(attribute, says, run, agrees):
     text = f'<span data-figure="x" {attribute}>{says}</span>'.replace(" >", ">")
     cell = {"id": "words", "cell_type": "markdown", "source": [text]}
-    (row,) = FIGURES["compared"]({"cells": [cell]}, {"words": [run]}, "page")
+    (row,) = figures.compared({"cells": [cell]}, {"words": [run]}, "page")
     assert row["agrees"] == agrees
-    assert FIGURES["is_wrong"](row) == (not agrees and "timed" not in attribute)
+    assert figures.is_wrong(row) == (not agrees and "timed" not in attribute)
 
 
 def test_a_readers_link_to_a_page_that_is_no_notebook_leads_to_the_repository():
     text = "[cited](references.md#dao), [next](06-amp.ipynb#measure), [far](https://a.b/c.md)"
     notebook = {"cells": [{"cell_type": "markdown", "metadata": {}, "source": [text]}]}
-    (cell,) = FIGURES["for_readers"](notebook)["cells"]
+    (cell,) = figures.for_readers(notebook)["cells"]
     assert "/blob/main/chapters/references.md#dao)" in cell["source"]
     assert cell["source"].startswith("[cited](https://github.com/")
     assert cell["source"].endswith(text.partition(", ")[2])

@@ -2,18 +2,16 @@
 
 import json
 import re
-import runpy
 from pathlib import Path
 
+import draw_cover
 import pytest
+import what_fits
 
 from memlab import Recipe, fits, simulate
 
 ROOT = Path(__file__).parent.parent
-COVER, TABLE = (
-    runpy.run_path(str(ROOT / "tools" / f"{n}.py")) for n in ("draw_cover", "what_fits")
-)
-FITS = json.loads(TABLE["FILE"].read_text())
+FITS = json.loads(what_fits.FILE.read_text())
 QUESTIONS, ANSWERS = (
     json.loads((ROOT / "memlab" / "data" / f"{name}.json").read_text())[name]
     for name in ("questions", "answers")
@@ -21,16 +19,16 @@ QUESTIONS, ANSWERS = (
 
 
 def test_the_picture_of_the_readme_is_what_is_simulated():
-    svg = COVER["COVER"].read_text(encoding="utf8")
+    svg = draw_cover.COVER.read_text(encoding="utf8")
     stored = json.loads(re.search(r"<dc:description>(.*)</dc:description>", svg).group(1))
-    assert list(stored) == list(COVER["RECIPES"])
+    assert list(stored) == list(draw_cover.RECIPES)
     for label in list(stored)[::2]:
-        peak = simulate(COVER["RECIPES"][label]).peak_allocated / 2**20
+        peak = simulate(draw_cover.RECIPES[label]).peak_allocated / 2**20
         assert stored[label] == pytest.approx(peak, rel=0.002), f"{label}: say make cover"
 
 
 def test_the_page_has_the_table_of_what_fits_where():
-    assert f"\n\n{TABLE['table'](FITS)}\n\n" in TABLE["PAGE"].read_text(encoding="utf-8")
+    assert f"\n\n{what_fits.table(FITS)}\n\n" in what_fits.PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +41,7 @@ def test_the_page_has_the_table_of_what_fits_where():
     ],
 )
 def test_the_table_is_what_is_said_today(model, way, gpu):
-    assert FITS[model][way][gpu] == TABLE["answer"](model, way, gpu)
+    assert FITS[model][way][gpu] == what_fits.answer(model, way, gpu)
 
 
 @pytest.mark.sampled(1)

@@ -2,18 +2,16 @@
 
 import dataclasses
 import logging
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import ledger
 import pytest
 from docutils import nodes
 
 from memlab.book.claims import all_named
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "_ext"))
-import ledger  # noqa: E402
 
 FOUND = [
     decision

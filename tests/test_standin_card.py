@@ -1,18 +1,14 @@
 """The stand-in for a card says and refuses what CUDA does."""
 
 import multiprocessing
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from standin_card import stand_in
 from torch import nn
 
 from memlab import Recipe
 from memlab.workloads.training import Training
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-from standin_card import stand_in
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from figures import FIGURE
 from torch._subclasses import FakeTensorMode
 from transformers.quantizers import quantizer_bnb_4bit
 
@@ -18,8 +19,6 @@ from memlab.libraries import import_bitsandbytes
 
 ROOT = Path(__file__).parent.parent
 CHAPTERS = ROOT / "chapters"
-sys.path.insert(0, str(ROOT / "tools"))
-from figures import FIGURE  # noqa: E402
 
 PAGE = (CHAPTERS / "troubleshooting.md").read_text(encoding="utf-8")
 FIGURES = [(match[1], match[4]) for match in FIGURE.finditer(PAGE)]

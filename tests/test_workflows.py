@@ -1,15 +1,13 @@
 """What the tools of the repository make: versions, executed notebooks."""
 
 import copy
-import sys
 import tomllib
 from pathlib import Path
 
 import yaml
+from drop_leftovers import VIEW, without_leftovers
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-from drop_leftovers import VIEW, without_leftovers  # noqa: E402
 
 
 def test_one_version():

@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import sys
-from pathlib import Path
 
 import pytest
+import standin_card
 from helpers import TINY
 
 from memlab.cli import main
@@ -13,9 +13,6 @@ from memlab.evidence import recording
 from memlab.evidence.plausibility import doubts
 from memlab.evidence.records import FOLDER, find_records, load, save
 from memlab.evidence.worker import Worker
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-import standin_card
 
 RUNS = {"one": TINY.but(batch_size=4, accumulation=2, precision="fp16-amp")}
 

@@ -1,20 +1,16 @@
 """Measuring on the device that is here, and the CUDA branch with a real allocator's counters."""
 
 import gc
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import refused
+from standin_card import stand_in
 
 from memlab import Meter, Recipe, measure
 from memlab.footprint import Footprint
 from memlab.predict.measure import allocator_of, pick_device, require, with_breakdown
 from memlab.workloads.training import Training
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-from standin_card import stand_in
 
 MiB = 2**20
 TINY = Recipe(model="bert-large-tiny", batch_size=2, seq_len=32)

@@ -5,10 +5,10 @@ import json
 import lzma
 import random
 import re
-import sys
 from pathlib import Path
 
 import pytest
+import record_traces
 import torch
 
 from memlab import Recipe, libraries
@@ -27,8 +27,6 @@ from memlab.predict.traces import (
 )
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-import record_traces  # noqa: E402
 
 RECIPE = Recipe("gpt2", seq_len=64, precision="fp16-amp", attention="sdpa")
 
