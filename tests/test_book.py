@@ -12,11 +12,10 @@ import pytest
 import yaml
 from book_extras import dead_links, says_something, turned_shares
 from browser import Browser
-from contents import listed_pages
+from contents import ROOT, listed_pages
 
 from memlab.book.claims import all_claims
 
-ROOT = Path(__file__).parent.parent
 HTML = ROOT / "_build" / "html"
 
 PHONE, DESKTOP = 390, 1280

@@ -5,20 +5,17 @@ import itertools
 import re
 import sys
 import tomllib
-from pathlib import Path
 
 import fold_cells
 import nbformat
 import pytest
 import set_address
 import yaml
-from contents import listed_pages
+from contents import ROOT, listed_pages
 
 import memlab
 import memlab.book
 import memlab.panels
-
-ROOT = Path(__file__).parent.parent
 
 CONFIG = yaml.safe_load((ROOT / "_config.yml").read_text())
 ADDRESS = CONFIG["repository"]["url"]

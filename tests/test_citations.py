@@ -2,12 +2,10 @@
 
 import json
 import logging
-from pathlib import Path
 
 import citations
 import pytest
-
-ROOT = Path(__file__).parent.parent
+from contents import ROOT
 
 
 def read(text, caplog):

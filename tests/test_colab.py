@@ -15,9 +15,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from contents import ROOT
 from test_chapters import ADDRESS, FIRST_CELL
 
-ROOT = Path(__file__).parent.parent
 FACTS = """
 import json
 from importlib.resources import files

@@ -1,12 +1,9 @@
 """What a curious reader changes first in a chapter does not stop it: `edits.yml` has three each."""
 
-from pathlib import Path
-
 import pytest
 import try_edit
 import yaml
-
-ROOT = Path(__file__).parent.parent
+from contents import ROOT
 
 EDITS = yaml.safe_load((ROOT / "tests" / "edits.yml").read_text(encoding="utf-8"))
 CHAPTERS = sorted(p.stem for p in (ROOT / "chapters").glob("[0-9][0-9]-*.ipynb"))

@@ -2,15 +2,14 @@
 
 import json
 import re
-from pathlib import Path
 
 import draw_cover
 import pytest
 import what_fits
+from contents import ROOT
 
 from memlab import Recipe, fits, simulate
 
-ROOT = Path(__file__).parent.parent
 FITS = json.loads(what_fits.FILE.read_text())
 QUESTIONS, ANSWERS = (
     json.loads((ROOT / "memlab" / "data" / f"{name}.json").read_text())[name]

@@ -3,9 +3,9 @@
 import importlib.util
 import os
 import re
-from pathlib import Path
 
 import pytest
+from contents import ROOT
 from helpers import run_python
 
 import memlab
@@ -21,7 +21,7 @@ def test_every_name_leads_to_something_with_a_name_of_its_own(package):
 
 def test_every_name_and_every_command_has_its_place_on_the_pages():
     """But a unit and the two catalogues, which are modules."""
-    pages = Path(__file__).parent.parent / "chapters"
+    pages = ROOT / "chapters"
     names = re.findall(r"^memlab\.(?:\w+\.)*(\w+)$", (pages / "memlab-api.md").read_text(), re.M)
     assert set(memlab.__all__) - {"MiB", "gpus", "models"} <= set(names)
     commands = re.findall(r"{command} (\w+)", (pages / "memlab-commands.md").read_text())

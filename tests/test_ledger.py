@@ -2,16 +2,14 @@
 
 import dataclasses
 import logging
-from pathlib import Path
 from types import SimpleNamespace
 
 import ledger
 import pytest
+from contents import ROOT
 from docutils import nodes
 
 from memlab.book.claims import all_named
-
-ROOT = Path(__file__).parent.parent
 
 FOUND = [
     decision

@@ -3,11 +3,9 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
+from contents import ROOT
 
 GLOSSARY = """\
 # Glossary

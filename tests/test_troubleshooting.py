@@ -5,11 +5,11 @@ import inspect
 import math
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from contents import ROOT
 from figures import FIGURE
 from torch._subclasses import FakeTensorMode
 from transformers.quantizers import quantizer_bnb_4bit
@@ -17,7 +17,6 @@ from transformers.quantizers import quantizer_bnb_4bit
 from memlab import find_gpu, models
 from memlab.libraries import import_bitsandbytes
 
-ROOT = Path(__file__).parent.parent
 CHAPTERS = ROOT / "chapters"
 
 PAGE = (CHAPTERS / "troubleshooting.md").read_text(encoding="utf-8")

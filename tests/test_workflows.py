@@ -2,12 +2,10 @@
 
 import copy
 import tomllib
-from pathlib import Path
 
 import yaml
+from contents import ROOT
 from drop_leftovers import VIEW, without_leftovers
-
-ROOT = Path(__file__).parent.parent
 
 
 def test_one_version():

@@ -2,13 +2,13 @@
 
 import json
 from html import escape
-from pathlib import Path
 
 import pytest
+from contents import ROOT
 
 from memlab.book.claims import Verdict, all_claims, all_named, verdict, verdicts
 
-CHAPTERS = Path(__file__).parents[2] / "chapters"
+CHAPTERS = ROOT / "chapters"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+from contents import ROOT
 from helpers import refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -172,7 +173,7 @@ def test_scripts_are_clean_and_short(a_recipe, tmp_path):
         assert "memlab" not in script
         compile(script, "script", "exec")
         (tmp_path / f"train_{number}.py").write_text(script, encoding="utf-8")
-    settings = Path(__file__).parents[2] / "pyproject.toml"
+    settings = ROOT / "pyproject.toml"
     for command in (["check"], ["format", "--diff"]):
         run = [sys.executable, "-m", "ruff", *command, "--config", settings, "--no-cache", tmp_path]
         done = subprocess.run(run, capture_output=True, text=True)
@@ -267,7 +268,7 @@ def test_the_pip_line_names_what_is_imported():
 
 
 def test_the_oldest_releases_are_memlabs_own():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     book = project["project"]["optional-dependencies"]["book"]
     bounds = dict(line.split(">=") for line in [*project["project"]["dependencies"], *book])
     assert OLDEST == {name: bounds[name] for name in OLDEST}

@@ -4,10 +4,10 @@ import json
 import random
 import re
 import shlex
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from contents import ROOT
 from helpers import refused
 from panel_page import PanelPage
 from transformers import TrainingArguments
@@ -633,7 +633,7 @@ def test_the_bar_is_the_breakdown(page):
 
 def test_every_switch_has_its_chapter(page):
     hrefs = page.run("[...panel.querySelectorAll('.switch a')].map(a => a.getAttribute('href'))")
-    chapters = Path(__file__).parents[2] / "chapters"
+    chapters = ROOT / "chapters"
     stems = [href.removesuffix(".html") for href in hrefs]
     assert page.text(".made").startswith("For torch ")
     assert len(stems) >= 9 and all((chapters / f"{stem}.ipynb").exists() for stem in stems)

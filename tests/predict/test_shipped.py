@@ -5,11 +5,11 @@ import json
 import lzma
 import random
 import re
-from pathlib import Path
 
 import pytest
 import record_traces
 import torch
+from contents import ROOT
 
 from memlab import Recipe, libraries
 from memlab.gpus import find_gpu
@@ -25,8 +25,6 @@ from memlab.predict.traces import (
     traces,
     usual_sizes,
 )
-
-ROOT = Path(__file__).parents[2]
 
 RECIPE = Recipe("gpt2", seq_len=64, precision="fp16-amp", attention="sdpa")
 
