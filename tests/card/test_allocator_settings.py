@@ -91,14 +91,13 @@ def test_a_recipe_says_it_by_itself(monkeypatch):
     assert simulate(recipe.but(accumulation=1), "T4") == before
 
 
-def test_the_snapshot_shows_them():
-    with SimulatedGPU("T4") as gpu:
-        torch._C._accelerator_setAllocatorSettings(ON)
-        tensors = [torch.empty(30 * MiB, dtype=torch.uint8, device="cuda") for _ in range(3)]
-        tensors[1] = None
-        torch.cuda.empty_cache()
-        snapshot, held = gpu.snapshot(), torch.cuda.memory_reserved()
-        assert torch.cuda.memory_stats()["segment.all.current"] == 0
+def test_the_snapshot_shows_them(t4):
+    torch._C._accelerator_setAllocatorSettings(ON)
+    tensors = [torch.empty(30 * MiB, dtype=torch.uint8, device="cuda") for _ in range(3)]
+    tensors[1] = None
+    torch.cuda.empty_cache()
+    snapshot, held = t4.snapshot(), torch.cuda.memory_reserved()
+    assert torch.cuda.memory_stats()["segment.all.current"] == 0
     # The gap of 20 MiB without memory parts one segment in two.
     sizes = [segment["total_size"] for segment in snapshot["segments"]]
     assert sizes == [40 * MiB, 40 * MiB] and sum(sizes) == held

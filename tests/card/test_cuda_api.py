@@ -94,16 +94,15 @@ def test_memory_statistics_have_pytorchs_names(t4):
     assert torch.cuda.memory_stats()["allocated_bytes.all.freed"] == 0
 
 
-def test_out_of_memory_is_counted():
+def test_out_of_memory_is_counted(t4):
     assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
-    with SimulatedGPU("T4"):
-        cached = torch.zeros(2**31, device="cuda")
-        del cached
-        with pytest.raises(torch.cuda.OutOfMemoryError):
-            torch.zeros(2**32, device="cuda")
-        stats = torch.cuda.memory_stats()
-        assert (stats["num_ooms"], stats["num_alloc_retries"]) == (1, 1)
-        assert torch.cuda.memory_reserved() == 0  # the cache was emptied first
+    cached = torch.zeros(2**31, device="cuda")
+    del cached
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        torch.zeros(2**32, device="cuda")
+    stats = torch.cuda.memory_stats()
+    assert (stats["num_ooms"], stats["num_alloc_retries"]) == (1, 1)
+    assert torch.cuda.memory_reserved() == 0  # the cache was emptied first
 
 
 @pytest.mark.parametrize(
@@ -185,7 +184,7 @@ def test_streams_of_any_accelerator_are_the_cards(t4):
     torch.cuda.set_sync_debug_mode("warn")
 
 
-def test_profilers_go_on_without_the_cards_times():
+def test_profilers_go_on_without_the_cards_times(t4):
     from torch.profiler import ProfilerActivity, profile, schedule
 
     def step():
@@ -193,25 +192,24 @@ def test_profilers_go_on_without_the_cards_times():
         layer(torch.ones(4, 64, device="cuda")).sum().backward()
 
     both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    with SimulatedGPU("T4") as gpu:
-        with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx():
+    with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx():
+        step()
+    held = torch.cuda.memory_allocated()
+    assert torch.cuda.cudart().cudaMemGetInfo(0) == torch.cuda.mem_get_info()
+    assert t4.footprint.assumptions == ()
+    with profile(
+        activities=both,
+        schedule=schedule(wait=1, warmup=1, active=1),
+        record_shapes=True,
+        profile_memory=True,
+        with_flops=True,
+    ) as profiler:
+        for _ in range(3):
             step()
-        held = torch.cuda.memory_allocated()
-        assert torch.cuda.cudart().cudaMemGetInfo(0) == torch.cuda.mem_get_info()
-        assert gpu.footprint.assumptions == ()
-        with profile(
-            activities=both,
-            schedule=schedule(wait=1, warmup=1, active=1),
-            record_shapes=True,
-            profile_memory=True,
-            with_flops=True,
-        ) as profiler:
-            for _ in range(3):
-                step()
-                profiler.step()
-        assert "aten::linear" in profiler.key_averages().table(sort_by="cuda_time_total")
-        assert torch.cuda.memory_allocated() == held
-    times, memory = gpu.footprint.assumptions
+            profiler.step()
+    assert "aten::linear" in profiler.key_averages().table(sort_by="cuda_time_total")
+    assert torch.cuda.memory_allocated() == held
+    times, memory = t4.footprint.assumptions
     assert "no times of the card" in times and "profile_memory is left out" in memory
 
 

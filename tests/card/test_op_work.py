@@ -162,25 +162,24 @@ def test_a_forward_pass_that_is_repeated_is_told_apart(card):
     assert [one.recomputed for one in products].count(True) == 1 and len(products) == 7
 
 
-def test_the_step_is_the_last_whole_one_and_its_second_micro_batch_can_be_repeated():
-    with SimulatedGPU("T4") as gpu:
-        model = torch.nn.Linear(64, 64).to("cuda")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        x = torch.empty(8, 64, device="cuda")
+def test_the_step_is_the_last_whole_one_and_its_second_micro_batch_can_be_repeated(t4):
+    model = torch.nn.Linear(64, 64).to("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.empty(8, 64, device="cuda")
 
-        def step(times):
-            for _ in range(times):
-                model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    def step(times):
+        for _ in range(times):
+            model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-        step(1)
-        step(2)
-        two = gpu.work.of_step
-        step(5)
-        five = gpu.work.of_step
-        model(x)  # of a step that has not ended
-        assert gpu.work.of_step == five
+    step(1)
+    step(2)
+    two = t4.work.of_step
+    step(5)
+    five = t4.work.of_step
+    model(x)  # of a step that has not ended
+    assert t4.work.of_step == five
 
     def flops(work):
         return sum(one.flops * n for one, n in work.items())

@@ -129,14 +129,13 @@ def test_statistics_of_all_ranks_take_what_those_of_one_take(dtype):
 
 
 @pytest.mark.parametrize(("after_forward", "half"), [(True, torch.bfloat16), (False, None)])
-def test_fsdp_keeps_a_share_and_gathers_a_layer_at_a_time(after_forward, half):
+def test_fsdp_keeps_a_share_and_gathers_a_layer_at_a_time(gpu, after_forward, half):
     policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half and torch.float32)
-    with SimulatedGPU(ranks=4) as gpu:
-        net = model()
-        for layer in net:
-            fully_shard(layer, mp_policy=policy, reshard_after_forward=after_forward)
-        fully_shard(net, mp_policy=policy)
-        footprint = two_steps(gpu, net, torch.optim.AdamW(net.parameters()))
+    net = model()
+    for layer in net:
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=after_forward)
+    fully_shard(net, mp_policy=policy)
+    footprint = two_steps(gpu, net, torch.optim.AdamW(net.parameters()))
     assert_holds_a_quarter(footprint)
     gathered = [x for x in footprint.timeline.lives if x.operation == "aten.resize_"]
     whole = LAYER if half is None else LAYER // 2

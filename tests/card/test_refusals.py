@@ -73,9 +73,9 @@ def test_dtypes_that_differ_are_refused_in_the_words_of_cuda(t4, words):
 
 
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
-def test_a_mask_of_another_shape_is_refused_in_the_words_of_pytorch(place):
+def test_a_mask_of_another_shape_is_refused_in_the_words_of_pytorch(t4, place):
     words = r"The shape of the mask \[3, 5\] at index 1 does not match .* \[2, 3, 4\] at index 2"
-    with SimulatedGPU("T4"), refused(words, kind=IndexError):
+    with refused(words, kind=IndexError):
         ones(place, FULL, 2, 3, 4)[:, ones(place, torch.bool, 3, 5)]
 
 

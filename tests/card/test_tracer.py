@@ -80,20 +80,19 @@ def test_a_moving_average_is_no_activation(update):
     assert found["activations"] < 256 * 256 * 4
 
 
-def test_a_weight_that_is_given_its_storage_again_makes_no_step():
+def test_a_weight_that_is_given_its_storage_again_makes_no_step(t4):
     """As PEFT does at every pass with the parameters of experts."""
     steps = []
-    with SimulatedGPU("T4") as gpu:
-        gpu.steps.on_step_by_hand = lambda: steps.append(1)
-        weight = torch.nn.Parameter(torch.randn(64, 64, device="cuda"))
-        for _ in range(3):
-            with torch.no_grad():
-                weight.set_(weight.detach())
-            (torch.randn(8, 64, device="cuda") @ weight).square().mean().backward()
-        assert not steps
+    t4.steps.on_step_by_hand = lambda: steps.append(1)
+    weight = torch.nn.Parameter(torch.randn(64, 64, device="cuda"))
+    for _ in range(3):
         with torch.no_grad():
-            weight.sub_(weight.grad)
-        weight.square().sum().backward()
+            weight.set_(weight.detach())
+        (torch.randn(8, 64, device="cuda") @ weight).square().mean().backward()
+    assert not steps
+    with torch.no_grad():
+        weight.sub_(weight.grad)
+    weight.square().sum().backward()
     assert steps == [1]
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers import refused
 
-from memlab import SimulatedGPU
 from memlab.card.placement import NotSimulated
 
 LARGE = 600  # a matrix of these, on the host, has no data
@@ -67,9 +66,8 @@ WAITING = [rejection, done_flags, convergence, convergence_on_the_host, Chain()]
 
 
 @pytest.mark.parametrize("loop", WAITING, ids=lambda one: getattr(one, "__name__", "Chain"))
-def test_a_loop_that_waits_is_given_another_answer_and_that_is_said(loop):
-    with SimulatedGPU() as gpu:
-        loop(torch.randn(8, 8, device="cuda"))
+def test_a_loop_that_waits_is_given_another_answer_and_that_is_said(gpu, loop):
+    loop(torch.randn(8, 8, device="cuda"))
     assert gpu.footprint.assumptions
     for said in gpu.footprint.assumptions:
         assert said.startswith("test_waiting.py:") and "times, then" in said
@@ -82,17 +80,16 @@ def test_a_loop_that_nothing_ends_is_refused_with_its_line(gpu):
             x = x + 1
 
 
-def test_a_count_in_the_loop_does_not_make_it_endless(monkeypatch):
+def test_a_count_in_the_loop_does_not_make_it_endless(gpu, monkeypatch):
     monkeypatch.setattr("memlab.card.waiting.MOST", 300)
-    with SimulatedGPU():
-        x, count = torch.randn(4, device="cuda"), 0
-        with refused("read 301 times", kind=NotSimulated):
-            while x.sum() > 1e-3:
-                count += 1
+    x, count = torch.randn(4, device="cuda"), 0
+    with refused("read 301 times", kind=NotSimulated):
+        while x.sum() > 1e-3:
+            count += 1
     assert 300 <= count <= 301  # the first reading has a place of its own
 
 
-def test_a_training_loop_is_not_disturbed():
+def test_a_training_loop_is_not_disturbed(gpu):
     def train(steps):
         model = torch.nn.Linear(8, 8, device="cuda")
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -106,14 +103,13 @@ def test_a_training_loop_is_not_disturbed():
             if next(steps) == 50:
                 return
 
-    with SimulatedGPU() as gpu:
-        train(itertools.count())
-        for _ in range(50):
-            assert not (torch.randn(4, device="cuda") > 2).any()
-        lengths = torch.ones(1, 1, dtype=torch.long, device="cuda")
-        while lengths.size(1) < 50:  # generating: the sequence grows
-            assert not (torch.randn(4, device="cuda").argmax() == 5)
-            lengths = torch.cat([lengths, lengths[:, :1]], 1)
+    train(itertools.count())
+    for _ in range(50):
+        assert not (torch.randn(4, device="cuda") > 2).any()
+    lengths = torch.ones(1, 1, dtype=torch.long, device="cuda")
+    while lengths.size(1) < 50:  # generating: the sequence grows
+        assert not (torch.randn(4, device="cuda").argmax() == 5)
+        lengths = torch.cat([lengths, lengths[:, :1]], 1)
     assert gpu.footprint.assumptions == ()
 
 
@@ -173,20 +169,19 @@ def test_a_loop_that_reads_many_tensors_a_turn_is_given_another_answer_for_all(g
     assert len(gpu.footprint.assumptions) == 1
 
 
-def test_each_call_waits_anew():
+def test_each_call_waits_anew(gpu):
     def halve(x):
         while x.norm() > 2:
             x = x / 2
         return x
 
-    with SimulatedGPU() as gpu:
-        x = torch.randn(4, device="cuda")
-        for _ in range(50):
-            halve(x)
+    x = torch.randn(4, device="cuda")
+    for _ in range(50):
+        halve(x)
     assert gpu.footprint.assumptions == ()
 
 
-def test_looking_at_a_loop_keeps_nothing_alive():
+def test_looking_at_a_loop_keeps_nothing_alive(gpu):
     def loop(x, mine):
         values = locals() if mine else None
         gone = torch.ones(4, device="cuda")
@@ -201,9 +196,8 @@ def test_looking_at_a_loop_keeps_nothing_alive():
         assert mine or seen() is None
         assert not mine or values["mine"] is True
 
-    with SimulatedGPU():
-        loop(torch.randn(4, device="cuda"), False)
-        loop(torch.randn(4, device="cuda"), True)
+    loop(torch.randn(4, device="cuda"), False)
+    loop(torch.randn(4, device="cuda"), True)
 
 
 class Vision(torch.nn.Module):

@@ -41,24 +41,23 @@ def test_a_product_writes_the_weight_out_except_for_few_tokens():
 
 @pytest.mark.parametrize("kind", ["Linear4bit", "Linear8bitLt"])
 @pytest.mark.parametrize("width", [64, 4096])  # with data on the host, and without
-def test_a_library_makes_a_parameter_anew_by_its_type_and_what_it_holds(kind, width):
+def test_a_library_makes_a_parameter_anew_by_its_type_and_what_it_holds(t4, kind, width):
     """As diffusers' layers under accelerate's init_empty_weights, before they are quantized."""
     make, more = getattr(bitsandbytes.nn, kind), {"has_fp16_weights": False}
     more = {"quant_type": "nf4"} if kind == "Linear4bit" else more
-    with SimulatedGPU("T4"):
-        with init_empty_weights():
-            layer = make(width, width, bias=False, **more)
-        assert layer.weight.device.type == "meta"
-        named = "Params4bit" if kind == "Linear4bit" else "Int8Params"
-        assert type(layer.weight).__name__ == named
-        assert isinstance(layer.weight, getattr(bitsandbytes.nn, named))
-        values = torch.randn(width, width, dtype=torch.float16)
-        settings = dict(layer.weight.__dict__)
-        layer.weight = type(layer.weight)(values, requires_grad=False, **settings)
-        layer.to("cuda")
-        held = torch.cuda.memory_allocated()
-        assert 4 * width * width < 8 * held < 9 * width * width + 8 * 4 * 1024
-        assert layer.weight.dtype in (torch.uint8, torch.int8)
+    with init_empty_weights():
+        layer = make(width, width, bias=False, **more)
+    assert layer.weight.device.type == "meta"
+    named = "Params4bit" if kind == "Linear4bit" else "Int8Params"
+    assert type(layer.weight).__name__ == named
+    assert isinstance(layer.weight, getattr(bitsandbytes.nn, named))
+    values = torch.randn(width, width, dtype=torch.float16)
+    settings = dict(layer.weight.__dict__)
+    layer.weight = type(layer.weight)(values, requires_grad=False, **settings)
+    layer.to("cuda")
+    held = torch.cuda.memory_allocated()
+    assert 4 * width * width < 8 * held < 9 * width * width + 8 * 4 * 1024
+    assert layer.weight.dtype in (torch.uint8, torch.int8)
 
 
 @pytest.mark.parametrize("mode", ["nf4", "fp4-dq", "int8"])
@@ -108,13 +107,12 @@ def test_the_first_run_of_a_process_is_like_the_second():
     Training(recipe).step()  # with data, the table is a real one
 
 
-def test_a_weight_that_is_quantized_by_itself_is_a_parameter():
+def test_a_weight_that_is_quantized_by_itself_is_a_parameter(gpu):
     """As transformers' loader does, which moves no module."""
-    with SimulatedGPU() as gpu:
-        weight = torch.randn(256, 256)
-        weight = bitsandbytes.nn.Params4bit(weight, False, compress_statistics=False).to("cuda")
-        held = torch.cuda.memory_allocated()
-        weight.quant_state.absmax + 1
+    weight = torch.randn(256, 256)
+    weight = bitsandbytes.nn.Params4bit(weight, False, compress_statistics=False).to("cuda")
+    held = torch.cuda.memory_allocated()
+    weight.quant_state.absmax + 1
     levels = gpu.footprint.timeline.levels
     assert levels["parameters"][-1] == 256 * 256 // 2 + 256 * 256 // 64 * 4 + 16 * 4 <= held
 
