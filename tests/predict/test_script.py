@@ -55,7 +55,7 @@ def test_it_ends_after_two_steps_and_says_which_lines_hold_what(script, capsys):
     assert capsys.readouterr().out.count("loss 1.00") == 1  # the second print comes after the end
 
 
-def test_a_script_sets_the_allocator_before_its_first_tensor(script, capsys):
+def test_a_script_sets_the_allocator_before_its_first_tensor(script):
     wide = ["--width", "1800"]
     plain = run_script(script, wide, gpu="T4")
     code = "import os\nos.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'\n"

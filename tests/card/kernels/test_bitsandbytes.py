@@ -88,16 +88,6 @@ def test_bitsandbytes_own_rule_is_asked_for_the_card():
     assert not fuses("V100", 8) and fuses("T4", 8)
 
 
-def test_the_base_does_not_exist_in_half_precision_on_the_card():
-    """Weights are quantized one by one: the whole in bf16 is never there."""
-    config = models.config("llama-3-8b")
-    config.num_hidden_layers, config.vocab_size = 4, 1000
-    config.bos_token_id = config.eos_token_id = 1
-    recipe = QLORA.but(model=config)
-    half = 2 * simulate(recipe).parameters
-    assert simulate(recipe).peak_reserved < 0.9 * half
-
-
 def test_the_first_run_of_a_process_is_like_the_second():
     """bitsandbytes keeps the table of the scales' codes, once made."""
     recipe = QLORA.but(double_quant=True)
