@@ -29,34 +29,6 @@ def test_one_request(request_bytes, allocated, reserved):
     assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
 
 
-def test_freed_memory_stays_reserved_and_is_used_again():
-    allocator = CachingAllocator()
-    first = allocator.allocate(100 * MiB)
-    allocator.free(first)
-    assert (allocator.allocated, allocator.reserved) == (0, 100 * MiB)
-    assert allocator.allocate(60 * MiB) == first
-    assert allocator.reserved == 100 * MiB
-
-
-def test_best_fit_takes_the_smallest_block_that_is_large_enough():
-    allocator = CachingAllocator()
-    large, small = allocator.allocate(100 * MiB), allocator.allocate(50 * MiB)
-    allocator.free(large)
-    allocator.free(small)
-    assert allocator.allocate(40 * MiB) == small
-
-
-def test_neighbours_merge_when_freed():
-    allocator = CachingAllocator()
-    allocator.free(allocator.allocate(60 * MiB))
-    pieces = [allocator.allocate(20 * MiB) for _ in range(3)]
-    assert allocator.reserved == 60 * MiB
-    for piece in (pieces[0], pieces[2], pieces[1]):
-        allocator.free(piece)
-    allocator.allocate(60 * MiB)
-    assert allocator.reserved == 60 * MiB
-
-
 def current(allocator, name, pool="all"):
     return allocator.stats()[name][pool]["current"]
 
