@@ -42,7 +42,6 @@ def small():
         (lambda loss: bool(loss < float("inf")), True),
         (lambda loss: bool(torch.isnan(loss)), False),
         (lambda loss: bool(torch.isfinite(loss)), True),
-        (lambda loss: str(loss).startswith("tensor(1.0, device='cuda:0'"), True),
     ],
 )
 def test_a_loss_reads_as_one_and_guards_are_quiet(gpu, read, given):

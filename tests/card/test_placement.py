@@ -8,8 +8,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 from memlab import SimulatedGPU
 
 CARD = [
-    lambda: torch.zeros(3, device="cuda"),
-    lambda: torch.zeros(3).cuda(),
     lambda: torch.zeros(3).to(torch.ones(1, device="cuda")),
     lambda: torch.as_tensor(np.arange(3), device="cuda"),
     lambda: torch.from_numpy(np.ones(3)).to("cuda", non_blocking=True),
