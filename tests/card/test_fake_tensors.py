@@ -1,6 +1,5 @@
 """Fake tensors are refused as real ones; a whole step is in test_on_cpu.py."""
 
-
 import pytest
 import torch
 
