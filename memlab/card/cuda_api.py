@@ -140,6 +140,8 @@ def _of_the_driver(tracer, snapshot, ranks) -> dict:
         # The simulation always records; the export is always there.
         "_cuda_record_memory_history": lambda *settings: None,
         "_cuda_record_memory_history_legacy": lambda *settings: None,
+        "_cuda_CUDAAllocator_AllocatorState": object,  # of the graphs that inductor records
+        "_set_cached_tensors_enabled": lambda enabled: None,
     }
 
 

@@ -1,6 +1,7 @@
 """Training loops on tensors without data."""
 
 import contextlib
+import functools
 import logging
 import os
 from typing import Any
@@ -218,7 +219,10 @@ def apply_by(move, replaces=lambda module, name, buffer: None):
                 module._apply(function)
         for parameter in filter(lambda p: p is not None, self._parameters.values()):
             with torch.no_grad():
+                gradient, parameter.grad = parameter.grad, None
                 (_note_place if is_lazy(parameter) else move)(parameter, function)
+                if gradient is not None:  # goes along
+                    parameter.grad = function(gradient)
         for name, buffer in self._buffers.items():
             if is_lazy(buffer):
                 _note_place(buffer, function)
@@ -264,6 +268,7 @@ def _may_improve(is_early_stop_heuristic_unsatisfied, **scores):
 def _with_data(function):
     """The function, run on ordinary tensors also inside."""
 
+    @functools.wraps(function)  # by whose name a spawned process finds the original
     def run(*args, **kwargs):
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             return function(*args, **kwargs)

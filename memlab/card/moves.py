@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from memlab.card import legacy_types
+from memlab.card import legacy_types, refusals
 from memlab.card.autocast import AUTOCAST
 from memlab.card.calls import Call
 from memlab.card.card_mode import CardMode
@@ -105,7 +105,11 @@ PROPERTY = type(SET_DATA)
 FROM_DATA = {torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
 CTC_LOSS = {torch.nn.functional.ctc_loss, torch.ctc_loss}
 RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
-CUDNN = "recurrent layers: PyTorch's own operations, where a card may take one kernel of cuDNN"
+RECURRENT |= {torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell}
+CUDNN = (
+    "recurrent layers: PyTorch's own operations, where a card may take one kernel, such as "
+    "cuDNN's, which keeps more or less"
+)
 
 
 class DeviceMoveMode(TorchFunctionMode):
@@ -161,6 +165,11 @@ class DeviceMoveMode(TorchFunctionMode):
             args, kwargs = self._with_lengths(args, kwargs)
         if func in RECURRENT and on_card(args[0]):
             self.tracer.assumptions[CUDNN] = None
+            with torch.backends.mkldnn.flags(enabled=False):  # the host's kernel keeps less
+                return self._called(Call(args, kwargs), func, args, kwargs)
+        if func is torch.nn.functional.binary_cross_entropy and on_card(args[0]):
+            if torch.is_autocast_enabled("cuda"):
+                raise RuntimeError(refusals.UNSAFE_TO_AUTOCAST)
         if func is torch._VF._pad_packed_sequence:  # of its lengths the host makes a tensor
             return self._called(Call(args, kwargs, host_dtype=torch.int64), func, args, kwargs)
         return self._called(Call(args, kwargs, names_host(device)), func, args, kwargs)

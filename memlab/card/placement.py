@@ -172,6 +172,14 @@ def tensors_name_their_place(host_copy):
         text = f"tensor({shown}{size}{place}{dtype}{grad})"
         return f"Parameter containing:\n{text}" if getattr(self, "_is_param", False) else text
 
+    def deep_copy(self, memo):
+        if not isinstance(self, torch.nn.Parameter):
+            return torch.Tensor.__deepcopy__(self, memo)
+        if id(self) not in memo:  # without its gradient, as `Parameter.__deepcopy__` has it
+            made = self.data.clone(memory_format=torch.preserve_format)
+            memo[id(self)] = torch.nn.Parameter(made, self.requires_grad)
+        return memo[id(self)]
+
     def kind(self, *asked, **options):
         if asked or options:
             return torch.Tensor.type(self, *asked, **options)
@@ -186,6 +194,7 @@ def tensors_name_their_place(host_copy):
         "get_device": lambda self: 0 if on_card(self) else -1,
         "data_ptr": lambda self: address_of(self) + self.storage_offset() * self.itemsize,
         "numpy": numpy,
+        "__deepcopy__": deep_copy,
         "__dlpack__": refuse_dlpack,
         "tolist": lambda self: host_copy(self).tolist(),
         "type": kind,

@@ -15,6 +15,13 @@ from memlab.card.known_values import values_of
 aten = torch.ops.aten
 CHECKS: dict[Callable, Callable[..., None]] = {}
 HALF = (torch.float16, torch.bfloat16)
+# autocast_mode.h, `banned`, of CUDA alone.
+UNSAFE_TO_AUTOCAST = (
+    "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
+    "Many models use a sigmoid layer right before the binary cross entropy layer.\n"
+    "In this case, combine the two layers using "
+    "torch.nn.functional.binary_cross_entropy_with_logits\nor torch.nn.BCEWithLogitsLoss."
+)
 SCALARS = {  # by dtype, the names that PyTorch's messages give: `ScalarType` and `TypeMeta`
     torch.float32: ("Float", "float"),
     torch.float16: ("Half", "c10::Half"),

@@ -14,6 +14,11 @@ from memlab.trace.events import Marker
 from memlab.trace.tensors import is_gathered, tensors_in
 from memlab.trace.tracer import Tracer
 
+LBFGS = (
+    "LBFGS: losses read alike, so each step ends after one iteration; on a card its history grows "
+    "to `history_size` pairs as large as the weights"
+)
+
 
 class Steps:
     """The optimizer steps on a card, and the work of each.
@@ -35,6 +40,8 @@ class Steps:
         def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if not self._tracer.in_step:
                 self._ended(optimizer)
+            if isinstance(optimizer, torch.optim.LBFGS):
+                self._tracer.assumptions[LBFGS] = None
 
         hook = register_optimizer_step_post_hook(stepped)
         try:

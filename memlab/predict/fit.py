@@ -268,8 +268,11 @@ def largest_size(
     end = MOST if end is None else end
     step = min(STEPS[field], end)
 
+    def size_of(steps: int) -> int:
+        return min(steps * step, end)
+
     def sized(steps: int) -> Recipe | Serving:
-        return recipe.but(**{field: steps * step})
+        return recipe.but(**{field: size_of(steps)})
 
     def tensors(steps: int) -> int:
         return peak_of(sized(steps), card)
@@ -278,7 +281,7 @@ def largest_size(
         one = sized(steps)
         return peak_reserved_of(one, log_of(one, card), smaller) is not None
 
-    every = end // step
+    every = -(-end // step)
     first = min(max(1, getattr(recipe, field) // step), every)
     usable = room(card, margin) - _context(card)
     most = _last_by_line(tensors, first, every, usable)
@@ -289,7 +292,7 @@ def largest_size(
     else:
         known = first * own_fits
     found = _last(fits, most, known)
-    return found * step, None if found == every else (found + 1) * step
+    return size_of(found), None if found == every else size_of(found + 1)
 
 
 def _longest(recipe: Recipe | Serving) -> int | None:

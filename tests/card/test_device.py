@@ -121,9 +121,11 @@ class Rows(torch.utils.data.Dataset):
         return {"input_ids": torch.full((512,), i)}
 
 
-@pytest.mark.parametrize("pinned", [False, True])
-def test_workers_of_a_data_loader_make_tensors_on_the_host(gpu, pinned):
-    loader = torch.utils.data.DataLoader(Rows(), 2, num_workers=1, pin_memory=pinned)
+@pytest.mark.parametrize(("pinned", "how"), [(False, None), (True, None), (False, "spawn")])
+def test_workers_of_a_data_loader_make_tensors_on_the_host(gpu, pinned, how):
+    loader = torch.utils.data.DataLoader(
+        Rows(), 2, num_workers=1, pin_memory=pinned, multiprocessing_context=how
+    )
     for batch in loader:
         tokens = batch["input_ids"]
         assert torch.cuda.memory_allocated() == 0

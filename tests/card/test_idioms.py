@@ -112,6 +112,30 @@ def test_packed_sequences_hold_their_tokens_and_no_padding(gpu):
     assert any("cuDNN" in assumed for assumed in gpu.footprint.assumptions)
 
 
+@pytest.mark.parametrize("kind, numbers", [(nn.LSTM, 4 + 1 + 1), (nn.GRU, 3 + 1)])
+def test_a_recurrent_layer_keeps_its_gates_and_states(gpu, kind, numbers):
+    """Of each unit and token; the host's own kernel would keep a sixth of it."""
+    layer = kind(64, 64, batch_first=True).cuda()
+    x = torch.randn(8, 100, 64, device="cuda")
+    before = torch.cuda.memory_allocated()
+    out, states = layer(x)
+    assert torch.cuda.memory_allocated() - before >= numbers * out.nbytes
+
+
+def test_lbfgs_says_that_its_history_does_not_grow_here(gpu):
+    layer = nn.Linear(4, 1).cuda()
+    optimizer = torch.optim.LBFGS(layer.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = layer(torch.randn(8, 4, device="cuda")).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert any("LBFGS" in said for said in gpu.footprint.assumptions)
+
+
 def test_gradients_of_each_sample_by_function_transforms(gpu):
     layer = nn.Linear(64, 4).cuda()
     weights = {name: p.detach() for name, p in layer.named_parameters()}

@@ -1,5 +1,7 @@
 """Names by which code comes to the card, beside `.to` and `.cuda`."""
 
+import copy
+
 import pytest
 import torch
 from helpers import most
@@ -125,3 +127,30 @@ def test_layers_that_learn_their_width_from_the_first_batch_are_made_where_they_
     assert most(footprint, "parameters") == weights
     with SimulatedGPU():
         assert layers().cuda().cpu()(torch.randn(2, 3, 16, 16)).is_cpu
+
+
+@pytest.mark.parametrize("width", [64, 2048], ids=["with data", "without"])
+def test_gradients_go_along_with_their_module(t4, width):
+    layer = torch.nn.Linear(width, width, bias=False)
+    layer(torch.randn(4, width)).sum().backward()
+    assert layer.cuda().weight.grad.is_cuda
+    held = torch.cuda.memory_allocated()
+    assert layer.half().weight.grad.dtype == torch.half
+    assert torch.cuda.memory_allocated() == held // 2
+    assert layer.cpu().weight.grad.device == torch.device("cpu")
+    assert torch.cuda.memory_allocated() == 0
+
+
+@pytest.mark.parametrize("width", [64, 2048], ids=["with data", "without"])
+def test_a_copied_module_has_no_gradients_a_copied_tensor_has(t4, width):
+    layer = torch.nn.Linear(width, width, bias=False, device="cuda")
+    leaf = torch.ones(width, width, device="cuda", requires_grad=True)
+    (layer.weight * leaf).sum().backward()
+    twin = copy.deepcopy(layer)
+    assert twin.weight.grad is None and twin.weight.requires_grad
+    assert isinstance(twin.weight, torch.nn.Parameter) and twin.weight.is_cuda
+    assert copy.deepcopy(leaf).grad is not None
+    tied = torch.nn.ModuleList([layer, torch.nn.Linear(1, 1)])
+    tied[1].weight = layer.weight
+    twins = copy.deepcopy(tied)
+    assert twins[0].weight is twins[1].weight

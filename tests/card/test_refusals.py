@@ -72,6 +72,14 @@ def test_dtypes_that_differ_are_refused_in_the_words_of_cuda(t4, words):
     assert one_line(error) == words
 
 
+def test_a_loss_of_chances_is_no_operation_for_autocast(t4):
+    """CUDA's autocast alone refuses it, whose sums of half precision would overflow."""
+    chances = ones("cuda", FULL, 4) / 2
+    assert F.binary_cross_entropy(chances, chances) is not None
+    with torch.autocast("cuda"), refused("are unsafe to autocast", kind=RuntimeError):
+        F.binary_cross_entropy(chances, chances)
+
+
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
 def test_a_mask_of_another_shape_is_refused_in_the_words_of_pytorch(t4, place):
     words = r"The shape of the mask \[3, 5\] at index 1 does not match .* \[2, 3, 4\] at index 2"

@@ -143,6 +143,8 @@ def test_the_largest_fits_and_the_next_does_not():
     assert found.value > 64 and found.next == found.value + 64
     assert found.fit and fits(found.recipe, 60 * MiB)
     assert not fits(found.recipe.but(prompt=found.next), 60 * MiB)
+    # The end of a model's positions is no multiple of the search's steps.
+    assert largest(Serving("gpt2", new_tokens=16), "T4", "prompt").value == 1024 - 16
     with refused("field is 'seq_len': allowed are batch_size, prompt"):
         largest(serving, "T4", "seq_len")
 

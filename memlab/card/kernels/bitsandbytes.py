@@ -210,6 +210,8 @@ def paged_states(zeros_on_host):
 
 def is_to_be(parameter) -> bool:
     """Whether a parameter of `without_data` is one that is quantized, now or later."""
+    if getattr(parameter, "has_fp16_weights", False):
+        return False
     return hasattr(parameter, "_memlab_quantizes_as")
 
 

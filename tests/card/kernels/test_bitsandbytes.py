@@ -60,6 +60,11 @@ def test_a_library_makes_a_parameter_anew_by_its_type_and_what_it_holds(t4, kind
     assert layer.weight.dtype in (torch.uint8, torch.int8)
 
 
+def test_weights_that_stay_in_half_precision_are_not_quantized_by_their_move(t4):
+    layer = bitsandbytes.nn.Linear8bitLt(64, 64, has_fp16_weights=True).half().cuda()
+    assert layer.weight.dtype == torch.float16 and layer.weight.is_cuda
+
+
 @pytest.mark.parametrize("mode", ["nf4", "fp4-dq", "int8"])
 def test_lightnings_fabric_quantizes_the_layers_that_it_makes(mode):
     fabric = pytest.importorskip("lightning.fabric")
