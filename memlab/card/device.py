@@ -31,7 +31,7 @@ from memlab.card.steps import Steps
 from memlab.card.waiting import Waits
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, find_gpu
-from memlab.libraries import import_bitsandbytes
+from memlab.libraries import import_bitsandbytes, installed
 from memlab.trace.card_memory import CardMemory
 from memlab.trace.snapshot import take_snapshot
 from memlab.trace.tracer import Tracer
@@ -156,6 +156,19 @@ class SimulatedGPU:
         if self.imports_bitsandbytes and importlib.util.find_spec("bitsandbytes"):
             # Other libraries import it, and inside it would look for its CUDA library.
             import_bitsandbytes("SimulatedGPU")
+        try:
+            self._stack = self._contexts()
+        except AttributeError as error:
+            here = ", ".join(f"{name} {version}" for name, version in installed().items())
+            raise ValueError(
+                f"{error}: this memlab is older than what is here ({here}); install a newer one, "
+                "or older releases of these"
+            ) from error
+        SimulatedGPU.entered = True
+        return self
+
+    def _contexts(self) -> contextlib.ExitStack:
+        """Everything that is replaced while the card is entered."""
         with contextlib.ExitStack() as stack:
             mode = self._mode(stack.enter_context(fake_tensors.tensors_without_data()))
             names = stack.enter_context(moves.cuda_code(mode))
@@ -180,9 +193,7 @@ class SimulatedGPU:
                 mode,
             ):
                 stack.enter_context(context)
-            self._stack = stack.pop_all()
-        SimulatedGPU.entered = True
-        return self
+            return stack.pop_all()
 
     def _mode(self, fake: FakeTensorMode) -> CardMode:
         """The dispatch mode, of the parts that it needs; fake: that of tensors without data."""

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from helpers import refused
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import BertForSequenceClassification
 
 from memlab import Recipe, SimulatedGPU, simulate
@@ -111,6 +112,16 @@ def test_one_card_at_a_time():
         with refused("entered already"):
             simulate(Recipe(model="bert-base-tiny", seq_len=16))
     assert simulate(Recipe(model="bert-base-tiny", seq_len=16)).peak_allocated > 0
+
+
+def test_a_release_without_a_name_that_is_replaced_is_said_in_a_line(monkeypatch):
+    monkeypatch.delattr(FSDPParamGroup, "post_backward")
+    with refused(r"post_backward.*: this memlab is older than what is here \(torch 2"):
+        SimulatedGPU().__enter__()
+    monkeypatch.undo()
+    with SimulatedGPU() as gpu:  # nothing is left behind
+        torch.ones(3, device="cuda")
+    assert gpu.footprint.peak_allocated
 
 
 class Rows(torch.utils.data.Dataset):
