@@ -114,7 +114,7 @@ def _pairs(model, card, values, attention, common, asked=64, slow=False):
     if attention == "eager" and model not in ONLY_EAGER:
         updates = updates[:1]
     if slow:
-        updates = updates[: len(PLANNED)]
+        updates = [(name, 1.0) for name in PLANNED[: 1 if values.get("lora_rank") else None]]
     for i in range(max(len(passes), len(updates))):
         batch, checkpointing, accumulation = passes[i if i < len(passes) else 0]
         optimizer, norm = updates[i % len(updates)]
