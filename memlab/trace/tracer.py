@@ -358,8 +358,9 @@ class Tracer(Ledger):
         In the parameters' own, or, before PyTorch 2.15 and of another format, beside them.
         """
         for shared in group.fsdp_params:
-            kept = shared.unsharded_accumulated_grad
-            kept = shared.unsharded_param.grad if kept is None else kept
+            kept, own = shared.unsharded_accumulated_grad, getattr(shared, "_unsharded_param", None)
+            if kept is None and own is not None:  # the forward pass has used it
+                kept = own.grad
             if kept is not None:
                 self.see(kept, Category.GRADIENTS)
                 self._same_module(kept, shared.sharded_param)

@@ -12,6 +12,7 @@ from helpers import most, refused
 from torch.distributed._functional_collectives import all_reduce_coalesced
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -67,6 +68,26 @@ def start(backend="nccl"):
     dist.init_process_group(backend)
     assert (dist.get_rank(), dist.get_world_size()) == (0, 4)
     torch.manual_seed(1)  # of every card of the machine
+
+
+@pytest.mark.skipif(
+    hasattr(FSDPParam, "to_accumulated_grad_if_needed"),
+    reason="before PyTorch 2.15 fully_shard itself raises an AttributeError",
+)
+def test_under_accumulation_a_layer_may_stay_unused():
+    class First(torch.nn.Sequential):
+        def forward(self, x):
+            return self[0](x)
+
+    with SimulatedGPU("A100-80GB", ranks=4) as gpu:
+        start()
+        model = First(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).cuda()
+        for layer in (*model, model):
+            fully_shard(layer)
+        for last in (False, True):
+            model.set_requires_gradient_sync(last)
+            model(torch.randn(2, 64, device="cuda")).sum().backward()
+    assert gpu.footprint.peak_allocated
 
 
 def test_what_no_table_knows_counts_as_sent_whole():
