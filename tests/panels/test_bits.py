@@ -122,6 +122,12 @@ def test_bits_are_flipped_by_keyboard_and_by_click(page):
     assert page.run(shown) == "-1.015625"
 
 
+def test_on_a_phone_each_part_of_a_number_is_one_line(open_once):
+    page = open_once(BitExplorer(), body=' style="margin: 24px"')  # of the book's pages
+    parts = "[...panel.querySelectorAll('.part')].map(part => part.clientHeight)"
+    assert len(set(page.run(parts))) == 1
+
+
 def test_every_pick_works(page):
     for pick in range(page.run("panel.querySelectorAll('.picks button').length")):
         page.click(".picks button", pick)
