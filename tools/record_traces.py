@@ -48,6 +48,7 @@ PLANNED_ONLY += ("gemma-3-4b",)
 SLOW = ("gemma-3-270m", "gemma-3-1b", "gemma-3-4b", "gemma-3-12b", "gemma-3-27b")
 SLOW += ("modernbert-base", "modernbert-large", "deberta-v3-base", "flan-t5-base", "t5-3b")
 TOO_LARGE = ("gemma-3-12b", "gemma-3-27b")  # for a T4
+OWN_WIDTHS = ("gemma-3-270m", "gemma-3-1b")  # these have a trace for each class of cards
 MODELS = tuple(dict.fromkeys((*COMMON, *PLANNED_ONLY, *FEWER, *SLOW)))
 ONLY_EAGER = ("deberta-v3-base",)
 WAYS = {
@@ -93,8 +94,11 @@ def recipes(model: str):
 
 def _planned(model, length, slow=False):
     """slow: only what `plan` asks for by itself, on cards that may hold it."""
-    half = {ANY_CARD: ("bf16-amp", "fp32", "bf16"), CARDS[1]: ("fp16-amp", "fp32")}
     cards = CARDS[:1] if model in TOO_LARGE else CARDS
+    if model in OWN_WIDTHS:
+        cards += (find_gpu("RTX-4090"),)
+    half = dict.fromkeys(cards, ("bf16-amp", "fp32", "bf16"))
+    half |= {CARDS[1]: ("fp16-amp", "fp32")}
     attention = "eager" if model in ONLY_EAGER else "sdpa"
     for card, way in itertools.product(cards, ("plain", "lora in 16 bits", "qlora")):
         for precision in half[card][: (3 - slow) if way == "plain" else 1]:
