@@ -72,7 +72,7 @@ def native_dtypes(capability: tuple[int, int]) -> tuple[str, ...]:
 # "Throughput of Native Arithmetic Instructions".
 MULTIPLY_ADDS = {(6, 0): 64, (7, 0): 64, (7, 5): 64, (8, 0): 64}
 # Of the others, from Pascal's 6.0 to Blackwell's 10.0, 2,048.
-THREADS_OF_PROCESSOR = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
+THREADS_OF_PROCESSOR = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
 Reached = tuple[float, float, float]  # operations a second: least, expected, most
 
 

@@ -39,22 +39,22 @@ class ByValues:
         self._kernels.take_scratch(func, args, made)
         return made
 
-    def without_masks(self, args, position):
+    def without_masks(self, tensor, masks, *rest):
         """The arguments of an indexing, with the places where a mask is true for every mask.
 
         As CUDA's kernels have it: `expandTensors` in aten/src/ATen/native/IndexingUtils.h.
         """
         indices: list = []
-        for index in args[position]:
+        for index in masks:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
                 indices.append(index)
                 continue
-            _check_shape(index, args[0], len(indices))
+            _check_shape(index, tensor, len(indices))
             places = self._mode.__torch_dispatch__(aten.nonzero.default, (), (index,))
             for column in range(index.dim()):
                 one = self._mode.__torch_dispatch__(aten.select.int, (), (places, 1, column))
                 indices.append(one)
-        return (*args[:position], indices, *args[position + 1 :])
+        return tensor, indices, *rest
 
     def select_by_mask(self, tensor, mask):
         """aten/src/ATen/native/cuda/IndexKernel.cpp: `masked_select_out_cuda_impl`."""

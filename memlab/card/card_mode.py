@@ -22,6 +22,7 @@ from memlab.card.op_work import WorkLog
 from memlab.card.placement import NotSimulated, without_data
 from memlab.card.reading import Reader
 from memlab.card.steps import Steps
+from memlab.card.waiting import Waits
 from memlab.footprint import Phase
 from memlab.trace.tensors import is_wrapper_subclass, on_card, tensors_in
 from memlab.trace.tracer import Tracer
@@ -47,17 +48,15 @@ class CardMode(TorchDispatchMode):
         self,
         fake: FakeTensorMode,
         tracer: Tracer,
-        calls: Calls,
         steps: Steps,
         work: WorkLog,
-        reader: Reader,
         kernels: KernelMemory,
     ):
         super().__init__()
-        self.fake, self.tracer, self.calls = fake, tracer, calls
+        self.fake, self.tracer, self.calls = fake, tracer, Calls()
         self.steps, self.work = steps, work
-        self.reader, self._kernels = reader, kernels
-        self.host = Host(fake, tracer, work, reader, kernels)
+        self.reader, self._kernels = Reader(Waits(tracer.assumptions, steps)), kernels
+        self.host = Host(self, kernels)
         self._by_values = ByValues(self, kernels)
 
     @classmethod
@@ -104,8 +103,8 @@ class CardMode(TorchDispatchMode):
             return self._by_values.select_by_mask(*args)
         if func is aten._pack_padded_sequence.default:
             return self._by_values.pack(*args)
-        if func in dynamic_shapes.BY_MASK:
-            args = self._by_values.without_masks(args, dynamic_shapes.BY_MASK[func])
+        if func._opname in dynamic_shapes.BY_MASK:
+            args = self._by_values.without_masks(*args)
         refuse_two_devices(func, tensors)
         refusals.refuse(func, args)
         if func in dynamic_shapes.LARGEST:

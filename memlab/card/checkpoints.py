@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from safetensors import torch as safetensors
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from memlab.card.known_values import values_of
-from memlab.card.placement import is_cuda_device
+from memlab.card.placement import is_cuda_device, with_data
 from memlab.trace.patches import replaced
 from memlab.trace.tensors import on_card
 
@@ -66,7 +65,7 @@ def _plain(tensor):
     Tied weights stay tied.
     """
     values, data = values_of(tensor), tensor.untyped_storage()
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with with_data():
         if values is None:
             zeros = data.__dict__.setdefault("_memlab_zeros", {})
             zero = zeros.setdefault(_which(tensor), torch.zeros((), dtype=tensor.dtype))
@@ -83,7 +82,7 @@ def _which(tensor) -> tuple:
 
 def _as_zeros(tensor, protocol):
     plain = _plain(tensor)
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with with_data():
         if getattr(tensor, "_is_param", False):
             plain = torch.nn.Parameter(plain, tensor.requires_grad)
         return plain.__reduce_ex__(protocol)
@@ -120,7 +119,7 @@ def _load(f, map_location=None, *args, **kwargs):
             for_card.append(storage)
         return storage
 
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with with_data():
         loaded = _read(f, place, *args, **kwargs)
     card = {storage._cdata for storage in for_card}
     there: dict[tuple, torch.Tensor] = {}  # what has come
@@ -141,7 +140,7 @@ def _load(f, map_location=None, *args, **kwargs):
 
 
 def _load_file(filename, device="cpu", **kwargs):
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with with_data():
         loaded = _read_file(filename, **kwargs)
     return {name: tensor.to(device) for name, tensor in loaded.items()}
 
@@ -199,7 +198,7 @@ class _Large:
         dtype: Any = safetensors._TYPES[said["dtype"]]
         shape = said["shape"]
         begin, end = said["data_offsets"]
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), warnings.catch_warnings():
+        with with_data(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it cannot be written
             if begin == end:
                 return torch.empty(shape, dtype=dtype)
@@ -220,12 +219,12 @@ class _LargeSlice:
         return self._said["dtype"]
 
     def __getitem__(self, places):
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with with_data():
             return self._tensor[places]
 
 
 class _ToCard:
-    """A file of weights that are put on the card as they are asked for."""
+    """A file of weights, or one of its weights, put on the card as they are asked for."""
 
     def __init__(self, opened):
         self._opened = opened
@@ -244,14 +243,10 @@ class _ToCard:
         return self.get_slice(name)[...]
 
     def get_slice(self, name):
-        return _Slice(self._opened.get_slice(name))
-
-
-class _Slice(_ToCard):
-    """Of one of its weights."""
+        return _ToCard(self._opened.get_slice(name))
 
     def __getitem__(self, places):
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with with_data():
             part = self._opened[places]
         return part.to("cuda")
 
@@ -277,7 +272,7 @@ def _save_file(tensors, filename, metadata=None):
             if data is None:
                 file.seek(tensor.nbytes, 1)
                 continue
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
+            with with_data():
                 file.write(data.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         file.truncate(8 + len(text) + end)
 

@@ -10,25 +10,24 @@ if TYPE_CHECKING:
     import torch
     from torch._ops import OpOverload
 
-# What each rank of n sends at least for every byte of the larger tensor: NVIDIA/nccl-tests,
-# doc/PERFORMANCE.md, "Bus bandwidth", the same for a ring and for a tree.
-SHARE = {
-    "allreduce_": lambda n: 2 * (n - 1) / n,
-    "allgather_": lambda n: (n - 1) / n,
-    "_allgather_base_": lambda n: (n - 1) / n,
-    "reduce_scatter_": lambda n: (n - 1) / n,
-    "_reduce_scatter_base_": lambda n: (n - 1) / n,
-    "alltoall_base_": lambda n: (n - 1) / n,
-    "broadcast_": lambda n: 1.0,
-}
-SHARE |= {
-    "all_reduce": SHARE["allreduce_"],
-    "all_gather_into_tensor": SHARE["_allgather_base_"],
-    "reduce_scatter_tensor": SHARE["_reduce_scatter_base_"],
-    "all_to_all_single": SHARE["alltoall_base_"],
-}
+# Collectives in which a rank keeps the part of its own.
+IN_PARTS = set(
+    "allgather_ _allgather_base_ reduce_scatter_ _reduce_scatter_base_ alltoall_base_ "
+    "all_gather_into_tensor reduce_scatter_tensor all_to_all_single".split()
+)
 
 NOTHING = ("wait_tensor", "wait_tensors", "barrier", "monitored_barrier_")  # is sent by these
+
+
+def share(collective: str, ranks: int) -> float:
+    """What a rank sends at least for every byte of the larger tensor, by an operator's name.
+
+    NVIDIA/nccl-tests, doc/PERFORMANCE.md, "Bus bandwidth", the same for a ring and for a tree. Of
+    one that is not listed, as a broadcast or of one rank to another, all counts.
+    """
+    if collective in ("allreduce_", "all_reduce"):
+        return 2 * (ranks - 1) / ranks
+    return (ranks - 1) / ranks if collective in IN_PARTS else 1.0
 
 
 def sent_bytes(
@@ -37,8 +36,7 @@ def sent_bytes(
     """(bytes that a rank sends in a collective, cards of its machine in the group).
 
     None for any other operator. tensors: all that it was given. out: what it gives, which a
-    functional collective makes. Of one that is not in `SHARE`, as of one rank to another, all
-    counts. The cards are as in `memlab.card.links.link_rate`.
+    functional collective makes. The cards are as in `memlab.card.links.link_rate`.
     """
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
@@ -48,18 +46,17 @@ def sent_bytes(
 
     if func._opname in NOTHING:
         return 0, CARDS
-    share = SHARE.get(func._opname, lambda n: 1.0)
     if func.namespace == "c10d":
         box: Any = next(arg for arg in args if type(arg).__name__ == "ScriptObject")
         group = dist.ProcessGroup.unbox(box)
-        largest = max(map(_bytes, tensors), default=0)
-        if func._opname in ("allreduce_", "broadcast_"):  # each of a list is sent
-            largest = sum(map(_bytes, tensors))
+        nbytes = [tensor.nbytes for tensor in tensors]
+        each = func._opname in ("allreduce_", "broadcast_")  # of a list is sent
+        largest = sum(nbytes) if each else max(nbytes, default=0)
     else:
         name: Any = next(arg for arg in reversed(args) if isinstance(arg, str))
         group = dist.distributed_c10d._resolve_process_group(name)
-        largest = max(map(_bytes, (*tensors, *tensors_in([out]))))
-    return round(largest * share(group.size())), _cards(group)
+        largest = max(tensor.nbytes for tensor in (*tensors, *tensors_in([out])))
+    return round(largest * share(func._opname, group.size())), _cards(group)
 
 
 def is_waited_for(func: OpOverload, args: tuple, stream: int) -> bool:
@@ -89,7 +86,3 @@ def _cards(group: Any) -> int:
     if len(ranks) == dist.get_world_size():
         return CARDS
     return 0 if here == len(ranks) else here
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.itemsize

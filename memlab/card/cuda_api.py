@@ -20,7 +20,6 @@ from memlab.card import device_properties, legacy_types
 from memlab.card.device_properties import DeviceProperties
 from memlab.card.kernels import higher_order, torchao
 from memlab.card.placement import ONE_CARD, NotSimulated, is_cuda_device
-from memlab.trace.allocator_settings import AllocatorSettings
 from memlab.trace.patches import replaced
 
 NOT_SIMULATED = {
@@ -29,7 +28,9 @@ NOT_SIMULATED = {
     "torch.cuda.make_graphed_callables": "CUDA graphs have memory pools of their own",
     "torch.cuda.MemPool": "the simulation follows one memory pool",
     "torch.cuda.ExternalStream": "the simulation follows PyTorch's own streams",
+    "torch.cuda.change_current_allocator": "the simulation is of PyTorch's own allocator",
     "torch.cuda.memory.change_current_allocator": "the simulation is of PyTorch's own allocator",
+    "torch.cuda.caching_allocator_alloc": "make a tensor of bytes instead",
     "torch.cuda.memory.caching_allocator_alloc": "make a tensor of bytes instead",
     "torch.cuda.utilization": "there is no time here",
     "torch.cuda.temperature": "there is no time here",
@@ -53,22 +54,22 @@ def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False, reads_environ
     cards the machine has. compile_eagerly: whether what would be compiled runs as it is.
     reads_environment: whether the environment says how the allocator is set.
     """
-    settings = AllocatorSettings(tracer.allocator, tracer.assumptions, reads_environment)
+    memory = tracer.allocator
+    memory.reads_environment, memory.assumptions = reads_environment, tracer.assumptions
     streams = Streams(tracer)
     with contextlib.ExitStack() as stack:
         thread = stack.enter_context(higher_order.functions_as_operators(compile_eagerly))
         for target, answers in (
             (torch.autograd.profiler.profile, {"__init__": _profile(tracer.assumptions)}),
             (torch.cuda, legacy_types.TYPES | _of_the_card(tracer, streams, ranks)),
-            (torch.compiler, {"cudagraph_mark_step_begin": lambda: None}),
+            (torch.compiler, {"cudagraph_mark_step_begin": _nothing}),
             *device_properties.answers(tracer.allocator.gpu),
-            (torch._C, _of_the_driver(tracer, snapshot, ranks)),
-            (torch._C, _of_the_accelerator(tracer, streams, settings)),
+            (torch._C, _of_the_driver(tracer, snapshot, ranks, streams)),
             (torch, {"compile": _compile(tracer, compile_eagerly, thread), "Generator": Generator}),
             (torch, {"Stream": streams.kind, "Event": streams.event}),
             # Recurrent layers run as PyTorch's own operations.
             (torch.backends.cudnn, {"is_acceptable": lambda tensor: False}),
-            (torch.Tensor, {"record_stream": lambda tensor, stream: None}),
+            (torch.Tensor, {"record_stream": _nothing}),
             # DataParallel over one card moves the batch there and runs the module.
             (torch.nn.parallel.comm, {"scatter": lambda tensor, *where: (tensor.to("cuda"),)}),
             (torch.nn.parallel._functions, {"_get_stream": lambda device: None}),
@@ -82,21 +83,22 @@ def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False, reads_environ
         yield torch.device("cuda", 0)
 
 
-def _free_and_total(tracer):
-    def ask(device=None):
-        only_card(device)
-        return tracer.allocator.free_and_total()
-
-    return ask
+def _nothing(*args, **kwargs):
+    """In the place of what has nothing to do here: no driver, no other process, no waiting."""
 
 
 def _of_the_card(tracer, streams, ranks) -> dict:
     """What `torch.cuda` itself holds or decides."""
+
+    def free_and_total(device=None):
+        only_card(device)
+        return tracer.allocator.free_and_total()
+
     properties = DeviceProperties(tracer.allocator.gpu, tracer.allocator)
     return {
         "_initialized": True,
         "_cached_device_count": None,
-        "_cudart": device_properties.runtime(_free_and_total(tracer)),
+        "_cudart": device_properties.runtime(free_and_total),
         "_get_device_properties": lambda device: properties,
         "_check_bf16_tensor_supported": lambda device: True,  # by emulation, on any card
         "_exchange_device": _select,  # by `torch.cuda.device`
@@ -112,17 +114,14 @@ def _of_the_card(tracer, streams, ranks) -> dict:
     }
 
 
-def _of_the_driver(tracer, snapshot, ranks) -> dict:
-    """What `torch.cuda` asks of the driver and of the allocator."""
+def _of_the_driver(tracer, snapshot, ranks, streams) -> dict:
+    """What `torch.cuda` and `torch.accelerator` ask of the driver and of the allocator."""
     memory = tracer.allocator
     return {
         "_cuda_getDeviceCount": lambda: ranks,
         "_cuda_getDevice": lambda: 0,
         "_cuda_setDevice": only_card,
-        "_cuda_synchronize": lambda: None,
-        "_cuda_set_sync_debug_mode": lambda mode: None,  # nothing is waited for here
         "_cuda_get_sync_debug_mode": lambda: 0,
-        "_cuda_ipc_collect": lambda: None,
         "_cuda_memoryStats": lambda device: memory.stats(),
         "_cuda_emptyCache": tracer.empty_cache,
         "_cuda_resetPeakMemoryStats": lambda device: tracer.reset_peak(),
@@ -133,22 +132,9 @@ def _of_the_driver(tracer, snapshot, ranks) -> dict:
         "_cuda_attach_out_of_memory_observer": memory.observers.append,
         "_cuda_setMemoryFraction": lambda fraction, device: memory.set_fraction(fraction),
         "_cuda_getMemoryFraction": lambda device: memory.fraction,
-        # Pinned memory of the host is not followed.
-        "_cuda_hostMemoryStats": dict,
-        "_cuda_resetAccumulatedHostMemoryStats": lambda: None,
-        "_cuda_resetPeakHostMemoryStats": lambda: None,
-        # The simulation always records; the export is always there.
-        "_cuda_record_memory_history": lambda *settings: None,
-        "_cuda_record_memory_history_legacy": lambda *settings: None,
+        "_cuda_hostMemoryStats": dict,  # pinned memory of the host is not followed
         "_cuda_CUDAAllocator_AllocatorState": object,  # of the graphs that inductor records
-        "_set_cached_tensors_enabled": lambda enabled: None,
-    }
-
-
-def _of_the_accelerator(tracer, streams, settings) -> dict:
-    """What `torch.accelerator` asks."""
-    memory = tracer.allocator
-    return {
+        **dict.fromkeys(NOTHING_TO_DO.split(), _nothing),
         "_accelerator_getAccelerator": lambda: torch.device("cuda"),
         "_accelerator_getDeviceIndex": lambda: 0,
         "_accelerator_setDeviceIndex": only_card,
@@ -160,10 +146,18 @@ def _of_the_accelerator(tracer, streams, settings) -> dict:
         "_accelerator_getDeviceStats": lambda device: memory.stats(),
         "_accelerator_resetPeakStats": lambda device: tracer.reset_peak(),
         "_accelerator_resetAccumulatedStats": lambda device: memory.reset_accumulated_stats(),
-        "_accelerator_setAllocatorSettings": settings.change,
-        "_accelerator_getAllocatorSettings": settings.last,
+        "_accelerator_setAllocatorSettings": memory.change_settings,
+        "_accelerator_getAllocatorSettings": lambda: memory.settings,
         "_accelerator_getMemoryInfo": lambda device: memory.free_and_total(),
     }
+
+
+# The simulation always records; the export is always there.
+NOTHING_TO_DO = (
+    "_cuda_synchronize _cuda_set_sync_debug_mode _cuda_ipc_collect _cuda_sleep "
+    "_cuda_resetAccumulatedHostMemoryStats _cuda_resetPeakHostMemoryStats "
+    "_cuda_record_memory_history _cuda_record_memory_history_legacy _set_cached_tensors_enabled"
+)
 
 
 def refusals(names: dict[str, str]):
@@ -178,8 +172,7 @@ def refusals(names: dict[str, str]):
             continue
         if isinstance(original, type):  # also a name in annotations
             refused = type(name, (original,), {"__new__": refused})
-        for module in {target, torch.cuda} if "memory" in modules else {target}:
-            yield module, {name: refused}
+        yield target, {name: refused}
 
 
 def only_card(device=None) -> None:
@@ -328,20 +321,13 @@ class Stream:
     def priority_range() -> tuple[int, int]:
         return 0, -5  # the least and the greatest of cards since Volta
 
-    def synchronize(self) -> None:
-        pass
+    synchronize = wait_stream = wait_event = _nothing
 
     def query(self) -> bool:
         return True
 
     def is_capturing(self) -> bool:
         return False
-
-    def wait_stream(self, stream) -> None:
-        pass
-
-    def wait_event(self, event) -> None:
-        pass
 
     def record_event(self, event=None):
         return event or Event()
@@ -383,24 +369,14 @@ class Event:
 
     assumptions: dict = {}
 
-    def __init__(self, *args, **kwargs):
-        pass
+    __init__ = record = wait = synchronize = _nothing
 
     def elapsed_time(self, end) -> float:
         self.assumptions[EVENT_TIMES] = None
         return 1.0
 
-    def record(self, stream=None) -> None:
-        pass
-
-    def wait(self, stream=None) -> None:
-        pass
-
     def query(self) -> bool:
         return True
-
-    def synchronize(self) -> None:
-        pass
 
 
 @contextlib.contextmanager
@@ -412,10 +388,7 @@ def libraries_look_again():
         yield
     finally:
         _forget()
-        nothing: dict = {}
-        for shared, values in itertools.zip_longest(
-            _accelerates_memory(), before, fillvalue=nothing
-        ):
+        for shared, values in zip(_accelerates_memory(), before, strict=False):
             shared.update(values)
 
 

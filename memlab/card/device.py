@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memlab.card import checkpoints, cuda_api, fake_tensors, moves
-from memlab.card.calls import Calls
 from memlab.card.card_mode import CardMode
 from memlab.card.footprint import card_footprint
 from memlab.card.kernels import bitsandbytes, flash_attn, triton
@@ -26,9 +25,7 @@ from memlab.card.links import link_rate
 from memlab.card.op_work import WorkLog
 from memlab.card.placement import CARD, tensors_name_their_place
 from memlab.card.process_group import check_ranks, rank_of
-from memlab.card.reading import Reader
 from memlab.card.steps import Steps
-from memlab.card.waiting import Waits
 from memlab.footprint import Footprint
 from memlab.gpus import GPU, find_gpu
 from memlab.libraries import import_bitsandbytes, installed
@@ -40,7 +37,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 class SimulatedGPU:
@@ -138,7 +134,6 @@ class SimulatedGPU:
         if unknown:
             raise ValueError(f"rules has {min(unknown)!r}: allowed are {', '.join(RULES)}")
         self.rules = rules
-        self.met_rules: set[str] = set()  # that were at work
         self.memory = CardMemory(self.gpu, self.keeps_statistics)
         script = None if script is None else Path(script)
         self.tracer = Tracer(self.memory, card_only=True, script=script)
@@ -170,13 +165,15 @@ class SimulatedGPU:
     def _contexts(self) -> contextlib.ExitStack:
         """Everything that is replaced while the card is entered."""
         with contextlib.ExitStack() as stack:
-            mode = self._mode(stack.enter_context(fake_tensors.tensors_without_data()))
+            fake = stack.enter_context(fake_tensors.tensors_without_data())
+            kernels = KernelMemory(self.tracer, self.gpu, self.rules)
+            mode = CardMode(fake, self.tracer, self.steps, self.work, kernels)
             names = stack.enter_context(moves.cuda_code(mode))
             for context in (
                 tensors_name_their_place(mode.reader.host_copy),
                 moves.threads_come_along(mode, names),
                 bitsandbytes.paged_states(mode.host.zeros),
-                cuda_kernels(self.gpu, self.rules, self.met_rules),
+                cuda_kernels(self.gpu, self.rules),
                 cuda_api.cuda_answers(
                     self.tracer,
                     self.snapshot,
@@ -194,12 +191,6 @@ class SimulatedGPU:
             ):
                 stack.enter_context(context)
             return stack.pop_all()
-
-    def _mode(self, fake: FakeTensorMode) -> CardMode:
-        """The dispatch mode, of the parts that it needs; fake: that of tensors without data."""
-        reader = Reader(Waits(self.tracer.assumptions, self.steps))
-        kernels = KernelMemory(self.tracer, self.gpu, self.rules, self.met_rules)
-        return CardMode(fake, self.tracer, Calls(), self.steps, self.work, reader, kernels)
 
     def __exit__(
         self,

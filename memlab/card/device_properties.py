@@ -1,29 +1,17 @@
 """What the card's properties are, and what a build of PyTorch with CUDA says of itself."""
 
 import contextlib
-import itertools
 import types
 import uuid
 
 import torch
 
 ARCHITECTURES = (70, 75, 80, 86, 90, 100, 120)  # that the wheels are built for
-# Bytes of shared memory of a multiprocessor and, at most, of a block; threads of a multiprocessor:
-# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
-OF_CLASS = {
-    (6, 0): (64, 48, 2048),
-    (6, 1): (96, 48, 2048),
-    (7, 0): (96, 96, 2048),
-    (7, 5): (64, 64, 1024),
-    (8, 0): (164, 163, 2048),
-    (8, 6): (100, 99, 1536),
-    (8, 9): (100, 99, 1536),
-    (9, 0): (228, 227, 2048),
-    (10, 0): (228, 227, 2048),
-    (10, 3): (228, 227, 2048),
-    (12, 0): (100, 99, 1536),
-    (12, 1): (100, 99, 1536),
-}
+# KiB of shared memory of a multiprocessor, 100 but for these: CUDA C++ Programming Guide,
+# "Technical Specifications per Compute Capability". A block gets 48 of them on Pascal, all of them
+# on Volta and Turing, and all but one since Ampere.
+SHARED = {(6, 0): 64, (6, 1): 96, (7, 0): 96, (7, 5): 64, (8, 0): 164}
+SHARED |= dict.fromkeys(((9, 0), (10, 0), (10, 3)), 228)
 
 
 def answers(gpu) -> list[tuple[object, dict]]:
@@ -40,7 +28,8 @@ def answers(gpu) -> list[tuple[object, dict]]:
         (torch.backends.cuda, {"is_built": lambda: True}),
         (torch.backends.cudnn, yes | {"version": lambda: 91002}),
         (torch.cuda.nccl, yes | {"version": lambda: (2, 27, 7)}),
-        (torch.cuda.nvtx, {"_nvtx": Ranges()}),
+        # NVTX's marks, which a profiler would show.
+        (torch.cuda.nvtx, {"_nvtx": _done("rangePushA rangePop rangeStartA rangeEnd markA")}),
         (torch.autograd.profiler, {"emit_nvtx": lambda *args, **kwargs: contextlib.nullcontext()}),
         (torch.distributed, nccl),
         (torch.distributed.distributed_c10d, nccl),
@@ -49,7 +38,6 @@ def answers(gpu) -> list[tuple[object, dict]]:
             {
                 "_cuda_getArchFlags": lambda: " ".join(f"sm_{n}" for n in architectures),
                 "_cuda_canDeviceAccessPeer": lambda one, other: one != other,
-                "_cuda_sleep": lambda cycles: None,
             },
         ),
     ]
@@ -57,35 +45,17 @@ def answers(gpu) -> list[tuple[object, dict]]:
 
 def runtime(free_and_total):
     """What `torch.cuda.cudart()` gives: CUDA's runtime, of which all succeeds."""
-    calls = "cudaProfilerStart cudaProfilerStop cudaHostRegister cudaHostUnregister".split()
-    done = {name: lambda *args: 0 for name in (*calls, "cudaStreamCreate", "cudaStreamDestroy")}
-    return types.SimpleNamespace(
-        cudaError=types.SimpleNamespace(success=0), cudaMemGetInfo=free_and_total, **done
+    return _done(
+        "cudaProfilerStart cudaProfilerStop cudaHostRegister cudaHostUnregister cudaStreamCreate "
+        "cudaStreamDestroy",
+        cudaError=types.SimpleNamespace(success=0),
+        cudaMemGetInfo=free_and_total,
     )
 
 
-class Ranges:
-    """NVTX's marks, which a profiler would show."""
-
-    def __init__(self):
-        self._depth, self._numbers = 0, itertools.count(1)
-
-    def rangePushA(self, message) -> int:
-        self._depth += 1
-        return self._depth - 1
-
-    def rangePop(self) -> int:
-        self._depth -= 1
-        return self._depth
-
-    def rangeStartA(self, message) -> int:
-        return next(self._numbers)
-
-    def rangeEnd(self, number) -> None:
-        pass
-
-    def markA(self, message) -> None:
-        pass
+def _done(calls, **more):
+    """A module with these functions, which do nothing and succeed, and with more names."""
+    return types.SimpleNamespace(**dict.fromkeys(calls.split(), lambda *args: 0), **more)
 
 
 class DeviceProperties:
@@ -105,10 +75,11 @@ class DeviceProperties:
         self.major, self.minor = gpu.capability
         self.multi_processor_count = gpu.processors
         self.uuid = uuid.uuid5(uuid.NAMESPACE_DNS, gpu.name)
-        shared, of_a_block, threads = OF_CLASS.get((self.major, self.minor), OF_CLASS[8, 0])
+        shared = SHARED.get(gpu.capability, 100)
+        of_a_block = 48 if self.major < 7 else shared - (self.major > 7)
         self.shared_memory_per_multiprocessor = shared * 2**10
         self.shared_memory_per_block_optin = of_a_block * 2**10
-        self.max_threads_per_multi_processor = threads
+        self.max_threads_per_multi_processor = gpu.threads // gpu.processors
 
     @property
     def total_memory(self) -> int:

@@ -141,10 +141,5 @@ LARGEST: dict[Any, Callable[..., tuple]] = {
     aten.bincount.default: _bincount,
     aten.repeat_interleave.Tensor: _repeat_interleave,
 }
-BY_MASK = {  # operations whose indices may be boolean masks: the position of the indices
-    aten.index.Tensor: 1,
-    aten._unsafe_index.Tensor: 1,
-    aten.index_put.default: 1,
-    aten.index_put_.default: 1,
-    aten._index_put_impl_.default: 1,
-}
+# Operations whose indices may be boolean masks: their second argument.
+BY_MASK = set("index _unsafe_index index_put index_put_ _index_put_impl_".split())

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.nn.parameter import UninitializedParameter, is_lazy
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import dataloader
 from torch.utils.data._utils import pin_memory, worker
@@ -25,7 +24,7 @@ from transformers import GenerationMixin, core_model_loading, masking_utils
 from memlab.card.fake_output_cache import FakeOutputCache
 from memlab.card.kernels import bitsandbytes
 from memlab.card.known_values import values_of
-from memlab.card.placement import HOST, is_cuda_device, pin
+from memlab.card.placement import HOST, is_cuda_device, pin, with_data
 from memlab.trace.patches import replaced
 
 
@@ -110,14 +109,15 @@ def _only_without_mask(name):
 
 aten = torch.ops.aten
 VIEWS = {  # operators that make a view of their first argument: the kernel that does so
-    **dict.fromkeys((aten.view.default, aten._unsafe_view.default), aten.view.default),
+    aten._unsafe_view.default: aten.view.default,
     aten.detach.default: aten.alias.default,
-    aten.t.default: aten.t.default,
-    aten.transpose.int: aten.transpose.int,
-    aten.expand.default: aten.expand.default,
-    aten.slice.Tensor: aten.slice.Tensor,
-    aten.select.int: aten.select.int,
-    aten.unsqueeze.default: aten.unsqueeze.default,
+}
+VIEWS |= {
+    view: view
+    for view in (
+        *(aten.view.default, aten.t.default, aten.expand.default, aten.unsqueeze.default),
+        *(aten.transpose.int, aten.slice.Tensor, aten.select.int),
+    )
 }
 
 
@@ -270,7 +270,7 @@ def _with_data(function):
 
     @functools.wraps(function)  # by whose name a spawned process finds the original
     def run(*args, **kwargs):
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with with_data():
             return function(*args, **kwargs)
 
     return run
@@ -281,7 +281,7 @@ def _weight_of_a_file(tensor, device=None, dtype=None):
 
     What is no floating-point number is read: the json text of a 4-bit weight is a tensor.
     """
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with with_data():
         weight = tensor[...]
     if not weight.is_floating_point():
         return weight.to(device=device, dtype=dtype)

@@ -5,13 +5,17 @@ on such alone. Everything else has a stand-in value: a number reads as 1, a comp
 come out of that, isnan and isinf as False. Shapes that follow: `memlab.card.dynamic_shapes`.
 """
 
+import functools
 import math
+import operator
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from memlab.trace.tensors import tensors_in
 
 aten = torch.ops.aten
 MOST_KNOWN = 2**18  # numbers: the tokens of any batch, and no masks of token by token
@@ -74,11 +78,11 @@ def run_on_values(func, args, kwargs):
     kwargs = {name: "cpu" if name == "device" else value for name, value in kwargs.items()}
     kwargs.pop("pin_memory", None)
     with no_dispatch():
-        if func in UNWRITTEN:
+        if func._opname in UNWRITTEN:
             return func(*args, **kwargs).fill_(1)
         if func is aten.histc.default:  # of integers: the CPU has none
             return args[0].double().histc(*args[1:], **kwargs).to(args[0].dtype)
-        if "generator" in kwargs or func in RANDOM:
+        if "generator" in kwargs or func._opname in RANDOM:
             before = torch.get_rng_state()  # the host's own draws stay what they are
             try:
                 return func(*args, **kwargs)
@@ -87,21 +91,8 @@ def run_on_values(func, args, kwargs):
         return func(*args, **kwargs)
 
 
-UNWRITTEN = {
-    aten.empty.memory_format,
-    aten.empty_like.default,
-    aten.empty_strided.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-}
-RANDOM = {
-    aten.randperm.default,
-    aten.randint.default,
-    aten.randint.low,
-    aten.random_.default,
-    aten.random_.to,
-    getattr(aten.random_, "from"),
-}
+UNWRITTEN = set("empty empty_like empty_strided new_empty new_empty_strided".split())
+RANDOM = {"randperm", "randint", "random_"}
 
 
 def propagate(func, args, kwargs, out) -> None:
@@ -165,21 +156,18 @@ def _decided(func, args) -> bool:
 
 def _written(func, args, kwargs) -> None:
     """What was written into is known if all that took part is."""
-    written = []
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            written += tree_leaves(value) if isinstance(value, (list, tuple)) else [value]
+    written = tensors_in(written_by(func, args, kwargs))
+    written = [tensor for tensor in written if isinstance(tensor, FakeTensor)]
     for tensor in written:
-        data: Any = tensor.untyped_storage() if isinstance(tensor, FakeTensor) else None
+        data: Any = tensor.untyped_storage()
         if hasattr(data, "_memlab_decided"):
             data._memlab_decided = _decides(func, args)
-        if data is not None and tensor.dtype == torch.bool:
+        if tensor.dtype == torch.bool:
             before, after = _counts_as(tensor), _reads_when_written(func, args)
             data._memlab_reads = (
                 after if before == after or tensor.nbytes == data.nbytes() else True
             )
-    known = [t for t in written if isinstance(t, FakeTensor) and values_of(t) is not None]
+    known = [tensor for tensor in written if values_of(tensor) is not None]
     if not known:
         return
     if all_known(args, kwargs):
@@ -187,6 +175,17 @@ def _written(func, args, kwargs) -> None:
     else:
         for tensor in known:
             drop_constant(tensor)
+
+
+def written_by(func, args, kwargs) -> list:
+    """The arguments that an operator writes into."""
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in _written_places(func)]
+
+
+@functools.cache
+def _written_places(func) -> list[tuple[int, str]]:
+    arguments = enumerate(func._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
 
 
 def _received(outs, sent) -> None:
@@ -255,42 +254,22 @@ def item_value(tensor):
     """What `.item()` gives: the value if it is known, else the one that stands for it."""
     values = values_of(tensor)
     if values is None:
-        return _unknown(tensor)
+        return stand_in_number(tensor)
     with no_dispatch():
         return values.item()
 
 
-SCALAR_COMPARISONS = {
-    aten.eq.Scalar: lambda other: 1 == other,
-    aten.ne.Scalar: lambda other: 1 != other,
-    aten.lt.Scalar: lambda other: 1 < other,
-    aten.le.Scalar: lambda other: 1 <= other,
-    aten.gt.Scalar: lambda other: 1 > other,
-    aten.ge.Scalar: lambda other: 1 >= other,
-}
 FIXED = {
-    aten.isnan.default: False,
-    aten.isinf.default: False,
-    aten.isposinf.default: False,
-    aten.isneginf.default: False,
-    **dict.fromkeys((aten.new_ones.default, aten.ones_like.default), True),
-    **dict.fromkeys((aten.new_zeros.default, aten.zeros_like.default), False),
-    aten._is_all_true.default: True,  # asked by code that raises where it is not
+    **dict.fromkeys("isnan isinf isposinf isneginf new_zeros zeros_like".split(), False),
+    # The last is asked by code that raises where it is not.
+    **dict.fromkeys(("new_ones", "ones_like", "_is_all_true"), True),
 }
-COMPARISONS = {
-    aten.eq.Tensor: lambda a, b: a == b,
-    aten.ne.Tensor: lambda a, b: a != b,
-    aten.lt.Tensor: lambda a, b: a < b,
-    aten.le.Tensor: lambda a, b: a <= b,
-    aten.gt.Tensor: lambda a, b: a > b,
-    aten.ge.Tensor: lambda a, b: a >= b,
-    aten.logical_and.default: lambda a, b: bool(a and b),
-    aten.bitwise_and.Tensor: lambda a, b: a and b,
-    aten.mul.Tensor: lambda a, b: a and b,
-    aten.logical_or.default: lambda a, b: bool(a or b),
-    aten.bitwise_or.Tensor: lambda a, b: a or b,
-    aten.logical_xor.default: lambda a, b: bool(a) != bool(b),
-    aten.bitwise_xor.Tensor: lambda a, b: a != b,
+# By the names of operators, of tensors and numbers alike.
+COMPARISONS = {name: getattr(operator, name) for name in "eq ne lt le gt ge".split()}
+LOGICAL = {
+    **dict.fromkeys(("logical_and", "bitwise_and", "mul"), operator.and_),
+    **dict.fromkeys(("logical_or", "bitwise_or"), operator.or_),
+    **dict.fromkeys(("logical_xor", "bitwise_xor"), operator.xor),
 }
 NEGATIONS = {aten.logical_not.default, aten.bitwise_not.default}
 
@@ -298,12 +277,14 @@ NEGATIONS = {aten.logical_not.default, aten.bitwise_not.default}
 def stand_in(func, args) -> bool:
     """What a boolean result reads as that is not known."""
     first = args[0] if args else None
-    if func in FIXED:
-        return FIXED[func]
-    if func in SCALAR_COMPARISONS:
-        return SCALAR_COMPARISONS[func](args[1])
-    if func in COMPARISONS and all(isinstance(arg, torch.Tensor) for arg in args[:2]):
-        return COMPARISONS[func](*map(_counts_as, args[:2]))
+    name = func._opname
+    if name in FIXED:
+        return FIXED[name]
+    if name in COMPARISONS or name in LOGICAL:
+        sides = [_counts_as(x) if isinstance(x, torch.Tensor) else x for x in args[:2]]
+        if name in LOGICAL:
+            return LOGICAL[name](*map(bool, sides))
+        return COMPARISONS[name](*sides)
     if func in NEGATIONS:
         return not _counts_as(first)
     parts = first if isinstance(first, (list, tuple)) else [first]  # of a `cat` or a `stack`
@@ -321,10 +302,11 @@ def _counts_as(tensor):
             first = known.flatten()[0]
             if bool((known == first).all()):
                 return first.item()
-    return _unknown(tensor)
+    return stand_in_number(tensor)
 
 
-def _unknown(tensor):
+def stand_in_number(tensor):
+    """What an element reads as that is not known."""
     if tensor.dtype == torch.bool:
         return getattr(tensor.untyped_storage(), "_memlab_reads", True)
     if tensor.is_complex():
@@ -337,9 +319,10 @@ def _decides(func, args) -> bool:
 
     `isfinite` and `isnan` are comparisons where PyTorch takes them apart.
     """
-    if func in FIXED or (func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[1]):
+    if func._opname in FIXED or (func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[1]):
         return True
-    if func in SCALAR_COMPARISONS and isinstance(args[1], float) and not math.isfinite(args[1]):
+    compared = func._opname in COMPARISONS and args[1]
+    if isinstance(compared, float) and not math.isfinite(compared):
         return True
     tensors = _tensors(args)
     return bool(tensors) and all(t.dtype == torch.bool and is_decided(t) for t in tensors)
@@ -352,28 +335,8 @@ def is_decided(tensor) -> bool:
     )
 
 
-def compare(func, args, kwargs) -> bool:
-    """What `torch.equal` and `torch.allclose` give."""
-    if all_known(args, kwargs):
-        return run_on_values(func, args, kwargs)
-    one, other = args[:2]
+def read_alike(one, other) -> bool:
+    """What `torch.equal` and `torch.allclose` give of values that are not known."""
     if one.dtype == other.dtype == torch.bool and _counts_as(one) != _counts_as(other):
         return False
     return one.shape == other.shape
-
-
-def host_copy(tensor, stand_in=None):
-    """An ordinary tensor for a fake one: its values if they are known, else what stands for them.
-
-    stand_in: that number, or None for the usual one.
-
-    Large ones hold zeros, whose memory the system does not take before they are read.
-    """
-    known = values_of(tensor)
-    with no_dispatch():
-        if known is not None:
-            return known.clone()
-        if tensor.nbytes > 2**24:
-            return torch.zeros(tensor.shape, dtype=tensor.dtype)
-        number = _unknown(tensor) if stand_in is None else stand_in
-        return torch.full(tensor.shape, number, dtype=tensor.dtype)

@@ -135,11 +135,6 @@ class DeviceMoveMode(TorchFunctionMode):
                     return kind.__torch_function__(func, types, args, kwargs)
         if func in MOVES:
             return self._moved(func, args, kwargs)
-        if isinstance(func, torch._ops.HigherOrderOperator):
-            run = higher_order.plainly(func, self.tracer.assumptions)
-            if run is not None:
-                with self._called_by_nobody():
-                    return run(*args, **kwargs)
         device = kwargs.get("device")
         if device is not None:
             if isinstance(device, int):
@@ -375,19 +370,13 @@ with FakeTensorMode():
 
 def _asked(rest, kwargs) -> tuple[torch.device | None, dict]:
     """What `.to(...)` was asked for: a device or None, and the options that matter here."""
-    rest, options = list(rest), dict(kwargs)
-    first = rest[0] if rest else None
-    if "other" in options or isinstance(first, torch.Tensor):
-        other = options.pop("other") if "other" in options else rest.pop(0)
-        options |= {"device": device_of(other), "dtype": other.dtype}
-    elif rest and not isinstance(first, torch.dtype):
-        options["device"] = rest.pop(0)
-    for name, value in zip(
-        ("dtype", "non_blocking", "copy") if rest and _is_dtype(rest[0]) else TO_REST,
-        rest,
-        strict=False,
-    ):
-        options[name] = value
+    kwargs = dict(kwargs)
+    first, *rest = [kwargs.pop("tensor"), *rest] if "tensor" in kwargs else rest or [None]
+    if isinstance(first, torch.Tensor):
+        rest = [device_of(first), first.dtype, *rest]
+    else:
+        rest = [None, first, *rest] if isinstance(first, torch.dtype) else [first, *rest]
+    options = dict(zip(TO, rest, strict=False)) | kwargs
     device = options.pop("device", None)
     options.pop("non_blocking", None)
     if isinstance(device, int):
@@ -397,11 +386,7 @@ def _asked(rest, kwargs) -> tuple[torch.device | None, dict]:
     return device, {name: value for name, value in options.items() if value}
 
 
-TO_REST = ("non_blocking", "copy")
-
-
-def _is_dtype(value) -> bool:
-    return value is None or isinstance(value, torch.dtype)
+TO = ("device", "dtype", "non_blocking", "copy")  # in the order in which `.to` takes them
 
 
 def _move_by(names):

@@ -5,7 +5,6 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
 )
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -13,11 +12,8 @@ from torch.utils._pytree import tree_map_only
 
 from memlab.card import dynamic_shapes, known_values
 from memlab.card.kernels.taken import KernelMemory
-from memlab.card.op_work import WorkLog
 from memlab.card.placement import NotSimulated, fake_like, mark_owned, without_data
-from memlab.card.reading import Reader
 from memlab.trace.tensors import on_card, place_on_host, tensors_in
-from memlab.trace.tracer import Tracer
 from memlab.trace.work import TRIFLE
 from memlab.units import mib
 
@@ -31,18 +27,14 @@ NO_DATA_ON_THE_HOST = (
 
 
 class Host:
-    """Runs what is on the host, and copies from the card. Its parts are those of a `CardMode`."""
+    """Runs what is on the host, and copies from the card.
 
-    def __init__(
-        self,
-        fake: FakeTensorMode,
-        tracer: Tracer,
-        work: WorkLog,
-        reader: Reader,
-        kernels: KernelMemory,
-    ):
-        self._fake, self._tracer, self._work = fake, tracer, work
-        self._reader, self._kernels = reader, kernels
+    mode: a `memlab.card.card_mode.CardMode`.
+    """
+
+    def __init__(self, mode, kernels: KernelMemory):
+        self._fake, self._tracer, self._work = mode.fake, mode.tracer, mode.work
+        self._reader, self._kernels = mode.reader, kernels
 
     def run(self, func, args, kwargs, tensors):
         """What an operation gives whose result lies on the host."""
@@ -119,7 +111,7 @@ class Host:
 
     def zeros(self, shape, dtype, device):
         """Zeros that the card never holds, without data: paged states."""
-        if not self._kernels.holds("paged states"):
+        if "paged states" not in self._kernels.rules:
             return torch.zeros(shape, dtype=dtype, device=device)
         with _disable_current_modes():  # or they would be the card's
             meta = torch.empty(shape, dtype=dtype, device="meta")
@@ -131,13 +123,7 @@ def holds_data(tensor) -> bool:
     return tensor.nbytes <= (SMALL if tensor.is_floating_point() else ORDINARY)
 
 
-MAY_MIX = {  # where CUDA takes tensors of both
-    aten.copy_.default,
-    aten._to_copy.default,
-    aten.set_.source_Tensor,
-    aten.set_.source_Storage,
-    *dynamic_shapes.BY_MASK,
-}
+MAY_MIX = {"copy_", "_to_copy", "set_", *dynamic_shapes.BY_MASK}  # where CUDA takes tensors of both
 
 
 def refuse_two_devices(func, tensors) -> None:
@@ -151,7 +137,7 @@ def refuse_two_devices(func, tensors) -> None:
                 f"a tensor on a real card, of shape {list(tensor.shape)}, meets a SimulatedGPU: "
                 "make it inside, or take its .cpu()"
             )
-    if len(tensors) < 2 or func.namespace != "aten" or func in MAY_MIX:
+    if len(tensors) < 2 or func.namespace != "aten" or func._opname in MAY_MIX:
         return
     if func._opname.startswith(("_foreach", "_pack_padded", "_ctc_loss", "ctc_loss")):
         return

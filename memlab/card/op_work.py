@@ -17,10 +17,10 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils.flop_counter import flop_registry
 
 from memlab.card.collectives import is_waited_for, sent_bytes
-from memlab.card.known_values import values_of
+from memlab.card.known_values import values_of, written_by
 from memlab.footprint import Phase
 from memlab.trace.log import UPDATE
-from memlab.trace.tensors import on_card
+from memlab.trace.tensors import on_card, tensors_in
 from memlab.trace.work import TRIFLE, Work
 
 
@@ -95,7 +95,8 @@ class WorkLog:
         """
         self._ends = False
         another = optimizer is not None and id(optimizer) not in self._stepped
-        if self._whole and another and not _in_backward(self._now):
+        in_backward = any(one.phase == Phase.BACKWARD for one in self._now)
+        if self._whole and another and not in_backward:
             self._whole += self._now
             self._now.clear()
         else:
@@ -104,10 +105,6 @@ class WorkLog:
                 self._whole, self._now = self._now, Counter()
         self._stepped |= {id(optimizer)}
         self._micro_batch, self._phase = 0, Phase.FORWARD
-
-
-def _in_backward(work: Counter) -> bool:
-    return any(one.phase == Phase.BACKWARD for one in work)
 
 
 # ---------------------------------------------------------------------- one operator
@@ -138,17 +135,6 @@ def _does_nothing(func) -> bool:
 
 
 @functools.cache
-def _written(func) -> tuple[tuple[int, str], ...]:
-    """(position, name) of the arguments that an operator writes into."""
-    arguments = enumerate(func._schema.arguments)
-    found = [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
-    if func._schema.name.startswith("aten::_fused_"):
-        # A gradient is written only where the step unscales it.
-        found = [(i, name) for i, name in found if name != "grads"]
-    return tuple(found)
-
-
-@functools.cache
 def _gives_out(func) -> bool:
     """Whether what an operator writes into is its `out`."""
     return any(argument.is_out for argument in func._schema.arguments)
@@ -156,24 +142,26 @@ def _gives_out(func) -> bool:
 
 def _bytes(tensor) -> int:
     """Bytes that reading or writing a tensor moves: what it repeats counts once."""
-    return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def _work_of(func, args, kwargs, tensors, out) -> Iterator[tuple[int, str, tuple, tuple, int, int]]:
     """The first six fields of `Work` of an operator, or of each tensor of its lists."""
     name = func._schema.name.partition("::")[2]
-    written = [args[i] if i < len(args) else kwargs.get(n) for i, n in _written(func)]
+    written = written_by(func, args, kwargs)
+    if name.startswith(("_fused_ada", "_fused_sgd")):  # a gradient is written only to unscale it
+        del written[1]
     if args and isinstance(args[0], (list, tuple)) and ("foreach" in name or "_fused_" in name):
         yield from _of_lists(name, args, written, out)
         return
-    made = [] if written else _flat(out)
+    made = [] if written else tensors_in([out])
     if name in GATHERS:
         moved = tensors[1:] if written else [*made, *made]
         moved = [*moved, *tensors[1:2]]
     else:
-        moved = [*tensors, *made, *_flat(written)]
+        moved = [*tensors, *made, *tensors_in(written)]
         if name in OVERWRITES or _gives_out(func):  # it is not read
-            moved = _without(moved, _flat(written))
+            moved = _without(moved, tensors_in(written))
     flops, dtype = _products(func, args, kwargs, tensors, out)
     tiled = flops and _name(func) in TILED
     result = (math.prod(out.shape[:-2]), *out.shape[-2:]) if tiled else ()
@@ -189,24 +177,15 @@ def _without(tensors, others) -> list:
     return left
 
 
-def _flat(values) -> list:
-    """Every tensor in nested lists."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, (list, tuple)):
-        return [tensor for value in values for tensor in _flat(value)]
-    return []
-
-
 def _of_lists(name, args, written, out) -> Iterator[tuple]:
     """A tensor at a time, so that the work of a deep model is that of its layers."""
-    lists = [a for a in args if isinstance(a, (list, tuple)) and _flat(a)]
-    targets = [a for a in written if isinstance(a, (list, tuple)) and _flat(a)]
+    lists = [a for a in args if isinstance(a, (list, tuple)) and tensors_in(a)]
+    targets = [a for a in written if isinstance(a, (list, tuple)) and tensors_in(a)]
     results = out if isinstance(out, (list, tuple)) else []
     for i, first in enumerate(lists[0]):
         read = [one[i] for one in (lists[1:] if name in OVERWRITES else lists) if i < len(one)]
         moved = [*read, *(one[i] for one in targets), *results[i : i + 1]]
-        nbytes = tuple(sorted(map(_bytes, _flat(moved))))
+        nbytes = tuple(sorted(map(_bytes, tensors_in(moved))))
         yield 0, "", (), nbytes, len(lists), first.numel()
 
 

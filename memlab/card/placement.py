@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from memlab.trace.patches import replaced
@@ -30,6 +31,13 @@ class NotSimulated(ValueError):
 
 ONE_CARD = "the simulated card is cuda:0, and there is one"
 CARD, HOST, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("meta")
+
+
+@contextlib.contextmanager
+def with_data():
+    """Inside, tensors are ordinary ones."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 def fake_like(mode, tensor, on_host=False) -> FakeTensor:
@@ -135,6 +143,15 @@ NO_ARRAY = (  # PyTorch's words
 )
 
 
+# Attributes by which Python code asks where a tensor lies.
+PLACE = {
+    "device": property(device_of),
+    "is_cuda": property(on_card),
+    "is_cpu": property(lambda self: device_of(self) == HOST),
+    "get_device": lambda self: 0 if on_card(self) else -1,
+}
+
+
 @contextlib.contextmanager
 def tensors_name_their_place(host_copy):
     """Let fake tensors answer Python code as tensors of a card and of its host do.
@@ -186,12 +203,9 @@ def tensors_name_their_place(host_copy):
         name = torch.empty(0, dtype=self.dtype).type()
         return name.replace("torch.", "torch.cuda.") if on_card(self) else name
 
-    answers = {
+    answers = PLACE | {
         "__new__": staticmethod(_new),
         "device": property(device),
-        "is_cuda": property(on_card),
-        "is_cpu": property(lambda self: device_of(self) == HOST),
-        "get_device": lambda self: 0 if on_card(self) else -1,
         "data_ptr": lambda self: address_of(self) + self.storage_offset() * self.itemsize,
         "numpy": numpy,
         "__deepcopy__": deep_copy,
@@ -213,12 +227,6 @@ def _wrappers_name_their_place():
 
     Each class answers for its parts, from its first tensor on the card on.
     """
-    answers = {
-        "device": property(device_of),
-        "is_cuda": property(on_card),
-        "is_cpu": property(lambda self: device_of(self) == HOST),
-        "get_device": lambda self: 0 if on_card(self) else -1,
-    }
     answering: set[type] = set()
     make: Any = torch.Tensor._make_wrapper_subclass
     with contextlib.ExitStack() as stack:
@@ -228,7 +236,7 @@ def _wrappers_name_their_place():
                 device = HOST
                 if cls not in answering:
                     answering.add(cls)
-                    rows = [(cls, name, answer) for name, answer in answers.items()]
+                    rows = [(cls, name, answer) for name, answer in PLACE.items()]
                     stack.enter_context(replaced(*rows, create=True))
             return make(cls, *args, device=device, **kwargs)
 

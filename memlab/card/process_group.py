@@ -33,10 +33,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memlab.card import cuda_api
 from memlab.card.calls import Call
 from memlab.card.card_mode import CardMode
-from memlab.card.placement import NotSimulated, device_of
+from memlab.card.placement import PLACE, NotSimulated
 from memlab.fields import integer_from
 from memlab.trace.patches import replaced
-from memlab.trace.tensors import on_card
 
 NOT_SIMULATED = {
     "torch.distributed.fsdp.FullyShardedDataParallel": "use fully_shard, its successor",
@@ -61,10 +60,9 @@ def check_ranks(ranks) -> int:
 
 def torchrun_environment(ranks: int) -> dict[str, str]:
     """The environment that torchrun gives the first of so many processes."""
-    rank: dict[str, object] = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0}
-    rank |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    rank |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 0}
-    return {name: str(value) for name, value in rank.items()}
+    first = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_PORT"), "0")
+    size = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+    return first | size | {"MASTER_ADDR": "localhost"}
 
 
 @contextlib.contextmanager
@@ -181,10 +179,7 @@ def rank_of(mode: CardMode, ranks: int):
             # A checkpoint of all ranks has this rank's parts, and is read as that of one process.
             (_DistWrapper, "__init__", _of_one_process(_DistWrapper.__init__)),
             (default_planner, _COMPLETE, _without_parts(getattr(default_planner, _COMPLETE))),
-            (DTensor, "device", property(device_of)),
-            (DTensor, "is_cuda", property(on_card)),
-            (DTensor, "is_cpu", property(lambda self: not on_card(self))),
-            (DTensor, "get_device", lambda self: 0 if on_card(self) else -1),
+            *((DTensor, name, answer) for name, answer in PLACE.items()),
         )
         stack.enter_context(replaced(*rows, create=True))
         yield

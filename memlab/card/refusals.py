@@ -7,13 +7,11 @@ known (`memlab.card.known_values`); a real card finds them at the next synchroni
 from collections.abc import Callable
 
 import torch
-from torch.nn.attention import varlen  # noqa: F401  # registers its operators
 from torch.utils._mode_utils import no_dispatch
 
 from memlab.card.known_values import values_of
 
-aten = torch.ops.aten
-CHECKS: dict[Callable, Callable[..., None]] = {}
+CHECKS: dict[str, Callable[..., None]] = {}  # by the names of operators
 HALF = (torch.float16, torch.bfloat16)
 # autocast_mode.h, `banned`, of CUDA alone.
 UNSAFE_TO_AUTOCAST = (
@@ -35,9 +33,9 @@ SCALARS = {  # by dtype, the names that PyTorch's messages give: `ScalarType` an
 }
 
 
-def _checks(*operators):
+def _checks(operators: str):
     def register(function):
-        CHECKS.update(dict.fromkeys(operators, function))
+        CHECKS.update(dict.fromkeys(operators.split(), function))
         return function
 
     return register
@@ -45,9 +43,8 @@ def _checks(*operators):
 
 def refuse(func, args) -> None:
     """Raise what CUDA raises for these arguments of an operator, if it refuses them."""
-    check = CHECKS.get(func)
-    if check is not None:
-        check(func, *args)
+    if func.namespace == "aten" and func._opname in CHECKS:
+        CHECKS[func._opname](func, *args)
 
 
 def scalar(tensor) -> str:
@@ -63,8 +60,8 @@ def meta_type(tensor) -> str:
 # ---------------------------------------------------------------------- dtypes
 
 
-@_checks(aten.mm.default)
-def _mm(func, one, other):
+@_checks("mm")
+def _mm(func, one, other, *_):
     """cuda/Blas.cpp, `addmm_out_cuda_impl`."""
     if one.dtype != other.dtype:
         types = f"{meta_type(one)} != {meta_type(other)}"
@@ -78,9 +75,11 @@ def _multiplies(kernel, tensor) -> None:
         raise RuntimeError(f'"{kernel}" not implemented for {scalar(tensor)!r}')
 
 
-@_checks(aten.addmm.default)
-def _addmm(func, added, one, other):
+@_checks("addmm addmm_")
+def _addmm(func, added, one, other, *out_dtype):
     """LinearAlgebra.cpp, `ADDMM_META`."""
+    if out_dtype:  # from which that of what is added may differ
+        return
     for name, tensor in (("self", added), ("mat1", one)):
         if tensor.dtype != other.dtype:
             types = f"{scalar(tensor)} and {scalar(other)}"
@@ -88,16 +87,16 @@ def _addmm(func, added, one, other):
     _multiplies("addmm_cuda", one)
 
 
-@_checks(aten.bmm.default, aten.mv.default, aten.cross.default, aten.linalg_cross.default)
+@_checks("bmm mv cross linalg_cross")
 def _of_the_first(func, one, other, *_):
     """core/TensorBase.h, `data_ptr<T>`: the kernel of the first one's dtype reads the other."""
     if other.dtype != one.dtype:
         raise RuntimeError(f"expected scalar type {scalar(one)} but found {scalar(other)}")
-    if func is aten.bmm.default:
+    if func._opname == "bmm":
         _multiplies("baddbmm_cuda", one)
 
 
-@_checks(aten.native_layer_norm.default)
+@_checks("native_layer_norm")
 def _layer_norm(func, tensor, shape, *affine_and_eps):
     """cuda/layer_norm_kernel.cu, `LayerNormKernelImplInternal`: as above."""
     for other in affine_and_eps[:2]:
@@ -105,20 +104,20 @@ def _layer_norm(func, tensor, shape, *affine_and_eps):
             _of_the_first(func, tensor, other)
 
 
-@_checks(aten.native_group_norm.default)
+@_checks("native_group_norm")
 def _group_norm(func, tensor, *affine_and_sizes):
     """cuda/group_norm_kernel.cu, `GroupNormKernelImplInternal`: as above."""
     _layer_norm(func, tensor, None, *affine_and_sizes)
 
 
-@_checks(aten.binary_cross_entropy.default)
+@_checks("binary_cross_entropy")
 def _binary_cross_entropy(func, chances, target, *_):
     """cuda/Loss.cu, `binary_cross_entropy_out_kernel`: a TensorIterator of one dtype."""
     if target.dtype != chances.dtype:
         raise RuntimeError(f"Found dtype {scalar(target)} but expected {scalar(chances)}")
 
 
-@_checks(aten.convolution.default)
+@_checks("convolution")
 def _convolution(func, tensor, weight, *_):
     """Convolution.cpp, `check_input_same_type_as_parameters`; a bias is checked before."""
     if tensor.dtype != weight.dtype:
@@ -128,7 +127,7 @@ def _convolution(func, tensor, weight, *_):
         )
 
 
-@_checks(aten._flash_attention_forward.default, torch.ops.torch_attn._varlen_attn.default)
+@_checks("_flash_attention_forward _varlen_attn")
 def _flash_attention(func, query, key, value, *_):
     """transformers/cuda/flash_attn/flash_api.cpp, `mha_fwd` and `mha_varlen_fwd`."""
     if torch.cuda.get_device_capability() < (8, 0):
@@ -157,36 +156,25 @@ def _in_range(func, indices, size, lowest=0, besides=None) -> None:
     )
 
 
-@_checks(aten.embedding.default)
+@_checks("embedding")
 def _embedding(func, weight, indices, *_):
     """cuda/Indexing.cu, `indexSelectSmallIndex`: "srcIndex < srcSelectDimSize" failed."""
     _in_range(func, indices, weight.size(0))
 
 
-@_checks(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+@_checks("nll_loss_forward nll_loss2d_forward")
 def _nll_loss(func, scores, target, weight=None, reduction=1, ignored=-100):
     """cuda/Loss.cu and NLLLoss2d.cu: "t >= 0 && t < n_classes" failed."""
     _in_range(func, target, scores.size(-1 if scores.dim() < 3 else 1), besides=ignored)
 
 
-@_checks(
-    aten.gather.default,
-    aten.index_select.default,
-    aten.index_add.default,
-    aten.index_add_.default,
-    aten.scatter.src,
-    aten.scatter.value,
-    aten.scatter_.src,
-    aten.scatter_.value,
-    aten.scatter_add.default,
-    aten.scatter_add_.default,
-)
+@_checks("gather index_select index_add index_add_ scatter scatter_ scatter_add scatter_add_")
 def _along_a_dimension(func, tensor, dim, indices, *_):
     """cuda/ScatterGatherKernel.cu: "index out of bounds" failed."""
     _in_range(func, indices, tensor.size(dim) if tensor.dim() else 1)
 
 
-@_checks(aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
+@_checks("index index_put index_put_")
 def _index(func, tensor, indices, *_):
     """cuda/IndexKernel.cu: "-sizes[i] <= index && index < sizes[i]" failed; without masks."""
     if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):

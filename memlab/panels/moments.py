@@ -16,7 +16,7 @@ from memlab.footprint import Category, Phase
 from memlab.trace.allocator import MEDIUM_REQUEST
 from memlab.trace.events import Alloc, Free, Marker
 from memlab.trace.layered import Counts, LayeredLog
-from memlab.trace.symbols import ReductionBytes, Term, TermTable, factors_of
+from memlab.trace.symbols import ReductionBytes, Term, factors_of
 from memlab.trace.trace import PhaseTrace
 
 # Models that peaks are looked for with: sizes from (least, most), W bytes of a workspace, T threads
@@ -56,8 +56,7 @@ def largest_moments(half: PhaseTrace) -> list[int]:
     Of all tensors, for the peak, and of those with segments of their own, for what is reserved.
     """
     found = moments_of(half)
-    random, chosen, terms = np.random.default_rng(0), set(), TermTable()
-    places = [terms.place(term) for _, term, _ in found.tensors]
+    random, chosen = np.random.default_rng(0), set()
     # Of widths that belong to the structure the chosen ones are the real ones.
     known = half.symbols.sizes if half.symbols else {}
     sums = any(
@@ -67,7 +66,8 @@ def largest_moments(half: PhaseTrace) -> list[int]:
     ranges = {name: ends for name, ends in RANGES.items() if name in known or name in others}
     for _ in range(DRAWS):
         drawn = {n: float(np.exp(random.uniform(*np.log(ends)))) for n, ends in ranges.items()}
-        sizes = terms.at(factors_of({"s": 1} | drawn))[places]
+        factors = factors_of({"s": 1} | drawn)
+        sizes = np.array([term.times(factors) / term.divisor for _, term, _ in found.tensors])
         patterns = float(np.exp(random.uniform(*np.log(PATTERNS))))
         counts = found.once + (patterns if half.log.blocks else 0) * found.each
         for pool in (True, sizes >= MEDIUM_REQUEST):

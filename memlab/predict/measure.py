@@ -22,7 +22,7 @@ from memlab.gpus import require_native
 from memlab.predict.progress import Progress
 from memlab.predict.recipe_log import require_recipe, warm_up_bytes
 from memlab.spec.recipe import QUANTIZED, Recipe
-from memlab.trace.allocator_settings import VARIABLES
+from memlab.trace.card_memory import VARIABLES
 from memlab.trace.tracer import Tracer
 from memlab.workloads.training import Training
 

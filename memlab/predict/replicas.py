@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from memlab.card.collectives import SHARE
+from memlab.card.collectives import share
 from memlab.footprint import Category, Phase
 from memlab.gpus import GPU
 from memlab.predict import simulate
@@ -69,8 +69,8 @@ def replica(log: Log, recipe: Recipe) -> Log:
     buckets = chunks(weights, BUCKET)
     # Each gradient is copied into its bucket and, when all ranks have sent theirs, back.
     work = Counter(_work(moved=(nbytes, nbytes)) for nbytes in 2 * weights)
-    share = SHARE["allreduce_"](recipe.ranks)
-    work.update(_work(sent=round(nbytes * share)) for nbytes in buckets)
+    sent = share("allreduce_", recipe.ranks)
+    work.update(_work(sent=round(nbytes * sent)) for nbytes in buckets)
     added, done = (*log.assumptions, ADDED), log.work + work
     return ReplicaLog([], log.weights, added, done, alone=log, buckets=buckets)
 

@@ -7,8 +7,6 @@ other. Everything is in bytes.
 """
 
 from bisect import bisect_left, insort
-from collections import defaultdict
-from typing import NamedTuple
 
 from memlab.trace.allocator_blocks import (
     LARGE_ROUND,
@@ -21,6 +19,7 @@ from memlab.trace.allocator_blocks import (
     take,
 )
 from memlab.trace.expandable import ExpandableSegments
+from memlab.trace.segments import Counter
 
 
 class CapacityError(Exception):
@@ -29,52 +28,6 @@ class CapacityError(Exception):
     def __init__(self, segment: int):
         super().__init__(f"no room for a segment of {segment} bytes")
         self.segment = segment
-
-
-class Counter:
-    """One of the allocator's statistics: its value now, its highest, all that came and went."""
-
-    __slots__ = ("current", "peak", "allocated", "freed")
-
-    def __init__(self) -> None:
-        self.current = self.peak = self.allocated = self.freed = 0
-
-    def add(self, change: int) -> None:
-        self.current += change
-        if change > 0:
-            self.allocated += change
-            if self.current > self.peak:
-                self.peak = self.current
-        else:
-            self.freed -= change
-
-    def as_dict(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
-POOLS = ("all", "large_pool", "small_pool")
-COUNTED = (
-    "allocation",
-    "allocated_bytes",
-    "requested_bytes",
-    "segment",
-    "reserved_bytes",
-    "inactive_split",
-    "inactive_split_bytes",
-)
-
-
-class Action(NamedTuple):
-    """What the allocator did, by PyTorch's names.
-
-    kind: `alloc` and `free` with the bytes that were requested, `segment_alloc` and
-        `segment_free`, of expandable segments `segment_map` and `segment_unmap`, and `oom` with
-        the bytes left on the device in the place of an address.
-    """
-
-    kind: str
-    address: int
-    nbytes: int
 
 
 class CachingAllocator(ExpandableSegments):
@@ -91,33 +44,6 @@ class CachingAllocator(ExpandableSegments):
     statistics: whether `stats` and `trace` are kept, which takes half the time.
     trace: every `Action` in its order.
     """
-
-    def __init__(
-        self,
-        capacity: int | None = None,
-        statistics: bool = True,
-        expandable_segments: bool = False,
-        device_memory: int | None = None,
-    ):
-        super().__init__(expandable_segments, device_memory or capacity)
-        self.capacity, self.statistics = capacity, statistics
-        self.allocated = self.reserved = self.peak_reserved = 0
-        self.retries = self.ooms = self.flushes = self.device_allocs = self.device_frees = 0
-        self.blocks: dict[int, Block] = {}
-        self.trace: list[Action] = []
-        # (stream, small) -> the free blocks of a pool, as (size, address)
-        self._free: dict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
-        self._counters = {name: {pool: Counter() for pool in POOLS} for name in COUNTED}
-        self._counters_of = {  # by small: the counters that a change of a statistic moves
-            small: {
-                name: (pools["all"], pools["small_pool" if small else "large_pool"])
-                for name, pools in self._counters.items()
-            }
-            for small in (True, False)
-        }
-        # cudaMalloc was seen to hand out descending addresses, and best fit breaks ties by the
-        # lower one; segments never touch, so only their order matters.
-        self._next_segment = 1 << 47
 
     def allocate(self, nbytes: int, stream: int = 0) -> int:
         """Reserve a block for `nbytes` bytes on a stream (0 is the default one): its address.
@@ -180,11 +106,8 @@ class CachingAllocator(ExpandableSegments):
             free, kept = self._free[stream, small], []
             for size, address in free:
                 if size == self.blocks[address].segment:
-                    self.reserved -= size
-                    self.device_frees += 1
                     self._count(small, "segment", -1)
-                    self._count(small, "reserved_bytes", -size)
-                    self._note("segment_free", address, size)
+                    self._reserve("segment_free", small, address, -size)
                     del self.blocks[address]
                 else:
                     kept.append((size, address))
@@ -234,16 +157,6 @@ class CachingAllocator(ExpandableSegments):
                 counter.allocated = counter.freed = 0
         self.retries = self.ooms = self.flushes = self.device_allocs = self.device_frees = 0
 
-    def _note(self, kind: str, address: int, nbytes: int) -> None:
-        if self.statistics:
-            self.trace.append(Action(kind, address, nbytes))
-
-    def _count(self, small: bool, name: str, change: int) -> None:
-        if not self.statistics:
-            return
-        for counter in self._counters_of[small][name]:
-            counter.add(change)
-
     def _count_inactive(self, block: Block, number: int, nbytes: int) -> None:
         """Free pieces of segments that other pieces are in use of; PyTorch leaves out expandable
         ones, which can give back parts of themselves.
@@ -287,36 +200,6 @@ class CachingAllocator(ExpandableSegments):
         address = self._new_addresses(segment)
         block = Block(address, segment, small, segment, self._free[stream, small])
         self.blocks[address] = block
-        self.reserved += segment
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-        self.device_allocs += 1
         self._count(small, "segment", 1)
-        self._count(small, "reserved_bytes", segment)
-        self._note("segment_alloc", address, segment)
+        self._reserve("segment_alloc", small, address, segment)
         return block
-
-    def _new_addresses(self, nbytes: int) -> int:
-        self._next_segment -= nbytes + LARGE_ROUND
-        return self._next_segment
-
-    def _too_full_for(self, segment: int) -> bool:
-        return self.capacity is not None and self.reserved + segment > self.capacity
-
-    def _cut(self, block: Block, size: int) -> Block:
-        """Cut a block behind so many bytes: the rest, which is in no pool's cache yet."""
-        rest = Block(
-            block.address + size, block.size - size, block.small, block.segment, block.pool
-        )
-        rest.before, rest.after = block, block.after
-        if block.after:
-            block.after.before = rest
-        block.size, block.after = size, rest
-        self.blocks[rest.address] = rest
-        return rest
-
-    def _merge(self, left: Block, right: Block) -> Block:
-        left.size, left.after = left.size + right.size, right.after
-        if right.after:
-            right.after.before = left
-        del self.blocks[right.address]
-        return left

@@ -1,29 +1,65 @@
 """The card's memory: PyTorch's allocator with a limit, and what it says when there is no room."""
 
-from collections.abc import Callable
+import os
+import re
 
 from memlab.gpus import GPU
 from memlab.trace.allocator import CachingAllocator, CapacityError
 from memlab.trace.allocator_blocks import Block
 
+# The first that is set counts, alone: so does PyTorch 2.13 (c10/core/AllocatorConfig.cpp).
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
 
 class CardMemory(CachingAllocator):
     """The allocator of one card, whose context is not its to give.
 
-    before_first: called before memory is taken from the card for the first time, or None.
+    reads_environment: whether the environment still says how it is set. PyTorch reads it when it
+        first uses CUDA; here that is the first allocation on the card, so a program may set the
+        variable until then.
+    settings: as the program said them last. assumptions: a dict that takes a line for each.
     fraction: the part of the card that the process may take, as
         `torch.cuda.set_per_process_memory_fraction` sets it.
     observers: functions that are called before an error, as `OutOfMemoryObserver` of
         c10/cuda/CUDACachingAllocator.h: (device, bytes, bytes of the card, free bytes).
     """
 
-    before_first: Callable[[], None] | None = None
+    reads_environment = False
+    settings = ""
     fraction = 1.0
 
     def __init__(self, gpu: GPU, statistics: bool = True, expandable_segments: bool = False):
         super().__init__(gpu.usable, statistics, expandable_segments, gpu.total_memory)
         self.gpu = gpu
         self.observers: list = []
+        self.assumptions: dict[str, None] = {}
+
+    def change_settings(
+        self, text: str, source: str = "torch.cuda.memory._set_allocator_settings"
+    ) -> None:
+        """Set what is allocated from now on, as a function of PyTorch or a variable does.
+
+        Raises ValueError for a value that PyTorch refuses.
+        """
+        self._read_environment()
+        self.settings = text
+        for setting in filter(None, re.split(r",(?![^\[]*\])", re.sub(r"\s", "", text))):
+            key, _, value = setting.partition(":")
+            if key != "expandable_segments":
+                line = f"{source}: {key} is not simulated, the allocator has its default"
+            elif value not in ("True", "False"):
+                raise ValueError(f"{source} has {setting}: allowed are True, False")
+            else:
+                self.expandable_segments = value == "True"
+                line = f"{source}: {setting}, in what is allocated from then on"
+            if setting != "expandable_segments:False":
+                self.assumptions[line] = None
+
+    def _read_environment(self) -> None:
+        reads, self.reads_environment = self.reads_environment, False
+        name = next((name for name in VARIABLES if name in os.environ), None)
+        if reads and name:
+            self.change_settings(os.environ[name], name)
 
     def set_fraction(self, fraction: float) -> None:
         """Take no more than this part of the card from now on, and no more than there is."""
@@ -55,8 +91,7 @@ class CardMemory(CachingAllocator):
         return self.gpu.usable - self.reserved, self.gpu.total_memory
 
     def _new_block(self, size: int, small: bool, stream: int) -> Block:
-        if self.before_first:
-            self.before_first()
+        self._read_environment()
         return super()._new_block(size, small, stream)
 
     def _message(self, segment: int) -> str:

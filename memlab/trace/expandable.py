@@ -16,39 +16,20 @@ declare); they are the same in the text of the end of 2024:
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
 
 from memlab.trace.allocator_blocks import MEDIUM_SEGMENT, SMALL_SEGMENT, AddressRange, Block, take
+from memlab.trace.segments import Segments
 from memlab.units import round_up
 
 ADDRESSES = 1 << 40  # of a range where the device has no limit
 
 
-class ExpandableSegments:
+class ExpandableSegments(Segments):
     """What `CachingAllocator` does with expandable segments.
 
     expandable_segments: whether new memory comes in them. PyTorch lets a program change it at any
         time: what they have free then serves no request until it is on again.
     """
-
-    # What `CachingAllocator` has.
-    blocks: dict[int, Block]
-    reserved: int
-    peak_reserved: int
-    device_allocs: int
-    device_frees: int
-    _free: dict[tuple[int, bool], list[tuple[int, int]]]
-    _cut: Callable[[Block, int], Block]
-    _merge: Callable[[Block, Block], Block]
-    _new_addresses: Callable[[int], int]
-    _too_full_for: Callable[[int], bool]
-    _count: Callable[[bool, str, int], None]
-    _note: Callable[[str, int, int], None]
-
-    def __init__(self, expandable_segments: bool, device_memory: int | None):
-        self.expandable_segments, self._device_memory = expandable_segments, device_memory
-        # (stream, small) -> the addresses of blocks without memory, ascending
-        self._unmapped: dict[tuple[int, bool], list[int]] = {}
 
     def _expandable_fit(self, free: list[tuple[int, int]], best: int) -> int:
         """The number of the free block that is taken, where `best` is the smallest in size."""
@@ -121,11 +102,7 @@ class ExpandableSegments:
             take(block.after)
             block = self._merge(block, block.after)
         insort(block.pool, (block.size, block.address))
-        self.reserved += nbytes
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-        self.device_allocs += 1
-        self._count(block.small, "reserved_bytes", nbytes)
-        self._note("segment_map", start, nbytes)
+        self._reserve("segment_map", block.small, start, nbytes)
         return block
 
     def _unmap(self, block: Block) -> None:
@@ -151,10 +128,7 @@ class ExpandableSegments:
             unmapped.remove(block.after.address)
             block = self._merge(block, block.after)
         insort(unmapped, block.address)
-        self.reserved -= nbytes
-        self.device_frees += 1
-        self._count(block.small, "reserved_bytes", -nbytes)
-        self._note("segment_unmap", start, nbytes)
+        self._reserve("segment_unmap", block.small, start, -nbytes)
         if not block.is_split:
             unmapped.remove(block.address)
             del self.blocks[block.address]

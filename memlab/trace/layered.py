@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -51,23 +51,20 @@ class LayeredLog:
             np.array([numbers.setdefault(step, len(numbers)) for step in log.steps], np.int32)
             for log in logs
         ]
+        said = tuple(dict.fromkeys(one for log in logs for one in log.assumptions))
         if len(logs) == 1:
-            all_weights, all_work = ({k: (n, 0) for k, n in c.items()} for c in _counts(logs[0]))
-            found = cls(tuple(numbers), orders[0], None, patterns, all_weights, all_work, ())
-            return found._assuming(logs)
+            counted = logs[0].weights, logs[0].work
+            own = ({kind: (number, 0) for kind, number in one.items()} for one in counted)
+            return cls(tuple(numbers), orders[0], None, patterns, *own, said)
         few, some, *more = orders
         blocks = growth(some, more[0]) if more else _moved(growth(few, some, seen_twice=False))
         if blocks is None or not np.array_equal(repeated(some, blocks, -1), few):
             return None
-        weights, work = map(_growing, *map(_counts, logs))
+        weights = _growing(*(log.weights for log in logs))
+        work = _growing(*(log.work for log in logs))
         if weights is None or work is None:
             return None
-        found = cls(tuple(numbers), some, tuple(blocks), patterns, weights, work, ())
-        return found._assuming(logs)
-
-    def _assuming(self, logs: Sequence[Log]) -> LayeredLog:
-        said = dict.fromkeys(one for log in logs for one in log.assumptions)
-        return replace(self, assumptions=tuple(said))
+        return cls(tuple(numbers), some, tuple(blocks), patterns, weights, work, said)
 
     def order_at(self, patterns: int) -> np.ndarray:
         """The kinds of the log with so many patterns. Raises ValueError where there is none."""
@@ -81,10 +78,6 @@ class LayeredLog:
         """Weights or work with so many patterns."""
         more = patterns - self.patterns
         return Counter({kind: once + more * each for kind, (once, each) in counts.items()})
-
-
-def _counts(log: Log) -> tuple[Counter, Counter]:
-    return log.weights, log.work
 
 
 def _growing(few: Counter, some: Counter, *more: Counter) -> Counts | None:

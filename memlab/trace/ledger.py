@@ -2,6 +2,7 @@
 
 import functools
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -117,17 +118,14 @@ class Ledger:
 
     def events(self) -> Iterator[tuple[int | None, TraceEvent]]:
         """(number of a storage, what happens to it) in their order, with emptied caches."""
-        emptied = [at for at, mark in self.marks if mark is Marker.EMPTY_CACHE]
-        emptied.reverse()  # the next is the last
+        emptied = Counter(at for at, mark in self.marks if mark is Marker.EMPTY_CACHE)
         births = {}
         for at, (storage, change, phase, *_) in enumerate(self.entries):
-            while emptied and emptied[-1] == at:
-                emptied.pop()
-                yield None, Marker.EMPTY_CACHE
+            yield from [(None, Marker.EMPTY_CACHE)] * emptied[at]
             number = storage.number
             if change > 0:
-                birth = Alloc(change, storage.category, phase, "", storage.operation)
-                births[number] = birth._replace(stream=storage.stream)
+                described = storage.category, phase, "", storage.operation, storage.stream
+                births[number] = Alloc(change, *described)
                 yield number, births[number]
             elif number in births:
                 yield number, Free(births[number], phase, 0)

@@ -12,7 +12,6 @@ from memlab.footprint import Category, Phase
 from memlab.trace.allocator import MIN_BLOCK, CachingAllocator, CapacityError
 from memlab.trace.events import OUTSIDE, Alloc, Free, Marker, TraceEvent
 from memlab.trace.ledger import Ledger
-from memlab.trace.reductions import Reduction
 from memlab.units import round_up
 
 # Clipping stacks the norms of all trained weights, whose number is another at each depth, and ranks
@@ -66,9 +65,9 @@ class Log:
         numbered: whether modules keep the number of their layer, so that layers differ. work: see
         there.
         """
-        marks = [(ledger.start, Marker.RESET), *ledger.marks]
-        marks.sort(key=lambda mark: mark[0])
-        marks.reverse()  # the next is the last
+        marks: dict[int, list[Marker]] = defaultdict(list)
+        for at, mark in (ledger.start, Marker.RESET), *ledger.marks:
+            marks[at].append(mark)
         steps: list[TraceEvent] = []
         births: dict[int, Alloc] = {}
         living: dict[Alloc, _LiveStorages] = defaultdict(_LiveStorages)
@@ -86,11 +85,9 @@ class Log:
 
         for at, (storage, change, phase, *_) in enumerate(ledger.entries):
             learning |= phase == Phase.BACKWARD  # before it nothing has gradients to clip
-            marked = marks and marks[-1][0] == at
-            if dying and (change > 0 or phase != dying[-1][1] or marked):
+            if dying and (change > 0 or phase != dying[-1][1] or at in marks):
                 bury()
-            while marks and marks[-1][0] == at:
-                steps.append(marks.pop()[1])
+            steps += marks.pop(at, ())
             if change > 0:
                 module = replaced.get(storage.number, storage.module)
                 module = module if numbered else re.sub(r"\.\d+", ".*", module)
@@ -113,7 +110,7 @@ class Log:
             else:
                 dying.append((storage.number, phase))
         bury()
-        steps += [mark for _, mark in reversed(marks)]
+        steps += marks[len(ledger)]
         return cls(steps, weights, tuple(ledger.assumptions), Counter(work))
 
     def events(self) -> Iterator[Event]:
@@ -246,48 +243,15 @@ def replay(events: Iterable[Event], ledger: Ledger | _PeakOnly) -> None:
 class _PeakOnly:
     """In the place of a `Ledger` where only an allocator's peak is wanted: takes half the time."""
 
-    def __init__(self, allocator: CachingAllocator | _Blocks):
+    def __init__(self, allocator: CachingAllocator):
+        self.birth = lambda nbytes, category, phase, module, operation, stream, *described: (
+            allocator.allocate(nbytes, stream)
+        )
         self.death = lambda address, phase: allocator.free(address)
         self.empty_cache, self.reset_peak = allocator.empty_cache, allocator.reset_peak_stats
-        self._allocate = allocator.allocate
-
-    def birth(
-        self,
-        nbytes: int,
-        category: Category,
-        phase: Phase,
-        module: str,
-        operation: str,
-        stream: int,
-        item: int,
-        reduction: Reduction | None,
-    ) -> int:
-        return self._allocate(nbytes, stream)
 
 
-class _Blocks:
-    """In the place of an allocator: adds up blocks and reserves nothing beyond them."""
-
-    def __init__(self) -> None:
-        self.reserved = self.peak_reserved = 0
-
-    def allocate(self, nbytes: int, stream: int) -> int:
-        block = round_up(nbytes, MIN_BLOCK)
-        self.reserved += block
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return block
-
-    def free(self, block: int) -> None:
-        self.reserved -= block
-
-    def reset_peak_stats(self) -> None:
-        self.peak_reserved = self.reserved
-
-    def empty_cache(self) -> None:
-        """There is none."""
-
-
-def peak_reserved(events: Iterable[Event], allocator: CachingAllocator | _Blocks) -> int | None:
+def peak_reserved(events: Iterable[Event], allocator: CachingAllocator) -> int | None:
     """The most bytes reserved since RESET; None where the allocator runs out of memory."""
     try:
         replay(events, _PeakOnly(allocator))
@@ -298,6 +262,15 @@ def peak_reserved(events: Iterable[Event], allocator: CachingAllocator | _Blocks
 
 def peak_allocated(events: Iterable[Event]) -> int:
     """The most bytes of blocks since RESET, which no allocator can be below."""
-    blocks = _Blocks()
-    replay(events, _PeakOnly(blocks))
-    return blocks.peak_reserved
+    blocks: dict[object, int] = {}
+    now = peak = 0
+    for which, step in events:
+        if type(step) is Alloc:
+            blocks[which] = round_up(step.nbytes, MIN_BLOCK)
+            now += blocks[which]
+            peak = max(peak, now)
+        elif type(step) is Free:
+            now -= blocks.pop(which)
+        elif step is Marker.RESET:
+            peak = now
+    return peak

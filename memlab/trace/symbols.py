@@ -13,8 +13,6 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from memlab.trace.reductions import Reduction
 
 # What kernels, masks and chunks of linear attention round lengths up to.
@@ -49,51 +47,15 @@ class Term(NamedTuple):
 
     def at(self, factors: Factors, item: int = 1) -> int:
         """The number with these factors (`factors_of`), rounded up to whole items."""
-        value = self.constant
+        return -(-self.times(factors) // (self.divisor * item)) * item
+
+    def times(self, factors: Factors) -> Any:
+        """The number before it is divided."""
+        value: Any = self.constant
         for name, exponent in self.powers:
-            value *= number_of(name, factors) ** exponent
-        return -(-value // (self.divisor * item)) * item
-
-
-class TermTable:
-    """Terms by their places, evaluated all at once."""
-
-    def __init__(self) -> None:
-        self._places: dict[Term, int] = {}
-        self._scales = np.empty((0, 2))
-        self._factors: list[tuple[str | ReductionBytes, np.ndarray, np.ndarray]] = []
-
-    def place(self, term: Term) -> int:
-        """The place of a term, a new one for a new one."""
-        return self._places.setdefault(term, len(self._places))
-
-    def at(self, factors: Factors) -> np.ndarray:
-        """The numbers of all terms with these factors (`factors_of`), not rounded."""
-        if len(self._scales) < len(self._places):
-            self._compile()
-        values = self._scales[:, 0].copy()
-        for name, places, exponents in self._factors:
-            values[places] *= float(number_of(name, factors)) ** exponents
-        return values / self._scales[:, 1]
-
-    def _compile(self) -> None:
-        self._scales = np.array([term[:2] for term in self._places], float)
-        found: dict[str | ReductionBytes, tuple[list[int], list[int]]] = {}
-        for place, term in enumerate(self._places):
-            for name, exponent in term.powers:
-                for values, value in zip(
-                    found.setdefault(name, ([], [])), (place, exponent), strict=True
-                ):
-                    values.append(value)
-        self._factors = [
-            (name, np.array(places), np.array(exponents))
-            for name, (places, exponents) in found.items()
-        ]
-
-
-def number_of(factor: str | ReductionBytes, factors: Factors) -> Any:
-    """The number that a factor of a term stands for."""
-    return factor.at(factors) if isinstance(factor, ReductionBytes) else factors[factor]
+            number = factors[name] if isinstance(name, str) else name.at(factors)
+            value *= number**exponent
+        return value
 
 
 def factors_of(sizes: Factors) -> dict[str, Any]:

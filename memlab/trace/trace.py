@@ -163,19 +163,9 @@ class Trace:
         }
         signs = np.array([(type(kind) is Alloc) - (type(kind) is Free) for kind in kinds])
         of = [places.get(getattr(kind, "birth", kind), 0) for kind in kinds]
-        passes, shift = self.passed.log.order_at(patterns), len(self.passed.log.kinds)
-        updates = self.updated.log.order_at(patterns) + shift
-        ends = [place for place, kind in enumerate(updates) if kinds[kind] is Marker.UPDATED]
-        begins = [n for n, kind in enumerate(passes) if kinds[kind] is Marker.UPDATE]
-        # Each update comes where the gradients of a pass are there, as in `_join`.
-        pieces = np.split(passes, [place + 1 for place in begins])
-        given = np.split(updates, [place + 1 for place in ends])[: len(begins)]
-        turns = [pieces[0]]
-        for update, after in zip(given, pieces[1:], strict=True):
-            turns += [update, after]
-        order = np.concatenate(turns)
+        order = [place for _, place in self._joined(Depth(patterns, self.passed.batches))]
         (start,) = np.flatnonzero([kinds[place] is Marker.RESET for place in order])
-        tokens = [place for place in order.tolist() if is_given(kinds[place])]
+        tokens = [place for place in order if is_given(kinds[place])]
         return np.array(of)[order], signs[order], int(start), tokens
 
     def _weights(self, sizes: Mapping[str, int], patterns: int) -> Counter:

@@ -40,6 +40,7 @@ from memlab.trace.tensors import (
     is_wrapper_subclass,
     on_card,
     sole_summand,
+    tensors_in,
 )
 from memlab.trace.user_frames import line_at_work
 
@@ -119,9 +120,13 @@ class Tracer(Ledger):
 
     def name(self, tensor: torch.Tensor, module: str) -> None:
         """Say what a tensor is, in place of the module that made it."""
-        known = self._live.get(tensor.untyped_storage()._cdata)
-        if known:
-            known[0].module = module
+        storage = self._known(tensor)
+        if storage:
+            storage.module = module
+
+    def _known(self, tensor: torch.Tensor) -> Storage | None:
+        """What is entered of a tensor's memory."""
+        return self._live.get(tensor.untyped_storage()._cdata, (None,))[0]
 
     def stop(self) -> None:
         """Enter nothing any more: what dies from now on was there to the end."""
@@ -214,14 +219,13 @@ class Tracer(Ledger):
             return
         for whole in (tensor, tensor.grad if tensor.is_leaf else None):
             for part in inner_tensors(whole) if whole is not None else ():
-                data = part.untyped_storage()
-                known = self._live.get(data._cdata)
-                if known:
-                    known[0].module = module
-                    if whole is tensor and not is_gathered(data):
+                storage = self._known(part)
+                if storage:
+                    storage.module = module
+                    if whole is tensor and not is_gathered(part.untyped_storage()):
                         parameter = isinstance(tensor, torch.nn.Parameter)
-                        known[0].category = Category.PARAMETERS if parameter else Category.BUFFERS
-                        self._awaiting_backward.discard(known[0])
+                        storage.category = Category.PARAMETERS if parameter else Category.BUFFERS
+                        self._awaiting_backward.discard(storage)
 
     def _first_sight(self, nbytes: int, category: Category | None, existed: bool) -> Storage:
         if existed and self.allocator is None:
@@ -305,13 +309,8 @@ class Tracer(Ledger):
         """An operation is about to run on these arguments."""
         self.operation = None  # what an operation meets and does not make
         given = (*args, kwargs["out"]) if "out" in kwargs else args
-        for argument in given if func is not torch.ops.aten.lift_fresh.default else ():
-            if isinstance(argument, torch.Tensor):
-                self._see_argument(argument)
-            elif isinstance(argument, (list, tuple)):
-                for item in argument:
-                    if isinstance(item, torch.Tensor):
-                        self._see_argument(item)
+        for tensor in tensors_in(given) if func is not torch.ops.aten.lift_fresh.default else ():
+            self._see_argument(tensor)
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward and self._awaiting_backward and not torch.is_grad_enabled():
             for storage in self._awaiting_backward:
@@ -327,23 +326,23 @@ class Tracer(Ledger):
         if torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
             if self._done_in_place(func, args, out, by_autograd):
                 return
-        self.see_result(out)
+        for tensor in tensors_in([out]):
+            self.see(tensor)
         self._see_communication(func, args)
 
     def came_back(self, tensor: torch.Tensor) -> None:
         """A saved tensor is wanted again, which a hook may have moved or made anew."""
-        known = self._live.get(tensor.untyped_storage()._cdata) if on_card(tensor) else None
-        if known and known[0].category == Category.TEMPORARY:
-            known[0].category = Category.ACTIVATIONS
+        storage = self._known(tensor) if on_card(tensor) else None
+        if storage and storage.category == Category.TEMPORARY:
+            storage.category = Category.ACTIVATIONS
 
     def _see_written(self, written: Any) -> None:
         """A tensor written after the backward pass that it outlived is a buffer."""
-        for tensor in written if isinstance(written, (list, tuple)) else [written]:
-            if isinstance(tensor, torch.Tensor):
-                known = self._live.get(tensor.untyped_storage()._cdata)
-                if known and known[0].number < self._before_backward:
-                    if known[0].category == Category.ACTIVATIONS:
-                        known[0].category = Category.BUFFERS
+        for tensor in tensors_in([written]):
+            storage = self._known(tensor)
+            if storage and storage.number < self._before_backward:
+                if storage.category == Category.ACTIVATIONS:
+                    storage.category = Category.BUFFERS
 
     def _see_communication(self, func: OpOverload, args: tuple) -> None:
         """Name what other ranks take part in."""
@@ -366,14 +365,12 @@ class Tracer(Ledger):
                 self._same_module(kept, shared.sharded_param)
 
     def _see_argument(self, tensor: torch.Tensor) -> None:
-        data = tensor.untyped_storage()
-        known = self._live.get(data._cdata)
-        if isinstance(tensor, torch.nn.Parameter) and not is_gathered(data):
-            if known is None or known[0].category != Category.PARAMETERS:  # it may have new data
+        storage = self._known(tensor)
+        if isinstance(tensor, torch.nn.Parameter) and not is_gathered(tensor.untyped_storage()):
+            if storage is None or storage.category != Category.PARAMETERS:  # it may have new data
                 self.see_parameter(tensor)
-            if getattr(tensor, "_memlab_token", None) is not self._token:
-                self._follow_gradient(tensor)
-        elif known is None:
+            self._follow_gradient(tensor)
+        elif storage is None:
             self.see(tensor, existed=True)
 
     def see_parameter(self, parameter: torch.nn.Parameter) -> None:
@@ -384,17 +381,11 @@ class Tracer(Ledger):
         """A weight that is no `torch.nn.Parameter`: what an optimizer, or code, steps."""
         self.see(tensor, Category.PARAMETERS, existed=True)
         if tensor.requires_grad and not tensor._is_view() and tensor.is_leaf:
-            if getattr(tensor, "_memlab_token", None) is not self._token:
-                self._follow_gradient(tensor)
-
-    def see_result(self, out: Any) -> None:
-        if isinstance(out, torch.Tensor):
-            self.see(out)
-        elif isinstance(out, (list, tuple)):
-            for item in out:
-                self.see_result(item)
+            self._follow_gradient(tensor)
 
     def _follow_gradient(self, parameter: Any) -> None:
+        if getattr(parameter, "_memlab_token", None) is self._token:
+            return
         # An attribute, because a weak reference would forbid Module.to() to swap the tensor.
         parameter._memlab_token = self._token
         if parameter.requires_grad and parameter.is_leaf:
@@ -412,9 +403,9 @@ class Tracer(Ledger):
     def _same_module(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
         module = getattr(parameter, "_memlab_module", None)
         for part in inner_tensors(tensor):
-            known = self._live.get(part.untyped_storage()._cdata)
-            if module and known:
-                known[0].module = module
+            storage = self._known(part)
+            if module and storage:
+                storage.module = module
 
     def _done_in_place(self, func: OpOverload, args: tuple, out: Any, by_autograd: bool) -> bool:
         """Whether a result of autograd's takes over an argument's storage without the tracer."""

@@ -7,7 +7,7 @@ import torch
 from helpers import refused, run_python
 
 from memlab import Recipe, SimulatedGPU, simulate
-from memlab.trace.allocator_settings import VARIABLES
+from memlab.trace.card_memory import VARIABLES
 
 MiB = 2**20
 ON, OFF = "expandable_segments:True", "expandable_segments:False"

@@ -48,6 +48,7 @@ def test_types_from_before_there_were_dtypes_make_tensors_on_the_card(t4):
 MAKE = {
     "tensor": lambda: torch.tensor([64, 64], device="cuda"),
     "to": lambda: torch.ones(2).to("cuda"),
+    "to as a tensor": lambda: torch.ones(2).to(tensor=torch.ones(1, device="cuda")),
     "index": lambda: torch.tensor([8.0, 16.0]).cuda()[0],
 }
 

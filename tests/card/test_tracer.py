@@ -25,6 +25,15 @@ def test_each_thread_takes_a_workspace_at_its_first_product_and_keeps_it(t4):
     assert workspaces(t4) == [t4.gpu.workspace] * 2
 
 
+@pytest.mark.parametrize(
+    "product", [lambda x, y: torch.mm(x, x, out=y), lambda x, y: y.addmm_(x, x)]
+)
+def test_a_product_into_a_tensor_takes_a_workspace_too(t4, product):
+    x = torch.randn(8, 8, device="cuda")
+    product(x, torch.empty_like(x))
+    assert workspaces(t4)[0] == t4.gpu.workspace
+
+
 def test_a_product_with_a_bias_takes_cublaslts_workspace_too(t4):
     torch.nn.Linear(8, 8).to("cuda")(torch.randn(2, 8, device="cuda"))
     assert sorted(workspaces(t4)) == sorted([t4.gpu.workspace, CUBLASLT_WORKSPACE])

@@ -14,17 +14,16 @@ from collections.abc import Callable
 
 import torch
 
-aten = torch.ops.aten
 NONE, MEAN = 0, 1  # torch.nn._reduction: no reduction, and that of losses where none is given
-# By operator: the bytes of the tensors that are there together, for each time.
-TEMPORARIES: dict[Callable, Callable[..., list[list[int]]]] = {}
-# By operator: the bytes that its result holds, where they are more than its own.
-KEPT: dict[Callable, Callable[..., int]] = {}
+# By an operator's name: the bytes of the tensors that are there together, for each time.
+TEMPORARIES: dict[str, Callable[..., list[list[int]]]] = {}
+# By an operator's name: the bytes that its result holds, where they are more than its own.
+KEPT: dict[str, Callable[..., int]] = {}
 
 
-def _of(table, *operators):
+def _of(table, operators: str):
     def register(function):
-        table.update(dict.fromkeys(operators, function))
+        table.update(dict.fromkeys(operators.split(), function))
         return function
 
     return register
@@ -41,83 +40,83 @@ def _together(*tensors) -> int:
 
 def temporaries(func, args) -> list[list[int]]:
     """Bytes of the tensors that an operator makes on the way, by the times they are together."""
-    return TEMPORARIES[func](*args) if func in TEMPORARIES else []
+    return TEMPORARIES.get(func._opname, lambda *args: [])(*args)
 
 
 def kept(func, args) -> int:
     """Bytes that the result of an operator holds beside its own, as long as it lives."""
-    return KEPT[func](*args) if func in KEPT else 0
+    return KEPT.get(func._opname, lambda *args: 0)(*args)
 
 
-@_of(TEMPORARIES, aten.logsumexp.default)
+@_of(TEMPORARIES, "logsumexp")
 def _logsumexp(tensor, dims, keepdim=False):
     """ReduceOps.cpp, `logsumexp_out_impl`: `sum_out(result, (self - maxes).exp_())`."""
     summed = math.prod(tensor.size(dim) for dim in dims or range(tensor.dim()))
     return [[tensor.nbytes, tensor.nbytes // max(summed, 1)]]
 
 
-@_of(TEMPORARIES, aten.isinf.default)
+@_of(TEMPORARIES, "isinf")
 def _isinf(tensor):
     """TensorCompare.cpp, `isinf`: `self.abs() == infinity`."""
     return [[tensor.nbytes]] if tensor.is_floating_point() else []
 
 
-@_of(TEMPORARIES, aten.dist.default)
+@_of(TEMPORARIES, "dist")
 def _dist(tensor, other, p=2):
     """Distance.cpp, `dist`: `norm(self - other, p)`."""
     return [[_together(tensor, other)]]
 
 
-@_of(TEMPORARIES, aten.huber_loss.default)
+@_of(TEMPORARIES, "huber_loss")
 def _reduced(tensor, target, reduction=MEAN, *_):
     """Loss.cpp, `huber_loss`: each number's, then their mean."""
     return [] if reduction == NONE else [[_together(tensor, target)]]
 
 
-@_of(TEMPORARIES, aten.mse_loss.default, aten.smooth_l1_loss.default)
+@_of(TEMPORARIES, "mse_loss smooth_l1_loss")
 def _reduced_from_another(tensor, target, reduction=MEAN, *_):
     """Loss.cpp: the meta function builds an output of full size, the implementation another."""
     return _reduced(tensor, target, reduction)
 
 
-@_of(KEPT, aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default)
+@_of(KEPT, "mse_loss smooth_l1_loss soft_margin_loss")
 def _resized_to_a_scalar(tensor, target, reduction=MEAN, *_):
     """Loss.cpp: `maybe_get_output().resize_({})`, `output.resize_({})`; storages do not shrink."""
     return 0 if reduction == NONE else _together(tensor, target)
 
 
-@_of(KEPT, aten.binary_cross_entropy.default)
+@_of(KEPT, "binary_cross_entropy")
 def _binary_cross_entropy(tensor, target, weight=None, reduction=MEAN):
     """cuda/Loss.cu, `binary_cross_entropy_out_cuda`: `loss.resize_as_(loss_reduced)`."""
     return _resized_to_a_scalar(tensor, target, reduction)
 
 
-@_of(TEMPORARIES, aten.binary_cross_entropy_with_logits.default)
+@_of(TEMPORARIES, "binary_cross_entropy_with_logits")
 def _of_logits(tensor, target, weight=None, pos_weight=None, reduction=MEAN):
     """Loss.cpp: `log_sigmoid(input)`, then `(1 - target).mul_(input).sub_(log_sigmoid_input)`."""
     nbytes = _together(tensor, target)
     return [[nbytes] if reduction == NONE else [nbytes, nbytes]]
 
 
-@_of(TEMPORARIES, aten.masked_scatter.default, aten.masked_scatter_.default)
+@_of(TEMPORARIES, "masked_scatter masked_scatter_")
 def _masked_scatter(tensor, mask, source):
     """cuda/IndexKernel.cpp, `masked_scatter__cuda`: int64 sums over the mask, by element."""
     return [[tensor.numel() * torch.long.itemsize]]
 
 
-@_of(TEMPORARIES, aten.multinomial.default)
+@_of(TEMPORARIES, "multinomial")
 def _multinomial(probabilities, samples, replacement=False):
     """Distributions.cpp, `multinomial_out`: `self / exponential`, unless many are put back."""
     return [] if replacement and samples > 1 else [[probabilities.nbytes]]
 
 
-@_of(TEMPORARIES, aten._euclidean_dist.default)
+@_of(TEMPORARIES, "_euclidean_dist")
 def _euclidean_dist(one, other):
     """Distance.cpp, `_euclidean_dist`: a product of rows with two more columns."""
     return [[x.nbytes + 2 * x.nbytes // max(x.size(-1), 1) for x in (one, other)]]
 
 
-@_of(TEMPORARIES, aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor)
+@_of(TEMPORARIES, "_ctc_loss_backward")
 def _ctc_loss_backward(grad, log_probs, targets, input_lengths, target_lengths, nll, log_alpha, *_):
     """cuda/LossCTC.cu, `ctc_loss_backward_gpu_template`: `log_beta = empty_like(log_alpha)`."""
     return [[log_alpha.nbytes]]

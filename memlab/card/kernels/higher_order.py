@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import sys
 import threading
 import warnings
 from typing import Any
 
 import torch
 from torch._C import DispatchKey
-from torch._higher_order_ops.base_hop import BaseHOP
 from torch.nn.attention import flex_attention as module
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
@@ -30,8 +28,6 @@ from memlab.trace.work import Work
 operators = importlib.import_module("torch._higher_order_ops.flex_attention")
 
 ASSUMED = "flex_attention: a kernel that keeps no scores; its time is that of scores without a mask"
-KEEPS = "{}: the operations that it runs, which keep what PyTorch may compute again"
-MODE = "_get_current_dispatch_mode"
 FUSED = "_memlab_fused"  # among the options of a kernel
 
 
@@ -128,43 +124,16 @@ def _learned(function, seen: set) -> tuple[torch.Tensor, ...]:
     return tuple(found.values())
 
 
-def plainly(operator, assumptions: dict):
-    """The function that runs such an operator as what it calls; None for one that has a rule.
-
-    A choice, a loop or a scan is then the operations of its functions, with their gradients.
-    assumptions: gets what that may hold more than PyTorch does.
-    """
-    kernel = operator.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
-    if kernel is None or operator in (operators.flex_attention, operators.flex_attention_backward):
-        return None
-
-    def run(*args, **kwargs):
-        if torch.is_grad_enabled():
-            assumptions[KEEPS.format(operator.name())] = None
-        if isinstance(operator, BaseHOP):
-            return args[0](*args[1:])
-        home = sys.modules[kernel.__module__]
-        # Some make sure that no mode is there.
-        rows = [(home, MODE, lambda: None)] if hasattr(home, MODE) else []
-        with replaced(*rows):
-            return kernel(*args, **kwargs)
-
-    return run
-
-
 # ---------------------------------------------------------------------- on the card
 
 
 def run(mode, operator, args, kwargs):
     """What an operator that takes functions gives, made under a `memlab.card.card_mode.CardMode`.
 
-    Raises NotSimulated for one that PyTorch knows in compiled code alone.
+    Raises NotSimulated for all but flex_attention.
     """
-    kernel = operator.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
-    if kernel is None:
-        raise NotSimulated(
-            f"{operator.name()} is not simulated: PyTorch has it for compiled code alone"
-        )
+    if operator not in (operators.flex_attention, operators.flex_attention_backward):
+        raise NotSimulated(f"{operator.name()} is not simulated: write what its functions do")
     with under(mode):
         if operator is operators.flex_attention and args[6].get(FUSED):
             return _forward(mode, *args)
@@ -172,6 +141,7 @@ def run(mode, operator, args, kwargs):
             if args[11].get(FUSED):
                 return _backward(mode, *args)
             args = (*args[:8], _gradient_of_scores(args[7]), *args[9:])
+        kernel = operator.py_kernels[DispatchKey.CompositeExplicitAutograd]
         return kernel(*args, **kwargs)
 
 
@@ -230,7 +200,7 @@ def _note(mode, query, key, flops_of_pair, tensors, again) -> None:
     """Count a kernel of the step. tensors: what it reads and writes, once each."""
     flops = flops_of_pair * query.shape[:-1].numel() * key.size(-2)
     dtype = str(query.dtype).removeprefix("torch.")
-    moved = tuple(sorted(one.numel() * one.itemsize for one in tensors))
+    moved = tuple(sorted(one.nbytes for one in tensors))
     mode.work.add(Work(flops, dtype, (), moved, 0, 0, mode.tracer.phase(), again, 0))
 
 

@@ -34,28 +34,19 @@ def _put(library, operator, function, key) -> None:
 
 
 @contextlib.contextmanager
-def cuda_kernels(gpu: GPU, rules=frozenset(RULES), met=None):
+def cuda_kernels(gpu: GPU, rules=frozenset(RULES)):
     """Let operations on CPU tensors keep what CUDA keeps.
 
     gpu: the card whose choices count where kernels differ between cards.
-    rules: which of `RULES` hold. met: a set that gets the name of every rule that was at work.
+    rules: which of `RULES` hold.
     """
-    met = set() if met is None else met
     packages = {"aten"} | ({"bitsandbytes"} if bitsandbytes.is_imported() else set())
     libraries = {package: torch.library.Library(package, "IMPL") for package in packages}
-
-    def noted(rule, function):
-        def run(*args, **kwargs):
-            met.add(rule)
-            return function(*args, **kwargs)
-
-        return run
 
     for kernel in KERNELS:
         if kernel.rule in rules and kernel.package in libraries:
             function = kernel.function
             function = functools.partial(function, gpu) if kernel.of_card else function
-            function = noted(kernel.rule, function)
             _put(libraries[kernel.package], kernel.operator, function, kernel.key)
     if "autocast" in rules:
         for operator in saved_tensors.autocast_of_cpu_only():

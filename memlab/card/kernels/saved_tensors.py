@@ -66,21 +66,6 @@ def _fused_softmax(kernel, input, dim, dtype):
     return kernel(input if dtype is None else input.to(dtype), dim, False)
 
 
-def fused_rms_norm(input, normalized_shape, weight, eps):
-    """CUDA normalizes in one kernel and keeps one number per row; a CPU takes it apart.
-
-    aten/src/ATen/native/layer_norm.cpp: `rms_norm_symint` asks for it where the dtypes agree. This
-    is for tensors that have data; a mode sees the operator itself.
-    """
-    return decompositions._fused_rms_norm(input, normalized_shape, weight, eps)
-
-
-def fused_rms_norm_backward(grad, input, normalized_shape, rstd, weight, output_mask):
-    return decompositions._fused_rms_norm_backward(
-        grad, input, normalized_shape, rstd, weight, output_mask
-    )
-
-
 # ---------------------------------------------------------------------- autocast
 
 # Operations by what autocast does with them on CUDA and not on a CPU: the macros AT_FORALL_ of
@@ -180,7 +165,12 @@ KERNELS = [
     Kernel("dropout", "dropout", dropout),
     Kernel("softmax to fp32", "softmax.int", softmax),
     Kernel("softmax to fp32", "log_softmax.int", log_softmax),
-    Kernel("RMS norm", "_fused_rms_norm", fused_rms_norm, key="CPU"),
-    Kernel("RMS norm", "_fused_rms_norm_backward", fused_rms_norm_backward, key="CPU"),
+    # CUDA normalizes in one kernel and keeps one number per row; a CPU takes it apart.
+    # aten/src/ATen/native/layer_norm.cpp: `rms_norm_symint` asks for it where the dtypes agree.
+    # These are for tensors that have data; a mode sees the operator itself.
+    *(
+        Kernel("RMS norm", name, getattr(decompositions, name), key="CPU")
+        for name in ("_fused_rms_norm", "_fused_rms_norm_backward")
+    ),
     *_autocast_kernels(),
 ]

@@ -20,17 +20,18 @@ def kernel_scratch(func, args) -> list[list[int]]:
     backward of a norm copies gradient and input where they are not contiguous:
     aten/src/ATen/native/cuda/layer_norm_kernel.cu, `LayerNormBackwardKernelImpl`.
     """
-    if func in _NORMS_BACKWARD:
+    name = func._opname
+    if name in ("native_layer_norm_backward", "_fused_rms_norm_backward"):
         copies = [tensor.nbytes for tensor in args[:2] if not tensor.is_contiguous()]
         return [copies] if copies else []
-    if func is torch.ops.aten._softmax_backward_data.default:
+    if name == "_softmax_backward_data":
         return [[args[0].numel() * args[1].element_size()]]
-    if func is torch.ops.aten._scaled_dot_product_efficient_attention_backward.default:
+    if name == "_scaled_dot_product_efficient_attention_backward":
         return _of_efficient(*args[:2])
-    if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
+    if name == "_scaled_dot_product_flash_attention_backward":
         query, key = (tensor.transpose(1, 2) for tensor in args[1:3])
         return [_of_flash(query, key, None)]
-    if func._opname in ("_flash_attention_backward", "_varlen_attn_backward"):
+    if name in ("_flash_attention_backward", "_varlen_attn_backward"):
         return [_of_flash(args[1], args[2], args[6])]
     return []
 
@@ -84,18 +85,8 @@ def reduction_of(func, args) -> Reduction | None:
 
 _SUMS = torch.ops.aten.sum.dim_IntList, torch.ops.aten.mean.dim
 _ADDED_IN_FP32 = torch.float32, torch.float16, torch.bfloat16
-_NORMS_BACKWARD = (
-    torch.ops.aten.native_layer_norm_backward.default,
-    torch.ops.aten._fused_rms_norm_backward.default,
-)
 CUBLASLT_WORKSPACE = 2**20  # addmm with a bias: aten/src/ATen/cuda/CUDABlas.cpp
 
 
-def uses_cublas(func) -> bool:
-    """Whether an operation is a matrix product, which needs cuBLAS's workspace."""
-    return func in _MATRIX_PRODUCTS
-
-
-_MATRIX_PRODUCTS = frozenset(
-    getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm")
-)
+# Need cuBLAS's workspace.
+MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "addmm_", "baddbmm", "baddbmm_"}

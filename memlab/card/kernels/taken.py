@@ -14,18 +14,12 @@ from memlab.trace.tracer import Tracer
 class KernelMemory:
     """Enters what an operator takes by the card's rules into a tracer's ledger.
 
-    rules: which of `memlab.card.kernels.rules.RULES` hold; met: a set that gets the name of every
-    rule that was at work.
+    rules: which of `memlab.card.kernels.rules.RULES` hold.
     """
 
-    def __init__(self, tracer: Tracer, gpu: GPU, rules, met: set[str]):
-        self._tracer, self._gpu, self._rules, self._met = tracer, gpu, rules, met
+    def __init__(self, tracer: Tracer, gpu: GPU, rules):
+        self._tracer, self._gpu, self.rules = tracer, gpu, rules
         self._handles_used: set[tuple[str, bool]] = set()
-
-    def holds(self, rule: str) -> bool:
-        """Whether a rule holds that is at work now."""
-        self._met.add(rule)
-        return rule in self._rules
 
     def take_and_give_back(self, *sizes: int) -> None:
         """Take tensors of so many bytes, that are there together, and give them back."""
@@ -37,7 +31,7 @@ class KernelMemory:
         """What a kernel takes and gives back inside, and what its result holds beside its own."""
         taken = [*scratch.kernel_scratch(func, args), *composites.temporaries(func, args)]
         kept = composites.kept(func, args)
-        if not (taken or kept) or not self.holds("scratch of kernels"):
+        if "scratch of kernels" not in self.rules:
             return
         if kept:
             storage = self._tracer.born(kept, Category.TEMPORARY)
@@ -52,7 +46,7 @@ class KernelMemory:
         if reduction and self._tracer.most is not None:
             # At other widths too few threads may be enough.
             nbytes = min(reduction.buffer(UNLIMITED), 1)
-        if nbytes and self.holds("sums of rows"):
+        if nbytes and "sums of rows" in self.rules:
             storage = self._tracer.born(nbytes, Category.TEMPORARY)
             storage.reduction = reduction
             self._tracer.died(storage)
@@ -64,7 +58,7 @@ class KernelMemory:
         (aten/src/ATen/cuda/CublasHandlePool.cpp); so has cublasLt, which addmm uses for the
         bias.
         """
-        if not scratch.uses_cublas(func):
+        if func._opname not in scratch.MATRIX_PRODUCTS:
             return
         self._tracer.operation = func
         thread = self._tracer.phase() == Phase.BACKWARD

@@ -1,12 +1,10 @@
-"""Operators that take functions: flex_attention by both of its ways, choices, loops and scans."""
+"""Operators that take functions: flex_attention by both of its ways, and what is refused."""
 
 import warnings
 
 import pytest
 import torch
 from helpers import refused
-from torch._higher_order_ops import associative_scan, scan, while_loop
-from torch._higher_order_ops import map as map_rows
 from torch._prims.rng_prims import run_and_save_rng_state
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
@@ -149,39 +147,6 @@ def test_transformers_trains_with_it(gpu):
 
 
 # ---------------------------------------------------------------------- other operators
-
-
-def chosen(x):
-    return torch.cond(x.sum() > 0, lambda x: x @ x, lambda x: x, (x,))
-
-
-def looped(x):
-    i = torch.zeros((), dtype=torch.int64, device="cuda")
-    return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x @ x), (i, x))[1]
-
-
-def mapped(x):
-    return map_rows(lambda row, w: row @ w, x, x)
-
-
-def scanned(x):
-    return scan(lambda sum, row: (sum + row, sum * row), torch.zeros_like(x[0]), x)[1]
-
-
-def scanned_in_a_tree(x):
-    return associative_scan(torch.add, x, dim=0, combine_mode="generic")
-
-
-@pytest.mark.parametrize("run", [chosen, looped, mapped, scanned, scanned_in_a_tree])
-def test_an_operator_that_takes_functions_runs_what_they_do(gpu, run):
-    x = torch.randn(64, 64, device="cuda", requires_grad=True)
-    out = run(x)
-    assert out.is_cuda and out.shape == (64, 64)
-    out.sum().backward()
-    assert x.grad.shape == x.shape
-    if run is chosen:
-        (said,) = gpu.footprint.assumptions
-        assert said.startswith("cond: ")
 
 
 def test_what_only_compiled_code_has_is_refused_by_its_name(gpu):
