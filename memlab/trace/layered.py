@@ -53,9 +53,11 @@ class LayeredLog:
         ]
         said = tuple(dict.fromkeys(one for log in logs for one in log.assumptions))
         if len(logs) == 1:
-            counted = logs[0].weights, logs[0].work
-            own = ({kind: (number, 0) for kind, number in one.items()} for one in counted)
-            return cls(tuple(numbers), orders[0], None, patterns, *own, said)
+            counted = [
+                {kind: (number, 0) for kind, number in counts.items()}
+                for counts in (logs[0].weights, logs[0].work)
+            ]
+            return cls(tuple(numbers), orders[0], None, patterns, counted[0], counted[1], said)
         few, some, *more = orders
         blocks = growth(some, more[0]) if more else _moved(growth(few, some, seen_twice=False))
         if blocks is None or not np.array_equal(repeated(some, blocks, -1), few):
