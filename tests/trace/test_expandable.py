@@ -16,24 +16,6 @@ def taken(allocator, *sizes):
     return [allocator.allocate(size * MiB) for size in sizes]
 
 
-@pytest.mark.parametrize(
-    ("request_bytes", "allocated", "reserved"),
-    [
-        (1, 512, 2 * MiB),
-        (1 * MiB, 1 * MiB, 2 * MiB),
-        (1 * MiB + 1, 1 * MiB + 512, 20 * MiB),
-        (20 * MiB, 20 * MiB, 20 * MiB),
-        (20 * MiB + 1, 20 * MiB + 512, 40 * MiB),
-        # Blocks are split down to 512 bytes: without it this one would have 12 MiB.
-        (11 * MiB + 512, 11 * MiB + 512, 20 * MiB),
-    ],
-)
-def test_one_request(request_bytes, allocated, reserved):
-    allocator = expandable()
-    allocator.allocate(request_bytes)
-    assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
-
-
 def test_a_request_begins_in_what_is_free_before_new_memory():
     allocator = expandable()
     first, second, third = taken(allocator, 30, 30, 20)
