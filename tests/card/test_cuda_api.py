@@ -58,6 +58,7 @@ def test_there_is_one_card_inside_and_none_after():
         assert torch.cuda.is_available() and is_torch_cuda_available()
         assert (torch.cuda.device_count(), torch.cuda.current_device()) == (1, 0)
         torch.cuda.set_device("cuda:0")
+        torch.accelerator.set_device_index(0)
         assert torch.accelerator.current_accelerator() == torch.device("cuda")
         assert torch.accelerator.device_count() == 1
         assert torch.accelerator.current_device_index() == 0

@@ -156,6 +156,7 @@ def test_fsdp_keeps_a_share_and_gathers_a_layer_at_a_time(gpu, after_forward, ha
     for layer in net:
         fully_shard(layer, mp_policy=policy, reshard_after_forward=after_forward)
     fully_shard(net, mp_policy=policy)
+    net[0].set_modules_to_forward_prefetch([net[1]])
     footprint = two_steps(gpu, net, torch.optim.AdamW(net.parameters()))
     assert_holds_a_quarter(footprint)
     gathered = [x for x in footprint.timeline.lives if x.operation == "aten.resize_"]
