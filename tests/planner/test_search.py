@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import refused
 
-from memlab import Recipe, fits, models, plan, simulate
+from memlab import MiB, Recipe, fits, models, plan, simulate
 from memlab.gpus import GPUS, find_gpu
 from memlab.planner.remedies import last_resorts
 from memlab.planner.result import TIERS, Question, is_paged
@@ -19,7 +19,6 @@ from memlab.predict.simulate import peak_allocated_of, sized_log
 from memlab.trace.log import peak_allocated
 from memlab.workloads.training import Training
 
-MiB = 2**20
 SEEDS = (0, 1, 4)  # benchmarks/plan.py asks as many as one has time for
 SMALL = {"effective_batch": 4, "seq_len": 64, "lora_rank": 2}
 PLAIN = {"ways": "full", "precisions": "fp16-amp"} | SMALL

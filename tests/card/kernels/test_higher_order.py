@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import refused
+from helpers import allocated, refused
 from torch._higher_order_ops import associative_scan, scan, while_loop
 from torch._higher_order_ops import map as map_rows
 from torch._prims.rng_prims import run_and_save_rng_state
@@ -32,10 +32,6 @@ def gpu():
 def drawn(heads=HEADS, size=SIZE):
     made = torch.randn(1, LENGTH, heads, size, device="cuda", dtype=torch.bfloat16)
     return made.transpose(1, 2).requires_grad_()
-
-
-def allocated():
-    return torch.cuda.memory_allocated()
 
 
 def above(before):
