@@ -24,8 +24,8 @@ SCORES = LENGTH * LENGTH * HEADS * 4
 
 @pytest.fixture
 def gpu():
-    """The H100 inside which a test runs."""
-    with SimulatedGPU("H100") as card:
+    """The H100 on which a test's tensors lie."""
+    with SimulatedGPU("H100") as card, torch.device("cuda"):
         yield card
 
 
@@ -89,7 +89,7 @@ def test_compiled_code_has_the_compiled_kernel_also_where_it_runs_eagerly():
 
 def test_a_compiled_block_mask_is_never_written_out(gpu):
     n = 4096
-    document = torch.arange(n + 1, device="cuda") // 100
+    document = torch.arange(n + 1) // 100
 
     def rule(batch, head, i, j):
         return document[i] == document[j]
@@ -103,14 +103,14 @@ def test_a_compiled_block_mask_is_never_written_out(gpu):
     assert above(before) < n * n // 10
     for name in ("kv_num_blocks", "kv_indices", "full_kv_indices", "q_indices"):
         assert getattr(mask, name).shape == getattr(whole, name).shape
-    x = torch.randn(1, 1, n - 1, 64, device="cuda", requires_grad=True)
+    x = torch.randn(1, 1, n - 1, 64, requires_grad=True)
     torch.compile(flex_attention)(x, x, x, block_mask=mask).sum().backward()
     assert x.grad.shape == x.shape
 
 
 def test_a_learned_bias_of_scores_has_its_gradient_and_autocast_its_dtype(gpu):
-    bias = torch.nn.Parameter(torch.zeros(HEADS, device="cuda"))
-    x = torch.randn(1, HEADS, LENGTH, SIZE, device="cuda", requires_grad=True)
+    bias = torch.nn.Parameter(torch.zeros(HEADS))
+    x = torch.randn(1, HEADS, LENGTH, SIZE, requires_grad=True)
     with torch.autocast("cuda", torch.bfloat16):
         attend = torch.compile(flex_attention)
         out = attend(x, x, x, score_mod=lambda score, b, head, i, j: score + bias[head])
@@ -137,7 +137,7 @@ def test_transformers_trains_with_it(gpu):
     model = build(config("llama-3-8b-tiny"), "causal-lm", torch.bfloat16, "flex_attention")
     model = model.cuda()
     optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.randint(100, (2, 128), device="cuda")
+    tokens = torch.randint(100, (2, 128))
     for _ in range(2):
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
@@ -152,7 +152,7 @@ def chosen(x):
 
 
 def looped(x):
-    i = torch.zeros((), dtype=torch.int64, device="cuda")
+    i = torch.zeros((), dtype=torch.int64)
     return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x @ x), (i, x))[1]
 
 
@@ -170,7 +170,7 @@ def scanned_in_a_tree(x):
 
 @pytest.mark.parametrize("run", [chosen, looped, mapped, scanned, scanned_in_a_tree])
 def test_an_operator_that_takes_functions_runs_what_they_do(gpu, run):
-    x = torch.randn(64, 64, device="cuda", requires_grad=True)
+    x = torch.randn(64, 64, requires_grad=True)
     out = run(x)
     assert out.is_cuda and out.shape == (64, 64)
     out.sum().backward()
