@@ -6,9 +6,7 @@ from itertools import pairwise
 import pytest
 
 from memlab.trace.allocator import CachingAllocator, CapacityError
-from memlab.units import round_up
-
-KiB, MiB = 2**10, 2**20
+from memlab.units import MiB, round_up
 
 
 @pytest.mark.parametrize(

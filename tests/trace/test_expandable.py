@@ -3,8 +3,7 @@
 import pytest
 
 from memlab.trace.allocator import CachingAllocator, CapacityError
-
-MiB = 2**20
+from memlab.units import MiB
 
 
 def expandable(capacity=None, **settings):
