@@ -2,13 +2,17 @@
 
 import pytest
 import torch
-from notebook import cells_of
+from notebook import assert_steps_agree, cells_of
 
+from memlab import Recipe
 from memlab.panels.segments import figures
+from memlab.workloads.training import Training
 
 chapter = cells_of(
-    "08-checkpointing", "imports settings from-scratch ways-code count held on-demand"
+    "08-checkpointing", "imports settings from-scratch ways-code count held on-demand by-hand"
 )
+
+
 deeper = cells_of("08-checkpointing-deeper", "imports double-run")
 
 
@@ -44,3 +48,11 @@ def test_a_simulated_chain_holds_what_the_panel_says(chapter, layers, segment):
     way = chapter["segments_of"](segment) if segment else chapter["keep_all"]
     beyond = chapter["held"](way, layers) - figures(layers, segment, 4)["peak"]
     assert 6 <= beyond <= 8.1  # two wide gradients, one or two narrow ones, a buffer of sums
+
+
+@pytest.mark.parametrize("model", ["bert-large", "gpt2"])
+def test_wrapped_layers_and_the_recipe_agree(chapter, model):
+    recipe = Recipe(model, batch_size=4).twin(seq_len=64)
+    by_hand, by_switch = Training(recipe), Training(recipe.but(checkpointing=True))
+    chapter["checkpoint_layers"](chapter["layers_of"](by_hand.model))
+    assert_steps_agree(by_hand, by_hand.step, by_switch)
