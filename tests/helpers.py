@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from memlab import Recipe, SimulatedGPU, models, simulate
@@ -32,6 +33,11 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+def allocated() -> int:
+    """The bytes that lie on the card, as PyTorch counts them."""
+    return torch.cuda.memory_allocated()
 
 
 def one_line(error) -> str:

@@ -171,22 +171,6 @@ def test_launch_buttons_name_this_chapter(page):
     assert f'href="https://kaggle.com/kernels/welcome?src={source}"' in text
 
 
-def test_reading_on_from_the_first_page_reaches_every_page(chromium):
-    start = re.search(
-        r'http-equiv="Refresh" content="0; url=(.*?)"', (HTML / "index.html").read_text()
-    )
-    tab = chromium.open(url(start.group(1)))
-    seen = [tab.run("location.href")]
-    while tab.run("!!document.querySelector('a.right-next')"):
-        tab.run("document.querySelector('a.right-next').click()")
-        tab.loaded()
-        seen.append(tab.run("location.href"))
-    complaints = tab.complaints
-    tab.close()
-    assert [href.split("#")[0] for href in seen] == [url(f"{file}.html") for file in listed_pages()]
-    assert complaints == []
-
-
 @pytest.mark.parametrize(
     "asked, page",
     [
@@ -211,14 +195,3 @@ def test_search_works_from_the_disk_and_knows_other_names(chromium, asked, page)
     tab.close()
     assert complaints == []
     assert url(f"chapters/{page}.html") in {re.split("[?#]", hit)[0] for hit in hits}
-
-
-def test_the_theme_button_changes_the_theme(chromium):
-    page = (CHAPTERS or ["chapters/references.html"])[0]
-    tab = chromium.open(url(page), theme="light")
-    themes = set()
-    for _ in range(3):
-        tab.run("document.querySelector('.theme-switch-button').click()")
-        themes.add(tab.run("document.documentElement.dataset.theme"))
-    tab.close()
-    assert themes == {"light", "dark"}

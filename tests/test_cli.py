@@ -213,30 +213,15 @@ def test_a_script_needs_one_card_and_a_plan_which_has_status_3_where_nothing_fit
     assert not path.exists()
 
 
-def test_the_largest_that_fits(capsys):
-    options = ["--gpu", 100 * 2**20, "--largest", "batch-size", "--json"]
-    status, out, _ = run(capsys, "simulate", *TINY, *options)
+@pytest.mark.parametrize("asked, of", [(["simulate", *TINY], "recipe"), (SERVE, "serving")])
+def test_the_largest_that_fits(capsys, asked, of):
+    options = *asked, "--largest", "batch-size"
+    status, out, _ = run(capsys, *options, "--gpu", 100 * 2**20, "--json")
     found = json.loads(out)
-    largest = found["largest"]
-    assert status == 0 and largest["next"] == largest["value"] + 1
-    assert found["recipe"]["batch_size"] == largest["value"]
-    options[2:] = ["--largest", "seq-len"]
-    status, out, _ = run(capsys, "simulate", *TINY, *options)
-    assert status == 0 and "largest seq_len: " in out
-    assert run(capsys, "simulate", *TINY, "--largest", "batch-size")[0] == 2
-    options = ["--gpu", 10 * 2**20, "--largest", "batch-size", "--json"]
-    status, out, _ = run(capsys, "simulate", *TINY, *options)
-    assert (status, json.loads(out)["largest"]["value"]) == (3, 0)
-
-
-def test_inference_as_json_and_the_largest_batch(capsys):
-    options = [*SERVE, "--gpu", 60 * 2**20, "--largest", "batch-size"]
-    status, out, _ = run(capsys, *options, "--json")
-    found = json.loads(out)
-    largest = found["largest"]
-    assert status == 0 and largest["next"] == largest["value"] + 1
-    assert found["serving"]["batch_size"] == largest["value"] > 1
-    assert found["peak_allocated"] == sum(found["prefill"].values()) and found["kv_cache"]
+    assert status == 0 and found[of]["batch_size"] == found["largest"]["value"] > 1
+    status, out, _ = run(capsys, *options, "--gpu", 10 * 2**20)
+    assert status == 3 and "not even batch_size=1" in out
+    assert run(capsys, *options)[0] == 2
 
 
 def test_out_of_memory_is_status_3(capsys):

@@ -181,15 +181,6 @@ def test_what_is_left_out_are_the_published_models_of_images_and_sound(name):
     assert models.left_out(name) == others
 
 
-@pytest.mark.parametrize("name", models.MODELS)
-def test_special_tokens_are_of_the_vocabulary(name):
-    config = models.config(name)
-    for kind in ("pad", "bos", "eos", "decoder_start"):
-        tokens = getattr(config, f"{kind}_token_id", None)
-        for token in tokens if isinstance(tokens, list) else [tokens]:
-            assert token is None or 0 <= token < config.vocab_size
-
-
 @pytest.mark.parametrize("name", FULL)
 def test_twin_is_small_and_of_the_same_kind(name):
     full, tiny = models.config(name), models.config(f"{name}-tiny")
@@ -242,11 +233,7 @@ def test_the_longest_sequence_runs_and_one_more_token_does_not():
     relative(input_ids=torch.full((1, 600), 7))
 
 
-def test_weights_follow_the_seed_and_dtype():
-    first, same, other = (models.build("bert-base-tiny", seed=seed) for seed in (3, 3, 4))
-    weight = "bert.encoder.layer.0.output.dense.weight"
-    assert torch.equal(first.get_parameter(weight), same.get_parameter(weight))
-    assert not torch.equal(first.get_parameter(weight), other.get_parameter(weight))
+def test_weights_follow_the_dtype():
     half = models.build("llama-3-8b-tiny", dtype=torch.bfloat16, attention="sdpa")
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
     assert half.config._attn_implementation == "sdpa"

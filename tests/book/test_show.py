@@ -7,12 +7,11 @@ from IPython.core.pylabtools import print_figure
 from matplotlib import pyplot as plt
 from matplotlib.colors import to_rgba
 
-from memlab import Recipe, compare, measure, simulate
+from memlab import MiB, Recipe, compare, measure, simulate
 from memlab.book import show
 from memlab.gpus import GPUS
 
 TINY = Recipe(model="bert-large-tiny", batch_size=2, seq_len=32)
-MiB = 2**20
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from memlab import SimulatedGPU
 
@@ -8,6 +9,13 @@ def gpu():
     """The card without a limit inside which a test runs."""
     with SimulatedGPU() as card:
         yield card
+
+
+@pytest.fixture
+def on_card(gpu):
+    """The same, on which a test's tensors lie unless it says where."""
+    with torch.device("cuda"):
+        yield gpu
 
 
 @pytest.fixture

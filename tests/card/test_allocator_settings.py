@@ -6,10 +6,9 @@ import pytest
 import torch
 from helpers import refused, run_python
 
-from memlab import Recipe, SimulatedGPU, simulate
+from memlab import MiB, Recipe, SimulatedGPU, simulate
 from memlab.trace.card_memory import VARIABLES
 
-MiB = 2**20
 ON, OFF = "expandable_segments:True", "expandable_segments:False"
 
 

@@ -7,12 +7,11 @@ import struct
 import pytest
 import safetensors
 import torch
+from helpers import allocated
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from memlab import SimulatedGPU
-
-MiB = 2**20
+from memlab import MiB, SimulatedGPU
 
 
 def sparse_file(path, rows):
@@ -43,7 +42,7 @@ def test_a_checkpoint_may_be_larger_than_the_hosts_memory(tmp_path):
             assert part[3:5].shape == (2, 4096) and part[...].nbytes == size - 8
         weights = safetensors.torch.load_file(file, device="cuda")
         assert weights["large"].is_cuda and weights["large"].nbytes == size - 8
-        assert torch.cuda.memory_allocated() >= size
+        assert allocated() >= size
 
 
 def trained():
@@ -62,11 +61,11 @@ def test_a_checkpoint_comes_back_to_where_it_is_sent(gpu, map_location, place, t
     model, optimizer = trained()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
     torch.save(state, tmp_path / "last.pt")
-    held = torch.cuda.memory_allocated()
+    held = allocated()
     loaded = torch.load(tmp_path / "last.pt", map_location=map_location)
     here = 3 * (1024 * 1024 + 1024) * 4 if place == "cuda" else 0  # with AdamW's two states
     counters = 2 * 512 if map_location == "cuda" else 0  # of AdamW; they were on the host
-    assert torch.cuda.memory_allocated() - held == here + counters
+    assert allocated() - held == here + counters
     assert loaded["model"]["weight"].device.type == place
     assert loaded["epoch"] == 3 and loaded["optimizer"]["state"][0]["step"] == 1
     model.load_state_dict(loaded["model"])
@@ -87,18 +86,18 @@ def test_tied_weights_come_back_as_one(saved_on, tmp_path):
     with SimulatedGPU():
         if saved_on == "the card":
             torch.save(tied().cuda().state_dict(), tmp_path / "last.pt")
-        held = torch.cuda.memory_allocated()
+        held = allocated()
         state = torch.load(tmp_path / "last.pt", map_location="cuda")
-        assert len(state) == 2 and torch.cuda.memory_allocated() - held == 2 * MiB
+        assert len(state) == 2 and allocated() - held == 2 * MiB
 
 
 def test_a_whole_module_comes_back_to_the_card(gpu, tmp_path):
     model, _ = trained()
     torch.save(model, tmp_path / "model.pt")
-    held = torch.cuda.memory_allocated()
+    held = allocated()
     again = torch.load(tmp_path / "model.pt", weights_only=False)
     assert again.weight.is_cuda and again.bias.is_cuda
-    assert torch.cuda.memory_allocated() - held == (1024 * 1024 + 1024) * 4
+    assert allocated() - held == (1024 * 1024 + 1024) * 4
 
 
 def test_what_is_saved_inside_is_read_outside_as_zeros(tmp_path):
@@ -128,6 +127,6 @@ def test_a_file_of_weights_is_opened_for_the_card(device, tmp_path):
             ids = file.get_tensor("ids")
         there = device != "cpu"
         assert all(one.is_cuda == there for one in (*held, ids))
-        assert torch.cuda.memory_allocated() == there * (6 * MiB + 512)
+        assert allocated() == there * (6 * MiB + 512)
         assert ids.tolist() == [0, 1, 2, 3, 4]
     assert safetensors.safe_open is safe_open

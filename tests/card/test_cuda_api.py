@@ -4,17 +4,15 @@ import pkgutil
 
 import pytest
 import torch
-from helpers import refused, run_python
+from helpers import allocated, refused, run_python
 from transformers import AutoModelForCausalLM
 from transformers.utils import is_torch_cuda_available
 
-from memlab import Recipe, SimulatedGPU, models
+from memlab import MiB, Recipe, SimulatedGPU, models
 from memlab.card.cuda_api import NOT_SIMULATED
 from memlab.card.placement import NotSimulated
 from memlab.gpus import GPUS
 from memlab.workloads.training import Training
-
-MiB = 2**20
 
 
 @pytest.mark.parametrize("name", ["T4", "H100"])
@@ -58,6 +56,7 @@ def test_there_is_one_card_inside_and_none_after():
         assert torch.cuda.is_available() and is_torch_cuda_available()
         assert (torch.cuda.device_count(), torch.cuda.current_device()) == (1, 0)
         torch.cuda.set_device("cuda:0")
+        torch.accelerator.set_device_index(0)
         assert torch.accelerator.current_accelerator() == torch.device("cuda")
         assert torch.accelerator.device_count() == 1
         assert torch.accelerator.current_device_index() == 0
@@ -80,16 +79,16 @@ def test_memory_statistics_have_pytorchs_names(t4):
     footprint = t4.footprint
     assert stats["allocated_bytes.all.peak"] == footprint.peak_allocated
     assert stats["reserved_bytes.all.peak"] == footprint.peak_reserved
-    assert stats["allocated_bytes.all.current"] == torch.cuda.memory_allocated()
-    assert stats["active_bytes.all.current"] == torch.cuda.memory_allocated()
+    assert stats["allocated_bytes.all.current"] == allocated()
+    assert stats["active_bytes.all.current"] == allocated()
     assert torch.accelerator.max_memory_allocated() == torch.cuda.max_memory_allocated()
     assert torch.accelerator.get_memory_info() == torch.cuda.mem_get_info()
-    allocated, freed = (stats[f"allocated_bytes.all.{how}"] for how in ("allocated", "freed"))
-    assert allocated - freed == stats["allocated_bytes.all.current"]
+    taken, freed = (stats[f"allocated_bytes.all.{how}"] for how in ("allocated", "freed"))
+    assert taken - freed == stats["allocated_bytes.all.current"]
     assert stats["num_ooms"] == stats["num_alloc_retries"] == 0
     assert "segment.large_pool.peak" in stats and "inactive_split_bytes.all.peak" in stats
     summary = torch.cuda.memory_summary()
-    assert f"{torch.cuda.memory_allocated() // 1024:6d} KiB" in summary
+    assert f"{allocated() // 1024:6d} KiB" in summary
     torch.cuda.reset_accumulated_memory_stats()
     assert torch.cuda.memory_stats()["allocated_bytes.all.freed"] == 0
 
@@ -194,7 +193,7 @@ def test_profilers_go_on_without_the_cards_times(t4):
     both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx():
         step()
-    held = torch.cuda.memory_allocated()
+    held = allocated()
     assert torch.cuda.cudart().cudaMemGetInfo(0) == torch.cuda.mem_get_info()
     assert t4.footprint.assumptions == ()
     with profile(
@@ -208,7 +207,7 @@ def test_profilers_go_on_without_the_cards_times(t4):
             step()
             profiler.step()
     assert "aten::linear" in profiler.key_averages().table(sort_by="cuda_time_total")
-    assert torch.cuda.memory_allocated() == held
+    assert allocated() == held
     times, memory = t4.footprint.assumptions
     assert "no times of the card" in times and "profile_memory is left out" in memory
 
@@ -262,7 +261,7 @@ def test_data_made_outside_takes_room_when_it_is_moved():
     data = torch.zeros(1000, MiB // 4)  # 1000 MiB on the host
     with SimulatedGPU("T4"):
         batch = data[:2].pin_memory().to("cuda", non_blocking=True)
-        assert torch.cuda.memory_allocated() == 2 * MiB
+        assert allocated() == 2 * MiB
         assert (batch.float() + 1).shape == (2, MiB // 4)
         data[0].cuda()
         moved = data[0].to(batch.device, torch.float16)
@@ -278,7 +277,7 @@ def test_a_checkpoint_is_loaded_onto_the_card(place, tmp_path):
     with SimulatedGPU("T4") as gpu:
         model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16, **place)
         model.to("cuda")
-        assert 2 * stored <= torch.cuda.memory_allocated() < 2.01 * stored + MiB
+        assert 2 * stored <= allocated() < 2.01 * stored + MiB
         model(input_ids=torch.ones(1, 8, dtype=torch.long, device="cuda"))
         assert gpu.footprint.timeline.levels["parameters"][-1] == 2 * stored
         assert model.lm_head.weight is model.transformer.wte.weight  # tied, as they were saved

@@ -9,10 +9,8 @@ from helpers import refused
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import BertForSequenceClassification
 
-from memlab import Recipe, SimulatedGPU, simulate
+from memlab import MiB, Recipe, SimulatedGPU, simulate
 from memlab.models import config
-
-MiB = 2**20
 
 
 def reader_loop(batch_size, steps, halve=False):

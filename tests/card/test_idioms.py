@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import refused
+from helpers import allocated, refused
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -117,9 +117,9 @@ def test_a_recurrent_layer_keeps_its_gates_and_states(gpu, kind, numbers):
     """Of each unit and token; the host's own kernel would keep a sixth of it."""
     layer = kind(64, 64, batch_first=True).cuda()
     x = torch.randn(8, 100, 64, device="cuda")
-    before = torch.cuda.memory_allocated()
+    before = allocated()
     out, states = layer(x)
-    assert torch.cuda.memory_allocated() - before >= numbers * out.nbytes
+    assert allocated() - before >= numbers * out.nbytes
 
 
 def test_lbfgs_says_that_its_history_does_not_grow_here(gpu):
@@ -228,7 +228,7 @@ def test_a_thread_of_the_readers_own_trains_on_the_card(gpu):
         loss.backward()
         optimizer.step()
         torch.tensor([1, 2], device="cuda")
-        held.append(torch.cuda.memory_allocated())
+        held.append(allocated())
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -249,9 +249,9 @@ def test_a_triton_kernel_writes_into_what_is_there(gpu):
     triton = pytest.importorskip("triton")  # comes with PyTorch's builds for CUDA
     kernel = triton.jit(_some_kernel)
     x = torch.ones(1024, device="cuda")
-    before = torch.cuda.memory_allocated()
+    before = allocated()
     kernel[(4,)](x, 1024, BLOCK=256)
-    assert torch.cuda.memory_allocated() == before
+    assert allocated() == before
     assert any("Triton" in line for line in gpu.footprint.assumptions)
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from memlab import Recipe
 from memlab.card.links import host_rate, link_rate, links_of
 from memlab.card.step_time import step_time
+from memlab.evidence.grid import recipe_of
 from memlab.gpus import GPUS, find_gpu
 from memlab.predict.simulate import full_log
 
@@ -40,10 +40,7 @@ def test_rates_are_of_whole_lanes_and_links(card):
 
 def test_slow_and_fast_links_of_a_large_training():
     """64 cards with a port each send behind the computing; with a port a machine they wait."""
-    recipe = Recipe(
-        "llama-2-70b", seq_len=4096, precision="bf16-amp", attention="sdpa", checkpointing=True,
-        ranks=64, sharding="zero3",
-    )  # fmt: skip
+    recipe = recipe_of("llama-2-70b 1x4096 bf16-amp sdpa checkpointing ranks=64 zero3")
     card = find_gpu("H100")
     work = full_log(recipe, card).work
     waiting = {

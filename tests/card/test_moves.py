@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import most
+from helpers import allocated, most
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -119,7 +119,7 @@ def test_layers_that_learn_their_width_from_the_first_batch_are_made_where_they_
 
     with SimulatedGPU() as gpu:
         model = layers().cuda()
-        assert "Lazy" in repr(model) and torch.cuda.memory_allocated() < 2**11
+        assert "Lazy" in repr(model) and allocated() < 2**11
         model(torch.randn(2, 3, 16, 16, device="cuda")).sum().backward()
         footprint = gpu.footprint
         assert all(p.is_cuda for p in (*model.parameters(), *model.buffers()))
@@ -135,11 +135,11 @@ def test_gradients_go_along_with_their_module(t4, width):
     layer = torch.nn.Linear(width, width, bias=False)
     layer(torch.randn(4, width)).sum().backward()
     assert layer.cuda().weight.grad.is_cuda
-    held = torch.cuda.memory_allocated()
+    held = allocated()
     assert layer.half().weight.grad.dtype == torch.half
-    assert torch.cuda.memory_allocated() == held // 2
+    assert allocated() == held // 2
     assert layer.cpu().weight.grad.device == torch.device("cpu")
-    assert torch.cuda.memory_allocated() == 0
+    assert allocated() == 0
 
 
 @pytest.mark.parametrize("width", [64, 2048], ids=["with data", "without"])

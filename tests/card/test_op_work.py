@@ -16,7 +16,8 @@ fp16 = torch.float16
 
 @pytest.fixture
 def card():
-    with SimulatedGPU("A100-40GB") as gpu:
+    """The card on which a test's tensors lie."""
+    with SimulatedGPU("A100-40GB") as gpu, torch.device("cuda"):
         yield gpu
 
 
@@ -28,8 +29,8 @@ def work(card, run):
 
 
 def test_a_product_reads_both_and_writes_one(card):
-    a = torch.empty(256, 512, device="cuda", dtype=fp16)
-    b = torch.empty(512, 1024, device="cuda", dtype=fp16)
+    a = torch.empty(256, 512, dtype=fp16)
+    b = torch.empty(512, 1024, dtype=fp16)
     (one,) = work(card, lambda: a @ b)
     assert one.flops == 2 * 256 * 512 * 1024 and one.dtype == "float16"
     assert one.nbytes == 2 * (256 * 512 + 512 * 1024 + 256 * 1024)
@@ -37,8 +38,8 @@ def test_a_product_reads_both_and_writes_one(card):
 
 
 def test_a_product_into_a_given_tensor_of_another_dtype_counts(card):
-    a = torch.empty(64, 64, device="cuda", dtype=fp16)
-    total = torch.zeros(64, 64, device="cuda")
+    a = torch.empty(64, 64, dtype=fp16)
+    total = torch.zeros(64, 64)
     ops = torch.ops.aten
     (one,) = work(card, lambda: ops.mm.out(a, a, out=torch.empty_like(a)))
     assert one.flops == 2 * 64**3 and one.nbytes == 3 * a.nbytes
@@ -50,9 +51,9 @@ def test_a_product_into_a_given_tensor_of_another_dtype_counts(card):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_product_of_groups_is_as_many_operations_as_its_rows_have_each_with_one(card, dtype):
     """Experts: 96 rows, each multiplied by the matrix of one of 4 groups."""
-    rows = torch.empty(96, 32, device="cuda", dtype=dtype, requires_grad=True)
-    experts = torch.empty(4, 32, 64, device="cuda", dtype=dtype, requires_grad=True)
-    ends = torch.tensor([24, 24, 64, 96], device="cuda", dtype=torch.int32)
+    rows = torch.empty(96, 32, dtype=dtype, requires_grad=True)
+    experts = torch.empty(4, 32, 64, dtype=dtype, requires_grad=True)
+    ends = torch.tensor([24, 24, 64, 96], dtype=torch.int32)
     grouped = torch.nn.functional.grouped_mm
     done = work(card, lambda: grouped(rows, experts, offs=ends).square().sum().backward())
     products = [one for one in done if one.flops]
@@ -61,13 +62,13 @@ def test_a_product_of_groups_is_as_many_operations_as_its_rows_have_each_with_on
 
 
 def test_a_complex_product_is_four_real_ones(card):
-    a = torch.empty(64, 64, device="cuda", dtype=torch.complex64)
+    a = torch.empty(64, 64, dtype=torch.complex64)
     (one,) = work(card, lambda: a @ a)
     assert one.flops == 4 * 2 * 64**3 and one.dtype == "float32"
 
 
 def test_views_and_memory_cost_nothing(card):
-    a = torch.empty(64, 64, device="cuda")
+    a = torch.empty(64, 64)
     assert work(card, lambda: (a.t(), a.view(-1), a[3:], a.expand(2, 64, 64), a.detach())) == []
     assert work(card, lambda: torch.empty_like(a)) == []
 
@@ -84,26 +85,26 @@ def test_views_and_memory_cost_nothing(card):
     ids="add add_ zero_ copy_ half".split(),
 )
 def test_bytes_are_those_that_are_read_and_written(card, run, moved):
-    a = torch.empty(1024, 1024, device="cuda")
+    a = torch.empty(1024, 1024)
     assert sum(one.nbytes for one in work(card, lambda: run(a))) == moved * a.nbytes
 
 
 def test_what_is_repeated_is_read_once(card):
-    row = torch.empty(1, 1024, device="cuda")
-    a = torch.empty(1024, 1024, device="cuda")
+    row = torch.empty(1, 1024)
+    a = torch.empty(1024, 1024)
     (one,) = work(card, lambda: a + row.expand(1024, 1024))
     assert one.nbytes == 2 * a.nbytes + row.nbytes
 
 
 def test_an_embedding_reads_its_rows_and_not_its_table(card):
-    table = torch.empty(100_000, 64, device="cuda")
-    tokens = torch.zeros(4, 8, dtype=torch.long, device="cuda")
+    table = torch.empty(100_000, 64)
+    tokens = torch.zeros(4, 8, dtype=torch.long)
     (one,) = work(card, lambda: torch.nn.functional.embedding(tokens, table))
     assert one.nbytes == 2 * 4 * 8 * 64 * 4 + tokens.nbytes
 
 
 def test_fused_attention_moves_no_matrix_and_skips_what_is_masked(card):
-    q = torch.empty(2, 8, 1024, 64, device="cuda", dtype=fp16)
+    q = torch.empty(2, 8, 1024, 64, dtype=fp16)
     attend = torch.nn.functional.scaled_dot_product_attention
     (whole,) = work(card, lambda: attend(q, q, q))
     (causal,) = work(card, lambda: attend(q, q, q, is_causal=True))
@@ -112,8 +113,8 @@ def test_fused_attention_moves_no_matrix_and_skips_what_is_masked(card):
 
 
 def test_heads_that_share_keys_have_products_of_their_own(card):
-    q = torch.empty(2, 8, 256, 64, device="cuda", dtype=fp16, requires_grad=True)
-    k = torch.empty(2, 2, 256, 64, device="cuda", dtype=fp16, requires_grad=True)
+    q = torch.empty(2, 8, 256, 64, dtype=fp16, requires_grad=True)
+    k = torch.empty(2, 2, 256, 64, dtype=fp16, requires_grad=True)
 
     def attend(key, **how):
         found = []
@@ -127,7 +128,7 @@ def test_heads_that_share_keys_have_products_of_their_own(card):
 
 @pytest.mark.parametrize("kind, passes", [({"fused": True}, 7), ({"foreach": True}, None)])
 def test_an_optimizer_of_lists_launches_few_kernels(card, kind, passes):
-    weights = [torch.nn.Parameter(torch.empty(1000, 1000, device="cuda")) for _ in range(20)]
+    weights = [torch.nn.Parameter(torch.empty(1000, 1000)) for _ in range(20)]
     optimizer = torch.optim.AdamW(weights, **kind)
 
     def step():
@@ -148,9 +149,9 @@ def test_an_optimizer_of_lists_launches_few_kernels(card, kind, passes):
 
 
 def test_a_forward_pass_that_is_repeated_is_told_apart(card):
-    one, other = (torch.nn.Linear(64, 64, device="cuda") for _ in range(2))
+    one, other = (torch.nn.Linear(64, 64) for _ in range(2))
     layers = torch.nn.Sequential(one, torch.nn.Tanh(), other)
-    x = torch.empty(8, 64, device="cuda", requires_grad=True)
+    x = torch.empty(8, 64, requires_grad=True)
 
     def step():
         checkpoint = torch.utils.checkpoint.checkpoint
@@ -192,7 +193,7 @@ def test_the_step_is_the_last_whole_one_and_its_second_micro_batch_can_be_repeat
 
 
 def test_two_optimizers_of_one_backward_pass_make_one_step(card):
-    weights = [torch.nn.Parameter(torch.ones(256, 256, device="cuda")) for _ in range(2)]
+    weights = [torch.nn.Parameter(torch.ones(256, 256)) for _ in range(2)]
     optimizers = [torch.optim.SGD([weight], lr=0.1) for weight in weights]
     for _ in range(2):
         (weights[0] @ weights[1]).sum().backward()
@@ -205,7 +206,7 @@ def test_two_optimizers_of_one_backward_pass_make_one_step(card):
 
 
 def test_two_optimizers_make_one_step_without_a_backward_pass_too(card):
-    weights = [torch.nn.Parameter(torch.ones(size, size, device="cuda")) for size in (256, 512)]
+    weights = [torch.nn.Parameter(torch.ones(size, size)) for size in (256, 512)]
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     optimizers = [torch.optim.SGD([weight], lr=0.1, foreach=False) for weight in weights]
@@ -218,7 +219,7 @@ def test_two_optimizers_make_one_step_without_a_backward_pass_too(card):
 
 def test_optimizers_without_a_backward_pass_have_a_step_each(card):
     for dtype in (torch.bfloat16, torch.float32):
-        weight = torch.nn.Parameter(torch.ones(256, 256, device="cuda", dtype=dtype))
+        weight = torch.nn.Parameter(torch.ones(256, 256, dtype=dtype))
         weight.grad = torch.ones_like(weight)
         optimizer = torch.optim.SGD([weight], lr=0.1)
         optimizer.step()

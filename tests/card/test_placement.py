@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from helpers import allocated
 from torch.testing._internal.two_tensor import TwoTensor
 
 from memlab import SimulatedGPU
@@ -33,18 +34,18 @@ HOST = [
 
 @pytest.mark.parametrize("make", CARD)
 def test_on_the_card_and_counted(t4, make):
-    before = torch.cuda.memory_allocated()
+    before = allocated()
     tensor = make()
     assert tensor.device == torch.device("cuda:0") and tensor.is_cuda and not tensor.is_cpu
     assert tensor.get_device() == 0 and tensor.type().startswith("torch.cuda.")
-    assert torch.cuda.memory_allocated() > before
+    assert allocated() > before
 
 
 @pytest.mark.parametrize("make", HOST)
 def test_on_the_host_and_not_counted(t4, make):
     tensor = make()
     assert tensor.device == torch.device("cpu") and tensor.is_cpu and not tensor.is_cuda
-    assert torch.cuda.memory_allocated() == 0
+    assert allocated() == 0
     assert tensor.detach().numpy().shape == tensor.shape
 
 
@@ -78,7 +79,7 @@ def test_a_gradient_goes_back_to_where_its_tensor_lies(t4):
     loss.backward()
     assert host.grad.is_cpu and host.grad.shape == host.shape
     del loss
-    assert torch.cuda.memory_allocated() == 0
+    assert allocated() == 0
 
 
 def test_a_copy_lands_in_what_is_there(t4):
@@ -105,9 +106,9 @@ def test_a_tensor_that_is_made_of_others_is_trained_where_they_are():
         assert weight.is_cuda and weight.get_device() == 0 and not weight.is_cpu
         (weight @ weight).sum().backward()
         assert weight.grad.device == weight.device == torch.device("cuda", 0)
-        held = torch.cuda.memory_allocated()
+        held = allocated()
         copied = torch.empty_like(weight.detach()).copy_(weight.detach())
-        assert torch.cuda.memory_allocated() - held == 2 * 64 * 64 * 4
+        assert allocated() - held == 2 * 64 * 64 * 4
         assert copied.cpu().device.type == "cpu"
     assert dict(vars(TwoTensor)) == before
     assert TwoTensor(torch.ones(2), torch.ones(2)).device.type == "cpu"

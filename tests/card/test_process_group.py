@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint_files
-from helpers import most, refused
+from helpers import allocated, most, refused
 from torch.distributed._functional_collectives import all_reduce_coalesced
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -25,14 +25,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 from transformers import Trainer
 
-from memlab import Recipe, SimulatedGPU, find_gpu, simulate
+from memlab import MiB, Recipe, SimulatedGPU, find_gpu, simulate
 from memlab.card.links import link_rate
 from memlab.card.placement import NotSimulated
 from memlab.card.step_time import EXPECTED
 from memlab.models import build, config
 from memlab.trace.patches import MISSING, replacements
 
-MiB = 2**20
 WIDE, LAYERS = 1024, 4
 LAYER = WIDE * WIDE * 4  # bytes in fp32
 
@@ -139,7 +138,7 @@ def test_statistics_of_all_ranks_take_what_those_of_one_take(dtype):
             pictures = torch.randn(4, 3, 64, 64, device="cuda", requires_grad=True)
             with torch.autocast("cuda", dtype, enabled=dtype == torch.half):
                 out = model(pictures.to(memory_format=torch.channels_last))
-            held = torch.cuda.memory_allocated()
+            held = allocated()
             out.sum().backward()
             assert out.is_contiguous(memory_format=torch.channels_last)
             assert pictures.grad.shape == pictures.shape and model[1].weight.grad.shape == (8,)
@@ -156,6 +155,7 @@ def test_fsdp_keeps_a_share_and_gathers_a_layer_at_a_time(gpu, after_forward, ha
     for layer in net:
         fully_shard(layer, mp_policy=policy, reshard_after_forward=after_forward)
     fully_shard(net, mp_policy=policy)
+    net[0].set_modules_to_forward_prefetch([net[1]])
     footprint = two_steps(gpu, net, torch.optim.AdamW(net.parameters()))
     assert_holds_a_quarter(footprint)
     gathered = [x for x in footprint.timeline.lives if x.operation == "aten.resize_"]
@@ -172,7 +172,7 @@ def test_shards_of_what_does_not_divide_are_padded(gpu):
     assert net.weight.to_local().shape == (251, 16)
     gpu.reset_peak()
     assert net.weight.shape == (1001, 16) and net.weight.is_cuda
-    assert torch.cuda.memory_allocated() == 32 * 512  # 251 rows of 16 numbers, rounded up
+    assert allocated() == 32 * 512  # 251 rows of 16 numbers, rounded up
 
 
 PLAN = {"0": ColwiseParallel(), "1": RowwiseParallel()}
@@ -202,7 +202,7 @@ def test_attention_of_split_heads_takes_the_kernel_of_whole_ones():
             if split:
                 heads = [DTensor.from_local(x, mesh, [Shard(1)], run_check=False) for x in heads]
             out = scaled_dot_product_attention(*heads, is_causal=True)
-            held = torch.cuda.memory_allocated()
+            held = allocated()
             return held, out.to_local().stride() if split else out.stride()
 
     assert kept(split=True) == kept(split=False)
@@ -412,18 +412,13 @@ def test_what_is_not_simulated_is_refused_by_name(gpu, use, said):
 
 def worker(rank, world, seen):
     """As PyTorch's tutorial of DistributedDataParallel starts it."""
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "12355"}
     dist.init_process_group("nccl", rank=rank, world_size=world)
-    layer = DistributedDataParallel(torch.nn.Linear(64, 64).to(rank), device_ids=[rank])
-    layer(torch.ones(2, 64).to(rank)).sum().backward()
     seen.append((rank, dist.get_world_size()))
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_of_processes_that_a_script_starts_the_first_runs(ranks, monkeypatch):
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")
+def test_of_processes_that_a_script_starts_the_first_runs(ranks):
     seen = []
     with SimulatedGPU("H100", ranks=ranks):
         world = torch.cuda.device_count()
@@ -456,9 +451,9 @@ def test_a_checkpoint_of_all_ranks_has_the_parts_of_the_first(gpu, tmp_path):
     state = {"model": model.state_dict()}
     checkpoint_files.save(state, checkpoint_id=tmp_path / "now")
     checkpoint_files.async_save(state, checkpoint_id=tmp_path / "later").result()
-    before = torch.cuda.memory_allocated()
+    before = allocated()
     checkpoint_files.load(state, checkpoint_id=tmp_path / "now")
-    assert torch.cuda.memory_allocated() == before
+    assert allocated() == before
     assert state["model"]["weight"].to_local().shape == (128, 512)
     assert len(list((tmp_path / "later").iterdir())) == 2  # its metadata and one file
 
@@ -503,10 +498,10 @@ def test_a_whole_checkpoint_is_gathered_from_the_shards():
         optimizer = torch.optim.AdamW(layer.parameters())
         layer(torch.ones(2, 512, device="cuda")).sum().backward()
         optimizer.step()
-        held = torch.cuda.memory_allocated()
+        held = allocated()
         weights = state_dict.get_model_state_dict(layer, options=options)
         states = state_dict.get_optimizer_state_dict(layer, optimizer, options=options)
-        assert torch.cuda.memory_allocated() == held
+        assert allocated() == held
         assert torch.cuda.max_memory_allocated() >= held + 512 * 512 * 4
     moments = states["state"]["weight"]
     for whole in (weights["weight"], moments["exp_avg"], moments["exp_avg_sq"]):
@@ -558,11 +553,11 @@ def registered_kernels() -> dict[str, str]:
 def test_sharded_parameters_are_drawn_in_place_and_follow_their_module_to_another_dtype(gpu, split):
     net = sharded(split)
     torch.nn.init.normal_(net[0].weight)
-    assert torch.cuda.memory_allocated() == LAYER // 4
+    assert allocated() == LAYER // 4
     net.to(dtype=torch.bfloat16)
     weight = net[0].weight
     assert (weight.dtype, weight.to_local().dtype) == (torch.bfloat16, torch.bfloat16)
-    assert torch.cuda.memory_allocated() == LAYER // 8
+    assert allocated() == LAYER // 8
     net(torch.ones(8, WIDE, device="cuda", dtype=torch.bfloat16)).sum().backward()
     assert weight.grad.dtype == torch.bfloat16
 

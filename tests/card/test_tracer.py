@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from helpers import allocated
 
 from memlab import SimulatedGPU
 from memlab.card.kernels.scratch import CUBLASLT_WORKSPACE
@@ -118,11 +119,11 @@ def test_what_is_overwritten_in_its_own_pass_stays_an_activation():
 def test_a_copy_that_is_let_go_is_gone(gpu):
     layer = torch.nn.Linear(256, 256, device="cuda")
     for one in (layer.weight.detach(), layer.weight, layer):
-        before = torch.cuda.memory_allocated()
+        before = allocated()
         its_copy = copy.deepcopy(one)
-        assert torch.cuda.memory_allocated() >= before + 256 * 256 * 4
+        assert allocated() >= before + 256 * 256 * 4
         del its_copy
-        assert torch.cuda.memory_allocated() == before
+        assert allocated() == before
 
 
 def test_memory_of_the_host_that_is_resized_is_not_the_cards(gpu):

@@ -34,6 +34,8 @@ def test_a_card_that_was_recorded_is_not_doubted(recorded):
     assert [doubts(run) for run in recorded] == [[]]
     assert all(run.source.endswith("; a stand-in") for run in recorded)
     assert {run.device for run in recorded} == {"Tesla T4"}
+    for figures in (run.figures for run in recorded):
+        assert figures["context_bytes"] < figures["device_used_bytes"]
 
 
 @pytest.mark.parametrize(

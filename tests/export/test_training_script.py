@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from memlab import Recipe, models, simulate
 from memlab.book.corpora import tokenizer
+from memlab.evidence.grid import recipe_of
 from memlab.export.training_script import (
     APIS,
     OLDEST,
@@ -28,62 +29,49 @@ from memlab.predict.script import run_script
 from memlab.workloads.training import Training
 
 CARD = "A100-40GB"
-CLASSES = {"task": "sequence-classification"}
-QLORA = {"lora_rank": 4, "base": "nf4", "precision": "bf16-amp"}
-CHECKPOINTED_QLORA = QLORA | {
-    "checkpointing": True,
-    "double_quant": True,
-    "optimizer": "paged_adamw_8bit",
-}
-EVERYTHING = {
-    "precision": "bf16-amp",
-    "optimizer": "adamw_torch_fused",
-    "accumulation": 2,
-    "checkpointing": True,
-    "max_grad_norm": 1.0,
-    "attention": "sdpa",
-    "padded": True,
-}
-OFFLOADED = {"precision": "bf16", "optimizer": "adamw_torch_fused"}
+QLORA = "lora_rank=4 nf4 bf16-amp"
+CHECKPOINTED_QLORA = f"{QLORA} checkpointing double_quant paged_adamw_8bit"
+EVERYTHING = "bf16-amp adamw_torch_fused accumulation=2 checkpointing max_grad_norm=1.0 sdpa padded"
 
-# Every value of every field that a script says occurs here, each with both APIs or with one.
+# Every value of every field that a script says occurs here, each with both APIs or with one: a
+# model and what differs from a recipe's defaults, as in memlab/data/grid.txt.
 KINDS = [
-    ("bert-large", {}, APIS),
-    ("gpt2", {"precision": "bf16-amp", "max_grad_norm": 1.0}, APIS),
-    ("gpt2", {"precision": "fp16-amp", "attention": "sdpa"}, APIS),
-    ("gpt2", {"precision": "bf16", "optimizer": "adamw_torch_fused"}, APIS),
-    ("gpt2", {"expandable_segments": True}, APIS),
-    ("bert-large", {"precision": "fp16", "optimizer": "adamw_torch_loop"}, APIS),
-    ("t5-3b", {"checkpointing": True, "optimizer": "adafactor"}, APIS),
-    ("t5-3b", {"optimizer": "sgd", "freeze": "embeddings,1"}, ["trainer"]),
-    ("bert-large", {"checkpointing": "reentrant", "optimizer": "adamw_8bit"}, APIS),
-    ("bert-large", {"task": "masked-lm", "optimizer": "lion_8bit"}, ["trainer"]),
-    ("bert-large", {"freeze": "embeddings,1,pooler", "padded": True}, ["accelerate"]),
-    ("gpt2", {"accumulation": 3, "optimizer": "paged_adamw_8bit"}, APIS),
-    ("gpt2", {"set_to_none": False, "freeze": "transformer.h.0.mlp"}, ["accelerate"]),
-    ("gpt2", {"lora_rank": 4, "lora_targets": "c_attn", "lora_dropout": 0.1}, APIS),
-    ("gpt2", {"lora_rank": 4, "precision": "bf16", "lora_fp32": False}, ["accelerate"]),
-    ("bert-large", QLORA, ["trainer"]),
-    ("t5-3b", QLORA, ["accelerate"]),
-    ("t5-3b", QLORA | {"precision": "fp16-amp", "upcast": False}, ["accelerate"]),
-    ("bert-large", QLORA | {"precision": "fp16-amp", "upcast": False}, APIS),
-    ("qwen2.5-0.5b", CHECKPOINTED_QLORA, APIS),
-    ("qwen2.5-0.5b", CHECKPOINTED_QLORA | {"precision": "bf16", "upcast": False}, APIS),
-    ("qwen2.5-0.5b", CLASSES | QLORA | {"upcast": False, "padded": True}, ["accelerate"]),
-    ("bert-large", {"lora_rank": 4, "base": "int8", "precision": "fp16-amp"}, APIS),
-    ("bert-large", {"lora_rank": 4, "base": "half", "precision": "fp16-amp"}, APIS),
-    ("t5-3b", {"lora_rank": 4, "base": "half", "precision": "fp16-amp"}, ["accelerate"]),
-    ("qwen2.5-0.5b", {"lora_rank": 4, "base": "half", "precision": "bf16-amp"}, ["trainer"]),
-    ("bert-large", {"task": "masked-lm", "padded": True, "attention": "sdpa"}, ["accelerate"]),
-    ("qwen2.5-0.5b", EVERYTHING, APIS),
-    ("gpt2", {"step_in_backward": True, "optimizer": "adafactor"}, ["accelerate"]),
-    ("gpt2", {"step_in_backward": True, "optimizer": "adamw_8bit", "freeze": 1}, ["accelerate"]),
-    ("gpt2", OFFLOADED | {"optimizer_offload": "gradients"}, ["accelerate"]),
-    ("gpt2", OFFLOADED | {"optimizer_offload": "states", "accumulation": 2}, ["accelerate"]),
-    ("qwen2.5-0.5b", {"loss": "chunked", "precision": "bf16", "padded": True}, ["accelerate"]),
-    ("qwen2.5-0.5b", {"loss": "linear_cross_entropy", "lora_rank": 4}, ["accelerate"]),
+    ("bert-large", APIS),
+    ("gpt2 bf16-amp max_grad_norm=1.0", APIS),
+    ("gpt2 fp16-amp sdpa", APIS),
+    ("gpt2 bf16 adamw_torch_fused", APIS),
+    ("gpt2 expandable_segments", APIS),
+    ("bert-large fp16 adamw_torch_loop", APIS),
+    ("t5-3b checkpointing adafactor", APIS),
+    ("t5-3b sgd freeze=embeddings,1", ["trainer"]),
+    ("bert-large reentrant adamw_8bit", APIS),
+    ("bert-large task=masked-lm lion_8bit", ["trainer"]),
+    ("bert-large freeze=embeddings,1,pooler padded", ["accelerate"]),
+    ("gpt2 accumulation=3 paged_adamw_8bit", APIS),
+    ("gpt2 keep_gradients freeze=transformer.h.0.mlp", ["accelerate"]),
+    ("gpt2 lora_rank=4 lora_targets=c_attn lora_dropout=0.1", APIS),
+    ("gpt2 lora_rank=4 bf16 lora_half", ["accelerate"]),
+    (f"bert-large {QLORA}", ["trainer"]),
+    (f"t5-3b {QLORA}", ["accelerate"]),
+    (f"t5-3b {QLORA} fp16-amp no_upcast", ["accelerate"]),
+    (f"bert-large {QLORA} fp16-amp no_upcast", APIS),
+    (f"qwen2.5-0.5b {CHECKPOINTED_QLORA}", APIS),
+    (f"qwen2.5-0.5b {CHECKPOINTED_QLORA} bf16 no_upcast", APIS),
+    (f"qwen2.5-0.5b task=sequence-classification {QLORA} no_upcast padded", ["accelerate"]),
+    ("bert-large lora_rank=4 int8 fp16-amp", APIS),
+    ("bert-large lora_rank=4 half fp16-amp", APIS),
+    ("t5-3b lora_rank=4 half fp16-amp", ["accelerate"]),
+    ("qwen2.5-0.5b lora_rank=4 half bf16-amp", ["trainer"]),
+    ("bert-large task=masked-lm padded sdpa", ["accelerate"]),
+    (f"qwen2.5-0.5b {EVERYTHING}", APIS),
+    ("gpt2 step_in_backward adafactor", ["accelerate"]),
+    ("gpt2 step_in_backward adamw_8bit freeze=1", ["accelerate"]),
+    ("gpt2 bf16 adamw_torch_fused optimizer_offload=gradients", ["accelerate"]),
+    ("gpt2 bf16 adamw_torch_fused optimizer_offload=states accumulation=2", ["accelerate"]),
+    ("qwen2.5-0.5b chunked bf16 padded", ["accelerate"]),
+    ("qwen2.5-0.5b linear_cross_entropy lora_rank=4", ["accelerate"]),
 ]
-CASES = [(model, changes, api) for model, changes, apis in KINDS for api in apis]
+CASES = [(words, api) for words, apis in KINDS for api in apis]
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +95,12 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def a_recipe(saved):
-    """a_recipe(model, **changes): of four sequences of 64 tokens, on a saved twin."""
+    """a_recipe(words): of four sequences of 64 tokens, on a saved twin."""
 
-    def made(model, **changes):
-        path = saved(model, changes.get("task"))
-        return Recipe(path, **({"batch_size": 4, "seq_len": 64} | changes))
+    def made(words, size="4x64"):
+        model, *rest = words.split()
+        recipe = recipe_of(" ".join([model, size, *rest]))
+        return recipe.but(model=saved(model, recipe.task), task=recipe.task)
 
     return made
 
@@ -123,9 +112,9 @@ def written(folder, recipe, api) -> Path:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize(("model", "changes", "api"), CASES)
-def test_a_script_takes_what_its_recipe_takes(model, changes, api, a_recipe, tmp_path, monkeypatch):
-    recipe = a_recipe(model, **changes)
+@pytest.mark.parametrize(("words", "api"), CASES)
+def test_a_script_takes_what_its_recipe_takes(words, api, a_recipe, tmp_path, monkeypatch):
+    recipe = a_recipe(words)
     script = written(tmp_path, recipe, api)
     monkeypatch.chdir(tmp_path)
     # Of padded texts, some batch has one of full length and one that is not.
@@ -158,15 +147,15 @@ def test_a_script_takes_what_its_recipe_takes(model, changes, api, a_recipe, tmp
 
 
 def test_accelerates_plain_loop_is_the_recipes_to_the_byte(a_recipe, tmp_path, monkeypatch):
-    recipe = a_recipe("bert-large", precision="bf16-amp")
+    recipe = a_recipe("bert-large bf16-amp")
     monkeypatch.chdir(tmp_path)
     ran = run_script(written(tmp_path, recipe, "accelerate"), gpu=CARD)
     assert ran.footprint.peak_allocated == simulate(recipe, CARD).peak_allocated
 
 
 def test_scripts_are_clean_and_short(a_recipe, tmp_path):
-    for number, (model, changes, api) in enumerate(CASES):
-        script = training_script(a_recipe(model, **changes), api)
+    for number, (words, api) in enumerate(CASES):
+        script = training_script(a_recipe(words), api)
         assert len(script.splitlines()) <= 120
         lines = [line for line in script.splitlines() if not line.startswith("MODEL = ")]
         assert max(map(len, lines)) <= 88
@@ -181,22 +170,22 @@ def test_scripts_are_clean_and_short(a_recipe, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "changes", "api", "file"),
+    ("words", "api", "file"),
     [
-        ("gpt2", {"precision": "bf16"}, "trainer", "model.safetensors"),
-        ("t5-3b", {"padded": True, "accumulation": 2}, "accelerate", "model.safetensors"),
-        ("bert-large", {"lora_rank": 4}, "trainer", "adapter_model.safetensors"),
+        ("gpt2 bf16", "trainer", "model.safetensors"),
+        ("t5-3b padded accumulation=2", "accelerate", "model.safetensors"),
+        ("bert-large lora_rank=4", "trainer", "adapter_model.safetensors"),
     ],
 )
-def test_it_really_trains(model, changes, api, file, a_recipe, tmp_path, monkeypatch, capsys):
-    recipe = a_recipe(model, seq_len=16, **changes)
+def test_it_really_trains(words, api, file, a_recipe, tmp_path, monkeypatch, capsys):
+    recipe = a_recipe(words, "4x16")
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(written(tmp_path, recipe, api)), run_name="__main__")
     losses = [float(n) for n in re.findall(r"\bloss'?:? '?([\d.]+)", capsys.readouterr().out)]
     assert len(losses) >= 4 and all(0 < loss < 20 for loss in losses)
     assert (tmp_path / "output" / file).stat().st_size > 0
     AutoTokenizer.from_pretrained(tmp_path / "output")
-    if model == "gpt2":
+    if words == "gpt2 bf16":
         assert losses[-1] < losses[0]
         AutoModelForCausalLM.from_pretrained(tmp_path / "output")
 
@@ -255,7 +244,7 @@ def test_what_loading_a_base_has_left_is_given_back(api, a_recipe, tmp_path, mon
     emptied = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
     monkeypatch.chdir(tmp_path)
-    recipe = a_recipe("qwen2.5-0.5b", **QLORA, upcast=False)
+    recipe = a_recipe(f"qwen2.5-0.5b {QLORA} no_upcast")
     run_script(written(tmp_path, recipe, api), gpu=CARD, steps=1)
     assert emptied
 
@@ -263,7 +252,7 @@ def test_what_loading_a_base_has_left_is_given_back(api, a_recipe, tmp_path, mon
 def test_the_pip_line_names_what_is_imported():
     plain = pip_line(Recipe("gpt2"))
     assert re.findall(r'"([\w-]+)>=', plain) == ["accelerate", "datasets", "torch", "transformers"]
-    whole = pip_line(Recipe("gpt2", **QLORA), "accelerate")
+    whole = pip_line(recipe_of(f"gpt2 1x64 {QLORA}"), "accelerate")
     assert {"peft", "bitsandbytes"} <= set(re.findall(r'"([\w-]+)>=', whole))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import refused
 
-from memlab import Recipe, fits, models, plan, simulate
+from memlab import MiB, Recipe, fits, models, plan, simulate
 from memlab.gpus import GPUS, find_gpu
 from memlab.planner.remedies import last_resorts
 from memlab.planner.result import TIERS, Question, is_paged
@@ -19,7 +19,6 @@ from memlab.predict.simulate import peak_allocated_of, sized_log
 from memlab.trace.log import peak_allocated
 from memlab.workloads.training import Training
 
-MiB = 2**20
 SEEDS = (0, 1, 4)  # benchmarks/plan.py asks as many as one has time for
 SMALL = {"effective_batch": 4, "seq_len": 64, "lora_rank": 2}
 PLAIN = {"ways": "full", "precisions": "fp16-amp"} | SMALL
@@ -294,10 +293,8 @@ def test_a_model_that_peft_gives_no_adapters():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"gpu": 0}, "gpu is 0"),
         ({"gpu": []}, "gpu is []"),
         ({"margin": -1}, "margin is -1"),
-        ({"seq_len": 2048}, "seq_len is 2048: gpt2-tiny allows whole numbers from 1 to 1024"),
         ({"effective_batch": 2.5}, "effective_batch is 2.5"),
         ({"ways": "half"}, "ways is 'half': allowed are full, lora, qlora"),
         ({"precisions": ("fp8",)}, "precisions is 'fp8'"),
@@ -305,13 +302,9 @@ def test_a_model_that_peft_gives_no_adapters():
         ({"effective_batch": 10**20}, "allowed are whole numbers from 1 to 131,072"),
         ({"ranks": 3}, "effective_batch is 16: allowed are with ranks 3 multiples of it"),
         ({"ranks": 2, "gpu": None}, "ranks is 2 and gpu names"),
-        ({"ranks": 2, "link": "nvlink"}, "link is 'nvlink': allowed are for T4 pcie"),
-        ({"task": "seq2seq-lm"}, "task 'seq2seq-lm' is not one of"),
-        ({"model": "/no/such/folder"}, "unknown model '/no/such/folder'"),
     ],
 )
-def test_bad_input_is_one_line(changes, says, monkeypatch):
-    monkeypatch.setattr(models, "hub_reachable", lambda: False)
+def test_bad_input_is_one_line(changes, says):
     with refused(says):
         plan(**{"model": "gpt2-tiny", "gpu": "T4"} | changes)
 

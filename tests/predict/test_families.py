@@ -1,126 +1,47 @@
 """Families of models: every one is answered for, or refused in one line; nothing is endless."""
 
 import pytest
-from helpers import SMALL, refused
+from helpers import refused
 from transformers import CONFIG_MAPPING
 
 from memlab import Recipe, models, plan, simulate
 
-HEADS = SMALL | {"head_dim": 16}
-MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
-SHARED = MOE | {"shared_expert_intermediate_size": 32}
-ROUTED = {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2}
-GROUPS = ROUTED | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
-LATENT |= {"num_key_value_heads": 4}
-LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
-LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
-LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
-PATTERN = ["sliding_attention", "full_attention"]
-MAMBA = {"mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
-VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-VISION |= {"num_attention_heads": 2}
-QWEN_VISION = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64}
-ENCODER = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
-ENCODER |= {"num_hidden_layers": 2, "vocab_size": 128}
-T5 = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 128}
-BOTH = {
-    f"{end}_{name}": n
-    for end in ("encoder", "decoder")
-    for name, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 128))
+# Sizes of a small model of any family: each config takes those that it has.
+SIZES = {
+    1: "n_group topk_group n_groups first_k_dense_replace mamba_n_groups",
+    2: "encoder_layers decoder_layers num_key_value_heads num_experts_per_tok"
+    " num_experts_per_token mamba_expand linear_num_key_heads linear_num_value_heads",
+    4: "num_attention_heads n_head num_experts n_routed_experts num_local_experts"
+    " linear_num_heads encoder_attention_heads decoder_attention_heads",
+    8: "qk_rope_head_dim qk_nope_head_dim hidden_size_per_layer_input laurel_rank num_heads"
+    " mamba_n_heads",
+    16: "head_dim d_kv d_head v_head_dim qk_head_dim kv_lora_rank q_lora_rank o_lora_rank"
+    " state_size linear_head_dim linear_key_head_dim linear_value_head_dim mamba_d_head"
+    " mamba_d_state",
+    32: "embedding_size global_head_dim moe_intermediate_size shared_intermediate_size"
+    " shared_expert_intermediate_size mamba_chunk_size",
+    64: "hidden_size d_model word_embed_proj_dim",
+    128: "intermediate_size intermediate_size_mlp d_ff d_inner ffn_dim encoder_ffn_dim"
+    " decoder_ffn_dim vocab_size mamba_d_ssm vocab_size_per_layer_input",
 }
-BOTH |= {"d_model": 64, "vocab_size": 128, "pad_token_id": 0}
-
-FAMILIES = {
-    "llama": HEADS,
-    "qwen2": SMALL,
-    "qwen3": HEADS,
-    "qwen2_moe": SMALL | SHARED,
-    "qwen3_moe": HEADS | MOE,
-    "qwen3_next": HEADS | SHARED | LINEAR,
-    "qwen3_5": {"text_config": HEADS | LINEAR, "vision_config": QWEN_VISION},
-    "qwen3_5_moe": {"text_config": HEADS | LINEAR | SHARED, "vision_config": QWEN_VISION},
-    "gemma2": HEADS,
-    "gemma3_text": HEADS,
-    "gemma3": {"text_config": HEADS, "vision_config": VISION},
-    "gemma3n": {
-        "text_config": HEADS
-        | PER_LAYER
-        | {
-            "num_hidden_layers": 4,
-            "intermediate_size": [128] * 4,
-            "num_kv_shared_layers": 2,
-            "laurel_rank": 8,
-            "activation_sparsity_pattern": [0.0] * 4,
-            "layer_types": PATTERN * 2,
-        }
-    },
-    "gemma4": {
-        "text_config": HEADS
-        | PER_LAYER
-        | {
-            "num_hidden_layers": 4,
-            "num_kv_shared_layers": 2,
-            "global_head_dim": 32,
-            "max_position_embeddings": 512,
-            "layer_types": PATTERN * 2,
-        }
-    },
-    "llama4": {
-        "text_config": HEADS | {"intermediate_size_mlp": 128, "num_local_experts": 4},
-        "vision_config": VISION,
-    },
-    "mistral": HEADS,
-    "ministral3": HEADS,
-    "mistral3": {
-        "text_config": HEADS | {"model_type": "mistral"},
-        "vision_config": VISION | {"model_type": "pixtral"},
-    },
-    "mixtral": SMALL | LOCAL,
-    "gpt_oss": HEADS | LOCAL,
-    "deepseek_v2": SMALL | GROUPS | LATENT | {"q_lora_rank": 24},
-    "deepseek_v3": SMALL | GROUPS | LATENT | {"q_lora_rank": 24},
-    "deepseek_v4": HEADS | ROUTED | {"q_lora_rank": 24, "o_lora_rank": 16},
-    "glm4": HEADS,
-    "glm4_moe": HEADS | GROUPS,
-    "minimax_m2": HEADS | LOCAL,
-    "phi3": SMALL,
-    "phimoe": SMALL | LOCAL,
-    "olmo2": SMALL,
-    "olmo3": SMALL,
-    "olmoe": SMALL | MOE,
-    "smollm3": SMALL,
-    "cohere2": SMALL,
-    "granite": SMALL,
-    "granitemoehybrid": SMALL
-    | LOCAL
-    | MAMBA
-    | {
-        "shared_intermediate_size": 32,
-        "mamba_n_heads": 8,
-        "mamba_expand": 2,
-        "layer_types": ["mamba", "attention"],
-    },
-    "falcon_h1": HEADS | MAMBA | {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_chunk_size": 32},
-    "mamba2": {"hidden_size": 64, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 16}
-    | {"state_size": 16, "n_groups": 1, "vocab_size": 128},
-    "lfm2": SMALL | {"full_attn_idxs": [1]},
-    "kimi_linear": SMALL
-    | MOE
-    | LATENT
-    | {"num_experts_per_token": 2, "linear_head_dim": 16, "linear_num_heads": 4},
-    "exaone4": SMALL,
-    "bert": ENCODER,
-    "electra": ENCODER | {"embedding_size": 32},
-    "albert": ENCODER | {"embedding_size": 32},
-    "xlnet": {"d_model": 64, "n_layer": 2, "n_head": 4, "d_inner": 128, "vocab_size": 128},
-    "t5": T5,
-    "mt5": T5,
-    "bart": BOTH,
-    "whisper": BOTH,
-    "opt": ENCODER | {"ffn_dim": 128, "word_embed_proj_dim": 64},
-    "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128},
+NAMES = {name: size for size, names in SIZES.items() for name in names.split()}
+NAMES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+FAMILIES = (
+    "llama qwen2 qwen3 qwen2_moe qwen3_moe qwen3_next qwen3_5 qwen3_5_moe gemma2 gemma3_text "
+    "gemma3 gemma3n gemma4 llama4 mistral ministral3 mistral3 mixtral gpt_oss deepseek_v2 "
+    "deepseek_v3 deepseek_v4 glm4 glm4_moe minimax_m2 phi3 phimoe olmo2 olmo3 olmoe smollm3 "
+    "cohere2 granite granitemoehybrid falcon_h1 mamba2 lfm2 kimi_linear exaone4 bert electra "
+    "albert xlnet t5 mt5 bart whisper opt bloom"
+).split()
+# Layers that share keys and values, of both kinds of attention.
+SHARING = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+SET = {
+    "deepseek_v2": {"num_experts_per_tok": 2, "head_dim": 8},
+    "deepseek_v3": {"head_dim": 8},
+    "gemma3n": SHARING | {"intermediate_size": [128] * 4},
+    "gemma4": SHARING,
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
 }
 WAYS = {
     "full": {"precision": "bf16-amp"},
@@ -135,7 +56,7 @@ REFUSED = {
     **{
         f"{family} {way}": reason
         for family, reason in (
-            ("llama4", "router of llama4 does not compute as a linear layer"),
+            ("llama4", "router of llama4_text does not compute as a linear layer"),
             ("phimoe", "router of phimoe does not compute as a linear layer"),
             ("deepseek_v4", "o_a_proj of deepseek_v4 does not compute as a linear layer"),
             ("falcon_h1", "Module 'out_proj' is incompatible"),
@@ -148,7 +69,13 @@ EAGER = ("gemma2", "gpt_oss", "deepseek_v4", "mamba2", "xlnet", "bloom")
 
 
 def small(family):
-    return CONFIG_MAPPING[family](**FAMILIES[family])
+    own, sizes = SET.get(family, {}), dict(NAMES)
+    if family == "gemma4":
+        del sizes["head_dim"]  # it has one for each kind of layer
+    config = models.resized(CONFIG_MAPPING[family](), **sizes)
+    config = models.with_layers(config, len(own.get("layer_types", "ab")))
+    vars(config).update(own)
+    return config
 
 
 EVERY = [(family, way) for family in FAMILIES for way in WAYS]

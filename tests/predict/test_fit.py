@@ -6,13 +6,12 @@ import pytest
 import torch
 from helpers import refused
 
-from memlab import Recipe, measure, models, simulate
+from memlab import MiB, Recipe, measure, models, simulate
 from memlab.evidence.records import find_records
 from memlab.gpus import GPUS, gpu_of_device
 from memlab.predict.fit import CONTEXT_MARGIN, MARGIN, _last, fits, largest, room, verdict
 from memlab.predict.simulate import full_log
 
-MiB = 2**20
 TINY = Recipe(model="gpt2-tiny", batch_size=2, seq_len=64)
 ON_RECORD = [run for run in find_records("published", loop="") if gpu_of_device(run.device)]
 # Those that the grid has first: their traces come with memlab.

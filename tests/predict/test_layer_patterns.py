@@ -100,16 +100,8 @@ def test_it_runs_out_of_memory_on_the_same_request():
     assert simulate(recipe, 8 * 2**30).peak_reserved <= 8 * 2**30
 
 
-def alternating_layers():
-    config = models.config("qwen2.5-0.5b")
-    config.use_sliding_window, config.sliding_window = True, 128
-    config.layer_types = ["full_attention", "sliding_attention"] * 5
-    config.num_hidden_layers = 10
-    return config
-
-
 def test_layers_that_alternate_are_a_pattern():
-    recipe = Recipe(alternating_layers(), seq_len=64, precision="bf16", attention="sdpa")
+    recipe = Recipe(deep("gemma-2-2b"), seq_len=64, precision="bf16")
     assert layers_of(recipe).period == 2
     assert simulate(recipe) == at_full_depth(recipe)
 

@@ -7,12 +7,11 @@ import torch
 from helpers import refused
 from standin_card import stand_in
 
-from memlab import Meter, Recipe, measure
+from memlab import Meter, MiB, Recipe, measure
 from memlab.footprint import Footprint
 from memlab.predict.measure import allocator_of, pick_device, require, with_breakdown
 from memlab.workloads.training import Training
 
-MiB = 2**20
 TINY = Recipe(model="bert-large-tiny", batch_size=2, seq_len=32)
 
 

@@ -2,25 +2,24 @@
 
 import pytest
 
-from memlab import Meter, Recipe
-from memlab.evidence.grid import grid_runs
+from memlab import Meter
+from memlab.evidence.grid import grid_runs, recipe_of
 from memlab.predict.on_cpu import simulate_on_cpu
 from memlab.workloads.training import Training
 
-LORA = {"seq_len": 64, "lora_rank": 4}
 NOT_IN_THE_GRID = [  # the first and the fourth are in the sample
-    Recipe("qwen2.5-0.5b-tiny", **LORA, base="fp4", double_quant=True),
-    Recipe("gpt2-tiny", seq_len=64, checkpointing="reentrant", precision="fp16-amp"),
-    Recipe("gpt2-tiny", **LORA, base="nf4", upcast=False, precision="bf16"),
-    Recipe("gpt2-tiny", **LORA, base="half", precision="bf16-amp"),
-    Recipe("llama-3-8b-tiny", batch_size=2, seq_len=61, padded=True, attention="sdpa"),
-    Recipe("llama-3-8b-tiny", **LORA, base="int8", checkpointing=True),
+    "qwen2.5-0.5b-tiny 1x64 lora_rank=4 fp4 double_quant",
+    "gpt2-tiny 1x64 reentrant fp16-amp",
+    "gpt2-tiny 1x64 lora_rank=4 nf4 no_upcast bf16",
+    "gpt2-tiny 1x64 lora_rank=4 half bf16-amp",
+    "llama-3-8b-tiny 2x61 padded sdpa",
+    "llama-3-8b-tiny 1x64 lora_rank=4 int8 checkpointing",
 ]
 
 
 @pytest.mark.sampled(13)
 @pytest.mark.parametrize(
-    "recipe", [*NOT_IN_THE_GRID, *list(grid_runs(tiny=True).values())[::2]], ids=str
+    "recipe", [*map(recipe_of, NOT_IN_THE_GRID), *list(grid_runs(tiny=True).values())[::2]], ids=str
 )
 def test_a_real_step_on_a_cpu_takes_what_fake_tensors_say(recipe):
     training = Training(recipe)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from memlab import Recipe
 from memlab.card.step_time import step_time
+from memlab.evidence.grid import recipe_of
 from memlab.gpus import find_gpu
 from memlab.predict.replicas import peak_allocated_of, replica
 from memlab.predict.simulate import serve, sized_log
@@ -11,19 +11,23 @@ from memlab.predict.trace_recorder import run_log
 from memlab.trace.log import peak_allocated
 
 CARD = find_gpu("A100-80GB")
-DDP = dict(batch_size=2, accumulation=2, seq_len=128, ranks=4, attention="sdpa", max_grad_norm=1.0)
-LORA = dict(lora_rank=8, base="half", precision="bf16-amp")
+
+
+def ddp(model, words):
+    return recipe_of(f"{model} 2x128 sdpa accumulation=2 ranks=4 max_grad_norm=1.0 {words}")
+
+
 RECIPES = [
-    Recipe("gpt2-tiny", precision="bf16-amp", optimizer="adamw_torch_fused", **DDP),
-    Recipe("gpt2-tiny", precision="bf16", checkpointing=True, **DDP | {"accumulation": 1}),
-    Recipe("bert-large-tiny", precision="fp32", freeze=("embeddings",), **DDP),
-    Recipe("llama-3-8b-tiny", optimizer="adamw_8bit", **LORA, **DDP),
-    Recipe("llama-3-8b-tiny", precision="bf16", lora_rank=8, **DDP),
-    Recipe("llama-3-8b-tiny", precision="bf16", lora_rank=8, lora_fp32=False, **DDP),
-    Recipe("qwen3-0.6b-tiny", checkpointing=True, **LORA | {"base": "nf4"}, **DDP),
-    Recipe("distilbert", precision="bf16-amp", optimizer="adafactor", **DDP),
-    pytest.param(Recipe("bert-large", precision="bf16", **DDP), marks=pytest.mark.slow),
-    pytest.param(Recipe("qwen3-0.6b", **LORA, **DDP), marks=pytest.mark.slow),
+    ddp("gpt2-tiny", "bf16-amp adamw_torch_fused"),
+    ddp("gpt2-tiny", "bf16 checkpointing accumulation=1"),
+    ddp("bert-large-tiny", "fp32 freeze=embeddings"),
+    ddp("llama-3-8b-tiny", "bf16-amp adamw_8bit lora_rank=8 half"),
+    ddp("llama-3-8b-tiny", "bf16 lora_rank=8"),
+    ddp("llama-3-8b-tiny", "bf16 lora_rank=8 lora_half"),
+    ddp("qwen3-0.6b-tiny", "bf16-amp checkpointing lora_rank=8 nf4"),
+    ddp("distilbert", "bf16-amp adafactor"),
+    pytest.param(ddp("bert-large", "bf16"), marks=pytest.mark.slow),
+    pytest.param(ddp("qwen3-0.6b", "bf16-amp lora_rank=8 half"), marks=pytest.mark.slow),
 ]
 
 

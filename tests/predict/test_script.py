@@ -42,6 +42,18 @@ def script(tmp_path):
     return path
 
 
+@pytest.fixture
+def run(tmp_path, capsys):
+    """run(text, *options): (status, out, err) of `memlab run` of a script with this text."""
+
+    def ran(text, *options):
+        path = tmp_path / "train.py"
+        path.write_text(f"import torch\n{text}")
+        return main(["run", str(path), *options]), *capsys.readouterr()
+
+    return ran
+
+
 def test_it_ends_after_two_steps_and_says_which_lines_hold_what(script, capsys):
     ran = run_script(script, ["--width", "1024"], gpu="T4")
     assert ran.steps == 2 and not ran.error
@@ -90,22 +102,13 @@ def test_the_command_gives_the_exit_status_of_simulate(script, tmp_path, capsys)
 @pytest.mark.parametrize(
     "line, said",
     [
-        ("torch.compile(torch.nn.Linear(1, 1))", "train.py:1: torch.compile is not simulated"),
-        ("torch.zeros(1, device='cuda:1')", "train.py:1: device is 'cuda:1'"),
+        ("torch.compile(torch.nn.Linear(1, 1))", "train.py:2: torch.compile is not simulated"),
+        ("torch.zeros(1, device='cuda:1')", "train.py:2: device is 'cuda:1'"),
     ],
 )
-def test_what_is_not_simulated_is_one_line_with_its_place(line, said, tmp_path, capsys):
-    path = tmp_path / "train.py"
-    path.write_text(f"import torch; {line}")
-    assert main(["run", str(path)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"memlab: {said}") and error.count("\n") == 1
-
-
-def run(tmp_path, text, *options):
-    path = tmp_path / "train.py"
-    path.write_text(f"import torch\n{text}")
-    return main(["run", str(path), *options])
+def test_what_is_not_simulated_is_one_line_with_its_place(line, said, run):
+    status, _, error = run(line)
+    assert status == 2 and error.startswith(f"memlab: {said}") and error.count("\n") == 1
 
 
 def test_arguments_of_the_script_without_a_mark_are_sent_behind_it(capsys):
@@ -124,16 +127,16 @@ torch.optim.SGD([w], 0.1).step()
 """
 
 
-def test_a_scripts_own_exception_keeps_its_traceback_and_what_was_seen_is_told(tmp_path, capsys):
+def test_a_scripts_own_exception_keeps_its_traceback_and_what_was_seen_is_told(run):
     text = f"def check(x):\n    raise ValueError('bad thing')\n{STEP}\ncheck(1)\n"
-    assert run(tmp_path, text) == 1
-    said = capsys.readouterr()
-    first, *_, last = said.err.splitlines()
-    assert first.startswith("Traceback") and last == "ValueError: bad thing"
-    assert said.err.count('train.py", line') == 2 and "memlab" not in said.err
-    assert "no card is named" in said.out.splitlines()[0]
-    assert said.out.splitlines()[1] == "ended after 1 optimizer step, in train.py:3"
-    assert "1.0 MiB  train.py:5" in said.out
+    status, out, err = run(text)
+    first, *_, last = err.splitlines()
+    assert status == 1 and first.startswith("Traceback") and last == "ValueError: bad thing"
+    assert err.count('train.py", line') == 2 and "memlab" not in err
+    card, ended, *_ = out.splitlines()
+    assert "no card is named" in card
+    assert ended == "ended after 1 optimizer step, in train.py:3"
+    assert "1.0 MiB  train.py:5" in out
 
 
 @pytest.mark.parametrize(
@@ -145,28 +148,25 @@ def test_a_scripts_own_exception_keeps_its_traceback_and_what_was_seen_is_told(t
         ("raise KeyboardInterrupt", 130, "interrupted"),
     ],
 )
-def test_a_script_ends_with_its_own_status(ending, status, said, tmp_path, capsys):
-    assert run(tmp_path, f"{STEP}\n{ending}") == status
-    told = capsys.readouterr()
-    assert said in told.err and told.err.count("\n") == bool(said)
-    assert "1.0 MiB" in told.out and "does not fit" not in told.out
+def test_a_script_ends_with_its_own_status(ending, status, said, run):
+    ended, out, err = run(f"{STEP}\n{ending}")
+    assert ended == status and said in err and err.count("\n") == bool(said)
+    assert "1.0 MiB" in out and "does not fit" not in out
 
 
-def test_a_script_that_trains_nothing_is_answered(tmp_path, capsys):
+def test_a_script_that_trains_nothing_is_answered(run):
     """Generation, an evaluation alone, a merge of adapters."""
     text = "kept = torch.zeros(2**20, device='cuda')"
-    assert run(tmp_path, text, "--gpu", "T4") == 0
-    said = capsys.readouterr()
-    assert "nothing was trained" in said.out and not said.err
-    assert run(tmp_path, text, "--gpu", str(2**20)) == 3
-    assert "does not fit, out of memory after 0 optimizer steps" in capsys.readouterr().out
+    status, out, err = run(text, "--gpu", "T4")
+    assert status == 0 and "nothing was trained" in out and not err
+    status, out, _ = run(text, "--gpu", str(2**20))
+    assert status == 3 and "does not fit, out of memory after 0 optimizer steps" in out
 
 
-def test_a_script_that_puts_nothing_on_the_card_is_no_success(tmp_path, capsys):
-    assert run(tmp_path, "print(torch.cuda.device_count())", "--gpu", "T4") == 1
-    said = capsys.readouterr()
-    assert said.err == "memlab: the script ended without a tensor on the card\n"
-    assert "no verdict" in said.out
+def test_a_script_that_puts_nothing_on_the_card_is_no_success(run):
+    status, out, err = run("print(torch.cuda.device_count())", "--gpu", "T4")
+    assert status == 1 and err == "memlab: the script ended without a tensor on the card\n"
+    assert "no verdict" in out
 
 
 LOSES_ONE = """
@@ -181,37 +181,35 @@ while True:
 
 
 @pytest.mark.parametrize("on", ["while True:\n    time.sleep(0.001)", LOSES_ONE])
-def test_a_script_that_goes_on_is_stopped_at_the_limit(on, tmp_path, capsys):
+def test_a_script_that_goes_on_is_stopped_at_the_limit(on, run):
     """Also where an interrupt is lost, as Python loses those that come while an object dies."""
     text = f"import time\n{STEP}\nx = torch.ones(4, device='cuda')\n{on}"
-    assert run(tmp_path, text, "--limit-minutes", "0.02") == 124
-    told = capsys.readouterr()
-    assert "stopped after 0.02 minutes" in told.err and told.err.count("\n") == 1
-    assert "1.0 MiB" in told.out
+    status, out, err = run(text, "--limit-minutes", "0.02")
+    assert status == 124 and "1.0 MiB" in out
+    assert "stopped after 0.02 minutes" in err and err.count("\n") == 1
 
 
-def test_what_runs_for_long_says_where_it_is_on_a_terminal_alone(tmp_path, capsys, monkeypatch):
+def test_what_runs_for_long_says_where_it_is_on_a_terminal_alone(run, monkeypatch):
     text = "x = torch.ones(4, device='cuda')\nwhile True:\n    x + 1"
     monkeypatch.setattr(script_progress, "EVERY", 0.1)
-    assert run(tmp_path, text, "--limit-minutes", "0.02") == 124
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
+    status, _, said = run(text, "--limit-minutes", "0.02")
+    assert status == 124 and said.count("\n") == 1
     assert "stopped after 0.02 minutes before a first optimizer step: no answer for one" in said
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    assert run(tmp_path, text, "--limit-minutes", "0.02") == 124
-    assert ", 0 optimizer steps, at work in train.py:4\n" in capsys.readouterr().err
+    status, _, said = run(text, "--limit-minutes", "0.02")
+    assert status == 124 and ", 0 optimizer steps, at work in train.py:4\n" in said
 
 
-def test_a_limit_holds_where_interrupts_are_ignored(tmp_path, capsys):
+def test_a_limit_holds_where_interrupts_are_ignored(run):
     """A shell starts what runs in its background so, and Python then has no handler for them."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         text = f"import time\n{STEP}\nfor _ in range(10**4):\n    time.sleep(0.001)"
-        assert run(tmp_path, text, "--limit-minutes", "0.02") == 124
+        status, _, err = run(text, "--limit-minutes", "0.02")
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
-    assert "stopped after 0.02 minutes" in capsys.readouterr().err
+    assert status == 124 and "stopped after 0.02 minutes" in err
 
 
 @pytest.mark.parametrize(
@@ -223,7 +221,7 @@ def test_a_limit_holds_where_interrupts_are_ignored(tmp_path, capsys):
     ],
 )
 @pytest.mark.parametrize("kind", ["torch.nn.Parameter({})", "{}.requires_grad_()"])
-def test_weights_that_are_changed_by_hand_make_a_step(update, kind, tmp_path, capsys):
+def test_weights_that_are_changed_by_hand_make_a_step(update, kind, run):
     weight = kind.format("torch.randn(512, 512, device='cuda')")
     bias = kind.format("torch.randn(512, device='cuda')")
     text = f"""
@@ -234,14 +232,12 @@ for step in range({{steps}}):
     {update}
     w.grad.zero_(); b.grad = None
 """
-    assert run(tmp_path, text.format(steps=10**9)) == 0
-    _, ended, *others = capsys.readouterr().out.splitlines()
-    assert ended == "2 optimizer steps" and not any("differ in size" in line for line in others)
-    assert run(tmp_path, text.format(steps=1)) == 0
-    assert capsys.readouterr().out.splitlines()[1] == "1 optimizer step"
+    for steps, said in ((10**9, "2 optimizer steps"), (1, "1 optimizer step")):
+        status, out, _ = run(text.format(steps=steps))
+        assert status == 0 and out.splitlines()[1] == said and "differ in size" not in out
 
 
-def test_a_moving_average_of_the_weights_is_no_step(tmp_path, capsys):
+def test_a_moving_average_of_the_weights_is_no_step(run):
     text = """
 import copy
 m = torch.nn.Linear(64, 64).cuda()
@@ -254,11 +250,11 @@ for step in range(100):
         for mine, its in zip(ema.parameters(), m.parameters()):
             mine.mul_(0.9).add_(its, alpha=0.1)
 """
-    assert run(tmp_path, text, "--steps", "5") == 0
-    assert capsys.readouterr().out.count("step ") == 4
+    status, out, _ = run(text, "--steps", "5")
+    assert status == 0 and out.count("step ") == 4
 
 
-def test_it_starts_a_script_as_torchrun_does(tmp_path):
+def test_it_starts_a_script_as_torchrun_does(run):
     text = """
 import os
 import torch.distributed as dist
@@ -270,21 +266,19 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 model(torch.randn(8, 64, device="cuda")).mean().backward()
 optimizer.step()
 """
-    assert run(tmp_path, text, "--ranks", "4") == 0
+    assert run(text, "--ranks", "4")[0] == 0
 
 
-def test_ranks_of_one_are_torchruns_and_none_are_pythons(tmp_path, capsys):
-    path = tmp_path / "train.py"
-    path.write_text(
-        "import os, torch\nprint('LOCAL_RANK' in os.environ)\n"
-        "torch.distributed.init_process_group('nccl')\n"
-        "print(torch.distributed.get_world_size(), os.environ['LOCAL_RANK'])\n"
-    )
-    main(["run", str(path), "--ranks", "1"])
-    assert capsys.readouterr().out.startswith("True\n1 0\n")
-    assert main(["run", str(path)]) == 2
-    said = capsys.readouterr()
-    assert said.out.startswith("False\n") and "--ranks N" in said.err
+def test_ranks_of_one_are_torchruns_and_none_are_pythons(run):
+    text = """
+import os
+print("LOCAL_RANK" in os.environ)
+torch.distributed.init_process_group("nccl")
+print(torch.distributed.get_world_size(), os.environ["LOCAL_RANK"])
+"""
+    assert run(text, "--ranks", "1")[1].startswith("True\n1 0\n")
+    status, out, err = run(text)
+    assert status == 2 and out.startswith("False\n") and "--ranks N" in err
     assert "LOCAL_RANK" not in os.environ
 
 
@@ -305,15 +299,15 @@ def test_a_module_runs_as_python_m_does(name, tmp_path, monkeypatch, capsys):
     assert "nowhere is no module that Python finds" in capsys.readouterr().err
 
 
-def test_compiled_code_runs_eagerly_where_that_is_asked_for(tmp_path, capsys):
+def test_compiled_code_runs_eagerly_where_that_is_asked_for(run):
     text = f"f = torch.compile(torch.nn.Linear(4, 4).cuda())\n{STEP}"
-    assert run(tmp_path, text) == 2
-    assert "--compile-eagerly" in capsys.readouterr().err
-    assert run(tmp_path, text, "--compile-eagerly") == 0
-    assert "assumed: torch.compile: the code ran as it is" in capsys.readouterr().out
+    status, _, err = run(text)
+    assert status == 2 and "--compile-eagerly" in err
+    status, out, _ = run(text, "--compile-eagerly")
+    assert status == 0 and "assumed: torch.compile: the code ran as it is" in out
 
 
-def test_it_says_why_a_card_has_no_seconds(tmp_path, capsys):
+def test_it_says_why_a_card_has_no_seconds(run):
     text = """
 m = torch.nn.Linear(64, 64, device="cuda", dtype=torch.bfloat16)
 optimizer = torch.optim.SGD(m.parameters(), 0.1)
@@ -321,14 +315,15 @@ for _ in range(2):
     m(torch.ones(8, 64, device="cuda", dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
 """
-    assert run(tmp_path, text, "--gpu", "T4") == 0
-    assert "no seconds: T4 has no rate for bfloat16" in capsys.readouterr().out
-    assert run(tmp_path, "", "--gpu", "T4") == 1
-    assert "no seconds: no operator has run on the card" in capsys.readouterr().out
-    assert run(tmp_path, text, "--gpu", "L4") == 0
-    assert "no seconds" not in capsys.readouterr().out
-    assert run(tmp_path, text) == 0  # nor does a card without a name have any
-    assert "no seconds" not in capsys.readouterr().out
+    for code, options, status, why in (
+        (text, ["--gpu", "T4"], 0, ": T4 has no rate for bfloat16"),
+        ("", ["--gpu", "T4"], 1, ": no operator has run on the card"),
+        (text, ["--gpu", "L4"], 0, None),
+        (text, [], 0, None),  # nor does a card without a name have any
+    ):
+        ended, out, _ = run(code, *options)
+        assert ended == status
+        assert f"no seconds{why}" in out if why else "no seconds" not in out
 
 
 def test_what_is_no_script_is_refused(tmp_path, capsys):

@@ -162,23 +162,6 @@ def test_seconds_are_those_of_the_operations_and_bytes():
     assert simulate(TINY).decode_time is None  # a card without rates
 
 
-def test_llama_on_an_a10g_is_what_was_published():
-    """fxmarty/accelerated-pytorch-transformers-generation, its README of June 2023.
-
-    MB of torch.cuda.max_memory_allocated. Then a step held the whole cache before and after, and
-    each layer its own tables of 2,048 rotations: an explanation found once the figure was known.
-    """
-    serving = Serving("llama-2-7b", prompt=1000, new_tokens=200, attention="eager")
-    served = simulate(serving, "A10G")
-    tables = 32 * 2 * 2048 * 128 * 2
-    caches = sum(kv_cache_bytes("llama-2-7b", 1000 + n) for n in (198, 199))
-    whole = served.decode["weights"] + served.decode["workspaces"] + caches + tables
-    assert whole / 1e6 == pytest.approx(14_776.09, abs=1)
-    seconds = [served.prefill_time, served.decode_time]
-    low, high = (200 / sum(getattr(one, n) for one in seconds) for n in ("high", "low"))
-    assert low < 23.15 < high
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -7,11 +7,10 @@ import pytest
 import torch
 from helpers import run_python
 
-from memlab import Recipe, SimulatedGPU, measure, models, simulate
+from memlab import MiB, Recipe, SimulatedGPU, measure, models, simulate
 from memlab.spec.optimizers import OPTIMIZERS
 from memlab.workloads.training import Training
 
-MiB = 2**20
 BERT = Recipe(model="bert-large", batch_size=4, seq_len=512, optimizer="adamw_torch_loop")
 
 

@@ -89,14 +89,6 @@ def test_buffers_of_sums_are_those_of_the_sizes_and_the_card(model, gpu):
     assert buffers[0] == 0 < buffers[1]  # 512 tokens are too few
 
 
-def test_a_trace_has_the_workspaces_of_the_card_that_is_asked_for():
-    """An H100 runs what an A100 runs, with a cuBLAS workspace of 32 MiB in place of 8."""
-    model = models.with_layers(models.resized(models.config(TINY.model), num_attention_heads=2), 4)
-    traces, recipe = Traces(), Recipe(model, seq_len=16, attention="sdpa")
-    for gpu in ("A100-80GB", "H100", "L4"):
-        as_run(recipe, find_gpu(gpu), traces)
-
-
 def test_cards_that_attend_alike_share_the_trace_of_a_model_with_widths_of_its_own(tmp_path):
     """A model with one head of keys, whose dimension is swapped without a copy."""
     model = models.resized(models.config(LLAMA.model), num_key_value_heads=1)

@@ -1,10 +1,10 @@
 """Training scripts of the kinds that stand in public repositories, each run as a file of its own.
 
-Written anew and small after pytorch/examples (tensor parallel, FSDP2; BSD-3),
-huggingface/transformers (examples/pytorch; Apache-2.0), facebookresearch/mae and dino (CC BY-NC and
-Apache-2.0), karpathy/nanochat (MIT) and meta-pytorch/torchtune (BSD-3). A function below is a
-script: its body is written to a file and run as `memlab run` runs it. Convolutions over pictures
-are in test_torchvision.py, the Trainer in test_trainer.py, updates by hand in test_script.py.
+Written anew and small after huggingface/transformers (examples/pytorch; Apache-2.0),
+facebookresearch/mae and dino (CC BY-NC and Apache-2.0), karpathy/nanochat (MIT) and
+meta-pytorch/torchtune (BSD-3). A function below is a script: its body is written to a file and run
+as `memlab run` runs it. Convolutions over pictures are in test_torchvision.py, the Trainer in
+test_trainer.py, updates by hand in test_script.py, ranks in test_process_group.py.
 """
 
 import inspect
@@ -38,41 +38,29 @@ def mae():
 
     WIDTH, PATCH, SIDE = 128, 8, 64
 
-    def block(width):
-        how = {"activation": "gelu", "batch_first": True, "norm_first": True}
-        return nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, **how)
-
     class Masked(nn.Module):
         def __init__(self, number=(SIDE // PATCH) ** 2):
             super().__init__()
             self.patches = nn.Conv2d(3, WIDTH, PATCH, PATCH)
-            self.first = nn.Parameter(torch.zeros(1, 1, WIDTH))
             self.places = nn.Parameter(torch.zeros(1, number, WIDTH), requires_grad=False)
-            self.encoder = nn.Sequential(block(WIDTH), block(WIDTH))
-            self.between = nn.Linear(WIDTH, 64)
-            self.mask = nn.Parameter(torch.zeros(1, 1, 64))
-            self.decoder = block(64)
-            self.pixels = nn.Linear(64, 3 * PATCH**2)
-            nn.init.trunc_normal_(self.mask, std=0.02)
+            how = {"activation": "gelu", "batch_first": True, "norm_first": True}
+            self.encoder = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, **how)
+            self.mask = nn.Parameter(torch.zeros(1, 1, WIDTH))
+            self.pixels = nn.Linear(WIDTH, 3 * PATCH**2)
 
         def forward(self, pictures, ratio=0.75):
             x = self.patches(pictures).flatten(2).transpose(1, 2) + self.places
             rows, number, width = x.shape
             keep = int(number * (1 - ratio))
-            noise = torch.rand(rows, number, device=x.device)
-            order = noise.argsort(dim=1)
+            order = torch.rand(rows, number, device=x.device).argsort(dim=1)
             back = order.argsort(dim=1)
             chosen = order[:, :keep].unsqueeze(-1).expand(-1, -1, width)
             mask = torch.ones(rows, number, device=x.device)
             mask[:, :keep] = 0
             mask = mask.gather(1, back)
-            x = torch.cat([self.first.expand(rows, -1, -1), x.gather(1, chosen)], 1)
-            assert x.shape == (rows, 1 + keep, width)
-            x = self.between(self.encoder(x))
-            masked = self.mask.expand(rows, number - keep, -1)
-            both = torch.cat([x[:, 1:], masked], 1)
-            both = both.gather(1, back.unsqueeze(-1).expand(-1, -1, 64))
-            both = self.decoder(both)
+            x = self.encoder(x.gather(1, chosen))
+            both = torch.cat([x, self.mask.expand(rows, number - keep, -1)], 1)
+            both = both.gather(1, back.unsqueeze(-1).expand(-1, -1, width))
             wanted = pictures.unfold(2, PATCH, PATCH).unfold(3, PATCH, PATCH)
             wanted = wanted.permute(0, 2, 3, 4, 5, 1).reshape(rows, number, -1)
             loss = (self.pixels(both) - wanted).pow(2).mean(dim=-1)
@@ -80,14 +68,9 @@ def mae():
 
     torch.backends.cudnn.benchmark = True
     model = Masked().to("cuda")
-    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
-    others = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95))
     scaler = torch.amp.GradScaler("cuda")
-    for step in range(10):
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-4 * (0.5 + 0.5 * math.cos(math.pi * step / 10))
+    for _ in range(10):
         pictures = torch.rand(16, 3, SIDE, SIDE).to("cuda", non_blocking=True)
         with torch.autocast("cuda"):
             loss = model(pictures)
@@ -108,6 +91,7 @@ def run_mlm_no_trainer():
     """Accelerate's loop over words masked at random, with accumulation and a saved state."""
     import math
 
+    import numpy as np
     import torch
     from accelerate import Accelerator
     from torch.utils.data import DataLoader
@@ -124,7 +108,8 @@ def run_mlm_no_trainer():
     texts = ["the cat sat on the mat and looked at the rain"] * 32
     words = tokenizer(texts, vocab_size=512)
     collator = DataCollatorForLanguageModeling(tokenizer=words, mlm_probability=0.15)
-    rows = [words(text, truncation=True, max_length=32) for text in texts]
+    with accelerator.main_process_first():
+        rows = [words(text, truncation=True, max_length=32) for text in texts]
     train = DataLoader(rows, shuffle=True, collate_fn=collator, batch_size=4)
     test = DataLoader(rows[:8], collate_fn=collator, batch_size=4)
     config = AutoConfig.for_model(
@@ -160,8 +145,9 @@ def run_mlm_no_trainer():
         losses = []
         for batch in test:
             with torch.no_grad():
-                loss = model(**batch).loss
-            losses.append(accelerator.gather_for_metrics(loss.repeat(4)))
+                outputs = model(**batch)
+            losses.append(accelerator.gather_for_metrics(outputs.loss.repeat(4)))
+            hits = np.equal(outputs.logits.argmax(-1).cpu(), batch["labels"].cpu())
         print(f"epoch {epoch}: perplexity {math.exp(torch.mean(torch.cat(losses)))}")
         accelerator.save_state(f"epoch_{epoch}")
     accelerator.wait_for_everyone()
@@ -240,128 +226,6 @@ def text_to_image_lora():
     print(len(get_peft_model_state_dict(unet)))
 
 
-def fsdp2():
-    """A model from the meta device in shards, mixed precision, prefetching, a full checkpoint."""
-    import os
-
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_model_state_dict,
-        get_optimizer_state_dict,
-    )
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-    from torch.distributed.tensor import DTensor, Shard
-
-    need = 2
-    if torch.accelerator.device_count() < need:
-        raise SystemExit(f"this example needs {need} devices")
-    rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device(f"{torch.accelerator.current_accelerator().type}:{rank}")
-    torch.accelerator.set_device_index(rank)
-    dist.init_process_group(backend="nccl", device_id=device)
-
-    class Layer(nn.Module):
-        def __init__(self, width=256):
-            super().__init__()
-            self.norm = nn.LayerNorm(width)
-            self.wide, self.back = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-            self.reset_parameters()
-
-        def reset_parameters(self):
-            for part in (self.norm, self.wide, self.back):
-                part.reset_parameters()
-
-        def forward(self, x):
-            return x + self.back(nn.functional.gelu(self.wide(self.norm(x))))
-
-    with torch.device("meta"):
-        model = nn.Sequential(*(Layer() for _ in range(3)))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    assert isinstance(model, FSDPModule)
-    model.to_empty(device="cuda")
-    for layer in model:
-        layer.reset_parameters()
-    for one, other in zip(model[:-1], model[1:], strict=True):
-        one.set_modules_to_forward_prefetch([other])
-    weight = model[0].wide.weight
-    assert isinstance(weight, DTensor) and weight.placements == (Shard(0),)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(10):
-        x = torch.randn(32, 256, device=device)
-        loss = model(x).sum()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        states = get_model_state_dict(model, options=options)
-        if rank == 0:
-            torch.save(states, "fsdp2.pt")
-        assert get_optimizer_state_dict(model, optimizer, options=options)
-    dist.destroy_process_group()
-
-
-def tensor_parallel():
-    """Column- and row-wise layers between sequences that are split, over a mesh of all devices."""
-    import os
-
-    import torch
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
-    world = int(os.environ["WORLD_SIZE"])
-    mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("tp",))
-
-    class Layer(nn.Module):
-        def __init__(self, width=512):
-            super().__init__()
-            self.norm = nn.LayerNorm(width)
-            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-        def forward(self, x):
-            return x + self.down(torch.relu(self.up(self.norm(x))))
-
-    model = nn.Sequential(Layer(), Layer()).to("cuda")
-    for layer in model:
-        plan = {
-            "norm": SequenceParallel(),
-            "up": ColwiseParallel(input_layouts=Shard(1)),
-            "down": RowwiseParallel(output_layouts=Shard(1)),
-        }
-        parallelize_module(layer, mesh, plan)
-    parallelize_module(
-        model,
-        mesh,
-        PrepareModuleInput(
-            input_layouts=(Replicate(),),
-            desired_input_layouts=(Shard(1),),
-            use_local_output=True,
-        ),
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-    for step in range(10):
-        torch.manual_seed(step)
-        output = model(torch.rand(4, 64, 512, device="cuda"))
-        output.sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        print(f"step {step} done")
-
-
 def recipe_of_torchtune():
     """Checks of the build before the start, a group of one, bf16 by default, checkpointing."""
     import os
@@ -390,16 +254,10 @@ def recipe_of_torchtune():
     dist.init_process_group("cuda:nccl,cpu:gloo")
     assert dist.get_world_size() == 1
 
-    class Layer(nn.Module):
+    class Layer(nn.Sequential):
         def __init__(self, width=512):
-            super().__init__()
-            self.norm = nn.RMSNorm(width)
-            self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
-            self.down = nn.Linear(2 * width, width, bias=False)
-
-        def forward(self, x):
-            y = self.norm(x)
-            return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+            up, down = (nn.Linear(*by, bias=False) for by in ((width, 1024), (1024, width)))
+            super().__init__(nn.RMSNorm(width), up, nn.SiLU(), down)
 
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -427,16 +285,9 @@ def recipe_of_torchtune():
 
 
 def speedrun():
-    """Compiled functions, numbers of the host in the update, Muon by hand beside AdamW by hand."""
+    """Compiled functions, numbers of the host in the update, Muon by hand beside AdamW."""
     import torch
     from torch import nn
-
-    @torch.compile(dynamic=False, fullgraph=True)
-    def adamw(p, grad, first, second, step, rate, decay):
-        p.mul_(1 - rate * decay)
-        first.lerp_(grad, 1 - 0.9)
-        second.lerp_(grad.square(), torch.tensor(0.05))
-        p.add_(-rate * first / (1 - 0.9**step) / (second.sqrt() + 1e-8))
 
     @torch.compile(dynamic=False, fullgraph=True)
     def muon(p, grad, momentum, rate, beta):
@@ -449,29 +300,14 @@ def speedrun():
             x = 3.4445 * x + (-4.775 * a + 2.0315 * a @ a) @ x
         p.sub_(rate * x.to(p.dtype))
 
-    class Both(torch.optim.Optimizer):
-        def __init__(self, matrices, others):
-            super().__init__([{"params": matrices, "muon": True}, {"params": others}], {})
+    class Muon(torch.optim.Optimizer):
+        def __init__(self, matrices):
+            super().__init__(matrices, {})
             self.numbers = [torch.tensor(0.0) for _ in range(2)]
 
         @torch.no_grad()
         def step(self):
-            for group in self.param_groups:
-                if group.get("muon"):
-                    self.step_muon(group["params"])
-                    continue
-                for p in group["params"]:
-                    state = self.state[p]
-                    if not state:
-                        state["first"], state["second"] = torch.zeros_like(p), torch.zeros_like(p)
-                        state["step"] = 0
-                    state["step"] += 1
-                    self.numbers[0].fill_(state["step"])
-                    self.numbers[1].fill_(3e-4)
-                    numbers = *self.numbers, 0.01
-                    adamw(p, p.grad, state["first"], state["second"], *numbers)
-
-        def step_muon(self, params):
+            params = self.param_groups[0]["params"]
             state, stacked = self.state[params[0]], torch.stack(params)
             if "momentum" not in state:
                 state["momentum"] = torch.zeros_like(stacked)
@@ -497,13 +333,15 @@ def speedrun():
         model = Model()
     model.to_empty(device="cuda")
     raw, model = model, torch.compile(model, dynamic=False)
-    optimizer = Both([layer.weight for layer in raw.layers], [raw.tokens.weight, raw.head.weight])
+    adamw = torch.optim.AdamW([raw.tokens.weight, raw.head.weight], lr=3e-4, foreach=False)
+    optimizers = Muon([layer.weight for layer in raw.layers]), adamw
     for step in range(10):
         tokens = torch.randint(512, (4, 64), device="cuda")
         with torch.amp.autocast("cuda", torch.bfloat16):
             loss = nn.functional.cross_entropy(model(tokens).view(-1, 512), tokens.view(-1))
         loss.backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         model.zero_grad(set_to_none=True)
         print(f"step {step} | loss {loss.item():.4f}")
 
@@ -661,12 +499,9 @@ def grpo():
 
 
 VIT_LAYER = 12 * 128**2 + 13 * 128
-MAE = 3 * 64 * 128 + 128 + 128 + 2 * VIT_LAYER + 128 * 64 + 64 + 64  # to the decoder's mask
-MAE += 12 * 64**2 + 13 * 64 + 64 * 192 + 192
+MAE = 3 * 64 * 128 + 128 + VIT_LAYER + 128 + 128 * 192 + 192
 MLM_LAYER = 4 * 64 * 64 + 2 * 64 * 128 + 9 * 64 + 128
 MLM_WEIGHTS = (520 + 64 + 2 + 2) * 64 + 2 * MLM_LAYER + 64 * 64 + 3 * 64 + 520
-SHARD = (2 * 256 * 1024 + 1024 + 3 * 256) * 3 * 4 // 2
-SPLIT = (2 * 512 * 1024 + 1024 + 3 * 512) * 2 * 4  # norms and the second bias on every rank
 MATRICES, EMBEDDING, HEAD = 4 * 256**2 * 4, 512 * 256 * 2, 512 * 256 * 4
 DINO = 3 * 16**2 * 256 + 256 + 2 * (256**2 + 256) + 1024 * 256  # and a length for each output
 GRPO = (2 * 512 * 64 + 2 * (4 * 64**2 + 3 * 64 * 128 + 2 * 64) + 64) * 4
@@ -681,10 +516,8 @@ ADAPTERS = 4 * (3 * (6 * 64 + 2 * (64 + 32)) + 8 * 128)
 SCRIPTS = [
     (mae, {}, 4 * MAE + 4 * 64 * 128, 4 * MAE, 8 * MAE),
     (run_mlm_no_trainer, {}, 4 * MLM_WEIGHTS, 4 * MLM_WEIGHTS, 8 * MLM_WEIGHTS),
-    (fsdp2, {"ranks": 2, "gpu": "H100"}, SHARD, SHARD, 2 * SHARD),
-    (tensor_parallel, {"ranks": 2}, SPLIT, SPLIT, 2 * SPLIT),
     # A fused step counts on the card, for each weight.
-    (recipe_of_torchtune, {"gpu": "A100-40GB"}, 12_587_008, 12_587_008, 2 * 12_587_008 + 4 * 16),
+    (recipe_of_torchtune, {"gpu": "A100-40GB"}, 8_392_704, 8_392_704, 2 * 8_392_704 + 4 * 12),
     (
         speedrun,
         {"gpu": "H100", "compile_eagerly": True},

@@ -6,27 +6,28 @@ from itertools import pairwise
 import pytest
 
 from memlab.trace.allocator import CachingAllocator, CapacityError
-from memlab.units import round_up
-
-KiB, MiB = 2**10, 2**20
+from memlab.units import MiB, round_up
 
 
 @pytest.mark.parametrize(
-    ("request_bytes", "allocated", "reserved"),
+    ("request_bytes", "fixed", "expandable"),
     [
-        (1, 512, 2 * MiB),
-        (513, 1024, 2 * MiB),
-        (1 * MiB, 1 * MiB, 2 * MiB),
-        (1 * MiB + 1, 1 * MiB + 512, 20 * MiB),
-        (10 * MiB, 10 * MiB, 10 * MiB),
-        # The rest of the 12 MiB segment is under 1 MiB, so the block is not split.
-        (11 * MiB + 512 * KiB, 12 * MiB, 12 * MiB),
+        (1, (512, 2 * MiB), (512, 2 * MiB)),
+        (513, (1024, 2 * MiB), (1024, 2 * MiB)),
+        (1 * MiB, (1 * MiB, 2 * MiB), (1 * MiB, 2 * MiB)),
+        (1 * MiB + 1, (1 * MiB + 512, 20 * MiB), (1 * MiB + 512, 20 * MiB)),
+        (10 * MiB, (10 * MiB, 10 * MiB), (10 * MiB, 20 * MiB)),
+        # The rest of the 12 MiB segment is under 1 MiB, so the block is not split; blocks of
+        # expandable segments are split down to 512 bytes.
+        (11 * MiB + 512, (12 * MiB, 12 * MiB), (11 * MiB + 512, 20 * MiB)),
+        (20 * MiB + 1, (20 * MiB + 512, 22 * MiB), (20 * MiB + 512, 40 * MiB)),
     ],
 )
-def test_one_request(request_bytes, allocated, reserved):
-    allocator = CachingAllocator()
-    allocator.allocate(request_bytes)
-    assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
+def test_one_request(request_bytes, fixed, expandable):
+    for grows, wanted in ((False, fixed), (True, expandable)):
+        allocator = CachingAllocator(expandable_segments=grows)
+        allocator.allocate(request_bytes)
+        assert (allocator.allocated, allocator.reserved) == wanted
 
 
 def current(allocator, name, pool="all"):

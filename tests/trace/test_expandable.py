@@ -3,8 +3,7 @@
 import pytest
 
 from memlab.trace.allocator import CachingAllocator, CapacityError
-
-MiB = 2**20
+from memlab.units import MiB
 
 
 def expandable(capacity=None, **settings):
@@ -14,24 +13,6 @@ def expandable(capacity=None, **settings):
 def taken(allocator, *sizes):
     """The addresses of requests, in MiB."""
     return [allocator.allocate(size * MiB) for size in sizes]
-
-
-@pytest.mark.parametrize(
-    ("request_bytes", "allocated", "reserved"),
-    [
-        (1, 512, 2 * MiB),
-        (1 * MiB, 1 * MiB, 2 * MiB),
-        (1 * MiB + 1, 1 * MiB + 512, 20 * MiB),
-        (20 * MiB, 20 * MiB, 20 * MiB),
-        (20 * MiB + 1, 20 * MiB + 512, 40 * MiB),
-        # Blocks are split down to 512 bytes: without it this one would have 12 MiB.
-        (11 * MiB + 512, 11 * MiB + 512, 20 * MiB),
-    ],
-)
-def test_one_request(request_bytes, allocated, reserved):
-    allocator = expandable()
-    allocator.allocate(request_bytes)
-    assert (allocator.allocated, allocator.reserved) == (allocated, reserved)
 
 
 def test_a_request_begins_in_what_is_free_before_new_memory():

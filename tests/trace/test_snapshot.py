@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch.cuda import _memory_viz as viz
 
-from memlab import Recipe, SimulatedGPU
+from memlab import MiB, Recipe, SimulatedGPU
 from memlab.trace.ledger import Ledger
 from memlab.trace.snapshot import take_snapshot
 from memlab.workloads.training import Training
-
-MiB = 2**20
 
 
 @pytest.fixture(scope="module")

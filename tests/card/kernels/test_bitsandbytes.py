@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from accelerate import init_empty_weights
-from helpers import QLORA
+from helpers import QLORA, allocated
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from memlab import SimulatedGPU, models, simulate
@@ -29,7 +29,7 @@ def test_a_product_writes_the_weight_out_except_for_few_tokens():
             x = torch.randn(tokens, 1024, device="cuda", dtype=torch.float16)
             layer(x)
             torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+            before = allocated()
             layer(x)
             return torch.cuda.max_memory_allocated() - before - 2 * tokens * 1024
 
@@ -55,7 +55,7 @@ def test_a_library_makes_a_parameter_anew_by_its_type_and_what_it_holds(t4, kind
     settings = dict(layer.weight.__dict__)
     layer.weight = type(layer.weight)(values, requires_grad=False, **settings)
     layer.to("cuda")
-    held = torch.cuda.memory_allocated()
+    held = allocated()
     assert 4 * width * width < 8 * held < 9 * width * width + 8 * 4 * 1024
     assert layer.weight.dtype in (torch.uint8, torch.int8)
 
@@ -77,7 +77,7 @@ def test_lightnings_fabric_quantizes_the_layers_that_it_makes(mode):
         weight = fabric.setup_module(layer).weight
         assert weight.dtype in (torch.uint8, torch.int8)
         per_weight = 1 if mode == "int8" else 0.5
-        assert 1 <= torch.cuda.memory_allocated() / (1024 * 1024 * per_weight) < 1.2
+        assert 1 <= allocated() / (1024 * 1024 * per_weight) < 1.2
 
 
 def test_bitsandbytes_own_rule_is_asked_for_the_card():
@@ -106,7 +106,7 @@ def test_a_weight_that_is_quantized_by_itself_is_a_parameter(gpu):
     """As transformers' loader does, which moves no module."""
     weight = torch.randn(256, 256)
     weight = bitsandbytes.nn.Params4bit(weight, False, compress_statistics=False).to("cuda")
-    held = torch.cuda.memory_allocated()
+    held = allocated()
     weight.quant_state.absmax + 1
     levels = gpu.footprint.timeline.levels
     assert levels["parameters"][-1] == 256 * 256 // 2 + 256 * 256 // 64 * 4 + 16 * 4 <= held
@@ -123,7 +123,7 @@ def quantized(kind, storage=torch.uint8):
 def test_a_quantized_weight_is_of_its_class(gpu, kind):
     """peft, accelerate and trl ask for its name, transformers by isinstance; of copies, too."""
     weight = quantized(kind)
-    before = torch.cuda.memory_allocated()
+    before = allocated()
     its_copy = copy.deepcopy(weight)
     for one in (weight, its_copy):
         assert one.__class__ is getattr(bitsandbytes.nn, kind)
@@ -132,15 +132,15 @@ def test_a_quantized_weight_is_of_its_class(gpu, kind):
     parts = [weight, *constants(weight)]
     assert len(parts) == (6 if kind == "Params4bit" else 2)
     of_a_copy = sum(-(-part.nbytes // 512) * 512 for part in parts if on_card(part))
-    assert torch.cuda.memory_allocated() - before == of_a_copy
+    assert allocated() - before == of_a_copy
 
 
 def test_a_weight_in_another_storage_is_quantized_once(gpu):
     weight = quantized("Params4bit", torch.bfloat16)
-    before = weight.shape, torch.cuda.memory_allocated()
+    before = weight.shape, allocated()
     assert weight.numel() == 256 * 256 // 4
     weight = weight.to("cuda")
-    assert (weight.shape, torch.cuda.memory_allocated()) == before
+    assert (weight.shape, allocated()) == before
 
 
 def test_a_checkpoint_of_quantized_weights_is_loaded_as_it_is(tmp_path):
@@ -191,12 +191,12 @@ def test_states_are_paged_from_100_000_elements_on(kind):
         with SimulatedGPU("T4"):
             weight = torch.nn.Parameter(torch.zeros(numbers, device="cuda"))
             optimizer = getattr(bitsandbytes.optim, kind)([weight])
-            before = torch.cuda.memory_allocated()
+            before = allocated()
             for _ in range(2):
                 weight.grad = torch.ones_like(weight)
                 optimizer.step()
                 weight.grad = None
-            return torch.cuda.memory_allocated() - before
+            return allocated() - before
 
     assert held(99_840) >= 4 * 99_840
     assert held(100_352) < 4096

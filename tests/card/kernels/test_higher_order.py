@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import refused
+from helpers import allocated, refused
 from torch._prims.rng_prims import run_and_save_rng_state
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
@@ -22,18 +22,14 @@ SCORES = LENGTH * LENGTH * HEADS * 4
 
 @pytest.fixture
 def gpu():
-    """The H100 inside which a test runs."""
-    with SimulatedGPU("H100") as card:
+    """The H100 on which a test's tensors lie."""
+    with SimulatedGPU("H100") as card, torch.device("cuda"):
         yield card
 
 
 def drawn(heads=HEADS, size=SIZE):
     made = torch.randn(1, LENGTH, heads, size, device="cuda", dtype=torch.bfloat16)
     return made.transpose(1, 2).requires_grad_()
-
-
-def allocated():
-    return torch.cuda.memory_allocated()
 
 
 def above(before):
@@ -91,7 +87,7 @@ def test_compiled_code_has_the_compiled_kernel_also_where_it_runs_eagerly():
 
 def test_a_compiled_block_mask_is_never_written_out(gpu):
     n = 4096
-    document = torch.arange(n + 1, device="cuda") // 100
+    document = torch.arange(n + 1) // 100
 
     def rule(batch, head, i, j):
         return document[i] == document[j]
@@ -105,14 +101,14 @@ def test_a_compiled_block_mask_is_never_written_out(gpu):
     assert above(before) < n * n // 10
     for name in ("kv_num_blocks", "kv_indices", "full_kv_indices", "q_indices"):
         assert getattr(mask, name).shape == getattr(whole, name).shape
-    x = torch.randn(1, 1, n - 1, 64, device="cuda", requires_grad=True)
+    x = torch.randn(1, 1, n - 1, 64, requires_grad=True)
     torch.compile(flex_attention)(x, x, x, block_mask=mask).sum().backward()
     assert x.grad.shape == x.shape
 
 
 def test_a_learned_bias_of_scores_has_its_gradient_and_autocast_its_dtype(gpu):
-    bias = torch.nn.Parameter(torch.zeros(HEADS, device="cuda"))
-    x = torch.randn(1, HEADS, LENGTH, SIZE, device="cuda", requires_grad=True)
+    bias = torch.nn.Parameter(torch.zeros(HEADS))
+    x = torch.randn(1, HEADS, LENGTH, SIZE, requires_grad=True)
     with torch.autocast("cuda", torch.bfloat16):
         attend = torch.compile(flex_attention)
         out = attend(x, x, x, score_mod=lambda score, b, head, i, j: score + bias[head])
@@ -139,7 +135,7 @@ def test_transformers_trains_with_it(gpu):
     model = build(config("llama-3-8b-tiny"), "causal-lm", torch.bfloat16, "flex_attention")
     model = model.cuda()
     optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.randint(100, (2, 128), device="cuda")
+    tokens = torch.randint(100, (2, 128))
     for _ in range(2):
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()

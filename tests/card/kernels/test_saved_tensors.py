@@ -227,41 +227,41 @@ def test_rms_norm_peaks_as_published():
     assert gpu.footprint.peak_allocated == pytest.approx(published * MiB, rel=0.001)
 
 
-# What has a kernel on CUDA and none on a CPU, by the beginning of its name; why that is no rule.
-ONLY_ON_CUDA = {
-    "_fused_rms_norm": "the rule “RMS norm”",
-    "_scaled_dot_product_": "the rule “attention”",
-    "_flash_attention_": "the rule “attention”",
-    "_efficient_attention_": "the rule “attention”",
-    "_fill_mem_eff_dropout_mask_": "for tests of that kernel",
-    "_cudnn_attention_": "asked for by nobody before sm90, and there for nested tensors",
-    "_triton_": "not called by PyTorch itself",
-    "_fused_dropout": "the older name of native_dropout",
-    "_masked_scale": "its backward",
-    "cudnn_": "convolutions run as PyTorch's own, which SimulatedGPU says",
-    "_cudnn_": "recurrent layers, CTC loss: as cudnn_",
-    "_use_cudnn_": "as _cudnn_",
-    "_thnn_fused_": "cells of recurrent layers run as PyTorch's own, which SimulatedGPU says",
-    "conv_depthwise3d": "as cudnn_",
-    "_conv_depthwise2d": "as cudnn_",
-    "miopen_": "of AMD's builds",
-    "_use_miopen_": "of AMD's builds",
-    "_cslt_": "2:4 sparsity, refused with sparse tensors",
-    "_sparse_semi_structured_": "2:4 sparsity",
-    "_to_sparse_semi_structured": "2:4 sparsity",
-    "_mixed_dtypes_linear": "asked for by name only",
-    "_convert_weight_to_int4pack": "asked for by name only",
-    "_weight_int4pack_mm": "asked for by name only",
-    "_scaled_grouped_mm": "asked for by name only",
-    "_scaled_addmm": "asked for by name only",
-    "mm.dtype": "asked for with out_dtype only",
-    "bmm.dtype": "asked for with out_dtype only",
-    "addmm.dtype": "asked for with out_dtype only",
-    "baddbmm.dtype": "asked for with out_dtype only",
-    "batch_norm_": "of SyncBatchNorm, whose ranks exchange them",
-    "_philox_": "numbers of a generator",
-    "record_stream": "memory of streams, which SimulatedGPU says",
-}
+# What has a kernel on CUDA and none on a CPU, by the beginning of its name; why it needs no rule.
+ONLY_ON_CUDA = (
+    "_fused_rms_norm",  # the rule “RMS norm”
+    "_scaled_dot_product_",  # the rule “attention”
+    "_flash_attention_",  # the rule “attention”
+    "_efficient_attention_",  # the rule “attention”
+    "_fill_mem_eff_dropout_mask_",  # for tests of that kernel
+    "_cudnn_attention_",  # asked for by nobody before sm90, and there for nested tensors
+    "_triton_",  # not called by PyTorch itself
+    "_fused_dropout",  # the older name of native_dropout
+    "_masked_scale",  # its backward
+    "cudnn_",  # convolutions run as PyTorch's own, which SimulatedGPU says
+    "_cudnn_",  # recurrent layers, CTC loss: as cudnn_
+    "_use_cudnn_",  # as _cudnn_
+    "_thnn_fused_",  # cells of recurrent layers run as PyTorch's own, which SimulatedGPU says
+    "conv_depthwise3d",  # as cudnn_
+    "_conv_depthwise2d",  # as cudnn_
+    "miopen_",  # of AMD's builds
+    "_use_miopen_",  # of AMD's builds
+    "_cslt_",  # 2:4 sparsity, refused with sparse tensors
+    "_sparse_semi_structured_",  # 2:4 sparsity
+    "_to_sparse_semi_structured",  # 2:4 sparsity
+    "_mixed_dtypes_linear",  # asked for by name only
+    "_convert_weight_to_int4pack",  # asked for by name only
+    "_weight_int4pack_mm",  # asked for by name only
+    "_scaled_grouped_mm",  # asked for by name only
+    "_scaled_addmm",  # asked for by name only
+    "mm.dtype",  # asked for with out_dtype only
+    "bmm.dtype",  # asked for with out_dtype only
+    "addmm.dtype",  # asked for with out_dtype only
+    "baddbmm.dtype",  # asked for with out_dtype only
+    "batch_norm_",  # of SyncBatchNorm, whose ranks exchange them
+    "_philox_",  # numbers of a generator
+    "record_stream",  # memory of streams, which SimulatedGPU says
+)
 
 
 def test_every_operator_that_only_cuda_has_is_accounted_for():
@@ -275,7 +275,7 @@ def test_every_operator_that_only_cuda_has_is_accounted_for():
         if "CUDA" in keys and "CPU" not in keys and not explicit:
             if "structured_delegate" not in one:
                 found.add(name)
-    unknown = [name for name in found if not name.startswith(tuple(ONLY_ON_CUDA))]
+    unknown = [name for name in found if not name.startswith(ONLY_ON_CUDA)]
     assert len(found) > 50 and not unknown
     gone = {start for start in ONLY_ON_CUDA if not any(name.startswith(start) for name in found)}
     assert gone <= {"_philox_", "_scaled_addmm"}  # until 2.13, and since 2.15
