@@ -14,6 +14,7 @@ from typing import Any
 from memlab.cli import measure, plan, record, report, run, serve, simulate
 from memlab.cli.options import Parser
 from memlab.cli.verdict import is_out_of_memory
+from memlab.libraries import first_line
 
 COMMANDS = (plan, simulate, serve, run, measure, record, report)
 
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         result = options.run(options)
     except (ValueError, OSError) as error:
-        print(f"memlab: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"memlab: {first_line(error)}", file=sys.stderr)
         return 2
     except RuntimeError as error:
         if not is_out_of_memory(error):
@@ -50,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"memlab: interrupted; {str(interrupt) or 'nothing was written'}", file=sys.stderr)
         return 130
     status = result.get("status", 1 if result.get("failed") else 0)
-    return _shown(json.dumps(result, indent=2) if options.json else result["text"]) or status
+    text = result.pop("text", "")
+    return _shown(json.dumps(result, indent=2) if options.json else text) or status
 
 
 def _shown(text: str) -> int:

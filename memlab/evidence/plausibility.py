@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from memlab.evidence.records import Record
 from memlab.gpus import gpu_of_device
+from memlab.libraries import first_line
 from memlab.predict.simulate import simulate
 from memlab.spec.recipe import Recipe
 from memlab.trace.allocator_blocks import LARGE_ROUND, MIN_BLOCK
@@ -53,8 +54,8 @@ def against_prediction(runs: list[Record]) -> list[str]:
         card = replace(card, total_memory=run.figures["total_memory_bytes"])
         try:
             predicted = simulate(Recipe(**run.recipe), card)
-        except (ValueError, RuntimeError) as problem:
-            found.append(f"{run.name}: the simulation refuses it: {problem}".splitlines()[0])
+        except (TypeError, ValueError, RuntimeError) as problem:
+            found.append(f"{run.name}: the simulation refuses it: {first_line(problem)}")
             continue
         allocated, seconds = run.figures["peak_allocated_bytes"], run.figures["step_seconds"]
         if abs(predicted.peak_allocated / allocated - 1) > PREDICTED:

@@ -4,6 +4,7 @@ A new start goes on where the last was stopped.
 """
 
 import collections
+import contextlib
 import datetime
 import functools
 import json
@@ -127,7 +128,10 @@ def record(
 
 def _finished(path: Path, runs: dict[str, Recipe]) -> list[str]:
     """The names of the runs that a file has a record of, with the same recipe."""
-    recorded = {run.name: Recipe(**run.recipe) for run in _load(path)}
+    recorded = {}
+    for run in _load(path):
+        with contextlib.suppress(TypeError):  # of a field that recipes no longer have
+            recorded[run.name] = Recipe(**run.recipe)
     return [name for name in runs if recorded.get(name) == runs[name]]
 
 

@@ -12,6 +12,7 @@ from typing import Any, Self, TextIO
 import torch
 
 from memlab.footprint import NOT_TENSORS, Category, Phase
+from memlab.libraries import first_line
 from memlab.predict.measure import Measurement, device_name, measure, versions
 from memlab.spec.recipe import Recipe
 
@@ -119,7 +120,7 @@ def _measured(order: dict) -> dict:
     except torch.OutOfMemoryError:
         return {"figures": {"out_of_memory": True}}
     except ValueError as error:
-        return {"refused": str(error).splitlines()[0]}
+        return {"refused": first_line(error)}
     except RuntimeError as error:
         if any(words in str(error) for words in NO_ROOM):
             return {"figures": {"out_of_memory": True}}

@@ -10,7 +10,7 @@ from memlab.planner.answers import Answers, has_runs_only
 from memlab.planner.cards import LADDER
 from memlab.planner.result import WAYS, WORST, Option, described
 from memlab.planner.space import Combination, bytes_per_weight, computes, is_here
-from memlab.predict.fit import largest_size, room
+from memlab.predict.fit import room
 
 if TYPE_CHECKING:
     from memlab.planner.search import Search
@@ -73,8 +73,7 @@ def _remedies(
             yield str(other)
     nearest = min(tiers.values(), key=lambda option: option.missing)
     if not nearest.at_least and not has_runs_only(nearest.recipe):
-        sized = nearest.recipe, search.card, "seq_len", search.margin, False
-        length, _ = largest_size(*sized)
+        length, _ = search.answers.largest_size(nearest.recipe, "seq_len", own_fits=False)
         if length:
             yield f"sequences of {length:,} tokens, with {described(nearest.recipe)}"
     shared = _more_ranks(search)

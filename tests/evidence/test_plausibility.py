@@ -82,6 +82,10 @@ def test_the_command_says_what_is_doubtful(recorded, tmp_path, capsys):
         assert main(["record", "--check", str(path), "--json"]) == 1
         (found,) = json.loads(capsys.readouterr().out)["doubts"]
         assert says in found
+    strange = recorded[0].recipe | {"colour": "red"}
+    save(path, [dataclasses.replace(recorded[0], recipe=strange)])
+    assert main(["record", "--check", str(path)]) == 1
+    assert "unexpected keyword argument 'colour'" in capsys.readouterr().out
     save(path, [dataclasses.replace(recorded[0], device="CPU (x86_64, 2 threads)")])
     assert main(["record", "--check", str(path)]) == 2
     assert "is of a CPU" in capsys.readouterr().err
