@@ -305,12 +305,10 @@ def test_record_lists_and_selects(capsys):
 
 
 def test_interrupted_recording_says_that_nothing_is_lost(capsys, tmp_path, monkeypatch):
-    from memlab.evidence import worker
-
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(worker.Worker, "begin", interrupt)
+    monkeypatch.setattr("memlab.evidence.recording.ask", interrupt)
     options = ["--device", "cpu", "--out", tmp_path, "--only", "bert-large sgd"]
     status, out, err = run(capsys, "record", *options)
     assert (status, out) == (130, "")

@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from memlab import SimulatedGPU
 from memlab.card.autocast import AUTOCAST
 from memlab.card.cuda_api import cuda_answers
-from memlab.evidence.worker import Worker, work
+from memlab.evidence import worker
 from memlab.gpus import find_gpu
 from memlab.libraries import import_bitsandbytes
 from memlab.trace.card_memory import CardMemory
@@ -505,6 +505,6 @@ if __name__ == "__main__":  # as a notebook's kernel: the card's name, then what
 
     named = sys.argv.pop(1)
     # `memlab record` measures in processes of its own, which stand on this card, too.
-    Worker.command = [sys.executable, __file__, named, "worker"]
+    worker.COMMAND = [sys.executable, __file__, named, "worker"]
     with stand_in(named):
-        work() if sys.argv[1:] == ["worker"] else launch_new_instance()
+        worker.work() if sys.argv[1:] == ["worker"] else launch_new_instance()
