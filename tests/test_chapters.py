@@ -136,7 +136,7 @@ ROOMS = {
     "01-measuring": {"memlab.trace.allocator"},
     "14-attention-deeper": {"memlab.card.kernels.sdpa"},
     "15-ablation": {"memlab.export.training_script", "memlab.predict.script"},
-    "16-planner": {"memlab.export.memlab_lines", "memlab.export.training_script"},
+    "16-planner": {"memlab.export.training_script"},
     "17-parallel": {"memlab.predict.simulate"},
     "record": {
         "memlab.evidence.grid",

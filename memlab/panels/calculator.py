@@ -65,11 +65,6 @@ WAYS = {
     "pass": ("trained", "precision", "attention", "checkpointing"),
     "update": ("trained", "precision", "optimizer"),
 }
-AUTO = {
-    "sequence-classification": "AutoModelForSequenceClassification",
-    "causal-lm": "AutoModelForCausalLM",
-    "seq2seq-lm": "AutoModelForSeq2SeqLM",
-}
 # Of the allocator, of what is kept free, and of sums along rows.
 RULES = SIZES | {"MARGIN": MARGIN, "CONTEXT_MARGIN": CONTEXT_MARGIN}
 RULES |= {n: getattr(reductions, n) for n in "ACCUMULATED THREADS WARP LEAST MOST".split()}
@@ -199,7 +194,7 @@ class Calculator(Panel):
                 "longest": models.max_length(model),
                 "window": getattr(models.config(model), "sliding_window", None),
                 "hub": models.MODELS[model],
-                "auto": AUTO[models.default_task(model)],
+                "auto": models.AUTO_CLASSES[models.default_task(model)],
             }
             if self.whole:
                 families[_model_type(structure)] = family(_model_type(structure))
