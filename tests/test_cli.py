@@ -1,7 +1,6 @@
 """The command `memlab`: what it prints and how it fails."""
 
 import errno
-import io
 import json
 import os
 import subprocess
@@ -12,7 +11,6 @@ from helpers import run_python
 
 from memlab import models
 from memlab.cli import main
-from memlab.cli import options as cli_options
 
 TINY = ["--model", "bert-large-tiny", "--seq-len", "32", "--batch-size", "2"]
 PLAN = ["plan", "--model", "gpt2-tiny", "--seq-len", 64, "--effective-batch", 4]
@@ -154,20 +152,6 @@ def test_a_snapshot_without_room_does_not_cost_the_answer(capsys, tmp_path):
     assert err.endswith("/dev/full was not written: No space left on device\n")
 
 
-class _NoRoom(io.StringIO):
-    def write(self, text):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_a_file_without_room_leaves_nothing(tmp_path, monkeypatch):
-    path = tmp_path / "train.py"
-    monkeypatch.setattr(cli_options, "open", lambda name, *_, **__: _NoRoom(), raising=False)
-    (tmp_path / "train.py.part").touch()
-    with pytest.raises(OSError, match="No space left"):
-        cli_options.write(path, "text")
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_plan_as_text_and_as_json(capsys):
     status, out, err = run(capsys, *PLAN, "--gpu", "T4")
     assert status == 0 and out.startswith("gpt2-tiny on T4: full fine-tuning fits, ")
@@ -203,7 +187,7 @@ def test_a_script_that_cannot_be_written_does_not_cost_the_plan(capsys, tmp_path
     def no_room(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("memlab.cli.plan.write", no_room)
+    monkeypatch.setattr("memlab.cli.plan.write_whole", no_room)
     models.config("gpt2-tiny").save_pretrained(tmp_path)
     monkeypatch.setattr("memlab.export.training_script.training_script", lambda *_: "")
     path = tmp_path / "train.py"

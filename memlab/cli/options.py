@@ -1,24 +1,17 @@
 """Options and results that several commands have."""
 
-from __future__ import annotations
-
 import argparse
-import contextlib
 import dataclasses
 import json
-import os
 import re
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import Any, NoReturn
 
 from memlab.card.links import LINKS
 from memlab.fields import described
 from memlab.gpus import GPUS, find_gpu, gpu_of_device
 from memlab.spec.recipe import Recipe
-
-if TYPE_CHECKING:
-    from memlab.spec.serving import Serving
 
 LINK = f"between ranks: {', '.join(LINKS)}"
 SIZES = "a size such as 22GiB or 24GB, or a number of bytes"
@@ -88,24 +81,6 @@ def count(text: str) -> int:
     return int(text.replace(",", ""))
 
 
-def write(path: str, text: str, over: bool = False) -> None:
-    """Write a text file whole or not at all: where there is no room, no empty file is left.
-
-    Raises FileExistsError for a file that is there, unless `over`.
-    """
-    if os.path.exists(path) and not over:
-        raise FileExistsError(f"{path} is there already")
-    part = f"{path}.part"
-    try:
-        with open(part, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(part, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
-        raise
-
-
 def minutes(text: str) -> float:
     """A time limit."""
     try:
@@ -117,7 +92,7 @@ def minutes(text: str) -> float:
     return limit
 
 
-def options_of(kind: type[Recipe] | type[Serving]) -> Parser:
+def options_of(kind: type[Any]) -> Parser:
     """The options of a `Recipe` or a `Serving`, made from its fields."""
     parser = Parser(add_help=False)
     group = parser.add_argument_group(kind.__name__.lower())
@@ -153,20 +128,6 @@ def _add_field(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) ->
         group.add_argument(option, type=kind, default=default, help=text)
 
 
-def result_of(
-    options: argparse.Namespace, recipe: Recipe | Serving, values: dict[str, Any], shown: object
-) -> dict[str, Any]:
-    """What a command gives: values for JSON, or text."""
-    return values if options.json else {"text": f"{recipe}\n{shown}"}
-
-
-@overload
-def recipe_of(options: argparse.Namespace, kind: type[Recipe] = ...) -> Recipe: ...
-@overload
-def recipe_of(options: argparse.Namespace, kind: type[Serving]) -> Serving: ...
-def recipe_of(
-    options: argparse.Namespace, kind: type[Recipe] | type[Serving] = Recipe
-) -> Recipe | Serving:
-    """The recipe or the serving that the options say."""
-    fields = [field.name for field in dataclasses.fields(kind)]
-    return kind(**{name: getattr(options, name) for name in fields})
+def recipe_of(options: argparse.Namespace, kind: type[Any] = Recipe) -> Any:
+    """The `Recipe` or the `Serving` that the options say."""
+    return kind(**{field.name: getattr(options, field.name) for field in dataclasses.fields(kind)})

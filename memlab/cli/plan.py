@@ -6,9 +6,13 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from memlab.cli.options import ANCHOR, LINK, SIZES, Commands, anchored_by, card, count, write
-from memlab.fields import one_of
+from memlab.cli.options import ANCHOR, LINK, SIZES, Commands, anchored_by, card, count
+from memlab.libraries import write_whole
 from memlab.spec.recipe import Recipe
+
+# Fields of a question that are options by the same name.
+ASKED = "seq_len effective_batch ways precisions keep_quality lora_rank task ranks link "
+ASKED += "expandable_segments"
 
 
 def add_to(commands: Commands) -> None:
@@ -34,7 +38,7 @@ def add_to(commands: Commands) -> None:
     add("--margin", type=float, help="share of what is predicted to keep free; 0.05 if none is")
     script = "writes a training script of the fastest, or of the last resort that fits"
     add("--script", metavar="FILE", help=script)
-    add("--api", default="trainer", help="of the script: trainer or accelerate")
+    add("--api", default="trainer", choices=("trainer", "accelerate"), help="of the script")
     add("--force", action="store_true", help="writes the script over a file that is there")
     add("--json", action="store_true", help="the plan as JSON")
 
@@ -43,9 +47,7 @@ def run(options: Namespace) -> dict:
     """The plan, and a script of its fastest recipe."""
     from memlab.planner.search import plan
 
-    fields = ("seq_len", "effective_batch", "ways", "precisions", "keep_quality", "lora_rank")
-    others = "ranks", "link", "expandable_segments"
-    asked = {name: getattr(options, name) for name in (*fields, "task", *others)}
+    asked = {name: getattr(options, name) for name in ASKED.split()}
     if options.margin is not None:
         asked["margin"] = options.margin
     if options.script:
@@ -53,16 +55,12 @@ def run(options: Namespace) -> dict:
             raise ValueError("a script is for one card: name it with --gpu, without --ranks")
         if Path(options.script).exists() and not options.force:
             raise ValueError(f"{options.script} is there already: --force writes over it")
-        folder = Path(options.script).parent
-        if not (folder.is_dir() and os.access(folder, os.W_OK)):
-            why = "it is not to be written into" if folder.is_dir() else "there is no such folder"
+        if not os.access(Path(options.script).parent, os.W_OK):
+            why = "no such folder, or no right to"
             raise ValueError(f"{options.script} cannot be written: {why}")
-        from memlab.export.training_script import APIS
-
-        one_of("api", options.api, APIS)
     (cards,) = options.gpu if len(options.gpu) == 1 else (options.gpu or None,)
     cards, said = anchored_by(options.anchor, cards)
-    answer = plan(options.model, cards, **asked)
+    answer: Any = plan(options.model, cards, **asked)
     short = _shortfall(answer)
     chance = f"Chance that {short[0]} does not fit: {short[1]}.\n" if short else ""
     text = f"{answer}\n{chance}{said}".rstrip()
@@ -97,5 +95,5 @@ def _write_script(recipe: Recipe, options: Namespace) -> str:
 
     api = api_of(recipe, options.api)
     text = training_script(recipe, api)
-    write(options.script, text, over=options.force)
+    write_whole(Path(options.script), text.encode())
     return f"Written to {options.script}: {described(recipe)}; it needs: {pip_line(recipe, api)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
@@ -82,8 +82,16 @@ class Question:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        return values | {"model": name_of_model(self.model)}
+        return vars(self) | {"model": name_of_model(self.model)}
+
+
+def plain(value: Any) -> Any:
+    """Nested values as JSON has them."""
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    return value.as_dict() if hasattr(value, "as_dict") else value
 
 
 def name_of_model(model: Model) -> str:
@@ -137,10 +145,13 @@ class Option:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        more = {"way": self.way, "tier": self.tier, "missing": self.missing}
-        more["samples_per_second"] = self.samples_per_second
-        return values | {"recipe": self.recipe.as_dict()} | more
+        return vars(self) | {
+            "recipe": self.recipe.as_dict(),
+            "way": self.way,
+            "tier": self.tier,
+            "missing": self.missing,
+            "samples_per_second": self.samples_per_second,
+        }
 
     def __str__(self) -> str:
         return f"{described(self.recipe)}: {self.bytes_and_seconds()}"
@@ -236,7 +247,7 @@ class Switch:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -271,22 +282,14 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {
-            "question": self.question.as_dict(),
+        values = vars(self) | {
             "gpu": self.card.name,
             "total_memory": self.card.total_memory,
             "fits": bool(self),
-            "fastest": self.fastest and self.fastest.as_dict(),
-            "roomiest": self.roomiest and self.roomiest.as_dict(),
-            "tiers": {tier: option.as_dict() for tier, option in self.tiers.items()},
-            "start": self.start.as_dict(),
-            "switches": [switch.as_dict() for switch in self.switches],
-            "decision": list(self.decision),
-            "remedies": list(self.remedies),
-            "rungs": [option.as_dict() for option in self.last_resorts],
-            "excluded": list(self.excluded),
-            "assumptions": list(self.assumptions),
+            "rungs": self.last_resorts,
         }
+        del values["card"], values["last_resorts"]
+        return plain(values)
 
     @property
     def first(self) -> Option | None:

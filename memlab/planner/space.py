@@ -14,7 +14,7 @@ from memlab.gpus import GPU, require_native
 from memlab.libraries import remembered
 from memlab.planner.result import Question, tier_of
 from memlab.spec.logits import unlike_product
-from memlab.spec.optimizers import OPTIMIZERS, is_of_bitsandbytes
+from memlab.spec.optimizers import OPTIMIZERS
 from memlab.spec.recipe import AUTOCAST, Recipe
 
 FOR_ADAPTERS = ("adamw_torch_fused", "adamw_8bit")  # whose states are small in any case
@@ -67,9 +67,6 @@ def combinations(
         excluded.append(f"{rather}{' and '.join(worse)} (they may train worse)")
     optimizers = [name for name, known in OPTIMIZERS.items() if known.planned]
     optimizers += [] if kept else worse
-    bitsandbytes = is_here("bitsandbytes")
-    if not bitsandbytes:
-        excluded.append("QLoRA and 8-bit optimizers (the package bitsandbytes is not here)")
     if refused:
         excluded.append(f"LoRA and QLoRA ({refused})")
     found = []
@@ -82,8 +79,6 @@ def combinations(
             f"{what} under zero2 and zero3 (simulate it), zero1 (the states alone are split)"
         )
     for way in question.ways:
-        if way == "qlora" and not bitsandbytes:
-            continue
         if way != "full" and refused:
             continue
         of_way = optimizers if way == "full" else FOR_ADAPTERS
@@ -91,9 +86,7 @@ def combinations(
             question.precisions or usual[way], of_way, (False, True), shardings
         )
         for precision, optimizer, checkpointing, sharding in every:
-            known = bitsandbytes or not is_of_bitsandbytes(optimizer)
-            known &= way != "qlora" or sharding == "ddp"
-            if known and (sharding == "ddp" or OPTIMIZERS[optimizer].sharded):
+            if sharding == "ddp" or way != "qlora" and OPTIMIZERS[optimizer].sharded:
                 found.append(Combination(way, precision, optimizer, checkpointing, sharding))
     if not found:
         raise ValueError(f"ways is {question.ways!r}: {'; '.join(excluded)}")
