@@ -23,7 +23,6 @@ from memlab.gpus import ANY_CARD, GPU, GPUS, find_gpu
 from memlab.models import Model
 from memlab.panels.packed_tables import PackedTables, is_kept
 from memlab.panels.panel import Panel
-from memlab.panels.panel import read as read_file
 from memlab.panels.sandbox import SIZES
 from memlab.planner.space import HALF, NF4
 from memlab.predict.fit import CONTEXT_MARGIN, MARGIN
@@ -157,10 +156,6 @@ class Calculator(Panel):
             mine = (getattr(self.recipe, name),)
             wanted = choices if name in self.fields else mine
             self.choices[name] = tuple(dict.fromkeys(wanted + mine))
-
-    def source(self) -> str:
-        script = read_file("forms.js") + read_file("formula.js")
-        return super().source().replace("/* formula */", script)
 
     def data(self) -> dict:
         text = json.dumps(self.known(), separators=(",", ":"))

@@ -60,7 +60,7 @@ class PackedTables:
             "tensors": [[categories.index(c), self._term(t), item] for c, t, item in found.tensors],
             "beside": _flat(_counts(found.carried_over)),
             "moments": moments,
-            "work": _flat([self._operator(*one), *counts] for *one, counts in operators_of(half)),
+            "work": _flat(self._work(half)),
             "parameters": [
                 [self._term(half.read(elements, of_model=True)), *counts, free]
                 for (elements, free), counts in weights.items()
@@ -68,28 +68,28 @@ class PackedTables:
         }.items():
             self.columns[name].append(column)
 
-    def _operator(
-        self,
-        dtype: str,
-        flops: Term,
-        result: tuple[Term, ...],
-        moved: tuple[Term, ...],
-        lists: int,
-        elements: Term,
-        phase: Phase,
-        recomputed: bool,
-    ) -> int:
-        row = (
-            dtype,
-            self._term(flops),
-            tuple(map(self._term, result)),
-            tuple(map(self._term, moved)),
-            lists,
-            self._term(elements),
-            _phase(phase),
-            int(recomputed),
-        )
-        return self.operators.setdefault(row, len(self.operators))
+    def _work(self, half: PhaseTrace) -> list[list[int]]:
+        """The operators of a half by their numbers, and how often each runs."""
+        alike: dict[Work, list[int]] = {}
+        for work, (once, each) in from_none(half.log.work, half.log.patterns).items():
+            counts = alike.setdefault(work._replace(micro_batch=0), [0, 0, 0, 0])
+            further = 2 if work.micro_batch == 1 and work.phase != Phase.STEP else 0
+            counts[further] += once
+            counts[further + 1] += each
+        rows = []
+        for work, counts in alike.items():
+            operator = (
+                work.dtype,
+                self._term(half.read(work.flops, whole=True)),
+                tuple(self._term(half.read(nbytes)) for nbytes in work.result),
+                tuple(self._term(half.read(nbytes)) for nbytes in work.moved),
+                work.lists,
+                self._term(half.read(work.elements)),
+                _phase(work.phase),
+                int(work.recomputed),
+            )
+            rows.append([self.operators.setdefault(operator, len(self.operators)), *counts])
+        return rows
 
     def _term(self, term: Term) -> int:
         """The place of a term, after those that it is made of; -1 of nothing."""
@@ -137,30 +137,6 @@ def is_kept(recipe: Recipe, card: GPU) -> bool:
     usual = usual_sizes(recipe)
     keys = keys_of(usual, *next(structures(usual, card, ignore_small_tensors=True)))
     return all(map(Shipped.of_memlab().has_half, keys))
-
-
-def operators_of(half: PhaseTrace) -> list[tuple[Any, ...]]:
-    """The operators of a half by terms, and how often each runs, as rows of nine columns."""
-    alike: dict[Work, list[int]] = {}
-    for one, (once, each) in from_none(half.log.work, half.log.patterns).items():
-        counts = alike.setdefault(one._replace(micro_batch=0), [0, 0, 0, 0])
-        further = 2 if one.micro_batch == 1 and one.phase != Phase.STEP else 0
-        counts[further] += once
-        counts[further + 1] += each
-    return [
-        (
-            one.dtype,
-            half.read(one.flops, whole=True),
-            tuple(map(half.read, one.result)),
-            tuple(map(half.read, one.moved)),
-            one.lists,
-            half.read(one.elements),
-            one.phase,
-            one.recomputed,
-            counts,
-        )
-        for one, counts in alike.items()
-    ]
 
 
 def _counts(counts: np.ndarray) -> list[tuple[int, ...]]:

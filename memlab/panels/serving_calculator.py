@@ -19,7 +19,6 @@ from memlab.gpus import ANY_CARD, GPUS, find_gpu, require_native
 from memlab.models import Model
 from memlab.panels.calculator import RULES, family, known_card
 from memlab.panels.panel import Panel
-from memlab.panels.panel import read as read_file
 from memlab.spec.serving import Serving, head_shape
 from memlab.trace.allocator import (
     LARGE_ROUND,
@@ -66,9 +65,6 @@ class ServingCalculator(Panel):
         one_of("gpu", self.card.name, GPUS)
         native = "bfloat16" in self.card.native_dtypes
         require_native(self.serving.compute_dtype, self.card.name, native)
-
-    def source(self) -> str:
-        return super().source().replace("/* forms */", read_file("forms.js"))
 
     def data(self) -> dict:
         start = {name: getattr(self.serving, name) for name in FIELDS}
@@ -119,17 +115,10 @@ def shape(model: Model) -> Shape:
     groups, size = head_shape(config)
     wide = next((getattr(config, n) for n in models.WIDTHS if getattr(config, n, None)), None)
     ends = models.max_length(config), getattr(config, "sliding_window", None)
-    one, two = (_tensors(models.with_layers(config, layers)) for layers in (1, 2))
-    layers = config.num_hidden_layers
-    tensors = {
-        name: {
-            size: one[name][size] + (layers - 1) * (n - one[name][size]) for size, n in of.items()
-        }
-        for name, of in two.items()
-    }
+    tensors = _tensors(config)
     return Shape(
         gated=config.model_type in GATED,
-        layers=layers,
+        layers=config.num_hidden_layers,
         heads=config.num_attention_heads,
         groups=groups,
         size=size,
