@@ -14,7 +14,7 @@ from book_extras import dead_links
 from browser import Browser
 from contents import ROOT, listed_pages
 
-from memlab.book.claims import all_claims
+from memlab.book.claims import CLAIMS
 
 HTML = ROOT / "_build" / "html"
 
@@ -87,7 +87,7 @@ def test_the_ledger_has_every_statement_in_the_order_that_is_asked(chromium):
               .map((row) => ({id: row.id, ...row.dataset}))"""
     click = "document.querySelector('.ledger-order button:nth-of-type({})').click()"
     of_sources = tab.run(rows)
-    assert [row["id"] for row in of_sources] == [f"statement-{id}" for id in all_claims()]
+    assert [row["id"] for row in of_sources] == [f"statement-{id}" for id in CLAIMS]
     for number, key in ((2, "verdict"), (3, "chapter")):
         tab.run(click.format(number))
         assert tab.run(rows) == sorted(of_sources, key=lambda row: int(row[key]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -130,11 +129,7 @@ def estimated_run(run: Record, footprint: Footprint) -> tuple[str, bool]:
     return said, low <= printed <= high
 
 
-def in_turns(
-    runs: Mapping[str, Callable[[], object]],
-    rounds: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> pd.DataFrame:
+def in_turns(runs: Mapping[str, Callable[[], object]], rounds: int) -> pd.DataFrame:
     """Seconds of each run (a column) in each round (a row); a slow moment meets all of them."""
     turns = Progress(range(rounds))
-    return pd.DataFrame([{n: seconds(run, clock=clock) for n, run in runs.items()} for _ in turns])
+    return pd.DataFrame([{name: seconds(run) for name, run in runs.items()} for _ in turns])
