@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from memlab import Recipe, find_gpu, models
-from memlab.panels.packed_tables import is_kept
+from memlab.panels.packed_tables import has_traces
 from memlab.planner.space import HALF, NF4, attention_of
 from memlab.predict.fit import verdict
 from memlab.predict.simulate import sized_log
@@ -76,7 +76,7 @@ def weights(model: str) -> int:
 
 def is_slow(model: str) -> bool:
     """Whether a model has no trace that came with memlab."""
-    return not is_kept(recipe_of(model, "QLoRA", "A100-80GB"), find_gpu("A100-80GB"))
+    return not has_traces(recipe_of(model, "QLoRA", "A100-80GB"), find_gpu("A100-80GB"))
 
 
 def answers(model: str) -> dict[str, dict[str, str]]:

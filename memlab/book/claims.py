@@ -62,12 +62,12 @@ class Verdict:
 
 def verdicts(text: str) -> list[Verdict]:
     """The verdicts of a piece of Markdown, in their order."""
-    found = []
+    statements = []
     for id, says, source, word, because in FOLD.findall(text):
         word = SPAN.sub("", word).strip(" ".join(MARKS.values()))
         why = " ".join(SPAN.sub("", because).split())
-        found.append(Verdict(id, unescape(says), unescape(source), word, why))
-    return found
+        statements.append(Verdict(id, unescape(says), unescape(source), word, why))
+    return statements
 
 
 def verdict(id: str, holds: bool | None, condition: bool = False) -> str:

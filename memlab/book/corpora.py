@@ -51,12 +51,12 @@ def docstrings(
     package that is not installed.
     """
     packages = [packages] if isinstance(packages, str) else list(packages)
-    found: dict[str, str] = {}
+    package_of: dict[str, str] = {}
     for package in packages:
         for path in _python_files(package):
             for text in _DOCSTRING.findall(path.read_text(encoding="utf-8", errors="replace")):
-                found.setdefault(inspect.cleandoc(text), package)
-    return _dataset(found, packages, split, min_words)
+                package_of.setdefault(inspect.cleandoc(text), package)
+    return _dataset(package_of, packages, split, min_words)
 
 
 def pages() -> datasets.Dataset:

@@ -122,11 +122,11 @@ def estimated_run(run: Record, footprint: Footprint) -> tuple[str, bool]:
     """
     time, figures = footprint.step_seconds, run.figures
     steps = figures["run_seconds"] * figures["samples_per_second"] / time.samples
-    low, expected, high = (steps * one for one in (time.low, time.expected, time.high))
+    low, expected, high = (steps * bound for bound in (time.low, time.expected, time.high))
     printed = figures["run_seconds"]
     guess = f"{expected:.0f} ({low:.0f} to {high:.0f}, by what kernels reach on that card)"
-    said = f"the printed {printed:.0f} s, not measured again, are estimated at {guess}"
-    return said, low <= printed <= high
+    sentence = f"the printed {printed:.0f} s, not measured again, are estimated at {guess}"
+    return sentence, low <= printed <= high
 
 
 def in_turns(runs: Mapping[str, Callable[[], object]], rounds: int) -> pd.DataFrame:

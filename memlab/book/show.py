@@ -54,9 +54,9 @@ def figure(width: float = 7.0, height: float = 3.2, **subplots: Any) -> tuple[Fi
     return plt.subplots(**look, **subplots)
 
 
-def error(predicted: Any, found: Any) -> Any:
-    """Predicted over found, less one: below zero where the prediction falls short."""
-    return predicted / found - 1
+def error(predicted: Any, measured: Any) -> Any:
+    """Predicted over measured, less one: below zero where the prediction falls short."""
+    return predicted / measured - 1
 
 
 def between(low: float, high: float) -> str:
@@ -108,8 +108,8 @@ def table(frame: pd.DataFrame, caption: str = "") -> Styler:
     formats = {}
     for column in frame.columns:
         if frame[column].dtype.kind == "f":
-            found = (style for name, style in kinds.items() if str(column).startswith(name))
-            formats[column] = next(found, "{:,.1f}")
+            styles = (style for name, style in kinds.items() if str(column).startswith(name))
+            formats[column] = next(styles, "{:,.1f}")
         elif frame[column].dtype.kind == "i":
             formats[column] = "{:,}"
     styled = frame.style.format(formats, na_rep="—")
@@ -140,9 +140,9 @@ def bars(rows: Mapping[str, Footprint | Measurement], limit: str | int | None = 
             left += values
     times = {y: f.step_time for y, f in enumerate(footprints.values()) if f.step_time}
     for y, time in times.items():
-        beside = ax.get_yaxis_transform()
-        said = f"{between(time.low, time.high)} s"
-        ax.text(1.01, y, said, va="center", transform=beside)
+        yaxis_transform = ax.get_yaxis_transform()
+        seconds = f"{between(time.low, time.high)} s"
+        ax.text(1.01, y, seconds, va="center", transform=yaxis_transform)
     if times:
         ax.text(1.01, 1, "a step,\nestimated", va="bottom", transform=ax.transAxes)
     card = find_gpu(limit) if limit else None

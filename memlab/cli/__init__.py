@@ -78,11 +78,11 @@ def _skip_last_collection() -> None:
 
 def parser() -> argparse.ArgumentParser:
     """All commands with their options."""
-    whole = Parser(prog="memlab", description="The GPU memory of training a transformer.")
+    root = Parser(prog="memlab", description="The GPU memory of training a transformer.")
     version = f"memlab {importlib.metadata.version('gpu-memory-lab')}"
-    whole.add_argument("--version", action="version", version=version)
+    root.add_argument("--version", action="version", version=version)
     names = " | ".join(module.__name__.rpartition(".")[2] for module in COMMANDS)
-    commands = whole.add_subparsers(required=True, metavar=names)
+    commands = root.add_subparsers(required=True, metavar=names)
 
     def command(
         name: str,
@@ -96,4 +96,4 @@ def parser() -> argparse.ArgumentParser:
 
     for module in COMMANDS:
         module.add_to(command)
-    return whole
+    return root

@@ -44,12 +44,12 @@ def card(text: str) -> str | int:
     How a size was read, where that is not plain, stands on standard error.
     """
     try:
-        found = find_gpu(text)
+        gpu = find_gpu(text)
     except ValueError:
         return text
-    if found.name not in GPUS and "(" in found.name:
-        print(f"memlab: --gpu {text} is {found.name}", file=sys.stderr)
-    return int(text) if text.isdigit() and found.name not in GPUS else text
+    if gpu.name not in GPUS and "(" in gpu.name:
+        print(f"memlab: --gpu {text} is {gpu.name}", file=sys.stderr)
+    return int(text) if text.isdigit() and gpu.name not in GPUS else text
 
 
 def anchored_by(file: str | None, gpu: str | int | None) -> tuple[Any, str]:
@@ -60,9 +60,9 @@ def anchored_by(file: str | None, gpu: str | int | None) -> tuple[Any, str]:
 
     try:
         with open(file, encoding="utf-8") as opened:
-            said = json.load(opened)
-        recipe, seconds = Recipe(**said["recipe"]), said["step_seconds"]["median"]
-        device = said["device"]
+            values = json.load(opened)
+        recipe, seconds = Recipe(**values["recipe"]), values["step_seconds"]["median"]
+        device = values["device"]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{file} is not what `memlab measure --json` prints: {error!r}") from None
     if not isinstance(gpu, str) or gpu_of_device(device) != find_gpu(gpu):
@@ -112,16 +112,16 @@ def _add_model(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) ->
 
 
 def _add_field(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> None:
-    said, default = field.metadata, field.default
-    name, text = field.name, described(said)
+    metadata, default = field.metadata, field.default
+    name, text = field.name, described(metadata)
     if default is True:
-        name, text = said["off"]
+        name, text = metadata["off"]
     option = f"--{name.replace('_', '-')}"
     if isinstance(default, bool):
         action = "store_false" if default else "store_true"
         group.add_argument(option, dest=field.name, action=action, help=text)
-    elif said["bare"]:
-        group.add_argument(option, nargs="?", const=said["bare"], default=default, help=text)
+    elif metadata["bare"]:
+        group.add_argument(option, nargs="?", const=metadata["bare"], default=default, help=text)
     else:
         kinds: dict[type, Callable[[str], Any]] = {int: count, float: float}
         kind = kinds.get(type(default), str)

@@ -18,21 +18,21 @@ ASKED += "expandable_segments"
 def add_to(commands: Commands) -> None:
     """Add the command with the options of a question."""
     add = commands("plan", run, "how to train a model on a card, or which card to take")
-    told = {field.name: field for field in dataclasses.fields(Recipe)}
-    add("--model", "--config", required=True, help=told["model"].metadata["help"])
+    fields = {field.name: field for field in dataclasses.fields(Recipe)}
+    add("--model", "--config", required=True, help=fields["model"].metadata["help"])
     cards = f"a card's name, {SIZES}; several, or none for all, ask which card to take"
     add("--gpu", type=card, nargs="+", default=[], help=cards)
-    add("--seq-len", type=count, default=512, help=told["seq_len"].metadata["help"])
+    add("--seq-len", type=count, default=512, help=fields["seq_len"].metadata["help"])
     add("--effective-batch", type=count, default=16, help="sequences of one optimizer step")
     add("--ways", default="full,lora,qlora", help="what may be tried, what you would try first")
     add("--precisions", help="what may be taken, with commas; else what the card is made for")
     quality = "also what may train worse: pure half precision, SGD"
     add("--any-quality", dest="keep_quality", action="store_false", help=quality)
-    add("--lora-rank", type=count, default=16, help=told["lora_rank"].metadata["help"])
-    add("--task", help=told["task"].metadata["help"])
+    add("--lora-rank", type=count, default=16, help=fields["lora_rank"].metadata["help"])
+    add("--task", help=fields["task"].metadata["help"])
     add("--ranks", type=count, default=1, help="cards of that kind that train together")
     add("--link", help=LINK)
-    grow = told["expandable_segments"].metadata["help"]
+    grow = fields["expandable_segments"].metadata["help"]
     add("--anchor", metavar="FILE", help=ANCHOR)
     add("--expandable-segments", action="store_true", help=grow)
     add("--margin", type=float, help="share of what is predicted to keep free; 0.05 if none is")
@@ -59,11 +59,11 @@ def run(options: Namespace) -> dict:
             why = "no such folder, or no right to"
             raise ValueError(f"{options.script} cannot be written: {why}")
     (cards,) = options.gpu if len(options.gpu) == 1 else (options.gpu or None,)
-    cards, said = anchored_by(options.anchor, cards)
+    cards, anchor = anchored_by(options.anchor, cards)
     answer: Any = plan(options.model, cards, **asked)
     short = _shortfall(answer)
     chance = f"Chance that {short[0]} does not fit: {short[1]}.\n" if short else ""
-    text = f"{answer}\n{chance}{said}".rstrip()
+    text = f"{answer}\n{chance}{anchor}".rstrip()
     option = answer.fastest or next(iter(answer.last_resorts), None) if options.script else None
     more: dict = {"script": options.script if option else None}
     status = 0 if answer else 3
@@ -73,7 +73,7 @@ def run(options: Namespace) -> dict:
         except OSError as error:  # the plan took minutes, and is shown all the same
             text, status = f"{text}\n{options.script} was not written: {error.strerror}", 2
             more = {"script": None, "not_written": str(error)}
-    more |= {"anchor": said} if said else {}
+    more |= {"anchor": anchor} if anchor else {}
     more |= {"chance_that_it_does_not_fit": short[1].chance} if short else {}
     values = answer.as_dict() | more if options.json else {"text": text}
     return values | {"status": status}

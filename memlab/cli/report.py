@@ -39,10 +39,10 @@ def _text(values: dict) -> str:
     """A list of Markdown, what happened left to be written."""
     recipe = values["recipe"]
     usual = Recipe().as_dict() | {"model": None}
-    said = values.get("predicted")
+    footprint = values.get("predicted")
     predicted = values.get("refused")
-    if said:
-        peaks = (said["peak_allocated"], said["peak_reserved"])
+    if footprint:
+        peaks = (footprint["peak_allocated"], footprint["peak_reserved"])
         predicted = "{} allocated, {} reserved".format(*map(mib, peaks))
     rows = {
         "versions": ", ".join(f"{name} {v}" for name, v in values["versions"].items()),

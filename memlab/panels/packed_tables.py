@@ -39,27 +39,31 @@ class PackedTables:
     def place(self, key: str) -> int | None:
         """The number of a half; None where it is not kept."""
         if key not in self.places:
-            found: dict[str, RecordedPhase | None] = {}
-            Shipped.of_memlab().read_into(found, key)
-            kept = found.get(key)
-            if kept is None or kept.layers is None:
+            phases: dict[str, RecordedPhase | None] = {}
+            Shipped.of_memlab().read_into(phases, key)
+            recorded = phases.get(key)
+            if recorded is None or recorded.layers is None:
                 return None
             self.places[key] = len(self.places)
-            self._add(kept)
+            self._add(recorded)
         return self.places[key]
 
-    def _add(self, kept: RecordedPhase) -> None:
-        categories, found, half = list(Category), moments_of(kept.half, kept.largest), kept.half
-        moments, before = [], np.zeros((2, len(found.tensors)))
-        for phase, *now in zip(found.phases, found.once, found.each, strict=True):
-            moments.append([_phase(phase), *_flat(_counts(np.array(now) - before))])
+    def _add(self, recorded: RecordedPhase) -> None:
+        categories, half = list(Category), recorded.half
+        moments = moments_of(half, recorded.largest)
+        changes, before = [], np.zeros((2, len(moments.tensors)))
+        for phase, *now in zip(moments.phases, moments.once, moments.each, strict=True):
+            changes.append([_phase(phase), *_flat(_counts(np.array(now) - before))])
             before = np.array(now)
         weights = from_none(half.log.weights, half.log.patterns)
         for name, column in {
-            "layers": kept.layers and dataclasses.astuple(kept.layers),
-            "tensors": [[categories.index(c), self._term(t), item] for c, t, item in found.tensors],
-            "beside": _flat(_counts(found.carried_over)),
-            "moments": moments,
+            "layers": recorded.layers and dataclasses.astuple(recorded.layers),
+            "tensors": [
+                [categories.index(category), self._term(term), item]
+                for category, term, item in moments.tensors
+            ],
+            "beside": _flat(_counts(moments.carried_over)),
+            "moments": changes,
             "work": _flat(self._work(half)),
             "parameters": [
                 [self._term(half.read(elements, of_model=True)), *counts, free]
@@ -95,27 +99,27 @@ class PackedTables:
         """The place of a term, after those that it is made of; -1 of nothing."""
         for factor, _ in term.powers:
             if isinstance(factor, ReductionBytes):
-                for one in factor:
-                    self._term(one)
+                for side in factor:
+                    self._term(side)
         return self.terms.setdefault(term, len(self.terms)) if term.constant else -1
 
-    def _told(self, term: Term) -> list:
+    def _encoded(self, term: Term) -> list:
         """A term: its number, its powers, and the places of the rows and columns of a sum."""
-        told: list[Any] = [term.constant / term.divisor, {}]
+        encoded: list[Any] = [term.constant / term.divisor, {}]
         for factor, exponent in term.powers:
             if isinstance(factor, ReductionBytes):
-                told.append([self._term(one) for one in factor])
+                encoded.append([self._term(side) for side in factor])
             else:
-                told[1][factor] = exponent
-        return told
+                encoded[1][factor] = exponent
+        return encoded
 
-    def known(self) -> dict:
-        terms = [self._told(term) for term in self.terms]
+    def tables(self) -> dict:
+        terms = [self._encoded(term) for term in self.terms]
         alike = sorted(self.places.values(), key=lambda place: self._text("tensors", place))
-        halves = {name: self._told_once(name, alike) for name in self.columns}
+        halves = {name: self._encoded_once(name, alike) for name in self.columns}
         return {"terms": terms, "operators": list(self.operators), "halves": halves}
 
-    def _told_once(self, name: str, order: list[int]) -> dict[str, list]:
+    def _encoded_once(self, name: str, order: list[int]) -> dict[str, list]:
         """What there is in a column, in an order of halves, and which of it each half has."""
         texts = [self._text(name, place) for place in order]
         numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
@@ -126,7 +130,7 @@ class PackedTables:
         return json.dumps(self.columns[name][place], separators=(",", ":"))
 
 
-def is_kept(recipe: Recipe, card: GPU) -> bool:
+def has_traces(recipe: Recipe, card: GPU) -> bool:
     """Whether the traces that the calculator needs came with memlab.
 
     The page has those of texts below a window of attention only.

@@ -53,7 +53,7 @@ class Panel:
             "DATA": data,
             "SCRIPT": script.rstrip(),
         }
-        return re.sub(r"\{\{(\w+)\}\}", lambda found: pieces[found[1]], read("panel.html"))
+        return re.sub(r"\{\{(\w+)\}\}", lambda match: pieces[match[1]], read("panel.html"))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}, to be seen where HTML is shown"

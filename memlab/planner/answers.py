@@ -77,9 +77,9 @@ class Answers:
         """A recipe as the card's allocator serves it."""
         key = _key(recipe)
         if key not in self._simulated:
-            said = verdict(recipe, self.log(recipe), self.card, self.margin)
+            fit = verdict(recipe, self.log(recipe), self.card, self.margin)
             time = self.seconds(recipe)
-            self._simulated[key] = Option(recipe, said.needed, said.margin, self.total_memory, time)
+            self._simulated[key] = Option(recipe, fit.needed, fit.margin, self.total_memory, time)
         return self._simulated[key]
 
     def with_sizes(self, option: Option) -> Option:
@@ -104,8 +104,8 @@ class Answers:
 
     def assumed(self, options: Iterable[Option]) -> tuple[str, ...]:
         """What the figures of options assume, in their order."""
-        said = (self._assumed.get(_key(option.recipe), ()) for option in options)
-        return tuple(dict.fromkeys(text for texts in said for text in texts))
+        texts_of_options = (self._assumed.get(_key(option.recipe), ()) for option in options)
+        return tuple(dict.fromkeys(text for texts in texts_of_options for text in texts))
 
 
 def has_runs_only(recipe: Recipe) -> bool:

@@ -53,7 +53,7 @@ class Cards:
                 words.append(f"{WAYS[way]} fits none of them.")
             else:
                 words.append(f"Smallest for {WAYS[way]}: {card}, with {self.options[card][way]}")
-        assumed = [f"Assumed: {one}." for one in self.assumptions]
+        assumed = [f"Assumed: {assumption}." for assumption in self.assumptions]
         return "\n".join(map(wrapped, [head, *words, "", table, *assumed]))
 
 

@@ -202,8 +202,8 @@ def tier_of(way: str, precision: str, optimizer: str) -> int:
         return WORST
     if way != "full":
         return {"lora": 3, "qlora": 4}[way]
-    known = OPTIMIZERS[optimizer]
-    return 1 if known.states and known.bits == 32 else 2
+    properties = OPTIMIZERS[optimizer]
+    return 1 if properties.states and properties.bits == 32 else 2
 
 
 def way_in_words(recipe: Recipe) -> str:
@@ -294,7 +294,7 @@ class Plan:
     @property
     def first(self) -> Option | None:
         """What fits and may cost least in quality; None where nothing fits."""
-        return next((it for _, it in sorted(self.tiers.items()) if not it.missing), None)
+        return next((best for _, best in sorted(self.tiers.items()) if not best.missing), None)
 
     def __str__(self) -> str:
         asked, card = self.question, self.card
@@ -322,7 +322,7 @@ class Plan:
             lines += [f"One change at a time from {start}:", "", table, ""]
         lines += self.decision
         lines += [f"Left out: {reason}." for reason in self.excluded]
-        lines += [f"Assumed: {one}." for one in self.assumptions]
+        lines += [f"Assumed: {assumption}." for assumption in self.assumptions]
         return "\n".join(map(wrapped, lines))
 
     def verdict(self) -> str:
@@ -389,9 +389,9 @@ def _table(options: Iterable[Option]) -> str:
     return f"{table}\n* and the loss in parts" if in_parts else table
 
 
-def _is_same(one: Recipe, other: Recipe) -> bool:
+def _is_same(recipe: Recipe, other: Recipe) -> bool:
     """Whether two recipes for the same model are one; not every config can be compared."""
-    return vars(one) | {"model": None} == vars(other) | {"model": None}
+    return vars(recipe) | {"model": None} == vars(other) | {"model": None}
 
 
 def _change(switch: Switch) -> list[str]:
