@@ -75,7 +75,6 @@ book: stripped
 	$(BIN)/python tools/figures.py compare $(WORK)/chapters --left-out $(LEFT_OUT) > $(WORK)/figures.txt
 	$(BIN)/python tools/drop_leftovers.py $(WORK)/chapters/*.ipynb
 	$(BIN)/jupyter-book build $(WORK) --path-output . -W --keep-going --quiet
-	$(BIN)/python tools/count_pages.py
 	@$(if $(LEFT_OUT),echo "Rendered without being run: $(LEFT_OUT)",:)
 	@cat $(WORK)/figures.txt
 	@echo

@@ -14,7 +14,6 @@ from docutils.parsers.rst import Directive
 from sphinx.util import logging
 
 ROOT = Path(__file__).resolve().parent.parent
-PICTURES = (".png", ".svg", ".jpg", ".jpeg", ".gif", ".webp")
 logger = logging.getLogger(__name__)
 
 
@@ -76,20 +75,6 @@ class CalculatorOnPage(Directive):
         return [nodes.raw("", panel._repr_html_(), format="html")]
 
 
-def says_something(alt):
-    """Alternative text that is there and is not the picture's file name."""
-    return bool(alt and alt.strip()) and not alt.strip().lower().endswith(PICTURES)
-
-
-def check_alt_texts(app, doctree):
-    for image in doctree.findall(nodes.image):
-        alt, uri = image.get("alt"), image.get("uri", "?")
-        if not says_something(alt) or alt.strip() == Path(uri).stem:
-            logger.warning(
-                "image without alternative text: %s", Path(uri).name, location=image, type="book"
-            )
-
-
 class Links(HTMLParser):
     """The targets a page offers (ids) and the ones it points to (hrefs)."""
 
@@ -124,17 +109,6 @@ def dead_links(folder):
             if not found:
                 dead.append((page.relative_to(folder).as_posix(), href))
     return dead
-
-
-# A share that says by its sign what its words say already.
-TURNED = re.compile(
-    r"[-−]\d[\d.,]* ?% (?:more|less|fewer|slower|faster|longer|shorter|smaller|larger|of the)\b"
-)
-
-
-def turned_shares(text):
-    """Every "-3 % more" of a text: one of the two is the wrong way round."""
-    return TURNED.findall(" ".join(text.split()))
 
 
 def count_words(text):
@@ -180,16 +154,11 @@ def check_pages(app, exception):
     if exception is None and app.builder.format == "html":
         for page, href in dead_links(app.outdir):
             logger.warning("%s: dead link %r", page, href, type="book")
-        for page in sorted(Path(app.outdir, "chapters").glob("*.html")):
-            article = BeautifulSoup(page.read_text(encoding="utf-8"), "html.parser").article
-            for share in turned_shares(article.get_text(" ")):
-                logger.warning("%s says %r", page.name, share, type="book")
 
 
 def setup(app):
     app.add_directive("calculator", CalculatorOnPage)
     app.connect("config-inited", add_vendored_scripts)
-    app.connect("doctree-read", check_alt_texts)
     # The theme adds its own buttons at priority 501.
     app.connect("html-page-context", add_launch_buttons, priority=900)
     app.connect("html-page-context", drop_doubled_scripts, priority=901)

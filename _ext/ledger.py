@@ -28,13 +28,13 @@ from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
 from memlab.book.claims import (
+    CLAIMS,
     MARKS,
     NAMED,
+    SOURCES,
+    SUBJECTS,
     WORDS,
     Verdict,
-    all_claims,
-    all_named,
-    sources,
     verdicts,
 )
 
@@ -76,8 +76,8 @@ def decisions(notebook: Path, page: str) -> list[Decision]:
 
 def problems(found: list[Decision], left_open: list[str]) -> list[str]:
     """One line a statement: without a verdict, with two, with another's words, or open no more."""
-    known = all_claims()
-    cited = {id: (one["says"], one["source"]) for id, one in (known | all_named()).items()}
+    known = CLAIMS
+    cited = {id: (one["says"], one["source"]) for id, one in (known | SUBJECTS).items()}
     lines = [f"{id} is listed as open and is no statement" for id in left_open if id not in known]
     lines += [f"{one.id} is no statement ({one.place})" for one in found if one.id not in cited]
     for id, (says, source) in cited.items():
@@ -102,7 +102,7 @@ def tally(words: dict[str, str]) -> str:
     """The table that counts the statements of each source by verdict. words: id -> verdict."""
     head = "".join(f"<th>{MARKS[word]} {word}</th>" for word in MARKS)
     lines = [f"<thead><tr><th>source</th><th>all</th>{head}</tr></thead><tbody>"]
-    rows = [(f"{letter}: {s['title']} ({s['form']})", letter) for letter, s in sources().items()]
+    rows = [(f"{letter}: {s['title']} ({s['form']})", letter) for letter, s in SOURCES.items()]
     for name, letter in [*rows, ("all five", "")]:
         count = Counter(word for id, word in words.items() if id.startswith(letter))
         numbers = [count.total(), *(count[word] for word in MARKS)]
@@ -122,7 +122,7 @@ def table(found: list[Decision], link) -> str:
     head = "<th>No.</th><th>The source says</th><th>Verdict, why, and the cell that decided</th>"
     lines = [f"<thead><tr>{head}</tr></thead><tbody>"]
     last = None
-    for id, claim in all_claims().items():
+    for id, claim in CLAIMS.items():
         if id[0] != last:
             last = id[0]
             lines.append(f'<tr class="source"><th colspan="3">{last}: {claim["source"]}</th></tr>')
@@ -144,7 +144,7 @@ def named_table(found: list[Decision], link) -> str:
     lines = [
         "<thead><tr><th>Named, not claimed</th><th>What this book shows of it</th></tr></thead>"
     ]
-    for id, one in all_named().items():
+    for id, one in SUBJECTS.items():
         shown = "<br>".join(
             f"{inline(here.verdict.because)}<br>{link(here)}" for here in found if here.id == id
         )
@@ -189,7 +189,7 @@ def write_ledger(app, doctree, docname):
         found = [one for page in sorted(env.found_docs) for one in decisions_of(env, page)]
         for line in problems(found, node["open"]):
             logger.warning("%s", line, location=node, type="book")
-        words = {id: OPEN for id in all_claims()}
+        words = {id: OPEN for id in CLAIMS}
         words |= {one.id: one.word for one in found if one.id in words}
         html = f"{tally(words)}\n{table(found, link)}\n{named_table(found, link)}"
         node.replace_self(nodes.raw("", html, format="html"))

@@ -2,23 +2,19 @@
 
 One process for each recipe, so that its peak memory is its own: CPU seconds of one `simulate` with
 everything imported, and the process's peak resident memory. Then, in one process, `simulate` in
-turn with one optimizer step under PyTorch's MemTracker on fake tensors, as their ratio. Then what
-the estimate of seconds adds to `simulate`: the ratio of CPU seconds with the log of work to those
-with one that notes nothing, in turn and with the collector off. Last, the seconds in which a plan
-for an 8B model is there, as a call and as a command, which has its imports before it.
+turn with one optimizer step under PyTorch's MemTracker on fake tensors, as their ratio. Last, the
+seconds in which a plan for an 8B model is there, as a call and as a command, which has its imports
+before it.
 """
 
 import contextlib
-import gc
 import resource
 import statistics
 import subprocess
 import sys
 import time
-from unittest import mock
 
 from memlab import Recipe, simulate
-from memlab.card.op_work import WorkLog
 
 LORA = {"precision": "bf16", "attention": "sdpa", "lora_rank": 16, "checkpointing": True}
 QLORA = LORA | {"base": "nf4", "upcast": False}
@@ -34,11 +30,6 @@ RECIPES = {
 }
 COMPARED = "BERT-large, fp32"
 ROUNDS = 3
-TIMED = {
-    "BERT-large, fp32": RECIPES["BERT-large, fp32"],
-    "8B, checkpointing": Recipe("llama-3-8b", seq_len=2048, **LORA).but(lora_rank=0),
-    "8B QLoRA": RECIPES["8B QLoRA"],
-}
 PLANS = (("T4", 512), ("L4", 2048), ("A100-80GB", 2048), ("H100", 2048))
 
 
@@ -70,34 +61,6 @@ def memtracked(recipe) -> None:
         training.step()
 
 
-def cpu_seconds(run) -> float:
-    """Of one call, without the collector, whose turn would fall on either side by chance."""
-    gc.collect()
-    gc.disable()
-    start = time.process_time()
-    run()
-    taken = time.process_time() - start
-    gc.enable()
-    return taken
-
-
-def share_of_the_estimate(label, recipe, rounds=7) -> None:
-    """Print how often as long `simulate` takes with the work of its operators as without."""
-
-    def with_seconds():
-        simulate(recipe, "H200")
-
-    def without():
-        with mock.patch.object(WorkLog, "note", lambda *noted: None):
-            simulate(recipe, "H200")
-
-    with_seconds(), without()  # imports, caches
-    pairs = [(cpu_seconds(with_seconds), cpu_seconds(without)) for _ in range(rounds)]
-    ratio = statistics.median(more / less for more, less in pairs)
-    timed, bare = (statistics.median(column) for column in zip(*pairs, strict=True))
-    print(f"{label}: {timed:.2f} s with seconds, {bare:.2f} s without, {ratio:.2f} times")
-
-
 def seconds_of_a_plan(gpu, seq_len) -> None:
     """Print how long the first `plan` of a process takes, and how long the command."""
     asked = ["--model", "llama-3-8b", "--gpu", gpu, "--seq-len", str(seq_len)]
@@ -127,8 +90,6 @@ def main():
     print(
         f"{COMPARED}: simulate {ours:.2f} s, MemTracker {theirs:.2f} s, {theirs / ours:.1f} times"
     )
-    for label, recipe in TIMED.items():
-        share_of_the_estimate(label, recipe)
     for gpu, seq_len in PLANS:
         seconds_of_a_plan(gpu, seq_len)
 

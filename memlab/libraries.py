@@ -18,7 +18,7 @@ import logging
 import os
 import socket
 import sys
-import tempfile
+import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable
@@ -94,6 +94,11 @@ def one_line(error: BaseException, limit: int = 160) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its kind where it has no words."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def with_floats(values: Any) -> Any:
     """The values with floats for what transformers 5 writes for them: {"__float__": "Infinity"}."""
     if isinstance(values, dict):
@@ -125,12 +130,16 @@ def installed() -> dict[str, str]:
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Write a file that others may read at the same time, if its folder allows it."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as new:
-            new.write(content)
-        os.replace(new.name, file)
+    """Write a file that others may read at the same time: whole, or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # Threads of all processes have numbers of their own.
+    part = file.with_name(f".{file.name}.{threading.get_native_id()}.part")
+    try:
+        part.write_bytes(content)
+        part.replace(file)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def remembered(function: Function) -> Function:
@@ -158,7 +167,8 @@ def remembered(function: Function) -> Function:
         known[asked] = json.loads(json.dumps(function(model, *more)))
         # What somebody has changed in this process is not so in the next one.
         if file is not None and not changed(_modules_of(json.loads(values)["model_type"])):
-            write_whole(file, json.dumps(known[asked]).encode())
+            with contextlib.suppress(OSError):
+                write_whole(file, json.dumps(known[asked]).encode())
         return known[asked]
 
     return remembering  # type: ignore[return-value]

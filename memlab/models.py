@@ -58,7 +58,7 @@ OF_SHORT_CONVOLUTIONS = "conv_L_cache"  # configs with LFM2's kind of convolutio
 MISFITS = (AssertionError, AttributeError, LookupError, TypeError, ZeroDivisionError)
 OTHERWISE = "`memlab run` takes a script that trains any other, of images or speech, too"
 TASKS = ("sequence-classification", "causal-lm", "masked-lm", "seq2seq-lm")
-_CLASSES = {  # of transformers
+AUTO_CLASSES = {  # of transformers
     "sequence-classification": "AutoModelForSequenceClassification",
     "causal-lm": "AutoModelForCausalLM",
     "masked-lm": "AutoModelForMaskedLM",
@@ -457,7 +457,7 @@ def build(
         values.decoder_start_token_id = values.pad_token_id or 0  # as T5's checkpoints have it
     torch.manual_seed(seed)
     try:
-        built = getattr(transformers, _CLASSES[task]).from_config(
+        built = getattr(transformers, AUTO_CLASSES[task]).from_config(
             values, dtype=dtype or torch.float32, attn_implementation=attention
         )
     except MISFITS as error:  # such as padding beyond the vocabulary, or no heads

@@ -3,6 +3,7 @@
 import ast
 import itertools
 import re
+import subprocess
 import sys
 import tomllib
 
@@ -136,7 +137,7 @@ ROOMS = {
     "01-measuring": {"memlab.trace.allocator"},
     "14-attention-deeper": {"memlab.card.kernels.sdpa"},
     "15-ablation": {"memlab.export.training_script", "memlab.predict.script"},
-    "16-planner": {"memlab.export.memlab_lines", "memlab.export.training_script"},
+    "16-planner": {"memlab.export.training_script"},
     "17-parallel": {"memlab.predict.simulate"},
     "record": {
         "memlab.evidence.grid",
@@ -206,6 +207,7 @@ def test_setting_the_address_changes_every_copy(tmp_path):
         if not name.startswith("memlab/"):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
     old = set_address.configured()
     left = re.compile(old.replace("/", "(/|%2F)"))
     changed = set_address.rewrite("https://github.com/someone/their-fork", tmp_path)

@@ -9,7 +9,7 @@ import pytest
 from contents import ROOT
 from docutils import nodes
 
-from memlab.book.claims import all_named
+from memlab.book.claims import SUBJECTS
 
 FOUND = [
     decision
@@ -61,7 +61,7 @@ def test_the_tables_lead_to_the_cells_and_hold_no_markup_of_a_source():
     for one in FOUND:
         assert one.place in named or f"#claim-{one.id.lower()}>" in whole
     assert ledger.table([], None).count("no chapter decides it yet") == whole.count("statement-")
-    assert named.count('<tr id="named-') == len(all_named()) and ".ipynb#" not in whole
+    assert named.count('<tr id="named-') == len(SUBJECTS) and ".ipynb#" not in whole
     assert ledger.inline("`a` < 1 [here](02-b.ipynb#c)") == (
         '<code>a</code> &lt; 1 <a href="02-b.html#c">here</a>'
     )

@@ -59,6 +59,27 @@ def test_a_spoilt_file_is_written_anew(told, tmp_path):
     assert new_process()("gpt2") == 12 and file.read_text() == "12"
 
 
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
+    folder = tmp_path / "in the way"
+    folder.mkdir()
+    with pytest.raises(OSError):
+        libraries.write_whole(folder, b"content")
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_fact_that_cannot_be_kept_is_told_all_the_same(told, monkeypatch):
+    def no_room(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(libraries, "write_whole", no_room)
+    assert told[1]()("gpt2") == 12
+
+
+@pytest.mark.parametrize("text, says", [("", "OSError"), ("two\nlines", "two")])
+def test_the_first_line_of_an_error(text, says):
+    assert libraries.first_line(OSError(text)) == says
+
+
 def test_an_error_is_not_kept(told):
     asked, new_process = told
     heads = new_process()

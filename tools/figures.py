@@ -11,8 +11,6 @@
     python tools/figures.py write FOLDER TO   as `compare`, and puts into the notebooks of the same
                                               names in another folder what was wrong in them
     python tools/figures.py readers FOLDER    takes out the cells that serve the text alone
-    python tools/figures.py spread FOLDER...  of each figure that differs among compared runs: its
-                                              values, its kind, whether it was out of bounds
 
 An expression sees what the page's code has made above it; in a text with the tag `figures-at-end`,
 as the box at the top of a page is one, what the whole page has made.
@@ -24,9 +22,9 @@ wrong figure; so is a solution that its own `check` does not accept.
 
 Bytes and counts are exact: they are the same on every processor. What a training gives is not. Its
 tolerance (4: in the unit of the text, 10%: of the value, x2: a factor) comes from runs under other
-instruction sets (`make portable-avx2`, `make portable-oldest`) and seeds (`put --seed`). What a
-clock gives is never wrong, only reported, and so is a verdict that rests on a clock. `make book`
-renders what the run gave; `make test` checks it.
+instruction sets (`make portable-avx2`, `make portable-oldest`) and seeds. What a clock gives is
+never wrong, only reported, and so is a verdict that rests on a clock. `make book` renders what the
+run gave; `make test` checks it.
 """
 
 import argparse
@@ -66,11 +64,6 @@ for _figure in FIGURES:
     except Exception as _error:
         _texts.append(f"{type(_error).__name__}: {_error}")
 get_ipython().display_pub.publish({MIME: _texts})"""
-# Another seed for the whole notebook, to see how far what is trained goes.
-SHIFT_SEEDS = """\
-import torch
-_seeded = torch.manual_seed
-torch.manual_seed = lambda seed: _seeded(seed + {shift})"""
 
 
 class Figure(NamedTuple):
@@ -131,14 +124,9 @@ def text_of(cell: dict) -> str:
     return "".join(cell["source"])
 
 
-def with_figures(notebook: dict, shift: int = 0) -> dict:
-    """The notebook with a cell for each text that has figures, after it or at the end.
-
-    shift: is added to every seed of the notebook.
-    """
+def with_figures(notebook: dict) -> dict:
+    """The notebook with a cell for each text that has figures, after it or at the end."""
     cells, last = [], []
-    if shift:
-        cells.append(evaluating("shifted-seeds", SHIFT_SEEDS.format(shift=shift)))
     for cell in notebook["cells"]:
         cells.append(cell)
         figures = figures_of(cell)
@@ -264,27 +252,6 @@ def summary(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def spread(folders: list[Path]) -> str:
-    """A line for each figure that differs among compared runs."""
-    runs: dict[tuple, list[dict]] = {}
-    for folder in folders:
-        for row in json.loads((folder / REPORT).read_text(encoding="utf-8")):
-            key = row["chapter"], row["cell"], row["expression"]
-            runs.setdefault(key, []).append(row)
-    lines = []
-    for (chapter, cell, expression), rows in runs.items():
-        values = [row["run"] for row in rows]
-        if len(set(values)) > 1:
-            first = rows[0]
-            mark = "out of bounds" if any(is_wrong(row) for row in rows) else "in bounds"
-            kind = f"{first['kind']} {first['bound']}".strip()
-            lines.append(
-                f"{chapter}, {cell}: {first['says']} [{kind}, {mark}] {' | '.join(values)}"
-                f"  ({expression})"
-            )
-    return "\n".join(lines)
-
-
 def read(file: Path) -> dict:
     """The notebook in a file."""
     return json.loads(file.read_text(encoding="utf-8"))
@@ -321,20 +288,17 @@ def compare(folder: Path, to: Path | None, left_out: list[str]) -> None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("act", choices=("put", "compare", "check", "write", "readers", "spread"))
+    parser.add_argument("act", choices=("put", "compare", "check", "write", "readers"))
     parser.add_argument("folders", type=Path, nargs="+")
-    parser.add_argument("--seed", type=int, default=0, help="with put: is added to every seed")
     parser.add_argument("--left-out", nargs="*", default=[], help="with compare: were not run")
     asked = parser.parse_args()
     folder, *more = asked.folders
     if asked.act == "put":
         for file in sorted(folder.glob("*.ipynb")):
-            store(file, with_figures(read(file), asked.seed))
+            store(file, with_figures(read(file)))
     elif asked.act == "readers":
         for file in sorted(folder.glob("*.ipynb")):
             store(file, for_readers(read(file)))
-    elif asked.act == "spread":
-        print(spread([folder.parent for folder in asked.folders]))
     elif asked.act == "check":
         rows = json.loads((folder.parent / REPORT).read_text(encoding="utf-8"))
         wrong = [line(row) for row in rows if is_wrong(row)]

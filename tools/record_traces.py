@@ -25,7 +25,7 @@ from tqdm import tqdm
 from memlab import Recipe, models
 from memlab.evidence.grid import grid_runs
 from memlab.gpus import ANY_CARD, find_gpu
-from memlab.libraries import installed
+from memlab.libraries import installed, write_whole
 from memlab.panels.moments import largest_moments
 from memlab.planner.space import NF4
 from memlab.predict.shipped import FOLDER, NO_TRACE, Shipped, file_of, split_key
@@ -174,13 +174,10 @@ def write(lines: dict[str, str]) -> None:
     for key, line in lines.items():
         structure, rest = split_key(key)
         by_structure.setdefault(structure, {})[rest] = line
-    FOLDER.mkdir(exist_ok=True)
     for structure, found in by_structure.items():
         kept = joined(shipped.lines(structure), found)
         text = "\n".join(itertools.chain.from_iterable(sorted(kept.items())))
-        new = FOLDER / "new"
-        new.write_bytes(lzma.compress(text.encode(), preset=6))
-        new.replace(FOLDER / file_of(structure))
+        write_whole(FOLDER / file_of(structure), lzma.compress(text.encode(), preset=6))
 
 
 def stamp() -> None:

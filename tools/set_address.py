@@ -11,7 +11,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ADDRESS = re.compile(r"https://github\.com/([\w.-]+/[\w.-]+?)(?:\.git)?/?")
-LEFT_ALONE = ("_build/", ".book/", ".venv/", ".git/", "vendor/")
 
 
 def configured(root=ROOT):
@@ -22,14 +21,10 @@ def configured(root=ROOT):
 
 
 def files(root):
-    """Tracked and new files; without git, every file below the root."""
+    """Tracked and new files."""
     command = ["git", "-C", str(root), "ls-files", "--cached", "--others", "--exclude-standard"]
-    try:
-        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        names = listed.splitlines()
-    except (OSError, subprocess.CalledProcessError):
-        names = [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()]
-    return [name for name in names if not name.startswith(LEFT_ALONE)]
+    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [name for name in names if not name.startswith("vendor/")]
 
 
 def rewrite(url, root=ROOT):

@@ -23,7 +23,6 @@ import math
 import os
 import sys
 import threading
-import time
 import weakref
 from dataclasses import replace
 from unittest import mock
@@ -31,14 +30,13 @@ from unittest import mock
 import torch
 from torch._C import _functorch as functorch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.attention import flex_attention
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memlab import SimulatedGPU
 from memlab.card.autocast import AUTOCAST
 from memlab.card.cuda_api import cuda_answers
-from memlab.evidence.worker import Worker, work
+from memlab.evidence import worker
 from memlab.gpus import find_gpu
 from memlab.libraries import import_bitsandbytes
 from memlab.trace.card_memory import CardMemory
@@ -371,28 +369,6 @@ def moves(card) -> dict:
     }
 
 
-class Event:
-    """A moment on this machine's clock."""
-
-    def __init__(self, *args, **kwargs):
-        self._seconds = None
-
-    def record(self, stream=None) -> None:
-        self._seconds = time.perf_counter()
-
-    def elapsed_time(self, other) -> float:
-        return (other._seconds - self._seconds) * 1e3
-
-    def wait(self, stream=None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-
 def storages(card):
     """How a storage is copied, and what a file says of its place."""
     clone = torch.UntypedStorage.clone
@@ -433,21 +409,6 @@ def autograd(card):
     yield profile, {"__init__": profiles_the_cpu}
 
 
-def compiled(card):
-    """What PyTorch itself compiles runs as the CPU's: the compiler would trace the modes."""
-    plain = flex_attention.flex_attention
-
-    def attention(query, *args, **kwargs):
-        with _disable_current_modes(), _pop_mode_temporarily(), card.kernel():
-            out = plain(query, *args, **kwargs)
-        if card.holds(query):
-            for tensor in tensors_of([out]):
-                card.take(tensor.untyped_storage())
-        return out
-
-    yield flex_attention, {"flex_attention": attention}
-
-
 def simulations(to_and_fro):
     """A `SimulatedGPU` finds PyTorch's own moves."""
     enter, leave = SimulatedGPU.__enter__, SimulatedGPU.__exit__
@@ -481,12 +442,11 @@ def stand_in(name: str):
             (torch.Tensor, attributes(card)),
             *storages(card),
             *autograd(card),
-            *compiled(card),
             *((target, {name: value}) for target, name, value in AUTOCAST),
             *simulations(to_and_fro),
             # What a simulation refuses, and the CPU has.
             (torch, {"compile": compiles}),
-            (torch.cuda, {"Event": Event, "_is_in_bad_fork": card.is_forked}),
+            (torch.cuda, {"_is_in_bad_fork": card.is_forked}),
             (torch.cuda, {"default_generators": (torch.default_generator,)}),
         ):
             for attribute, value in names.items():
@@ -505,6 +465,6 @@ if __name__ == "__main__":  # as a notebook's kernel: the card's name, then what
 
     named = sys.argv.pop(1)
     # `memlab record` measures in processes of its own, which stand on this card, too.
-    Worker.command = [sys.executable, __file__, named, "worker"]
+    worker.COMMAND = [sys.executable, __file__, named, "worker"]
     with stand_in(named):
-        work() if sys.argv[1:] == ["worker"] else launch_new_instance()
+        worker.work() if sys.argv[1:] == ["worker"] else launch_new_instance()

@@ -18,15 +18,10 @@ import torch
 from tqdm import tqdm
 
 from memlab import Recipe, find_gpu, models
-from memlab.card.kernels.sdpa import model_routes
-from memlab.panels.packed_tables import is_kept
+from memlab.panels.packed_tables import has_traces
 from memlab.planner.space import HALF, NF4, attention_of
 from memlab.predict.fit import verdict
 from memlab.predict.simulate import sized_log
-from memlab.predict.traces import lru_get
-from memlab.spec.recipe import COMPUTED_IN
-from memlab.trace.log import Log
-from memlab.workloads.quantized import COMPUTE_DTYPES
 
 ROOT = Path(__file__).parent.parent
 FILE, PAGE = ROOT / "tests" / "what_fits.json", ROOT / "chapters" / "what-fits.md"
@@ -36,7 +31,6 @@ LORA = {"lora_rank": 16}
 WAYS = {"full": {}, "LoRA": LORA | HALF, "QLoRA": LORA | NF4}
 # At least: of full training in fp32 with gradients and AdamW, else of the base alone.
 BYTES_PER_WEIGHT = {"full": 16, "LoRA": 2, "QLoRA": 0.5}
-LOGS: dict[tuple, Log] = {}
 NAMES = [name for name in models.MODELS if not name.endswith("-tiny")]
 
 
@@ -67,7 +61,7 @@ def answer(model: str, way: str, gpu: str) -> str:
         return f"does not fit: at least {least / 2**30:.1f} GiB"
     try:
         recipe = recipe_of(model, way, gpu)
-        said = verdict(recipe, log_of(recipe, gpu), card)
+        said = verdict(recipe, sized_log(recipe, card), card)
     except ValueError as error:
         return f"refused: {error}"
     return f"{'fits' if said.fits else 'does not fit'}: {said.needed / 2**30:.1f} GiB"
@@ -80,19 +74,9 @@ def weights(model: str) -> int:
         return models.build(model).num_parameters()
 
 
-def log_of(recipe: Recipe, gpu: str) -> Log:
-    """What a recipe does on a card, run once for the cards whose attention takes the same kernels.
-
-    What else differs between them, the workspace of cuBLAS, is at most 24 MiB.
-    """
-    card, half = find_gpu(gpu), COMPUTE_DTYPES[COMPUTED_IN[recipe.precision]]
-    key = recipe, model_routes(half, True, card.capability)
-    return lru_get(LOGS, key, lambda: sized_log(recipe, card), len(CARDS))
-
-
 def is_slow(model: str) -> bool:
     """Whether a model has no trace that came with memlab."""
-    return not is_kept(recipe_of(model, "QLoRA", "A100-80GB"), find_gpu("A100-80GB"))
+    return not has_traces(recipe_of(model, "QLoRA", "A100-80GB"), find_gpu("A100-80GB"))
 
 
 def answers(model: str) -> dict[str, dict[str, str]]:

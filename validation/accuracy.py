@@ -7,11 +7,6 @@ transformers, peft or bitsandbytes, and where a change of memlab changes a figur
 prints the median errors of bytes and of seconds by file, before and after, so that no constant is
 changed for the sake of one card.
 
-    PYTHONPATH=older-peft/src python -m validation.accuracy --release published-peft-l40s.json
-
-fills `at_release`, the prediction with a library's release of the runs, where that differs. For
-PEFT's comparison it is commit 6a832dec2 of huggingface/peft.
-
 Columns of the file:
 
 - file, run, device: where a run stands, its name there, and the card as its driver names it;
@@ -23,7 +18,9 @@ Columns of the file:
 - low, high: the range that was predicted for seconds. The reserved bytes of 4-bit bases that
   transformers 5.0 loaded by threads have one, too, which is archived and not made anew: until
   November 2026 `memlab.evidence.load_orders` replayed each of these runs in thirteen orders of
-  loading, those of a moved model, of today's `from_pretrained` and eleven that were drawn.
+  loading, those of a moved model, of today's `from_pretrained` and eleven that were drawn;
+- at_release: the prediction with a library's release of the runs, where that differs, archived as
+  well: of two runs of PEFT's comparison, with commit 6a832dec2 of huggingface/peft.
 """
 
 import csv
@@ -143,11 +140,8 @@ def group_of(run: Record) -> dict[str, str]:
     }
 
 
-def joined(before: dict[str, str], row: dict, release: bool) -> dict:
+def joined(before: dict[str, str], row: dict) -> dict:
     """A new row with what is kept beside it: an archived range, or the other release's value."""
-    if release:
-        value = str(row.get("predicted", ""))
-        return before | {"at_release": value if value != before["predicted"] else ""}
     kept = ("at_release",) if row["figure"] == "seconds" else ("at_release", "low", "high")
     return {name: before.get(name) for name in kept} | row
 
@@ -160,7 +154,7 @@ def errors(rows: dict) -> pd.Series:
     return frame.groupby(["file", "kind"])["error"].median()
 
 
-def main(names: list[str], release: bool = False) -> None:
+def main(names: list[str]) -> None:
     kept, before = kept_rows(), errors(kept_rows())
     for name, path in files().items():
         if name not in (names or [name]):
@@ -169,7 +163,7 @@ def main(names: list[str], release: bool = False) -> None:
         for run in tqdm(load(path), path.stem):
             for row in rows_of(name, run):
                 key = name, run.name, row["figure"]
-                kept[key] = joined(old.get(key, {}), row, release)
+                kept[key] = joined(old.get(key, {}), row)
         write(kept)  # a file that is finished is kept, whatever comes
     table = pd.DataFrame({"before": before, "now": errors(kept)})
     print(table.to_string(float_format="{:+.2%}".format))
@@ -183,5 +177,4 @@ def write(rows: dict) -> None:
 
 
 if __name__ == "__main__":
-    named = sys.argv[1:]
-    main([name for name in named if name != "--release"], "--release" in named)
+    main(sys.argv[1:])

@@ -16,7 +16,6 @@ The verdict is a figure of the text like any other: `make book` compares it with
 import json
 import re
 from dataclasses import dataclass
-from functools import cache
 from html import unescape
 from importlib import resources
 from typing import Any
@@ -30,6 +29,21 @@ FOLD = re.compile(
     re.DOTALL,
 )
 SPAN = re.compile(r"</?span[^>]*>")
+
+_DATA = json.loads(resources.files("memlab.data").joinpath("claims.json").read_text("utf8"))
+# letter -> {"title", "form"} of every source; its statements' ids begin with the letter.
+SOURCES: dict[str, dict[str, str]] = _DATA["sources"]
+# id -> {"says", "topic", "source"} of every statement, in the order of the sources. "clock" or
+# "gpu_clock", where it stands: which measured time decides, everywhere or where there is a GPU, so
+# that another machine may reach another verdict.
+CLAIMS: dict[str, dict[str, Any]] = {
+    claim["id"]: claim | {"source": SOURCES[claim["id"][0]]["title"]} for claim in _DATA["claims"]
+}
+# id -> {"says", "source"} of every subject that a source only names.
+SUBJECTS: dict[str, dict[str, str]] = {
+    subject["id"]: subject | {"source": SOURCES[subject["source"]]["title"]}
+    for subject in _DATA["named"]
+}
 
 
 @dataclass(frozen=True)
@@ -48,12 +62,12 @@ class Verdict:
 
 def verdicts(text: str) -> list[Verdict]:
     """The verdicts of a piece of Markdown, in their order."""
-    found = []
+    statements = []
     for id, says, source, word, because in FOLD.findall(text):
         word = SPAN.sub("", word).strip(" ".join(MARKS.values()))
         why = " ".join(SPAN.sub("", because).split())
-        found.append(Verdict(id, unescape(says), unescape(source), word, why))
-    return found
+        statements.append(Verdict(id, unescape(says), unescape(source), word, why))
+    return statements
 
 
 def verdict(id: str, holds: bool | None, condition: bool = False) -> str:
@@ -64,8 +78,8 @@ def verdict(id: str, holds: bool | None, condition: bool = False) -> str:
 
     Raises ValueError for an unknown id.
     """
-    if id not in all_claims():
-        raise ValueError(f"no claim has the id {id!r}: allowed are {', '.join(all_claims())}")
+    if id not in CLAIMS:
+        raise ValueError(f"no claim has the id {id!r}: allowed are {', '.join(CLAIMS)}")
     if holds is None:
         word = WORDS[3]
     else:
@@ -77,37 +91,5 @@ def rests_on_a_clock(id: str) -> bool:
     """Whether seconds measured on this machine decide a statement: another may decide otherwise."""
     import torch
 
-    claim = all_claims()[id]
+    claim = CLAIMS[id]
     return "clock" in claim or ("gpu_clock" in claim and torch.cuda.is_available())
-
-
-@cache
-def _data() -> dict[str, Any]:
-    text = resources.files("memlab.data").joinpath("claims.json").read_text(encoding="utf8")
-    return json.loads(text)
-
-
-def sources() -> dict[str, dict[str, str]]:
-    """letter -> {"title", "form"} of every source; its statements' ids begin with the letter."""
-    return _data()["sources"]
-
-
-@cache
-def all_claims() -> dict[str, dict[str, Any]]:
-    """id -> {"says", "topic", "source"} of every statement, in the order of the sources.
-
-    "clock" or "gpu_clock", where it stands: which measured time decides, everywhere or where there
-    is a GPU, so that another machine may reach another verdict.
-    """
-    return {
-        claim["id"]: claim | {"source": sources()[claim["id"][0]]["title"]}
-        for claim in _data()["claims"]
-    }
-
-
-@cache
-def all_named() -> dict[str, dict[str, str]]:
-    """id -> {"says", "source"} of every subject that a source only names."""
-    return {
-        one["id"]: one | {"source": sources()[one["source"]]["title"]} for one in _data()["named"]
-    }

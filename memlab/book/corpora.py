@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from memlab.fields import integer_from, one_of
+
 # The libraries of texts are imported where they are used: most chapters want a small config only.
 if TYPE_CHECKING:
     import datasets
@@ -49,14 +51,12 @@ def docstrings(
     package that is not installed.
     """
     packages = [packages] if isinstance(packages, str) else list(packages)
-    if not packages:
-        raise ValueError("packages is empty: allowed are names of installed packages")
-    found: dict[str, str] = {}
+    package_of: dict[str, str] = {}
     for package in packages:
         for path in _python_files(package):
             for text in _DOCSTRING.findall(path.read_text(encoding="utf-8", errors="replace")):
-                found.setdefault(inspect.cleandoc(text), package)
-    return _dataset(found, packages, split, min_words)
+                package_of.setdefault(inspect.cleandoc(text), package)
+    return _dataset(package_of, packages, split, min_words)
 
 
 def pages() -> datasets.Dataset:
@@ -84,8 +84,7 @@ def _python_files(package: str) -> list[Path]:
 def _dataset(
     label_of: dict[str, str], names: list[str], split: str, min_words: int
 ) -> datasets.Dataset:
-    if split not in SPLITS:
-        raise ValueError(f"split is {split!r}: allowed are {', '.join(SPLITS)}")
+    one_of("split", split, SPLITS)
     texts = [t for t in label_of if len(t.split()) >= min_words and split in ("all", split_of(t))]
     if not texts:
         raise ValueError(f"no text of {min_words} words or more in split {split!r}: allow shorter")
@@ -113,20 +112,12 @@ def tokenizer(
     unknown, `text<|endoftext|>`. Both pad, and have at most vocab_size entries, fewer when the
     texts have no more pieces. The same texts give the same tokenizer.
 
-    Raises ValueError for texts that are none or blank, and a vocabulary below 512.
+    Raises ValueError for a vocabulary below 512.
     """
-    texts = _checked(texts)
-    whole = isinstance(vocab_size, int) and not isinstance(vocab_size, bool)
-    if not whole or vocab_size < SMALLEST_VOCABULARY:
-        allowed = f"whole numbers from {SMALLEST_VOCABULARY}"
-        raise ValueError(f"vocab_size is {vocab_size!r}: allowed are {allowed}")
-    if kind not in ("wordpiece", "bpe"):
-        raise ValueError(f"kind is {kind!r}: allowed are wordpiece, bpe")
-    return (
-        _train_wordpiece(texts, vocab_size)
-        if kind == "wordpiece"
-        else _train_bpe(texts, vocab_size)
-    )
+    integer_from(SMALLEST_VOCABULARY)("vocab_size", vocab_size)
+    one_of("kind", kind, ("wordpiece", "bpe"))
+    train = _train_wordpiece if kind == "wordpiece" else _train_bpe
+    return train(list(texts), vocab_size)
 
 
 def _train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -219,25 +210,12 @@ def language_model_blocks(
     """All texts in one stream of tokens, cut into blocks: input_ids and labels, `length` ids each.
 
     The labels are the ids themselves (transformers shifts them); a rest shorter than a block is
-    dropped. Raises ValueError for blank texts and when there is not one whole block.
+    dropped. Raises ValueError when there is not one whole block.
     """
     import datasets
 
-    encoded = tokenizer(_checked(texts), truncation=False, padding=False)["input_ids"]
+    encoded = tokenizer(list(texts), truncation=False, padding=False)["input_ids"]
     stream = np.fromiter(itertools.chain.from_iterable(encoded), dtype=np.int64)
-    if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= len(stream):
-        raise ValueError(f"length is {length!r}: allowed are whole numbers from 1 to {len(stream)}")
+    integer_from(1, len(stream))("length", length)
     blocks = list(stream[: len(stream) // length * length].reshape(-1, length))
     return datasets.Dataset.from_dict({"input_ids": blocks, "labels": blocks})
-
-
-def _checked(texts: Iterable[str]) -> list[str]:
-    if isinstance(texts, str):
-        raise ValueError("texts is one text: allowed is a list of texts")
-    texts = list(texts)
-    if not texts:
-        raise ValueError("texts is empty: allowed is a list of one text or more")
-    for i, text in enumerate(texts):
-        if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"text {i} is {text!r}: allowed are texts with at least one word")
-    return texts

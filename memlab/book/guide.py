@@ -29,16 +29,17 @@ def guide_runs(*names: str) -> pd.DataFrame:
     rows = {}
     for name in names:
         figures, asked = printed[name].figures, Recipe(**printed[name].recipe)
-        found, samples = simulate(asked, "V100"), asked.batch_size * asked.accumulation
-        memory, used = found.peak_reserved + figures["context_bytes"], figures["device_used_bytes"]
-        took, rate, time = figures["run_seconds"], figures["samples_per_second"], found.step_seconds
+        footprint, samples = simulate(asked, "V100"), asked.batch_size * asked.accumulation
+        memory = footprint.peak_reserved + figures["context_bytes"]
+        used, time = figures["device_used_bytes"], footprint.step_seconds
+        took, rate = figures["run_seconds"], figures["samples_per_second"]
         rows[name] = {"simulated": memory, "published": used, "ratio": memory / used}
         rows[name] |= {"s": took, "samples/s": rate}
         rows[name] |= {"consistent": abs(SEQUENCES / took - rate) < 0.02}
-        rows[name] |= {"footprint": found, "rate": found.samples_per_second}
+        rows[name] |= {"footprint": footprint, "rate": footprint.samples_per_second}
         ends = {"low": time.low, "high": time.high}
         rows[name] |= {end: SEQUENCES / samples * each for end, each in ends.items()}
-        rows[name] |= zip(("said", "in time"), estimated_run(printed[name], found), strict=True)
+        rows[name] |= zip(("said", "in time"), estimated_run(printed[name], footprint), strict=True)
     return pd.DataFrame.from_dict(rows, orient="index")
 
 

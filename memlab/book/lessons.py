@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -123,18 +122,14 @@ def estimated_run(run: Record, footprint: Footprint) -> tuple[str, bool]:
     """
     time, figures = footprint.step_seconds, run.figures
     steps = figures["run_seconds"] * figures["samples_per_second"] / time.samples
-    low, expected, high = (steps * one for one in (time.low, time.expected, time.high))
+    low, expected, high = (steps * bound for bound in (time.low, time.expected, time.high))
     printed = figures["run_seconds"]
     guess = f"{expected:.0f} ({low:.0f} to {high:.0f}, by what kernels reach on that card)"
-    said = f"the printed {printed:.0f} s, not measured again, are estimated at {guess}"
-    return said, low <= printed <= high
+    sentence = f"the printed {printed:.0f} s, not measured again, are estimated at {guess}"
+    return sentence, low <= printed <= high
 
 
-def in_turns(
-    runs: Mapping[str, Callable[[], object]],
-    rounds: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> pd.DataFrame:
+def in_turns(runs: Mapping[str, Callable[[], object]], rounds: int) -> pd.DataFrame:
     """Seconds of each run (a column) in each round (a row); a slow moment meets all of them."""
     turns = Progress(range(rounds))
-    return pd.DataFrame([{n: seconds(run, clock=clock) for n, run in runs.items()} for _ in turns])
+    return pd.DataFrame([{name: seconds(run) for name, run in runs.items()} for _ in turns])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
@@ -18,7 +17,6 @@ from memlab.gpus import find_gpu
 from memlab.units import MiB
 
 if TYPE_CHECKING:
-    from IPython.display import SVG
     from matplotlib.figure import Figure
     from matplotlib.typing import RcKeyType
     from pandas.io.formats.style import Styler
@@ -47,17 +45,6 @@ STYLE: dict[RcKeyType, Any] = {
 }
 
 
-def vector(fig: Figure) -> SVG:
-    """The picture of a figure for a page, which a screen of any size shows sharp."""
-    from IPython.display import SVG
-
-    picture = io.StringIO()
-    with mpl.rc_context({"svg.hashsalt": "memlab"}):  # the same drawing is the same file
-        fig.savefig(picture, format="svg", metadata={"Date": None})
-    plt.close(fig)
-    return SVG(picture.getvalue())
-
-
 def figure(width: float = 7.0, height: float = 3.2, **subplots: Any) -> tuple[Figure, Any]:
     """`plt.subplots` in the book's style: returns (figure, axes)."""
     mpl.rcParams.update(STYLE)
@@ -67,13 +54,9 @@ def figure(width: float = 7.0, height: float = 3.2, **subplots: Any) -> tuple[Fi
     return plt.subplots(**look, **subplots)
 
 
-@overload
-def error(predicted: float, found: float) -> float: ...
-@overload
-def error(predicted: pd.Series, found: pd.Series | float) -> pd.Series: ...
-def error(predicted: Any, found: Any) -> Any:
-    """Predicted over found, less one: below zero where the prediction falls short."""
-    return predicted / found - 1
+def error(predicted: Any, measured: Any) -> Any:
+    """Predicted over measured, less one: below zero where the prediction falls short."""
+    return predicted / measured - 1
 
 
 def between(low: float, high: float) -> str:
@@ -87,22 +70,16 @@ def ratio_between(ratio: float) -> str:
     return between(ratio / ANCHORED, ratio * ANCHORED)
 
 
-def compare(
-    rows: Mapping[str, Footprint | Measurement], against: str | None = None
-) -> pd.DataFrame:
+def compare(rows: Mapping[str, Footprint | Measurement]) -> pd.DataFrame:
     """Runs side by side, a row each, in MiB.
 
     rows: by their labels.
-    against: the label that the last columns relate the others to: `ratio`, and `error` for a
-        prediction set against what was measured.
 
     Returns a DataFrame whose figures are numbers in MiB (2**20 bytes).
     """
-    from memlab.predict.measure import Measurement
-
     table = {}
     for label, run in rows.items():
-        footprint = run.footprint if isinstance(run, Measurement) else run
+        footprint = _footprint(run)
         row: dict[str, float | str] = {"peak": footprint.peak_allocated / MiB}
         if footprint.peak_reserved is not None:
             row["reserved"] = footprint.peak_reserved / MiB
@@ -111,16 +88,11 @@ def compare(
         row["peak in"] = footprint.peak_phase
         if footprint.step_time:
             row["ms a step, estimated"] = footprint.step_time.expected * 1e3
-        if isinstance(run, Measurement):
+        if not isinstance(run, Footprint):
             row["ms a step"] = run.step_seconds["median"] * 1e3
             row["samples/s"] = run.samples_per_second
         table[label] = row
-    frame = pd.DataFrame.from_dict(table, orient="index")
-    if against is not None:
-        if against not in rows:
-            raise ValueError(f"against is {against!r}: allowed are {', '.join(rows)}")
-        frame.insert(1, f"error against {against}", error(frame["peak"], frame["peak"][against]))
-    return frame
+    return pd.DataFrame.from_dict(table, orient="index")
 
 
 def _footprint(run: Footprint | Measurement) -> Footprint:
@@ -136,23 +108,21 @@ def table(frame: pd.DataFrame, caption: str = "") -> Styler:
     formats = {}
     for column in frame.columns:
         if frame[column].dtype.kind == "f":
-            found = (style for name, style in kinds.items() if str(column).startswith(name))
-            formats[column] = next(found, "{:,.1f}")
+            styles = (style for name, style in kinds.items() if str(column).startswith(name))
+            formats[column] = next(styles, "{:,.1f}")
         elif frame[column].dtype.kind == "i":
             formats[column] = "{:,}"
     styled = frame.style.format(formats, na_rep="—")
     return styled.set_caption(caption) if caption else styled
 
 
-def signed(share: float, digits: int = 2) -> str:
+def signed(share: float) -> str:
     """An error in per cent, without a sign where it rounds to nothing."""
-    text = f"{share:+.{digits}%}"
-    return text[1:] if text[1:] == f"{0:.{digits}%}" else text
+    text = f"{share:+.2%}"
+    return text[1:] if text[1:] == "0.00%" else text
 
 
-def bars(
-    rows: Mapping[str, Footprint | Measurement], limit: str | int | None = None, title: str = ""
-) -> Figure:
+def bars(rows: Mapping[str, Footprint | Measurement], limit: str | int | None = None) -> Figure:
     """Stacked horizontal bars of the peaks by category, one bar per run, in GiB.
 
     rows: by their labels. A Footprint's estimated seconds per step, where it has
@@ -170,9 +140,9 @@ def bars(
             left += values
     times = {y: f.step_time for y, f in enumerate(footprints.values()) if f.step_time}
     for y, time in times.items():
-        beside = ax.get_yaxis_transform()
-        said = f"{between(time.low, time.high)} s"
-        ax.text(1.01, y, said, va="center", transform=beside)
+        yaxis_transform = ax.get_yaxis_transform()
+        seconds = f"{between(time.low, time.high)} s"
+        ax.text(1.01, y, seconds, va="center", transform=yaxis_transform)
     if times:
         ax.text(1.01, 1, "a step,\nestimated", va="bottom", transform=ax.transAxes)
     card = find_gpu(limit) if limit else None
@@ -190,12 +160,11 @@ def bars(
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
     ax.set(xlabel="GiB", xlim=(0, right * (1.2 if times else 1.12)))
-    ax.set_title(title, loc="left")
     fig.legend(loc="outside lower center", ncols=5)
     return fig
 
 
-def timeline(footprint: Footprint, title: str = "") -> Figure:
+def timeline(footprint: Footprint) -> Figure:
     """Memory over one step, by category, with the phases shaded; time counts events."""
     line = footprint.timeline
     assert line is not None, "of a step that was traced"
@@ -215,6 +184,5 @@ def timeline(footprint: Footprint, title: str = "") -> Figure:
                 phase, ((start + end) / 2, 1.01), xycoords=("data", "axes fraction"), ha="center"
             )
     ax.set(xlabel="events: a tensor is born or dies", ylabel="GiB", xlim=(0, len(line.phases)))
-    ax.set_title(title, pad=18)
     fig.legend(loc="outside lower center", ncols=4)
     return fig

@@ -14,6 +14,7 @@ from typing import Any
 from memlab.cli import measure, plan, record, report, run, serve, simulate
 from memlab.cli.options import Parser
 from memlab.cli.verdict import is_out_of_memory
+from memlab.libraries import first_line
 
 COMMANDS = (plan, simulate, serve, run, measure, record, report)
 
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         result = options.run(options)
     except (ValueError, OSError) as error:
-        print(f"memlab: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"memlab: {first_line(error)}", file=sys.stderr)
         return 2
     except RuntimeError as error:
         if not is_out_of_memory(error):
@@ -50,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"memlab: interrupted; {str(interrupt) or 'nothing was written'}", file=sys.stderr)
         return 130
     status = result.get("status", 1 if result.get("failed") else 0)
-    return _shown(json.dumps(result, indent=2) if options.json else result["text"]) or status
+    text = result.pop("text", "")
+    return _shown(json.dumps(result, indent=2) if options.json else text) or status
 
 
 def _shown(text: str) -> int:
@@ -76,11 +78,11 @@ def _skip_last_collection() -> None:
 
 def parser() -> argparse.ArgumentParser:
     """All commands with their options."""
-    whole = Parser(prog="memlab", description="The GPU memory of training a transformer.")
+    root = Parser(prog="memlab", description="The GPU memory of training a transformer.")
     version = f"memlab {importlib.metadata.version('gpu-memory-lab')}"
-    whole.add_argument("--version", action="version", version=version)
+    root.add_argument("--version", action="version", version=version)
     names = " | ".join(module.__name__.rpartition(".")[2] for module in COMMANDS)
-    commands = whole.add_subparsers(required=True, metavar=names)
+    commands = root.add_subparsers(required=True, metavar=names)
 
     def command(
         name: str,
@@ -94,4 +96,4 @@ def parser() -> argparse.ArgumentParser:
 
     for module in COMMANDS:
         module.add_to(command)
-    return whole
+    return root

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from memlab.cli.options import Commands, count, options_of, recipe_of, result_of
+from memlab.cli.options import Commands, count, options_of, recipe_of
 from memlab.spec.recipe import Recipe
 
 
@@ -19,6 +19,5 @@ def run(options: Namespace) -> dict:
 
     recipe = recipe_of(options)
     measurement = measure(recipe, options.device, options.steps)
-    return result_of(
-        options, recipe, measurement.as_dict() | {"recipe": recipe.as_dict()}, measurement
-    )
+    values = measurement.as_dict() | {"recipe": recipe.as_dict()}
+    return values if options.json else {"text": f"{recipe}\n{measurement}"}

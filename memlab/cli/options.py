@@ -1,24 +1,17 @@
 """Options and results that several commands have."""
 
-from __future__ import annotations
-
 import argparse
-import contextlib
 import dataclasses
 import json
-import os
 import re
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import Any, NoReturn
 
 from memlab.card.links import LINKS
 from memlab.fields import described
 from memlab.gpus import GPUS, find_gpu, gpu_of_device
 from memlab.spec.recipe import Recipe
-
-if TYPE_CHECKING:
-    from memlab.spec.serving import Serving
 
 LINK = f"between ranks: {', '.join(LINKS)}"
 SIZES = "a size such as 22GiB or 24GB, or a number of bytes"
@@ -51,12 +44,12 @@ def card(text: str) -> str | int:
     How a size was read, where that is not plain, stands on standard error.
     """
     try:
-        found = find_gpu(text)
+        gpu = find_gpu(text)
     except ValueError:
         return text
-    if found.name not in GPUS and "(" in found.name:
-        print(f"memlab: --gpu {text} is {found.name}", file=sys.stderr)
-    return int(text) if text.isdigit() and found.name not in GPUS else text
+    if gpu.name not in GPUS and "(" in gpu.name:
+        print(f"memlab: --gpu {text} is {gpu.name}", file=sys.stderr)
+    return int(text) if text.isdigit() and gpu.name not in GPUS else text
 
 
 def anchored_by(file: str | None, gpu: str | int | None) -> tuple[Any, str]:
@@ -67,9 +60,9 @@ def anchored_by(file: str | None, gpu: str | int | None) -> tuple[Any, str]:
 
     try:
         with open(file, encoding="utf-8") as opened:
-            said = json.load(opened)
-        recipe, seconds = Recipe(**said["recipe"]), said["step_seconds"]["median"]
-        device = said["device"]
+            values = json.load(opened)
+        recipe, seconds = Recipe(**values["recipe"]), values["step_seconds"]["median"]
+        device = values["device"]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{file} is not what `memlab measure --json` prints: {error!r}") from None
     if not isinstance(gpu, str) or gpu_of_device(device) != find_gpu(gpu):
@@ -88,24 +81,6 @@ def count(text: str) -> int:
     return int(text.replace(",", ""))
 
 
-def write(path: str, text: str, over: bool = False) -> None:
-    """Write a text file whole or not at all: where there is no room, no empty file is left.
-
-    Raises FileExistsError for a file that is there, unless `over`.
-    """
-    if os.path.exists(path) and not over:
-        raise FileExistsError(f"{path} is there already")
-    part = f"{path}.part"
-    try:
-        with open(part, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(part, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
-        raise
-
-
 def minutes(text: str) -> float:
     """A time limit."""
     try:
@@ -117,7 +92,7 @@ def minutes(text: str) -> float:
     return limit
 
 
-def options_of(kind: type[Recipe] | type[Serving]) -> Parser:
+def options_of(kind: type[Any]) -> Parser:
     """The options of a `Recipe` or a `Serving`, made from its fields."""
     parser = Parser(add_help=False)
     group = parser.add_argument_group(kind.__name__.lower())
@@ -137,36 +112,22 @@ def _add_model(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) ->
 
 
 def _add_field(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> None:
-    said, default = field.metadata, field.default
-    name, text = field.name, described(said)
+    metadata, default = field.metadata, field.default
+    name, text = field.name, described(metadata)
     if default is True:
-        name, text = said["off"]
+        name, text = metadata["off"]
     option = f"--{name.replace('_', '-')}"
     if isinstance(default, bool):
         action = "store_false" if default else "store_true"
         group.add_argument(option, dest=field.name, action=action, help=text)
-    elif said["bare"]:
-        group.add_argument(option, nargs="?", const=said["bare"], default=default, help=text)
+    elif metadata["bare"]:
+        group.add_argument(option, nargs="?", const=metadata["bare"], default=default, help=text)
     else:
         kinds: dict[type, Callable[[str], Any]] = {int: count, float: float}
         kind = kinds.get(type(default), str)
         group.add_argument(option, type=kind, default=default, help=text)
 
 
-def result_of(
-    options: argparse.Namespace, recipe: Recipe | Serving, values: dict[str, Any], shown: object
-) -> dict[str, Any]:
-    """What a command gives: values for JSON, or text."""
-    return values if options.json else {"text": f"{recipe}\n{shown}"}
-
-
-@overload
-def recipe_of(options: argparse.Namespace, kind: type[Recipe] = ...) -> Recipe: ...
-@overload
-def recipe_of(options: argparse.Namespace, kind: type[Serving]) -> Serving: ...
-def recipe_of(
-    options: argparse.Namespace, kind: type[Recipe] | type[Serving] = Recipe
-) -> Recipe | Serving:
-    """The recipe or the serving that the options say."""
-    fields = [field.name for field in dataclasses.fields(kind)]
-    return kind(**{name: getattr(options, name) for name in fields})
+def recipe_of(options: argparse.Namespace, kind: type[Any] = Recipe) -> Any:
+    """The `Recipe` or the `Serving` that the options say."""
+    return kind(**{field.name: getattr(options, field.name) for field in dataclasses.fields(kind)})

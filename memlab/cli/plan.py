@@ -6,35 +6,39 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from memlab.cli.options import ANCHOR, LINK, SIZES, Commands, anchored_by, card, count, write
-from memlab.fields import one_of
+from memlab.cli.options import ANCHOR, LINK, SIZES, Commands, anchored_by, card, count
+from memlab.libraries import write_whole
 from memlab.spec.recipe import Recipe
+
+# Fields of a question that are options by the same name.
+ASKED = "seq_len effective_batch ways precisions keep_quality lora_rank task ranks link "
+ASKED += "expandable_segments"
 
 
 def add_to(commands: Commands) -> None:
     """Add the command with the options of a question."""
     add = commands("plan", run, "how to train a model on a card, or which card to take")
-    told = {field.name: field for field in dataclasses.fields(Recipe)}
-    add("--model", "--config", required=True, help=told["model"].metadata["help"])
+    fields = {field.name: field for field in dataclasses.fields(Recipe)}
+    add("--model", "--config", required=True, help=fields["model"].metadata["help"])
     cards = f"a card's name, {SIZES}; several, or none for all, ask which card to take"
     add("--gpu", type=card, nargs="+", default=[], help=cards)
-    add("--seq-len", type=count, default=512, help=told["seq_len"].metadata["help"])
+    add("--seq-len", type=count, default=512, help=fields["seq_len"].metadata["help"])
     add("--effective-batch", type=count, default=16, help="sequences of one optimizer step")
     add("--ways", default="full,lora,qlora", help="what may be tried, what you would try first")
     add("--precisions", help="what may be taken, with commas; else what the card is made for")
     quality = "also what may train worse: pure half precision, SGD"
     add("--any-quality", dest="keep_quality", action="store_false", help=quality)
-    add("--lora-rank", type=count, default=16, help=told["lora_rank"].metadata["help"])
-    add("--task", help=told["task"].metadata["help"])
+    add("--lora-rank", type=count, default=16, help=fields["lora_rank"].metadata["help"])
+    add("--task", help=fields["task"].metadata["help"])
     add("--ranks", type=count, default=1, help="cards of that kind that train together")
     add("--link", help=LINK)
-    grow = told["expandable_segments"].metadata["help"]
+    grow = fields["expandable_segments"].metadata["help"]
     add("--anchor", metavar="FILE", help=ANCHOR)
     add("--expandable-segments", action="store_true", help=grow)
     add("--margin", type=float, help="share of what is predicted to keep free; 0.05 if none is")
     script = "writes a training script of the fastest, or of the last resort that fits"
     add("--script", metavar="FILE", help=script)
-    add("--api", default="trainer", help="of the script: trainer or accelerate")
+    add("--api", default="trainer", choices=("trainer", "accelerate"), help="of the script")
     add("--force", action="store_true", help="writes the script over a file that is there")
     add("--json", action="store_true", help="the plan as JSON")
 
@@ -43,9 +47,7 @@ def run(options: Namespace) -> dict:
     """The plan, and a script of its fastest recipe."""
     from memlab.planner.search import plan
 
-    fields = ("seq_len", "effective_batch", "ways", "precisions", "keep_quality", "lora_rank")
-    others = "ranks", "link", "expandable_segments"
-    asked = {name: getattr(options, name) for name in (*fields, "task", *others)}
+    asked = {name: getattr(options, name) for name in ASKED.split()}
     if options.margin is not None:
         asked["margin"] = options.margin
     if options.script:
@@ -53,19 +55,15 @@ def run(options: Namespace) -> dict:
             raise ValueError("a script is for one card: name it with --gpu, without --ranks")
         if Path(options.script).exists() and not options.force:
             raise ValueError(f"{options.script} is there already: --force writes over it")
-        folder = Path(options.script).parent
-        if not (folder.is_dir() and os.access(folder, os.W_OK)):
-            why = "it is not to be written into" if folder.is_dir() else "there is no such folder"
+        if not os.access(Path(options.script).parent, os.W_OK):
+            why = "no such folder, or no right to"
             raise ValueError(f"{options.script} cannot be written: {why}")
-        from memlab.export.training_script import APIS
-
-        one_of("api", options.api, APIS)
     (cards,) = options.gpu if len(options.gpu) == 1 else (options.gpu or None,)
-    cards, said = anchored_by(options.anchor, cards)
-    answer = plan(options.model, cards, **asked)
+    cards, anchor = anchored_by(options.anchor, cards)
+    answer: Any = plan(options.model, cards, **asked)
     short = _shortfall(answer)
     chance = f"Chance that {short[0]} does not fit: {short[1]}.\n" if short else ""
-    text = f"{answer}\n{chance}{said}".rstrip()
+    text = f"{answer}\n{chance}{anchor}".rstrip()
     option = answer.fastest or next(iter(answer.last_resorts), None) if options.script else None
     more: dict = {"script": options.script if option else None}
     status = 0 if answer else 3
@@ -75,7 +73,7 @@ def run(options: Namespace) -> dict:
         except OSError as error:  # the plan took minutes, and is shown all the same
             text, status = f"{text}\n{options.script} was not written: {error.strerror}", 2
             more = {"script": None, "not_written": str(error)}
-    more |= {"anchor": said} if said else {}
+    more |= {"anchor": anchor} if anchor else {}
     more |= {"chance_that_it_does_not_fit": short[1].chance} if short else {}
     values = answer.as_dict() | more if options.json else {"text": text}
     return values | {"status": status}
@@ -97,5 +95,5 @@ def _write_script(recipe: Recipe, options: Namespace) -> str:
 
     api = api_of(recipe, options.api)
     text = training_script(recipe, api)
-    write(options.script, text, over=options.force)
+    write_whole(Path(options.script), text.encode())
     return f"Written to {options.script}: {described(recipe)}; it needs: {pip_line(recipe, api)}"

@@ -51,7 +51,7 @@ def _checked(path: str) -> dict:
     runs = load(path)
     if all(run.device.startswith("CPU") for run in runs):
         raise ValueError(f"{path} is of a CPU: what is checked are records of a GPU")
-    found = [f"{run.name}: {doubt}" for run in runs for doubt in doubts(run)]
-    found = found or against_prediction(runs)
-    text = "\n".join(found) or f"{len(runs)} record{'s' * (len(runs) > 1)}, nothing doubtful"
-    return {"doubts": found, "text": text, "status": 1 if found else 0}
+    problems = [f"{run.name}: {doubt}" for run in runs for doubt in doubts(run)]
+    problems = problems or against_prediction(runs)
+    text = "\n".join(problems) or f"{len(runs)} record{'s' * (len(runs) > 1)}, nothing doubtful"
+    return {"doubts": problems, "text": text, "status": 1 if problems else 0}

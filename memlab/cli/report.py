@@ -4,6 +4,7 @@ import os
 from argparse import Namespace
 
 from memlab.cli.options import GPU, LINK, Commands, card, options_of, recipe_of
+from memlab.libraries import first_line
 from memlab.spec.recipe import Recipe
 from memlab.units import mib
 
@@ -30,7 +31,7 @@ def run(options: Namespace) -> dict:
     try:
         values["predicted"] = simulate(recipe, options.gpu, options.link).as_dict()
     except (ValueError, RuntimeError) as error:  # out of memory among them
-        values["refused"] = str(error).splitlines()[0]
+        values["refused"] = first_line(error)
     return values if options.json else {"text": _text(values)}
 
 
@@ -38,10 +39,10 @@ def _text(values: dict) -> str:
     """A list of Markdown, what happened left to be written."""
     recipe = values["recipe"]
     usual = Recipe().as_dict() | {"model": None}
-    said = values.get("predicted")
+    footprint = values.get("predicted")
     predicted = values.get("refused")
-    if said:
-        peaks = (said["peak_allocated"], said["peak_reserved"])
+    if footprint:
+        peaks = (footprint["peak_allocated"], footprint["peak_reserved"])
         predicted = "{} allocated, {} reserved".format(*map(mib, peaks))
     rows = {
         "versions": ", ".join(f"{name} {v}" for name, v in values["versions"].items()),

@@ -34,16 +34,16 @@ def run(options: Namespace) -> dict:
 
 def simulated(recipe: Recipe | Serving, options: Namespace, link: str | None = None) -> dict:
     """A step of a recipe or the text of a serving, at its own or the largest size."""
-    found: Any = None
-    gpu, said = anchored_by(getattr(options, "anchor", None), options.gpu)
+    answer: Any = None
+    gpu, anchor = anchored_by(getattr(options, "anchor", None), options.gpu)
     if options.largest:
         from memlab.predict.fit import largest
 
-        found = largest(recipe, gpu, options.largest.replace("-", "_"))
-        recipe = found.recipe
-        if not found.value:
+        answer = largest(recipe, gpu, options.largest.replace("-", "_"))
+        recipe = answer.recipe
+        if not answer.value:
             values: dict[str, Any] = (
-                {"largest": found.as_dict()} if options.json else {"text": str(found)}
+                {"largest": answer.as_dict()} if options.json else {"text": str(answer)}
             )
             return values | {"status": TOO_SMALL}
     card = find_gpu(gpu)
@@ -55,19 +55,20 @@ def simulated(recipe: Recipe | Serving, options: Namespace, link: str | None = N
         "verdict": verdict_values(card, fit),
     }
     values |= footprint.as_dict() if footprint else {"error": error}
-    values |= {"largest": found.as_dict()} if found else {}
+    values |= {"largest": answer.as_dict()} if answer else {}
     if options.json:
         from memlab.predict.measure import versions  # it brings PyTorch
 
         values["versions"] = versions()
-    values |= {"anchor": said} if said else {}
+    values |= {"anchor": anchor} if anchor else {}
     name = recipe.model_name
     if isinstance(recipe, Recipe) and recipe.lora_rank:
         name = f"{name}, {way_in_words(recipe)}"
     first = f"{name}: no card is named (--gpu)"
     if fit is not None:
         first = verdict_line(name, card, fit)
-    shown = "\n".join(str(it) for it in (first, found, recipe, footprint, other, said) if it)
+    parts = (first, answer, recipe, footprint, other, anchor)
+    shown = "\n".join(str(part) for part in parts if part)
     if error:
         print(f"memlab: {error}", file=sys.stderr)
     status = {"status": 0 if fit is None or fit.fits else TOO_SMALL}

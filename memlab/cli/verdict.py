@@ -13,42 +13,42 @@ if TYPE_CHECKING:
 TOO_SMALL = 3  # the exit status of what does not fit
 
 
-def verdict_line(name: str, card: GPU, said: Verdict | Fit) -> str:
+def verdict_line(name: str, card: GPU, verdict: Verdict | Fit) -> str:
     """Whether something fits a card with a limit, and the share of published runs that would not.
 
-    name: what is trained. said: the verdict, with the margin of `memlab.fits`.
+    name: what is trained. verdict: with the margin of `memlab.fits`.
     """
     from memlab.evidence.shortfall import shortfall
 
     total = card.total_memory
     assert total is not None  # it has a limit
     margin, size, left = (
-        in_unit_of(n, total) for n in (said.margin, total, abs(total - said.needed))
+        in_unit_of(n, total) for n in (verdict.margin, total, abs(total - verdict.needed))
     )
     begin = f"{name} on {card.in_words}: "
-    if said.needed > total:
+    if verdict.needed > total:
         return f"{begin}does not fit, {left} more than its {size}"
-    chance = f"chance that it does not: {shortfall(said.needed, total)}"
-    if said.fits:
+    chance = f"chance that it does not: {shortfall(verdict.needed, total)}"
+    if verdict.fits:
         return f"{begin}fits, {left} of {size} left (margin {margin}); {chance}"
     return f"{begin}fits without the margin of {margin} only, {left} of {size} left; {chance}"
 
 
 def verdict_values(
-    card: GPU, said: Verdict | Fit | None, fits: bool | None = None
+    card: GPU, verdict: Verdict | Fit | None, fits: bool | None = None
 ) -> dict[str, Any]:
     """The same in bytes, for JSON. fits: what is known of it without a verdict."""
-    if said is None or card.total_memory is None:
+    if verdict is None or card.total_memory is None:
         return {"fits": fits}
     from memlab.evidence.shortfall import shortfall
 
-    short = shortfall(said.needed, card.total_memory)
+    short = shortfall(verdict.needed, card.total_memory)
     return {
-        "fits": said.fits,
-        "needed": said.needed,
-        "margin": said.margin,
+        "fits": verdict.fits,
+        "needed": verdict.needed,
+        "margin": verdict.margin,
         "total_memory": card.total_memory,
-        "left": card.total_memory - said.needed,
+        "left": card.total_memory - verdict.needed,
         "chance_that_it_does_not_fit": short.chance,
         "published_runs": short.runs,
     }

@@ -76,8 +76,8 @@ WORDS = _words()
 
 def select(runs: dict[str, Recipe], only: str) -> dict[str, Recipe]:
     """The runs whose name holds every word of `only`. Raises ValueError if none does."""
-    found = {n: r for n, r in runs.items() if all(w in n.split() for w in only.split())}
-    if not found:
+    selected = {n: r for n, r in runs.items() if all(w in n.split() for w in only.split())}
+    if not selected:
         words = sorted({word for name in runs for word in name.split()})
         raise ValueError(f"no run of the grid has {only!r}: its words are {', '.join(words)}")
-    return found
+    return selected

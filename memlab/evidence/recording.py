@@ -3,11 +3,10 @@
 A new start goes on where the last was stopped.
 """
 
-import collections
+import contextlib
 import datetime
 import functools
 import json
-import os
 import re
 import subprocess
 import tempfile
@@ -21,17 +20,13 @@ from tqdm import tqdm
 from memlab.card import fake_tensors
 from memlab.evidence.grid import grid_runs
 from memlab.evidence.records import FOLDER, Record, load, save
-from memlab.evidence.worker import Worker, about
+from memlab.evidence.worker import about, ask
 from memlab.fields import integer_from
 from memlab.predict.measure import pick_device, versions
 from memlab.spec.optimizers import OPTIMIZERS
 from memlab.spec.recipe import Recipe
 from memlab.units import mib
 from memlab.workloads.training import Training, import_libraries
-
-# Cores for each process that starts while one is measured, and for that one: fewer would disturb
-# its clock. A process imports for longer than most runs take.
-CORES_EACH = 4
 
 
 @dataclass
@@ -92,11 +87,9 @@ def record(
     report = Report(file_of(here["device_name"], out), here["device_name"])
     report.kept = _finished(report.path, runs)
     todo = [name for name in runs if name not in report.kept]
-    ahead = (os.cpu_count() or 1) // CORES_EACH - 1 if device.type == "cuda" else 0
     bar = tqdm(total=len(runs), initial=len(report.kept), desc=report.device, unit="run")
-    ready: collections.deque[Worker] = collections.deque()  # processes of the next runs
     try:
-        for place, name in enumerate(todo, 1):
+        for name in todo:
             bar.set_postfix_str(name)
             why = cannot_fit(runs[name], here["total_memory"])
             remaining = limit_seconds - (time.monotonic() - started)
@@ -105,13 +98,8 @@ def record(
             elif remaining <= 0:
                 report.left.append(name)
             else:
-                with ready.popleft() if ready else Worker() as running:
-                    running.begin(_order(runs[name], device, steps))
-                    while len(ready) < min(ahead, len(todo) - place):
-                        ready.append(Worker())
-                    if ready:  # kept for its turn
-                        cannot_fit(runs[todo[place]], here["total_memory"])
-                    answer = running.answer(min(run_seconds, remaining))
+                order = {"device": str(device), "recipe": runs[name].as_dict(), "steps": steps}
+                answer = ask(order, min(run_seconds, remaining))
                 if answer.get("stopped") and remaining < run_seconds:
                     report.left.append(name)
                 else:
@@ -119,15 +107,16 @@ def record(
             bar.update()
     finally:
         bar.close()
-        for one in ready:
-            one.end()
         report.seconds = time.monotonic() - started
     return report
 
 
 def _finished(path: Path, runs: dict[str, Recipe]) -> list[str]:
     """The names of the runs that a file has a record of, with the same recipe."""
-    recorded = {run.name: Recipe(**run.recipe) for run in _load(path)}
+    recorded = {}
+    for run in _load(path):
+        with contextlib.suppress(TypeError):  # of a field that recipes no longer have
+            recorded[run.name] = Recipe(**run.recipe)
     return [name for name in runs if recorded.get(name) == runs[name]]
 
 
@@ -147,16 +136,10 @@ def machine(device: torch.device) -> dict:
     """What the machine is; CUDA is asked in another process, for its context takes memory."""
     if device.type == "cpu":
         return about({"device": "cpu"})
-    with Worker() as worker:
-        worker.begin({"device": str(device)})
-        here = worker.answer(120.0)
+    here = ask({"device": str(device)}, 120.0)
     if "failed" in here:
         raise OSError(f"{device} cannot be asked what it is: {here['failed']}")
     return here
-
-
-def _order(recipe: Recipe, device: torch.device | str, steps: int) -> dict:
-    return {"device": str(device), "recipe": recipe.as_dict(), "steps": steps}
 
 
 def _enter(report: Report, here: dict, name: str, recipe: Recipe, answer: dict, note: str) -> None:
@@ -220,14 +203,11 @@ def cannot_fit(recipe: Recipe, total_memory: int | None) -> str:
     )
 
 
-@functools.lru_cache(maxsize=4)
 def least_bytes(recipe: Recipe) -> int:
     """Bytes of weights, gradients and optimizer states, a lower bound of any run's peak."""
     import_libraries(recipe)
     with fake_tensors.tensors_without_data():
-        model = Training(recipe.but(batch_size=1, accumulation=1)).model
-        weights = {id(p): p.nbytes for p in model.parameters()}
-        trained = {id(p): p.nbytes for p in model.parameters() if p.requires_grad}
-    known = OPTIMIZERS[recipe.optimizer]
-    states = known.states if known.bits == 32 else 0  # smaller ones vary
-    return sum(weights.values()) + sum(trained.values()) * (1 + states)
+        weights = list(Training(recipe.but(batch_size=1, accumulation=1)).model.parameters())
+    optimizer = OPTIMIZERS[recipe.optimizer]
+    states = optimizer.states if optimizer.bits == 32 else 0  # smaller ones vary
+    return sum(weight.nbytes * (1 + weight.requires_grad * (1 + states)) for weight in weights)

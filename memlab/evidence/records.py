@@ -9,18 +9,18 @@ import dataclasses
 import datetime
 import json
 import math
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from memlab.libraries import write_whole
+
 SCHEMA = 1
 KINDS = ("recorded", "published")
 FOLDER = Path(__file__).parent.parent / "data" / "records"
-# Fields that recipes had when runs were recorded, with the values that every one of them has.
-GONE = {"block_size": 64, "stochastic_rounding": False}
-SPARED = ("loop", "settings")  # not written where they are empty
 UNITS = ("_bytes", "_seconds", "_per_second")
+TEXTS, OBJECTS = ("name", "device", "source"), ("recipe", "figures", "versions", "settings")
+MAY_BE_EMPTY = ("versions", "settings")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,26 +60,12 @@ class Record:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind is {self.kind!r}: allowed are {', '.join(KINDS)}")
-        for field in ("name", "device", "source"):
-            value = getattr(self, field)
-            if not isinstance(value, str) or not value.strip():
-                raise ValueError(f"{field} is {value!r}: allowed is a text that is not empty")
-        if not isinstance(self.loop, str):
-            raise ValueError(f"loop is {self.loop!r}: allowed is a text, empty for memlab's own")
-        if self.driver is not None and not isinstance(self.driver, str):
-            raise ValueError(f"driver is {self.driver!r}: allowed are a text or null")
-        for field in ("recipe", "figures", "versions", "settings"):
-            value = getattr(self, field)
-            if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-                raise ValueError(f"{field} is {value!r}: allowed is an object with named values")
-        known = {n: v for n, v in self.recipe.items() if n not in GONE or v != GONE[n]}
-        object.__setattr__(self, "recipe", known)
-        for name, value in self.recipe.items():
-            plain = (str, int, float, bool, list) + (dict,) * (name == "model")
-            if value is not None and not isinstance(value, plain):
-                raise ValueError(f"recipe {name} is {value!r}: allowed are plain JSON values")
-        if not self.figures:
-            raise ValueError("figures is {}: allowed is at least one figure")
+        for kind, names in ((str, TEXTS), (dict, OBJECTS)):
+            for name in names:
+                value = getattr(self, name)
+                if not isinstance(value, kind) or not (value or name in MAY_BE_EMPTY):
+                    what = "a text" if kind is str else "an object"
+                    raise ValueError(f"{name} is {value!r}: allowed is {what} that is not empty")
         for name, value in self.figures.items():
             _check_figure(name, value)
         try:
@@ -115,17 +101,17 @@ def find_records(
     name of a training loop, empty for memlab's own; further keywords are fields of the recipe:
     `find_records(device="v100", precision="fp16-amp")`.
     """
-    if kind is not None and kind not in KINDS:
+    if kind not in (None, *KINDS):
         raise ValueError(f"kind is {kind!r}: allowed are {', '.join(KINDS)}")
-    found = [record for path in sorted(Path(folder).glob("*.json")) for record in load(path)]
+    asked = recipe.items()
     return [
         record
-        for record in found
+        for path in sorted(Path(folder).glob("*.json"))
+        for record in load(path)
         if kind in (None, record.kind)
         and (device or "").lower() in record.device.lower()
         and loop in (None, record.loop)
-        and all(field in record.recipe for field in recipe)
-        and all(record.recipe[field] == value for field, value in recipe.items())
+        and asked <= record.recipe.items()
     ]
 
 
@@ -141,60 +127,18 @@ def load(path: Path | str) -> list[Record]:
         raise ValueError(f"{path}: allowed is an object with a list named records")
     if content.get("schema") != SCHEMA:
         raise ValueError(f"{path}: schema is {content.get('schema')!r}: allowed is {SCHEMA}")
-    found = [_record(values, f"{path}: record {i}") for i, values in enumerate(content["records"])]
-    _check_names(found, path)
-    return found
-
-
-def _record(values: Any, place: str) -> Record:
-    if not isinstance(values, dict):
-        raise ValueError(f"{place} is {values!r}: allowed is an object")
-    fields = [field.name for field in dataclasses.fields(Record)]
-    for name in fields:
-        if name not in values and name not in SPARED:
-            raise ValueError(f"{place} has no {name}: needed are {', '.join(fields)}")
-    for name in values:
-        if name not in fields:
-            raise ValueError(f"{place} has an unknown {name!r}: allowed are {', '.join(fields)}")
-    try:
-        return Record(**values)
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from None
-
-
-def _values(record: Record) -> dict[str, Any]:
-    """The fields of a record as its file holds them, without those of memlab's own loop."""
-    values = dataclasses.asdict(record)
-    return {name: value for name, value in values.items() if value or name not in SPARED}
-
-
-def _check_names(found: list[Record], path: Path | str) -> None:
-    names = [record.name for record in found]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"{path}: two records are named {twice[0]!r}: allowed are unique names")
+    records: dict[str, Record] = {}
+    for i, values in enumerate(content["records"]):
+        try:
+            record = Record(**values)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: record {i}: {error}") from None
+        if records.setdefault(record.name, record) is not record:
+            raise ValueError(f"{path}: two records are named {record.name!r}: allowed is one")
+    return list(records.values())
 
 
 def save(path: Path | str, records: Iterable[Record]) -> None:
-    """Write records to a file, which is afterwards either the old one or the whole new one.
-
-    Everything is written to a temporary file beside it first, and that takes its place at once.
-    Raises ValueError for what is no record or for two of the same name, before anything is written.
-    """
-    path, kept = Path(path), list(records)
-    for record in kept:
-        if not isinstance(record, Record):
-            raise ValueError(f"{record!r} is no record: allowed are memlab.evidence.records.Record")
-    _check_names(kept, path)
-    rows = ",\n".join(json.dumps(_values(record)) for record in kept)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(f'{{"schema": {SCHEMA}, "records": [\n{rows}\n]}}\n')
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    """Write records to a file, which is afterwards either the old one or the whole new one."""
+    rows = ",\n".join(json.dumps(dataclasses.asdict(record)) for record in records)
+    write_whole(Path(path), f'{{"schema": {SCHEMA}, "records": [\n{rows}\n]}}\n'.encode())

@@ -44,7 +44,7 @@ def excesses() -> tuple[float, ...]:
                 excess = float(row["recorded"]) / float(row["predicted"])
                 runs.setdefault((row["file"], row["run"]), {})[row["figure"]] = excess
     nearest = ([run[name] for name in FIGURES if name in run] for run in runs.values())
-    return tuple(sorted(found[0] for found in nearest if found))
+    return tuple(sorted(ratios[0] for ratios in nearest if ratios))
 
 
 def shortfall(needed: int, total: int) -> Shortfall:
@@ -52,5 +52,5 @@ def shortfall(needed: int, total: int) -> Shortfall:
 
     needed: predicted bytes of the card, context included, as in `memlab.fits`.
     """
-    known = excesses()
-    return Shortfall(sum(excess * needed > total for excess in known), len(known))
+    ratios = excesses()
+    return Shortfall(sum(excess * needed > total for excess in ratios), len(ratios))

@@ -1,88 +1,53 @@
 """A process of its own for each run of the grid, so that one run leaves nothing to the next."""
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
-import tempfile
 import threading
-from typing import Any, Self, TextIO
+import time
+from typing import Any
 
 import torch
 
 from memlab.footprint import NOT_TENSORS, Category, Phase
+from memlab.libraries import first_line
 from memlab.predict.measure import Measurement, device_name, measure, versions
 from memlab.spec.recipe import Recipe
 
+COMMAND = [sys.executable, "-m", "memlab.evidence.worker"]
 
-class Worker:
-    """A fresh process that imports what it needs, answers one order and ends with the context."""
 
-    command = [sys.executable, "-m", "memlab.evidence.worker"]
+def ask(order: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """What a fresh process answers to one order, or `failed` and why in one line.
 
-    def __init__(self) -> None:
-        # Files instead of pipes: nobody has to read while the process runs.
-        self._out, self._errors = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
-        self._process: Any = subprocess.Popen(
-            self.command,
-            stdin=subprocess.PIPE,
-            stdout=self._out,
-            stderr=self._errors,
-            text=True,
-            env=os.environ | {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore"},
+    It is stopped after so many seconds, and ends when this process does.
+    """
+    quiet = os.environ | {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
+    text = json.dumps(order | {"parent": os.getpid()})
+    try:
+        done = subprocess.run(
+            COMMAND, input=text, env=quiet, capture_output=True, text=True, timeout=max(0, seconds)
         )
-
-    def begin(self, order: dict) -> None:
-        """Give the order. The pipe stays open: when it closes, the process ends at once."""
-        try:
-            self._process.stdin.write(json.dumps(order) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended already, and `answer` says why
-
-    def answer(self, seconds: float) -> dict:
-        """What came back in so many seconds, or `failed` and why in one line."""
-        try:
-            status = self._process.wait(max(0.0, seconds))
-        except subprocess.TimeoutExpired:
-            return {"failed": f"stopped after {seconds:,.0f} s", "stopped": True}
-        lines = _lines(self._out)
-        if status == 0 and lines:
-            return json.loads(lines[-1])
-        lines = _lines(self._errors)
-        return {"failed": lines[-1] if lines and status > 0 else f"ended with status {status}"}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.end()
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        self._out.close()
-        self._errors.close()
-
-
-def _lines(file: TextIO) -> list[str]:
-    file.seek(0)
-    return [line.strip() for line in file if line.strip()]
+    except subprocess.TimeoutExpired:
+        return {"failed": f"stopped after {seconds:,.0f} s", "stopped": True}
+    if done.returncode == 0 and done.stdout.strip():
+        return json.loads(done.stdout.strip().splitlines()[-1])
+    errors = done.stderr.strip().splitlines() if done.returncode > 0 else ()
+    return {"failed": errors[-1] if errors else f"ended with status {done.returncode}"}
 
 
 def work() -> None:
     """What a worker does: one order from standard input, one answer as the last line of output."""
-    order = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    order = json.load(sys.stdin)
+    threading.Thread(target=_end_with, args=(order["parent"],), daemon=True).start()
     print(json.dumps(about(order) if "recipe" not in order else _measured(order)), flush=True)
 
 
-def _end_with_parent() -> None:
-    while os.read(0, 1):
-        pass
+def _end_with(parent: int) -> None:
+    """End this process when its parent has ended, and another one has taken its place."""
+    while os.getppid() == parent:
+        time.sleep(1)
     os._exit(1)
 
 
@@ -119,7 +84,7 @@ def _measured(order: dict) -> dict:
     except torch.OutOfMemoryError:
         return {"figures": {"out_of_memory": True}}
     except ValueError as error:
-        return {"refused": str(error).splitlines()[0]}
+        return {"refused": first_line(error)}
     except RuntimeError as error:
         if any(words in str(error) for words in NO_ROOM):
             return {"figures": {"out_of_memory": True}}

@@ -3,6 +3,7 @@
 A script needs no memlab, and `memlab run` predicts of it what `simulate` predicts of its recipe.
 """
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ from memlab.workloads.quantized import HEADS
 APIS = ("trainer", "accelerate")
 LINE = 88  # the usual width of a formatted line
 
-# What a script may use, by the module that it is imported from, and the oldest release of its
-# package that has it (pyproject.toml says the same of memlab).
+# What a script may use, by the module that it is imported from, in the order in which ruff sorts
+# it, and the oldest release of its package that has it (pyproject.toml says the same of memlab).
 NAMES = {
     "accelerate": ["Accelerator"],
     "datasets": ["Dataset"],
@@ -62,12 +63,6 @@ OLDEST = {
     "transformers": "5.23",
 }
 
-AUTO_CLASSES = {
-    "sequence-classification": "AutoModelForSequenceClassification",
-    "causal-lm": "AutoModelForCausalLM",
-    "masked-lm": "AutoModelForMaskedLM",
-    "seq2seq-lm": "AutoModelForSeq2SeqLM",
-}
 COLLATORS = {
     "sequence-classification": "DataCollatorWithPadding(tokenizer)",
     "causal-lm": "DataCollatorForLanguageModeling(tokenizer, mlm=False)",
@@ -165,16 +160,16 @@ def _hub_name(recipe: Recipe) -> str:
     return str(Path(name).parent) if name.endswith(".json") else name
 
 
-def _made(optimizer: str) -> str:
+def _optimizer_call(optimizer: str) -> str:
     """The line of a plain loop that makes an optimizer, as ruff would break it."""
     name, settings = OPTIMIZERS[optimizer].made_by, OPTIMIZERS[optimizer].settings
     name = name.rpartition(".")[2] if library_of(optimizer) == "transformers" else name
-    said = [f"{field}={value}" for field, value in settings.items()]
-    arguments = ["weights", "lr=LEARNING_RATE", *said]
+    chosen = [f"{field}={value}" for field, value in settings.items()]
+    arguments = ["weights", "lr=LEARNING_RATE", *chosen]
     line = f"{name}({', '.join(arguments)})"
     if len(line) <= LONGEST_LINE:
         return line
-    lines = "".join(f"        {one},\n" for one in arguments)
+    lines = "".join(f"        {argument},\n" for argument in arguments)
     return f"{name}(\n{lines}    )"
 
 
@@ -184,7 +179,7 @@ def _values(recipe: Recipe, api: str) -> dict:
     task, lora, targets = recipe.task, recipe.lora_rank, recipe.lora_targets
     decoder = not config.is_encoder_decoder and "masked-lm" not in models.tasks(config)
     blocks = task in ("causal-lm", "masked-lm") and not recipe.padded
-    optimizer = _made(recipe.optimizer)
+    optimizer = _optimizer_call(recipe.optimizer)
     meaning_of_optimizer = OPTIMIZERS[recipe.optimizer].meaning
     if recipe.optimizer_offload != "none":
         freed = recipe.optimizer_offload == "gradients"
@@ -212,7 +207,7 @@ def _values(recipe: Recipe, api: str) -> dict:
         "chunk": CHUNK,
         "drops_mask": not recipe.padded and task != "causal-lm",
         "collator": "default_data_collator" if blocks and decoder else COLLATORS[task],
-        "auto": AUTO_CLASSES[task],
+        "auto": models.AUTO_CLASSES[task],
         "dtype": str(dtype).removeprefix("torch."),
         "meaning_of_dtype": _meaning_of_dtype(recipe),
         "autocast": recipe.precision.removesuffix("-amp") if "amp" in recipe.precision else "",
@@ -253,40 +248,24 @@ def _first_linear_is_transposed(model: torch.nn.Module) -> bool:
 
 
 def _frozen(recipe: Recipe, model: Any) -> list[str]:
-    """The modules that a recipe freezes, as Python says them of `model`."""
+    """The largest modules that a recipe freezes, as Python says them of `model`."""
     training.freeze(model, recipe.freeze)  # refuses what the model does not have
-    base = model.base_model
-    paths = {module: path for path, module in model.named_modules()}
-    named = dict(model.named_modules()) | dict(base.named_modules())
-    stacks = [module for module in base.modules() if isinstance(module, torch.nn.ModuleList)]
-    layers = max(stacks, key=len)
-    found = []
-    for part in recipe.freeze:
-        if part == "backbone":
-            found.append(_in_python(paths[base]))
-        elif part == "embeddings":
-            found += [_in_python(paths[one]) for one in _before(base, layers)]
-        elif isinstance(part, int):
-            found.append(f"{_in_python(paths[layers])}[:{part}]")
-        else:
-            found.append(_in_python(paths[named[part]]))
-    return found
+    left = {weight for weight in model.parameters() if not weight.requires_grad}
+    parts = []
 
+    def is_left(module: torch.nn.Module) -> bool:
+        return left.issuperset(module.parameters())
 
-def _before(base: torch.nn.Module, layers: torch.nn.Module) -> list[torch.nn.Module]:
-    """The largest modules with weights that all stand before the first layer."""
-    in_layers = set(layers.parameters())
-    found: list[torch.nn.Module] = []
-    seen: set[torch.nn.Parameter] = set()
-    for module in base.modules():
-        own = set(module.parameters())
-        if own & in_layers:
-            if module is layers:
-                break
-        elif own - seen:
-            found.append(module)
-            seen |= own
-    return found
+    for path, module in model.named_modules():  # a module before those in it
+        part = _in_python(path)
+        if isinstance(module, torch.nn.ModuleList):  # its first layers are one part
+            module = torch.nn.ModuleList(itertools.takewhile(is_left, module))
+            part = f"{part}[:{len(module)}]"
+        weights = set(module.parameters())
+        if weights and is_left(module):
+            parts.append(part)
+            left -= weights
+    return parts
 
 
 def _in_python(path: str) -> str:
@@ -305,18 +284,17 @@ def _used(code: str) -> dict[str, list[str]]:
 
 
 def _imports(code: str) -> str:
-    """The import lines of code, sorted as ruff and isort sort them."""
-    used = _used(code)
-    plain = [f"import {module}" for module in sorted(used) if not used[module]]
-    lines = []
-    for module in sorted(used):
-        names = sorted(used[module], key=lambda name: (name[0].islower(), name.lower()))
+    """The import lines of code, sorted as ruff and isort sort them, as `NAMES` is."""
+    plain, first, rest = [], [], []
+    for module, names in _used(code).items():
         line = f"from {module} import {', '.join(names)}"
         if len(line) > LINE:
-            line = (
-                "\n    ".join([f"from {module} import (", *(f"{name}," for name in names)]) + "\n)"
-            )
-        lines += [line] if names else []
-    first = [line for line in lines if line.startswith(("from itertools", "from types"))]
-    rest = plain + [line for line in lines if line not in first]
-    return "\n".join([*first, *([""] if first else []), *rest])
+            listed = "".join(f"    {name},\n" for name in names)
+            line = f"from {module} import (\n{listed})"
+        if not names:
+            plain.append(f"import {module}")
+        elif module in ("itertools", "types"):
+            first.append(line)
+        else:
+            rest.append(line)
+    return "\n".join([*first, *([""] if first else []), *plain, *rest])

@@ -57,4 +57,4 @@ class BitExplorer(Panel):
     )
 
     def data(self) -> dict:
-        return {"formats": [asdict(known) for known in FORMATS]}
+        return {"formats": [asdict(number_format) for number_format in FORMATS]}

@@ -21,9 +21,8 @@ from memlab.fields import one_of
 from memlab.footprint import Category, StepTime
 from memlab.gpus import ANY_CARD, GPU, GPUS, find_gpu
 from memlab.models import Model
-from memlab.panels.packed_tables import PackedTables, is_kept
+from memlab.panels.packed_tables import PackedTables, has_traces
 from memlab.panels.panel import Panel
-from memlab.panels.panel import read as read_file
 from memlab.panels.sandbox import SIZES
 from memlab.planner.space import HALF, NF4
 from memlab.predict.fit import CONTEXT_MARGIN, MARGIN
@@ -57,18 +56,13 @@ TRAINED: dict[str, dict[str, Any]] = {
 # The fields of a recipe that say what is trained, and their defaults.
 OF_TRAINED = "freeze lora_rank lora_targets lora_dropout lora_fp32 base double_quant"
 PARTS = (*OF_TRAINED.split(), "compute_dtype", "upcast")
-PLAIN = {one.name: one.default for one in dataclasses.fields(Recipe) if one.name in PARTS}
+PLAIN = {field.name: field.default for field in dataclasses.fields(Recipe) if field.name in PARTS}
 NUMBERS = ("batch_size", "seq_len", "accumulation", "lora_rank")
 SWITCHES = ("model", "gpu", *NUMBERS, "trained", *CHOICES)
 # On which switches a pass and an update depend; a pass also on whether it accumulates.
 WAYS = {
     "pass": ("trained", "precision", "attention", "checkpointing"),
     "update": ("trained", "precision", "optimizer"),
-}
-AUTO = {
-    "sequence-classification": "AutoModelForSequenceClassification",
-    "causal-lm": "AutoModelForCausalLM",
-    "seq2seq-lm": "AutoModelForSeq2SeqLM",
 }
 # Of the allocator, of what is kept free, and of sums along rows.
 RULES = SIZES | {"MARGIN": MARGIN, "CONTEXT_MARGIN": CONTEXT_MARGIN}
@@ -109,7 +103,7 @@ def names() -> list[str]:
     """Models of the catalogue of which traces are kept in the ways that are trained most."""
     usual, card = START.but(seq_len=1), find_gpu("T4")
     named = [name for name in models.MODELS if not name.endswith("-tiny")]
-    return [name for name in named if is_kept(usual.but(model=name), card)]
+    return [name for name in named if has_traces(usual.but(model=name), card)]
 
 
 class Calculator(Panel):
@@ -133,7 +127,7 @@ class Calculator(Panel):
 
     @of_shipped_traces()
     def __init__(self, recipe: Recipe | None = None, *fields: str, gpu: str = "T4"):
-        self.whole, self.recipe, self.card = recipe is None, recipe or START, find_gpu(gpu)
+        self.has_all, self.recipe, self.card = recipe is None, recipe or START, find_gpu(gpu)
         self.fields = tuple(one_of("switch", name, SWITCHES) for name in fields or SWITCHES)
         one_of("model", self.recipe.model, names())
         refuse_format(self.recipe, self.card)
@@ -147,7 +141,7 @@ class Calculator(Panel):
                 "expandable_segments is True: a calculator has the allocator's default settings, "
                 "allowed is False; simulate knows more"
             )
-        if not is_kept(self.recipe, self.card):
+        if not has_traces(self.recipe, self.card):
             raise ValueError(f"no trace is kept of {self.recipe} on {self.card.name}: simulate it")
         own = {name: getattr(self.recipe, name) for name in PLAIN}
         if own["compute_dtype"] == COMPUTED_IN[self.recipe.precision]:
@@ -159,20 +153,16 @@ class Calculator(Panel):
         self.trained = (TRAINED if "trained" in self.fields else {}) | {self.own: own}
         self.choices = {"trained": tuple(self.trained)}
         for name, choices in CHOICES.items():
-            mine = (getattr(self.recipe, name),)
-            wanted = choices if name in self.fields else mine
-            self.choices[name] = tuple(dict.fromkeys(wanted + mine))
-
-    def source(self) -> str:
-        script = read_file("forms.js") + read_file("formula.js")
-        return super().source().replace("/* formula */", script)
+            in_recipe = (getattr(self.recipe, name),)
+            wanted = choices if name in self.fields else in_recipe
+            self.choices[name] = tuple(dict.fromkeys(wanted + in_recipe))
 
     def data(self) -> dict:
-        text = json.dumps(self.known(), separators=(",", ":"))
+        text = json.dumps(self.tables(), separators=(",", ":"))
         return {"packed": base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()}
 
     @of_shipped_traces()
-    def known(self) -> dict:
+    def tables(self) -> dict:
         """All that the script is given: constants, choices, models, cards, and the moments."""
         pack, described, offered, families = PackedTables(), {}, {}, {}
         cards = [*self._cards(), ANY_CARD]
@@ -184,10 +174,10 @@ class Calculator(Panel):
             structure = _structure(model)
             text = structure.key
             if text not in described:
-                said = _described(models.config(model), structure)
+                settings = _described(models.config(model), structure)
                 of = models.default_task(model), _grouped(models.config(model))
                 passes, updates = zip(*(keys(*of, card) for card in classes.values()), strict=True)
-                described[text] = said | {
+                described[text] = settings | {
                     "passes": [[pack.place(text + way) for way in ways] for ways in passes],
                     "updates": [pack.place(text + way) for way in updates[0]],
                 }
@@ -199,12 +189,12 @@ class Calculator(Panel):
                 "longest": models.max_length(model),
                 "window": getattr(models.config(model), "sliding_window", None),
                 "hub": models.MODELS[model],
-                "auto": AUTO[models.default_task(model)],
+                "auto": models.AUTO_CLASSES[models.default_task(model)],
             }
-            if self.whole:
+            if self.has_all:
                 families[_model_type(structure)] = family(_model_type(structure))
         return {
-            "presets": PRESETS if self.whole else {},
+            "presets": PRESETS if self.has_all else {},
             "start": {
                 "model": self.recipe.model,
                 "gpu": self.card.name,
@@ -213,23 +203,23 @@ class Calculator(Panel):
                 "lora_rank": self.recipe.lora_rank or RANK,
             },
             "defaults": {
-                one.name: one.default
-                for one in dataclasses.fields(Recipe)
-                if one.name in (*NUMBERS, *CHOICES)
+                field.name: field.default
+                for field in dataclasses.fields(Recipe)
+                if field.name in (*NUMBERS, *CHOICES)
             },
-            "whole": self.whole,
+            "whole": self.has_all,
             "fields": self.fields,
             "choices": self.choices,
             "trained": {name: _options(changes) for name, changes in self.trained.items()},
             "ways": WAYS,
             "models": offered,
             # The last one lends its rules to a number of GiB.
-            "cards": [known_card(c) | {"attention": routes.index(routes_of(c))} for c in cards],
+            "cards": [card_values(c) | {"attention": routes.index(routes_of(c))} for c in cards],
             "structures": list(described.values()),
             "families": families,
             "versions": Shipped.of_memlab().versions,
             **_constants(),
-            **pack.known(),
+            **pack.tables(),
         }
 
     def _cards(self) -> list[GPU]:
@@ -255,15 +245,17 @@ class Calculator(Panel):
                 except ValueError:  # a base in half precision without autocast
                     yield "", ""
                     continue
-                both = next(structures(recipe, card, ignore_small_tensors=True))
-                yield [key.removeprefix(both[0].key) for key in keys_of(recipe, *both)]
+                pair = next(structures(recipe, card, ignore_small_tensors=True))
+                yield [key.removeprefix(pair[0].key) for key in keys_of(recipe, *pair)]
 
         passes = [passed for passed, _ in cases(WAYS["pass"], accumulation=(1, 2))]
         return passes, [updated for _, updated in cases(WAYS["update"])]
 
     def _recipe(self, model: Model, trained: str, **changes: Any) -> Recipe:
         """A recipe of another model, of the usual sizes, for one way of training."""
-        values = {one.name: getattr(self.recipe, one.name) for one in dataclasses.fields(Recipe)}
+        values = {
+            field.name: getattr(self.recipe, field.name) for field in dataclasses.fields(Recipe)
+        }
         values |= {"model": model, "task": None, "seq_len": 1, "ranks": 1, "sharding": "ddp"}
         values |= PLAIN | self.trained[trained]
         return usual_sizes(Recipe(**values | changes))
@@ -302,7 +294,7 @@ def _grouped(config: Any) -> bool:
 def family(model_type: str) -> dict:
     """A config class: its other names, and what a value is that a config.json leaves out."""
     kind = CONFIG_MAPPING[model_type]
-    plain = {one.name: one.default for one in dataclasses.fields(kind)}
+    plain = {field.name: field.default for field in dataclasses.fields(kind)}
     values = {n: v for n, v in plain.items() if v is None or isinstance(v, (bool, int, str))}
     settings = _described(kind(), _structure(kind()))["settings"]
     settings = {n: v for n, v in settings.items() if not isinstance(v, list)}  # of its layers
@@ -311,7 +303,7 @@ def family(model_type: str) -> dict:
 
 def _options(changes: dict) -> dict:
     """What is trained, for the script: the values, and the options of the command line."""
-    fields = {one.name: one for one in dataclasses.fields(Recipe)}
+    fields = {field.name: field for field in dataclasses.fields(Recipe)}
     options = []
     for name, value in changes.items():
         if name == "lora_rank":
@@ -325,7 +317,7 @@ def _options(changes: dict) -> dict:
     return {"changes": changes, "options": options}
 
 
-def known_card(card: GPU) -> dict:
+def card_values(card: GPU) -> dict:
     """What a calculator's script is given of a card."""
     return {
         "name": card.name,
@@ -359,15 +351,15 @@ def routes_of(card: GPU, size: int = 64) -> tuple:
 def usual_heads(capability: tuple[int, int]) -> list[list[int]]:
     """The first and the last of each range of head sizes, in steps of 8, with the usual kernels."""
     card = dataclasses.replace(ANY_CARD, capability=capability)
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for size in range(8, LONGEST_HEAD + 8, 8):
         if routes_of(card, size) != routes_of(card):
             continue
-        if found and found[-1][1] == size - 8:
-            found[-1][1] = size
+        if ranges and ranges[-1][1] == size - 8:
+            ranges[-1][1] = size
         else:
-            found.append([size, size])
-    return found
+            ranges.append([size, size])
+    return ranges
 
 
 def _constants() -> dict:
@@ -377,7 +369,7 @@ def _constants() -> dict:
     return {
         "rules": rules | RULES,
         "rounded": ROUNDED,
-        "worse": [name for name, known in OPTIMIZERS.items() if known.worse],
+        "worse": [name for name, optimizer in OPTIMIZERS.items() if optimizer.worse],
         "tiles": work.TILES | {"": work.TENSOR_CORE_TILE},
         "tensors_of_launch": [1, *work.TENSORS_OF_LAUNCH.values()],
         "reaches": {

@@ -55,21 +55,23 @@ def largest_moments(half: PhaseTrace) -> list[int]:
 
     Of all tensors, for the peak, and of those with segments of their own, for what is reserved.
     """
-    found = moments_of(half)
+    moments = moments_of(half)
     random, chosen = np.random.default_rng(0), set()
     # Of widths that belong to the structure the chosen ones are the real ones.
-    known = half.symbols.sizes if half.symbols else {}
+    widths = half.symbols.sizes if half.symbols else {}
     sums = any(
-        isinstance(name, ReductionBytes) for _, term, _ in found.tensors for name, _ in term.powers
+        isinstance(name, ReductionBytes)
+        for _, term, _ in moments.tensors
+        for name, _ in term.powers
     )
     others = "nWT" if sums else "nW"
-    ranges = {name: ends for name, ends in RANGES.items() if name in known or name in others}
+    ranges = {name: ends for name, ends in RANGES.items() if name in widths or name in others}
     for _ in range(DRAWS):
         drawn = {n: float(np.exp(random.uniform(*np.log(ends)))) for n, ends in ranges.items()}
         factors = factors_of({"s": 1} | drawn)
-        sizes = np.array([term.times(factors) / term.divisor for _, term, _ in found.tensors])
+        sizes = np.array([term.times(factors) / term.divisor for _, term, _ in moments.tensors])
         patterns = float(np.exp(random.uniform(*np.log(PATTERNS))))
-        counts = found.once + (patterns if half.log.blocks else 0) * found.each
+        counts = moments.once + (patterns if half.log.blocks else 0) * moments.each
         for pool in (True, sizes >= MEDIUM_REQUEST):
             chosen.add(int((counts @ (sizes * pool)).argmax()))
     return sorted(chosen)
@@ -118,7 +120,7 @@ def moments_of(half: PhaseTrace, chosen: list[int] | None = None) -> Moments:
         [tensor for tensor, there in zip(tensors, used, strict=True) if there],
         (once - log.patterns * each)[:, used],
         each[:, used],
-        [one.phase if type(one) is Alloc else first for one in at],
+        [event.phase if type(event) is Alloc else first for event in at],
         carried_over[:, used],
     )
 

@@ -39,28 +39,32 @@ class PackedTables:
     def place(self, key: str) -> int | None:
         """The number of a half; None where it is not kept."""
         if key not in self.places:
-            found: dict[str, RecordedPhase | None] = {}
-            Shipped.of_memlab().read_into(found, key)
-            kept = found.get(key)
-            if kept is None or kept.layers is None:
+            phases: dict[str, RecordedPhase | None] = {}
+            Shipped.of_memlab().read_into(phases, key)
+            recorded = phases.get(key)
+            if recorded is None or recorded.layers is None:
                 return None
             self.places[key] = len(self.places)
-            self._add(kept)
+            self._add(recorded)
         return self.places[key]
 
-    def _add(self, kept: RecordedPhase) -> None:
-        categories, found, half = list(Category), moments_of(kept.half, kept.largest), kept.half
-        moments, before = [], np.zeros((2, len(found.tensors)))
-        for phase, *now in zip(found.phases, found.once, found.each, strict=True):
-            moments.append([_phase(phase), *_flat(_counts(np.array(now) - before))])
+    def _add(self, recorded: RecordedPhase) -> None:
+        categories, half = list(Category), recorded.half
+        moments = moments_of(half, recorded.largest)
+        changes, before = [], np.zeros((2, len(moments.tensors)))
+        for phase, *now in zip(moments.phases, moments.once, moments.each, strict=True):
+            changes.append([_phase(phase), *_flat(_counts(np.array(now) - before))])
             before = np.array(now)
         weights = from_none(half.log.weights, half.log.patterns)
         for name, column in {
-            "layers": kept.layers and dataclasses.astuple(kept.layers),
-            "tensors": [[categories.index(c), self._term(t), item] for c, t, item in found.tensors],
-            "beside": _flat(_counts(found.carried_over)),
-            "moments": moments,
-            "work": _flat([self._operator(*one), *counts] for *one, counts in operators_of(half)),
+            "layers": recorded.layers and dataclasses.astuple(recorded.layers),
+            "tensors": [
+                [categories.index(category), self._term(term), item]
+                for category, term, item in moments.tensors
+            ],
+            "beside": _flat(_counts(moments.carried_over)),
+            "moments": changes,
+            "work": _flat(self._work(half)),
             "parameters": [
                 [self._term(half.read(elements, of_model=True)), *counts, free]
                 for (elements, free), counts in weights.items()
@@ -68,54 +72,54 @@ class PackedTables:
         }.items():
             self.columns[name].append(column)
 
-    def _operator(
-        self,
-        dtype: str,
-        flops: Term,
-        result: tuple[Term, ...],
-        moved: tuple[Term, ...],
-        lists: int,
-        elements: Term,
-        phase: Phase,
-        recomputed: bool,
-    ) -> int:
-        row = (
-            dtype,
-            self._term(flops),
-            tuple(map(self._term, result)),
-            tuple(map(self._term, moved)),
-            lists,
-            self._term(elements),
-            _phase(phase),
-            int(recomputed),
-        )
-        return self.operators.setdefault(row, len(self.operators))
+    def _work(self, half: PhaseTrace) -> list[list[int]]:
+        """The operators of a half by their numbers, and how often each runs."""
+        alike: dict[Work, list[int]] = {}
+        for work, (once, each) in from_none(half.log.work, half.log.patterns).items():
+            counts = alike.setdefault(work._replace(micro_batch=0), [0, 0, 0, 0])
+            further = 2 if work.micro_batch == 1 and work.phase != Phase.STEP else 0
+            counts[further] += once
+            counts[further + 1] += each
+        rows = []
+        for work, counts in alike.items():
+            operator = (
+                work.dtype,
+                self._term(half.read(work.flops, whole=True)),
+                tuple(self._term(half.read(nbytes)) for nbytes in work.result),
+                tuple(self._term(half.read(nbytes)) for nbytes in work.moved),
+                work.lists,
+                self._term(half.read(work.elements)),
+                _phase(work.phase),
+                int(work.recomputed),
+            )
+            rows.append([self.operators.setdefault(operator, len(self.operators)), *counts])
+        return rows
 
     def _term(self, term: Term) -> int:
         """The place of a term, after those that it is made of; -1 of nothing."""
         for factor, _ in term.powers:
             if isinstance(factor, ReductionBytes):
-                for one in factor:
-                    self._term(one)
+                for side in factor:
+                    self._term(side)
         return self.terms.setdefault(term, len(self.terms)) if term.constant else -1
 
-    def _told(self, term: Term) -> list:
+    def _encoded(self, term: Term) -> list:
         """A term: its number, its powers, and the places of the rows and columns of a sum."""
-        told: list[Any] = [term.constant / term.divisor, {}]
+        encoded: list[Any] = [term.constant / term.divisor, {}]
         for factor, exponent in term.powers:
             if isinstance(factor, ReductionBytes):
-                told.append([self._term(one) for one in factor])
+                encoded.append([self._term(side) for side in factor])
             else:
-                told[1][factor] = exponent
-        return told
+                encoded[1][factor] = exponent
+        return encoded
 
-    def known(self) -> dict:
-        terms = [self._told(term) for term in self.terms]
+    def tables(self) -> dict:
+        terms = [self._encoded(term) for term in self.terms]
         alike = sorted(self.places.values(), key=lambda place: self._text("tensors", place))
-        halves = {name: self._told_once(name, alike) for name in self.columns}
+        halves = {name: self._encoded_once(name, alike) for name in self.columns}
         return {"terms": terms, "operators": list(self.operators), "halves": halves}
 
-    def _told_once(self, name: str, order: list[int]) -> dict[str, list]:
+    def _encoded_once(self, name: str, order: list[int]) -> dict[str, list]:
         """What there is in a column, in an order of halves, and which of it each half has."""
         texts = [self._text(name, place) for place in order]
         numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
@@ -126,7 +130,7 @@ class PackedTables:
         return json.dumps(self.columns[name][place], separators=(",", ":"))
 
 
-def is_kept(recipe: Recipe, card: GPU) -> bool:
+def has_traces(recipe: Recipe, card: GPU) -> bool:
     """Whether the traces that the calculator needs came with memlab.
 
     The page has those of texts below a window of attention only.
@@ -137,30 +141,6 @@ def is_kept(recipe: Recipe, card: GPU) -> bool:
     usual = usual_sizes(recipe)
     keys = keys_of(usual, *next(structures(usual, card, ignore_small_tensors=True)))
     return all(map(Shipped.of_memlab().has_half, keys))
-
-
-def operators_of(half: PhaseTrace) -> list[tuple[Any, ...]]:
-    """The operators of a half by terms, and how often each runs, as rows of nine columns."""
-    alike: dict[Work, list[int]] = {}
-    for one, (once, each) in from_none(half.log.work, half.log.patterns).items():
-        counts = alike.setdefault(one._replace(micro_batch=0), [0, 0, 0, 0])
-        further = 2 if one.micro_batch == 1 and one.phase != Phase.STEP else 0
-        counts[further] += once
-        counts[further + 1] += each
-    return [
-        (
-            one.dtype,
-            half.read(one.flops, whole=True),
-            tuple(map(half.read, one.result)),
-            tuple(map(half.read, one.moved)),
-            one.lists,
-            half.read(one.elements),
-            one.phase,
-            one.recomputed,
-            counts,
-        )
-        for one, counts in alike.items()
-    ]
 
 
 def _counts(counts: np.ndarray) -> list[tuple[int, ...]]:

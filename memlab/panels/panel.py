@@ -8,6 +8,9 @@ from zlib import crc32
 # A file of a panel: what is its own of style, page and script, in this order.
 PARTS = re.compile(r"<style>\n(.*?)</style>\n(.*?)<script>\n(.*)</script>\n", re.DOTALL)
 
+# What it says of a script that it shares with another panel.
+SHARED = re.compile(r"/\* (\w+\.js) \*/")
+
 
 def read(name: str) -> str:
     """The text of a file of the panels' assets."""
@@ -31,12 +34,9 @@ class Panel:
     def data(self) -> dict:
         return {}
 
-    def source(self) -> str:
-        """The text of its file."""
-        return read(f"{self.kind}.html")
-
     def _repr_html_(self) -> str:
-        parts = PARTS.fullmatch(self.source())
+        source = SHARED.sub(lambda match: read(match[1]), read(f"{self.kind}.html"))
+        parts = PARTS.fullmatch(source)
         if parts is None:
             raise ValueError(f"{self.kind}.html is not a style, a body and a script")
         style, body, script = parts.groups()
@@ -53,7 +53,7 @@ class Panel:
             "DATA": data,
             "SCRIPT": script.rstrip(),
         }
-        return re.sub(r"\{\{(\w+)\}\}", lambda found: pieces[found[1]], read("panel.html"))
+        return re.sub(r"\{\{(\w+)\}\}", lambda match: pieces[match[1]], read("panel.html"))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}, to be seen where HTML is shown"

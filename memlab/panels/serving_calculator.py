@@ -17,9 +17,8 @@ from memlab.book.colours import SERVING_COLOURS
 from memlab.fields import one_of
 from memlab.gpus import ANY_CARD, GPUS, find_gpu, require_native
 from memlab.models import Model
-from memlab.panels.calculator import RULES, family, known_card
+from memlab.panels.calculator import RULES, card_values, family
 from memlab.panels.panel import Panel
-from memlab.panels.panel import read as read_file
 from memlab.spec.serving import Serving, head_shape
 from memlab.trace.allocator import (
     LARGE_ROUND,
@@ -67,12 +66,9 @@ class ServingCalculator(Panel):
         native = "bfloat16" in self.card.native_dtypes
         require_native(self.serving.compute_dtype, self.card.name, native)
 
-    def source(self) -> str:
-        return super().source().replace("/* forms */", read_file("forms.js"))
-
     def data(self) -> dict:
         start = {name: getattr(self.serving, name) for name in FIELDS}
-        usual = {one.name: one.default for one in dataclasses.fields(Serving)}
+        usual = {field.name: field.default for field in dataclasses.fields(Serving)}
         return {
             "start": {"serve": self.serving.model, "gpu": self.card.name} | start,
             "defaults": {name: usual[name] for name in FIELDS},
@@ -81,7 +77,7 @@ class ServingCalculator(Panel):
             "families": {name: family(name) for name in TYPES},
             "widths": models.WIDTHS,
             # The last one lends its rules to a number of GiB.
-            "cards": [known_card(card) for card in (*GPUS.values(), ANY_CARD)],
+            "cards": [card_values(card) for card in (*GPUS.values(), ANY_CARD)],
             "held": HELD,
             "colours": [SERVING_COLOURS[name] for name in HELD],
             "rules": RULES,
@@ -119,17 +115,10 @@ def shape(model: Model) -> Shape:
     groups, size = head_shape(config)
     wide = next((getattr(config, n) for n in models.WIDTHS if getattr(config, n, None)), None)
     ends = models.max_length(config), getattr(config, "sliding_window", None)
-    one, two = (_tensors(models.with_layers(config, layers)) for layers in (1, 2))
-    layers = config.num_hidden_layers
-    tensors = {
-        name: {
-            size: one[name][size] + (layers - 1) * (n - one[name][size]) for size, n in of.items()
-        }
-        for name, of in two.items()
-    }
+    tensors = _tensors(config)
     return Shape(
         gated=config.model_type in GATED,
-        layers=layers,
+        layers=config.num_hidden_layers,
         heads=config.num_attention_heads,
         groups=groups,
         size=size,
@@ -150,12 +139,12 @@ def _tensors(config: Any) -> dict[str, Counter]:
     quantized = {id(weight) for weight in linear}
     plain = [weight.numel() for weight in model.parameters()]
     rest = [2 * w.numel() for w in model.parameters() if id(w) not in quantized]
-    found = {name: Counter(n * BYTES[name] for n in plain) for name in ("fp32", "fp16", "bf16")}
+    sizes = {name: Counter(n * BYTES[name] for n in plain) for name in ("fp32", "fp16", "bf16")}
     # GPT-2's layers keep their weights turned.
     rows = [4 * weight.shape[config.model_type == "gpt2"] for weight in linear]
-    found["int8"] = Counter(rest + [weight.numel() for weight in linear] + rows)
-    found["nf4"] = Counter(rest + [size for weight in linear for size in _nf4(weight.numel())])
-    return found
+    sizes["int8"] = Counter(rest + [weight.numel() for weight in linear] + rows)
+    sizes["nf4"] = Counter(rest + [size for weight in linear for size in _nf4(weight.numel())])
+    return sizes
 
 
 def _nf4(numbers: int) -> list[int]:

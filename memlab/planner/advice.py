@@ -107,11 +107,11 @@ def switches(search: Search, start: Option) -> tuple[Switch, ...]:
         recipe.sharding,
         recipe.loss,
     )
-    for one in recipes.combinations:
-        alike = dataclasses.replace(one, loss=own.loss)
+    for combination in recipes.combinations:
+        alike = dataclasses.replace(combination, loss=own.loss)
         name = _named_change(own, alike)
-        again = one.checkpointing != own.checkpointing
-        if name and name not in changed and (again or one in search.traced):
+        again = combination.checkpointing != own.checkpointing
+        if name and name not in changed and (again or combination in search.traced):
             changed[name] = recipes.recipe(alike, batch)
     sizes = bool(start.missing) or not has_runs_only(recipe)
     smaller = [n for n in recipes.batches if n < batch] or recipes.batches[1:2]
@@ -128,18 +128,18 @@ def switches(search: Search, start: Option) -> tuple[Switch, ...]:
     )
 
 
-def _named_change(own: Combination, one: Combination) -> str:
+def _named_change(own: Combination, combination: Combination) -> str:
     """The only thing in which a combination differs, in words; empty where there are more."""
-    before, after = dataclasses.asdict(own), dataclasses.asdict(one)
+    before, after = dataclasses.asdict(own), dataclasses.asdict(combination)
     other = {name for name in before if before[name] != after[name]}
-    if one.way != own.way and other <= {"way", "precision", "optimizer"}:
-        return WAYS[one.way]
+    if combination.way != own.way and other <= {"way", "precision", "optimizer"}:
+        return WAYS[combination.way]
     if len(other) != 1:
         return ""
     (name,) = other
     if name == "checkpointing":
-        return "checkpointing" if one.checkpointing else "no checkpointing"
-    return f"{after[name]}{PAGED_OUT * is_paged(one.optimizer)}"
+        return "checkpointing" if combination.checkpointing else "no checkpointing"
+    return f"{after[name]}{PAGED_OUT * is_paged(combination.optimizer)}"
 
 
 def _switch(search: Search, start: Option, name: str, recipe: Recipe) -> Switch:

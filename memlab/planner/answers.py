@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable
 
 from memlab import models
@@ -78,9 +77,9 @@ class Answers:
         """A recipe as the card's allocator serves it."""
         key = _key(recipe)
         if key not in self._simulated:
-            said = verdict(recipe, self.log(recipe), self.card, self.margin)
+            fit = verdict(recipe, self.log(recipe), self.card, self.margin)
             time = self.seconds(recipe)
-            self._simulated[key] = Option(recipe, said.needed, said.margin, self.total_memory, time)
+            self._simulated[key] = Option(recipe, fit.needed, fit.margin, self.total_memory, time)
         return self._simulated[key]
 
     def with_sizes(self, option: Option) -> Option:
@@ -89,11 +88,8 @@ class Answers:
         if has_runs_only(recipe):
             return option
         self.say(f"looking for the largest sizes of {described(recipe)}")
-        asked = functools.partial(
-            largest_size, recipe, self.card, log_of=log_of, peak_of=peak_allocated_of
-        )
-        batch, _ = asked("batch_size", self.margin, True)
-        length, following = asked("seq_len", self.margin, True)
+        batch, _ = self.largest_size(recipe, "batch_size", own_fits=True)
+        length, following = self.largest_size(recipe, "seq_len", own_fits=True)
         return dataclasses.replace(
             option,
             largest_batch=batch,
@@ -101,10 +97,15 @@ class Answers:
             longest_ends="" if following else why_no_larger(recipe, "seq_len"),
         )
 
+    def largest_size(self, recipe: Recipe, field: str, own_fits: bool) -> tuple[int, int | None]:
+        """As `memlab.predict.fit.largest_size`, of a replica by one card's trace."""
+        sized = recipe, self.card, field, self.margin, own_fits
+        return largest_size(*sized, log_of=log_of, peak_of=peak_allocated_of)
+
     def assumed(self, options: Iterable[Option]) -> tuple[str, ...]:
         """What the figures of options assume, in their order."""
-        said = (self._assumed.get(_key(option.recipe), ()) for option in options)
-        return tuple(dict.fromkeys(text for texts in said for text in texts))
+        texts_of_options = (self._assumed.get(_key(option.recipe), ()) for option in options)
+        return tuple(dict.fromkeys(text for texts in texts_of_options for text in texts))
 
 
 def has_runs_only(recipe: Recipe) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from memlab.planner.result import WAYS, Option, Question, name_of_model, wrapped
+from memlab.planner.result import WAYS, Option, Question, name_of_model, plain, wrapped
 from memlab.units import gib
 
 # Cards of all sizes that are rented or bought most: among them the smallest is looked for.
@@ -31,16 +31,9 @@ class Cards:
 
     def as_dict(self) -> dict:
         """Plain JSON values."""
-        return {
-            "question": self.question.as_dict(),
-            "fits": bool(self),
-            "smallest": dict(self.smallest),
-            "assumptions": list(self.assumptions),
-            "cards": {
-                card: {way: option.as_dict() for way, option in ways.items()}
-                for card, ways in self.options.items()
-            },
-        }
+        values = vars(self) | {"fits": bool(self), "cards": self.options}
+        del values["options"]
+        return plain(values)
 
     def __str__(self) -> str:
         asked = self.question
@@ -60,7 +53,7 @@ class Cards:
                 words.append(f"{WAYS[way]} fits none of them.")
             else:
                 words.append(f"Smallest for {WAYS[way]}: {card}, with {self.options[card][way]}")
-        assumed = [f"Assumed: {one}." for one in self.assumptions]
+        assumed = [f"Assumed: {assumption}." for assumption in self.assumptions]
         return "\n".join(map(wrapped, [head, *words, "", table, *assumed]))
 
 

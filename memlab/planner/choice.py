@@ -12,11 +12,19 @@ from memlab.planner.space import Combination
 ALIKE = 0.08
 
 
-def groups(found: Sequence[Combination]) -> list[list[Combination]]:
+def groups(candidates: Sequence[Combination]) -> list[list[Combination]]:
     """Combinations in the order of preference of `plainest`, as lists of equals."""
-    pages = [one for one in found if is_paged(one.optimizer)]
-    plain = [one for one in found if one.precision == "fp32" and one not in pages]
-    rest = [one for one in found if one not in pages and one not in plain]
+    pages = [combination for combination in candidates if is_paged(combination.optimizer)]
+    plain = [
+        combination
+        for combination in candidates
+        if combination.precision == "fp32" and combination not in pages
+    ]
+    rest = [
+        combination
+        for combination in candidates
+        if combination not in pages and combination not in plain
+    ]
     return [group for group in (rest, plain, pages) if group]
 
 
@@ -31,6 +39,6 @@ def plainest(
     """
     if not options:
         return None
-    times = {one: seconds(options[one]) for one in groups(list(options))[0]}
+    times = {combination: seconds(options[combination]) for combination in groups(list(options))[0]}
     least = min(times.values())
-    return next(one for one, time in times.items() if time <= (1 + ALIKE) * least)
+    return next(combination for combination, time in times.items() if time <= (1 + ALIKE) * least)

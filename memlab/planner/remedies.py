@@ -10,7 +10,7 @@ from memlab.planner.answers import Answers, has_runs_only
 from memlab.planner.cards import LADDER
 from memlab.planner.result import WAYS, WORST, Option, described
 from memlab.planner.space import Combination, bytes_per_weight, computes, is_here
-from memlab.predict.fit import largest_size, room
+from memlab.predict.fit import room
 
 if TYPE_CHECKING:
     from memlab.planner.search import Search
@@ -36,17 +36,19 @@ LAST_RESORTS = (
 
 def last_resorts(search: Search) -> tuple[Option, ...]:
     """Those of `LAST_RESORTS` that fit: of one card, in full, in bf16, with their package."""
-    question, found = search.question, []
+    question, candidates = search.question, []
     asked = "full" in question.ways and question.ranks == 1
     if not asked or "bfloat16" not in search.card.native_dtypes:
         return ()
     recipes, answers = search.recipes, search.answers
-    for one, changes, package in LAST_RESORTS:
-        least = recipes.weights * bytes_per_weight(one.precision) + answers.context
+    for combination, changes, package in LAST_RESORTS:
+        least = recipes.weights * bytes_per_weight(combination.precision) + answers.context
         if is_here(package) and least <= answers.room:
-            one = recipes.in_parts(one) or one
-            found.append(answers.simulated(recipes.recipe(one, recipes.batches[-1], **changes)))
-    return tuple(option for option in found if not option.missing)
+            combination = recipes.in_parts(combination) or combination
+            candidates.append(
+                answers.simulated(recipes.recipe(combination, recipes.batches[-1], **changes))
+            )
+    return tuple(option for option in candidates if not option.missing)
 
 
 def remedies(
@@ -73,8 +75,7 @@ def _remedies(
             yield str(other)
     nearest = min(tiers.values(), key=lambda option: option.missing)
     if not nearest.at_least and not has_runs_only(nearest.recipe):
-        sized = nearest.recipe, search.card, "seq_len", search.margin, False
-        length, _ = largest_size(*sized)
+        length, _ = search.answers.largest_size(nearest.recipe, "seq_len", own_fits=False)
         if length:
             yield f"sequences of {length:,} tokens, with {described(nearest.recipe)}"
     shared = _more_ranks(search)
@@ -90,10 +91,10 @@ def _remedies(
 def _other_way(search: Search, way: str) -> Option | None:
     """The best of a way that was not asked for, where it fits."""
     try:
-        found, _ = search.recipes.of_ways((way,))
+        candidates, _ = search.recipes.of_ways((way,))
     except ValueError:  # no adapters for this model, or no such way with ranks
         return None
-    return search.best_of(found)
+    return search.best_of(candidates)
 
 
 def _more_ranks(search: Search) -> Option | None:
@@ -103,12 +104,12 @@ def _more_ranks(search: Search) -> Option | None:
         if ranks <= asked.ranks or asked.effective_batch % ranks:
             continue
         try:
-            found, _ = recipes.of_ways(asked.ways, ranks)
+            candidates, _ = recipes.of_ways(asked.ways, ranks)
         except ValueError:
             return None
-        one = recipes.most_sparing(found, ranks)
-        if recipes.least_bytes(one, ranks) + answers.context <= answers.room:
-            option = answers.simulated(recipes.recipe(one, 1, ranks=ranks))
+        combination = recipes.most_sparing(candidates, ranks)
+        if recipes.least_bytes(combination, ranks) + answers.context <= answers.room:
+            option = answers.simulated(recipes.recipe(combination, 1, ranks=ranks))
             if not option.missing:
                 return option
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
@@ -82,8 +82,16 @@ class Question:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        return values | {"model": name_of_model(self.model)}
+        return vars(self) | {"model": name_of_model(self.model)}
+
+
+def plain(value: Any) -> Any:
+    """Nested values as JSON has them."""
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    return value.as_dict() if hasattr(value, "as_dict") else value
 
 
 def name_of_model(model: Model) -> str:
@@ -137,10 +145,13 @@ class Option:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        more = {"way": self.way, "tier": self.tier, "missing": self.missing}
-        more["samples_per_second"] = self.samples_per_second
-        return values | {"recipe": self.recipe.as_dict()} | more
+        return vars(self) | {
+            "recipe": self.recipe.as_dict(),
+            "way": self.way,
+            "tier": self.tier,
+            "missing": self.missing,
+            "samples_per_second": self.samples_per_second,
+        }
 
     def __str__(self) -> str:
         return f"{described(self.recipe)}: {self.bytes_and_seconds()}"
@@ -191,8 +202,8 @@ def tier_of(way: str, precision: str, optimizer: str) -> int:
         return WORST
     if way != "full":
         return {"lora": 3, "qlora": 4}[way]
-    known = OPTIMIZERS[optimizer]
-    return 1 if known.states and known.bits == 32 else 2
+    properties = OPTIMIZERS[optimizer]
+    return 1 if properties.states and properties.bits == 32 else 2
 
 
 def way_in_words(recipe: Recipe) -> str:
@@ -236,7 +247,7 @@ class Switch:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -271,27 +282,19 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {
-            "question": self.question.as_dict(),
+        values = vars(self) | {
             "gpu": self.card.name,
             "total_memory": self.card.total_memory,
             "fits": bool(self),
-            "fastest": self.fastest and self.fastest.as_dict(),
-            "roomiest": self.roomiest and self.roomiest.as_dict(),
-            "tiers": {tier: option.as_dict() for tier, option in self.tiers.items()},
-            "start": self.start.as_dict(),
-            "switches": [switch.as_dict() for switch in self.switches],
-            "decision": list(self.decision),
-            "remedies": list(self.remedies),
-            "rungs": [option.as_dict() for option in self.last_resorts],
-            "excluded": list(self.excluded),
-            "assumptions": list(self.assumptions),
+            "rungs": self.last_resorts,
         }
+        del values["card"], values["last_resorts"]
+        return plain(values)
 
     @property
     def first(self) -> Option | None:
         """What fits and may cost least in quality; None where nothing fits."""
-        return next((it for _, it in sorted(self.tiers.items()) if not it.missing), None)
+        return next((best for _, best in sorted(self.tiers.items()) if not best.missing), None)
 
     def __str__(self) -> str:
         asked, card = self.question, self.card
@@ -319,7 +322,7 @@ class Plan:
             lines += [f"One change at a time from {start}:", "", table, ""]
         lines += self.decision
         lines += [f"Left out: {reason}." for reason in self.excluded]
-        lines += [f"Assumed: {one}." for one in self.assumptions]
+        lines += [f"Assumed: {assumption}." for assumption in self.assumptions]
         return "\n".join(map(wrapped, lines))
 
     def verdict(self) -> str:
@@ -386,9 +389,9 @@ def _table(options: Iterable[Option]) -> str:
     return f"{table}\n* and the loss in parts" if in_parts else table
 
 
-def _is_same(one: Recipe, other: Recipe) -> bool:
+def _is_same(recipe: Recipe, other: Recipe) -> bool:
     """Whether two recipes for the same model are one; not every config can be compared."""
-    return vars(one) | {"model": None} == vars(other) | {"model": None}
+    return vars(recipe) | {"model": None} == vars(other) | {"model": None}
 
 
 def _change(switch: Switch) -> list[str]:

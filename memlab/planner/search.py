@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from memlab.gpus import GPU, GPUS
 from memlab.planner.advice import decision, switches
@@ -38,18 +38,6 @@ if TYPE_CHECKING:
 SAME_ROOM = 0.02  # of a card; what saves less than that leaves no more room worth a row
 
 
-@overload
-def plan(
-    model: Model, gpu: Named, seq_len: int = 512, effective_batch: int = 16, **more: Any
-) -> Plan: ...
-@overload
-def plan(
-    model: Model, gpu: None = None, seq_len: int = 512, effective_batch: int = 16, **more: Any
-) -> Cards: ...
-@overload
-def plan(
-    model: Model, gpu: Sequence[Named], seq_len: int = 512, effective_batch: int = 16, **more: Any
-) -> Plan | Cards: ...
 def plan(
     model: Model,
     gpu: Named | Sequence[Named] | None = None,
@@ -124,10 +112,10 @@ class Search:
             least = self.roomiest(fastest)
             roomiest = self.answers.with_sizes(least) if least else fastest
         last = () if fastest else last_resorts(self)
-        first = next((it for it in tiers.values() if not it.missing), None)
+        first = next((option for option in tiers.values() if not option.missing), None)
         start = first or min(tiers.values(), key=lambda option: option.missing)
         changes = switches(self, start)
-        told = [*tiers.values(), *filter(None, [fastest, roomiest]), *last]
+        options = [*tiers.values(), *filter(None, [fastest, roomiest]), *last]
         return Plan(
             self.question,
             self.card,
@@ -139,7 +127,7 @@ class Search:
             decision(self, start, changes),
             () if fastest else tuple(remedies(self, tiers, last)),
             self.recipes.excluded,
-            self.answers.assumed(told),
+            self.answers.assumed(options),
             tuple(map(self.named, last)),
         )
 
@@ -152,21 +140,23 @@ class Search:
 
     # ------------------------------------------------------------------ one combination
 
-    def ask(self, one: Combination) -> None:
+    def ask(self, combination: Combination) -> None:
         """Find the largest micro-batch of a combination whose tensors fit, if any do."""
-        least = self.recipes.least_bytes(one) + self.answers.context
-        self.lacks[one] = max(0, least - self.answers.room)
-        if self.lacks[one]:
+        least = self.recipes.least_bytes(combination) + self.answers.context
+        self.lacks[combination] = max(0, least - self.answers.room)
+        if self.lacks[combination]:
             return
-        self.traced.add(one)
-        if has_runs_only(self.recipes.recipe(one, 1)):
-            self.run(one)
+        self.traced.add(combination)
+        if has_runs_only(self.recipes.recipe(combination, 1)):
+            self.run(combination)
             return
-        batch = self._largest_batch(one, least)
+        batch = self._largest_batch(combination, least)
         if batch:
-            self.options[one] = self.answers.at_least(self.recipes.recipe(one, batch))
+            self.options[combination] = self.answers.at_least(
+                self.recipes.recipe(combination, batch)
+            )
 
-    def _largest_batch(self, one: Combination, least: int) -> int:
+    def _largest_batch(self, combination: Combination, least: int) -> int:
         """The largest micro-batch whose tensors fit, or 0.
 
         One sequence, and all of a step at once, have traces of their own: they are asked last, the
@@ -174,9 +164,9 @@ class Search:
         """
 
         def fits(batch: int) -> bool:
-            needed = self.answers.tensors(self.recipes.recipe(one, batch))
+            needed = self.answers.tensors(self.recipes.recipe(combination, batch))
             if needed > self.answers.room:
-                self.lacks[one] = needed - self.answers.room
+                self.lacks[combination] = needed - self.answers.room
             return needed <= self.answers.room
 
         batches = self.recipes.batches
@@ -186,109 +176,119 @@ class Search:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if fits(between[middle]) else (low, middle)
         if low == len(between) and len(batches) > 1 and fits(batches[-1]):
-            self.lacks[one] = 0
+            self.lacks[combination] = 0
             return batches[-1]
         if low:
             return between[low - 1]
-        if self.lacks[one]:  # of the second smallest
-            alone = least + (self.answers.room + self.lacks[one] - least) // batches[1]
-            if alone > self.answers.room:
-                self.lacks[one] = alone - self.answers.room
+        if self.lacks[combination]:
+            larger = self.answers.room + self.lacks[combination]  # the second smallest micro-batch
+            needed = least + (larger - least) // batches[1]
+            if needed > self.answers.room:
+                self.lacks[combination] = needed - self.answers.room
                 return 0
         return int(fits(1))
 
-    def run(self, one: Combination) -> Option | None:
+    def run(self, combination: Combination) -> Option | None:
         """Simulate a combination of which each size is a run of its own, with few sizes.
 
         After one sequence comes what fits if all but weights, gradients and states grows.
         """
         batches, room = self.recipes.batches, self.answers.room
-        least = self.recipes.least_bytes(one) + self.answers.context
-        option = self.answers.simulated(self.recipes.recipe(one, 1))
-        self.lacks[one] = option.missing
+        least = self.recipes.least_bytes(combination) + self.answers.context
+        option = self.answers.simulated(self.recipes.recipe(combination, 1))
+        self.lacks[combination] = option.missing
         if option.missing:
             return None
         each = option.needed - least
         batch = max(n for n in batches if n == 1 or least + n * each <= room)
         if batch > 1:
-            larger = self.answers.simulated(self.recipes.recipe(one, batch))
+            larger = self.answers.simulated(self.recipes.recipe(combination, batch))
             option = option if larger.missing else larger
-        self.lacks[one] = each * (option.recipe.batch_size < batches[-1])
-        self.options[one] = option
-        self.replayed.add(one)
+        self.lacks[combination] = each * (option.recipe.batch_size < batches[-1])
+        self.options[combination] = option
+        self.replayed.add(combination)
         return option
 
-    def replay(self, one: Combination) -> None:
+    def replay(self, combination: Combination) -> None:
         """Let the allocator confirm an option, with a smaller micro-batch where it does not fit."""
-        recipe = self.options.pop(one).recipe
+        recipe = self.options.pop(combination).recipe
         while True:
             option = self.answers.simulated(recipe)
             if not option.missing:
-                self.options[one] = option
-                self.replayed.add(one)
+                self.options[combination] = option
+                self.replayed.add(combination)
                 return
-            self.lacks[one] = option.missing
+            self.lacks[combination] = option.missing
             smaller = [n for n in self.recipes.batches if n < recipe.batch_size]
             if not smaller:
                 return
-            recipe = self.recipes.recipe(one, smaller[-1])
+            recipe = self.recipes.recipe(combination, smaller[-1])
 
     # ------------------------------------------------------------------ several combinations
 
-    def may_help(self, one: Combination, group: Sequence[Combination]) -> bool:
+    def may_help(self, combination: Combination, group: Sequence[Combination]) -> bool:
         """Whether a combination may be better than what is known of its group."""
-        if one in self.lacks:
+        if combination in self.lacks:
             return False
-        for plainer in group[: group.index(one)]:
-            all_at_once = self.lacks.get(plainer) == 0 and plainer.precision == one.precision
-            if all_at_once and plainer.checkpointing <= one.checkpointing:
+        for plainer in group[: group.index(combination)]:
+            all_at_once = (
+                self.lacks.get(plainer) == 0 and plainer.precision == combination.precision
+            )
+            if all_at_once and plainer.checkpointing <= combination.checkpointing:
                 return False
-        kind = one.checkpointing, one.precision
-        first = next(it for it in group if (it.checkpointing, it.precision) == kind)
-        if one is first:
+        kind = combination.checkpointing, combination.precision
+        first = next(
+            plainer for plainer in group if (plainer.checkpointing, plainer.precision) == kind
+        )
+        if combination is first:
             return True
-        saved = self.recipes.least_bytes(first) - self.recipes.least_bytes(one)
+        saved = self.recipes.least_bytes(first) - self.recipes.least_bytes(combination)
         return saved >= self.lacks.get(first, 0) > 0
 
-    def best(self, found: Iterable[Combination]) -> Combination | None:
+    def best(self, candidates: Iterable[Combination]) -> Combination | None:
         """The best of the options, replayed; None where none fits."""
-        known = [one for one in found if one in self.options]
-        while known:
-            times = {one: self.options[one] for one in known}
+        fitting = [combination for combination in candidates if combination in self.options]
+        while fitting:
+            times = {combination: self.options[combination] for combination in fitting}
             best = plainest(times, lambda option: self.answers.time(option.recipe) or float("inf"))
             if best is None or best in self.replayed:
                 return best
             self.replay(best)
-            known = [one for one in known if one in self.options]
+            fitting = [combination for combination in fitting if combination in self.options]
         return None
 
-    def best_of(self, found: Sequence[Combination]) -> Option | None:
+    def best_of(self, candidates: Sequence[Combination]) -> Option | None:
         """The best of a tier, replayed; None where nothing fits, with the loss in parts either."""
-        for group in groups(found):
+        for group in groups(candidates):
             best, asked = None, -1
             while len(self.lacks) > asked:  # what a replay has said may ask for more
                 asked = len(self.lacks)
-                for one in group:
-                    if self.may_help(one, group):
-                        self.ask(one)
+                for combination in group:
+                    if self.may_help(combination, group):
+                        self.ask(combination)
                 best = self.best(group)
             if best:
                 return self.options[best]
-        return self.in_parts(found)
+        return self.in_parts(candidates)
 
-    def in_parts(self, found: Sequence[Combination]) -> Option | None:
+    def in_parts(self, candidates: Sequence[Combination]) -> Option | None:
         """The most sparing with the loss in parts, where logits are what is too much."""
-        near = [lack for one, lack in self.lacks.items() if one in found and one.checkpointing]
-        one = self.recipes.in_parts(self.most_sparing(found))
-        if one is None or min(near, default=0) > self.recipes.bytes_of_logits:
+        near = [
+            lack
+            for combination, lack in self.lacks.items()
+            if combination in candidates and combination.checkpointing
+        ]
+        combination = self.recipes.in_parts(self.most_sparing(candidates))
+        if combination is None or min(near, default=0) > self.recipes.bytes_of_logits:
             return None
-        least = self.recipes.least_bytes(one) + self.answers.context
-        return None if least > self.answers.room else self.run(one)
+        least = self.recipes.least_bytes(combination) + self.answers.context
+        return None if least > self.answers.room else self.run(combination)
 
-    def most_sparing(self, found: Sequence[Combination]) -> Combination:
+    def most_sparing(self, candidates: Sequence[Combination]) -> Combination:
         """What is likely to hold least; of those whose states page only where all do."""
         return self.recipes.most_sparing(
-            [one for one in found if not is_paged(one.optimizer)] or list(found)
+            [combination for combination in candidates if not is_paged(combination.optimizer)]
+            or list(candidates)
         )
 
     # ------------------------------------------------------------------ parts of the answer
@@ -296,27 +296,27 @@ class Search:
     def best_of_each_tier(self) -> dict[int, Option]:
         """The best of each tier that can be had at all, or what lacks little."""
         of_tier: dict[int, list[Combination]] = {}
-        for one in self.recipes.combinations:
-            of_tier.setdefault(one.tier, []).append(one)
+        for combination in self.recipes.combinations:
+            of_tier.setdefault(combination.tier, []).append(combination)
         best = {}
-        for tier, found in sorted(of_tier.items()):
-            option = self.best_of(found)
+        for tier, candidates in sorted(of_tier.items()):
+            option = self.best_of(candidates)
             if option:
                 best[tier] = option
                 self.tell(f"tier {tier} fits: {option}")
-        for tier, found in sorted(of_tier.items()):
+        for tier, candidates in sorted(of_tier.items()):
             if tier not in best:
-                best[tier] = self.nearest(found)
+                best[tier] = self.nearest(candidates)
         return dict(sorted(best.items()))
 
-    def nearest(self, found: Sequence[Combination]) -> Option:
+    def nearest(self, candidates: Sequence[Combination]) -> Option:
         """What is likely to lack least of what does not fit, with one sequence.
 
         Where its weights, gradients and states are too many, nobody needs to know more.
         """
-        one = self.most_sparing(found)
-        recipe, answers = self.recipes.recipe(one, 1), self.answers
-        least = self.recipes.least_bytes(one) + answers.context
+        combination = self.most_sparing(candidates)
+        recipe, answers = self.recipes.recipe(combination, 1), self.answers
+        least = self.recipes.least_bytes(combination) + answers.context
         if least <= answers.room:
             return answers.simulated(recipe)
         margin, total = answers.total_memory - answers.room, answers.total_memory
@@ -324,28 +324,32 @@ class Search:
 
     def fastest(self) -> Option | None:
         """The best of all that fits of what was asked."""
-        places = {one: n for n, one in enumerate(self.recipes.combinations)}
-        order = sorted(self.options, key=lambda one: places.get(one, len(places)))
+        places = {combination: n for n, combination in enumerate(self.recipes.combinations)}
+        order = sorted(self.options, key=lambda combination: places.get(combination, len(places)))
         best = self.best(order)
         return self.options[best] if best else None
 
     def best_of_way(self, way: str) -> Option | None:
         """The best of a way to train, or what lacks little; None where it is not possible."""
-        found = [one for one in self.recipes.combinations if one.way == way]
-        for tier in sorted({one.tier for one in found}):
-            self.best_of([one for one in found if one.tier == tier])
-        in_parts = [one for one in self.options if one.loss != "whole"]
-        best = self.best([one for one in (*found, *in_parts) if one.way == way])
+        candidates = [
+            combination for combination in self.recipes.combinations if combination.way == way
+        ]
+        for tier in sorted({combination.tier for combination in candidates}):
+            self.best_of([combination for combination in candidates if combination.tier == tier])
+        in_parts = [combination for combination in self.options if combination.loss != "whole"]
+        best = self.best(
+            [combination for combination in (*candidates, *in_parts) if combination.way == way]
+        )
         if best:
             return self.options[best]
-        return self.nearest(found) if found else None
+        return self.nearest(candidates) if candidates else None
 
     def roomiest(self, fastest: Option) -> Option | None:
         """What leaves the most room, of the way with the smallest base; None where that is little
         more than the fastest leaves."""
         every = self.recipes.combinations
-        way = max((one.way for one in every), key=list(WAYS).index)
-        option = self.nearest([one for one in every if one.way == way])
+        way = max((combination.way for combination in every), key=list(WAYS).index)
+        option = self.nearest([combination for combination in every if combination.way == way])
         enough = fastest.needed - SAME_ROOM * self.answers.total_memory
         return option if option.needed < enough else None
 

@@ -14,7 +14,7 @@ from memlab.gpus import GPU, require_native
 from memlab.libraries import remembered
 from memlab.planner.result import Question, tier_of
 from memlab.spec.logits import unlike_product
-from memlab.spec.optimizers import OPTIMIZERS, is_of_bitsandbytes
+from memlab.spec.optimizers import OPTIMIZERS
 from memlab.spec.recipe import AUTOCAST, Recipe
 
 FOR_ADAPTERS = ("adamw_torch_fused", "adamw_8bit")  # whose states are small in any case
@@ -54,25 +54,22 @@ def combinations(
     for precision in question.precisions or ():
         require_native(precision, card.name, native)
     half = "bf16" if native else "fp16"
-    amp, kept = f"{half}-amp", question.keep_quality
+    amp, keeps_quality = f"{half}-amp", question.keep_quality
     usual = {
-        "full": (amp, "fp32") if kept or not native else (amp, "fp32", half),
+        "full": (amp, "fp32") if keeps_quality or not native else (amp, "fp32", half),
         # Adapters in fp32 on a base in 16 bits, under autocast: as the Trainer runs it.
         "lora": (amp,),
         "qlora": (amp,),
     }
-    excluded, worse = [], [name for name, known in OPTIMIZERS.items() if known.worse]
-    if kept:
+    excluded, worse = [], [name for name, optimizer in OPTIMIZERS.items() if optimizer.worse]
+    if keeps_quality:
         rather = "trained weights in pure bf16, " if native else ""
         excluded.append(f"{rather}{' and '.join(worse)} (they may train worse)")
-    optimizers = [name for name, known in OPTIMIZERS.items() if known.planned]
-    optimizers += [] if kept else worse
-    bitsandbytes = is_here("bitsandbytes")
-    if not bitsandbytes:
-        excluded.append("QLoRA and 8-bit optimizers (the package bitsandbytes is not here)")
+    optimizers = [name for name, optimizer in OPTIMIZERS.items() if optimizer.planned]
+    optimizers += [] if keeps_quality else worse
     if refused:
         excluded.append(f"LoRA and QLoRA ({refused})")
-    found = []
+    candidates = []
     shardings: tuple[str, ...] = ("ddp",)
     if question.ranks > 1:
         two_stacks = (question.task or models.default_task(question.model)) == "seq2seq-lm"
@@ -82,8 +79,6 @@ def combinations(
             f"{what} under zero2 and zero3 (simulate it), zero1 (the states alone are split)"
         )
     for way in question.ways:
-        if way == "qlora" and not bitsandbytes:
-            continue
         if way != "full" and refused:
             continue
         of_way = optimizers if way == "full" else FOR_ADAPTERS
@@ -91,13 +86,11 @@ def combinations(
             question.precisions or usual[way], of_way, (False, True), shardings
         )
         for precision, optimizer, checkpointing, sharding in every:
-            known = bitsandbytes or not is_of_bitsandbytes(optimizer)
-            known &= way != "qlora" or sharding == "ddp"
-            if known and (sharding == "ddp" or OPTIMIZERS[optimizer].sharded):
-                found.append(Combination(way, precision, optimizer, checkpointing, sharding))
-    if not found:
+            if sharding == "ddp" or way != "qlora" and OPTIMIZERS[optimizer].sharded:
+                candidates.append(Combination(way, precision, optimizer, checkpointing, sharding))
+    if not candidates:
         raise ValueError(f"ways is {question.ways!r}: {'; '.join(excluded)}")
-    return found, tuple(excluded)
+    return candidates, tuple(excluded)
 
 
 class Recipes:
@@ -130,7 +123,7 @@ class Recipes:
         refused = ways != ("full",) and refusal(self.model, asked.task, asked.lora_rank)
         return combinations(asked, self.card, refused or "")
 
-    def recipe(self, one: Combination, batch: int, **changes: Any) -> Recipe:
+    def recipe(self, combination: Combination, batch: int, **changes: Any) -> Recipe:
         """A combination with a micro-batch."""
         asked = self.question
         ranks = changes.get("ranks", asked.ranks)
@@ -140,56 +133,57 @@ class Recipes:
             "batch_size": batch,
             "accumulation": max(1, asked.effective_batch // ranks // batch),
             "seq_len": asked.seq_len,
-            "precision": one.precision,
-            "optimizer": one.optimizer,
-            "checkpointing": one.checkpointing,
+            "precision": combination.precision,
+            "optimizer": combination.optimizer,
+            "checkpointing": combination.checkpointing,
             "attention": self.attention,
-            "loss": one.loss,
+            "loss": combination.loss,
             "max_grad_norm": CLIPPING,
             "ranks": ranks,
-            "sharding": one.sharding,
+            "sharding": combination.sharding,
             "expandable_segments": asked.expandable_segments,
         }
-        if one.way != "full":
+        if combination.way != "full":
             values["lora_rank"] = asked.lora_rank
-            values |= HALF if one.precision in AUTOCAST else {}
-        if one.way == "qlora":
+            values |= HALF if combination.precision in AUTOCAST else {}
+        if combination.way == "qlora":
             values |= NF4
         return Recipe(**values | changes)
 
-    def least_bytes(self, one: Combination, ranks: int | None = None) -> int:
+    def least_bytes(self, combination: Combination, ranks: int | None = None) -> int:
         """What a rank holds when a backward pass ends, at least: weights, gradients, states."""
         ranks = ranks or self.question.ranks
-        whole = one.way == "full"
-        size = bytes_per_weight(one.precision)
-        held: float = {"full": size, "lora": 2, "qlora": 0.5}[one.way]
-        optimizer = OPTIMIZERS[one.optimizer]
+        is_full = combination.way == "full"
+        size = bytes_per_weight(combination.precision)
+        held: float = {"full": size, "lora": 2, "qlora": 0.5}[combination.way]
+        optimizer = OPTIMIZERS[combination.optimizer]
         state = 0 if optimizer.paged else size if optimizer.bits == 32 else optimizer.bits / 8
-        trained: float = whole * (size + optimizer.states * state)
-        held /= ranks if one.sharding == "zero3" else 1
-        trained /= ranks if one.sharding != "ddp" else 1
+        trained: float = is_full * (size + optimizer.states * state)
+        held /= ranks if combination.sharding == "zero3" else 1
+        trained /= ranks if combination.sharding != "ddp" else 1
         return int(self.weights * (held + trained))
 
-    def most_sparing(self, found: list[Combination], ranks: int | None = None) -> Combination:
+    def most_sparing(self, candidates: list[Combination], ranks: int | None = None) -> Combination:
         """The one that is likely to hold least at once, the plainest of equals.
 
         Autocast keeps copies of the weights in half precision. Where states are paged or factored
         next to none of them are on the card.
         """
 
-        def held(one: Combination) -> tuple[bool, float]:
-            copies = one.way == "full" and one.precision in AUTOCAST
-            return not one.checkpointing, self.least_bytes(one, ranks) + copies * 2 * self.weights
+        def held(combination: Combination) -> tuple[bool, float]:
+            copies = combination.way == "full" and combination.precision in AUTOCAST
+            nbytes = self.least_bytes(combination, ranks) + copies * 2 * self.weights
+            return not combination.checkpointing, nbytes
 
-        return min(found, key=held)
+        return min(candidates, key=held)
 
-    def in_parts(self, one: Combination) -> Combination | None:
+    def in_parts(self, combination: Combination) -> Combination | None:
         """The same with the loss in parts, TRL's default; None where the model has no such loss."""
-        recipe = self.recipe(one, 1)
-        alone = recipe.task == "causal-lm" and recipe.ranks == 1
-        if not alone or unlike_product(self.model):
+        recipe = self.recipe(combination, 1)
+        supported = recipe.task == "causal-lm" and recipe.ranks == 1
+        if not supported or unlike_product(self.model):
             return None
-        return dataclasses.replace(one, loss="chunked")
+        return dataclasses.replace(combination, loss="chunked")
 
     @property
     def bytes_of_logits(self) -> int:

@@ -360,7 +360,7 @@ class Recipe:
             value = getattr(self, one.name)
             if one.name in ("model", "task") or value != one.default:
                 value = self.model_name if one.name == "model" else value
-                shown.append(f"{one.name}={value}")
+                shown.append(f"{one.name}={value!r}")
         return f"Recipe({', '.join(shown)})"
 
 

@@ -149,7 +149,7 @@ class Serving:
 
     def __str__(self) -> str:
         shown = self.as_dict().items()
-        return f"Serving({', '.join(f'{name}={value}' for name, value in shown)})"
+        return f"Serving({', '.join(f'{name}={value!r}' for name, value in shown)})"
 
 
 Serving.__doc__ = f"{Serving.__doc__}\n{documentation(Serving)}\n"

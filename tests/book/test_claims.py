@@ -6,7 +6,7 @@ from html import escape
 import pytest
 from contents import ROOT
 
-from memlab.book.claims import Verdict, all_claims, all_named, verdict, verdicts
+from memlab.book.claims import CLAIMS, SUBJECTS, Verdict, verdict, verdicts
 
 CHAPTERS = ROOT / "chapters"
 
@@ -44,6 +44,6 @@ def test_every_statement_has_one_verdict_which_is_a_figure_of_the_text():
             text = "".join(cell["source"])
             for one in verdicts(text) if cell["cell_type"] == "markdown" else ():
                 is_figure = f"data-figure=\"verdict('{one.id}', " in text
-                assert is_figure == (one.id in all_claims()), one.id
+                assert is_figure == (one.id in CLAIMS), one.id
                 found.append(one.id)
-    assert sorted(found) == sorted([*all_claims(), *all_named()])
+    assert sorted(found) == sorted([*CLAIMS, *SUBJECTS])

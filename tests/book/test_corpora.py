@@ -83,7 +83,7 @@ def test_language_model_blocks(corpus):
     blocks = corpora.language_model_blocks(texts, trained, 64)
     assert [i for row in blocks["input_ids"] for i in row] == stream[: len(stream) // 64 * 64]
     assert blocks["labels"][:] == blocks["input_ids"][:]
-    for length, says in ((0, "length is 0"), (len(stream) + 1, f"from 1 to {len(stream)}")):
+    for length, says in ((0, "length is 0"), (len(stream) + 1, f"from 1 to {len(stream):,}")):
         with pytest.raises(ValueError, match=says):
             corpora.language_model_blocks(texts, trained, length)
 
@@ -92,13 +92,8 @@ def test_language_model_blocks(corpus):
     ("make", "given", "says"),
     [
         (corpora.docstrings, {"packages": "../etc"}, "'../etc' is not installed"),
-        (corpora.docstrings, {"packages": []}, "packages is empty"),
         (corpora.docstrings, {"split": "dev"}, "allowed are train, validation, test, all"),
         (corpora.docstrings, {"min_words": 10**6}, "no text of 1000000 words"),
-        (corpora.tokenizer, {"texts": []}, "texts is empty"),
-        (corpora.tokenizer, {"texts": "one text"}, "texts is one text"),
-        (corpora.tokenizer, {"texts": ["some words", " \n"]}, r"text 1 is ' \\n'"),
-        (corpora.tokenizer, {"texts": ["some words", None]}, "text 1 is None"),
         (corpora.tokenizer, {"texts": ["words"], "vocab_size": 100}, "whole numbers from 512"),
         (corpora.tokenizer, {"texts": ["words"], "vocab_size": 1e3}, "vocab_size is 1000.0"),
         (corpora.tokenizer, {"texts": ["words"], "kind": "unigram"}, "allowed are wordpiece, bpe"),

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from notebook import assert_steps_agree, cells_of
+from segments_twin import figures
 
 from memlab import Recipe
-from memlab.panels.segments import figures
 from memlab.workloads.training import Training
 
 chapter = cells_of(

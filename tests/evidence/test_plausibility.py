@@ -9,10 +9,9 @@ import standin_card
 from helpers import TINY
 
 from memlab.cli import main
-from memlab.evidence import recording
+from memlab.evidence import recording, worker
 from memlab.evidence.plausibility import doubts
 from memlab.evidence.records import FOLDER, find_records, load, save
-from memlab.evidence.worker import Worker
 
 RUNS = {"one": TINY.but(batch_size=4, accumulation=2, precision="fp16-amp")}
 
@@ -23,7 +22,7 @@ def recorded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("records")
     command = [sys.executable, standin_card.__file__, "T4", "worker"]
     with pytest.MonkeyPatch.context() as patch, standin_card.stand_in("T4"):
-        patch.setattr(Worker, "command", command)
+        patch.setattr(worker, "COMMAND", command)
         report = recording.record("cuda", folder, RUNS, steps=2, note="a stand-in")
     assert report.done == list(RUNS)
     # The one thing that only a driver says.
@@ -84,6 +83,10 @@ def test_the_command_says_what_is_doubtful(recorded, tmp_path, capsys):
         assert main(["record", "--check", str(path), "--json"]) == 1
         (found,) = json.loads(capsys.readouterr().out)["doubts"]
         assert says in found
+    strange = recorded[0].recipe | {"colour": "red"}
+    save(path, [dataclasses.replace(recorded[0], recipe=strange)])
+    assert main(["record", "--check", str(path)]) == 1
+    assert "unexpected keyword argument 'colour'" in capsys.readouterr().out
     save(path, [dataclasses.replace(recorded[0], device="CPU (x86_64, 2 threads)")])
     assert main(["record", "--check", str(path)]) == 2
     assert "is of a CPU" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """The grid sent through a machine: killed, limited, refused, and what it keeps."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -88,6 +89,9 @@ def test_a_run_of_another_recipe_is_not_done(tmp_path):
     save(path, [a_run({"peak_tensors_bytes": 1})])
     assert recording._finished(path, {"one": TWO}) == ["one"]
     assert recording._finished(path, {"one": TWO.but(batch_size=3)}) == []
+    other = a_run({"peak_tensors_bytes": 1})
+    save(path, [dataclasses.replace(other, recipe=other.recipe | {"colour": "red"})])
+    assert recording._finished(path, {"one": TWO}) == []
 
 
 def test_a_run_has_a_time_limit_and_is_no_record(tmp_path):

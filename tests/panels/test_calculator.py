@@ -24,7 +24,7 @@ from memlab.panels.calculator import (
     names,
     usual_heads,
 )
-from memlab.panels.packed_tables import is_kept
+from memlab.panels.packed_tables import has_traces
 from memlab.predict.fit import verdict
 from memlab.predict.recipe_log import refuse_format
 from memlab.predict.simulate import footprint_from_log, sized_log
@@ -59,11 +59,11 @@ LLAMA = {
 
 def test_a_page_made_with_a_newer_pytorch_has_the_kept_traces(monkeypatch):
     """2.14 computes shared keys on a T4 in a kernel of which no trace is kept."""
-    before = Calculator(START, "batch_size", gpu="T4").known()
+    before = Calculator(START, "batch_size", gpu="T4").tables()
     monkeypatch.setattr(sdpa, "SHARES_KEYS", sdpa.kernels_that_share_keys("2.14.1"))
     for cached in (names, usual_heads):
         cached.cache_clear()
-    assert Calculator(START, "batch_size", gpu="T4").known() == before
+    assert Calculator(START, "batch_size", gpu="T4").tables() == before
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def refusal(settings):
         refuse_format(recipe, card)
     except ValueError as error:
         return str(error)
-    return "" if is_kept(recipe, card) else "no trace is kept of"
+    return "" if has_traces(recipe, card) else "no trace is kept of"
 
 
 def in_page(page, asked):

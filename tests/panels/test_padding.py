@@ -85,20 +85,6 @@ def test_bad_input_is_told_in_a_line(page, field, value, says):
     assert says in page.said() and shown(page) == {}
 
 
-@pytest.mark.parametrize(
-    "given, says",
-    [
-        ([{}], "lengths is empty"),
-        ([{"a": []}], "is empty"),
-        ([{"a": [3, 0]}], "holds 0"),
-        ([{"a": [1]}, {"peak": 1}], "memory has the keys peak: allowed are least, fixed"),
-    ],
-)
-def test_bad_lengths_raise(given, says):
-    with pytest.raises(ValueError, match=says):
-        PaddingExplorer(*given)
-
-
 def test_a_name_is_no_markup_and_finds_its_lengths(page):
     for name, lengths in GIVEN.items():
         page.set("corpus", name)

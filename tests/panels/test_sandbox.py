@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 
-from memlab.gpus import ANY_CARD, find_gpu
 from memlab.panels.sandbox import TOY, AllocatorSandbox
 from memlab.trace.card_memory import CardMemory
 from memlab.units import MiB
@@ -135,12 +134,3 @@ def test_the_keyboard_stays_where_it_was(page):
     page.run("panel.querySelector('[name=mib]').focus()")
     page.press("Enter", windowsVirtualKeyCode=13)
     assert page.figures()["allocated"] == 2 * MiB
-
-
-def test_a_card_brings_its_capacity_and_context():
-    data = AllocatorSandbox("T4").data()
-    assert (data["total"], data["context"]) == (find_gpu("T4").total_memory, find_gpu("T4").context)
-    with pytest.raises(ValueError, match="cards with a limit"):
-        AllocatorSandbox(ANY_CARD)
-    with pytest.raises(ValueError, match="sizes holds 0"):
-        AllocatorSandbox(sizes=(0,))

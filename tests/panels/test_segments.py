@@ -1,8 +1,9 @@
 """Segments of the page hold what Python counts, and what a traced chain really holds."""
 
 import pytest
+from segments_twin import figures, held
 
-from memlab.panels.segments import SegmentFilm, figures, held
+from memlab.panels import SegmentFilm
 
 pytestmark = pytest.mark.slow  # a browser beside Python: left to make nightly
 
@@ -43,16 +44,3 @@ def test_it_plays_and_goes_round(page):
     assert 1 <= page.moment(after=2300) < 12
     page.set("ratio", 3)
     assert page.text(".play") == "play" and page.moment() == 12
-
-
-@pytest.mark.parametrize(
-    "wrong, says",
-    [
-        (dict(layers=1), "layers is 1: allowed are whole numbers from 2 to 48"),
-        (dict(layers=8, segment=9), "segment is 9: allowed are whole numbers from 0 to 8"),
-        (dict(ratio=2.5), "ratio is 2.5"),
-    ],
-)
-def test_bad_input_raises(wrong, says):
-    with pytest.raises(ValueError, match=says):
-        SegmentFilm(**wrong)

@@ -44,18 +44,3 @@ def test_the_film_plays_and_stops(tiles):
     for said in ("pause", "play"):
         tiles.click(".play")
         assert tiles.text(".play") == said
-
-
-@pytest.mark.parametrize(
-    "films, says",
-    [
-        ({}, "films is empty"),
-        ({"a": []}, r"films\['a'\] is empty"),
-        ({"b": [(0, 0, 1)]}, "standard has no 'b'"),
-        ({"a": [(0, 0, 1), (0, -1, 1)]}, r"holds \(0, -1, 1\)"),
-        ({"a": [(0, 1)]}, "three whole numbers"),
-    ],
-)
-def test_bad_films_raise(films, says):
-    with pytest.raises(ValueError, match=says):
-        TilePlayer(films, {"a": 1})

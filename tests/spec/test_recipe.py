@@ -6,7 +6,7 @@ import pytest
 from helpers import refused
 from transformers import ModernBertDecoderConfig
 
-from memlab import Recipe
+from memlab import Recipe, Serving
 
 NF4 = {"lora_rank": 2, "base": "nf4", "precision": "fp16"}
 ZERO3 = {"ranks": 4, "sharding": "zero3"}
@@ -22,6 +22,25 @@ def test_defaults_are_named_in_the_dictionary():
     recipe = Recipe()
     assert recipe.task == "sequence-classification"
     assert json.loads(json.dumps(recipe.as_dict()))["checkpointing"] == "none"
+
+
+QLORA = NF4 | {"checkpointing": True, "double_quant": True, "optimizer": "paged_adamw_8bit"}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Recipe("gpt2", batch_size=8, lora_rank=4, lora_targets="c_attn,c_proj"),
+        Recipe("bert-large", task="masked-lm", freeze=("embeddings", 2), padded=True),
+        Recipe("gpt2", set_to_none=False, max_grad_norm=0.5),
+        Recipe("llama-3.2-1b", **QLORA, compute_dtype="bf16", upcast=False),
+        Serving("gpt2"),
+        Serving("t5-3b", weights="bf16", new_tokens=3, batch_size=9, cache="none"),
+        Serving("gpt2", weights="nf4", compute_dtype="fp32", all_logits=True),
+    ],
+)
+def test_the_text_of_a_recipe_is_python(asked):
+    assert eval(str(asked)) == asked
 
 
 def test_another_model_takes_its_own_usual_task():
