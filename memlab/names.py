@@ -49,7 +49,7 @@ MACHINES = {
     "g2-standard": "L4",
 }
 SEVERAL = re.compile(r"(?P<n>\d{1,3}) ?[x×*] ?(?P<one>.+)|(?P<it>.+?) ?[x×*:] ?(?P<m>\d{1,3})")
-SIZE = re.compile(r"(?P<number>[\d,]*\.?\d+) ?(?P<unit>gib|gb|mib|)", re.IGNORECASE)
+SIZE = re.compile(r"(?P<number>\d{1,3}(,\d{3})+(\.\d+)?|\d*\.?\d+) ?(?P<unit>gib|gb|mib|)", re.I)
 LEAST_OF_BYTES = 1000  # a number below it is one of GiB
 LARGEST = 2**50  # bytes; no card and no machine has so many
 

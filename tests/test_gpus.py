@@ -169,6 +169,7 @@ def test_a_number_of_bytes_is_all_for_the_allocator():
         ("22 GiB", 22 * 2**30, " MiB"),
         ("22gib", 22 * 2**30, " MiB"),
         ("16,384 MiB", 2**34, " MiB"),
+        ("1,024.5 MiB", 1024.5 * MiB, " MiB"),
         (f"{2**34}", 2**34, " MiB"),
         ("24GB", GPUS["L4"].usable, "(of 24 GB; what L4, the least of these, leaves)"),
         ("20 gb", GPUS["RTX-4000-Ada"].usable, "(of 20 GB; what RTX-4000-Ada, "),
@@ -204,7 +205,20 @@ def test_every_name_means_its_own_card_however_it_is_written(name):
 
 @pytest.mark.parametrize(
     "wrong",
-    ["T5", "", "RTX", "H100 40", "H200 NVL", "A100 MIG 1g.5gb", "9" * 40, "-5", "0", "0.1 bytes"]
+    [
+        "T5",
+        "",
+        "RTX",
+        "11,5 GiB",
+        "1,2345 MiB",
+        "H100 40",
+        "H200 NVL",
+        "A100 MIG 1g.5gb",
+        "9" * 40,
+        "-5",
+        "0",
+        "0.1 bytes",
+    ]
     + [0, -1, 2**51, float("nan"), float("inf"), True, [1]],
 )
 def test_what_is_no_card(wrong):

@@ -523,6 +523,12 @@ def test_a_published_base_of_bitsandbytes_is_that_base():
     assert Serving(eight, weights="int8").base == "int8"
     with refused("by mxfp4"):
         Serving(quantized(MXFP4))
+    with refused("as nf4: allowed is that base, asked is nf4 with double quantization"):
+        Serving(quantized(NF4), weights="nf4")
+    served = Serving(quantized(NF4), weights="nf4", double_quant=False)
+    double = Serving(quantized(NF4 | {"bnb_4bit_use_double_quant": True}), weights="nf4")
+    # A scale in 32 bits per 64 weights, or in 8 with one more in 32 per 256 of these.
+    assert simulate(served).prefill["weights"] > simulate(double).prefill["weights"]
 
 
 @pytest.mark.parametrize("given", [None, 3, torch.nn.Linear(1, 1), transformers.BertConfig])

@@ -258,8 +258,9 @@ def largest_size(
 ) -> tuple[int, int | None]:
     """(the largest value that fits or 0, the next one or None), as in `largest`.
 
-    Where the recipe's own value fits, so does the answer, which is no smaller. A longer sequence
-    can reserve fewer bytes, so between smaller ones that do not fit there may be larger that do.
+    Where the recipe's own value fits, so does the answer, which is no smaller: it is that value
+    where no larger multiple of the step fits. A longer sequence can reserve fewer bytes, so between
+    smaller ones that do not fit there may be larger that do.
     own_fits: whether it does, None where that is to be found. log_of, peak_of: what a size does to
     memory, and its peak, as `memlab.predict.simulate` gives them.
     """
@@ -277,22 +278,25 @@ def largest_size(
     def tensors(steps: int) -> int:
         return peak_of(sized(steps), card)
 
-    def fits(steps: int) -> bool:
-        one = sized(steps)
-        return peak_reserved_of(one, log_of(one, card), smaller) is not None
+    def serves(sized_recipe: Recipe | Serving) -> bool:
+        log = log_of(sized_recipe, card)
+        return peak_reserved_of(sized_recipe, log, smaller) is not None
 
-    every = -(-end // step)
-    first = min(max(1, getattr(recipe, field) // step), every)
-    usable = room(card, margin) - _context(card)
-    most = _last_by_line(tensors, first, every, usable)
-    if first >= most:
-        known = 0
-    elif own_fits is None or first * step != getattr(recipe, field):
-        known = first * fits(first)
-    else:
-        known = first * own_fits
-    found = _last(fits, most, known)
-    return size_of(found), None if found == every else size_of(found + 1)
+    def fits(steps: int) -> bool:
+        return serves(sized(steps))
+
+    every, own = -(-end // step), getattr(recipe, field)
+    first = min(max(1, own // step), every)
+    most = _last_by_line(tensors, first, every, room(card, margin) - _context(card))
+    off_grid = own != size_of(first)  # a length that is no multiple of the step, or below the first
+    if own_fits is None and (first < most or off_grid):
+        own_fits = serves(recipe)
+    least = first if off_grid and first < most and not own_fits and fits(first) else 0
+    if own_fits:
+        least = every if own == end else own // step
+    steps = _last(fits, max(most, least), least)
+    size = max(size_of(steps), own) if own_fits else size_of(steps)
+    return size, None if steps == every else size_of(steps + 1)
 
 
 def _longest(recipe: Recipe | Serving) -> int | None:

@@ -213,9 +213,9 @@ class Meter:
         if self.device.type == "cuda":
             if self._empty_cache:
                 torch.cuda.empty_cache()
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self._at_start = torch.cuda.memory_allocated()
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._at_start = torch.cuda.memory_allocated(self.device)
         else:
             self._tracer = Tracer()
             self._tracer.watch(*self._watched)
@@ -224,8 +224,7 @@ class Meter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.device)
         self.seconds = time.perf_counter() - self._started
         if self.device.type == "cuda":
             self.footprint = self._from_counters()
@@ -235,12 +234,12 @@ class Meter:
             del self._tracer
 
     def _from_counters(self) -> Footprint:
-        free, total = torch.cuda.mem_get_info()
-        used, reserved = total - free, torch.cuda.memory_reserved()
-        peak = torch.cuda.max_memory_allocated()
+        free, total = torch.cuda.mem_get_info(self.device)
+        used, reserved = total - free, torch.cuda.memory_reserved(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
         return Footprint(
             peak_allocated=peak,
-            peak_reserved=torch.cuda.max_memory_reserved(),
+            peak_reserved=torch.cuda.max_memory_reserved(self.device),
             breakdown={
                 Category.INPUTS: self._at_start,
                 Category.TEMPORARY: peak - self._at_start,
@@ -264,6 +263,7 @@ def alive_tensors(device: Device, most: int = 5) -> list[tuple[int, str]]:
             if (
                 type(thing) in (torch.Tensor, torch.nn.Parameter)
                 and thing.device.type == device.type
+                and device.index in (None, thing.device.index)
             ):
                 storage = thing.untyped_storage()
                 text = f"{type(thing).__name__} {list(thing.shape)} {thing.dtype}"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
+import ctypes
 import json
 import linecache
 import os
 import runpy
-import signal
 import sys
 import threading
 import traceback
@@ -188,24 +187,26 @@ def try_script(
     card.steps.on_step_by_hand = counted.stepped
     start = _as_main(script, arguments, ranks, module)
     shown = shows_where_it_is(script, lambda: counted.most)
-    with shown, _time_limit(limit_minutes) as clock, card, start, seen:
+    is_up = threading.Event()
+    with shown, card, start, seen:
         hook = register_optimizer_step_post_hook(counted.stepped)
         try:
-            if module:
-                runpy.run_module(str(path), run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(str(script), run_name="__main__")
-            card.steps.end_by_hand()
+            with _time_limit(limit_minutes) as is_up:
+                if module:
+                    runpy.run_module(str(path), run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(str(script), run_name="__main__")
+                card.steps.end_by_hand()
         except _EnoughSteps:
             pass
         except BaseException as problem:
             raised = problem
         finally:
-            clock.cancel()  # first: it rings again
             hook.remove()
     card.tracer.start = 0
     where = "" if raised is None else line_of_error(script, raised)
-    error, status, raised = _ending(raised, where, counted.most, clock)
+    limit = f"{limit_minutes:g} minutes" * is_up.is_set()
+    error, status, raised = _ending(raised, where, counted.most, limit)
     return _told(card, seen, counted.most, snapshot, (script, error, where, status, raised))
 
 
@@ -262,16 +263,19 @@ def _verdict(card: SimulatedGPU, footprint: Footprint) -> Verdict | None:
 
 
 def _ending(
-    raised: BaseException | None, where: str, steps: int, clock: _Clock
+    raised: BaseException | None, where: str, steps: int, limit: str
 ) -> tuple[str, int, BaseException | None]:
-    """(why a script ended, the exit status, the exception) of what it raised."""
+    """(why a script ended, the exit status, the exception) of what it raised.
+
+    limit: the time after which it was stopped, in words, else empty.
+    """
     until_then = "" if steps else " before a first optimizer step: no answer for one"
     if isinstance(raised, torch.OutOfMemoryError):
         return str(raised), OUT_OF_MEMORY, raised
     if isinstance(raised, NotSimulated):
         return str(raised), NOT_HERE, ValueError(f"{where}: {raised}" if where else str(raised))
-    if isinstance(raised, KeyboardInterrupt) and clock.up:
-        return f"stopped after {clock.minutes:g} minutes{until_then}", TIME_UP, raised
+    if isinstance(raised, KeyboardInterrupt) and limit:
+        return f"stopped after {limit}{until_then}", TIME_UP, raised
     if isinstance(raised, KeyboardInterrupt):
         return f"interrupted{until_then}", INTERRUPTED, raised
     if isinstance(raised, SystemExit) and raised.code:
@@ -293,48 +297,32 @@ def traceback_of(ran: ScriptRun) -> str:
     return "".join(traceback.format_exception(type(ran.raised), ran.raised, frames))
 
 
-class _Clock:
-    """Interrupts the main thread, as Ctrl-C does, when its time is up, until it has ended.
-
-    Once is not enough: Python ignores an interrupt that comes while an object dies.
-    """
-
-    def __init__(self, minutes: float):
-        self.minutes, self.up = minutes, False
-        self._over = threading.Event()
-        self._waiting = threading.Thread(target=self._ring, daemon=True)
-
-    def start(self) -> None:
-        if self.minutes != float("inf"):
-            self._waiting.start()
-
-    def cancel(self) -> None:
-        self._over.set()
-
-    def _ring(self) -> None:
-        seconds = min(60 * self.minutes, threading.TIMEOUT_MAX)
-        while not self._over.wait(seconds):
-            self.up, seconds = True, AGAIN
-            _thread.interrupt_main()
-
-
 AGAIN = 1.0  # seconds between interrupts
 
 
 @contextlib.contextmanager
-def _time_limit(minutes: float) -> Iterator[_Clock]:
-    clock, handler = _Clock(minutes), signal.getsignal(signal.SIGINT)
-    here = threading.current_thread() is threading.main_thread()  # others may set no handlers
-    ignored = minutes != float("inf") and not callable(handler) and here
-    if ignored:  # as by what a shell starts in its background
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    clock.start()
+def _time_limit(minutes: float) -> Iterator[threading.Event]:
+    """Interrupt this thread, as Ctrl-C does, when its time is up, and again until it has ended.
+
+    Once is not enough: Python ignores an interrupt that comes while an object dies. Gives what is
+    set when the time is up.
+    """
+    is_up, has_ended = threading.Event(), threading.Event()
+    thread = ctypes.c_ulong(threading.get_ident())
+
+    def ring() -> None:
+        seconds = min(60 * minutes, threading.TIMEOUT_MAX)
+        while not has_ended.wait(seconds):
+            is_up.set()
+            seconds = AGAIN
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(KeyboardInterrupt))
+
+    if minutes != float("inf"):
+        threading.Thread(target=ring, daemon=True).start()
     try:
-        yield clock
+        yield is_up
     finally:
-        clock.cancel()
-        if ignored:
-            signal.signal(signal.SIGINT, handler)
+        has_ended.set()
 
 
 def _script_at(path: str | Path) -> Path:

@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from memlab import models
 from memlab.libraries import remembered
+from memlab.spec.recipe import FOUR_BITS
 
 if TYPE_CHECKING:
     from memlab.spec.recipe import Recipe
     from memlab.spec.serving import Serving
+
+DOUBLE = " with double quantization"
 
 
 @remembered
@@ -34,10 +37,11 @@ def check_published(asked: Recipe | Serving) -> None:
         if said.get("load_in_4bit"):
             base = said.get("bnb_4bit_quant_type", "fp4")
             doubled = bool(said.get("bnb_4bit_use_double_quant"))
-        if (asked.base, asked.double_quant and asked.base != "int8") == (base, doubled):
+        base += DOUBLE * doubled
+        wanted = asked.base + DOUBLE * (asked.base in FOUR_BITS and asked.double_quant)
+        if wanted == base:
             return
-        double = " with double quantization" if doubled else ""
-        raise ValueError(f"{text} as {base}{double}: allowed is that base, asked is {asked.base}")
+        raise ValueError(f"{text} as {base}: allowed is that base, asked is {wanted}")
     raise ValueError(
         f"{text}: allowed are unquantized models, or a config.json without its quantization_config"
     )

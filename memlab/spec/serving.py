@@ -8,7 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from memlab.fields import documentation, field, integer_from, invalid_value, one_of, switch
+from memlab.fields import (
+    Needs,
+    check_effects,
+    documentation,
+    field,
+    integer_from,
+    invalid_value,
+    one_of,
+    switch,
+    without_effect,
+)
+from memlab.spec.recipe import FOUR_BITS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -41,7 +52,7 @@ class Serving:
             "fp16": "",
             "bf16": "",
             "int8": "bitsandbytes' LLM.int8 in all linear layers but the head",
-            "nf4": "bitsandbytes' 4 bits with double quantization, in the same layers",
+            "nf4": "bitsandbytes' 4 bits, in the same layers",
         },
     )
     compute_dtype: Any = field(  # a str once the serving is there
@@ -64,6 +75,12 @@ class Serving:
         False, "logits of every token of the prompt, as a plain forward pass gives them"
     )
     expandable_segments: bool = switch(False, "as of a `Recipe`")
+    double_quant: bool = switch(
+        True,
+        "the scales of 4-bit blocks in 8 bits",
+        ("no_double_quant", "the scales of 4-bit blocks in fp32, bitsandbytes' own default"),
+        needs=Needs("weights", FOUR_BITS.__contains__, "weights nf4"),
+    )
 
     # What memlab's quantized bases, simulations and logs of deep models ask a recipe for.
     precision: ClassVar[str] = ""
@@ -72,7 +89,6 @@ class Serving:
     loss: ClassVar[str] = "whole"
     accumulation: ClassVar[int] = 1
     lora_rank: ClassVar[int] = 0
-    double_quant: ClassVar[bool] = True
     freeze: ClassVar[tuple[int | str, ...]] = ()
     ranks: ClassVar[int] = 1
     sharding: ClassVar[str] = ""
@@ -85,6 +101,7 @@ class Serving:
                 one_of(one.name, value, choices)
             elif one.metadata["check"]:
                 one.metadata["check"](one.name, value)
+        check_effects(self)
         plain = self.weights if self.weights in PLAIN else None
         if self.compute_dtype is None:
             object.__setattr__(self, "compute_dtype", plain or "fp16")
@@ -141,7 +158,7 @@ class Serving:
                 raise ValueError(f"a serving has no field {name!r}: allowed are {', '.join(known)}")
         if "weights" in changes:
             changes.setdefault("compute_dtype", None)
-        return replace(self, **changes)
+        return replace(self, **without_effect(self, changes) | changes)
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values."""

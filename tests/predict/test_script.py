@@ -4,12 +4,14 @@ import json
 import os
 import signal
 import sys
+import time
+from concurrent import futures
 
 import pytest
 
 from memlab.cli import main
 from memlab.predict import script_progress
-from memlab.predict.script import run_script
+from memlab.predict.script import run_script, try_script
 
 MiB = 2**20
 SCRIPT = """
@@ -212,6 +214,18 @@ def test_a_limit_holds_where_interrupts_are_ignored(tmp_path, capsys):
     finally:
         signal.signal(signal.SIGINT, before)
     assert "stopped after 0.02 minutes" in capsys.readouterr().err
+
+
+def test_a_limit_stops_the_thread_that_runs_the_script_alone(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(f"import time, torch\n{STEP}\nfor _ in range(10**4):\n    time.sleep(0.001)")
+    with futures.ThreadPoolExecutor() as pool:
+        ended = pool.submit(try_script, path, limit_minutes=0.02)
+        for _ in range(500):  # here nothing is interrupted
+            time.sleep(0.01)
+            if ended.done():
+                break
+        assert "stopped after 0.02 minutes" in ended.result().error
 
 
 @pytest.mark.parametrize(
