@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import linecache
 import os
 import runpy
 import sys
 import threading
 import traceback
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,7 +27,7 @@ from memlab.footprint import Footprint
 from memlab.gpus import GPU
 from memlab.predict.fit import Verdict, verdict_by
 from memlab.predict.script_progress import shows_where_it_is
-from memlab.predict.trainer_phases import OneOfEach, Phases, phase_of_error
+from memlab.predict.trainer_phases import EnoughSteps, OneOfEach, Phases, phase_of_error
 from memlab.trace.allocator import CachingAllocator
 from memlab.trace.log import peak_reserved
 from memlab.trace.user_frames import line_of_error
@@ -104,45 +101,13 @@ class ScriptRun:
         )
 
 
-class _EnoughSteps(BaseException):
-    """Ends a script; no `except Exception` of its own stops that."""
-
-
-class _Steps:
-    """Counts the steps of each optimizer, and of a script that changes its weights by hand.
-
-    phases: is told of each step, and of the end.
-    """
-
-    def __init__(self, wanted: int, phases: Phases):
-        self.wanted, self.phases = wanted, phases
-        self.made: Counter[int] = Counter()
-
-    def stepped(self, optimizer: Any = None, args: Any = (), kwargs: Any = None) -> None:
-        self.made[id(optimizer)] += 1
-        self.phases.stepped(optimizer)
-        if min(self.made.values()) >= self.wanted or max(self.made.values()) >= 3 * self.wanted:
-            self.phases.enough_steps(_EnoughSteps)
-
-    @property
-    def most(self) -> int:
-        return max(self.made.values(), default=0)
-
-
-def run_script(
-    path: str | Path,
-    arguments: Sequence[str] = (),
-    gpu: GPU | str | int | None = None,
-    steps: int = 2,
-    snapshot: str | Path | None = None,
-    **settings: Any,
-) -> ScriptRun:
+def run_script(*arguments: Any, **settings: Any) -> ScriptRun:
     """As `try_script`, for a script that is to succeed or to run out of memory.
 
     Raises what ended it otherwise: ValueError, with the script's line, for what is not simulated,
     and what the script itself raises.
     """
-    ran = try_script(path, arguments, gpu, steps, snapshot, **settings)
+    ran = try_script(*arguments, **settings)
     if ran.raised is None or ran.ran_out or isinstance(ran.raised, SystemExit):
         return ran
     raise ran.raised
@@ -183,13 +148,12 @@ def try_script(
         gpu, script=script, ranks=1 if ranks is None else ranks, compile_eagerly=compile_eagerly
     )
     seen = (OneOfEach if phases else Phases)(card, steps)
-    counted, raised = _Steps(steps, seen), None
-    card.steps.on_step_by_hand = counted.stepped
+    raised, is_up = None, threading.Event()
+    card.steps.on_step_by_hand = seen.stepped
     start = _as_main(script, arguments, ranks, module)
-    shown = shows_where_it_is(script, lambda: counted.most)
-    is_up = threading.Event()
+    shown = shows_where_it_is(script, lambda: seen.most_steps)
     with shown, card, start, seen:
-        hook = register_optimizer_step_post_hook(counted.stepped)
+        hook = register_optimizer_step_post_hook(seen.stepped)
         try:
             with _time_limit(limit_minutes) as is_up:
                 if module:
@@ -197,7 +161,7 @@ def try_script(
                 else:
                     runpy.run_path(str(script), run_name="__main__")
                 card.steps.end_by_hand()
-        except _EnoughSteps:
+        except EnoughSteps:
             pass
         except BaseException as problem:
             raised = problem
@@ -206,25 +170,18 @@ def try_script(
     card.tracer.start = 0
     where = "" if raised is None else line_of_error(script, raised)
     limit = f"{limit_minutes:g} minutes" * is_up.is_set()
-    error, status, raised = _ending(raised, where, counted.most, limit)
-    return _told(card, seen, counted.most, snapshot, (script, error, where, status, raised))
-
-
-def _told(
-    card: SimulatedGPU, seen: Phases, steps: int, snapshot: str | Path | None, ending: tuple
-) -> ScriptRun:
-    """The answer of a script that has ended. ending: script, error, where, status, exception."""
-    script, error, where, status, raised = ending
-    footprint = _without_part_of_a_step(card.footprint, steps)
+    error, status, raised = _ending(raised, where, seen.most_steps, limit)
+    footprint = _without_part_of_a_step(card.footprint, seen.most_steps)
     if not (error or footprint.peak_allocated):
         error, status = "the script ended without a tensor on the card", FAILED
     verdict = None if error else _verdict(card, footprint)
     if verdict and not verdict.fits:
         status = OUT_OF_MEMORY
-    said = () if error and status != OUT_OF_MEMORY else seen.lines(steps)
+    lines = () if error and status != OUT_OF_MEMORY else tuple(seen.lines())
     if snapshot and (lost := _not_written(card, snapshot)):
         error, status = "; ".join(filter(None, [error, lost])), status or FAILED
-    return ScriptRun(script, footprint, steps, error, where, status, raised, verdict, tuple(said))
+    steps = seen.most_steps
+    return ScriptRun(script, footprint, steps, error, where, status, raised, verdict, lines)
 
 
 def _not_written(card: SimulatedGPU, snapshot: str | Path) -> str:
@@ -329,18 +286,7 @@ def _script_at(path: str | Path) -> Path:
     script = Path(path).resolve()
     if not script.is_file():
         raise ValueError(f"{path} is no file: allowed is a Python script")
-    if _is_json(script):
-        raise ValueError(f"{path} is a JSON file: allowed is a Python script")
     return script
-
-
-def _is_json(file: Path) -> bool:
-    """Whether a file is JSON, such as a config or a notebook, most of which Python takes, too."""
-    try:
-        json.loads(file.read_bytes())
-    except ValueError:
-        return False
-    return True
 
 
 @contextlib.contextmanager
@@ -363,14 +309,9 @@ def _file_of_module(name: str) -> Path:
 
     Raises ValueError where Python finds no such module.
     """
-    where: list[str] | None = [os.getcwd(), *sys.path]
-    parts = name.split(".")
-    spec = None
-    for i in range(len(parts)):
-        spec = PathFinder.find_spec(".".join(parts[: i + 1]), where) if where else None
-        where = spec.submodule_search_locations if spec else None
-    if where:
-        spec = PathFinder.find_spec(f"{name}.__main__", where)
-    if not spec or not spec.origin:
-        raise ValueError(f"{name} is no module that Python finds: allowed is one to run")
-    return Path(spec.origin).resolve()
+    for folder in [os.getcwd(), *sys.path]:
+        place = Path(folder, *name.split("."))
+        for file in place / "__main__.py", Path(f"{place}.py"):
+            if file.is_file():
+                return file.resolve()
+    raise ValueError(f"{name} is no module that Python finds: allowed is one to run")
