@@ -36,12 +36,12 @@ def log_of(
     numbered: whether the log tells layers apart. loop: as in `full_log`. most: births and deaths,
     beyond which it ends with a ValueError.
     """
+    import_libraries(recipe)
     if not isinstance(recipe, Recipe):
         from memlab.predict.serving import log_of_serving
 
         return log_of_serving(recipe, gpu, numbered)
-    import_libraries(recipe)
-    with _one_thread(), _OwnLoop(gpu.without_limit(), ranks=recipe.ranks) as simulated:
+    with _one_thread(), OwnLoop(gpu.without_limit(), ranks=recipe.ranks) as simulated:
         simulated.tracer.most = most
         training = _run(loop or two_steps, recipe, simulated)
         weights = weights_of(training.model)
@@ -91,7 +91,7 @@ def _run(loop: Callable[..., Training], recipe: Recipe, simulated: SimulatedGPU)
         ) from error
 
 
-class _OwnLoop(SimulatedGPU):
+class OwnLoop(SimulatedGPU):
     """A card for loops whose recipe says which libraries they need: bitsandbytes takes a second.
 
     What they do on it is the same under any setting of the allocator, whose statistics nobody asks.
