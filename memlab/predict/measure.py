@@ -7,18 +7,19 @@ import gc
 import importlib.metadata
 import os
 import platform
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from memlab.fields import integer_from
 from memlab.footprint import Category, Footprint, Phase
 from memlab.gpus import require_native
+from memlab.libraries import installed
 from memlab.predict.progress import Progress
 from memlab.predict.recipe_log import require_recipe, warm_up_bytes
 from memlab.spec.recipe import QUANTIZED, Recipe
@@ -41,7 +42,6 @@ class Measurement:
     footprint: Footprint
     step_seconds: dict[str, float]
     samples_per_second: float
-    loss: float
     device: str
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -142,7 +142,7 @@ def _measured(recipe: Recipe, device: torch.device, steps: int, seed: int) -> Me
         progress.update()
         watched = training.model, training.optimizer, training.inputs
         with Meter(device, *watched, empty_cache=False) as meter:
-            loss = training.step()
+            training.step()
         progress.update()
         training.step()
         progress.update()
@@ -157,12 +157,11 @@ def _measured(recipe: Recipe, device: torch.device, steps: int, seed: int) -> Me
     )
     if device.type == "cuda":
         footprint = with_breakdown(footprint, training)
-    lower, median, upper = _quartiles(taken)
+    lower, median, upper = np.percentile(taken, (25, 50, 75)).tolist()
     return Measurement(
         footprint=footprint,
         step_seconds={"median": median, "lower_quartile": lower, "upper_quartile": upper},
         samples_per_second=recipe.batch_size * recipe.accumulation / median,
-        loss=loss,
         device=device_name(device),
         versions=versions(),
     )
@@ -296,13 +295,6 @@ def with_breakdown(footprint: Footprint, training: Training) -> Footprint:
     )
 
 
-def _quartiles(seconds: list[float]) -> tuple[float, float, float]:
-    if len(seconds) == 1:
-        return seconds[0], seconds[0], seconds[0]
-    lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
-    return lower, median, upper
-
-
 def pick_device(device: Device | None = None) -> torch.device:
     """The device asked for, or CUDA where there is one, or the CPU.
 
@@ -342,8 +334,5 @@ def device_name(device: torch.device) -> str:
 
 def versions() -> dict[str, str]:
     """Versions that a figure depends on."""
-    names = {name: name for name in ("torch", "transformers", "peft", "bitsandbytes")}
-    names["memlab"] = "gpu-memory-lab"  # its distribution
-    installed = {known.name.lower() for known in importlib.metadata.distributions()}
-    found = {n: importlib.metadata.version(of) for n, of in names.items() if of in installed}
-    return found | {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
+    releases = installed() | {"memlab": importlib.metadata.version("gpu-memory-lab")}
+    return releases | {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
