@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from memlab import libraries
 from memlab.spec.optimizers import OPTIMIZERS, is_of_bitsandbytes
 from memlab.spec.recipe import Recipe
-from memlab.workloads import sharding
 
 LEARNING_RATE = 1e-5
 
@@ -54,8 +54,7 @@ class StepsInBackward:
 def make_optimizer(recipe: Recipe, model: torch.nn.Module) -> Any:
     """The optimizer that `recipe.optimizer` names, over the trainable parameters of `model`.
 
-    Raises ValueError for a name that nothing here is made for, and for an 8-bit optimizer, or one
-    on the host, whose package is not installed.
+    Raises ValueError for an 8-bit optimizer, or one on the host, whose package is not installed.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if recipe.optimizer_offload != "none" and parameters[0].device.type != "cpu":
@@ -73,16 +72,16 @@ def _optimizer_of(
     recipe: Recipe, parameters: list[torch.nn.Parameter], embeddings: Iterable[torch.nn.Module] = ()
 ) -> torch.optim.Optimizer:
     """embeddings: modules whose weights have states in 32 bit with an optimizer of 8 bits."""
-    known = OPTIMIZERS.get(recipe.optimizer)
-    if known is None:
-        raise ValueError(f"optimizer is {recipe.optimizer!r}: nothing here trains with it")
+    known = OPTIMIZERS[recipe.optimizer]
     eight_bits = is_of_bitsandbytes(recipe.optimizer)
     if eight_bits:
         libraries.import_bitsandbytes(f"optimizer {recipe.optimizer}")
     module, _, name = known.made_by.rpartition(".")
     kind = getattr(importlib.import_module(module), name)
-    made = sharding.sharded_optimizer(recipe, parameters, kind, lr=LEARNING_RATE, **known.settings)
-    return _with_own_manager(made, embeddings) if eight_bits else made
+    if recipe.ranks > 1 and recipe.sharding == "zero1":  # states of this rank's share only
+        kind = functools.partial(ZeroRedundancyOptimizer, optimizer_class=kind)
+    optimizer = kind(parameters, lr=LEARNING_RATE, **known.settings)
+    return _with_own_manager(optimizer, embeddings) if eight_bits else optimizer
 
 
 def _with_own_manager(

@@ -75,13 +75,10 @@ def to_be_quantized(model: Any) -> dict[str, Any]:
     return {
         name: module
         for name, module in model.named_modules()
-        if _is_plain(module) and should_convert_module(name, kept)
+        # A subclass may compute otherwise, so transformers leaves it alone.
+        if (type(module) is torch.nn.Linear or isinstance(module, Conv1D))
+        and should_convert_module(name, kept)
     }
-
-
-def _is_plain(module: Any) -> bool:
-    """Whether it is of a class that transformers quantizes: a subclass may compute otherwise."""
-    return type(module) is torch.nn.Linear or isinstance(module, Conv1D)
 
 
 def _quantized_linear(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -123,12 +121,3 @@ def sharded_sizes(model: torch.nn.Module, parts: int) -> set[int]:
             rows = [-(len(weight) // -parts) for weight in some]
             sizes |= {*rows, sum(n * w[:1].numel() for n, w in zip(rows, some, strict=True))}
     return sizes
-
-
-def sharded_optimizer(
-    recipe: Recipe, parameters: Iterable[torch.Tensor], kind: Any, **settings: Any
-) -> torch.optim.Optimizer:
-    """An optimizer of a class, which under `zero1` keeps the states of this rank's share only."""
-    if recipe.ranks > 1 and recipe.sharding == "zero1":
-        return ZeroRedundancyOptimizer(parameters, kind, **settings)
-    return kind(parameters, **settings)

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 Batch = dict[str, torch.Tensor]
 AUTOCAST = {"fp16-amp": torch.float16, "bf16-amp": torch.bfloat16}
-PURE = {"fp16": torch.float16, "bf16": torch.bfloat16}  # no fp32 copy of anything
 
 
 class NoAdapters(ValueError):
@@ -164,7 +163,7 @@ def stored_as(recipe: Recipe) -> torch.dtype:
     if recipe.base in QUANTIZED:
         assert recipe.compute_dtype is not None  # a quantized base has one
         return quantized.COMPUTE_DTYPES[recipe.compute_dtype]
-    kept = AUTOCAST if recipe.base == "half" else PURE
+    kept = AUTOCAST if recipe.base == "half" else quantized.COMPUTE_DTYPES
     return kept.get(recipe.precision, torch.float32)
 
 
