@@ -5,19 +5,17 @@ What a field means, what it may hold and how the command line calls it stand wit
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from memlab.fields import (
+    CheckedFields,
     Needs,
-    check_effects,
     documentation,
     field,
     integer_from,
     invalid_value,
-    one_of,
     switch,
-    without_effect,
 )
 from memlab.spec.recipe import FOUR_BITS
 
@@ -31,7 +29,7 @@ TASKS = ("causal-lm", "seq2seq-lm")  # of the models that write text
 
 
 @dataclass(frozen=True)
-class Serving:
+class Serving(CheckedFields):
     """Everything that decides the memory of generating text from a model on one GPU.
 
     A sliding cache is the config's matter: where it has a `sliding_window`, transformers keeps no
@@ -95,13 +93,7 @@ class Serving:
     lora_fp32: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value, choices = getattr(self, one.name), one.metadata["choices"]
-            if choices:
-                one_of(one.name, value, choices)
-            elif one.metadata["check"]:
-                one.metadata["check"](one.name, value)
-        check_effects(self)
+        self.check_fields()
         plain = self.weights if self.weights in PLAIN else None
         if self.compute_dtype is None:
             object.__setattr__(self, "compute_dtype", plain or "fp16")
@@ -143,30 +135,11 @@ class Serving:
         """The quantized format of the linear layers, by `Recipe.base`'s words."""
         return "none" if self.weights in PLAIN else self.weights
 
-    @property
-    def model_name(self) -> str:
-        """The model as a short text."""
-        from memlab import models
-
-        return self.model if isinstance(self.model, str) else models.settings(self.model).model_type
-
     def but(self, **changes: Any) -> Serving:
         """The same with some fields changed."""
-        known = [one.name for one in fields(self)]
-        for name in changes:
-            if name not in known:
-                raise ValueError(f"a serving has no field {name!r}: allowed are {', '.join(known)}")
         if "weights" in changes:
-            changes.setdefault("compute_dtype", None)
-        return replace(self, **without_effect(self, changes) | changes)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
-        return vars(self) | {"model": self.model_name}
-
-    def __str__(self) -> str:
-        shown = self.as_dict().items()
-        return f"Serving({', '.join(f'{name}={value}' for name, value in shown)})"
+            changes = {"compute_dtype": None} | changes
+        return super().but(**changes)
 
 
 Serving.__doc__ = f"{Serving.__doc__}\n{documentation(Serving)}\n"
