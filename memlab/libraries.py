@@ -33,10 +33,15 @@ FOLDER = "MEMLAB_CACHE"  # an environment's variable that names another folder f
 # On whose releases it depends what a model is, and what its training does.
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 # Raise it by hand when a `remembered` function says something else than before.
-FACTS_FORMAT = 2
+FACTS_FORMAT = 3
 
-# Modules that models of transformers share, and whose functions stand in them by themselves.
-SHARED = ("transformers.integrations.sdpa_attention", "transformers.masking_utils")
+# Modules that models of transformers share.
+LAYERS = ("activation", "dropout", "linear", "normalization", "sparse")
+SHARED = (
+    *("transformers.integrations.sdpa_attention", "transformers.masking_utils"),
+    *("transformers.activations", "transformers.pytorch_utils"),
+    *(f"torch.nn.modules.{name}" for name in LAYERS),
+)
 THEIRS = {*sys.stdlib_module_names, "torch", "transformers", "huggingface_hub", "safetensors"}
 THEIRS = THEIRS - {"__main__"} | {"accelerate", "numpy", "typing_extensions"}
 
@@ -94,15 +99,6 @@ def one_line(error: BaseException, limit: int = 160) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def with_floats(values: Any) -> Any:
-    """The values with floats for what transformers 5 writes for them: {"__float__": "Infinity"}."""
-    if isinstance(values, dict):
-        if values.keys() == {"__float__"}:
-            return float(values["__float__"])
-        return {name: with_floats(value) for name, value in values.items()}
-    return [with_floats(value) for value in values] if isinstance(values, list) else values
-
-
 # ---------------------------------------------------------------------- what libraries have said
 
 
@@ -157,17 +153,26 @@ def remembered(function: Function) -> Function:
                 return known[asked]
         known[asked] = json.loads(json.dumps(function(model, *more)))
         # What somebody has changed in this process is not so in the next one.
-        if file is not None and not changed(_modules_of(json.loads(values)["model_type"])):
+        if file is not None and not has_changed_code(json.loads(values)["model_type"]):
             write_whole(file, json.dumps(known[asked]).encode())
         return known[asked]
 
     return remembering  # type: ignore[return-value]
 
 
+def has_changed_code(family: str) -> bool:
+    """Whether somebody has changed the code of a family of models, as a library of kernels does.
+
+    What is kept of a model knows nothing of that, so such a model is run as it is.
+    """
+    return changed(_modules_of(family))
+
+
 def _modules_of(family: str) -> list[str]:
     """The modules of a family of transformers that are imported."""
-    folder = f"transformers.models.{family.removesuffix('_text').replace('-', '_')}."
-    return [name for name in sys.modules if name.startswith(folder)]
+    auto = sys.modules.get("transformers.models.auto.configuration_auto")
+    folder = auto and f"transformers.models.{auto.model_type_to_module_name(family)}."
+    return [name for name in sys.modules if folder and name.startswith(folder)]
 
 
 def changed(modules: Iterable[str]) -> bool:

@@ -136,6 +136,12 @@ def _elements(model: Model, task: str) -> list[int]:
     return [reached, sum(parameter.numel() for parameter in built.parameters())]
 
 
+def gradient_bytes(recipe: Recipe | Serving) -> int:
+    """Bytes per number of a gradient."""
+    in_fp32 = recipe.lora_rank and recipe.lora_fp32
+    return 2 if recipe.precision in ("bf16", "fp16") and not in_fp32 else 4
+
+
 def left_on_host(recipe: Recipe | Serving, weights: Counter) -> tuple[str, ...]:
     """What an optimizer on the host keeps and does there, in a line; nothing for another.
 
@@ -144,8 +150,7 @@ def left_on_host(recipe: Recipe | Serving, weights: Counter) -> tuple[str, ...]:
     if recipe.optimizer_offload == "none":
         return ()
     large = sum(n * times for (n, free), times in weights.items() if free and n >= LEAST_OFFLOADED)
-    halves = recipe.precision in ("fp16", "bf16") and not (recipe.lora_rank and recipe.lora_fp32)
-    held = 4 * large * (2 if halves else 4)
+    held = 4 * large * gradient_bytes(recipe)
     return (
         f"the host holds {gib(held)} of weights, gradients and AdamW's states, its own step takes "
         "time that is not estimated",

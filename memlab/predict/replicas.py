@@ -21,7 +21,7 @@ from memlab.card.collectives import SHARE
 from memlab.footprint import Category, Phase
 from memlab.gpus import GPU
 from memlab.predict import simulate
-from memlab.predict.recipe_log import is_deep
+from memlab.predict.recipe_log import gradient_bytes, is_deep
 from memlab.predict.simulate import sized_log
 from memlab.spec.recipe import Recipe
 from memlab.trace.events import OUTSIDE, Alloc, Free, Marker, TraceEvent
@@ -53,12 +53,6 @@ def peak_allocated_of(recipe: Recipe, card: GPU) -> int:
 def is_replicated(recipe: Recipe) -> bool:
     """Whether each rank holds the whole of a model whose layers take long to run one by one."""
     return recipe.ranks > 1 and recipe.sharding == "ddp" and is_deep(recipe)
-
-
-def gradient_bytes(recipe: Recipe) -> int:
-    """Bytes per number of a gradient."""
-    in_fp32 = recipe.lora_rank and recipe.lora_fp32
-    return 2 if recipe.precision in ("bf16", "fp16") and not in_fp32 else 4
 
 
 def replica(log: Log, recipe: Recipe) -> Log:

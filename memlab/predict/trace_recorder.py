@@ -153,13 +153,11 @@ def is_as_run(
     import_libraries(recipe)
     try:
         with gc_frozen():
-            like = with_matching_state_dtypes(recipe, of_halves[1])
-            check = _to_check(like, around)
+            check = _to_check(recipe, around)
             of_check = _check_run(check, layers, card.without_limit(), PROBED_PATTERNS)
     except ValueError:
         return False  # the caller runs the recipe itself, which raises a better error
-    own = of_halves if like is recipe else next(structures(like, card, ignore_small_tensors=True))
-    sizes = own[1].sizes(check) | own[0].sizes(check) | card.symbols
+    sizes = of_halves[1].sizes(check) | of_halves[0].sizes(check) | card.symbols
     trace = Trace(*(kept.half for kept in halves))
     depth = _depth_of_check(layers, around, PROBED_PATTERNS)
     return are_alike(trace.at(sizes, depth), of_check)

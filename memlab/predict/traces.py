@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from memlab import models
 from memlab.gpus import GPU
-from memlab.predict.changed_code import has_changed_code
+from memlab.libraries import has_changed_code
 from memlab.predict.recipe_log import with_all_micro_batches
 from memlab.predict.shipped import Shipped
 from memlab.predict.store import RecordedPhase, Store
@@ -26,16 +26,16 @@ from memlab.predict.structure import (
     Structure,
     TraceDomain,
     changes_of_sdpa,
-    common_key_fields,
     has_no_trace,
     structures,
 )
-from memlab.spec.recipe import Recipe
+from memlab.spec.recipe import FOUR_BITS, Recipe
 from memlab.spec.serving import Serving
 from memlab.trace.log import Log, peak_allocated
 from memlab.trace.symbols import ALIGNED
 from memlab.trace.trace import Depth, Trace
 
+BLOCK_OF_A_SCALE = 64  # weights in 4 bits, as transformers quantizes
 USUAL_BATCH, USUAL_LENGTH = 2, 512  # sequences, tokens
 MAX_CACHED_LOGS, MAX_CACHED_PHASES = 8, 128  # logs at full depth, and halves, of a process
 # A recipe's fields that only the passes depend on.
@@ -72,10 +72,6 @@ class Traces:
 
     def log(self, recipe: Recipe | Serving, card: GPU) -> Log:
         """What two steps of a recipe, or a serving, do to memory on cards like this one."""
-        if has_changed_code(recipe.model, recipe.task):
-            from memlab.predict.trace_recorder import run_log
-
-            return run_log(recipe, card)
         found = self.of(recipe, card)
         if found is None:
             return self._run(recipe, card)
@@ -87,8 +83,7 @@ class Traces:
 
         In some ten milliseconds of a recipe that has a trace.
         """
-        changed = has_changed_code(recipe.model, recipe.task)
-        found = None if changed else self.of(recipe, card)
+        found = self.of(recipe, card)
         if found is None:
             return peak_allocated(self.log(recipe, card).events())
         trace, depth, sizes = found
@@ -99,7 +94,7 @@ class Traces:
 
         A serving has none: its cache grows with each token.
         """
-        if isinstance(recipe, Serving):
+        if isinstance(recipe, Serving) or _has_changed_code(recipe):
             return None
         found = self.halves_of(recipe, card)
         if found is None:
@@ -183,6 +178,10 @@ class Traces:
             self._store.write(key, half)
 
     def _run(self, recipe: Recipe | Serving, card: GPU) -> Log:
+        if _has_changed_code(recipe):
+            from memlab.predict.trace_recorder import run_log
+
+            return run_log(recipe, card)
         bare = vars(recipe) | {"model": models.config(recipe.model).to_json_string()}
         bare["expandable_segments"] = False  # a matter of the replay
         key = str(bare), card.capability, card.processors, card.workspace, *changes_of_sdpa()
@@ -206,6 +205,10 @@ class Traces:
                 for name, half in zip(names, halves, strict=True):
                     self._store.write(name, half)
         return log_of_run(recipe, halves)
+
+
+def _has_changed_code(recipe: Recipe | Serving) -> bool:
+    return has_changed_code(models.settings(recipe.model).model_type)
 
 
 def log_of_run(recipe: Recipe | Serving, halves: Sequence[RecordedPhase]) -> Log:
@@ -246,17 +249,25 @@ def usual_sizes(recipe: Recipe) -> Recipe:
 
 def keys_of(recipe: Recipe, passes: Structure, updates: Structure) -> tuple[str, str]:
     """What the passes, and what the updates, of a recipe depend on."""
-    both = common_key_fields(recipe)
+    both: dict[str, Any] = {
+        "task": recipe.task,
+        "precision": recipe.precision,
+        "freeze": sorted(map(str, recipe.freeze)),
+    }
+    if recipe.lora_rank:
+        targets = recipe.lora_targets
+        names = targets if isinstance(targets, str) else sorted(targets)
+        both["lora"] = [names, recipe.lora_dropout > 0, recipe.lora_fp32]
+    if recipe.base != "none":
+        both["base"] = [recipe.base, recipe.compute_dtype, recipe.upcast]
+        if recipe.base in FOUR_BITS:
+            both["base"] += [BLOCK_OF_A_SCALE, recipe.double_quant]
     if recipe.ranks > 1:
         both |= {"ranks": recipe.ranks, "sharding": recipe.sharding}
     if recipe.replicas > 1:
         both["replicas"] = recipe.replicas
-    if recipe.step_in_backward:
-        both["step_in_backward"] = True
     passed = both | {name: getattr(recipe, name) for name in OF_PASSES}
     passed |= {"around": TraceDomain.of(recipe), "attention": passes.attention}
-    if recipe.loss != "whole":
-        passed["loss"] = recipe.loss
     if recipe.packed:
         passed["packed"] = True
     updated = both | {"optimizer": recipe.optimizer, "clipped": recipe.max_grad_norm > 0}
