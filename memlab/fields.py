@@ -48,8 +48,8 @@ def field(
     is meant by True, and by the option or the word alone; False means the default. needs: without
     which any value but the default is refused, as it would have no effect.
     """
-    said = {"help": help, "choices": choices, "check": check, "off": off, "bare": bare}
-    return dataclasses.field(default=default, metadata=said | {"needs": needs})
+    metadata = {"help": help, "choices": choices, "check": check, "off": off, "bare": bare}
+    return dataclasses.field(default=default, metadata=metadata | {"needs": needs})
 
 
 def switch(
@@ -59,17 +59,17 @@ def switch(
     return field(default, help, (True, False), off=off, needs=needs)
 
 
-def described(said: Mapping[str, Any]) -> str:
+def described(metadata: Mapping[str, Any]) -> str:
     """Choices and help of a field's metadata, as one text."""
-    choices = said["choices"]
+    choices = metadata["choices"]
     meanings = choices if isinstance(choices, dict) else dict.fromkeys(choices)
     listed = [
         f"{choice} ({meaning})" if meaning else str(choice)
         for choice, meaning in meanings.items()
         if isinstance(choice, (str, int)) and not isinstance(choice, bool)
     ]
-    text = ": ".join(filter(None, [said["help"], ", ".join(listed)]))
-    return f"{text}; or {said['off'][1]}" if said["off"] else text
+    text = ": ".join(filter(None, [metadata["help"], ", ".join(listed)]))
+    return f"{text}; or {metadata['off'][1]}" if metadata["off"] else text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +139,8 @@ class CheckedFields:
 def documentation(recipe: type[DataclassInstance]) -> str:
     """The part of a docstring that lists the fields of a dataclass made of `field`."""
     lines = []
-    for one in dataclasses.fields(recipe):
-        text = f"{one.name}: {described(one.metadata)} (default {one.default!r})."
+    for spec in dataclasses.fields(recipe):
+        text = f"{spec.name}: {described(spec.metadata)} (default {spec.default!r})."
         lines += textwrap.wrap(
             text, 92, initial_indent="    ", subsequent_indent="        ", break_on_hyphens=False
         )

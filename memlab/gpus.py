@@ -198,29 +198,30 @@ def _reached(tera: float | list[float]) -> Reached:
     return least * 1e12, expected * 1e12, most * 1e12
 
 
-def _read(name: str, said: dict[str, Any]) -> GPU:
-    total, context = int(said["total_mib"] * MiB), int(said["context_mib"] * MiB)
-    rates = {dtype: tera * 1e12 for dtype, tera in said["tera_ops"].items()}
+def _read(name: str, values: dict[str, Any]) -> GPU:
+    total, context = int(values["total_mib"] * MiB), int(values["context_mib"] * MiB)
+    rates = {dtype: tera * 1e12 for dtype, tera in values["tera_ops"].items()}
     return GPU(
         name,
         total,
         context,
-        tuple(said["capability"]),
-        said["processors"],
-        said["sources"],
+        tuple(values["capability"]),
+        values["processors"],
+        values["sources"],
         rates,
-        said["gb_per_second"] * 1e9,
-        said["gb"],
-        tuple(said.get("also", ())),
-        int(said["l2_mib"] * MiB),
-        {dtype: _reached(tera) for dtype, tera in said.get("measured_tera_ops", {}).items()},
-        said.get("share_of_bandwidth"),
+        values["gb_per_second"] * 1e9,
+        values["gb"],
+        tuple(values.get("also", ())),
+        int(values["l2_mib"] * MiB),
+        {dtype: _reached(tera) for dtype, tera in values.get("measured_tera_ops", {}).items()},
+        values.get("share_of_bandwidth"),
     )
 
 
 _FILE = Path(__file__).parent / "data" / "gpus.json"
 GPUS: dict[str, GPU] = {
-    name: _read(name, said) for name, said in json.loads(_FILE.read_text(encoding="utf-8")).items()
+    name: _read(name, values)
+    for name, values in json.loads(_FILE.read_text(encoding="utf-8")).items()
 }
 
 HALVES = {"float16", "bfloat16"}
@@ -236,22 +237,22 @@ def shares_like(card: GPU, dtype: str) -> list[float]:
     """
 
     def measured(alike: Callable[[GPU], bool]) -> list[float]:
-        cards = [one for one in GPUS.values() if one.name not in HELD_BACK and alike(one)]
-        formats = [dtype] if any(dtype in one.measured for one in cards) else ["float16"]
+        cards = [gpu for gpu in GPUS.values() if gpu.name not in HELD_BACK and alike(gpu)]
+        formats = [dtype] if any(dtype in gpu.measured for gpu in cards) else ["float16"]
         return sorted(
-            one.measured[name][1] / one.rates[name]
-            for one in cards
+            gpu.measured[name][1] / gpu.rates[name]
+            for gpu in cards
             for name in formats
-            if name in one.measured and name in one.rates
+            if name in gpu.measured and name in gpu.rates
         )
 
     kind = card.has_whole_tensor_cores
     return (
         measured(
-            lambda one: one.capability == card.capability and one.has_whole_tensor_cores == kind
+            lambda gpu: gpu.capability == card.capability and gpu.has_whole_tensor_cores == kind
         )
-        or measured(lambda one: one.capability[0] == card.capability[0])
-        or measured(lambda one: True)
+        or measured(lambda gpu: gpu.capability[0] == card.capability[0])
+        or measured(lambda gpu: True)
     )
 
 

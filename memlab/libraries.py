@@ -113,11 +113,11 @@ def installed() -> dict[str, str]:
 
     Builds for CUDA and for a CPU (2.13.0+cpu) are the same release.
     """
-    found = {}
+    releases = {}
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name).partition("+")[0]
-    return found
+            releases[name] = importlib.metadata.version(name).partition("+")[0]
+    return releases
 
 
 def write_whole(file: Path, content: bytes) -> None:
@@ -136,7 +136,7 @@ def remembered(function: Function) -> Function:
     plain JSON (tuples become lists), the same for the same arguments and releases of `LIBRARIES`.
     Errors are not kept. A caller must not change what it is given.
     """
-    known: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
 
     @functools.wraps(function)
     def remembering(model: Any, *more: Any) -> Any:
@@ -144,18 +144,18 @@ def remembered(function: Function) -> Function:
 
         name, values = models.identity(model)
         asked = json.dumps([function.__qualname__, name or values, *more], sort_keys=True)
-        if asked in known:
-            return known[asked]
+        if asked in answers:
+            return answers[asked]
         file = _file_of(f"{function.__module__} {asked} {values}") if name else None
         if file is not None:
             with contextlib.suppress(OSError, ValueError):
-                known[asked] = json.loads(file.read_bytes())
-                return known[asked]
-        known[asked] = json.loads(json.dumps(function(model, *more)))
+                answers[asked] = json.loads(file.read_bytes())
+                return answers[asked]
+        answers[asked] = json.loads(json.dumps(function(model, *more)))
         # What somebody has changed in this process is not so in the next one.
         if file is not None and not has_changed_code(json.loads(values)["model_type"]):
-            write_whole(file, json.dumps(known[asked]).encode())
-        return known[asked]
+            write_whole(file, json.dumps(answers[asked]).encode())
+        return answers[asked]
 
     return remembering  # type: ignore[return-value]
 
@@ -184,7 +184,9 @@ def changed(modules: Iterable[str]) -> bool:
     for module in [sys.modules[name] for name in (*SHARED, *modules) if name in sys.modules]:
         for value in vars(module).values():
             functions = [value, *(vars(value).values() if inspect.isclass(value) else ())]
-            if any(inspect.isfunction(one) and _is_foreign(one) for one in functions):
+            if any(
+                inspect.isfunction(function) and _is_foreign(function) for function in functions
+            ):
                 return True
     return False
 

@@ -135,12 +135,12 @@ def catalogued(model: Model) -> str | dict[str, Any] | PretrainedConfig:
     if not isinstance(model, (str, Path)):
         return model
     name = hub_name(str(model))
-    known = _ALIASES.get(squeezed(name), name)
-    if name in MODELS or Path(name).exists() or known not in MODELS:
+    entry = _ALIASES.get(squeezed(name), name)
+    if name in MODELS or Path(name).exists() or entry not in MODELS:
         return name
     owner, named, _ = name.lower().rpartition("/")
-    mirrored = owner in MIRRORS and not known.startswith("phi")
-    return known if not named or mirrored or owner in _OWNERS.get(known, ()) else name
+    mirrored = owner in MIRRORS and not entry.startswith("phi")
+    return entry if not named or mirrored or owner in _OWNERS.get(entry, ()) else name
 
 
 def _text_of(given: PretrainedConfig) -> PretrainedConfig:
@@ -316,7 +316,7 @@ def resized(model: Model, **values: Any) -> PretrainedConfig:
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         token = getattr(small, name, None)
         if isinstance(token, list):
-            setattr(small, name, [min(one, small.vocab_size - 1) for one in token])
+            setattr(small, name, [min(number, small.vocab_size - 1) for number in token])
         elif token is not None and token >= small.vocab_size:
             setattr(small, name, small.vocab_size - 1)
     rope = getattr(small, "rope_parameters", None) or {}

@@ -54,11 +54,11 @@ LARGEST = 2**50  # bytes; no card and no machine has so many
 
 def words_of(name: str) -> set[str]:
     """The words that tell a card, a size as "24gb": a number of at most three digits is one."""
-    found = set()
+    words = set()
     for word in WORD.finditer(COMMON.sub(" ", name.lower())):
         gb = word["gb"] or (word["number"] if len(word["number"] or "1234") < 4 else None)
-        found.add(f"{gb}gb" if gb else word[0])
-    return found
+        words.add(f"{gb}gb" if gb else word[0])
+    return words
 
 
 def letters_of(name: str) -> str:
@@ -73,8 +73,8 @@ def maker_without_cuda(words: set[str]) -> str | None:
 
 def several(name: str) -> tuple[int, str] | None:
     """(how many, of which card) for "2x4090", "8 x H100", "T4x2", "A100:8"; None for one card."""
-    found = SEVERAL.fullmatch(name.strip().lower())
-    return found and (int(found["n"] or found["m"]), found["one"] or found["it"])
+    match = SEVERAL.fullmatch(name.strip().lower())
+    return match and (int(match["n"] or match["m"]), match["one"] or match["it"])
 
 
 def in_machine(name: str) -> str | None:
@@ -89,10 +89,10 @@ def size_of(card: object) -> tuple[float, str] | None:
     """
     number, unit = card, ""
     if isinstance(card, str):
-        found = SIZE.fullmatch(card.strip())
-        if not found:
+        match = SIZE.fullmatch(card.strip())
+        if not match:
             return None
-        number, unit = float(found["number"].replace(",", "")), found["unit"].lower()
+        number, unit = float(match["number"].replace(",", "")), match["unit"].lower()
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         return None
     if not 0 < number < math.inf:
@@ -115,8 +115,8 @@ FOUR_BITS = re.compile(r"-(unsloth-)?bnb-4bit$")  # what unsloth appends to name
 
 def hub_name(text: str) -> str:
     """The owner/name in the address of a page of the hub; any other text as it is."""
-    found = ADDRESS.fullmatch(text)
-    return found["name"] if found else text
+    match = ADDRESS.fullmatch(text)
+    return match["name"] if match else text
 
 
 def spelled(name: str) -> str:

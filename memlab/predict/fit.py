@@ -108,10 +108,10 @@ def fit_from_log(
 
     link: between ranks, as in `simulate`.
     """
-    said = verdict(recipe, log, card, margin)
-    footprint = footprint_from_log(recipe, log, said.card, link)
+    answer = verdict(recipe, log, card, margin)
+    footprint = footprint_from_log(recipe, log, answer.card, link)
     assert card.total_memory is not None  # it has a limit
-    return Fit(said.fits, said.needed, said.margin, card.total_memory, footprint)
+    return Fit(answer.fits, answer.needed, answer.margin, card.total_memory, footprint)
 
 
 class Verdict(NamedTuple):
@@ -305,11 +305,11 @@ def _longest(recipe: Recipe | Serving) -> int | None:
     return longest and longest - getattr(recipe, "new_tokens", 0)
 
 
-def _last(fits: Callable[[int], bool], most: int, known: int) -> int:
+def _last(fits: Callable[[int], bool], most: int, least: int) -> int:
     """A number up to `most` that fits while the next does not, near `most`; at least `known`."""
     fitting, over, stride = most, most + 1, 1
-    while fitting > known and not fits(fitting):
-        over, fitting = fitting, max(known, fitting - stride)
+    while fitting > least and not fits(fitting):
+        over, fitting = fitting, max(least, fitting - stride)
         stride *= 2
     while over - fitting > 1:
         middle = (fitting + over) // 2
@@ -339,6 +339,6 @@ def _last_by_line(needed: Callable[[int], int], first: int, end: int, usable: in
             over = trial
         trial = 2 * first
         if len(tries) > 1:
-            (one, low), (other, high) = tries[-2:]
-            trial = one + (other - one) * (usable - low) // ((high - low) or 1)
+            (previous, low), (latest, high) = tries[-2:]
+            trial = previous + (latest - previous) * (usable - low) // ((high - low) or 1)
     return fitting

@@ -53,19 +53,19 @@ def layers_of(recipe: Recipe | Serving) -> Layers | None:
         full = _described(models.build(config, recipe.task))
         full = {name: stack for name, stack in full.items() if len(stack) == layers}
         kinds = zip(*full.values(), strict=True)
-        found = full and repeats([tuple(map(str, layer)) for layer in kinds])
-        if not found:
+        repetition = full and repeats([tuple(map(str, layer)) for layer in kinds])
+        if not repetition:
             return None
         for patterns in FEWEST:
-            number = found.number(patterns)
+            number = repetition.number(patterns)
             short = models.build(models.with_layers(config, number), recipe.task)
             stacks = _described(short)
             for name, stack in full.items():
-                pattern = stack[found.before : found.before + found.period]
-                after = stack[layers - found.after :]
-                if stacks.get(name) != stack[: found.before] + pattern * patterns + after:
+                pattern = stack[repetition.before : repetition.before + repetition.period]
+                after = stack[layers - repetition.after :]
+                if stacks.get(name) != stack[: repetition.before] + pattern * patterns + after:
                     return None
-    return found
+    return repetition
 
 
 def repeats(kinds: list) -> Layers | None:

@@ -122,9 +122,9 @@ def allocator_of(recipe: Recipe, device: torch.device) -> Iterator[None]:
 
 def _allocator_settings() -> str:
     """The settings of PyTorch's allocator; of 2.11, which does not tell, the environment's."""
-    told = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    if told:
-        return told()
+    get_settings = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if get_settings:
+        return get_settings()
     return next((os.environ[name] for name in VARIABLES if name in os.environ), "")
 
 
@@ -255,7 +255,7 @@ def alive_tensors(device: Device, most: int = 5) -> list[tuple[int, str]]:
     Storages are counted once. What only the autograd graph holds is not seen.
     """
     device = torch.device(device)
-    found: dict[int, tuple[int, str]] = {}
+    storages: dict[int, tuple[int, str]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # asking old objects for their class can warn
         for thing in gc.get_objects():
@@ -266,8 +266,8 @@ def alive_tensors(device: Device, most: int = 5) -> list[tuple[int, str]]:
             ):
                 storage = thing.untyped_storage()
                 text = f"{type(thing).__name__} {list(thing.shape)} {thing.dtype}"
-                found[storage._cdata] = (storage.nbytes(), text)
-    return sorted(found.values(), reverse=True)[:most]
+                storages[storage._cdata] = (storage.nbytes(), text)
+    return sorted(storages.values(), reverse=True)[:most]
 
 
 def with_breakdown(footprint: Footprint, training: Training) -> Footprint:

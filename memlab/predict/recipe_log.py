@@ -63,8 +63,8 @@ def with_all_micro_batches(recipe: Recipe | Serving, log: Log) -> Log:
     # Of more micro-batches some ran; the others do what the second did.
     times = max(1, recipe.accumulation - unlike_micro_batches(recipe) + 1)
     work = drop_small_ops(repeat_micro_batch(log.work, times))
-    said = *log.assumptions, *assumed(recipe), *left_on_host(recipe, log.weights)
-    return replace(log, work=work, assumptions=said)
+    assumptions = *log.assumptions, *assumed(recipe), *left_on_host(recipe, log.weights)
+    return replace(log, work=work, assumptions=assumptions)
 
 
 def assumed(recipe: Recipe | Serving) -> tuple[str, ...]:
@@ -73,29 +73,29 @@ def assumed(recipe: Recipe | Serving) -> tuple[str, ...]:
     The parts of a nested config, kernels of a package that transformers takes where it is there,
     and the weights that a quantized base does not reach, where they are the larger part.
     """
-    said, parts = [], models.left_out(recipe.model)
+    lines, parts = [], models.left_out(recipe.model)
     if parts:
-        said.append(f"the text model alone, without {' and '.join(parts)}")
+        lines.append(f"the text model alone, without {' and '.join(parts)}")
     if hasattr(models.settings(recipe.model), models.OF_DELTA_RULE):
-        said.append(
+        lines.append(
             "layers of linear attention run transformers' own code, as where the package "
             "flash-linear-attention is not installed"
         )
     if hasattr(models.settings(recipe.model), models.OF_SHORT_CONVOLUTIONS):
-        said.append(
+        lines.append(
             "short convolutions run transformers' own code, as where the package causal-conv1d is "
             "not installed"
         )
     if recipe.base in QUANTIZED:
         reached, elements = _elements(recipe.model, recipe.task)
         if reached < elements / 2:
-            said.append(
+            lines.append(
                 f"{recipe.base} reaches {reached / elements:.1%} of the weights: what is no plain "
                 "linear layer, such as experts and embeddings, stays unquantized"
             )
         if isinstance(recipe, Recipe) and recipe.compute_dtype != "fp32":
-            said.append(UPCAST if recipe.upcast else NOT_UPCAST)
-    return tuple(said)
+            lines.append(UPCAST if recipe.upcast else NOT_UPCAST)
+    return tuple(lines)
 
 
 # PEFT casts all that is not quantized. TRL's trainers called it until October 2025, cast norms

@@ -45,9 +45,9 @@ def peak_allocated_of(recipe: Recipe, card: GPU) -> int:
     """As `memlab.predict.simulate.peak_allocated_of`, of a replica by one card's trace."""
     if not is_replicated(recipe):
         return simulate.peak_allocated_of(recipe, card)
-    alone = recipe.but(ranks=1)
-    gradients = sized_log(alone, card).trainable_parameters * gradient_bytes(recipe)
-    return simulate.peak_allocated_of(alone, card) + gradients
+    single = recipe.but(ranks=1)
+    gradients = sized_log(single, card).trainable_parameters * gradient_bytes(recipe)
+    return simulate.peak_allocated_of(single, card) + gradients
 
 
 def is_replicated(recipe: Recipe) -> bool:
@@ -66,22 +66,22 @@ def replica(log: Log, recipe: Recipe) -> Log:
     share = SHARE["allreduce_"](recipe.ranks)
     work.update(_work(sent=round(nbytes * share)) for nbytes in buckets)
     added, done = (*log.assumptions, ADDED), log.work + work
-    return ReplicaLog([], log.weights, added, done, alone=log, buckets=buckets)
+    return ReplicaLog([], log.weights, added, done, single=log, buckets=buckets)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaLog(Log):
     """The log of one card with what DistributedDataParallel makes when it wraps the model.
 
-    alone: the log. buckets: their bytes.
+    single: that log. buckets: their bytes.
     """
 
-    alone: Log
+    single: Log
     buckets: list[int]
 
     def events(self) -> Iterator[Event]:
         """As `Log.events`. One bucket holds all until their order is known, in the second step."""
-        events = list(self.alone.events())
+        events = list(self.single.events())
         measured = next(at for at, (_, step) in enumerate(events) if step is Marker.RESET)
         places = range(measured, len(events))
         second = next((at for at in places if _is_forward(events[at][1])), measured)

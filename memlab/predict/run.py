@@ -83,7 +83,7 @@ def _run(loop: Callable[..., Training], recipe: Recipe, simulated: SimulatedGPU)
     except (LookupError, RuntimeError, TypeError, AttributeError, AssertionError) as error:
         frames = traceback.extract_tb(error.__traceback__)
         ours = tuple(str(Path(module.__file__ or "").parent) for module in (torch, models))
-        theirs = (one for one in reversed(frames) if not one.filename.startswith(ours))
+        theirs = (frame for frame in reversed(frames) if not frame.filename.startswith(ours))
         at = next(theirs, frames[-1])
         raise ValueError(
             f"{recipe.model_name} does not train so ({Path(at.filename).name}:{at.lineno}): "

@@ -71,14 +71,14 @@ class ScriptRun:
         return self.footprint.as_dict() | more | {"lines": self.footprint.by_line()}
 
     def __str__(self) -> str:
-        made = list(self.footprint.by_line().items())
-        others = sum(n for _, n in made[LINES:])
-        made = [*made[:LINES], *([("other lines", others)] if others else [])]
+        lines = list(self.footprint.by_line().items())
+        others = sum(n for _, n in lines[LINES:])
+        lines = [*lines[:LINES], *([("other lines", others)] if others else [])]
         largest = self.footprint.peak_allocated
-        width = max((len(name) for name, _ in made), default=0)
+        width = max((len(name) for name, _ in lines), default=0)
         rows = [
             f"{in_unit_of(n, largest):>12}  {name:<{width}}  {self._code(name)}".rstrip()
-            for name, n in made
+            for name, n in lines
         ]
         head = [self.ending(), *self.phases, str(self.footprint)]
         return "\n".join([*head, "", "at the peak, by the line that made it", *rows])
@@ -197,11 +197,11 @@ def _not_written(card: SimulatedGPU, snapshot: str | Path) -> str:
 
 def _without_part_of_a_step(footprint: Footprint, steps: int) -> Footprint:
     """Without seconds before two steps have ended: the first has the loading of the model in it."""
-    said = *footprint.assumptions, *without_triton()
+    assumptions = *footprint.assumptions, *without_triton()
     if steps > 1 or footprint.step_time is None:
-        return replace(footprint, assumptions=said)
+        return replace(footprint, assumptions=assumptions)
     why = "of two optimizer steps the second is timed, the first has what comes before it"
-    return replace(footprint, assumptions=said, step_time=None, no_time=why)
+    return replace(footprint, assumptions=assumptions, step_time=None, no_time=why)
 
 
 def _verdict(card: SimulatedGPU, footprint: Footprint) -> Verdict | None:

@@ -90,8 +90,8 @@ class ServingFootprint:
         largest = max(self.peak_reserved or 0, *rows[-1][1:])
         lines = [f"{'':<12} {'prefill':>14} {'decode':>14}"]
         for name, *figures in rows:
-            one, other = (in_unit_of(n, largest) for n in figures)
-            lines.append(f"{name.replace('_', ' '):<12} {one:>14} {other:>14}")
+            prefill, decode = (in_unit_of(n, largest) for n in figures)
+            lines.append(f"{name.replace('_', ' '):<12} {prefill:>14} {decode:>14}")
         lines.append(f"KV cache at the end {in_unit_of(self.kv_cache, largest)}")
         if self.peak_reserved is not None:
             lines.append(f"peak reserved {in_unit_of(self.peak_reserved, largest)}")
@@ -101,7 +101,7 @@ class ServingFootprint:
         if self.tokens_per_second:
             low, expected, high = self.tokens_per_second
             lines.append(f"decode, estimated: {expected:,.0f} tokens/s ({low:,.0f} to {high:,.0f})")
-        return "\n".join(lines + [f"assumed: {one}" for one in self.assumptions])
+        return "\n".join(lines + [f"assumed: {assumption}" for assumption in self.assumptions])
 
 
 def serving_footprint(
@@ -134,15 +134,17 @@ def log_of_serving(serving: Serving, card: GPU, numbered: bool = False) -> Log:
         simulated.reset_peak()
         generation.run(tracer)
         if generation.skipped:
-            said = f"{generation.skipped} decode steps not run, the cache grows by what they add"
-            tracer.assumptions[said] = None
+            assumption = (
+                f"{generation.skipped} decode steps not run, the cache grows by what they add"
+            )
+            tracer.assumptions[assumption] = None
         work = drop_small_ops(simulated.work.of_step)
         return Log.of(tracer, weights_of(generation.model), numbered, work)
 
 
 def inputs_of(generation: Generation) -> list[torch.Tensor]:
     """What a generation is given: the encoder's text, and the decoder's."""
-    return [one for one in (generation.encoded, generation.text) if one is not None]
+    return [tensor for tensor in (generation.encoded, generation.text) if tensor is not None]
 
 
 def by_phase(footprint: Footprint) -> ServingFootprint:
@@ -151,21 +153,21 @@ def by_phase(footprint: Footprint) -> ServingFootprint:
     if timeline is None:
         raise ValueError("the phases of inference need a footprint with a timeline")
     totals, last = timeline.totals(), 0
-    found: list[dict[str, int]] = []
+    worst: list[dict[str, int]] = []
     for phase in (Phase.PREFILL, Phase.DECODE):
-        moments = [i for i, one in enumerate(timeline.phases) if one == phase and i]
-        found.append(_held(timeline, max(moments, key=totals.__getitem__)) if moments else {})
+        moments = [i for i, name in enumerate(timeline.phases) if name == phase and i]
+        worst.append(_held(timeline, max(moments, key=totals.__getitem__)) if moments else {})
         last = max([last, *moments])
-    prefill, decode = found
+    prefill, decode = worst
     return ServingFootprint(prefill, decode, _held(timeline, last)[KV_CACHE], footprint)
 
 
 def _held(timeline: Timeline, moment: int) -> dict[str, int]:
     """Bytes at a moment by what they are for inference."""
-    found = dict.fromkeys(["weights", KV_CACHE, "activations", LOGITS], 0)
+    nbytes = dict.fromkeys(["weights", KV_CACHE, "activations", LOGITS], 0)
     for life in timeline.alive(moment):
         name = NAMES.get(life.category, str(life.category))
         name = life.module if life.module in (KV_CACHE, LOGITS) else name
-        found[name] = found.get(name, 0) + life.nbytes
+        nbytes[name] = nbytes.get(name, 0) + life.nbytes
     rounding = timeline.levels[Category.ROUNDING][moment]
-    return found | ({str(Category.ROUNDING): rounding} if rounding else {})
+    return nbytes | ({str(Category.ROUNDING): rounding} if rounding else {})

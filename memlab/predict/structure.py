@@ -158,8 +158,8 @@ def _sharded_sizes(recipe: Recipe) -> set[int]:
 
     with torch.device("meta"):
         built = models.build(recipe.model, recipe.task)
-        whole = add_lora(built, recipe) if recipe.lora_rank else built
-    return sharded_sizes(whole, recipe.ranks // recipe.replicas)
+        model = add_lora(built, recipe) if recipe.lora_rank else built
+    return sharded_sizes(model, recipe.ranks // recipe.replicas)
 
 
 def structures(
@@ -170,14 +170,14 @@ def structures(
     ignore_small_tensors: whether they may be those of a model whose small weights have 8-bit
     states, too, and in which kernels do not pad heads.
     """
-    found, own = shared_structure(recipe.model), exact_structure(recipe, card)
+    structure, own = shared_structure(recipe.model), exact_structure(recipe, card)
     updates = exact_structure(recipe, card, of_updates=True)
-    if found is not None and recipe.ranks == 1:
-        attention = _attention(recipe, found, card, 8 if ignore_small_tensors else 32)
+    if structure is not None and recipe.ranks == 1:
+        attention = _attention(recipe, structure, card, 8 if ignore_small_tensors else 32)
         if attention:
-            found = replace(found, attention=attention)
-            alike = ignore_small_tensors or _states_are_alike(recipe, found)
-            yield found, found if alike else updates
+            structure = replace(structure, attention=attention)
+            alike = ignore_small_tensors or _states_are_alike(recipe, structure)
+            yield structure, structure if alike else updates
     yield own, updates
 
 
@@ -248,8 +248,8 @@ def usual_values(model: Model) -> dict[str, Any] | None:
     if (getattr(config, "num_decoder_layers", None) or layers) != layers:
         return None
     chosen, own = _at_chosen_widths(config)
-    known = vars(type(config)()).keys() - {"architectures", "transformers_version"}
-    kept: dict[str, Any] = {"model_type": config.model_type}
+    fields = vars(type(config)()).keys() - {"architectures", "transformers_version"}
+    values: dict[str, Any] = {"model_type": config.model_type}
     for name, value in vars(chosen).items():
         if isinstance(value, (list, tuple)) and value and len(set(map(str, value))) == 1:
             value = value[0]  # a kind of layer, named for each of them
@@ -257,14 +257,14 @@ def usual_values(model: Model) -> dict[str, Any] | None:
             value = bool(value) if "drop" in name else None
         if isinstance(value, dict):
             value = _rope(value)
-        hidden = name not in known or name.startswith("_") or name.endswith("token_id")
+        hidden = name not in fields or name.startswith("_") or name.endswith("token_id")
         hidden |= type(value) is int and ("layers" in name or name == "n_layer")
         if not hidden and isinstance(value, (bool, int, str, list, tuple)):
-            kept[name] = value
+            values[name] = value
     for name in size_field_names(config):
-        if kept.get(name):
-            kept[name] = True
-    return {"key": json.dumps(kept, sort_keys=True), "widths": own}
+        if values.get(name):
+            values[name] = True
+    return {"key": json.dumps(values, sort_keys=True), "widths": own}
 
 
 @remembered
@@ -349,12 +349,12 @@ def _attention(recipe: Recipe, usual: Structure, card: GPU, unit: int) -> str:
     return "sdpa: {}, with a mask {}".format(*routes)
 
 
-def with_matching_state_dtypes(recipe: Recipe, found: Structure) -> Recipe:
+def with_matching_state_dtypes(recipe: Recipe, structure: Structure) -> Recipe:
     """The recipe at other widths, so that the same tensors get 8-bit states as in the recording.
 
     Raises ValueError where none of a few widths does.
     """
-    if not found.widths or _states_are_alike(recipe, found):
+    if not structure.widths or _states_are_alike(recipe, structure):
         return recipe
     config = models.config(recipe.model)
     rank: dict[str, Any] = {"lora_rank": LIKE_RANK} if recipe.lora_rank else {}
@@ -362,7 +362,7 @@ def with_matching_state_dtypes(recipe: Recipe, found: Structure) -> Recipe:
         values, _, _ = at_widths(config, widths)
         like = replace(recipe, model=models.resized(config, **values), **rank)
         usual = shared_structure(like.model)
-        if usual and usual.key == found.key and _states_are_alike(like, found):
+        if usual and usual.key == structure.key and _states_are_alike(like, structure):
             return like
     raise ValueError(f"no widths at which states of {recipe.model_name} are as at the chosen ones")
 
@@ -397,17 +397,17 @@ def _shapes_at_chosen_widths(model: Model, task: str) -> list[list[int]]:
 def exact_structure(recipe: Recipe, card: GPU, of_updates: bool = False) -> Structure:
     """The structure of a recipe's passes, or of its updates, to which widths belong."""
     values, other_names, _ = models.facts_of(recipe.model)
-    kept = dict(values)
+    key_fields = dict(values)
     for name in LENGTHS:
         name = other_names.get(name, name)
-        if kept.get(name):
-            kept[name] = True
-    kept |= {"attention": recipe.attention, "card": card_class(card.capability)}
+        if key_fields.get(name):
+            key_fields[name] = True
+    key_fields |= {"attention": recipe.attention, "card": card_class(card.capability)}
     if changes_of_sdpa():
-        kept["changes of sdpa"] = changes_of_sdpa()
+        key_fields["changes of sdpa"] = changes_of_sdpa()
     # A rank may decide which states are kept in 8 or 4 bits, and on the card; and what ranks gather
     # is a sum of base and adapters, no product of sizes.
     decides = of_updates and is_of_bitsandbytes(recipe.optimizer) or is_moved_by_sharding(recipe)
     rank = not (recipe.lora_rank and decides)
-    kept["rank"] = rank or recipe.lora_rank
-    return Structure(json.dumps(kept, sort_keys=True), recipe.model, {}, rank)
+    key_fields["rank"] = rank or recipe.lora_rank
+    return Structure(json.dumps(key_fields, sort_keys=True), recipe.model, {}, rank)

@@ -72,12 +72,15 @@ def run_halves(
             halves = _agreeing(_shallow_halves(recipe, layers, run))
     except ValueError:
         return []  # said at full depth, about the model that was asked for
-    phases = (PhaseTrace(one, None, recipe.accumulation, card.workspace) for one in halves or ())
+    phases = (
+        PhaseTrace(phase_log, None, recipe.accumulation, card.workspace)
+        for phase_log in halves or ()
+    )
     return [RecordedPhase(phase, layers) for phase in phases]
 
 
 def record(
-    recipe: Recipe, card: GPU, found: Structure, updates_alone: bool = False
+    recipe: Recipe, card: GPU, structure: Structure, updates_alone: bool = False
 ) -> tuple[RecordedPhase, ...] | None:
     """The halves of a recipe for all sizes under its circumstances; None where there are none.
 
@@ -86,23 +89,23 @@ def record(
     for loop in (two_updates, None) if updates_alone else (None,):
         # Of a recipe that cannot be run the caller, who runs it itself, has a better error.
         with contextlib.suppress(ValueError), gc_frozen():
-            recorded = _recorded(recipe, card.without_limit(), found, loop)
+            recorded = _recorded(recipe, card.without_limit(), structure, loop)
             if recorded:
                 return recorded
     return None
 
 
 def _recorded(
-    recipe: Recipe, card: GPU, found: Structure, loop: Callable[..., Any] | None = None
+    recipe: Recipe, card: GPU, structure: Structure, loop: Callable[..., Any] | None = None
 ) -> tuple[RecordedPhase, ...] | None:
     """Both halves of a recipe. loop: as in `run_log`; None where its updates are not the usual."""
     around = TraceDomain.of(recipe)
     import_libraries(recipe)
-    primed, sizes = found.chosen(recipe, around)
-    like = with_matching_state_dtypes(recipe, found)
+    primed, sizes = structure.chosen(recipe, around)
+    like = with_matching_state_dtypes(recipe, structure)
     layers, check = layers_of(primed), _to_check(like, around)
     of_like = (
-        found if like is recipe else next(structures(like, card, ignore_small_tensors=True))[0]
+        structure if like is recipe else next(structures(like, card, ignore_small_tensors=True))[0]
     )
     checked_sizes = of_like.sizes(check) | card.symbols
 
@@ -110,7 +113,7 @@ def _recorded(
         halves: list[LayeredLog], layers: Layers | None, of_check: Log
     ) -> tuple[RecordedPhase, ...] | None:
         """The halves; None where the check says otherwise."""
-        phases = [PhaseTrace(one, sizes, around.batches, card.workspace) for one in halves]
+        phases = [PhaseTrace(half, sizes, around.batches, card.workspace) for half in halves]
         log = Trace(*phases).at(checked_sizes, _depth_of_check(layers, around))
         if not are_alike(log, of_check):
             return None
@@ -132,11 +135,11 @@ def _recorded(
         halves = _agreeing(shallow)
         if halves:
             return checked(halves, layers, of_check)
-    if found.widths or loop is not None:
+    if structure.widths or loop is not None:
         return None  # at its own depth it may as well have its own widths
     of_check = _check_run(check, None, card)
     log = log_of(primed, gpu=card, numbered=True, most=MAX_EVENT_RATIO * len(of_check.steps))
-    halves = [one for half in log.halves() if (one := LayeredLog.of([half], 1))]
+    halves = [layered for half in log.halves() if (layered := LayeredLog.of([half], 1))]
     return checked(halves, None, of_check)
 
 
@@ -158,7 +161,7 @@ def is_as_run(
     except ValueError:
         return False  # the caller runs the recipe itself, which raises a better error
     sizes = of_halves[1].sizes(check) | of_halves[0].sizes(check) | card.symbols
-    trace = Trace(*(kept.half for kept in halves))
+    trace = Trace(*(phase.half for phase in halves))
     depth = _depth_of_check(layers, around, PROBED_PATTERNS)
     return are_alike(trace.at(sizes, depth), of_check)
 
@@ -198,21 +201,23 @@ def _layered(
     shallow: Callable[[int], tuple[Log, ...]], depths: Sequence[int]
 ) -> list[LayeredLog] | None:
     """Both halves for any depth; None where those of these depths do not agree."""
-    found = [LayeredLog.of(logs, depths[1]) for logs in zip(*map(shallow, depths), strict=True)]
-    halves = [half for half in found if half is not None]
-    return halves if len(halves) == len(found) else None
+    layered_logs = [
+        LayeredLog.of(logs, depths[1]) for logs in zip(*map(shallow, depths), strict=True)
+    ]
+    halves = [half for half in layered_logs if half is not None]
+    return halves if len(halves) == len(layered_logs) else None
 
 
 def _deep(recipe: Recipe | Serving, layers: int) -> Recipe | Serving:
     return replace(recipe, model=models.with_layers(recipe.model, layers))
 
 
-def are_alike(one: Log, other: Log) -> bool:
+def are_alike(log: Log, other: Log) -> bool:
     """Whether two logs have the same events with the same bytes, and the same weights.
 
     Deaths in a row may stand in another order: nobody can tell the difference afterwards.
     """
-    return one.weights == other.weights and canonical_events(one) == canonical_events(other)
+    return log.weights == other.weights and canonical_events(log) == canonical_events(other)
 
 
 def canonical_events(log: Log) -> list:

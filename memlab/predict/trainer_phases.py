@@ -152,7 +152,7 @@ class OneOfEach(Phases):
             texts = args.eval_batch_size * args.world_size * EVALUATED
             every, sets = trainer.eval_dataset, {}
             if isinstance(every, dict):
-                sets = {name: longest_of(one, texts) for name, one in every.items()}
+                sets = {name: longest_of(dataset, texts) for name, dataset in every.items()}
             trainer.eval_dataset = sets or longest_of(every, texts)
         trainer.add_callback(_callback(self))
 
@@ -193,8 +193,8 @@ class OneOfEach(Phases):
             yield "--phases: no Trainer of transformers was at work, so nothing more was run"
         elif self.peaks:
             most = max(self.peaks.values())
-            told = ", ".join(f"{name} {in_unit_of(n, most)}" for name, n in self.peaks.items())
-            yield f"reserved at most, on the longest texts: {told}"
+            peaks = ", ".join(f"{name} {in_unit_of(n, most)}" for name, n in self.peaks.items())
+            yield f"reserved at most, on the longest texts: {peaks}"
 
 
 def _callback(phases: OneOfEach) -> Any:
@@ -265,8 +265,8 @@ def _name(strategy: Any) -> str:
 def _keeps_predictions(trainer: Any) -> bool:
     """Whether an evaluation gathers the predictions of all its batches on the card."""
     args = trainer.args
-    kept = trainer.compute_metrics is not None and not args.prediction_loss_only
-    return bool(kept and args.eval_accumulation_steps is None and not args.batch_eval_metrics)
+    gathers = trainer.compute_metrics is not None and not args.prediction_loss_only
+    return bool(gathers and args.eval_accumulation_steps is None and not args.batch_eval_metrics)
 
 
 def text_sizes(dataset: Any) -> list[int]:

@@ -50,8 +50,8 @@ def shapes_of(model: Model, task: str) -> list[list[int]]:
     layers_weights: dict[str, list[tuple[int, ...]]] = {}
     for name, weight in built.named_parameters():
         layer = re.match(r"(.*?\.\d+\.)(.*)", name)
-        found = layers_weights.setdefault(layer[1], []) if layer else around
-        found.append(tuple(weight.shape))
+        shapes_of_layer = layers_weights.setdefault(layer[1], []) if layer else around
+        shapes_of_layer.append(tuple(weight.shape))
     kinds = dict.fromkeys(map(tuple, layers_weights.values()))
     shapes = [*around, *(shape for kind in kinds for shape in kind)]
     return [list(shape) for shape in shapes]

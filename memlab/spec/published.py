@@ -18,8 +18,8 @@ DOUBLE = " with double quantization"
 @remembered
 def quantization_of(model: models.Model) -> dict[str, Any]:
     """The `quantization_config` of a model's config.json, empty for none."""
-    said = getattr(models.published(model), "quantization_config", None) or {}
-    return said if isinstance(said, dict) else said.to_dict()
+    quantization = getattr(models.published(model), "quantization_config", None) or {}
+    return quantization if isinstance(quantization, dict) else quantization.to_dict()
 
 
 def check_published(asked: Recipe | Serving) -> None:
@@ -28,15 +28,15 @@ def check_published(asked: Recipe | Serving) -> None:
     A base of bitsandbytes, as the config.json's `quantization_config` says it, is answered for
     where it is the one that is asked for.
     """
-    said = quantization_of(asked.model)
-    if not said:
+    quantization = quantization_of(asked.model)
+    if not quantization:
         return
-    text = f"{asked.model_name} is published quantized, by {said.get('quant_method')}"
-    if said.get("load_in_4bit") or said.get("load_in_8bit"):
+    text = f"{asked.model_name} is published quantized, by {quantization.get('quant_method')}"
+    if quantization.get("load_in_4bit") or quantization.get("load_in_8bit"):
         base, doubled = "int8", False
-        if said.get("load_in_4bit"):
-            base = said.get("bnb_4bit_quant_type", "fp4")
-            doubled = bool(said.get("bnb_4bit_use_double_quant"))
+        if quantization.get("load_in_4bit"):
+            base = quantization.get("bnb_4bit_quant_type", "fp4")
+            doubled = bool(quantization.get("bnb_4bit_use_double_quant"))
         base += DOUBLE * doubled
         wanted = asked.base + DOUBLE * (asked.base in FOUR_BITS and asked.double_quant)
         if wanted == base:

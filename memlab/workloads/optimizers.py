@@ -43,12 +43,18 @@ class StepsInBackward:
     @property
     def param_groups(self) -> list[dict]:
         """The groups of all optimizers."""
-        return [group for one in self._optimizers.values() for group in one.param_groups]
+        return [
+            group for optimizer in self._optimizers.values() for group in optimizer.param_groups
+        ]
 
     @property
     def state(self) -> dict:
         """Parameter -> its states."""
-        return {p: state for one in self._optimizers.values() for p, state in one.state.items()}
+        return {
+            p: state
+            for optimizer in self._optimizers.values()
+            for p, state in optimizer.state.items()
+        }
 
 
 def make_optimizer(recipe: Recipe, model: torch.nn.Module) -> Any:
@@ -64,7 +70,7 @@ def make_optimizer(recipe: Recipe, model: torch.nn.Module) -> Any:
         return torchao.CPUOffloadOptimizer(parameters, torch.optim.AdamW, **settings)
     if recipe.step_in_backward:
         return StepsInBackward(parameters, functools.partial(_optimizer_of, recipe))
-    embeddings = [one for one in model.modules() if isinstance(one, torch.nn.Embedding)]
+    embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     return _optimizer_of(recipe, parameters, embeddings)
 
 
@@ -72,15 +78,15 @@ def _optimizer_of(
     recipe: Recipe, parameters: list[torch.nn.Parameter], embeddings: Iterable[torch.nn.Module] = ()
 ) -> torch.optim.Optimizer:
     """embeddings: modules whose weights have states in 32 bit with an optimizer of 8 bits."""
-    known = OPTIMIZERS[recipe.optimizer]
+    row = OPTIMIZERS[recipe.optimizer]
     eight_bits = is_of_bitsandbytes(recipe.optimizer)
     if eight_bits:
         libraries.import_bitsandbytes(f"optimizer {recipe.optimizer}")
-    module, _, name = known.made_by.rpartition(".")
+    module, _, name = row.made_by.rpartition(".")
     kind = getattr(importlib.import_module(module), name)
     if recipe.ranks > 1 and recipe.sharding == "zero1":  # states of this rank's share only
         kind = functools.partial(ZeroRedundancyOptimizer, optimizer_class=kind)
-    optimizer = kind(parameters, lr=LEARNING_RATE, **known.settings)
+    optimizer = kind(parameters, lr=LEARNING_RATE, **row.settings)
     return _with_own_manager(optimizer, embeddings) if eight_bits else optimizer
 
 

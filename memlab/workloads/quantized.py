@@ -70,14 +70,14 @@ def to_be_quantized(model: Any) -> dict[str, Any]:
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    kept = [*get_keys_to_not_convert(model), *HEADS]
-    kept += model._keep_in_fp32_modules or ()
+    skipped = [*get_keys_to_not_convert(model), *HEADS]
+    skipped += model._keep_in_fp32_modules or ()
     return {
         name: module
         for name, module in model.named_modules()
         # A subclass may compute otherwise, so transformers leaves it alone.
         if (type(module) is torch.nn.Linear or isinstance(module, Conv1D))
-        and should_convert_module(name, kept)
+        and should_convert_module(name, skipped)
     }
 
 
@@ -117,10 +117,10 @@ def leave_in_fp32(model: Any, recipe: Recipe) -> None:
     held = recipe.compute_dtype or COMPUTED_IN[recipe.precision]
     if held != "fp16":
         return
-    kept = set(model._keep_in_fp32_modules or ())
-    kept |= set(HEADS) if recipe.precision == "fp16-amp" else set()
+    in_fp32 = set(model._keep_in_fp32_modules or ())
+    in_fp32 |= set(HEADS) if recipe.precision == "fp16-amp" else set()
     for name, module in model.named_modules():
-        if name.split(".")[-1] in kept:
+        if name.split(".")[-1] in in_fp32:
             module.float()
 
 

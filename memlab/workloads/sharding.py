@@ -99,12 +99,12 @@ def check_split(model: torch.nn.Module, ranks: int) -> None:
 
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The layers of every stack in a transformer, in their order."""
-    found: list[torch.nn.Module] = []
+    layers: list[torch.nn.Module] = []
     for module in model.modules():
-        inside = any(module is part for layer in found for part in layer.modules())
+        inside = any(module is part for layer in layers for part in layer.modules())
         if isinstance(module, torch.nn.ModuleList) and not inside:
-            found += module
-    return found
+            layers += module
+    return layers
 
 
 def sharded_sizes(model: torch.nn.Module, parts: int) -> set[int]:

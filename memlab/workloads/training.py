@@ -94,7 +94,7 @@ class Training:
             torch.cuda.empty_cache()
         if recipe.freeze:
             freeze(model, recipe.freeze)
-        whole = add_lora(model, recipe) if recipe.lora_rank else model
+        full_model = add_lora(model, recipe) if recipe.lora_rank else model
         if recipe.checkpointing != "none":
             enable = getattr(model, "activation_checkpointing_enable", None)
             enable = enable or model.gradient_checkpointing_enable  # its older name
@@ -103,7 +103,7 @@ class Training:
             )  # a CPU has nowhere to offload to
             more = {"offload": True} if away else {}
             enable({"use_reentrant": recipe.checkpointing == "reentrant"}, **more)
-        self.model: torch.nn.Module = sharding.share(whole, recipe, self.device, half)
+        self.model: torch.nn.Module = sharding.share(full_model, recipe, self.device, half)
         self.optimizer = make_optimizer(recipe, self.model)
         self.batches = make_batches(recipe, config, self.device, seed, rank)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=recipe.precision == "fp16-amp")
@@ -163,8 +163,8 @@ def stored_as(recipe: Recipe) -> torch.dtype:
     if recipe.base in QUANTIZED:
         assert recipe.compute_dtype is not None  # a quantized base has one
         return quantized.COMPUTE_DTYPES[recipe.compute_dtype]
-    kept = AUTOCAST if recipe.base == "half" else quantized.COMPUTE_DTYPES
-    return kept.get(recipe.precision, torch.float32)
+    dtypes = AUTOCAST if recipe.base == "half" else quantized.COMPUTE_DTYPES
+    return dtypes.get(recipe.precision, torch.float32)
 
 
 def freeze(model: PreTrainedModel, parts: Sequence[int | str]) -> None:

@@ -176,6 +176,6 @@ def test_room_and_margin_are_one_rule():
 
 def test_a_size_that_fits_is_the_least_that_is_answered():
     """Reserved bytes can fall with the length: below a length that fits one may not."""
-    assert _last(lambda size: size <= 2 or size == 5, 9, known=5) == 5
-    assert _last(lambda size: size <= 2, 9, known=0) == 2
-    assert _last(lambda size: size <= 9, 9, known=5) == 9
+    assert _last(lambda size: size <= 2 or size == 5, 9, least=5) == 5
+    assert _last(lambda size: size <= 2, 9, least=0) == 2
+    assert _last(lambda size: size <= 9, 9, least=5) == 9
