@@ -5,8 +5,6 @@ config, its shapes, the kernels of its attention) is therefore kept on disk (`re
 question whose trace is kept, too, is answered without either.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """How people write the names of cards and models, and sizes: text only, no table of either."""
 
-from __future__ import annotations
-
 import math
 import re
 

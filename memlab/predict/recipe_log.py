@@ -3,8 +3,6 @@
 Which formats a card refuses, how often a step's micro-batches count, and what is assumed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections import Counter

@@ -10,8 +10,6 @@ gradients, and a model's own buffers, which each step sends, are left out. Peaks
 such runs.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator

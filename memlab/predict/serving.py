@@ -1,7 +1,5 @@
 """The memory of inference: of the prefill, which reads a prompt, and of writing token by token."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Recording of traces: runs of shallow models at chosen sizes, checked against a run at others."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

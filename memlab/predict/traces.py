@@ -9,8 +9,6 @@ Traces that came with memlab were recorded with some releases of the libraries. 
 the same check decides, at first use, whether they still hold; the store keeps those that do.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Sequence

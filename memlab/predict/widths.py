@@ -1,7 +1,5 @@
 """The widths of a model's config: those at which a structure is recorded, and a config's own."""
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any

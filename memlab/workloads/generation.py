@@ -3,8 +3,6 @@
 One greedy loop in plain PyTorch runs on a simulated card and on the device that is here.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The optimizer that a recipe names, for all trained parameters together or for each by itself."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """How the ranks of a training share its model: PyTorch's own ways, by a recipe's `sharding`."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 
