@@ -18,7 +18,7 @@ from memlab.gpus import GPUS, find_gpu, gpu_of_device
 from memlab.spec.recipe import Recipe
 
 if TYPE_CHECKING:
-    from memlab.spec.serving import Serving
+    from memlab.spec.serving import Serving, Workload
 
 LINK = f"between ranks: {', '.join(LINKS)}"
 SIZES = "a size such as 22GiB or 24GB, or a number of bytes"
@@ -154,7 +154,7 @@ def _add_field(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) ->
 
 
 def result_of(
-    options: argparse.Namespace, recipe: Recipe | Serving, values: dict[str, Any], shown: object
+    options: argparse.Namespace, recipe: Workload, values: dict[str, Any], shown: object
 ) -> dict[str, Any]:
     """What a command gives: values for JSON, or text."""
     return values if options.json else {"text": f"{recipe}\n{shown}"}
@@ -164,9 +164,7 @@ def result_of(
 def recipe_of(options: argparse.Namespace, kind: type[Recipe] = ...) -> Recipe: ...
 @overload
 def recipe_of(options: argparse.Namespace, kind: type[Serving]) -> Serving: ...
-def recipe_of(
-    options: argparse.Namespace, kind: type[Recipe] | type[Serving] = Recipe
-) -> Recipe | Serving:
+def recipe_of(options: argparse.Namespace, kind: type[Recipe] | type[Serving] = Recipe) -> Workload:
     """The recipe or the serving that the options say."""
     fields = [field.name for field in dataclasses.fields(kind)]
     return kind(**{name: getattr(options, name) for name in fields})

@@ -7,11 +7,11 @@ from transformers import PretrainedConfig
 
 from memlab.gpus import GPU
 from memlab.spec.recipe import Recipe
-from memlab.spec.serving import Serving
+from memlab.spec.serving import Workload
 
 
 def memlab_lines(
-    recipe: Recipe | Serving, gpu: GPU | str | int | None = None, verb: str = "simulate"
+    recipe: Workload, gpu: GPU | str | int | None = None, verb: str = "simulate"
 ) -> str:
     """A recipe or a serving in Python, with the fields that are not the default, and its answer.
 
@@ -28,7 +28,7 @@ def memlab_lines(
     return f"{names}\n{name} = {kind.__name__}(\n{fields})\nprint({verb}({name}{card}))\n"
 
 
-def _said(recipe: Recipe | Serving) -> list[tuple[str, object]]:
+def _said(recipe: Workload) -> list[tuple[str, object]]:
     """(field, value) of the model and of all that does not follow by itself; tuples as one text."""
     said: list[tuple[str, object]] = [("model", recipe.model)]
     for one in dataclasses.fields(recipe)[1:]:

@@ -29,7 +29,7 @@ from memlab.units import MiB, in_unit_of
 
 if TYPE_CHECKING:
     from memlab.predict.serving import ServingFootprint
-    from memlab.spec.serving import Serving
+    from memlab.spec.serving import Serving, Workload
 
 # The prediction is trusted to so much of what it says ...
 MARGIN = 0.05
@@ -98,7 +98,7 @@ def fits(recipe: Recipe | Serving, gpu: GPU | str | int, margin: float = MARGIN)
 
 
 def fit_from_log(
-    recipe: Recipe | Serving,
+    recipe: Workload,
     log: Log,
     card: GPU,
     margin: float = MARGIN,
@@ -126,7 +126,7 @@ class Verdict(NamedTuple):
     card: GPU
 
 
-def verdict(recipe: Recipe | Serving, log: Log, card: GPU, margin: float = MARGIN) -> Verdict:
+def verdict(recipe: Workload, log: Log, card: GPU, margin: float = MARGIN) -> Verdict:
     """Whether a log fits a card with a limit."""
     return verdict_by(lambda by: peak_reserved_of(recipe, log, by), card, margin)
 
@@ -240,7 +240,7 @@ def largest(
     return Largest(field, value, sized, fit, following, why)
 
 
-def why_no_larger(recipe: Recipe | Serving, field: str) -> str:
+def why_no_larger(recipe: Workload, field: str) -> str:
     """Why a search for the largest size ends where everything fits."""
     if field == "batch_size" or models.max_length(recipe.model) is None:
         return f"the search ends at {MOST:,}"
@@ -248,7 +248,7 @@ def why_no_larger(recipe: Recipe | Serving, field: str) -> str:
 
 
 def largest_size(
-    recipe: Recipe | Serving,
+    recipe: Workload,
     card: GPU,
     field: str,
     margin: float = MARGIN,
@@ -272,13 +272,13 @@ def largest_size(
     def size_of(steps: int) -> int:
         return min(steps * step, end)
 
-    def sized(steps: int) -> Recipe | Serving:
+    def sized(steps: int) -> Workload:
         return recipe.but(**{field: size_of(steps)})
 
     def tensors(steps: int) -> int:
         return peak_of(sized(steps), card)
 
-    def serves(sized_recipe: Recipe | Serving) -> bool:
+    def serves(sized_recipe: Workload) -> bool:
         log = log_of(sized_recipe, card)
         return peak_reserved_of(sized_recipe, log, smaller) is not None
 
@@ -299,7 +299,7 @@ def largest_size(
     return size, None if steps == every else size_of(steps + 1)
 
 
-def _longest(recipe: Recipe | Serving) -> int | None:
+def _longest(recipe: Workload) -> int | None:
     """The longest sequence or prompt of a model; None for no end."""
     longest = models.max_length(recipe.model)
     return longest and longest - getattr(recipe, "new_tokens", 0)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memlab import models
-from memlab.spec.recipe import FULLY_SHARDED, Recipe
-from memlab.spec.serving import Serving
+from memlab.spec.recipe import FULLY_SHARDED
+from memlab.spec.serving import Workload
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ class Layers:
         return None if rest or patterns < 1 else patterns
 
 
-def layers_of(recipe: Recipe | Serving) -> Layers | None:
+def layers_of(recipe: Workload) -> Layers | None:
     """How the layers of a recipe's model repeat, so that shallow models stand for it."""
     config = models.config(recipe.model)
     layers = getattr(config, "num_hidden_layers", 0)

@@ -14,7 +14,7 @@ from memlab.gpus import GPU, require_native
 from memlab.libraries import remembered
 from memlab.models import Model
 from memlab.spec.recipe import FOUR_BITS, QUANTIZED, Recipe
-from memlab.spec.serving import Serving
+from memlab.spec.serving import Serving, Workload
 from memlab.trace.log import Log
 from memlab.trace.work import drop_small_ops, repeat_micro_batch
 from memlab.units import gib
@@ -31,7 +31,7 @@ def require_recipe(recipe: object) -> None:
         raise ValueError(f"recipe is {recipe!r}: allowed are a memlab.Recipe and a memlab.Serving")
 
 
-def refuse_format(recipe: Recipe | Serving, card: GPU) -> None:
+def refuse_format(recipe: Workload, card: GPU) -> None:
     """Raise ValueError where a card has no kernels for a number format, or an attention."""
     require_recipe(recipe)
     for precision in (recipe.precision, recipe.compute_dtype or ""):
@@ -43,12 +43,12 @@ def refuse_format(recipe: Recipe | Serving, card: GPU) -> None:
         )
 
 
-def is_deep(recipe: Recipe | Serving) -> bool:
+def is_deep(recipe: Workload) -> bool:
     """Whether a model has so many layers that shallow ones are quicker to run."""
     return getattr(models.settings(recipe.model), "num_hidden_layers", 0) > MAX_LAYERS_TO_RUN
 
 
-def unlike_micro_batches(recipe: Recipe | Serving) -> int:
+def unlike_micro_batches(recipe: Workload) -> int:
     """How many micro-batches of a step differ: the first makes gradients, the second adds to them.
 
     Of several ranks the last reduces them, too.
@@ -56,7 +56,7 @@ def unlike_micro_batches(recipe: Recipe | Serving) -> int:
     return 2 if recipe.ranks == 1 else 3
 
 
-def with_all_micro_batches(recipe: Recipe | Serving, log: Log) -> Log:
+def with_all_micro_batches(recipe: Workload, log: Log) -> Log:
     """The log with the work of all micro-batches that counts, and what is assumed of a recipe."""
     # Of more micro-batches some ran; the others do what the second did.
     times = max(1, recipe.accumulation - unlike_micro_batches(recipe) + 1)
@@ -65,7 +65,7 @@ def with_all_micro_batches(recipe: Recipe | Serving, log: Log) -> Log:
     return replace(log, work=work, assumptions=assumptions)
 
 
-def assumed(recipe: Recipe | Serving) -> tuple[str, ...]:
+def assumed(recipe: Workload) -> tuple[str, ...]:
     """What a recipe's figures leave out or leave as it is, and a reader may not expect.
 
     The parts of a nested config, kernels of a package that transformers takes where it is there,
@@ -108,7 +108,7 @@ NOT_UPCAST = (
 )
 
 
-def warm_up_bytes(recipe: Recipe | Serving, total: int | None = None) -> int:
+def warm_up_bytes(recipe: Workload, total: int | None = None) -> int:
     """Bytes of the block that `from_pretrained` takes and frees before it loads a base.
 
     Those of all weights, without scales, and of what stays in fp32 as if it were not:
@@ -134,13 +134,13 @@ def _elements(model: Model, task: str) -> list[int]:
     return [reached, sum(parameter.numel() for parameter in built.parameters())]
 
 
-def gradient_bytes(recipe: Recipe | Serving) -> int:
+def gradient_bytes(recipe: Workload) -> int:
     """Bytes per number of a gradient."""
     in_fp32 = recipe.lora_rank and recipe.lora_fp32
     return 2 if recipe.precision in ("bf16", "fp16") and not in_fp32 else 4
 
 
-def left_on_host(recipe: Recipe | Serving, weights: Counter) -> tuple[str, ...]:
+def left_on_host(recipe: Workload, weights: Counter) -> tuple[str, ...]:
     """What an optimizer on the host keeps and does there, in a line; nothing for another.
 
     weights: how many parameters there are of (so many elements, trainable or not).

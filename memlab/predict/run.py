@@ -16,7 +16,7 @@ from memlab.gpus import ANY_CARD, GPU
 from memlab.predict.progress import Progress
 from memlab.predict.recipe_log import unlike_micro_batches
 from memlab.spec.recipe import QUANTIZED, Recipe, is_moved_by_sharding
-from memlab.spec.serving import Serving
+from memlab.spec.serving import Workload
 from memlab.trace.events import Marker
 from memlab.trace.log import Log
 from memlab.trace.quantized_weights import numel
@@ -25,7 +25,7 @@ from memlab.workloads.training import Training, import_libraries
 
 
 def log_of(
-    recipe: Recipe | Serving,
+    recipe: Workload,
     gpu: GPU = ANY_CARD,
     numbered: bool = False,
     loop: Callable[..., Training] | None = None,
@@ -49,7 +49,7 @@ def log_of(
 
 
 def shallow_log(
-    recipe: Recipe | Serving,
+    recipe: Workload,
     gpu: GPU,
     loop: Callable[..., Training] | None = None,
     most: int | None = None,

@@ -16,7 +16,7 @@ from memlab.predict.store import RecordedPhase
 from memlab.predict.structure import Structure, TraceDomain, structures, with_matching_state_dtypes
 from memlab.predict.traces import log_of_run
 from memlab.spec.recipe import FOUR_BITS, Recipe
-from memlab.spec.serving import Serving
+from memlab.spec.serving import Workload
 from memlab.trace.events import Alloc, Free
 from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Log
@@ -38,7 +38,7 @@ AGREEING_DEPTHS = (1, 2, 3), (2, 3, 4)
 MAX_EVENT_RATIO = 2
 
 
-def run_log(recipe: Recipe | Serving, card: GPU, loop: Callable[..., Any] | None = None) -> Log:
+def run_log(recipe: Workload, card: GPU, loop: Callable[..., Any] | None = None) -> Log:
     """The log of a recipe at its own sizes, of shallow models where these stand for a deep one.
 
     loop: another training loop than memlab's own, a function like `memlab.predict.run.two_steps`.
@@ -47,7 +47,7 @@ def run_log(recipe: Recipe | Serving, card: GPU, loop: Callable[..., Any] | None
     return log_of_run(recipe, halves) if halves else whole_log(recipe, card, loop)
 
 
-def whole_log(recipe: Recipe | Serving, card: GPU, loop: Callable[..., Any] | None = None) -> Log:
+def whole_log(recipe: Workload, card: GPU, loop: Callable[..., Any] | None = None) -> Log:
     """The log of a recipe at its own sizes and depth."""
     import_libraries(recipe)
     with gc_frozen():
@@ -56,7 +56,7 @@ def whole_log(recipe: Recipe | Serving, card: GPU, loop: Callable[..., Any] | No
 
 
 def run_halves(
-    recipe: Recipe | Serving, card: GPU, loop: Callable[..., Any] | None = None
+    recipe: Workload, card: GPU, loop: Callable[..., Any] | None = None
 ) -> list[RecordedPhase]:
     """Both halves of a deep model's log at its own sizes, of shallow ones, where these stand."""
     layers = layers_of(recipe) if is_deep(recipe) else None
@@ -184,7 +184,7 @@ def _depth_of_check(
 
 
 def _shallow_halves(
-    recipe: Recipe | Serving, layers: Layers, run: Callable[[Any], Log]
+    recipe: Workload, layers: Layers, run: Callable[[Any], Log]
 ) -> Callable[[int], tuple[Log, ...]]:
     """A function that gives the halves of a log with so many patterns, each run once."""
     return functools.cache(lambda number: run(_deep(recipe, layers.number(number))).halves())
@@ -206,7 +206,7 @@ def _layered(
     return halves if len(halves) == len(layered_logs) else None
 
 
-def _deep(recipe: Recipe | Serving, layers: int) -> Recipe | Serving:
+def _deep(recipe: Workload, layers: int) -> Workload:
     return replace(recipe, model=models.with_layers(recipe.model, layers))
 
 

@@ -28,7 +28,7 @@ from memlab.predict.structure import (
     structures,
 )
 from memlab.spec.recipe import FOUR_BITS, Recipe
-from memlab.spec.serving import Serving
+from memlab.spec.serving import Serving, Workload
 from memlab.trace.log import Log, peak_allocated
 from memlab.trace.symbols import ALIGNED
 from memlab.trace.trace import Depth, Trace
@@ -68,7 +68,7 @@ class Traces:
         self._joined: dict[tuple[str, str], Trace] = {}
         self._runs: dict[tuple, Log] = {}
 
-    def log(self, recipe: Recipe | Serving, card: GPU) -> Log:
+    def log(self, recipe: Workload, card: GPU) -> Log:
         """What two steps of a recipe, or a serving, do to memory on cards like this one."""
         lookup = self.of(recipe, card)
         if lookup is None:
@@ -76,7 +76,7 @@ class Traces:
         trace, depth, sizes = lookup
         return with_all_micro_batches(recipe, trace.at(sizes, depth))
 
-    def peak_allocated(self, recipe: Recipe | Serving, card: GPU) -> int:
+    def peak_allocated(self, recipe: Workload, card: GPU) -> int:
         """The most bytes of blocks in the measured step of `log`, which no allocator can be below.
 
         In some ten milliseconds of a recipe that has a trace.
@@ -87,7 +87,7 @@ class Traces:
         trace, depth, sizes = lookup
         return trace.peak_allocated(sizes, depth)
 
-    def of(self, recipe: Recipe | Serving, card: GPU) -> tuple[Trace, Depth, dict] | None:
+    def of(self, recipe: Workload, card: GPU) -> tuple[Trace, Depth, dict] | None:
         """The trace of a recipe on cards like this, with its depth and sizes; None for none.
 
         A serving has none: its cache grows with each token.
@@ -175,7 +175,7 @@ class Traces:
         if self._store:
             self._store.write(key, half)
 
-    def _run(self, recipe: Recipe | Serving, card: GPU) -> Log:
+    def _run(self, recipe: Workload, card: GPU) -> Log:
         if _has_changed_code(recipe):
             from memlab.predict.trace_recorder import run_log
 
@@ -185,7 +185,7 @@ class Traces:
         key = str(bare), card.capability, card.processors, card.workspace, *changes_of_sdpa()
         return lru_get(self._runs, key, lambda: self._kept_or_run(recipe, card, str(key)))
 
-    def _kept_or_run(self, recipe: Recipe | Serving, card: GPU, key: str) -> Log:
+    def _kept_or_run(self, recipe: Workload, card: GPU, key: str) -> Log:
         """A run at a recipe's own sizes, kept where shallow models stand for the deep one."""
         names = f"run, passes {key}", f"run, updates {key}"
         phases: dict[str, RecordedPhase | None] = {}
@@ -205,11 +205,11 @@ class Traces:
         return log_of_run(recipe, halves)
 
 
-def _has_changed_code(recipe: Recipe | Serving) -> bool:
+def _has_changed_code(recipe: Workload) -> bool:
     return has_changed_code(models.settings(recipe.model).model_type)
 
 
-def log_of_run(recipe: Recipe | Serving, halves: Sequence[RecordedPhase]) -> Log:
+def log_of_run(recipe: Workload, halves: Sequence[RecordedPhase]) -> Log:
     """The log of a recipe whose halves, at its own sizes, `trace_recorder.run_halves` gave."""
     layers = halves[0].layers
     assert layers is not None  # they are of shallow models

@@ -9,8 +9,7 @@ from memlab.libraries import remembered
 from memlab.spec.recipe import FOUR_BITS
 
 if TYPE_CHECKING:
-    from memlab.spec.recipe import Recipe
-    from memlab.spec.serving import Serving
+    from memlab.spec.serving import Workload
 
 DOUBLE = " with double quantization"
 
@@ -22,7 +21,7 @@ def quantization_of(model: models.Model) -> dict[str, Any]:
     return quantization if isinstance(quantization, dict) else quantization.to_dict()
 
 
-def check_published(asked: Recipe | Serving) -> None:
+def check_published(asked: Workload) -> None:
     """Raise ValueError where a model's published weights are quantized in another way than asked.
 
     A base of bitsandbytes, as the config.json's `quantization_config` says it, is answered for

@@ -17,7 +17,7 @@ from memlab.fields import (
     invalid_value,
     switch,
 )
-from memlab.spec.recipe import FOUR_BITS
+from memlab.spec.recipe import FOUR_BITS, Recipe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -143,6 +143,7 @@ class Serving(CheckedFields):
 
 
 Serving.__doc__ = f"{Serving.__doc__}\n{documentation(Serving)}\n"
+Workload = Recipe | Serving
 
 
 def head_shape(config: PretrainedConfig) -> tuple[int, int]:

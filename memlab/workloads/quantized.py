@@ -8,13 +8,13 @@ from transformers.pytorch_utils import Conv1D
 
 from memlab.libraries import import_bitsandbytes
 from memlab.spec.recipe import COMPUTED_IN, Recipe
-from memlab.spec.serving import Serving
+from memlab.spec.serving import Workload
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 HEADS = ("classifier", "score")  # of a classifier, by the names that peft trains them under
 
 
-def quantize_base(model: Any, recipe: Recipe | Serving, storage: torch.dtype = torch.uint8) -> None:
+def quantize_base(model: Any, recipe: Workload, storage: torch.dtype = torch.uint8) -> None:
     """Replace the linear layers by bitsandbytes' 4-bit or 8-bit ones, in place.
 
     storage: the dtype that 4-bit weights are said to have (`bnb_4bit_quant_storage`).
@@ -82,7 +82,7 @@ def to_be_quantized(model: Any) -> dict[str, Any]:
 
 
 def _quantized_linear(
-    bitsandbytes: Any, module: Any, recipe: Recipe | Serving, storage: torch.dtype
+    bitsandbytes: Any, module: Any, recipe: Workload, storage: torch.dtype
 ) -> Any:
     weight = module.weight.data
     if isinstance(module, Conv1D):

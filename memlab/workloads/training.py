@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from memlab.spec.serving import Serving
+    from memlab.spec.serving import Workload
 
 Batch = dict[str, torch.Tensor]
 AUTOCAST = {"fp16-amp": torch.float16, "bf16-amp": torch.bfloat16}
@@ -288,7 +288,7 @@ def _is_as_linear(module: torch.nn.Module) -> bool:
     return isinstance(result, torch.Tensor) and result.shape == (2, 3, after)
 
 
-def import_libraries(recipe: Recipe | Serving) -> None:
+def import_libraries(recipe: Workload) -> None:
     """Import what a recipe needs beside torch and transformers.
 
     Done before a simulation, because some packages make tensors when they are imported. Raises
