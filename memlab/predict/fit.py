@@ -218,9 +218,9 @@ def largest(
 ) -> Largest:
     """The largest micro-batch, or the longest sequence, with which `recipe` fits a card.
 
-    field: `batch_size`, or `seq_len` in steps of 64 tokens; of a `memlab.Serving`
-    in place of the recipe `prompt`, in the same steps, which with its new tokens is the longest
-    context. margin: as in `fits`.
+    field: `batch_size`, or `seq_len` in steps of 64 tokens and at the recipe's own length; of a
+    `memlab.Serving` in place of the recipe `prompt`, likewise, which with its new tokens is the
+    longest context. margin: as in `fits`.
 
     One trace of a recipe gives the log of every size (`memlab.predict.traces`), and the card's
     allocator serves those in question. A serving is simulated at each, and so is what has no trace
@@ -306,7 +306,7 @@ def _longest(recipe: Workload) -> int | None:
 
 
 def _last(fits: Callable[[int], bool], most: int, least: int) -> int:
-    """A number up to `most` that fits while the next does not, near `most`; at least `known`."""
+    """A number up to `most` that fits while the next does not, near `most`; at least `least`."""
     fitting, over, stride = most, most + 1, 1
     while fitting > least and not fits(fitting):
         over, fitting = fitting, max(least, fitting - stride)
