@@ -21,9 +21,11 @@ import lazy_loader
 
 # transformers imports torchao wherever it is installed. It then names, with their paths, the
 # kernels of its package that are for other machines, and PyTorch an old word that it uses.
-logging.getLogger("torchao").addFilter(lambda one: not str(one.msg).startswith("Failed to load"))
+logging.getLogger("torchao").addFilter(
+    lambda record: not str(record.msg).startswith("Failed to load")
+)
 logging.getLogger("torch.utils._pytree").addFilter(
-    lambda one: "register_constant" not in str(one.msg)
+    lambda record: "register_constant" not in str(record.msg)
 )
 
 # bitsandbytes tells every process without a GPU of an optional kernel for 4-bit products on CPUs.

@@ -10,7 +10,7 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -48,8 +48,8 @@ def field(
     is meant by True, and by the option or the word alone; False means the default. needs: without
     which any value but the default is refused, as it would have no effect.
     """
-    said = {"help": help, "choices": choices, "check": check, "off": off, "bare": bare}
-    return dataclasses.field(default=default, metadata=said | {"needs": needs})
+    metadata = {"help": help, "choices": choices, "check": check, "off": off, "bare": bare}
+    return dataclasses.field(default=default, metadata=metadata | {"needs": needs})
 
 
 def switch(
@@ -59,50 +59,88 @@ def switch(
     return field(default, help, (True, False), off=off, needs=needs)
 
 
-def described(said: Mapping[str, Any]) -> str:
+def described(metadata: Mapping[str, Any]) -> str:
     """Choices and help of a field's metadata, as one text."""
-    choices = said["choices"]
+    choices = metadata["choices"]
     meanings = choices if isinstance(choices, dict) else dict.fromkeys(choices)
     listed = [
         f"{choice} ({meaning})" if meaning else str(choice)
         for choice, meaning in meanings.items()
         if isinstance(choice, (str, int)) and not isinstance(choice, bool)
     ]
-    text = ": ".join(filter(None, [said["help"], ", ".join(listed)]))
-    return f"{text}; or {said['off'][1]}" if said["off"] else text
+    text = ": ".join(filter(None, [metadata["help"], ", ".join(listed)]))
+    return f"{text}; or {metadata['off'][1]}" if metadata["off"] else text
 
 
-def without_effect(values: DataclassInstance, changes: dict[str, Any]) -> dict[str, Any]:
-    """The defaults of the fields that have no effect any more once `changes` are made to values.
+@dataclasses.dataclass(frozen=True)
+class CheckedFields:
+    """What a `Recipe` and a `Serving` have in common: fields that are made by `field`."""
 
-    Fields that `changes` names are left to it.
-    """
-    defaults = {}
-    for one in dataclasses.fields(values):
-        needs = one.metadata["needs"]
-        if needs and one.name not in changes and needs.name in changes:
-            if not needs.met(changes[needs.name]):
-                defaults[one.name] = one.default
-    return defaults
+    model: Any
 
+    def check_fields(self) -> None:
+        """Bring each field into its one form. Raises ValueError for one that is not allowed."""
+        for spec in dataclasses.fields(self):
+            value, rules = getattr(self, spec.name), spec.metadata
+            if rules["bare"] and isinstance(value, bool):
+                value = rules["bare"] if value else spec.default
+            if rules["choices"]:
+                one_of(spec.name, value, rules["choices"])
+            elif rules["check"]:
+                value = rules["check"](spec.name, value)
+            object.__setattr__(self, spec.name, value)
+        for spec, needs in self._without_effect(vars(self)):
+            value, other = getattr(self, spec.name), getattr(self, needs.name)
+            if value != spec.default:
+                raise ValueError(
+                    f"{spec.name} is {value!r} and {needs.name} is {other!r}: it has no effect "
+                    f"there, allowed is {spec.default!r}, or {needs.allowed}"
+                )
 
-def check_effects(values: DataclassInstance) -> None:
-    """Raise ValueError for a field that another one leaves without an effect."""
-    for one in dataclasses.fields(values):
-        needs, value = one.metadata["needs"], getattr(values, one.name)
-        if needs and value != one.default and not needs.met(getattr(values, needs.name)):
-            other = getattr(values, needs.name)
-            raise ValueError(
-                f"{one.name} is {value!r} and {needs.name} is {other!r}: it has no effect there, "
-                f"allowed is {one.default!r}, or {needs.allowed}"
-            )
+    def _without_effect(self, values: Mapping[str, Any]) -> list[tuple[dataclasses.Field, Needs]]:
+        """The fields that these values leave without an effect, and what they need."""
+        pairs = [(spec, spec.metadata["needs"]) for spec in dataclasses.fields(self)]
+        return [
+            (spec, needs) for spec, needs in pairs if needs and not needs.met(values[needs.name])
+        ]
+
+    def but(self, **changes: Any) -> Self:
+        """The same with some fields changed; what these leave without an effect is reset."""
+        names = [spec.name for spec in dataclasses.fields(self)]
+        for name in changes:
+            if name not in names:
+                kind = type(self).__name__.lower()
+                raise ValueError(f"a {kind} has no field {name!r}: allowed are {', '.join(names)}")
+        idle = self._without_effect(vars(self) | changes)
+        defaults = {spec.name: spec.default for spec, _ in idle}
+        return dataclasses.replace(self, **defaults | changes)
+
+    @property
+    def model_name(self) -> str:
+        """The model as a short text for tables."""
+        from memlab.models import published
+
+        return self.model if isinstance(self.model, str) else published(self.model).model_type
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as plain JSON values."""
+        return vars(self) | {"model": self.model_name}
+
+    def __str__(self) -> str:
+        shown = []
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            if spec.name in ("model", "task") or value != spec.default:
+                value = self.model_name if spec.name == "model" else value
+                shown.append(f"{spec.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 def documentation(recipe: type[DataclassInstance]) -> str:
     """The part of a docstring that lists the fields of a dataclass made of `field`."""
     lines = []
-    for one in dataclasses.fields(recipe):
-        text = f"{one.name}: {described(one.metadata)} (default {one.default!r})."
+    for spec in dataclasses.fields(recipe):
+        text = f"{spec.name}: {described(spec.metadata)} (default {spec.default!r})."
         lines += textwrap.wrap(
             text, 92, initial_indent="    ", subsequent_indent="        ", break_on_hyphens=False
         )
@@ -141,21 +179,6 @@ def integer_from(least: int, most: int = MOST) -> Callable[[str, object], int]:
     return check
 
 
-SIZE = re.compile(r"(num|n)_\w+|\w+_(size|dim)")  # fields of a config that count something
-OF_ANY_MODEL = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
-MOST_LAYERS = 1000  # that are built one by one
-
-
-def check_sizes(config: Mapping[str, object]) -> None:
-    """Raise ValueError for a size in a config's values that no model has."""
-    for name, value in config.items():
-        needed = name in OF_ANY_MODEL
-        none = value == -1 and not needed  # as some write it
-        if SIZE.fullmatch(name) and type(value) is int and not none:
-            layers = re.fullmatch(r"(num|n)_(hidden_)?layers?", name)
-            integer_from(int(needed), MOST_LAYERS if layers else MOST)(name, value)
-
-
 def fraction(name: str, value: object) -> float:
     """A number from 0 to below 1."""
     if not isinstance(value, (int, float)) or not 0 <= value < 1:
@@ -172,8 +195,7 @@ def from_zero(name: str, value: object) -> float:
 
 def module_names(name: str, value: Any) -> str | tuple[str, ...]:
     """`all-linear`, or a tuple of names; a text with commas is taken apart."""
-    names = value if value == "all-linear" else _words(value) if isinstance(value, str) else value
-    names = names if isinstance(names, str) else tuple(names)
+    names = value if value == "all-linear" else _words(value)
     if not names or not all(isinstance(target, str) for target in names):
         raise invalid_value(name, value, "all-linear or names of modules")
     return names
@@ -181,18 +203,17 @@ def module_names(name: str, value: Any) -> str | tuple[str, ...]:
 
 def model_parts(name: str, value: Any) -> tuple[int | str, ...]:
     """A tuple of whole numbers and names; a text with commas is taken apart."""
-    parts = _words(value) if isinstance(value, str) else value
-    parts = [parts] if isinstance(parts, int) else parts
-    parts = tuple(int(p) if isinstance(p, str) and p.isdigit() else p for p in parts)
+    parts = tuple(map(str, [value] if isinstance(value, int) else _words(value)))
     for part in parts:
-        number = isinstance(part, int) and not isinstance(part, bool) and part >= 0
-        if not number and not (isinstance(part, str) and part[:1] not in "-+"):
+        if not re.fullmatch(r"\d+|[^-+\d].*", part):
             raise ValueError(
                 f"{name} holds {part!r}: allowed are embeddings, backbone, a number of layers "
                 "from 0, and names of modules"
             )
-    return parts
+    return tuple(int(part) if part.isdigit() else part for part in parts)
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip())
+def _words(value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, str):
+        return tuple(value)
+    return tuple(word.strip() for word in value.split(",") if word.strip())

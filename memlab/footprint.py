@@ -1,5 +1,6 @@
 """What a training step holds at its worst moment: bytes inside, GiB or MiB in print."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -101,22 +102,6 @@ class Timeline:
             if life.born <= moment and (life.died is None or life.died > moment)
         ]
         return sorted(there, key=lambda life: -life.nbytes)
-
-    def by_module(self, moment: int, depth: int | None = None) -> dict[str, int]:
-        """Bytes at a moment by module, the largest first.
-
-        depth: how many parts of a path count, 2 for `bert.encoder`; None for all of them. What
-        libraries and the allocator hold stands under its category.
-        """
-        found: dict[str, int] = {Category.ROUNDING: self.levels[Category.ROUNDING][moment]}
-        for life in self.alive(moment):
-            name = life.module
-            if life.category in NOT_TENSORS:
-                name = life.category
-            elif depth is not None:
-                name = ".".join(name.split(".")[:depth])
-            found[name] = found.get(name, 0) + life.nbytes
-        return {name: n for name, n in sorted(found.items(), key=lambda item: -item[1]) if n}
 
 
 @dataclass(frozen=True)
@@ -225,33 +210,9 @@ class Footprint:
         return self.step_time.samples_per_second if self.step_time else None
 
     @property
-    def times(self) -> dict[str, StepTime]:
-        """What is estimated to take how long; empty without an estimate."""
-        return {"a step": self.step_time} if self.step_time else {}
-
-    @property
     def peak_tensors(self) -> int:
         """Bytes of tensors at the peak, without the allocator's rounding and workspaces."""
         return self.peak_allocated - sum(self.breakdown.get(name, 0) for name in NOT_TENSORS)
-
-    def by_module(self, depth: int | None = None) -> dict[str, int]:
-        """Bytes at the peak by module, the largest first; they sum to peak_allocated.
-
-        depth: how many parts of a module's path count, 2 for `bert.encoder`; None for all.
-        Parameters, gradients and optimizer states count for the module that the parameter belongs
-        to, everything else for the module that made it. What libraries and the allocator hold
-        stands under `workspaces` and `rounding`. Raises ValueError for a footprint without a
-        timeline, such as one of CUDA's counters, and for a depth below 1.
-        """
-        if depth is not None and (not isinstance(depth, int) or depth < 1):
-            raise ValueError(f"depth is {depth!r}: allowed are None and whole numbers from 1")
-        timeline = self._traced()
-        modules = timeline.by_module(timeline.peak, depth)
-        # On CUDA the peak is the counters', and the timeline is of a step that was traced.
-        rest = self.peak_allocated - sum(modules.values())
-        if rest:
-            modules[Category.ROUNDING] = modules.get(Category.ROUNDING, 0) + rest
-        return modules
 
     def by_line(self) -> dict[str, int]:
         """Bytes at the peak by the line of the script that made them, the largest first.
@@ -260,12 +221,11 @@ class Footprint:
         of a script made under an empty name. Raises ValueError for a footprint without a timeline.
         """
         timeline = self._traced()
-        moment = timeline.peak
-        found: dict[str, int] = {Category.ROUNDING: timeline.levels[Category.ROUNDING][moment]}
-        for life in timeline.alive(moment):
-            name = life.category if life.category in NOT_TENSORS else life.line
-            found[name] = found.get(name, 0) + life.nbytes
-        return {name: n for name, n in sorted(found.items(), key=lambda item: -item[1]) if n}
+        lines: Counter[str] = Counter()
+        lines[Category.ROUNDING] = timeline.levels[Category.ROUNDING][timeline.peak]
+        for life in timeline.alive(timeline.peak):
+            lines[life.category if life.category in NOT_TENSORS else life.line] += life.nbytes
+        return {line: nbytes for line, nbytes in lines.most_common() if nbytes}
 
     def worst_of_each_phase(self) -> dict[Phase, int]:
         """Bytes at the highest moment of each phase, in the order of the step.
@@ -314,8 +274,9 @@ class Footprint:
         width = max(len(label) for label, _ in rows)
         largest = max(n for _, n in rows)
         lines = [f"{label:<{width}}  {in_unit_of(n, largest):>12}" for label, n in rows]
-        lines += [f"{what}, estimated: {time}" for what, time in self.times.items()]
-        if self.step_time is None and self.context is not None and self.no_time != NOBODY:
+        if self.step_time:
+            lines.append(f"a step, estimated: {self.step_time}")
+        elif self.context is not None and self.no_time != NOBODY:
             lines.append(f"no seconds: {self.no_time}")
         lines += [f"assumed: {assumption}" for assumption in self.assumptions]
         return "\n".join(lines)

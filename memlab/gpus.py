@@ -30,43 +30,17 @@ from pathlib import Path
 from typing import Any
 
 from memlab.names import (
+    ALIKE,
     LARGEST,
     ON_THE_MOVE,
     in_machine,
-    like,
+    letters_of,
     maker_without_cuda,
     several,
     size_of,
     words_of,
 )
 from memlab.units import MiB
-
-
-def cublas_workspace(capability: tuple[int, int]) -> int:
-    """Bytes of one cuBLAS workspace: 8,519,680 (2 x 4 MiB + 8 x 16 KiB), or 32 MiB from Hopper on.
-
-    PyTorch's `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp (":4096:2:16:8
-    default, 32MiB for Hopper and Blackwell"), when CUBLAS_WORKSPACE_CONFIG is not set.
-    """
-    return 32 * MiB if capability[0] >= 9 else (2 * 4096 + 8 * 16) * 1024
-
-
-def native_dtypes(capability: tuple[int, int]) -> tuple[str, ...]:
-    """Number formats that a compute capability multiplies at full speed, by PyTorch's names.
-
-    CUDA Programming Guide, appendix "Compute Capabilities", table of the input types of tensor
-    cores by compute capability: bf16 and tf32 from 8.0; fp8 (E4M3, E5M2) from 8.9; fp4 (E2M1) from
-    10.0; int8 from 7.5; int4 from 7.5 to 8.9. fp16 and fp32: table of arithmetic instructions,
-    fp16 from 5.3. bf16 also runs on older cards, emulated.
-    """
-    names = ["float32", "float16"]
-    names += ["bfloat16", "tf32"] if capability >= (8, 0) else []
-    names += ["float8_e4m3fn", "float8_e5m2"] if capability >= (8, 9) else []
-    names += ["float4_e2m1fn"] if capability >= (10, 0) else []
-    names += ["int8"] if capability >= (7, 5) else []
-    names += ["int4"] if (7, 5) <= capability <= (8, 9) else []
-    return tuple(names)
-
 
 # fp32 multiply-adds of a multiprocessor in a clock, 128 but for these: CUDA Programming Guide,
 # "Throughput of Native Arithmetic Instructions".
@@ -87,16 +61,15 @@ class GPU:
 
     rates: number format -> operations per second of a dense matrix product, without sparsity: of
     tensor cores that add in fp32 where the card has them, else of ordinary cores. bandwidth: bytes
-    per second of its memory. Both are NVIDIA's (rates_source); empty and None where no card is
-    named.
+    per second of its memory. Both are NVIDIA's; empty and None where no card is named.
     cache: bytes of its L2 cache, by NVIDIA's data sheets and whitepapers, 0 where it is not known.
 
     measured: number format -> operations per second that large products of PyTorch's were found to
-    reach, (least, expected, most), of the formats of which such figures were found
-    (measured_source); all three are one where a card keeps its clock. share_of_bandwidth:
-    what kernels that compute little reach of the bandwidth, the mean of element-wise ones, layer
-    norm and softmax, each the median of tensors above 200 MB in NeuSight's measurements (Lee et
-    al. 2025, sitar-lab/NeuSight at 6945927); None where it measured none.
+    reach, (least, expected, most), of the formats of which such figures were found; all three are
+    one where a card keeps its clock. Sources of both stand with them in data/gpus.json.
+    share_of_bandwidth: what kernels that compute little reach of the bandwidth, the mean of
+    element-wise ones, layer norm and softmax, each the median of tensors above 200 MB in NeuSight's
+    measurements (Lee et al. 2025, sitar-lab/NeuSight at 6945927); None where it measured none.
 
     pace: what a measured step on this card took over its estimate (`memlab.anchored`), by which
     all its seconds are multiplied; None without one.
@@ -113,12 +86,10 @@ class GPU:
     sources: str
     rates: dict[str, float] = dataclasses.field(default_factory=dict, compare=False)
     bandwidth: float | None = None
-    rates_source: str = ""
     label: int | None = None
     also: tuple[str, ...] = ()
     cache: int = 0
     measured: dict[str, Reached] = dataclasses.field(default_factory=dict, compare=False)
-    measured_source: str = ""
     share_of_bandwidth: float | None = None
     pace: float | None = None
 
@@ -179,8 +150,13 @@ class GPU:
 
     @property
     def workspace(self) -> int:
-        """Bytes of one cuBLAS workspace."""
-        return cublas_workspace(self.capability)
+        """Bytes of one cuBLAS workspace: 2 x 4 MiB + 8 x 16 KiB, or 32 MiB from Hopper on.
+
+        PyTorch's `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp
+        (":4096:2:16:8 default, 32MiB for Hopper and Blackwell"), when CUBLAS_WORKSPACE_CONFIG is
+        not set.
+        """
+        return 32 * MiB if self.capability[0] >= 9 else (2 * 4096 + 8 * 16) * 1024
 
     @property
     def threads(self) -> int:
@@ -208,8 +184,12 @@ class GPU:
 
     @property
     def native_dtypes(self) -> tuple[str, ...]:
-        """Number formats that the card multiplies at full speed."""
-        return native_dtypes(self.capability)
+        """Formats of training that the card multiplies at full speed, by PyTorch's names.
+
+        CUDA Programming Guide, appendix "Compute Capabilities": bf16 from 8.0. It also runs on
+        older cards, emulated.
+        """
+        return "float32", "float16", *["bfloat16"] * (self.capability >= (8, 0))
 
 
 def _reached(tera: float | list[float]) -> Reached:
@@ -218,31 +198,30 @@ def _reached(tera: float | list[float]) -> Reached:
     return least * 1e12, expected * 1e12, most * 1e12
 
 
-def _read(name: str, said: dict[str, Any]) -> GPU:
-    total, context = int(said["total_mib"] * MiB), int(said["context_mib"] * MiB)
-    rates = {dtype: tera * 1e12 for dtype, tera in said["tera_ops"].items()}
+def _read(name: str, values: dict[str, Any]) -> GPU:
+    total, context = int(values["total_mib"] * MiB), int(values["context_mib"] * MiB)
+    rates = {dtype: tera * 1e12 for dtype, tera in values["tera_ops"].items()}
     return GPU(
         name,
         total,
         context,
-        tuple(said["capability"]),
-        said["processors"],
-        said["sources"],
+        tuple(values["capability"]),
+        values["processors"],
+        values["sources"],
         rates,
-        said["gb_per_second"] * 1e9,
-        said["rates_source"],
-        said["gb"],
-        tuple(said.get("also", ())),
-        int(said["l2_mib"] * MiB),
-        {dtype: _reached(tera) for dtype, tera in said.get("measured_tera_ops", {}).items()},
-        said.get("measured_source", ""),
-        said.get("share_of_bandwidth"),
+        values["gb_per_second"] * 1e9,
+        values["gb"],
+        tuple(values.get("also", ())),
+        int(values["l2_mib"] * MiB),
+        {dtype: _reached(tera) for dtype, tera in values.get("measured_tera_ops", {}).items()},
+        values.get("share_of_bandwidth"),
     )
 
 
 _FILE = Path(__file__).parent / "data" / "gpus.json"
 GPUS: dict[str, GPU] = {
-    name: _read(name, said) for name, said in json.loads(_FILE.read_text(encoding="utf-8")).items()
+    name: _read(name, values)
+    for name, values in json.loads(_FILE.read_text(encoding="utf-8")).items()
 }
 
 HALVES = {"float16", "bfloat16"}
@@ -258,22 +237,22 @@ def shares_like(card: GPU, dtype: str) -> list[float]:
     """
 
     def measured(alike: Callable[[GPU], bool]) -> list[float]:
-        cards = [one for one in GPUS.values() if one.name not in HELD_BACK and alike(one)]
-        formats = [dtype] if any(dtype in one.measured for one in cards) else ["float16"]
+        cards = [gpu for gpu in GPUS.values() if gpu.name not in HELD_BACK and alike(gpu)]
+        formats = [dtype] if any(dtype in gpu.measured for gpu in cards) else ["float16"]
         return sorted(
-            one.measured[name][1] / one.rates[name]
-            for one in cards
+            gpu.measured[name][1] / gpu.rates[name]
+            for gpu in cards
             for name in formats
-            if name in one.measured and name in one.rates
+            if name in gpu.measured and name in gpu.rates
         )
 
     kind = card.has_whole_tensor_cores
     return (
         measured(
-            lambda one: one.capability == card.capability and one.has_whole_tensor_cores == kind
+            lambda gpu: gpu.capability == card.capability and gpu.has_whole_tensor_cores == kind
         )
-        or measured(lambda one: one.capability[0] == card.capability[0])
-        or measured(lambda one: True)
+        or measured(lambda gpu: gpu.capability[0] == card.capability[0])
+        or measured(lambda gpu: True)
     )
 
 
@@ -382,9 +361,9 @@ def _hint(card: object) -> str:
         )
     if names := _names(words):
         return f', which may be {names}: name one, or the GiB that PyTorch may take, as in "22 GiB"'
-    alike = {"".join(sorted(words_of(name))): name for name in GPUS if like(words, name)}
-    near = difflib.get_close_matches("".join(sorted(words)), alike, 1)
-    return (f", the nearest is {alike[near[0]]}" if near else "") + allowed
+    written = {letters_of(name): name for name in GPUS}
+    alike = difflib.get_close_matches(letters_of(card), written, 1, ALIKE)
+    return (f", the nearest is {written[alike[0]]}" if alike else "") + allowed
 
 
 def _names(words: set[str]) -> str:

@@ -5,8 +5,6 @@ config, its shapes, the kernels of its attention) is therefore kept on disk (`re
 question whose trace is kept, too, is answered without either.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -33,10 +31,15 @@ FOLDER = "MEMLAB_CACHE"  # an environment's variable that names another folder f
 # On whose releases it depends what a model is, and what its training does.
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 # Raise it by hand when a `remembered` function says something else than before.
-FACTS_FORMAT = 2
+FACTS_FORMAT = 3
 
-# Modules that models of transformers share, and whose functions stand in them by themselves.
-SHARED = ("transformers.integrations.sdpa_attention", "transformers.masking_utils")
+# Modules that models of transformers share.
+LAYERS = ("activation", "dropout", "linear", "normalization", "sparse")
+SHARED = (
+    *("transformers.integrations.sdpa_attention", "transformers.masking_utils"),
+    *("transformers.activations", "transformers.pytorch_utils"),
+    *(f"torch.nn.modules.{name}" for name in LAYERS),
+)
 THEIRS = {*sys.stdlib_module_names, "torch", "transformers", "huggingface_hub", "safetensors"}
 THEIRS = THEIRS - {"__main__"} | {"accelerate", "numpy", "typing_extensions"}
 
@@ -99,15 +102,6 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def with_floats(values: Any) -> Any:
-    """The values with floats for what transformers 5 writes for them: {"__float__": "Infinity"}."""
-    if isinstance(values, dict):
-        if values.keys() == {"__float__"}:
-            return float(values["__float__"])
-        return {name: with_floats(value) for name, value in values.items()}
-    return [with_floats(value) for value in values] if isinstance(values, list) else values
-
-
 # ---------------------------------------------------------------------- what libraries have said
 
 
@@ -122,11 +116,11 @@ def installed() -> dict[str, str]:
 
     Builds for CUDA and for a CPU (2.13.0+cpu) are the same release.
     """
-    found = {}
+    releases = {}
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name).partition("+")[0]
-    return found
+            releases[name] = importlib.metadata.version(name).partition("+")[0]
+    return releases
 
 
 def write_whole(file: Path, content: bytes) -> None:
@@ -149,7 +143,7 @@ def remembered(function: Function) -> Function:
     plain JSON (tuples become lists), the same for the same arguments and releases of `LIBRARIES`.
     Errors are not kept. A caller must not change what it is given.
     """
-    known: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
 
     @functools.wraps(function)
     def remembering(model: Any, *more: Any) -> Any:
@@ -157,27 +151,36 @@ def remembered(function: Function) -> Function:
 
         name, values = models.identity(model)
         asked = json.dumps([function.__qualname__, name or values, *more], sort_keys=True)
-        if asked in known:
-            return known[asked]
+        if asked in answers:
+            return answers[asked]
         file = _file_of(f"{function.__module__} {asked} {values}") if name else None
         if file is not None:
             with contextlib.suppress(OSError, ValueError):
-                known[asked] = json.loads(file.read_bytes())
-                return known[asked]
-        known[asked] = json.loads(json.dumps(function(model, *more)))
+                answers[asked] = json.loads(file.read_bytes())
+                return answers[asked]
+        answers[asked] = json.loads(json.dumps(function(model, *more)))
         # What somebody has changed in this process is not so in the next one.
-        if file is not None and not changed(_modules_of(json.loads(values)["model_type"])):
+        if file is not None and not has_changed_code(json.loads(values)["model_type"]):
             with contextlib.suppress(OSError):
-                write_whole(file, json.dumps(known[asked]).encode())
-        return known[asked]
+                write_whole(file, json.dumps(answers[asked]).encode())
+        return answers[asked]
 
     return remembering  # type: ignore[return-value]
 
 
+def has_changed_code(family: str) -> bool:
+    """Whether somebody has changed the code of a family of models, as a library of kernels does.
+
+    What is kept of a model knows nothing of that, so such a model is run as it is.
+    """
+    return changed(_modules_of(family))
+
+
 def _modules_of(family: str) -> list[str]:
     """The modules of a family of transformers that are imported."""
-    folder = f"transformers.models.{family.removesuffix('_text').replace('-', '_')}."
-    return [name for name in sys.modules if name.startswith(folder)]
+    auto = sys.modules.get("transformers.models.auto.configuration_auto")
+    folder = auto and f"transformers.models.{auto.model_type_to_module_name(family)}."
+    return [name for name in sys.modules if folder and name.startswith(folder)]
 
 
 def changed(modules: Iterable[str]) -> bool:
@@ -189,7 +192,9 @@ def changed(modules: Iterable[str]) -> bool:
     for module in [sys.modules[name] for name in (*SHARED, *modules) if name in sys.modules]:
         for value in vars(module).values():
             functions = [value, *(vars(value).values() if inspect.isclass(value) else ())]
-            if any(inspect.isfunction(one) and _is_foreign(one) for one in functions):
+            if any(
+                inspect.isfunction(function) and _is_foreign(function) for function in functions
+            ):
                 return True
     return False
 

@@ -8,6 +8,7 @@ config.json with seeded random weights. Each name has a tiny twin, `<name>-tiny`
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
 import json
 import re
@@ -15,9 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from memlab.fields import check_sizes, one_of
-from memlab.libraries import hub_reachable, one_line, remembered, with_floats
-from memlab.names import FOUR_BITS, hub_name, nearest_model, squeezed
+from memlab.fields import one_of
+from memlab.libraries import hub_reachable, one_line, remembered
+from memlab.names import ALIKE, FOUR_BITS, hub_name, spelled, squeezed
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,7 @@ _HUBS = {name: (hub, *_PUBLISHED[name].pop("also", ())) for name, hub in MODELS.
 _TASKS = {name: fields.pop("task") for name, fields in _PUBLISHED.items() if "task" in fields}
 _OWNERS = {name: {hub.lower().split("/")[0] for hub in hubs} for name, hubs in _HUBS.items()}
 # Names as people write them -> name; a tiny twin has only its own.
-_WRITTEN = {hub: name for name, hubs in _HUBS.items() for hub in (*hubs, name)}
+_WRITTEN = {spelled(hub): name for name, hubs in _HUBS.items() for hub in (*hubs, name)}
 _WRITTEN |= {f"{name}-tiny": f"{name}-tiny" for name in MODELS}
 _ALIASES = {squeezed(written): name for written, name in _WRITTEN.items()}
 MODELS |= {f"{name}-tiny": f"a tiny twin of {hub}" for name, hub in list(MODELS.items())}
@@ -76,7 +77,6 @@ def config(model: Model) -> PretrainedConfig:
     or a hub name that cannot be had here.
     """
     text = copy.deepcopy(_text_of(published(model)))
-    check_sizes(vars(text))
     if hasattr(text, "quantization_config"):
         del text.quantization_config  # of the published weights, not of the architecture
     return text
@@ -106,11 +106,14 @@ def published(model: Model) -> PretrainedConfig:
 
 
 def _nearest(name: str) -> str:
+    """Which model of the catalogue a name may mean, for the words of an error."""
     plain = FOUR_BITS.sub("", name)
-    if plain != name and (known := _ALIASES.get(squeezed(plain))):
-        return f", which is {known!r} in 4 bits: name that, with a lora_rank and base nf4"
-    near = nearest_model(name, _WRITTEN)
-    return f", the nearest is {_WRITTEN[near]!r}" if near else ""
+    model = _ALIASES.get(squeezed(plain))
+    if model and plain != name:
+        return f", which is {model!r} in 4 bits: name that, with a lora_rank and base nf4"
+    alike = difflib.get_close_matches(spelled(name), _WRITTEN, 1, ALIKE)
+    nearest = model or next((_WRITTEN[written] for written in alike), None)
+    return f", the nearest is {nearest!r}" if nearest else ""
 
 
 @functools.cache
@@ -132,12 +135,12 @@ def catalogued(model: Model) -> str | dict[str, Any] | PretrainedConfig:
     if not isinstance(model, (str, Path)):
         return model
     name = hub_name(str(model))
-    known = _ALIASES.get(squeezed(name), name)
-    if name in MODELS or Path(name).exists() or known not in MODELS:
+    entry = _ALIASES.get(squeezed(name), name)
+    if name in MODELS or Path(name).exists() or entry not in MODELS:
         return name
     owner, named, _ = name.lower().rpartition("/")
-    mirrored = owner in MIRRORS and not known.startswith("phi")
-    return known if not named or mirrored or owner in _OWNERS.get(known, ()) else name
+    mirrored = owner in MIRRORS and not entry.startswith("phi")
+    return entry if not named or mirrored or owner in _OWNERS.get(entry, ()) else name
 
 
 def _text_of(given: PretrainedConfig) -> PretrainedConfig:
@@ -170,28 +173,22 @@ def settings(model: Model) -> Any:
 
 @functools.cache
 def _namespace(name: str) -> SimpleNamespace:
-    values, others = values_of(name), names_of(name)
-    mapped = {new: values.get(old) for new, old in others.items()}
-    return SimpleNamespace(**values | mapped | _computed_of(name))
+    values, other_names, computed = facts_of(name)
+    mapped = {new: values.get(old) for new, old in other_names.items()}
+    return SimpleNamespace(**values | mapped | computed)
 
 
 @remembered
-def values_of(model: Model) -> dict[str, Any]:
-    """All values of a config, as its `to_json_string` writes them."""
-    return json.loads(config(model).to_json_string(use_diff=False))
+def facts_of(model: Model) -> list[dict[str, Any]]:
+    """All values of a config, as its `to_json_string` writes them, and two more dictionaries.
 
-
-@remembered
-def _computed_of(model: Model) -> dict[str, int]:
-    """What a config computes of its values: ModernBERT's window is half its local attention."""
-    window = getattr(config(model), "sliding_window", None)
-    return {} if window is None else {"sliding_window": window}
-
-
-@remembered
-def names_of(model: Model) -> dict[str, str]:
-    """Further names of a config's values, such as `hidden_size` of GPT-2's `n_embd`."""
-    return dict(config(model).attribute_map)
+    Further names of values, such as `hidden_size` of GPT-2's `n_embd`; and what a config computes:
+    ModernBERT's window is half its local attention.
+    """
+    full = config(model)
+    window = getattr(full, "sliding_window", None)
+    computed = {} if window is None else {"sliding_window": window}
+    return [json.loads(full.to_json_string(use_diff=False)), dict(full.attribute_map), computed]
 
 
 def identity(model: Model) -> tuple[str, str]:
@@ -220,7 +217,7 @@ def _from_values(values: Any, place: str | Path) -> PretrainedConfig:
     """The config with the values of a config.json; `place` begins the words of an error."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     family = values.get("model_type") if isinstance(values, dict) else None
     if not isinstance(family, str) or family not in CONFIG_MAPPING:
@@ -229,7 +226,7 @@ def _from_values(values: Any, place: str | Path) -> PretrainedConfig:
             f"{transformers.__version__} here; a newer one may know it"
         )
     try:
-        return CONFIG_MAPPING[family].from_dict(with_floats(values))
+        return CONFIG_MAPPING[family].from_dict(PreTrainedConfig._decode_special_floats(values))
     except (StrictDataclassError, ValueError, *MISFITS) as error:
         raise ValueError(f"{place}: not a valid {family} config ({one_line(error)})") from None
 
@@ -319,7 +316,7 @@ def resized(model: Model, **values: Any) -> PretrainedConfig:
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         token = getattr(small, name, None)
         if isinstance(token, list):
-            setattr(small, name, [min(one, small.vocab_size - 1) for one in token])
+            setattr(small, name, [min(number, small.vocab_size - 1) for number in token])
         elif token is not None and token >= small.vocab_size:
             setattr(small, name, small.vocab_size - 1)
     rope = getattr(small, "rope_parameters", None) or {}
@@ -460,7 +457,9 @@ def build(
         built = getattr(transformers, AUTO_CLASSES[task]).from_config(
             values, dtype=dtype or torch.float32, attn_implementation=attention
         )
-    except MISFITS as error:  # such as padding beyond the vocabulary, or no heads
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, *MISFITS) as error:  # such as a negative size, or no heads
         raise ValueError(
             f"not a valid {values.model_type} config ({type(error).__name__}: {one_line(error)})"
         ) from None

@@ -1,7 +1,5 @@
 """Bytes and seconds in print: MiB and GiB are powers of two; and numbers rounded up."""
 
-from __future__ import annotations
-
 import math
 from typing import TYPE_CHECKING, TypeVar
 

@@ -1,7 +1,5 @@
 """One table for a recipe: what is predicted, beside what was measured here and elsewhere."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Printed runs of BERT-large on a V100, from one guide, and what is simulated of them."""
 
-from __future__ import annotations
-
 import pandas as pd
 from pandas.io.formats.style import Styler
 

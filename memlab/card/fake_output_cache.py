@@ -4,8 +4,6 @@ PyTorch's own cache of fake results asks more of every argument than a simulatio
 three times as long to answer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from typing import NamedTuple

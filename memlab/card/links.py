@@ -10,8 +10,6 @@ it has as large a part of the ports. GeForce cards do not reach each other over 
 goes by way of the host's memory, at the share of the rate that links.json has with its source.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

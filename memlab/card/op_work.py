@@ -5,8 +5,6 @@ attention and experts. Bytes are those of the tensors that an operator reads and
 once each: what a fused kernel keeps to itself, such as the scores of an attention, is not counted.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter

@@ -12,7 +12,7 @@ from memlab.cli.verdict import TOO_SMALL, is_out_of_memory, verdict_line, verdic
 from memlab.gpus import GPU, find_gpu
 from memlab.planner.result import way_in_words
 from memlab.spec.recipe import QUANTIZED, Recipe
-from memlab.spec.serving import Serving
+from memlab.spec.serving import Workload
 from memlab.units import in_unit_of
 
 
@@ -32,7 +32,7 @@ def run(options: Namespace) -> dict:
     return simulated(recipe_of(options), options, options.link)
 
 
-def simulated(recipe: Recipe | Serving, options: Namespace, link: str | None = None) -> dict:
+def simulated(recipe: Workload, options: Namespace, link: str | None = None) -> dict:
     """A step of a recipe or the text of a serving, at its own or the largest size."""
     answer: Any = None
     gpu, anchor = anchored_by(getattr(options, "anchor", None), options.gpu)
@@ -75,7 +75,7 @@ def simulated(recipe: Recipe | Serving, options: Namespace, link: str | None = N
     return (values if options.json else {"text": shown}) | status
 
 
-def _on_card(recipe: Recipe | Serving, card: GPU, link: str | None) -> tuple[Any, Any, str]:
+def _on_card(recipe: Workload, card: GPU, link: str | None) -> tuple[Any, Any, str]:
     """(footprint, verdict, error): no verdict without a limit, no footprint out of memory."""
     from memlab.predict.fit import fit_from_log
     from memlab.predict.simulate import full_log, simulate
@@ -98,7 +98,7 @@ def _on_card(recipe: Recipe | Serving, card: GPU, link: str | None) -> tuple[Any
     return footprint, replace(fit, needed=needed), ""
 
 
-def _other_upcast(recipe: Recipe | Serving, card: GPU, footprint: Any) -> str:
+def _other_upcast(recipe: Workload, card: GPU, footprint: Any) -> str:
     """What a quantized base would take with its unquantized rest in the other format."""
     if not (footprint and isinstance(recipe, Recipe) and recipe.base in QUANTIZED):
         return ""

@@ -1,7 +1,5 @@
 """How often a training that is predicted to fit does not: published peaks over predictions."""
 
-from __future__ import annotations
-
 import csv
 import functools
 from dataclasses import dataclass

@@ -226,7 +226,7 @@ def _meaning_of_dtype(recipe: Recipe) -> str:
         return "of products, and of what is not quantized"
     if recipe.base == "half":
         return "frozen weights; adapters are fp32, products by autocast"
-    if recipe.precision in training.PURE:
+    if recipe.precision in ("fp16", "bf16"):
         return "weights, gradients, states; no autocast"
     if recipe.precision in training.AUTOCAST:
         return "weights, gradients, states; products by autocast"

@@ -6,8 +6,6 @@ a kind are a product of symbols (`memlab.trace.symbols`): a peak is arithmetic t
 replay of the events.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What traces and the allocator answer about single recipes of a question on one card."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 

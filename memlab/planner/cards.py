@@ -1,7 +1,5 @@
 """The answer for several cards: which one to take."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tabulate import tabulate

@@ -1,7 +1,5 @@
 """How a plan chooses among options: what fits, and the plainest of what is about as fast."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from memlab.planner.result import Option, is_paged

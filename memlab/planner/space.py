@@ -1,7 +1,5 @@
 """What a plan may choose from: ways to train, number formats, optimizers, shardings, sizes."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import itertools

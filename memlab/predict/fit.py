@@ -29,7 +29,7 @@ from memlab.units import MiB, in_unit_of
 
 if TYPE_CHECKING:
     from memlab.predict.serving import ServingFootprint
-    from memlab.spec.serving import Serving
+    from memlab.spec.serving import Serving, Workload
 
 # The prediction is trusted to so much of what it says ...
 MARGIN = 0.05
@@ -98,7 +98,7 @@ def fits(recipe: Recipe | Serving, gpu: GPU | str | int, margin: float = MARGIN)
 
 
 def fit_from_log(
-    recipe: Recipe | Serving,
+    recipe: Workload,
     log: Log,
     card: GPU,
     margin: float = MARGIN,
@@ -108,10 +108,10 @@ def fit_from_log(
 
     link: between ranks, as in `simulate`.
     """
-    said = verdict(recipe, log, card, margin)
-    footprint = footprint_from_log(recipe, log, said.card, link)
+    answer = verdict(recipe, log, card, margin)
+    footprint = footprint_from_log(recipe, log, answer.card, link)
     assert card.total_memory is not None  # it has a limit
-    return Fit(said.fits, said.needed, said.margin, card.total_memory, footprint)
+    return Fit(answer.fits, answer.needed, answer.margin, card.total_memory, footprint)
 
 
 class Verdict(NamedTuple):
@@ -126,7 +126,7 @@ class Verdict(NamedTuple):
     card: GPU
 
 
-def verdict(recipe: Recipe | Serving, log: Log, card: GPU, margin: float = MARGIN) -> Verdict:
+def verdict(recipe: Workload, log: Log, card: GPU, margin: float = MARGIN) -> Verdict:
     """Whether a log fits a card with a limit."""
     return verdict_by(lambda by: peak_reserved_of(recipe, log, by), card, margin)
 
@@ -218,9 +218,9 @@ def largest(
 ) -> Largest:
     """The largest micro-batch, or the longest sequence, with which `recipe` fits a card.
 
-    field: `batch_size`, or `seq_len` in steps of 64 tokens; of a `memlab.Serving`
-    in place of the recipe `prompt`, in the same steps, which with its new tokens is the longest
-    context. margin: as in `fits`.
+    field: `batch_size`, or `seq_len` in steps of 64 tokens and at the recipe's own length; of a
+    `memlab.Serving` in place of the recipe `prompt`, likewise, which with its new tokens is the
+    longest context. margin: as in `fits`.
 
     One trace of a recipe gives the log of every size (`memlab.predict.traces`), and the card's
     allocator serves those in question. A serving is simulated at each, and so is what has no trace
@@ -240,7 +240,7 @@ def largest(
     return Largest(field, value, sized, fit, following, why)
 
 
-def why_no_larger(recipe: Recipe | Serving, field: str) -> str:
+def why_no_larger(recipe: Workload, field: str) -> str:
     """Why a search for the largest size ends where everything fits."""
     if field == "batch_size" or models.max_length(recipe.model) is None:
         return f"the search ends at {MOST:,}"
@@ -248,7 +248,7 @@ def why_no_larger(recipe: Recipe | Serving, field: str) -> str:
 
 
 def largest_size(
-    recipe: Recipe | Serving,
+    recipe: Workload,
     card: GPU,
     field: str,
     margin: float = MARGIN,
@@ -258,8 +258,9 @@ def largest_size(
 ) -> tuple[int, int | None]:
     """(the largest value that fits or 0, the next one or None), as in `largest`.
 
-    Where the recipe's own value fits, so does the answer, which is no smaller. A longer sequence
-    can reserve fewer bytes, so between smaller ones that do not fit there may be larger that do.
+    Where the recipe's own value fits, so does the answer, which is no smaller: it is that value
+    where no larger multiple of the step fits. A longer sequence can reserve fewer bytes, so between
+    smaller ones that do not fit there may be larger that do.
     own_fits: whether it does, None where that is to be found. log_of, peak_of: what a size does to
     memory, and its peak, as `memlab.predict.simulate` gives them.
     """
@@ -271,41 +272,44 @@ def largest_size(
     def size_of(steps: int) -> int:
         return min(steps * step, end)
 
-    def sized(steps: int) -> Recipe | Serving:
+    def sized(steps: int) -> Workload:
         return recipe.but(**{field: size_of(steps)})
 
     def tensors(steps: int) -> int:
         return peak_of(sized(steps), card)
 
+    def serves(sized_recipe: Workload) -> bool:
+        log = log_of(sized_recipe, card)
+        return peak_reserved_of(sized_recipe, log, smaller) is not None
+
     def fits(steps: int) -> bool:
-        one = sized(steps)
-        return peak_reserved_of(one, log_of(one, card), smaller) is not None
+        return serves(sized(steps))
 
-    every = -(-end // step)
-    first = min(max(1, getattr(recipe, field) // step), every)
-    usable = room(card, margin) - _context(card)
-    most = _last_by_line(tensors, first, every, usable)
-    if first >= most:
-        known = 0
-    elif own_fits is None or first * step != getattr(recipe, field):
-        known = first * fits(first)
-    else:
-        known = first * own_fits
-    found = _last(fits, most, known)
-    return size_of(found), None if found == every else size_of(found + 1)
+    every, own = -(-end // step), getattr(recipe, field)
+    first = min(max(1, own // step), every)
+    most = _last_by_line(tensors, first, every, room(card, margin) - _context(card))
+    off_grid = own != size_of(first)  # a length that is no multiple of the step, or below the first
+    if own_fits is None and (first < most or off_grid):
+        own_fits = serves(recipe)
+    least = first if off_grid and first < most and not own_fits and fits(first) else 0
+    if own_fits:
+        least = every if own == end else own // step
+    steps = _last(fits, max(most, least), least)
+    size = max(size_of(steps), own) if own_fits else size_of(steps)
+    return size, None if steps == every else size_of(steps + 1)
 
 
-def _longest(recipe: Recipe | Serving) -> int | None:
+def _longest(recipe: Workload) -> int | None:
     """The longest sequence or prompt of a model; None for no end."""
     longest = models.max_length(recipe.model)
     return longest and longest - getattr(recipe, "new_tokens", 0)
 
 
-def _last(fits: Callable[[int], bool], most: int, known: int) -> int:
-    """A number up to `most` that fits while the next does not, near `most`; at least `known`."""
+def _last(fits: Callable[[int], bool], most: int, least: int) -> int:
+    """A number up to `most` that fits while the next does not, near `most`; at least `least`."""
     fitting, over, stride = most, most + 1, 1
-    while fitting > known and not fits(fitting):
-        over, fitting = fitting, max(known, fitting - stride)
+    while fitting > least and not fits(fitting):
+        over, fitting = fitting, max(least, fitting - stride)
         stride *= 2
     while over - fitting > 1:
         middle = (fitting + over) // 2
@@ -335,6 +339,6 @@ def _last_by_line(needed: Callable[[int], int], first: int, end: int, usable: in
             over = trial
         trial = 2 * first
         if len(tries) > 1:
-            (one, low), (other, high) = tries[-2:]
-            trial = one + (other - one) * (usable - low) // ((high - low) or 1)
+            (previous, low), (latest, high) = tries[-2:]
+            trial = previous + (latest - previous) * (usable - low) // ((high - low) or 1)
     return fitting

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memlab import models
-from memlab.spec.recipe import FULLY_SHARDED, Recipe
-from memlab.spec.serving import Serving
+from memlab.spec.recipe import FULLY_SHARDED
+from memlab.spec.serving import Workload
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ class Layers:
         return None if rest or patterns < 1 else patterns
 
 
-def layers_of(recipe: Recipe | Serving) -> Layers | None:
+def layers_of(recipe: Workload) -> Layers | None:
     """How the layers of a recipe's model repeat, so that shallow models stand for it."""
     config = models.config(recipe.model)
     layers = getattr(config, "num_hidden_layers", 0)
@@ -53,19 +53,19 @@ def layers_of(recipe: Recipe | Serving) -> Layers | None:
         full = _described(models.build(config, recipe.task))
         full = {name: stack for name, stack in full.items() if len(stack) == layers}
         kinds = zip(*full.values(), strict=True)
-        found = full and repeats([tuple(map(str, layer)) for layer in kinds])
-        if not found:
+        repetition = full and repeats([tuple(map(str, layer)) for layer in kinds])
+        if not repetition:
             return None
         for patterns in FEWEST:
-            number = found.number(patterns)
+            number = repetition.number(patterns)
             short = models.build(models.with_layers(config, number), recipe.task)
             stacks = _described(short)
             for name, stack in full.items():
-                pattern = stack[found.before : found.before + found.period]
-                after = stack[layers - found.after :]
-                if stacks.get(name) != stack[: found.before] + pattern * patterns + after:
+                pattern = stack[repetition.before : repetition.before + repetition.period]
+                after = stack[layers - repetition.after :]
+                if stacks.get(name) != stack[: repetition.before] + pattern * patterns + after:
                     return None
-    return found
+    return repetition
 
 
 def repeats(kinds: list) -> Layers | None:

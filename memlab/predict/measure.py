@@ -7,18 +7,19 @@ import gc
 import importlib.metadata
 import os
 import platform
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from memlab.fields import integer_from
 from memlab.footprint import Category, Footprint, Phase
 from memlab.gpus import require_native
+from memlab.libraries import installed
 from memlab.predict.progress import Progress
 from memlab.predict.recipe_log import require_recipe, warm_up_bytes
 from memlab.spec.recipe import QUANTIZED, Recipe
@@ -41,7 +42,6 @@ class Measurement:
     footprint: Footprint
     step_seconds: dict[str, float]
     samples_per_second: float
-    loss: float
     device: str
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -122,9 +122,9 @@ def allocator_of(recipe: Recipe, device: torch.device) -> Iterator[None]:
 
 def _allocator_settings() -> str:
     """The settings of PyTorch's allocator; of 2.11, which does not tell, the environment's."""
-    told = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    if told:
-        return told()
+    get_settings = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if get_settings:
+        return get_settings()
     return next((os.environ[name] for name in VARIABLES if name in os.environ), "")
 
 
@@ -142,7 +142,7 @@ def _measured(recipe: Recipe, device: torch.device, steps: int, seed: int) -> Me
         progress.update()
         watched = training.model, training.optimizer, training.inputs
         with Meter(device, *watched, empty_cache=False) as meter:
-            loss = training.step()
+            training.step()
         progress.update()
         training.step()
         progress.update()
@@ -157,12 +157,11 @@ def _measured(recipe: Recipe, device: torch.device, steps: int, seed: int) -> Me
     )
     if device.type == "cuda":
         footprint = with_breakdown(footprint, training)
-    lower, median, upper = _quartiles(taken)
+    lower, median, upper = np.percentile(taken, (25, 50, 75)).tolist()
     return Measurement(
         footprint=footprint,
         step_seconds={"median": median, "lower_quartile": lower, "upper_quartile": upper},
         samples_per_second=recipe.batch_size * recipe.accumulation / median,
-        loss=loss,
         device=device_name(device),
         versions=versions(),
     )
@@ -213,9 +212,9 @@ class Meter:
         if self.device.type == "cuda":
             if self._empty_cache:
                 torch.cuda.empty_cache()
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self._at_start = torch.cuda.memory_allocated()
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._at_start = torch.cuda.memory_allocated(self.device)
         else:
             self._tracer = Tracer()
             self._tracer.watch(*self._watched)
@@ -224,8 +223,7 @@ class Meter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.device)
         self.seconds = time.perf_counter() - self._started
         if self.device.type == "cuda":
             self.footprint = self._from_counters()
@@ -235,12 +233,12 @@ class Meter:
             del self._tracer
 
     def _from_counters(self) -> Footprint:
-        free, total = torch.cuda.mem_get_info()
-        used, reserved = total - free, torch.cuda.memory_reserved()
-        peak = torch.cuda.max_memory_allocated()
+        free, total = torch.cuda.mem_get_info(self.device)
+        used, reserved = total - free, torch.cuda.memory_reserved(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device)
         return Footprint(
             peak_allocated=peak,
-            peak_reserved=torch.cuda.max_memory_reserved(),
+            peak_reserved=torch.cuda.max_memory_reserved(self.device),
             breakdown={
                 Category.INPUTS: self._at_start,
                 Category.TEMPORARY: peak - self._at_start,
@@ -257,18 +255,19 @@ def alive_tensors(device: Device, most: int = 5) -> list[tuple[int, str]]:
     Storages are counted once. What only the autograd graph holds is not seen.
     """
     device = torch.device(device)
-    found: dict[int, tuple[int, str]] = {}
+    storages: dict[int, tuple[int, str]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # asking old objects for their class can warn
         for thing in gc.get_objects():
             if (
                 type(thing) in (torch.Tensor, torch.nn.Parameter)
                 and thing.device.type == device.type
+                and device.index in (None, thing.device.index)
             ):
                 storage = thing.untyped_storage()
                 text = f"{type(thing).__name__} {list(thing.shape)} {thing.dtype}"
-                found[storage._cdata] = (storage.nbytes(), text)
-    return sorted(found.values(), reverse=True)[:most]
+                storages[storage._cdata] = (storage.nbytes(), text)
+    return sorted(storages.values(), reverse=True)[:most]
 
 
 def with_breakdown(footprint: Footprint, training: Training) -> Footprint:
@@ -294,13 +293,6 @@ def with_breakdown(footprint: Footprint, training: Training) -> Footprint:
         peak_phase=traced.peak_phase,
         timeline=traced.timeline,
     )
-
-
-def _quartiles(seconds: list[float]) -> tuple[float, float, float]:
-    if len(seconds) == 1:
-        return seconds[0], seconds[0], seconds[0]
-    lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
-    return lower, median, upper
 
 
 def pick_device(device: Device | None = None) -> torch.device:
@@ -342,8 +334,5 @@ def device_name(device: torch.device) -> str:
 
 def versions() -> dict[str, str]:
     """Versions that a figure depends on."""
-    names = {name: name for name in ("torch", "transformers", "peft", "bitsandbytes")}
-    names["memlab"] = "gpu-memory-lab"  # its distribution
-    installed = {known.name.lower() for known in importlib.metadata.distributions()}
-    found = {n: importlib.metadata.version(of) for n, of in names.items() if of in installed}
-    return found | {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
+    releases = installed() | {"memlab": importlib.metadata.version("gpu-memory-lab")}
+    return releases | {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}

@@ -14,20 +14,9 @@ class Progress(tqdm):
     seconds before it appears.
     """
 
-    _open = 0
-
     def __init__(self, *args: Any, delay: float = 2, **settings: Any) -> None:
-        if Progress._open:
+        if len(Progress._instances) > 1:  # open ones, this among them
             settings["disable"] = True
         elif not (sys.stderr.isatty() or "ipykernel" in sys.modules):
             settings.setdefault("disable", True)
         super().__init__(*args, leave=False, delay=delay, **settings)
-        self._counts = not self.disable
-        Progress._open += self._counts
-
-    def close(self) -> None:
-        """Wipe the line out."""
-        if getattr(self, "_counts", False):
-            self._counts = False
-            Progress._open -= 1
-        super().close()

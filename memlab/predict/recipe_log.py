@@ -3,8 +3,6 @@
 Which formats a card refuses, how often a step's micro-batches count, and what is assumed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections import Counter
@@ -16,7 +14,7 @@ from memlab.gpus import GPU, require_native
 from memlab.libraries import remembered
 from memlab.models import Model
 from memlab.spec.recipe import FOUR_BITS, QUANTIZED, Recipe
-from memlab.spec.serving import Serving
+from memlab.spec.serving import Serving, Workload
 from memlab.trace.log import Log
 from memlab.trace.work import drop_small_ops, repeat_micro_batch
 from memlab.units import gib
@@ -33,7 +31,7 @@ def require_recipe(recipe: object) -> None:
         raise ValueError(f"recipe is {recipe!r}: allowed are a memlab.Recipe and a memlab.Serving")
 
 
-def refuse_format(recipe: Recipe | Serving, card: GPU) -> None:
+def refuse_format(recipe: Workload, card: GPU) -> None:
     """Raise ValueError where a card has no kernels for a number format, or an attention."""
     require_recipe(recipe)
     for precision in (recipe.precision, recipe.compute_dtype or ""):
@@ -45,12 +43,12 @@ def refuse_format(recipe: Recipe | Serving, card: GPU) -> None:
         )
 
 
-def is_deep(recipe: Recipe | Serving) -> bool:
+def is_deep(recipe: Workload) -> bool:
     """Whether a model has so many layers that shallow ones are quicker to run."""
     return getattr(models.settings(recipe.model), "num_hidden_layers", 0) > MAX_LAYERS_TO_RUN
 
 
-def unlike_micro_batches(recipe: Recipe | Serving) -> int:
+def unlike_micro_batches(recipe: Workload) -> int:
     """How many micro-batches of a step differ: the first makes gradients, the second adds to them.
 
     Of several ranks the last reduces them, too.
@@ -58,44 +56,44 @@ def unlike_micro_batches(recipe: Recipe | Serving) -> int:
     return 2 if recipe.ranks == 1 else 3
 
 
-def with_all_micro_batches(recipe: Recipe | Serving, log: Log) -> Log:
+def with_all_micro_batches(recipe: Workload, log: Log) -> Log:
     """The log with the work of all micro-batches that counts, and what is assumed of a recipe."""
     # Of more micro-batches some ran; the others do what the second did.
     times = max(1, recipe.accumulation - unlike_micro_batches(recipe) + 1)
     work = drop_small_ops(repeat_micro_batch(log.work, times))
-    said = *log.assumptions, *assumed(recipe), *left_on_host(recipe, log.weights)
-    return replace(log, work=work, assumptions=said)
+    assumptions = *log.assumptions, *assumed(recipe), *left_on_host(recipe, log.weights)
+    return replace(log, work=work, assumptions=assumptions)
 
 
-def assumed(recipe: Recipe | Serving) -> tuple[str, ...]:
+def assumed(recipe: Workload) -> tuple[str, ...]:
     """What a recipe's figures leave out or leave as it is, and a reader may not expect.
 
     The parts of a nested config, kernels of a package that transformers takes where it is there,
     and the weights that a quantized base does not reach, where they are the larger part.
     """
-    said, parts = [], models.left_out(recipe.model)
+    lines, parts = [], models.left_out(recipe.model)
     if parts:
-        said.append(f"the text model alone, without {' and '.join(parts)}")
+        lines.append(f"the text model alone, without {' and '.join(parts)}")
     if hasattr(models.settings(recipe.model), models.OF_DELTA_RULE):
-        said.append(
+        lines.append(
             "layers of linear attention run transformers' own code, as where the package "
             "flash-linear-attention is not installed"
         )
     if hasattr(models.settings(recipe.model), models.OF_SHORT_CONVOLUTIONS):
-        said.append(
+        lines.append(
             "short convolutions run transformers' own code, as where the package causal-conv1d is "
             "not installed"
         )
     if recipe.base in QUANTIZED:
         reached, elements = _elements(recipe.model, recipe.task)
         if reached < elements / 2:
-            said.append(
+            lines.append(
                 f"{recipe.base} reaches {reached / elements:.1%} of the weights: what is no plain "
                 "linear layer, such as experts and embeddings, stays unquantized"
             )
         if isinstance(recipe, Recipe) and recipe.compute_dtype != "fp32":
-            said.append(UPCAST if recipe.upcast else NOT_UPCAST)
-    return tuple(said)
+            lines.append(UPCAST if recipe.upcast else NOT_UPCAST)
+    return tuple(lines)
 
 
 # PEFT casts all that is not quantized. TRL's trainers called it until October 2025, cast norms
@@ -110,7 +108,7 @@ NOT_UPCAST = (
 )
 
 
-def warm_up_bytes(recipe: Recipe | Serving, total: int | None = None) -> int:
+def warm_up_bytes(recipe: Workload, total: int | None = None) -> int:
     """Bytes of the block that `from_pretrained` takes and frees before it loads a base.
 
     Those of all weights, without scales, and of what stays in fp32 as if it were not:
@@ -136,7 +134,13 @@ def _elements(model: Model, task: str) -> list[int]:
     return [reached, sum(parameter.numel() for parameter in built.parameters())]
 
 
-def left_on_host(recipe: Recipe | Serving, weights: Counter) -> tuple[str, ...]:
+def gradient_bytes(recipe: Workload) -> int:
+    """Bytes per number of a gradient."""
+    in_fp32 = recipe.lora_rank and recipe.lora_fp32
+    return 2 if recipe.precision in ("bf16", "fp16") and not in_fp32 else 4
+
+
+def left_on_host(recipe: Workload, weights: Counter) -> tuple[str, ...]:
     """What an optimizer on the host keeps and does there, in a line; nothing for another.
 
     weights: how many parameters there are of (so many elements, trainable or not).
@@ -144,8 +148,7 @@ def left_on_host(recipe: Recipe | Serving, weights: Counter) -> tuple[str, ...]:
     if recipe.optimizer_offload == "none":
         return ()
     large = sum(n * times for (n, free), times in weights.items() if free and n >= LEAST_OFFLOADED)
-    halves = recipe.precision in ("fp16", "bf16") and not (recipe.lora_rank and recipe.lora_fp32)
-    held = 4 * large * (2 if halves else 4)
+    held = 4 * large * gradient_bytes(recipe)
     return (
         f"the host holds {gib(held)} of weights, gradients and AdamW's states, its own step takes "
         "time that is not estimated",

@@ -10,8 +10,6 @@ gradients, and a model's own buffers, which each step sends, are left out. Peaks
 such runs.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +19,7 @@ from memlab.card.collectives import share
 from memlab.footprint import Category, Phase
 from memlab.gpus import GPU
 from memlab.predict import simulate
-from memlab.predict.recipe_log import is_deep
+from memlab.predict.recipe_log import gradient_bytes, is_deep
 from memlab.predict.simulate import sized_log
 from memlab.spec.recipe import Recipe
 from memlab.trace.events import OUTSIDE, Alloc, Free, Marker, TraceEvent
@@ -45,20 +43,14 @@ def peak_allocated_of(recipe: Recipe, card: GPU) -> int:
     """As `memlab.predict.simulate.peak_allocated_of`, of a replica by one card's trace."""
     if not is_replicated(recipe):
         return simulate.peak_allocated_of(recipe, card)
-    alone = recipe.but(ranks=1)
-    gradients = sized_log(alone, card).trainable_parameters * gradient_bytes(recipe)
-    return simulate.peak_allocated_of(alone, card) + gradients
+    single = recipe.but(ranks=1)
+    gradients = sized_log(single, card).trainable_parameters * gradient_bytes(recipe)
+    return simulate.peak_allocated_of(single, card) + gradients
 
 
 def is_replicated(recipe: Recipe) -> bool:
     """Whether each rank holds the whole of a model whose layers take long to run one by one."""
     return recipe.ranks > 1 and recipe.sharding == "ddp" and is_deep(recipe)
-
-
-def gradient_bytes(recipe: Recipe) -> int:
-    """Bytes per number of a gradient."""
-    in_fp32 = recipe.lora_rank and recipe.lora_fp32
-    return 2 if recipe.precision in ("bf16", "fp16") and not in_fp32 else 4
 
 
 def replica(log: Log, recipe: Recipe) -> Log:
@@ -72,22 +64,22 @@ def replica(log: Log, recipe: Recipe) -> Log:
     sent = share("allreduce_", recipe.ranks)
     work.update(_work(sent=round(nbytes * sent)) for nbytes in buckets)
     added, done = (*log.assumptions, ADDED), log.work + work
-    return ReplicaLog([], log.weights, added, done, alone=log, buckets=buckets)
+    return ReplicaLog([], log.weights, added, done, single=log, buckets=buckets)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaLog(Log):
     """The log of one card with what DistributedDataParallel makes when it wraps the model.
 
-    alone: the log. buckets: their bytes.
+    single: that log. buckets: their bytes.
     """
 
-    alone: Log
+    single: Log
     buckets: list[int]
 
     def events(self) -> Iterator[Event]:
         """As `Log.events`. One bucket holds all until their order is known, in the second step."""
-        events = list(self.alone.events())
+        events = list(self.single.events())
         measured = next(at for at, (_, step) in enumerate(events) if step is Marker.RESET)
         places = range(measured, len(events))
         second = next((at for at in places if _is_forward(events[at][1])), measured)

@@ -16,7 +16,7 @@ from memlab.gpus import ANY_CARD, GPU
 from memlab.predict.progress import Progress
 from memlab.predict.recipe_log import unlike_micro_batches
 from memlab.spec.recipe import QUANTIZED, Recipe, is_moved_by_sharding
-from memlab.spec.serving import Serving
+from memlab.spec.serving import Workload
 from memlab.trace.events import Marker
 from memlab.trace.log import Log
 from memlab.trace.quantized_weights import numel
@@ -25,7 +25,7 @@ from memlab.workloads.training import Training, import_libraries
 
 
 def log_of(
-    recipe: Recipe | Serving,
+    recipe: Workload,
     gpu: GPU = ANY_CARD,
     numbered: bool = False,
     loop: Callable[..., Training] | None = None,
@@ -36,12 +36,12 @@ def log_of(
     numbered: whether the log tells layers apart. loop: as in `full_log`. most: births and deaths,
     beyond which it ends with a ValueError.
     """
+    import_libraries(recipe)
     if not isinstance(recipe, Recipe):
         from memlab.predict.serving import log_of_serving
 
         return log_of_serving(recipe, gpu, numbered)
-    import_libraries(recipe)
-    with _one_thread(), _OwnLoop(gpu.without_limit(), ranks=recipe.ranks) as simulated:
+    with _one_thread(), OwnLoop(gpu.without_limit(), ranks=recipe.ranks) as simulated:
         simulated.tracer.most = most
         training = _run(loop or two_steps, recipe, simulated)
         weights = weights_of(training.model)
@@ -49,7 +49,7 @@ def log_of(
 
 
 def shallow_log(
-    recipe: Recipe | Serving,
+    recipe: Workload,
     gpu: GPU,
     loop: Callable[..., Training] | None = None,
     most: int | None = None,
@@ -83,7 +83,7 @@ def _run(loop: Callable[..., Training], recipe: Recipe, simulated: SimulatedGPU)
     except (LookupError, RuntimeError, TypeError, AttributeError, AssertionError) as error:
         frames = traceback.extract_tb(error.__traceback__)
         ours = tuple(str(Path(module.__file__ or "").parent) for module in (torch, models))
-        theirs = (one for one in reversed(frames) if not one.filename.startswith(ours))
+        theirs = (frame for frame in reversed(frames) if not frame.filename.startswith(ours))
         at = next(theirs, frames[-1])
         raise ValueError(
             f"{recipe.model_name} does not train so ({Path(at.filename).name}:{at.lineno}): "
@@ -91,7 +91,7 @@ def _run(loop: Callable[..., Training], recipe: Recipe, simulated: SimulatedGPU)
         ) from error
 
 
-class _OwnLoop(SimulatedGPU):
+class OwnLoop(SimulatedGPU):
     """A card for loops whose recipe says which libraries they need: bitsandbytes takes a second.
 
     What they do on it is the same under any setting of the allocator, whose statistics nobody asks.

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
-import json
+import ctypes
 import linecache
 import os
 import runpy
-import signal
 import sys
 import threading
 import traceback
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +27,7 @@ from memlab.footprint import Footprint
 from memlab.gpus import GPU
 from memlab.predict.fit import Verdict, verdict_by
 from memlab.predict.script_progress import shows_where_it_is
-from memlab.predict.trainer_phases import OneOfEach, Phases, phase_of_error
+from memlab.predict.trainer_phases import EnoughSteps, OneOfEach, Phases, phase_of_error
 from memlab.trace.allocator import CachingAllocator
 from memlab.trace.log import peak_reserved
 from memlab.trace.user_frames import line_of_error
@@ -75,14 +71,14 @@ class ScriptRun:
         return self.footprint.as_dict() | more | {"lines": self.footprint.by_line()}
 
     def __str__(self) -> str:
-        made = list(self.footprint.by_line().items())
-        others = sum(n for _, n in made[LINES:])
-        made = [*made[:LINES], *([("other lines", others)] if others else [])]
+        lines = list(self.footprint.by_line().items())
+        others = sum(n for _, n in lines[LINES:])
+        lines = [*lines[:LINES], *([("other lines", others)] if others else [])]
         largest = self.footprint.peak_allocated
-        width = max((len(name) for name, _ in made), default=0)
+        width = max((len(name) for name, _ in lines), default=0)
         rows = [
             f"{in_unit_of(n, largest):>12}  {name:<{width}}  {self._code(name)}".rstrip()
-            for name, n in made
+            for name, n in lines
         ]
         head = [self.ending(), *self.phases, str(self.footprint)]
         return "\n".join([*head, "", "at the peak, by the line that made it", *rows])
@@ -105,45 +101,13 @@ class ScriptRun:
         )
 
 
-class _EnoughSteps(BaseException):
-    """Ends a script; no `except Exception` of its own stops that."""
-
-
-class _Steps:
-    """Counts the steps of each optimizer, and of a script that changes its weights by hand.
-
-    phases: is told of each step, and of the end.
-    """
-
-    def __init__(self, wanted: int, phases: Phases):
-        self.wanted, self.phases = wanted, phases
-        self.made: Counter[int] = Counter()
-
-    def stepped(self, optimizer: Any = None, args: Any = (), kwargs: Any = None) -> None:
-        self.made[id(optimizer)] += 1
-        self.phases.stepped(optimizer)
-        if min(self.made.values()) >= self.wanted or max(self.made.values()) >= 3 * self.wanted:
-            self.phases.enough_steps(_EnoughSteps)
-
-    @property
-    def most(self) -> int:
-        return max(self.made.values(), default=0)
-
-
-def run_script(
-    path: str | Path,
-    arguments: Sequence[str] = (),
-    gpu: GPU | str | int | None = None,
-    steps: int = 2,
-    snapshot: str | Path | None = None,
-    **settings: Any,
-) -> ScriptRun:
+def run_script(*arguments: Any, **settings: Any) -> ScriptRun:
     """As `try_script`, for a script that is to succeed or to run out of memory.
 
     Raises what ended it otherwise: ValueError, with the script's line, for what is not simulated,
     and what the script itself raises.
     """
-    ran = try_script(path, arguments, gpu, steps, snapshot, **settings)
+    ran = try_script(*arguments, **settings)
     if ran.raised is None or ran.ran_out or isinstance(ran.raised, SystemExit):
         return ran
     raise ran.raised
@@ -184,46 +148,40 @@ def try_script(
         gpu, script=script, ranks=1 if ranks is None else ranks, compile_eagerly=compile_eagerly
     )
     seen = (OneOfEach if phases else Phases)(card, steps)
-    counted, raised = _Steps(steps, seen), None
-    card.steps.on_step_by_hand = counted.stepped
+    raised, is_up = None, threading.Event()
+    card.steps.on_step_by_hand = seen.stepped
     start = _as_main(script, arguments, ranks, module)
-    shown = shows_where_it_is(script, lambda: counted.most)
-    with shown, _time_limit(limit_minutes) as clock, card, start, seen:
-        hook = register_optimizer_step_post_hook(counted.stepped)
+    shown = shows_where_it_is(script, lambda: seen.most_steps)
+    with shown, card, start, seen:
+        hook = register_optimizer_step_post_hook(seen.stepped)
         try:
-            if module:
-                runpy.run_module(str(path), run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(str(script), run_name="__main__")
-            card.steps.end_by_hand()
-        except _EnoughSteps:
+            with _time_limit(limit_minutes) as is_up:
+                if module:
+                    runpy.run_module(str(path), run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(str(script), run_name="__main__")
+                card.steps.end_by_hand()
+        except EnoughSteps:
             pass
         except BaseException as problem:
             raised = problem
         finally:
-            clock.cancel()  # first: it rings again
             hook.remove()
     card.tracer.start = 0
     where = "" if raised is None else line_of_error(script, raised)
-    error, status, raised = _ending(raised, where, counted.most, clock)
-    return _told(card, seen, counted.most, snapshot, (script, error, where, status, raised))
-
-
-def _told(
-    card: SimulatedGPU, seen: Phases, steps: int, snapshot: str | Path | None, ending: tuple
-) -> ScriptRun:
-    """The answer of a script that has ended. ending: script, error, where, status, exception."""
-    script, error, where, status, raised = ending
-    footprint = _without_part_of_a_step(card.footprint, steps)
+    limit = f"{limit_minutes:g} minutes" * is_up.is_set()
+    error, status, raised = _ending(raised, where, seen.most_steps, limit)
+    footprint = _without_part_of_a_step(card.footprint, seen.most_steps)
     if not (error or footprint.peak_allocated):
         error, status = "the script ended without a tensor on the card", FAILED
     verdict = None if error else _verdict(card, footprint)
     if verdict and not verdict.fits:
         status = OUT_OF_MEMORY
-    said = () if error and status != OUT_OF_MEMORY else seen.lines(steps)
+    lines = () if error and status != OUT_OF_MEMORY else tuple(seen.lines())
     if snapshot and (lost := _not_written(card, snapshot)):
         error, status = "; ".join(filter(None, [error, lost])), status or FAILED
-    return ScriptRun(script, footprint, steps, error, where, status, raised, verdict, tuple(said))
+    steps = seen.most_steps
+    return ScriptRun(script, footprint, steps, error, where, status, raised, verdict, lines)
 
 
 def _not_written(card: SimulatedGPU, snapshot: str | Path) -> str:
@@ -239,11 +197,11 @@ def _not_written(card: SimulatedGPU, snapshot: str | Path) -> str:
 
 def _without_part_of_a_step(footprint: Footprint, steps: int) -> Footprint:
     """Without seconds before two steps have ended: the first has the loading of the model in it."""
-    said = *footprint.assumptions, *without_triton()
+    assumptions = *footprint.assumptions, *without_triton()
     if steps > 1 or footprint.step_time is None:
-        return replace(footprint, assumptions=said)
+        return replace(footprint, assumptions=assumptions)
     why = "of two optimizer steps the second is timed, the first has what comes before it"
-    return replace(footprint, assumptions=said, step_time=None, no_time=why)
+    return replace(footprint, assumptions=assumptions, step_time=None, no_time=why)
 
 
 def _verdict(card: SimulatedGPU, footprint: Footprint) -> Verdict | None:
@@ -262,16 +220,19 @@ def _verdict(card: SimulatedGPU, footprint: Footprint) -> Verdict | None:
 
 
 def _ending(
-    raised: BaseException | None, where: str, steps: int, clock: _Clock
+    raised: BaseException | None, where: str, steps: int, limit: str
 ) -> tuple[str, int, BaseException | None]:
-    """(why a script ended, the exit status, the exception) of what it raised."""
+    """(why a script ended, the exit status, the exception) of what it raised.
+
+    limit: the time after which it was stopped, in words, else empty.
+    """
     until_then = "" if steps else " before a first optimizer step: no answer for one"
     if isinstance(raised, torch.OutOfMemoryError):
         return str(raised), OUT_OF_MEMORY, raised
     if isinstance(raised, NotSimulated):
         return str(raised), NOT_HERE, ValueError(f"{where}: {raised}" if where else str(raised))
-    if isinstance(raised, KeyboardInterrupt) and clock.up:
-        return f"stopped after {clock.minutes:g} minutes{until_then}", TIME_UP, raised
+    if isinstance(raised, KeyboardInterrupt) and limit:
+        return f"stopped after {limit}{until_then}", TIME_UP, raised
     if isinstance(raised, KeyboardInterrupt):
         return f"interrupted{until_then}", INTERRUPTED, raised
     if isinstance(raised, SystemExit) and raised.code:
@@ -293,66 +254,39 @@ def traceback_of(ran: ScriptRun) -> str:
     return "".join(traceback.format_exception(type(ran.raised), ran.raised, frames))
 
 
-class _Clock:
-    """Interrupts the main thread, as Ctrl-C does, when its time is up, until it has ended.
-
-    Once is not enough: Python ignores an interrupt that comes while an object dies.
-    """
-
-    def __init__(self, minutes: float):
-        self.minutes, self.up = minutes, False
-        self._over = threading.Event()
-        self._waiting = threading.Thread(target=self._ring, daemon=True)
-
-    def start(self) -> None:
-        if self.minutes != float("inf"):
-            self._waiting.start()
-
-    def cancel(self) -> None:
-        self._over.set()
-
-    def _ring(self) -> None:
-        seconds = min(60 * self.minutes, threading.TIMEOUT_MAX)
-        while not self._over.wait(seconds):
-            self.up, seconds = True, AGAIN
-            _thread.interrupt_main()
-
-
 AGAIN = 1.0  # seconds between interrupts
 
 
 @contextlib.contextmanager
-def _time_limit(minutes: float) -> Iterator[_Clock]:
-    clock, handler = _Clock(minutes), signal.getsignal(signal.SIGINT)
-    here = threading.current_thread() is threading.main_thread()  # others may set no handlers
-    ignored = minutes != float("inf") and not callable(handler) and here
-    if ignored:  # as by what a shell starts in its background
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    clock.start()
+def _time_limit(minutes: float) -> Iterator[threading.Event]:
+    """Interrupt this thread, as Ctrl-C does, when its time is up, and again until it has ended.
+
+    Once is not enough: Python ignores an interrupt that comes while an object dies. Gives what is
+    set when the time is up.
+    """
+    is_up, has_ended = threading.Event(), threading.Event()
+    thread = ctypes.c_ulong(threading.get_ident())
+
+    def ring() -> None:
+        seconds = min(60 * minutes, threading.TIMEOUT_MAX)
+        while not has_ended.wait(seconds):
+            is_up.set()
+            seconds = AGAIN
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(KeyboardInterrupt))
+
+    if minutes != float("inf"):
+        threading.Thread(target=ring, daemon=True).start()
     try:
-        yield clock
+        yield is_up
     finally:
-        clock.cancel()
-        if ignored:
-            signal.signal(signal.SIGINT, handler)
+        has_ended.set()
 
 
 def _script_at(path: str | Path) -> Path:
     script = Path(path).resolve()
     if not script.is_file():
         raise ValueError(f"{path} is no file: allowed is a Python script")
-    if _is_json(script):
-        raise ValueError(f"{path} is a JSON file: allowed is a Python script")
     return script
-
-
-def _is_json(file: Path) -> bool:
-    """Whether a file is JSON, such as a config or a notebook, most of which Python takes, too."""
-    try:
-        json.loads(file.read_bytes())
-    except ValueError:
-        return False
-    return True
 
 
 @contextlib.contextmanager
@@ -375,14 +309,9 @@ def _file_of_module(name: str) -> Path:
 
     Raises ValueError where Python finds no such module.
     """
-    where: list[str] | None = [os.getcwd(), *sys.path]
-    parts = name.split(".")
-    spec = None
-    for i in range(len(parts)):
-        spec = PathFinder.find_spec(".".join(parts[: i + 1]), where) if where else None
-        where = spec.submodule_search_locations if spec else None
-    if where:
-        spec = PathFinder.find_spec(f"{name}.__main__", where)
-    if not spec or not spec.origin:
-        raise ValueError(f"{name} is no module that Python finds: allowed is one to run")
-    return Path(spec.origin).resolve()
+    for folder in [os.getcwd(), *sys.path]:
+        place = Path(folder, *name.split("."))
+        for file in place / "__main__.py", Path(f"{place}.py"):
+            if file.is_file():
+                return file.resolve()
+    raise ValueError(f"{name} is no module that Python finds: allowed is one to run")

@@ -61,22 +61,22 @@ class Shipped:
         structure, rest = split_key(key)
         return self.lines(structure).get(rest, NO_TRACE) != NO_TRACE
 
-    def read_into(self, known: dict, key: str) -> None:
+    def read_into(self, phases: dict, key: str) -> None:
         """Add what is there of a key: a half, or None for what has no trace."""
         structure, rest = split_key(key)
         with contextlib.suppress(*UNREADABLE):
-            known[key] = kept_of(self.lines(structure)[rest])
+            phases[key] = kept_of(self.lines(structure)[rest])
 
     def lines(self, structure: str) -> dict[str, str]:
         """The rest of each key -> the line of its half."""
         if structure not in self._lines:
             file = self._folder / file_of(structure)
-            found = {}
+            lines_by_key = {}
             with contextlib.suppress(*UNREADABLE):
                 if self.is_of_this_format:
                     lines = lzma.decompress(file.read_bytes()).decode().splitlines()
-                    found = dict(zip(lines[::2], lines[1::2], strict=True))
-            self._lines[structure] = found
+                    lines_by_key = dict(zip(lines[::2], lines[1::2], strict=True))
+            self._lines[structure] = lines_by_key
         return self._lines[structure]
 
 

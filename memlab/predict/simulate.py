@@ -22,7 +22,7 @@ from memlab.trace.log import Event, Log, peak_reserved, replay
 if TYPE_CHECKING:
     from memlab.card.device import SimulatedGPU
     from memlab.predict.serving import ServingFootprint
-    from memlab.spec.serving import Serving
+    from memlab.spec.serving import Serving, Workload
     from memlab.workloads.training import Training
 
     Loop = Callable[[Recipe, SimulatedGPU], Training]
@@ -63,7 +63,7 @@ def simulate(
     return footprint_from_log(recipe, full_log(recipe, card), card, link)
 
 
-def full_log(recipe: Recipe | Serving, card: GPU, loop: Loop | None = None) -> Log:
+def full_log(recipe: Workload, card: GPU, loop: Loop | None = None) -> Log:
     """What two steps of `recipe` do to memory on a card of this kind, whatever its size.
 
     loop: another training loop than memlab's own, a function like `memlab.predict.run.two_steps`.
@@ -76,20 +76,20 @@ def full_log(recipe: Recipe | Serving, card: GPU, loop: Loop | None = None) -> L
     return traces().log(recipe, card)
 
 
-def sized_log(recipe: Recipe | Serving, card: GPU) -> Log:
+def sized_log(recipe: Workload, card: GPU) -> Log:
     """As `full_log`, where other sizes of the same recipe are to be asked for, too."""
     refuse_format(recipe, card)
     return traces().log(recipe, card)
 
 
-def peak_allocated_of(recipe: Recipe | Serving, card: GPU) -> int:
+def peak_allocated_of(recipe: Workload, card: GPU) -> int:
     """The most bytes of blocks in the measured step of `sized_log`, often without that log."""
     refuse_format(recipe, card)
     return traces().peak_allocated(recipe, card)
 
 
 def footprint_from_log(
-    recipe: Recipe | Serving, log: Log, card: GPU, link: str | None = None
+    recipe: Workload, log: Log, card: GPU, link: str | None = None
 ) -> Footprint | ServingFootprint:
     """What `simulate` answers, of a log that is there already."""
     footprint = serve(recipe, log, card, link)
@@ -100,7 +100,7 @@ def footprint_from_log(
     return serving_footprint(recipe, log, footprint, card)
 
 
-def serve(recipe: Recipe | Serving, log: Log, card: GPU, link: str | None = None) -> Footprint:
+def serve(recipe: Workload, log: Log, card: GPU, link: str | None = None) -> Footprint:
     """The footprint of a recipe's log, served by this card's allocator."""
     ledger = Ledger(CardMemory(card, False, recipe.expandable_segments))
     replay(_events(recipe, log, card), ledger)
@@ -108,13 +108,13 @@ def serve(recipe: Recipe | Serving, log: Log, card: GPU, link: str | None = None
     return card_footprint(ledger, log.work, log, samples, link)
 
 
-def peak_reserved_of(recipe: Recipe | Serving, log: Log, card: GPU) -> int | None:
+def peak_reserved_of(recipe: Workload, log: Log, card: GPU) -> int | None:
     """The peak reserved that `serve` finds, in half the time; None where it runs out of memory."""
     allocator = CachingAllocator(card.usable, False, recipe.expandable_segments, card.total_memory)
     return peak_reserved(_events(recipe, log, card), allocator)
 
 
-def _events(recipe: Recipe | Serving, log: Log, card: GPU) -> Iterable[Event]:
+def _events(recipe: Workload, log: Log, card: GPU) -> Iterable[Event]:
     """Those of a log; before them, where `from_pretrained` loads a base, its warm-up block.
 
     The block's size depends on the card and on the depth of the model, so that no log has it.

@@ -63,15 +63,15 @@ class Store:
         """The one in the user's cache, or where `MEMLAB_CACHE` says."""
         return cls(cache_folder() / "traces")
 
-    def read_into(self, known: dict, key: str) -> None:
+    def read_into(self, phases: dict, key: str) -> None:
         """Add what is there of a key: a half, or None for what has no trace."""
         with contextlib.suppress(*UNREADABLE):
-            known[key] = kept_of(gzip.decompress(self._file(key).read_bytes()))
+            phases[key] = kept_of(gzip.decompress(self._file(key).read_bytes()))
             os.utime(self._file(key))
 
-    def write(self, key: str, kept: RecordedPhase | None) -> None:
+    def write(self, key: str, phase: RecordedPhase | None) -> None:
         """Keep a half, if the folder allows it."""
-        text = text_of(kept)
+        text = text_of(phase)
         with contextlib.suppress(OSError):
             write_whole(self._file(key), gzip.compress(text.encode(), compresslevel=3))
             self._forget_the_oldest()
@@ -82,7 +82,7 @@ class Store:
 
     def _forget_the_oldest(self) -> None:
         files = [(file.stat(), file) for file in self.folder.iterdir()]
-        files.sort(key=lambda one: one[0].st_mtime)
+        files.sort(key=lambda entry: entry[0].st_mtime)
         total = sum(stat.st_size for stat, _ in files)
         while total > LARGEST:
             stat, file = files.pop(0)
@@ -103,10 +103,10 @@ def other_releases(versions: dict[str, str], names: Iterable[str] = LIBRARIES) -
     versions: library -> release, as they were kept. names: the libraries that matter.
     """
     here = installed()
-    kept = {name: versions[name].partition("+")[0] for name in names if name in versions}
+    releases = {name: versions[name].partition("+")[0] for name in names if name in versions}
     return ", ".join(
         f"{name} {release} (here {here.get(name, 'none')})"
-        for name, release in kept.items()
+        for name, release in releases.items()
         if release != here.get(name)
     )
 
@@ -114,9 +114,9 @@ def other_releases(versions: dict[str, str], names: Iterable[str] = LIBRARIES) -
 # ---------------------------------------------------------------------- as JSON
 
 
-def text_of(kept: RecordedPhase | None) -> str:
+def text_of(phase: RecordedPhase | None) -> str:
     """A half, or None, as a line of JSON."""
-    return json.dumps(kept and _values(kept), separators=(",", ":"))
+    return json.dumps(phase and _values(phase), separators=(",", ":"))
 
 
 def kept_of(text: str | bytes) -> RecordedPhase | None:
@@ -125,8 +125,8 @@ def kept_of(text: str | bytes) -> RecordedPhase | None:
     return values and _kept(values)
 
 
-def _values(kept: RecordedPhase) -> dict:
-    half, blocks = kept.half, kept.half.log.blocks
+def _values(phase: RecordedPhase) -> dict:
+    half, blocks = phase.half, phase.half.log.blocks
     places: dict[Alloc, int] = {}
     kinds: list[list] = []
     for kind in half.log.kinds:
@@ -137,8 +137,8 @@ def _values(kept: RecordedPhase) -> dict:
         "sizes": half.symbols and half.symbols.sizes,
         "batches": half.batches,
         "workspace": half.workspace,
-        "layers": kept.layers and asdict(kept.layers),
-        "largest": kept.largest,
+        "layers": phase.layers and asdict(phase.layers),
+        "largest": phase.largest,
         "kinds": kinds,
         "order": _packed(half.log.order),
         "blocks": blocks and [[place, _packed(block)] for place, block in blocks],
@@ -173,8 +173,8 @@ def _kept(values: dict) -> RecordedPhase:
     work: Counts = {}
     for *fields, once, each in values["work"]:
         flops, dtype, result, moved, lists, elements, phase, *last = fields
-        known = flops, dtype, tuple(result), tuple(moved), lists, elements, Phase(phase)
-        work[Work(*known, *last)] = once, each
+        counts = flops, dtype, tuple(result), tuple(moved), lists, elements, Phase(phase)
+        work[Work(*counts, *last)] = once, each
     blocks = values["blocks"]
     log = LayeredLog(
         tuple(kinds),

@@ -7,6 +7,7 @@ and micro-batch, length, LoRA rank, positions and window are the sizes.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
@@ -18,6 +19,7 @@ from memlab import models
 from memlab.gpus import GPU, card_class
 from memlab.libraries import remembered
 from memlab.models import Model
+from memlab.predict.recipe_log import unlike_micro_batches
 from memlab.predict.widths import (
     LENGTHS,
     LIKE_RANK,
@@ -43,7 +45,6 @@ SAME_ROPE = ("default", "linear", "llama3", "yarn")
 # Of adapters at the chosen sizes; what is narrower than the second, a router, has none.
 LARGEST_RANK, NARROW = 512, 32
 LAYERS = 4  # of a model that stands for all of a structure, at least
-BLOCK_OF_A_SCALE = 64  # weights in 4 bits, as transformers quantizes
 # Elements: bitsandbytes keeps the states of smaller tensors in 32 bits, and on the card.
 LEAST_8BIT, LEAST_PAGED = 4096, 100_000
 
@@ -71,7 +72,7 @@ class TraceDomain(NamedTuple):
             recipe.batch_size == 1,
             math.gcd(recipe.seq_len, ALIGNED),
             window is None or recipe.seq_len < window,
-            min(recipe.accumulation, 2 if recipe.ranks == 1 else 3),
+            min(recipe.accumulation, unlike_micro_batches(recipe)),
         )
 
 
@@ -157,8 +158,8 @@ def _sharded_sizes(recipe: Recipe) -> set[int]:
 
     with torch.device("meta"):
         built = models.build(recipe.model, recipe.task)
-        whole = add_lora(built, recipe) if recipe.lora_rank else built
-    return sharded_sizes(whole, recipe.ranks // recipe.replicas)
+        model = add_lora(built, recipe) if recipe.lora_rank else built
+    return sharded_sizes(model, recipe.ranks // recipe.replicas)
 
 
 def structures(
@@ -169,36 +170,15 @@ def structures(
     ignore_small_tensors: whether they may be those of a model whose small weights have 8-bit
     states, too, and in which kernels do not pad heads.
     """
-    found, own = shared_structure(recipe.model), exact_structure(recipe, card)
+    structure, own = shared_structure(recipe.model), exact_structure(recipe, card)
     updates = exact_structure(recipe, card, of_updates=True)
-    if found is not None and recipe.ranks == 1:
-        attention = _attention(recipe, found, card, 8 if ignore_small_tensors else 32)
+    if structure is not None and recipe.ranks == 1:
+        attention = _attention(recipe, structure, card, 8 if ignore_small_tensors else 32)
         if attention:
-            found = replace(found, attention=attention)
-            alike = ignore_small_tensors or _states_are_alike(recipe, found)
-            yield found, found if alike else updates
+            structure = replace(structure, attention=attention)
+            alike = ignore_small_tensors or _states_are_alike(recipe, structure)
+            yield structure, structure if alike else updates
     yield own, updates
-
-
-def common_key_fields(recipe: Recipe) -> dict:
-    """What both the passes and the updates of a recipe depend on, as plain JSON values."""
-    values: dict[str, Any] = {
-        "task": recipe.task,
-        "precision": recipe.precision,
-        "freeze": sorted(map(str, recipe.freeze)),
-    }
-    if recipe.lora_rank:
-        targets = recipe.lora_targets
-        values["lora"] = [
-            targets if isinstance(targets, str) else sorted(targets),
-            recipe.lora_dropout > 0,
-            recipe.lora_fp32,
-        ]
-    if recipe.base != "none":
-        values["base"] = [recipe.base, recipe.compute_dtype, recipe.upcast]
-        if recipe.base in FOUR_BITS:
-            values["base"] += [BLOCK_OF_A_SCALE, recipe.double_quant]
-    return values
 
 
 def has_no_trace(recipe: Recipe, card: GPU) -> bool:
@@ -223,15 +203,14 @@ def has_fused_products(recipe: Recipe, card: GPU) -> bool:
     """
     if recipe.base not in FOUR_BITS or recipe.compute_dtype is None:
         return False
-    tokens = recipe.batch_size * recipe.seq_len
     card_kind = [card.processors, *card.capability]
     fused = _fused_tokens(recipe.model, recipe.task, recipe.compute_dtype, card_kind)
-    return any(first <= tokens <= last for first, last in fused)
+    return recipe.batch_size * recipe.seq_len in fused
 
 
 @remembered
-def _fused_tokens(model: Model, task: str, dtype: str, card: list[int]) -> list[list[int]]:
-    """[first, last] of each range of tokens at which some product of a model is fused.
+def _fused_tokens(model: Model, task: str, dtype: str, card: list[int]) -> list[int]:
+    """The numbers of tokens at which some product of a model is fused.
 
     card: its multiprocessors and its compute capability.
     """
@@ -239,14 +218,11 @@ def _fused_tokens(model: Model, task: str, dtype: str, card: list[int]) -> list[
     from memlab.workloads.quantized import COMPUTE_DTYPES
 
     matrices = {tuple(shape) for shape in shapes_of(model, task) if len(shape) == 2}
-    ranges: list[list[int]] = []
-    for tokens in range(1, cuda_module()._gemm_4bit_custom_max_m + 1):
-        if any(fuses_4bit_product(card, COMPUTE_DTYPES[dtype], tokens, *one) for one in matrices):
-            if ranges and ranges[-1][1] == tokens - 1:
-                ranges[-1][1] = tokens
-            else:
-                ranges.append([tokens, tokens])
-    return ranges
+    return [
+        tokens
+        for tokens in range(1, cuda_module()._gemm_4bit_custom_max_m + 1)
+        if any(fuses_4bit_product(card, COMPUTE_DTYPES[dtype], tokens, *m) for m in matrices)
+    ]
 
 
 # ---------------------------------------------------------------------- the usual dimensions
@@ -254,11 +230,8 @@ def _fused_tokens(model: Model, task: str, dtype: str, card: list[int]) -> list[
 
 def shared_structure(model: Model) -> Structure | None:
     """The structure of a model whose widths are `WIDTHS`; None where it has others."""
-    found = usual_values(model)
-    if found is None:
-        return None
-    widths = {name: (chosen, own) for name, (chosen, own) in found["widths"].items()}
-    return Structure(found["key"], model, widths)
+    values = usual_values(model)
+    return None if values is None else Structure(values["key"], model, values["widths"])
 
 
 @remembered
@@ -270,13 +243,13 @@ def usual_values(model: Model) -> dict[str, Any] | None:
     """
     config = models.config(model)
     layers = getattr(config, "num_hidden_layers", 0)
-    if _unlike_usual(config) or not layers:
+    if _has_other_widths(config) or not layers:
         return None
     if (getattr(config, "num_decoder_layers", None) or layers) != layers:
         return None
     chosen, own = _at_chosen_widths(config)
-    known = vars(type(config)()).keys() - {"architectures", "transformers_version"}
-    kept: dict[str, Any] = {"model_type": config.model_type}
+    fields = vars(type(config)()).keys() - {"architectures", "transformers_version"}
+    values: dict[str, Any] = {"model_type": config.model_type}
     for name, value in vars(chosen).items():
         if isinstance(value, (list, tuple)) and value and len(set(map(str, value))) == 1:
             value = value[0]  # a kind of layer, named for each of them
@@ -284,14 +257,14 @@ def usual_values(model: Model) -> dict[str, Any] | None:
             value = bool(value) if "drop" in name else None
         if isinstance(value, dict):
             value = _rope(value)
-        hidden = name not in known or name.startswith("_") or name.endswith("token_id")
+        hidden = name not in fields or name.startswith("_") or name.endswith("token_id")
         hidden |= type(value) is int and ("layers" in name or name == "n_layer")
         if not hidden and isinstance(value, (bool, int, str, list, tuple)):
-            kept[name] = value
+            values[name] = value
     for name in size_field_names(config):
-        if kept.get(name):
-            kept[name] = True
-    return {"key": json.dumps(kept, sort_keys=True), "widths": own}
+        if values.get(name):
+            values[name] = True
+    return {"key": json.dumps(values, sort_keys=True), "widths": own}
 
 
 @remembered
@@ -331,24 +304,19 @@ def _rope(parameters: dict) -> str | None:
     return kind if share == 1 else f"{kind}, of {share} of a head"
 
 
-def _unlike_usual(config: Any) -> str:
-    """Why a config has other widths than `WIDTHS`; empty where it has these."""
-    if config.is_heterogeneous:
-        return "its layers have sizes of their own"
-    if getattr(config, "num_attention_heads", None) is None:
-        return "it has no heads of attention"
-    if getattr(config, "num_kv_shared_layers", None):
-        return "some of its layers take the keys and config of others"
-    if getattr(config, "num_key_value_heads", None) == 1:
-        return "a dimension of one head of keys is swapped without a copy"
-    if config.model_type in ONE_PROJECTION and (heads_of_a_key(config) + 2) % 5 == 0:
-        return "its projection to queries, keys and values has the prime factor of a head's size"
-    if getattr(config, "kv_lora_rank", None):
-        return "its latent attention has ranks and two sizes of heads"
-    narrow = getattr(config, "embedding_size", None) or config.hidden_size
-    if narrow != config.hidden_size:
-        return f"its embeddings have {narrow} numbers per token and its layers {config.hidden_size}"
-    return ""
+def _has_other_widths(config: Any) -> bool:
+    """Whether a config has other widths than `WIDTHS`."""
+    get = functools.partial(getattr, config)
+    return bool(
+        config.is_heterogeneous
+        or get("num_attention_heads", None) is None
+        or get("num_kv_shared_layers", None)  # some of its layers take the keys of others
+        or get("num_key_value_heads", None) == 1  # that dimension is swapped without a copy
+        # Its projection to queries, keys and values has the prime factor of a head's size.
+        or (config.model_type in ONE_PROJECTION and (heads_of_a_key(config) + 2) % 5 == 0)
+        or get("kv_lora_rank", None)  # latent attention has ranks and two sizes of heads
+        or (get("embedding_size", None) or config.hidden_size) != config.hidden_size
+    )
 
 
 def _at_chosen_widths(config: Any) -> tuple[Any, dict[str, tuple[int, int]]]:
@@ -381,12 +349,12 @@ def _attention(recipe: Recipe, usual: Structure, card: GPU, unit: int) -> str:
     return "sdpa: {}, with a mask {}".format(*routes)
 
 
-def with_matching_state_dtypes(recipe: Recipe, found: Structure) -> Recipe:
+def with_matching_state_dtypes(recipe: Recipe, structure: Structure) -> Recipe:
     """The recipe at other widths, so that the same tensors get 8-bit states as in the recording.
 
     Raises ValueError where none of a few widths does.
     """
-    if not found.widths or _states_are_alike(recipe, found):
+    if not structure.widths or _states_are_alike(recipe, structure):
         return recipe
     config = models.config(recipe.model)
     rank: dict[str, Any] = {"lora_rank": LIKE_RANK} if recipe.lora_rank else {}
@@ -394,14 +362,14 @@ def with_matching_state_dtypes(recipe: Recipe, found: Structure) -> Recipe:
         values, _, _ = at_widths(config, widths)
         like = replace(recipe, model=models.resized(config, **values), **rank)
         usual = shared_structure(like.model)
-        if usual and usual.key == found.key and _states_are_alike(like, found):
+        if usual and usual.key == structure.key and _states_are_alike(like, structure):
             return like
     raise ValueError(f"no widths at which states of {recipe.model_name} are as at the chosen ones")
 
 
 def _states_are_alike(recipe: Recipe, usual: Structure) -> bool:
     """Whether the states of the same weights are in 8 or 4 bits at the chosen widths."""
-    if not _has_small_states(recipe):
+    if not is_of_bitsandbytes(recipe.optimizer):
         return True
 
     def kinds(shapes: Iterable[Sequence[int]], rank: int) -> list[list[bool]]:
@@ -423,27 +391,23 @@ def _shapes_at_chosen_widths(model: Model, task: str) -> list[list[int]]:
     return shapes_of(_at_chosen_widths(models.config(model))[0], task)
 
 
-def _has_small_states(recipe: Recipe) -> bool:
-    """Whether an optimizer keeps states in 8 or 4 bits, and those of small weights otherwise."""
-    return is_of_bitsandbytes(recipe.optimizer)
-
-
 # ---------------------------------------------------------------------- dimensions of its own
 
 
 def exact_structure(recipe: Recipe, card: GPU, of_updates: bool = False) -> Structure:
     """The structure of a recipe's passes, or of its updates, to which widths belong."""
-    kept, others = dict(models.values_of(recipe.model)), models.names_of(recipe.model)
+    values, other_names, _ = models.facts_of(recipe.model)
+    key_fields = dict(values)
     for name in LENGTHS:
-        name = others.get(name, name)
-        if kept.get(name):
-            kept[name] = True
-    kept |= {"attention": recipe.attention, "card": card_class(card.capability)}
+        name = other_names.get(name, name)
+        if key_fields.get(name):
+            key_fields[name] = True
+    key_fields |= {"attention": recipe.attention, "card": card_class(card.capability)}
     if changes_of_sdpa():
-        kept["changes of sdpa"] = changes_of_sdpa()
+        key_fields["changes of sdpa"] = changes_of_sdpa()
     # A rank may decide which states are kept in 8 or 4 bits, and on the card; and what ranks gather
     # is a sum of base and adapters, no product of sizes.
-    decides = of_updates and _has_small_states(recipe) or is_moved_by_sharding(recipe)
+    decides = of_updates and is_of_bitsandbytes(recipe.optimizer) or is_moved_by_sharding(recipe)
     rank = not (recipe.lora_rank and decides)
-    kept["rank"] = rank or recipe.lora_rank
-    return Structure(json.dumps(kept, sort_keys=True), recipe.model, {}, rank)
+    key_fields["rank"] = rank or recipe.lora_rank
+    return Structure(json.dumps(key_fields, sort_keys=True), recipe.model, {}, rank)

@@ -1,7 +1,5 @@
 """Recording of traces: runs of shallow models at chosen sizes, checked against a run at others."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys
@@ -18,7 +16,7 @@ from memlab.predict.store import RecordedPhase
 from memlab.predict.structure import Structure, TraceDomain, structures, with_matching_state_dtypes
 from memlab.predict.traces import log_of_run
 from memlab.spec.recipe import FOUR_BITS, Recipe
-from memlab.spec.serving import Serving
+from memlab.spec.serving import Workload
 from memlab.trace.events import Alloc, Free
 from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Log
@@ -40,7 +38,7 @@ AGREEING_DEPTHS = (1, 2, 3), (2, 3, 4)
 MAX_EVENT_RATIO = 2
 
 
-def run_log(recipe: Recipe | Serving, card: GPU, loop: Callable[..., Any] | None = None) -> Log:
+def run_log(recipe: Workload, card: GPU, loop: Callable[..., Any] | None = None) -> Log:
     """The log of a recipe at its own sizes, of shallow models where these stand for a deep one.
 
     loop: another training loop than memlab's own, a function like `memlab.predict.run.two_steps`.
@@ -49,7 +47,7 @@ def run_log(recipe: Recipe | Serving, card: GPU, loop: Callable[..., Any] | None
     return log_of_run(recipe, halves) if halves else whole_log(recipe, card, loop)
 
 
-def whole_log(recipe: Recipe | Serving, card: GPU, loop: Callable[..., Any] | None = None) -> Log:
+def whole_log(recipe: Workload, card: GPU, loop: Callable[..., Any] | None = None) -> Log:
     """The log of a recipe at its own sizes and depth."""
     import_libraries(recipe)
     with gc_frozen():
@@ -58,7 +56,7 @@ def whole_log(recipe: Recipe | Serving, card: GPU, loop: Callable[..., Any] | No
 
 
 def run_halves(
-    recipe: Recipe | Serving, card: GPU, loop: Callable[..., Any] | None = None
+    recipe: Workload, card: GPU, loop: Callable[..., Any] | None = None
 ) -> list[RecordedPhase]:
     """Both halves of a deep model's log at its own sizes, of shallow ones, where these stand."""
     layers = layers_of(recipe) if is_deep(recipe) else None
@@ -72,12 +70,15 @@ def run_halves(
             halves = _agreeing(_shallow_halves(recipe, layers, run))
     except ValueError:
         return []  # said at full depth, about the model that was asked for
-    phases = (PhaseTrace(one, None, recipe.accumulation, card.workspace) for one in halves or ())
+    phases = (
+        PhaseTrace(phase_log, None, recipe.accumulation, card.workspace)
+        for phase_log in halves or ()
+    )
     return [RecordedPhase(phase, layers) for phase in phases]
 
 
 def record(
-    recipe: Recipe, card: GPU, found: Structure, updates_alone: bool = False
+    recipe: Recipe, card: GPU, structure: Structure, updates_alone: bool = False
 ) -> tuple[RecordedPhase, ...] | None:
     """The halves of a recipe for all sizes under its circumstances; None where there are none.
 
@@ -86,23 +87,23 @@ def record(
     for loop in (two_updates, None) if updates_alone else (None,):
         # Of a recipe that cannot be run the caller, who runs it itself, has a better error.
         with contextlib.suppress(ValueError), gc_frozen():
-            recorded = _recorded(recipe, card.without_limit(), found, loop)
+            recorded = _recorded(recipe, card.without_limit(), structure, loop)
             if recorded:
                 return recorded
     return None
 
 
 def _recorded(
-    recipe: Recipe, card: GPU, found: Structure, loop: Callable[..., Any] | None = None
+    recipe: Recipe, card: GPU, structure: Structure, loop: Callable[..., Any] | None = None
 ) -> tuple[RecordedPhase, ...] | None:
     """Both halves of a recipe. loop: as in `run_log`; None where its updates are not the usual."""
     around = TraceDomain.of(recipe)
     import_libraries(recipe)
-    primed, sizes = found.chosen(recipe, around)
-    like = with_matching_state_dtypes(recipe, found)
+    primed, sizes = structure.chosen(recipe, around)
+    like = with_matching_state_dtypes(recipe, structure)
     layers, check = layers_of(primed), _to_check(like, around)
     of_like = (
-        found if like is recipe else next(structures(like, card, ignore_small_tensors=True))[0]
+        structure if like is recipe else next(structures(like, card, ignore_small_tensors=True))[0]
     )
     checked_sizes = of_like.sizes(check) | card.symbols
 
@@ -110,7 +111,7 @@ def _recorded(
         halves: list[LayeredLog], layers: Layers | None, of_check: Log
     ) -> tuple[RecordedPhase, ...] | None:
         """The halves; None where the check says otherwise."""
-        phases = [PhaseTrace(one, sizes, around.batches, card.workspace) for one in halves]
+        phases = [PhaseTrace(half, sizes, around.batches, card.workspace) for half in halves]
         log = Trace(*phases).at(checked_sizes, _depth_of_check(layers, around))
         if not are_alike(log, of_check):
             return None
@@ -132,11 +133,11 @@ def _recorded(
         halves = _agreeing(shallow)
         if halves:
             return checked(halves, layers, of_check)
-    if found.widths or loop is not None:
+    if structure.widths or loop is not None:
         return None  # at its own depth it may as well have its own widths
     of_check = _check_run(check, None, card)
     log = log_of(primed, gpu=card, numbered=True, most=MAX_EVENT_RATIO * len(of_check.steps))
-    halves = [one for half in log.halves() if (one := LayeredLog.of([half], 1))]
+    halves = [layered for half in log.halves() if (layered := LayeredLog.of([half], 1))]
     return checked(halves, None, of_check)
 
 
@@ -153,14 +154,12 @@ def is_as_run(
     import_libraries(recipe)
     try:
         with gc_frozen():
-            like = with_matching_state_dtypes(recipe, of_halves[1])
-            check = _to_check(like, around)
+            check = _to_check(recipe, around)
             of_check = _check_run(check, layers, card.without_limit(), PROBED_PATTERNS)
     except ValueError:
         return False  # the caller runs the recipe itself, which raises a better error
-    own = of_halves if like is recipe else next(structures(like, card, ignore_small_tensors=True))
-    sizes = own[1].sizes(check) | own[0].sizes(check) | card.symbols
-    trace = Trace(*(kept.half for kept in halves))
+    sizes = of_halves[1].sizes(check) | of_halves[0].sizes(check) | card.symbols
+    trace = Trace(*(phase.half for phase in halves))
     depth = _depth_of_check(layers, around, PROBED_PATTERNS)
     return are_alike(trace.at(sizes, depth), of_check)
 
@@ -185,7 +184,7 @@ def _depth_of_check(
 
 
 def _shallow_halves(
-    recipe: Recipe | Serving, layers: Layers, run: Callable[[Any], Log]
+    recipe: Workload, layers: Layers, run: Callable[[Any], Log]
 ) -> Callable[[int], tuple[Log, ...]]:
     """A function that gives the halves of a log with so many patterns, each run once."""
     return functools.cache(lambda number: run(_deep(recipe, layers.number(number))).halves())
@@ -200,21 +199,23 @@ def _layered(
     shallow: Callable[[int], tuple[Log, ...]], depths: Sequence[int]
 ) -> list[LayeredLog] | None:
     """Both halves for any depth; None where those of these depths do not agree."""
-    found = [LayeredLog.of(logs, depths[1]) for logs in zip(*map(shallow, depths), strict=True)]
-    halves = [half for half in found if half is not None]
-    return halves if len(halves) == len(found) else None
+    layered_logs = [
+        LayeredLog.of(logs, depths[1]) for logs in zip(*map(shallow, depths), strict=True)
+    ]
+    halves = [half for half in layered_logs if half is not None]
+    return halves if len(halves) == len(layered_logs) else None
 
 
-def _deep(recipe: Recipe | Serving, layers: int) -> Recipe | Serving:
+def _deep(recipe: Workload, layers: int) -> Workload:
     return replace(recipe, model=models.with_layers(recipe.model, layers))
 
 
-def are_alike(one: Log, other: Log) -> bool:
+def are_alike(log: Log, other: Log) -> bool:
     """Whether two logs have the same events with the same bytes, and the same weights.
 
     Deaths in a row may stand in another order: nobody can tell the difference afterwards.
     """
-    return one.weights == other.weights and canonical_events(one) == canonical_events(other)
+    return log.weights == other.weights and canonical_events(log) == canonical_events(other)
 
 
 def canonical_events(log: Log) -> list:

@@ -9,8 +9,6 @@ Traces that came with memlab were recorded with some releases of the libraries. 
 the same check decides, at first use, whether they still hold; the store keeps those that do.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Sequence
@@ -18,7 +16,7 @@ from typing import Any, NamedTuple
 
 from memlab import models
 from memlab.gpus import GPU
-from memlab.predict.changed_code import has_changed_code
+from memlab.libraries import has_changed_code
 from memlab.predict.recipe_log import with_all_micro_batches
 from memlab.predict.shipped import Shipped
 from memlab.predict.store import RecordedPhase, Store
@@ -26,16 +24,16 @@ from memlab.predict.structure import (
     Structure,
     TraceDomain,
     changes_of_sdpa,
-    common_key_fields,
     has_no_trace,
     structures,
 )
-from memlab.spec.recipe import Recipe
-from memlab.spec.serving import Serving
+from memlab.spec.recipe import FOUR_BITS, Recipe
+from memlab.spec.serving import Serving, Workload
 from memlab.trace.log import Log, peak_allocated
 from memlab.trace.symbols import ALIGNED
 from memlab.trace.trace import Depth, Trace
 
+BLOCK_OF_A_SCALE = 64  # weights in 4 bits, as transformers quantizes
 USUAL_BATCH, USUAL_LENGTH = 2, 512  # sequences, tokens
 MAX_CACHED_LOGS, MAX_CACHED_PHASES = 8, 128  # logs at full depth, and halves, of a process
 # A recipe's fields that only the passes depend on.
@@ -65,49 +63,44 @@ class Traces:
 
     def __init__(self, store: Store | None = None, shipped: Shipped | None = None):
         self._store, self._shipped = store, shipped
-        self._known: dict[str, RecordedPhase | None] = {}
+        self._phases: dict[str, RecordedPhase | None] = {}
         # The last ones, the newest last: a log at full depth fills some MiB.
         self._joined: dict[tuple[str, str], Trace] = {}
         self._runs: dict[tuple, Log] = {}
 
-    def log(self, recipe: Recipe | Serving, card: GPU) -> Log:
+    def log(self, recipe: Workload, card: GPU) -> Log:
         """What two steps of a recipe, or a serving, do to memory on cards like this one."""
-        if has_changed_code(recipe.model, recipe.task):
-            from memlab.predict.trace_recorder import run_log
-
-            return run_log(recipe, card)
-        found = self.of(recipe, card)
-        if found is None:
+        lookup = self.of(recipe, card)
+        if lookup is None:
             return self._run(recipe, card)
-        trace, depth, sizes = found
+        trace, depth, sizes = lookup
         return with_all_micro_batches(recipe, trace.at(sizes, depth))
 
-    def peak_allocated(self, recipe: Recipe | Serving, card: GPU) -> int:
+    def peak_allocated(self, recipe: Workload, card: GPU) -> int:
         """The most bytes of blocks in the measured step of `log`, which no allocator can be below.
 
         In some ten milliseconds of a recipe that has a trace.
         """
-        changed = has_changed_code(recipe.model, recipe.task)
-        found = None if changed else self.of(recipe, card)
-        if found is None:
+        lookup = self.of(recipe, card)
+        if lookup is None:
             return peak_allocated(self.log(recipe, card).events())
-        trace, depth, sizes = found
+        trace, depth, sizes = lookup
         return trace.peak_allocated(sizes, depth)
 
-    def of(self, recipe: Recipe | Serving, card: GPU) -> tuple[Trace, Depth, dict] | None:
+    def of(self, recipe: Workload, card: GPU) -> tuple[Trace, Depth, dict] | None:
         """The trace of a recipe on cards like this, with its depth and sizes; None for none.
 
         A serving has none: its cache grows with each token.
         """
-        if isinstance(recipe, Serving):
+        if isinstance(recipe, Serving) or _has_changed_code(recipe):
             return None
-        found = self.halves_of(recipe, card)
-        if found is None:
+        lookup = self.halves_of(recipe, card)
+        if lookup is None:
             return None
-        depth = Depth(found.patterns, recipe.accumulation)
-        sizes = found.sizes(recipe) | card.symbols
-        make = functools.partial(Trace, *(one.half for one in found.halves))
-        return lru_get(self._joined, found.keys, make), depth, sizes
+        depth = Depth(lookup.patterns, recipe.accumulation)
+        sizes = lookup.sizes(recipe) | card.symbols
+        make = functools.partial(Trace, *(phase.half for phase in lookup.halves))
+        return lru_get(self._joined, lookup.keys, make), depth, sizes
 
     def halves_of(self, recipe: Recipe, card: GPU) -> TraceLookup | None:
         """The halves of a recipe's trace, recorded where they are not known; None for none."""
@@ -115,8 +108,8 @@ class Traces:
             return None
         for of_halves in structures(recipe, card):
             keys = keys_of(recipe, *of_halves)
-            known = self._halves(keys, recipe, card, of_halves)
-            halves = [half for half in known if half is not None]
+            phases = self._halves(keys, recipe, card, of_halves)
+            halves = [half for half in phases if half is not None]
             if len(halves) < len(keys):
                 continue
             layers = getattr(models.settings(recipe.model), "num_hidden_layers", 1)
@@ -135,22 +128,22 @@ class Traces:
         """The passes and the updates; what is recorded with either is kept, too."""
         if self._store:
             for key in keys:
-                if key not in self._known:
-                    self._store.read_into(self._known, key)
-        if self._shipped and not self._known.keys() >= set(keys):
+                if key not in self._phases:
+                    self._store.read_into(self._phases, key)
+        if self._shipped and not self._phases.keys() >= set(keys):
             self._take_shipped(self._shipped, keys, recipe, card, of_halves)
         for key, structure in zip(keys, of_halves, strict=True):
-            if key not in self._known:
+            if key not in self._phases:
                 from memlab.predict.trace_recorder import record
 
-                updates_alone = recipe.ranks == 1 and self._known.get(keys[0]) is not None
+                updates_alone = recipe.ranks == 1 and self._phases.get(keys[0]) is not None
                 recorded = record(recipe, card, structure, updates_alone) or (None, None)
                 for name, of, half in zip(keys, of_halves, recorded, strict=True):
-                    if of == structure and name not in self._known:
+                    if of == structure and name not in self._phases:
                         self._keep(name, half)
-        halves = [self._known[key] for key in keys]
+        halves = [self._phases[key] for key in keys]
         for key in keys:
-            lru_get(self._known, key, None, MAX_CACHED_PHASES)
+            lru_get(self._phases, key, None, MAX_CACHED_PHASES)
         return halves
 
     def _take_shipped(
@@ -164,38 +157,42 @@ class Traces:
         """Add what came with memlab, where it holds with the releases that are here."""
         halves: dict[str, RecordedPhase | None] = {}
         for key in keys:
-            if key not in self._known:
+            if key not in self._phases:
                 shipped.read_into(halves, key)
         if not shipped.others_of(recipe):
-            self._known |= halves
+            self._phases |= halves
             return
         from memlab.predict.trace_recorder import is_as_run
 
-        known = [halves.get(key) or self._known.get(key) for key in keys]
-        both = [half for half in known if half is not None]
-        if len(both) == len(keys) and is_as_run(recipe, card, of_halves, both):
+        phases = [halves.get(key) or self._phases.get(key) for key in keys]
+        complete = [half for half in phases if half is not None]
+        if len(complete) == len(keys) and is_as_run(recipe, card, of_halves, complete):
             for key, half in halves.items():
                 self._keep(key, half)
 
     def _keep(self, key: str, half: RecordedPhase | None) -> None:
-        self._known[key] = half
+        self._phases[key] = half
         if self._store:
             self._store.write(key, half)
 
-    def _run(self, recipe: Recipe | Serving, card: GPU) -> Log:
+    def _run(self, recipe: Workload, card: GPU) -> Log:
+        if _has_changed_code(recipe):
+            from memlab.predict.trace_recorder import run_log
+
+            return run_log(recipe, card)
         bare = vars(recipe) | {"model": models.config(recipe.model).to_json_string()}
         bare["expandable_segments"] = False  # a matter of the replay
         key = str(bare), card.capability, card.processors, card.workspace, *changes_of_sdpa()
         return lru_get(self._runs, key, lambda: self._kept_or_run(recipe, card, str(key)))
 
-    def _kept_or_run(self, recipe: Recipe | Serving, card: GPU, key: str) -> Log:
+    def _kept_or_run(self, recipe: Workload, card: GPU, key: str) -> Log:
         """A run at a recipe's own sizes, kept where shallow models stand for the deep one."""
         names = f"run, passes {key}", f"run, updates {key}"
-        known: dict[str, RecordedPhase | None] = {}
+        phases: dict[str, RecordedPhase | None] = {}
         if self._store:
             for name in names:
-                self._store.read_into(known, name)
-        halves = [half for half in known.values() if half is not None]
+                self._store.read_into(phases, name)
+        halves = [half for half in phases.values() if half is not None]
         if len(halves) < len(names):
             from memlab.predict.trace_recorder import run_halves, whole_log
 
@@ -208,13 +205,17 @@ class Traces:
         return log_of_run(recipe, halves)
 
 
-def log_of_run(recipe: Recipe | Serving, halves: Sequence[RecordedPhase]) -> Log:
+def _has_changed_code(recipe: Workload) -> bool:
+    return has_changed_code(models.settings(recipe.model).model_type)
+
+
+def log_of_run(recipe: Workload, halves: Sequence[RecordedPhase]) -> Log:
     """The log of a recipe whose halves, at its own sizes, `trace_recorder.run_halves` gave."""
     layers = halves[0].layers
     assert layers is not None  # they are of shallow models
     patterns = layers.patterns(models.settings(recipe.model).num_hidden_layers)
     assert patterns is not None  # else there are no halves
-    trace = Trace(*(one.half for one in halves))
+    trace = Trace(*(phase.half for phase in halves))
     return with_all_micro_batches(recipe, trace.at({}, Depth(patterns, recipe.accumulation)))
 
 
@@ -246,20 +247,28 @@ def usual_sizes(recipe: Recipe) -> Recipe:
 
 def keys_of(recipe: Recipe, passes: Structure, updates: Structure) -> tuple[str, str]:
     """What the passes, and what the updates, of a recipe depend on."""
-    both = common_key_fields(recipe)
+    common: dict[str, Any] = {
+        "task": recipe.task,
+        "precision": recipe.precision,
+        "freeze": sorted(map(str, recipe.freeze)),
+    }
+    if recipe.lora_rank:
+        targets = recipe.lora_targets
+        names = targets if isinstance(targets, str) else sorted(targets)
+        common["lora"] = [names, recipe.lora_dropout > 0, recipe.lora_fp32]
+    if recipe.base != "none":
+        common["base"] = [recipe.base, recipe.compute_dtype, recipe.upcast]
+        if recipe.base in FOUR_BITS:
+            common["base"] += [BLOCK_OF_A_SCALE, recipe.double_quant]
     if recipe.ranks > 1:
-        both |= {"ranks": recipe.ranks, "sharding": recipe.sharding}
+        common |= {"ranks": recipe.ranks, "sharding": recipe.sharding}
     if recipe.replicas > 1:
-        both["replicas"] = recipe.replicas
-    if recipe.step_in_backward:
-        both["step_in_backward"] = True
-    passed = both | {name: getattr(recipe, name) for name in OF_PASSES}
+        common["replicas"] = recipe.replicas
+    passed = common | {name: getattr(recipe, name) for name in OF_PASSES}
     passed |= {"around": TraceDomain.of(recipe), "attention": passes.attention}
-    if recipe.loss != "whole":
-        passed["loss"] = recipe.loss
     if recipe.packed:
         passed["packed"] = True
-    updated = both | {"optimizer": recipe.optimizer, "clipped": recipe.max_grad_norm > 0}
+    updated = common | {"optimizer": recipe.optimizer, "clipped": recipe.max_grad_norm > 0}
     return (
         f"{passes.key} {json.dumps(passed, sort_keys=True)}",
         f"{updates.key} {json.dumps(updated, sort_keys=True)}",

@@ -8,7 +8,7 @@ import statistics
 import sys
 import tempfile
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -43,10 +43,15 @@ def phase_of_error(error: BaseException) -> str:
     return next((PHASES[name] for name in reversed(names) if name in PHASES), "")
 
 
-class Phases:
-    """Follows a script's optimizer steps, and says what is left where they end the run.
+class EnoughSteps(BaseException):
+    """Ends a script; no `except Exception` of its own stops that."""
 
-    steps: after which it ends. As a context it changes nothing.
+
+class Phases:
+    """Counts a script's optimizer steps, and says what is left where they end the run.
+
+    steps: of each optimizer, after which it ends; or of one three times as many. As a context it
+    changes nothing.
     """
 
     differ = True  # whether it matters that steps differ in size
@@ -54,7 +59,9 @@ class Phases:
     def __init__(self, card: SimulatedGPU, steps: int):
         self.card, self.steps, self.cut = card, steps, False
         self.trainer: Any = None
-        self._operations: dict[int, set[int]] = defaultdict(set)  # by optimizer: of backward passes
+        # By optimizer: steps, and operations of backward passes.
+        self._steps_made: Counter[int] = Counter()
+        self._operations: dict[int, set[int]] = defaultdict(set)
 
     def __enter__(self) -> Phases:
         return self
@@ -62,29 +69,37 @@ class Phases:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def stepped(self, optimizer: object) -> None:
+    @property
+    def most_steps(self) -> int:
+        """The steps of the optimizer that has made the most."""
+        return max(self._steps_made.values(), default=0)
+
+    def stepped(self, optimizer: Any = None, args: Any = (), kwargs: Any = None) -> None:
         """An optimizer has made a step; None where weights were changed by hand."""
-        if optimizer is None or torch._C._current_graph_task_id() != -1:
-            return  # the work of a step that ends in a backward pass is not known yet
-        work = self.card.work.of_step
-        backward = (one.flops * n for one, n in work.items() if one.phase == Phase.BACKWARD)
-        self._operations[id(optimizer)].add(sum(backward))
+        self._steps_made[id(optimizer)] += 1
+        # The work of a step that ends in a backward pass is not known yet.
+        if optimizer is not None and torch._C._current_graph_task_id() == -1:
+            work = self.card.work.of_step
+            backward = (part.flops * n for part, n in work.items() if part.phase == Phase.BACKWARD)
+            self._operations[id(optimizer)].add(sum(backward))
+        if min(self._steps_made.values()) >= self.steps or self.most_steps >= 3 * self.steps:
+            self.enough_steps()
 
-    def enough_steps(self, end: type[BaseException]) -> None:
-        """End the script, by raising `end`."""
+    def enough_steps(self) -> None:
+        """End the script."""
         self.cut, self.trainer = True, self.trainer or _trainer_at_work()
-        raise end
+        raise EnoughSteps
 
-    def lines(self, steps: int) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
         """What did not run, and what the figures are of."""
-        if not steps:
+        if not self.most_steps:
             yield "nothing was trained: no optimizer has made a step"
-        if steps == 1:
+        if self.most_steps == 1:
             yield "one step: the next has the optimizer's states in its passes, and may need more"
         if self.differ and any(len(each) > 1 for each in self._operations.values()):
             yield (
                 "its steps differ in size, as with texts of unequal lengths: a later one may need "
-                f"more than these {steps} (--steps 25 runs more)"
+                f"more than these {self.most_steps} (--steps 25 runs more)"
             )
         if self.cut:
             yield from self._left()
@@ -108,8 +123,7 @@ class OneOfEach(Phases):
     def __init__(self, card: SimulatedGPU, steps: int):
         super().__init__(card, steps)
         self.peaks: dict[str, int] = {}
-        self._begun = 0
-        self._end: type[BaseException] | None = None
+        self._begun, self._is_enough = 0, False
 
     def __enter__(self) -> OneOfEach:
         from transformers import Trainer
@@ -138,20 +152,19 @@ class OneOfEach(Phases):
             texts = args.eval_batch_size * args.world_size * EVALUATED
             every, sets = trainer.eval_dataset, {}
             if isinstance(every, dict):
-                sets = {name: longest_of(one, texts) for name, one in every.items()}
+                sets = {name: longest_of(dataset, texts) for name, dataset in every.items()}
             trainer.eval_dataset = sets or longest_of(every, texts)
         trainer.add_callback(_callback(self))
 
-    def enough_steps(self, end: type[BaseException]) -> None:
+    def enough_steps(self) -> None:
         """End the script, of a Trainer once it has evaluated and saved."""
         if self.trainer is None:
-            super().enough_steps(end)
-        if self._end is None:
-            self._end = end
+            super().enough_steps()
+        self._is_enough = True
 
     def ask(self, args: Any, control: Any) -> None:
         """A step of the Trainer is over: the last one asks for the other phases."""
-        if self._end is None or TRAINING in self.peaks:
+        if not self._is_enough or TRAINING in self.peaks:
             return
         self.note(TRAINING)
         args.output_dir, args.push_to_hub = self._folder.name, False
@@ -167,21 +180,21 @@ class OneOfEach(Phases):
 
     def end(self) -> None:
         """End the script, once all phases are over."""
-        if self._end is not None and TRAINING in self.peaks:
-            raise self._end
+        if self._is_enough and TRAINING in self.peaks:
+            raise EnoughSteps
 
     def _left(self) -> Iterator[str]:
         yield from super()._left() if self.trainer is None else ()
 
-    def lines(self, steps: int) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
         """As `Phases.lines`, with what each phase reserved."""
-        yield from super().lines(steps)
+        yield from super().lines()
         if self.trainer is None:
             yield "--phases: no Trainer of transformers was at work, so nothing more was run"
         elif self.peaks:
             most = max(self.peaks.values())
-            told = ", ".join(f"{name} {in_unit_of(n, most)}" for name, n in self.peaks.items())
-            yield f"reserved at most, on the longest texts: {told}"
+            peaks = ", ".join(f"{name} {in_unit_of(n, most)}" for name, n in self.peaks.items())
+            yield f"reserved at most, on the longest texts: {peaks}"
 
 
 def _callback(phases: OneOfEach) -> Any:
@@ -189,21 +202,20 @@ def _callback(phases: OneOfEach) -> Any:
     from transformers import TrainerCallback
 
     class Callback(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             phases.ask(args, control)
 
-        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_evaluate(self, *_: Any, **__: Any) -> None:
             phases.note(EVALUATION)
 
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_save(self, *_: Any, **__: Any) -> None:
             phases.note(SAVING)
             phases.end()
 
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
             phases.end()
 
-        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            phases.end()
+        on_epoch_end = on_step_begin
 
     return Callback()
 
@@ -253,15 +265,15 @@ def _name(strategy: Any) -> str:
 def _keeps_predictions(trainer: Any) -> bool:
     """Whether an evaluation gathers the predictions of all its batches on the card."""
     args = trainer.args
-    kept = trainer.compute_metrics is not None and not args.prediction_loss_only
-    return bool(kept and args.eval_accumulation_steps is None and not args.batch_eval_metrics)
+    gathers = trainer.compute_metrics is not None and not args.prediction_loss_only
+    return bool(gathers and args.eval_accumulation_steps is None and not args.batch_eval_metrics)
 
 
 def text_sizes(dataset: Any) -> list[int]:
     """How long the texts of a dataset are: tokens, or characters; empty where nobody can say."""
     try:
         if "input_ids" in (getattr(dataset, "column_names", None) or ()):
-            return [len(ids) for ids in dataset[: len(dataset)]["input_ids"]]
+            return [len(ids) for ids in dataset[:MOST_READ]["input_ids"]]
         return [_size(dataset[i]) for i in range(min(len(dataset), MOST_READ))]
     except Exception:  # whatever a dataset that is not indexed by numbers raises
         return []

@@ -1,7 +1,5 @@
 """The widths of a model's config: those at which a structure is recorded, and a config's own."""
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any
@@ -50,8 +48,8 @@ def shapes_of(model: Model, task: str) -> list[list[int]]:
     layers_weights: dict[str, list[tuple[int, ...]]] = {}
     for name, weight in built.named_parameters():
         layer = re.match(r"(.*?\.\d+\.)(.*)", name)
-        found = layers_weights.setdefault(layer[1], []) if layer else around
-        found.append(tuple(weight.shape))
+        shapes_of_layer = layers_weights.setdefault(layer[1], []) if layer else around
+        shapes_of_layer.append(tuple(weight.shape))
     kinds = dict.fromkeys(map(tuple, layers_weights.values()))
     shapes = [*around, *(shape for kind in kinds for shape in kind)]
     return [list(shape) for shape in shapes]

@@ -1,7 +1,5 @@
 """Which fields of a recipe go together: errors in one line, of what cannot be trained so."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 

@@ -75,16 +75,18 @@ def _unlike(config: PretrainedConfig) -> str:
             if isinstance(body, torch.nn.Module):
                 body.forward = lambda *_, **__: _Hidden([hidden])
         seen: dict[str, torch.Tensor] = {}
-        head.register_forward_hook(lambda _, given, made: seen.update(given=given[0], made=made))
+        head.register_forward_hook(
+            lambda _, given, output: seen.update(given=given[0], output=output)
+        )
         logits = built(input_ids=torch.zeros(1, TOKENS, dtype=torch.int64)).logits
     if "given" not in seen or not _are_same(seen["given"], hidden):
         return "its head is not given the last hidden states"
-    if not _are_same(seen["made"], logits) or logits._version:
+    if not _are_same(seen["output"], logits) or logits._version:
         return "its logits are changed after the product with the head's weight"
     return ""
 
 
-def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _are_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are the same part of the same storage."""
-    alike = one.untyped_storage()._cdata == other.untyped_storage()._cdata
-    return alike and one.shape == other.shape
+    alike = tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return alike and tensor.shape == other.shape

@@ -3,8 +3,6 @@
 Recipes, the training loop, scripts, the planner, recording and the calculator read it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

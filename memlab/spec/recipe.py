@@ -6,14 +6,13 @@ docstring of `Recipe`, the options of `memlab` and the words of the grid are mad
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memlab.fields import (
     MOST_MICRO_BATCHES,
+    CheckedFields,
     Needs,
-    check_effects,
     documentation,
     field,
     fraction,
@@ -23,7 +22,6 @@ from memlab.fields import (
     module_names,
     one_of,
     switch,
-    without_effect,
 )
 from memlab.spec.optimizers import OPTIMIZERS
 
@@ -54,7 +52,7 @@ BASE_OF_FOUR_BITS = Needs("base", FOUR_BITS.__contains__, "a base of nf4 or fp4"
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(CheckedFields):
     """Everything that decides the memory of one training run on one GPU, or on each of several.
 
     There is no label smoothing.
@@ -251,16 +249,7 @@ class Recipe:
         from memlab.spec.combinations import check_base, check_model, check_step
         from memlab.spec.published import check_published
 
-        for one in dataclasses.fields(self):
-            value, choices = getattr(self, one.name), one.metadata["choices"]
-            if one.metadata["bare"] and isinstance(value, bool):
-                value = one.metadata["bare"] if value else one.default
-                object.__setattr__(self, one.name, value)
-            if choices:
-                one_of(one.name, value, choices)
-            elif one.metadata["check"]:
-                object.__setattr__(self, one.name, one.metadata["check"](one.name, value))
-        check_effects(self)
+        self.check_fields()
         if self.compute_dtype is None and self.base in QUANTIZED:
             object.__setattr__(self, "compute_dtype", COMPUTED_IN[self.precision])
         check_base(self)
@@ -280,23 +269,11 @@ class Recipe:
                 f"{longest}"
             )
 
-    @property
-    def model_name(self) -> str:
-        """The model as a short text for tables."""
-        from memlab.models import published
-
-        return self.model if isinstance(self.model, str) else published(self.model).model_type
-
     def but(self, **changes: Any) -> Recipe:
         """The same recipe with some fields changed: `recipe.but(batch_size=1, accumulation=4)`."""
-        known = [field.name for field in dataclasses.fields(self)]
-        for name in changes:
-            if name not in known:
-                raise ValueError(f"a recipe has no field {name!r}: allowed are {', '.join(known)}")
-        if "model" in changes and "task" not in changes:
-            changes["task"] = None  # another model may have another usual task
-        changes = without_effect(self, changes) | changes
-        return dataclasses.replace(self, **changes)
+        if "model" in changes:
+            changes = {"task": None} | changes  # another model may have another usual task
+        return super().but(**changes)
 
     def twin(self, **changes: Any) -> Recipe:
         """The same recipe on the model's tiny twin, small enough to measure on a laptop.
@@ -309,11 +286,6 @@ class Recipe:
         tiny = f"{self.model}-tiny" if named else models.twin(self.model)
         changes = {"model": tiny, "task": self.task, "seq_len": min(self.seq_len, 128)} | changes
         return self.but(**changes)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
-        values = dataclasses.asdict(self) if isinstance(self.model, str) else vars(self).copy()
-        return values | {"model": self.model_name}
 
     def training_arguments(self, output_dir: str = "output", **more: Any) -> TrainingArguments:
         """The same recipe as `transformers.TrainingArguments`, for `Trainer`.
@@ -353,15 +325,6 @@ class Recipe:
             report_to="none",
             **more,
         )
-
-    def __str__(self) -> str:
-        shown = []
-        for one in dataclasses.fields(self):
-            value = getattr(self, one.name)
-            if one.name in ("model", "task") or value != one.default:
-                value = self.model_name if one.name == "model" else value
-                shown.append(f"{one.name}={value!r}")
-        return f"Recipe({', '.join(shown)})"
 
 
 Recipe.__doc__ = f"{Recipe.__doc__}\n{documentation(Recipe)}\n"

@@ -5,10 +5,19 @@ What a field means, what it may hold and how the command line calls it stand wit
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from memlab.fields import documentation, field, integer_from, invalid_value, one_of, switch
+from memlab.fields import (
+    CheckedFields,
+    Needs,
+    documentation,
+    field,
+    integer_from,
+    invalid_value,
+    switch,
+)
+from memlab.spec.recipe import FOUR_BITS, Recipe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -20,7 +29,7 @@ TASKS = ("causal-lm", "seq2seq-lm")  # of the models that write text
 
 
 @dataclass(frozen=True)
-class Serving:
+class Serving(CheckedFields):
     """Everything that decides the memory of generating text from a model on one GPU.
 
     A sliding cache is the config's matter: where it has a `sliding_window`, transformers keeps no
@@ -41,7 +50,7 @@ class Serving:
             "fp16": "",
             "bf16": "",
             "int8": "bitsandbytes' LLM.int8 in all linear layers but the head",
-            "nf4": "bitsandbytes' 4 bits with double quantization, in the same layers",
+            "nf4": "bitsandbytes' 4 bits, in the same layers",
         },
     )
     compute_dtype: Any = field(  # a str once the serving is there
@@ -64,6 +73,12 @@ class Serving:
         False, "logits of every token of the prompt, as a plain forward pass gives them"
     )
     expandable_segments: bool = switch(False, "as of a `Recipe`")
+    double_quant: bool = switch(
+        True,
+        "the scales of 4-bit blocks in 8 bits",
+        ("no_double_quant", "the scales of 4-bit blocks in fp32, bitsandbytes' own default"),
+        needs=Needs("weights", FOUR_BITS.__contains__, "weights nf4"),
+    )
 
     # What memlab's quantized bases, simulations and logs of deep models ask a recipe for.
     precision: ClassVar[str] = ""
@@ -72,19 +87,13 @@ class Serving:
     loss: ClassVar[str] = "whole"
     accumulation: ClassVar[int] = 1
     lora_rank: ClassVar[int] = 0
-    double_quant: ClassVar[bool] = True
     freeze: ClassVar[tuple[int | str, ...]] = ()
     ranks: ClassVar[int] = 1
     sharding: ClassVar[str] = ""
     lora_fp32: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value, choices = getattr(self, one.name), one.metadata["choices"]
-            if choices:
-                one_of(one.name, value, choices)
-            elif one.metadata["check"]:
-                one.metadata["check"](one.name, value)
+        self.check_fields()
         plain = self.weights if self.weights in PLAIN else None
         if self.compute_dtype is None:
             object.__setattr__(self, "compute_dtype", plain or "fp16")
@@ -126,33 +135,15 @@ class Serving:
         """The quantized format of the linear layers, by `Recipe.base`'s words."""
         return "none" if self.weights in PLAIN else self.weights
 
-    @property
-    def model_name(self) -> str:
-        """The model as a short text."""
-        from memlab import models
-
-        return self.model if isinstance(self.model, str) else models.settings(self.model).model_type
-
     def but(self, **changes: Any) -> Serving:
         """The same with some fields changed."""
-        known = [one.name for one in fields(self)]
-        for name in changes:
-            if name not in known:
-                raise ValueError(f"a serving has no field {name!r}: allowed are {', '.join(known)}")
         if "weights" in changes:
-            changes.setdefault("compute_dtype", None)
-        return replace(self, **changes)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
-        return vars(self) | {"model": self.model_name}
-
-    def __str__(self) -> str:
-        shown = self.as_dict().items()
-        return f"Serving({', '.join(f'{name}={value!r}' for name, value in shown)})"
+            changes = {"compute_dtype": None} | changes
+        return super().but(**changes)
 
 
 Serving.__doc__ = f"{Serving.__doc__}\n{documentation(Serving)}\n"
+Workload = Recipe | Serving
 
 
 def head_shape(config: PretrainedConfig) -> tuple[int, int]:

@@ -6,8 +6,6 @@ its own in a buffer that the kernel takes from PyTorch's allocator and gives bac
 `setReduceConfig` and `gpu_reduce_kernel` in aten/src/ATen/native/cuda/Reduce.cuh.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

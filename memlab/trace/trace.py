@@ -4,8 +4,6 @@ A `Trace` holds the log of a training at sizes that can be told apart (`memlab.t
 puts other sizes in, in milliseconds, and an allocator serves the log like any other.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping

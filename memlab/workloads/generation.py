@@ -3,8 +3,6 @@
 One greedy loop in plain PyTorch runs on a simulated card and on the device that is here.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
@@ -149,5 +147,5 @@ def cache_tensors(cache: Any) -> list[torch.Tensor]:
         return []
     parts = [getattr(cache, f"{name}_attention_cache", None) for name in ("self", "cross")]
     layers = [layer for part in parts if part for layer in part.layers] or cache.layers
-    found = tree_leaves([vars(layer) for layer in layers])
-    return [one for one in found if isinstance(one, torch.Tensor)]
+    leaves = tree_leaves([vars(layer) for layer in layers])
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -5,8 +5,6 @@ fp32 and keeps log-probabilities of the same size for the backward pass. The los
 same number and the same gradients.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

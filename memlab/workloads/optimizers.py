@@ -1,18 +1,16 @@
 """The optimizer that a recipe names, for all trained parameters together or for each by itself."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from memlab import libraries
 from memlab.spec.optimizers import OPTIMIZERS, is_of_bitsandbytes
 from memlab.spec.recipe import Recipe
-from memlab.workloads import sharding
 
 LEARNING_RATE = 1e-5
 
@@ -43,19 +41,24 @@ class StepsInBackward:
     @property
     def param_groups(self) -> list[dict]:
         """The groups of all optimizers."""
-        return [group for one in self._optimizers.values() for group in one.param_groups]
+        return [
+            group for optimizer in self._optimizers.values() for group in optimizer.param_groups
+        ]
 
     @property
     def state(self) -> dict:
         """Parameter -> its states."""
-        return {p: state for one in self._optimizers.values() for p, state in one.state.items()}
+        return {
+            p: state
+            for optimizer in self._optimizers.values()
+            for p, state in optimizer.state.items()
+        }
 
 
 def make_optimizer(recipe: Recipe, model: torch.nn.Module) -> Any:
     """The optimizer that `recipe.optimizer` names, over the trainable parameters of `model`.
 
-    Raises ValueError for a name that nothing here is made for, and for an 8-bit optimizer, or one
-    on the host, whose package is not installed.
+    Raises ValueError for an 8-bit optimizer, or one on the host, whose package is not installed.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if recipe.optimizer_offload != "none" and parameters[0].device.type != "cpu":
@@ -65,7 +68,7 @@ def make_optimizer(recipe: Recipe, model: torch.nn.Module) -> Any:
         return torchao.CPUOffloadOptimizer(parameters, torch.optim.AdamW, **settings)
     if recipe.step_in_backward:
         return StepsInBackward(parameters, functools.partial(_optimizer_of, recipe))
-    embeddings = [one for one in model.modules() if isinstance(one, torch.nn.Embedding)]
+    embeddings = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     return _optimizer_of(recipe, parameters, embeddings)
 
 
@@ -73,16 +76,16 @@ def _optimizer_of(
     recipe: Recipe, parameters: list[torch.nn.Parameter], embeddings: Iterable[torch.nn.Module] = ()
 ) -> torch.optim.Optimizer:
     """embeddings: modules whose weights have states in 32 bit with an optimizer of 8 bits."""
-    known = OPTIMIZERS.get(recipe.optimizer)
-    if known is None:
-        raise ValueError(f"optimizer is {recipe.optimizer!r}: nothing here trains with it")
+    row = OPTIMIZERS[recipe.optimizer]
     eight_bits = is_of_bitsandbytes(recipe.optimizer)
     if eight_bits:
         libraries.import_bitsandbytes(f"optimizer {recipe.optimizer}")
-    module, _, name = known.made_by.rpartition(".")
+    module, _, name = row.made_by.rpartition(".")
     kind = getattr(importlib.import_module(module), name)
-    made = sharding.sharded_optimizer(recipe, parameters, kind, lr=LEARNING_RATE, **known.settings)
-    return _with_own_manager(made, embeddings) if eight_bits else made
+    if recipe.ranks > 1 and recipe.sharding == "zero1":  # states of this rank's share only
+        kind = functools.partial(ZeroRedundancyOptimizer, optimizer_class=kind)
+    optimizer = kind(parameters, lr=LEARNING_RATE, **row.settings)
+    return _with_own_manager(optimizer, embeddings) if eight_bits else optimizer
 
 
 def _with_own_manager(

@@ -8,13 +8,13 @@ from transformers.pytorch_utils import Conv1D
 
 from memlab.libraries import import_bitsandbytes
 from memlab.spec.recipe import COMPUTED_IN, Recipe
-from memlab.spec.serving import Serving
+from memlab.spec.serving import Workload
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 HEADS = ("classifier", "score")  # of a classifier, by the names that peft trains them under
 
 
-def quantize_base(model: Any, recipe: Recipe | Serving, storage: torch.dtype = torch.uint8) -> None:
+def quantize_base(model: Any, recipe: Workload, storage: torch.dtype = torch.uint8) -> None:
     """Replace the linear layers by bitsandbytes' 4-bit or 8-bit ones, in place.
 
     storage: the dtype that 4-bit weights are said to have (`bnb_4bit_quant_storage`).
@@ -70,22 +70,19 @@ def to_be_quantized(model: Any) -> dict[str, Any]:
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    kept = [*get_keys_to_not_convert(model), *HEADS]
-    kept += model._keep_in_fp32_modules or ()
+    skipped = [*get_keys_to_not_convert(model), *HEADS]
+    skipped += model._keep_in_fp32_modules or ()
     return {
         name: module
         for name, module in model.named_modules()
-        if _is_plain(module) and should_convert_module(name, kept)
+        # A subclass may compute otherwise, so transformers leaves it alone.
+        if (type(module) is torch.nn.Linear or isinstance(module, Conv1D))
+        and should_convert_module(name, skipped)
     }
 
 
-def _is_plain(module: Any) -> bool:
-    """Whether it is of a class that transformers quantizes: a subclass may compute otherwise."""
-    return type(module) is torch.nn.Linear or isinstance(module, Conv1D)
-
-
 def _quantized_linear(
-    bitsandbytes: Any, module: Any, recipe: Recipe | Serving, storage: torch.dtype
+    bitsandbytes: Any, module: Any, recipe: Workload, storage: torch.dtype
 ) -> Any:
     weight = module.weight.data
     if isinstance(module, Conv1D):
@@ -120,10 +117,10 @@ def leave_in_fp32(model: Any, recipe: Recipe) -> None:
     held = recipe.compute_dtype or COMPUTED_IN[recipe.precision]
     if held != "fp16":
         return
-    kept = set(model._keep_in_fp32_modules or ())
-    kept |= set(HEADS) if recipe.precision == "fp16-amp" else set()
+    in_fp32 = set(model._keep_in_fp32_modules or ())
+    in_fp32 |= set(HEADS) if recipe.precision == "fp16-amp" else set()
     for name, module in model.named_modules():
-        if name.split(".")[-1] in kept:
+        if name.split(".")[-1] in in_fp32:
             module.float()
 
 

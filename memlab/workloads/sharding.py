@@ -1,15 +1,11 @@
 """How the ranks of a training share its model: PyTorch's own ways, by a recipe's `sharding`."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -101,12 +97,12 @@ def check_split(model: torch.nn.Module, ranks: int) -> None:
 
 def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The layers of every stack in a transformer, in their order."""
-    found: list[torch.nn.Module] = []
+    layers: list[torch.nn.Module] = []
     for module in model.modules():
-        inside = any(module is part for layer in found for part in layer.modules())
+        inside = any(module is part for layer in layers for part in layer.modules())
         if isinstance(module, torch.nn.ModuleList) and not inside:
-            found += module
-    return found
+            layers += module
+    return layers
 
 
 def sharded_sizes(model: torch.nn.Module, parts: int) -> set[int]:
@@ -123,12 +119,3 @@ def sharded_sizes(model: torch.nn.Module, parts: int) -> set[int]:
             rows = [-(len(weight) // -parts) for weight in some]
             sizes |= {*rows, sum(n * w[:1].numel() for n, w in zip(rows, some, strict=True))}
     return sizes
-
-
-def sharded_optimizer(
-    recipe: Recipe, parameters: Iterable[torch.Tensor], kind: Any, **settings: Any
-) -> torch.optim.Optimizer:
-    """An optimizer of a class, which under `zero1` keeps the states of this rank's share only."""
-    if recipe.ranks > 1 and recipe.sharding == "zero1":
-        return ZeroRedundancyOptimizer(parameters, kind, **settings)
-    return kind(parameters, **settings)

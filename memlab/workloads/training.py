@@ -34,11 +34,10 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from memlab.spec.serving import Serving
+    from memlab.spec.serving import Workload
 
 Batch = dict[str, torch.Tensor]
 AUTOCAST = {"fp16-amp": torch.float16, "bf16-amp": torch.bfloat16}
-PURE = {"fp16": torch.float16, "bf16": torch.bfloat16}  # no fp32 copy of anything
 
 
 class NoAdapters(ValueError):
@@ -95,7 +94,7 @@ class Training:
             torch.cuda.empty_cache()
         if recipe.freeze:
             freeze(model, recipe.freeze)
-        whole = add_lora(model, recipe) if recipe.lora_rank else model
+        full_model = add_lora(model, recipe) if recipe.lora_rank else model
         if recipe.checkpointing != "none":
             enable = getattr(model, "activation_checkpointing_enable", None)
             enable = enable or model.gradient_checkpointing_enable  # its older name
@@ -104,7 +103,7 @@ class Training:
             )  # a CPU has nowhere to offload to
             more = {"offload": True} if away else {}
             enable({"use_reentrant": recipe.checkpointing == "reentrant"}, **more)
-        self.model: torch.nn.Module = sharding.share(whole, recipe, self.device, half)
+        self.model: torch.nn.Module = sharding.share(full_model, recipe, self.device, half)
         self.optimizer = make_optimizer(recipe, self.model)
         self.batches = make_batches(recipe, config, self.device, seed, rank)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=recipe.precision == "fp16-amp")
@@ -164,8 +163,8 @@ def stored_as(recipe: Recipe) -> torch.dtype:
     if recipe.base in QUANTIZED:
         assert recipe.compute_dtype is not None  # a quantized base has one
         return quantized.COMPUTE_DTYPES[recipe.compute_dtype]
-    kept = AUTOCAST if recipe.base == "half" else PURE
-    return kept.get(recipe.precision, torch.float32)
+    dtypes = AUTOCAST if recipe.base == "half" else quantized.COMPUTE_DTYPES
+    return dtypes.get(recipe.precision, torch.float32)
 
 
 def freeze(model: PreTrainedModel, parts: Sequence[int | str]) -> None:
@@ -289,7 +288,7 @@ def _is_as_linear(module: torch.nn.Module) -> bool:
     return isinstance(result, torch.Tensor) and result.shape == (2, 3, after)
 
 
-def import_libraries(recipe: Recipe | Serving) -> None:
+def import_libraries(recipe: Workload) -> None:
     """Import what a recipe needs beside torch and transformers.
 
     Done before a simulation, because some packages make tensors when they are imported. Raises

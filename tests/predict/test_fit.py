@@ -129,6 +129,15 @@ def test_the_largest_fits_and_the_next_does_not(field, step, start):
     assert str(found).startswith(f"largest {field}: {found.value} ({found.next} does not fit)")
 
 
+@pytest.mark.parametrize(("length", "value"), [(500, 500), (511, 448), (448, 448)])
+def test_a_length_that_fits_is_answered_though_it_is_no_multiple(length, value):
+    recipe, size = TINY.but(batch_size=8, seq_len=length), 560 * MiB
+    assert bool(fits(recipe, size)) == (length < 511)
+    found = largest(recipe, size, "seq_len")
+    assert (found.value, found.next, found.recipe.seq_len) == (value, 512, value)
+    assert found.fit and not fits(recipe.but(seq_len=512), size)
+
+
 def test_a_loss_in_parts_has_a_longest_sequence_too():
     parts = Recipe("llama-3-8b-tiny", seq_len=64, attention="sdpa", loss="chunked")
     found = largest(parts, 80 * MiB, "seq_len")
@@ -166,6 +175,6 @@ def test_room_and_margin_are_one_rule():
 
 def test_a_size_that_fits_is_the_least_that_is_answered():
     """Reserved bytes can fall with the length: below a length that fits one may not."""
-    assert _last(lambda size: size <= 2 or size == 5, 9, known=5) == 5
-    assert _last(lambda size: size <= 2, 9, known=0) == 2
-    assert _last(lambda size: size <= 9, 9, known=5) == 9
+    assert _last(lambda size: size <= 2 or size == 5, 9, least=5) == 5
+    assert _last(lambda size: size <= 2, 9, least=0) == 2
+    assert _last(lambda size: size <= 9, 9, least=5) == 9

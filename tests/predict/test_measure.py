@@ -112,6 +112,23 @@ def test_cuda_figures_come_from_the_counters():
             del held
 
 
+def test_the_counters_are_those_of_the_card_that_is_named(monkeypatch):
+    asked = []
+    for name in (
+        *("synchronize", "reset_peak_memory_stats", "memory_allocated", "mem_get_info"),
+        *("memory_reserved", "max_memory_allocated", "max_memory_reserved"),
+    ):
+        result = (3 * MiB, 8 * MiB) if name == "mem_get_info" else MiB
+        counter = lambda device=None, result=result: asked.append(device) or result  # noqa: E731
+        monkeypatch.setattr(torch.cuda, name, counter)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    second = torch.device("cuda:1")
+    with Meter(second) as meter:
+        pass
+    assert meter.footprint.device_used == 5 * MiB
+    assert asked and set(asked) == {second}
+
+
 def test_a_card_too_full_for_the_traced_step_has_figures_without_breakdown(monkeypatch):
     def no_room():
         raise torch.OutOfMemoryError

@@ -4,12 +4,14 @@ import json
 import os
 import signal
 import sys
+import time
+from concurrent import futures
 
 import pytest
 
 from memlab.cli import main
 from memlab.predict import script_progress
-from memlab.predict.script import run_script
+from memlab.predict.script import run_script, try_script
 
 MiB = 2**20
 SCRIPT = """
@@ -212,6 +214,18 @@ def test_a_limit_holds_where_interrupts_are_ignored(run):
     assert status == 124 and "stopped after 0.02 minutes" in err
 
 
+def test_a_limit_stops_the_thread_that_runs_the_script_alone(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(f"import time, torch\n{STEP}\nfor _ in range(10**4):\n    time.sleep(0.001)")
+    with futures.ThreadPoolExecutor() as pool:
+        ended = pool.submit(try_script, path, limit_minutes=0.02)
+        for _ in range(500):  # here nothing is interrupted
+            time.sleep(0.01)
+            if ended.done():
+                break
+        assert "stopped after 0.02 minutes" in ended.result().error
+
+
 @pytest.mark.parametrize(
     "update",
     [
@@ -327,12 +341,8 @@ for _ in range(2):
 
 
 def test_what_is_no_script_is_refused(tmp_path, capsys):
-    """Most of JSON is Python, too, and would end without a word."""
     assert main(["run", str(tmp_path / "none.py")]) == 2
     assert "is no file" in capsys.readouterr().err
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    assert main(["run", str(tmp_path / "config.json"), "--gpu", "T4"]) == 2
-    assert "config.json is a JSON file: allowed is a Python script" in capsys.readouterr().err
     (tmp_path / "empty.py").write_text("")
     assert main(["run", str(tmp_path / "empty.py"), "--steps", "0"]) == 2
     assert "allowed are whole numbers from 1" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from memlab import models, simulate
 from memlab.footprint import NOT_TENSORS
 from memlab.predict.fit import fits, largest
 from memlab.predict.recipe_log import MAX_LAYERS_TO_RUN
-from memlab.predict.serving import measure_serving
+from memlab.predict.serving import by_phase, inputs_of
 from memlab.spec.serving import Serving
 from memlab.trace.tracer import Tracer
 from memlab.workloads.generation import Generation
@@ -17,6 +17,15 @@ from memlab.workloads.generation import Generation
 GiB, MiB = 2**30, 2**20
 # Four texts: a token of each is a multiple of the allocator's 512 bytes in every cache below.
 TINY = Serving("gpt2-tiny", prompt=48, batch_size=4, weights="fp32", attention="eager")
+
+
+def measure_serving(serving):
+    """Every step of it here, traced storage by storage."""
+    generation = Generation(serving, "cpu")
+    with Tracer() as tracer:
+        tracer.watch(generation.model, inputs=inputs_of(generation))
+        generation.run(tracer, all_steps=True)
+    return by_phase(tracer.footprint())
 
 
 def tensors(held):

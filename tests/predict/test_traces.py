@@ -4,12 +4,13 @@ import gzip
 import os
 
 import pytest
+import torch
 from helpers import TINY
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memlab import Recipe, models
 from memlab.gpus import find_gpu
-from memlab.predict.changed_code import has_changed_code
+from memlab.libraries import has_changed_code
 from memlab.predict.run import built
 from memlab.predict.simulate import serve
 from memlab.predict.store import Store
@@ -166,17 +167,17 @@ def test_what_somebody_has_changed_in_a_model_is_run(monkeypatch):
     from transformers.integrations import sdpa_attention
     from transformers.models.llama import modeling_llama
 
-    assert not has_changed_code("llama-3.2-1b", "causal-lm")
+    assert not has_changed_code("llama")
     with monkeypatch.context() as patch:
         patch.setattr(sdpa_attention, "use_gqa_in_sdpa", lambda *tensors: False)
-        assert has_changed_code("llama-3.2-1b", "causal-lm")
+        assert has_changed_code("llama")
         recipe = Recipe("llama-3.2-1b", seq_len=128, attention="sdpa", precision="fp16-amp")
         card, traces = find_gpu("T4"), Traces()
         repeated = traces.log(recipe, card)
     assert not are_alike(repeated, traces.log(recipe, card))
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: x)
-    assert has_changed_code("llama-3.2-1b", "causal-lm")
-    assert not has_changed_code("gpt2", "causal-lm")
+    assert has_changed_code("llama")
+    assert not has_changed_code("gpt2")
 
 
 def test_kernels_that_are_switched_off_are_asked_for_anew():
@@ -226,7 +227,9 @@ def test_updates_alone_are_those_of_a_training(recipe, gpu, monkeypatch):
 
 @pytest.mark.parametrize("name", [n for n in models.MODELS if not n.endswith("-tiny")])
 def test_no_model_has_changed_code_by_itself(name):
-    assert not has_changed_code(name, models.default_task(name))
+    with torch.device("meta"):
+        models.build(name)
+    assert not has_changed_code(models.config(name).model_type)
 
 
 def test_two_halves_are_there_however_few_are_kept(monkeypatch):

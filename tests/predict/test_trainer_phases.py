@@ -4,6 +4,7 @@ import pytest
 
 from memlab.cli import main
 from memlab.predict.script import run_script
+from memlab.predict.trainer_phases import MOST_READ, text_sizes
 
 MiB = 2**20
 TRAINER = """
@@ -102,6 +103,15 @@ def test_an_evaluation_that_keeps_its_predictions_has_all_texts(script):
         run_script(script(more, metrics), gpu="T4", phases=True) for metrics in ("None", "scores")
     )
     assert all_of_them.footprint.peak_allocated > few.footprint.peak_allocated
+
+
+def test_of_a_long_dataset_the_first_texts_are_read():
+    from datasets import Dataset
+
+    more = MOST_READ + 1
+    rows = [{"input_ids": [1]}] * MOST_READ + [{"input_ids": [1, 2, 3]}]
+    assert len(text_sizes(Dataset.from_dict({"input_ids": [[1]] * more}))) == MOST_READ
+    assert text_sizes(rows) == [1] * MOST_READ
 
 
 STEPS = """

@@ -1,13 +1,10 @@
 """Steps in the backward pass: the same parameters, and no gradients to keep."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from helpers import assert_two_steps_as_on_the_cpu, refused
+from helpers import assert_two_steps_as_on_the_cpu
 
 from memlab import Recipe, simulate
-from memlab.workloads.optimizers import make_optimizer
 from memlab.workloads.training import Training
 
 TINY = Recipe("gpt2-tiny", batch_size=2, seq_len=32)
@@ -54,8 +51,3 @@ def test_gradients_are_no_longer_all_there():
     # A step does the same work at another time: the time of the step has all of it.
     assert inside.step_seconds.flops == after.step_seconds.flops
     assert inside.step_seconds.expected == pytest.approx(after.step_seconds.expected, rel=0.1)
-
-
-def test_a_name_that_nothing_is_made_for_does_not_train_as_another():
-    with refused("optimizer is 'muon'"):
-        make_optimizer(SimpleNamespace(**vars(TINY) | {"optimizer": "muon"}), Training(TINY).model)

@@ -5,8 +5,6 @@ flex_attention.py). Without torch.compile PyTorch itself writes all scores out, 
 that, and what every other such operator does, runs as the operations that it is made of.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect
