@@ -29,15 +29,15 @@ class ByValues:
             self._tracer.assumptions[assumed] = None
 
         def card_tensor(result):
-            made = fake_like(self._mode.fake, result)
-            self._tracer.see(made)
+            result_on_card = fake_like(self._mode.fake, result)
+            self._tracer.see(result_on_card)
             if result.device.type != "meta":
-                known_values.set_constant(made, result, assumed)
-            return made
+                known_values.set_constant(result_on_card, result, assumed)
+            return result_on_card
 
-        made = tree_map_only(torch.Tensor, card_tensor, results)
-        self._kernels.take_scratch(func, args, made)
-        return made
+        on_card = tree_map_only(torch.Tensor, card_tensor, results)
+        self._kernels.take_scratch(func, args, on_card)
+        return on_card
 
     def without_masks(self, tensor, masks, *rest):
         """The arguments of an indexing, with the places where a mask is true for every mask.
@@ -52,8 +52,10 @@ class ByValues:
             _check_shape(index, tensor, len(indices))
             places = self._mode.__torch_dispatch__(aten.nonzero.default, (), (index,))
             for column in range(index.dim()):
-                one = self._mode.__torch_dispatch__(aten.select.int, (), (places, 1, column))
-                indices.append(one)
+                places_in_column = self._mode.__torch_dispatch__(
+                    aten.select.int, (), (places, 1, column)
+                )
+                indices.append(places_in_column)
         return tensor, indices, *rest
 
     def select_by_mask(self, tensor, mask):

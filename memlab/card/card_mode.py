@@ -121,8 +121,8 @@ class CardMode(TorchDispatchMode):
             raise NotSimulated(f"{func} is not simulated: {ONLY_A_CARD_KNOWS}") from None
         # Dropout takes its mask first: aten/src/ATen/native/cuda/Dropout.cu.
         mask_first = func is aten.native_dropout.default and isinstance(out, tuple)
-        made = out[::-1] if mask_first else out
-        self.tracer.after(func, here, made, by_autograd=self.calls.current is None)
+        results = out[::-1] if mask_first else out
+        self.tracer.after(func, here, results, by_autograd=self.calls.current is None)
         phase, stream = self.tracer.phase(), self.tracer.stream
         self.work.note(func, here, options, tensors, out, phase, stream)
         self._kernels.take_scratch(func, here, out)

@@ -133,8 +133,8 @@ def _load(f, map_location=None, *args, **kwargs):
             there[which] = tensor.to("cuda")
         return there[which]
 
-    def moved(found):
-        return found._apply(move) if isinstance(found, torch.nn.Module) else move(found)
+    def moved(tensor):
+        return tensor._apply(move) if isinstance(tensor, torch.nn.Module) else move(tensor)
 
     return tree_map_only((torch.Tensor, torch.nn.Module), moved, loaded)
 
@@ -194,10 +194,10 @@ class _Large:
         return _LargeSlice(self._header[name], self.get_tensor(name))
 
     def get_tensor(self, name):
-        said = self._header[name]
-        dtype: Any = safetensors._TYPES[said["dtype"]]
-        shape = said["shape"]
-        begin, end = said["data_offsets"]
+        header = self._header[name]
+        dtype: Any = safetensors._TYPES[header["dtype"]]
+        shape = header["shape"]
+        begin, end = header["data_offsets"]
         with with_data(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it cannot be written
             if begin == end:
@@ -209,8 +209,8 @@ class _Large:
 class _LargeSlice:
     """Of one of its weights."""
 
-    def __init__(self, said, tensor):
-        self._said, self._tensor = said, tensor
+    def __init__(self, header, tensor):
+        self._said, self._tensor = header, tensor
 
     def get_shape(self):
         return self._said["shape"]

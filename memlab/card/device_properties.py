@@ -37,7 +37,7 @@ def answers(gpu) -> list[tuple[object, dict]]:
             torch._C,
             {
                 "_cuda_getArchFlags": lambda: " ".join(f"sm_{n}" for n in architectures),
-                "_cuda_canDeviceAccessPeer": lambda one, other: one != other,
+                "_cuda_canDeviceAccessPeer": lambda device, other: device != other,
             },
         ),
     ]

@@ -30,8 +30,10 @@ def _like(tensor):
 
 
 def _nonzero(tensor):
-    said = "nonzero and boolean masks: where values are not known, every element counts as true"
-    return _long(tensor.numel(), tensor.dim()), said
+    assumption = (
+        "nonzero and boolean masks: where values are not known, every element counts as true"
+    )
+    return _long(tensor.numel(), tensor.dim()), assumption
 
 
 def _unique(tensor, sorted=True, return_inverse=False, return_counts=False):
@@ -65,8 +67,8 @@ def _bincount(tensor, weights=None, minlength=0):
     dtype = torch.long if weights is None else torch.float64
     if weights is not None and weights.dtype == torch.float32:
         dtype = torch.float32
-    said = "bincount: where values are not known, there are minlength bins"
-    return torch.empty(minlength, dtype=dtype, device="meta"), said
+    assumption = "bincount: where values are not known, there are minlength bins"
+    return torch.empty(minlength, dtype=dtype, device="meta"), assumption
 
 
 def _repeat_interleave(repeats, *, output_size=None):
@@ -88,17 +90,17 @@ def _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, zero_i
     There is a blank before, behind and between the tokens of the longest target.
     """
     if isinstance(target_lengths, torch.Tensor):
-        known = values_of(target_lengths)
-        target_lengths = None if known is None else known.tolist()
-    said = ""
+        lengths = values_of(target_lengths)
+        target_lengths = None if lengths is None else lengths.tolist()
+    assumption = ""
     if target_lengths is None:
         target_lengths = [targets.size(1) if targets.dim() == 2 else targets.numel()]
-        said = "CTC loss: where the lengths of targets are not known, they are the longest"
+        assumption = "CTC loss: where the lengths of targets are not known, they are the longest"
     steps, batch = log_probs.shape[:2] if log_probs.dim() == 3 else (log_probs.size(0), 1)
     states = 2 * max(target_lengths, default=0) + 1
     options = {"dtype": log_probs.dtype, "device": "meta"}
     loss = torch.empty(log_probs.shape[1:-1], **options)
-    return (loss, torch.empty(batch, steps, states, **options)), said
+    return (loss, torch.empty(batch, steps, states, **options)), assumption
 
 
 def _ctc_loss_backward(grad, log_probs, *_):
@@ -119,8 +121,8 @@ def _normalized(tensor, *_):
 
 
 def _sums_per_channel(grad, tensor, mean, invstd, weight, *_):
-    made = (mean, mean, *2 * [mean if weight is None else weight])
-    return [_like(one) for one in made], ""
+    sums = (mean, mean, *2 * [mean if weight is None else weight])
+    return [_like(tensor) for tensor in sums], ""
 
 
 LARGEST: dict[Any, Callable[..., tuple]] = {

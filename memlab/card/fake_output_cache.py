@@ -54,17 +54,17 @@ class FakeOutputCache:
 
     def get(self, key: tuple):
         """New fake tensors such as a call was found to make, or None where it is new."""
-        known = self._kinds.get(key)
-        if isinstance(known, TensorMeta):
-            return _made(known, self._mode)
-        return known and tuple(_made(kind, self._mode) for kind in known)
+        kinds_of_results = self._kinds.get(key)
+        if isinstance(kinds_of_results, TensorMeta):
+            return _made(kinds_of_results, self._mode)
+        return kinds_of_results and tuple(_made(kind, self._mode) for kind in kinds_of_results)
 
     def learn(self, key: tuple, result) -> None:
         """Keep what a call has made."""
         several = isinstance(result, (tuple, list))
         results = result if several else (result,)
         with contextlib.suppress(_NotPlain):
-            kinds = [_described(one, self._mode) for one in results]
+            kinds = [_described(result, self._mode) for result in results]
             if all(map(functools.partial(_is_all_of, self._mode), kinds, results)):
                 self._kinds[key] = tuple(kinds) if several else kinds[0]
 
@@ -80,7 +80,7 @@ def _only_makes(func) -> bool:
         not func._schema.is_mutable
         and not tags & set(func.tags)
         and bool(returns)
-        and all(str(one.type) == "Tensor" and one.alias_info is None for one in returns)
+        and all(str(value.type) == "Tensor" and value.alias_info is None for value in returns)
     )
 
 
@@ -119,5 +119,5 @@ def _is_all_of(mode, kind, result) -> bool:
 
 def _made(kind: TensorMeta, mode) -> FakeTensor:
     with no_dispatch():
-        made = torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device="meta")
-    return FakeTensor(mode, made, HOST)
+        on_meta = torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device="meta")
+    return FakeTensor(mode, on_meta, HOST)

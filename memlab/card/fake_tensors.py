@@ -101,8 +101,8 @@ def _only_without_mask(name):
     original = getattr(masking_utils, name)
 
     def ignore(padding_mask, *args, **kwargs):
-        known = padding_mask is None or values_of(padding_mask) is not None
-        return known and original(padding_mask, *args, **kwargs)
+        has_values = padding_mask is None or values_of(padding_mask) is not None
+        return has_values and original(padding_mask, *args, **kwargs)
 
     return ignore
 
@@ -171,12 +171,12 @@ class NoData(FakeTensorMode):
             if func in TAKE_STORAGE:
                 return self._dispatch_impl(func, types, args, kwargs)
             key = self.known_results.key(func, args, kwargs)
-            known = key and self.known_results.get(key)
-            if known is None:
-                known = self.dispatch(func, types, args, kwargs)
+            result = key and self.known_results.get(key)
+            if result is None:
+                result = self.dispatch(func, types, args, kwargs)
                 if key:
-                    self.known_results.learn(key, known)
-            return known
+                    self.known_results.learn(key, result)
+            return result
         finally:
             self.dispatching = before
 

@@ -108,11 +108,11 @@ def propagate(func, args, kwargs, out) -> None:
         _written(func, args, kwargs)
         return
     new = [
-        (number, made)
-        for number, made in enumerate(outs)
-        if isinstance(made, FakeTensor)
-        and not made.is_floating_point()
-        and not hasattr(made.untyped_storage(), "_memlab_values")
+        (number, out)
+        for number, out in enumerate(outs)
+        if isinstance(out, FakeTensor)
+        and not out.is_floating_point()
+        and not hasattr(out.untyped_storage(), "_memlab_values")
     ]
     if not new:
         return
@@ -120,8 +120,8 @@ def propagate(func, args, kwargs, out) -> None:
         results = run_on_values(func, args, kwargs)
         results = results if isinstance(results, (list, tuple)) else (results,)
         assumed = assumed_of(_tensors(args, kwargs))
-        for number, made in new:
-            set_constant(made, results[number], assumed)
+        for number, output in new:
+            set_constant(output, results[number], assumed)
         return
     if func is aten.topk.default:
         even_routing(args, kwargs, outs[1])
@@ -129,9 +129,9 @@ def propagate(func, args, kwargs, out) -> None:
         with no_dispatch():
             set_constant(out, torch.full(out.shape, DECIDES[func], dtype=out.dtype))
         return
-    for _, made in new:
-        if made.dtype == torch.bool:
-            data: Any = made.untyped_storage()
+    for _, output in new:
+        if output.dtype == torch.bool:
+            data: Any = output.untyped_storage()
             data._memlab_reads, data._memlab_decided = stand_in(func, args), _decides(func, args)
 
 
@@ -167,13 +167,13 @@ def _written(func, args, kwargs) -> None:
             data._memlab_reads = (
                 after if before == after or tensor.nbytes == data.nbytes() else True
             )
-    known = [tensor for tensor in written if values_of(tensor) is not None]
-    if not known:
+    tensors = [tensor for tensor in written if values_of(tensor) is not None]
+    if not tensors:
         return
     if all_known(args, kwargs):
         run_on_values(func, args, kwargs)
     else:
-        for tensor in known:
+        for tensor in tensors:
             drop_constant(tensor)
 
 
@@ -193,18 +193,18 @@ def _received(outs, sent) -> None:
 
     Where nothing else was sent, as in a sum over ranks, what is there stays.
     """
-    known = [out for out in _tensors(outs) if isinstance(out, FakeTensor)]
-    known = [out for out in known if values_of(out) is not None]
+    received = [out for out in _tensors(outs) if isinstance(out, FakeTensor)]
+    received = [out for out in received if values_of(out) is not None]
     values = [values_of(tensor) for tensor in _tensors(sent)]
-    if not known or not values:
+    if not received or not values:
         return
     if any(value is None for value in values):
-        for out in known:
+        for out in received:
             drop_constant(out)
         return
     with no_dispatch():
         flat, start = torch.cat([value.flatten() for value in values]), 0
-        for out in known if len(flat) else ():
+        for out in received if len(flat) else ():
             numbers = torch.arange(start, start + out.numel()) % len(flat)
             values_of(out).copy_(flat[numbers].view(out.shape))
             start += out.numel()
@@ -288,19 +288,19 @@ def stand_in(func, args) -> bool:
     if func in NEGATIONS:
         return not _counts_as(first)
     parts = first if isinstance(first, (list, tuple)) else [first]  # of a `cat` or a `stack`
-    known = [_counts_as(part) for part in parts if getattr(part, "dtype", None) == torch.bool]
-    return known[0] if known and all(part == known[0] for part in known) else True
+    readings = [_counts_as(part) for part in parts if getattr(part, "dtype", None) == torch.bool]
+    return readings[0] if readings and all(part == readings[0] for part in readings) else True
 
 
 def _counts_as(tensor):
     """What an element of a tensor of any size counts as."""
     if tensor.numel() == 1:
         return item_value(tensor)
-    known = values_of(tensor)
-    if known is not None and tensor.numel():
+    values = values_of(tensor)
+    if values is not None and tensor.numel():
         with no_dispatch():
-            first = known.flatten()[0]
-            if bool((known == first).all()):
+            first = values.flatten()[0]
+            if bool((values == first).all()):
                 return first.item()
     return stand_in_number(tensor)
 
@@ -335,8 +335,8 @@ def is_decided(tensor) -> bool:
     )
 
 
-def read_alike(one, other) -> bool:
+def read_alike(tensor, other) -> bool:
     """What `torch.equal` and `torch.allclose` give of values that are not known."""
-    if one.dtype == other.dtype == torch.bool and _counts_as(one) != _counts_as(other):
+    if tensor.dtype == other.dtype == torch.bool and _counts_as(tensor) != _counts_as(other):
         return False
-    return one.shape == other.shape
+    return tensor.shape == other.shape

@@ -57,7 +57,7 @@ def host_rate(gpu: GPU) -> float:
 
 def links_of(gpu: GPU) -> list[str]:
     """The links whose rate is known for a card."""
-    return [n for n, said in LINKS.items() if "ports" in said or gpu.name in said["gb_per_second"]]
+    return [n for n, link in LINKS.items() if "ports" in link or gpu.name in link["gb_per_second"]]
 
 
 def _inside(gpu: GPU) -> str:
@@ -65,10 +65,12 @@ def _inside(gpu: GPU) -> str:
 
 
 def _gb_per_second(card: str, link: str, cards: int = CARDS) -> float:
-    said = LINKS[link]
-    if "ports" not in said:
-        alone = said.get("through_host", ())
-        return said["gb_per_second"][card] * (said["share_through_host"] if card in alone else 1)
-    known = [name for name in ("nvlink", "pcie") if card in LINKS[name]["gb_per_second"]]
-    inside = _gb_per_second(card, known[0]) if known else math.inf
-    return min(said["ports"] * said["gb_per_second_of_port"] * cards / CARDS, inside)
+    values = LINKS[link]
+    if "ports" not in values:
+        through_host = values.get("through_host", ())
+        return values["gb_per_second"][card] * (
+            values["share_through_host"] if card in through_host else 1
+        )
+    links = [name for name in ("nvlink", "pcie") if card in LINKS[name]["gb_per_second"]]
+    inside = _gb_per_second(card, links[0]) if links else math.inf
+    return min(values["ports"] * values["gb_per_second_of_port"] * cards / CARDS, inside)

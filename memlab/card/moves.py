@@ -151,8 +151,8 @@ class DeviceMoveMode(TorchFunctionMode):
             return pin(self.__torch_function__(func, types, args, kwargs | {"pin_memory": False}))
         if func in FROM_DATA:  # PyTorch makes it on the host, and moves it by itself
             place = device or (device_of(args[0]) if func is torch.Tensor.new_tensor else HOST)
-            made = func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
-            return self._moved(torch.Tensor.to, (made, place), {})
+            on_host = func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
+            return self._moved(torch.Tensor.to, (on_host, place), {})
         if func is torch.nn.functional.one_hot:
             with self._called_by_nobody():
                 return _one_hot(*args, **kwargs)
@@ -183,7 +183,7 @@ class DeviceMoveMode(TorchFunctionMode):
             return data
         if isinstance(data[0] if data else None, (list, tuple)):
             return [self._scalars_on_host(row) for row in data]
-        if not any(isinstance(one, FakeTensor) for one in data):
+        if not any(isinstance(value, FakeTensor) for value in data):
             return data
         return [self.reader.host_copy(x) if isinstance(x, FakeTensor) else x for x in data]
 
@@ -340,28 +340,28 @@ def _kind(tensor) -> str:
     return "without data" if isinstance(tensor, FakeTensor) else "with data"
 
 
-def _swap(one, other) -> None:
+def _swap(tensor, other) -> None:
     """Let two tensors exchange what they are; what others have noted on them stays.
 
     `torch.utils.swap_tensors` does the same and refuses tensors that something refers to weakly.
     """
     inner: dict[str, object] = {}
     noted: dict[str, object] = {}
-    for name, value in one.__dict__.items():
+    for name, value in tensor.__dict__.items():
         (inner if name in FAKE_ATTRIBUTES else noted)[name] = value
-    kinds = type(one), type(other)
-    bitsandbytes.set_type(one, kinds[1])
+    kinds = type(tensor), type(other)
+    bitsandbytes.set_type(tensor, kinds[1])
     bitsandbytes.set_type(other, kinds[0])
-    one.__dict__, other.__dict__ = noted | other.__dict__, inner
-    for name in getattr(type(one), "__slots__", ()):  # what a DTensor is made of
-        mine, its = getattr(one, name), getattr(other, name)
-        setattr(one, name, its)
-        setattr(other, name, mine)
-    torch._C._swap_tensor_impl(one, other)
+    tensor.__dict__, other.__dict__ = noted | other.__dict__, inner
+    for name in getattr(type(tensor), "__slots__", ()):  # what a DTensor is made of
+        own, its = getattr(tensor, name), getattr(other, name)
+        setattr(tensor, name, its)
+        setattr(other, name, own)
+    torch._C._swap_tensor_impl(tensor, other)
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        hooks = getattr(one, name)
+        hooks = getattr(tensor, name)
         if hooks is not None:  # autograd notes them on what was exchanged
-            setattr(one, name, hooks)
+            setattr(tensor, name, hooks)
 
 
 with FakeTensorMode():

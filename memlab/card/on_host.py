@@ -42,15 +42,15 @@ class Host:
             kwargs = kwargs | {"pin_memory": False}
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             # What a factory makes has data if it is small; what is made of data has some.
-            made = None if tensors else func(*args, **kwargs)
-            if isinstance(made, FakeTensor) and not holds_data(made):
-                place_on_host(made)
-                return made
+            result = None if tensors else func(*args, **kwargs)
+            if isinstance(result, FakeTensor) and not holds_data(result):
+                place_on_host(result)
+                return result
             with no_dispatch():
-                made = func(*args, **kwargs)
-            if not tensors and isinstance(made, torch.Tensor):
-                mark_owned(made)
-            return made
+                result = func(*args, **kwargs)
+            if not tensors and isinstance(result, torch.Tensor):
+                mark_owned(result)
+            return result
         if func is aten._local_scalar_dense.default:
             return self._reader.item(args[0])
         if func in (aten.equal.default, aten.allclose.default):
@@ -59,22 +59,22 @@ class Host:
             return self._copy(args[0], kwargs.get("dtype"))
         here, options = without_data(self._fake, args, kwargs, tensors)
         try:
-            made = func(*here, **options)
+            result = func(*here, **options)
         except (DynamicOutputShapeException, DataDependentOutputException):
             raise NotSimulated(f"{func} is not simulated: {NO_DATA_ON_THE_HOST}") from None
-        if any(map(on_card, tensors)) and all(map(holds_data, tensors_in([made]))):
+        if any(map(on_card, tensors)) and all(map(holds_data, tensors_in([result]))):
             here = tree_map_only(FakeTensor, self._reader.host_copy, (args, kwargs))
             with no_dispatch():
                 return func(*here[0], **here[1])
-        if made is None:  # lists of tensors, changed in place
+        if result is None:  # lists of tensors, changed in place
             return None
         if func._schema.is_mutable and not isinstance(args[0], FakeTensor):
             return args[0]  # its numbers stay what they were
-        known_values.propagate(func, args, kwargs, made)
-        for tensor in tensors_in([made]):
+        known_values.propagate(func, args, kwargs, result)
+        for tensor in tensors_in([result]):
             if tensor.device.type != "meta":
                 place_on_host(tensor)
-        return made
+        return result
 
     def _copy(self, tensor, dtype=None):
         """A copy on the host of a tensor on the card: with data if it is small.

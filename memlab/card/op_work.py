@@ -55,17 +55,17 @@ class WorkLog:
             between = nbytes, 0, cards, is_waited_for(func, args, stream)
             self.add(Work(0, "", (), (), 0, 0, phase, again, 0, *between))
             return
-        for one in _work_of(func, args, kwargs, tensors, out):
-            self._now[Work(*one, phase, again, self._micro_batch)] += 1
+        for work in _work_of(func, args, kwargs, tensors, out):
+            self._now[Work(*work, phase, again, self._micro_batch)] += 1
 
     def note_copy(self, nbytes: int, phase: Phase) -> None:
         """Count a copy between card and host."""
         self.add(Work(0, "", (), (), 0, 0, phase, False, 0, 0, nbytes))
 
-    def add(self, one: Work) -> None:
+    def add(self, work: Work) -> None:
         """Count a kernel, in the micro-batch that is under way."""
-        self._begin(one.phase)
-        self._now[one._replace(micro_batch=self._micro_batch)] += 1
+        self._begin(work.phase)
+        self._now[work._replace(micro_batch=self._micro_batch)] += 1
 
     def _begin(self, phase: Phase) -> None:
         """An operator of a phase comes, maybe the first of a micro-batch or a step."""
@@ -93,7 +93,7 @@ class WorkLog:
         """
         self._ends = False
         another = optimizer is not None and id(optimizer) not in self._stepped
-        in_backward = any(one.phase == Phase.BACKWARD for one in self._now)
+        in_backward = any(work.phase == Phase.BACKWARD for work in self._now)
         if self._whole and another and not in_backward:
             self._whole += self._now
             self._now.clear()
@@ -128,7 +128,7 @@ def _does_nothing(func) -> bool:
         return True
     returns = func._schema.returns
     return bool(returns) and all(
-        one.alias_info is not None and not one.alias_info.is_write for one in returns
+        value.alias_info is not None and not value.alias_info.is_write for value in returns
     )
 
 
@@ -152,12 +152,12 @@ def _work_of(func, args, kwargs, tensors, out) -> Iterator[tuple[int, str, tuple
     if args and isinstance(args[0], (list, tuple)) and ("foreach" in name or "_fused_" in name):
         yield from _of_lists(name, args, written, out)
         return
-    made = [] if written else tensors_in([out])
+    results = [] if written else tensors_in([out])
     if name in GATHERS:
-        moved = tensors[1:] if written else [*made, *made]
+        moved = tensors[1:] if written else [*results, *results]
         moved = [*moved, *tensors[1:2]]
     else:
-        moved = [*tensors, *made, *tensors_in(written)]
+        moved = [*tensors, *results, *tensors_in(written)]
         if name in OVERWRITES or _gives_out(func):  # it is not read
             moved = _without(moved, tensors_in(written))
     flops, dtype = _products(func, args, kwargs, tensors, out)
@@ -181,8 +181,12 @@ def _of_lists(name, args, written, out) -> Iterator[tuple]:
     targets = [a for a in written if isinstance(a, (list, tuple)) and tensors_in(a)]
     results = out if isinstance(out, (list, tuple)) else []
     for i, first in enumerate(lists[0]):
-        read = [one[i] for one in (lists[1:] if name in OVERWRITES else lists) if i < len(one)]
-        moved = [*read, *(one[i] for one in targets), *results[i : i + 1]]
+        read = [
+            tensors_of_list[i]
+            for tensors_of_list in (lists[1:] if name in OVERWRITES else lists)
+            if i < len(tensors_of_list)
+        ]
+        moved = [*read, *(tensors_of_list[i] for tensors_of_list in targets), *results[i : i + 1]]
         nbytes = tuple(sorted(map(_bytes, tensors_in(moved))))
         yield 0, "", (), nbytes, len(lists), first.numel()
 

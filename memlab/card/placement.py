@@ -45,10 +45,10 @@ def fake_like(mode, tensor, on_host=False) -> FakeTensor:
     with no_dispatch():
         shape, strides = tensor.shape, tensor.stride()
         meta = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
-        made = FakeTensor(mode, meta, torch.device("cpu"))
+        fake = FakeTensor(mode, meta, torch.device("cpu"))
     if on_host:
-        place_on_host(made)
-    return made
+        place_on_host(fake)
+    return fake
 
 
 def without_data(mode, args, kwargs, tensors):
@@ -193,8 +193,8 @@ def tensors_name_their_place(host_copy):
         if not isinstance(self, torch.nn.Parameter):
             return torch.Tensor.__deepcopy__(self, memo)
         if id(self) not in memo:  # without its gradient, as `Parameter.__deepcopy__` has it
-            made = self.data.clone(memory_format=torch.preserve_format)
-            memo[id(self)] = torch.nn.Parameter(made, self.requires_grad)
+            copy = self.data.clone(memory_format=torch.preserve_format)
+            memo[id(self)] = torch.nn.Parameter(copy, self.requires_grad)
         return memo[id(self)]
 
     def kind(self, *asked, **options):

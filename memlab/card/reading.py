@@ -32,14 +32,14 @@ class Reader:
 
         Large ones hold zeros, whose memory the system does not take before they are read.
         """
-        known = known_values.values_of(tensor)
+        values = known_values.values_of(tensor)
         number = 0
-        if known is None and tensor.nbytes <= 2**24:
+        if values is None and tensor.nbytes <= 2**24:
             read = self.item if tensor.numel() == 1 else known_values.stand_in_number
             number = read(tensor)
         with no_dispatch():
-            if known is not None:
-                return known.clone()
+            if values is not None:
+                return values.clone()
             if not number:
                 return torch.zeros(tensor.shape, dtype=tensor.dtype)
             return torch.full(tensor.shape, number, dtype=tensor.dtype)

@@ -43,7 +43,7 @@ def _checks(operators: str):
 
 def refuse(func, args) -> None:
     """Raise what CUDA raises for these arguments of an operator, if it refuses them."""
-    if func.namespace == "aten" and func._opname in CHECKS:
+    if func.namespace in ("aten", "torch_attn") and func._opname in CHECKS:
         CHECKS[func._opname](func, *args)
 
 
@@ -61,12 +61,12 @@ def meta_type(tensor) -> str:
 
 
 @_checks("mm")
-def _mm(func, one, other, *_):
+def _mm(func, mat1, other, *_):
     """cuda/Blas.cpp, `addmm_out_cuda_impl`."""
-    if one.dtype != other.dtype:
-        types = f"{meta_type(one)} != {meta_type(other)}"
+    if mat1.dtype != other.dtype:
+        types = f"{meta_type(mat1)} != {meta_type(other)}"
         raise RuntimeError(f"expected mat1 and mat2 to have the same dtype, but got: {types}")
-    _multiplies("addmm_cuda", one)
+    _multiplies("addmm_cuda", mat1)
 
 
 def _multiplies(kernel, tensor) -> None:
@@ -76,24 +76,24 @@ def _multiplies(kernel, tensor) -> None:
 
 
 @_checks("addmm addmm_")
-def _addmm(func, added, one, other, *out_dtype):
+def _addmm(func, added, mat1, other, *out_dtype):
     """LinearAlgebra.cpp, `ADDMM_META`."""
     if out_dtype:  # from which that of what is added may differ
         return
-    for name, tensor in (("self", added), ("mat1", one)):
+    for name, tensor in (("self", added), ("mat1", mat1)):
         if tensor.dtype != other.dtype:
             types = f"{scalar(tensor)} and {scalar(other)}"
             raise RuntimeError(f"{name} and mat2 must have the same dtype, but got {types}")
-    _multiplies("addmm_cuda", one)
+    _multiplies("addmm_cuda", mat1)
 
 
 @_checks("bmm mv cross linalg_cross")
-def _of_the_first(func, one, other, *_):
+def _of_the_first(func, first, other, *_):
     """core/TensorBase.h, `data_ptr<T>`: the kernel of the first one's dtype reads the other."""
-    if other.dtype != one.dtype:
-        raise RuntimeError(f"expected scalar type {scalar(one)} but found {scalar(other)}")
+    if other.dtype != first.dtype:
+        raise RuntimeError(f"expected scalar type {scalar(first)} but found {scalar(other)}")
     if func._opname == "bmm":
-        _multiplies("baddbmm_cuda", one)
+        _multiplies("baddbmm_cuda", first)
 
 
 @_checks("native_layer_norm")
@@ -140,13 +140,18 @@ def _flash_attention(func, query, key, value, *_):
 
 
 def _in_range(func, indices, size, lowest=0, besides=None) -> None:
-    known = values_of(indices)
-    if known is None or not known.numel() or known.is_floating_point() or known.dtype == torch.bool:
+    values = values_of(indices)
+    if (
+        values is None
+        or not values.numel()
+        or values.is_floating_point()
+        or values.dtype == torch.bool
+    ):
         return
     with no_dispatch():
         if besides is not None:
-            known = known[known != besides]
-        outside = known[(known < lowest) | (known >= size)]
+            values = values[values != besides]
+        outside = values[(values < lowest) | (values >= size)]
         if not outside.numel():
             return
         first = outside.flatten()[0].item()

@@ -125,20 +125,20 @@ def columns_of(work: Counter[Work]) -> SimpleNamespace:
     phase: the place in `PHASES`. times: how often it runs. tiles, kernels, coded: as counted by
     `memlab.trace.work`. The rest is as in `Work`.
     """
-    dtypes = sorted({one.dtype for one in work if one.dtype})
+    dtypes = sorted({op.dtype for op in work if op.dtype})
     place = {dtype: i for i, dtype in enumerate(dtypes)} | {"": -1}
     rows = [
-        (place[one.dtype], one.flops, one.nbytes, one.lists, one.elements,
-         PHASES.index(one.phase), one.recomputed, times, one.sent, one.carried, one.cards,
-         one.waited, *(one.result or (0, 0, 0)))
-        for one, times in work.items()
+        (place[op.dtype], op.flops, op.nbytes, op.lists, op.elements, PHASES.index(op.phase),
+         op.recomputed, times, op.sent, op.carried, op.cards, op.waited,
+         *(op.result or (0, 0, 0)))
+        for op, times in work.items()
     ]  # fmt: skip
     table = np.array(rows, float).reshape(-1, 15).T
     columns = SimpleNamespace(dtypes=dtypes, **dict(zip(READ, table, strict=False)))
     for name in ("of", "lists", "phase"):  # places in lists
         setattr(columns, name, getattr(columns, name).astype(int))
     columns.recomputed = columns.recomputed > 0
-    columns.tiles = count_tiles(table[12:].T, [one.dtype for one in work])
+    columns.tiles = count_tiles(table[12:].T, [op.dtype for op in work])
     columns.kernels = count_kernels(columns.lists, columns.elements)
     columns.coded = count_coded(columns.lists, columns.elements)
     return columns
@@ -162,7 +162,7 @@ def step_time(
     """
     columns = columns_of(work)
     allowed = _allows_tf32()  # of today: a trace is older
-    dtypes = ["tf32" if allowed and one == "float32" else one for one in columns.dtypes]
+    dtypes = ["tf32" if allowed and dtype == "float32" else dtype for dtype in columns.dtypes]
     rates = _rates(dtypes, gpu)
     reached = np.array([gpu.reached(dtype) for dtype in dtypes] + [(1.0, 1.0, 1.0)]).T
     sent = float(np.sum(columns.sent * columns.times))
@@ -252,12 +252,14 @@ def _seconds(
         "optimizer": step,
     }
     parts = {name: float(longest[which].sum()) for name, which in places.items()}
-    by_phase = (np.bincount(columns.phase, one, len(PHASES)) for one in (host, longest))
+    by_phase = (
+        np.bincount(columns.phase, seconds_of, len(PHASES)) for seconds_of in (host, longest)
+    )
     on_host, on_card = by_phase
     parts["waiting for launches"] = float(np.maximum(0, on_host - on_card).sum())
     seconds = columns.sent * columns.times / (over * reach.link)
-    beside = np.broadcast_to(seconds * (1 - columns.waited), columns.phase.shape)
-    sending = np.bincount(columns.phase, beside, len(PHASES))
+    not_waited = np.broadcast_to(seconds * (1 - columns.waited), columns.phase.shape)
+    sending = np.bincount(columns.phase, not_waited, len(PHASES))
     hidden = reach.hidden * np.minimum(sending, np.maximum(on_host, on_card))
     hidden[PHASES.index(Phase.STEP)] = 0  # the updated weights are sent when all is done
     parts["communication"] = float((sending - hidden).sum() + np.sum(seconds * columns.waited))

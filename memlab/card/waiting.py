@@ -63,13 +63,13 @@ class Waits:
         reader, place, frame = _loop_at_work(sys._getframe(1))
         if frame is None:
             return value
-        known, kept = self._look(frame)
-        reading = kept.setdefault(place, _Reading())
+        state, marks = self._look(frame)
+        reading = marks.setdefault(place, _Reading())
         if self._is_same_turn(reader, tensor) and type(reading.given) is type(value):
             return reading.given
         draws = frame.f_code.co_filename == DRAWN
         patience = 1 if draws else PATIENCE
-        given = reading.given = reading.answer(value, (self._steps.made, *known), patience)
+        given = reading.given = reading.answer(value, (self._steps.made, *state), patience)
         line = f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
         if given is None:
             raise NotSimulated(
@@ -77,8 +77,10 @@ class Waits:
                 f"read {reading.times:,} times. Give the loop a bound, or do it on the host"
             )
         if given != value and not draws:
-            said = f"{value!r} was read {PATIENCE} times, then {given!r}"
-            self._assumptions[f"{line}: a loop waits for a value that is not known: {said}"] = None
+            assumption = f"{value!r} was read {PATIENCE} times, then {given!r}"
+            self._assumptions[
+                f"{line}: a loop waits for a value that is not known: {assumption}"
+            ] = None
         return given
 
     def _look(self, frame):
@@ -86,14 +88,14 @@ class Waits:
         names = frame.f_locals
         if names is frame.f_globals:
             return _known_of(names), self._of_modules.setdefault(id(names), {})
-        kept = names.get(MARK, {})
-        known = _known_of({name: value for name, value in names.items() if name != MARK})
+        marks = names.get(MARK, {})
+        state = _known_of({name: value for name, value in names.items() if name != MARK})
         # Before Python 3.13 these are copies, and would keep tensors alive. The frame has them, and
         # `names`, and getrefcount; whoever else has them called locals().
         if type(names) is dict and sys.getrefcount(names) <= 3:
             names.clear()
-        names[MARK] = kept  # lives as long as the call
-        return known, kept
+        names[MARK] = marks  # lives as long as the call
+        return state, marks
 
 
 class _Reading:
@@ -102,11 +104,11 @@ class _Reading:
     times = unchanged = others = 0
     known = given = None
 
-    def answer(self, value, known, patience):
+    def answer(self, value, state, patience):
         """The value, another one, or None where the loop is given up."""
         self.times += 1
-        self.unchanged = self.unchanged + 1 if known == self.known else 0
-        self.known = known
+        self.unchanged = self.unchanged + 1 if state == self.known else 0
+        self.known = state
         if self.times > MOST or self.others > TRIES:
             return None
         if self.unchanged < patience:
@@ -156,13 +158,13 @@ def _loop_around(code, at) -> str:
 def _loops(code) -> list[tuple[int, int, str]]:
     """(first instruction, last one, kind) of each loop: of each jump back."""
     instructions = list(dis.get_instructions(code))
-    at = {one.offset: one.opname for one in instructions}
+    at = {instruction.offset: instruction.opname for instruction in instructions}
     jumps = [
-        (one.argval, one.offset)
-        for one in instructions
-        if one.opcode in (*dis.hasjrel, *dis.hasjabs)
-        and one.argval < one.offset
-        and "NO_INTERRUPT" not in one.opname  # waits for another generator
+        (instruction.argval, instruction.offset)
+        for instruction in instructions
+        if instruction.opcode in (*dis.hasjrel, *dis.hasjabs)
+        and instruction.argval < instruction.offset
+        and "NO_INTERRUPT" not in instruction.opname  # waits for another generator
     ]
     return [(to, end, "for" if at[to] == "FOR_ITER" else "while") for to, end in jumps]
 
@@ -173,14 +175,14 @@ SIZED = (list, tuple, dict, set)
 
 def _known_of(names) -> list:
     """What is known of what names stand for: plain values, shapes and lengths."""
-    known: list = []
+    values: list = []
     for value in list(names.values()):
-        known += _known(value)
+        values += _known(value)
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is dict and not isinstance(value, torch.Tensor) and not _is_code(value):
             for attribute in list(attributes.values()):
-                known += _known(attribute)
-    return known
+                values += _known(attribute)
+    return values
 
 
 def _known(value) -> tuple:

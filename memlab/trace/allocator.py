@@ -103,17 +103,17 @@ class CachingAllocator(ExpandableSegments):
         """Return every wholly free segment to the device, and granules of expandable ones."""
         self.flushes += 1
         for stream, small in sorted(self._free, key=lambda pool: pool[::-1]):
-            free, kept = self._free[stream, small], []
+            free, remaining = self._free[stream, small], []
             for size, address in free:
                 if size == self.blocks[address].segment:
                     self._count(small, "segment", -1)
                     self._reserve("segment_free", small, address, -size)
                     del self.blocks[address]
                 else:
-                    kept.append((size, address))
-            free[:] = kept
+                    remaining.append((size, address))
+            free[:] = remaining
             if self._unmapped:
-                for block in [self.blocks[address] for _, address in kept]:
+                for block in [self.blocks[address] for _, address in remaining]:
                     if block.is_expandable:
                         self._unmap(block)
 

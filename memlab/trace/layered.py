@@ -51,13 +51,17 @@ class LayeredLog:
             np.array([numbers.setdefault(step, len(numbers)) for step in log.steps], np.int32)
             for log in logs
         ]
-        said = tuple(dict.fromkeys(one for log in logs for one in log.assumptions))
+        assumptions = tuple(
+            dict.fromkeys(assumption for log in logs for assumption in log.assumptions)
+        )
         if len(logs) == 1:
             counted = [
                 {kind: (number, 0) for kind, number in counts.items()}
                 for counts in (logs[0].weights, logs[0].work)
             ]
-            return cls(tuple(numbers), orders[0], None, patterns, counted[0], counted[1], said)
+            return cls(
+                tuple(numbers), orders[0], None, patterns, counted[0], counted[1], assumptions
+            )
         few, some, *more = orders
         blocks = growth(some, more[0]) if more else _moved(growth(few, some, seen_twice=False))
         if blocks is None or not np.array_equal(repeated(some, blocks, -1), few):
@@ -66,7 +70,7 @@ class LayeredLog:
         work = _growing(*(log.work for log in logs))
         if weights is None or work is None:
             return None
-        return cls(tuple(numbers), some, tuple(blocks), patterns, weights, work, said)
+        return cls(tuple(numbers), some, tuple(blocks), patterns, weights, work, assumptions)
 
     def order_at(self, patterns: int) -> np.ndarray:
         """The kinds of the log with so many patterns. Raises ValueError where there is none."""

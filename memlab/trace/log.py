@@ -139,8 +139,8 @@ class Log:
                 updated.add(number)
             halves[number in updated].append((number, step))
         work: tuple[Counter, ...] = Counter(), Counter()
-        for one, times in self.work.items():
-            work[one.micro_batch == UPDATE][one] = times
+        for operator, times in self.work.items():
+            work[operator.micro_batch == UPDATE][operator] = times
         return tuple(
             Log(renumbered(half), self.weights, self.assumptions, done)
             for half, done in zip(halves, work, strict=True)

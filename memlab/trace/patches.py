@@ -40,12 +40,12 @@ def replaced(*rows: tuple[Any, str, Any], create: bool = False) -> Iterator[None
     """
     with contextlib.ExitStack() as stack:
         for target, name, replacement in rows:
-            one = Replacement(target, name, getattr(target, name, MISSING))
+            change = Replacement(target, name, getattr(target, name, MISSING))
             stack.enter_context(mock.patch.object(target, name, replacement, create=create))
-            _OPEN.append(one)
-            stack.callback(_close, one)
+            _OPEN.append(change)
+            stack.callback(_close, change)
         yield
 
 
-def _close(one: Replacement) -> None:
-    del _OPEN[next(i for i, other in enumerate(_OPEN) if other is one)]
+def _close(replacement: Replacement) -> None:
+    del _OPEN[next(i for i, other in enumerate(_OPEN) if other is replacement)]

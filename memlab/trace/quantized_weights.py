@@ -15,17 +15,17 @@ def constants(parameter: torch.nn.Parameter) -> list[torch.Tensor]:
     4 bits: the largest value of each block, itself in 8 bits with double quantization, and the
     tables of codes. 8 bits: the largest value of each row.
     """
-    found, state = [], getattr(parameter, "quant_state", None)
+    tensors, state = [], getattr(parameter, "quant_state", None)
     while state is not None:
-        found += [state.absmax, state.code, state.offset]
+        tensors += [state.absmax, state.code, state.offset]
         state = state.state2
-    found.append(getattr(parameter, "SCB", None))
-    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+    tensors.append(getattr(parameter, "SCB", None))
+    return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
 
 def constants_of_layers(model: torch.nn.Module) -> list[torch.Tensor]:
     """The constants that 8-bit layers have taken over from their weights, as their first product
     does."""
     states = [getattr(module, "state", None) for module in model.modules()]
-    found = [getattr(state, "SCB", None) for state in states]
-    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+    scales = [getattr(state, "SCB", None) for state in states]
+    return [tensor for tensor in scales if isinstance(tensor, torch.Tensor)]

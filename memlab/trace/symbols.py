@@ -78,9 +78,9 @@ class Symbols:
         for name, value in (lengths | self.sizes).items():
             if value > 1:
                 factors.setdefault(value, name)  # a rounded length that is the length is s
-        told = [(name, value, largest_prime(value)) for value, name in factors.items()]
+        primes = [(name, value, largest_prime(value)) for value, name in factors.items()]
         # The largest prime first: a small one is the likeliest to be in a constant, too.
-        self._factors = sorted(told, key=lambda one: -one[2])
+        self._factors = sorted(primes, key=lambda factor: -factor[2])
         self._terms: dict[tuple[int, bool, bool], Term] = {}
 
     def term(self, number: int, whole: bool = False, of_model: bool = False) -> Term:
@@ -132,9 +132,9 @@ def chosen_sizes(
     """
     own = {number for number in own if number > 1}
     free = [prime for prime in _primes() if all(number % prime for number in own)]
-    known, told = set(free), {largest_prime(width) for width in widths}
+    taken, primes = set(free), {largest_prime(width) for width in widths}
     for length, telling in _lengths(alignment):
-        if not telling <= known - told:
+        if not telling <= taken - primes:
             continue
         others = factors_of({"s": length}).values()
         left = [prime for prime in free if all(value % prime for value in others)]
@@ -160,17 +160,17 @@ def _primes() -> list[int]:
 @functools.cache
 def _lengths(alignment: int) -> list[tuple[int, set[int]]]:
     """Lengths of which each form has a large prime that divides no other; with these primes."""
-    found = []
+    chosen = []
     for length in range(alignment, MOST, alignment):
         rounded = [-(-length // unit) * unit for unit in ROUNDED if unit > alignment]
         forms = {length, length + 1, length - 1, *rounded}
         if math.gcd(length, ROUNDED[-1]) != alignment or len(forms) < 3 + len(rounded):
             continue
         telling = {largest_prime(form) for form in forms}
-        alone = all(sum(form % prime == 0 for form in forms) == 1 for prime in telling)
-        if alone and len(telling) == len(forms) and min(telling) >= LEAST:
-            found.append((length, telling))
-    return found
+        is_unique = all(sum(form % prime == 0 for form in forms) == 1 for prime in telling)
+        if is_unique and len(telling) == len(forms) and min(telling) >= LEAST:
+            chosen.append((length, telling))
+    return chosen
 
 
 def largest_prime(number: int) -> int:

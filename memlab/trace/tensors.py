@@ -21,8 +21,8 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     parts = (getattr(tensor, name) for name in names)
-    found = [inner_tensors(part) for part in parts if isinstance(part, torch.Tensor)]
-    return [part for some in found for part in some]
+    inner = [inner_tensors(part) for part in parts if isinstance(part, torch.Tensor)]
+    return [part for some in inner for part in some]
 
 
 def on_card(tensor: torch.Tensor) -> bool:
@@ -49,13 +49,13 @@ def is_gathered(data: torch.UntypedStorage) -> bool:
 
 def tensors_in(values: Iterable) -> list[torch.Tensor]:
     """The tensors among values, and in lists of them."""
-    found = []
+    tensors = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += tensors_in(value)
-    return found
+            tensors += tensors_in(value)
+    return tensors
 
 
 def sole_summand(args: tuple, out: torch.Tensor, live: Container[int]) -> torch.Tensor | None:
@@ -73,11 +73,11 @@ def sole_summand(args: tuple, out: torch.Tensor, live: Container[int]) -> torch.
     if first.dtype != out.dtype:
         return None
     storage = first.untyped_storage()
-    alone = (
+    is_alone = (
         first._use_count() <= SOLE_TENSOR_USES
         and torch._C._storage_Use_Count(storage._cdata) <= SOLE_STORAGE_USES
     )
-    return first if storage._cdata in live and alone else None
+    return first if storage._cdata in live and is_alone else None
 
 
 # How many references a gradient has, seen from the dispatch of the addition, when the autograd

@@ -128,16 +128,18 @@ class Trace:
         kinds: list[TraceEvent] = []
         for half in halves:
             number = half.number(sizes)
-            for one, times in half.log.counted(half.log.work, depth.patterns).items():
-                work[one.sized(number)] += times
+            for operator, times in half.log.counted(half.log.work, depth.patterns).items():
+                work[operator.sized(number)] += times
             nbytes = half.bytes_at(sizes, trained(weights))
             kinds += [
                 kind._replace(nbytes=n) if type(kind) is Alloc and n is not None else kind
                 for kind, n in zip(half.log.kinds, nbytes, strict=True)
             ]
-        said = dict.fromkeys(one for half in halves for one in half.log.assumptions)
+        assumptions = dict.fromkeys(
+            assumption for half in halves for assumption in half.log.assumptions
+        )
         steps = functools.partial(self._joined, depth)
-        return SizedLog([], weights, tuple(said), work, kinds, steps)
+        return SizedLog([], weights, tuple(assumptions), work, kinds, steps)
 
     def peak_allocated(self, sizes: Mapping[str, int], depth: Depth) -> int:
         """The most bytes of blocks in the second step, without writing the log out.

@@ -176,15 +176,15 @@ class Tracer(Ledger):
         """As `see`, of a tensor that is made of no others. module: the one that it belongs to."""
         data = tensor.untyped_storage()
         key, nbytes = data._cdata, data.nbytes()
-        known = self._live.get(key)
-        if known is None:
+        entry = self._live.get(key)
+        if entry is None:
             if nbytes == 0:
                 return
             storage = self._first_sight(nbytes, category, existed)
             storage.item = tensor.itemsize
             self._follow(data, key, storage)
         else:
-            storage = known[0]
+            storage = entry[0]
             if nbytes != storage.nbytes:  # resize_ frees the old memory and takes new
                 resized = self.resized(data)
                 if resized is None:
@@ -199,12 +199,12 @@ class Tracer(Ledger):
         """`UntypedStorage.resize_` frees the old memory of a storage and takes new, if any."""
         if self.card_only and (is_on_host(data) or data.device.type != "meta"):
             return None
-        known = self._live.pop(data._cdata, None)
-        if known:
-            self.died(known[0])
+        entry = self._live.pop(data._cdata, None)
+        if entry:
+            self.died(entry[0])
         if data.nbytes() == 0:
             return None
-        category = known[0].category if known and not is_gathered(data) else Category.TEMPORARY
+        category = entry[0].category if entry and not is_gathered(data) else Category.TEMPORARY
         self.operation = torch.ops.aten.resize_.default
         storage = self.born(data.nbytes(), category)
         self._follow(data, data._cdata, storage)
@@ -217,12 +217,12 @@ class Tracer(Ledger):
         tensor._memlab_module = module
         if is_lazy(tensor):  # it has no storage yet
             return
-        for whole in (tensor, tensor.grad if tensor.is_leaf else None):
-            for part in inner_tensors(whole) if whole is not None else ():
+        for tensor_or_gradient in (tensor, tensor.grad if tensor.is_leaf else None):
+            for part in inner_tensors(tensor_or_gradient) if tensor_or_gradient is not None else ():
                 storage = self._known(part)
                 if storage:
                     storage.module = module
-                    if whole is tensor and not is_gathered(part.untyped_storage()):
+                    if tensor_or_gradient is tensor and not is_gathered(part.untyped_storage()):
                         parameter = isinstance(tensor, torch.nn.Parameter)
                         storage.category = Category.PARAMETERS if parameter else Category.BUFFERS
                         self._awaiting_backward.discard(storage)
@@ -357,12 +357,15 @@ class Tracer(Ledger):
         In the parameters' own, or, before PyTorch 2.15 and of another format, beside them.
         """
         for shared in group.fsdp_params:
-            kept, own = shared.unsharded_accumulated_grad, getattr(shared, "_unsharded_param", None)
-            if kept is None and own is not None:  # the forward pass has used it
-                kept = own.grad
-            if kept is not None:
-                self.see(kept, Category.GRADIENTS)
-                self._same_module(kept, shared.sharded_param)
+            gradient, own = (
+                shared.unsharded_accumulated_grad,
+                getattr(shared, "_unsharded_param", None),
+            )
+            if gradient is None and own is not None:  # the forward pass has used it
+                gradient = own.grad
+            if gradient is not None:
+                self.see(gradient, Category.GRADIENTS)
+                self._same_module(gradient, shared.sharded_param)
 
     def _see_argument(self, tensor: torch.Tensor) -> None:
         storage = self._known(tensor)
@@ -413,11 +416,11 @@ class Tracer(Ledger):
             taken = sole_summand(args, out, self._live)
         else:
             taken = args[0] if func in FILLS_ZEROS and by_autograd else None
-        known = None if taken is None else self._live.pop(taken.untyped_storage()._cdata, None)
-        if known:
+        entry = None if taken is None else self._live.pop(taken.untyped_storage()._cdata, None)
+        if entry:
             data = out.untyped_storage()
-            self._follow(data, data._cdata, known[0])
-        return bool(known)
+            self._follow(data, data._cdata, entry[0])
+        return bool(entry)
 
     @property
     def in_step(self) -> bool:

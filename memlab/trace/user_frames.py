@@ -12,9 +12,9 @@ from types import FrameType
 def line_at_work(script: Path, frame: FrameType | None) -> str:
     """The innermost line of the script in a frame and those that called it; empty for none."""
     while frame is not None:
-        said = _own(script, frame.f_code.co_filename, frame.f_lineno)
-        if said:
-            return said
+        line = _own(script, frame.f_code.co_filename, frame.f_lineno)
+        if line:
+            return line
         frame = frame.f_back
     return ""
 

@@ -75,10 +75,10 @@ class Work(NamedTuple):
 def repeat_micro_batch(work: Counter, times: int) -> Counter:
     """The work of a step whose second micro-batch, forward and backward, comes so many times."""
 
-    def often(one: Work) -> int:
-        return times if one.micro_batch == 1 and one.phase != Phase.STEP else 1
+    def often(work: Work) -> int:
+        return times if work.micro_batch == 1 and work.phase != Phase.STEP else 1
 
-    return Counter({one: n * often(one) for one, n in work.items()})
+    return Counter({operator: n * often(operator) for operator, n in work.items()})
 
 
 # What moves less takes a card less than a launch does, and its bytes need no telling apart: no card
@@ -90,11 +90,11 @@ NORMS = 4 * 1024  # what the norms of all weights move and ranks send of them, m
 def drop_small_ops(work: Iterable[Work], least: int = TRIFLE) -> Counter:
     """The work; what only moves less than `least`, or sends little, has no bytes in it."""
     counted: Counter = Counter()
-    for one, times in Counter(work).items():
-        small = not one.flops and not one.lists and one.nbytes < least
-        sent = one.sent if one.sent >= NORMS else 0
-        kept = ((), 0) if small else (one.moved, one.elements)
-        counted[one._replace(moved=kept[0], elements=kept[1], sent=sent)] += times
+    for operator, times in Counter(work).items():
+        small = not operator.flops and not operator.lists and operator.nbytes < least
+        sent = operator.sent if operator.sent >= NORMS else 0
+        moved = ((), 0) if small else (operator.moved, operator.elements)
+        counted[operator._replace(moved=moved[0], elements=moved[1], sent=sent)] += times
     return counted
 
 

@@ -259,15 +259,15 @@ def set_type(tensor, kind) -> None:
 def _copy_whole(self, memo):
     """As bitsandbytes' classes copy themselves: with what belongs to the numbers."""
     if id(self) not in memo:
-        made: Any = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
-        memo[id(self)] = made
-        for name in self.__dict__.keys() - made.__dict__.keys():
+        clone: Any = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = clone
+        for name in self.__dict__.keys() - clone.__dict__.keys():
             value = self.__dict__[name]
             if name == "CB" and value is not None:  # the numbers themselves
-                made.CB = made.data
+                clone.CB = clone.data
             else:
-                setattr(made, name, value if name == "module" else copy.deepcopy(value, memo))
-        _pass_for_its_class(made)
+                setattr(clone, name, value if name == "module" else copy.deepcopy(value, memo))
+        _pass_for_its_class(clone)
     return memo[id(self)]
 
 

@@ -111,9 +111,9 @@ def _multinomial(probabilities, samples, replacement=False):
 
 
 @_of(TEMPORARIES, "_euclidean_dist")
-def _euclidean_dist(one, other):
+def _euclidean_dist(tensor, other):
     """Distance.cpp, `_euclidean_dist`: a product of rows with two more columns."""
-    return [[x.nbytes + 2 * x.nbytes // max(x.size(-1), 1) for x in (one, other)]]
+    return [[x.nbytes + 2 * x.nbytes // max(x.size(-1), 1) for x in (tensor, other)]]
 
 
 @_of(TEMPORARIES, "_ctc_loss_backward")

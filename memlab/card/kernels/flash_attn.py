@@ -22,8 +22,8 @@ LARGEST_HEAD = 256  # csrc/flash_attn/flash_api.cpp, `mha_fwd`
 @contextlib.contextmanager
 def flash_attention_2():
     """Let transformers find flash-attn 2 on the card."""
-    known = modeling_flash_attention_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX
-    found = known | {2: known[2] | {"general_availability_check": lambda: True}}
+    matrix = modeling_flash_attention_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX
+    available = matrix | {2: matrix[2] | {"general_availability_check": lambda: True}}
     # What transformers has found so far, and what it will find.
     loaded = (
         "_loaded_implementation",
@@ -37,7 +37,7 @@ def flash_attention_2():
     )
     rows: list[tuple] = [(modeling_flash_attention_utils, name, None) for name in loaded]
     rows += [(modeling_flash_attention_utils, "_lazy_imports", _functions)]
-    rows += [(modeling_utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", found)]
+    rows += [(modeling_utils, "FLASH_ATTENTION_COMPATIBILITY_MATRIX", available)]
     with replaced(*rows):
         yield
 

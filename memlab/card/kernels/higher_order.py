@@ -113,13 +113,13 @@ def _learned(function, seen: set) -> tuple[torch.Tensor, ...]:
     if id(function) in seen or not inspect.isfunction(function):
         return ()
     seen.add(id(function))
-    found: dict[int, torch.Tensor] = {}
+    trained: dict[int, torch.Tensor] = {}
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # not assigned yet
             held = cell.cell_contents
             tensors = [held] if isinstance(held, torch.Tensor) else _learned(held, seen)
-            found |= {id(one): one for one in tensors if one.requires_grad}
-    return tuple(found.values())
+            trained |= {id(tensor): tensor for tensor in tensors if tensor.requires_grad}
+    return tuple(trained.values())
 
 
 # ---------------------------------------------------------------------- on the card
@@ -176,13 +176,13 @@ def _backward(mode, query, key, value, out, logsumexp, grad_out, grad_logsumexp,
     rows = [query.new_empty(query.shape[:-1], dtype=torch.float32)]
     if grad_logsumexp is not None:
         rows.append(torch.empty_like(rows[0]))
-    whole = [(len(query), *x.shape[1:]) for x in (key, value)]  # keys may be shared by the batch
-    grads = [_laid_out_as(query, query.shape), *map(_laid_out_as, (key, value), whole)]
+    shapes = [(len(query), *x.shape[1:]) for x in (key, value)]  # keys may be shared by the batch
+    grads = [_laid_out_as(query, query.shape), *map(_laid_out_as, (key, value), shapes)]
     sizes = 3 * query.size(-1) + 2 * value.size(-1)
     moved = query, key, value, out, grad_out, *rows, *grads
     _note(mode, query, key, 2 * sizes, moved, again=False)
     if len(key) < len(query):
-        grads[1:] = [one.sum(0, keepdim=True) for one in grads[1:]]
+        grads[1:] = [grad.sum(0, keepdim=True) for grad in grads[1:]]
     of_learned = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in learned]
     return *grads, tuple(of_learned)
 
@@ -190,15 +190,15 @@ def _backward(mode, query, key, value, out, logsumexp, grad_out, grad_logsumexp,
 def _laid_out_as(like, shape):
     """A tensor of a shape whose dimensions lie in memory in the order of another's."""
     order = sorted(range(like.dim()), key=like.stride, reverse=True)
-    made = like.new_empty([shape[place] for place in order])
-    return made.permute([order.index(place) for place in range(like.dim())])
+    out = like.new_empty([shape[place] for place in order])
+    return out.permute([order.index(place) for place in range(like.dim())])
 
 
 def _note(mode, query, key, flops_of_pair, tensors, again) -> None:
     """Count a kernel of the step. tensors: what it reads and writes, once each."""
     flops = flops_of_pair * query.shape[:-1].numel() * key.size(-2)
     dtype = str(query.dtype).removeprefix("torch.")
-    moved = tuple(sorted(one.nbytes for one in tensors))
+    moved = tuple(sorted(tensor.nbytes for tensor in tensors))
     mode.work.add(Work(flops, dtype, (), moved, 0, 0, mode.tracer.phase(), again, 0))
 
 

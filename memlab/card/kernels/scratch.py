@@ -76,10 +76,10 @@ def reduction_of(func, args) -> Reduction | None:
         return None
     summed = {dim % args[0].dim() for dim in args[1]}
     sizes = list(zip(args[0].shape, args[0].stride(), strict=True))
-    kept = [one for dim, one in enumerate(sizes) if dim not in summed and one[0] > 1]
-    if not kept or min(stride for _, stride in kept) > 1:
+    remaining = [size for dim, size in enumerate(sizes) if dim not in summed and size[0] > 1]
+    if not remaining or min(stride for _, stride in remaining) > 1:
         return None
-    columns = math.prod(size for size, _ in kept)
+    columns = math.prod(size for size, _ in remaining)
     return Reduction(args[0].numel() // columns, columns)
 
 

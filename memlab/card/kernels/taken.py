@@ -23,18 +23,18 @@ class KernelMemory:
 
     def take_and_give_back(self, *sizes: int) -> None:
         """Take tensors of so many bytes, that are there together, and give them back."""
-        made = [self._tracer.born(nbytes, Category.TEMPORARY) for nbytes in sizes]
-        for storage in made:
+        storages = [self._tracer.born(nbytes, Category.TEMPORARY) for nbytes in sizes]
+        for storage in storages:
             self._tracer.died(storage)
 
     def take_scratch(self, func, args, out) -> None:
         """What a kernel takes and gives back inside, and what its result holds beside its own."""
         taken = [*scratch.kernel_scratch(func, args), *composites.temporaries(func, args)]
-        kept = composites.kept(func, args)
+        nbytes = composites.kept(func, args)
         if "scratch of kernels" not in self.rules:
             return
-        if kept:
-            storage = self._tracer.born(kept, Category.TEMPORARY)
+        if nbytes:
+            storage = self._tracer.born(nbytes, Category.TEMPORARY)
             weakref.finalize(out.untyped_storage(), self._tracer.died, storage)
         for sizes in taken:
             self.take_and_give_back(*sizes)
