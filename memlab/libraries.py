@@ -48,34 +48,26 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def import_bitsandbytes(wanted_by: str) -> ModuleType:
     """The package bitsandbytes, or a ValueError that says what needs it."""
-    try:
-        return import_quietly("bitsandbytes")
-    except ImportError:
-        raise ValueError(
-            f"{wanted_by} needs the package bitsandbytes, which is not here: pip install it"
-        ) from None
+    return import_needed("bitsandbytes", wanted_by)
 
 
-def import_torchao(wanted_by: str) -> ModuleType:
-    """The package torchao.optim, or a ValueError that says what needs it."""
-    try:
-        return import_quietly("torchao.optim")
-    except ImportError:
-        raise ValueError(
-            f"{wanted_by} needs the package torchao, which is not here: pip install it"
-        ) from None
-
-
-def import_quietly(name: str) -> ModuleType:
-    """The package bitsandbytes, or one that brings it along if it is there.
+def import_needed(name: str, wanted_by: str) -> ModuleType:
+    """A module of bitsandbytes, or of a package that brings it along if it is there.
 
     Four of its functions, for machines without a GPU, run as they are written: to have them
-    compiled it would bring PyTorch's whole compiler, which takes a second.
+    compiled it would bring PyTorch's whole compiler, which takes a second. Raises ValueError, which
+    says what needs the package, where that is not here.
     """
     # It warns at every step that 8-bit layers compute in fp16.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-    with mock.patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"}):
-        return importlib.import_module(name)
+    try:
+        with mock.patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"}):
+            return importlib.import_module(name)
+    except ImportError:
+        package = name.partition(".")[0]
+        raise ValueError(
+            f"{wanted_by} needs the package {package}, which is not here: pip install it"
+        ) from None
 
 
 def hub_reachable() -> bool:

@@ -74,11 +74,11 @@ def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False, reads_environ
             (torch.nn.parallel.comm, {"scatter": lambda tensor, *where: (tensor.to("cuda"),)}),
             (torch.nn.parallel._functions, {"_get_stream": lambda device: None}),
             (ExtensionVersioner, {"bump_version_if_changed": _extension}),
-            *refusals(NOT_SIMULATED),
         ):
             # What only builds with CUDA have is made for as long as it is asked for.
             rows = [(target, name, value) for name, value in answers.items()]
             stack.enter_context(replaced(*rows, create=True))
+        stack.enter_context(replaced(*refusals(NOT_SIMULATED)))
         stack.enter_context(libraries_look_again())
         yield torch.device("cuda", 0)
 
@@ -161,18 +161,18 @@ NOTHING_TO_DO = (
 
 
 def refusals(names: dict[str, str]):
-    """(module, {name: a function that refuses}) of names, each with the reason why."""
+    """(module, name, a function that refuses) of names, each with the reason why."""
     for path, why in names.items():
         *modules, name = path.split(".")[1:]
         target = functools.reduce(getattr, modules, torch)
         refused, original = refuse(path, why), getattr(target, name)
         plain = isinstance(original, type) and original.__new__ is object.__new__
         if plain and "__init__" in vars(original):  # libraries ask the class of more
-            yield original, {"__init__": refused}
+            yield original, "__init__", refused
             continue
         if isinstance(original, type):  # also a name in annotations
             refused = type(name, (original,), {"__new__": refused})
-        yield target, {name: refused}
+        yield target, name, refused
 
 
 def only_card(device=None) -> None:

@@ -38,24 +38,25 @@ def cuda_code(mode: CardMode):
     names = DeviceMoveMode(mode)
     types = [*optimizers._foreach_supported_types, FakeTensor]
     init_hooks = torch.autograd.graph.saved_tensors_hooks.__init__
-    with contextlib.ExitStack() as stack:
-        rows = (
-            *AUTOCAST,
-            (optimizers, "_foreach_supported_types", types),
-            (torch.utils._foreach_utils, "_foreach_supported_types", types),
-            # Of some results the strides follow the device: those of an SVD, of convolutions.
-            (torch._meta_registrations, "device_hint", lambda tensor: "cuda"),
-            (torch.nn.Module, "_apply", apply_by(_move_by(names), names.replaces)),
-            (torch._C, "_InferenceMode", _without_gradients),
-            (torch, "set_default_tensor_type", _set_default_tensor_type),
-            # PyTorch calls these from within, where no mode is.
-            (torch.autograd, "_engine_run_backward", names.entered(_run_backward)),
-            (torch.autograd.graph.saved_tensors_hooks, "__init__", names.hooks(init_hooks)),
-        )
-        stack.enter_context(replaced(*rows))
-        stack.callback(names.restore)
-        stack.enter_context(names)
-        yield names
+    rows = (
+        *AUTOCAST,
+        (optimizers, "_foreach_supported_types", types),
+        (torch.utils._foreach_utils, "_foreach_supported_types", types),
+        # Of some results the strides follow the device: those of an SVD, of convolutions.
+        (torch._meta_registrations, "device_hint", lambda tensor: "cuda"),
+        (torch.nn.Module, "_apply", apply_by(_move_by(names), names.replaces)),
+        (torch._C, "_InferenceMode", _without_gradients),
+        (torch, "set_default_tensor_type", _set_default_tensor_type),
+        # PyTorch calls these from within, where no mode is.
+        (torch.autograd, "_engine_run_backward", names.entered(_run_backward)),
+        (torch.autograd.graph.saved_tensors_hooks, "__init__", names.hooks(init_hooks)),
+    )
+    with replaced(*rows):
+        try:
+            with names:
+                yield names
+        finally:
+            names.restore()
 
 
 def _without_gradients(mode=True):

@@ -52,15 +52,15 @@ class WorkLog:
         sent = sent_bytes(func, args, tensors, out)
         if sent is not None:
             nbytes, cards = sent
-            between = nbytes, 0, cards, is_waited_for(func, args, stream)
-            self.add(Work(0, "", (), (), 0, 0, phase, again, 0, *between))
+            waited = is_waited_for(func, args, stream)
+            self.add(Work(phase=phase, recomputed=again, sent=nbytes, cards=cards, waited=waited))
             return
         for work in _work_of(func, args, kwargs, tensors, out):
             self._now[Work(*work, phase, again, self._micro_batch)] += 1
 
     def note_copy(self, nbytes: int, phase: Phase) -> None:
         """Count a copy between card and host."""
-        self.add(Work(0, "", (), (), 0, 0, phase, False, 0, 0, nbytes))
+        self.add(Work(phase=phase, carried=nbytes))
 
     def add(self, work: Work) -> None:
         """Count a kernel, in the micro-batch that is under way."""

@@ -72,19 +72,20 @@ def fake_group(ranks: int):
     The environment of several is torchrun's. Any backend that is asked for is PyTorch's fake one,
     and a group that is left over ends with the block.
     """
-    with contextlib.ExitStack() as stack:
-        if ranks > 1:
-            stack.enter_context(mock.patch.dict(os.environ, torchrun_environment(ranks)))
-        start = functools.partial(_start, ranks)
-        rows = (
-            *((m, "init_process_group", start) for m in (dist, distributed_c10d, device_mesh)),
-            (distributed_c10d, "_new_process_group_helper", _fake_backend),
-            *((m, name, f) for m in (dist, distributed_c10d) for name, f in OBJECTS.items()),
-            *((module, name, functools.partial(_spawn, ranks)) for module, name in SPAWNS),
-        )
-        stack.enter_context(replaced(*rows))
-        stack.callback(_end_group)
-        yield
+    start = functools.partial(_start, ranks)
+    rows = (
+        *((m, "init_process_group", start) for m in (dist, distributed_c10d, device_mesh)),
+        (distributed_c10d, "_new_process_group_helper", _fake_backend),
+        *((m, name, f) for m in (dist, distributed_c10d) for name, f in OBJECTS.items()),
+        *((module, name, functools.partial(_spawn, ranks)) for module, name in SPAWNS),
+    )
+    environment = torchrun_environment(ranks) if ranks > 1 else {}
+    with mock.patch.dict(os.environ, environment), replaced(*rows):
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def _start(ranks, backend=None, *args, rank=-1, world_size=-1, **settings):
@@ -119,11 +120,6 @@ SPAWNS = [
     (torch.multiprocessing, "start_processes"),
     (sys.modules["torch.multiprocessing.spawn"], "start_processes"),
 ]
-
-
-def _end_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 _init = dist.init_process_group
@@ -166,12 +162,9 @@ def rank_of(mode: CardMode, ranks: int):
     if dist.is_initialized():  # a real group's rank, whose card is its own
         yield
         return
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(fake_group(ranks))
-        for target, answers in cuda_api.refusals(NOT_SIMULATED):
-            refusals = [(target, name, refused) for name, refused in answers.items()]
-            stack.enter_context(replaced(*refusals))
+    with fake_group(ranks):
         rows = (
+            *cuda_api.refusals(NOT_SIMULATED),
             (dist, "Reducer", _reducer_on_the_card(mode.calls)),
             (torch._C, "_get_accelerator", lambda check=None: torch.device("cuda")),
             (ShardingPropagator, _SHAPES, _unseen(mode.fake, getattr(ShardingPropagator, _SHAPES))),
@@ -181,8 +174,8 @@ def rank_of(mode: CardMode, ranks: int):
             (default_planner, _COMPLETE, _without_parts(getattr(default_planner, _COMPLETE))),
             *((DTensor, name, answer) for name, answer in PLACE.items()),
         )
-        stack.enter_context(replaced(*rows, create=True))
-        yield
+        with replaced(*rows, create=True):
+            yield
 
 
 _COMPLETE = "_validate_global_plan"

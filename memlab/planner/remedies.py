@@ -51,21 +51,13 @@ def last_resorts(search: Search) -> tuple[Option, ...]:
     return tuple(option for option in candidates if not option.missing)
 
 
+NO_CARD = f"none of {', '.join(LADDER)}: see the book's chapter 17-parallel"
+
+
 def remedies(
     search: Search, tiers: dict[int, Option], sparing: tuple[Option, ...]
 ) -> Iterable[str]:
     """What would fit where nothing does: another way, a shorter sequence, a larger card."""
-    none = True
-    for text in _remedies(search, tiers, sparing):
-        none = False
-        yield text
-    if none:
-        yield f"none of {', '.join(LADDER)}: see the book's chapter 17-parallel"
-
-
-def _remedies(
-    search: Search, tiers: dict[int, Option], sparing: tuple[Option, ...]
-) -> Iterable[str]:
     for option in sparing:
         worse = "; it may train worse" * (option.tier == WORST)
         yield f"tier {option.tier}, {option}{worse}"

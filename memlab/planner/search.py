@@ -23,7 +23,7 @@ from memlab.planner.advice import decision, switches
 from memlab.planner.answers import LIKE, Answers, has_runs_only
 from memlab.planner.cards import LADDER, Cards
 from memlab.planner.choice import groups, plainest
-from memlab.planner.remedies import last_resorts, remedies
+from memlab.planner.remedies import NO_CARD, last_resorts, remedies
 from memlab.planner.result import WAYS, Option, Plan, Question, is_paged
 from memlab.planner.space import Combination, Recipes, computes
 from memlab.predict.fit import MARGIN, limited
@@ -125,7 +125,7 @@ class Search:
             self.named(start),
             changes,
             decision(self, start, changes),
-            () if fastest else tuple(remedies(self, tiers, last)),
+            () if fastest else tuple(remedies(self, tiers, last)) or (NO_CARD,),
             self.recipes.excluded,
             self.answers.assumed(options),
             tuple(map(self.named, last)),

@@ -60,9 +60,9 @@ def replica(log: Log, recipe: Recipe) -> Log:
     weights = [size * elements for elements in sorted(trained) for _ in range(trained[elements])]
     buckets = chunks(weights, BUCKET)
     # Each gradient is copied into its bucket and, when all ranks have sent theirs, back.
-    work = Counter(_work(moved=(nbytes, nbytes)) for nbytes in 2 * weights)
+    work = Counter(Work(moved=(nbytes, nbytes)) for nbytes in 2 * weights)
     sent = share("allreduce_", recipe.ranks)
-    work.update(_work(sent=round(nbytes * sent)) for nbytes in buckets)
+    work.update(Work(sent=round(nbytes * sent)) for nbytes in buckets)
     added, done = (*log.assumptions, ADDED), log.work + work
     return ReplicaLog([], log.weights, added, done, single=log, buckets=buckets)
 
@@ -130,7 +130,3 @@ def chunks(sizes: list[int], full: int) -> list[int]:
 
 def _alloc(category: Category, nbytes: int) -> Alloc:
     return Alloc(nbytes, category, Phase.FORWARD, OUTSIDE, "aten.empty")
-
-
-def _work(moved: tuple[int, ...] = (), sent: int = 0) -> Work:
-    return Work(0, "", (), moved, 0, 0, Phase.BACKWARD, False, 0, sent)

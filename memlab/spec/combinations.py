@@ -28,23 +28,8 @@ def check_base(recipe: Recipe) -> None:
         )
 
 
-def check_model(recipe: Recipe) -> None:
-    """Raise ValueError where a model, of a task, does not train so."""
-    check_loss(recipe)
-    check_attention(recipe)
-    check_packed(recipe)
-
-
-def check_step(recipe: Recipe) -> None:
-    """Raise ValueError where an optimizer cannot step so, or ranks cannot share its work."""
-    check_ranks(recipe)
-    check_step_in_backward(recipe)
-    check_offload(recipe)
-
-
 def check_ranks(recipe: Recipe) -> None:
     """Raise ValueError where ranks cannot train so."""
-    check_replicas(recipe)
     if recipe.sharding == "ddp":
         return
     if recipe.ranks == 1:
@@ -213,3 +198,8 @@ def check_loss(recipe: Recipe) -> None:
             f"loss is {recipe.loss!r}: {recipe.model_name} cannot compute it in parts, {unlike}; "
             "allowed is whole"
         )
+
+
+# What is checked before a model is looked up, and then.
+OF_FIELDS = check_base, check_replicas, check_ranks, check_step_in_backward, check_offload
+OF_MODEL = check_loss, check_attention, check_packed

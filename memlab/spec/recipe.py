@@ -246,14 +246,14 @@ class Recipe(CheckedFields):
 
     def __post_init__(self) -> None:
         from memlab import models  # the catalogue, which a question for help can spare
-        from memlab.spec.combinations import check_base, check_model, check_step
+        from memlab.spec.combinations import OF_FIELDS, OF_MODEL
         from memlab.spec.published import check_published
 
         self.check_fields()
         if self.compute_dtype is None and self.base in QUANTIZED:
             object.__setattr__(self, "compute_dtype", COMPUTED_IN[self.precision])
-        check_base(self)
-        check_step(self)
+        for check in OF_FIELDS:
+            check(self)
         named = models.catalogued(self.model)
         named = models.published(named) if isinstance(named, dict) else named
         object.__setattr__(self, "model", named)
@@ -261,7 +261,8 @@ class Recipe(CheckedFields):
         if self.task is None:
             object.__setattr__(self, "task", models.default_task(self.model))
         one_of("task", self.task, models.TASKS)
-        check_model(self)
+        for check in OF_MODEL:
+            check(self)
         longest = models.max_length(self.model)
         if longest is not None and self.seq_len > longest:
             raise ValueError(
@@ -307,13 +308,9 @@ class Recipe(CheckedFields):
         if self.optimizer == "sgd":
             more.setdefault("optim_args", "momentum=0.9")
         if self.checkpointing != "none":
-            fields = TrainingArguments.__dataclass_fields__
-            # The old name, `gradient`, goes with transformers 6 and warns before.
-            name = "activation" if "activation_checkpointing" in fields else "gradient"
-            more[f"{name}_checkpointing"] = True
             asked = {"use_reentrant": self.checkpointing == "reentrant"}
             asked |= {"offload": True} if self.activation_offload else {}
-            more[f"{name}_checkpointing_kwargs"] = asked
+            more |= {"activation_checkpointing": True, "activation_checkpointing_kwargs": asked}
         return TrainingArguments(
             output_dir=output_dir,
             per_device_train_batch_size=self.batch_size,

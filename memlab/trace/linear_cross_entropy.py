@@ -6,11 +6,11 @@ where a tracer sees it, on the same tensors in the same order.
 """
 
 import contextlib
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from memlab.trace.patches import dispatched
 
 _module: Any = None
 try:
@@ -43,18 +43,7 @@ class _InParts(torch.autograd.Function):
         return _module._linear_cross_entropy_batch_chunked_backward(ctx, *grads)
 
 
-@contextlib.contextmanager
-def seen_in_parts() -> Iterator[None]:
+def seen_in_parts() -> contextlib.AbstractContextManager[None]:
     """Let the operator run where modes see what it does."""
-    if _module is None:
-        yield
-        return
-    library = torch.library.Library("torch_nn", "IMPL")
-    with warnings.catch_warnings():  # that there was a kernel
-        warnings.filterwarnings("ignore", "Warning only once for all operators")
-        for key in KEYS:
-            library.impl("_linear_cross_entropy_batch_chunked", lambda *a: _InParts.apply(*a), key)
-    try:
-        yield
-    finally:
-        library._destroy()
+    name, keys = "_linear_cross_entropy_batch_chunked", KEYS if _module else ()
+    return dispatched(("torch_nn", name, lambda *a: _InParts.apply(*a), key) for key in keys)

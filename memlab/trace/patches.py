@@ -1,13 +1,16 @@
 """The register of what memlab replaces in other packages while a card is open or a tracer listens.
 
-All of it goes through `replaced`, so that it can be listed (`replacements`) and is put back, in
-reverse order, whatever ends the block. Kernels of the dispatcher are `memlab.card.kernels.rules`'.
+All names go through `replaced`, so that they can be listed (`replacements`) and are put back, in
+reverse order, whatever ends the block; kernels of PyTorch's dispatcher through `dispatched`.
 """
 
 import contextlib
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
+
+import torch
 
 MISSING = object()
 
@@ -49,3 +52,20 @@ def replaced(*rows: tuple[Any, str, Any], create: bool = False) -> Iterator[None
 
 def _close(replacement: Replacement) -> None:
     del _OPEN[next(i for i, other in enumerate(_OPEN) if other is replacement)]
+
+
+@contextlib.contextmanager
+def dispatched(kernels: Iterable[tuple[str, str, Callable, str]]) -> Iterator[None]:
+    """Let functions stand for operators: rows of (package, operator, function, dispatch key)."""
+    libraries: dict[str, torch.library.Library] = {}
+    try:
+        with warnings.catch_warnings():  # that there was one
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            for package, operator, function, key in kernels:
+                if package not in libraries:
+                    libraries[package] = torch.library.Library(package, "IMPL")
+                libraries[package].impl(operator, function, key)
+        yield
+    finally:
+        for library in libraries.values():
+            library._destroy()

@@ -394,14 +394,13 @@ class Tracer(Ledger):
         if parameter.requires_grad and parameter.is_leaf:
             if parameter.grad is not None:
                 self.see(parameter.grad, Category.GRADIENTS, existed=True)
-            hook = parameter.register_post_accumulate_grad_hook(self._accumulated)
+            hook = parameter.register_post_accumulate_grad_hook(self._see_gradient)
             self._handles.append(hook)
 
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is None:  # an earlier hook has used it up
-            return
-        self.see(parameter.grad, Category.GRADIENTS)
-        self._same_module(parameter.grad, parameter)
+    def _see_gradient(self, parameter: torch.Tensor, existed: bool = False) -> None:
+        if parameter.grad is not None:  # no earlier hook has used it up
+            self.see(parameter.grad, Category.GRADIENTS, existed)
+            self._same_module(parameter.grad, parameter)
 
     def _same_module(self, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
         module = getattr(parameter, "_memlab_module", None)
@@ -435,9 +434,7 @@ class Tracer(Ledger):
             for parameter in group["params"]:
                 if not isinstance(parameter, torch.nn.Parameter):
                     self.see_weight(parameter)
-                if parameter.grad is not None:  # FSDP puts it there itself
-                    self.see(parameter.grad, Category.GRADIENTS, existed=True)
-                    self._same_module(parameter.grad, parameter)
+                self._see_gradient(parameter, existed=True)  # which FSDP puts there itself
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._label_states(optimizer)

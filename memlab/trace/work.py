@@ -38,15 +38,15 @@ class Work(NamedTuple):
     waited: whether kernels wait for the collective (`memlab.card.collectives.is_waited_for`).
     """
 
-    flops: int
-    dtype: str
-    result: tuple[int, ...]
-    moved: tuple[int, ...]
-    lists: int
-    elements: int
-    phase: Phase
-    recomputed: bool
-    micro_batch: int
+    flops: int = 0
+    dtype: str = ""
+    result: tuple[int, ...] = ()
+    moved: tuple[int, ...] = ()
+    lists: int = 0
+    elements: int = 0
+    phase: Phase = Phase.BACKWARD
+    recomputed: bool = False
+    micro_batch: int = 0
     sent: int = 0
     carried: int = 0
     cards: int = CARDS

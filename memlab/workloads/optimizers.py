@@ -62,7 +62,7 @@ def make_optimizer(recipe: Recipe, model: torch.nn.Module) -> Any:
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if recipe.optimizer_offload != "none" and parameters[0].device.type != "cpu":
-        torchao = libraries.import_torchao("optimizer_offload")
+        torchao = libraries.import_needed("torchao.optim", "optimizer_offload")
         freed = recipe.optimizer_offload == "gradients"
         settings = {"offload_gradients": freed, "lr": LEARNING_RATE, "fused": True}
         return torchao.CPUOffloadOptimizer(parameters, torch.optim.AdamW, **settings)

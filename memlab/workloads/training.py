@@ -17,7 +17,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers.pytorch_utils import Conv1D
 
-from memlab import libraries, models
+from memlab import models
+from memlab.libraries import import_needed
 from memlab.spec.optimizers import is_of_bitsandbytes, library_of
 from memlab.spec.recipe import (
     QUANTIZED,
@@ -96,13 +97,11 @@ class Training:
             freeze(model, recipe.freeze)
         full_model = add_lora(model, recipe) if recipe.lora_rank else model
         if recipe.checkpointing != "none":
-            enable = getattr(model, "activation_checkpointing_enable", None)
-            enable = enable or model.gradient_checkpointing_enable  # its older name
-            away = (
-                recipe.activation_offload and self.device.type != "cpu"
-            )  # a CPU has nowhere to offload to
-            more = {"offload": True} if away else {}
-            enable({"use_reentrant": recipe.checkpointing == "reentrant"}, **more)
+            model.activation_checkpointing_enable(
+                {"use_reentrant": recipe.checkpointing == "reentrant"},
+                # A CPU has nowhere to offload to.
+                offload=recipe.activation_offload and self.device.type != "cpu",
+            )
         self.model: torch.nn.Module = sharding.share(full_model, recipe, self.device, half)
         self.optimizer = make_optimizer(recipe, self.model)
         self.batches = make_batches(recipe, config, self.device, seed, rank)
@@ -295,21 +294,18 @@ def import_libraries(recipe: Workload) -> None:
     ValueError for one that is not installed.
     """
     if is_of_bitsandbytes(recipe.optimizer) or recipe.base in QUANTIZED:
-        libraries.import_bitsandbytes(f"optimizer {recipe.optimizer}, base {recipe.base}")
+        import_needed("bitsandbytes", f"optimizer {recipe.optimizer}, base {recipe.base}")
     if recipe.lora_rank:
         import_peft()
     if recipe.optimizer_offload != "none":
-        libraries.import_torchao(f"optimizer_offload {recipe.optimizer_offload}")
+        import_needed("torchao.optim", f"optimizer_offload {recipe.optimizer_offload}")
     if library_of(recipe.optimizer) == "transformers":
-        libraries.import_quietly("transformers.optimization")  # with peft, if that is there
+        import_needed("transformers.optimization", recipe.optimizer)  # with peft, if that is there
 
 
 def import_peft() -> ModuleType:
     """The package peft, or a ValueError that says what needs it."""
-    try:
-        return libraries.import_quietly("peft")
-    except ImportError:
-        raise ValueError("lora_rank needs the package peft, which is not here") from None
+    return import_needed("peft", "lora_rank")
 
 
 # Named so, peft also trains the new classification head; a masked LM has no name there.

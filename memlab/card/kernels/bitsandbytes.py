@@ -284,13 +284,25 @@ def _params4bit(
     bnb_quantized=False,
     **kwargs,
 ):
+    return _parameter(
+        cls,
+        data,
+        requires_grad,
+        quant_state=quant_state,
+        blocksize=blocksize or 64,
+        compress_statistics=compress_statistics,
+        quant_type=quant_type,
+        quant_storage=quant_storage,
+        module=module,
+        bnb_quantized=bnb_quantized,
+    )
+
+
+def _parameter(cls, data, requires_grad, **attributes):
+    """An ordinary parameter with the attributes of one of these classes, which it passes for."""
     data = torch.empty(0) if data is None else data.detach()  # of any class
     parameter: Any = torch.nn.Parameter(data, requires_grad)
-    parameter._memlab_quantizes_as = cls
-    parameter.blocksize, parameter.quant_type = blocksize or 64, quant_type
-    parameter.compress_statistics, parameter.quant_storage = compress_statistics, quant_storage
-    parameter.quant_state, parameter.bnb_quantized = quant_state, bnb_quantized
-    parameter.module = module
+    vars(parameter).update(attributes, _memlab_quantizes_as=cls)
     _pass_for_its_class(parameter)
     return parameter
 
@@ -318,9 +330,4 @@ def _from_prequantized(cls, data, quantized_stats, requires_grad=False, device="
 def _int8_params(
     cls, data=None, requires_grad=True, has_fp16_weights=False, CB=None, SCB=None, **_
 ):
-    data = torch.empty(0) if data is None else data.detach()  # of any class
-    parameter: Any = torch.nn.Parameter(data, requires_grad)
-    parameter._memlab_quantizes_as = cls
-    parameter.has_fp16_weights, parameter.CB, parameter.SCB = has_fp16_weights, CB, SCB
-    _pass_for_its_class(parameter)
-    return parameter
+    return _parameter(cls, data, requires_grad, has_fp16_weights=has_fp16_weights, CB=CB, SCB=SCB)

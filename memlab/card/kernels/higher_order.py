@@ -199,7 +199,7 @@ def _note(mode, query, key, flops_of_pair, tensors, again) -> None:
     flops = flops_of_pair * query.shape[:-1].numel() * key.size(-2)
     dtype = str(query.dtype).removeprefix("torch.")
     moved = tuple(sorted(tensor.nbytes for tensor in tensors))
-    mode.work.add(Work(flops, dtype, (), moved, 0, 0, mode.tracer.phase(), again, 0))
+    mode.work.add(Work(flops, dtype, moved=moved, phase=mode.tracer.phase(), recomputed=again))
 
 
 def _gradient_of_scores(score_mod):

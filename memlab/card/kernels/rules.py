@@ -2,12 +2,12 @@
 
 import contextlib
 import functools
-import warnings
 
 import torch
 
 from memlab.card.kernels import bitsandbytes, saved_tensors, sdpa
 from memlab.gpus import GPU
+from memlab.trace.patches import dispatched
 
 # Every rule by name, with where it is written down. The book's page on accuracy says what each one
 # changes.
@@ -27,12 +27,6 @@ RULES = {
 KERNELS = [*saved_tensors.KERNELS, *sdpa.KERNELS, *bitsandbytes.KERNELS]
 
 
-def _put(library, operator, function, key) -> None:
-    with warnings.catch_warnings():  # that there was one
-        warnings.filterwarnings("ignore", "Warning only once for all operators")
-        library.impl(operator, function, key)
-
-
 @contextlib.contextmanager
 def cuda_kernels(gpu: GPU, rules=frozenset(RULES)):
     """Let operations on CPU tensors keep what CUDA keeps.
@@ -40,20 +34,15 @@ def cuda_kernels(gpu: GPU, rules=frozenset(RULES)):
     gpu: the card whose choices count where kernels differ between cards.
     rules: which of `RULES` hold.
     """
-    packages = {"aten"} | ({"bitsandbytes"} if bitsandbytes.is_imported() else set())
-    libraries = {package: torch.library.Library(package, "IMPL") for package in packages}
-
+    rows = []
     for kernel in KERNELS:
-        if kernel.rule in rules and kernel.package in libraries:
+        if kernel.rule in rules and (kernel.package == "aten" or bitsandbytes.is_imported()):
             function = kernel.function
             function = functools.partial(function, gpu) if kernel.of_card else function
-            _put(libraries[kernel.package], kernel.operator, function, kernel.key)
+            rows.append((kernel.package, kernel.operator, function, kernel.key))
     if "autocast" in rules:
         for operator in saved_tensors.autocast_of_cpu_only():
-            _put(libraries["aten"], operator, torch.library.fallthrough_kernel, "AutocastCPU")
-    with contextlib.ExitStack() as stack:
-        for library in libraries.values():
-            stack.callback(library._destroy)
-        if "8-bit products" in rules:
-            stack.enter_context(bitsandbytes.int8_products())
+            rows.append(("aten", operator, torch.library.fallthrough_kernel, "AutocastCPU"))
+    products = bitsandbytes.int8_products if "8-bit products" in rules else contextlib.nullcontext
+    with dispatched(rows), products():
         yield

@@ -47,20 +47,12 @@ def dropout(input, p, train):
     return torch.native_dropout(input, p, train)[0]
 
 
-def softmax(input, dim, dtype=None):
+def _fused_softmax(kernel, input, dim, dtype=None):
     """softmax(half, dtype=float32) makes no fp32 copy of its input on CUDA.
 
-    aten/src/ATen/native/SoftMax.cpp: `softmax` passes half_to_float to the kernel for CUDA.
+    aten/src/ATen/native/SoftMax.cpp: `softmax` passes half_to_float to the kernel for CUDA; so does
+    `log_softmax`, the first half of the cross-entropy.
     """
-    return _fused_softmax(torch._softmax, input, dim, dtype)
-
-
-def log_softmax(input, dim, dtype=None):
-    """The same for log_softmax, the first half of the cross-entropy."""
-    return _fused_softmax(torch._log_softmax, input, dim, dtype)
-
-
-def _fused_softmax(kernel, input, dim, dtype):
     if is_simulated(input) and dtype == torch.float32 and input.dtype == torch.float16:
         return kernel(input, dim, True)
     return kernel(input if dtype is None else input.to(dtype), dim, False)
@@ -163,8 +155,10 @@ def _autocast_kernels():
 
 KERNELS = [
     Kernel("dropout", "dropout", dropout),
-    Kernel("softmax to fp32", "softmax.int", softmax),
-    Kernel("softmax to fp32", "log_softmax.int", log_softmax),
+    *(
+        Kernel("softmax to fp32", f"{name}.int", functools.partial(_fused_softmax, kernel))
+        for name, kernel in (("softmax", torch._softmax), ("log_softmax", torch._log_softmax))
+    ),
     # CUDA normalizes in one kernel and keeps one number per row; a CPU takes it apart.
     # aten/src/ATen/native/layer_norm.cpp: `rms_norm_symint` asks for it where the dtypes agree.
     # These are for tensors that have data; a mode sees the operator itself.
