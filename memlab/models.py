@@ -476,6 +476,14 @@ def build(
     return built.train()
 
 
+def skeleton(model: Model, task: str | None = None, attention: str = "eager") -> PreTrainedModel:
+    """As `build`, of weights that have shapes only."""
+    import torch
+
+    with torch.device("meta"):
+        return build(model, task, attention=attention)
+
+
 def _has_own_head(values: PretrainedConfig) -> bool:
     """Whether a checkpoint of T5's family has a head that is not its embedding: from T5 1.1 on.
 
@@ -488,10 +496,7 @@ def _has_own_head(values: PretrainedConfig) -> bool:
 
 def active_parameters(config: PretrainedConfig) -> tuple[int, int]:
     """(all parameters, those that one token meets) of a mixture of experts with this config."""
-    import torch
-
-    with torch.device("meta"):
-        named = list(build(config).named_parameters())
+    named = list(skeleton(config).named_parameters())
     total = sum(p.numel() for _, p in named)
     experts = sum(p.numel() for name, p in named if ".experts." in name)
     there_are = next(n for name in EXPERTS if (n := getattr(config, name, None)))

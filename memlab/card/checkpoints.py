@@ -147,8 +147,6 @@ def _load_file(filename, device="cpu", **kwargs):
 
 def _open(filename, framework="pt", device="cpu", **settings):
     """safetensors' safe_open, which would write to a card's memory by itself."""
-    if isinstance(device, int):
-        device = torch.device("cuda", device)
     try:
         opened: Any = _open_file(filename, framework, **settings)
     except RuntimeError as error:

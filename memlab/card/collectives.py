@@ -69,9 +69,12 @@ def is_waited_for(func: OpOverload, args: tuple, stream: int) -> bool:
     """
     if func.namespace == "_c10d_functional":
         return True
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False))
-    return stream == 0 and not given.get("async_op", True)
+    return stream == 0 and not named(func, args).get("async_op", True)
+
+
+def named(func: OpOverload, args: tuple) -> dict[str, Any]:
+    """An operator's positional arguments by their names."""
+    return dict(zip((a.name for a in func._schema.arguments), args, strict=False))
 
 
 def _cards(group: Any) -> int:

@@ -179,9 +179,8 @@ def only_card(device=None) -> None:
     """Raise NotSimulated for any device but cuda:0."""
     if device is None or (isinstance(device, int) and device < 1):
         return
-    named = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if not is_cuda_device(named):
-        raise NotSimulated(f"device is {str(named)!r}: {ONE_CARD}")
+    if not is_cuda_device(device):
+        raise NotSimulated(f"device is {str(device)!r}: {ONE_CARD}")
 
 
 def _select(index) -> int:

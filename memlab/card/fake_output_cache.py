@@ -35,38 +35,30 @@ class FakeOutputCache:
 
     def __init__(self, mode):
         self._mode = mode
-        self._kinds: dict[tuple, TensorMeta | tuple[TensorMeta, ...]] = {}
+        # What decides the result of a call -> whether it is several tensors, and their kinds.
+        self._kinds: dict[tuple, tuple[bool, list[TensorMeta]]] = {}
 
-    def key(self, func, args, kwargs) -> tuple | None:
-        """What decides the result of a call; None where that is more than kinds and numbers."""
+    def run(self, func, args, kwargs, make):
+        """What a call gives: tensors such as it was found to make, else what `make` makes."""
         if not _only_makes(func):
-            return None
+            return make()
         try:
-            return (
-                func,
-                torch.get_default_dtype(),
-                torch.is_inference_mode_enabled(),
-                *[_described(value, self._mode) for value in args],
-                *[(name, _described(value, self._mode)) for name, value in kwargs.items()],
-            )
+            around = func, torch.get_default_dtype(), torch.is_inference_mode_enabled()
+            key = *around, _described((args, *kwargs.items()), self._mode)
         except _NotPlain:
-            return None
-
-    def get(self, key: tuple):
-        """New fake tensors such as a call was found to make, or None where it is new."""
-        kinds_of_results = self._kinds.get(key)
-        if isinstance(kinds_of_results, TensorMeta):
-            return _made(kinds_of_results, self._mode)
-        return kinds_of_results and tuple(_made(kind, self._mode) for kind in kinds_of_results)
-
-    def learn(self, key: tuple, result) -> None:
-        """Keep what a call has made."""
+            return make()
+        if key in self._kinds:
+            several, kinds = self._kinds[key]
+            made = [_made(kind, self._mode) for kind in kinds]
+            return tuple(made) if several else made[0]
+        result = make()
         several = isinstance(result, (tuple, list))
         results = result if several else (result,)
         with contextlib.suppress(_NotPlain):
             kinds = [_described(result, self._mode) for result in results]
             if all(map(functools.partial(_is_all_of, self._mode), kinds, results)):
-                self._kinds[key] = tuple(kinds) if several else kinds[0]
+                self._kinds[key] = several, kinds
+        return result
 
 
 @functools.cache

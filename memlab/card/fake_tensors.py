@@ -38,6 +38,7 @@ def tensors_without_data():
     with contextlib.ExitStack() as stack:
         mode = stack.enter_context(NoData(allow_non_fake_inputs=True))
         stack.enter_context(bitsandbytes.without_data(_with_data))
+        batches = dataloader._MultiProcessingDataLoaderIter
         rows = (
             (torch.nn.Module, "_apply", apply_by(_move)),
             (UNINITIALIZED, "materialize", _materialize),
@@ -48,8 +49,9 @@ def tensors_without_data():
             # never builds.
             (masking_utils, "is_tracing", lambda *a, **k: False),
             (masking_utils, "find_packed_sequence_indices", _packed_sequences),
+            # A DataLoader's workers make tensors with data, on the host.
             (worker, "_worker_loop", _with_data(worker._worker_loop)),
-            (dataloader._MultiProcessingDataLoaderIter, "_try_get_data", _batch_of_a_worker),
+            (batches, "_try_get_data", _with_data(batches._try_get_data)),
             # In a thread of its own.
             (pin_memory, "pin_memory", _pin_batch),
             *((masking_utils, name, _only_without_mask(name)) for name in MASK_SKIPS),
@@ -67,7 +69,6 @@ _SILENT = logging.Logger("fake tensors")
 _SILENT.disabled = True
 
 _original_find_packed = masking_utils.find_packed_sequence_indices
-_original_try_get_data = dataloader._MultiProcessingDataLoaderIter._try_get_data
 
 
 def _packed_sequences(position_ids):
@@ -80,11 +81,6 @@ def _packed_sequences(position_ids):
         return None
     with replaced((masking_utils, "is_tracing", lambda *a, **k: True)):
         return _original_find_packed(position_ids)
-
-
-def _batch_of_a_worker(*args, **kwargs):
-    """A DataLoader's workers make tensors with data, on the host."""
-    return _with_data(_original_try_get_data)(*args, **kwargs)
 
 
 def _pin_batch(data, *args, **kwargs):
@@ -170,13 +166,8 @@ class NoData(FakeTensorMode):
                 return self._grouped_product(func, types, args, kwargs)
             if func in TAKE_STORAGE:
                 return self._dispatch_impl(func, types, args, kwargs)
-            key = self.known_results.key(func, args, kwargs)
-            result = key and self.known_results.get(key)
-            if result is None:
-                result = self.dispatch(func, types, args, kwargs)
-                if key:
-                    self.known_results.learn(key, result)
-            return result
+            make = functools.partial(self.dispatch, func, types, args, kwargs)
+            return self.known_results.run(func, args, kwargs, make)
         finally:
             self.dispatching = before
 

@@ -380,8 +380,6 @@ def _asked(rest, kwargs) -> tuple[torch.device | None, dict]:
     options = dict(zip(TO, rest, strict=False)) | kwargs
     device = options.pop("device", None)
     options.pop("non_blocking", None)
-    if isinstance(device, int):
-        device = torch.device("cuda", device)
     if device is not None:
         device = CARD if is_cuda_device(device) else torch.device(device)
     return device, {name: value for name, value in options.items() if value}

@@ -76,7 +76,7 @@ class Host:
                 place_on_host(tensor)
         return result
 
-    def _copy(self, tensor, dtype=None):
+    def _copy(self, tensor, dtype):
         """A copy on the host of a tensor on the card: with data if it is small.
 
         Where strides differ, a copy in the right order is made on the card first

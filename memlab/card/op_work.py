@@ -14,7 +14,7 @@ import torch
 from torch.utils._mode_utils import no_dispatch
 from torch.utils.flop_counter import flop_registry
 
-from memlab.card.collectives import is_waited_for, sent_bytes
+from memlab.card.collectives import is_waited_for, named, sent_bytes
 from memlab.card.known_values import values_of, written_by
 from memlab.footprint import Phase
 from memlab.trace.log import UPDATE
@@ -236,8 +236,7 @@ def _attention(func, args, kwargs) -> int:
     Every query head has products of its own, also where heads share keys, which the registry of
     older PyTorch refuses. What a causal mask hides, half of it, is not computed.
     """
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
+    given = named(func, args) | kwargs
     query, key, value = given["query"], given["key"], given["value"]
     if func._opname.startswith("_scaled_dot_product"):  # [batch, heads, length, head size]
         scores = query.shape[:-1].numel() * key.size(-2)

@@ -108,15 +108,17 @@ def address_of(tensor) -> int:
 
 
 def is_cuda_device(value) -> bool:
-    """Whether a device, or its name, is the card.
+    """Whether a device, its name, or the number of a card, is the card.
 
     Raises NotSimulated for another card than the first, and for what is neither card nor host.
     """
     device = torch.device(value) if isinstance(value, str) else value
+    if isinstance(value, int):
+        device = torch.device("cuda", value)
     if not isinstance(device, torch.device) or device.type in ("cpu", "meta"):
         return False
     if device.type != "cuda" or device.index:
-        raise NotSimulated(f"device is {str(value)!r}: {ONE_CARD}")
+        raise NotSimulated(f"device is {str(device)!r}: {ONE_CARD}")
     return True
 
 

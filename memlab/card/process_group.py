@@ -170,29 +170,23 @@ def rank_of(mode: CardMode, ranks: int):
             (ShardingPropagator, _SHAPES, _unseen(mode.fake, getattr(ShardingPropagator, _SHAPES))),
             (_dispatch, "run_dtensor_rng_op", _drawn),
             # A checkpoint of all ranks has this rank's parts, and is read as that of one process.
-            (_DistWrapper, "__init__", _of_one_process(_DistWrapper.__init__)),
-            (default_planner, _COMPLETE, _without_parts(getattr(default_planner, _COMPLETE))),
+            (_DistWrapper, "__init__", _of_one_process),
+            (default_planner, "_validate_global_plan", _without_parts),
             *((DTensor, name, answer) for name, answer in PLACE.items()),
         )
         with replaced(*rows, create=True):
             yield
 
 
-_COMPLETE = "_validate_global_plan"
+_original_wrapper, _original_check = _DistWrapper.__init__, default_planner._validate_global_plan
 
 
-def _of_one_process(init):
-    def run(this, group, use_dist, coordinator_rank):
-        init(this, group, False, coordinator_rank)
-
-    return run
+def _of_one_process(self, group, use_dist, coordinator_rank):
+    _original_wrapper(self, group, False, coordinator_rank)
 
 
-def _without_parts(complete):
-    def run(plan, metadata):
-        return complete(plan, dataclasses.replace(metadata, state_dict_metadata={}))
-
-    return run
+def _without_parts(plan, metadata):
+    return _original_check(plan, dataclasses.replace(metadata, state_dict_metadata={}))
 
 
 _SHAPES = "_propagate_tensor_meta_non_cached"

@@ -6,6 +6,7 @@ import inspect
 import sys
 import weakref
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -179,7 +180,9 @@ def _known_of(names) -> list:
     for value in list(names.values()):
         values += _known(value)
         attributes = getattr(value, "__dict__", None)
-        if type(attributes) is dict and not isinstance(value, torch.Tensor) and not _is_code(value):
+        if type(attributes) is dict and not (
+            isinstance(value, (torch.Tensor, type, ModuleType)) or inspect.isroutine(value)
+        ):
             for attribute in list(attributes.values()):
                 values += _known(attribute)
     return values
@@ -191,10 +194,6 @@ def _known(value) -> tuple:
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape),)
     return (len(value),) if isinstance(value, SIZED) else ()
-
-
-def _is_code(value) -> bool:
-    return inspect.ismodule(value) or inspect.isclass(value) or inspect.isroutine(value)
 
 
 def _short(file) -> str:

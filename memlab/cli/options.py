@@ -98,17 +98,13 @@ def options_of(kind: type[Any]) -> Parser:
     group = parser.add_argument_group(kind.__name__.lower())
     for field in dataclasses.fields(kind):
         if field.name == "model":
-            _add_model(group, field)
+            which = group.add_mutually_exclusive_group()
+            which.add_argument("--model", default=field.default, help=field.metadata["help"])
+            which.add_argument("--config", dest="model", metavar="PATH", help="a config.json")
         else:
             _add_field(group, field)
     parser.add_argument("--json", action="store_true", help="bytes and seconds as JSON")
     return parser
-
-
-def _add_model(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> None:
-    which = group.add_mutually_exclusive_group()
-    which.add_argument("--model", default=field.default, help=field.metadata["help"])
-    which.add_argument("--config", dest="model", metavar="PATH", help="a config.json")
 
 
 def _add_field(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> None:

@@ -18,23 +18,22 @@ ASKED += "expandable_segments"
 def add_to(commands: Commands) -> None:
     """Add the command with the options of a question."""
     add = commands("plan", run, "how to train a model on a card, or which card to take")
-    fields = {field.name: field for field in dataclasses.fields(Recipe)}
-    add("--model", "--config", required=True, help=fields["model"].metadata["help"])
+    help_of = {field.name: field.metadata["help"] for field in dataclasses.fields(Recipe)}
+    add("--model", "--config", required=True, help=help_of["model"])
     cards = f"a card's name, {SIZES}; several, or none for all, ask which card to take"
     add("--gpu", type=card, nargs="+", default=[], help=cards)
-    add("--seq-len", type=count, default=512, help=fields["seq_len"].metadata["help"])
+    add("--seq-len", type=count, default=512, help=help_of["seq_len"])
     add("--effective-batch", type=count, default=16, help="sequences of one optimizer step")
     add("--ways", default="full,lora,qlora", help="what may be tried, what you would try first")
     add("--precisions", help="what may be taken, with commas; else what the card is made for")
     quality = "also what may train worse: pure half precision, SGD"
     add("--any-quality", dest="keep_quality", action="store_false", help=quality)
-    add("--lora-rank", type=count, default=16, help=fields["lora_rank"].metadata["help"])
-    add("--task", help=fields["task"].metadata["help"])
+    add("--lora-rank", type=count, default=16, help=help_of["lora_rank"])
+    add("--task", help=help_of["task"])
     add("--ranks", type=count, default=1, help="cards of that kind that train together")
     add("--link", help=LINK)
-    grow = fields["expandable_segments"].metadata["help"]
     add("--anchor", metavar="FILE", help=ANCHOR)
-    add("--expandable-segments", action="store_true", help=grow)
+    add("--expandable-segments", action="store_true", help=help_of["expandable_segments"])
     add("--margin", type=float, help="share of what is predicted to keep free; 0.05 if none is")
     script = "writes a training script of the fastest, or of the last resort that fits"
     add("--script", metavar="FILE", help=script)

@@ -80,7 +80,9 @@ def record(
     ValueError for a file of `out` that is not whole, and OSError where `out` cannot be written.
     """
     integer_from(1)("steps", steps)
-    _be_writable(Path(out))
+    Path(out).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=out):  # or a file cannot be written there
+        pass
     started, device = time.monotonic(), pick_device(device)
     runs = grid_runs(tiny=device.type == "cpu") if runs is None else runs
     here = machine(device)
@@ -118,13 +120,6 @@ def _finished(path: Path, runs: dict[str, Recipe]) -> list[str]:
         with contextlib.suppress(TypeError):  # of a field that recipes no longer have
             recorded[run.name] = Recipe(**run.recipe)
     return [name for name in runs if recorded.get(name) == runs[name]]
-
-
-def _be_writable(folder: Path) -> None:
-    """Make a folder, where it is not there, and see whether a file can be written to it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
 
 
 def file_of(device_name: str, folder: Path | str = FOLDER) -> Path:

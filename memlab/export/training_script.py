@@ -186,8 +186,8 @@ def _values(recipe: Recipe, api: str) -> dict:
         optimizer = ON_HOST.format(f"\n        offload_gradients={freed}," * freed)
         meaning_of_optimizer = "weights, gradients and states on the host, which does the step"
     dtype = training.stored_as(recipe)
-    with torch.device("meta"):
-        skeleton = models.build(config, task)
+    skeleton = models.skeleton(config, task)
+    linear = (m for m in skeleton.modules() if isinstance(m, (torch.nn.Linear, Conv1D)))
     stays = sorted(skeleton._keep_in_fp32_modules or ())
     if stays and dtype == torch.float16 and recipe.base == "none":
         raise ValueError(
@@ -215,7 +215,7 @@ def _values(recipe: Recipe, api: str) -> dict:
         "meaning_of_optimizer": meaning_of_optimizer,
         "peft_task": training.PEFT_TASKS.get(task),
         "targets": targets if isinstance(targets, str) else list(targets),
-        "fan_in_fan_out": lora and _first_linear_is_transposed(skeleton),
+        "fan_in_fan_out": lora and isinstance(next(linear), Conv1D),
         "frozen": _frozen(recipe, skeleton) if recipe.freeze and not lora else [],
         "head_to_cast": _head_to_cast(recipe, skeleton),
     }
@@ -240,11 +240,6 @@ def _head_to_cast(recipe: Recipe, model: torch.nn.Module) -> str:
     if not loaded or not scaled:
         return ""
     return next((name for name in HEADS if hasattr(model, name)), "")
-
-
-def _first_linear_is_transposed(model: torch.nn.Module) -> bool:
-    linear = (m for m in model.modules() if isinstance(m, (torch.nn.Linear, Conv1D)))
-    return isinstance(next(linear), Conv1D)
 
 
 def _frozen(recipe: Recipe, model: Any) -> list[str]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from typing import TYPE_CHECKING
 
-from memlab.footprint import Category, Phase
+from memlab.footprint import Category
 from memlab.planner.answers import has_runs_only
 from memlab.planner.result import PAGED_OUT, STATES, WAYS, Option, Switch, is_paged, way_of
 from memlab.planner.space import Combination
 from memlab.spec.recipe import Recipe
-from memlab.trace.events import Alloc, Free, Marker
-from memlab.trace.log import Log
+from memlab.trace.ledger import Ledger
+from memlab.trace.log import replay
 from memlab.units import gib
 
 if TYPE_CHECKING:
@@ -36,14 +35,16 @@ def decision(search: Search, start: Option, changes: tuple[Switch, ...]) -> tupl
             f"{gib(room)} may be used: checkpointing, a smaller micro-batch and shorter sequences "
             "cannot help.",
         )
-    parts, phase = parts_at_peak(search.answers.log(start.recipe))
-    allocated = sum(parts.values())
+    ledger = Ledger()  # of tensors, without an allocator
+    replay(search.answers.log(start.recipe).events(), ledger)
+    peak = ledger.footprint()
+    parts, allocated = peak.breakdown, peak.peak_allocated
     states = sum(parts[name] for name in STATES)
     largest = max(CAN_REDUCE, key=lambda name: parts[name])
     name, way = largest.replace("_", " "), WAYS[start.way]
     most = (
         f"The largest part is {name}, {parts[largest] / allocated:.0%} of the peak, in the "
-        f"{phase}: less of it by {CAN_REDUCE[largest]}."
+        f"{peak.peak_phase}: less of it by {CAN_REDUCE[largest]}."
     )
     if not start.missing:
         plain = start.recipe.checkpointing == "none" and start.tier == 1
@@ -61,31 +62,6 @@ def decision(search: Search, start: Option, changes: tuple[Switch, ...]) -> tupl
         f"be used, and the rest of the peak {gib(allocated - states)}.",
         f"{most} {helps}",
     )
-
-
-def parts_at_peak(log: Log) -> tuple[Counter[Category], Phase]:
-    """The bytes of each category at the peak of the measured step, and its phase."""
-    events = list(log.events())
-    sizes = {which: step.nbytes for which, step in events if type(step) is Alloc}
-    now = most = peak = 0
-    for place, (which, step) in enumerate(events):
-        if type(step) is Alloc:
-            now += sizes[which]
-        elif type(step) is Free:
-            now -= sizes[which]
-        if step is Marker.RESET or now > most:
-            most, peak = now, place
-    living: dict[object, Alloc] = {}
-    phase = Phase.FORWARD
-    for which, step in events[: peak + 1]:
-        if type(step) is Alloc:
-            living[which], phase = step, step.phase
-        elif type(step) is Free:
-            del living[which]
-    parts: Counter[Category] = Counter()
-    for birth in living.values():
-        parts[birth.category] += birth.nbytes
-    return parts, phase
 
 
 def switches(search: Search, start: Option) -> tuple[Switch, ...]:
@@ -130,7 +106,7 @@ def switches(search: Search, start: Option) -> tuple[Switch, ...]:
 
 def _named_change(own: Combination, combination: Combination) -> str:
     """The only thing in which a combination differs, in words; empty where there are more."""
-    before, after = dataclasses.asdict(own), dataclasses.asdict(combination)
+    before, after = vars(own), vars(combination)
     other = {name for name in before if before[name] != after[name]}
     if combination.way != own.way and other <= {"way", "precision", "optimizer"}:
         return WAYS[combination.way]

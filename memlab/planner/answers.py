@@ -20,7 +20,7 @@ class Answers:
     """The bytes and seconds of recipes on a card. say: told what is being done."""
 
     def __init__(
-        self, question: Question, card: GPU, margin: float, say: Callable[[str], object] = str
+        self, question: Question, card: GPU, margin: float, say: Callable[[str], object]
     ) -> None:
         self.question, self.card, self.margin, self.say = question, card, margin, say
         # A card that is only bytes has the links of the one that it is like.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from memlab.gpus import GPU, find_gpu
 from memlab.planner.answers import Answers, has_runs_only
 from memlab.planner.cards import LADDER
 from memlab.planner.result import WAYS, WORST, Option, described
-from memlab.planner.space import Combination, bytes_per_weight, computes, is_here
+from memlab.planner.space import Combination, bytes_per_weight, computes
 from memlab.predict.fit import room
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def last_resorts(search: Search) -> tuple[Option, ...]:
     recipes, answers = search.recipes, search.answers
     for combination, changes, package in LAST_RESORTS:
         least = recipes.weights * bytes_per_weight(combination.precision) + answers.context
-        if is_here(package) and least <= answers.room:
+        if importlib.util.find_spec(package) and least <= answers.room:
             combination = recipes.in_parts(combination) or combination
             candidates.append(
                 answers.simulated(recipes.recipe(combination, recipes.batches[-1], **changes))

@@ -305,7 +305,8 @@ class Plan:
             f"the context; {usable / GiB:,.1f} of the card's {gib(card.total_memory)} may be used."
         )
         lines = [f"{self.verdict()}.", *self._choice(), head, "", _table(self.tiers.values())]
-        lines += [f"Tiers, by what they may cost in quality: {'; '.join(self._legend())}.", ""]
+        legend = "; ".join(f"{tier} {what}" for tier, what in TIERS.items() if tier in self.tiers)
+        lines += [f"Tiers, by what they may cost in quality: {legend}.", ""]
         if self.fastest and self.roomiest:
             same = _is_same(self.fastest.recipe, self.roomiest.recipe)
             sized = {FASTEST: self.fastest, ROOMIEST: self.roomiest}
@@ -346,9 +347,6 @@ class Plan:
             f"Tier {first.tier}: {in_short(first.recipe)}.",
             f"Fastest is tier {fastest.tier}, {described(fastest.recipe)}.",
         ]
-
-    def _legend(self) -> list[str]:
-        return [f"{tier} {what}" for tier, what in TIERS.items() if tier in self.tiers]
 
 
 def in_short(recipe: Recipe) -> str:

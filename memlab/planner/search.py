@@ -249,9 +249,10 @@ class Search:
         """The best of the options, replayed; None where none fits."""
         fitting = [combination for combination in candidates if combination in self.options]
         while fitting:
-            times = {combination: self.options[combination] for combination in fitting}
-            best = plainest(times, lambda option: self.answers.time(option.recipe) or float("inf"))
-            if best is None or best in self.replayed:
+            best = plainest(
+                fitting, lambda one: self.answers.time(self.options[one].recipe) or float("inf")
+            )
+            if best in self.replayed:
                 return best
             self.replay(best)
             fitting = [combination for combination in fitting if combination in self.options]

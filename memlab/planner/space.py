@@ -1,16 +1,15 @@
 """What a plan may choose from: ways to train, number formats, optimizers, shardings, sizes."""
 
 import dataclasses
-import importlib.util
 import itertools
 from dataclasses import dataclass
-from math import isqrt
 from typing import Any
 
 from memlab import models
 from memlab.gpus import GPU, require_native
 from memlab.libraries import remembered
 from memlab.planner.result import Question, tier_of
+from memlab.predict.recipe_log import numbers_of
 from memlab.spec.logits import unlike_product
 from memlab.spec.optimizers import OPTIMIZERS
 from memlab.spec.recipe import AUTOCAST, Recipe
@@ -109,9 +108,8 @@ class Recipes:
         self.attention = attention_of(self.model, question.task)
         self.combinations, self.excluded = self.of_ways(question.ways)
         effective = question.effective_batch // question.ranks  # of each rank
-        small = {n for n in range(1, isqrt(effective) + 1) if effective % n == 0}
-        self.batches = sorted(small | {effective // n for n in small})
-        self.weights = weights_of(self.model, question.task)
+        self.batches = [n for n in range(1, effective + 1) if effective % n == 0]
+        _, self.weights = numbers_of(self.model, question.task)
 
     def of_ways(
         self, ways: tuple[str, ...], ranks: int | None = None
@@ -196,11 +194,6 @@ def bytes_per_weight(precision: str) -> int:
     return 2 if precision in ("bf16", "fp16") else 4
 
 
-def is_here(package: str) -> bool:
-    """Whether a package is installed."""
-    return importlib.util.find_spec(package) is not None
-
-
 def computes(card: GPU, question: Question) -> bool:
     """Whether a card has the number formats that were asked for by name."""
     asked = any("bf16" in precision for precision in question.precisions or ())
@@ -208,25 +201,12 @@ def computes(card: GPU, question: Question) -> bool:
 
 
 @remembered
-def weights_of(model: models.Model, task: str | None) -> int:
-    """Numbers in a model."""
-    import torch
-
-    with torch.device("meta"):
-        built = models.build(model, task)
-    return sum(weight.numel() for weight in built.parameters())
-
-
-@remembered
 def attention_of(model: models.Model, task: str | None) -> str:
     """`sdpa` where the architecture has it, else `eager`."""
-    import torch
-
-    with torch.device("meta"):
-        try:
-            models.build(models.with_layers(model, 2), task, attention="sdpa")
-        except ValueError:
-            return "eager"
+    try:
+        models.skeleton(models.with_layers(model, 2), task, "sdpa")
+    except ValueError:
+        return "eager"
     return "sdpa"
 
 

@@ -137,11 +137,12 @@ def verdict_by(peak_on: Callable[[GPU], int | None], card: GPU, margin: float = 
     peak_on: bytes on a card without a limit, and on one smaller by the margin, where None says that
         it runs out of memory.
     """
-    context, smaller, by = _context(card), _less_margin(card, margin), card.without_limit()
+    context, by, most = _context(card), card.without_limit(), room(card, margin)
     peak = peak_on(by)
     assert peak is not None  # where nothing ends, nothing is refused
-    fits = peak + context <= room(card, margin)
+    fits = peak + context <= most
     if not fits:
+        smaller = dataclasses.replace(card, total_memory=most)
         tight = peak_on(smaller)
         if tight is not None:
             fits, peak, by = True, tight, smaller
@@ -153,10 +154,6 @@ def room(card: GPU, margin: float = MARGIN) -> int:
     """Bytes of a card, context included, that a training may be predicted to need."""
     assert card.total_memory is not None  # it has a limit
     return math.ceil((card.total_memory - _context_margin(card)) / (1 + margin))
-
-
-def _less_margin(card: GPU, margin: float) -> GPU:
-    return dataclasses.replace(card, total_memory=room(card, margin))
 
 
 def _context_margin(card: GPU) -> int:
@@ -264,9 +261,10 @@ def largest_size(
     own_fits: whether it does, None where that is to be found. log_of, peak_of: what a size does to
     memory, and its peak, as `memlab.predict.simulate` gives them.
     """
-    smaller = _less_margin(card, margin)
-    end = _longest(recipe) if field != "batch_size" else None
-    end = MOST if end is None else end
+    most_bytes = room(card, margin)
+    smaller = dataclasses.replace(card, total_memory=most_bytes)
+    longest = None if field == "batch_size" else models.max_length(recipe.model)
+    end = longest - getattr(recipe, "new_tokens", 0) if longest else MOST
     step = min(STEPS[field], end)
 
     def size_of(steps: int) -> int:
@@ -287,7 +285,7 @@ def largest_size(
 
     every, own = -(-end // step), getattr(recipe, field)
     first = min(max(1, own // step), every)
-    most = _last_by_line(tensors, first, every, room(card, margin) - _context(card))
+    most = _last_by_line(tensors, first, every, most_bytes - _context(card))
     off_grid = own != size_of(first)  # a length that is no multiple of the step, or below the first
     if own_fits is None and (first < most or off_grid):
         own_fits = serves(recipe)
@@ -297,12 +295,6 @@ def largest_size(
     steps = _last(fits, max(most, least), least)
     size = max(size_of(steps), own) if own_fits else size_of(steps)
     return size, None if steps == every else size_of(steps + 1)
-
-
-def _longest(recipe: Workload) -> int | None:
-    """The longest sequence or prompt of a model; None for no end."""
-    longest = models.max_length(recipe.model)
-    return longest and longest - getattr(recipe, "new_tokens", 0)
 
 
 def _last(fits: Callable[[int], bool], most: int, least: int) -> int:

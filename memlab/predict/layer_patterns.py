@@ -47,24 +47,21 @@ def layers_of(recipe: Workload) -> Layers | None:
         return None  # DDP's buckets go across layers, and ZeRO 1 chooses among all weights
     if not set(recipe.freeze) <= {"embeddings", "backbone"}:
         return None  # single layers may be named
-    import torch
-
-    with torch.device("meta"):
-        full = _described(models.build(config, recipe.task))
-        full = {name: stack for name, stack in full.items() if len(stack) == layers}
-        kinds = zip(*full.values(), strict=True)
-        repetition = full and repeats([tuple(map(str, layer)) for layer in kinds])
-        if not repetition:
-            return None
-        for patterns in FEWEST:
-            number = repetition.number(patterns)
-            short = models.build(models.with_layers(config, number), recipe.task)
-            stacks = _described(short)
-            for name, stack in full.items():
-                pattern = stack[repetition.before : repetition.before + repetition.period]
-                after = stack[layers - repetition.after :]
-                if stacks.get(name) != stack[: repetition.before] + pattern * patterns + after:
-                    return None
+    full = _described(models.skeleton(config, recipe.task))
+    full = {name: stack for name, stack in full.items() if len(stack) == layers}
+    kinds = zip(*full.values(), strict=True)
+    repetition = full and repeats([tuple(map(str, layer)) for layer in kinds])
+    if not repetition:
+        return None
+    for patterns in FEWEST:
+        number = repetition.number(patterns)
+        short = models.skeleton(models.with_layers(config, number), recipe.task)
+        stacks = _described(short)
+        for name, stack in full.items():
+            pattern = stack[repetition.before : repetition.before + repetition.period]
+            after = stack[layers - repetition.after :]
+            if stacks.get(name) != stack[: repetition.before] + pattern * patterns + after:
+                return None
     return repetition
 
 

@@ -85,7 +85,7 @@ def assumed(recipe: Workload) -> tuple[str, ...]:
             "not installed"
         )
     if recipe.base in QUANTIZED:
-        reached, elements = _elements(recipe.model, recipe.task)
+        reached, elements = numbers_of(recipe.model, recipe.task)
         if reached < elements / 2:
             lines.append(
                 f"{recipe.base} reaches {reached / elements:.1%} of the weights: what is no plain "
@@ -115,21 +115,18 @@ def warm_up_bytes(recipe: Workload, total: int | None = None) -> int:
     `caching_allocator_warmup` in transformers' modeling_utils.py. total: the card's bytes, of which
     some stay free; None for no limit.
     """
-    reached, elements = _elements(recipe.model, recipe.task)
+    reached, elements = numbers_of(recipe.model, recipe.task)
     nbytes = reached // 2 if recipe.base in FOUR_BITS else reached
     nbytes += (elements - reached) * (4 if recipe.compute_dtype == "fp32" else 2)
     return nbytes if total is None else max(0, min(nbytes, total - LEFT_FREE))
 
 
 @remembered
-def _elements(model: Model, task: str) -> list[int]:
-    """How many elements of a model's weights a base quantizes, and how many there are."""
-    import torch
-
+def numbers_of(model: Model, task: str | None) -> list[int]:
+    """How many numbers of a model's weights a base quantizes, and how many there are."""
     from memlab.workloads.quantized import to_be_quantized
 
-    with torch.device("meta"):
-        built = models.build(model, task)
+    built = models.skeleton(model, task)
     reached = sum(module.weight.numel() for module in to_be_quantized(built).values())
     return [reached, sum(parameter.numel() for parameter in built.parameters())]
 

@@ -23,12 +23,14 @@ from memlab.trace.quantized_weights import numel
 from memlab.trace.work import NORMS, drop_small_ops
 from memlab.workloads.training import Training, import_libraries
 
+Loop = Callable[[Recipe, SimulatedGPU], Training]
+
 
 def log_of(
     recipe: Workload,
     gpu: GPU = ANY_CARD,
     numbered: bool = False,
-    loop: Callable[..., Training] | None = None,
+    loop: Loop | None = None,
     most: int | None = None,
 ) -> Log:
     """What `recipe` does to memory, at its own depth, on a card like `gpu` without a limit.
@@ -51,7 +53,7 @@ def log_of(
 def shallow_log(
     recipe: Workload,
     gpu: GPU,
-    loop: Callable[..., Training] | None = None,
+    loop: Loop | None = None,
     most: int | None = None,
 ) -> Log:
     """`log_of`, for comparing depths: without the bytes of norms, which grow with each layer."""
@@ -75,7 +77,7 @@ def _silent_transformers() -> Iterator[None]:
         transformers.logging.set_verbosity(before)
 
 
-def _run(loop: Callable[..., Training], recipe: Recipe, simulated: SimulatedGPU) -> Training:
+def _run(loop: Loop, recipe: Recipe, simulated: SimulatedGPU) -> Training:
     """What a loop gives. Raises ValueError, in one line, for what its model or a library raises."""
     try:
         with _silent_transformers():

@@ -141,7 +141,9 @@ def try_script(
 
     Raises ValueError where there is no such file.
     """
-    script = _file_of_module(str(path)) if module else _script_at(path)
+    script = _file_of_module(str(path)) if module else Path(path).resolve()
+    if not script.is_file():
+        raise ValueError(f"{path} is no file: allowed is a Python script")
     if steps < 1:
         raise ValueError(f"steps is {steps}: allowed are whole numbers from 1")
     card = SimulatedGPU(
@@ -280,13 +282,6 @@ def _time_limit(minutes: float) -> Iterator[threading.Event]:
         yield is_up
     finally:
         has_ended.set()
-
-
-def _script_at(path: str | Path) -> Path:
-    script = Path(path).resolve()
-    if not script.is_file():
-        raise ValueError(f"{path} is no file: allowed is a Python script")
-    return script
 
 
 @contextlib.contextmanager

@@ -119,7 +119,7 @@ def serving_footprint(
     return replace(served, prefill_time=times[0], decode_time=times[1], tokens=tokens)
 
 
-def log_of_serving(serving: Serving, card: GPU, numbered: bool = False) -> Log:
+def log_of_serving(serving: Serving, card: GPU, numbered: bool) -> Log:
     """What `serving` does to memory, at its own depth, on a card like this without a limit.
 
     numbered: whether the log tells layers apart.

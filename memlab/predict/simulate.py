@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, overload
 
 from memlab.card.footprint import card_footprint
@@ -20,12 +20,9 @@ from memlab.trace.ledger import Ledger
 from memlab.trace.log import Event, Log, peak_reserved, replay
 
 if TYPE_CHECKING:
-    from memlab.card.device import SimulatedGPU
+    from memlab.predict.run import Loop
     from memlab.predict.serving import ServingFootprint
     from memlab.spec.serving import Serving, Workload
-    from memlab.workloads.training import Training
-
-    Loop = Callable[[Recipe, SimulatedGPU], Training]
 
 
 @overload

@@ -23,7 +23,7 @@ import numpy as np
 
 from memlab.card.links import CARDS
 from memlab.footprint import Category, Phase
-from memlab.libraries import LIBRARIES, cache_folder, installed, write_whole
+from memlab.libraries import installed, write_whole
 from memlab.predict.layer_patterns import Layers
 from memlab.trace.events import Alloc, Free, Marker, TraceEvent
 from memlab.trace.layered import Counts, LayeredLog
@@ -57,11 +57,6 @@ class Store:
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)
-
-    @classmethod
-    def of_user(cls) -> Store:
-        """The one in the user's cache, or where `MEMLAB_CACHE` says."""
-        return cls(cache_folder() / "traces")
 
     def read_into(self, phases: dict, key: str) -> None:
         """Add what is there of a key: a half, or None for what has no trace."""
@@ -97,7 +92,7 @@ def _surroundings() -> str:
     return f"{', '.join(releases)}, format {FORMAT}"
 
 
-def other_releases(versions: dict[str, str], names: Iterable[str] = LIBRARIES) -> str:
+def other_releases(versions: dict[str, str], names: Iterable[str]) -> str:
     """In which libraries kept numbers are of other releases than those here; empty for none.
 
     versions: library -> release, as they were kept. names: the libraries that matter.

@@ -11,7 +11,7 @@ from memlab import models
 from memlab.gpus import GPU
 from memlab.predict.layer_patterns import Layers, layers_of
 from memlab.predict.recipe_log import gc_frozen, is_deep, with_all_micro_batches
-from memlab.predict.run import log_of, shallow_log, two_updates
+from memlab.predict.run import Loop, log_of, shallow_log, two_updates
 from memlab.predict.store import RecordedPhase
 from memlab.predict.structure import Structure, TraceDomain, structures, with_matching_state_dtypes
 from memlab.predict.traces import log_of_run
@@ -38,7 +38,7 @@ AGREEING_DEPTHS = (1, 2, 3), (2, 3, 4)
 MAX_EVENT_RATIO = 2
 
 
-def run_log(recipe: Workload, card: GPU, loop: Callable[..., Any] | None = None) -> Log:
+def run_log(recipe: Workload, card: GPU, loop: Loop | None = None) -> Log:
     """The log of a recipe at its own sizes, of shallow models where these stand for a deep one.
 
     loop: another training loop than memlab's own, a function like `memlab.predict.run.two_steps`.
@@ -47,7 +47,7 @@ def run_log(recipe: Workload, card: GPU, loop: Callable[..., Any] | None = None)
     return log_of_run(recipe, halves) if halves else whole_log(recipe, card, loop)
 
 
-def whole_log(recipe: Workload, card: GPU, loop: Callable[..., Any] | None = None) -> Log:
+def whole_log(recipe: Workload, card: GPU, loop: Loop | None = None) -> Log:
     """The log of a recipe at its own sizes and depth."""
     import_libraries(recipe)
     with gc_frozen():
@@ -55,9 +55,7 @@ def whole_log(recipe: Workload, card: GPU, loop: Callable[..., Any] | None = Non
         return with_all_micro_batches(recipe, log)
 
 
-def run_halves(
-    recipe: Workload, card: GPU, loop: Callable[..., Any] | None = None
-) -> list[RecordedPhase]:
+def run_halves(recipe: Workload, card: GPU, loop: Loop | None = None) -> list[RecordedPhase]:
     """Both halves of a deep model's log at its own sizes, of shallow ones, where these stand."""
     layers = layers_of(recipe) if is_deep(recipe) else None
     patterns = layers and layers.patterns(models.config(recipe.model).num_hidden_layers)
@@ -94,7 +92,7 @@ def record(
 
 
 def _recorded(
-    recipe: Recipe, card: GPU, structure: Structure, loop: Callable[..., Any] | None = None
+    recipe: Recipe, card: GPU, structure: Structure, loop: Loop | None = None
 ) -> tuple[RecordedPhase, ...] | None:
     """Both halves of a recipe. loop: as in `run_log`; None where its updates are not the usual."""
     around = TraceDomain.of(recipe)
@@ -112,7 +110,8 @@ def _recorded(
     ) -> tuple[RecordedPhase, ...] | None:
         """The halves; None where the check says otherwise."""
         phases = [PhaseTrace(half, sizes, around.batches, card.workspace) for half in halves]
-        log = Trace(*phases).at(checked_sizes, _depth_of_check(layers, around))
+        depth = Depth(CHECKED_PATTERNS if layers else 1, around.batches)
+        log = Trace(*phases).at(checked_sizes, depth)
         if not are_alike(log, of_check):
             return None
         return tuple(RecordedPhase(phase, layers) for phase in phases)
@@ -160,7 +159,7 @@ def is_as_run(
         return False  # the caller runs the recipe itself, which raises a better error
     sizes = of_halves[1].sizes(check) | of_halves[0].sizes(check) | card.symbols
     trace = Trace(*(phase.half for phase in halves))
-    depth = _depth_of_check(layers, around, PROBED_PATTERNS)
+    depth = Depth(PROBED_PATTERNS if layers else 1, around.batches)
     return are_alike(trace.at(sizes, depth), of_check)
 
 
@@ -169,18 +168,12 @@ def _check_run(
     layers: Layers | None,
     card: GPU,
     patterns: int = CHECKED_PATTERNS,
-    loop: Callable[..., Any] | None = None,
+    loop: Loop | None = None,
 ) -> Log:
     """A run that a trace must agree with: of a few layers, or of all where none repeats."""
     if layers is None:
         return log_of(check, gpu=card, numbered=True)
     return shallow_log(_deep(check, layers.number(patterns)), gpu=card, loop=loop)
-
-
-def _depth_of_check(
-    layers: Layers | None, around: TraceDomain, patterns: int = CHECKED_PATTERNS
-) -> Depth:
-    return Depth(patterns if layers else 1, around.batches)
 
 
 def _shallow_halves(

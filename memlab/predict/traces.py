@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from memlab import models
 from memlab.gpus import GPU
-from memlab.libraries import has_changed_code
+from memlab.libraries import cache_folder, has_changed_code
 from memlab.predict.recipe_log import with_all_micro_batches
 from memlab.predict.shipped import Shipped
 from memlab.predict.store import RecordedPhase, Store
@@ -230,7 +230,7 @@ def lru_get(values: dict, key: object, make: Any, most: int = MAX_CACHED_LOGS) -
 @functools.cache
 def traces() -> Traces:
     """Those of this process: kept in the user's cache, or as they came with memlab."""
-    return Traces(Store.of_user(), Shipped.of_memlab())
+    return Traces(Store(cache_folder() / "traces"), Shipped.of_memlab())
 
 
 def usual_sizes(recipe: Recipe) -> Recipe:

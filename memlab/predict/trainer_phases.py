@@ -150,10 +150,7 @@ class OneOfEach(Phases):
         trainer.train_dataset = longest_of(trainer.train_dataset, texts * self.steps)
         if not _keeps_predictions(trainer):
             texts = args.eval_batch_size * args.world_size * EVALUATED
-            every, sets = trainer.eval_dataset, {}
-            if isinstance(every, dict):
-                sets = {name: longest_of(dataset, texts) for name, dataset in every.items()}
-            trainer.eval_dataset = sets or longest_of(every, texts)
+            trainer.eval_dataset = longest_of(trainer.eval_dataset, texts)
         trainer.add_callback(_callback(self))
 
     def enough_steps(self) -> None:
@@ -289,7 +286,9 @@ def _size(item: Any) -> int:
 
 
 def longest_of(dataset: Any, number: int) -> Any:
-    """So many of a dataset's longest texts; as it is where their sizes are not known."""
+    """So many of a dataset's longest texts, or of each; as it is where sizes are not known."""
+    if isinstance(dataset, dict):
+        return {name: longest_of(each, number) for name, each in dataset.items()}
     sizes = text_sizes(dataset)
     if not sizes:
         return dataset

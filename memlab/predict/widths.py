@@ -36,14 +36,11 @@ def shapes_of(model: Model, task: str) -> list[list[int]]:
     A layer of another kind has other shapes. It may come late: every fourth of Qwen3-Next is one of
     full attention, and every eighth of Jamba.
     """
-    import torch
-
     config = models.config(model)
     listed = list(zip(*models.by_layer(config).values(), strict=True))
     first = [LAYERS, *(listed.index(kind) + 1 for kind in listed)]
     layers = min(max(first), config.num_hidden_layers)
-    with torch.device("meta"):
-        built = models.build(models.with_layers(config, layers), task)
+    built = models.skeleton(models.with_layers(config, layers), task)
     around: list[tuple[int, ...]] = []
     layers_weights: dict[str, list[tuple[int, ...]]] = {}
     for name, weight in built.named_parameters():

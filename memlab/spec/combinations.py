@@ -162,23 +162,13 @@ def _mixes_texts(model: models.Model) -> str:
     """Why a causal model cannot tell a row's texts apart by their positions; empty if it can."""
     import torch
 
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        built = models.build(model, "causal-lm")
+    with torch.random.fork_rng(devices=[]):
+        built = models.skeleton(model, "causal-lm")
     if "position_ids" not in inspect.signature(built.forward).parameters:
         return "takes no position_ids"
     if any(isinstance(module, torch.nn.Conv1d) for module in built.modules()):
         return "has layers that run on from one text of a row into the next"
     return ""
-
-
-def _check_torch_has(loss: str) -> None:
-    import torch
-
-    if not hasattr(torch.nn.functional, loss):
-        raise ValueError(
-            f"loss is {loss!r}: torch.nn.functional has it from PyTorch 2.13, here is "
-            f"{torch.__version__}; allowed are whole, chunked"
-        )
 
 
 def check_loss(recipe: Recipe) -> None:
@@ -191,7 +181,13 @@ def check_loss(recipe: Recipe) -> None:
             "a causal-lm only, allowed is whole"
         )
     if recipe.loss == "linear_cross_entropy":
-        _check_torch_has(recipe.loss)
+        import torch
+
+        if not hasattr(torch.nn.functional, recipe.loss):
+            raise ValueError(
+                f"loss is {recipe.loss!r}: torch.nn.functional has it from PyTorch 2.13, here is "
+                f"{torch.__version__}; allowed are whole, chunked"
+            )
     unlike = unlike_product(recipe.model)
     if unlike:
         raise ValueError(

@@ -73,22 +73,22 @@ class Training:
         rank = sharding.join_ranks(recipe)
         config = models.config(recipe.model)
         dtype = stored_as(recipe)
-        self._sharded = is_moved_by_sharding(recipe)
+        self._sharded, quantizes = is_moved_by_sharding(recipe), recipe.base in QUANTIZED
         half = AUTOCAST.get(recipe.precision) if self._sharded else None
         # What is gathered may be cast on the way: 4-bit weights come as what is none.
         storage = [half or dtype] if self._sharded else []
         with built_in or contextlib.nullcontext():
             model = models.build(config, recipe.task, dtype, recipe.attention, seed)
-            if recipe.base in QUANTIZED:
+            if quantizes:
                 quantized.quantize_base(model, recipe, *storage)
-            if recipe.base == "half" or recipe.base in QUANTIZED and not recipe.upcast:
+            if recipe.base == "half" or quantizes and not recipe.upcast:
                 quantized.leave_in_fp32(model, recipe)
         replace_loss(model, recipe)
-        if recipe.base in QUANTIZED and not self._sharded:
+        if quantizes and not self._sharded:
             quantized.load(model, self.device)
         elif not self._sharded:
             model.to(self.device)  # type: ignore[arg-type]  # transformers wraps it without self
-        if recipe.base in QUANTIZED:
+        if quantizes:
             if recipe.upcast:
                 quantized.cast_the_rest(model)
             # Gives back what loading has left, as peft's cast and the Trainer's first act do.
@@ -357,18 +357,13 @@ def make_batches(
             labels = tokens
         batch = {"input_ids": tokens, "labels": labels}
         if recipe.packed:
-            batch["position_ids"] = _two_texts(recipe).to(device)
+            first = recipe.seq_len // 2  # the first of two texts in each row
+            positions = torch.cat([torch.arange(first), torch.arange(recipe.seq_len - first)])
+            batch["position_ids"] = positions.repeat(recipe.batch_size, 1).to(device)
             if recipe.attention == "flash_attention_2":  # which takes borders of a single row
                 batch = {name: rows.reshape(1, -1) for name, rows in batch.items()}
         batches.append(_padded(batch, config) if recipe.padded else batch)
     return batches
-
-
-def _two_texts(recipe: Recipe) -> torch.Tensor:
-    """The positions of two texts in each row, int64 [batch_size, seq_len]."""
-    first = recipe.seq_len // 2
-    positions = torch.cat([torch.arange(first), torch.arange(recipe.seq_len - first)])
-    return positions.repeat(recipe.batch_size, 1)
 
 
 def _padded(batch: Batch, config: PretrainedConfig) -> Batch:

@@ -67,16 +67,13 @@ def _dist(tensor, other, p=2):
     return [[_together(tensor, other)]]
 
 
-@_of(TEMPORARIES, "huber_loss")
+@_of(TEMPORARIES, "huber_loss mse_loss smooth_l1_loss")
 def _reduced(tensor, target, reduction=MEAN, *_):
-    """Loss.cpp, `huber_loss`: each number's, then their mean."""
+    """Loss.cpp, `huber_loss`: each number's, then their mean.
+
+    Of the others the meta function builds an output of full size, the implementation another.
+    """
     return [] if reduction == NONE else [[_together(tensor, target)]]
-
-
-@_of(TEMPORARIES, "mse_loss smooth_l1_loss")
-def _reduced_from_another(tensor, target, reduction=MEAN, *_):
-    """Loss.cpp: the meta function builds an output of full size, the implementation another."""
-    return _reduced(tensor, target, reduction)
 
 
 @_of(KEPT, "mse_loss smooth_l1_loss soft_margin_loss")

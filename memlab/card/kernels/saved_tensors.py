@@ -14,6 +14,7 @@ import torch
 from torch._decomp import decompositions
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memlab.card.collectives import named
 from memlab.trace.tensors import inner_tensors
 
 
@@ -111,12 +112,11 @@ def _run_in_fp32(function, *args, **kwargs):
 
 
 def _ask_for_fp32(function, *args, **kwargs):
-    names = (argument.name for argument in function._schema.arguments)
-    named = dict(zip(names, args, strict=False)) | kwargs
-    if named.get("dtype") is None and _is_half(args[0]):
-        named["dtype"] = torch.float32
+    given = named(function, args) | kwargs
+    if given.get("dtype") is None and _is_half(args[0]):
+        given["dtype"] = torch.float32
     with _no_autocast():
-        return function(**named)
+        return function(**given)
 
 
 def _run_in_the_widest(function, *args, **kwargs):
