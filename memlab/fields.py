@@ -179,6 +179,21 @@ def integer_from(least: int, most: int = MOST) -> Callable[[str, object], int]:
     return check
 
 
+SIZE = re.compile(r"(num|n)_\w+|\w+_(size|dim)")  # fields of a config that count something
+OF_ANY_MODEL = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
+MOST_LAYERS = 1000  # that are built one by one
+
+
+def check_sizes(config: Mapping[str, object]) -> None:
+    """Raise ValueError for a size in a config's values that no model has."""
+    for name, value in config.items():
+        needed = name in OF_ANY_MODEL
+        none = value == -1 and not needed  # as some write it
+        if SIZE.fullmatch(name) and type(value) is int and not none:
+            layers = re.fullmatch(r"(num|n)_(hidden_)?layers?", name)
+            integer_from(int(needed), MOST_LAYERS if layers else MOST)(name, value)
+
+
 def fraction(name: str, value: object) -> float:
     """A number from 0 to below 1."""
     if not isinstance(value, (int, float)) or not 0 <= value < 1:

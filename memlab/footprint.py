@@ -1,7 +1,7 @@
 """What a training step holds at its worst moment: bytes inside, GiB or MiB in print."""
 
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -245,10 +245,16 @@ class Footprint:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values, without the timeline."""
-        values = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.repr}
-        return values | {
+        return {
+            "peak_allocated": self.peak_allocated,
+            "peak_reserved": self.peak_reserved,
             "peak_tensors": self.peak_tensors,
             "breakdown": dict(self.breakdown),
+            "peak_phase": self.peak_phase,
+            "parameters": self.parameters,
+            "trainable_parameters": self.trainable_parameters,
+            "context": self.context,
+            "device_used": self.device_used,
             "assumptions": list(self.assumptions),
             "step_seconds": self.step_time and self.step_time.as_dict(),
             "samples_per_second": self.samples_per_second,

@@ -30,11 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from memlab.names import (
-    ALIKE,
     LARGEST,
     ON_THE_MOVE,
     in_machine,
-    letters_of,
+    like,
     maker_without_cuda,
     several,
     size_of,
@@ -361,9 +360,9 @@ def _hint(card: object) -> str:
         )
     if names := _names(words):
         return f', which may be {names}: name one, or the GiB that PyTorch may take, as in "22 GiB"'
-    written = {letters_of(name): name for name in GPUS}
-    alike = difflib.get_close_matches(letters_of(card), written, 1, ALIKE)
-    return (f", the nearest is {written[alike[0]]}" if alike else "") + allowed
+    alike = {"".join(sorted(words_of(name))): name for name in GPUS if like(words, name)}
+    near = difflib.get_close_matches("".join(sorted(words)), alike, 1)
+    return (f", the nearest is {alike[near[0]]}" if near else "") + allowed
 
 
 def _names(words: set[str]) -> str:

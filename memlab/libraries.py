@@ -89,6 +89,15 @@ def one_line(error: BaseException, limit: int = 160) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def with_floats(values: Any) -> Any:
+    """The values with floats for what transformers 5 writes for them: {"__float__": "Infinity"}."""
+    if isinstance(values, dict):
+        if values.keys() == {"__float__"}:
+            return float(values["__float__"])
+        return {name: with_floats(value) for name, value in values.items()}
+    return [with_floats(value) for value in values] if isinstance(values, list) else values
+
+
 def first_line(error: BaseException) -> str:
     """The first line of what an error says, or its kind where it has no words."""
     return next(iter(str(error).splitlines()), type(error).__name__)

@@ -8,7 +8,6 @@ config.json with seeded random weights. Each name has a tiny twin, `<name>-tiny`
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import json
 import re
@@ -16,9 +15,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from memlab.fields import one_of
-from memlab.libraries import hub_reachable, one_line, remembered
-from memlab.names import ALIKE, FOUR_BITS, hub_name, spelled, squeezed
+from memlab.fields import check_sizes, one_of
+from memlab.libraries import hub_reachable, one_line, remembered, with_floats
+from memlab.names import FOUR_BITS, hub_name, nearest_model, squeezed
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +39,7 @@ _HUBS = {name: (hub, *_PUBLISHED[name].pop("also", ())) for name, hub in MODELS.
 _TASKS = {name: fields.pop("task") for name, fields in _PUBLISHED.items() if "task" in fields}
 _OWNERS = {name: {hub.lower().split("/")[0] for hub in hubs} for name, hubs in _HUBS.items()}
 # Names as people write them -> name; a tiny twin has only its own.
-_WRITTEN = {spelled(hub): name for name, hubs in _HUBS.items() for hub in (*hubs, name)}
+_WRITTEN = {hub: name for name, hubs in _HUBS.items() for hub in (*hubs, name)}
 _WRITTEN |= {f"{name}-tiny": f"{name}-tiny" for name in MODELS}
 _ALIASES = {squeezed(written): name for written, name in _WRITTEN.items()}
 MODELS |= {f"{name}-tiny": f"a tiny twin of {hub}" for name, hub in list(MODELS.items())}
@@ -77,6 +76,7 @@ def config(model: Model) -> PretrainedConfig:
     or a hub name that cannot be had here.
     """
     text = copy.deepcopy(_text_of(published(model)))
+    check_sizes(vars(text))
     if hasattr(text, "quantization_config"):
         del text.quantization_config  # of the published weights, not of the architecture
     return text
@@ -106,14 +106,11 @@ def published(model: Model) -> PretrainedConfig:
 
 
 def _nearest(name: str) -> str:
-    """Which model of the catalogue a name may mean, for the words of an error."""
     plain = FOUR_BITS.sub("", name)
-    model = _ALIASES.get(squeezed(plain))
-    if model and plain != name:
+    if plain != name and (model := _ALIASES.get(squeezed(plain))):
         return f", which is {model!r} in 4 bits: name that, with a lora_rank and base nf4"
-    alike = difflib.get_close_matches(spelled(name), _WRITTEN, 1, ALIKE)
-    nearest = model or next((_WRITTEN[written] for written in alike), None)
-    return f", the nearest is {nearest!r}" if nearest else ""
+    near = nearest_model(name, _WRITTEN)
+    return f", the nearest is {_WRITTEN[near]!r}" if near else ""
 
 
 @functools.cache
@@ -217,7 +214,7 @@ def _from_values(values: Any, place: str | Path) -> PretrainedConfig:
     """The config with the values of a config.json; `place` begins the words of an error."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
+    from transformers import CONFIG_MAPPING
 
     family = values.get("model_type") if isinstance(values, dict) else None
     if not isinstance(family, str) or family not in CONFIG_MAPPING:
@@ -226,7 +223,7 @@ def _from_values(values: Any, place: str | Path) -> PretrainedConfig:
             f"{transformers.__version__} here; a newer one may know it"
         )
     try:
-        return CONFIG_MAPPING[family].from_dict(PreTrainedConfig._decode_special_floats(values))
+        return CONFIG_MAPPING[family].from_dict(with_floats(values))
     except (StrictDataclassError, ValueError, *MISFITS) as error:
         raise ValueError(f"{place}: not a valid {family} config ({one_line(error)})") from None
 
@@ -457,9 +454,7 @@ def build(
         built = getattr(transformers, AUTO_CLASSES[task]).from_config(
             values, dtype=dtype or torch.float32, attn_implementation=attention
         )
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, *MISFITS) as error:  # such as a negative size, or no heads
+    except MISFITS as error:  # such as padding beyond the vocabulary, or no heads
         raise ValueError(
             f"not a valid {values.model_type} config ({type(error).__name__}: {one_line(error)})"
         ) from None

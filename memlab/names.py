@@ -1,7 +1,9 @@
 """How people write the names of cards and models, and sizes: text only, no table of either."""
 
+import difflib
 import math
 import re
+from collections.abc import Iterable
 
 from memlab.units import MiB
 
@@ -24,6 +26,7 @@ OTHERS = {
 # Words of chips that carry the number of a card with other memory.
 ON_THE_MOVE = dict.fromkeys(("laptop", "mobile"), "laptop")
 ON_THE_MOVE |= dict.fromkeys(("jetson", "orin", "xavier", "thor"), "Jetson")
+SERIES = {"ada", "pro", "quadro", "titan"}  # the same number is another card with such a word
 # Kinds of rented machines -> the card in them, by the pages of AWS and Google Cloud.
 MACHINES = {
     "p3": "V100",
@@ -46,7 +49,6 @@ MACHINES = {
 SEVERAL = re.compile(r"(?P<n>\d{1,3}) ?[x×*] ?(?P<one>.+)|(?P<it>.+?) ?[x×*:] ?(?P<m>\d{1,3})")
 SIZE = re.compile(r"(?P<number>\d{1,3}(,\d{3})+(\.\d+)?|\d*\.?\d+) ?(?P<unit>gib|gb|mib|)", re.I)
 LEAST_OF_BYTES = 1000  # a number below it is one of GiB
-ALIKE = 0.85  # for difflib: a letter more, less or other, and no other family or generation
 LARGEST = 2**50  # bytes; no card and no machine has so many
 
 
@@ -57,11 +59,6 @@ def words_of(name: str) -> set[str]:
         gb = word["gb"] or (word["number"] if len(word["number"] or "1234") < 4 else None)
         words.add(f"{gb}gb" if gb else word[0])
     return words
-
-
-def letters_of(name: str) -> str:
-    """A card's name in small letters and digits, without what tells no card from another."""
-    return re.sub(r"[^a-z\d]", "", COMMON.sub("", name.lower()))
 
 
 def maker_without_cuda(words: set[str]) -> str | None:
@@ -100,6 +97,30 @@ def size_of(card: object) -> tuple[float, str] | None:
     return number, unit or ("gib" if number < LEAST_OF_BYTES else "bytes")
 
 
+def like(words: set[str], name: str) -> bool:
+    """Whether words may be a slip for a card's name: of its series, and of its generation.
+
+    By the letters and the first digit of A100, and the first two digits of 4090. A digit may lack.
+    """
+    others = words_of(name)
+    (letters, digits), (its_letters, its_digits) = _number(words), _number(others)
+    needed = 1 if letters else 2
+    return (
+        bool(digits)
+        and (letters, digits[:needed]) == (its_letters, its_digits[:needed])
+        and words & SERIES == others & SERIES
+        and len(its_digits) - 1 <= len(digits) <= len(its_digits)
+    )
+
+
+def _number(words: set[str]) -> tuple[str, str]:
+    """The letters and digits of a card's model number; of a size where there is no other."""
+    for word in sorted(words, key=lambda word: word.endswith("gb")):
+        if found := re.match(r"([a-z]{0,2})(\d+)", word):
+            return found[1], found[2]
+    return "", ""
+
+
 # ---------------------------------------------------------------------- models
 
 # What tells apart checkpoints of one architecture: how they were tuned, and the month.
@@ -109,6 +130,10 @@ TUNED = re.compile(
 )
 ADDRESS = re.compile(r"(https?://)?(www\.)?(huggingface\.co|hf\.co)/(?P<name>[^/]+/[^/?#]+).*")
 FOUR_BITS = re.compile(r"-(unsloth-)?bnb-4bit$")  # what unsloth appends to names
+SIZES = {"xsmall", "small", "base", "medium", "large", "xlarge", "xl", "xxl"}
+# What makes another architecture, or another vocabulary, of the same family, generation and size.
+KINDS = {"vl", "vision", "audio", "asr", "omni", "multimodal", "embedding", "reranker"}
+KINDS |= {"mini", "micro", "nano", "flash", "air", "next", "h"}
 
 
 def hub_name(text: str) -> str:
@@ -128,3 +153,31 @@ def spelled(name: str) -> str:
 def squeezed(name: str) -> str:
     """`spelled` without hyphens: "phi4" is "phi-4", and "llama3-8b" is "llama-3-8b"."""
     return spelled(name).replace("-", "")
+
+
+def nearest_model(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like one: of its family, generation, kind and size, or None."""
+    family, version, kinds, sizes = _parts(name)
+
+    def may_be(other: str) -> bool:
+        its_family, its_version, its_kinds, its_sizes = _parts(other)
+        kin = difflib.SequenceMatcher(None, family, its_family).ratio() >= 0.8
+        same = version == its_version and kinds == its_kinds
+        tiny = name.endswith("-tiny") == other.endswith("-tiny")
+        return kin and same and tiny and sizes <= its_sizes
+
+    alike = {spelled(other): other for other in filter(may_be, known)}
+    near = difflib.get_close_matches(spelled(name), alike, 1)
+    return alike[near[0]] if near else None
+
+
+def _parts(name: str) -> tuple[str, str | None, set[str], set[str]]:
+    """(family, generation, kinds, sizes) of a name: ("qwen", "3", {"embedding"}, {"0.6b"})."""
+    family, *words = re.sub(r"^([a-z]+)(?=\d)", r"\1-", spelled(name)).split("-")
+    version = words[0] if words and re.fullmatch(r"v?\d+(\.\d+)?", words[0]) else None
+    return (
+        family,
+        version,
+        KINDS.intersection(words),
+        SIZES.intersection(words) | {w for w in words if re.search(r"\d[bm]$", w)},
+    )

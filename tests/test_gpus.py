@@ -241,7 +241,7 @@ def test_what_an_unknown_name_may_mean(wrong, hint):
 
 
 @pytest.mark.parametrize(
-    "wrong", ["RTX 9070", "A1000", "RTX A3000", "K80", "V800", "A900", "RTX 609"]
+    "wrong", ["RTX 9070", "A1000", "RTX A3000", "RTX PRO 2000", "K80", "V800", "A900", "RTX 609"]
 )
 def test_of_another_generation_no_card_is_near(wrong):
     with refused("gpu is '[^']*': allowed are"):

@@ -59,7 +59,7 @@ def run(options: Namespace) -> dict:
             raise ValueError(f"{options.script} cannot be written: {why}")
     (cards,) = options.gpu if len(options.gpu) == 1 else (options.gpu or None,)
     cards, anchor = anchored_by(options.anchor, cards)
-    answer: Any = plan(options.model, cards, **asked)
+    answer = plan(options.model, cards, **asked)
     short = _shortfall(answer)
     chance = f"Chance that {short[0]} does not fit: {short[1]}.\n" if short else ""
     text = f"{answer}\n{chance}{anchor}".rstrip()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from memlab.gpus import GPU, GPUS
 from memlab.planner.advice import decision, switches
@@ -38,6 +38,18 @@ if TYPE_CHECKING:
 SAME_ROOM = 0.02  # of a card; what saves less than that leaves no more room worth a row
 
 
+@overload
+def plan(
+    model: Model, gpu: Named, seq_len: int = 512, effective_batch: int = 16, **more: Any
+) -> Plan: ...
+@overload
+def plan(
+    model: Model, gpu: None = None, seq_len: int = 512, effective_batch: int = 16, **more: Any
+) -> Cards: ...
+@overload
+def plan(
+    model: Model, gpu: Sequence[Named], seq_len: int = 512, effective_batch: int = 16, **more: Any
+) -> Plan | Cards: ...
 def plan(
     model: Model,
     gpu: Named | Sequence[Named] | None = None,

@@ -101,13 +101,20 @@ class ScriptRun:
         )
 
 
-def run_script(*arguments: Any, **settings: Any) -> ScriptRun:
+def run_script(
+    path: str | Path,
+    arguments: Sequence[str] = (),
+    gpu: GPU | str | int | None = None,
+    steps: int = 2,
+    snapshot: str | Path | None = None,
+    **settings: Any,
+) -> ScriptRun:
     """As `try_script`, for a script that is to succeed or to run out of memory.
 
     Raises what ended it otherwise: ValueError, with the script's line, for what is not simulated,
     and what the script itself raises.
     """
-    ran = try_script(*arguments, **settings)
+    ran = try_script(path, arguments, gpu, steps, snapshot, **settings)
     if ran.raised is None or ran.ran_out or isinstance(ran.raised, SystemExit):
         return ran
     raise ran.raised

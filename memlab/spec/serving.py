@@ -6,7 +6,7 @@ What a field means, what it may hold and how the command line calls it stand wit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from memlab.fields import (
     CheckedFields,
@@ -81,11 +81,16 @@ class Serving(CheckedFields):
     )
 
     # What memlab's quantized bases, simulations and logs of deep models ask a recipe for.
-    # Without types: they are no fields.
-    precision = optimizer = sharding = ""
-    optimizer_offload, loss, lora_fp32 = "none", "whole", True
-    accumulation = ranks = 1
-    lora_rank, freeze = 0, ()
+    precision: ClassVar[str] = ""
+    optimizer: ClassVar[str] = ""
+    optimizer_offload: ClassVar[str] = "none"
+    loss: ClassVar[str] = "whole"
+    accumulation: ClassVar[int] = 1
+    lora_rank: ClassVar[int] = 0
+    freeze: ClassVar[tuple[int | str, ...]] = ()
+    ranks: ClassVar[int] = 1
+    sharding: ClassVar[str] = ""
+    lora_fp32: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self.check_fields()
