@@ -150,10 +150,25 @@ def fill_in_minutes(app, exception):
     index.write_text(spans.sub(filled, index.read_text(encoding="utf-8")), encoding="utf-8")
 
 
+# A share that says by its sign what its words say already.
+TURNED = re.compile(
+    r"[-−]\d[\d.,]* ?% (?:more|less|fewer|slower|faster|longer|shorter|smaller|larger|of the)\b"
+)
+
+
+def turned_shares(text):
+    """Every "-3 % more" of a text: one of the two is the wrong way round."""
+    return TURNED.findall(" ".join(text.split()))
+
+
 def check_pages(app, exception):
     if exception is None and app.builder.format == "html":
         for page, href in dead_links(app.outdir):
             logger.warning("%s: dead link %r", page, href, type="book")
+        for page in sorted(Path(app.outdir, "chapters").glob("*.html")):
+            article = BeautifulSoup(page.read_text(encoding="utf-8"), "html.parser").article
+            for share in turned_shares(article.get_text(" ")):
+                logger.warning("%s says %r", page.name, share, type="book")
 
 
 def setup(app):

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import pytest
 import yaml
-from book_extras import dead_links
+from book_extras import dead_links, turned_shares
 from browser import Browser
 from contents import ROOT, listed_pages
 
@@ -143,6 +143,13 @@ def test_a_page_has_its_images_formulas_and_columns_and_no_path_of_a_machine(vis
     faults["paths"] = [path for path in own if path in text]
     faults["cells"] = re.findall(r"\S*ipykernel_\d+\S*", text)  # a warning names a cell's file
     assert not any(faults.values()), faults
+
+
+def test_a_share_whose_sign_says_what_its_words_say_is_found():
+    assert turned_shares("takes -3.1%\nmore, or −12 % fewer; -0.4% away, +3 % more") == [
+        "-3.1% more",
+        "−12 % fewer",
+    ]
 
 
 def test_a_dead_link_is_found(tmp_path):

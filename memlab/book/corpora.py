@@ -51,6 +51,8 @@ def docstrings(
     package that is not installed.
     """
     packages = [packages] if isinstance(packages, str) else list(packages)
+    if not packages:
+        raise ValueError("packages is empty: allowed are names of installed packages")
     package_of: dict[str, str] = {}
     for package in packages:
         for path in _python_files(package):
@@ -112,12 +114,12 @@ def tokenizer(
     unknown, `text<|endoftext|>`. Both pad, and have at most vocab_size entries, fewer when the
     texts have no more pieces. The same texts give the same tokenizer.
 
-    Raises ValueError for a vocabulary below 512.
+    Raises ValueError for texts that are none or blank, and a vocabulary below 512.
     """
     integer_from(SMALLEST_VOCABULARY)("vocab_size", vocab_size)
     one_of("kind", kind, ("wordpiece", "bpe"))
     train = _train_wordpiece if kind == "wordpiece" else _train_bpe
-    return train(list(texts), vocab_size)
+    return train(_checked(texts), vocab_size)
 
 
 def _train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -210,12 +212,24 @@ def language_model_blocks(
     """All texts in one stream of tokens, cut into blocks: input_ids and labels, `length` ids each.
 
     The labels are the ids themselves (transformers shifts them); a rest shorter than a block is
-    dropped. Raises ValueError when there is not one whole block.
+    dropped. Raises ValueError for blank texts and when there is not one whole block.
     """
     import datasets
 
-    encoded = tokenizer(list(texts), truncation=False, padding=False)["input_ids"]
+    encoded = tokenizer(_checked(texts), truncation=False, padding=False)["input_ids"]
     stream = np.fromiter(itertools.chain.from_iterable(encoded), dtype=np.int64)
     integer_from(1, len(stream))("length", length)
     blocks = list(stream[: len(stream) // length * length].reshape(-1, length))
     return datasets.Dataset.from_dict({"input_ids": blocks, "labels": blocks})
+
+
+def _checked(texts: Iterable[str]) -> list[str]:
+    if isinstance(texts, str):
+        raise ValueError("texts is one text: allowed is a list of texts")
+    texts = list(texts)
+    if not texts:
+        raise ValueError("texts is empty: allowed is a list of one text or more")
+    for i, text in enumerate(texts):
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"text {i} is {text!r}: allowed are texts with at least one word")
+    return texts
