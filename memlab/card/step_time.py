@@ -26,7 +26,7 @@ import os
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -114,34 +114,48 @@ WORST = Efficiency(0.7, 0.4, 0.3, 0.75, 1, 12, 5e-6, 60e-6, 30e-6, 15e-6, 40e-6,
 CALLS_OF_CODED = 8  # how many operators' time an update with 8-bit states takes on the host
 
 
-# What is read of `Work`, in the order of a row.
-READ = "of flops nbytes lists elements phase recomputed times sent carried cards waited".split()
-
-
-def columns_of(work: Counter[Work]) -> SimpleNamespace:
+class Columns(NamedTuple):
     """The work of a step as arrays of equal length, an operator an element.
 
     dtypes: number formats; of: the place in `dtypes` of each operator's, -1 without products.
-    phase: the place in `PHASES`. times: how often it runs. tiles, kernels, coded: as counted by
-    `memlab.trace.work`. The rest is as in `Work`.
+    phase: the place in `PHASES`. times: how often it runs. coded: as in `count_coded`. The rest is
+    as in `Work`.
     """
-    dtypes = sorted({op.dtype for op in work if op.dtype})
-    place = {dtype: i for i, dtype in enumerate(dtypes)} | {"": -1}
-    rows = [
-        (place[op.dtype], op.flops, op.nbytes, op.lists, op.elements, PHASES.index(op.phase),
-         op.recomputed, times, op.sent, op.carried, op.cards, op.waited,
-         *(op.result or (0, 0, 0)))
-        for op, times in work.items()
-    ]  # fmt: skip
-    table = np.array(rows, float).reshape(-1, 15).T
-    columns = SimpleNamespace(dtypes=dtypes, **dict(zip(READ, table, strict=False)))
-    for name in ("of", "lists", "phase"):  # places in lists
-        setattr(columns, name, getattr(columns, name).astype(int))
-    columns.recomputed = columns.recomputed > 0
-    columns.tiles = count_tiles(table[12:].T, [op.dtype for op in work])
-    columns.kernels = count_kernels(columns.lists, columns.elements)
-    columns.coded = count_coded(columns.lists, columns.elements)
-    return columns
+
+    dtypes: list[str]
+    of: np.ndarray
+    flops: np.ndarray
+    tiles: np.ndarray
+    nbytes: np.ndarray
+    kernels: np.ndarray
+    phase: np.ndarray
+    recomputed: np.ndarray
+    times: np.ndarray
+    coded: np.ndarray
+    sent: np.ndarray
+    carried: np.ndarray
+    cards: np.ndarray
+    waited: np.ndarray
+
+    @classmethod
+    def from_counter(cls, work: Counter[Work]) -> Columns:
+        """Of `Work` -> how often."""
+        dtypes = sorted({op.dtype for op in work if op.dtype})
+        place = {dtype: i for i, dtype in enumerate(dtypes)} | {"": -1}
+        rows = [
+            (place[op.dtype], op.flops, op.nbytes, op.lists, op.elements,
+             PHASES.index(op.phase), op.recomputed, times, op.sent, op.carried, op.cards,
+             op.waited, *(op.result or (0, 0, 0)))
+            for op, times in work.items()
+        ]  # fmt: skip
+        table = np.array(rows, float).reshape(-1, 15).T
+        of, flops, nbytes, lists, elements, phase, again, times, *between = table[:12]
+        of, phase, lists = of.astype(int), phase.astype(int), lists.astype(int)
+        tiles = count_tiles(table[12:].T, [op.dtype for op in work])
+        kernels = count_kernels(lists, elements)
+        coded = count_coded(lists, elements)
+        again = again > 0
+        return cls(dtypes, of, flops, tiles, nbytes, kernels, phase, again, times, coded, *between)
 
 
 # The range where a step of the card has been measured: so far are nine of ten ratios of two
@@ -160,7 +174,7 @@ def step_time(
     Raises ValueError for a card without rates, for a number format that it has no rate for, and for
     a link that it does not have.
     """
-    columns = columns_of(work)
+    columns = Columns.from_counter(work)
     allowed = _allows_tf32()  # of today: a trace is older
     dtypes = ["tf32" if allowed and dtype == "float32" else dtype for dtype in columns.dtypes]
     rates = _rates(dtypes, gpu)
@@ -221,7 +235,7 @@ def _rates(dtypes: list[str], gpu: GPU) -> list[float]:
 
 
 def _seconds(
-    columns: SimpleNamespace,
+    columns: Columns,
     reached: np.ndarray,
     gpu: GPU,
     reach: Efficiency,
