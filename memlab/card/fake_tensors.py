@@ -64,6 +64,14 @@ def tensors_without_data():
         yield mode
 
 
+def without_draws():
+    """Leave truncated normal weights as they are: PyTorch draws anew until it reads that all fit.
+
+    On a simulated card `memlab.card.waiting` ends that loop, with what a second draw takes.
+    """
+    return replaced((torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *args, **more: tensor))
+
+
 UNINITIALIZED = UninitializedParameter.__mro__[1]  # what lazy parameters and buffers share
 _SILENT = logging.Logger("fake tensors")
 _SILENT.disabled = True

@@ -202,7 +202,9 @@ def least_bytes(recipe: Recipe) -> int:
     """Bytes of weights, gradients and optimizer states, a lower bound of any run's peak."""
     import_libraries(recipe)
     with fake_tensors.tensors_without_data():
-        weights = list(Training(recipe.but(batch_size=1, accumulation=1)).model.parameters())
+        built_in = fake_tensors.without_draws()
+        training = Training(recipe.but(batch_size=1, accumulation=1), built_in=built_in)
+        weights = list(training.model.parameters())
     optimizer = OPTIMIZERS[recipe.optimizer]
     states = optimizer.states if optimizer.bits == 32 else 0  # smaller ones vary
     return sum(weight.nbytes * (1 + weight.requires_grad * (1 + states)) for weight in weights)

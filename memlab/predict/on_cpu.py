@@ -15,7 +15,7 @@ def simulate_on_cpu(recipe: Recipe) -> Footprint:
     """
     import_libraries(recipe)
     with fake_tensors.tensors_without_data(), Tracer() as tracer:
-        training = Training(recipe)
+        training = Training(recipe, built_in=fake_tensors.without_draws())
         tracer.watch(training.model, inputs=training.inputs)
         training.step()
         tracer.reset_peak()

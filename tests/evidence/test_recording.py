@@ -10,7 +10,7 @@ import psutil
 import pytest
 from helpers import TINY, TWO, a_run, refused
 
-from memlab import Recipe
+from memlab import Recipe, models
 from memlab.evidence import recording
 from memlab.evidence.records import load, save
 
@@ -27,6 +27,12 @@ def test_the_least_a_run_takes_is_weights_gradients_and_states():
     assert recording.least_bytes(lora) == weights + 4 * adapters
 
 
+def test_weights_that_are_drawn_until_they_fit_end_the_question():
+    built = models.skeleton("modernbert-base-tiny")
+    weights = sum(weight.nbytes for weight in built.parameters())
+    assert recording.least_bytes(Recipe("modernbert-base-tiny")) == 4 * weights
+
+
 def test_what_cannot_fit_is_said_before_it_runs():
     recipe = Recipe(model="gpt2-xl")
     why = recording.cannot_fit(recipe, 15 * 2**30)
@@ -39,7 +45,7 @@ def test_what_cannot_fit_is_said_before_it_runs():
 
 START = """
 import sys
-from memlab import Recipe
+from memlab import Recipe, models
 from memlab.evidence import recording
 tiny = Recipe(model="gpt2-tiny", batch_size=1, seq_len=16)
 runs = {"one": tiny, "too large": tiny.but(batch_size=2**18, seq_len=1024)}
