@@ -56,22 +56,27 @@ def whole_log(recipe: Workload, card: GPU, loop: Loop | None = None) -> Log:
 
 
 def run_halves(recipe: Workload, card: GPU, loop: Loop | None = None) -> list[RecordedPhase]:
-    """Both halves of a deep model's log at its own sizes, of shallow ones, where these stand."""
+    """Both halves of a deep model's log at its own sizes, of shallow ones, where these stand.
+
+    Of its own depth where the shallow ones together have as many layers.
+    """
     layers = layers_of(recipe) if is_deep(recipe) else None
-    patterns = layers and layers.patterns(models.config(recipe.model).num_hidden_layers)
-    if layers is None or patterns is None:
+    number = models.settings(recipe.model).num_hidden_layers if layers else 0
+    if layers is None or layers.patterns(number) is None:
         return []
     import_libraries(recipe)
-    run = functools.partial(shallow_log, gpu=card.without_limit(), loop=loop)
-    try:
-        with gc_frozen():
-            halves = _agreeing(_shallow_halves(recipe, layers, run))
-    except ValueError:
-        return []  # said at full depth, about the model that was asked for
-    phases = (
-        PhaseTrace(phase_log, None, recipe.accumulation, card.workspace)
-        for phase_log in halves or ()
-    )
+    card = card.without_limit()
+    halves: list[LayeredLog] | None
+    with gc_frozen():
+        if sum(map(layers.number, AGREEING_DEPTHS[0])) >= number:
+            halves, layers = _of_one_depth(log_of(recipe, card, numbered=True, loop=loop)), None
+        else:
+            run = functools.partial(shallow_log, gpu=card, loop=loop)
+            try:
+                halves = _agreeing(_shallow_halves(recipe, layers, run))
+            except ValueError:
+                return []  # said at full depth, about the model that was asked for
+    phases = (PhaseTrace(half, None, recipe.accumulation, card.workspace) for half in halves or ())
     return [RecordedPhase(phase, layers) for phase in phases]
 
 
@@ -136,8 +141,7 @@ def _recorded(
         return None  # at its own depth it may as well have its own widths
     of_check = _check_run(check, None, card)
     log = log_of(primed, gpu=card, numbered=True, most=MAX_EVENT_RATIO * len(of_check.steps))
-    halves = [layered for half in log.halves() if (layered := LayeredLog.of([half], 1))]
-    return checked(halves, None, of_check)
+    return checked(_of_one_depth(log), None, of_check)
 
 
 def is_as_run(
@@ -181,6 +185,11 @@ def _shallow_halves(
 ) -> Callable[[int], tuple[Log, ...]]:
     """A function that gives the halves of a log with so many patterns, each run once."""
     return functools.cache(lambda number: run(_deep(recipe, layers.number(number))).halves())
+
+
+def _of_one_depth(log: Log) -> list[LayeredLog]:
+    """Both halves of a log, for its own depth."""
+    return [layered for half in log.halves() if (layered := LayeredLog.of([half], 1))]
 
 
 def _agreeing(shallow: Callable[[int], tuple[Log, ...]]) -> list[LayeredLog] | None:

@@ -212,8 +212,8 @@ def _has_changed_code(recipe: Workload) -> bool:
 def log_of_run(recipe: Workload, halves: Sequence[RecordedPhase]) -> Log:
     """The log of a recipe whose halves, at its own sizes, `trace_recorder.run_halves` gave."""
     layers = halves[0].layers
-    assert layers is not None  # they are of shallow models
-    patterns = layers.patterns(models.settings(recipe.model).num_hidden_layers)
+    number = models.settings(recipe.model).num_hidden_layers if layers else 1
+    patterns = layers.patterns(number) if layers else 1
     assert patterns is not None  # else there are no halves
     trace = Trace(*(phase.half for phase in halves))
     return with_all_micro_batches(recipe, trace.at({}, Depth(patterns, recipe.accumulation)))

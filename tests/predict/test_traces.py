@@ -254,9 +254,10 @@ def test_a_trace_is_kept_for_the_next_process(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 2  # the passes and the updates
 
 
-def test_a_run_of_what_has_no_trace_is_kept_too(tmp_path, monkeypatch):
-    deep = models.with_layers("llama-3-8b-tiny", 14)
-    recipe, card = LLAMA.but(model=deep, loss="chunked", accumulation=3), find_gpu("T4")
+# Of the second, whose layers repeat in sixes, three shallow models have more layers than it has.
+@pytest.mark.parametrize("model", [models.with_layers("llama-3-8b-tiny", 14), "gemma-3-270m"])
+def test_a_run_of_what_has_no_trace_is_kept_too(tmp_path, monkeypatch, model):
+    recipe, card = LLAMA.but(model=model, loss="chunked", accumulation=3), find_gpu("T4")
     first = Traces(Store(tmp_path)).log(recipe, card)
     monkeypatch.setattr("memlab.predict.trace_recorder.run_halves", None)
     again = Traces(Store(tmp_path)).log(recipe, card)
