@@ -18,6 +18,7 @@ from memlab.card.kernels import bitsandbytes, higher_order
 from memlab.card.placement import (
     CARD,
     HOST,
+    PLACE,
     device_of,
     is_cuda_device,
     is_pinned,
@@ -103,6 +104,12 @@ MOVES = (
 )
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a property of C
 PROPERTY = type(SET_DATA)
+# What a fake tensor answers by itself, asked of one that a transform of torch.func has wrapped.
+ASKED = {
+    getattr(torch.Tensor, name).__get__: answer.fget
+    for name, answer in PLACE.items()
+    if isinstance(answer, property)
+}
 FROM_DATA = {torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
 CTC_LOSS = {torch.nn.functional.ctc_loss, torch.ctc_loss}
 RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
@@ -125,7 +132,9 @@ class DeviceMoveMode(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if type(func) is PROPERTY:  # a property; asked very often
-            return self.set_data(*args) if func == SET_DATA else func(*args, **kwargs)
+            if func == SET_DATA:
+                return self.set_data(*args)
+            return ASKED.get(func, func)(*args)
         if func in (torch.device, torch._C._nn._parse_to):  # a name alone makes no tensor
             if args and isinstance(args[0], int):
                 args = (torch.device("cuda", args[0]), *args[1:])
