@@ -110,7 +110,7 @@ ASKED = {
     for name, answer in PLACE.items()
     if isinstance(answer, property)
 }
-FROM_DATA = {torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
+FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
 CTC_LOSS = {torch.nn.functional.ctc_loss, torch.ctc_loss}
 RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 RECURRENT |= {torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell}
@@ -159,10 +159,8 @@ class DeviceMoveMode(TorchFunctionMode):
             return legacy_types.make(args[1:], args[0].dtype, CARD)
         if kwargs.get("pin_memory"):
             return pin(self.__torch_function__(func, types, args, kwargs | {"pin_memory": False}))
-        if func in FROM_DATA:  # PyTorch makes it on the host, and moves it by itself
-            place = device or (device_of(args[0]) if func is torch.Tensor.new_tensor else HOST)
-            on_host = func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
-            return self._moved(torch.Tensor.to, (on_host, place), {})
+        if func in FROM_DATA:
+            return self._made_from_data(func, args, kwargs)
         if func is torch.nn.functional.one_hot:
             with self._called_by_nobody():
                 return _one_hot(*args, **kwargs)
@@ -196,6 +194,19 @@ class DeviceMoveMode(TorchFunctionMode):
         if not any(isinstance(value, FakeTensor) for value in data):
             return data
         return [self.reader.host_copy(x) if isinstance(x, FakeTensor) else x for x in data]
+
+    def _made_from_data(self, func, args, kwargs):
+        """What PyTorch makes of numbers and arrays on the host, and moves by itself."""
+        here = {k: v for k, v in kwargs.items() if k not in ("device", "requires_grad")}
+        with torch._C.DisableTorchFunction():  # or a default device would be asked for memory
+            made = func(*args, **here)
+        device = kwargs.get("device")
+        if func is torch.Tensor.new_tensor:
+            device = device or device_of(args[0])
+        elif device is None and is_cuda_device(torch.get_default_device()):
+            device = CARD
+        moved = self._moved(torch.Tensor.to, (made, device or device_of(made)), {})
+        return moved.requires_grad_() if kwargs.get("requires_grad") else moved
 
     def _with_lengths(self, args, kwargs):
         """The arguments of a CTC loss, whose lengths may be numbers or lie on the host."""
