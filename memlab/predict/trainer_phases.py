@@ -118,18 +118,20 @@ class Phases:
             yield "nothing was trained: no optimizer has made a step"
         if self.most_steps == 1:
             yield "one step: the next has the optimizer's states in its passes, and may need more"
+        if not self.cut:
+            return
         if self.differ and any(len(each) > 1 for each in self._operations.values()):
             yield (
                 "its steps differ in size, as with texts of unequal lengths: a later one may need "
-                f"more than these {self.most_steps} (--steps 25 runs more)"
+                f"more than these {self.most_steps} (--steps {max(25, 4 * self.most_steps)} runs "
+                "more)"
             )
-        if self.cut and self.fewest_steps < self.steps:
+        if self.fewest_steps < self.steps:
             yield (
                 f"one optimizer has made {self.fewest_steps} of these {self.most_steps} steps: its "
                 f"next may need more (--steps {2 * self.most_steps} runs more)"
             )
-        if self.cut:
-            yield from self._left()
+        yield from self._left()
 
     def _left(self) -> Iterator[str]:
         if self.trainer is None:
