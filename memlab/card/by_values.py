@@ -7,6 +7,8 @@ from torch.utils._pytree import tree_map_only
 from memlab.card import dynamic_shapes, known_values
 from memlab.card.kernels.taken import KernelMemory
 from memlab.card.placement import fake_like
+from memlab.card.refusals import scalar
+from memlab.trace.tensors import on_card
 
 aten = torch.ops.aten
 
@@ -71,8 +73,13 @@ class ByValues:
         """The tokens of padded sequences one after the other, and how many there are at each step.
 
         aten/src/ATen/native/PackedSequence.cpp: a copy of each step's, then one of all. The lengths
-        lie on the host, in falling order.
+        lie on the host, in falling order (`checkLongTensor`).
         """
+        if on_card(lengths):
+            raise RuntimeError(
+                f"'lengths' argument should be a 1D CPU int64 tensor, but got {lengths.dim()}D "
+                f"cuda:0 {scalar(lengths)} tensor"
+            )
         with no_dispatch():
             steps = [int((lengths > step).sum()) for step in range(int(lengths.max()))]
         rest = tensor.shape[2:]

@@ -103,23 +103,26 @@ def _location_of(storage):
 
 
 def _load(f, map_location=None, *args, **kwargs):
-    """torch.load, which would ask a card that is not there for memory.
-
-    A function for a map_location is taken to send all to the host.
-    """
+    """torch.load, which would ask a card that is not there for memory."""
     for_card = []  # storages, kept so that no other takes the place of one
+
+    def to_card(storage, *device, **settings):
+        for_card.append(storage)
+        return storage
 
     def place(storage, location):
         mapped = map_location
-        if isinstance(mapped, dict):
-            mapped = mapped.get(location, location)
-        elif mapped is None:
-            mapped = location
-        if not callable(mapped) and str(mapped).startswith("cuda"):
-            for_card.append(storage)
+        if callable(mapped):
+            mapped = mapped(storage, location)
+        elif isinstance(mapped, dict):
+            mapped = mapped.get(location)
+        if isinstance(mapped, torch.UntypedStorage):  # of a function, such as `storage.cuda()`
+            return storage
+        if str(mapped or location).startswith("cuda"):
+            to_card(storage)
         return storage
 
-    with with_data():
+    with with_data(), replaced((torch.UntypedStorage, "cuda", to_card)):
         loaded = _read(f, place, *args, **kwargs)
     card = {storage._cdata for storage in for_card}
     there: dict[tuple, torch.Tensor] = {}  # what has come

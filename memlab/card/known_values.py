@@ -1,8 +1,9 @@
 """What is known of the values of tensors on the card, and what stands for the rest.
 
-Integers and booleans that come from the host keep their values on the card, through every operation
-on such alone. Everything else has a stand-in value: a number reads as 1, a comparison as it would
-come out of that, isnan and isinf as False. Shapes that follow: `memlab.card.dynamic_shapes`.
+Integers, booleans and single numbers that come from the host keep their values on the card, through
+every operation on such alone. Everything else has a stand-in value: a number reads as 1, a
+comparison as it would come out of that, isnan and isinf as False. Shapes that follow:
+`memlab.card.dynamic_shapes`.
 """
 
 import functools
@@ -39,14 +40,14 @@ def values_of(tensor):
 
 
 def set_constant(tensor, values, assumed="") -> None:
-    """From now on the values of a fake tensor are known, if they are integers and not too many.
+    """From now on the values of a fake tensor are known: of not too many integers, or one number.
 
     values: an ordinary tensor of its shape. assumed: what they rest on, where they are not the
     reader's own.
     """
     storage = tensor.untyped_storage()
     numbers = storage.nbytes() // tensor.itemsize
-    if tensor.is_floating_point() or tensor.is_complex() or numbers > MOST_KNOWN:
+    if tensor.is_complex() or numbers > (1 if tensor.is_floating_point() else MOST_KNOWN):
         return
     with no_dispatch():
         flat = torch.zeros(numbers, dtype=tensor.dtype)
@@ -82,7 +83,7 @@ def run_on_values(func, args, kwargs):
             return func(*args, **kwargs).fill_(1)
         if func is aten.histc.default:  # of integers: the CPU has none
             return args[0].double().histc(*args[1:], **kwargs).to(args[0].dtype)
-        if "generator" in kwargs or func._opname in RANDOM:
+        if torch.Tag.nondeterministic_seeded in func.tags:
             before = torch.get_rng_state()  # the host's own draws stay what they are
             try:
                 return func(*args, **kwargs)
@@ -92,12 +93,11 @@ def run_on_values(func, args, kwargs):
 
 
 UNWRITTEN = set("empty empty_like empty_strided new_empty new_empty_strided".split())
-RANDOM = {"randperm", "randint", "random_"}
 
 
 def propagate(func, args, kwargs, out) -> None:
     """Take down what is known of the values of an operation's result, or of what it wrote into."""
-    if isinstance(out, FakeTensor) and out.dtype.is_floating_point:
+    if isinstance(out, FakeTensor) and out.dtype.is_floating_point and out.numel() > 1:
         return  # the most
     if func.namespace == "c10d":  # whose schemas do not say what they write
         _received(*args[:2])
@@ -111,7 +111,7 @@ def propagate(func, args, kwargs, out) -> None:
         (number, out)
         for number, out in enumerate(outs)
         if isinstance(out, FakeTensor)
-        and not out.is_floating_point()
+        and (not out.is_floating_point() or (out.numel() == 1 and _tensors(args, kwargs)))
         and not hasattr(out.untyped_storage(), "_memlab_values")
     ]
     if not new:

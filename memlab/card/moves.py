@@ -18,6 +18,7 @@ from memlab.card.kernels import bitsandbytes, higher_order
 from memlab.card.placement import (
     CARD,
     HOST,
+    PLACE,
     device_of,
     is_cuda_device,
     is_pinned,
@@ -103,7 +104,13 @@ MOVES = (
 )
 SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a property of C
 PROPERTY = type(SET_DATA)
-FROM_DATA = {torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
+# What a fake tensor answers by itself, asked of one that a transform of torch.func has wrapped.
+ASKED = {
+    getattr(torch.Tensor, name).__get__: answer.fget
+    for name, answer in PLACE.items()
+    if isinstance(answer, property)
+}
+FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
 CTC_LOSS = {torch.nn.functional.ctc_loss, torch.ctc_loss}
 RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 RECURRENT |= {torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell}
@@ -125,7 +132,9 @@ class DeviceMoveMode(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if type(func) is PROPERTY:  # a property; asked very often
-            return self.set_data(*args) if func == SET_DATA else func(*args, **kwargs)
+            if func == SET_DATA:
+                return self.set_data(*args)
+            return ASKED.get(func, func)(*args)
         if func in (torch.device, torch._C._nn._parse_to):  # a name alone makes no tensor
             if args and isinstance(args[0], int):
                 args = (torch.device("cuda", args[0]), *args[1:])
@@ -150,10 +159,8 @@ class DeviceMoveMode(TorchFunctionMode):
             return legacy_types.make(args[1:], args[0].dtype, CARD)
         if kwargs.get("pin_memory"):
             return pin(self.__torch_function__(func, types, args, kwargs | {"pin_memory": False}))
-        if func in FROM_DATA:  # PyTorch makes it on the host, and moves it by itself
-            place = device or (device_of(args[0]) if func is torch.Tensor.new_tensor else HOST)
-            on_host = func(*args, **{k: v for k, v in kwargs.items() if k != "device"})
-            return self._moved(torch.Tensor.to, (on_host, place), {})
+        if func in FROM_DATA:
+            return self._made_from_data(func, args, kwargs)
         if func is torch.nn.functional.one_hot:
             with self._called_by_nobody():
                 return _one_hot(*args, **kwargs)
@@ -187,6 +194,19 @@ class DeviceMoveMode(TorchFunctionMode):
         if not any(isinstance(value, FakeTensor) for value in data):
             return data
         return [self.reader.host_copy(x) if isinstance(x, FakeTensor) else x for x in data]
+
+    def _made_from_data(self, func, args, kwargs):
+        """What PyTorch makes of numbers and arrays on the host, and moves by itself."""
+        here = {k: v for k, v in kwargs.items() if k not in ("device", "requires_grad")}
+        with torch._C.DisableTorchFunction():  # or a default device would be asked for memory
+            made = func(*args, **here)
+        device = kwargs.get("device")
+        if func is torch.Tensor.new_tensor:
+            device = device or device_of(args[0])
+        elif device is None and is_cuda_device(torch.get_default_device()):
+            device = CARD
+        moved = self._moved(torch.Tensor.to, (made, device or device_of(made)), {})
+        return moved.requires_grad_() if kwargs.get("requires_grad") else moved
 
     def _with_lengths(self, args, kwargs):
         """The arguments of a CTC loss, whose lengths may be numbers or lie on the host."""

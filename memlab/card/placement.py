@@ -22,7 +22,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from memlab.trace.patches import replaced
-from memlab.trace.tensors import inner_tensors, is_wrapper_subclass, on_card, place_on_host
+from memlab.trace.tensors import (
+    inner_tensors,
+    is_wrapper_subclass,
+    on_card,
+    place_on_host,
+    without_transforms,
+)
 
 
 class NotSimulated(ValueError):
@@ -93,6 +99,7 @@ def predates_context(tensor: torch.Tensor) -> bool:
 
 def device_of(tensor: torch.Tensor) -> torch.device:
     """What `tensor.device` is on a machine with the card."""
+    tensor = without_transforms(tensor)
     if is_wrapper_subclass(type(tensor)):
         return device_of(inner_tensors(tensor)[0])
     if not isinstance(tensor, FakeTensor):

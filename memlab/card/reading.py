@@ -1,9 +1,9 @@
 """What code reads of a simulated card: values that are known, and stand-ins for others."""
 
 import torch
-from torch.utils._mode_utils import no_dispatch
 
 from memlab.card import known_values
+from memlab.card.placement import with_data
 from memlab.card.waiting import Waits
 
 
@@ -37,7 +37,7 @@ class Reader:
         if values is None and tensor.nbytes <= 2**24:
             read = self.item if tensor.numel() == 1 else known_values.stand_in_number
             number = read(tensor)
-        with no_dispatch():
+        with with_data():
             if values is not None:
                 return values.clone()
             if not number:

@@ -213,10 +213,11 @@ def _over(cards: np.ndarray | int, gpu: GPU, link: str | None) -> np.ndarray:
 def _allows_tf32() -> bool:
     """Whether PyTorch computes products of fp32 in tf32; where it is not imported, whether it will.
 
-    aten/src/ATen/Context.cpp: not, unless the environment says so.
+    aten/src/ATen/Context.cpp: not, unless the environment says so. `allow_tf32` sets this precision
+    too, but may not be read any more where somebody has set the precision itself.
     """
     if "torch" in sys.modules:
-        return sys.modules["torch"].backends.cuda.matmul.allow_tf32
+        return sys.modules["torch"].backends.cuda.matmul.fp32_precision == "tf32"
     return os.environ.get("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE") == "1"
 
 

@@ -30,8 +30,9 @@ class Steps:
         self.made = 0
         self.on_step_by_hand = lambda: None
         self._tracer, self._work = tracer, work
-        # Whether weights were changed since a backward pass; None before one.
+        # Whether weights were changed since a backward pass began; None before one.
         self._by_hand: bool | None = None
+        self._in_backward = False  # whether by its own hooks
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
@@ -70,7 +71,10 @@ class Steps:
             self.on_step_by_hand()
 
     def follow_by_hand(self, func: OpOverload, args: tuple, tensors: list[torch.Tensor]) -> None:
-        """The change of one weight begins such a step, the next backward pass ends it."""
+        """The change of one weight begins such a step, the next backward pass ends it.
+
+        Where a hook changes weights as soon as they have their gradients, the pass's end ends it.
+        """
         for tensor in tensors:
             # A view that was made under no_grad may not be asked for its graph.
             if tensor.requires_grad and not tensor._is_view() and tensor.is_leaf:
@@ -78,15 +82,15 @@ class Steps:
                 data: Any = tensor.untyped_storage()
                 if not is_gathered(data):
                     data._memlab_weight = True
-        if torch._C._current_graph_task_id() != -1:
-            if self._by_hand is None:
-                self._by_hand = False
-            elif self._by_hand:
-                self.end_by_hand()
-        elif self._by_hand is not None and _writes(func) and not self._tracer.in_step:
+        in_backward = torch._C._current_graph_task_id() != -1
+        if self._by_hand and in_backward != self._in_backward:
+            self.end_by_hand()
+        if in_backward and self._by_hand is None:
+            self._by_hand = False
+        if self._by_hand is not None and _writes(func) and not self._tracer.in_step:
             for tensor in tensors_in(args[:1]):
                 if hasattr(tensor.untyped_storage(), "_memlab_weight"):
-                    self._by_hand = True
+                    self._by_hand, self._in_backward = True, in_backward
                     self._tracer.see_weight(tensor)
 
 

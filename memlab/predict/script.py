@@ -138,10 +138,10 @@ def try_script(
     ranks: started by torchrun, as the first of so many, of one, too; None for a plain start.
     module: whether `path` is a module's name, as of `python -m`.
 
-    It ends when every optimizer that has stepped has made so many steps, or one of them three times
-    as many, or by itself, or at an exception, a Ctrl-C, or after limit_minutes; what was seen until
-    then is told. A backward pass and a change of weights in place is a step, too. gpu,
-    compile_eagerly: as for `SimulatedGPU`. snapshot: a file for PyTorch's memory viewer, or None.
+    It ends when every optimizer has made so many steps, or one of them three times as many, or by
+    itself, or at an exception, a Ctrl-C, or after limit_minutes; what was seen until then is told.
+    A backward pass and a change of weights in place is a step, too. gpu, compile_eagerly: as for
+    `SimulatedGPU`. snapshot: a file for PyTorch's memory viewer, or None.
     phases: whether transformers' Trainer takes its longest texts, and then evaluates and saves
     once (`memlab.predict.trainer_phases`).
     The script's numbers are stand-ins, as `SimulatedGPU` has them.

@@ -4,19 +4,22 @@ batches. Of transformers' Trainer, and of classes made from it, the arguments an
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import statistics
 import sys
 import tempfile
 import traceback
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 
 from memlab.footprint import Phase
+from memlab.trace.patches import replaced
 from memlab.units import in_unit_of
 
 if TYPE_CHECKING:
@@ -50,8 +53,8 @@ class EnoughSteps(BaseException):
 class Phases:
     """Counts a script's optimizer steps, and says what is left where they end the run.
 
-    steps: of each optimizer, after which it ends; or of one three times as many. As a context it
-    changes nothing.
+    steps: of each optimizer that was made inside this context, after which it ends; or of one three
+    times as many.
     """
 
     differ = True  # whether it matters that steps differ in size
@@ -62,27 +65,46 @@ class Phases:
         # By optimizer: steps, and operations of backward passes.
         self._steps_made: Counter[int] = Counter()
         self._operations: dict[int, set[int]] = defaultdict(set)
+        # Those that wait for their first step, as a generator's while its critic makes five.
+        self._without_step: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Phases:
+        initialize = torch.optim.Optimizer.__init__
+
+        @functools.wraps(initialize)
+        def initialize_and_note(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            initialize(optimizer, *args, **kwargs)
+            self._without_step.add(optimizer)
+
+        row = torch.optim.Optimizer, "__init__", initialize_and_note
+        self._stack.enter_context(replaced(row))
         return self
 
     def __exit__(self, *error: object) -> None:
-        pass
+        self._stack.close()
 
     @property
     def most_steps(self) -> int:
         """The steps of the optimizer that has made the most."""
         return max(self._steps_made.values(), default=0)
 
+    @property
+    def fewest_steps(self) -> int:
+        """The steps of the optimizer that has made the fewest."""
+        return 0 if self._without_step else min(self._steps_made.values(), default=0)
+
     def stepped(self, optimizer: Any = None, args: Any = (), kwargs: Any = None) -> None:
         """An optimizer has made a step; None where weights were changed by hand."""
         self._steps_made[id(optimizer)] += 1
+        if optimizer is not None:
+            self._without_step.discard(optimizer)
         # The work of a step that ends in a backward pass is not known yet.
         if optimizer is not None and torch._C._current_graph_task_id() == -1:
             work = self.card.work.of_step
             backward = (part.flops * n for part, n in work.items() if part.phase == Phase.BACKWARD)
             self._operations[id(optimizer)].add(sum(backward))
-        if min(self._steps_made.values()) >= self.steps or self.most_steps >= 3 * self.steps:
+        if self.fewest_steps >= self.steps or self.most_steps >= 3 * self.steps:
             self.enough_steps()
 
     def enough_steps(self) -> None:
@@ -96,13 +118,20 @@ class Phases:
             yield "nothing was trained: no optimizer has made a step"
         if self.most_steps == 1:
             yield "one step: the next has the optimizer's states in its passes, and may need more"
+        if not self.cut:
+            return
         if self.differ and any(len(each) > 1 for each in self._operations.values()):
             yield (
                 "its steps differ in size, as with texts of unequal lengths: a later one may need "
-                f"more than these {self.most_steps} (--steps 25 runs more)"
+                f"more than these {self.most_steps} (--steps {max(25, 4 * self.most_steps)} runs "
+                "more)"
             )
-        if self.cut:
-            yield from self._left()
+        if self.fewest_steps < self.steps:
+            yield (
+                f"one optimizer has made {self.fewest_steps} of these {self.most_steps} steps: its "
+                f"next may need more (--steps {2 * self.most_steps} runs more)"
+            )
+        yield from self._left()
 
     def _left(self) -> Iterator[str]:
         if self.trainer is None:
@@ -134,14 +163,11 @@ class OneOfEach(Phases):
             phases.begin(trainer)
             return train(trainer, *args, **kwargs)
 
-        self._patch = mock.patch.object(Trainer, "train", train_longest)
+        super().__enter__()
+        self._stack.enter_context(replaced((Trainer, "train", train_longest)))
         self._folder = tempfile.TemporaryDirectory()
-        self._patch.start()
+        self._stack.enter_context(self._folder)
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self._patch.stop()
-        self._folder.cleanup()
 
     def begin(self, trainer: Any) -> None:
         """A Trainer is about to train."""

@@ -5,6 +5,7 @@ from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
@@ -25,8 +26,16 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [part for some in inner for part in some]
 
 
+def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that torch.func's transforms, such as vmap and grad, have wrapped."""
+    while not isinstance(tensor, FakeTensor) and is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
 def on_card(tensor: torch.Tensor) -> bool:
     """Whether a tensor's memory is a simulated card's: every fake one's that is not on the host."""
+    tensor = without_transforms(tensor)
     if not isinstance(tensor, FakeTensor):
         return is_wrapper_subclass(type(tensor)) and any(map(on_card, inner_tensors(tensor)))
     return tensor.fake_device.type != "meta" and not is_on_host(tensor.untyped_storage())

@@ -54,18 +54,25 @@ def trained():
 
 
 @pytest.mark.parametrize(
-    "map_location, place",
-    [("cpu", "cpu"), (None, "cuda"), ("cuda", "cuda"), ({"cuda:0": "cpu"}, "cpu")],
+    "map_location, place, counters",  # of AdamW, which were on the host
+    [
+        ("cpu", "cpu", 0),
+        (None, "cuda", 0),
+        ("cuda", "cuda", 2),
+        ({"cuda:0": "cpu"}, "cpu", 0),
+        (lambda storage, location: storage, "cpu", 0),
+        (lambda storage, location: storage.cuda(0), "cuda", 2),
+        (lambda storage, location: None, "cuda", 0),
+    ],
 )
-def test_a_checkpoint_comes_back_to_where_it_is_sent(gpu, map_location, place, tmp_path):
+def test_a_checkpoint_comes_back_to_where_it_is_sent(gpu, map_location, place, counters, tmp_path):
     model, optimizer = trained()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
     torch.save(state, tmp_path / "last.pt")
     held = allocated()
     loaded = torch.load(tmp_path / "last.pt", map_location=map_location)
     here = 3 * (1024 * 1024 + 1024) * 4 if place == "cuda" else 0  # with AdamW's two states
-    counters = 2 * 512 if map_location == "cuda" else 0  # of AdamW; they were on the host
-    assert allocated() - held == here + counters
+    assert allocated() - held == here + 512 * counters
     assert loaded["model"]["weight"].device.type == place
     assert loaded["epoch"] == 3 and loaded["optimizer"]["state"][0]["step"] == 1
     model.load_state_dict(loaded["model"])

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from helpers import allocated, refused
 from torch import nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad, jacfwd, vmap
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler, random_split
 
@@ -150,6 +150,22 @@ def test_gradients_of_each_sample_by_function_transforms(gpu):
         "bias": (8, 4),
     }
     assert all(one.is_cuda for one in found.values())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x + torch.arange(8, device=x.device),
+        lambda x: x * torch.zeros(8).to(x),
+        lambda x: F.dropout(x),
+        lambda x: jacfwd(jacfwd(lambda x: F.linear(x[None], x[None]).tanh().sum()))(x),
+        lambda x: grad(lambda x: (x.cuda() + torch.ones(8, device=x.device)).sum())(x),
+    ],
+)
+def test_inside_function_transforms_tensors_lie_where_they_lie_outside(gpu, function):
+    x = torch.randn(4, 8, device="cuda")
+    assert vmap(function, randomness="different")(x).is_cuda
+    assert not vmap(lambda row: row.cpu())(x).is_cuda
 
 
 # ---------------------------------------------------------------------- data

@@ -24,6 +24,23 @@ def test_integers_keep_their_values_through_what_is_done_to_them(gpu):
     assert gpu.footprint.assumptions == ()
 
 
+def test_a_single_number_keeps_its_value_until_an_unknown_one_is_written_into_it(gpu):
+    """As audio codecs reckon the frames that they pad to, and loops keep the best loss."""
+    stride = torch.tensor(4).cuda()
+    frames = ((10 - 3) / stride + 1).ceil()
+    assert frames.item() == 3 and torch.zeros(8, device="cuda")[: frames.long()].shape == (3,)
+    loss, best = torch.randn(8, device="cuda").mean(), torch.tensor(float("inf"), device="cuda")
+    assert loss < best
+    before = torch.get_rng_state()
+    torch.rand_like(best), best.bernoulli_(0.5)
+    assert torch.get_rng_state().equal(before)
+    total = torch.zeros(1).cuda()
+    total += 2
+    assert total.item() == 2
+    total += loss
+    assert total.item() == 1
+
+
 def test_what_is_written_over_by_unknown_values_is_known_no_more(gpu):
     ids = torch.arange(8).cuda()
     view = ids[2:]

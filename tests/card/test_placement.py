@@ -11,6 +11,9 @@ from memlab import SimulatedGPU
 CARD = [
     lambda: torch.zeros(3).to(torch.ones(1, device="cuda")),
     lambda: torch.as_tensor(np.arange(3), device="cuda"),
+    lambda: torch.tensor(np.arange(3), device="cuda"),
+    lambda: torch.tensor(torch.ones(3), device="cuda", requires_grad=True).detach(),
+    lambda: torch.as_tensor(torch.ones(3, device="cuda")).clone(),
     lambda: torch.from_numpy(np.ones(3)).to("cuda", non_blocking=True),
     lambda: torch.ones(2, device="cuda").new_tensor([3]),
     lambda: torch.zeros_like(torch.ones(3), device="cuda"),
@@ -54,6 +57,10 @@ def test_a_context_and_a_default_name_the_card_too(t4):
         inside = torch.zeros(3)
     torch.set_default_device("cuda")
     assert inside.is_cuda and torch.zeros(3).is_cuda
+    for make in (torch.tensor, torch.as_tensor, torch.asarray):
+        assert make([1.0]).is_cuda and make(np.ones(3)).is_cuda
+        assert make(np.ones(3), device="cpu").is_cpu
+        assert make(np.arange(3)).tolist() == [0, 1, 2] and torch.rand(2).tolist() == [1.0, 1.0]
     torch.set_default_device(None)
     assert torch.zeros(3).is_cpu
 

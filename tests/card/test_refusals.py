@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import one_line, refused
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from memlab import SimulatedGPU
 
@@ -62,11 +63,14 @@ ON_CUDA_ALONE = {
     "expected scalar type BFloat16 but found Float": lambda: F.group_norm(
         ones("cuda", torch.bfloat16, 2, 4), 2, ones("cuda", FULL, 4), ones("cuda", FULL, 4)
     ),
+    "'lengths' argument should be a 1D CPU int64 tensor, but got 1D cuda:0 Long tensor": lambda: (
+        pack_padded_sequence(ones("cuda", FULL, 2, 3, 4), ones("cuda", torch.long, 2))
+    ),
 }
 
 
 @pytest.mark.parametrize("words", ON_CUDA_ALONE)
-def test_dtypes_that_differ_are_refused_in_the_words_of_cuda(t4, words):
+def test_what_cuda_alone_refuses_is_refused_in_its_words(t4, words):
     with pytest.raises(RuntimeError) as error:
         ON_CUDA_ALONE[words]()
     assert one_line(error) == words

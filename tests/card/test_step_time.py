@@ -150,15 +150,23 @@ def test_quantized_layers_write_their_weights_out():
 def test_tf32_counts_where_it_is_allowed_when_it_is_asked():
     """A kept trace does not know whether it was allowed, and gives both."""
     recipe = Recipe("bert-large", batch_size=2, seq_len=256)
-    before, seconds = torch.backends.cuda.matmul.allow_tf32, {}
+    matmul = torch.backends.cuda.matmul
+    before, seconds = matmul.fp32_precision, {}
     try:
-        for allowed in (False, True, False):
-            torch.backends.cuda.matmul.allow_tf32 = allowed
+        for name, value in (
+            ("allow_tf32", False),
+            ("allow_tf32", True),
+            ("allow_tf32", False),
+            ("fp32_precision", "tf32"),
+            ("fp32_precision", "ieee"),
+        ):
+            setattr(matmul, name, value)
+            allowed = value in (True, "tf32")
             for card in ("A100-80GB", "V100"):
                 found = simulate(recipe, card).step_seconds.parts["matrix products"]
                 seconds.setdefault((card, allowed), set()).add(found)
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        matmul.allow_tf32, matmul.fp32_precision = False, before
     assert all(len(found) == 1 for found in seconds.values())
     assert min(seconds["A100-80GB", True]) < min(seconds["A100-80GB", False]) / 2
     assert seconds["V100", True] == seconds["V100", False]  # it has none

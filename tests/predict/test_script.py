@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -249,6 +250,50 @@ for step in range({{steps}}):
     for steps, said in ((10**9, "2 optimizer steps"), (1, "1 optimizer step")):
         status, out, _ = run(text.format(steps=steps))
         assert status == 0 and out.splitlines()[1] == said and "differ in size" not in out
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_weights_that_are_changed_by_hooks_of_the_backward_pass_make_a_step(reentrant, run):
+    """Also where a checkpoint has a backward pass of its own inside."""
+    text = f"""
+from torch.utils.checkpoint import checkpoint
+layers = torch.nn.ModuleList(torch.nn.Linear(512, 512) for _ in range(3)).cuda()
+@torch.no_grad()
+def update(p):
+    p.add_(p.grad, alpha=-0.1); p.grad = None
+for p in layers.parameters():
+    p.register_post_accumulate_grad_hook(update)
+for step in range(10**9):
+    x = torch.randn(8, 512, device="cuda", requires_grad=True)
+    for layer in layers:
+        x = layer(x) if {reentrant} is None else checkpoint(layer, x, use_reentrant={reentrant})
+    x.sum().backward()
+    print(f"step {{step}}")
+"""
+    status, out, _ = run(text)
+    assert status == 0 and out.count("step ") == 2 and "2 optimizer steps" in out
+
+
+@pytest.mark.parametrize("every, steps, fewer", [(2, 4, False), (5, 6, True), (100, 6, True)])
+def test_a_generator_that_is_trained_less_often_than_its_critic_is_waited_for(
+    every, steps, fewer, run
+):
+    text = f"""
+critic, generator = torch.nn.Linear(512, 1).cuda(), torch.nn.Linear(512, 512).cuda()
+optimizers = [torch.optim.Adam(model.parameters()) for model in (critic, generator)]
+unused = torch.optim.Adam(generator.parameters()); del unused
+for step in range(1, 50):
+    critic(torch.randn(8, 512, device="cuda")).mean().backward()
+    optimizers[0].step()
+    if step % {every} == 0:
+        critic(generator(torch.randn(8, 512, device="cuda"))).mean().backward()
+        optimizers[1].step()
+"""
+    status, out, _ = run(text)
+    assert status == 0 and out.splitlines()[1] == f"{steps} optimizer steps"
+    made = steps // every
+    assert (f"one optimizer has made {made} of these 6 steps" in out) == fewer
+    assert bool(re.search(r"optimizer states +2\.0 MiB", out)) == (made > 0)
 
 
 def test_a_moving_average_of_the_weights_is_no_step(run):

@@ -144,6 +144,14 @@ def test_a_loop_of_ones_own(rows, steps, said, tmp_path):
     assert asked.phases[-1].startswith("--phases: no Trainer of transformers was at work")
 
 
+@pytest.mark.parametrize("steps, said", [(2, "--steps 25 "), (7, "--steps 28 "), (10, "")])
+def test_more_steps_are_offered_where_there_are_more(steps, said, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(STEPS.format(rows="8 * (1 + step)", steps=9))
+    ran = run_script(path, gpu="T4", steps=steps)
+    assert said in "".join(ran.phases) and bool(ran.phases) == bool(said)
+
+
 def test_a_run_that_fits_only_without_the_margin_does_not_fit(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text(STEPS.format(rows=8, steps=9))
