@@ -9,7 +9,8 @@ from memlab.footprint import Category
 from memlab.planner.answers import has_runs_only
 from memlab.planner.result import PAGED_OUT, STATES, WAYS, Option, Switch, is_paged, way_of
 from memlab.planner.space import Combination
-from memlab.spec.recipe import Recipe
+from memlab.spec.optimizers import OPTIMIZERS
+from memlab.spec.recipe import QUANTIZED, Recipe
 from memlab.trace.ledger import Ledger
 from memlab.trace.log import replay
 from memlab.units import gib
@@ -17,13 +18,30 @@ from memlab.units import gib
 if TYPE_CHECKING:
     from memlab.planner.search import Search
 
+SMALLER = "a smaller micro-batch", "shorter sequences"
 CAN_REDUCE = {
-    Category.PARAMETERS: "QLoRA",
-    Category.GRADIENTS: "LoRA and QLoRA",
-    Category.OPTIMIZER_STATES: "an 8-bit or paged optimizer, LoRA and QLoRA",
-    Category.ACTIVATIONS: "checkpointing, a smaller micro-batch and shorter sequences",
-    Category.TEMPORARY: "a smaller micro-batch and shorter sequences",
+    Category.PARAMETERS: ("QLoRA",),
+    Category.GRADIENTS: ("LoRA", "QLoRA"),
+    Category.OPTIMIZER_STATES: ("an 8-bit or paged optimizer", "LoRA", "QLoRA"),
+    Category.ACTIVATIONS: ("checkpointing", *SMALLER),
+    Category.TEMPORARY: SMALLER,
 }
+
+
+def remedies_of(part: Category, recipe: Recipe) -> str:
+    """What makes a part of a recipe's peak smaller and is not in the recipe yet, in words."""
+    optimizer = OPTIMIZERS[recipe.optimizer]
+    there = {
+        "QLoRA": recipe.base in QUANTIZED,
+        "LoRA": recipe.lora_rank > 0,
+        "an 8-bit or paged optimizer": optimizer.bits < 32 or optimizer.paged,
+        "checkpointing": recipe.checkpointing != "none",
+        "a smaller micro-batch": recipe.batch_size == 1,
+        "shorter sequences": recipe.seq_len == 1,
+    }
+    names = [name for name in CAN_REDUCE[part] if not there[name]]
+    *before, last = names or ["a smaller model", "more cards"]
+    return f"{', '.join(before)} and {last}" if before else last
 
 
 def decision(search: Search, start: Option, changes: tuple[Switch, ...]) -> tuple[str, ...]:
@@ -44,7 +62,7 @@ def decision(search: Search, start: Option, changes: tuple[Switch, ...]) -> tupl
     name, way = largest.replace("_", " "), WAYS[start.way]
     most = (
         f"The largest part is {name}, {parts[largest] / allocated:.0%} of the peak, in the "
-        f"{peak.peak_phase}: less of it by {CAN_REDUCE[largest]}."
+        f"{peak.peak_phase}: less of it by {remedies_of(largest, start.recipe)}."
     )
     if not start.missing:
         plain = start.recipe.checkpointing == "none" and start.tier == 1

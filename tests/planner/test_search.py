@@ -10,7 +10,9 @@ import torch
 from helpers import refused
 
 from memlab import MiB, Recipe, fits, models, plan, simulate
+from memlab.footprint import Category
 from memlab.gpus import GPUS, find_gpu
+from memlab.planner.advice import remedies_of
 from memlab.planner.remedies import last_resorts
 from memlab.planner.result import TIERS, Question, is_paged
 from memlab.planner.search import Search
@@ -174,6 +176,26 @@ def test_the_first_line_names_the_first_tier_that_fits(roomy):
     assert second.startswith("Tier 1, and fastest: fp16-amp, adamw_torch_fused, micro-batch 4 x 1")
     for tier, option in roomy.tiers.items():
         assert option.tier == tier and f"{tier} {TIERS[tier]}" in flat(roomy)
+
+
+@pytest.mark.parametrize(
+    "part, changes, words",
+    [
+        ("parameters", {}, "QLoRA"),
+        ("parameters", dict(lora_rank=8, base="nf4"), "a smaller model and more cards"),
+        ("gradients", dict(lora_rank=8), "QLoRA"),
+        (
+            "activations",
+            dict(batch_size=2),
+            "checkpointing, a smaller micro-batch and shorter sequences",
+        ),
+        ("activations", dict(checkpointing=True), "shorter sequences"),
+        ("optimizer_states", dict(optimizer="adamw_8bit"), "LoRA and QLoRA"),
+    ],
+)
+def test_no_advice_is_what_the_recipe_does_already(part, changes, words):
+    recipe = Recipe("gpt2-tiny", **(dict(batch_size=1) | changes))
+    assert remedies_of(Category(part), recipe) == words
 
 
 def test_a_sequence_of_one_token_is_not_halved():
