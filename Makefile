@@ -56,7 +56,7 @@ $(READY): requirements.txt pyproject.toml
 
 # Pages that few changes reach. `make test` renders them without running them, unless they were changed
 # since the day before, when `make nightly` last ran them.
-RARE := $(wildcard chapters/*-deeper.ipynb) $(wildcard chapters/accuracy.ipynb chapters/record.ipynb)
+RARE := $(wildcard chapters/*-deeper.ipynb) $(wildcard chapters/accuracy.ipynb chapters/record.ipynb chapters/your-script.ipynb)
 TOUCHED = $(shell git diff --name-only "$$(git rev-list -1 --before='1 day ago' HEAD)" -- chapters 2>/dev/null)
 # Those that this build runs: all, or with QUICK=1 those of a push.
 RUN = $(if $(QUICK),$(filter-out $(filter-out $(TOUCHED),$(RARE)),$(NOTEBOOKS)),$(NOTEBOOKS))
