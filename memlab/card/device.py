@@ -84,8 +84,8 @@ class SimulatedGPU:
 
     What values are:
 
-    - Up to 262,144 integers or booleans keep theirs on the card where all that they were made of
-      is known, and so the shapes that follow from masks and lengths are those of a real run.
+    - Up to 262,144 integers or booleans, and single numbers, keep theirs on the card where all that
+      they were made of is known. So shapes that follow from masks and lengths are those of a run.
     - Any other number reads as 1, in `.item()`, in print and, up to 16 MiB, in a copy on the host;
       larger copies hold zeros. Comparisons come out of that, isnan and isinf are False, and the
       gradient scaler never skips a step.

@@ -45,7 +45,7 @@ def test_what_cannot_fit_is_said_before_it_runs():
 
 START = """
 import sys
-from memlab import Recipe, models
+from memlab import Recipe
 from memlab.evidence import recording
 tiny = Recipe(model="gpt2-tiny", batch_size=1, seq_len=16)
 runs = {"one": tiny, "too large": tiny.but(batch_size=2**18, seq_len=1024)}
