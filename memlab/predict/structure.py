@@ -21,6 +21,7 @@ from memlab.libraries import remembered
 from memlab.models import Model
 from memlab.predict.recipe_log import unlike_micro_batches
 from memlab.predict.widths import (
+    EMBEDDING_SIZES,
     LENGTHS,
     LIKE_RANK,
     LIKE_WIDTHS,
@@ -315,7 +316,7 @@ def _has_other_widths(config: Any) -> bool:
         # Its projection to queries, keys and values has the prime factor of a head's size.
         or (config.model_type in ONE_PROJECTION and (heads_of_a_key(config) + 2) % 5 == 0)
         or get("kv_lora_rank", None)  # latent attention has ranks and two sizes of heads
-        or (get("embedding_size", None) or config.hidden_size) != config.hidden_size
+        or any(get(name, None) not in (None, config.hidden_size) for name in EMBEDDING_SIZES)
     )
 
 
@@ -362,6 +363,9 @@ def with_matching_state_dtypes(recipe: Recipe, structure: Structure) -> Recipe:
         values, _, _ = at_widths(config, widths)
         like = replace(recipe, model=models.resized(config, **values), **rank)
         usual = shared_structure(like.model)
+        weights = len(shapes_of(like.model, recipe.task))
+        if weights != len(shapes_of(recipe.model, recipe.task)):
+            continue  # a size that is not in `at_widths` decides about a weight
         if usual and usual.key == structure.key and _states_are_alike(like, structure):
             return like
     raise ValueError(f"no widths at which states of {recipe.model_name} are as at the chosen ones")

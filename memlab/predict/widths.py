@@ -15,6 +15,8 @@ from memlab.models import Model
 # in 4 bits.
 WIDTHS = {"g": 13 * 8, "m": 19, "d": 5 * 32, "h": 31 * 128, "f": 53 * 256, "V": 41 * 64}
 HEAD_SIZES = ("head_dim", "d_kv")
+# Where these are not the hidden size, embeddings are projected to it.
+EMBEDDING_SIZES = ("embedding_size", "word_embed_proj_dim")
 LENGTHS = ("max_position_embeddings", "sliding_window")  # sizes of any structure
 ONE_PROJECTION = ("phi3",)  # families with a weight for queries, keys and values together
 # Other widths, and a rank, at which states in 8 bits may be of the same weights as at those.
@@ -78,7 +80,7 @@ def at_widths(config: Any, chosen: dict[str, int]) -> tuple[dict, dict[str, int]
         "vocab_size": new["V"],
         "hidden_size": new["h"],
         "pooler_hidden_size": new["h"],
-        "embedding_size": new["h"],
+        **dict.fromkeys(EMBEDDING_SIZES, new["h"]),
         "num_attention_heads": new["g"] * new["m"],
         "num_key_value_heads": new["g"],
     }

@@ -23,6 +23,8 @@ FEWEST = 11  # sequences
 RANK_UNIT = 16  # in a rank, so that adapters are whole blocks of 8-bit states
 TOKENS = 2**18  # of a micro-batch: the values of more are not known (memlab.card.known_values)
 APART = 512  # positions or a window differ so much from the length
+SHIFTS = 1, -1, 2  # labels are shifted by one; a causal convolution of 3 tokens (LFM2) pads by two
+POSITIONS_SHIFT = 2  # the learned positions of OPT and BART begin after two that are not used
 
 Factors = Mapping[str, Any]  # name -> whole number, or any, where many are tried at once
 
@@ -61,11 +63,13 @@ class Term(NamedTuple):
 def factors_of(sizes: Factors) -> dict[str, Any]:
     """What sizes are found as in the number of a tensor's elements.
 
-    The length s also as s + 1 and s - 1, as labels that are shifted, and rounded up.
+    The length s also shifted (`SHIFTS`) and rounded up, the positions P also shifted.
     """
     length = sizes["s"]
+    shifted = {f"s{shift:+}": length + shift for shift in SHIFTS}
     rounded = {f"s~{unit}": -(-length // unit) * unit for unit in ROUNDED}
-    return {**sizes, "s+1": length + 1, "s-1": length - 1, **rounded}
+    positions = {f"P{POSITIONS_SHIFT:+}": sizes["P"] + POSITIONS_SHIFT} if sizes.get("P") else {}
+    return {**sizes, **shifted, **rounded, **positions}
 
 
 class Symbols:
@@ -74,8 +78,7 @@ class Symbols:
     def __init__(self, sizes: Mapping[str, int]):
         self.sizes = dict(sizes)
         factors: dict[int, str] = {}
-        lengths = factors_of({"s": sizes["s"]})
-        for name, value in (lengths | self.sizes).items():
+        for name, value in factors_of(sizes).items():
             if value > 1:
                 factors.setdefault(value, name)  # a rounded length that is the length is s
         primes = [(name, value, largest_prime(value)) for value, name in factors.items()]
@@ -145,10 +148,14 @@ def chosen_sizes(
             left = [p for p in left if p * unit != sizes["r"]]
         if not one_sequence:
             sizes["b"] = next((p for p in left if p * length <= TOKENS), 0)
-        longer = [p for p in left if p > length + APART][:2]
-        shorter = [p for p in left if sizes["b"] < p < length - APART][-1:]
-        if len(longer) == 2 and shorter and all(sizes.values()):
-            return sizes | {"P": longer[0], "w": longer[1] if inside else shorter[0]}
+        unused = set(left) - {largest_prime(size) for size in sizes.values()}
+        longer = [p for p in left if p > length + APART]
+        positions = [p for p in longer if largest_prime(p + POSITIONS_SHIFT) in unused][:1]
+        windows = [p for p in longer if [p] > positions]
+        if not inside:
+            windows = [p for p in left if sizes["b"] < p < length - APART][::-1]
+        if positions and windows and all(sizes.values()):
+            return sizes | {"P": positions[0], "w": windows[0]}
     raise ValueError("no sizes can be told from the numbers of the model")
 
 
@@ -163,8 +170,8 @@ def _lengths(alignment: int) -> list[tuple[int, set[int]]]:
     chosen = []
     for length in range(alignment, MOST, alignment):
         rounded = [-(-length // unit) * unit for unit in ROUNDED if unit > alignment]
-        forms = {length, length + 1, length - 1, *rounded}
-        if math.gcd(length, ROUNDED[-1]) != alignment or len(forms) < 3 + len(rounded):
+        forms = {length, *(length + shift for shift in SHIFTS), *rounded}
+        if math.gcd(length, ROUNDED[-1]) != alignment or len(forms) <= len(SHIFTS) + len(rounded):
             continue
         telling = {largest_prime(form) for form in forms}
         is_unique = all(sum(form % prime == 0 for form in forms) == 1 for prime in telling)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import TINY
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import CONFIG_MAPPING
 
 from memlab import Recipe, models
 from memlab.gpus import find_gpu
@@ -22,6 +23,12 @@ from memlab.trace.symbols import largest_prime
 from memlab.trace.trace import Depth, Trace
 
 LLAMA = Recipe("llama-3-8b-tiny", seq_len=64, attention="sdpa", precision="bf16")
+# Its learned positions begin after two that are not used.
+OPT = models.resized(
+    CONFIG_MAPPING["opt"](),
+    **{"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128, "vocab_size": 512},
+    num_attention_heads=4,
+)
 SHARDED = {"ranks": 4, "sharding": "zero3"}
 WAYS = [
     (TINY, "P100"),
@@ -33,6 +40,8 @@ WAYS = [
     (Recipe("deberta-v3-base-tiny", padded=True), "A100-80GB"),
     (Recipe("mixtral-8x7b-tiny", lora_rank=4, lora_targets="q_proj,v_proj"), "H100"),
     (LLAMA.but(precision="bf16-amp", lora_rank=4, base="half", **SHARDED), "A100-80GB"),
+    (Recipe("lfm2-1.2b-tiny", precision="bf16-amp"), "A100-80GB"),  # convolutions of three tokens
+    (Recipe(OPT, optimizer="adamw_8bit"), "T4"),
 ]
 SIZES = ((2, 64, 3), (16, 256, 5), (1, 77, 1), (3, 333, 1))
 

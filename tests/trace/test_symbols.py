@@ -26,7 +26,7 @@ def test_a_number_is_read_and_put_together_again_at_other_sizes(own, one, alignm
     symbols, here = Symbols(sizes), factors_of(sizes)
     other = {"b": 1 if one else 6, "s": 5 * 16 * alignment + alignment, "r": 8, "P": 2048, "w": 96}
     there = factors_of(other)
-    made = ["b", "s", "r", "P", "w", "s+1", "s-1", *(f"s~{unit}" for unit in ROUNDED)]
+    made = ["b", "s", "r", "P", "w", "s+1", "s-1", "s+2", "P+2", *(f"s~{n}" for n in ROUNDED)]
     for constant, first, second in itertools.product((1, 4, 2 * max(own)), made, made):
         number = constant * here[first] * here[second]
         assert symbols.term(number).at(there) == constant * there[first] * there[second]
