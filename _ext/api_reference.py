@@ -1,7 +1,8 @@
-"""What memlab offers, out of its own source: `{api}` objects, `{command}` the options of a command.
+"""Sphinx extension: the API reference, generated from memlab's source.
 
-Docstrings and helps are Markdown here, as the pages are; autodoc and sphinx-argparse would read
-them as reStructuredText. A line of a docstring that begins with names and a colon describes those
+The directive `{api}` documents Python objects, and `{command}` the options of a command. Docstrings
+and help texts are Markdown, like the pages; autodoc and sphinx-argparse would read them as
+reStructuredText. A line of a docstring that begins with names and a colon describes those
 parameters, and becomes an item of a list.
 """
 
@@ -25,12 +26,12 @@ DESCRIBED = re.compile(r"^([a-z]\w*(?:, [a-z]\w*)*)(?= ?(?:\([^)]*\))?: )")
 
 
 def signature(function):
-    """The parameters and the result as the source has them, without `self`."""
+    """The signature as the source has it, without `self`."""
     node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     if node.args.args and node.args.args[0].arg in ("self", "cls"):
         node.args.args.pop(0)
     for values in (node.args.defaults, node.args.kw_defaults):
-        for i, value in enumerate(values):  # a constant of the module by its value
+        for i, value in enumerate(values):  # show the value of a constant, not its name
             known = function.__globals__.get(getattr(value, "id", None))
             if isinstance(known, (int, float, str)):
                 values[i] = ast.Constant(known)
@@ -39,15 +40,16 @@ def signature(function):
 
 
 def as_markdown(docstring):
+    # "name: text" at the start of a line becomes "- **name**: text".
     lines = (DESCRIBED.sub(r"- **\1**", line) for line in inspect.cleandoc(docstring).splitlines())
     return "\n".join(lines)
 
 
 def described(name, thing):
-    """The Markdown of a function, or of a class with its public methods and properties."""
+    """The Markdown for a function, or for a class with its public methods and properties."""
     if not inspect.isclass(thing):
         return directive("function", name + signature(thing), as_markdown(thing.__doc__))
-    made = not dataclasses.is_dataclass(thing)  # whose fields its docstring has
+    made = not dataclasses.is_dataclass(thing)  # a dataclass's docstring lists its fields
     given = signature(thing.__init__) if made else ""
     members = [member(*pair) for pair in vars(thing).items() if not pair[0].startswith("_")]
     body = "\n\n".join([as_markdown(thing.__doc__), *filter(None, members)])
@@ -67,12 +69,13 @@ def directive(kind, head, body, fence="::::"):
 
 
 def has_default(action):
-    """Whether a default says something; a folder of the package is the machine's."""
+    """Whether a default is worth showing; a path is not, because it depends on the machine."""
     return action.default not in NO_DEFAULT and not isinstance(action.default, Path)
 
 
 def options(command):
-    """The Markdown of a command's options, as `--help` words them."""
+    """The Markdown list of a command's options, in the words of `--help`."""
+    # argparse has no public way to list its commands and options.
     commands = next(a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
     (told,) = (a.help for a in commands._choices_actions if a.dest == command)
     asked = commands.choices[command]
@@ -88,9 +91,10 @@ def options(command):
 
 
 class Written(Directive):
-    """Markdown that `markdown` makes of the directive, in its place."""
+    """Base of directives that are replaced by the Markdown of their method `markdown`."""
 
     def run(self):
+        # The parser of the page is MyST, so the generated text may use Markdown and directives.
         section = nodes.Element()
         made = StringList(self.markdown().splitlines(), source="")
         self.state.nested_parse(made, self.content_offset, section)
@@ -98,7 +102,7 @@ class Written(Directive):
 
 
 class Api(Written):
-    """Names with their modules, a line each."""
+    """The directive `{api}`: its content is one dotted name per line."""
 
     has_content = True
 

@@ -1,6 +1,8 @@
-"""What this book adds to Jupyter Book 1: a calculator, a button, scripts, reading times, checks.
+"""Sphinx extension: this book's additions to Jupyter Book 1.
 
-A check speaks through Sphinx's warnings, and the build treats warnings as errors.
+It adds the calculators, a launch button for Kaggle, vendored scripts and reading times. It checks
+links and figures of the rendered pages. A failed check is a Sphinx warning, and the build treats
+warnings as errors.
 """
 
 import re
@@ -18,17 +20,17 @@ logger = logging.getLogger(__name__)
 
 
 def add_vendored_scripts(app, config):
-    # Jupyter Book loads every script below the static folders named in _config.yml on every page.
-    # A folder added here, after it has looked, is copied and nothing more.
+    # Jupyter Book loads each script in the static folders of _config.yml on every page. It has
+    # looked at them by now, so a folder that is added here is only copied.
     config.html_static_path.append(str(ROOT / "vendor"))
 
 
-# The branch with the chapters as the build has run them: `make publish-executed`.
+# The branch with the executed chapters, which `make publish-executed` pushes.
 EXECUTED = "executed"
 
 
 def add_launch_buttons(app, pagename, templatename, context, doctree):
-    """Colab's button, which the theme makes, and Kaggle's open the chapter with its outputs."""
+    """Add a Kaggle button, and let Colab's open the executed chapter as Kaggle's does."""
     if doctree is None or Path(app.env.doc2path(pagename)).suffix != ".ipynb":
         return
     theme = app.config.html_theme_options
@@ -42,6 +44,7 @@ def add_launch_buttons(app, pagename, templatename, context, doctree):
         "icon": "fa-brands fa-kaggle",
         "url": "https://kaggle.com/kernels/welcome?src=" + quote(source, safe=""),
     }
+    # The theme links Colab's button to the stored notebook, which has no outputs.
     stored = f"/blob/{theme['repository_branch']}/"
     for group in context.get("header_buttons", []):
         if group.get("label") == "launch-buttons":
@@ -62,12 +65,12 @@ def drop_doubled_scripts(app, pagename, templatename, context, doctree):
 
 
 class CalculatorOnPage(Directive):
-    """The calculator of training, or of inference where `serve` is said, on a page of Markdown."""
+    """The directive `{calculator}`: the training calculator, or with `serve` that of inference."""
 
     optional_arguments = 1
 
     def run(self):
-        # They bring torch and transformers, which other pages can spare.
+        # Imported here because they import torch and transformers, which other pages do not need.
         from memlab.panels.calculator import Calculator
         from memlab.panels.serving_calculator import ServingCalculator
 
@@ -76,7 +79,7 @@ class CalculatorOnPage(Directive):
 
 
 class Links(HTMLParser):
-    """The targets a page offers (ids) and the ones it points to (hrefs)."""
+    """The anchors of an HTML page (ids) and the links on it (hrefs)."""
 
     def __init__(self, page):
         super().__init__()
@@ -91,12 +94,12 @@ class Links(HTMLParser):
 
 
 def dead_links(folder):
-    """(page, link) for every link inside a rendered book that leads nowhere."""
+    """(page, link) of each link inside a rendered book whose target does not exist."""
     folder = Path(folder).resolve()
     pages = {page: Links(page) for page in sorted(folder.rglob("*.html"))}
     dead = []
     for page, links in pages.items():
-        if "_static" in page.parts:  # templates that the theme leaves there
+        if "_static" in page.parts:  # templates of the theme
             continue
         for href in dict.fromkeys(links.hrefs):
             target = urlsplit(href)
@@ -116,10 +119,10 @@ def count_words(text):
 
 
 def reading_minutes(page):
-    """Minutes for a rendered page, given as text; what is folded does not count.
+    """Reading time of a rendered page in minutes; folded content does not count.
 
-    At a learner's pace: prose at 170 words a minute, code at 100, what cells print at 250, half a
-    minute more for a table, a picture or a control.
+    page: the HTML as text. The pace is a learner's: 170 words per minute of prose, 100 of code and
+    250 of printed output. A table, a picture or a control adds half a minute.
     """
     article = BeautifulSoup(page, "html.parser").find("article")
     for gone in article.select("script, style, details"):
@@ -127,6 +130,7 @@ def reading_minutes(page):
     shown = len(article.select("img, svg, table, div.cell_output input"))
     code = sum(count_words(cell.get_text()) for cell in article.select("div.cell_input"))
     outputs = article.select("div.cell_output")
+    # Paragraphs in an output are prose that a cell has rendered.
     said = sum(count_words(p.get_text(" ")) for out in outputs for p in out.select("p"))
     printed = sum(count_words(out.get_text(" ")) for out in outputs) - said
     for cell in article.select("div.cell"):
@@ -136,7 +140,7 @@ def reading_minutes(page):
 
 
 def fill_in_minutes(app, exception):
-    """How long each page takes, into the `<span class="minutes" data-page="...">` of the index."""
+    """Write each page's reading time into `<span class="minutes" data-page="...">` of the index."""
     if exception is not None or app.builder.format != "html":
         return
     index = Path(app.outdir) / f"{app.config.root_doc}.html"
@@ -150,14 +154,14 @@ def fill_in_minutes(app, exception):
     index.write_text(spans.sub(filled, index.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-# A share that says by its sign what its words say already.
+# A negative percentage followed by a word that already tells the direction: "-3 % more".
 TURNED = re.compile(
     r"[-−]\d[\d.,]* ?% (?:more|less|fewer|slower|faster|longer|shorter|smaller|larger|of the)\b"
 )
 
 
 def turned_shares(text):
-    """Every "-3 % more" of a text: one of the two is the wrong way round."""
+    """Every phrase like "-3 % more" in a text: its sign contradicts or repeats its words."""
     return TURNED.findall(" ".join(text.split()))
 
 

@@ -1,9 +1,9 @@
-"""Citations that read as text wherever a chapter is opened.
+"""Sphinx extension: citations that are readable text wherever a chapter is opened.
 
-A role such as cite shows as raw text on Colab, Kaggle and in JupyterLab. So notebooks have a link,
-`[[Dettmers et al., 2023]](references.md#dettmers2023qlora)`, several works with a comma between
-their keys, which becomes the role when a page is read. What the brackets say must be the works'
-authors and years.
+A role such as `cite` shows as raw text on Colab, Kaggle and in JupyterLab. Notebooks therefore
+contain a link, `[[Dettmers et al., 2023]](references.md#dettmers2023qlora)`. The keys of several
+works are separated by commas. The link becomes the role when Sphinx reads a page. The build warns
+if the text in the brackets is not the works' authors and years.
 """
 
 import re
@@ -25,9 +25,9 @@ def works():
 
 
 def named(keys: str) -> str:
-    """Authors and years of the works of these keys, as `bibtex_reference_style` prints them.
+    """Authors and years of the works with these keys, as `bibtex_reference_style` prints them.
 
-    Raises KeyError for a key that references.bib lacks.
+    keys: keys of references.bib, separated by commas. Raises KeyError for an unknown key.
     """
     return "; ".join(map(_named, keys.split(",")))
 

@@ -1,17 +1,20 @@
-"""The ledger: every statement of the sources, with the verdicts that the chapters reach.
+"""Sphinx extension: the ledger, a table of all statements of the sources with their verdicts.
 
-The verdicts stand in the chapters' text, in folds (`memlab.book.claims`), and so does what is shown
-of a subject that a source only names. The directive `ledger` collects them and writes the tables:
-nothing is typed again.
+The chapters give their verdicts in folds of their text (`memlab.book.claims`). They treat subjects
+that a source only names in the same way. The directive `ledger` collects all folds and writes the
+tables, so that no verdict is typed twice.
 
     :::{ledger}
     :open: B26 B27
     :::
 
-`open` names the statements that no chapter takes up yet. Any other statement without a verdict is
-a warning, and so are two verdicts that differ, one of another word, a statement that is cited in
-other words than those of claims.json, an open statement that has one, and a named subject that no
-fold takes up. The build treats warnings as errors.
+`open` lists the statements that no chapter takes up yet. The build treats warnings as errors, and
+these are warnings:
+
+- a statement without a verdict that is not listed as open, and a listed one with a verdict;
+- two verdicts on one statement that differ, and a verdict that is none of the known words;
+- a statement that is cited in other words than those of claims.json;
+- a named subject that no fold takes up.
 """
 
 import json
@@ -44,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Decision:
-    """A verdict, and where it stands: the notebook's name in the book, the cell's id."""
+    """A verdict and its place: the notebook's document name in the book, and the cell's id."""
 
     verdict: Verdict
     page: str
@@ -64,7 +67,7 @@ class Decision:
 
 
 def decisions(notebook: Path, page: str) -> list[Decision]:
-    """The verdicts in the text of a notebook, in the order of the cells."""
+    """The verdicts in the Markdown cells of a notebook, in order."""
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     return [
         Decision(one, page, cell["id"])
@@ -75,7 +78,8 @@ def decisions(notebook: Path, page: str) -> list[Decision]:
 
 
 def problems(found: list[Decision], left_open: list[str]) -> list[str]:
-    """One line a statement: without a verdict, with two, with another's words, or open no more."""
+    """One line per problem with a statement, as the module's docstring lists them."""
+    # Subjects that are only named have the same folds, with the word NAMED as the verdict.
     known = CLAIMS
     cited = {id: (one["says"], one["source"]) for id, one in (known | SUBJECTS).items()}
     lines = [f"{id} is listed as open and is no statement" for id in left_open if id not in known]
@@ -99,7 +103,7 @@ def problems(found: list[Decision], left_open: list[str]) -> list[str]:
 
 
 def tally(words: dict[str, str]) -> str:
-    """The table that counts the statements of each source by verdict. words: id -> verdict."""
+    """The HTML table that counts each source's statements by verdict. words: id -> verdict."""
     head = "".join(f"<th>{MARKS[word]} {word}</th>" for word in MARKS)
     lines = [f"<thead><tr><th>source</th><th>all</th>{head}</tr></thead><tbody>"]
     rows = [(f"{letter}: {s['title']} ({s['form']})", letter) for letter, s in SOURCES.items()]
@@ -112,12 +116,12 @@ def tally(words: dict[str, str]) -> str:
 
 
 def inline(text: str) -> str:
-    """Markdown as HTML, where a link to a notebook leads to its page."""
+    """Inline Markdown as HTML; links to notebooks become links to their pages."""
     return re.sub(r'(href="[\w-]+)\.ipynb', r"\1.html", MarkdownIt().renderInline(text))
 
 
 def table(found: list[Decision], link) -> str:
-    """The table of all statements. link(decision): the HTML that leads to its cell."""
+    """The HTML table of all statements. link(decision): the HTML of a link to its cell."""
     pages = sorted({one.page for one in found})
     head = "<th>No.</th><th>The source says</th><th>Verdict, why, and the cell that decided</th>"
     lines = [f"<thead><tr>{head}</tr></thead><tbody>"]
@@ -130,6 +134,7 @@ def table(found: list[Decision], link) -> str:
         word = here[0].word if here else OPEN
         why = "<br>".join(f"{inline(one.verdict.because)}<br>{link(one)}" for one in here)
         chapter = pages.index(here[0].page) if here else len(pages)
+        # The page's script sorts the rows by these two data attributes.
         lines.append(
             f'<tr id="statement-{id}" data-verdict="{list(MARKS).index(word)}" '
             f'data-chapter="{chapter}"><td>{id}</td><td>{escape(claim["says"])}</td>'
@@ -140,7 +145,7 @@ def table(found: list[Decision], link) -> str:
 
 
 def named_table(found: list[Decision], link) -> str:
-    """The table of what the sources only name. link(decision): the HTML that leads to its cell."""
+    """The HTML table of subjects that sources only name. link(decision): a link to its cell."""
     lines = [
         "<thead><tr><th>Named, not claimed</th><th>What this book shows of it</th></tr></thead>"
     ]
@@ -154,7 +159,7 @@ def named_table(found: list[Decision], link) -> str:
 
 
 class ledger(nodes.General, nodes.Element):
-    """Where the tables go once every notebook has been read."""
+    """A placeholder node, replaced by the tables once all notebooks have been read."""
 
 
 class LedgerDirective(SphinxDirective):
@@ -171,7 +176,7 @@ def anchor(decision: Decision) -> str:
 
 
 def decisions_of(env, page: str) -> list[Decision]:
-    """Of a page of the book."""
+    """The decisions on a page of the book; none on a page that is not a notebook."""
     path = Path(env.doc2path(page))
     return decisions(path, page) if path.suffix == ".ipynb" else []
 
@@ -185,6 +190,7 @@ def write_ledger(app, doctree, docname):
         uri = app.builder.get_relative_uri(docname, one.page)
         return f'<a href="{uri}#{anchor(one)}">{title}</a> <span class="place">{one.place}</span>'
 
+    # After all pages are resolved, because the links need their section numbers and titles.
     for node in list(doctree.findall(ledger)):
         found = [one for page in sorted(env.found_docs) for one in decisions_of(env, page)]
         for line in problems(found, node["open"]):

@@ -1,7 +1,7 @@
-"""Words by which readers search a page that has another name for them.
+"""Sphinx extension: search words for pages that use other words themselves.
 
-`search_words` of `_config.yml` names the page and its words. They become entries of the index,
-which the search looks through before the text; on the page itself nothing shows.
+`search_words` in `_config.yml` maps a page to words. They become entries of the index, which the
+search looks up before the text. The page itself does not show them.
 """
 
 from sphinx import addnodes
@@ -9,10 +9,11 @@ from sphinx.errors import ConfigError
 
 
 def add_entries(app, doctree):
-    """An index entry a word at the top of the page."""
+    """Add one index entry per search word at the top of the page."""
     page = app.env.docname
     words = app.config.search_words.get(page, ())
     if words:
+        # An index entry needs a target in the page; the first node gets its id.
         target = f"index-{page.rpartition('/')[2]}"
         doctree.next_node()["ids"].append(target)
         entries = [("single", word, target, "main", None) for word in words]
@@ -20,7 +21,7 @@ def add_entries(app, doctree):
 
 
 def check_pages(app, env):
-    """Every page that is named is one."""
+    """Raise ConfigError for a page in `search_words` that the book does not have."""
     if unknown := set(app.config.search_words) - env.found_docs:
         raise ConfigError(f"search_words names {sorted(unknown)}, which are no pages of the book")
 

@@ -1,11 +1,11 @@
-"""The first use of each glossary term on a page leads to its entry, without a mark in the source.
+"""Sphinx extension: link the first use of each glossary term on a page to its entry.
 
-A role in the chapters' Markdown would show as raw text on Colab, Kaggle and in JupyterLab. So the
-links are made when a page is rendered: in prose only, not in code, outputs, headings, tables,
-captions, formulas or other links.
+A Sphinx role in the Markdown would show as raw text on Colab, Kaggle and in JupyterLab. The links
+are therefore added when a page is rendered, and the source needs no markup. Only prose gets links,
+not code, outputs, headings, tables, captions, formulas or other links.
 
-A term with an addition in brackets, such as "block (allocator)", has other senses elsewhere. It is
-linked only on the pages that its entry names.
+A term with an addition in brackets, such as "block (allocator)", has other meanings elsewhere. It
+is linked only on the pages that its entry names.
 """
 
 import re
@@ -35,8 +35,11 @@ NO_PROSE = (
 class Term:
     """An entry of the glossary.
 
-    words: without their additions; meaning: the first sentence; pages: those that it names.
-    everywhere: whether it is linked on other pages, too.
+    words: the terms of the entry, without additions in brackets.
+    anchor: the id of the entry on the glossary's page.
+    meaning: the first sentence of the definition, shown as a tooltip.
+    pages: the pages that the entry links to.
+    everywhere: whether the terms are linked on all pages, not only on `pages`.
     """
 
     words: tuple[str, ...]
@@ -47,7 +50,7 @@ class Term:
 
 
 def terms_of(glossary: nodes.document) -> list[Term]:
-    """The entries of the glossary's page as it was read."""
+    """The entries of the glossary's page, read from its doctree."""
     found = []
     for item in glossary.findall(nodes.definition_list_item):
         *heads, definition = item
@@ -66,14 +69,17 @@ def terms_of(glossary: nodes.document) -> list[Term]:
 
 
 def form(word: str) -> str:
-    """The pattern of a word in the singular or plural, with a capital or without."""
+    """A regular expression for a term: singular or plural, capitalised or not."""
     first, *rest = word.removesuffix("s").split()
     begin = f"[{first[0]}{first[0].upper()}]" if word[0].islower() else re.escape(first[0])
     return begin + r"\s+".join(map(re.escape, [first[1:], *rest])) + "(?:e?s)?"
 
 
 def pattern(terms: list[Term]) -> re.Pattern:
-    """What finds a term, the longest at each place; a group `t<i>_<n>` is one of the i-th."""
+    """A regular expression that finds the longest term at each place.
+
+    The name of the matching group, `t<i>_<n>`, says that the i-th term matched.
+    """
     words = [(word, i) for i, term in enumerate(terms) for word in term.words]
     words.sort(key=lambda pair: -len(pair[0]))
     found = "|".join(f"(?P<t{i}_{n}>{form(word)})" for n, (word, i) in enumerate(words))
@@ -81,7 +87,7 @@ def pattern(terms: list[Term]) -> re.Pattern:
 
 
 def join_lines(doctree: nodes.document) -> None:
-    """Make one text of the lines of a paragraph, so that a term may run over the end of a line."""
+    """Join the lines of each paragraph, so that a term may continue on the next line."""
     for above in list(doctree.findall(nodes.TextElement)):
         joined = []
         for is_text, run in groupby(above, lambda child: isinstance(child, nodes.Text)):
@@ -98,13 +104,14 @@ def is_prose(text: nodes.Text) -> bool:
 
 
 def link_terms(doctree: nodes.document, terms: list[Term], uri: str) -> None:
-    """Make the first use of each term in the page's prose a link to its entry on the page `uri`."""
+    """Turn the first use of each term in a page's prose into a link to its entry at `uri`."""
     left = list(terms)
     join_lines(doctree)
     for text in list(doctree.findall(nodes.Text)):
         if not left or not is_prose(text):
             continue
         rest, parts = text.astext(), []
+        # Split the text node at each match; a linked term leaves the search.
         while left and (match := pattern(left).search(rest)):
             term = left.pop(int(match.lastgroup[1:].split("_")[0]))
             link = nodes.reference("", match[0], refuri=f"{uri}#{term.anchor}", internal=True)
@@ -117,7 +124,7 @@ def link_terms(doctree: nodes.document, terms: list[Term], uri: str) -> None:
 
 
 def link_page(app, doctree, docname):
-    alone = GLOSSARY not in app.env.found_docs  # a page that is tried without the book
+    alone = GLOSSARY not in app.env.found_docs  # a test renders single pages without the book
     if alone or docname in (GLOSSARY, app.config.root_doc):
         return
     terms = terms_of(app.env.get_doctree(GLOSSARY))

@@ -1,12 +1,12 @@
-"""What other programs predict for the runs on record, beside memlab, in one table.
+"""Compare memlab's predictions for the recorded runs with those of other programs, in one table.
 
     pip install fitcheck-llm torch-preflight     (accelerate is one of the book's own packages)
     python benchmarks/peers.py [record files]
 
-Each program is asked as its own interface allows, with the recipe in its words. What it does not
-speak of, it refuses, or this file refuses for it where it would silently answer another question;
-refusals are counted apart from errors. A program that is not installed is named and left out.
-The figure is the memory in use on the device, context included.
+Each program is called through its own interface, with the recipe translated into its terms. A
+recipe that it cannot express counts as a refusal, not as an error. Some programs would silently
+answer another question; then this file refuses for them. A program that is not installed is named
+and left out. All figures are the memory in use on the device, context included.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ MiB = 2**20
 
 
 class Refused(Exception):
-    """A program has no answer for a recipe."""
+    """A program cannot express a recipe."""
 
 
 def memlab(recipe, run, card):
-    """simulate, with the context that the run brought or else the card's."""
+    """memlab: `simulate`, plus the context published with the run, or else the GPU's."""
     return simulate(recipe, card).peak_reserved + context(run, card)
 
 
@@ -53,8 +53,8 @@ def parameters(recipe):
 def fitcheck(recipe, run, card):
     """fitcheck-llm: the total of its report.
 
-    It reads a config.json and a parameter count from the hub; here both come from memlab, so that
-    its own parser and its own refusals are at work.
+    It reads a config.json and a parameter count from the hub. Here memlab supplies both, so that
+    the program's own parser and its own refusals run.
     """
     import fitcheck as program
 
@@ -114,7 +114,7 @@ def torch_preflight(recipe, run, card):
     precisions = {"fp32": "fp32", "fp16-amp": "amp", "bf16-amp": "amp", "bf16": "pure-bf16"}
     frozen = 0.0
     if recipe.lora_rank or recipe.freeze:
-        footprint = simulate(recipe)  # the counts, which its user is asked for
+        footprint = simulate(recipe)  # the program asks its user for these two counts
         frozen = 1 - footprint.trainable_parameters / footprint.parameters
     config = vram.RunConfig(
         batch_size=recipe.batch_size,
@@ -131,9 +131,10 @@ def torch_preflight(recipe, run, card):
 
 
 def accelerate(recipe, run, card):
-    """accelerate's estimator: weights, gradients and Adam, without batch or length; and a context.
+    """accelerate's estimator plus a context: weights, gradients and Adam, whatever the batch.
 
-    What it speaks of is training all weights with Adam in fp32 or mixed precision.
+    It knows neither batch size nor length. It covers training of all weights with Adam in fp32 or
+    mixed precision.
     """
     from accelerate.commands.estimate import estimate_training_usage
 

@@ -1,13 +1,14 @@
-"""Does what `memlab.plan` says fits do so in `memlab.simulate`? Random questions, with a seed.
+"""Check plans: does every option that `memlab.plan` calls fitting fit in `memlab.simulate`?
 
     python benchmarks/plan.py [answers.jsonl] [questions] [first seed]
 
-Every option that a plan says fits is simulated on the card. Of the fastest
-recipe and of the one with the most room, the largest micro-batch must fit by `memlab.fits`, which
-is a simulation of its own, and the next one must not; so must the longest sequence of the fastest.
-Each answer is a line of the file, with what is wrong in it; those that are there are not asked
-again. Prints them, and at the end how many are wrong. Questions share their traces, which depend on
-no size: most of the time is that of the simulations they are checked by.
+The questions are random, with a seed each. Every option of a plan is simulated on the GPU. For the
+fastest recipe and the one with the most room, the largest micro-batch must fit by `memlab.fits`,
+and the next larger one must not. The same holds for the longest sequence of the fastest recipe.
+
+Each answer is one line of the file, with its errors. Seeds that are in the file are not asked
+again. The program prints the answers, and at the end how many are wrong. Questions share their
+traces, which hold for all sizes, so most of the time goes into the simulations of the check.
 """
 
 import json
@@ -27,7 +28,7 @@ MODELS = ("bert-base", "bert-large", "gpt2", "gpt2-xl", "llama-3.2-1b", "llama-3
 
 
 def question(seed: int) -> dict:
-    """The arguments of a plan."""
+    """Random arguments for `memlab.plan`."""
     draw = random.Random(seed)
     model = draw.choice(MODELS)
     lengths = [n for n in (64, 128, 200, 384, 512, 1000, 2048) if n <= models.max_length(model)]
@@ -42,7 +43,7 @@ def question(seed: int) -> dict:
 
 
 def runs(option, gpu) -> bool:
-    """Whether an option is simulated without running out of memory."""
+    """Whether the simulation of an option does not run out of memory."""
     try:
         simulate(option.recipe, gpu)
     except torch.OutOfMemoryError:
@@ -51,7 +52,7 @@ def runs(option, gpu) -> bool:
 
 
 def wrong(answer, gpu) -> list[str]:
-    """What a plan says that is not so."""
+    """The claims of a plan that the check refutes, one line each."""
     found = []
     told = {"fastest": answer.fastest, "roomiest": answer.roomiest} | answer.tiers
     asked = set()
@@ -71,7 +72,7 @@ def wrong(answer, gpu) -> list[str]:
 
 
 def borders(answer):
-    """(option, field, largest value, step) of what a plan says of sizes."""
+    """(option, field, largest value, step) of each largest size that a plan names."""
     both = [option for option in (answer.fastest, answer.roomiest) if option]
     for option in {str(option.recipe): option for option in both}.values():
         yield option, "batch_size", option.largest_batch, 1
@@ -80,7 +81,7 @@ def borders(answer):
 
 
 def answered(seed: int) -> dict:
-    """What became of a question, as plain JSON values."""
+    """The result of one question as plain JSON values."""
     asked = question(seed)
     answer = plan(**asked)
     tiers = sum(not option.missing for option in answer.tiers.values())

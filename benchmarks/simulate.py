@@ -1,10 +1,10 @@
-"""How long does a simulation take, how much memory, and how does it compare with MemTracker?
+"""Measure the time and memory of simulations, compare them with MemTracker, and time plans.
 
-One process for each recipe, so that its peak memory is its own: CPU seconds of one `simulate` with
-everything imported, and the process's peak resident memory. Then, in one process, `simulate` in
-turn with one optimizer step under PyTorch's MemTracker on fake tensors, as their ratio. Last, the
-seconds in which a plan for an 8B model is there, as a call and as a command, which has its imports
-before it.
+Each recipe gets its own process, so that its peak memory is its own. Measured are the CPU seconds
+of one `simulate` after all imports, and the process's peak resident memory. Then `simulate` and
+PyTorch's MemTracker on fake tensors run in turns in one process, and the ratio of their times is
+printed. At the end a plan for an 8B model is timed, as a call and as a command. The command's time
+includes its imports.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def cost(label) -> None:
 
 
 def memtracked(recipe) -> None:
-    """Two steps under MemTracker, at full depth, with its own CPU kernels."""
+    """Run two steps under PyTorch's MemTracker, at full depth and with CPU kernels."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     from memlab.card.fake_tensors import tensors_without_data
@@ -57,12 +57,12 @@ def memtracked(recipe) -> None:
         tracker.track_external(training.model, training.optimizer)
         stack.enter_context(tracker)
         training.step()
-        tracker.reset_mod_stats()  # it follows one step at a time
+        tracker.reset_mod_stats()  # MemTracker follows one step at a time
         training.step()
 
 
 def seconds_of_a_plan(gpu, seq_len) -> None:
-    """Print how long the first `plan` of a process takes, and how long the command."""
+    """Print the seconds of a process's first `plan`, and those of the command."""
     asked = ["--model", "llama-3-8b", "--gpu", gpu, "--seq-len", str(seq_len)]
     start = time.monotonic()
     subprocess.run(

@@ -1,10 +1,11 @@
-"""Are replayed traces direct runs? Random recipes of the catalogue's families on three cards.
+"""Check traces: does a replayed trace give the same result as a direct run?
 
     python benchmarks/traces.py [how many] [first seed] [ranks]
 
-Each is simulated by its trace and by a run at its own sizes and full depth. Compared are every
-category's bytes, allocated and reserved, the phase of the peak, weights and seconds. Printed is
-what differs, what has no trace, and how many are equal.
+Random recipes of the catalogue's models on three GPUs are simulated twice: by their trace, and by a
+run at their own sizes and full depth. The bytes of every category, allocated and reserved bytes,
+the phase of the peak, the parameter counts and the seconds must be equal. The program prints
+recipes that differ or have no trace, and counts the rest.
 """
 
 import random
@@ -26,7 +27,7 @@ SHARDED = ("ddp", "zero1", "zero2", "zero3")
 
 
 def drawn(seed: int, ranks: int) -> tuple[Recipe, GPU]:
-    """A recipe and a card. Raises ValueError for what cannot be trained."""
+    """A random recipe and GPU. Raises ValueError if the recipe cannot be trained on the GPU."""
     draw = random.Random(seed)
     card, model = find_gpu(draw.choice(CARDS)), draw.choice(MODELS)
     native = ("bf16-amp", "bf16") if "bfloat16" in card.native_dtypes else ()
@@ -55,14 +56,14 @@ def drawn(seed: int, ranks: int) -> tuple[Recipe, GPU]:
 
 
 def compared(footprint) -> tuple:
-    """All that is to be equal, but for seconds."""
+    """The parts of a footprint that must be equal; seconds are compared separately."""
     there = {name: nbytes for name, nbytes in footprint.breakdown.items() if nbytes}
     counted = footprint.parameters, footprint.trainable_parameters
     return footprint.peak_allocated, footprint.peak_reserved, there, counted, footprint.peak_phase
 
 
 def main(number: int = 300, first: int = 0, ranks: int = 1) -> None:
-    """Print what differs, and the count."""
+    """Compare `number` recipes; print those that differ, and the counts."""
     traces, found, seed = Traces(), Counter(), first - 1
     while found.total() < number:
         seed += 1

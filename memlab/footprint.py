@@ -1,4 +1,8 @@
-"""What a training step holds at its worst moment: bytes inside, GiB or MiB in print."""
+"""The result of a prediction or a measurement: the memory of one step at its peak.
+
+A `Footprint` may carry a `Timeline` (every allocation of the step) and a `StepTime` (estimated
+seconds). All sizes are bytes; printed tables use MiB or GiB, which are powers of two.
+"""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -9,16 +13,16 @@ from memlab.units import in_unit_of, seconds_text
 
 
 class _Word(StrEnum):
-    """A text with a closed list of values, which prints as the text that it is."""
+    """A string enumeration whose members print as plain strings, also inside containers."""
 
     __repr__ = str.__repr__
 
 
 class Category(_Word):
-    """What memory is for, in the order of printing and drawing.
+    """What memory is for, in the order in which tables and figures show it.
 
-    Workspaces are memory that CUDA libraries and kernels take for themselves; rounding is what
-    the allocator's blocks have over the tensors.
+    `WORKSPACES` is scratch memory of CUDA libraries and kernels. `ROUNDING` is the part of the
+    allocator's blocks beyond the bytes that were requested.
     """
 
     PARAMETERS = "parameters"
@@ -37,25 +41,30 @@ NOT_TENSORS = (Category.WORKSPACES, Category.ROUNDING)
 
 
 class Phase(_Word):
-    """What a training step or inference is at: zero_grad is after a step, to the next birth."""
+    """The phase of a training step or of inference.
+
+    `ZERO_GRAD` lasts from the end of the optimizer step to the next allocation.
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
     STEP = "optimizer step"
     ZERO_GRAD = "zero_grad"
-    PREFILL = "prefill"  # of inference (`memlab.spec.serving`), as the next
+    PREFILL = "prefill"  # PREFILL and DECODE are the phases of inference (`memlab.spec.serving`)
     DECODE = "decode"
-    UNKNOWN = "unknown"  # CUDA's counters tell no phase
+    UNKNOWN = "unknown"  # for measurements on CUDA, whose counters know no phase
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """One piece of memory: what it is, who made it, and from which moment to which it lived.
+    """One allocation of a step: its size, its purpose, its origin and its lifetime.
 
-    nbytes: of the tensor, or of the workspace. module: the path of the module that made it, or
-    that it belongs to (parameters, gradients, optimizer states). operation: PyTorch's name of the
-    operation. born, died: moments of the timeline; died is None for what outlives it. line: the
-    line of the reader's script that made it, where one is followed.
+    nbytes: bytes of the tensor's storage or of the workspace.
+    module: the path of the module that allocated the memory. For parameters, gradients and
+        optimizer states, the module that they belong to.
+    operation: PyTorch's name of the operator.
+    born, died: moments of the timeline; `died` is None for memory that outlives the timeline.
+    line: the line of the user's script that allocated the memory, if a script is followed.
     """
 
     nbytes: int
@@ -69,10 +78,13 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Bytes by category after each birth or death, and the phase each one happened in.
+    """Bytes by category after each allocation and each free, with the phase of each event.
 
-    A moment is an index into `phases` and into each list of `levels`; 0 is the state before the
-    first event. lives: everything that lived. peak: the moment of the highest sum.
+    A moment is an index into `phases` and into each list of `levels`. Moment 0 is the state before
+    the first event.
+
+    lives: all allocations of the step.
+    peak: the moment at which all categories together are largest.
     """
 
     phases: list[Phase]
@@ -81,7 +93,7 @@ class Timeline:
     peak: int = 0
 
     def spans(self) -> list[tuple[Phase, int, int]]:
-        """(phase, first event, event after the last) of each unbroken stretch."""
+        """(phase, first moment, moment after the last) of each unbroken run of one phase."""
         spans: list[tuple[Phase, int, int]] = []
         start = 0
         for i in range(1, len(self.phases) + 1):
@@ -91,11 +103,11 @@ class Timeline:
         return spans
 
     def totals(self) -> list[int]:
-        """Bytes of all categories at each moment."""
+        """Bytes of all categories together at each moment."""
         return [sum(levels) for levels in zip(*self.levels.values(), strict=True)]
 
     def alive(self, moment: int) -> list[Allocation]:
-        """What lives at a moment, the largest first."""
+        """The allocations that are live at a moment, the largest first."""
         there = [
             life
             for life in self.lives
@@ -106,14 +118,17 @@ class Timeline:
 
 @dataclass(frozen=True)
 class StepTime:
-    """An estimate of the seconds of one optimizer step on a card (`memlab.card.step_time`).
+    """An estimate of the seconds of one optimizer step on a GPU (`memlab.card.step_time`).
 
-    low, expected, high: seconds, where programs reach more, as much or less of the card's data
-    sheet than is usual. parts: part of the step -> its seconds; they sum to `expected`. flops:
-    operations of all matrix products, without those that activation checkpointing repeats.
-    peak_rate: operations per second of the fastest format that the step multiplies in. samples:
-    sequences of the step, None in a loop of the reader's own. sent: bytes that this rank sends to
-    others, of which `communication` is what no kernels hide.
+    low, expected, high: seconds, for programs that reach more, as much or less of the GPU's data
+        sheet than is usual.
+    parts: part of the step -> its seconds; they sum to `expected`. `communication` counts only the
+        time that no kernels hide.
+    flops: floating-point operations of all matrix products, without those that activation
+        checkpointing repeats.
+    peak_rate: operations per second of the fastest number format that the step multiplies in.
+    samples: sequences per step; None for a user's own loop.
+    sent: bytes that this rank sends to other ranks.
     """
 
     PARTS: ClassVar[tuple[str, ...]] = (
@@ -142,11 +157,11 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: the share of the card's peak rate that the model gets."""
+        """Model FLOPs utilization: the share of the GPU's peak rate that the model uses."""
         return self.flops / (self.expected * self.peak_rate) if self.peak_rate else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The estimate as plain JSON values."""
         return {
             "low": self.low,
             "expected": self.expected,
@@ -171,17 +186,19 @@ class Footprint:
     """The memory of one training step.
 
     peak_allocated: bytes of tensors (CPU) or of allocator blocks (CUDA and simulated) at the
-        worst moment.
-    peak_reserved: bytes that the caching allocator has taken from the device; None on a CPU,
-        which has no caching allocator.
-    breakdown: bytes by category at that moment; sums to peak_allocated.
-    peak_phase: `forward`, `backward` or `optimizer step`.
+        peak.
+    peak_reserved: bytes that the caching allocator has reserved on the device at most; None on a
+        CPU, which has no caching allocator.
+    breakdown: bytes by category at the peak; they sum to peak_allocated.
+    peak_phase: the phase of the peak: `forward`, `backward` or `optimizer step`.
     parameters, trainable_parameters: counts, not bytes.
-    assumptions: what stands in for values that only a real card has, where the shape of a tensor
-        follows from them; a line each.
-    context: bytes of the CUDA context; device_used: bytes in use on the whole device, by all
-        processes; None where the machine has none.
-    step_time: how long the step is estimated to take; no_time: why there is no estimate.
+    assumptions: what was assumed, one line each; mostly values that only a real GPU has, where the
+        shape of a tensor depends on them.
+    context: bytes of the CUDA context; None if there is no GPU.
+    device_used: bytes in use on the whole device, by all processes; None if there is no GPU.
+    timeline: every allocation of the step; None if only the peak was counted.
+    step_time: the estimated seconds of the step; None without an estimate.
+    no_time: why there is no estimate.
     """
 
     peak_allocated: int
@@ -199,26 +216,28 @@ class Footprint:
 
     @property
     def step_seconds(self) -> StepTime:
-        """The estimated seconds of the step; raises ValueError where there is no estimate."""
+        """The estimated seconds of the step. Raises ValueError if there is no estimate."""
         if self.step_time is None:
             raise ValueError(f"this footprint has no seconds: {self.no_time}")
         return self.step_time
 
     @property
     def samples_per_second(self) -> float | None:
-        """Sequences per second by the estimate; None without one and in a loop of one's own."""
+        """Estimated sequences per second; None without an estimate and for a user's own loop."""
         return self.step_time.samples_per_second if self.step_time else None
 
     @property
     def peak_tensors(self) -> int:
-        """Bytes of tensors at the peak, without the allocator's rounding and workspaces."""
+        """Bytes of tensors at the peak, without workspaces and the allocator's rounding."""
         return self.peak_allocated - sum(self.breakdown.get(name, 0) for name in NOT_TENSORS)
 
     def by_line(self) -> dict[str, int]:
-        """Bytes at the peak by the line of the script that made them, the largest first.
+        """Bytes at the peak by the line of the script that allocated them, the largest first.
 
-        What libraries and the allocator hold stands under `workspaces` and `rounding`, what no line
-        of a script made under an empty name. Raises ValueError for a footprint without a timeline.
+        Memory of CUDA libraries and of the allocator is listed as `workspaces` and `rounding`.
+        Memory that no line of the script has allocated is listed under an empty name.
+
+        Raises ValueError for a footprint without a timeline.
         """
         timeline = self._traced()
         lines: Counter[str] = Counter()
@@ -228,7 +247,7 @@ class Footprint:
         return {line: nbytes for line, nbytes in lines.most_common() if nbytes}
 
     def worst_of_each_phase(self) -> dict[Phase, int]:
-        """Bytes at the highest moment of each phase, in the order of the step.
+        """Phase -> the most bytes held in it, in the order of the step.
 
         Raises ValueError for a footprint without a timeline.
         """
@@ -244,7 +263,7 @@ class Footprint:
         return self.timeline
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON values, without the timeline."""
+        """The footprint as plain JSON values, without the timeline."""
         return {
             "peak_allocated": self.peak_allocated,
             "peak_reserved": self.peak_reserved,
@@ -261,7 +280,7 @@ class Footprint:
         }
 
     def rows(self) -> list[tuple[str, int]]:
-        """(label, bytes) in the order of printing, empty categories left out."""
+        """(label, bytes) of each row of the printed table; empty categories are left out."""
         rows = [(name.replace("_", " "), n) for name, n in self.breakdown.items() if n]
         rows.append((f"peak allocated, in {self.peak_phase}", self.peak_allocated))
         for label in ("peak_reserved", "context", "device_used"):

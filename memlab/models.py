@@ -1,7 +1,8 @@
-"""Named architectures as configs only: no weights are downloaded, every value is the published one.
+"""The catalogue of models: published configs without weights, and what can be built from them.
 
-Memory and speed do not depend on the values of the weights, so models are built from their
-config.json with seeded random weights. Each name has a tiny twin, `<name>-tiny`: the same family,
+Memory and speed do not depend on the values of the weights. Models are therefore built from their
+config.json with seeded random weights, and nothing is downloaded for a model of the catalogue.
+Every value is the published one. Each name has a tiny twin, `<name>-tiny`: the same family with
 2 layers, a narrow hidden size, the same grouping of attention heads and the same dropout.
 """
 
@@ -23,42 +24,45 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
-    Model = str | Path | dict[str, Any] | PretrainedConfig  # what names one: see `Recipe.model`
+    Model = str | Path | dict[str, Any] | PretrainedConfig  # the ways to name one: `Recipe.model`
 else:
-    Model = Any  # transformers is not imported for a word in a signature
+    Model = Any  # an annotation alone does not justify importing transformers
 
-# name -> fields of the published config.json that differ from the defaults of its model_type, and
-# `hub`, where that config.json is published
+# name -> the fields of the published config.json that differ from the defaults of its model_type.
+# `hub` is the hub name under which that config.json is published.
 _PUBLISHED = json.loads((Path(__file__).parent / "data" / "models.json").read_text())
-# Everything `config` knows by name, with the hub name of the config it stands for.
+# name -> hub name of its config, for all names that `config` knows; tiny twins are added below.
 MODELS: dict[str, str] = {name: fields.pop("hub") for name, fields in _PUBLISHED.items()}
-MIRRORS = ("unsloth", "nousresearch")  # owners who publish others' checkpoints, config and all
-# Hub names of checkpoints with the same sizes, `also` in the file, and the owners of each name.
+MIRRORS = ("unsloth", "nousresearch")  # hub owners who republish checkpoints with their configs
+# name -> its hub name, and the hub names of other checkpoints with the same sizes (`also`).
 _HUBS = {name: (hub, *_PUBLISHED[name].pop("also", ())) for name, hub in MODELS.items()}
-# What a checkpoint is for, `task` in the file, where its architecture usually has another task.
+# name -> the checkpoint's own task, if it is not the usual task of its architecture.
 _TASKS = {name: fields.pop("task") for name, fields in _PUBLISHED.items() if "task" in fields}
+# name -> the hub owners who publish it.
 _OWNERS = {name: {hub.lower().split("/")[0] for hub in hubs} for name, hubs in _HUBS.items()}
-# Names as people write them -> name; a tiny twin has only its own.
+# Names as people write them, hub names included -> name. A tiny twin has only its own name.
 _WRITTEN = {hub: name for name, hubs in _HUBS.items() for hub in (*hubs, name)}
 _WRITTEN |= {f"{name}-tiny": f"{name}-tiny" for name in MODELS}
 _ALIASES = {squeezed(written): name for written, name in _WRITTEN.items()}
 MODELS |= {f"{name}-tiny": f"a tiny twin of {hub}" for name, hub in list(MODELS.items())}
 
-WIDTHS = ("intermediate_size", "hidden_dim", "d_ff", "n_inner")  # of feed-forward layers
-# Of layers with experts, one expert and the shared one; Granite 4 has its only one under this name.
+# Config fields for the width of feed-forward layers, by family.
+WIDTHS = ("intermediate_size", "hidden_dim", "d_ff", "n_inner")
+# Config fields for the width of one routed expert and of the shared expert. Granite 4 without
+# experts keeps its only feed-forward width in `shared_intermediate_size`.
 EXPERT_WIDTHS = (
     "moe_intermediate_size",
     "shared_intermediate_size",
     "shared_expert_intermediate_size",
 )
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # how many there are
-OF_DELTA_RULE = "linear_key_head_dim"  # configs with Qwen3.5's kind of linear attention have it
-OF_SHORT_CONVOLUTIONS = "conv_L_cache"  # configs with LFM2's kind of convolutions have it
-# What a config raises, or building its model, whose values do not go together.
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # fields for their number
+OF_DELTA_RULE = "linear_key_head_dim"  # a field of configs with Qwen3.5's kind of linear attention
+OF_SHORT_CONVOLUTIONS = "conv_L_cache"  # a field of configs with LFM2's kind of convolutions
+# What a config or the building of its model raises if the values do not go together.
 MISFITS = (AssertionError, AttributeError, LookupError, TypeError, ZeroDivisionError)
 OTHERWISE = "`memlab run` takes a script that trains any other, of images or speech, too"
 TASKS = ("sequence-classification", "causal-lm", "masked-lm", "seq2seq-lm")
-AUTO_CLASSES = {  # of transformers
+AUTO_CLASSES = {  # task -> class of transformers
     "sequence-classification": "AutoModelForSequenceClassification",
     "causal-lm": "AutoModelForCausalLM",
     "masked-lm": "AutoModelForMaskedLM",
@@ -67,23 +71,27 @@ AUTO_CLASSES = {  # of transformers
 
 
 def config(model: Model) -> PretrainedConfig:
-    """A fresh config of a named model, a config.json (or its folder), a config or a hub name.
+    """A fresh config of a model, which the caller may change.
 
-    Also of a dictionary with the values of a config.json, `model_type` among them. Of a config that
-    nests several models, such as text and vision, it is that of the text model (`left_out`).
+    model: a name of the catalogue, a hub name, a config.json or its folder, a config of
+        transformers, or a dictionary with the values of a config.json. The dictionary needs a
+        `model_type`.
 
-    Raises ValueError, in one line, for an unknown name, a file or values that are no model config,
-    or a hub name that cannot be had here.
+    If a config nests several models, such as text and vision, the result is the config of the text
+    model (see `left_out`).
+
+    Raises ValueError, in one line, for an unknown name and for a file or values that are no config.
+    A hub name that is neither cached nor reachable raises ValueError too.
     """
     text = copy.deepcopy(_text_of(published(model)))
     check_sizes(vars(text))
     if hasattr(text, "quantization_config"):
-        del text.quantization_config  # of the published weights, not of the architecture
+        del text.quantization_config  # describes the published weights, not the architecture
     return text
 
 
 def published(model: Model) -> PretrainedConfig:
-    """The config as it was given or published, not to be changed."""
+    """The config as it was given or published. It may be shared: do not change it."""
     name = catalogued(model)
     if isinstance(name, dict):
         return _from_values(name, "model")
@@ -106,6 +114,7 @@ def published(model: Model) -> PretrainedConfig:
 
 
 def _nearest(name: str) -> str:
+    # A hint for an error message: the model without its 4-bit suffix, or the most similar name.
     plain = FOUR_BITS.sub("", name)
     if plain != name and (model := _ALIASES.get(squeezed(plain))):
         return f", which is {model!r} in 4 bits: name that, with a lora_rank and base nf4"
@@ -124,10 +133,12 @@ def _of_catalogue(name: str) -> PretrainedConfig:
 
 
 def catalogued(model: Model) -> str | dict[str, Any] | PretrainedConfig:
-    """The name in `MODELS` that a text means: in any case, or its hub name, however it was tuned.
+    """The name in `MODELS` that a text means, in any case and for any tuned variant.
 
-    An owner is its publisher, or one of `MIRRORS`, but for Phi, which a mirror has as a Llama. The
-    text itself where it means none, or is a path on this machine; what is no text, too.
+    A text may be a hub name. Its owner must then be the publisher or one of `MIRRORS`; for Phi only
+    the publisher counts, because a mirror republishes it as a Llama. A text that means no model of
+    the catalogue, or that is a path on this machine, is returned as it is. So is anything that is
+    not a text.
     """
     if not isinstance(model, (str, Path)):
         return model
@@ -141,29 +152,33 @@ def catalogued(model: Model) -> str | dict[str, Any] | PretrainedConfig:
 
 
 def _text_of(given: PretrainedConfig) -> PretrainedConfig:
-    if given.is_encoder_decoder:  # its decoder is no model by itself
+    if given.is_encoder_decoder:  # `get_text_config` would return its decoder alone
         return given
     try:
         return given.get_text_config()
-    except ValueError:  # several text models
+    except ValueError:  # it nests several text models
         return given
 
 
 @remembered
 def left_out(model: Model) -> list[str]:
-    """What of a nested config `config` leaves out, such as `vision`; empty for most models."""
+    """The parts of a nested config that `config` leaves out, such as `vision`.
+
+    The list is empty for most models.
+    """
     given = published(model)
     text = _text_of(given)
+    # A part is left out if it exists and is not the text model itself.
     parts = {name: getattr(given, name, None) for name in given.sub_configs}
     left = (n for n, it in parts.items() if not (text is given or it is None or it is text))
     return [name.removesuffix("_config") for name in left]
 
 
 def settings(model: Model) -> Any:
-    """The attributes of `config` to be read, without transformers where they are kept.
+    """The attributes of a model's config, for reading only.
 
-    Not to be changed, and not for building: a config, or a namespace with its values by all of
-    their names.
+    For a model of the catalogue this is a namespace from cached facts, which needs no transformers.
+    It has each value under all names of it. For other models it is a config.
     """
     return _namespace(model) if isinstance(model, str) and model in MODELS else config(model)
 
@@ -177,10 +192,11 @@ def _namespace(name: str) -> SimpleNamespace:
 
 @remembered
 def facts_of(model: Model) -> list[dict[str, Any]]:
-    """All values of a config, as its `to_json_string` writes them, and two more dictionaries.
+    """[values, other names, computed values] of a config, as plain JSON.
 
-    Further names of values, such as `hidden_size` of GPT-2's `n_embd`; and what a config computes:
-    ModernBERT's window is half its local attention.
+    The values are those of `to_json_string`. The other names are the config's `attribute_map`, such
+    as `hidden_size` for GPT-2's `n_embd`. Some configs compute a value: ModernBERT's
+    `sliding_window` is half its local attention.
     """
     full = config(model)
     window = getattr(full, "sliding_window", None)
@@ -189,14 +205,14 @@ def facts_of(model: Model) -> list[dict[str, Any]]:
 
 
 def identity(model: Model) -> tuple[str, str]:
-    """(the name in `MODELS`, empty for another model; all that it was published with, as JSON)."""
+    """(name in `MODELS`, or an empty text; all published values as JSON) of a model."""
     if isinstance(model, str) and model in MODELS:
         return model, json.dumps(_PUBLISHED[model.removesuffix("-tiny")])
     return "", published(model).to_json_string(use_diff=False)
 
 
 def _read_file(path: Path) -> PretrainedConfig:
-    """The config in a config.json; only its values are used, no code that it names is run."""
+    """The config in a config.json. Only its values are used; code that it names is not run."""
     folder, path = path, path / "config.json" if path.is_dir() else path
     if folder.is_dir() and (folder / "adapter_config.json").exists() and not path.exists():
         raise ValueError(f"{folder}: holds an adapter only: name the model that it was trained on")
@@ -211,7 +227,7 @@ def _read_file(path: Path) -> PretrainedConfig:
 
 
 def _from_values(values: Any, place: str | Path) -> PretrainedConfig:
-    """The config with the values of a config.json; `place` begins the words of an error."""
+    """The config with the values of a config.json; error messages begin with `place`."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
@@ -232,6 +248,7 @@ def _read_hub(name: str) -> PretrainedConfig:
     from transformers import AutoConfig
 
     problem = "there is no network"
+    # The local cache first: it answers without a network, and without the client's retries.
     for cached_only in (True, False):
         if cached_only or hub_reachable():
             try:
@@ -246,21 +263,24 @@ def _read_hub(name: str) -> PretrainedConfig:
 
 
 def twin(model: Model) -> PretrainedConfig:
-    """The tiny twin of a model: 2 layers, hidden size 96 to 256, vocabulary of at most 4,096.
+    """The config of a model's tiny twin: 2 layers, hidden size 96 to 256, vocabulary up to 4,096.
 
-    The layers are the first and the next of another kind, where there are kinds. Query heads per
-    key-value head, the ratio of the feed-forward width to the hidden size, experts (up to 32),
-    dropout, positions and tied embeddings stay as they are.
+    If the model has several kinds of layers, the twin has the first layer and the next one of
+    another kind. These stay as they are: query heads per key-value head, the ratio of the
+    feed-forward width to the hidden size, the number of experts (up to 32), dropout, positions and
+    tied embeddings.
 
-    Raises ValueError for a family that has no rule for its twin.
+    Raises ValueError for a family that is not in the catalogue.
     """
     tiny = config(model)
     families = sorted({config(name).model_type for name in _PUBLISHED})
     one_of("the model type of a tiny twin", tiny.model_type, families)
+    # Two key-value heads with the model's own number of query heads each, or else four heads.
     heads, wide = tiny.num_attention_heads, tiny.hidden_size
     key_value_heads = getattr(tiny, "num_key_value_heads", None) or heads
     grouped = key_value_heads < heads
     new_heads = 2 * (heads // key_value_heads) if grouped else 4
+    # Heads of 32 numbers, or of 16 if there are many. Mixtures are narrower: up to 32 experts.
     new_wide = min(new_heads * (16 if new_heads > 4 else 32), 128 if has_experts(tiny) else 256)
     values = {
         "vocab_size": min(tiny.vocab_size, 4096),
@@ -271,14 +291,16 @@ def twin(model: Model) -> PretrainedConfig:
         "max_window_layers": 2,
     }
     values["vocab_size_per_layer_input"] = values["vocab_size"]
+    # `resized` ignores fields that the architecture does not have, so all families share this list.
     for name in (*WIDTHS, *EXPERT_WIDTHS, "hidden_size_per_layer_input"):
         values[name] = round((getattr(tiny, name, None) or 0) * new_wide / wide / 16) * 16
+    # T5's size of a head, which need not be the hidden size over the heads.
     values["d_kv"] = (getattr(tiny, "d_kv", None) or 0) * heads * new_wide // (wide * new_heads)
-    if getattr(tiny, "linear_num_key_heads", None):
+    if getattr(tiny, "linear_num_key_heads", None):  # linear attention of Qwen3.5
         per_key = tiny.linear_num_value_heads // tiny.linear_num_key_heads
         values |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * per_key}
         values |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32)
-    if getattr(tiny, "kv_lora_rank", None):  # DeepSeek's attention, as GLM-4.7-Flash has it
+    if getattr(tiny, "kv_lora_rank", None):  # DeepSeek's latent attention, in GLM-4.7-Flash
         rope = values["head_dim"]
         for name in ("qk_nope_head_dim", "v_head_dim", "qk_head_dim"):
             values[name] = rope * getattr(tiny, name) // tiny.qk_rope_head_dim
@@ -287,12 +309,13 @@ def twin(model: Model) -> PretrainedConfig:
     for name in EXPERTS:
         values[name] = min(getattr(tiny, name, None) or 0, 32)
     lists = by_layer(tiny)
+    # Each entry describes one layer. Take the first, and the first that differs from it.
     layers = list(zip(*lists.values(), strict=True))
     other = next((i for i, layer in enumerate(layers) if layer != layers[0]), 0)
     values |= {name: [value[0], value[other]] for name, value in lists.items()}
     if not getattr(tiny, "is_heterogeneous", False):
         return resized(with_layers(tiny, 2), **values)
-    # Gemma 4: heads of layers with full attention are wider.
+    # Gemma 4: layers with full attention have wider heads than layers with a sliding window.
     widths = [tiny.per_layer_config[layer].head_dim for layer in (0, other)]
     tiny.per_layer_config = None
     small = resized(with_layers(tiny, 2), **values)
@@ -301,10 +324,10 @@ def twin(model: Model) -> PretrainedConfig:
 
 
 def resized(model: Model, **values: Any) -> PretrainedConfig:
-    """A copy of a config with these values, as far as the architecture has such fields.
+    """A copy of a config with these values; fields that the architecture lacks are ignored.
 
-    Special tokens beyond a smaller vocabulary become its last entry; factors of single rotary
-    frequencies become as many as there are then.
+    Special tokens beyond a smaller vocabulary become its last entry. Lists with one factor per
+    rotary frequency are cut or repeated to the new number of frequencies.
     """
     small = config(model)
     for name, value in values.items():
@@ -317,6 +340,7 @@ def resized(model: Model, **values: Any) -> PretrainedConfig:
         elif token is not None and token >= small.vocab_size:
             setattr(small, name, small.vocab_size - 1)
     rope = getattr(small, "rope_parameters", None) or {}
+    # longrope: one factor per pair of rotated numbers in a head.
     for name in {"short_factor", "long_factor"} & rope.keys():
         head = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
         pairs = int(head * rope.get("partial_rotary_factor", 1)) // 2
@@ -325,9 +349,10 @@ def resized(model: Model, **values: Any) -> PretrainedConfig:
 
 
 def with_layers(model: Model, layers: int) -> PretrainedConfig:
-    """A copy of a config with so many layers (in an encoder and in a decoder).
+    """A copy of a config with this many layers, in the encoder and in the decoder.
 
-    Of another number than its own none takes the keys and values of an earlier one.
+    With another number than its own, no layer shares the keys and values of an earlier layer
+    (Gemma 4's `num_kv_shared_layers`).
     """
     full = config(model)
     values = {name: (value * layers)[:layers] for name, value in by_layer(full).items()}
@@ -336,8 +361,10 @@ def with_layers(model: Model, layers: int) -> PretrainedConfig:
 
 
 def by_layer(full: PretrainedConfig) -> dict[str, list[Any]]:
-    """The lists of a config that have one entry a layer."""
-    usual = type(full)()  # says which lists have one, and which just have that length
+    """Name -> list of each field of a config that has one entry per layer."""
+    # A list may have the length by chance. In the default config of the class, a list with one
+    # entry per layer has the default number of layers as its length.
+    usual = type(full)()
 
     def fits(config: PretrainedConfig, value: object) -> bool:
         return isinstance(value, (list, tuple)) and len(value) == config.num_hidden_layers
@@ -350,7 +377,7 @@ def by_layer(full: PretrainedConfig) -> dict[str, list[Any]]:
 
 
 def tasks(model: Model) -> tuple[str, ...]:
-    """The tasks of `TASKS` that an architecture has, first what the checkpoint is for, if said."""
+    """The tasks of `TASKS` that an architecture has; the checkpoint's own task comes first."""
     own = _TASKS.get(model.removesuffix("-tiny")) if isinstance(model, str) else None
     return tuple(sorted(_tasks(model), key=lambda task: task != own))
 
@@ -369,11 +396,12 @@ def _tasks(model: Model) -> tuple[str, ...]:
     }
     has = [task for task, families in names.items() if family in families]
     if "seq2seq-lm" in has:
-        # Its classifier looks for end-of-sequence tokens in the input, which dummy data lacks.
+        # T5's classifier reads the state at the end-of-sequence token, which random data lacks.
         return ("seq2seq-lm",)
-    if "masked-lm" in has:  # an encoder; as a decoder it would be another architecture
+    # BERT and its like are also in the causal mapping, as decoders: another architecture.
+    if "masked-lm" in has:
         return tuple(t for t in ("sequence-classification", "masked-lm") if t in has)
-    if values.is_encoder_decoder or not has:  # a decoder alone would be another architecture
+    if values.is_encoder_decoder or not has:  # Whisper's decoder alone is another architecture too
         raise ValueError(
             f"model type {family!r} has none of the tasks {', '.join(TASKS)}: "
             "`memlab run` takes a script that trains it"
@@ -387,18 +415,22 @@ def default_task(model: Model) -> str:
 
 
 def max_length(model: Model) -> int | None:
-    """The longest sequence in tokens, None where positions are only relative (T5, DeBERTa-v3).
+    """The longest sequence in tokens; None if positions are only relative (T5, DeBERTa-v3).
 
-    Rotary positions can be stretched. A `rope_type` of linear or dynamic does so by its `factor`
-    on top of `max_position_embeddings`; yarn from `original_max_position_embeddings` on, which
-    many a config.json leaves as the maximum; llama3 and longrope have it in the maximum already
-    (transformers, modeling_rope_utils.py; so does vLLM derive its longest sequence).
+    Rotary positions can be stretched, by the model's `rope_type`:
+
+    - linear, dynamic: `factor` times `max_position_embeddings`.
+    - yarn: `factor` times `original_max_position_embeddings`, because many a config.json leaves
+      that number as the maximum; but at least `max_position_embeddings`.
+    - llama3, longrope: `max_position_embeddings` already includes the factor.
+
+    The rules are those of transformers' modeling_rope_utils.py, and of vLLM's longest sequence.
     """
     values = settings(model)
     if not getattr(values, "position_biased_input", True):
         return None
     longest = getattr(values, "max_position_embeddings", None)
-    longest = None if longest == -1 else longest  # XLNet says so that there is no end
+    longest = None if longest == -1 else longest  # XLNet: no limit
     rope = getattr(values, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("linear", "dynamic"):
         longest = round(longest * rope["factor"])
@@ -406,7 +438,7 @@ def max_length(model: Model) -> int | None:
         original = rope.get("original_max_position_embeddings") or longest
         longest = max(longest, round(original * rope["factor"]))
     if longest is not None and values.model_type in ("roberta", "xlm-roberta", "camembert"):
-        longest -= values.pad_token_id + 1  # positions are counted from the padding index on
+        longest -= values.pad_token_id + 1  # their positions start at pad_token_id + 1
     return longest
 
 
@@ -424,11 +456,17 @@ def build(
 ) -> PreTrainedModel:
     """A model with seeded random weights, in train mode, without a key-value cache.
 
-    model: anything that `config` takes. dtype: of parameters and buffers, None for fp32.
-    attention: an attention implementation of transformers. The weights are where the current
-    default device says; inside a FakeTensorMode nothing is allocated. Sets the global torch seed.
+    model: anything that `config` takes.
+    task: one of `TASKS`; None is the usual task of the architecture.
+    dtype: the dtype of parameters and buffers; None is fp32.
+    attention: an attention implementation of transformers.
+    seed: the global torch seed, which this sets.
 
-    Raises ValueError for a task or an attention that the architecture does not have.
+    The weights are created on the current default device. Inside a FakeTensorMode nothing is
+    allocated.
+
+    Raises ValueError for a task or an attention that the architecture does not have, and for a
+    config whose values do not go together.
     """
     import torch
     import transformers
@@ -443,18 +481,19 @@ def build(
         )
     values.use_cache = False
     if task == "sequence-classification":
-        values.problem_type = "single_label_classification"  # else DeBERTa looks at the labels
-        if values.pad_token_id is None:  # a decoder needs one to find each last token
+        # Without it, DeBERTa's forward pass derives the kind of loss from the labels' values.
+        values.problem_type = "single_label_classification"
+        if values.pad_token_id is None:  # a decoder needs it to find each sequence's last token
             ends = values.eos_token_id or 0
             values.pad_token_id = ends[0] if isinstance(ends, list) else ends
     if task == "seq2seq-lm" and getattr(values, "decoder_start_token_id", None) is None:
-        values.decoder_start_token_id = values.pad_token_id or 0  # as T5's checkpoints have it
+        values.decoder_start_token_id = values.pad_token_id or 0  # as in T5's checkpoints
     torch.manual_seed(seed)
     try:
         built = getattr(transformers, AUTO_CLASSES[task]).from_config(
             values, dtype=dtype or torch.float32, attn_implementation=attention
         )
-    except MISFITS as error:  # such as padding beyond the vocabulary, or no heads
+    except MISFITS as error:  # such as a padding token beyond the vocabulary, or zero heads
         raise ValueError(
             f"not a valid {values.model_type} config ({type(error).__name__}: {one_line(error)})"
         ) from None
@@ -464,15 +503,15 @@ def build(
             f"allowed is eager ({one_line(error)})"
         ) from None
     if task == "causal-lm" and getattr(built, "loss_type", None) is None:
-        built.loss_type = "ForCausalLM"  # what transformers takes anyway, after a warning (GPT-2)
-    if task == "seq2seq-lm" and _has_own_head(values):
+        built.loss_type = "ForCausalLM"  # GPT-2: transformers would fall back to it with a warning
+    if task == "seq2seq-lm" and _has_own_head(values):  # untie the head from the embedding
         built.lm_head.weight = torch.nn.Parameter(built.lm_head.weight.detach().clone())
         del built.all_tied_weights_keys["lm_head.weight"]
     return built.train()
 
 
 def skeleton(model: Model, task: str | None = None, attention: str = "eager") -> PreTrainedModel:
-    """As `build`, of weights that have shapes only."""
+    """The model of `build` on the meta device: weights with shapes and no data."""
     import torch
 
     with torch.device("meta"):
@@ -480,17 +519,18 @@ def skeleton(model: Model, task: str | None = None, attention: str = "eager") ->
 
 
 def _has_own_head(values: PretrainedConfig) -> bool:
-    """Whether a checkpoint of T5's family has a head that is not its embedding: from T5 1.1 on.
+    """Whether a checkpoint of T5's family has a head of its own, as from T5 1.1 on.
 
-    Their configs say `tie_word_embeddings` of all, because encoder and decoder share embeddings.
-    What a 1.1 config.json says is kept as `scale_decoder_outputs`; mT5 and umT5 are all 1.1.
+    transformers sets `tie_word_embeddings` for all of them, because encoder and decoder share their
+    embeddings. It keeps what a 1.1 config.json says as `scale_decoder_outputs`. mT5 and umT5 are
+    all 1.1.
     """
     scaled = getattr(values, "scale_decoder_outputs", True)
     return values.model_type in ("mt5", "umt5") or not scaled
 
 
 def active_parameters(config: PretrainedConfig) -> tuple[int, int]:
-    """(all parameters, those that one token meets) of a mixture of experts with this config."""
+    """(all parameters, parameters that one token uses) of a mixture of experts."""
     named = list(skeleton(config).named_parameters())
     total = sum(p.numel() for _, p in named)
     experts = sum(p.numel() for name, p in named if ".experts." in name)

@@ -1,4 +1,7 @@
-"""How people write the names of cards and models, and sizes: text only, no table of either."""
+"""Parse names of GPUs and models, and sizes, as people write them.
+
+These are functions on text only. The catalogues are in `memlab.gpus` and `memlab.models`.
+"""
 
 import difflib
 import math
@@ -7,27 +10,29 @@ from collections.abc import Iterable
 
 from memlab.units import MiB
 
-# What tells no card from another.
+# Words that do not tell one GPU from another. "rtx" counts after "titan": a TITAN RTX is a GPU of
+# its own.
 COMMON = re.compile(
     r"nvidia|geforce|tesla|(?<!titan.)rtx|gtx|sxm\d*|hbm\d*e?|generation|blackwell|gpu|colab|kaggle"
 )
-# A size in GB; a model such as A6000; a number; any other word.
+# A word of a GPU's name: a size in GB; "ti" before "super" or a number; a model such as A6000; a
+# number; or any other word.
 WORD = re.compile(
     r"(?P<gb>\d+) ?gb?(?![a-z])|ti(?=super|\d)|[a-z]{1,2}\d+(?:[a-z](?![a-z]))?(?!\d)"
     r"|(?P<number>\d+)|[a-z]+"
 )
-# Words of what runs no CUDA, by maker.
+# Maker -> words in the names of its devices, which do not run CUDA.
 OTHERS = {
     "AMD": re.compile(r"amd|radeon|instinct|rocm|rx|xtx?|mi\d{2,3}[a-z]?"),
     "Intel": re.compile(r"intel|arc|gaudi"),
     "Apple": re.compile(r"apple|mps|m\d"),
     "Google": re.compile(r"google|tpu"),
 }
-# Words of chips that carry the number of a card with other memory.
+# Words for mobile and embedded chips, which share the number of a desktop GPU but not its memory.
 ON_THE_MOVE = dict.fromkeys(("laptop", "mobile"), "laptop")
 ON_THE_MOVE |= dict.fromkeys(("jetson", "orin", "xavier", "thor"), "Jetson")
-SERIES = {"ada", "pro", "quadro", "titan"}  # the same number is another card with such a word
-# Kinds of rented machines -> the card in them, by the pages of AWS and Google Cloud.
+SERIES = {"ada", "pro", "quadro", "titan"}  # with such a word, a number is another GPU
+# Type of a rented machine -> the GPU in it, by the pages of AWS and Google Cloud.
 MACHINES = {
     "p3": "V100",
     "p4d": "A100-40GB",
@@ -48,12 +53,15 @@ MACHINES = {
 }
 SEVERAL = re.compile(r"(?P<n>\d{1,3}) ?[x×*] ?(?P<one>.+)|(?P<it>.+?) ?[x×*:] ?(?P<m>\d{1,3})")
 SIZE = re.compile(r"(?P<number>\d{1,3}(,\d{3})+(\.\d+)?|\d*\.?\d+) ?(?P<unit>gib|gb|mib|)", re.I)
-LEAST_OF_BYTES = 1000  # a number below it is one of GiB
-LARGEST = 2**50  # bytes; no card and no machine has so many
+LEAST_OF_BYTES = 1000  # a bare number below this is in GiB
+LARGEST = 2**50  # bytes, 1 PiB: more than any GPU or machine has
 
 
 def words_of(name: str) -> set[str]:
-    """The words that tell a card, a size as "24gb": a number of at most three digits is one."""
+    """The words that identify a GPU, a size as "24gb".
+
+    A bare number of at most three digits counts as a size: "A100-80" gives {"a100", "80gb"}.
+    """
     words = set()
     for word in WORD.finditer(COMMON.sub(" ", name.lower())):
         gb = word["gb"] or (word["number"] if len(word["number"] or "1234") < 4 else None)
@@ -62,25 +70,26 @@ def words_of(name: str) -> set[str]:
 
 
 def maker_without_cuda(words: set[str]) -> str | None:
-    """Whose card these words name, of the makers of `OTHERS`."""
+    """The maker of `OTHERS` whose device these words name, or None."""
     return next((m for m, its in OTHERS.items() if any(map(its.fullmatch, words))), None)
 
 
 def several(name: str) -> tuple[int, str] | None:
-    """(how many, of which card) for "2x4090", "8 x H100", "T4x2", "A100:8"; None for one card."""
+    """(count, name of the GPU) for "2x4090", "8 x H100", "T4x2", "A100:8"; None for one GPU."""
     match = SEVERAL.fullmatch(name.strip().lower())
     return match and (int(match["n"] or match["m"]), match["one"] or match["it"])
 
 
 def in_machine(name: str) -> str | None:
-    """The card in a rented machine such as g5.xlarge."""
+    """The GPU in a rented machine such as "g5.xlarge" or "a2-highgpu-1g", or None."""
     return MACHINES.get(re.split(r"[._]|-\d+g$", name.strip().lower())[0])
 
 
 def size_of(card: object) -> tuple[float, str] | None:
-    """(number, unit) of a size, which is a number or a text such as "11.5 GiB", or None.
+    """(number, unit) of a size: a number, or a text such as "11.5 GiB". None for anything else.
 
-    The unit is "gib", "gb" or "bytes". A bare number below 1,000 is one of GiB.
+    The unit is "gib", "gb" or "bytes"; MiB are converted to bytes. A bare number below 1,000 is in
+    GiB, a larger one in bytes.
     """
     number, unit = card, ""
     if isinstance(card, str):
@@ -98,9 +107,10 @@ def size_of(card: object) -> tuple[float, str] | None:
 
 
 def like(words: set[str], name: str) -> bool:
-    """Whether words may be a slip for a card's name: of its series, and of its generation.
+    """Whether words may be a misspelling of a GPU's name: same series, same generation.
 
-    By the letters and the first digit of A100, and the first two digits of 4090. A digit may lack.
+    The generation is the letters and the first digit of a name like A100, or the first two digits
+    of a name like 4090. One digit may be missing.
     """
     others = words_of(name)
     (letters, digits), (its_letters, its_digits) = _number(words), _number(others)
@@ -114,7 +124,7 @@ def like(words: set[str], name: str) -> bool:
 
 
 def _number(words: set[str]) -> tuple[str, str]:
-    """The letters and digits of a card's model number; of a size where there is no other."""
+    """(letters, digits) of a GPU's model number, such as ("a", "100"); failing that, of a size."""
     for word in sorted(words, key=lambda word: word.endswith("gb")):
         if found := re.match(r"([a-z]{0,2})(\d+)", word):
             return found[1], found[2]
@@ -123,40 +133,45 @@ def _number(words: set[str]) -> tuple[str, str]:
 
 # ---------------------------------------------------------------------- models
 
-# What tells apart checkpoints of one architecture: how they were tuned, and the month.
+# Parts of a name that tell apart checkpoints of one architecture: the tuning, and a date such as
+# -2507. Qwen's coders, and Meta's prefix, do not change the architecture either.
 TUNED = re.compile(
-    r"-(instruct|chat|it|pt|hf|think|thinking|sft|dpo|rl)\b|(?<=\db)-base\b|-base(?=-\d{4}$)|-\d{4}$"
-    r"|^meta-(?=llama)|(?<=^qwen2\.5)-coder\b|(?<=^qwen3)-coder(?=-30b)"
+    r"-(instruct|chat|it|pt|hf|think|thinking|sft|dpo|rl)\b|(?<=\db)-base\b|-base(?=-\d{4}$)"
+    r"|-\d{4}$|^meta-(?=llama)|(?<=^qwen2\.5)-coder\b|(?<=^qwen3)-coder(?=-30b)"
 )
 ADDRESS = re.compile(r"(https?://)?(www\.)?(huggingface\.co|hf\.co)/(?P<name>[^/]+/[^/?#]+).*")
-FOUR_BITS = re.compile(r"-(unsloth-)?bnb-4bit$")  # what unsloth appends to names
+FOUR_BITS = re.compile(r"-(unsloth-)?bnb-4bit$")  # the suffix of unsloth's quantized checkpoints
 SIZES = {"xsmall", "small", "base", "medium", "large", "xlarge", "xl", "xxl"}
-# What makes another architecture, or another vocabulary, of the same family, generation and size.
+# Words for another architecture, or another vocabulary, in the same family, generation and size.
 KINDS = {"vl", "vision", "audio", "asr", "omni", "multimodal", "embedding", "reranker"}
 KINDS |= {"mini", "micro", "nano", "flash", "air", "next", "h"}
 
 
 def hub_name(text: str) -> str:
-    """The owner/name in the address of a page of the hub; any other text as it is."""
+    """The owner/name in the address of a page on the hub; any other text unchanged."""
     match = ADDRESS.fullmatch(text)
     return match["name"] if match else text
 
 
 def spelled(name: str) -> str:
-    """A model's name without its owner, in small letters, without `TUNED`, in words with hyphens.
+    """A model's name in lower case with hyphens, without its owner and without `TUNED`.
 
-    As Ollama writes a size, too: "qwen3:8b".
+    Ollama's spelling of a size, "qwen3:8b", becomes "qwen3-8b".
     """
     return TUNED.sub("", re.sub(r"[\s_:]+", "-", name.lower().split("/")[-1]))
 
 
 def squeezed(name: str) -> str:
-    """`spelled` without hyphens: "phi4" is "phi-4", and "llama3-8b" is "llama-3-8b"."""
+    """`spelled` without hyphens, so that "phi4" equals "phi-4" and "llama3-8b" "llama-3-8b"."""
     return spelled(name).replace("-", "")
 
 
 def nearest_model(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most like one: of its family, generation, kind and size, or None."""
+    """The known name most similar to `name`, or None.
+
+    Only names of the same family, generation and kind come into question. A size that `name` has
+    must occur in the known name.
+    """
     family, version, kinds, sizes = _parts(name)
 
     def may_be(other: str) -> bool:
@@ -172,7 +187,11 @@ def nearest_model(name: str, known: Iterable[str]) -> str | None:
 
 
 def _parts(name: str) -> tuple[str, str | None, set[str], set[str]]:
-    """(family, generation, kinds, sizes) of a name: ("qwen", "3", {"embedding"}, {"0.6b"})."""
+    """(family, generation, kinds, sizes) of a name.
+
+    "qwen3-embedding-0.6b" gives ("qwen", "3", {"embedding"}, {"0.6b"}).
+    """
+    # A hyphen between the family and its generation: "qwen3" is split into "qwen" and "3".
     family, *words = re.sub(r"^([a-z]+)(?=\d)", r"\1-", spelled(name)).split("-")
     version = words[0] if words and re.fullmatch(r"v?\d+(\.\d+)?", words[0]) else None
     return (

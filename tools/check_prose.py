@@ -1,7 +1,8 @@
-"""Checks the prose of the pages, the README and memlab's docstrings against the house's rules.
+"""Check the prose of the pages, the README and memlab's docstrings against the rules of style.
 
-Docstrings are checked for "a" where "per" is meant, pages for every rule. Code, math, tables,
-quotes (the claims of sources) and HTML tags are no prose. A hit is mended in its sentence.
+Pages are checked for every rule, docstrings only for "a" in place of "per". Code, math, tables,
+quotes (the claims of sources) and HTML tags do not count as prose. Each hit is printed with its
+sentence, which must then be rewritten.
 """
 
 import ast

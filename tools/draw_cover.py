@@ -1,7 +1,7 @@
-"""Draws the picture of the README and the landing page from simulations: _static/cover.svg.
+"""Draw the picture of the README and the landing page, _static/cover.svg, from simulations.
 
-Run it after a change of the simulator: `make cover`. tests/test_kept.py compares the figures
-that the picture carries in its description with fresh simulations.
+Run it with `make cover` after a change of the simulator. The picture carries its figures in its
+description, and tests/test_kept.py compares them with fresh simulations.
 """
 
 import json
@@ -28,7 +28,7 @@ SHOWN = ("parameters", "gradients", "optimizer_states", "activations", "temporar
 
 
 def draw(footprints: dict):
-    """A bar a recipe, its name and peak above it, so that it is read on a phone, too."""
+    """One bar per recipe, with its name and peak above it, so that it is legible on a phone."""
     fig, ax = show.figure(5, 4.2)
     mpl.rcParams["font.size"] = 12
     left = np.zeros(len(footprints))
@@ -53,7 +53,7 @@ def draw(footprints: dict):
 
 def main() -> None:
     footprints = {label: simulate(recipe) for label, recipe in RECIPES.items()}
-    mpl.rcParams["svg.hashsalt"] = "cover"  # the same figures give the same file
+    mpl.rcParams["svg.hashsalt"] = "cover"  # fixed ids: equal figures give an equal file
     fig = draw(footprints)
     peaks = {label: round(f.peak_allocated / MiB) for label, f in footprints.items()}
     metadata = {"Description": json.dumps(peaks), "Date": None}

@@ -1,7 +1,9 @@
-"""Take out of executed notebooks what their page is not to show: drop_leftovers.py NOTEBOOK...
+"""Remove outputs from executed notebooks that their pages must not show.
 
-That are widgets, which want a kernel, progress bars that have ended, and what libraries say on the
-error stream of cells that are tagged `remove-stderr`.
+    python tools/drop_leftovers.py NOTEBOOK...
+
+It removes widgets, which need a kernel, progress bars that have ended, and messages of libraries on
+the error stream of cells with the tag `remove-stderr`.
 """
 
 import json
@@ -12,7 +14,7 @@ VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 def shown(output: dict, tags: list[str]) -> bool:
-    """Whether a page has this output; a widget with a still picture is that picture."""
+    """Whether a page shows this output. A widget with a static picture becomes that picture."""
     data = output.get("data", {})
     if data.pop(VIEW, None) is not None and "text/html" not in data:
         return False
@@ -24,13 +26,14 @@ def shown(output: dict, tags: list[str]) -> bool:
 
 
 def wiped(line: str) -> bool:
-    """Whether a terminal shows nothing of a line in the end, as of a bar that was wiped out."""
+    """Whether a terminal ends up with an empty line, as after a progress bar that was erased."""
+    # A carriage return starts the line again, so the last part is what stays visible.
     parts = [part for part in line.split("\r") if part]
     return "\r" in line and not (parts and parts[-1].strip())
 
 
 def without_leftovers(notebook: dict) -> dict:
-    """The notebook with the outputs that its page shows; it is changed in place."""
+    """The notebook with only the outputs that its page shows; changed in place."""
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
             tags = cell["metadata"].get("tags", [])

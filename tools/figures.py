@@ -1,30 +1,32 @@
-"""Figures in the text of chapters: each stands beside the expression that gives it.
+"""Keep the figures in the text of chapters equal to what the code computes.
+
+Each figure is written next to the expression that gives it:
 
     <span data-figure="f'{best.needed / GiB:.1f}'">22.1</span>                exact
     <span data-figure="percent(accuracy)" data-trained="4">76%</span>         trained: 76 ± 4
     <span data-figure="f'{slow / fast:.1f}'" data-timed="x2">3.1</span>       timed: a factor of 2
 
-    python tools/figures.py put FOLDER        a cell after each text, which evaluates its figures
-    python tools/figures.py compare FOLDER    takes these cells out of the executed notebooks, puts
-                                              the run's figures into their texts, lists what differs
-    python tools/figures.py check FOLDER      status 1 for what `compare` found wrong
-    python tools/figures.py write FOLDER TO   as `compare`, and puts into the notebooks of the same
-                                              names in another folder what was wrong in them
-    python tools/figures.py readers FOLDER    takes out the cells that serve the text alone
+    python tools/figures.py put FOLDER        add a cell after each text that evaluates its figures
+    python tools/figures.py compare FOLDER    remove these cells from the executed notebooks, write
+                                              the run's figures into the texts, list differences
+    python tools/figures.py check FOLDER      exit with status 1 if `compare` found a wrong figure
+    python tools/figures.py write FOLDER TO   like `compare`, and correct the wrong figures in the
+                                              notebooks of the same names in the folder TO
+    python tools/figures.py readers FOLDER    remove the cells that only serve the text
 
-An expression sees what the page's code has made above it; in a text with the tag `figures-at-end`,
-as the box at the top of a page is one, what the whole page has made.
+An expression sees the variables of the page's code above it. In a text with the tag
+`figures-at-end`, such as the box at the top of a page, it sees those of the whole page.
 
-Code cells with the tag `for-the-text` compute what only the text says, and assert what it rests on.
-They run in the build and are not in the notebooks that readers open (`for_readers`): no change that
-a reader makes can trip over them. An error in one does not end the build, but is reported as a
-wrong figure; so is a solution that its own `check` does not accept.
+Code cells with the tag `for-the-text` compute values that only the text uses, and assert what the
+text relies on. They run in the build but are not in the notebooks that readers open
+(`for_readers`), so no edit of a reader can make them fail. An error in such a cell does not end the
+build. It is reported as a wrong figure, and so is a solution that its own `check` rejects.
 
-Bytes and counts are exact: they are the same on every processor. What a training gives is not. Its
-tolerance (4: in the unit of the text, 10%: of the value, x2: a factor) comes from runs under other
-instruction sets (`make portable-avx2`, `make portable-oldest`) and seeds. What a clock gives is
-never wrong, only reported, and so is a verdict that rests on a clock. `make book` renders what the
-run gave; `make test` checks it.
+There are three kinds of figures. Bytes and counts are exact: they are the same on every processor.
+Results of a training have a tolerance: 4 (in the unit of the text), 10% (of the value) or x2 (a
+factor). It comes from runs with other seeds and instruction sets (`make portable-avx2`,
+`make portable-oldest`). Measured times are never wrong, only reported; so is a verdict that rests
+on a measured time. `make book` renders the figures of the run; `make test` checks them.
 """
 
 import argparse
@@ -43,18 +45,19 @@ from memlab.book.claims import rests_on_a_clock
 FIGURE = re.compile(
     r'<span data-figure="([^"]*)"(?:\s+data-(trained|timed)="([^"]*)")?>([^<]*)</span>'
 )
-PAGE = re.compile(r"\]\(([\w-]+\.md)\b")  # a link to a page that is no notebook
+PAGE = re.compile(r"\]\(([\w-]+\.md)\b")  # a link to a page that is not a notebook
 ROOT = Path(__file__).resolve().parent.parent
 NUMBER = re.compile(r"[-−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 MIME = "application/vnd.memlab.figures+json"
 TAG = "figures"
-AT_END = "figures-at-end"  # a tag of texts
-FOR_THE_TEXT = "for-the-text"  # a tag of code that a reader does not need
-REFUSED = "Not yet"  # what `check` says of a wrong answer
-SUFFIX = "-figures"  # of a cell that evaluates, after the id of its text
-REPORT = "figures.json"  # beside the notebooks' folder
+AT_END = "figures-at-end"  # tag of a text
+FOR_THE_TEXT = "for-the-text"  # tag of a code cell that readers do not get
+REFUSED = "Not yet"  # what `memlab.check` prints for a wrong answer
+SUFFIX = "-figures"  # an evaluating cell's id is the id of its text with this suffix
+REPORT = "figures.json"  # written next to the folder of notebooks
 VERDICT = re.compile(r"verdict\('(\w+)'")
-# A figure that cannot be evaluated is reported like one that differs.
+# The source of an evaluating cell. If an expression raises, its error becomes the figure's value,
+# and is reported like a figure that differs.
 EVALUATE = """\
 from memlab.book import verdict
 _texts = []
@@ -67,7 +70,13 @@ get_ipython().display_pub.publish({MIME: _texts})"""
 
 
 class Figure(NamedTuple):
-    """A figure of a text. kind: exact, trained or timed; bound: tolerance or factor, as text."""
+    """A figure in a text.
+
+    expression: the Python expression that gives it.
+    says: the figure as the text has it.
+    kind: exact, trained or timed.
+    bound: the tolerance or factor, as text; empty for none.
+    """
 
     expression: str
     says: str
@@ -84,11 +93,12 @@ class Figure(NamedTuple):
         return cls(expression, says, kind or "exact", bound or "")
 
     def allows(self, value: str) -> bool:
-        """Whether a run's value agrees with the text."""
+        """Whether a run's value agrees with the text, within the tolerance."""
         if value == self.says:
             return True
         if self.kind == "exact" or not self.bound:
             return False
+        # A text may hold several numbers, such as a range. Everything else in it must be equal.
         here, there = numbers(self.says), numbers(value)
         if len(here) != len(there) or words(self.says) != words(value):
             return False
@@ -104,17 +114,17 @@ class Figure(NamedTuple):
 
 
 def numbers(text: str) -> list[float]:
-    """The numbers of a text."""
+    """The numbers in a text, in order."""
     return [float(one.replace(",", "").replace("−", "-")) for one in NUMBER.findall(text)]
 
 
 def words(text: str) -> str:
-    """A text without its numbers."""
+    """The text without its numbers."""
     return NUMBER.sub("", text)
 
 
 def figures_of(cell: dict) -> list[Figure]:
-    """The figures of a cell in their order."""
+    """The figures of a Markdown cell, in order."""
     matches = FIGURE.finditer(text_of(cell)) if cell["cell_type"] == "markdown" else ()
     return [Figure.of(match) for match in matches]
 
@@ -125,7 +135,7 @@ def text_of(cell: dict) -> str:
 
 
 def with_figures(notebook: dict) -> dict:
-    """The notebook with a cell for each text that has figures, after it or at the end."""
+    """The notebook with an evaluating cell for each text that has figures."""
     cells, last = [], []
     for cell in notebook["cells"]:
         cells.append(cell)
@@ -133,13 +143,14 @@ def with_figures(notebook: dict) -> dict:
         if figures:
             listed = "".join(f"\n    {figure.expression!r}," for figure in figures)
             source = EVALUATE.replace("FIGURES", f"[{listed}\n]").replace("MIME", repr(MIME))
+            # Cells of `figures-at-end` go to the end of the notebook, to see all its variables.
             place = last if AT_END in cell["metadata"].get("tags", ()) else cells
             place.append(evaluating(cell["id"] + SUFFIX, source))
     return notebook | {"cells": cells + last}
 
 
 def evaluating(name: str, source: str) -> dict:
-    """A code cell that no page shows."""
+    """A code cell that is hidden on the page and marked as one of this tool's cells."""
     return {
         "cell_type": "code",
         "execution_count": None,
@@ -151,7 +162,7 @@ def evaluating(name: str, source: str) -> dict:
 
 
 def without_figures(notebook: dict) -> tuple[dict, dict[str, list[str]]]:
-    """The notebook without those cells, and cell -> what its figures were in the run."""
+    """(the notebook without the evaluating cells, id of a text -> values of its figures)."""
     cells, values = [], {}
     for cell in notebook["cells"]:
         if TAG in cell["metadata"].get("tags", ()):
@@ -164,7 +175,10 @@ def without_figures(notebook: dict) -> tuple[dict, dict[str, list[str]]]:
 
 
 def written(notebook: dict, values: dict[str, list[str]], keep=lambda figure, value: False) -> dict:
-    """The notebook whose texts say what the run gave, but where `keep` says otherwise."""
+    """The notebook with the run's values in its texts.
+
+    keep: keep(figure, value) is True for figures that stay as the text has them.
+    """
     cells = []
     for cell in notebook["cells"]:
         run = iter(values.get(cell["id"], ()))
@@ -173,7 +187,7 @@ def written(notebook: dict, values: dict[str, list[str]], keep=lambda figure, va
             figure, value = Figure.of(match), next(run)
             if keep(figure, value):
                 return match[0]
-            start = match.start(4) - match.start()
+            start = match.start(4) - match.start()  # replace only the text inside the span
             return f"{match[0][:start]}{html.escape(value, quote=False)}</span>"
 
         if values.get(cell["id"]):
@@ -186,8 +200,8 @@ def written(notebook: dict, values: dict[str, list[str]], keep=lambda figure, va
 def for_readers(notebook: dict) -> dict:
     """The notebook without the cells that only serve the text.
 
-    Links to pages that are no notebooks lead to the repository: they are not beside the notebook
-    where a reader opens it.
+    Links to pages that are not notebooks are redirected to the repository, because a reader's copy
+    of the notebook does not have those pages next to it.
     """
     config = yaml.safe_load((ROOT / "_config.yml").read_text(encoding="utf-8"))
     pages = f"]({config['repository']['url']}/blob/main/chapters/"
@@ -199,7 +213,10 @@ def for_readers(notebook: dict) -> dict:
 
 
 def trouble(cell: dict) -> str:
-    """What went wrong in a cell that ends no build: an error for the text, a refused solution."""
+    """What went wrong in a cell without ending the build, or an empty text.
+
+    That is an error in a cell for the text, or a solution that `check` refuses.
+    """
     for output in cell.get("outputs", ()):
         if output["output_type"] == "error":
             return f"{output['ename']}: {output['evalue']}"
@@ -210,16 +227,14 @@ def trouble(cell: dict) -> str:
 
 
 def compared(notebook: dict, values: dict[str, list[str]], chapter: str) -> list[dict]:
-    """A row for each figure: what the text says, what the run gave, whether they agree.
-
-    A row as well for each cell in which something went wrong.
-    """
+    """Rows that compare each figure's text with the run's value, and rows for cells that failed."""
     rows = []
     for cell in notebook["cells"]:
         if wrong := trouble(cell):
             figure = Figure("the cell", "no trouble")
             place = {"chapter": chapter, "cell": cell["id"], "run": wrong}
             rows.append(place | figure._asdict() | {"agrees": False})
+        # Without values the evaluating cell has not run: every figure of the text is wrong.
         figures = figures_of(cell)
         run = values.get(cell["id"]) or ["nothing"] * len(figures)
         for figure, value in zip(figures, run, strict=True):
@@ -229,12 +244,12 @@ def compared(notebook: dict, values: dict[str, list[str]], chapter: str) -> list
 
 
 def is_wrong(row: dict) -> bool:
-    """Whether a compared figure is one that `make test` refuses."""
+    """Whether a row makes `make test` fail; measured times never do."""
     return not row["agrees"] and row["kind"] != "timed"
 
 
 def line(row: dict) -> str:
-    """A compared figure in a line."""
+    """A row as one line of text."""
     bound = f" {row['kind']} ± {row['bound']}" if row["kind"] == "trained" else ""
     place = f"{row['chapter']}, {row['cell']}"
     return (
@@ -243,7 +258,7 @@ def line(row: dict) -> str:
 
 
 def summary(rows: list[dict]) -> str:
-    """How many figures of each kind there are and how many differ; what is wrong, by name."""
+    """Counts of figures by kind and of those that differ, then one line per wrong figure."""
     of = Counter(row["kind"] for row in rows)
     off = Counter(row["kind"] for row in rows if row["run"] != row["says"])
     counts = ", ".join(f"{of[kind]} {kind} ({off[kind]} differ)" for kind in sorted(of))
@@ -258,14 +273,16 @@ def read(file: Path) -> dict:
 
 
 def store(file: Path, notebook: dict) -> None:
-    """Write a notebook as Jupyter does."""
+    """Write a notebook in the format of Jupyter."""
     file.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def compare(folder: Path, to: Path | None, left_out: list[str]) -> None:
-    """`compare`, or `write` where there is another folder to write to.
+    """The action `compare`, or `write` if `to` is given.
 
-    left_out: names of notebooks that were not run, whose texts stay as they are.
+    folder: the executed notebooks; they are rewritten.
+    to: the folder whose notebooks get corrected figures.
+    left_out: names of notebooks that were not run; their texts stay as they are.
     """
     rows = []
     for file in sorted(folder.glob("*.ipynb")):
@@ -275,7 +292,9 @@ def compare(folder: Path, to: Path | None, left_out: list[str]) -> None:
             continue
         found = compared(notebook, values, file.stem)
         rows += found
+        # A verdict stays as the author wrote it; `is_wrong` reports one that differs.
         store(file, written(notebook, values, lambda figure, _: VERDICT.match(figure.expression)))
+        # Only figures that are out of bounds change, so that a diff shows no noise.
         if to and any(map(is_wrong, found)):
 
             def agrees(figure, value):

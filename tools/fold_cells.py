@@ -1,13 +1,13 @@
-"""Fold on Colab, Kaggle and JupyterLab what the book's page hides or folds.
+"""Fold the cells on Colab, Kaggle and JupyterLab that the book's pages hide or fold.
 
-    python tools/fold_cells.py           write it into the chapters
-    python tools/fold_cells.py --check   say which chapters lack it; status 1 if any does
+    python tools/fold_cells.py           write the metadata into the chapters
+    python tools/fold_cells.py --check   list the chapters without it; exit with status 1 if any
 
-Jupyter Book goes by a cell's tags, which the three others do not know. Each has its own metadata:
-Colab `cellView`, Kaggle `_kg_hide-input` and `_kg_hide-output`, JupyterLab (and nbformat)
-`jupyter.source_hidden` and `jupyter.outputs_hidden`. Colab's folds leave the output in sight.
+Jupyter Book reads a cell's tags, which the other three do not know. Each of them has its own
+metadata: Colab `cellView`, Kaggle `_kg_hide-input` and `_kg_hide-output`, JupyterLab (and nbformat)
+`jupyter.source_hidden` and `jupyter.outputs_hidden`. Colab's folds leave the output visible.
 
-What a removed cell prints stays in sight in a live notebook: it is an error, if anything.
+The output of a removed cell stays visible in a live notebook, because it can only be an error.
 """
 
 import json
@@ -20,7 +20,7 @@ OUTPUT_TOO = {"hide-cell"}
 
 
 def stamped(cell: dict) -> dict:
-    """The metadata of a code cell with each reader's own word for folded, or without it."""
+    """The metadata of a code cell, folded for each of the three tools or for none."""
     own = "cellView", "_kg_hide-input", "_kg_hide-output", "source_hidden", "outputs_hidden"
     kept = {k: v for k, v in cell["metadata"].items() if k not in own}
     jupyter = {k: v for k, v in kept.pop("jupyter", {}).items() if k not in own}
@@ -34,7 +34,7 @@ def stamped(cell: dict) -> dict:
 
 
 def stamp(path: Path, check: bool = False) -> bool:
-    """Whether a notebook was as its tags ask; it is written anew if not, unless `check`."""
+    """Whether a notebook's metadata already matched its tags; unless `check`, correct it."""
     notebook = json.loads(path.read_text(encoding="utf-8"))
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     wanted = [stamped(cell) for cell in cells]
@@ -42,7 +42,7 @@ def stamp(path: Path, check: bool = False) -> bool:
         return True
     if not check:
         for cell, metadata in zip(cells, wanted, strict=True):
-            if cell["metadata"] != metadata:  # equal ones keep their order
+            if cell["metadata"] != metadata:  # equal metadata keeps the order of its keys
                 cell["metadata"] = metadata
         text = json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
         path.write_text(text, encoding="utf-8")

@@ -1,13 +1,16 @@
-"""Record anew the traces that come with memlab, after a rule has changed and with it the format.
+"""Record the traces that come with memlab.
 
-    python tools/record_traces.py            what is missing; all where the format is another
-    python tools/record_traces.py --check 40 so many, at random: if they are those that are kept,
-                                             these are of today's releases, too; else status 1, and
-                                             `FORMAT` of memlab/predict/store.py is to be raised
+    python tools/record_traces.py            record missing traces; all, if `FORMAT` has changed
+    python tools/record_traces.py --check 40 record 40 at random and compare them with the stored
+                                             ones
 
-It goes through what the pages' calculator and the planner ask for, on cards with flash attention
-and without, and through the runs of `memlab record`, on two processes, for about an hour; what is
-done is kept after each structure.
+`FORMAT` is in memlab/predict/store.py. It must be increased if a rule of memlab changes which
+events a run has. The check tells: if a trace differs, it lists the differences and exits with
+status 1. Otherwise it marks the stored traces as valid for the installed releases.
+
+The tool covers what the pages' calculator and the planner ask for, on GPUs with flash attention
+and without, and the runs of `memlab record`. It takes about an hour on two processes. Finished
+traces are written after each batch of recordings, so an interrupted run loses little.
 """
 
 import argparse
@@ -35,20 +38,22 @@ from memlab.predict.trace_recorder import record
 from memlab.predict.traces import keys_of, usual_sizes
 from memlab.spec.recipe import AUTOCAST
 
-# A model for each structure that people train most, and those trained in fewer ways.
+# One model for each of the structures that are trained most (COMMON), and for structures that are
+# trained in fewer ways (FEWER).
 COMMON = ("bert-large", "gpt2", "llama-3.2-1b", "llama-3-8b", "llama-2-7b")
 COMMON += ("qwen2.5-0.5b", "qwen2.5-7b", "mistral-7b", "qwen3-0.6b", "qwen3-8b")
 FEWER = ("distilbert", "roberta-base", "deberta-v3-base", "t5-3b")
-# Trained as the planner would: with fused attention, under autocast, or in full in bf16 or fp32.
+# These only as the planner trains: fused attention, under autocast, or fully in bf16 or fp32.
 PLANNED_ONLY = ("mistral-7b-v0.3", "smollm3-3b", "xlm-roberta-base", "modernbert-base", "phi-4")
 PLANNED_ONLY += ("gemma-3-4b",)
-# Those that take minutes to plan for, as their layers take long to record: they repeat in a
-# pattern, are an encoder's and a decoder's, or have attention of their own. Of what has a window of
-# attention these are of longer texts.
+# Models that would take minutes to plan for, because their layers take long to record. The layers
+# repeat in a pattern, belong to an encoder and a decoder, or have attention of their own. Of models
+# with an attention window these traces are for sequences as long as the window.
 SLOW = ("gemma-3-270m", "gemma-3-1b", "gemma-3-4b", "gemma-3-12b", "gemma-3-27b")
 SLOW += ("modernbert-base", "modernbert-large", "deberta-v3-base", "flan-t5-base", "t5-3b")
 TOO_LARGE = ("gemma-3-12b", "gemma-3-27b")  # for a T4
-OWN_WIDTHS = ("gemma-3-270m", "gemma-3-1b")  # these have a trace for each class of cards
+# Their widths belong to the structure, so they need a trace for each class of GPUs.
+OWN_WIDTHS = ("gemma-3-270m", "gemma-3-1b")
 MODELS = tuple(dict.fromkeys((*COMMON, *PLANNED_ONLY, *FEWER, *SLOW)))
 ONLY_EAGER = ("deberta-v3-base",)
 WAYS = {
@@ -58,17 +63,19 @@ WAYS = {
     "qlora": {"lora_rank": 8} | NF4,
     "frozen embeddings": {"freeze": "embeddings"},
 }
-PLANNED = ("adamw_torch_fused", "adamw_8bit", "adafactor", "paged_adamw_8bit")  # and clipped
+# Optimizers of plans, recorded with and without gradient clipping.
+PLANNED = ("adamw_torch_fused", "adamw_8bit", "adafactor", "paged_adamw_8bit")
 OTHERS = ("adamw_torch", "sgd", "lion_8bit")
 CARDS = ANY_CARD, find_gpu("T4")
-SEED = "1"  # of the hashes of texts
-DEEPER = 5  # patterns, more than are recorded
+SEED = "1"  # for PYTHONHASHSEED
+DEEPER = 5  # patterns of layers; more than any recording has
 
 
 def recipes(model: str):
-    """(recipe, card) of every half that is wanted of a model's structure.
+    """(recipe, GPU) pairs that together have all wanted halves of a model's structure.
 
-    Sizes do not matter, but for whether a text is as long as a window.
+    A trace holds for all sizes, so sizes do not matter. Only whether a sequence is as long as the
+    attention window does.
     """
     if model in PLANNED_ONLY:
         yield from _planned(model, 64)
@@ -86,6 +93,7 @@ def recipes(model: str):
         for precision in precisions:
             attentions = ["eager"]
             if not only_eager:
+                # LoRA with eager attention is recorded on the T4 only, that is, in fp16-amp.
                 few = way != "frozen embeddings" and precision != "fp32"
                 attentions = ["sdpa"] + ["eager"] * (way == "plain" or few and card != ANY_CARD)
             for attention in attentions:
@@ -93,7 +101,7 @@ def recipes(model: str):
 
 
 def _planned(model, length, slow=False):
-    """slow: only what `plan` asks for by itself, on cards that may hold it."""
+    """Pairs as the planner trains. slow: only plans' defaults, on GPUs that may hold the model."""
     cards = CARDS[:1] if model in TOO_LARGE else CARDS
     if model in OWN_WIDTHS:
         cards += (find_gpu("RTX-4090"),)
@@ -107,7 +115,10 @@ def _planned(model, length, slow=False):
 
 
 def _pairs(model, card, values, attention, common, asked=64, slow=False):
-    """Passes and updates together, as each run has one of both."""
+    """Pairs that cover all variants of passes and updates.
+
+    Each run records one variant of both, so the two lists are walked side by side.
+    """
     planned = slow or common and attention == "sdpa" and "freeze" not in values
     batches, accumulations = (2, 1) if planned else (2,), (1, 2) if common else (1,)
     passes = list(itertools.product(batches, (False, True), accumulations))
@@ -115,6 +126,7 @@ def _pairs(model, card, values, attention, common, asked=64, slow=False):
     updates = [(name, 0.0) for name in (*PLANNED, *OTHERS)] + clipped
     if values.get("lora_rank"):
         updates = [one for one in updates if one[0] not in OTHERS[1:]]
+    # An update does not depend on attention: the runs with sdpa record all of them.
     if attention == "eager" and model not in ONLY_EAGER:
         updates = updates[:1]
     if slow:
@@ -125,13 +137,15 @@ def _pairs(model, card, values, attention, common, asked=64, slow=False):
         changes = {"checkpointing": checkpointing, "accumulation": accumulation}
         changes |= {"optimizer": optimizer, "max_grad_norm": norm, "attention": attention}
         usual = usual_sizes(Recipe(model, seq_len=asked, **values, **changes))
-        length = usual.seq_len * usual.batch_size // batch  # bitsandbytes fuses few tokens
+        # As many tokens with one sequence as with two: with few tokens bitsandbytes runs a fused
+        # kernel, which would be another trace.
+        length = usual.seq_len * usual.batch_size // batch
         longest = models.max_length(model) or length
         yield usual.but(batch_size=batch, seq_len=min(length, longest)), card
 
 
 def wanted(asked) -> list[tuple]:
-    """(recipe, card, structure) of as few as have all halves."""
+    """(recipe, GPU, structure) of the asked pairs, without those that add no new half."""
     cases, known = [], set()
     for recipe, card in asked:
         if has_no_trace(recipe, card):
@@ -144,13 +158,13 @@ def wanted(asked) -> list[tuple]:
 
 
 def keys(case: tuple) -> tuple[str, str]:
-    """Those of the halves of a case."""
+    """The keys of both halves of a case."""
     recipe, _, structure = case
     return keys_of(recipe, structure, structure)
 
 
 def recorded(cases: list[tuple]) -> dict[str, str]:
-    """Key -> the line of its half."""
+    """Key -> half as a line of JSON, newly recorded for all cases."""
     found = {}
     for case in cases:
         halves = [kept and with_moments(kept) for kept in record(*case) or (None, None)]
@@ -159,17 +173,21 @@ def recorded(cases: list[tuple]) -> dict[str, str]:
 
 
 def with_moments(kept: RecordedPhase) -> RecordedPhase:
-    """A half with the moments that the page's calculator looks at."""
+    """A half with the moments that the page's calculator needs."""
     return dataclasses.replace(kept, largest=largest_moments(kept.half))
 
 
 def joined(kept: dict[str, str], new: dict[str, str]) -> dict[str, str]:
-    """Lines by their keys; a case without a trace leaves a half that another one gave."""
+    """Stored and new lines together; a stored trace wins, but any trace beats "no trace".
+
+    The same key may come from several cases. If one of them gives no trace, the half that another
+    case has given stays.
+    """
     return new | kept | {key: line for key, line in new.items() if line != NO_TRACE}
 
 
 def write(lines: dict[str, str]) -> None:
-    """Add lines, by their keys, to the files of their structures."""
+    """Add lines to the files of their structures. lines: key -> line."""
     shipped, by_structure = Shipped(), {}
     for key, line in lines.items():
         structure, rest = split_key(key)
@@ -181,16 +199,17 @@ def write(lines: dict[str, str]) -> None:
 
 
 def stamp() -> None:
-    """Say of which format and releases the kept halves are."""
+    """Note the format and the installed releases as those of the stored traces."""
     index = {"format": FORMAT, "versions": installed()}
     (FOLDER / "index.json").write_text(json.dumps(index, indent=1) + "\n")
 
 
 def _values(line: str) -> dict:
-    """What a line says, but for the pass beside which an update may be recorded.
+    """The values of a line, normalised so that equivalent traces are equal.
 
-    And but for the choice of moments: of two that are as large the processor's rounding chooses.
-    Blocks that repeat may begin at another of their events: a deeper model says which they are.
+    - An update may be recorded next to different passes: batch, length and window are left out.
+    - Of two moments that are equally large, the processor's rounding chooses: all are left out.
+    - A repeating block may begin at any of its events: its order in a deeper model is compared.
     """
     values, kept = json.loads(line) or {}, kept_of(line)
     sizes = {name: n for name, n in values.get("sizes", {}).items() if name not in "bsw"}
@@ -201,12 +220,16 @@ def _values(line: str) -> dict:
 
 
 def check(number: int) -> None:
-    """Record some anew; end with their names if they are others than those that are kept."""
+    """Record `number` random cases and compare them with the stored traces.
+
+    Exits with status 1 and a list of the differences if there are any.
+    """
     kept = Shipped()
     cases = wanted(itertools.chain.from_iterable(map(recipes, MODELS)))
     differing = []
     for case in random.sample(cases, number):
         for key, line in recorded([case]).items():
+            # A key that is not stored is compared with itself: it is missing, not wrong.
             structure, rest = split_key(key)
             was, now = _values(kept.lines(structure).get(rest, line)), _values(line)
             if was != now:
@@ -217,7 +240,10 @@ def check(number: int) -> None:
 
 
 def with_fixed_hashes() -> None:
-    """Begin again where texts have other hashes: transformers makes rotary tables of a set."""
+    """Restart the process with a fixed PYTHONHASHSEED.
+
+    transformers iterates over a set to make rotary tables, and its order depends on the hashes.
+    """
     if os.environ.get("PYTHONHASHSEED") != SEED:
         there = os.environ | {"PYTHONHASHSEED": SEED}
         os.execve(sys.executable, [sys.executable, *sys.argv], there)
@@ -232,7 +258,7 @@ def main():
         check(number)
         return
     if not Shipped().is_of_this_format:
-        for file in FOLDER.glob("*"):
+        for file in FOLDER.glob("*"):  # traces of another format cannot be read
             file.unlink()
         FOLDER.mkdir(exist_ok=True)
         stamp()
@@ -243,6 +269,7 @@ def main():
         if "bf16" not in run.precision or "bfloat16" in card.native_dtypes
         if set(run.freeze) <= {"embeddings", "backbone"}
     ]
+    # A new `Shipped`, because the files may just have been deleted.
     shipped = Shipped()
     with ProcessPoolExecutor(2) as pool:
         jobs = []

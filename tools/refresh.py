@@ -1,12 +1,13 @@
-"""Make everything anew that a program makes and the repository keeps, each after what it needs.
+"""Regenerate all files of the repository that a program makes, in the order of their dependence.
 
-    python tools/refresh.py               all of it, some three hours on two cores
-    python tools/refresh.py predictions   from there on: traces, predictions, answers, what-fits,
-                                          cover, figures
-    python tools/refresh.py --check 8     whether so many kept traces, at random, are today's
+    python tools/refresh.py               everything, about three hours on two cores
+    python tools/refresh.py predictions   this step and those after it; the steps are traces,
+                                          predictions, answers, what-fits, cover, figures
+    python tools/refresh.py --check 8     only check 8 stored traces, drawn at random
 
 Run it after an update of torch, transformers, peft or bitsandbytes, and after a change of memlab
-that changes a figure. What it changed `git diff` says; each change has a reason, or is a mistake.
+that changes a figure. `git diff` then shows what changed. Each change needs a reason, or it is a
+mistake.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def run(*command: str) -> None:
 
 
 def answers() -> None:
-    """data/answers.json: what `fits` says of what others asked in public, data/questions.json."""
+    """Write data/answers.json: the answers of `fits` to public questions in data/questions.json."""
     questions = json.loads((DATA / "questions.json").read_text(encoding="utf-8"))["questions"]
     found: dict[str, dict] = {}
     for question in tqdm(questions, "answers"):
@@ -51,12 +52,12 @@ def answers() -> None:
 
 
 def what_fits() -> None:
-    """Its tool goes on with what stands in the file."""
+    """Regenerate tests/what_fits.json; its tool would only complete an existing file."""
     (ROOT / "tests" / "what_fits.json").unlink(missing_ok=True)
     run(sys.executable, "tools/what_fits.py")
 
 
-# What is kept -> what makes it, from traces to the figures in sentences.
+# Step -> the function that regenerates its files. Each step may read the files of earlier ones.
 STEPS = {
     "traces": partial(run, sys.executable, "tools/record_traces.py"),
     "predictions": partial(run, sys.executable, "-m", "validation.accuracy"),

@@ -1,12 +1,12 @@
-"""Execute chapters on a card that is not there (`standin_card.py`), to see whether they run on one.
+"""Execute chapters on a stand-in for a GPU (`standin_card.py`), to see whether they run on a GPU.
 
     python tools/run_on_standin.py T4                             every chapter
     python tools/run_on_standin.py H100 04-accumulation 14-attention
 
-A failing cell ends its chapter, and the run, with its traceback. Copies are executed, in a folder
-that is removed: what the stand-in prints is no page's. Cells with the tag `real-gpu` train at a
-size that only a real card can carry, and those with `no-standin` compile, which would compile the
-stand-in, too: they are passed over.
+A failing cell ends its chapter with a traceback, and the run fails. The chapters are executed as
+copies in a temporary folder, because outputs of the stand-in belong on no page. Two kinds of cells
+are skipped. Those with the tag `real-gpu` train at a size that only a real GPU can hold. Those with
+`no-standin` call `torch.compile`, which would compile the stand-in too.
 """
 
 import json
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def without_real_gpu(notebook):
-    """The notebook, in which nbclient passes over what the stand-in cannot carry."""
+    """The notebook with the tag that makes nbclient skip a cell, where the stand-in needs it."""
     for cell in notebook.cells:
         if {"real-gpu", "no-standin"} & set(cell.metadata.get("tags", [])):
             cell.metadata.tags.append("skip-execution")

@@ -1,7 +1,9 @@
-"""Rewrite the repository's address: set_address.py https://github.com/you/fork
+"""Change the repository's address in all files.
 
-The address that counts stands in _config.yml; every other tracked text file holds copies of its
-owner/name part (install lines, Colab and Kaggle links), and this changes them all.
+    python tools/set_address.py https://github.com/you/fork
+
+_config.yml holds the address. Every other tracked text file may hold copies of its owner/name part
+(install lines, links to Colab and Kaggle), and this rewrites them all.
 """
 
 import re
@@ -14,26 +16,28 @@ ADDRESS = re.compile(r"https://github\.com/([\w.-]+/[\w.-]+?)(?:\.git)?/?")
 
 
 def configured(root=ROOT):
-    """The owner/name that _config.yml names."""
+    """The owner/name part of the address in _config.yml."""
     text = (root / "_config.yml").read_text()
     found = re.search(r"^  url: (\S+)$", text, re.MULTILINE)
     return ADDRESS.fullmatch(found.group(1)).group(1)
 
 
 def files(root):
-    """Tracked and new files."""
+    """All tracked and new files that git does not ignore, without vendor/."""
     command = ["git", "-C", str(root), "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     return [name for name in names if not name.startswith("vendor/")]
 
 
 def rewrite(url, root=ROOT):
-    """Change every copy of the address below root; returns the changed files."""
+    """Rewrite every copy of the address below `root` and return the names of changed files."""
     match = ADDRESS.fullmatch(url)
     if not match:
         raise ValueError(f"not an address: {url!r} (wanted: https://github.com/owner/name)")
     old, new = configured(root), match.group(1)
+    # Not inside a longer name: owner/name-2, or owner/name.org (but owner/name.git counts).
     pattern = re.compile(rf"(?<![\w.-]){re.escape(old)}(?![\w-])(?!\.(?!git\b)\w)")
+    # Kaggle's links hold the address percent-encoded.
     quoted = re.compile(rf"(?<=%2F){re.escape(old.replace('/', '%2F'))}(?![\w.-])")
     changed = []
     for name in files(root):

@@ -1,20 +1,22 @@
-"""A stand-in for a CUDA card: code written for "cuda" runs on a machine that has none.
+"""A stand-in for a CUDA GPU: code written for "cuda" computes on a machine without one.
 
     with stand_in("T4"):
         ...
 
-Every tensor holds its data in the host's memory, and each storage remembers whether CUDA would
-have put it on the card. So what a reader with a card meets first is met here:
+Every tensor keeps its data in the host's memory, and each storage remembers whether CUDA would have
+put it on the GPU. The chapters run on it in tests, so that the errors of a real GPU appear there:
 
-- `torch.cuda` and `torch.accelerator` answer as that card; `tensor.device` says cuda:0.
-- An operation on tensors of both places raises CUDA's error. So do `.numpy()` of a card tensor,
-  pinning one, and touching one in a forked worker.
-- memlab's copy of PyTorch's allocator serves the card's storages and cuBLAS's workspaces: the
-  counters count, and a card that is full runs out of memory.
-- Inside a `SimulatedGPU` the stand-in steps aside; that refuses tensors of any other card.
+- `torch.cuda` and `torch.accelerator` answer as that GPU; `tensor.device` is cuda:0.
+- An operation on tensors of both devices raises CUDA's error. So do `.numpy()` of a GPU tensor,
+  pinning one, and using one in a forked worker.
+- memlab's copy of PyTorch's allocator serves the storages on the GPU and cuBLAS's workspaces. The
+  counters count, and a full GPU runs out of memory.
+- Inside a `SimulatedGPU` the stand-in steps aside, because a simulation refuses tensors of any
+  other GPU.
 
-What only a card shows is not here: CUDA's kernels with what they take for themselves and the
-number formats that they lack, streams, and time. Autocast for "cuda" casts by the CPU's list.
+Known limitations: there are no CUDA kernels, so their scratch memory and the number formats that
+they lack do not show. There are no streams, and times are those of the CPU. Autocast for "cuda"
+casts by the CPU's list of operators.
 """
 
 import collections
@@ -47,18 +49,20 @@ aten = torch.ops.aten
 
 
 class StandInCard:
-    """The card's memory, and which storages lie in it."""
+    """The memory of the GPU, and the storages that are in it."""
 
     def __init__(self, gpu):
         self.gpu, self.allocator = gpu, CardMemory(gpu)
-        self.allocator.trace = collections.deque(maxlen=0)  # a chapter allocates millions of times
-        self._blocks = {}  # of each storage on the card: its address and its bytes
+        self.allocator.trace = collections.deque(maxlen=0)  # keep no trace: millions of requests
+        self._blocks = {}  # storage's key -> (address, bytes), of each storage on the GPU
         self._pinned = weakref.WeakSet()
-        self._handles = set()  # of cuBLAS: one a thread, and autograd has a thread of its own
+        self._handles = set()  # cuBLAS handles: one per thread, and autograd has its own thread
         self._process = os.getpid()
-        self.stream, self.stream_object = 0, None  # the default one, whatever is chosen
+        # `cuda_answers` expects a tracer with a stream and assumptions. Here everything runs on the
+        # default stream, and values are known, so nothing is assumed.
+        self.stream, self.stream_object = 0, None
         self._now = threading.local()
-        self.assumptions: dict[str, None] = {}  # which nobody reads: here values are known
+        self.assumptions: dict[str, None] = {}
 
     def empty_cache(self) -> None:
         self.allocator.empty_cache()
@@ -67,11 +71,12 @@ class StandInCard:
         self.allocator.reset_peak_stats()
 
     def is_forked(self) -> bool:
-        """Whether this process is another one's child, which CUDA does not serve."""
+        """Whether this is a forked child process, in which CUDA cannot be used."""
         return os.getpid() != self._process
 
     def holds(self, tensor) -> bool:
-        """Whether the tensor's data would be on the card."""
+        """Whether the tensor's data would be on the GPU."""
+        # torch.func wraps tensors; the wrapper has no storage of its own.
         while functorch.is_functorch_wrapped_tensor(tensor):
             tensor = functorch.get_unwrapped(tensor)
         if not is_real(tensor) or getattr(self._now, "in_kernel", False):
@@ -79,28 +84,36 @@ class StandInCard:
         return self.holds_storage(tensor.untyped_storage())
 
     def holds_storage(self, storage) -> bool:
-        """Whether a storage would be on the card."""
+        """Whether a storage would be on the GPU."""
+        # `_cdata` is the address of the C++ storage, which is unique as long as the storage lives.
         return storage._cdata in self._blocks
 
     def take(self, storage) -> None:
-        """Give a storage its place on the card, as large as it is now, until it dies."""
+        """Allocate GPU memory for a storage, of its present size, until the storage is freed."""
         key, nbytes = storage._cdata, storage.nbytes()
         known = key in self._blocks
         if known and self._blocks[key][1] == nbytes:
             return
         if known:  # it was resized
             self._give_back(key)
+        # Raises torch.OutOfMemoryError if the GPU is full.
         self._blocks[key] = self.allocator.allocate(nbytes) if nbytes else None, nbytes
         if not known:
             weakref.finalize(storage, self._give_back, key).atexit = False
 
     def _give_back(self, key):
-        address, _ = self._blocks.pop(key, (None, 0))  # none, where it grew and the card was full
+        # No block if the storage was resized and the GPU was full. A forked child must not free:
+        # its copy of the allocator is not the parent's.
+        address, _ = self._blocks.pop(key, (None, 0))
         if address is not None and not self.is_forked():
             self.allocator.free(address)
 
     def take_workspace(self) -> None:
-        """What cuBLAS takes once a thread: the backward pass runs in another thread on a card."""
+        """Allocate cuBLAS's workspace, once per thread that multiplies matrices.
+
+        With CUDA the backward pass runs in a thread of its own. On a CPU it does not, so being
+        inside a backward pass stands for the second thread.
+        """
         handle = torch._C._current_graph_task_id() != -1
         if handle not in self._handles:
             self._handles.add(handle)
@@ -108,12 +121,12 @@ class StandInCard:
 
     @property
     def making(self) -> bool | None:
-        """Where the call at work makes new tensors; None: where its arguments are."""
+        """Whether new tensors of the current call go to the GPU; None follows its arguments."""
         return getattr(self._now, "making", None)
 
     @contextlib.contextmanager
     def makes(self, on_card: bool | None):
-        """What is made inside is on the card, on the host, or where its arguments are."""
+        """Inside, new tensors go to the GPU (True), to the host (False) or to their arguments."""
         before, self._now.making = self.making, on_card
         try:
             yield
@@ -122,7 +135,7 @@ class StandInCard:
 
     @contextlib.contextmanager
     def kernel(self):
-        """Inside, every tensor is the CPU's: kernels written in Python ask where theirs lie."""
+        """Inside, every tensor is on the CPU: kernels in Python check their tensors' device."""
         self._now.in_kernel = True
         try:
             yield
@@ -130,18 +143,18 @@ class StandInCard:
             self._now.in_kernel = False
 
     def copy(self, tensor, to_card: bool) -> torch.Tensor:
-        """The tensor's copy on the card or on the host."""
+        """A copy of the tensor on the GPU or on the host."""
         if self.is_forked():
-            torch.cuda._lazy_init()  # raises
-        # Without the mode that reads a call: it would put the copy where the tensor is.
+            torch.cuda._lazy_init()  # raises CUDA's error for forked processes
+        # `Calls` is switched off: it would put the copy on the tensor's own device.
         with self.makes(to_card), torch.no_grad(), torch._C.DisableTorchFunction():
             new = tensor.clone()
         if to_card:
-            self.take(new.untyped_storage())  # by hand, where no mode follows this thread
+            self.take(new.untyped_storage())  # `Places` may not be active in this thread
         return new
 
     def pin(self, tensor) -> torch.Tensor:
-        """The tensor in pinned memory, which the machine without a card does not have."""
+        """A copy that counts as pinned: a machine without CUDA cannot pin memory."""
         if self.holds(tensor):
             kind = tensor.type().replace("torch.", "torch.cuda.")
             raise RuntimeError(f"cannot pin '{kind}' only dense CPU tensors can be pinned")
@@ -159,14 +172,14 @@ class StandInCard:
 
 
 def is_real(tensor) -> bool:
-    """Whether a tensor has a storage with data."""
+    """Whether a tensor has a storage with data; fake, wrapped and sparse tensors do not."""
     if functorch.is_functorch_wrapped_tensor(tensor) or isinstance(tensor, FakeTensor):
         return False
     return tensor.layout == torch.strided
 
 
 def tensors_of(things):
-    """Every tensor of nested arguments."""
+    """All tensors in nested arguments."""
     for thing in things:
         if isinstance(thing, torch.Tensor):
             yield thing
@@ -177,18 +190,18 @@ def tensors_of(things):
 
 
 def place_named(value) -> bool | None:
-    """Whether a device argument names the card; None where it names neither card nor host."""
+    """Whether a device argument names the GPU; None if it names neither the GPU nor the host."""
     if isinstance(value, int) and not isinstance(value, bool):
-        return True
+        return True  # PyTorch reads a bare number as the index of a GPU
     if isinstance(value, (str, torch.device)):
         kind = str(value).split(":")[0]
         return {"cuda": True, "cpu": False}.get(kind)
     return None
 
 
-# Operators in which card and host tensors meet on CUDA, too.
+# Operators that accept tensors of both devices on CUDA too.
 COPIES = {aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default}
-INDEXING = {  # indices may lie on the host
+INDEXING = {  # the indices may be on the host
     aten.index.Tensor,
     aten._unsafe_index.Tensor,
     aten.index_put.default,
@@ -196,12 +209,14 @@ INDEXING = {  # indices may lie on the host
     aten._index_put_impl_.default,
 }
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
-TOO_MANY_OPERATIONS = 1e11  # seconds of a CPU, milliseconds of a card
+TOO_MANY_OPERATIONS = 1e11  # seconds on a CPU, milliseconds on a GPU
 
 
 def product_or_none(func, left, right):
-    """The operator, or one that leaves a product's result as the memory lies: a benchmark of a
-    card's size, whose numbers nobody reads, would keep a CPU for minutes."""
+    """The operator, or for a very large product one that returns uninitialised memory.
+
+    A benchmark at a GPU's size would take minutes on a CPU, and nobody reads its numbers.
+    """
     shape = (*left.shape[:-1], right.shape[-1])
     if 2 * math.prod(shape) * left.shape[-1] < TOO_MANY_OPERATIONS:
         return func
@@ -209,7 +224,7 @@ def product_or_none(func, left, right):
 
 
 class Places(TorchDispatchMode):
-    """Gives every new storage a place, and refuses what CUDA refuses."""
+    """The dispatch mode that gives each new storage a device and refuses what CUDA refuses."""
 
     supports_higher_order_operators = True
 
@@ -219,34 +234,38 @@ class Places(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No guard against torch.compile around every operation: it asks for a CUDA build."""
+        """Return False, so that PyTorch does not wrap the dispatch in `torch._disable_dynamo`.
+
+        That guard around every operation asks for a CUDA build.
+        """
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if SimulatedGPU.entered:
+        if SimulatedGPU.entered:  # the simulation has its own dispatch mode
             return func(*args, **kwargs)
         card, making, kernel = self.card, self.card.making, func
         given = list(tensors_of((args, kwargs)))
         on_card = any(map(card.holds, given))
-        if place_named(kwargs.get("device")):
+        if place_named(kwargs.get("device")):  # compute on the host, take the result as the GPU's
             kwargs, making = kwargs | {"device": HOST}, True
         if (on_card or making) and card.is_forked():
-            torch.cuda._lazy_init()  # raises
+            torch.cuda._lazy_init()  # raises CUDA's error for forked processes
         if on_card:
             self._refuse_mixed(func, args, given)
             if func in PRODUCTS:
                 card.take_workspace()
                 kernel = product_or_none(func, *args[-2:])
         pinned = kwargs.get("pin_memory")
-        if pinned:
+        if pinned:  # the CPU build has no pinned memory; only note it
             kwargs = kwargs | {"pin_memory": False}
         with contextlib.nullcontext() if func.namespace == "aten" else card.kernel():
             out = kernel(*args, **kwargs)
         if pinned:
             card.note_pinned(out)
         if on_card if making is None else making:
-            # `torch.tensor(...)` gives its new tensor to an operator that returns it.
+            # `torch.tensor(...)` passes its new tensor through `lift_fresh`, which returns it. Any
+            # other operator that returns an argument's storage (a view) moves nothing.
             lifted = func is aten.lift_fresh.default
             old = () if lifted else {t.untyped_storage()._cdata for t in given if is_real(t)}
             for tensor in tensors_of([out]):
@@ -257,11 +276,14 @@ class Places(TorchDispatchMode):
         return out
 
     def _refuse_mixed(self, func, args, given):
-        """CUDA's error where an operation meets tensors of both places. Numbers may meet."""
+        """Raise CUDA's error for an operation on tensors of both devices.
+
+        Tensors without dimensions are allowed on either device, as on CUDA.
+        """
         if func in COPIES or func.namespace not in ("aten", "bitsandbytes"):
             return
         if func in INDEXING:
-            given = [args[0], *args[2:3]]
+            given = [args[0], *args[2:3]]  # the tensor and the values, without the indices
         hosts = [t for t in given if t.dim() and is_real(t) and not self.card.holds(t)]
         if hosts:
             raise RuntimeError(
@@ -271,10 +293,10 @@ class Places(TorchDispatchMode):
 
 
 class Calls(TorchFunctionMode):
-    """Reads from each call of a program where its new tensors belong.
+    """The function mode that derives from each call where its new tensors belong.
 
-    An operation alone does not tell: inside `torch.nn.functional` or autograd a tensor of zeros
-    is made for tensors that it never sees.
+    The operator alone does not tell. Inside `torch.nn.functional` or autograd, a tensor of zeros is
+    created for tensors that the operator never sees.
     """
 
     def __init__(self, card):
@@ -285,12 +307,14 @@ class Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         if SimulatedGPU.entered or getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)
-        if isinstance(func, torch._ops.OpOverload):  # a mode's, amid another call
+        if isinstance(func, torch._ops.OpOverload):  # from another mode, inside another call
             return func(*args, **kwargs)
+        # Device arguments that are parsed, not used: a bare number means a GPU.
         if func in (torch.device, torch._C._nn._parse_to):
             if args and isinstance(args[0], int):
                 args = (torch.device("cuda", args[0]), *args[1:])
             return func(*args, **kwargs)
+        # A named device decides; otherwise, any argument on the GPU does.
         making = place_named(kwargs["device"]) if "device" in kwargs else None
         if making is not None:
             kwargs = kwargs | {"device": HOST}
@@ -301,7 +325,7 @@ class Calls(TorchFunctionMode):
 
 
 class Moved(torch.autograd.Function):
-    """A tensor's copy in the other place, whose gradient comes back."""
+    """A copy of a tensor on the other device; its gradient is copied back."""
 
     @staticmethod
     def forward(ctx, tensor, card, to_card):
@@ -314,7 +338,7 @@ class Moved(torch.autograd.Function):
 
 
 def attributes(card) -> dict:
-    """What a tensor says of its place."""
+    """The attributes of a tensor that tell its device: name -> replacement."""
     device, is_cuda, is_cpu = torch.Tensor.device, torch.Tensor.is_cuda, torch.Tensor.is_cpu
     get_device = torch.Tensor.get_device
 
@@ -330,8 +354,11 @@ def attributes(card) -> dict:
 
 
 def moves(card) -> dict:
-    """How a tensor comes to the card and back. As methods: hooks of autograd, and threads, call
-    them where no mode follows."""
+    """The methods of a tensor that move it between the devices: name -> replacement.
+
+    They are methods, not cases in a mode, because hooks of autograd and other threads call them
+    where no mode is active.
+    """
     tensor_to, tensor_numpy = torch.Tensor.to, torch.Tensor.numpy
 
     def plain(tensor, *args, **kwargs):
@@ -344,10 +371,11 @@ def moves(card) -> dict:
         goal = card.holds(first) if other else place_named(first)
         if goal is None or not is_real(tensor) or tensor.is_meta:
             return plain(tensor, *args, **kwargs)
+        # Move first, then let PyTorch do the rest of the call, such as a cast, as on the CPU.
         options = {k: v for k, v in kwargs.items() if k not in ("device", "other")}
         args = (HOST, *([first.dtype] if other else []), *args[1:])
         if goal != card.holds(tensor):
-            options.pop("copy", None)
+            options.pop("copy", None)  # the move has copied it already
             tensor = Moved.apply(tensor, card, goal)
         return plain(tensor, *args, **options)
 
@@ -370,7 +398,7 @@ def moves(card) -> dict:
 
 
 def storages(card):
-    """How a storage is copied, and what a file says of its place."""
+    """Patches for copying storages, and for their device in files of `torch.save`."""
     clone = torch.UntypedStorage.clone
     packages = torch.serialization._package_registry
 
@@ -389,12 +417,15 @@ def storages(card):
             return storage
 
     yield torch.UntypedStorage, {"clone": cloned}
-    # Asked before the CPU's own entry.
+    # Priority 0, so that it is asked before PyTorch's own entry for the CPU.
     yield torch.serialization, {"_package_registry": [(0, place_of, put_back), *packages]}
 
 
 def autograd(card):
-    """The backward pass in which hooks and recomputation are followed, too."""
+    """Patches for the backward pass, so that `Calls` sees its hooks and recomputation too.
+
+    `Tensor.backward` is itself a call, and a function mode is off while it handles a call.
+    """
     run_backward, profile = torch.autograd._engine_run_backward, torch.autograd.profiler.profile
     profile_init = profile.__init__
 
@@ -410,7 +441,7 @@ def autograd(card):
 
 
 def simulations(to_and_fro):
-    """A `SimulatedGPU` finds PyTorch's own moves."""
+    """Patches that give a `SimulatedGPU` PyTorch's own methods to move tensors."""
     enter, leave = SimulatedGPU.__enter__, SimulatedGPU.__exit__
 
     def step_aside(simulation):
@@ -432,8 +463,11 @@ def simulations(to_and_fro):
 
 @contextlib.contextmanager
 def stand_in(name: str):
-    """Let there be the card of a name, "T4" or "H100", in this process; gives the card."""
-    import_bitsandbytes("the stand-in")  # its CPU library, while there is no card to look for
+    """Pretend in this process that the GPU of this name, "T4" or "H100", is installed.
+
+    Yields the `StandInCard`.
+    """
+    import_bitsandbytes("the stand-in")  # now, while no GPU is visible: it loads its CPU library
     card = StandInCard(replace(find_gpu(name), name=DRIVERS_NAMES[name]))
     compiles, to_and_fro = torch.compile, mock.patch.multiple(torch.Tensor, **moves(card))
     with contextlib.ExitStack() as stack:
@@ -444,14 +478,14 @@ def stand_in(name: str):
             *autograd(card),
             *((target, {name: value}) for target, name, value in AUTOCAST),
             *simulations(to_and_fro),
-            # What a simulation refuses, and the CPU has.
+            # `cuda_answers` refuses these for a simulation; the stand-in can serve them.
             (torch, {"compile": compiles}),
             (torch.cuda, {"_is_in_bad_fork": card.is_forked}),
             (torch.cuda, {"default_generators": (torch.default_generator,)}),
         ):
             for attribute, value in names.items():
                 stack.enter_context(mock.patch.object(target, attribute, value))
-        # Weights that transformers reads in threads would be made where no mode follows.
+        # transformers would load weights in threads, where no mode is active.
         stack.enter_context(mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))
         to_and_fro.start()
         stack.callback(to_and_fro.stop)
@@ -460,11 +494,12 @@ def stand_in(name: str):
         yield card
 
 
-if __name__ == "__main__":  # as a notebook's kernel: the card's name, then what Jupyter hands over
+# Run as a notebook's kernel: the first argument is the GPU's name, the rest comes from Jupyter.
+if __name__ == "__main__":
     from ipykernel.kernelapp import launch_new_instance
 
     named = sys.argv.pop(1)
-    # `memlab record` measures in processes of its own, which stand on this card, too.
+    # `memlab record` measures in processes of its own. They must run on the stand-in too.
     worker.COMMAND = [sys.executable, __file__, named, "worker"]
     with stand_in(named):
         worker.work() if sys.argv[1:] == ["worker"] else launch_new_instance()

@@ -1,9 +1,10 @@
-"""Run a chapter as a reader would who has changed a word of it.
+"""Run a chapter with one edit, as a reader might make it.
 
     python tools/try_edit.py 05-freezing deberta-runs "batch_size=16" "batch_size=8"
 
-The notebook is the one that Colab opens, without the cells that only serve the text. All its cells
-run, and each that fails is listed with the last line of its error; status 1 if one does.
+The arguments are the chapter, the cell's id, the old text and the new text. The notebook is the one
+that Colab opens, without the cells that only serve the text. All its cells run. Each failed cell is
+listed with the first line of its error, and the exit status is then 1.
 """
 
 import argparse
@@ -16,13 +17,13 @@ import nbformat
 from nbclient import NotebookClient
 
 CHAPTERS = Path(__file__).resolve().parent.parent / "chapters"
-SECONDS = 300  # for a cell
+SECONDS = 300  # time limit of a cell
 
 
 def edited(chapter: str, cell: str, old: str, new: str) -> nbformat.NotebookNode:
-    """A reader's notebook with one cell changed.
+    """The reader's notebook of a chapter with one cell changed.
 
-    Raises ValueError for a cell that is not there, and where it does not hold `old` once.
+    Raises ValueError if there is no such cell, or if it does not contain `old` exactly once.
     """
     stored = figures.for_readers(figures.read(CHAPTERS / f"{chapter}.ipynb"))
     notebook = nbformat.reads(json.dumps(stored), as_version=4)
@@ -37,7 +38,7 @@ def edited(chapter: str, cell: str, old: str, new: str) -> nbformat.NotebookNode
 
 
 def failures(notebook: nbformat.NotebookNode) -> list[str]:
-    """A line for each cell that ends with an error; the others run all the same."""
+    """One line per cell that ends with an error; the cells after it run all the same."""
     client = NotebookClient(notebook, timeout=SECONDS, allow_errors=True, kernel_name="python3")
     client.execute(cwd=str(CHAPTERS))
     lines = []

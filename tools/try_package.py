@@ -1,9 +1,10 @@
-"""Install the wheel of a folder alone, with what it declares, and try it as a user would.
+"""Install the wheel in a folder with only its declared dependencies, and use it as a user would.
 
     python tools/try_package.py dist
 
-In a new environment: the version, a plan, a script in the simulated card. The book's libraries must
-not be there. It downloads PyTorch, unless pip has it.
+In a new virtual environment it asks for a plan, runs a script on the simulated GPU and prints the
+version. It also checks that the book's own libraries were not installed. It downloads PyTorch,
+unless pip has it in its cache.
 """
 
 import subprocess

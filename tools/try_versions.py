@@ -3,12 +3,17 @@
     python tools/try_versions.py --python python3.12
     python tools/try_versions.py --set lowest
 
-makes an environment in a new folder (--into keeps it), installs the set of requirements.txt, or
-each library of pyproject.toml in its lowest or its newest version, `nightly` with what is not
-released yet, `colab` with those that Colab has today where they are new enough, runs the tests
-that need no rendered book, and executes chapters 01 and 13. The last lines are what
-CONTRIBUTING.md's table holds. Other people's libraries have bounds of their own, so their loops
-(tests/strangers) are tried with the pinned set alone. It takes half an hour and some gigabytes.
+It installs a set of libraries into a new virtual environment (`--into` chooses and keeps its
+folder). Then it runs the tests that need no rendered book, and executes chapters 01 and 13. The
+last lines of its output are a row of CONTRIBUTING.md's table. It takes half an hour and some
+gigabytes.
+
+The sets: `pinned` is requirements.txt. `lowest` and `newest` take each library of pyproject.toml in
+its lowest or newest version, and `nightly` also takes unreleased versions. `colab` takes Colab's
+present versions if they are new enough.
+
+Known limitation: other people's libraries have version bounds of their own, so their training loops
+(tests/strangers) are tried with the pinned set only.
 """
 
 import argparse
@@ -25,26 +30,26 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CHAPTERS = ("chapters/01-measuring.ipynb", "chapters/13-lora.ipynb")
 SETS = ("pinned", "lowest", "newest", "nightly", "colab")
-# `pip freeze` of Colab's machines, published by Colab.
+# The output of `pip freeze` on Colab's machines, which Colab publishes.
 COLAB = "https://raw.githubusercontent.com/googlecolab/backend-info/main/pip-freeze.txt"
 STRANGERS = "# Other people's loops"
 SHOWN = ("torch", "transformers", "datasets", "accelerate", "peft", "bitsandbytes", "numpy")
 
 
 def dependencies() -> list[str]:
-    """What pyproject.toml names, the book's libraries among them, each with its lower bound."""
+    """The requirements in pyproject.toml, including the book's, each with its lower bound."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return [*project["dependencies"], *project["optional-dependencies"]["book"]]
 
 
 def requirements(which: str) -> list[str]:
-    """What pip gets: the pins of requirements.txt, with memlab's own libraries of another age."""
+    """The requirements for pip: the pinned tools, and memlab's own libraries as `which` says."""
     text = (ROOT / "requirements.txt").read_text()
     if which == "pinned":
         return _pins(text)
     named = {_name(line) for line in dependencies()}
     tools = _pins(text.partition(STRANGERS)[0])
-    # tokenizers and scipy follow from what they serve.
+    # No pins for these: the libraries that depend on them decide their versions.
     follow = {"tokenizers", "scipy"}
     own = [line.replace(">=", "==") if which == "lowest" else line for line in dependencies()]
     if which == "colab":
@@ -54,9 +59,10 @@ def requirements(which: str) -> list[str]:
 
 
 def on_colab(freeze: str, own: list[str]) -> list[str]:
-    """Each requirement in the version of `pip freeze`, or as it is where that is too old or none.
+    """Each requirement pinned to the version in `freeze`, or unchanged if that is old or missing.
 
-    The lines are `name==version+local` or `name @ https://.../name-version%2Blocal-tags.whl`.
+    Lines of `freeze` are `name==version+local` or
+    `name @ https://.../name-version%2Blocal-tags.whl`.
     """
     lines = re.findall(r"^([\w.-]+)(?:==| @ \S*?-)(\d[\w.]*)", freeze, re.MULTILINE)
     there = {name.lower().replace("_", "-"): version for name, version in lines}
@@ -96,7 +102,7 @@ def main() -> int:
         pins.write_text("\n".join(requirements(options.set)) + "\n")
         install = [python, "-m", "pip", "install", "--quiet", "-r", pins]
         subprocess.run(install + ["--pre"] * (options.set == "nightly"), check=True)
-        # The command line asks for the version of the installed package.
+        # memlab must be installed too: `memlab --version` reads the installed package's version.
         memlab = [python, "-m", "pip", "install", "--quiet", "--no-deps", ROOT]
         subprocess.run(memlab, check=True)
     environment = os.environ | {
@@ -108,7 +114,7 @@ def main() -> int:
     }
 
     def pytest(*arguments) -> str:
-        """The last line that pytest says."""
+        """Run pytest and return the last line of its output."""
         command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", *arguments]
         done = subprocess.run(
             command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False

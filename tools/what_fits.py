@@ -1,11 +1,12 @@
-"""Every model of the catalogue, in three ways, on seven cards: what it needs, or why not.
+"""For every model of the catalogue and seven GPUs: which way to train fits, and what it needs.
 
-    python tools/what_fits.py [file]    goes on with what stands in the file, tests/what_fits.json,
-                                        and writes the table of chapters/what-fits.md
+    python tools/what_fits.py [file]    complete the file, tests/what_fits.json by default, and
+                                        write the table of chapters/what-fits.md
 
-In full, with LoRA and with QLoRA, as the planner would begin: under autocast, with checkpointing
-and fused attention, in micro-batches of 1 x 2,048 tokens (or the longest that a model allows).
-Answers are those of `memlab.fits`. Where traces are kept a model takes seconds, else minutes.
+The ways are full fine-tuning, LoRA and QLoRA, with the settings that the planner starts from:
+autocast, checkpointing, fused attention, and micro-batches of 1 x 2,048 tokens (or the longest
+sequence of the model). The answers are those of `memlab.fits`. A model with shipped traces takes
+seconds, any other takes minutes.
 """
 
 import functools
@@ -29,13 +30,14 @@ CARDS = ("RTX-3060", "T4", "RTX-4090", "RTX-5090", "L40S", "A100-80GB", "B200")
 SEQ_LEN = 2048
 LORA = {"lora_rank": 16}
 WAYS = {"full": {}, "LoRA": LORA | HALF, "QLoRA": LORA | NF4}
-# At least: of full training in fp32 with gradients and AdamW, else of the base alone.
+# Lower bounds. Full fine-tuning: fp32 weights, gradients and AdamW's two states. LoRA and QLoRA:
+# the base model alone.
 BYTES_PER_WEIGHT = {"full": 16, "LoRA": 2, "QLoRA": 0.5}
 NAMES = [name for name in models.MODELS if not name.endswith("-tiny")]
 
 
 def recipe_of(model: str, way: str, gpu: str) -> Recipe:
-    """What is asked of a model in a way on a card."""
+    """The recipe for one way to train a model, in the half precision that the GPU has."""
     half = "bf16-amp" if "bfloat16" in find_gpu(gpu).native_dtypes else "fp16-amp"
     length = min(SEQ_LEN, models.max_length(model) or SEQ_LEN)
     return Recipe(
@@ -52,9 +54,9 @@ def recipe_of(model: str, way: str, gpu: str) -> Recipe:
 
 
 def answer(model: str, way: str, gpu: str) -> str:
-    """`fits: 12.3 GiB`, `does not fit: 12.3 GiB`, or the refusal.
+    """The answer as text: `fits: 12.3 GiB`, `does not fit: 12.3 GiB`, or `refused: ...`.
 
-    What is larger than the card by its weights alone is not run: `at least 12.3 GiB`.
+    A model whose lower bound exceeds the GPU is not simulated: `does not fit: at least 12.3 GiB`.
     """
     card, least = find_gpu(gpu), BYTES_PER_WEIGHT[way] * weights(model)
     if least > card.total_memory:
@@ -69,18 +71,18 @@ def answer(model: str, way: str, gpu: str) -> str:
 
 @functools.cache
 def weights(model: str) -> int:
-    """How many a model has."""
+    """The number of a model's parameters."""
     with torch.device("meta"):
         return models.build(model).num_parameters()
 
 
 def is_slow(model: str) -> bool:
-    """Whether a model has no trace that came with memlab."""
+    """Whether memlab ships no trace for a model, so that its answers take minutes."""
     return not has_traces(recipe_of(model, "QLoRA", "A100-80GB"), find_gpu("A100-80GB"))
 
 
 def answers(model: str) -> dict[str, dict[str, str]]:
-    """Of a model: way -> card -> answer, up to the first way that fits the card."""
+    """way -> GPU -> answer for one model; on each GPU only up to the first way that fits."""
     found: dict[str, dict[str, str]] = {way: {} for way in WAYS}
     for gpu in CARDS:
         for way in WAYS:
@@ -91,7 +93,7 @@ def answers(model: str) -> dict[str, dict[str, str]]:
 
 
 def cell(ways: dict[str, dict[str, str]], gpu: str) -> str:
-    """The first way that fits a card, with the GiB that it needs; a dash where none does."""
+    """A cell of the table: the first way that fits the GPU with its GiB, or a dash."""
     for way, cards in ways.items():
         said, _, needs = cards.get(gpu, "").partition(": ")
         if said == "fits":
@@ -100,7 +102,7 @@ def cell(ways: dict[str, dict[str, str]], gpu: str) -> str:
 
 
 def table(found: dict[str, dict[str, dict[str, str]]]) -> str:
-    """The page's table, in Markdown."""
+    """The table of the page, in Markdown."""
     heads = [f"{gpu} ({find_gpu(gpu).total_memory / 2**30:.1f})" for gpu in CARDS]
     rows = [["model", *heads], ["---"] * (1 + len(CARDS))]
     rows += [[name, *(cell(ways, gpu) for gpu in CARDS)] for name, ways in found.items()]
@@ -115,8 +117,10 @@ def main():
         jobs = {pool.submit(answers, name): name for name in missing}
         for job in tqdm(as_completed(jobs), total=len(jobs)):
             found[jobs[job]] = job.result()
-            found = {name: found[name] for name in NAMES if name in found}  # in their order
+            found = {name: found[name] for name in NAMES if name in found}  # catalogue's order
+            # After every model, so that an interrupted run loses nothing.
             file.write_text(json.dumps(found, indent=1) + "\n")
+    # Replace the one table of the page: from its header to the next empty line.
     before, _, rest = PAGE.read_text(encoding="utf-8").partition("| model |")
     _, _, after = rest.partition("\n\n")
     PAGE.write_text(f"{before}{table(found)}\n\n{after}", encoding="utf-8")

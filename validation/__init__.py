@@ -1,5 +1,5 @@
-"""How near memlab is to runs on real cards: what is compared, and other people's training loops.
+"""Comparison of memlab's predictions with runs on real GPUs, and other people's training loops.
 
-Not part of the installed package. `validation.accuracy` writes memlab/data/accuracy.csv, which the
-book's page on accuracy and `memlab.evidence.shortfall` read.
+This is not part of the installed package. `validation.accuracy` writes memlab/data/accuracy.csv,
+which the book's page on accuracy and `memlab.evidence.shortfall` read.
 """

@@ -1,26 +1,27 @@
-"""Write memlab/data/accuracy.csv: each figure of each run on a card, recorded and predicted.
+"""Write memlab/data/accuracy.csv: each figure of each run on a GPU, recorded and predicted.
 
     python -m validation.accuracy [published-torchtune-a100.json ...]
 
-Of the files of runs named, or of all, which takes half an hour. Run it after an update of torch,
-transformers, peft or bitsandbytes, and where a change of memlab changes a figure. At the end it
-prints the median errors of bytes and of seconds by file, before and after, so that no constant is
-changed for the sake of one card.
+The arguments are files of runs; without any, all files are done, which takes half an hour. Run it
+after an update of torch, transformers, peft or bitsandbytes, and if a change of memlab changes a
+figure. At the end it prints the median errors of bytes and of seconds by file, before and after.
+They show whether a constant was tuned to a single GPU.
 
-Columns of the file:
+The columns of the file:
 
-- file, run, device: where a run stands, its name there, and the card as its driver names it;
-- family (encoder, decoder, encoder-decoder, moe), technique (full, frozen, LoRA, QLoRA), model, a
-  name or a config as JSON, and seq_len: what was trained;
-- figure: `allocated`, `active` (allocated, and what another stream still uses), `reserved`,
-  `device used` (reserved and context), all in bytes, or `seconds` of a step;
-- recorded, predicted; predicted is empty where `refused` says why there is no prediction;
-- low, high: the range that was predicted for seconds. The reserved bytes of 4-bit bases that
-  transformers 5.0 loaded by threads have one, too, which is archived and not made anew: until
-  November 2026 `memlab.evidence.load_orders` replayed each of these runs in thirteen orders of
-  loading, those of a moved model, of today's `from_pretrained` and eleven that were drawn;
-- at_release: the prediction with a library's release of the runs, where that differs, archived as
-  well: of two runs of PEFT's comparison, with commit 6a832dec2 of huggingface/peft.
+- file, run, device: the file of the run, the run's name in it, and the GPU as its driver names it.
+- family: encoder, decoder, encoder-decoder or moe; technique: full, frozen, LoRA or QLoRA.
+- model: a name, or a config as JSON; seq_len: tokens per sequence.
+- figure: `allocated`, `active` (allocated plus blocks that another stream still uses), `reserved`,
+  `device used` (reserved plus context), all in bytes, or `seconds` of a step.
+- recorded, predicted: predicted is empty if there is no prediction; `refused` then says why.
+- low, high: the predicted range of seconds. They are also given for the reserved bytes of some
+  4-bit bases, namely those that transformers 5.0 loaded in several threads. These ranges are
+  archived and not recomputed. They come from replays of each run in thirteen orders of loading: the
+  order of a model that is moved, that of today's `from_pretrained`, and eleven random orders
+  (`memlab.evidence.load_orders`, in releases until November 2026).
+- at_release: the prediction with the library release of the run, where it differs. It is archived
+  too, for two runs of PEFT's comparison, with commit 6a832dec2 of huggingface/peft.
 """
 
 import csv
@@ -39,7 +40,7 @@ from memlab.gpus import gpu_of_device
 from memlab.spec.recipe import QUANTIZED
 from validation.loops import simulate_loop
 
-TIMED = Path(__file__).parent / "timed"  # published runs of which only seconds are known
+TIMED = Path(__file__).parent / "timed"  # published runs that give seconds and no memory
 FILE = FOLDER.parent / "accuracy.csv"
 COLUMNS = "file run device family technique model seq_len figure recorded predicted low high"
 COLUMNS = (*COLUMNS.split(), "at_release", "refused")
@@ -53,20 +54,20 @@ FAMILIES = {"sequence-classification": "encoder", "seq2seq-lm": "encoder-decoder
 
 
 def files() -> dict[str, Path]:
-    """name -> path of every file of runs on cards, in the order of their names."""
+    """name -> path of each file with runs on GPUs, sorted by name."""
     found = [*FOLDER.glob("*.json"), *TIMED.glob("*.json")]
     on_cards = (path for path in found if not path.name.startswith("cpu-"))
     return {path.name: path for path in sorted(on_cards, key=lambda path: path.name)}
 
 
 def kept_rows() -> dict[tuple[str, str, str], dict[str, str]]:
-    """(file, run, figure) -> row of the kept file, its values as text."""
+    """(file, run, figure) -> row of the existing accuracy.csv, with values as text."""
     with FILE.open(encoding="utf-8", newline="") as file:
         return {(row["file"], row["run"], row["figure"]): row for row in csv.DictReader(file)}
 
 
 def rows_of(file: str, run: Record) -> list[dict]:
-    """A row for each figure of a run; none for a run that was out of memory."""
+    """One row per figure of a run; no rows for a run that was out of memory."""
     model = run.recipe["model"]
     begin = {"file": file, "run": run.name, "device": run.device, **group_of(run)}
     begin |= {"model": model if isinstance(model, str) else json.dumps(model)}
@@ -78,12 +79,13 @@ def rows_of(file: str, run: Record) -> list[dict]:
     return [
         begin | {"figure": figure, "recorded": value} | values_of(figure, predicted)
         for figure, value in recorded(run).items()
+        # Seconds are left out if they cannot be estimated.
         if "refused" in predicted or figure in predicted
     ]
 
 
 def values_of(figure: str, predicted: dict) -> dict:
-    """The columns of a prediction, or of why there is none."""
+    """The columns with the prediction of one figure, or with the reason why there is none."""
     if "refused" in predicted:
         return predicted
     if figure != "seconds":
@@ -92,7 +94,7 @@ def values_of(figure: str, predicted: dict) -> dict:
 
 
 def predict(run: Record) -> Footprint:
-    """What the loop of a run takes on its card."""
+    """The predicted footprint of a run, by its own training loop or by memlab's."""
     card = gpu_of_device(run.device)
     if card is None:
         raise ValueError(f"no card of memlab is {run.device}")
@@ -100,7 +102,7 @@ def predict(run: Record) -> Footprint:
 
 
 def recorded(run: Record) -> dict[str, float]:
-    """figure -> what was recorded."""
+    """figure -> recorded value; the seconds of a step may follow from samples per second."""
     found = {figure: run.figures[name] for figure, name in BYTES.items() if name in run.figures}
     if "step_seconds" in run.figures:
         found["seconds"] = run.figures["step_seconds"]
@@ -111,9 +113,9 @@ def recorded(run: Record) -> dict[str, float]:
 
 
 def predictions(run: Record, footprint: Footprint) -> dict:
-    """figure -> bytes, or (low, expected, high) seconds where they are estimated.
+    """figure -> predicted bytes, or (low, expected, high) seconds if they can be estimated.
 
-    A published run brings its context, because older drivers have others than today's.
+    A published run may bring its own context, because old drivers have other contexts than today's.
     """
     context = gpu_of_device(run.device).context
     if run.kind == "published":
@@ -121,14 +123,15 @@ def predictions(run: Record, footprint: Footprint) -> dict:
     found = dict.fromkeys(("allocated", "active"), footprint.peak_allocated)
     found |= {"reserved": footprint.peak_reserved}
     found |= {"device used": footprint.peak_reserved + context}
-    if time := footprint.step_time:  # the last digits depend on the order of a sum
+    # Seven digits: the last ones depend on the order of a sum, and so on the machine.
+    if time := footprint.step_time:
         ends = time.low, time.expected, time.high
         found["seconds"] = tuple(float(f"{end:.7g}") for end in ends)
     return found
 
 
 def group_of(run: Record) -> dict[str, str]:
-    """Family and technique of a run, as it says or by its recipe."""
+    """Family and technique of a run: from its settings, or derived from its recipe."""
     if "technique" in run.settings:
         return {name: run.settings[name] for name in ("family", "technique")}
     recipe = Recipe(**run.recipe)
@@ -141,13 +144,16 @@ def group_of(run: Record) -> dict[str, str]:
 
 
 def joined(before: dict[str, str], row: dict) -> dict:
-    """A new row with what is kept beside it: an archived range, or the other release's value."""
+    """A new row with the archived columns of the old one.
+
+    These are at_release and, except for seconds, the range.
+    """
     kept = ("at_release",) if row["figure"] == "seconds" else ("at_release", "low", "high")
     return {name: before.get(name) for name in kept} | row
 
 
 def errors(rows: dict) -> pd.Series:
-    """Median errors by file, of bytes and of seconds."""
+    """Median relative errors by file, separately for bytes and seconds."""
     frame = pd.DataFrame(rows.values()).replace("", None)
     frame["kind"] = frame["figure"].eq("seconds").map({True: "seconds", False: "bytes"})
     frame["error"] = frame["predicted"].astype(float) / frame["recorded"].astype(float) - 1
@@ -164,7 +170,7 @@ def main(names: list[str]) -> None:
             for row in rows_of(name, run):
                 key = name, run.name, row["figure"]
                 kept[key] = joined(old.get(key, {}), row)
-        write(kept)  # a file that is finished is kept, whatever comes
+        write(kept)  # after each file, so that an interrupted run loses little
     table = pd.DataFrame({"before": before, "now": errors(kept)})
     print(table.to_string(float_format="{:+.2%}".format))
 

@@ -1,4 +1,4 @@
-"""One table for a recipe: what is predicted, beside what was measured here and elsewhere."""
+"""One table per recipe: the prediction next to measurements on this machine and elsewhere."""
 
 import os
 from typing import Any
@@ -18,21 +18,25 @@ from memlab.predict.simulate import simulate
 from memlab.spec.recipe import QUANTIZED, Recipe
 from memlab.units import MiB
 
-STEPS = 4  # of `measure` with one timed step
-TWIN_BATCH = 4  # sequences that a laptop trains in a moment
+STEPS = 4  # optimizer steps that `measure` runs for one timed step
+TWIN_BATCH = 4  # sequences; a laptop trains that many in a moment
 
 
 def beside(recipe: Recipe, gpu: GPU | str = "T4", minutes: float = 2) -> Styler:
-    """The peak of a recipe's tensors: predicted at full size, and measured where it can be.
+    """The peak memory of a recipe, predicted at full size and measured as far as possible.
 
-    Rows: on `gpu`, simulated as if it had room; here, at full size where this machine's card has
-    room for the recipe and its steps take less than so many minutes, else the model's tiny twin, of
-    at most four sequences; each record or published run of the recipe. MiB; error: predicted over
-    measured, less one.
+    The rows, in MiB:
 
-    Measured are on a card the allocator's counters, on a CPU the sum of the tensors. Of a
-    recipe that cannot be trained on `gpu` the table has no rows, and its caption says why, so that
-    a page goes on after a reader's change. Raises ValueError for a card that nobody knows.
+    - full size on `gpu`, simulated without a limit;
+    - this machine: at full size, if its GPU has room and the steps take less than `minutes`;
+      otherwise the model's tiny twin on the CPU, with at most four sequences;
+    - each recorded or published run of the same recipe.
+
+    error: predicted / measured - 1. On a GPU, measured bytes come from the allocator's counters; on
+    a CPU they are the sum of the live tensors.
+
+    A recipe that cannot be trained on `gpu` gives an empty table, whose caption is the reason. A
+    page thus runs on after a reader's edit. Raises ValueError for an unknown GPU.
     """
     card = find_gpu(gpu)
     try:
@@ -48,12 +52,13 @@ def _table(recipe: Recipe, card: GPU, minutes: float) -> Styler:
     if here is None:
         twin = recipe.twin(batch_size=min(recipe.batch_size, TWIN_BATCH))
         measured = measure(twin, "cpu", steps=1).footprint
-        guess = simulate_on_cpu(twin)  # whose kernels keep other tensors than a card's
+        guess = simulate_on_cpu(twin)  # CPU kernels save other tensors than CUDA kernels
         rows["tiny twin, this CPU"] = guess.peak_tensors, measured.peak_tensors
     else:
         name = torch.cuda.get_device_name()
         rows[f"full size, here ({name})"] = here
     for record in find_records(model=recipe.model, loop=""):
+        # `find_records` compares the model only.
         bytes_measured = record.figures.get("peak_allocated_bytes")
         if bytes_measured and Recipe(**record.recipe) == recipe:
             its_card = gpu_of_device(record.device)
@@ -68,10 +73,11 @@ def _table(recipe: Recipe, card: GPU, minutes: float) -> Styler:
 
 
 def _full_size_here(recipe: Recipe, minutes: float) -> tuple[tuple[int, int] | None, str]:
-    """((predicted, measured) bytes of a real training, or None; why it was not tried)."""
+    """((predicted, measured) bytes at full size on this machine's GPU, or None; why not)."""
     if not torch.cuda.is_available():
         return None, "No GPU here: the twin is measured"
     card = gpu_of_device(torch.cuda.get_device_name())
+    # For a GPU that is not in the catalogue: one with the same memory.
     room = card or find_gpu(torch.cuda.get_device_properties(0).total_memory)
     try:
         fit = fits(recipe, room)
@@ -83,12 +89,12 @@ def _full_size_here(recipe: Recipe, minutes: float) -> tuple[tuple[int, int] | N
     time = predicted.step_time
     if time and STEPS * time.expected > 60 * minutes:
         return None, f"{STEPS} steps take longer than {minutes:g} minutes: the twin is measured"
-    # A base that is quantized is made in 16 bits on the host first.
+    # A quantized base is initialised in 16 bits on the host. It may fill half of the host's memory.
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if recipe.base in QUANTIZED and 2 * predicted.parameters > host / 2:
         return None, "the host has no room for the base in 16 bits: the twin is measured"
     try:
         measured: Footprint = measure(recipe, steps=1).footprint
-    except torch.OutOfMemoryError as problem:  # something else is on the card
+    except torch.OutOfMemoryError as problem:  # another program holds memory on the GPU
         return None, str(problem).partition(" GPU 0")[0]
     return (predicted.peak_allocated, measured.peak_allocated), ""

@@ -1,6 +1,6 @@
-"""What the source documents state, and the verdicts that the chapters reach.
+"""The statements of the source documents, and the verdicts that the chapters reach on them.
 
-A chapter gives each its fold of Markdown, which a notebook shows without a run:
+A chapter gives each statement a fold in Markdown, which a notebook shows without being run:
 
     <details id="claim-a5">
     <summary><b>A5</b> “what the source says” (the source): <b><span
@@ -9,8 +9,8 @@ A chapter gives each its fold of Markdown, which a notebook shows without a run:
     Why, with its figures.
     </details>
 
-The verdict is a figure of the text like any other: `make book` compares it with the run
-(`tools/figures.py`), and the claims page collects the folds (`_ext/ledger.py`).
+The verdict is a figure in the text. `make book` compares it with the value that the run computes
+(`tools/figures.py`), and the claims page collects all folds (`_ext/ledger.py`).
 """
 
 import json
@@ -22,7 +22,7 @@ from typing import Any
 
 MARKS = {"holds": "✓", "holds with a condition": "◐", "does not hold": "✗", "open": "○"}
 WORDS = tuple(MARKS)
-NAMED = "named, not claimed"
+NAMED = "named, not claimed"  # a source names the subject but states nothing about it
 FOLD = re.compile(
     r'<details id="claim-\w+">\s*<summary><b>(\w+)</b> “(.*?)” \((.*?)\): <b>(.*?)</b></summary>'
     r"(.*?)</details>",
@@ -31,15 +31,15 @@ FOLD = re.compile(
 SPAN = re.compile(r"</?span[^>]*>")
 
 _DATA = json.loads(resources.files("memlab.data").joinpath("claims.json").read_text("utf8"))
-# letter -> {"title", "form"} of every source; its statements' ids begin with the letter.
+# letter -> {"title", "form"} of each source; the ids of its statements begin with the letter.
 SOURCES: dict[str, dict[str, str]] = _DATA["sources"]
-# id -> {"says", "topic", "source"} of every statement, in the order of the sources. "clock" or
-# "gpu_clock", where it stands: which measured time decides, everywhere or where there is a GPU, so
-# that another machine may reach another verdict.
+# id -> {"says", "topic", "source"} of each statement, in the order of the sources. A key "clock"
+# says which measured time decides the statement, so that another machine may reach another verdict.
+# A key "gpu_clock" does so for a time that is measured only on a machine with a GPU.
 CLAIMS: dict[str, dict[str, Any]] = {
     claim["id"]: claim | {"source": SOURCES[claim["id"][0]]["title"]} for claim in _DATA["claims"]
 }
-# id -> {"says", "source"} of every subject that a source only names.
+# id -> {"says", "source"} of each subject that a source names without a statement about it.
 SUBJECTS: dict[str, dict[str, str]] = {
     subject["id"]: subject | {"source": SOURCES[subject["source"]]["title"]}
     for subject in _DATA["named"]
@@ -48,9 +48,11 @@ SUBJECTS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a text says of a statement of a source, or of a subject that it only names.
+    """The verdict of one fold, on a statement of a source or on a subject that it only names.
 
-    word: one of `WORDS`, or `NAMED`. says, source: as the text cites them. because: Markdown.
+    says, source: the statement and its source, as the fold cites them.
+    word: one of `WORDS`, or `NAMED`.
+    because: the reasons, in Markdown.
     """
 
     id: str
@@ -61,7 +63,7 @@ class Verdict:
 
 
 def verdicts(text: str) -> list[Verdict]:
-    """The verdicts of a piece of Markdown, in their order."""
+    """The verdicts of all folds in a piece of Markdown, in order."""
     statements = []
     for id, says, source, word, because in FOLD.findall(text):
         word = SPAN.sub("", word).strip(" ".join(MARKS.values()))
@@ -71,10 +73,11 @@ def verdicts(text: str) -> list[Verdict]:
 
 
 def verdict(id: str, holds: bool | None, condition: bool = False) -> str:
-    """The mark and word of a statement by the rule of the claims page, such as `✓ holds`.
+    """The mark and word of a verdict, such as `✓ holds`.
 
-    holds: what a chapter computed; None where that does not decide the statement.
-    condition: the statement is true in some cases only, or was checked in part only.
+    id: the id of the statement.
+    holds: the result that a chapter computed; None leaves the statement open.
+    condition: whether the statement is true only in some cases, or was checked only in part.
 
     Raises ValueError for an unknown id.
     """
@@ -88,7 +91,7 @@ def verdict(id: str, holds: bool | None, condition: bool = False) -> str:
 
 
 def rests_on_a_clock(id: str) -> bool:
-    """Whether seconds measured on this machine decide a statement: another may decide otherwise."""
+    """Whether times measured on this machine decide a statement, so that verdicts may differ."""
     import torch
 
     claim = CLAIMS[id]

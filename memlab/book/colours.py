@@ -2,9 +2,9 @@
 
 from memlab.footprint import Category
 
-GREY = "#808080"  # halfway between white and black: text that reads on both
-# A hue a category that keeps apart for the colour-blind (after Okabe and Ito) and has contrast
-# against both grounds.
+GREY = "#808080"  # halfway between white and black: legible on both backgrounds
+# One hue per category, in the order of `Category`. The hues are distinguishable for colour-blind
+# readers (after Okabe and Ito) and have contrast against both backgrounds.
 COLOURS: dict[str, str] = dict(
     zip(
         Category,
@@ -12,7 +12,7 @@ COLOURS: dict[str, str] = dict(
         strict=True,
     )
 )
-# The same for what inference names otherwise.
+# The categories that inference calls by other names.
 SERVING_COLOURS = COLOURS | {
     "weights": COLOURS[Category.PARAMETERS],
     "kv_cache": COLOURS[Category.OPTIMIZER_STATES],

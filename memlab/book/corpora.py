@@ -1,10 +1,10 @@
-"""Real text on any machine: offline corpora, tokenizers trained on the spot, blocks of tokens.
+"""Real text without a network: two corpora, tokenizers trained on the spot, blocks of tokens.
 
-Offline there are two texts. `pages` are those of this book's first edition, a file that comes with
-memlab: what a small model learns from them depends on no release of Python or of a library.
-`docstrings` are those of the installed packages (label: the package), thousands of short texts, and
-change with their releases. They are read from source files, which imports nothing and takes one to
-two seconds.
+`pages` is the text of this book's first edition, a file that comes with memlab. What a small model
+learns from it does not depend on the release of Python or of any library. `docstrings` are those of
+the installed packages: thousands of short texts, labelled by package, which change with the
+packages' releases. They are read from source files, so nothing is imported. That takes one to two
+seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 
 from memlab.fields import integer_from, one_of
 
-# The libraries of texts are imported where they are used: most chapters want a small config only.
+# datasets and tokenizers are imported where they are used: most chapters need no text.
 if TYPE_CHECKING:
     import datasets
     from tokenizers import normalizers
@@ -36,7 +36,7 @@ PACKAGES = ("torch", "transformers", "datasets", "numpy", "pandas", "matplotlib"
 SPLITS = ("train", "validation", "test", "all")
 SMALLEST_VOCABULARY = 512
 # A docstring in three double quotes right after the colon of a `def` or `class`. Parsing the files
-# instead finds 5 to 10 % more and takes twenty times as long.
+# with `ast` would find 5 to 10 % more and take twenty times as long.
 _DOCSTRING = re.compile(r':[ \t]*\n[ \t]*[rR]?"""(.*?)"""', re.DOTALL)
 _SKIPPED_FOLDERS = {"test", "tests", "testing", "_vendor", "__pycache__"}
 
@@ -46,9 +46,12 @@ def docstrings(
 ) -> datasets.Dataset:
     """Docstrings of installed packages. Columns: text (str), label (ClassLabel, the package).
 
-    Each text occurs once, under the first of its packages. split: one of `SPLITS`, by the hash of
-    the text (80, 10 and 10 %), so that a text never moves between splits. Raises ValueError for a
-    package that is not installed.
+    packages: names of packages. A text that occurs in several counts for the first of them.
+    split: one of `SPLITS`: 80, 10 and 10 % of the texts, or all. The hash of a text decides, so a
+        text never moves between splits.
+    min_words: shorter texts are left out.
+
+    Raises ValueError for a package that is not installed, and if no text is left.
     """
     packages = [packages] if isinstance(packages, str) else list(packages)
     if not packages:
@@ -64,7 +67,7 @@ def docstrings(
 def pages() -> datasets.Dataset:
     """The 40 pages of this book's first edition. Columns: text (str), label (the page's name).
 
-    Prose in Markdown, 100 to 4,900 words each, without code cells. The file never changes.
+    Each is prose in Markdown with 100 to 4,900 words, without code cells. The file never changes.
     """
     packed = resources.files("memlab.data").joinpath("pages.txt.xz").read_bytes()
     by_page = dict(page.split("\n", 1) for page in lzma.decompress(packed).decode().split("\f"))
@@ -78,6 +81,8 @@ def _python_files(package: str) -> list[Path]:
         raise ValueError(f"package {package!r} is not installed: allowed are installed packages")
     paths = []
     for folder, folders, files in os.walk(spec.submodule_search_locations[0]):
+        # In place, so that `os.walk` skips these folders; sorted, so that the order is the same
+        # on every machine.
         folders[:] = sorted(set(folders) - _SKIPPED_FOLDERS)
         paths += [Path(folder, name) for name in sorted(files) if name.endswith(".py")]
     return paths
@@ -100,7 +105,7 @@ def _dataset(
 
 
 def split_of(text: str) -> str:
-    """The split of a text: decided by its hash alone."""
+    """The split of a text, decided by its SHA-256 hash alone."""
     place = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % 100
     return "train" if place < 80 else "validation" if place < 90 else "test"
 
@@ -110,11 +115,13 @@ def tokenizer(
 ) -> PreTrainedTokenizerFast:
     """A tokenizer trained on texts: BERT's pipeline (`wordpiece`) or GPT-2's (`bpe`).
 
-    wordpiece: lower case, words and punctuation apart, `[CLS] text [SEP]`. bpe: bytes, nothing
-    unknown, `text<|endoftext|>`. Both pad, and have at most vocab_size entries, fewer when the
-    texts have no more pieces. The same texts give the same tokenizer.
+    kind: `wordpiece` lower-cases, splits words from punctuation and encodes `[CLS] text [SEP]`.
+        `bpe` works on bytes, so that no text is unknown, and encodes `text<|endoftext|>`.
+    vocab_size: the most entries; there are fewer if the texts have no more pieces.
 
-    Raises ValueError for texts that are none or blank, and a vocabulary below 512.
+    Both kinds have a padding token. The same texts always give the same tokenizer.
+
+    Raises ValueError for an empty list, a blank text, and a vocabulary below 512 entries.
     """
     integer_from(SMALLEST_VOCABULARY)("vocab_size", vocab_size)
     one_of("kind", kind, ("wordpiece", "bpe"))
@@ -148,15 +155,16 @@ def _train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFa
 def _wordpieces(texts: list[str], count: int, normalizer: normalizers.Normalizer) -> list[str]:
     """The first `count` pieces of a WordPiece vocabulary, single characters first.
 
-    The library's WordPiece trainer breaks ties by a random order. Its BPE trainer does not, if it
-    is given its alphabet; so this is BPE over words with a mark in front: a piece with the mark
-    begins a word, one without it goes on, which WordPiece writes as `##piece`.
+    The WordPiece trainer of tokenizers breaks ties in a random order. Its BPE trainer does not, if
+    it gets the alphabet. So this trains BPE on words with a mark in front. A piece with the mark
+    begins a word; a piece without it continues one, which WordPiece writes as `##piece`.
     """
     import tokenizers
     from tokenizers import pre_tokenizers, trainers
 
     mark = "\u2581"
     counts = Counter(itertools.chain.from_iterable(map(normalizer.normalize_str, texts)))
+    # Sorted by frequency, then by code point, so that ties are broken the same way every time.
     letters = [x for x in sorted(counts, key=lambda x: (-counts[x], x)) if x not in (" ", mark)]
     alphabet = sorted(letters[:200])
     trained = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -209,10 +217,12 @@ def _train_bpe(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
 def language_model_blocks(
     texts: Iterable[str], tokenizer: PreTrainedTokenizerFast, length: int
 ) -> datasets.Dataset:
-    """All texts in one stream of tokens, cut into blocks: input_ids and labels, `length` ids each.
+    """All texts as one stream of tokens, cut into blocks of `length` ids.
 
-    The labels are the ids themselves (transformers shifts them); a rest shorter than a block is
-    dropped. Raises ValueError for blank texts and when there is not one whole block.
+    Columns: input_ids and labels. The labels equal the ids, because transformers shifts them. A
+    rest shorter than a block is dropped.
+
+    Raises ValueError for blank texts, and if the texts do not fill one block.
     """
     import datasets
 

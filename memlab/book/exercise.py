@@ -1,20 +1,24 @@
-"""Self-checked exercises."""
+"""The check of a reader's answer to an exercise."""
 
 import math
 from typing import Any
 
 
 def check(answer: Any, truth: Any, tolerance: float = 0.01) -> bool:
-    """Say whether `answer` is right, without giving the truth away.
+    """Check an answer to an exercise without revealing the solution.
 
-    Numbers, also those of NumPy and tensors of one, may differ by `tolerance`, relative to the
-    truth; anything else must be equal.
-    `None` or `...` is an exercise not begun. Prints one line and returns whether it was right.
+    answer: the reader's answer; `None` or `...` means that the exercise is not begun.
+    truth: the solution.
+    tolerance: for numbers, the allowed difference relative to the truth. NumPy scalars and
+        zero-dimensional tensors count as numbers. Anything else must be equal and of the same type.
+
+    Prints one line and returns whether the answer is right.
     """
     if answer is None or answer is ...:
         print("Not answered yet: replace ... by your answer.")
         return False
     answer, truth = (x.item() if getattr(x, "ndim", None) == 0 else x for x in (answer, truth))
+    # bool is a subclass of int in Python, but True is no answer to "how many?".
     number = isinstance(truth, (int, float)) and not isinstance(truth, bool)
     if not number:
         right = type(answer) is type(truth) and answer == truth
@@ -33,7 +37,7 @@ def check(answer: Any, truth: Any, tolerance: float = 0.01) -> bool:
 
 
 def _hint(ratio: float) -> str:
-    """A nudge for the usual slips of units."""
+    """A hint if the answer is off by a usual factor, such as a unit; else an empty text."""
     for factor, hint in (
         (2**20, "bytes were taken for MiB"),
         (2**30, "bytes were taken for GiB"),

@@ -1,4 +1,4 @@
-"""Printed runs of BERT-large on a V100, from one guide, and what is simulated of them."""
+"""The nine BERT-large runs on a V100 that one guide printed, next to their simulations."""
 
 import pandas as pd
 from pandas.io.formats.style import Styler
@@ -10,16 +10,21 @@ from memlab.predict.simulate import simulate
 from memlab.spec.recipe import Recipe
 from memlab.units import MiB
 
-SEQUENCES = 512  # of each run
+SEQUENCES = 512  # sequences that each run trained on
 
 
 def guide_runs(*names: str) -> pd.DataFrame:
-    """Printed runs by their names, each simulated with today's kernels: one row per run.
+    """The guide's printed runs of these names, each simulated with today's kernels.
 
-    simulated, published: bytes of the card, with the context that the guide's own measured;
-    ratio: of the two. s, samples/s: printed; consistent: whether these two agree.
-    footprint: simulated; rate: its samples per second, estimated; low, high: seconds of the run.
-    said, in time: what `estimated_run` makes of it.
+    One row per run, with these columns:
+
+    - simulated, published: bytes in use on the device. The simulation adds the context that the
+      guide measured.
+    - ratio: simulated / published.
+    - s, samples/s: the printed seconds and rate; consistent: whether the two agree.
+    - footprint: the simulated `Footprint`; rate: its estimated samples per second.
+    - low, high: the estimated seconds of the whole run.
+    - said, in time: the result of `estimated_run`.
 
     Raises KeyError for a name that the guide does not have.
     """
@@ -42,7 +47,7 @@ def guide_runs(*names: str) -> pd.DataFrame:
 
 
 def guide_table(runs: pd.DataFrame) -> Styler:
-    """`guide_runs` as a table: MiB of the card, and seconds of the run."""
+    """The result of `guide_runs` as a table: device memory in MiB, and seconds of the run."""
     shown = runs[["simulated", "published"]] / MiB
     shown["error"] = runs["ratio"] - 1
     shown["published s"] = runs["s"]

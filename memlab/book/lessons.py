@@ -1,4 +1,4 @@
-"""What chapters need around the loop that they show: small models, text, three steps, clocks."""
+"""Helpers around the training loops of the chapters: small models, text, losses, timing."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from memlab.workloads.training import Training
 
 DROPOUTS = "resid_pdrop embd_pdrop attn_pdrop hidden_dropout_prob attention_probs_dropout_prob"
-# Arguments of a Trainer that prints and stores nothing. A CPU has no use for pinned memory.
+# Arguments for a Trainer that prints and stores nothing. Without a GPU, pinned memory has no use,
+# and PyTorch would warn about it.
 QUIET: dict[str, Any] = dict(disable_tqdm=True, save_strategy="no", log_level="error")
 QUIET["dataloader_pin_memory"] = torch.cuda.is_available()
 
 
 def small_config(name: str, dropout: float = 0.0, **sizes: object) -> PretrainedConfig:
-    """The config of a model of `memlab.models` with other sizes, and every dropout as given.
+    """The config of a model of the catalogue with other sizes, and with one value for each dropout.
 
     Raises ValueError for a size that the config does not have.
     """
@@ -42,9 +43,10 @@ def small_config(name: str, dropout: float = 0.0, **sizes: object) -> Pretrained
 
 
 def shuffled_blocks(length: int) -> tuple[PreTrainedTokenizerFast, torch.Tensor]:
-    """(tokenizer of 512 entries, ids of shape [blocks, length]) of this book's pages.
+    """(tokenizer with 512 entries, token ids of shape [blocks, length]) of this book's pages.
 
-    The order is random and always the same: torch's generator begins again at seed 0.
+    The blocks are shuffled in an order that is always the same. This seeds torch's global generator
+    with 0.
     """
     texts = corpora.pages()["text"]
     tokenizer = corpora.tokenizer(texts, vocab_size=512, kind="bpe")
@@ -70,10 +72,10 @@ def train_on(
     batches: Iterable[Mapping[str, torch.Tensor] | torch.Tensor],
     rates: torch.optim.lr_scheduler.LRScheduler | None = None,
 ) -> list[float]:
-    """The losses of one `train_step` on each batch.
+    """Train one step on each batch and return the losses.
 
-    batches: dictionaries, or token ids [batch, length], which are then their own labels.
-    rates: a learning-rate scheduler that moves on after each step.
+    batches: dictionaries, or token ids of shape [batch, length], which serve as labels too.
+    rates: a learning-rate scheduler, stepped after each batch.
     """
     losses = []
     for batch in Progress(batches):
@@ -87,16 +89,16 @@ def train_on(
 def three_steps(
     training: Training, step: Callable[[], float] | None = None
 ) -> tuple[list[float], Footprint]:
-    """(losses of three optimizer steps, Footprint of the third), with the same dropout each time.
+    """(losses of three optimizer steps, `Footprint` of the third), with the same dropout each time.
 
-    step: another loop over the model in place of the training's own.
+    step: another loop over the model, in place of the training's own.
 
-    The third step is traced, on a card, too: its tensors alone are the same for two loops. The
-    allocator's counters hold whatever else is on the card, and give a block that is up to 1 MiB
-    too large where the cache has one.
+    The third step is traced on a GPU too, because only its tensors are comparable between two
+    loops. The allocator's counters would include everything else on the GPU. They would also count
+    a cached block that is up to 1 MiB larger than the request.
     """
     step = step or training.step
-    torch.manual_seed(1)  # of the dropout
+    torch.manual_seed(1)  # the seed of the dropout
     losses = [step(), step()]
     tracer = Tracer()
     tracer.watch(training.model, training.optimizer, training.inputs)
@@ -106,7 +108,7 @@ def three_steps(
 
 
 def trainer_losses(trainer: Trainer) -> list[float]:
-    """Train with a transformers Trainer and without its printing; the losses that it logged."""
+    """Train with a transformers Trainer, without its output, and return the logged losses."""
     from transformers import PrinterCallback
 
     trainer.remove_callback(PrinterCallback)
@@ -115,10 +117,12 @@ def trainer_losses(trainer: Trainer) -> list[float]:
 
 
 def estimated_run(run: Record, footprint: Footprint) -> tuple[str, bool]:
-    """What the estimate makes of a published run's seconds, and whether they lie in its range.
+    """(a sentence that compares a published run's seconds with the estimate, whether they fit it).
 
-    run: a record with `run_seconds` and `samples_per_second`; footprint: of its recipe, simulated
-    on its card. Reading the data is in the seconds of a run and not in an estimate.
+    run: a record with `run_seconds` and `samples_per_second`.
+    footprint: the footprint of the run's recipe, simulated on the run's GPU.
+
+    Known limitation: the seconds of a run include reading the data; the estimate does not.
     """
     time, figures = footprint.step_seconds, run.figures
     steps = figures["run_seconds"] * figures["samples_per_second"] / time.samples
@@ -130,6 +134,9 @@ def estimated_run(run: Record, footprint: Footprint) -> tuple[str, bool]:
 
 
 def in_turns(runs: Mapping[str, Callable[[], object]], rounds: int) -> pd.DataFrame:
-    """Seconds of each run (a column) in each round (a row); a slow moment meets all of them."""
+    """Time the runs in turns: seconds of each run (column) in each round (row).
+
+    A moment in which the machine is slow then affects all runs, not just one.
+    """
     turns = Progress(range(rounds))
     return pd.DataFrame([{name: seconds(run) for name, run in runs.items()} for _ in turns])

@@ -1,4 +1,4 @@
-"""Tables, bars and timelines in one style, legible on white and on black."""
+"""Tables, bar charts and timelines in the book's style, legible on white and on black."""
 
 from __future__ import annotations
 
@@ -46,36 +46,36 @@ STYLE: dict[RcKeyType, Any] = {
 
 
 def figure(width: float = 7.0, height: float = 3.2, **subplots: Any) -> tuple[Figure, Any]:
-    """`plt.subplots` in the book's style: returns (figure, axes)."""
+    """`plt.subplots` in the book's style; returns (figure, axes)."""
     mpl.rcParams.update(STYLE)
-    # No ground is drawn, rather than one of the colour "none", from which IPython concludes that
-    # the ink needs a dark or a light ground: JupyterLab would put it there.
+    # `frameon=False` draws no background at all. From a background of the colour "none" IPython
+    # concludes that the ink needs a light or a dark one, and JupyterLab adds it.
     look: dict[str, Any] = {"figsize": (width, height), "layout": "constrained", "frameon": False}
     return plt.subplots(**look, **subplots)
 
 
 def error(predicted: Any, measured: Any) -> Any:
-    """Predicted over measured, less one: below zero where the prediction falls short."""
+    """predicted / measured - 1: negative if the prediction falls short."""
     return predicted / measured - 1
 
 
 def between(low: float, high: float) -> str:
-    """A range as "0.39–0.57", with as many decimals as its size wants; once where ends agree."""
+    """A range as "0.39–0.57", with decimals that suit its size; one number if both ends agree."""
     digits = next(d for d, end in enumerate((10, 1, 0.1, 0.01, 0)) if abs(high) >= end)
     return "–".join(dict.fromkeys(f"{end:,.{digits}f}" for end in (low, high)))
 
 
 def ratio_between(ratio: float) -> str:
-    """The range of a ratio of two estimated steps of one model on one card."""
+    """The range of the ratio between two estimated steps of one model on one GPU, as text."""
     return between(ratio / ANCHORED, ratio * ANCHORED)
 
 
 def compare(rows: Mapping[str, Footprint | Measurement]) -> pd.DataFrame:
-    """Runs side by side, a row each, in MiB.
+    """Compare runs in a table with one row per run.
 
-    rows: by their labels.
+    rows: label -> result of `simulate` or `measure`.
 
-    Returns a DataFrame whose figures are numbers in MiB (2**20 bytes).
+    Returns a DataFrame. Sizes are numbers in MiB (2**20 bytes), times are in milliseconds.
     """
     table = {}
     for label, run in rows.items():
@@ -100,9 +100,10 @@ def _footprint(run: Footprint | Measurement) -> Footprint:
 
 
 def table(frame: pd.DataFrame, caption: str = "") -> Styler:
-    """A DataFrame as a table of the book: MiB with thousands separators, errors in per cent.
+    """A DataFrame as a table of the book, with thousands separators and one decimal.
 
-    Columns that begin with "s a step" are seconds, with two decimals.
+    Columns whose name begins with "error" are in per cent. Columns whose name begins with
+    "s a step" are seconds with two decimals.
     """
     kinds = {"error": signed, "s a step": "{:,.2f}"}
     formats = {}
@@ -117,7 +118,7 @@ def table(frame: pd.DataFrame, caption: str = "") -> Styler:
 
 
 def signed(share: float) -> str:
-    """An error in per cent, without a sign where it rounds to nothing."""
+    """An error in per cent with its sign; no sign if it rounds to 0.00%."""
     text = f"{share:+.2%}"
     return text[1:] if text[1:] == "0.00%" else text
 
@@ -125,15 +126,16 @@ def signed(share: float) -> str:
 def bars(rows: Mapping[str, Footprint | Measurement], limit: str | int | None = None) -> Figure:
     """Stacked horizontal bars of the peaks by category, one bar per run, in GiB.
 
-    rows: by their labels. A Footprint's estimated seconds per step, where it has
-        some, stand beside its bar.
-    limit: a card's name or a number of bytes, drawn as a line where its memory ends.
+    rows: label -> result of `simulate` or `measure`. The estimated seconds of a step, if there is
+        an estimate, are printed next to the bar.
+    limit: a GPU's name or a number of bytes; a line is drawn where its usable memory ends.
     """
     footprints = {name: _footprint(run) for name, run in rows.items()}
     fig, ax = figure(height=0.9 + 0.42 * len(rows))
     left = np.zeros(len(rows))
     for name in Category:
         values = np.array([f.breakdown.get(name, 0) for f in footprints.values()]) / 2**30
+        # A category that is too thin to see in every bar gets no entry in the legend either.
         if values.max() > 0.002 * max(left.max(), 1e-9) and values.max() > 0:
             label = name.replace("_", " ")
             ax.barh(list(footprints), values, left=left, color=COLOURS[name], label=label)
@@ -149,8 +151,8 @@ def bars(rows: Mapping[str, Footprint | Measurement], limit: str | int | None = 
     ends = ((card and card.usable) or 0) / 2**30
     right = max(left.max(), ends)
     for y, footprint in enumerate(footprints.values()):
-        total = sum(footprint.breakdown.values()) / 2**30  # with what is too thin to draw
-        # Behind the card's line where it would run through the label.
+        total = sum(footprint.breakdown.values()) / 2**30  # including categories that are not drawn
+        # The label goes behind the GPU's line if the line would run through it.
         struck = total < ends < total + 0.14 * right
         ax.text(ends if struck else total, y, f" {total:,.1f}", va="center")
     if card:
@@ -165,7 +167,7 @@ def bars(rows: Mapping[str, Footprint | Measurement], limit: str | int | None = 
 
 
 def timeline(footprint: Footprint) -> Figure:
-    """Memory over one step, by category, with the phases shaded; time counts events."""
+    """Memory over one step by category, with the phases marked; the x axis counts events."""
     line = footprint.timeline
     assert line is not None, "of a step that was traced"
     fig, ax = figure(height=3.6)
@@ -179,7 +181,7 @@ def timeline(footprint: Footprint) -> Figure:
     )
     for phase, start, end in line.spans():
         ax.axvline(end, color=GREY, linewidth=0.6)
-        if end - start > 0.016 * len(phase) * len(line.phases):  # a label that has room
+        if end - start > 0.016 * len(phase) * len(line.phases):  # the label has room
             ax.annotate(
                 phase, ((start + end) / 2, 1.01), xycoords=("data", "axes fraction"), ha="center"
             )

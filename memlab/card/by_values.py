@@ -1,4 +1,8 @@
-"""Operations of a card whose result's shape follows from values."""
+"""Operations on the GPU whose output shape follows from values: nonzero, boolean masks, unique.
+
+The shape is exact if all values are known (`memlab.card.known_values`). Otherwise the output is
+the largest possible one (`memlab.card.dynamic_shapes`), and the assumption is noted.
+"""
 
 import torch
 from torch.utils._mode_utils import no_dispatch
@@ -14,13 +18,16 @@ aten = torch.ops.aten
 
 
 class ByValues:
-    """Runs such operations. mode: a `memlab.card.card_mode.CardMode`."""
+    """Runs operations whose output shape follows from values.
+
+    mode: a `memlab.card.card_mode.CardMode`.
+    """
 
     def __init__(self, mode, kernels: KernelMemory):
         self._mode, self._tracer, self._kernels = mode, mode.tracer, kernels
 
     def run(self, func, args, kwargs, tensors):
-        """The result of an operation whose shape follows from values."""
+        """The result of an operation of `dynamic_shapes.LARGEST`, allocated on the GPU."""
         self._tracer.operation = func
         if all(known_values.values_of(tensor) is not None for tensor in tensors):
             results = known_values.run_on_values(func, args, kwargs)
@@ -33,7 +40,7 @@ class ByValues:
         def card_tensor(result):
             result_on_card = fake_like(self._mode.fake, result)
             self._tracer.see(result_on_card)
-            if result.device.type != "meta":
+            if result.device.type != "meta":  # computed from known values
                 known_values.set_constant(result_on_card, result, assumed)
             return result_on_card
 
@@ -42,9 +49,10 @@ class ByValues:
         return on_card
 
     def without_masks(self, tensor, masks, *rest):
-        """The arguments of an indexing, with the places where a mask is true for every mask.
+        """The arguments of an indexing operation, with every boolean mask turned into indices.
 
-        As CUDA's kernels have it: `expandTensors` in aten/src/ATen/native/IndexingUtils.h.
+        As PyTorch does on CUDA (aten/src/ATen/native/IndexingUtils.h, `expandTensors`): one
+        `nonzero` per mask, [true elements, dims of the mask], then one column of it per dimension.
         """
         indices: list = []
         for index in masks:
@@ -52,6 +60,7 @@ class ByValues:
                 indices.append(index)
                 continue
             _check_shape(index, tensor, len(indices))
+            # Through the mode, so that the int64 indices are allocated and their shape is assumed.
             places = self._mode.__torch_dispatch__(aten.nonzero.default, (), (index,))
             for column in range(index.dim()):
                 places_in_column = self._mode.__torch_dispatch__(
@@ -61,7 +70,10 @@ class ByValues:
         return tensor, indices, *rest
 
     def select_by_mask(self, tensor, mask):
-        """aten/src/ATen/native/cuda/IndexKernel.cpp: `masked_select_out_cuda_impl`."""
+        """`masked_select`: expand both, then index by the mask.
+
+        aten/src/ATen/native/cuda/IndexKernel.cpp, `masked_select_out_cuda_impl`.
+        """
         shape = list(torch.broadcast_shapes(tensor.shape, mask.shape))
         tensor, mask = (
             self._mode.__torch_dispatch__(aten.expand.default, (), (each, shape))
@@ -70,10 +82,16 @@ class ByValues:
         return self._mode.__torch_dispatch__(aten.index.Tensor, (), (tensor, [mask]))
 
     def pack(self, tensor, lengths, batch_first):
-        """The tokens of padded sequences one after the other, and how many there are at each step.
+        """`_pack_padded_sequence`: the tokens without padding, and how many each time step has.
 
-        aten/src/ATen/native/PackedSequence.cpp: a copy of each step's, then one of all. The lengths
-        lie on the host, in falling order (`checkLongTensor`).
+        aten/src/ATen/native/PackedSequence.cpp copies the tokens of one step after the other, then
+        concatenates the copies. The lengths must be an int64 tensor on the host
+        (`checkLongTensor`), in decreasing order.
+
+        Raises RuntimeError, in PyTorch's words, for lengths on the GPU.
+
+        NB: here the copies are one tensor, which is freed before the result is allocated. PyTorch
+        keeps the copies until the result is filled.
         """
         if on_card(lengths):
             raise RuntimeError(
@@ -88,14 +106,17 @@ class ByValues:
             like = torch.empty(shape, dtype=tensor.dtype, device="meta")
             sizes = torch.tensor(steps)
         self._tracer.operation = aten._pack_padded_sequence.default
-        self._kernels.take_and_give_back(like.nbytes)
+        self._kernels.take_and_give_back(like.nbytes)  # the copies
         packed = fake_like(self._mode.fake, like)
         self._tracer.see(packed)
         return packed, sizes
 
 
 def _check_shape(mask, tensor, first) -> None:
-    """Refuse a mask that is not of the dimensions that it is for. first: the first of these."""
+    """Raise IndexError unless a mask has the shape of the dimensions that it indexes.
+
+    first: the first of these dimensions.
+    """
     for dim, size in enumerate(mask.shape):
         if tensor.shape[first + dim : first + dim + 1] != (size,):
             raise IndexError(

@@ -1,4 +1,9 @@
-"""Checkpoints: written with zeros that take no room on the disk, read with what is in them."""
+"""Saving and loading checkpoints while a GPU is simulated.
+
+Tensors without data are written as zeros that take no room on the disk, or as their values if these
+are known. Files are read with the data that they contain; tensors for the GPU then move there and
+lose their data. `torch.save`, `torch.load` and safetensors are covered.
+"""
 
 import contextlib
 import json
@@ -20,18 +25,18 @@ from memlab.trace.tensors import on_card
 
 @contextlib.contextmanager
 def checkpoints():
-    """Let torch.save, torch.load and safetensors' save_file take tensors without data.
+    """Let torch.save, torch.load and safetensors' functions accept tensors without data.
 
-    A fake tensor is written as zeros, or as its values where they are known. With torch.save it is
-    one zero that is expanded to the tensor's shape, with safetensors a hole in the file: neither
-    takes room. What lay on the card comes back to the card, unless map_location says otherwise.
+    In a file of torch.save, a tensor of zeros is one element that is expanded to the tensor's
+    shape. In a safetensors file, it is a hole in a sparse file. Neither takes room. Tensors that
+    lay on the GPU return there on loading, unless `map_location` says otherwise.
     """
     with replaced(
         (FakeTensor, "__reduce_ex__", _as_zeros),
         (torch.serialization, "location_tag", _location_of),
         (torch, "load", _load),
-        # What lies nowhere has an address of its own all the same: libraries tell by it which
-        # weights are tied.
+        # Storages on meta all have address 0, but libraries tell by the address which weights are
+        # tied. So each gets an address of its own.
         (torch.UntypedStorage, "data_ptr", _address_of),
         (torch.UntypedStorage, "copy_", _copied_into),
         *_names_in_libraries(),
@@ -39,6 +44,7 @@ def checkpoints():
         yield
 
 
+# The originals, which the replacements call.
 _read = torch.load
 _write, _read_file = safetensors.save_file, safetensors.load_file
 _open_file = safetensors.safe_open
@@ -46,11 +52,16 @@ _tag, _address = torch.serialization.location_tag, torch.UntypedStorage.data_ptr
 _copy_into: Any = torch.UntypedStorage.copy_
 
 
+# Names by which libraries import safetensors' functions.
 NAMES = {"save_file", "load_file", "safe_save_file", "safe_load_file", "safe_open"}
 
 
 def _names_in_libraries():
-    """(module, name, replacement) of every name by which a library has a safetensors function."""
+    """Rows for `replaced`: every name by which a module has imported a safetensors function.
+
+    `from safetensors.torch import save_file` copies the function, so replacing it in safetensors
+    would not reach transformers, accelerate or peft.
+    """
     replaced_by = (_write, _save_file), (_read_file, _load_file), (_open_file, _open)
     for module in list(sys.modules.values()):
         named = getattr(module, "__dict__", {})
@@ -60,9 +71,10 @@ def _names_in_libraries():
 
 
 def _plain(tensor):
-    """An ordinary tensor for a fake one, which takes no memory; its storage notes the card.
+    """An ordinary tensor with a fake tensor's shape: its known values, or an expanded zero.
 
-    Tied weights stay tied.
+    Its storage remembers whether the tensor lay on the GPU. Tied weights give the same zero, so
+    that they stay tied in the file.
     """
     values, data = values_of(tensor), tensor.untyped_storage()
     with with_data():
@@ -76,7 +88,7 @@ def _plain(tensor):
 
 
 def _which(tensor) -> tuple:
-    """Which part of its storage a tensor is."""
+    """What identifies a tensor within its storage. Tied weights have equal keys."""
     return tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
@@ -93,7 +105,7 @@ def _address_of(storage):
 
 
 def _copied_into(storage, source, *args, **kwargs):
-    """What is staged for an asynchronous save has no data to copy."""
+    """`UntypedStorage.copy_`, which asynchronous saving uses to stage tensors on the host."""
     return storage if source.device.type == "meta" else _copy_into(storage, source, *args, **kwargs)
 
 
@@ -103,8 +115,12 @@ def _location_of(storage):
 
 
 def _load(f, map_location=None, *args, **kwargs):
-    """torch.load, which would ask a card that is not there for memory."""
-    for_card = []  # storages, kept so that no other takes the place of one
+    """`torch.load`, which would restore tensors of the GPU by asking the driver for memory.
+
+    All storages are first loaded on the host. `place`, a callable `map_location`, finds out which
+    of them belong on the GPU, and their tensors move there afterwards.
+    """
+    for_card = []  # storages; kept alive, so that their addresses stay unique
 
     def to_card(storage, *device, **settings):
         for_card.append(storage)
@@ -116,7 +132,8 @@ def _load(f, map_location=None, *args, **kwargs):
             mapped = mapped(storage, location)
         elif isinstance(mapped, dict):
             mapped = mapped.get(location)
-        if isinstance(mapped, torch.UntypedStorage):  # of a function, such as `storage.cuda()`
+        if isinstance(mapped, torch.UntypedStorage):
+            # The user's function returned a storage; `storage.cuda()` has noted it in `to_card`.
             return storage
         if str(mapped or location).startswith("cuda"):
             to_card(storage)
@@ -125,14 +142,14 @@ def _load(f, map_location=None, *args, **kwargs):
     with with_data(), replaced((torch.UntypedStorage, "cuda", to_card)):
         loaded = _read(f, place, *args, **kwargs)
     card = {storage._cdata for storage in for_card}
-    there: dict[tuple, torch.Tensor] = {}  # what has come
+    there: dict[tuple, torch.Tensor] = {}  # part of a storage -> its tensor on the GPU
 
     def move(tensor):
         storage = tensor.untyped_storage()._cdata
         if storage not in card:
             return tensor
         which = (storage, *_which(tensor))
-        if which not in there:  # tied weights come once
+        if which not in there:  # tied weights move once, and stay one tensor
             there[which] = tensor.to("cuda")
         return there[which]
 
@@ -149,21 +166,23 @@ def _load_file(filename, device="cpu", **kwargs):
 
 
 def _open(filename, framework="pt", device="cpu", **settings):
-    """safetensors' safe_open, which would write to a card's memory by itself."""
+    """safetensors' `safe_open`, which for a GPU would write to the device memory itself."""
     try:
         opened: Any = _open_file(filename, framework, **settings)
     except RuntimeError as error:
         if framework != "pt" or "unable to mmap" not in str(error):
             raise
-        opened = _Large(filename)
+        opened = _Large(filename)  # larger than this machine's memory
     return _ToCard(opened) if framework == "pt" and is_cuda_device(device) else opened
 
 
 class _Large:
-    """safetensors' safe_open of a file that is larger than the host's memory.
+    """Replaces `safe_open` for a file that is larger than the host's memory.
 
-    safetensors maps a file as memory that can be written, of which the host has to have as much;
-    here it is only read, page by page.
+    safetensors maps a file as writable memory, so the host must have as much memory as the file is
+    long. This class maps it read-only, and pages are loaded when they are touched.
+
+    The format: 8 bytes with the length of the header, the header in JSON, then the data.
     """
 
     def __init__(self, filename):
@@ -177,7 +196,7 @@ class _Large:
         return self
 
     def __exit__(self, *error):
-        return None  # tensors keep the file
+        return None  # nothing is closed: tensors still refer to the mapping
 
     def metadata(self):
         return self._metadata
@@ -200,15 +219,15 @@ class _Large:
         shape = header["shape"]
         begin, end = header["data_offsets"]
         with with_data(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it cannot be written
-            if begin == end:
+            warnings.simplefilter("ignore")  # frombuffer warns that the buffer is not writable
+            if begin == end:  # frombuffer refuses a length of 0
                 return torch.empty(shape, dtype=dtype)
             where = {"count": (end - begin) // dtype.itemsize, "offset": self._begin + begin}
             return torch.frombuffer(self._bytes, dtype=dtype, **where).view(shape)
 
 
 class _LargeSlice:
-    """Of one of its weights."""
+    """Replaces the slice object of `safe_open`, for one tensor of the file."""
 
     def __init__(self, header, tensor):
         self._said, self._tensor = header, tensor
@@ -225,7 +244,7 @@ class _LargeSlice:
 
 
 class _ToCard:
-    """A file of weights, or one of its weights, put on the card as they are asked for."""
+    """Wraps an open safetensors file, or a slice of it, and moves what is read to the GPU."""
 
     def __init__(self, opened):
         self._opened = opened
@@ -253,7 +272,7 @@ class _ToCard:
 
 
 def _save_file(tensors, filename, metadata=None):
-    """safetensors' save_file, of tensors of which some have no data.
+    """safetensors' `save_file`, for tensors of which some have no data.
 
     The format: github.com/huggingface/safetensors, README.md.
     """
@@ -265,17 +284,18 @@ def _save_file(tensors, filename, metadata=None):
         where = {"shape": list(tensor.shape), "data_offsets": [start, end]}
         header[name] = {"dtype": _KINDS[tensor.dtype], **where}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8 bytes
     with open(filename, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             data = values_of(tensor)
             if data is None:
-                file.seek(tensor.nbytes, 1)
+                file.seek(tensor.nbytes, 1)  # a hole, which reads as zeros
                 continue
             with with_data():
                 file.write(data.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        file.truncate(8 + len(text) + end)
+        file.truncate(8 + len(text) + end)  # a hole at the end is not written otherwise
 
 
+# dtype -> its name in a safetensors header.
 _KINDS = {dtype: name for name, dtype in safetensors._TYPES.items()}

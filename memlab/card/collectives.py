@@ -1,4 +1,4 @@
-"""What ranks send each other in a collective."""
+"""The bytes that a rank sends in a collective, the GPUs in its group, and whether kernels wait."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ if TYPE_CHECKING:
     import torch
     from torch._ops import OpOverload
 
-# Collectives in which a rank keeps the part of its own.
+# Collectives in which a rank sends all parts but its own.
 IN_PARTS = set(
     "allgather_ _allgather_base_ reduce_scatter_ _reduce_scatter_base_ alltoall_base_ "
     "all_gather_into_tensor reduce_scatter_tensor all_to_all_single".split()
 )
 
-NOTHING = ("wait_tensor", "wait_tensors", "barrier", "monitored_barrier_")  # is sent by these
+# Operators of the collectives' namespaces that send nothing.
+NOTHING = ("wait_tensor", "wait_tensors", "barrier", "monitored_barrier_")
 
 
 def share(collective: str, ranks: int) -> float:
-    """What a rank sends at least for every byte of the larger tensor, by an operator's name.
+    """The least a rank sends, per byte of the larger tensor, in a collective of this name.
 
-    NVIDIA/nccl-tests, doc/PERFORMANCE.md, "Bus bandwidth", the same for a ring and for a tree. Of
-    one that is not listed, as a broadcast or of one rank to another, all counts.
+    NVIDIA/nccl-tests, doc/PERFORMANCE.md, "Bus bandwidth"; rings and trees are equal. Any other
+    operator, such as a broadcast or a send from one rank to another, counts in full.
     """
+    # All-reduce: a reduce-scatter, then an all-gather.
     if collective in ("allreduce_", "all_reduce"):
         return 2 * (ranks - 1) / ranks
     return (ranks - 1) / ranks if collective in IN_PARTS else 1.0
@@ -33,10 +35,10 @@ def share(collective: str, ranks: int) -> float:
 def sent_bytes(
     func: OpOverload, args: tuple, tensors: list[torch.Tensor], out: Any
 ) -> tuple[int, int] | None:
-    """(bytes that a rank sends in a collective, cards of its machine in the group).
+    """(bytes that a rank sends, GPUs of its machine in the group); None for other operators.
 
-    None for any other operator. tensors: all that it was given. out: what it gives, which a
-    functional collective makes. The cards are as in `memlab.card.links.link_rate`.
+    The number of GPUs is meant as in `memlab.card.links.link_rate`. tensors: all tensors among the
+    arguments. out: the result, which functional collectives allocate.
     """
     if func.namespace not in ("c10d", "_c10d_functional"):
         return None
@@ -47,12 +49,16 @@ def sent_bytes(
     if func._opname in NOTHING:
         return 0, CARDS
     if func.namespace == "c10d":
+        # c10d: the group is a boxed argument, and inputs and outputs are both arguments.
         box: Any = next(arg for arg in args if type(arg).__name__ == "ScriptObject")
         group = dist.ProcessGroup.unbox(box)
         nbytes = [tensor.nbytes for tensor in tensors]
-        each = func._opname in ("allreduce_", "broadcast_")  # of a list is sent
+        # These two take a list and send every tensor of it. The others have an input and an output,
+        # of which the larger is the whole.
+        each = func._opname in ("allreduce_", "broadcast_")
         largest = sum(nbytes) if each else max(nbytes, default=0)
     else:
+        # _c10d_functional: the group's name is the last string; before it may be the reduction's.
         name: Any = next(arg for arg in reversed(args) if isinstance(arg, str))
         group = dist.distributed_c10d._resolve_process_group(name)
         largest = max(tensor.nbytes for tensor in (*tensors, *tensors_in([out])))
@@ -62,10 +68,11 @@ def sent_bytes(
 def is_waited_for(func: OpOverload, args: tuple, stream: int) -> bool:
     """Whether the kernels after a collective wait for it, so that none of its time is hidden.
 
-    Tensor parallelism sums or gathers what the next operator reads: DTensor by functional
-    collectives, which `wait_tensor` follows at first use; others by a call that is not async_op in
-    the kernels' own stream. DistributedDataParallel's are async_op, fully_shard's have streams of
-    their own. stream: the number of the one at work, 0 for the default one.
+    Tensor parallelism sums or gathers what the next operator reads. DTensor does so by functional
+    collectives, with a `wait_tensor` at the first use. Other code calls a collective in the default
+    stream without async_op. Those of DistributedDataParallel are async_op, and those of
+    `fully_shard` run in streams of their own. stream: the number of the current stream, 0 for the
+    default one.
     """
     if func.namespace == "_c10d_functional":
         return True
@@ -73,14 +80,15 @@ def is_waited_for(func: OpOverload, args: tuple, stream: int) -> bool:
 
 
 def named(func: OpOverload, args: tuple) -> dict[str, Any]:
-    """An operator's positional arguments by their names."""
+    """An operator's positional arguments by the names of its schema."""
     return dict(zip((a.name for a in func._schema.arguments), args, strict=False))
 
 
 def _cards(group: Any) -> int:
-    """How many of the first machine's cards are in a group; 0 where it has no others.
+    """How many GPUs of the first machine are in a group; 0 if the group has no other GPUs.
 
-    A group of all ranks counts as one of whole machines: ranks may be fewer than their cards.
+    A group of all ranks counts as a group of whole machines, even if there are fewer ranks than
+    GPUs in a machine.
     """
     import torch.distributed as dist
 

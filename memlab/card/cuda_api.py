@@ -1,8 +1,11 @@
-"""What `torch.cuda` and `torch.accelerator` answer inside a simulated GPU.
+"""What `torch.cuda` and `torch.accelerator` answer while a GPU is simulated.
 
-PyTorch's own functions run wherever they can: only what they ask of the driver and of the
-allocator, the functions of `torch._C`, is answered by the simulation. What has no answer is
-refused by name.
+PyTorch's own Python functions run wherever possible. The simulation replaces the functions of
+`torch._C` below them, which would ask the driver or the allocator, and a few names of `torch.cuda`
+itself. Names without an answer raise NotSimulated (`NOT_SIMULATED`).
+
+Known limitations: streams are only names for memory, and nothing takes time. The profiler follows
+this machine instead of the GPU.
 """
 
 import contextlib
@@ -22,6 +25,7 @@ from memlab.card.kernels import higher_order, torchao
 from memlab.card.placement import ONE_CARD, NotSimulated, is_cuda_device
 from memlab.trace.patches import replaced
 
+# Name -> why it is refused, or what to do instead.
 NOT_SIMULATED = {
     "torch.cuda.CUDAGraph": "CUDA graphs have memory pools of their own",
     "torch.cuda.graph": "CUDA graphs have memory pools of their own",
@@ -48,11 +52,12 @@ NOT_SIMULATED = {
 
 @contextlib.contextmanager
 def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False, reads_environment=True):
-    """Let `torch.cuda` and `torch.accelerator` speak of the card that `tracer` simulates.
+    """Let `torch.cuda` and `torch.accelerator` describe the GPU that `tracer` simulates.
 
-    snapshot: a function that gives what `torch.cuda.memory._snapshot()` gives. ranks: how many
-    cards the machine has. compile_eagerly: whether what would be compiled runs as it is.
-    reads_environment: whether the environment says how the allocator is set.
+    snapshot: a function that returns what `torch.cuda.memory._snapshot()` returns.
+    ranks: how many GPUs the machine has.
+    compile_eagerly: whether code that would be compiled runs eagerly.
+    reads_environment: whether environment variables set the allocator.
     """
     memory = tracer.allocator
     memory.reads_environment, memory.assumptions = reads_environment, tracer.assumptions
@@ -67,15 +72,15 @@ def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False, reads_environ
             (torch._C, _of_the_driver(tracer, snapshot, ranks, streams)),
             (torch, {"compile": _compile(tracer, compile_eagerly, thread), "Generator": Generator}),
             (torch, {"Stream": streams.kind, "Event": streams.event}),
-            # Recurrent layers run as PyTorch's own operations.
+            # Recurrent layers then run as PyTorch's own operations.
             (torch.backends.cudnn, {"is_acceptable": lambda tensor: False}),
             (torch.Tensor, {"record_stream": _nothing}),
-            # DataParallel over one card moves the batch there and runs the module.
+            # DataParallel over one GPU moves the batch there and runs the module.
             (torch.nn.parallel.comm, {"scatter": lambda tensor, *where: (tensor.to("cuda"),)}),
             (torch.nn.parallel._functions, {"_get_stream": lambda device: None}),
             (ExtensionVersioner, {"bump_version_if_changed": _extension}),
         ):
-            # What only builds with CUDA have is made for as long as it is asked for.
+            # create=True, because some of these names exist in CUDA builds only.
             rows = [(target, name, value) for name, value in answers.items()]
             stack.enter_context(replaced(*rows, create=True))
         stack.enter_context(replaced(*refusals(NOT_SIMULATED)))
@@ -84,11 +89,11 @@ def cuda_answers(tracer, snapshot, ranks=1, compile_eagerly=False, reads_environ
 
 
 def _nothing(*args, **kwargs):
-    """In the place of what has nothing to do here: no driver, no other process, no waiting."""
+    """Replaces functions that have nothing to do here: no driver, no other process, no waiting."""
 
 
 def _of_the_card(tracer, streams, ranks) -> dict:
-    """What `torch.cuda` itself holds or decides."""
+    """Replacements for names of `torch.cuda` itself."""
 
     def free_and_total(device=None):
         only_card(device)
@@ -96,12 +101,12 @@ def _of_the_card(tracer, streams, ranks) -> dict:
 
     properties = DeviceProperties(tracer.allocator.gpu, tracer.allocator)
     return {
-        "_initialized": True,
+        "_initialized": True,  # `_lazy_init` would call the driver
         "_cached_device_count": None,
         "_cudart": device_properties.runtime(free_and_total),
         "_get_device_properties": lambda device: properties,
-        "_check_bf16_tensor_supported": lambda device: True,  # by emulation, on any card
-        "_exchange_device": _select,  # by `torch.cuda.device`
+        "_check_bf16_tensor_supported": lambda device: True,  # older GPUs emulate bf16
+        "_exchange_device": _select,  # for `torch.cuda.device`, a context manager
         "_maybe_exchange_device": _maybe_select,
         "default_generators": tuple(torch.Generator() for _ in range(ranks)),
         "Stream": streams.kind,
@@ -115,7 +120,7 @@ def _of_the_card(tracer, streams, ranks) -> dict:
 
 
 def _of_the_driver(tracer, snapshot, ranks, streams) -> dict:
-    """What `torch.cuda` and `torch.accelerator` ask of the driver and of the allocator."""
+    """Replacements for the functions of `torch._C` that ask the driver or the allocator."""
     memory = tracer.allocator
     return {
         "_cuda_getDeviceCount": lambda: ranks,
@@ -128,12 +133,12 @@ def _of_the_driver(tracer, snapshot, ranks, streams) -> dict:
         "_cuda_resetAccumulatedMemoryStats": lambda device: memory.reset_accumulated_stats(),
         "_cuda_memorySnapshot": lambda pool: snapshot(),
         "_cuda_getAllocatorBackend": lambda: "native",
-        "_cuda_getCurrentBlasHandle": lambda: 1,
+        "_cuda_getCurrentBlasHandle": lambda: 1,  # any number: nothing dereferences it
         "_cuda_attach_out_of_memory_observer": memory.observers.append,
         "_cuda_setMemoryFraction": lambda fraction, device: memory.set_fraction(fraction),
         "_cuda_getMemoryFraction": lambda device: memory.fraction,
-        "_cuda_hostMemoryStats": dict,  # pinned memory of the host is not followed
-        "_cuda_CUDAAllocator_AllocatorState": object,  # of the graphs that inductor records
+        "_cuda_hostMemoryStats": dict,  # pinned host memory is not followed
+        "_cuda_CUDAAllocator_AllocatorState": object,  # a class that inductor's CUDA graphs name
         **dict.fromkeys(NOTHING_TO_DO.split(), _nothing),
         "_accelerator_getAccelerator": lambda: torch.device("cuda"),
         "_accelerator_getDeviceIndex": lambda: 0,
@@ -152,7 +157,7 @@ def _of_the_driver(tracer, snapshot, ranks, streams) -> dict:
     }
 
 
-# The simulation always records; the export is always there.
+# Memory history is recorded in any case, and a snapshot can be taken at any time.
 NOTHING_TO_DO = (
     "_cuda_synchronize _cuda_set_sync_debug_mode _cuda_ipc_collect _cuda_sleep "
     "_cuda_resetAccumulatedHostMemoryStats _cuda_resetPeakHostMemoryStats "
@@ -161,22 +166,24 @@ NOTHING_TO_DO = (
 
 
 def refusals(names: dict[str, str]):
-    """(module, name, a function that refuses) of names, each with the reason why."""
+    """Rows for `replaced`: each name becomes one that raises NotSimulated with its reason."""
     for path, why in names.items():
         *modules, name = path.split(".")[1:]
         target = functools.reduce(getattr, modules, torch)
         refused, original = refuse(path, why), getattr(target, name)
+        # A class must stay a class, for isinstance checks and annotations. A class of Python keeps
+        # its attributes too, and refuses in `__init__`.
         plain = isinstance(original, type) and original.__new__ is object.__new__
-        if plain and "__init__" in vars(original):  # libraries ask the class of more
+        if plain and "__init__" in vars(original):
             yield original, "__init__", refused
             continue
-        if isinstance(original, type):  # also a name in annotations
+        if isinstance(original, type):  # a class of C++: a subclass that cannot be instantiated
             refused = type(name, (original,), {"__new__": refused})
         yield target, name, refused
 
 
 def only_card(device=None) -> None:
-    """Raise NotSimulated for any device but cuda:0."""
+    """Raise NotSimulated for any device but cuda:0. None and negative numbers pass."""
     if device is None or (isinstance(device, int) and device < 1):
         return
     if not is_cuda_device(device):
@@ -184,18 +191,18 @@ def only_card(device=None) -> None:
 
 
 def _select(index) -> int:
-    """Choose a card, of which there is one; a negative number leaves it as it is."""
+    """Select a device, which must be 0 or negative (no change); returns the previous one, 0."""
     only_card(index)
     return 0
 
 
 def _maybe_select(index) -> int:
-    """The same; a function of its own, as torch.compile keeps a handler for each of both."""
+    """As `_select`. torch.compile keeps one handler per function, so this must be another one."""
     return _select(index)
 
 
 def refuse(name, why):
-    """A function that stands for one that is not simulated."""
+    """A function that raises NotSimulated, with a name and a reason."""
 
     def refused(*args, **kwargs):
         raise NotSimulated(f"{name} is not simulated: {why}")
@@ -207,7 +214,10 @@ _bump_version: Any = ExtensionVersioner.bump_version_if_changed
 
 
 def _extension(self, name, *args, with_cuda=False, **kwargs):
-    """The version of a C++ extension, asked for before it is built."""
+    """`ExtensionVersioner.bump_version_if_changed`, which PyTorch calls before it builds.
+
+    Raises NotSimulated for an extension with CUDA kernels.
+    """
     if with_cuda:
         refuse(
             f"the CUDA extension {name}",
@@ -228,12 +238,18 @@ EAGERLY = (
 
 
 def _compile(tracer, eagerly, thread):
-    """`torch.compile` under its own switches; a module is refused, a function when it is called."""
+    """`torch.compile`, which runs code eagerly or refuses to.
+
+    Code runs eagerly if PyTorch's own switches say so, or if `eagerly` is set. flex_attention and
+    torchao's step are replaced by models of their compiled form. Otherwise a module is refused at
+    once, and a function when it is called.
+    """
 
     def compiled(model=None, *, backend="inductor", disable=False, **settings):
-        if model is None:
+        if model is None:  # used as a decorator with arguments
             return lambda function: compiled(function, backend=backend, disable=disable)
-        # By its name; or the function, by which torch.cond and its like compile themselves.
+        # backend="eager", or the backend function of that name, with which torch.cond and eager
+        # flex_attention wrap themselves.
         eager = "eager" in (backend, getattr(backend, "__name__", None))
         if disable or eager or _is_switched_off():
             return model
@@ -248,13 +264,14 @@ def _compile(tracer, eagerly, thread):
             return model
         if isinstance(model, torch.nn.Module):
             _NO_COMPILE()
-        return _NO_COMPILE  # libraries decorate functions that they may never call
+        # Libraries decorate functions at import that they may never call.
+        return _NO_COMPILE
 
     return compiled
 
 
 def _is_switched_off() -> bool:
-    """Whether PyTorch's own settings turn torch.compile off."""
+    """Whether PyTorch's own settings turn torch.compile off, without importing its compiler."""
     settings = sys.modules.get("torch._dynamo.config")
     names = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
     return getattr(settings, "disable", False) or any(os.environ.get(n) == "1" for n in names)
@@ -266,13 +283,16 @@ NO_BYTES = "torch.profiler: profile_memory is left out, it would have no bytes o
 
 
 def _profile(assumptions):
-    """The profiler's start, which here follows the host: it would keep every tensor it has seen."""
+    """`torch.autograd.profiler.profile.__init__`, reduced to what it can see on the host.
+
+    Shapes and memory are switched off, because the profiler would keep every tensor it has seen.
+    """
 
     def start(self, *args, **settings):
         assumptions[PROFILED] = None
         if settings.get("profile_memory"):
             assumptions[NO_BYTES] = None
-        settings.pop("use_cuda", None)  # PyTorch's old name of use_device, False by default
+        settings.pop("use_cuda", None)  # the old name of use_device
         without = {"use_device": None, "record_shapes": False, "profile_memory": False}
         _original_profile(self, *args, **settings | without | {"with_flops": False})
 
@@ -283,12 +303,13 @@ _OriginalGenerator = torch.Generator
 
 
 class _AnyGenerator(type):
+    # The generators that `Generator` makes are PyTorch's own, of another class.
     def __instancecheck__(cls, instance):
         return isinstance(instance, _OriginalGenerator)
 
 
 class Generator(metaclass=_AnyGenerator):
-    """`torch.Generator("cuda")` too: its numbers have no value here."""
+    """`torch.Generator`, also for "cuda": a CPU generator, because drawn numbers have no value."""
 
     def __new__(cls, device="cpu"):
         if torch.device(device).type == "cuda":
@@ -297,11 +318,15 @@ class Generator(metaclass=_AnyGenerator):
 
 
 class Stream:
-    """A stream, in which nothing waits. What is made in it is memory of its own."""
+    """A CUDA stream. Nothing ever waits in it, but its allocations come from its own blocks.
+
+    The caching allocator reuses a block in the stream that allocated it only, so a tensor's stream
+    decides which freed memory it can take.
+    """
 
     device = torch.device("cuda", 0)
-    device_index, device_type = 0, 1  # of c10::DeviceType, CUDA
-    numbers = itertools.repeat(0)
+    device_index, device_type = 0, 1  # 1 is c10::DeviceType::CUDA
+    numbers = itertools.repeat(0)  # of the default stream; each GPU counts its own from 1
 
     def __init__(self, device=None, priority=0, **settings):
         only_card(device)
@@ -318,7 +343,7 @@ class Stream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        return 0, -5  # the least and the greatest of cards since Volta
+        return 0, -5  # least and greatest, on GPUs since Volta
 
     synchronize = wait_stream = wait_event = _nothing
 
@@ -341,11 +366,14 @@ def default_stream(device=None) -> Stream:
 
 
 class Streams:
-    """The stream that Python code has chosen, which a tracer notes with what is made in it."""
+    """The current stream of one GPU; the tracer notes its number with each allocation.
+
+    kind, event: the classes `Stream` and `Event` of this GPU.
+    """
 
     def __init__(self, tracer):
         self._tracer, self._chosen = tracer, _DEFAULT
-        self.kind = type("Stream", (Stream,), {"numbers": itertools.count(1)})  # of this card
+        self.kind = type("Stream", (Stream,), {"numbers": itertools.count(1)})
         self.event = type("Event", (Event,), {"assumptions": tracer.assumptions})
 
     def current(self, device=None) -> Stream:
@@ -361,9 +389,9 @@ EVENT_TIMES = "torch.cuda.Event.elapsed_time: 1 ms stands for every time of the 
 
 
 class Event:
-    """A mark in the stream. Nothing takes time here: 1 ms stands for the time between two.
+    """A CUDA event. Nothing takes time here, so any two events are 1 ms apart.
 
-    assumptions: a dict that takes a line where that was asked for.
+    assumptions: a dict that gets a line when a time is asked for.
     """
 
     assumptions: dict = {}
@@ -380,7 +408,11 @@ class Event:
 
 @contextlib.contextmanager
 def libraries_look_again():
-    """transformers and accelerate remember whether there is CUDA: let them forget, twice."""
+    """Let transformers and accelerate detect CUDA again, inside the block and after it.
+
+    transformers caches its `is_..._available` functions, and accelerate keeps its states for the
+    life of the process. Accelerate's states from before the block come back afterwards.
+    """
     before = [dict(shared) for shared in _accelerates_memory()]
     _forget()
     try:
@@ -392,7 +424,7 @@ def libraries_look_again():
 
 
 def _accelerates_memory() -> list[dict]:
-    """What accelerate's states share, where it is imported."""
+    """The shared dicts of accelerate's state classes; none if accelerate is not imported."""
     state = sys.modules.get("accelerate.state")
     kinds = ("PartialState", "AcceleratorState", "GradientState") if state else ()
     return [getattr(state, kind)._shared_state for kind in kinds]

@@ -1,9 +1,12 @@
-"""A GPU that is not there, and its host: real training loops under CUDA's rules.
+"""`SimulatedGPU`: runs real training loops on a GPU that does not exist, under CUDA's rules.
 
-Inside `SimulatedGPU` a tensor on the card is a fake one: it has a shape, a dtype and a lifetime,
-but no data. What CUDA's kernels would keep, what its libraries would take and how its allocator
-would serve it is followed byte by byte, so a full-size model runs in seconds on a laptop and runs
-out of memory where the card would. The host stays a host: samplers, tokenizers and collators work.
+Inside the context, a tensor on the GPU is a fake tensor: it has a shape, a dtype and a lifetime,
+but no data. Three things are followed byte by byte: what CUDA kernels save, what CUDA libraries
+allocate, and how the caching allocator serves the requests. A full-size model therefore runs in
+seconds on a laptop, and runs out of memory where the GPU would. The host works as usual, so
+samplers, tokenizers and collators run on real data.
+
+This module assembles the parts, which the other modules of the package implement.
 """
 
 from __future__ import annotations
@@ -40,82 +43,94 @@ if TYPE_CHECKING:
 
 
 class SimulatedGPU:
-    """A context in which training loops run on a card that need not be there.
+    """A context in which training loops run on a GPU that need not exist.
 
         with SimulatedGPU("T4") as gpu:
             ...build the model, train two steps...
         print(gpu.footprint)
 
-    gpu: a name of `memlab.gpus.GPUS`, a number of bytes, or None for a card without a limit.
-    rules: which of `memlab.card.kernels.rules.RULES` hold; all do on a card.
-    script: its path; `Footprint.by_line` then tells which of its lines made what.
-    ranks: how many processes train together; this is the first (`memlab.card.process_group`).
-    compile_eagerly: whether what `torch.compile` would compile runs as it is, which is no bound of
-        what it takes, as `Footprint.assumptions` says; else it is refused. PyTorch's own switches
-        (disable=True, TORCH_COMPILE_DISABLE=1, backend="eager") hold without, and a compiled
-        `flex_attention` or `create_block_mask` is its kernel.
-    link: between them, a name of `memlab.card.links.LINKS`, for the time of their collectives;
-        None takes NVLink where the card has it, and else PCIe.
+    gpu: a name of `memlab.gpus.GPUS`, a number of bytes, or None for a GPU without a limit.
+    rules: the names of the rules that hold (`memlab.card.kernels.rules.RULES`). A real GPU follows
+        all of them.
+    script: the path of a script. `Footprint.by_line` then tells which of its lines allocated what.
+    ranks: how many processes train together; this one is the first (`memlab.card.process_group`).
+    link: the link between ranks, a name of `memlab.card.links.LINKS`, for the time of their
+        collectives. None means NVLink if the GPU has it, and PCIe otherwise.
+    compile_eagerly: whether code that `torch.compile` would compile runs eagerly. Its memory is
+        then no bound on that of compiled code, as `Footprint.assumptions` says. By default,
+        `torch.compile` is refused. PyTorch's own switches (disable=True, TORCH_COMPILE_DISABLE=1,
+        backend="eager") work in both cases, and a compiled `flex_attention` or `create_block_mask`
+        is simulated as its kernel.
 
-    Code written for CUDA runs unchanged: it places tensors (`.to("cuda")`, `.cuda()`,
-    `device="cuda"`, `device_map="cuda"`), uses `torch.autocast("cuda")` and
-    `torch.amp.GradScaler("cuda")`, asks `torch.cuda` and `torch.accelerator` for the card and its
-    memory, and hands its model to peft, bitsandbytes, Accelerate or transformers' Trainer. What is
-    not simulated is refused by a NotSimulated, a ValueError, that names it: a second card, CUDA
-    graphs, torch.compile, sparse and nested tensors. Each time between two events reads as 1 ms.
-    Dtypes that a kernel would refuse, and indices that are known to be out of range, are refused in
-    CUDA's words. `torch.inference_mode()` is as `torch.no_grad()`.
+    Code written for CUDA runs unchanged. It may place tensors (`.to("cuda")`, `.cuda()`,
+    `device="cuda"`, `device_map="cuda"`), use `torch.autocast("cuda")` and
+    `torch.amp.GradScaler("cuda")`, and ask `torch.cuda` and `torch.accelerator` about the GPU and
+    its memory. It may also hand its model to peft, bitsandbytes, Accelerate or transformers'
+    Trainer. The time between any two CUDA events reads as 1 ms. `torch.inference_mode()` acts as
+    `torch.no_grad()`.
 
-    `torch.distributed` starts a group of PyTorch's fake backend, whichever is asked for. With
-    several ranks there is torchrun's environment and a card for each, and code written for torchrun
-    runs as its first rank: DistributedDataParallel, `fully_shard`, ZeroRedundancyOptimizer,
-    `parallelize_module`. Of as many processes as `torch.multiprocessing.spawn` starts the first
-    runs, here. What arrives from other ranks is a stand-in, and integers are those of this one.
-    Pipelines, RPC and FullyShardedDataParallel are refused.
+    What is not simulated raises NotSimulated, a ValueError that names it: a second GPU, CUDA
+    graphs, torch.compile, sparse and nested tensors. Dtypes that a CUDA kernel refuses raise
+    PyTorch's own error, and so do indices that are known to be out of range.
 
-    Where things lie:
+    `torch.distributed` starts a group of PyTorch's fake backend, whichever backend is requested.
+    With several ranks, the environment is that of torchrun, each rank has a GPU, and code written
+    for torchrun runs as rank 0. This includes DistributedDataParallel, `fully_shard`,
+    ZeroRedundancyOptimizer and `parallelize_module`. Of the processes that
+    `torch.multiprocessing.spawn` starts, the first runs, in this process. Tensors that arrive from
+    other ranks are stand-ins, and their integers are those of this rank. Pipelines, RPC and
+    FullyShardedDataParallel are refused.
 
-    - What is made without naming the card lies on the host and does not count. Integers, booleans
-      and tensors up to 1 MiB are ordinary ones with data; larger ones, weights, have none until
-      they move. What meets a tensor of the other place is refused in CUDA's words.
-    - A model from outside may move in. It has its data again when the card is left.
-    - The states of paged optimizers lie in managed memory outside PyTorch's allocator. How much of
-      those the driver keeps on the card at a time is not simulated.
+    Where tensors lie:
 
-    What values are:
+    - A tensor that is created without naming the GPU lies on the host and does not count. Integers,
+      booleans and tensors up to 1 MiB are ordinary tensors with data. Larger ones, such as weights,
+      have no data until they move. Mixing tensors of the host and the GPU raises CUDA's own error.
+    - A model that was built outside may move in. It gets its data back when the context is left.
+    - The states of paged optimizers lie in managed memory, outside PyTorch's allocator. How much of
+      them the driver keeps on the GPU at a time is not simulated.
 
-    - Up to 262,144 integers or booleans, and single numbers, keep theirs on the card where all that
-      they were made of is known. So shapes that follow from masks and lengths are those of a run.
-    - Any other number reads as 1, in `.item()`, in print and, up to 16 MiB, in a copy on the host;
-      larger copies hold zeros. Comparisons come out of that, isnan and isinf are False, and the
-      gradient scaler never skips a step.
-    - A `while` loop that reads such a value in 20 turns, while nothing that is known changes, is
-      given another one, which `Footprint.assumptions` says; one that reads it in 10,000 is refused.
-      Whether numbers are finite is always answered so.
-    - Where a shape follows from values that are not known, it is the largest that can come out
-      (nonzero, boolean masks, masked_select, unique; bincount with minlength), and the choices of a
-      top-k, such as an expert mixture's, are spread evenly; `Footprint.assumptions` then says so.
-      What has no largest is refused: bincount without minlength, repeat_interleave without
+    What values tensors have:
+
+    - Up to 262,144 integers or booleans, and single numbers, keep their values on the GPU, if
+      everything that they were computed from is known. Shapes that follow from masks and lengths
+      are therefore those of a real run.
+    - Any other number reads as 1: in `.item()`, in print, and in a copy on the host of up to
+      16 MiB. Larger copies hold zeros. Comparisons follow from these values, isnan and isinf are
+      False, and the gradient scaler never skips a step.
+    - A `while` loop that reads such a value 20 times, while nothing known changes, is given another
+      value, and `Footprint.assumptions` says so. A loop that reads it 10,000 times is refused.
+      Tests whether numbers are finite keep their answer in any loop.
+    - If a shape follows from unknown values, it is the largest possible one (nonzero, boolean
+      masks, masked_select, unique; bincount with minlength). The choices of a top-k, such as an
+      expert mixture's, are spread evenly. `Footprint.assumptions` says so in both cases. Operators
+      without a largest result are refused: bincount without minlength, repeat_interleave without
       output_size.
     - A checkpoint is written with zeros that take no room on the disk (`memlab.card.checkpoints`).
-    - Several sequences packed into one row are told apart where their position_ids are known.
+    - Several sequences packed into one row are kept apart if their position_ids are known.
 
-    What else it assumes: a stream waits for no other, and what another stream has used
-    (`record_stream`) is free at once; the allocator's default settings, but for
-    `expandable_segments` in PYTORCH_ALLOC_CONF or set while the program runs; no other process on
-    the card, and nothing of NCCL's own. Weights of a checkpoint are read one after the other, where
-    transformers takes four threads unless it quantizes them. Recurrent layers run as PyTorch's own
-    operations, where a card may take a kernel of cuDNN's; what cuDNN takes for itself in a
-    convolution is not counted.
-    Kernels of Triton write into tensors that are there and take none; where Triton is not
-    installed, libraries may go another way. transformers finds flash-attn 2 under
-    `attn_implementation="flash_attention_2"`, installed or not; PyTorch's copy of its kernels
-    stands for it. A script's own `import flash_attn` is left alone.
+    Known limitations and assumptions:
 
-    Raises torch.OutOfMemoryError, with PyTorch's message, where the card would.
+    - Streams never wait for each other, and a block that another stream has used
+      (`record_stream`) can be reused at once.
+    - The caching allocator has its default settings. The exception is `expandable_segments`, in
+      PYTORCH_ALLOC_CONF or set while the program runs.
+    - No other process uses the GPU. NCCL's own buffers are not counted.
+    - The weights of a checkpoint are read one after the other; transformers reads with four threads
+      unless it quantizes them.
+    - Recurrent layers run as PyTorch's own operations, where a GPU may run a kernel of cuDNN. What
+      cuDNN allocates in a convolution is not counted.
+    - Triton kernels write into tensors that exist, and allocate nothing. Without Triton installed,
+      libraries may take another code path.
+    - transformers finds flash-attn 2 for `attn_implementation="flash_attention_2"`, installed or
+      not; PyTorch's copy of its kernels is used. A script's own `import flash_attn` is left alone.
+
+    Raises torch.OutOfMemoryError, with PyTorch's message, where the GPU would run out of memory.
     """
 
-    entered = False  # one card at a time
+    entered = False  # of the class: patches are global, so one GPU at a time
+    # Subclasses for memlab's own loops may switch these off. Importing bitsandbytes takes a second,
+    # and only a user's script reads the allocator's settings or asks for its statistics.
     imports_bitsandbytes = reads_environment = keeps_statistics = True
 
     def __init__(
@@ -129,7 +144,7 @@ class SimulatedGPU:
     ) -> None:
         self.gpu, self.ranks, self.link = find_gpu(gpu), check_ranks(ranks), link
         if link is not None:
-            link_rate(self.gpu, link)  # or refuses
+            link_rate(self.gpu, link)  # raises ValueError for a link that the GPU does not have
         unknown = set(rules) - set(RULES)
         if unknown:
             raise ValueError(f"rules has {min(unknown)!r}: allowed are {', '.join(RULES)}")
@@ -140,7 +155,7 @@ class SimulatedGPU:
         self.work = WorkLog()
         self.steps = Steps(self.tracer, self.work)
         self.compile_eagerly = compile_eagerly
-        self._stack: contextlib.ExitStack | None = None  # of what is patched while it is entered
+        self._stack: contextlib.ExitStack | None = None  # the open patches and modes
         self.device = CARD
 
     def __enter__(self) -> SimulatedGPU:
@@ -149,11 +164,13 @@ class SimulatedGPU:
         if self._stack is not None:
             raise ValueError("this SimulatedGPU was entered before: make another for another run")
         if self.imports_bitsandbytes and importlib.util.find_spec("bitsandbytes"):
-            # Other libraries import it, and inside it would look for its CUDA library.
+            # Other libraries import bitsandbytes lazily. Inside the context, its import would find
+            # a CUDA device and look for the compiled CUDA library.
             import_bitsandbytes("SimulatedGPU")
         try:
             self._stack = self._contexts()
         except AttributeError as error:
+            # `replaced` refuses to patch a name that a library does not have.
             here = ", ".join(f"{name} {version}" for name, version in installed().items())
             raise ValueError(
                 f"{error}: this memlab is older than what is here ({here}); install a newer one, "
@@ -163,7 +180,11 @@ class SimulatedGPU:
         return self
 
     def _contexts(self) -> contextlib.ExitStack:
-        """Everything that is replaced while the card is entered."""
+        """Enter all patches and modes, or none of them.
+
+        The order matters: each mode is pushed above the ones before it. `CardMode` comes last, so
+        it sees an operator before the fake tensor mode does.
+        """
         with contextlib.ExitStack() as stack:
             fake = stack.enter_context(fake_tensors.tensors_without_data())
             kernels = KernelMemory(self.tracer, self.gpu, self.rules)
@@ -199,7 +220,7 @@ class SimulatedGPU:
         traceback: TracebackType | None,
     ) -> bool | None:
         SimulatedGPU.entered = False
-        self.tracer.stop()  # what dies later is no part of it
+        self.tracer.stop()  # tensors that are freed after the context lived to its end
         assert self._stack is not None  # it was entered
         return self._stack.__exit__(kind, error, traceback)
 
@@ -209,23 +230,23 @@ class SimulatedGPU:
         optimizer: torch.optim.Optimizer | None = None,
         inputs: Iterable[torch.Tensor] = (),
     ) -> None:
-        """Name and count these from now on, also the parts that no operation touches."""
+        """Name and count a model, an optimizer's states and inputs, even before they are used."""
         self.tracer.watch(model, optimizer, inputs)
 
     def reset_peak(self) -> None:
-        """Count from here, as `torch.cuda.reset_peak_memory_stats()` does."""
+        """Measure the peak from here on, as after `torch.cuda.reset_peak_memory_stats()`."""
         self.tracer.reset_peak()
 
     @property
     def footprint(self) -> Footprint:
-        """The peak since the last `reset_peak`, or since the beginning."""
+        """The memory at the peak since the last `reset_peak`, or since the beginning."""
         return card_footprint(self.tracer, self.work.of_step, link=self.link)
 
     def snapshot(self) -> dict[str, Any]:
-        """What happened on the card, in the form of `torch.cuda.memory._snapshot()`."""
+        """All allocations and frees, in the format of `torch.cuda.memory._snapshot()`."""
         return take_snapshot(self.tracer)
 
     def dump_snapshot(self, path: str | Path) -> None:
-        """Write the snapshot to a file that PyTorch's viewer opens (pytorch.org/memory_viz)."""
+        """Write the snapshot as a file for PyTorch's viewer at pytorch.org/memory_viz."""
         with open(path, "wb") as file:
             pickle.dump(self.snapshot(), file)

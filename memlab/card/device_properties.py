@@ -1,4 +1,8 @@
-"""What the card's properties are, and what a build of PyTorch with CUDA says of itself."""
+"""The properties of the simulated GPU, and what a CUDA build of PyTorch says about itself.
+
+On a machine without CUDA, PyTorch answers that it was built without CUDA, cuDNN or NCCL. The tables
+here hold the answers of a CUDA build; `memlab.card.cuda_api` installs them.
+"""
 
 import contextlib
 import types
@@ -6,18 +10,19 @@ import uuid
 
 import torch
 
-ARCHITECTURES = (70, 75, 80, 86, 90, 100, 120)  # that the wheels are built for
-# KiB of shared memory of a multiprocessor, 100 but for these: CUDA C++ Programming Guide,
-# "Technical Specifications per Compute Capability". A block gets 48 of them on Pascal, all of them
-# on Volta and Turing, and all but one since Ampere.
+ARCHITECTURES = (70, 75, 80, 86, 90, 100, 120)  # compute capabilities that the wheels contain
+# Compute capability -> KiB of shared memory per multiprocessor, if not 100: CUDA C++ Programming
+# Guide, "Technical Specifications per Compute Capability". A thread block can have 48 KiB of them
+# on Pascal, all on Volta and Turing, and all but 1 KiB since Ampere.
 SHARED = {(6, 0): 64, (6, 1): 96, (7, 0): 96, (7, 5): 64, (8, 0): 164}
 SHARED |= dict.fromkeys(((9, 0), (10, 0), (10, 3)), 228)
 
 
 def answers(gpu) -> list[tuple[object, dict]]:
-    """(module, {name: its answer}) of a build for a card, `memlab.gpus.GPU`.
+    """(module, {name: replacement}) rows for a CUDA build on a `memlab.gpus.GPU`.
 
-    The versions are those of a recent build that has the card's class: CUDA 13 has none before 7.5.
+    The versions are those of a recent build that supports the GPU. CUDA 13 supports none before
+    compute capability 7.5, so older GPUs get a build for CUDA 12.6.
     """
     volta = gpu.capability is not None and tuple(gpu.capability) < (7, 5)
     architectures = [n for n in ARCHITECTURES if volta or n >= 75]
@@ -26,9 +31,9 @@ def answers(gpu) -> list[tuple[object, dict]]:
     return [
         (torch.version, {"cuda": "12.6" if volta else "13.0"}),
         (torch.backends.cuda, {"is_built": lambda: True}),
-        (torch.backends.cudnn, yes | {"version": lambda: 91002}),
+        (torch.backends.cudnn, yes | {"version": lambda: 91002}),  # 9.10.2
         (torch.cuda.nccl, yes | {"version": lambda: (2, 27, 7)}),
-        # NVTX's marks, which a profiler would show.
+        # NVTX marks ranges for a profiler of the GPU; there is none.
         (torch.cuda.nvtx, {"_nvtx": _done("rangePushA rangePop rangeStartA rangeEnd markA")}),
         (torch.autograd.profiler, {"emit_nvtx": lambda *args, **kwargs: contextlib.nullcontext()}),
         (torch.distributed, nccl),
@@ -44,7 +49,10 @@ def answers(gpu) -> list[tuple[object, dict]]:
 
 
 def runtime(free_and_total):
-    """What `torch.cuda.cudart()` gives: CUDA's runtime, of which all succeeds."""
+    """The result of `torch.cuda.cudart()`: CUDA's runtime, whose calls all succeed.
+
+    free_and_total: the function behind `cudaMemGetInfo`.
+    """
     return _done(
         "cudaProfilerStart cudaProfilerStop cudaHostRegister cudaHostUnregister cudaStreamCreate "
         "cudaStreamDestroy",
@@ -54,12 +62,12 @@ def runtime(free_and_total):
 
 
 def _done(calls, **more):
-    """A module with these functions, which do nothing and succeed, and with more names."""
+    """A namespace of functions that do nothing and return 0, CUDA's success, and of more names."""
     return types.SimpleNamespace(**dict.fromkeys(calls.split(), lambda *args: 0), **more)
 
 
 class DeviceProperties:
-    """What is known of the card: what `torch.cuda.get_device_properties` is asked for."""
+    """The result of `torch.cuda.get_device_properties` for a `memlab.gpus.GPU`."""
 
     warp_size = 32
     regs_per_multiprocessor = 65536
@@ -71,10 +79,10 @@ class DeviceProperties:
     def __init__(self, gpu, memory):
         self._memory = memory
         self.name = gpu.name
-        self.gcnArchName = gpu.name  # as builds for CUDA have it
+        self.gcnArchName = gpu.name  # AMD's attribute; CUDA builds repeat the name here
         self.major, self.minor = gpu.capability
         self.multi_processor_count = gpu.processors
-        self.uuid = uuid.uuid5(uuid.NAMESPACE_DNS, gpu.name)
+        self.uuid = uuid.uuid5(uuid.NAMESPACE_DNS, gpu.name)  # the same in every run
         shared = SHARED.get(gpu.capability, 100)
         of_a_block = 48 if self.major < 7 else shared - (self.major > 7)
         self.shared_memory_per_multiprocessor = shared * 2**10

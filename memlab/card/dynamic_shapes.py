@@ -1,4 +1,11 @@
-"""The largest result of operations whose shape follows from values that are not known."""
+"""The largest possible output of operations whose output shape follows from unknown values.
+
+One function per operator. It takes the operator's arguments and returns meta tensors of the largest
+shapes, with the assumption for `Footprint.assumptions`, which is empty if nothing is assumed.
+Operators without a largest shape raise NotSimulated: bincount without minlength, repeat_interleave
+without output_size. Some operators are here for another reason, such as the kernels of
+SyncBatchNorm, for which PyTorch has no meta kernels.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +20,9 @@ aten = torch.ops.aten
 
 
 def largest(func, args, kwargs) -> tuple:
-    """(results on `meta`, what is assumed) of an operation whose result's shape follows values.
+    """(results on `meta`, assumption) of an operation whose output shape follows from values.
 
-    Raises NotSimulated where no largest one follows from the shapes.
+    Raises NotSimulated if the input shapes do not bound the output.
     """
     with no_dispatch():
         return LARGEST[func](*args, **kwargs)
@@ -33,12 +40,12 @@ def _nonzero(tensor):
     assumption = (
         "nonzero and boolean masks: where values are not known, every element counts as true"
     )
-    return _long(tensor.numel(), tensor.dim()), assumption
+    return _long(tensor.numel(), tensor.dim()), assumption  # one row of indices per element
 
 
 def _unique(tensor, sorted=True, return_inverse=False, return_counts=False):
     n = tensor.numel()
-    inverse = _long(*tensor.shape) if return_inverse else _long(0)
+    inverse = _long(*tensor.shape) if return_inverse else _long(0)  # PyTorch returns empty ones
     flat = torch.empty(n, dtype=tensor.dtype, device="meta")
     return (flat, inverse, _long(n if return_counts else 0)), EACH_ONCE
 
@@ -64,6 +71,7 @@ def _bincount(tensor, weights=None, minlength=0):
             "torch.bincount of values that only a real card has: how many bins there are depends "
             "on them. Give minlength, which is then taken"
         )
+    # Counts are int64, sums of weights fp64, and fp32 for fp32 weights.
     dtype = torch.long if weights is None else torch.float64
     if weights is not None and weights.dtype == torch.float32:
         dtype = torch.float32
@@ -85,9 +93,9 @@ def _histc(tensor, bins=100, min=0, max=0):
 
 
 def _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, zero_infinity=False):
-    """aten/src/ATen/native/cuda/LossCTC.cu: scores of each batch, time and place in the target.
+    """(loss [batch], log_alpha [batch, time, states]), aten/src/ATen/native/cuda/LossCTC.cu.
 
-    There is a blank before, behind and between the tokens of the longest target.
+    The states are the tokens of the longest target, with a blank before, after and between them.
     """
     if isinstance(target_lengths, torch.Tensor):
         lengths = values_of(target_lengths)
@@ -97,7 +105,7 @@ def _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, zero_i
         target_lengths = [targets.size(1) if targets.dim() == 2 else targets.numel()]
         assumption = "CTC loss: where the lengths of targets are not known, they are the longest"
     steps, batch = log_probs.shape[:2] if log_probs.dim() == 3 else (log_probs.size(0), 1)
-    states = 2 * max(target_lengths, default=0) + 1
+    states = 2 * max(target_lengths, default=0) + 1  # n tokens, n + 1 blanks
     options = {"dtype": log_probs.dtype, "device": "meta"}
     loss = torch.empty(log_probs.shape[1:-1], **options)
     return (loss, torch.empty(batch, steps, states, **options)), assumption
@@ -107,11 +115,12 @@ def _ctc_loss_backward(grad, log_probs, *_):
     return _like(log_probs), ""
 
 
-# Of SyncBatchNorm, aten/src/ATen/native/cuda/Normalization.cu: PyTorch has no fake ones of these.
+# The kernels of SyncBatchNorm (aten/src/ATen/native/cuda/Normalization.cu). PyTorch has no meta
+# kernels for them.
 
 
 def _per_channel(tensor, *_):
-    """Statistics are in fp32 where the tensor is in half precision."""
+    """Mean and inverse standard deviation, [channels] each: fp32 for input in half precision."""
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     return [torch.empty(tensor.size(1), dtype=dtype, device="meta") for _ in range(2)], ""
 
@@ -121,6 +130,7 @@ def _normalized(tensor, *_):
 
 
 def _sums_per_channel(grad, tensor, mean, invstd, weight, *_):
+    # sum_dy and sum_dy_xmu, then the gradients of weight and bias
     sums = (mean, mean, *2 * [mean if weight is None else weight])
     return [_like(tensor) for tensor in sums], ""
 
@@ -143,5 +153,5 @@ LARGEST: dict[Any, Callable[..., tuple]] = {
     aten.bincount.default: _bincount,
     aten.repeat_interleave.Tensor: _repeat_interleave,
 }
-# Operations whose indices may be boolean masks: their second argument.
+# Operations whose second argument, the list of indices, may contain boolean masks.
 BY_MASK = set("index _unsafe_index index_put index_put_ _index_put_impl_".split())

@@ -1,7 +1,9 @@
-"""What operators were found to give, so that PyTorch works out each kind of call once.
+"""A cache of operators' output metadata, so that PyTorch infers each kind of call only once.
 
-PyTorch's own cache of fake results asks more of every argument than a simulation needs, and takes
-three times as long to answer.
+A call is looked up by its operator, the metadata of its tensor arguments (shape, strides, storage
+offset, dtype) and its other arguments. Only operators that create new tensors take part: no views,
+no in-place operators, no output shape that follows from values. PyTorch's own cache of fake results
+checks more of every argument than a simulation needs, and takes three times as long to answer.
 """
 
 import contextlib
@@ -12,14 +14,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
-NAMESPACES = {"aten", "prims", "bitsandbytes"}  # what others do may depend on their state
+NAMESPACES = {"aten", "prims", "bitsandbytes"}  # other packages' operators may depend on state
 PLAIN = {torch.dtype, torch.device, torch.layout, torch.memory_format, str, type(None)}
 NUMBERS = {bool, int, float}
-HOST = torch.device("cpu")  # what PyTorch takes every fake tensor for
+HOST = torch.device("cpu")  # to PyTorch, the device of every fake tensor
 
 
 class TensorMeta(NamedTuple):
-    """What a call depends on, of a tensor that it is given, and what is known of one it makes."""
+    """The metadata by which an argument enters the key of a call, and by which a result is made."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -28,21 +30,22 @@ class TensorMeta(NamedTuple):
 
 
 class FakeOutputCache:
-    """The kinds of tensors that operators make of what they are given.
+    """Output metadata of operators, by the metadata of their arguments.
 
-    mode: the FakeTensorMode whose tensors these are.
+    mode: the FakeTensorMode to which the tensors belong.
     """
 
     def __init__(self, mode):
         self._mode = mode
-        # What decides the result of a call -> whether it is several tensors, and their kinds.
+        # Key of a call -> (whether it returns several tensors, their metadata)
         self._kinds: dict[tuple, tuple[bool, list[TensorMeta]]] = {}
 
     def run(self, func, args, kwargs, make):
-        """What a call gives: tensors such as it was found to make, else what `make` makes."""
+        """The result of a call: new tensors from cached metadata, or else what `make()` returns."""
         if not _only_makes(func):
             return make()
         try:
+            # true_divide of integers returns the default dtype. Tensors of inference mode differ.
             around = func, torch.get_default_dtype(), torch.is_inference_mode_enabled()
             key = *around, _described((args, *kwargs.items()), self._mode)
         except _NotPlain:
@@ -54,7 +57,7 @@ class FakeOutputCache:
         result = make()
         several = isinstance(result, (tuple, list))
         results = result if several else (result,)
-        with contextlib.suppress(_NotPlain):
+        with contextlib.suppress(_NotPlain):  # a result that metadata cannot describe: no entry
             kinds = [_described(result, self._mode) for result in results]
             if all(map(functools.partial(_is_all_of, self._mode), kinds, results)):
                 self._kinds[key] = several, kinds
@@ -63,7 +66,7 @@ class FakeOutputCache:
 
 @functools.cache
 def _only_makes(func) -> bool:
-    """Whether an operator makes tensors, of kinds that follow from those that it is given."""
+    """Whether an operator only creates new tensors, whose metadata follow from its arguments."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace not in NAMESPACES:
         return False
     tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -72,19 +75,20 @@ def _only_makes(func) -> bool:
         not func._schema.is_mutable
         and not tags & set(func.tags)
         and bool(returns)
+        # alias_info: the output is a view of an argument, or the argument itself.
         and all(str(value.type) == "Tensor" and value.alias_info is None for value in returns)
     )
 
 
 class _NotPlain(Exception):
-    """A value is more than a kind or a number."""
+    """A value that a key cannot describe."""
 
 
 def _described(value, mode):
-    """What a call depends on of an argument; raises _NotPlain where that is more than a kind."""
+    """The part of a key that stands for an argument. Raises _NotPlain if none describes it."""
     if isinstance(value, FakeTensor):
         plain = (
-            value.constant is None
+            value.constant is None  # PyTorch computes with the values of small constants
             and value.fake_device == HOST
             and value.fake_mode is mode
             and value.layout is torch.strided
@@ -96,14 +100,14 @@ def _described(value, mode):
     elif type(value) in PLAIN:
         return value
     elif type(value) in NUMBERS:
-        return type(value), value  # 1 and 1.0 and True are equal, and give other dtypes
+        return type(value), value  # 1 == 1.0 == True, but the dtypes of the results differ
     elif isinstance(value, (list, tuple)):
         return tuple([_described(item, mode) for item in value])
     raise _NotPlain
 
 
 def _is_all_of(mode, kind, result) -> bool:
-    """Whether a kind says everything of a result, its memory too."""
+    """Whether metadata describe a result completely, with a storage of the same bytes."""
     if type(kind) is not TensorMeta or kind.offset:
         return False
     return _made(kind, mode).untyped_storage().nbytes() == result.untyped_storage().nbytes()

@@ -1,4 +1,10 @@
-"""Training loops on tensors without data."""
+"""Fake tensors for real training code: every tensor has a shape, a dtype and a lifetime, no data.
+
+PyTorch's FakeTensorMode infers the shapes. This module answers what such a mode refuses: `.item()`
+and the gradient scaler's check for infinities. It also patches the places in PyTorch, transformers
+and bitsandbytes that read values, start threads, or take a fake tensor as a sign of tracing. By
+itself it simulates a CPU; `memlab.card.placement` and `memlab.card.moves` add the GPU.
+"""
 
 import contextlib
 import functools
@@ -32,8 +38,8 @@ from memlab.trace.patches import replaced
 def tensors_without_data():
     """Make every tensor a fake one: with a shape, a dtype and a lifetime, but no data.
 
-    What a training loop asks of values is answered: `.item()` gives 1, the gradient scaler
-    always steps. What branches on values in another way raises PyTorch's own error.
+    What a training loop usually reads is answered: `.item()` returns 1, and the gradient scaler
+    always steps. Code that depends on values in any other way gets PyTorch's own error.
     """
     with contextlib.ExitStack() as stack:
         mode = stack.enter_context(NoData(allow_non_fake_inputs=True))
@@ -43,36 +49,40 @@ def tensors_without_data():
             (torch.nn.Module, "_apply", apply_by(_move)),
             (UNINITIALIZED, "materialize", _materialize),
             (torch.amp.GradScaler, "_maybe_opt_step", _always_step),
-            # Fifty lines of what is raised as well, also where a caller expects it.
+            # FakeTensorMode logs an error of a shape rule in fifty lines before it raises it, even
+            # if the caller expects the error.
             (fake_tensor, "log", _SILENT),
-            # transformers takes a fake tensor for tracing and then builds masks that a run
-            # never builds.
+            # transformers takes a fake tensor as a sign of tracing (`is_tracing` in
+            # transformers/utils/import_utils.py) and then builds masks that a run never builds.
             (masking_utils, "is_tracing", lambda *a, **k: False),
             (masking_utils, "find_packed_sequence_indices", _packed_sequences),
-            # A DataLoader's workers make tensors with data, on the host.
+            # A DataLoader's workers create host tensors with data, and its iterator receives them.
             (worker, "_worker_loop", _with_data(worker._worker_loop)),
             (batches, "_try_get_data", _with_data(batches._try_get_data)),
-            # In a thread of its own.
+            # With workers, pinning runs in a thread of its own, which no mode follows.
             (pin_memory, "pin_memory", _pin_batch),
             *((masking_utils, name, _only_without_mask(name)) for name in MASK_SKIPS),
             (core_model_loading, "_materialize_copy", _weight_of_a_file),
             (GenerationMixin, "_check_early_stop_heuristic", staticmethod(_may_improve)),
         )
         stack.enter_context(replaced(*rows))
-        # It reads weights in threads, which no mode follows.
+        # transformers reads the weights of a checkpoint in threads, which no mode follows
+        # (`core_model_loading.py`). This setting makes it read them one after the other.
         stack.enter_context(mock.patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"}))
         yield mode
 
 
 def without_draws():
-    """Leave truncated normal weights as they are: PyTorch draws anew until it reads that all fit.
+    """Let truncated normal initialization draw nothing.
 
-    On a simulated card `memlab.card.waiting` ends that loop, with what a second draw takes.
+    PyTorch draws again until it reads that all numbers lie within the bounds, which fake tensors
+    never say. On the simulated GPU `memlab.card.waiting` ends that loop instead, and so counts the
+    memory of a second draw.
     """
     return replaced((torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *args, **more: tensor))
 
 
-UNINITIALIZED = UninitializedParameter.__mro__[1]  # what lazy parameters and buffers share
+UNINITIALIZED = UninitializedParameter.__mro__[1]  # UninitializedTensorMixin: lazy layers' tensors
 _SILENT = logging.Logger("fake tensors")
 _SILENT.disabled = True
 
@@ -80,28 +90,29 @@ _original_find_packed = masking_utils.find_packed_sequence_indices
 
 
 def _packed_sequences(position_ids):
-    """Which sequence each token belongs to, where the values of the positions are known.
+    """`find_packed_sequence_indices`: which sequence each token belongs to, if rows are packed.
 
-    Positions without data count as those of one sequence per row.
+    None for one sequence per row, which is also assumed for positions without known values.
     """
     data = values_of(position_ids)
     if data is None or _with_data(_original_find_packed)(data) is None:
         return None
+    # The values say that rows are packed: skip the check that reads them once more.
     with replaced((masking_utils, "is_tracing", lambda *a, **k: True)):
         return _original_find_packed(position_ids)
 
 
 def _pin_batch(data, *args, **kwargs):
-    """What a DataLoader pins, in a thread of its own where it has workers."""
+    """`torch.utils.data._utils.pin_memory.pin_memory`: mark the tensors of a batch as pinned."""
     return tree_map_only(torch.Tensor, pin, data)
 
 
-# Where transformers asks whether a mask hides anything at all, and drops it if not.
+# The functions by which transformers finds out that a mask hides nothing and can be dropped.
 MASK_SKIPS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 
 def _only_without_mask(name):
-    """A padding mask of unknown values hides something: that is what it is for."""
+    """Such a function, for which a padding mask without known values always hides something."""
     original = getattr(masking_utils, name)
 
     def ignore(padding_mask, *args, **kwargs):
@@ -112,7 +123,8 @@ def _only_without_mask(name):
 
 
 aten = torch.ops.aten
-VIEWS = {  # operators that make a view of their first argument: the kernel that does so
+# Operators that return a view of their first argument -> the operator whose meta kernel does so.
+VIEWS = {
     aten._unsafe_view.default: aten.view.default,
     aten.detach.default: aten.alias.default,
 }
@@ -125,15 +137,17 @@ VIEWS |= {
 }
 
 
-# PyTorch's cache of fake results would keep the storage that these are given, and its memory.
+# PyTorch's cache of fake results would hold on to the storage argument of these, and its memory.
 TAKE_STORAGE = {aten.set_.source_Storage, aten.set_.source_Storage_storage_offset}
 
 
 class NoData(FakeTensorMode):
-    """PyTorch's fake tensors, which refuse to be read, with an answer to `.item()`."""
+    """PyTorch's FakeTensorMode with an answer to `.item()`, and short cuts for common operators."""
 
-    avoid_device_init = True  # also while `torch.cuda.is_available()` says yes
-    dispatching = False  # whether PyTorch works out what an operation gives
+    # FakeTensorMode's own property would let `torch.tensor` ask CUDA for memory as soon as
+    # `torch.cuda.is_available()` answers True, as it does in a simulation.
+    avoid_device_init = True
+    dispatching = False  # True while PyTorch infers a result: see `placement`'s `device`
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -141,33 +155,40 @@ class NoData(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No guard against torch.compile around every operation, as in `memlab.trace.tracer`."""
+        """Leave out `torch._disable_dynamo` around every operation: it costs time.
+
+        `memlab.trace.tracer` does the same.
+        """
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default:
+            # 1.0, True or 1, by the dtype
             return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
-        # Where the answer is plain, PyTorch's search for it, by all arguments, takes the most of a
-        # simulation's time.
+        # Short cuts for results that are obvious. PyTorch's own inference, which looks at every
+        # argument, would take most of a simulation's time.
         if func.namespace == "c10d" and func._opname == "allreduce_":
             return args[0], _done(args[0])
         if isinstance(func, torch._ops.OpOverload) and not func._schema.returns:
-            return None  # it writes into its arguments: the lists of multi-tensor optimizers
+            return None  # it only writes into its arguments, as multi-tensor optimizers do
         first: Any = args[0] if args else None
         if func in VIEWS and isinstance(first, FakeTensor) and first.constant is None:
             with in_kernel_invocation_manager(self):
                 view = VIEWS[func](*args, **kwargs)
             return FakeTensor(self, view, first.fake_device)
+        # torch.tensor(2.0): PyTorch would keep the number as a constant of the fake tensor.
         if func is aten.lift_fresh.default and first.dim() == 0:
             with no_dispatch():
                 return FakeTensor(self, torch.empty((), dtype=first.dtype, device="meta"), "cpu")
         device = kwargs.get("device")
         if device is not None and device.type != "meta":
-            is_cuda_device(device)  # or refuses
-            kwargs = kwargs | {"device": HOST}  # PyTorch takes all for cpu tensors
+            is_cuda_device(device)  # raises for a second GPU
+            kwargs = kwargs | {"device": HOST}  # to PyTorch, all fake tensors are CPU tensors
             if func is aten._to_copy.default:
-                del kwargs["device"]  # given one and no dtype, it makes no copy
+                # With the tensor's own device and no dtype it would return its argument
+                # (`_to_copy` in torch/_decomp/decompositions.py).
+                del kwargs["device"]
         before, self.dispatching = self.dispatching, True
         try:
             if func is aten._grouped_mm.default:
@@ -180,10 +201,11 @@ class NoData(FakeTensorMode):
             self.dispatching = before
 
     def _grouped_product(self, func, types, args, kwargs):
-        """Products of groups in any dtype, of which PyTorch gives the shape in bf16 only.
+        """A grouped matrix product in any dtype. PyTorch infers its shape in bf16 only.
 
-        aten/src/ATen/native/cuda/GroupedBlas.cpp multiplies other dtypes group by group into the
-        same output; autocast does not know the operation (pytorch/pytorch#174763).
+        Other dtypes are multiplied group by group into the same output
+        (aten/src/ATen/native/cuda/GroupedBlas.cpp). Autocast does not know the operation
+        (pytorch/pytorch#174763), so these dtypes do occur.
         """
         dtype = args[0].dtype
         args = tuple(arg.to(torch.bfloat16) if arg.dtype == dtype else arg for arg in args)
@@ -191,13 +213,14 @@ class NoData(FakeTensorMode):
         return product if dtype == torch.bfloat16 else product.to(dtype)
 
     def __deepcopy__(self, memo):
-        return self  # a copied module's tensors stay tensors of this mode
+        return self  # a deep copy of a module must hold tensors of this mode
 
 
 def _done(result):
-    """The work of a collective that is done: DistributedDataParallel asks it for its result.
+    """A finished `Work` handle whose future holds `result`.
 
-    That of PyTorch's fake process group has none.
+    DistributedDataParallel reads the future. The handle of PyTorch's fake process group has no
+    result in it.
     """
     future: torch.futures.Future = torch.futures.Future()
     future.set_result(result)
@@ -206,10 +229,10 @@ def _done(result):
 
 
 def apply_by(move, replaces=lambda module, name, buffer: None):
-    """`Module._apply` without `swap_tensors`, which refuses fake tensors.
+    """`Module._apply` without `torch.utils.swap_tensors`, which refuses fake tensors.
 
-    move: a function that changes a parameter as the function that it is given says.
-    replaces: is told of each buffer before it.
+    move: a function that applies a function to a parameter in place.
+    replaces: a callback that gets each buffer before it is replaced.
     """
 
     def _apply(self, function, recurse=True):
@@ -218,9 +241,10 @@ def apply_by(move, replaces=lambda module, name, buffer: None):
                 module._apply(function)
         for parameter in filter(lambda p: p is not None, self._parameters.values()):
             with torch.no_grad():
+                # First the parameter, then its gradient: a `.grad` must have its tensor's dtype.
                 gradient, parameter.grad = parameter.grad, None
                 (_note_place if is_lazy(parameter) else move)(parameter, function)
-                if gradient is not None:  # goes along
+                if gradient is not None:
                     parameter.grad = function(gradient)
         for name, buffer in self._buffers.items():
             if is_lazy(buffer):
@@ -234,19 +258,21 @@ def apply_by(move, replaces=lambda module, name, buffer: None):
 
 
 def _note_place(lazy, function) -> None:
-    """Let a tensor that has no shape yet know where it is to be made, and of which dtype."""
+    """Note the device and the dtype that a lazy tensor, which has no shape yet, is to get."""
     lazy._memlab_like = function(_like(lazy))
 
 
 def _like(lazy):
-    """An empty tensor of the place and the dtype of a lazy one."""
+    """An empty tensor with the noted device and dtype of a lazy one."""
     like = getattr(lazy, "_memlab_like", None)
     return torch.empty(0, dtype=lazy.dtype, device=lazy.device) if like is None else like
 
 
 def _materialize(self, shape, device=None, dtype=None) -> None:
-    """`UninitializedTensorMixin.materialize`, at the place that `_note_place` has noted."""
+    """`UninitializedTensorMixin.materialize`, with what `_note_place` has noted."""
     like = _like(self)
+    # Unlike PyTorch, the class first: an uninitialized tensor has no storage to ask for, and the
+    # patched `data` of `memlab.card.moves` asks for it.
     self.__class__ = self.cls_to_become
     self.data = torch.empty(shape, device=device or like.device, dtype=dtype or like.dtype)
 
@@ -257,17 +283,18 @@ def _move(parameter, function) -> None:
 
 
 def _may_improve(is_early_stop_heuristic_unsatisfied, **scores):
-    """Whether a beam search can still find better beams: it can, until all have ended.
+    """`GenerationMixin._check_early_stop_heuristic`: whether a beam search can still improve.
 
-    The scores that it compares are not known.
+    The original compares scores, which are not known here. The search runs until all beams end.
     """
     return is_early_stop_heuristic_unsatisfied
 
 
 def _with_data(function):
-    """The function, run on ordinary tensors also inside."""
+    """Wrap a function so that it runs on ordinary tensors."""
 
-    @functools.wraps(function)  # by whose name a spawned process finds the original
+    # A spawned process gets a worker's function by name, and so finds the original.
+    @functools.wraps(function)
     def run(*args, **kwargs):
         with with_data():
             return function(*args, **kwargs)
@@ -276,9 +303,9 @@ def _with_data(function):
 
 
 def _weight_of_a_file(tensor, device=None, dtype=None):
-    """A weight of a checkpoint, of which only the shape and the dtype are wanted.
+    """`core_model_loading._materialize_copy`: a weight of a checkpoint, without its data.
 
-    What is no floating-point number is read: the json text of a 4-bit weight is a tensor.
+    Integers are read: bitsandbytes stores the JSON description of a 4-bit weight as a uint8 tensor.
     """
     with with_data():
         weight = tensor[...]

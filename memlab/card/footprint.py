@@ -1,4 +1,4 @@
-"""The footprint of what ran on a card: its context and its seconds beside the tensors' bytes."""
+"""The footprint of a run on the simulated GPU: memory, CUDA context and time of a step."""
 
 from collections import Counter
 from dataclasses import replace
@@ -17,13 +17,15 @@ def card_footprint(
     samples: int | None = None,
     link: str | None = None,
 ) -> Footprint:
-    """The footprint of a ledger that a `CardMemory` serves, with the card's context.
+    """The footprint of a ledger whose allocator is a `CardMemory`, with the CUDA context.
 
-    work: what the step's operators do (`memlab.trace.work.Work`) -> how often. log: what was
-        replayed, with the number of parameters and its assumptions; None for a run. samples:
-        sequences of the step. link: between ranks, as `memlab.card.links.link_rate` has it.
+    work: `memlab.trace.work.Work` -> how often a step does it. If it is empty, or the time of a
+        step cannot be estimated, `no_time` says why.
+    log: the log that was replayed, with its parameter counts and assumptions; None for a run.
+    samples: sequences per step.
+    link: the link between ranks, a name as in `memlab.card.links.link_rate`.
     """
-    memory: Any = ledger.allocator
+    memory: Any = ledger.allocator  # a CardMemory
     gpu, footprint = memory.gpu, ledger.footprint()
     context = gpu.context
     seconds, no_time = None, "no operator has run on the card"
@@ -40,5 +42,6 @@ def card_footprint(
         trainable_parameters=log.trainable_parameters if log else None,
         context=context,
         assumptions=(*ledger.assumptions, *(log.assumptions if log else ())),
+        # As nvidia-smi shows it. The context of some GPUs is not known.
         device_used=None if context is None else footprint.peak_reserved + context,
     )

@@ -1,9 +1,16 @@
-"""What is known of the values of tensors on the card, and what stands for the rest.
+"""The values of tensors on the GPU: which are known, and what the others read as.
 
-Integers, booleans and single numbers that come from the host keep their values on the card, through
-every operation on such alone. Everything else has a stand-in value: a number reads as 1, a
-comparison as it would come out of that, isnan and isinf as False. Shapes that follow:
-`memlab.card.dynamic_shapes`.
+Integers, booleans and single numbers that come from the host keep their values on the GPU, through
+every operation whose inputs are all known. Everything else has a stand-in value: a number reads as
+1, a comparison as it comes out with 1, isnan and isinf as False. Output shapes that follow from
+values are the subject of `memlab.card.dynamic_shapes`.
+
+What is known is noted on the storage, so that all views share it:
+
+- `_memlab_values`: the values, a flat tensor with data of the storage's length
+- `_memlab_assumed`: the assumption that these values rest on; empty if they are exact
+- `_memlab_reads`: what the elements of a boolean tensor with unknown values read as
+- `_memlab_decided`: whether that reading holds on any GPU (see `is_decided`)
 """
 
 import functools
@@ -19,34 +26,39 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from memlab.trace.tensors import tensors_in
 
 aten = torch.ops.aten
-MOST_KNOWN = 2**18  # numbers: the tokens of any batch, and no masks of token by token
+# Elements up to which values are kept. The token ids of any batch have fewer. The masks of
+# [length, length] have more: they would cost time, and no shape follows from them.
+MOST_KNOWN = 2**18
 
 
 # ---------------------------------------------------------------------- known values
 
 
 def values_of(tensor):
-    """An ordinary tensor with the values of one on the card; None where they are not known.
+    """An ordinary tensor with the known values of a fake one; None if they are not known.
 
-    It shares their memory: what is written into it, is written. An ordinary tensor is its own.
+    It is a view of the values, so writing into it changes them. For an ordinary tensor, the tensor
+    itself.
     """
     if not isinstance(tensor, FakeTensor):
         return tensor
     flat = getattr(tensor.untyped_storage(), "_memlab_values", None)
-    if flat is None or flat.dtype != tensor.dtype:
+    if flat is None or flat.dtype != tensor.dtype:  # also for `.view(dtype)` of another dtype
         return None
     with no_dispatch():
         return torch.as_strided(flat, tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def set_constant(tensor, values, assumed="") -> None:
-    """From now on the values of a fake tensor are known: of not too many integers, or one number.
+    """Note the values of a fake tensor: of up to MOST_KNOWN integers, or of one real number.
 
-    values: an ordinary tensor of its shape. assumed: what they rest on, where they are not the
-    reader's own.
+    Larger tensors and complex ones stay unknown.
+
+    values: an ordinary tensor of the same shape.
+    assumed: the assumption that the values rest on, empty for values of the user's program.
     """
     storage = tensor.untyped_storage()
-    numbers = storage.nbytes() // tensor.itemsize
+    numbers = storage.nbytes() // tensor.itemsize  # of the whole storage, not of this view alone
     if tensor.is_complex() or numbers > (1 if tensor.is_floating_point() else MOST_KNOWN):
         return
     with no_dispatch():
@@ -57,14 +69,14 @@ def set_constant(tensor, values, assumed="") -> None:
 
 
 def drop_constant(tensor) -> None:
-    """The values of a fake tensor are not known any more."""
+    """Forget the values of a fake tensor's storage."""
     storage = tensor.untyped_storage()
     if hasattr(storage, "_memlab_values"):
         del storage._memlab_values
 
 
 def assumed_of(tensors) -> str:
-    """What the values of these rest on; empty where they are all the reader's own."""
+    """The first assumption that the values of these tensors rest on; empty if they have none."""
     for tensor in tensors:
         if isinstance(tensor, FakeTensor):
             assumed = getattr(tensor.untyped_storage(), "_memlab_assumed", "")
@@ -74,17 +86,17 @@ def assumed_of(tensors) -> str:
 
 
 def run_on_values(func, args, kwargs):
-    """The operation on the values of its arguments, which are all known, without the card."""
+    """Run an operation on the values of its arguments, which must all be known, on the host."""
     args, kwargs = tree_map_only(torch.Tensor, values_of, (args, kwargs))
     kwargs = {name: "cpu" if name == "device" else value for name, value in kwargs.items()}
     kwargs.pop("pin_memory", None)
     with no_dispatch():
-        if func._opname in UNWRITTEN:
+        if func._opname in UNWRITTEN:  # whatever the memory holds reads as the stand-in
             return func(*args, **kwargs).fill_(1)
-        if func is aten.histc.default:  # of integers: the CPU has none
+        if func is aten.histc.default:  # CUDA has a kernel for integers, the CPU has none
             return args[0].double().histc(*args[1:], **kwargs).to(args[0].dtype)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            before = torch.get_rng_state()  # the host's own draws stay what they are
+            before = torch.get_rng_state()  # drawing for the GPU must not disturb the host's draws
             try:
                 return func(*args, **kwargs)
             finally:
@@ -96,10 +108,14 @@ UNWRITTEN = set("empty empty_like empty_strided new_empty new_empty_strided".spl
 
 
 def propagate(func, args, kwargs, out) -> None:
-    """Take down what is known of the values of an operation's result, or of what it wrote into."""
+    """Note the values of an operation's results, and of the tensors that it wrote into.
+
+    args, kwargs: the arguments as they were before `placement.without_data`.
+    out: the result.
+    """
     if isinstance(out, FakeTensor) and out.dtype.is_floating_point and out.numel() > 1:
-        return  # the most
-    if func.namespace == "c10d":  # whose schemas do not say what they write
+        return  # most operations: real numbers, whose values are never kept
+    if func.namespace == "c10d":  # the schemas of collectives do not say which arguments they write
         _received(*args[:2])
         return
     writes = func._schema.is_mutable
@@ -111,7 +127,10 @@ def propagate(func, args, kwargs, out) -> None:
         (number, out)
         for number, out in enumerate(outs)
         if isinstance(out, FakeTensor)
+        # A single real number is known if it is computed from known tensors. One that a factory
+        # function makes, such as a random draw, reads as 1.
         and (not out.is_floating_point() or (out.numel() == 1 and _tensors(args, kwargs)))
+        # A view of a storage with known values needs nothing.
         and not hasattr(out.untyped_storage(), "_memlab_values")
     ]
     if not new:
@@ -129,13 +148,16 @@ def propagate(func, args, kwargs, out) -> None:
         with no_dispatch():
             set_constant(out, torch.full(out.shape, DECIDES[func], dtype=out.dtype))
         return
+    # Unknown: note what a condition reads as while its inputs are still at hand.
     for _, output in new:
         if output.dtype == torch.bool:
             data: Any = output.untyped_storage()
             data._memlab_reads, data._memlab_decided = stand_in(func, args), _decides(func, args)
 
 
-DECIDES = {  # what one side has everywhere decides the result, whatever the other has
+# The value which decides the result of an operator if one side has it in every element: 0 for AND,
+# 1 for OR.
+DECIDES = {
     aten.bitwise_and.Tensor: 0,
     aten.logical_and.default: 0,
     aten.bitwise_or.Tensor: 1,
@@ -148,6 +170,7 @@ def _decided(func, args) -> bool:
     with no_dispatch():
         return any(
             side is not None
+            # Only booleans decide an OR: the other side may add further bits to an integer 1.
             and (side.dtype == torch.bool or DECIDES[func] == 0)
             and bool((side == DECIDES[func]).all())
             for side in sides
@@ -155,13 +178,18 @@ def _decided(func, args) -> bool:
 
 
 def _written(func, args, kwargs) -> None:
-    """What was written into is known if all that took part is."""
+    """Update the values of the tensors that an operation has written into.
+
+    They stay known if all of its inputs are known.
+    """
     written = tensors_in(written_by(func, args, kwargs))
     written = [tensor for tensor in written if isinstance(tensor, FakeTensor)]
     for tensor in written:
         data: Any = tensor.untyped_storage()
         if hasattr(data, "_memlab_decided"):
             data._memlab_decided = _decides(func, args)
+        # A storage has one reading. If only a part was written, and reads otherwise than the rest,
+        # the storage reads as True, as other unknown conditions do.
         if tensor.dtype == torch.bool:
             before, after = _counts_as(tensor), _reads_when_written(func, args)
             data._memlab_reads = (
@@ -171,7 +199,7 @@ def _written(func, args, kwargs) -> None:
     if not tensors:
         return
     if all_known(args, kwargs):
-        run_on_values(func, args, kwargs)
+        run_on_values(func, args, kwargs)  # `values_of` gives views, so this updates the values
     else:
         for tensor in tensors:
             drop_constant(tensor)
@@ -189,9 +217,9 @@ def _written_places(func) -> list[tuple[int, str]]:
 
 
 def _received(outs, sent) -> None:
-    """What a collective writes: every other rank sends what this one has.
+    """Note the values that a collective has received: every other rank sends what this rank sends.
 
-    Where nothing else was sent, as in a sum over ranks, what is there stays.
+    Without tensors to send, as in a sum over ranks in place, the values stay as they are.
     """
     received = [out for out in _tensors(outs) if isinstance(out, FakeTensor)]
     received = [out for out in received if values_of(out) is not None]
@@ -204,6 +232,7 @@ def _received(outs, sent) -> None:
         return
     with no_dispatch():
         flat, start = torch.cat([value.flatten() for value in values]), 0
+        # Outputs of an all-gather repeat what was sent, those of a scatter are parts of it.
         for out in received if len(flat) else ():
             numbers = torch.arange(start, start + out.numel()) % len(flat)
             values_of(out).copy_(flat[numbers].view(out.shape))
@@ -211,9 +240,10 @@ def _received(outs, sent) -> None:
 
 
 def _reads_when_written(func, args) -> bool:
-    """What a boolean tensor reads as, once an operation such as `|=` has written into it."""
+    """What a boolean tensor reads as after an operation such as `|=` has written into it."""
     if func is aten.copy_.default:
         return bool(_counts_as(args[1]))
+    # The reading of the operator that is not in place: of `bitwise_or` for `bitwise_or_`.
     name, overload = func._schema.name.removeprefix("aten::"), func._overloadname
     return bool(stand_in(getattr(getattr(aten, name.rstrip("_"), None), overload, func), args))
 
@@ -223,7 +253,7 @@ def _tensors(*arguments):
 
 
 def all_known(args, kwargs) -> bool:
-    """Whether all values are known and integers, or single numbers."""
+    """Whether all values are known, of integers, booleans and single numbers only."""
     return all(
         values_of(tensor) is not None and (not tensor.is_floating_point() or tensor.numel() == 1)
         for tensor in _tensors(args, kwargs)
@@ -231,16 +261,16 @@ def all_known(args, kwargs) -> bool:
 
 
 def even_routing(args, kwargs, indices) -> None:
-    """Let the indices of a top-k of unknown values spread evenly over what can be chosen.
+    """Spread the indices of a top-k of unknown values evenly over the choices.
 
-    The router of an expert mixture is such a top-k: every expert gets its share of the tokens.
+    The router of a mixture of experts is such a top-k: every expert gets its share of the tokens.
     """
     tensor, k = args[0], args[1]
     dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
     if tensor.dim() == 0 or indices.numel() > MOST_KNOWN:
         return
     with no_dispatch():
-        order = torch.arange(indices.numel()) % tensor.size(dim)
+        order = torch.arange(indices.numel()) % tensor.size(dim)  # 0, 1, ..., n - 1, 0, 1, ...
         rows = order.view(*indices.movedim(dim, -1).shape) if k else order
         set_constant(
             indices, rows.movedim(-1, dim), "top-k of values that are not known: chosen evenly"
@@ -251,7 +281,7 @@ def even_routing(args, kwargs, indices) -> None:
 
 
 def item_value(tensor):
-    """What `.item()` gives: the value if it is known, else the one that stands for it."""
+    """The result of `.item()`: the value if it is known, else its stand-in."""
     values = values_of(tensor)
     if values is None:
         return stand_in_number(tensor)
@@ -259,12 +289,13 @@ def item_value(tensor):
         return values.item()
 
 
+# Operators whose boolean result reads the same whatever their inputs are.
 FIXED = {
     **dict.fromkeys("isnan isinf isposinf isneginf new_zeros zeros_like".split(), False),
-    # The last is asked by code that raises where it is not.
+    # `_is_all_true` guards against invalid arguments: code raises an error if it is False.
     **dict.fromkeys(("new_ones", "ones_like", "_is_all_true"), True),
 }
-# By the names of operators, of tensors and numbers alike.
+# Operators by name, whatever their overload: a tensor may be compared with a tensor or a number.
 COMPARISONS = {name: getattr(operator, name) for name in "eq ne lt le gt ge".split()}
 LOGICAL = {
     **dict.fromkeys(("logical_and", "bitwise_and", "mul"), operator.and_),
@@ -275,7 +306,7 @@ NEGATIONS = {aten.logical_not.default, aten.bitwise_not.default}
 
 
 def stand_in(func, args) -> bool:
-    """What a boolean result reads as that is not known."""
+    """What an operator's boolean result reads as if its values are not known."""
     first = args[0] if args else None
     name = func._opname
     if name in FIXED:
@@ -287,13 +318,15 @@ def stand_in(func, args) -> bool:
         return COMPARISONS[name](*sides)
     if func in NEGATIONS:
         return not _counts_as(first)
-    parts = first if isinstance(first, (list, tuple)) else [first]  # of a `cat` or a `stack`
+    # Any other operator, such as `any`, `all`, `view`, or `cat` of a list: as its boolean inputs
+    # read if they agree, else True.
+    parts = first if isinstance(first, (list, tuple)) else [first]
     readings = [_counts_as(part) for part in parts if getattr(part, "dtype", None) == torch.bool]
     return readings[0] if readings and all(part == readings[0] for part in readings) else True
 
 
 def _counts_as(tensor):
-    """What an element of a tensor of any size counts as."""
+    """What any element of a tensor reads as: its known value if all elements share it."""
     if tensor.numel() == 1:
         return item_value(tensor)
     values = values_of(tensor)
@@ -306,7 +339,7 @@ def _counts_as(tensor):
 
 
 def stand_in_number(tensor):
-    """What an element reads as that is not known."""
+    """What an element with an unknown value reads as: 1, or what is noted on a boolean storage."""
     if tensor.dtype == torch.bool:
         return getattr(tensor.untyped_storage(), "_memlab_reads", True)
     if tensor.is_complex():
@@ -315,9 +348,9 @@ def stand_in_number(tensor):
 
 
 def _decides(func, args) -> bool:
-    """Whether a boolean result follows from numbers being finite, which they all are.
+    """Whether a boolean result follows from numbers being finite, as all numbers are taken to be.
 
-    `isfinite` and `isnan` are comparisons where PyTorch takes them apart.
+    PyTorch decomposes `isnan(x)` into `x != x`, and `isfinite` into a comparison with infinity.
     """
     if func._opname in FIXED or (func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[1]):
         return True
@@ -329,14 +362,14 @@ def _decides(func, args) -> bool:
 
 
 def is_decided(tensor) -> bool:
-    """Whether a tensor reads as it does on any card: of known values, or whether it is finite."""
+    """Whether a tensor reads as it would on any GPU: known values, or a check for finite ones."""
     return values_of(tensor) is not None or getattr(
         tensor.untyped_storage(), "_memlab_decided", False
     )
 
 
 def read_alike(tensor, other) -> bool:
-    """What `torch.equal` and `torch.allclose` give of values that are not known."""
+    """The result of `torch.equal` and `torch.allclose` if values are not known."""
     if tensor.dtype == other.dtype == torch.bool and _counts_as(tensor) != _counts_as(other):
         return False
     return tensor.shape == other.shape

@@ -1,4 +1,4 @@
-"""`torch.cuda.FloatTensor` and its like: types of tensors from before there were dtypes."""
+"""`torch.cuda.FloatTensor` and the other tensor types from before PyTorch had dtypes."""
 
 import torch
 
@@ -9,14 +9,17 @@ NAMES = "Float Double Half BFloat16 Byte Char Short Int Long Bool".split()
 
 
 def make(data, dtype, device) -> torch.Tensor:
-    """What these types, and `tensor.new`, make of values or of sizes."""
+    """The tensor that such a type, or `tensor.new`, makes of values or of sizes.
+
+    data: a sequence of values, or sizes as numbers or as a torch.Size.
+    """
     if len(data) == 1 and not isinstance(data[0], (int, torch.Size)):
         return torch.as_tensor(data[0], dtype=dtype, device=device)
     return torch.empty(*(data or (0,)), dtype=dtype, device=device)
 
 
 class _OnCard(type):
-    """Such a type of the card: it makes tensors, and tensors of its dtype are its instances."""
+    """A legacy type of the GPU: a call makes a GPU tensor, isinstance checks dtype and device."""
 
     dtype: torch.dtype
 
@@ -36,14 +39,15 @@ TYPES = {
 
 
 def parse(kind) -> tuple[torch.device | None, torch.dtype] | None:
-    """(device, dtype) that a dtype, or a type from before, stands for; None for no such thing.
+    """(device, dtype) of a dtype, a legacy type or its name; None for anything else.
 
-    A dtype leaves the device as it is.
+    The device is None for a dtype, which leaves a tensor where it is.
     """
     if isinstance(kind, torch.dtype):
         return None, kind
     if isinstance(kind, _OnCard):
         return CARD, kind.dtype
+    # torch.FloatTensor, a class, or its name: "torch.FloatTensor", "torch.cuda.FloatTensor"
     name = f"{kind.__module__}.{kind.__name__}" if isinstance(kind, type) else str(kind)
     for prefix, device in (("torch.cuda.", CARD), ("torch.", HOST)):
         if name.removeprefix(prefix) in TYPES:

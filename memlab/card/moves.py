@@ -1,4 +1,11 @@
-"""Code written for CUDA on a machine without: its names, and moves between host and card."""
+"""Moves between the host and the simulated GPU, for code that is written for CUDA.
+
+A function mode sees every PyTorch call of Python code before it becomes an operation. It carries
+out `.to`, `.cuda`, `tensor.data = ...` and the like, and handles the few other functions that
+depend on the device. It also notes the call in progress (`memlab.card.calls`). Tensors that moved
+in from outside the simulation get their data back at its end. `torch.inference_mode` acts as
+`torch.no_grad`, which takes the same memory.
+"""
 
 import contextlib
 import importlib
@@ -29,26 +36,28 @@ from memlab.card.placement import (
 from memlab.trace.patches import replaced
 from memlab.trace.tensors import is_wrapper_subclass, on_card
 
-# The module: the name torch.optim.optimizer is taken away from the package after its import.
+# By its full name: torch.optim deletes its attribute `optimizer` at the end of its import.
 optimizers = importlib.import_module("torch.optim.optimizer")
 
 
 @contextlib.contextmanager
 def cuda_code(mode: CardMode):
-    """Let code written for CUDA run, and tell a card's mode what Python calls."""
+    """Let code written for CUDA run, and tell the GPU's dispatch mode what Python calls."""
     names = DeviceMoveMode(mode)
     types = [*optimizers._foreach_supported_types, FakeTensor]
     init_hooks = torch.autograd.graph.saved_tensors_hooks.__init__
     rows = (
         *AUTOCAST,
+        # Fake tensors take multi-tensor (foreach) kernels too, the default of optimizers on CUDA.
         (optimizers, "_foreach_supported_types", types),
         (torch.utils._foreach_utils, "_foreach_supported_types", types),
-        # Of some results the strides follow the device: those of an SVD, of convolutions.
+        # Meta functions of an SVD and of convolutions choose the strides by the device.
         (torch._meta_registrations, "device_hint", lambda tensor: "cuda"),
         (torch.nn.Module, "_apply", apply_by(_move_by(names), names.replaces)),
         (torch._C, "_InferenceMode", _without_gradients),
         (torch, "set_default_tensor_type", _set_default_tensor_type),
-        # PyTorch calls these from within, where no mode is.
+        # PyTorch disables a function mode inside its own calls, such as `Tensor.backward`. The
+        # user's code that runs in there (hooks, custom backward passes) needs the mode again.
         (torch.autograd, "_engine_run_backward", names.entered(_run_backward)),
         (torch.autograd.graph.saved_tensors_hooks, "__init__", names.hooks(init_hooks)),
     )
@@ -61,9 +70,10 @@ def cuda_code(mode: CardMode):
 
 
 def _without_gradients(mode=True):
-    """`torch.inference_mode`, as `torch.no_grad`, which takes the same memory.
+    """`torch.inference_mode` as `torch.no_grad`, which takes the same memory.
 
-    PyTorch gives a mode such as the tracer operators before they are taken apart in inference mode.
+    In inference mode, a dispatch mode gets composite operators before PyTorch decomposes them, so
+    the tensors that they create on the way would go unseen.
     """
     return torch.set_grad_enabled(not mode)
 
@@ -79,14 +89,16 @@ def _set_default_tensor_type(kind) -> None:
 
 @contextlib.contextmanager
 def threads_come_along(mode: CardMode, names):
-    """Let the threads that are started inside follow these modes: PyTorch keeps them by thread."""
+    """Enter the modes in every thread that is started inside, as PyTorch's modes are per thread."""
     start = threading.Thread.start
 
     def start_inside(thread):
         run, lifts = thread.run, torch._C._only_lift_cpu_tensors()
 
         def run_inside():
-            torch._C._set_only_lift_cpu_tensors(lifts)  # torch.tensor(..., device="cuda")
+            # Per thread, too: torch.tensor(..., device="cuda") creates a CPU tensor and moves it,
+            # instead of asking CUDA for memory.
+            torch._C._set_only_lift_cpu_tensors(lifts)
             with higher_order.under(mode.fake), higher_order.under(mode), names:
                 run()
 
@@ -102,9 +114,11 @@ MOVES = (
     *(torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.to, torch.Tensor.pin_memory),
     *(torch.Tensor.type_as, torch.Tensor.type),
 )
-SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a property of C
+# Attributes of torch.Tensor are C properties. A function mode gets their `__get__` and `__set__`.
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 PROPERTY = type(SET_DATA)
-# What a fake tensor answers by itself, asked of one that a transform of torch.func has wrapped.
+# `.device` and the like of a tensor that a transform of torch.func has wrapped. The wrapper is no
+# FakeTensor, so the patched properties of FakeTensor do not apply.
 ASKED = {
     getattr(torch.Tensor, name).__get__: answer.fget
     for name, answer in PLACE.items()
@@ -121,26 +135,31 @@ CUDNN = (
 
 
 class DeviceMoveMode(TorchFunctionMode):
-    """Moves tensors between host and card, and notes what Python calls."""
+    """Moves tensors between host and GPU, and notes the Python call in progress.
+
+    mode: the GPU's dispatch mode, whose tracer, calls and reader this mode shares.
+    """
 
     def __init__(self, mode: CardMode):
         super().__init__()
         self.tracer, self.calls, self.reader = mode.tracer, mode.calls, mode.reader
-        self._from_outside: list[tuple] = []  # (what moved in, its data)
-        self._buffers: list[tuple] = []  # (the module, the name, the buffer)
+        # What `restore` gives back when the simulation ends.
+        self._from_outside: list[tuple] = []  # (weak reference to a tensor, its data outside)
+        self._buffers: list[tuple] = []  # (weak reference to a module, name, buffer outside)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if type(func) is PROPERTY:  # a property; asked very often
+        if type(func) is PROPERTY:  # first, because it is the most frequent case
             if func == SET_DATA:
                 return self.set_data(*args)
             return ASKED.get(func, func)(*args)
-        if func in (torch.device, torch._C._nn._parse_to):  # a name alone makes no tensor
+        if func in (torch.device, torch._C._nn._parse_to):  # these name a device, without a tensor
             if args and isinstance(args[0], int):
                 args = (torch.device("cuda", args[0]), *args[1:])
             return func(*args, **kwargs)
         for kind in types:
-            if not issubclass(kind, torch.Tensor):  # what answers for a tensor, such as a lazy one
+            # An object that stands for a tensor, such as a lazily read weight of a checkpoint.
+            if not issubclass(kind, torch.Tensor):
                 with self._called_by_nobody():
                     return kind.__torch_function__(func, types, args, kwargs)
         if func in MOVES:
@@ -150,14 +169,14 @@ class DeviceMoveMode(TorchFunctionMode):
             if isinstance(device, int):
                 device = torch.device("cuda", device)
                 kwargs = kwargs | {"device": device}
-            is_cuda_device(device)  # or refuses
+            is_cuda_device(device)  # raises for a second GPU
         if func is torch.tensor:
             args = (self._scalars_on_host(args[0]), *args[1:]) if args else args
         if func is torch.Tensor.is_pinned:
             return is_pinned(args[0])
         if func is torch.Tensor.new and on_card(args[0]) and not kwargs:
             return legacy_types.make(args[1:], args[0].dtype, CARD)
-        if kwargs.get("pin_memory"):
+        if kwargs.get("pin_memory"):  # make the tensor without it, then mark it
             return pin(self.__torch_function__(func, types, args, kwargs | {"pin_memory": False}))
         if func in FROM_DATA:
             return self._made_from_data(func, args, kwargs)
@@ -168,17 +187,21 @@ class DeviceMoveMode(TorchFunctionMode):
             args, kwargs = self._with_lengths(args, kwargs)
         if func in RECURRENT and on_card(args[0]):
             self.tracer.assumptions[CUDNN] = None
-            with torch.backends.mkldnn.flags(enabled=False):  # the host's kernel keeps less
+            # oneDNN's CPU kernel would save less for the backward pass than a GPU does.
+            with torch.backends.mkldnn.flags(enabled=False):
                 return self._called(Call(args, kwargs), func, args, kwargs)
+        # CUDA's autocast refuses it (aten/src/ATen/autocast_mode.h, `banned`), the CPU's does not.
         if func is torch.nn.functional.binary_cross_entropy and on_card(args[0]):
             if torch.is_autocast_enabled("cuda"):
                 raise RuntimeError(refusals.UNSAFE_TO_AUTOCAST)
-        if func is torch._VF._pad_packed_sequence:  # of its lengths the host makes a tensor
+        # It returns padded data on the GPU and the lengths, int64, on the host.
+        if func is torch._VF._pad_packed_sequence:
             return self._called(Call(args, kwargs, host_dtype=torch.int64), func, args, kwargs)
         return self._called(Call(args, kwargs, names_host(device)), func, args, kwargs)
 
     def _called(self, call, func, args, kwargs):
-        calls = self.calls  # as `at_work`, which would take a twentieth of a simulation's time
+        # As `Calls.at_work`, inlined: a context manager here takes 5 % of a simulation's time.
+        calls = self.calls
         before, calls.current = calls.current, call
         try:
             return func(*args, **kwargs)
@@ -186,7 +209,7 @@ class DeviceMoveMode(TorchFunctionMode):
             calls.current = before
 
     def _scalars_on_host(self, data):
-        """What a tensor is made of, with ordinary tensors for the numbers on the card."""
+        """The data of `torch.tensor`, with ordinary tensors for scalars on the GPU."""
         if not isinstance(data, (list, tuple)):
             return data
         if isinstance(data[0] if data else None, (list, tuple)):
@@ -196,9 +219,13 @@ class DeviceMoveMode(TorchFunctionMode):
         return [self.reader.host_copy(x) if isinstance(x, FakeTensor) else x for x in data]
 
     def _made_from_data(self, func, args, kwargs):
-        """What PyTorch makes of numbers and arrays on the host, and moves by itself."""
+        """`torch.tensor` and its like: make the tensor on the host, then move it.
+
+        PyTorch moves such a tensor in C++, below this mode.
+        """
         here = {k: v for k, v in kwargs.items() if k not in ("device", "requires_grad")}
-        with torch._C.DisableTorchFunction():  # or a default device would be asked for memory
+        # Without function modes: the one of `torch.set_default_device` would ask CUDA for memory.
+        with torch._C.DisableTorchFunction():
             made = func(*args, **here)
         device = kwargs.get("device")
         if func is torch.Tensor.new_tensor:
@@ -209,7 +236,10 @@ class DeviceMoveMode(TorchFunctionMode):
         return moved.requires_grad_() if kwargs.get("requires_grad") else moved
 
     def _with_lengths(self, args, kwargs):
-        """The arguments of a CTC loss, whose lengths may be numbers or lie on the host."""
+        """The arguments of a CTC loss, with its lengths as tensors on the GPU.
+
+        The caller may give them as numbers, or as tensors on the host.
+        """
         names = ("log_probs", "targets", "input_lengths", "target_lengths")
         named = dict(zip(names, args, strict=False)) | kwargs
         if not on_card(named["log_probs"]):
@@ -220,17 +250,17 @@ class DeviceMoveMode(TorchFunctionMode):
             )
         return [named.pop(name) for name in names] + list(args[4:]), named
 
-    # ------------------------------------------------------------------ where no mode is
+    # ------------------------------------------------------------------ below PyTorch's own calls
 
     @contextlib.contextmanager
     def _called_by_nobody(self):
-        """Under this mode, as where Python code stands by itself."""
+        """Enter this mode, unless it is active, with no call in progress."""
         here = self in _get_current_function_mode_stack()
         with self.calls.at_work(None), contextlib.nullcontext() if here else self:
             yield
 
     def entered(self, function):
-        """The function, run under this mode."""
+        """Wrap a function so that it runs under this mode."""
 
         def run(*args, **kwargs):
             with self._called_by_nobody():
@@ -239,13 +269,13 @@ class DeviceMoveMode(TorchFunctionMode):
         return run
 
     def hooks(self, init):
-        """`saved_tensors_hooks.__init__`, whose hooks run under this mode."""
+        """Wrap `saved_tensors_hooks.__init__` so that both hooks run under this mode."""
 
         def unpack_here(unpack):
             def run(packed):
                 tensor = self.entered(unpack)(packed)
                 if isinstance(tensor, torch.Tensor):
-                    self.tracer.came_back(tensor)
+                    self.tracer.came_back(tensor)  # the hook may have moved or recomputed it
                 return tensor
 
             return run
@@ -258,13 +288,13 @@ class DeviceMoveMode(TorchFunctionMode):
     # ------------------------------------------------------------------ moves
 
     def _moved(self, func, args, kwargs):
-        """`.cpu()`, `.cuda()`, `.to(...)`, `.type(...)`, `.type_as(...)` and `.pin_memory()`."""
+        """Carry out one of MOVES: `.to(...)`, `.cuda()`, `.type(...)`, `.pin_memory()`, ..."""
         tensor, *rest = args
         if func is torch.Tensor.pin_memory:
             return tensor if is_pinned(tensor) else pin(tensor.clone())
         if func is torch.Tensor.type:
             asked = legacy_types.parse(rest[0] if rest else kwargs.get("dtype"))
-            if asked is None:  # its name is asked for
+            if asked is None:  # `.type()` without a type returns the name of the tensor's type
                 return func(*args, **kwargs)
             rest, kwargs = [asked[0] or device_of(tensor), asked[1]], {}
         if func is torch.Tensor.cpu:
@@ -274,32 +304,35 @@ class DeviceMoveMode(TorchFunctionMode):
             rest, kwargs = [CARD if index is None else index], {}
         goal, options = _asked(rest, kwargs)
         there = device_of(tensor)
+        # bitsandbytes quantizes a weight on its way to the GPU (`Params4bit.to`, `Int8Params.to`).
         if goal == CARD and bitsandbytes.is_to_be(tensor):
             self.entered(bitsandbytes.quantize)(tensor, CARD)
             self.tracer.see_parameter(tensor)
             return tensor
         call = Call((tensor,), {}, names_host=goal == HOST)
+        # No move between host and GPU: PyTorch's own `.to` serves, for a dtype or from `meta`.
         if goal in (None, there) or "meta" in (goal.type, there.type):
             if goal not in (None, there):
                 options["device"] = goal
             if not options:
                 return tensor
             return self._called(call, torch.Tensor.to, (tensor,), options)
-        options.pop("copy", None)
+        options.pop("copy", None)  # a move always copies
         options["device"] = goal
+        # To PyTorch both sides are CPU tensors, so its own derivative would not move the gradient.
         if tensor.requires_grad and torch.is_grad_enabled():
             return _Move.apply(tensor, self, call, options)
         return self._called(call, _TO_COPY, (tensor,), options)
 
     def set_data(self, tensor: torch.Tensor, data) -> None:
-        """`tensor.data = data`, also where one holds data and the other does not.
+        """`tensor.data = data`, even if only one of the two tensors is a fake one.
 
-        What is made of other tensors, as DTensor is of this rank's part, gets those of the other.
+        A wrapper subclass, such as a DTensor, takes over the inner tensors of `data`.
         """
         comes = on_card(data) and not on_card(tensor)
         if _kind(tensor) == _kind(data) and not is_wrapper_subclass(type(tensor)):
             SET_DATA(tensor, data)
-        else:
+        else:  # PyTorch refuses data of another kind of tensor, so the tensors are swapped
             self._exchange(tensor, data)
         if comes and isinstance(tensor, torch.nn.Parameter):
             self.tracer.see_parameter(tensor)
@@ -308,17 +341,20 @@ class DeviceMoveMode(TorchFunctionMode):
         parameter = isinstance(tensor, torch.nn.Parameter)
         new = data.detach().requires_grad_(tensor.requires_grad)
         new = torch.nn.Parameter(new, tensor.requires_grad) if parameter else new
+        # After the swap, `new` holds what `tensor` held before.
         if predates_context(tensor):
             self._from_outside.append((weakref.ref(tensor), new))
         _swap(tensor, new)
 
     def replaces(self, module, name, buffer) -> None:
-        """A module gets another buffer."""
+        """Remember a buffer from outside, before `Module._apply` replaces it in its module."""
         if predates_context(buffer):
             self._buffers.append((weakref.ref(module), name, buffer))
 
     def restore(self) -> None:
-        """What had data before it moved has them again."""
+        """Give tensors from outside the data that they had before they moved in."""
+        # NB: only tensors that still have no data. A weight that the program has moved back to the
+        # host, as by `.cpu()`, keeps the stand-in values of that copy.
         for reference, name, buffer in reversed(self._buffers):
             module = reference()
             if module is not None and isinstance(module._buffers.get(name), FakeTensor):
@@ -332,14 +368,18 @@ class DeviceMoveMode(TorchFunctionMode):
 
 
 def _one_hot(tensor, num_classes=-1):
-    """Onehot.cpp, `one_hot`; a fake tensor would be compared with every class."""
+    """`one_hot` as CUDA runs it: zeros, and ones scattered into them.
+
+    For a fake tensor PyTorch would compare with every class instead
+    (aten/src/ATen/native/Onehot.cpp, `one_hot`).
+    """
     classes = int(tensor.max()) + 1 if num_classes == -1 else num_classes
     zeros = tensor.new_zeros((*tensor.shape, classes))
     return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
 class _Move(torch.autograd.Function):
-    """A move between host and card, whose gradient goes the other way."""
+    """A move between host and GPU, whose gradient moves the other way."""
 
     @staticmethod
     def forward(ctx, tensor, names, call, options):
@@ -355,45 +395,49 @@ _TO_COPY = torch.ops.aten._to_copy.default
 
 
 def _kind(tensor) -> str:
-    """Tensors of one kind can take each other's data."""
+    """The kind of a tensor. PyTorch's `.data = ...` works between tensors of one kind."""
     if device_of(tensor).type == "meta":
         return "meta"
     return "without data" if isinstance(tensor, FakeTensor) else "with data"
 
 
 def _swap(tensor, other) -> None:
-    """Let two tensors exchange what they are; what others have noted on them stays.
+    """Exchange the contents of two tensors; attributes that libraries set on `tensor` stay there.
 
-    `torch.utils.swap_tensors` does the same and refuses tensors that something refers to weakly.
+    `torch.utils.swap_tensors` does the same, but refuses tensors that have weak references.
     """
-    inner: dict[str, object] = {}
-    noted: dict[str, object] = {}
+    inner: dict[str, object] = {}  # FakeTensor's own attributes: they go with the contents
+    noted: dict[str, object] = {}  # attributes of the user's and of libraries
     for name, value in tensor.__dict__.items():
         (inner if name in FAKE_ATTRIBUTES else noted)[name] = value
     kinds = type(tensor), type(other)
     bitsandbytes.set_type(tensor, kinds[1])
     bitsandbytes.set_type(other, kinds[0])
     tensor.__dict__, other.__dict__ = noted | other.__dict__, inner
-    for name in getattr(type(tensor), "__slots__", ()):  # what a DTensor is made of
+    for name in getattr(type(tensor), "__slots__", ()):  # DTensor: its local tensor and its spec
         own, its = getattr(tensor, name), getattr(other, name)
         setattr(tensor, name, its)
         setattr(other, name, own)
     torch._C._swap_tensor_impl(tensor, other)
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(tensor, name)
-        if hooks is not None:  # autograd notes them on what was exchanged
+        if hooks is not None:  # setting them registers them with the new C++ tensor
             setattr(tensor, name, hooks)
 
 
+# The instance attributes that PyTorch gives every fake tensor: fake_mode, _fake_device, ...
 with FakeTensorMode():
     FAKE_ATTRIBUTES = {"_is_param", *torch.empty(0).__dict__}
 
 
 def _asked(rest, kwargs) -> tuple[torch.device | None, dict]:
-    """What `.to(...)` was asked for: a device or None, and the options that matter here."""
+    """Parse the arguments of `.to(...)`: the device or None, and the options that are set.
+
+    `non_blocking` is dropped, because nothing runs asynchronously here.
+    """
     kwargs = dict(kwargs)
     first, *rest = [kwargs.pop("tensor"), *rest] if "tensor" in kwargs else rest or [None]
-    if isinstance(first, torch.Tensor):
+    if isinstance(first, torch.Tensor):  # .to(other)
         rest = [device_of(first), first.dtype, *rest]
     else:
         rest = [None, first, *rest] if isinstance(first, torch.dtype) else [first, *rest]
@@ -405,13 +449,15 @@ def _asked(rest, kwargs) -> tuple[torch.device | None, dict]:
     return device, {name: value for name, value in options.items() if value}
 
 
-TO = ("device", "dtype", "non_blocking", "copy")  # in the order in which `.to` takes them
+TO = ("device", "dtype", "non_blocking", "copy")  # the positional arguments of `.to`, in order
 
 
 def _move_by(names):
-    """Moves a parameter of a module."""
+    """The function by which `Module._apply` moves a parameter."""
 
     def move(parameter, function):
+        # `.half()` and the like must not cast packed numbers. NB: a module's `.cpu()` leaves its
+        # quantized weights on the GPU, too.
         if on_card(parameter) and bitsandbytes.is_to_be(parameter):
             return
         applied = function(parameter)

@@ -1,4 +1,9 @@
-"""The host of a simulated card: what runs there, or comes there, with data where it is small."""
+"""The host of the simulated GPU: operations on host tensors, and copies from the GPU.
+
+Host tensors have data if they are small, so samplers, tokenizers and collators work. Larger ones,
+such as weights, are fake tensors that are marked as host memory. Nothing here counts as GPU memory,
+except the contiguous copy that CUDA makes of a tensor before it leaves the GPU.
+"""
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -18,8 +23,8 @@ from memlab.trace.work import TRIFLE
 from memlab.units import mib
 
 aten = torch.ops.aten
-SMALL = 2**20  # bytes up to which numbers on the host hold data
-ORDINARY = 2**28  # the same for integers and booleans
+SMALL = 2**20  # bytes up to which floating-point tensors on the host hold data: 1 MiB
+ORDINARY = 2**28  # the same for integers and booleans: 256 MiB
 NO_DATA_ON_THE_HOST = (
     f"what it gives depends on values of a tensor on the host that has none here, because it takes "
     f"more than {mib(SMALL)}. Do it in smaller parts, or before the card is entered"
@@ -27,9 +32,10 @@ NO_DATA_ON_THE_HOST = (
 
 
 class Host:
-    """Runs what is on the host, and copies from the card.
+    """Runs operations on the host, and copies from the GPU to the host.
 
     mode: a `memlab.card.card_mode.CardMode`.
+    kernels: the memory that kernels allocate for themselves.
     """
 
     def __init__(self, mode, kernels: KernelMemory):
@@ -37,11 +43,15 @@ class Host:
         self._reader, self._kernels = mode.reader, kernels
 
     def run(self, func, args, kwargs, tensors):
-        """What an operation gives whose result lies on the host."""
-        if kwargs.get("pin_memory"):
+        """The result of an operation that lies on the host.
+
+        tensors: the tensors among its arguments.
+        """
+        if kwargs.get("pin_memory"):  # a CPU build cannot pin: `placement.pin` marks the tensor
             kwargs = kwargs | {"pin_memory": False}
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            # What a factory makes has data if it is small; what is made of data has some.
+            # Without tensors it is a factory function. A fake run tells how large its result is.
+            # An operation on tensors with data always gets data.
             result = None if tensors else func(*args, **kwargs)
             if isinstance(result, FakeTensor) and not holds_data(result):
                 place_on_host(result)
@@ -62,14 +72,15 @@ class Host:
             result = func(*here, **options)
         except (DynamicOutputShapeException, DataDependentOutputException):
             raise NotSimulated(f"{func} is not simulated: {NO_DATA_ON_THE_HOST}") from None
+        # A small host tensor made from GPU tensors, as by zeros_like(x, device="cpu"): with data.
         if any(map(on_card, tensors)) and all(map(holds_data, tensors_in([result]))):
             here = tree_map_only(FakeTensor, self._reader.host_copy, (args, kwargs))
             with no_dispatch():
                 return func(*here[0], **here[1])
-        if result is None:  # lists of tensors, changed in place
+        if result is None:  # a multi-tensor operator in place
             return None
         if func._schema.is_mutable and not isinstance(args[0], FakeTensor):
-            return args[0]  # its numbers stay what they were
+            return args[0]  # unknown values written into a tensor with data: it keeps its values
         known_values.propagate(func, args, kwargs, result)
         for tensor in tensors_in([result]):
             if tensor.device.type != "meta":
@@ -77,10 +88,13 @@ class Host:
         return result
 
     def _copy(self, tensor, dtype):
-        """A copy on the host of a tensor on the card: with data if it is small.
+        """A copy on the host of a GPU tensor, with data if it is small.
 
-        Where strides differ, a copy in the right order is made on the card first
-        (`copy_requires_temporaries` in aten/src/ATen/native/cuda/Copy.cu).
+        If the strides differ, CUDA first makes a contiguous copy on the GPU
+        (aten/src/ATen/native/cuda/Copy.cu, `copy_requires_temporaries`).
+
+        NB: with `non_blocking` CUDA also converts the dtype on the GPU first. That copy is not
+        simulated.
         """
         copy = aten.empty_like.default(fake_like(self._fake, tensor), dtype=dtype)
         place_on_host(copy)
@@ -94,42 +108,50 @@ class Host:
         return copy
 
     def write(self, target, source):
-        """`target.copy_(source)` from the card into a tensor of the host."""
+        """`target.copy_(source)` from the GPU into a host tensor."""
         if target.stride() != source.stride():
             self._kernels.take_and_give_back(source.nbytes)
         self._carry(source.nbytes)
-        if not isinstance(target, FakeTensor):
+        if not isinstance(target, FakeTensor):  # it has data: the known values, or stand-ins
             copy = self._reader.host_copy(source)
             with no_dispatch():
                 target.copy_(copy)
         return target
 
     def _carry(self, nbytes: int) -> None:
-        """What is small is a value that somebody reads; the host's waits are counted elsewhere."""
+        """Count a copy to the host in the step's work, unless it is smaller than `TRIFLE`.
+
+        Such a copy is a value that code reads. The time that the host waits for it is counted
+        elsewhere.
+        """
         if nbytes >= TRIFLE:
             self._work.note_copy(nbytes, self._tracer.phase())
 
     def zeros(self, shape, dtype, device):
-        """Zeros that the card never holds, without data: paged states."""
+        """Zeros in the host's memory, without data: the states of a paged optimizer.
+
+        Without the rule "paged states" they are ordinary zeros on `device`.
+        """
         if "paged states" not in self._kernels.rules:
             return torch.zeros(shape, dtype=dtype, device=device)
-        with _disable_current_modes():  # or they would be the card's
+        with _disable_current_modes():  # under the modes, they would be allocated on the GPU
             meta = torch.empty(shape, dtype=dtype, device="meta")
             return fake_like(self._fake, meta, on_host=True)
 
 
 def holds_data(tensor) -> bool:
-    """Whether a tensor of this size and dtype is an ordinary one on the host."""
+    """Whether a tensor of this size and dtype has data when it lies on the host."""
     return tensor.nbytes <= (SMALL if tensor.is_floating_point() else ORDINARY)
 
 
-MAY_MIX = {"copy_", "_to_copy", "set_", *dynamic_shapes.BY_MASK}  # where CUDA takes tensors of both
+# Operators that CUDA lets mix tensors of both places: a GPU tensor may have host indices.
+MAY_MIX = {"copy_", "_to_copy", "set_", *dynamic_shapes.BY_MASK}
 
 
 def refuse_two_devices(func, tensors) -> None:
-    """Raise CUDA's own error where a tensor of the host meets one of the card.
+    """Raise CUDA's own RuntimeError if host and GPU tensors meet in an operation.
 
-    Raises NotSimulated where one of a real card does.
+    Raises NotSimulated for a tensor on a real GPU.
     """
     for tensor in tensors:
         if not isinstance(tensor, FakeTensor) and tensor.is_cuda:
@@ -139,9 +161,11 @@ def refuse_two_devices(func, tensors) -> None:
             )
     if len(tensors) < 2 or func.namespace != "aten" or func._opname in MAY_MIX:
         return
+    # Multi-tensor operators then run tensor by tensor. Lengths of sequences may be host tensors.
     if func._opname.startswith(("_foreach", "_pack_padded", "_ctc_loss", "ctc_loss")):
         return
     for tensor in tensors:
+        # CUDA kernels take a 0-dim host tensor as a number.
         if not on_card(tensor) and tensor.dim() and tensor.numel() and not tensor.is_meta:
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, "

@@ -1,8 +1,11 @@
-"""What each operator of a step does on a card: floating-point operations, bytes, kernels.
+"""Counts what each operator of a step does on the GPU: operations, bytes moved, kernels launched.
 
-Operations are counted by PyTorch's own registry (torch.utils.flop_counter), but for fused
-attention and experts. Bytes are those of the tensors that an operator reads and writes,
-once each: what a fused kernel keeps to itself, such as the scores of an attention, is not counted.
+The operations of matrix products come from PyTorch's registry (torch/utils/flop_counter.py). Fused
+attention and grouped or 8-bit products are counted here. Bytes are those of the tensors that an
+operator reads and writes, once each. `memlab.card.step_time` turns the counts into seconds.
+
+Known limitations: memory traffic inside a fused kernel is not counted, such as that of attention's
+scores. Operators without a formula, elementwise ones for instance, count by their bytes alone.
 """
 
 import functools
@@ -23,31 +26,44 @@ from memlab.trace.work import TRIFLE, Work
 
 
 class WorkLog:
-    """The work of the optimizer step that is under way, and of the last whole one."""
+    """The work of the optimizer step in progress, and of the last complete one.
+
+    A step ends when an optimizer has stepped. Operators are attributed to micro-batches: a forward
+    pass after a backward pass begins the next micro-batch.
+    """
 
     def __init__(self):
-        self._now: Counter[Work] = Counter()
-        self._whole: Counter[Work] | None = None
-        self._stepped = set()  # the optimizers of the last whole step
+        self._now: Counter[Work] = Counter()  # the step in progress
+        self._whole: Counter[Work] | None = None  # the last complete step
+        self._stepped = set()  # ids of the optimizers of the last complete step
         self._micro_batch, self._phase = 0, Phase.FORWARD
-        self._ends = False  # the step, with the backward pass that is under way
+        # Whether the step in progress ends together with its backward pass, because an optimizer
+        # has stepped inside it.
+        self._ends = False
 
     @property
     def of_step(self) -> Counter:
-        """Work -> how often, from the end of one optimizer step to the end of the next.
+        """Work -> how often, in the last complete optimizer step.
 
-        Of the last such stretch; before two steps have ended, of everything.
+        A step counts from the end of the one before; the first counts from the beginning, with all
+        that was done to build the model. Before the first has ended, this is the work so far.
         """
         return self._now if self._whole is None else self._whole
 
     def note(self, func, args, kwargs, tensors, out, phase: Phase, stream: int = 0) -> None:
-        """Count an operator that has just run. tensors: what it was given, stream: a number."""
+        """Count an operator that has just run.
+
+        tensors: all tensors among its arguments. out: its result. stream: the number of the stream
+        in which it ran, 0 for the default one.
+        """
+        # A collective is never skipped: what it sends is counted below.
         if _does_nothing(func) and func.namespace != "c10d":
             return
         if func._opname in COPIES and not all(map(on_card, tensors)) and out.nbytes >= TRIFLE:
             self.note_copy(out.nbytes, phase)
             return
         self._begin(phase)
+        # The engine disables grad mode for derivatives; checkpointing enables it to recompute.
         again = phase == Phase.BACKWARD and torch.is_grad_enabled()
         sent = sent_bytes(func, args, tensors, out)
         if sent is not None:
@@ -59,37 +75,42 @@ class WorkLog:
             self._now[Work(*work, phase, again, self._micro_batch)] += 1
 
     def note_copy(self, nbytes: int, phase: Phase) -> None:
-        """Count a copy between card and host."""
+        """Count a copy between the GPU and the host."""
         self.add(Work(phase=phase, carried=nbytes))
 
     def add(self, work: Work) -> None:
-        """Count a kernel, in the micro-batch that is under way."""
+        """Count a kernel in the current micro-batch."""
         self._begin(work.phase)
         self._now[work._replace(micro_batch=self._micro_batch)] += 1
 
     def _begin(self, phase: Phase) -> None:
-        """An operator of a phase comes, maybe the first of a micro-batch or a step."""
+        """Note the phase of the next operator, which may begin a micro-batch or a step."""
         if self._ends and phase not in (Phase.BACKWARD, Phase.STEP):
             self.end_step()
         if phase == Phase.FORWARD and self._phase == Phase.BACKWARD:
+            # UPDATE marks the work after `begin_update`, and must not be counted up.
             self._micro_batch += self._micro_batch != UPDATE
         self._phase = phase
 
     def begin_update(self) -> None:
-        """The gradients of the step are there, unless the backward pass has used them up."""
+        """Note that all gradients of the step exist; clipping and the optimizer step follow.
+
+        If an optimizer has stepped inside the backward pass, the step is over instead.
+        """
         if self._ends:
             self.end_step()
         else:
             self._micro_batch = UPDATE
 
     def end_step_in_backward(self) -> None:
-        """An optimizer has stepped in a backward pass, in which others may be to come."""
+        """Note that an optimizer has stepped inside a backward pass; more may follow in it."""
         self._ends = True
 
     def end_step(self, optimizer: object = None) -> None:
-        """An optimizer has stepped; one more without a backward pass between is of the same step.
+        """Note that an optimizer has stepped.
 
-        optimizer: None where weights were changed by hand.
+        Another optimizer that steps without a backward pass in between belongs to the same step.
+        optimizer: None if code changed the weights by itself.
         """
         self._ends = False
         another = optimizer is not None and id(optimizer) not in self._stepped
@@ -108,24 +129,26 @@ class WorkLog:
 # ---------------------------------------------------------------------- one operator
 
 COPIES = "copy_", "_to_copy"
+# Operators that allocate, rename or read back a value, and launch no kernel.
 NO_KERNEL = set(
     "empty empty_like empty_strided new_empty new_empty_strided empty_permuted resize_ set_ "
     "_local_scalar_dense lift_fresh _reshape_alias _unsafe_view is_pinned record_stream".split()
 )
-# What they write covers everything that was there, so the target is not read.
+# In-place operators that overwrite their target without reading it.
 OVERWRITES = set("copy_ fill_ zero_ normal_ uniform_ random_ _foreach_copy_ _foreach_zero_".split())
-# They read of a table no more than they write, and write into one no more than they read.
+# Operators that touch only the indexed rows of a table: as many bytes as they write, or read.
 GATHERS = set("embedding index index_select gather _index_put_impl_ index_put_ scatter_".split())
 
-# bitsandbytes' updates with 8-bit states -> the place of the weight among their arguments.
+# bitsandbytes' optimizer updates with 8-bit states -> position of the weight in the arguments.
 CODED = {"optimizer_update_8bit_blockwise": 2}
 
 
 @functools.cache
 def _does_nothing(func) -> bool:
-    """Whether an operator only makes a view or takes memory."""
+    """Whether an operator launches no kernel: it creates a view, or only allocates."""
     if func.namespace == "prim" or func._schema.name.partition("::")[2] in NO_KERNEL:
         return True
+    # A view's results alias arguments without writing to them.
     returns = func._schema.returns
     return bool(returns) and all(
         value.alias_info is not None and not value.alias_info.is_write for value in returns
@@ -134,31 +157,36 @@ def _does_nothing(func) -> bool:
 
 @functools.cache
 def _gives_out(func) -> bool:
-    """Whether what an operator writes into is its `out`."""
+    """Whether an operator has an `out=` argument, which it writes and does not read."""
     return any(argument.is_out for argument in func._schema.arguments)
 
 
 def _bytes(tensor) -> int:
-    """Bytes that reading or writing a tensor moves: what it repeats counts once."""
+    """Bytes moved to read or write a tensor: an expanded tensor counts as its storage."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def _work_of(func, args, kwargs, tensors, out) -> Iterator[tuple[int, str, tuple, tuple, int, int]]:
-    """The first six fields of `Work` of an operator, or of each tensor of its lists."""
+    """The first six fields of `Work`: one tuple for an operator, or one per tensor of its lists."""
     name = func._schema.name.partition("::")[2]
     written = written_by(func, args, kwargs)
-    if name.startswith(("_fused_ada", "_fused_sgd")):  # a gradient is written only to unscale it
+    if name.startswith(("_fused_ada", "_fused_sgd")):
+        # The schema says that the gradients, the second list, are written. They are so only when a
+        # gradient scaler is passed in, to unscale them.
         del written[1]
     if args and isinstance(args[0], (list, tuple)) and ("foreach" in name or "_fused_" in name):
         yield from _of_lists(name, args, written, out)
         return
     results = [] if written else tensors_in([out])
     if name in GATHERS:
+        # tensors[0] is the table, tensors[1] the indices. A gather reads as much of the table as it
+        # writes; a scatter writes as much as it reads from its source.
         moved = tensors[1:] if written else [*results, *results]
         moved = [*moved, *tensors[1:2]]
     else:
+        # A target that is updated in place is read and written: it is among both lists.
         moved = [*tensors, *results, *tensors_in(written)]
-        if name in OVERWRITES or _gives_out(func):  # it is not read
+        if name in OVERWRITES or _gives_out(func):
             moved = _without(moved, tensors_in(written))
     flops, dtype = _products(func, args, kwargs, tensors, out)
     tiled = flops and _name(func) in TILED
@@ -168,7 +196,7 @@ def _work_of(func, args, kwargs, tensors, out) -> Iterator[tuple[int, str, tuple
 
 
 def _without(tensors, others) -> list:
-    """The list less each of the others, once."""
+    """A copy of a list without one occurrence of each of the others, by identity."""
     left = list(tensors)
     for other in others:
         left.pop(next(i for i, tensor in enumerate(left) if tensor is other))
@@ -176,7 +204,11 @@ def _without(tensors, others) -> list:
 
 
 def _of_lists(name, args, written, out) -> Iterator[tuple]:
-    """A tensor at a time, so that the work of a deep model is that of its layers."""
+    """The work of a multi-tensor operator, one tuple per position of its lists.
+
+    A multi-tensor optimizer passes all parameters at once. Counted by position, the work of a deep
+    model is a multiple of that of one layer, as a trace of few layers needs it.
+    """
     lists = [a for a in args if isinstance(a, (list, tuple)) and tensors_in(a)]
     targets = [a for a in written if isinstance(a, (list, tuple)) and tensors_in(a)]
     results = out if isinstance(out, (list, tuple)) else []
@@ -193,48 +225,58 @@ def _of_lists(name, args, written, out) -> Iterator[tuple]:
 
 # ---------------------------------------------------------------------- products
 
+# Operator -> how many of its first arguments are tensors whose shapes the registry's formula takes.
 MATRICES = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3}
-UNLISTED = ("_grouped_mm", "int8_linear_matmul")  # by PyTorch's registry
+UNLISTED = ("_grouped_mm", "int8_linear_matmul")  # products that PyTorch's registry lacks
 
 
 def _name(func) -> str:
-    """The name of an operator, that of `addmm` for `addmm_`, which writes into its first."""
+    """The name of an operator without the underscore of its in-place form."""
     return func._opname.removesuffix("_")
 
 
 def _products(func, args, kwargs, tensors, out) -> tuple[int, str]:
-    """Operations of an operator's matrix products, and what they are computed in."""
+    """(operations of an operator's products, dtype they are computed in); (0, "") if none."""
     if func._opname.startswith(ATTENTION):
         flops = _attention(func, args, kwargs)
     elif func._opname in UNLISTED:
-        groups = len(out) if out.dim() > args[0].dim() else 1  # share what a gradient sums over
+        # _grouped_mm multiplies each row by one group's matrix. In its gradient by the weights, the
+        # result has a matrix per group, and the groups share the rows that are summed over.
+        groups = len(out) if out.dim() > args[0].dim() else 1
         flops = 2 * out.numel() * args[0].size(-1) // groups
     else:
         name = _name(func)
+        # The registry knows `addmm` only, not `addmm_`.
         packet = getattr(torch.ops.aten, name) if name in MATRICES else func.overloadpacket
         count = flop_registry.get(packet)
-        matrices = MATRICES.get(name, len(args))  # what else these take is no shape
+        # Overloads take more arguments, such as a dtype for the result, which the formula refuses.
+        matrices = MATRICES.get(name, len(args))
         flops = count(*args[:matrices], **kwargs, out_val=out) if count else 0
     if not flops:
         return 0, ""
     dtype = str(tensors[0].dtype).removeprefix("torch.")
-    if tensors[0].is_complex():  # a product of complex numbers is four of real ones
+    if tensors[0].is_complex():  # one complex product is four real ones
         flops, dtype = 4 * flops, "float32"
     return flops, dtype
 
 
+# Products whose result cuBLAS splits into tiles, one per processor at a time.
 TILED = (*MATRICES, *UNLISTED)
 
 
-# Fused attention: SDPA's kernels, flash's own, and that of torch.nn.attention.varlen.
+# Prefixes of fused attention: SDPA's kernels, flash attention's own operators, and that of
+# torch.nn.attention.varlen.
 ATTENTION = ("_scaled_dot_product", "_flash_attention", "_varlen_attn")
 
 
 def _attention(func, args, kwargs) -> int:
-    """Operations of a fused attention: two products forward, five backward, the scores again.
+    """Operations of fused attention.
 
-    Every query head has products of its own, also where heads share keys, which the registry of
-    older PyTorch refuses. What a causal mask hides, half of it, is not computed.
+    Two products forward: the scores, and the sum of values. Five backward: the scores again, and
+    the gradients of weights, query, key and value. Every query head has its own products, even if
+    heads share keys. With a causal mask, half of them are skipped.
+
+    PyTorch's registry has such formulas too, but in older releases they refuse shared keys.
     """
     given = named(func, args) | kwargs
     query, key, value = given["query"], given["key"], given["value"]
@@ -244,17 +286,20 @@ def _attention(func, args, kwargs) -> int:
         scores = query.size(-2) * _pairs(given)
     size, value_size = query.size(-1), value.size(-1)
     backward = "backward" in func._opname
+    # Backward: scores, and gradients of query and key; gradients of the weights and of the value.
     flops = 2 * scores * (3 * size + 2 * value_size if backward else size + value_size)
     return flops // 2 if given.get("is_causal") else flops
 
 
 def _pairs(given: dict) -> int:
-    """Queries times keys that each sees, of [batch, length, heads, head size], or of ragged ones.
+    """How many pairs of a query and a key there are, in the layouts of flash attention.
 
-    Those are [tokens, heads, head size], with borders between sequences. Where borders have no
-    values, every sequence counts as the longest.
+    Dense tensors are [batch, length, heads, head size]. Ragged ones are [tokens, heads, head size],
+    with the cumulative lengths of the sequences. If these have no values, every sequence counts as
+    the longest.
     """
     query, key = given["query"], given["key"]
+    # aten's operators and torch_attn's give the same arguments different names.
     borders = [given[name] for name in given if name in ("cum_seq_q", "cu_seq_q")]
     borders += [given[name] for name in given if name in ("cum_seq_k", "cu_seq_k")]
     if borders[0] is None:

@@ -1,15 +1,17 @@
-"""Where a tensor lies, on the card or on its host, and what it says of itself.
+"""Where a tensor lies, on the GPU or on the host, and what it answers when Python code asks.
 
-On the host small tensors and integers are ordinary ones with data; weights are fake ones, which are
-marked. Every other fake tensor is the card's. PyTorch itself takes both for cpu tensors, so that
-its CPU kernels answer for their shapes; what Python code asks is answered here.
+On the host, small tensors and integers are ordinary tensors with data. Larger ones, such as
+weights, are fake tensors whose storage carries a mark. A fake tensor without the mark lies on the
+GPU, unless its device is meta. PyTorch takes all of them for CPU tensors, so its CPU kernels supply
+the shapes. This module patches FakeTensor so that `.device`, `.is_cuda` and the like answer as on
+a machine with a GPU.
 
-Why not PyTorch's own fake tensors on `cuda`: without a GPU its autograd refuses them. Builds for
-the CPU have no device guard and no accelerator; builds for CUDA ask the driver
-(`GraphTask::stash_current_streams` in torch/csrc/autograd/engine.cpp). A compiled file can answer
-both, by writing over a C++ object of PyTorch's. It was tried with PyTorch 2.11 to 2.14 and gave
-the same events. But each reader would need a compiler, the timer of DistributedDataParallel still
-asks the driver in a build for CUDA, and nearly all names that are replaced here would stay so.
+Why not PyTorch's own fake tensors on `cuda`? Without a GPU, autograd refuses them. CPU builds have
+no CUDA device guard and no accelerator, and CUDA builds ask the driver
+(torch/csrc/autograd/engine.cpp, `GraphTask::stash_current_streams`). A compiled extension that
+overwrites a C++ object of PyTorch can answer in both cases. With PyTorch 2.11 to 2.14 it gave the
+same events. But every user would need a compiler, and in a CUDA build the timer of
+DistributedDataParallel still asks the driver. Nearly all patches of this module would stay.
 """
 
 import contextlib
@@ -32,7 +34,7 @@ from memlab.trace.tensors import (
 
 
 class NotSimulated(ValueError):
-    """What code asked for is not simulated; the message says what to do instead."""
+    """Raised for code that is not simulated; the message says what to do instead."""
 
 
 ONE_CARD = "the simulated card is cuda:0, and there is one"
@@ -41,29 +43,29 @@ CARD, HOST, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("m
 
 @contextlib.contextmanager
 def with_data():
-    """Inside, tensors are ordinary ones."""
+    """Disable all modes: tensors created in the block are ordinary tensors with data."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 
 def fake_like(mode, tensor, on_host=False) -> FakeTensor:
-    """A new fake tensor of a mode with the shape, the strides and the dtype of another."""
+    """A new fake tensor of `mode` with the shape, the strides and the dtype of `tensor`."""
     with no_dispatch():
         shape, strides = tensor.shape, tensor.stride()
         meta = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
-        fake = FakeTensor(mode, meta, torch.device("cpu"))
+        fake = FakeTensor(mode, meta, torch.device("cpu"))  # to PyTorch, for GPU tensors too
     if on_host:
         place_on_host(fake)
     return fake
 
 
 def without_data(mode, args, kwargs, tensors):
-    """The arguments, with a fake tensor of the host for each that has data."""
-    if all(type(tensor) is FakeTensor for tensor in tensors):
+    """The arguments, with a fake host tensor in place of each tensor that has data."""
+    if all(type(tensor) is FakeTensor for tensor in tensors):  # most operations: skip the tree map
         return args, kwargs
 
     def fake(tensor):
-        if isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
+        if isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:  # sparse: no strides
             return tensor
         return fake_like(mode, tensor, on_host=True)
 
@@ -71,7 +73,7 @@ def without_data(mode, args, kwargs, tensors):
 
 
 def pin(tensor):
-    """From now on a tensor of the host lies in pinned memory; RuntimeError for one of the card."""
+    """Mark a host tensor as pinned, in place. Raises CUDA's RuntimeError for a GPU tensor."""
     if on_card(tensor):
         raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
     tensor.untyped_storage()._memlab_pinned = True
@@ -79,17 +81,17 @@ def pin(tensor):
 
 
 def is_pinned(tensor) -> bool:
-    """Whether a tensor lies in pinned memory of the host."""
+    """Whether a tensor lies in pinned host memory."""
     return hasattr(tensor.untyped_storage(), "_memlab_pinned")
 
 
 def mark_owned(tensor) -> None:
-    """Mark a real tensor as made inside the simulation."""
+    """Mark a real tensor as created inside the simulation."""
     tensor.untyped_storage()._memlab_inside = True
 
 
 def predates_context(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has data, and had them before the card was entered."""
+    """Whether a tensor has data and was created before the simulation was entered."""
     if is_wrapper_subclass(type(tensor)):
         return all(map(predates_context, inner_tensors(tensor)))
     return not (
@@ -98,7 +100,7 @@ def predates_context(tensor: torch.Tensor) -> bool:
 
 
 def device_of(tensor: torch.Tensor) -> torch.device:
-    """What `tensor.device` is on a machine with the card."""
+    """The value of `tensor.device` on a machine with the GPU: cuda:0, cpu or meta."""
     tensor = without_transforms(tensor)
     if is_wrapper_subclass(type(tensor)):
         return device_of(inner_tensors(tensor)[0])
@@ -110,14 +112,14 @@ def device_of(tensor: torch.Tensor) -> torch.device:
 
 
 def address_of(tensor) -> int:
-    """An address that a tensor shares with those that share its memory, and with no others."""
+    """A number in place of a storage's address: equal for its views, unique among live storages."""
     return tensor.untyped_storage()._cdata
 
 
 def is_cuda_device(value) -> bool:
-    """Whether a device, its name, or the number of a card, is the card.
+    """Whether a device, a device name or a GPU index is the simulated GPU.
 
-    Raises NotSimulated for another card than the first, and for what is neither card nor host.
+    Raises NotSimulated for any GPU but the first, and for a device other than cuda, cpu and meta.
     """
     device = torch.device(value) if isinstance(value, str) else value
     if isinstance(value, int):
@@ -130,7 +132,7 @@ def is_cuda_device(value) -> bool:
 
 
 def names_host(value) -> bool:
-    """Whether a device, or its name, is the host."""
+    """Whether a device, or its name, is the CPU."""
     if isinstance(value, str):
         return value.partition(":")[0] == "cpu"
     return isinstance(value, torch.device) and value.type == "cpu"
@@ -140,19 +142,20 @@ _make = FakeTensor.__new__
 
 
 def _new(cls, *args, requires_grad=None, **kwargs):
-    """`type(parameter)(data, requires_grad=..., **parameter.__dict__)`, as libraries copy one."""
-    if args and isinstance(args[0], torch.Tensor):
+    """Let libraries copy a parameter by `type(p)(data, requires_grad=..., **p.__dict__)`."""
+    if args and isinstance(args[0], torch.Tensor):  # FakeTensor itself expects its mode first
         return torch.nn.Parameter(args[0], requires_grad)
     return _make(cls, *args, **kwargs)
 
 
-NO_ARRAY = (  # PyTorch's words
+NO_ARRAY = (  # PyTorch's own message
     "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host "
     "memory first."
 )
 
 
-# Attributes by which Python code asks where a tensor lies.
+# The attributes by which Python code asks where a tensor lies, for fake tensors and for classes
+# made of them, such as DTensor.
 PLACE = {
     "device": property(device_of),
     "is_cuda": property(on_card),
@@ -163,15 +166,16 @@ PLACE = {
 
 @contextlib.contextmanager
 def tensors_name_their_place(host_copy):
-    """Let fake tensors answer Python code as tensors of a card and of its host do.
+    """Let fake tensors answer Python code as tensors of a GPU and of its host do.
 
-    host_copy: a function that gives an ordinary tensor for a fake one.
+    host_copy: a function that returns an ordinary tensor with the values of a fake one.
     """
 
     def device(self):
         mode = self.fake_mode
-        if mode.in_kernel_invocation:
+        if mode.in_kernel_invocation:  # as FakeTensor.device: the meta kernel expects meta tensors
             return META
+        # While PyTorch infers a result, its code must see the one device that all tensors share.
         return self.fake_device if mode.dispatching else device_of(self)
 
     def numpy(self, *, force=False):
@@ -189,6 +193,7 @@ def tensors_name_their_place(host_copy):
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
     def represent(self, *, tensor_contents=None):
+        # A scalar reads as its value or its stand-in. Inside a kernel nothing can be read.
         readable = self.dim() == 0 and not self.fake_mode.in_kernel_invocation
         shown = f"{self.item()}" if readable else "..."
         place = f", device='{self.device}'" if on_card(self) else ""
@@ -201,7 +206,7 @@ def tensors_name_their_place(host_copy):
     def deep_copy(self, memo):
         if not isinstance(self, torch.nn.Parameter):
             return torch.Tensor.__deepcopy__(self, memo)
-        if id(self) not in memo:  # without its gradient, as `Parameter.__deepcopy__` has it
+        if id(self) not in memo:  # without the gradient, as `torch.nn.Parameter.__deepcopy__`
             copy = self.data.clone(memory_format=torch.preserve_format)
             memo[id(self)] = torch.nn.Parameter(copy, self.requires_grad)
         return memo[id(self)]
@@ -209,7 +214,7 @@ def tensors_name_their_place(host_copy):
     def kind(self, *asked, **options):
         if asked or options:
             return torch.Tensor.type(self, *asked, **options)
-        name = torch.empty(0, dtype=self.dtype).type()
+        name = torch.empty(0, dtype=self.dtype).type()  # "torch.FloatTensor"
         return name.replace("torch.", "torch.cuda.") if on_card(self) else name
 
     answers = PLACE | {
@@ -221,7 +226,7 @@ def tensors_name_their_place(host_copy):
         "__dlpack__": refuse_dlpack,
         "tolist": lambda self: host_copy(self).tolist(),
         "type": kind,
-        "share_memory_": lambda self: self,  # as on a card, whose memory is shared already
+        "share_memory_": lambda self: self,  # a no-op for CUDA tensors too
         "__format__": as_text,
         "__repr__": represent,
     }
@@ -232,9 +237,10 @@ def tensors_name_their_place(host_copy):
 
 @contextlib.contextmanager
 def _wrappers_name_their_place():
-    """Let tensors that are made of others be cpu tensors to PyTorch, too, as those are.
+    """Make tensors of wrapper subclasses CPU tensors to PyTorch, as their inner tensors are.
 
-    Each class answers for its parts, from its first tensor on the card on.
+    PyTorch would otherwise look for a GPU. From its first GPU tensor on, such a class answers
+    `.device` and the like by its inner tensors.
     """
     answering: set[type] = set()
     make: Any = torch.Tensor._make_wrapper_subclass

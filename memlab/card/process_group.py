@@ -1,11 +1,13 @@
-"""One of several ranks: PyTorch's distributed code on one simulated card, as rank 0.
+"""Runs PyTorch's distributed code on one simulated GPU, as rank 0 of several.
 
-PyTorch's own fake process group (torch.testing._internal.distributed.fake_pg) answers every
-collective at once, without other processes. What a rank holds (its shards, the buffers of its
-collectives, what it gathers of the others' parameters) is made by PyTorch's own code: DDP, FSDP2's
-`fully_shard`, `ZeroRedundancyOptimizer`. Values that come from other ranks are stand-ins, as every
-value on the card is. What NCCL takes for itself lies outside PyTorch's allocator and is not
-counted.
+PyTorch's fake process group (torch/testing/_internal/distributed/fake_pg.py) completes every
+collective at once, without other processes. PyTorch's own code (DDP, FSDP2's `fully_shard`,
+`ZeroRedundancyOptimizer`) allocates what a rank holds: its shards, the buffers of its collectives,
+and the parameters that it gathers.
+
+Known limitations: values that come from other ranks are stand-ins, as all values on the GPU are.
+NCCL's own buffers lie outside PyTorch's allocator and are not counted. Pipelines, RPC and
+FullyShardedDataParallel are refused.
 """
 
 import contextlib
@@ -37,6 +39,7 @@ from memlab.card.placement import PLACE, NotSimulated
 from memlab.fields import integer_from
 from memlab.trace.patches import replaced
 
+# Name -> why it is refused, or what to do instead.
 NOT_SIMULATED = {
     "torch.distributed.fsdp.FullyShardedDataParallel": "use fully_shard, its successor",
     "torch.distributed.rpc.init_rpc": "a rank of a SimulatedGPU has no other processes to call",
@@ -45,9 +48,10 @@ NOT_SIMULATED = {
 
 
 def check_ranks(ranks) -> int:
-    """The number of ranks, a whole number from 1.
+    """Return the number of ranks, a whole number from 1.
 
-    Raises ValueError for another, and where this process is a rank of a real group already.
+    Raises ValueError for any other value, and for several ranks in a process that is already a rank
+    of a real group.
     """
     integer_from(1)("ranks", ranks)
     if ranks > 1 and dist.is_available() and dist.is_initialized():
@@ -59,7 +63,7 @@ def check_ranks(ranks) -> int:
 
 
 def torchrun_environment(ranks: int) -> dict[str, str]:
-    """The environment that torchrun gives the first of so many processes."""
+    """The environment variables that torchrun sets for the first of `ranks` processes."""
     first = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_PORT"), "0")
     size = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
     return first | size | {"MASTER_ADDR": "localhost"}
@@ -67,13 +71,14 @@ def torchrun_environment(ranks: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def fake_group(ranks: int):
-    """Let `torch.distributed` start a group of so many ranks, of which this process is the first.
+    """Let `torch.distributed` start a fake group of `ranks` ranks; this process is rank 0.
 
-    The environment of several is torchrun's. Any backend that is asked for is PyTorch's fake one,
-    and a group that is left over ends with the block.
+    Whichever backend is requested, PyTorch's fake one is used. With several ranks, torchrun's
+    environment variables are set. A group that the code leaves open is destroyed after the block.
     """
     start = functools.partial(_start, ranks)
     rows = (
+        # Modules that have imported a function are patched one by one.
         *((m, "init_process_group", start) for m in (dist, distributed_c10d, device_mesh)),
         (distributed_c10d, "_new_process_group_helper", _fake_backend),
         *((m, name, f) for m in (dist, distributed_c10d) for name, f in OBJECTS.items()),
@@ -89,7 +94,7 @@ def fake_group(ranks: int):
 
 
 def _start(ranks, backend=None, *args, rank=-1, world_size=-1, **settings):
-    """`torch.distributed.init_process_group`."""
+    """`torch.distributed.init_process_group`; raises NotSimulated for another rank or size."""
     if world_size not in (-1, ranks) or rank not in (-1, 0):
         raise NotSimulated(
             f"init_process_group asks for rank {rank} of {world_size}: this is rank 0 of {ranks}, "
@@ -104,7 +109,10 @@ def _start(ranks, backend=None, *args, rank=-1, world_size=-1, **settings):
 
 
 def _spawn(ranks, function, args=(), nprocs=1, join=True, *settings, **more):
-    """`torch.multiprocessing.spawn`: of the processes only the first runs, and runs here."""
+    """`torch.multiprocessing.spawn`: runs the first process only, inside this one.
+
+    Raises NotSimulated for another number of processes than of ranks.
+    """
     if nprocs != ranks:
         raise NotSimulated(
             f"torch.multiprocessing.spawn asks for {nprocs} processes: this is the first of "
@@ -114,7 +122,8 @@ def _spawn(ranks, function, args=(), nprocs=1, join=True, *settings, **more):
     return None if join else SimpleNamespace(join=lambda *args, **kwargs: True, processes=[])
 
 
-# The name of the function hides the module in which both are.
+# The functions under all their names. `torch.multiprocessing.spawn` is a function, which hides the
+# module of that name; sys.modules still has the module.
 SPAWNS = [
     (torch.multiprocessing, "spawn"),
     (torch.multiprocessing, "start_processes"),
@@ -127,7 +136,7 @@ _new_group = distributed_c10d._new_process_group_helper
 
 
 def _fake_backend(size, rank, ranks, backend, store, *args, **settings):
-    """A group of some of the ranks is fake, too."""
+    """`_new_process_group_helper` with the fake backend, for subgroups of the ranks too."""
     settings.pop("backend_options", None)
     return _new_group(size, rank, ranks, dist.Backend("fake"), store, *args, **settings)
 
@@ -147,7 +156,8 @@ def _scatter_object_list(
     scatter_object_output_list[:1] = scatter_object_input_list[:1]
 
 
-# Objects that are no tensors: every other rank would have sent what this one has.
+# Collectives of Python objects, which would pickle and exchange them. Every other rank is taken to
+# send what this one has.
 OBJECTS = {
     "all_gather_object": _all_gather_object,
     "gather_object": _gather_object,
@@ -158,18 +168,19 @@ OBJECTS = {
 
 @contextlib.contextmanager
 def rank_of(mode: CardMode, ranks: int):
-    """Rank 0 of so many on a card."""
-    if dist.is_initialized():  # a real group's rank, whose card is its own
+    """Let the code inside be rank 0 of `ranks` on a simulated GPU."""
+    if dist.is_initialized():  # a rank of a real group, which simulates its own GPU
         yield
         return
     with fake_group(ranks):
         rows = (
             *cuda_api.refusals(NOT_SIMULATED),
             (dist, "Reducer", _reducer_on_the_card(mode.calls)),
+            # torch.distributed asks for it where code names no device type.
             (torch._C, "_get_accelerator", lambda check=None: torch.device("cuda")),
             (ShardingPropagator, _SHAPES, _unseen(mode.fake, getattr(ShardingPropagator, _SHAPES))),
             (_dispatch, "run_dtensor_rng_op", _drawn),
-            # A checkpoint of all ranks has this rank's parts, and is read as that of one process.
+            # torch.distributed.checkpoint saves this rank's shards only, as a single process would.
             (_DistWrapper, "__init__", _of_one_process),
             (default_planner, "_validate_global_plan", _without_parts),
             *((DTensor, name, answer) for name, answer in PLACE.items()),
@@ -182,10 +193,12 @@ _original_wrapper, _original_check = _DistWrapper.__init__, default_planner._val
 
 
 def _of_one_process(self, group, use_dist, coordinator_rank):
+    # use_dist=False: the plans of other ranks are not gathered.
     _original_wrapper(self, group, False, coordinator_rank)
 
 
 def _without_parts(plan, metadata):
+    # The original checks that the shards in a plan cover each tensor, which one rank's do not.
     return _original_check(plan, dataclasses.replace(metadata, state_dict_metadata={}))
 
 
@@ -193,12 +206,16 @@ _SHAPES = "_propagate_tensor_meta_non_cached"
 
 
 def _drawn(before, after, operator, *args, **kwargs):
-    """Random numbers of a rank's part: no generator's state is set, no number has a value."""
+    """`run_dtensor_rng_op` without the generator's state, since drawn numbers have no value."""
     return operator(*args, **kwargs)
 
 
 def _unseen(fake, shapes):
-    """DTensor's cached propagation of shapes, on tensors that the tracer ignores."""
+    """DTensor's propagation of shapes, on fake tensors that the tracer does not see.
+
+    To learn a result's shape, DTensor runs each operator once on tensors of the global shape, which
+    must not count as memory.
+    """
 
     def run(*args):
         with _disable_current_modes(), fake:
@@ -208,9 +225,11 @@ def _unseen(fake, shapes):
 
 
 def _reducer_on_the_card(calls):
-    """DDP's reducer, whose C++ code makes buckets beside the parameters, on their device.
+    """DDP's reducer, whose C++ code allocates the gradient buckets on the parameters' device.
 
-    Where each parameter goes it reads from integers on the host.
+    To C++, that device is the CPU. So the constructor runs as a call with the parameters as its
+    arguments, which places new tensors on the GPU (`memlab.card.calls`). Its int32 tensors, which
+    map parameters to buckets, belong to the host.
     """
 
     class Reducer(dist.Reducer):

@@ -1,7 +1,11 @@
-"""What CUDA refuses and a fake tensor lets pass: dtypes that differ, indices out of range.
+"""Errors that CUDA kernels raise and fake tensors do not: wrong dtypes, indices out of range.
 
-The words are PyTorch's own, of the C++ that is named. Indices are looked at where their values are
-known (`memlab.card.known_values`); a real card finds them at the next synchronization.
+One function per operator repeats a check of its CUDA kernel, with PyTorch's message. Paths in the
+docstrings are relative to aten/src/ATen/native.
+
+Known limitations: indices are checked only if their values are known
+(`memlab.card.known_values`). The error is raised at once, where a real GPU reports it at the next
+synchronization.
 """
 
 from collections.abc import Callable
@@ -11,16 +15,17 @@ from torch.utils._mode_utils import no_dispatch
 
 from memlab.card.known_values import values_of
 
-CHECKS: dict[str, Callable[..., None]] = {}  # by the names of operators
+CHECKS: dict[str, Callable[..., None]] = {}  # operator name -> function of (operator, *arguments)
 HALF = (torch.float16, torch.bfloat16)
-# autocast_mode.h, `banned`, of CUDA alone.
+# aten/src/ATen/autocast_mode.h, the `banned` function for binary_cross_entropy. CUDA alone has it.
 UNSAFE_TO_AUTOCAST = (
     "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
     "Many models use a sigmoid layer right before the binary cross entropy layer.\n"
     "In this case, combine the two layers using "
     "torch.nn.functional.binary_cross_entropy_with_logits\nor torch.nn.BCEWithLogitsLoss."
 )
-SCALARS = {  # by dtype, the names that PyTorch's messages give: `ScalarType` and `TypeMeta`
+# dtype -> its names in PyTorch's messages, as a `ScalarType` and as a `TypeMeta`, C++'s type name.
+SCALARS = {
     torch.float32: ("Float", "float"),
     torch.float16: ("Half", "c10::Half"),
     torch.bfloat16: ("BFloat16", "c10::BFloat16"),
@@ -42,18 +47,18 @@ def _checks(operators: str):
 
 
 def refuse(func, args) -> None:
-    """Raise what CUDA raises for these arguments of an operator, if it refuses them."""
+    """Raise the error that the operator's CUDA kernel raises for these arguments, if any."""
     if func.namespace in ("aten", "torch_attn") and func._opname in CHECKS:
         CHECKS[func._opname](func, *args)
 
 
 def scalar(tensor) -> str:
-    """The dtype of a tensor as PyTorch's messages name it."""
+    """The name of a tensor's dtype as a `ScalarType`, such as "Half"."""
     return SCALARS.get(tensor.dtype, (str(tensor.dtype),))[0]
 
 
 def meta_type(tensor) -> str:
-    """The same as C++ names the type."""
+    """The name of a tensor's dtype as a `TypeMeta`, such as "c10::Half"."""
     return SCALARS.get(tensor.dtype, (str(tensor.dtype),))[-1]
 
 
@@ -71,6 +76,7 @@ def _mm(func, mat1, other, *_):
 
 def _multiplies(kernel, tensor) -> None:
     """cuda/Blas.cpp, `AT_DISPATCH_FLOATING_AND_COMPLEX_TYPES_AND2(kHalf, kBFloat16, ...)`."""
+    # Integers and the 8-bit floating-point formats are not among these types.
     if tensor.itemsize == 1 or not (tensor.is_floating_point() or tensor.is_complex()):
         raise RuntimeError(f'"{kernel}" not implemented for {scalar(tensor)!r}')
 
@@ -78,7 +84,7 @@ def _multiplies(kernel, tensor) -> None:
 @_checks("addmm addmm_")
 def _addmm(func, added, mat1, other, *out_dtype):
     """LinearAlgebra.cpp, `ADDMM_META`."""
-    if out_dtype:  # from which that of what is added may differ
+    if out_dtype:  # the overload with a dtype for the result, which the summand may have instead
         return
     for name, tensor in (("self", added), ("mat1", mat1)):
         if tensor.dtype != other.dtype:
@@ -89,7 +95,7 @@ def _addmm(func, added, mat1, other, *out_dtype):
 
 @_checks("bmm mv cross linalg_cross")
 def _of_the_first(func, first, other, *_):
-    """core/TensorBase.h, `data_ptr<T>`: the kernel of the first one's dtype reads the other."""
+    """ATen/core/TensorBase.h, `data_ptr<T>`: a kernel for the first tensor's dtype reads both."""
     if other.dtype != first.dtype:
         raise RuntimeError(f"expected scalar type {scalar(first)} but found {scalar(other)}")
     if func._opname == "bmm":
@@ -98,7 +104,7 @@ def _of_the_first(func, first, other, *_):
 
 @_checks("native_layer_norm")
 def _layer_norm(func, tensor, shape, *affine_and_eps):
-    """cuda/layer_norm_kernel.cu, `LayerNormKernelImplInternal`: as above."""
+    """cuda/layer_norm_kernel.cu, `LayerNormKernelImplInternal`: `data_ptr<T>` of the weights."""
     for other in affine_and_eps[:2]:
         if other is not None:
             _of_the_first(func, tensor, other)
@@ -106,20 +112,20 @@ def _layer_norm(func, tensor, shape, *affine_and_eps):
 
 @_checks("native_group_norm")
 def _group_norm(func, tensor, *affine_and_sizes):
-    """cuda/group_norm_kernel.cu, `GroupNormKernelImplInternal`: as above."""
+    """cuda/group_norm_kernel.cu, `GroupNormKernelImplInternal`: `data_ptr<T>` of the weights."""
     _layer_norm(func, tensor, None, *affine_and_sizes)
 
 
 @_checks("binary_cross_entropy")
 def _binary_cross_entropy(func, chances, target, *_):
-    """cuda/Loss.cu, `binary_cross_entropy_out_kernel`: a TensorIterator of one dtype."""
+    """cuda/Loss.cu, `binary_cross_entropy_out_cuda`: a TensorIterator whose dtypes must agree."""
     if target.dtype != chances.dtype:
         raise RuntimeError(f"Found dtype {scalar(target)} but expected {scalar(chances)}")
 
 
 @_checks("convolution")
 def _convolution(func, tensor, weight, *_):
-    """Convolution.cpp, `check_input_same_type_as_parameters`; a bias is checked before."""
+    """Convolution.cpp, `check_input_same_type_as_parameters`; the bias was checked before."""
     if tensor.dtype != weight.dtype:
         types = [f"torch.cuda.{scalar(x)}Tensor" for x in (tensor, weight)]
         raise RuntimeError(
@@ -140,6 +146,8 @@ def _flash_attention(func, query, key, value, *_):
 
 
 def _in_range(func, indices, size, lowest=0, besides=None) -> None:
+    # Raises for the first index outside [lowest, size), as CUDA_KERNEL_ASSERT does on a GPU.
+    # besides: an index that is always allowed, such as the label that a loss ignores.
     values = values_of(indices)
     if (
         values is None
@@ -169,7 +177,7 @@ def _embedding(func, weight, indices, *_):
 
 @_checks("nll_loss_forward nll_loss2d_forward")
 def _nll_loss(func, scores, target, weight=None, reduction=1, ignored=-100):
-    """cuda/Loss.cu and NLLLoss2d.cu: "t >= 0 && t < n_classes" failed."""
+    """cuda/Loss.cu and cuda/NLLLoss2d.cu: "t >= 0 && t < n_classes" failed."""
     _in_range(func, target, scores.size(-1 if scores.dim() < 3 else 1), besides=ignored)
 
 
@@ -181,7 +189,8 @@ def _along_a_dimension(func, tensor, dim, indices, *_):
 
 @_checks("index index_put index_put_")
 def _index(func, tensor, indices, *_):
-    """cuda/IndexKernel.cu: "-sizes[i] <= index && index < sizes[i]" failed; without masks."""
+    """cuda/IndexKernel.cu: "-sizes[i] <= index && index < sizes[i]" failed."""
+    # A mask takes several dimensions and becomes indices, all in range; nothing is checked then.
     if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
         return
     for dim, index in enumerate(indices):

@@ -1,4 +1,12 @@
-"""Loops that wait for a value that is not known, and that its stand-in would never let end."""
+"""`while` loops that wait for an unknown value, and that its stand-in would never let end.
+
+When code reads a stand-in value, this module walks up the Python stack and finds the innermost loop
+around the reading, in the bytecode. If it is a `while` loop that has read the same value many times
+while nothing else changed, the reading gets another value. A loop that no value ends is refused.
+
+Known limitation: a change is seen only in plain values, tensor shapes and container lengths. They
+are those of the variables of the loop's frame, and of the attributes of these variables.
+"""
 
 import dis
 import functools
@@ -13,56 +21,63 @@ import torch
 from memlab.card.placement import NotSimulated
 from memlab.card.steps import Steps
 
-PATIENCE = 20  # readings in which nothing that is known changes, before another answer is given
-MOST = 10_000  # readings in one loop, where something does
-OTHERS = (0, 2**20)  # for a number that reads as 1: below and above what a loop compares it with
+PATIENCE = 20  # readings without any change in the known state, before another answer is given
+MOST = 10_000  # readings of one loop, even if the known state does change
+OTHERS = (0, 2**20)  # in place of 1: below and above what a loop may compare the number with
 TRIES = 10  # other answers, after which the loop is given up
-MARK = "_memlab_waits"
-# Truncated normal numbers are drawn anew until all are within: one more draw is all that matters.
+MARK = "_memlab_waits"  # the name, among a frame's locals, under which its readings are kept
+# `trunc_normal_` draws again until all numbers lie within the bounds. One more draw takes all the
+# memory that further draws would, so the second reading ends the loop, without an assumption.
 DRAWN = torch.nn.init.__file__
 
 
 class Waits:
-    """What the `while` loops at work have read that is not known.
+    """The unknown values that the running `while` loops have read.
 
-    A loop that reads the same again and again, while nothing known changes (the numbers, texts and
-    shapes that the loop's names stand for, the count of optimizer steps), waits for another value
-    and is given one. Loops over an iterator end by themselves. `all(...)` of many tensors reads
-    them all in one turn of the loop, which counts as one reading.
+    A loop waits for another value if it reads the same one again and again while nothing known
+    changes: the numbers, texts and shapes that the loop's names refer to, and the count of
+    optimizer steps. It is then given another value. `for` loops end by themselves. `all(...)` over
+    many tensors reads all of them in one iteration of the loop, which counts as one reading.
 
-    assumptions: a dict that takes a line for each loop that was given another answer. steps: those
-    of optimizers.
+    assumptions: a dict that gets a line for each loop that was given another answer.
+    steps: the optimizer steps of the run.
     """
 
     def __init__(self, assumptions: dict, steps: Steps):
         self._assumptions, self._steps = assumptions, steps
-        self._of_modules: dict[int, dict] = {}  # by their names' dict
-        self._last_read = lambda: None  # the storage of the last reading, while it is there
-        # (id, instruction) of the frame that read it, while it is there
+        # The readings of loops at the top level of a module, by the id of the module's globals.
+        self._of_modules: dict[int, dict] = {}
+        self._last_read = lambda: None  # weak reference to the storage of the last reading
+        # (id of the frame, offset of the instruction) of that reading; None once it has gone on
         self._reader: tuple[int, int] | None = None
 
     def notice(self, frame) -> None:
-        """An operation runs in this frame: has the code that read last gone on since?"""
+        """Note that an operation runs in `frame`: has the code that read last gone on since?"""
         if self._reader is not None:
             while frame is not None and id(frame) != self._reader[0]:
                 frame = frame.f_back
+            # It has, unless its frame is still on the stack and at the same instruction.
             if frame is None or frame.f_lasti != self._reader[1]:
                 self._reader = None
 
     def _is_same_turn(self, frame, tensor) -> bool:
-        """Whether one instruction reads tensor after tensor: builtins do, of a generator's."""
+        """Whether the instruction that read last reads another tensor, in the same iteration.
+
+        Builtins such as `all` and `max` do so with the tensors of a generator. `frame` is then the
+        frame that called the builtin.
+        """
         reader, storage = (id(frame), frame.f_lasti), tensor.untyped_storage()
         same = self._reader == reader and self._last_read() is not storage
         self._reader, self._last_read = reader, weakref.ref(storage)
         return same
 
     def answer(self, value, tensor):
-        """A stand-in value of a tensor, or another one where a loop has waited for it for long.
+        """The stand-in value of a tensor, or another value if a loop has waited too long.
 
-        Raises NotSimulated, with the loop's line, where no other value ends it.
+        Raises NotSimulated, with the line of the loop, if no other value ends it.
         """
         reader, place, frame = _loop_at_work(sys._getframe(1))
-        if frame is None:
+        if frame is None:  # no `while` loop
             return value
         state, marks = self._look(frame)
         reading = marks.setdefault(place, _Reading())
@@ -85,28 +100,36 @@ class Waits:
         return given
 
     def _look(self, frame):
-        """(what is known of what the names in a frame stand for, what is kept of its readings)."""
+        """(the known state of the names in a frame, the readings of its loops by place)."""
         names = frame.f_locals
         if names is frame.f_globals:
             return _known_of(names), self._of_modules.setdefault(id(names), {})
         marks = names.get(MARK, {})
         state = _known_of({name: value for name, value in names.items() if name != MARK})
-        # Before Python 3.13 these are copies, and would keep tensors alive. The frame has them, and
-        # `names`, and getrefcount; whoever else has them called locals().
+        # Before Python 3.13, `f_locals` of a function is a dict that the frame keeps: a snapshot of
+        # its variables, which would keep tensors alive. So it is emptied, unless the user's code
+        # holds it from a call of locals(): three references are the frame, `names` and getrefcount.
         if type(names) is dict and sys.getrefcount(names) <= 3:
             names.clear()
-        names[MARK] = marks  # lives as long as the call
+        names[MARK] = marks  # lives as long as the frame, so each call counts from zero
         return state, marks
 
 
 class _Reading:
-    """How often one place in a loop has read a value, and what was known then."""
+    """How often one place in a loop has read a value, and the known state at the last reading.
+
+    times: readings so far.
+    unchanged: readings in a row with the same known state.
+    others: how many other answers were given.
+    known: the known state at the last reading.
+    given: the last answer.
+    """
 
     times = unchanged = others = 0
     known = given = None
 
     def answer(self, value, state, patience):
-        """The value, another one, or None where the loop is given up."""
+        """The value itself, another value, or None if the loop is to be given up."""
         self.times += 1
         self.unchanged = self.unchanged + 1 if state == self.known else 0
         self.known = state
@@ -118,15 +141,16 @@ class _Reading:
         self.others += 1
         if isinstance(value, bool):
             return not value
-        return type(value)(OTHERS[(self.others - 1) % len(OTHERS)])
+        return type(value)(OTHERS[(self.others - 1) % len(OTHERS)])  # 0, 2**20, 0, ...
 
 
 def _loop_at_work(frame):
-    """(the frame that reads a value, the place, the frame of the `while` loop around it).
+    """(frame that reads a value, place, frame of the innermost loop around it, a `while` loop).
 
-    place: the instructions at work, from the reading to the loop. All are None where there is no
-    such loop.
+    place: the code and the instruction of every frame from the reading up to the loop. It tells the
+    readings of one loop apart. All three are None without a loop, and for a `for` loop.
     """
+    # Skip the simulation's own frames, and PyTorch's dispatch modes.
     while frame is not None and _is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     reader = frame
@@ -150,14 +174,17 @@ def _is_ours(file) -> bool:
 
 @functools.cache
 def _loop_around(code, at) -> str:
-    """`for` or `while`: the innermost loop around an instruction; empty for none."""
+    """The kind of the innermost loop around an instruction, `for` or `while`; empty for none."""
     around = [(start, kind) for start, end, kind in _loops(code) if start <= at <= end]
-    return max(around)[1] if around else ""
+    return max(around)[1] if around else ""  # the one that starts last
 
 
 @functools.cache
 def _loops(code) -> list[tuple[int, int, str]]:
-    """(first instruction, last one, kind) of each loop: of each jump back."""
+    """(first instruction, last instruction, kind) of each loop: of each backward jump.
+
+    NB: Python 3.11 compiles the first test of a `while` loop as code before the loop.
+    """
     instructions = list(dis.get_instructions(code))
     at = {instruction.offset: instruction.opname for instruction in instructions}
     jumps = [
@@ -165,7 +192,7 @@ def _loops(code) -> list[tuple[int, int, str]]:
         for instruction in instructions
         if instruction.opcode in (*dis.hasjrel, *dis.hasjabs)
         and instruction.argval < instruction.offset
-        and "NO_INTERRUPT" not in instruction.opname  # waits for another generator
+        and "NO_INTERRUPT" not in instruction.opname  # `yield from` and `await`
     ]
     return [(to, end, "for" if at[to] == "FOR_ITER" else "while") for to, end in jumps]
 
@@ -175,10 +202,11 @@ SIZED = (list, tuple, dict, set)
 
 
 def _known_of(names) -> list:
-    """What is known of what names stand for: plain values, shapes and lengths."""
+    """The plain values, shapes and lengths that names refer to, and those of their attributes."""
     values: list = []
     for value in list(names.values()):
         values += _known(value)
+        # Attributes of the user's own objects, such as a counter of a trainer.
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is dict and not (
             isinstance(value, (torch.Tensor, type, ModuleType)) or inspect.isroutine(value)
@@ -197,6 +225,6 @@ def _known(value) -> tuple:
 
 
 def _short(file) -> str:
-    """A file as it is read: below the packages, or with its folder."""
+    """A file in print: its path below site-packages, or else its name."""
     _, _, installed = file.rpartition("site-packages/")
     return installed if "site-packages/" in file else Path(file).name

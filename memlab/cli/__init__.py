@@ -1,4 +1,8 @@
-"""The `memlab` command, a module for each of its verbs."""
+"""The `memlab` command, with one module per subcommand.
+
+A subcommand's `add_to` adds its options. Its `run` returns a dictionary with the values for --json
+or with `text` to print, and with a `status` if that is not 0.
+"""
 
 import argparse
 import atexit
@@ -20,14 +24,19 @@ COMMANDS = (plan, simulate, serve, run, measure, record, report)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status.
+    """Run the command and return its exit status.
 
-    0, 1 if runs of a grid failed, 2 for bad input, 3 for out of memory, for what does not fit with
-    the margin of `memlab.fits`, and for a plan where nothing fits, 130 for Ctrl-C. Of `run` also
-    the script's own, 1 for its exception and for a script that puts nothing on the card, and 124 at
-    the time limit.
+    - 0: done.
+    - 1: runs of a grid failed, or `record --check` doubts a file.
+    - 2: bad input, or an answer that could not be written.
+    - 3: out of memory, no fit with the margin of `memlab.fits`, or a plan where nothing fits.
+    - 130: Ctrl-C.
+
+    `run` also returns the script's own status. It returns 1 for an exception of the script, or if
+    the script puts nothing on the GPU, and 124 at the time limit.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
+    # The arguments of a script come after --, and argparse must not see them.
     has_script = argv[:1] == ["run"]
     cut = argv.index("--") if has_script and "--" in argv else len(argv)
     options, unknown = parser().parse_known_args(argv[:cut])
@@ -56,28 +65,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _shown(text: str) -> int:
-    """Print; 2 where standard output takes no more (a full disk), 0 elsewhere."""
+    """Print `text`. Returns 2 if standard output cannot take it, as on a full disk, else 0."""
     try:
         print(text, flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
-        if not isinstance(error, BrokenPipeError):  # whoever reads has had enough
+        # Python flushes standard output once more at exit, and would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # the reader of a pipe may stop early
             print(f"memlab: the answer could not be written: {error.strerror}", file=sys.stderr)
         return 2
     return 0
 
 
 def _skip_last_collection() -> None:
-    """The last collection goes through a million objects, for a second, before all of them end.
+    """Skip the garbage collection at exit, which walks a million objects for about a second.
 
-    Triton wants it: its bindings (nanobind) print a line for each of theirs that is left.
+    With Triton imported it is not skipped, because Triton's bindings (nanobind) print a line for
+    each of their objects that is left.
     """
     if "triton" not in sys.modules:
         gc.freeze()
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands with their options."""
+    """The parser of all subcommands and their options."""
     root = Parser(prog="memlab", description="The GPU memory of training a transformer.")
     version = f"memlab {importlib.metadata.version('gpu-memory-lab')}"
     root.add_argument("--version", action="version", version=version)
@@ -90,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
         help: str,
         parents: Sequence[Parser] = (),
     ) -> Callable[..., argparse.Action]:
-        added = commands.add_parser(name, parents=parents, help=help)  # a `Parser`, as the whole
+        added = commands.add_parser(name, parents=parents, help=help)  # of class `Parser`, as root
         added.set_defaults(run=run)
         return added.add_argument
 

@@ -1,4 +1,4 @@
-"""`memlab measure`: a step on this machine."""
+"""`memlab measure`: memory and time of an optimizer step on this machine."""
 
 from argparse import Namespace
 
@@ -14,7 +14,7 @@ def add_to(commands: Commands) -> None:
 
 
 def run(options: Namespace) -> dict:
-    """What a step takes here."""
+    """Measure a step of the recipe on this machine."""
     from memlab.predict.measure import measure
 
     recipe = recipe_of(options)

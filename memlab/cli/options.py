@@ -1,4 +1,4 @@
-"""Options and results that several commands have."""
+"""Options that several subcommands share, and how their values are read."""
 
 import argparse
 import dataclasses
@@ -21,27 +21,30 @@ GPU = f"a card's name, {SIZES}; none means no limit"
 ANCHOR = "what `memlab measure --json` said on this card: its seconds put right those of the answer"
 
 
-Commands = Callable[..., Callable[..., argparse.Action]]  # adds one; gives what adds its options
+# Adds a subcommand, and returns the function that adds an option to it.
+Commands = Callable[..., Callable[..., argparse.Action]]
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, and whose options have whole names.
+    """A parser with one-line errors and without abbreviated options.
 
-    `--rank 8` may be that of an adapter, and would be eight processes.
+    An abbreviation can mean the wrong option: `--rank 8`, meant as the rank of an adapter, would be
+    read as `--ranks 8`, eight processes.
     """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """One line instead of the whole usage."""
+        """Exit with status 2 and one line, instead of the whole usage."""
         self.exit(2, f"memlab: {message}\n")
 
 
 def card(text: str) -> str | int:
-    """A card's name, which may be a number (4090), a size, or so many bytes.
+    """Read the value of --gpu: a GPU's name, which may be a number (4090), a size, or bytes.
 
-    How a size was read, where that is not plain, stands on standard error.
+    If a size can be read in several ways, the chosen one is printed to standard error. Text that
+    `find_gpu` refuses is returned as it is, so that the error comes from the command.
     """
     try:
         gpu = find_gpu(text)
@@ -53,7 +56,11 @@ def card(text: str) -> str | int:
 
 
 def anchored_by(file: str | None, gpu: str | int | None) -> tuple[Any, str]:
-    """The card with the pace of a measured step, and a line that says so; as it is without."""
+    """(the GPU with the pace of a measured step, a line that says so); unchanged without a file.
+
+    file: the output of `memlab measure --json`. Raises ValueError for any other content, and for a
+    measurement on another GPU.
+    """
     if file is None:
         return gpu, ""
     from memlab.predict.anchor import anchored
@@ -82,7 +89,7 @@ def count(text: str) -> int:
 
 
 def minutes(text: str) -> float:
-    """A time limit."""
+    """A time limit in minutes, above 0."""
     try:
         limit = float(text)
     except ValueError:
@@ -93,7 +100,7 @@ def minutes(text: str) -> float:
 
 
 def options_of(kind: type[Any]) -> Parser:
-    """The options of a `Recipe` or a `Serving`, made from its fields."""
+    """A parent parser with an option for each field of `kind`, a `Recipe` or a `Serving`."""
     parser = Parser(add_help=False)
     group = parser.add_argument_group(kind.__name__.lower())
     for field in dataclasses.fields(kind):
@@ -110,13 +117,13 @@ def options_of(kind: type[Any]) -> Parser:
 def _add_field(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> None:
     metadata, default = field.metadata, field.default
     name, text = field.name, described(metadata)
-    if default is True:
+    if default is True:  # the option switches the field off, under a name of its own
         name, text = metadata["off"]
     option = f"--{name.replace('_', '-')}"
     if isinstance(default, bool):
         action = "store_false" if default else "store_true"
         group.add_argument(option, dest=field.name, action=action, help=text)
-    elif metadata["bare"]:
+    elif metadata["bare"]:  # the option alone, as in --checkpointing, means this choice
         group.add_argument(option, nargs="?", const=metadata["bare"], default=default, help=text)
     else:
         kinds: dict[type, Callable[[str], Any]] = {int: count, float: float}
@@ -125,5 +132,5 @@ def _add_field(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) ->
 
 
 def recipe_of(options: argparse.Namespace, kind: type[Any] = Recipe) -> Any:
-    """The `Recipe` or the `Serving` that the options say."""
+    """The `Recipe` or the `Serving` that the parsed options describe."""
     return kind(**{field.name: getattr(options, field.name) for field in dataclasses.fields(kind)})

@@ -1,4 +1,4 @@
-"""`memlab plan`: how to train a model on a card, or which card to take."""
+"""`memlab plan`: how to train a model on a GPU, or which GPU to choose."""
 
 import dataclasses
 import os
@@ -10,7 +10,7 @@ from memlab.cli.options import ANCHOR, LINK, SIZES, Commands, anchored_by, card,
 from memlab.libraries import write_whole
 from memlab.spec.recipe import Recipe
 
-# Fields of a question that are options by the same name.
+# Fields of `memlab.planner.result.Question` with an option of the same name.
 ASKED = "seq_len effective_batch ways precisions keep_quality lora_rank task ranks link "
 ASKED += "expandable_segments"
 
@@ -43,13 +43,16 @@ def add_to(commands: Commands) -> None:
 
 
 def run(options: Namespace) -> dict:
-    """The plan, and a script of its fastest recipe."""
+    """Make a plan, and with --script write a training script of its fastest recipe.
+
+    If only a last resort fits, the script is of that one.
+    """
     from memlab.planner.search import plan
 
     asked = {name: getattr(options, name) for name in ASKED.split()}
     if options.margin is not None:
         asked["margin"] = options.margin
-    if options.script:
+    if options.script:  # refuse before the search, which takes minutes
         if len(options.gpu) != 1 or options.ranks > 1:
             raise ValueError("a script is for one card: name it with --gpu, without --ranks")
         if Path(options.script).exists() and not options.force:
@@ -57,6 +60,7 @@ def run(options: Namespace) -> dict:
         if not os.access(Path(options.script).parent, os.W_OK):
             why = "no such folder, or no right to"
             raise ValueError(f"{options.script} cannot be written: {why}")
+    # One GPU asks how to train on it; several, or none for all of the list, ask which to choose.
     (cards,) = options.gpu if len(options.gpu) == 1 else (options.gpu or None,)
     cards, anchor = anchored_by(options.anchor, cards)
     answer = plan(options.model, cards, **asked)
@@ -69,7 +73,7 @@ def run(options: Namespace) -> dict:
     if option:
         try:
             text = f"{text}\n{_write_script(option.recipe, options)}"
-        except OSError as error:  # the plan took minutes, and is shown all the same
+        except OSError as error:  # show the plan all the same: it took minutes
             text, status = f"{text}\n{options.script} was not written: {error.strerror}", 2
             more = {"script": None, "not_written": str(error)}
     more |= {"anchor": anchor} if anchor else {}
@@ -79,7 +83,10 @@ def run(options: Namespace) -> dict:
 
 
 def _shortfall(answer: Any) -> tuple | None:
-    """What fits in a plan for one card, and how often published runs took too much more."""
+    """(the first tier that fits, the share of published runs that would not); None if none fits.
+
+    A plan for several GPUs has no first tier, and so gives None.
+    """
     option = getattr(answer, "first", None)
     if option is None:
         return None

@@ -1,4 +1,4 @@
-"""`memlab record`: the grid of recipes on this machine."""
+"""`memlab record`: measure the grid of recipes on this machine, or check a file of records."""
 
 import dataclasses
 from argparse import Namespace
@@ -24,7 +24,7 @@ def add_to(commands: Commands) -> None:
 
 
 def run(options: Namespace) -> dict:
-    """What became of each run of the grid, or what is doubtful about a file."""
+    """Run the grid and report on each run; with --check, report what is doubtful about a file."""
     if options.check:
         return _checked(options.check)
     from memlab.evidence import grid, recording
@@ -44,7 +44,10 @@ def run(options: Namespace) -> dict:
 
 
 def _checked(path: str) -> dict:
-    """The doubts of a file's records; status 1 with any."""
+    """The doubts about a file's records; status 1 if there are any.
+
+    Raises ValueError for records of a CPU.
+    """
     from memlab.evidence.plausibility import against_prediction, doubts
     from memlab.evidence.records import load
 
@@ -52,6 +55,7 @@ def _checked(path: str) -> dict:
     if all(run.device.startswith("CPU") for run in runs):
         raise ValueError(f"{path} is of a CPU: what is checked are records of a GPU")
     problems = [f"{run.name}: {doubt}" for run in runs for doubt in doubts(run)]
+    # A simulation takes seconds per run: only for records whose figures agree with each other.
     problems = problems or against_prediction(runs)
     text = "\n".join(problems) or f"{len(runs)} record{'s' * (len(runs) > 1)}, nothing doubtful"
     return {"doubts": problems, "text": text, "status": 1 if problems else 0}

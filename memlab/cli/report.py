@@ -1,4 +1,4 @@
-"""`memlab report`: what a report of a wrong prediction needs, without names and paths."""
+"""`memlab report`: what a bug report of a wrong prediction needs, without names and paths."""
 
 import os
 from argparse import Namespace
@@ -18,7 +18,7 @@ def add_to(commands: Commands) -> None:
 
 
 def run(options: Namespace) -> dict:
-    """Plain values and, to be pasted, their text."""
+    """Collect versions, device, recipe and prediction, as JSON values or as text to paste."""
     from memlab.evidence.worker import about
     from memlab.predict.measure import pick_device
     from memlab.predict.simulate import simulate
@@ -26,17 +26,18 @@ def run(options: Namespace) -> dict:
     recipe = recipe_of(options)
     asked = recipe.as_dict()
     if isinstance(asked["model"], str) and os.path.exists(asked["model"]):
-        asked["model"] = os.path.basename(os.path.normpath(asked["model"]))  # no path leaves here
+        # A path may hold a user's name, so only its last part is reported.
+        asked["model"] = os.path.basename(os.path.normpath(asked["model"]))
     values = about({"device": str(pick_device())}) | {"gpu": options.gpu, "recipe": asked}
     try:
         values["predicted"] = simulate(recipe, options.gpu, options.link).as_dict()
-    except (ValueError, RuntimeError) as error:  # out of memory among them
+    except (ValueError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
         values["refused"] = first_line(error)
     return values if options.json else {"text": _text(values)}
 
 
 def _text(values: dict) -> str:
-    """A list of Markdown, what happened left to be written."""
+    """The values as a Markdown list, with "what happened" left for the user to fill in."""
     recipe = values["recipe"]
     usual = Recipe().as_dict() | {"model": None}
     footprint = values.get("predicted")

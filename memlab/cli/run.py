@@ -1,4 +1,4 @@
-"""`memlab run`: a training script on a GPU that need not be there."""
+"""`memlab run`: run a training script on a simulated GPU."""
 
 import sys
 from argparse import Namespace
@@ -30,7 +30,7 @@ def add_to(commands: Commands) -> None:
 
 
 def run(options: Namespace) -> dict:
-    """What became of the script."""
+    """Run the script, print its error if it has one, and return what it took."""
     from memlab.predict.script import FAILED, traceback_of, try_script
 
     ran = try_script(
@@ -45,6 +45,7 @@ def run(options: Namespace) -> dict:
         phases=options.phases,
         module=options.module,
     )
+    # A traceback helps with the script's own errors. Any other ending is one line.
     if ran.status == FAILED and isinstance(ran.raised, Exception):
         print(traceback_of(ran), end="", file=sys.stderr)
     elif ran.error:
@@ -59,7 +60,7 @@ def run(options: Namespace) -> dict:
 
 
 def _first_line(ran: Any, card: GPU) -> str:
-    """Whether the script fits the card, or why nobody can say."""
+    """The first line of the answer: whether the script fits the GPU, or why there is no verdict."""
     name = ran.script.name
     if ran.verdict:
         return verdict_line(name, card, ran.verdict)

@@ -1,4 +1,4 @@
-"""`memlab serve`: inference, prefill and decode."""
+"""`memlab serve`: predict the memory of inference, prefill and decode."""
 
 from argparse import Namespace
 
@@ -17,5 +17,5 @@ def add_to(commands: Commands) -> None:
 
 
 def run(options: Namespace) -> dict:
-    """The footprint of a serving."""
+    """Predict the footprint of a serving."""
     return simulated(recipe_of(options, Serving), options)

@@ -1,4 +1,4 @@
-"""`memlab simulate`: a step on a GPU that need not be there."""
+"""`memlab simulate`: predict an optimizer step on a GPU that need not be there."""
 
 import sys
 from argparse import Namespace
@@ -28,12 +28,16 @@ def add_to(commands: Commands) -> None:
 
 
 def run(options: Namespace) -> dict:
-    """The footprint of a recipe."""
+    """Predict the footprint of a recipe."""
     return simulated(recipe_of(options), options, options.link)
 
 
 def simulated(recipe: Workload, options: Namespace, link: str | None = None) -> dict:
-    """A step of a recipe or the text of a serving, at its own or the largest size."""
+    """Predict a recipe or a serving, at its own size or at the largest that fits.
+
+    options: of the command, with `gpu`, `largest` and `json`, and perhaps `anchor`. link: between
+    ranks, as in `simulate`.
+    """
     answer: Any = None
     gpu, anchor = anchored_by(getattr(options, "anchor", None), options.gpu)
     if options.largest:
@@ -41,7 +45,7 @@ def simulated(recipe: Workload, options: Namespace, link: str | None = None) -> 
 
         answer = largest(recipe, gpu, options.largest.replace("-", "_"))
         recipe = answer.recipe
-        if not answer.value:
+        if not answer.value:  # not even the smallest size fits: there is nothing to simulate
             values: dict[str, Any] = (
                 {"largest": answer.as_dict()} if options.json else {"text": str(answer)}
             )
@@ -76,34 +80,44 @@ def simulated(recipe: Workload, options: Namespace, link: str | None = None) -> 
 
 
 def _on_card(recipe: Workload, card: GPU, link: str | None) -> tuple[Any, Any, str]:
-    """(footprint, verdict, error): no verdict without a limit, no footprint out of memory."""
+    """(footprint, fit, error) of a recipe on a GPU.
+
+    fit is None for a GPU without a memory limit, footprint is None if the recipe runs out of
+    memory; then error is PyTorch's message.
+    """
     from memlab.predict.fit import fit_from_log
     from memlab.predict.simulate import full_log, simulate
 
     if card.total_memory is None:
         return simulate(recipe, card, link), None, ""
     if link is not None:
-        link_rate(card, link)  # or refuses
+        link_rate(card, link)  # raises ValueError for a link that the GPU lacks
     fit = fit_from_log(recipe, full_log(recipe, card), card, link=link)
     if fit.fits:
         return fit.footprint, fit, ""
+    # It does not fit with the margin. On the GPU's real size it may run all the same.
     try:
         footprint = simulate(recipe, card, link)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         return None, fit, str(error)
-    # It gave cached blocks back where it had to.
+    # The allocator gave cached blocks back at the limit, so it reserved less than without one.
     needed = (footprint.peak_reserved or 0) + (card.context or 0)
     return footprint, replace(fit, needed=needed), ""
 
 
 def _other_upcast(recipe: Workload, card: GPU, footprint: Any) -> str:
-    """What a quantized base would take with its unquantized rest in the other format."""
+    """A line on what a quantized base reserves with the other value of `upcast`; else empty.
+
+    upcast decides whether the rest that is not quantized is cast to fp32. Both are simulated
+    without a memory limit.
+    """
     if not (footprint and isinstance(recipe, Recipe) and recipe.base in QUANTIZED):
         return ""
     from memlab.predict.simulate import simulate
 
+    # Without a limit: the other format may not fit, and its bytes are wanted all the same.
     other = simulate(recipe.but(upcast=not recipe.upcast), card.without_limit()).peak_reserved or 0
     more = other - footprint.peak_reserved
     option = "with --no-upcast" if recipe.upcast else "without --no-upcast"

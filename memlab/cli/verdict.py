@@ -1,4 +1,4 @@
-"""The first line of an answer: what fits which card, how much is left, and how likely it is not."""
+"""The first line of an answer: whether a training fits a GPU, with what room and what risk."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from memlab.units import in_unit_of
 if TYPE_CHECKING:
     from memlab.predict.fit import Fit, Verdict
 
-TOO_SMALL = 3  # the exit status of what does not fit
+TOO_SMALL = 3  # exit status if the GPU is too small
 
 
 def verdict_line(name: str, card: GPU, verdict: Verdict | Fit) -> str:
-    """Whether something fits a card with a limit, and the share of published runs that would not.
+    """Say whether something fits a GPU with a limit, and how likely it does not.
 
-    name: what is trained. verdict: with the margin of `memlab.fits`.
+    name: what is trained. verdict: with the margin of `memlab.fits`. The chance is the share of
+    published runs that took so much more than predicted (`memlab.evidence.shortfall`).
     """
     from memlab.evidence.shortfall import shortfall
 
     total = card.total_memory
-    assert total is not None  # it has a limit
+    assert total is not None  # a verdict is for a GPU with a limit
     margin, size, left = (
         in_unit_of(n, total) for n in (verdict.margin, total, abs(total - verdict.needed))
     )
     begin = f"{name} on {card.in_words}: "
+    # Three cases: over the GPU's size, within it with the margin, within it but without the margin.
     if verdict.needed > total:
         return f"{begin}does not fit, {left} more than its {size}"
     chance = f"chance that it does not: {shortfall(verdict.needed, total)}"
@@ -37,7 +39,10 @@ def verdict_line(name: str, card: GPU, verdict: Verdict | Fit) -> str:
 def verdict_values(
     card: GPU, verdict: Verdict | Fit | None, fits: bool | None = None
 ) -> dict[str, Any]:
-    """The same in bytes, for JSON. fits: what is known of it without a verdict."""
+    """The verdict in bytes, for JSON.
+
+    fits: whether it fits, if that is known although there is no verdict; else None.
+    """
     if verdict is None or card.total_memory is None:
         return {"fits": fits}
     from memlab.evidence.shortfall import shortfall
@@ -55,5 +60,5 @@ def verdict_values(
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether it is torch.OutOfMemoryError; an answer that needs no PyTorch does not import it."""
+    """Whether an error is torch.OutOfMemoryError, without importing PyTorch for it."""
     return type(error).__name__ == "OutOfMemoryError"

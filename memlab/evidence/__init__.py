@@ -1,1 +1,1 @@
-"""Runs on real cards, recorded and published, and how near the predictions come."""
+"""Runs on real GPUs, recorded and published, and how near the predictions come to them."""

@@ -1,8 +1,9 @@
-"""Whether a record of somebody else's card can be what it says: `memlab record --check FILE`.
+"""Whether the record of another person's GPU can be right: `memlab record --check FILE`.
 
-The figures of one run hang together: PyTorch's allocator hands out blocks of 512 bytes and takes
-segments of 2 MiB, the card's parts lie one in the other, and throughput is the batch over the
-step's time. So a figure that was mistyped, or taken from another run, shows.
+The figures of one run depend on each other. PyTorch's allocator hands out multiples of 512 bytes
+and reserves multiples of 2 MiB. What is allocated is at most what is reserved, and so on up to the
+GPU's total memory. Throughput is the batch over the time of a step. A figure that was mistyped, or
+taken from another run, therefore shows.
 """
 
 import datetime
@@ -18,10 +19,12 @@ from memlab.spec.recipe import Recipe
 from memlab.trace.allocator_blocks import LARGE_ROUND, MIN_BLOCK
 from memlab.units import mib
 
-TOTALS = 0.03  # drivers and clouds differ by up to 1 %, and some cards have two sizes
-PREDICTED = 0.05  # what a prediction of allocated bytes may miss, before somebody should look
-NEEDED = ("torch", "transformers", "memlab", "cuda")
-# Of what each is a multiple. Each is at most the next, as the parts of a card lie one in the other.
+# Share by which a total may differ: drivers and clouds differ by up to 1 %, and some GPUs come in
+# two sizes.
+TOTALS = 0.03
+PREDICTED = 0.05  # share by which a prediction of allocated bytes may miss before it is a doubt
+NEEDED = ("torch", "transformers", "memlab", "cuda")  # versions that a record must have
+# Figure -> the bytes of which it is a multiple. Each figure is at most the next.
 SIZES = {
     "peak_allocated": MIN_BLOCK,
     "peak_reserved": LARGE_ROUND,
@@ -32,7 +35,10 @@ QUARTILES = "step_lower_quartile_seconds", "step_seconds", "step_upper_quartile_
 
 
 def doubts(run: Record) -> list[str]:
-    """What cannot be right about a run recorded on a GPU, a line each; empty if nothing."""
+    """What cannot be right about a run recorded on a GPU, one line each; empty if nothing is.
+
+    Nothing is simulated here.
+    """
     card = gpu_of_device(run.device)
     if card is None:
         return [f"{run.device!r} is no card that memlab knows: add it to gpus.json first"]
@@ -52,12 +58,16 @@ def doubts(run: Record) -> list[str]:
 
 
 def against_prediction(runs: list[Record]) -> list[str]:
-    """The runs whose allocated bytes are far from the simulation's, or that are too quick."""
+    """Lines on runs whose allocated bytes are far from the simulation, or that are too fast.
+
+    Too fast is less than half the lower end of the estimated seconds.
+    """
     problems = []
     for run in runs:
         card = gpu_of_device(run.device)
         if card is None or run.figures.get("out_of_memory"):
             continue
+        # The machine's own total: drivers and clouds leave different amounts.
         card = replace(card, total_memory=run.figures["total_memory_bytes"])
         try:
             predicted = simulate(Recipe(**run.recipe), card)
@@ -80,6 +90,7 @@ def _sizes(figures: dict[str, Any]) -> list[str]:
     if problems:
         return problems
     sizes = {name: figures[f"{name}_bytes"] for name in SIZES}
+    # The context is what the GPU uses beyond the reserved bytes, so all the rest was reserved.
     context = figures.get("context_bytes", 0)
     if sizes["device_used"] - context > sizes["peak_reserved"]:
         problems.append(f"device_used is more than peak_reserved and a context of {mib(context)}")
@@ -101,6 +112,7 @@ def _seconds(run: Record) -> list[str]:
         return [f"{', '.join(QUARTILES)} are {quartiles}: wanted are three, each at most the next"]
     speed, median = run.figures.get("samples_per_second", 0), quartiles[1]
     samples = run.recipe.get("batch_size", 1) * run.recipe.get("accumulation", 1)
+    # `measure` computes the throughput from the median step, so only rounding may differ.
     if abs(speed * median / samples - 1) > 0.01:
         return [f"samples_per_second is {speed:g}, {samples} in {median:g} s are not that"]
     return []

@@ -1,6 +1,7 @@
-"""`memlab record`: the grid on the machine that is here, a process a run, each row kept at once.
+"""Measure the grid of recipes on this machine, for `memlab record`.
 
-A new start goes on where the last was stopped.
+Each run has a process of its own, and its record is written as soon as it ends. A new start goes on
+where the last one was stopped.
 """
 
 import contextlib
@@ -31,11 +32,15 @@ from memlab.workloads.training import Training, import_libraries
 
 @dataclass
 class Report:
-    """What became of a grid's runs: names, or name -> why in one line.
+    """What became of the runs of a grid: names, or name -> reason in one line.
 
-    path: the file with the records. kept: there before. done: run now, `out_of_memory` among
-    them. skipped: cannot run on this machine. failed: ended with an error or beyond its time.
-    left: not begun because the time was up.
+    path: the file with the records.
+    device: the name of the GPU or CPU.
+    kept: runs with a record from before.
+    done: runs made now; `out_of_memory` are some of them.
+    skipped: cannot run on this machine.
+    failed: ended with an error or ran beyond their time.
+    left: not begun, or stopped, because the time for all runs was up.
     """
 
     path: Path
@@ -67,25 +72,29 @@ def record(
     steps: int = 3,
     note: str = "",
 ) -> Report:
-    """Measure every run of the grid that `out` has no record of yet, and keep each at once.
+    """Measure every run of the grid that `out` has no record of yet, and save each at once.
 
-    device: `cuda` or `cpu`; None takes CUDA where there is one. A CPU runs the tiny twins.
-    out: the folder for the file, one a device. runs: name -> recipe; None takes `grid_runs()`.
-    limit_seconds: for all runs together; what is running then is stopped and not kept.
-    run_seconds: for one run. steps: timed steps of each, after the warm-up of `measure`.
-    note: what is said of the machine, kept in each record's source.
+    device: `cuda` or `cpu`; None takes CUDA if there is one. A CPU runs the tiny twins.
+    out: folder for the records, with one file per device.
+    runs: name -> recipe; None takes `grid_runs()`.
+    limit_seconds: for all runs together. The run in progress is then stopped and not saved.
+    run_seconds: for one run.
+    steps: timed steps of each run, after the warm-up of `measure`.
+    note: a remark on the machine, saved in the source of each record.
 
     Each run has a process of its own, which ends with this one. Running out of memory is a result
-    and recorded; what the device cannot do is skipped and said. Raises, before anything runs,
-    ValueError for a file of `out` that is not whole, and OSError where `out` cannot be written.
+    and is recorded. Runs that the device cannot do are skipped, and the report says why.
+
+    Raises ValueError for a file in `out` that is not whole, and OSError if `out` cannot be written.
+    Both come before anything runs.
     """
     integer_from(1)("steps", steps)
     Path(out).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=out):  # or a file cannot be written there
+    with tempfile.TemporaryFile(dir=out):  # raises OSError if the folder cannot be written
         pass
-    started, device = time.monotonic(), pick_device(device)
+    started, device = time.monotonic(), pick_device(device)  # raises ValueError for an absent one
     runs = grid_runs(tiny=device.type == "cpu") if runs is None else runs
-    here = machine(device)
+    here = machine(device)  # asked once: it is the same for all runs
     report = Report(file_of(here["device_name"], out), here["device_name"])
     report.kept = _finished(report.path, runs)
     todo = [name for name in runs if name not in report.kept]
@@ -102,6 +111,7 @@ def record(
             else:
                 order = {"device": str(device), "recipe": runs[name].as_dict(), "steps": steps}
                 answer = ask(order, min(run_seconds, remaining))
+                # Stopped by the limit of all runs, and not by its own: not a failure.
                 if answer.get("stopped") and remaining < run_seconds:
                     report.left.append(name)
                 else:
@@ -117,18 +127,22 @@ def _finished(path: Path, runs: dict[str, Recipe]) -> list[str]:
     """The names of the runs that a file has a record of, with the same recipe."""
     recorded = {}
     for run in _load(path):
-        with contextlib.suppress(TypeError):  # of a field that recipes no longer have
+        with contextlib.suppress(TypeError):  # the recipe has a field that memlab does not know
             recorded[run.name] = Recipe(**run.recipe)
     return [name for name in runs if recorded.get(name) == runs[name]]
 
 
 def file_of(device_name: str, folder: Path | str = FOLDER) -> Path:
-    """The file of a device's records."""
+    """The path of the file with a device's records."""
     return Path(folder) / f"{re.sub('[^a-z0-9]+', '-', device_name.lower()).strip('-')}.json"
 
 
 def machine(device: torch.device) -> dict:
-    """What the machine is; CUDA is asked in another process, for its context takes memory."""
+    """Name, memory, driver and versions of this machine, as `memlab.evidence.worker.about`.
+
+    CUDA is asked in another process, because a CUDA context in this one would take GPU memory from
+    the runs. Raises OSError if that process fails.
+    """
     if device.type == "cpu":
         return about({"device": "cpu"})
     here = ask({"device": str(device)}, 120.0)
@@ -138,7 +152,7 @@ def machine(device: torch.device) -> dict:
 
 
 def _enter(report: Report, here: dict, name: str, recipe: Recipe, answer: dict, note: str) -> None:
-    """Sort one run's answer into the report, and its figures into the file."""
+    """Enter one run's answer into the report, and its figures into the file of records."""
     if "refused" in answer:
         report.skipped[name] = answer["refused"]
     elif "figures" not in answer:
@@ -149,7 +163,7 @@ def _enter(report: Report, here: dict, name: str, recipe: Recipe, answer: dict, 
         run = Record(
             kind="recorded",
             name=name,
-            recipe=json.loads(json.dumps(recipe.as_dict())),
+            recipe=json.loads(json.dumps(recipe.as_dict())),  # tuples become lists, as in a file
             figures=answer["figures"],
             device=here["device_name"],
             driver=here["driver"],
@@ -157,7 +171,7 @@ def _enter(report: Report, here: dict, name: str, recipe: Recipe, answer: dict, 
             date=datetime.date.today().isoformat(),
             source=f"{_source()}; {note}" if note else _source(),
         )
-        # Read anew, so that what another start of the same grid has written stays.
+        # Read the file again: another process may run the same grid, and its records must stay.
         save(report.path, [*(old for old in _load(report.path) if old.name != name), run])
         report.done.append(name)
         if "out_of_memory" in answer["figures"]:
@@ -170,7 +184,7 @@ def _load(path: Path) -> list[Record]:
 
 @functools.cache
 def _source() -> str:
-    """The commit of memlab, or its version where it is not in a repository."""
+    """The commit of memlab, or its version if it is not in a git repository."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
         out = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
@@ -180,17 +194,17 @@ def _source() -> str:
 
 
 def cannot_fit(recipe: Recipe, total_memory: int | None) -> str:
-    """Why a recipe surely does not fit into so many bytes, in one line; empty if it may.
+    """Why a recipe cannot fit into `total_memory` bytes, in one line; empty if it may.
 
-    Weights, gradients and optimizer states are together on the card in the optimizer's step: what
-    passes the card with these alone is not worth the minute of trying.
+    The optimizer step has all weights, gradients and optimizer states on the GPU. If these alone
+    are larger than the GPU, the run is not worth the minute that it takes to fail.
     """
     if total_memory is None:
         return ""
     try:
         least = least_bytes(recipe)
     except ValueError:
-        return ""  # the run itself says what is wrong
+        return ""  # the recipe is invalid: the run itself reports why
     if least <= total_memory:
         return ""
     return (
@@ -199,12 +213,17 @@ def cannot_fit(recipe: Recipe, total_memory: int | None) -> str:
 
 
 def least_bytes(recipe: Recipe) -> int:
-    """Bytes of weights, gradients and optimizer states, a lower bound of any run's peak."""
+    """Bytes of weights, gradients and optimizer states, a lower bound of a run's peak.
+
+    The model is built from tensors without data. Known limitation: with `step_in_backward` or
+    `optimizer_offload`, gradients or states are never all on the GPU, and this is no lower bound.
+    """
     import_libraries(recipe)
     with fake_tensors.tensors_without_data():
         built_in = fake_tensors.without_draws()
         training = Training(recipe.but(batch_size=1, accumulation=1), built_in=built_in)
         weights = list(training.model.parameters())
     optimizer = OPTIMIZERS[recipe.optimizer]
-    states = optimizer.states if optimizer.bits == 32 else 0  # smaller ones vary
+    # 8-bit states have scales, small tensors keep 32 bits, and paged ones may leave: count none.
+    states = optimizer.states if optimizer.bits == 32 else 0
     return sum(weight.nbytes * (1 + weight.requires_grad * (1 + states)) for weight in weights)

@@ -1,8 +1,8 @@
 """Recorded and published runs in one schema.
 
-`recorded` runs were measured by memlab on a named device; `published` ones stand in a document. A
-file holds `{"schema": 1, "records": [...]}`, one object of `Record`'s fields each; the files of the
-package lie in memlab/data/records. Files are written whole or not at all.
+`recorded` runs were measured by memlab on a named device; `published` runs come from a document. A
+file holds `{"schema": 1, "records": [...]}`, where each record is an object with the fields of
+`Record`. The package's own files are in memlab/data/records. Files are written whole or not at all.
 """
 
 import dataclasses
@@ -25,24 +25,25 @@ MAY_BE_EMPTY = ("versions", "settings")
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """One run: what was trained, on what, and what it took.
+    """One run: what was trained, on which device, and what it took.
 
-    kind: `recorded` (by memlab, on the device named) or `published` (in `source`).
-    name: short and unique within its file.
-    recipe: field of `memlab.Recipe` -> plain value; `model` may be an object, the values of a
+    kind: `recorded` (by memlab, on the named device) or `published` (in `source`).
+    name: short, and unique within its file.
+    recipe: field of `memlab.Recipe` -> plain value; `model` may be an object with the values of a
         config.json.
-    figures: name -> number, the unit at the end of the name (`device_used_bytes`,
+    figures: name -> number, with the unit at the end of the name (`device_used_bytes`,
         `step_seconds`, `samples_per_second`), or `out_of_memory` -> bool.
-    device: the card as its driver names it. driver: its version, None where not known.
-    versions: library -> version, as far as known. date: of the run, ISO (2022-01-11).
-    source: a citation, or the commit of memlab that measured.
-    loop: the training loop that ran, a name of `LOOPS` in the repository's validation/loops;
-        empty for memlab's own. Other loops' runs may differ from their recipe in what it has no
-        field for.
-    settings: what such a loop is told beside the recipe, name -> plain JSON value; `family` and
+    device: the GPU as its driver names it, or the CPU with its number of threads.
+    driver: version of the driver, None if it is not known.
+    versions: library -> version, as far as it is known.
+    date: of the run, in ISO form (2022-01-11).
+    source: a citation, or the commit of memlab that measured the run.
+    loop: the training loop, a name of `LOOPS` in the repository's validation/loops; empty for
+        memlab's own. Runs of other loops may differ from their recipe where it has no field.
+    settings: what such a loop needs besides the recipe, name -> plain JSON value. `family` and
         `technique` are for tables, where they do not follow from the recipe.
 
-    Raises ValueError, in one line, for a field that does not hold what it should.
+    Raises ValueError in one line for a field with an invalid value.
     """
 
     kind: str
@@ -95,15 +96,20 @@ def find_records(
     loop: str | None = None,
     **recipe: Any,
 ) -> list[Record]:
-    """The records of a folder's files, in the order of the files and within them.
+    """The records in a folder's files, in the order of the files and within them.
 
-    kind: one of `KINDS`; device: a part of the device's name, upper or lower case alike; loop: the
-    name of a training loop, empty for memlab's own; further keywords are fields of the recipe:
-    `find_records(device="v100", precision="fp16-amp")`.
+    kind: `recorded` or `published`; None takes both.
+    device: a part of the device's name, in upper or lower case.
+    folder: where the files are; the package's own by default.
+    loop: the name of a training loop, empty for memlab's own; None takes all.
+    recipe: values that fields of the recipe must have, as further keywords:
+        `find_records(device="v100", precision="fp16-amp")`.
+
+    Raises ValueError in one line for another kind, and for a file that is not whole.
     """
     if kind not in (None, *KINDS):
         raise ValueError(f"kind is {kind!r}: allowed are {', '.join(KINDS)}")
-    asked = recipe.items()
+    asked = recipe.items()  # views of items compare as sets: `asked` must be a subset
     return [
         record
         for path in sorted(Path(folder).glob("*.json"))
@@ -116,7 +122,10 @@ def find_records(
 
 
 def load(path: Path | str) -> list[Record]:
-    """The records of one file. Raises ValueError, in one line, with the file and what is wrong."""
+    """The records of one file.
+
+    Raises ValueError in one line, which names the file and what is wrong with it.
+    """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -133,12 +142,13 @@ def load(path: Path | str) -> list[Record]:
             record = Record(**values)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: record {i}: {error}") from None
+        # setdefault gives the record that already has this name, if there is one.
         if records.setdefault(record.name, record) is not record:
             raise ValueError(f"{path}: two records are named {record.name!r}: allowed is one")
     return list(records.values())
 
 
 def save(path: Path | str, records: Iterable[Record]) -> None:
-    """Write records to a file, which is afterwards either the old one or the whole new one."""
+    """Write records to a file. If that is interrupted, the old file stays as it was."""
     rows = ",\n".join(json.dumps(dataclasses.asdict(record)) for record in records)
     write_whole(Path(path), f'{{"schema": {SCHEMA}, "records": [\n{rows}\n]}}\n'.encode())

@@ -1,4 +1,4 @@
-"""How often a training that is predicted to fit does not: published peaks over predictions."""
+"""How often a training that is predicted to fit does not, by published peaks over predictions."""
 
 import csv
 import functools
@@ -6,22 +6,22 @@ from dataclasses import dataclass
 
 from memlab.evidence.records import FOLDER
 
-# The table of validation/accuracy.py: a row for each figure of each run.
+# Written by validation/accuracy.py, with a row for each figure of each run.
 ACCURACY = FOLDER.parent / "accuracy.csv"
-# Of the figures of a run the first of these is compared: the nearest to what the card must have.
+# A run is compared by the first of these that it has: the nearest to what the GPU must provide.
 FIGURES = ("reserved", "device used", "active", "allocated")
 
 
 @dataclass(frozen=True)
 class Shortfall:
-    """Of so many published `runs`, `short` took more than their prediction by a given share."""
+    """Of `runs` published runs, `short` took so much more than predicted that they do not fit."""
 
     short: int
     runs: int
 
     @property
     def chance(self) -> float:
-        """The share of the runs."""
+        """The share of runs that fall short."""
         return self.short / self.runs
 
     def __str__(self) -> str:
@@ -31,11 +31,12 @@ class Shortfall:
 
 @functools.cache
 def excesses() -> tuple[float, ...]:
-    """Bytes of each published run over what is predicted of it, in rising order.
+    """Recorded over predicted bytes of each published run, in rising order.
 
-    Of all runs that have bytes and a prediction, those of 2022 among them.
+    All runs with bytes and a prediction count, including those of 2022, whose software took more
+    than today's.
     """
-    runs: dict[tuple[str, str], dict[str, float]] = {}
+    runs: dict[tuple[str, str], dict[str, float]] = {}  # (file, run) -> figure -> ratio
     with ACCURACY.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             if row["file"].startswith("published-") and row["predicted"]:
@@ -46,9 +47,10 @@ def excesses() -> tuple[float, ...]:
 
 
 def shortfall(needed: int, total: int) -> Shortfall:
-    """How many published runs took so much more than predicted that `total` bytes are too few.
+    """How many published runs exceed their prediction by so much that `total` bytes are too few.
 
-    needed: predicted bytes of the card, context included, as in `memlab.fits`.
+    needed: predicted bytes of GPU memory, context included, as in `memlab.fits`. A run counts if
+    `needed`, times its recorded over predicted bytes, is more than `total`.
     """
     ratios = excesses()
     return Shortfall(sum(excess * needed > total for excess in ratios), len(ratios))

@@ -1,4 +1,8 @@
-"""A process of its own for each run of the grid, so that one run leaves nothing to the next."""
+"""Runs each recipe of the grid in a process of its own, so that no run inherits from another.
+
+The parent sends one order as JSON on standard input. The worker answers with one line of JSON, the
+last one on standard output.
+"""
 
 import json
 import os
@@ -19,9 +23,10 @@ COMMAND = [sys.executable, "-m", "memlab.evidence.worker"]
 
 
 def ask(order: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """What a fresh process answers to one order, or `failed` and why in one line.
+    """The answer of a fresh process to one order, or `failed` with the reason in one line.
 
-    It is stopped after so many seconds, and ends when this process does.
+    seconds: after which the process is stopped (`stopped` is then True). It ends with this process
+    in any case.
     """
     quiet = os.environ | {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
     text = json.dumps(order | {"parent": os.getpid()})
@@ -33,26 +38,27 @@ def ask(order: dict[str, Any], seconds: float) -> dict[str, Any]:
         return {"failed": f"stopped after {seconds:,.0f} s", "stopped": True}
     if done.returncode == 0 and done.stdout.strip():
         return json.loads(done.stdout.strip().splitlines()[-1])
+    # A negative return code is a signal: its standard error explains nothing.
     errors = done.stderr.strip().splitlines() if done.returncode > 0 else ()
     return {"failed": errors[-1] if errors else f"ended with status {done.returncode}"}
 
 
 def work() -> None:
-    """What a worker does: one order from standard input, one answer as the last line of output."""
+    """Be a worker: read one order, print one answer. An order without a recipe asks `about`."""
     order = json.load(sys.stdin)
     threading.Thread(target=_end_with, args=(order["parent"],), daemon=True).start()
     print(json.dumps(about(order) if "recipe" not in order else _measured(order)), flush=True)
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent has ended, and another one has taken its place."""
+    """End this process once its parent has ended: the system then gives it another parent."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
 
 
 def about(order: dict) -> dict:
-    """The machine's name, memory in bytes (None for a CPU), driver and versions."""
+    """The device's name, memory in bytes (None for a CPU), driver and library versions."""
     device, total = torch.device(order["device"]), None
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
@@ -73,8 +79,8 @@ def _driver() -> str | None:
         return None
 
 
-# How a device without room speaks, beside torch.OutOfMemoryError: the host's memory, the driver
-# outside PyTorch's allocator, cuBLAS's handle.
+# Out-of-memory messages whose error is no torch.OutOfMemoryError. They come from the host's
+# allocator, from the driver outside PyTorch's allocator, and from cuBLAS when it makes a handle.
 NO_ROOM = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
@@ -93,7 +99,10 @@ def _measured(order: dict) -> dict:
 
 
 def figures_of(result: Measurement) -> dict[str, float | None]:
-    """A measurement in the names of a record. A CPU's peak is of tensors, not of blocks."""
+    """The figures of a measurement under the names of a record.
+
+    The peak of a CPU is one of tensors, not of allocator blocks, and has a name of its own.
+    """
     footprint, seconds = result.footprint, result.step_seconds
     if footprint.peak_reserved is None:
         figures: dict[str, float | None] = {"peak_tensors_bytes": footprint.peak_allocated}

@@ -1,1 +1,1 @@
-"""What leaves memlab: training scripts, and what starts several ranks."""
+"""What memlab writes for use without it: training scripts."""

@@ -1,6 +1,10 @@
-"""Code to paste for a recipe: a training script, and what to install.
+"""Training scripts made from recipes, and the pip command that installs what they need.
 
-A script needs no memlab, and `memlab run` predicts of it what `simulate` predicts of its recipe.
+A script is rendered from `script.jinja`, does not import memlab, and passes ruff's check and
+format. `memlab run` predicts for it what `simulate` predicts for its recipe.
+
+Known limitations: a script trains on one GPU, whatever a recipe says of ranks and sharding. The pip
+command does not install flash-attn.
 """
 
 import itertools
@@ -27,8 +31,7 @@ from memlab.workloads.quantized import HEADS
 APIS = ("trainer", "accelerate")
 LINE = 88  # the usual width of a formatted line
 
-# What a script may use, by the module that it is imported from, in the order in which ruff sorts
-# it, and the oldest release of its package that has it (pyproject.toml says the same of memlab).
+# Module -> the names that a script may import from it, in the order in which ruff sorts imports.
 NAMES = {
     "accelerate": ["Accelerator"],
     "datasets": ["Dataset"],
@@ -54,6 +57,7 @@ NAMES = {
     "transformers.modeling_outputs": ["CausalLMOutput"],
     "types": ["MethodType"],
 }
+# Package -> the oldest release that has these names: memlab's own lower bounds in pyproject.toml.
 OLDEST = {
     "accelerate": "1.12",
     "bitsandbytes": "0.50",
@@ -69,7 +73,7 @@ COLLATORS = {
     "masked-lm": "DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)",
     "seq2seq-lm": "DataCollatorForSeq2Seq(tokenizer)",
 }
-LONGEST_LINE = 72  # behind `    optimizer = `
+LONGEST_LINE = 72  # columns left of `LINE` after `    optimizer = `
 ON_HOST = """torchao.optim.CPUOffloadOptimizer(
         weights,
         torch.optim.AdamW,{}
@@ -77,7 +81,7 @@ ON_HOST = """torchao.optim.CPUOffloadOptimizer(
         fused=True,
     )"""
 
-# Before torch is imported, as PyTorch's documentation asks for.
+# Comes before `import torch`, as PyTorch's documentation asks.
 SEGMENTS = """\
 import os
 
@@ -96,16 +100,18 @@ _TEMPLATES = jinja2.Environment(
 
 
 def training_script(recipe: Recipe, api: str = "trainer") -> str:
-    """A complete script that trains what `recipe` says on one GPU.
+    """A complete script that trains `recipe` on one GPU.
 
-    api: `trainer`, transformers' Trainer, or `accelerate`, a plain loop. The data are rows of one
-    word, at a marked place for the reader's own; whatever a recipe does not say, such as the
-    learning rate, is a usual value.
+    api: `trainer` for transformers' Trainer, `accelerate` for a plain loop.
 
-    Raises ValueError, in one line, for another api, for a model without weights to load (a config,
-    a tiny twin), and for what cannot be said: the Trainer always drops gradients, takes the
-    model's own loss and steps after the backward pass, transformers quantizes in blocks of 64
-    weights and leaves parts of some families, such as T5's, in fp32 where all else is in fp16.
+    The data are rows of one repeated word, at a place marked for the user's own. Whatever a recipe
+    does not say, such as the learning rate, has a usual value.
+
+    Raises ValueError in one line for another api, and for a model without weights to load (a
+    config, a tiny twin). The same goes for what a script cannot do. The Trainer always drops
+    gradients, takes the model's own loss, keeps states on the GPU and steps after the backward
+    pass. transformers leaves parts of some families, such as T5's, in fp32 where all else is in
+    fp16. Rows hold one text each, so `packed` is refused.
     """
     one_of("api", api, APIS)
     if api == "trainer":
@@ -123,7 +129,7 @@ def training_script(recipe: Recipe, api: str = "trainer") -> str:
 
 
 def api_of(recipe: Recipe, asked: str = "trainer") -> str:
-    """The api that trains a recipe: the one asked for, accelerate where the Trainer cannot."""
+    """The api for a recipe: `asked`, or accelerate for what the Trainer does not do."""
     try:
         check_trainer(recipe)
     except ValueError:
@@ -132,18 +138,21 @@ def api_of(recipe: Recipe, asked: str = "trainer") -> str:
 
 
 def pip_line(recipe: Recipe, api: str = "trainer") -> str:
-    """What installs the packages of `training_script(recipe, api)`, as one command."""
+    """The pip command that installs the packages of `training_script(recipe, api)`."""
     used = {module.split(".")[0] for module in _used(training_script(recipe, api))}
-    used |= {"accelerate"}  # which the Trainer asks for
+    used |= {"accelerate"}  # the Trainer needs it, too
     if recipe.base in QUANTIZED or is_of_bitsandbytes(recipe.optimizer):
-        used |= {"bitsandbytes"}  # which transformers imports
+        used |= {"bitsandbytes"}  # imported by transformers, not always by the script
     wanted = [f'"{name}>={OLDEST[name]}"' for name in sorted(used & OLDEST.keys())]
     wanted += ["torchao"] * ("torchao" in used)
     return " ".join(["pip install", *wanted])
 
 
 def _hub_name(recipe: Recipe) -> str:
-    """What `from_pretrained` takes."""
+    """The hub name or folder for `from_pretrained`.
+
+    Raises ValueError for a config and for a tiny twin, which have no weights.
+    """
     name = recipe.model
     if not isinstance(name, str):
         raise ValueError(
@@ -161,8 +170,9 @@ def _hub_name(recipe: Recipe) -> str:
 
 
 def _optimizer_call(optimizer: str) -> str:
-    """The line of a plain loop that makes an optimizer, as ruff would break it."""
+    """The call that makes an optimizer in a plain loop, broken into lines as ruff would."""
     name, settings = OPTIMIZERS[optimizer].made_by, OPTIMIZERS[optimizer].settings
+    # A class of transformers is imported by name, any other is written with its path.
     name = name.rpartition(".")[2] if library_of(optimizer) == "transformers" else name
     chosen = [f"{field}={value}" for field, value in settings.items()]
     arguments = ["weights", "lr=LEARNING_RATE", *chosen]
@@ -174,9 +184,10 @@ def _optimizer_call(optimizer: str) -> str:
 
 
 def _values(recipe: Recipe, api: str) -> dict:
-    """What the template asks for."""
+    """The variables of the template."""
     config = models.config(recipe.model)
     task, lora, targets = recipe.task, recipe.lora_rank, recipe.lora_targets
+    # Encoders are the architectures that have a masked-lm task.
     decoder = not config.is_encoder_decoder and "masked-lm" not in models.tasks(config)
     blocks = task in ("causal-lm", "masked-lm") and not recipe.padded
     optimizer = _optimizer_call(recipe.optimizer)
@@ -188,6 +199,8 @@ def _values(recipe: Recipe, api: str) -> dict:
     dtype = training.stored_as(recipe)
     skeleton = models.skeleton(config, task)
     linear = (m for m in skeleton.modules() if isinstance(m, (torch.nn.Linear, Conv1D)))
+    # from_pretrained keeps these modules in fp32 if the model is loaded in fp16 (transformers,
+    # modeling_utils.py, PreTrainedModel). memlab's own training does so under a base only.
     stays = sorted(skeleton._keep_in_fp32_modules or ())
     if stays and dtype == torch.float16 and recipe.base == "none":
         raise ValueError(
@@ -202,9 +215,11 @@ def _values(recipe: Recipe, api: str) -> dict:
         "task": task,
         "classes": config.num_labels,
         "decoder": decoder,
+        # A causal classifier reads each text's last token, and finds it by the padding.
         "finds_last_token": decoder and task == "sequence-classification",
         "blocks": blocks,
         "chunk": CHUNK,
+        # Collators always add a mask. Without padding, the recipe has none, and it takes memory.
         "drops_mask": not recipe.padded and task != "causal-lm",
         "collator": "default_data_collator" if blocks and decoder else COLLATORS[task],
         "auto": models.AUTO_CLASSES[task],
@@ -234,7 +249,10 @@ def _meaning_of_dtype(recipe: Recipe) -> str:
 
 
 def _head_to_cast(recipe: Recipe, model: torch.nn.Module) -> str:
-    """The name of a head that is trained in fp32 beside a base in fp16, if there is one."""
+    """The name of a classification head to cast to fp32 next to a base in fp16, or empty.
+
+    The head is trained, and PyTorch's gradient scaler refuses gradients in fp16.
+    """
     loaded = recipe.base == "half" or recipe.base in QUANTIZED and not recipe.upcast
     scaled = recipe.precision == "fp16-amp" and training.stored_as(recipe) == torch.float16
     if not loaded or not scaled:
@@ -243,17 +261,18 @@ def _head_to_cast(recipe: Recipe, model: torch.nn.Module) -> str:
 
 
 def _frozen(recipe: Recipe, model: Any) -> list[str]:
-    """The largest modules that a recipe freezes, as Python says them of `model`."""
-    training.freeze(model, recipe.freeze)  # refuses what the model does not have
+    """The largest modules that a recipe freezes, as Python expressions on `model`."""
+    training.freeze(model, recipe.freeze)  # raises ValueError for a part that the model lacks
     left = {weight for weight in model.parameters() if not weight.requires_grad}
     parts = []
 
     def is_left(module: torch.nn.Module) -> bool:
         return left.issuperset(module.parameters())
 
-    for path, module in model.named_modules():  # a module before those in it
+    # named_modules gives a module before its children, so the largest frozen ones are found first.
+    for path, module in model.named_modules():
         part = _in_python(path)
-        if isinstance(module, torch.nn.ModuleList):  # its first layers are one part
+        if isinstance(module, torch.nn.ModuleList):  # its frozen first layers are one slice
             module = torch.nn.ModuleList(itertools.takewhile(is_left, module))
             part = f"{part}[:{len(module)}]"
         weights = set(module.parameters())
@@ -264,12 +283,12 @@ def _frozen(recipe: Recipe, model: Any) -> list[str]:
 
 
 def _in_python(path: str) -> str:
-    """`h.0.mlp` as `model.h[0].mlp`."""
+    """Turn `h.0.mlp` into `model.h[0].mlp`."""
     return "model." + re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", path)
 
 
 def _used(code: str) -> dict[str, list[str]]:
-    """Module -> the names that code takes from it; of some modules none, the module itself."""
+    """Module -> the names that code imports from it; none for a module that is imported whole."""
     words = set(re.findall(r"\w+", re.sub(r"#.*", "", code)))
     used = {module: [name for name in names if name in words] for module, names in NAMES.items()}
     used = {module: names for module, names in used.items() if names}
@@ -279,8 +298,8 @@ def _used(code: str) -> dict[str, list[str]]:
 
 
 def _imports(code: str) -> str:
-    """The import lines of code, sorted as ruff and isort sort them, as `NAMES` is."""
-    plain, first, rest = [], [], []
+    """The import lines of code in the order of ruff's isort rules, in which `NAMES` is sorted."""
+    plain, first, rest = [], [], []  # `import x`; the standard library; other packages
     for module, names in _used(code).items():
         line = f"from {module} import {', '.join(names)}"
         if len(line) > LINE:

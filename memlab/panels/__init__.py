@@ -1,9 +1,9 @@
-"""Panels of a page on which readers try things out: calculators, and what shows a process.
+"""Interactive panels of the pages: calculators, and animations of a process.
 
-Each is plain HTML with a script of its own: it needs neither a kernel nor a network.
+Each panel is plain HTML with its own script. It needs neither a kernel nor a network.
 """
 
 import lazy_loader
 
-# A name is loaded when it is first asked for, as most bring torch along.
+# __init__.pyi lists the names. A name is imported at its first use, because some import torch.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,4 +1,10 @@
-"""The calculator: a training on a card, by sums over the tensors of kept traces, in the page."""
+"""The calculator panel: memory and time of a training on a GPU, computed in the page.
+
+The page holds the moments of traces that memlab ships (`memlab.panels.moments`), and the GPUs and
+models of the catalogues. Its script, assets/formula.js, evaluates them for any setting of the
+switches. Known limitation: the order of the events is not in the page, so the script gives reserved
+memory as a range.
+"""
 
 import base64
 import contextlib
@@ -37,14 +43,14 @@ from memlab.trace import reductions, work
 from memlab.trace.patches import replaced
 from memlab.trace.symbols import ROUNDED
 
-# What can be chosen: that of which traces are kept (tools/record_traces.py).
+# Field of a recipe -> its choices: those for which traces are recorded (tools/record_traces.py).
 CHOICES = {
     "precision": ("fp32", "fp16-amp", "bf16-amp", "bf16"),
     "optimizer": tuple(name for name in OPTIMIZERS if name != "adamw_torch_loop"),
     "checkpointing": ("none", "non-reentrant"),
     "attention": ("sdpa", "eager"),
 }
-# What is trained, by the calculator's names, and what that is in a recipe.
+# What is trained: the calculator's name -> fields of a recipe.
 RANK = 8
 TRAINED: dict[str, dict[str, Any]] = {
     "every weight": {},
@@ -53,18 +59,20 @@ TRAINED: dict[str, dict[str, Any]] = {
     "LoRA on a 16-bit base": {"lora_rank": RANK, **HALF},
     "LoRA on NF4": {"lora_rank": RANK, **NF4},
 }
-# The fields of a recipe that say what is trained, and their defaults.
+# The fields of a recipe that say what is trained (PARTS), and their defaults (PLAIN).
 OF_TRAINED = "freeze lora_rank lora_targets lora_dropout lora_fp32 base double_quant"
 PARTS = (*OF_TRAINED.split(), "compute_dtype", "upcast")
 PLAIN = {field.name: field.default for field in dataclasses.fields(Recipe) if field.name in PARTS}
 NUMBERS = ("batch_size", "seq_len", "accumulation", "lora_rank")
 SWITCHES = ("model", "gpu", *NUMBERS, "trained", *CHOICES)
-# On which switches a pass and an update depend; a pass also on whether it accumulates.
+# The switches that select the trace of a half. The passes also depend on whether there is gradient
+# accumulation. formula.js computes the place of a half from this order.
 WAYS = {
     "pass": ("trained", "precision", "attention", "checkpointing"),
     "update": ("trained", "precision", "optimizer"),
 }
-# Of the allocator, of what is kept free, and of sums along rows.
+# Constants that the script shares with memlab: of the allocator, of the margins that are kept free,
+# and of the buffers of reductions.
 RULES = SIZES | {"MARGIN": MARGIN, "CONTEXT_MARGIN": CONTEXT_MARGIN}
 RULES |= {n: getattr(reductions, n) for n in "ACCUMULATED THREADS WARP LEAST MOST".split()}
 START = Recipe(
@@ -74,7 +82,7 @@ START = Recipe(
     optimizer="adamw_torch_fused",
     attention="sdpa",
 )
-# Buttons to begin with: what differs from the start.
+# The example buttons: name -> the switches that differ from START.
 _T4 = {"gpu": "T4", "batch_size": 8, "seq_len": 512}
 _SPARING = {"batch_size": 2, "seq_len": 2048, "accumulation": 8, "checkpointing": "non-reentrant"}
 _LORA = {"trained": "LoRA on NF4", "precision": "bf16-amp"}
@@ -85,14 +93,14 @@ PRESETS = {
     "H100": {"model": "llama-3-8b", "gpu": "H100", "precision": "bf16", "optimizer": "adamw_8bit"}
     | _SPARING,
 }
-LONGEST_HEAD = 256  # numbers, of what models have
-# What a config may have or not, and is another structure then.
+LONGEST_HEAD = 256  # the largest head size that is looked at
+# Fields that a config may lack. A config with such a field has another structure than one without.
 OPTIONAL = (*models.WIDTHS, *HEAD_SIZES, "sliding_window")
 
 
 @contextlib.contextmanager
 def of_shipped_traces() -> Iterator[None]:
-    """Let attention take the kernels of the release of PyTorch that the page's traces are of."""
+    """Choose attention kernels as the PyTorch release does with which the traces were recorded."""
     kernels = sdpa.kernels_that_share_keys(Shipped.of_memlab().versions["torch"])
     with replaced((sdpa, "SHARES_KEYS", kernels)):
         yield
@@ -100,7 +108,7 @@ def of_shipped_traces() -> Iterator[None]:
 
 @functools.cache
 def names() -> list[str]:
-    """Models of the catalogue of which traces are kept in the ways that are trained most."""
+    """The models of the catalogue for which memlab ships traces of the start recipe on a T4."""
     usual, card = START.but(seq_len=1), find_gpu("T4")
     named = [name for name in models.MODELS if not name.endswith("-tiny")]
     return [name for name in named if has_traces(usual.but(model=name), card)]
@@ -109,14 +117,16 @@ def names() -> list[str]:
 class Calculator(Panel):
     """Peak by category, fit and time of a training, for any setting of its switches.
 
-    recipe: what it shows first, of a named model. fields: the switches that the page has, of
-    `SWITCHES`; the rest is as in the recipe. gpu: the card. Without a recipe it has all switches,
-    models of every structure with kept traces, every card, and more to read.
+    recipe: the recipe that is shown first, of a named model. Without one, the panel has all
+        switches, all models with traces, all GPUs, and more explanations.
+    fields: the switches of the panel, from `SWITCHES`; everything else stays as in the recipe.
+    gpu: the GPU that is shown first.
 
-    The moments of the traces that the switches need are in the page, and its script sums up what is
-    there at each; the allocator's order is not in them. Raises ValueError for an unknown switch,
-    model or card, for a number format that the card does not have, and for a recipe of which no
-    trace is kept.
+    The page gets the moments of all traces that the switches can select.
+
+    Raises ValueError for an unknown switch, model or GPU, and for a number format that the GPU does
+    not have. Recipes with several ranks, with expandable segments or without a shipped trace raise
+    ValueError too.
     """
 
     kind = "calculator"
@@ -143,15 +153,17 @@ class Calculator(Panel):
             )
         if not has_traces(self.recipe, self.card):
             raise ValueError(f"no trace is kept of {self.recipe} on {self.card.name}: simulate it")
+        # What the recipe trains: one of TRAINED whatever its rank, else a choice of its own.
         own = {name: getattr(self.recipe, name) for name in PLAIN}
         if own["compute_dtype"] == COMPUTED_IN[self.recipe.precision]:
-            own["compute_dtype"] = None  # it goes with the precision
+            own["compute_dtype"] = None  # it follows the switch for the precision
         own = {name: value for name, value in own.items() if value != PLAIN[name]}
         of_any_rank = own | ({"lora_rank": RANK} if own.get("lora_rank") else {})
         named = [name for name, changes in TRAINED.items() if changes == of_any_rank]
         self.own = named[0] if named else "as in the recipe"
         self.trained = (TRAINED if "trained" in self.fields else {}) | {self.own: own}
         self.choices = {"trained": tuple(self.trained)}
+        # The recipe's own value is always a choice, and the only one without a switch.
         for name, choices in CHOICES.items():
             in_recipe = (getattr(self.recipe, name),)
             wanted = choices if name in self.fields else in_recipe
@@ -163,8 +175,10 @@ class Calculator(Panel):
 
     @of_shipped_traces()
     def tables(self) -> dict:
-        """All that the script is given: constants, choices, models, cards, and the moments."""
+        """Everything that the script gets: constants, choices, models, GPUs and moments."""
         pack, described, offered, families = PackedTables(), {}, {}, {}
+        # GPUs that take the same attention kernels share their traces: one GPU of each class
+        # stands for all.
         cards = [*self._cards(), ANY_CARD]
         classes: dict[tuple, GPU] = {}
         for card in cards:
@@ -173,10 +187,13 @@ class Calculator(Panel):
         for model in names() if "model" in self.fields else [str(self.recipe.model)]:
             structure = _structure(model)
             text = structure.key
+            # Models of one structure share their traces too. Only the sizes are their own.
             if text not in described:
                 settings = _described(models.config(model), structure)
                 of = models.default_task(model), _grouped(models.config(model))
                 passes, updates = zip(*(keys(*of, card) for card in classes.values()), strict=True)
+                # The key of a half is the structure's key and what follows from the switches. An
+                # update runs no attention, so it is the same on every GPU.
                 described[text] = settings | {
                     "passes": [[pack.place(text + way) for way in ways] for ways in passes],
                     "updates": [pack.place(text + way) for way in updates[0]],
@@ -184,6 +201,7 @@ class Calculator(Panel):
             sizes = structure.sizes(Recipe(model, seq_len=1))
             offered[model] = {
                 "structure": list(described).index(text),
+                # Batch, length and LoRA rank come from the switches.
                 "dimensions": {name: n for name, n in sizes.items() if name not in "bsr"},
                 "layers": models.config(model).num_hidden_layers,
                 "longest": models.max_length(model),
@@ -213,7 +231,7 @@ class Calculator(Panel):
             "trained": {name: _options(changes) for name, changes in self.trained.items()},
             "ways": WAYS,
             "models": offered,
-            # The last one lends its rules to a number of GiB.
+            # The last one (ANY_CARD) lends its rules to a GPU that is given as a number of GiB.
             "cards": [card_values(c) | {"attention": routes.index(routes_of(c))} for c in cards],
             "structures": list(described.values()),
             "families": families,
@@ -226,11 +244,12 @@ class Calculator(Panel):
         return list(GPUS.values()) if "gpu" in self.fields else [self.card]
 
     def _keys(self, task: str, grouped: bool, card: GPU) -> tuple[list[str], list[str]]:
-        """The keys of passes and of updates of a task on a card, as they go on after a structure.
+        """(keys of the passes, keys of the updates) of a task, without the structure's part.
 
-        grouped: of models with fewer key heads than query heads. In the order of the choices, each
-        pass without and with accumulation.
+        grouped: whether the models have fewer key heads than query heads. The keys are in the order
+        of the choices in `WAYS`. Each pass comes twice, without and with gradient accumulation.
         """
+        # Any model of the kind will do: what follows the structure in a key does not name it.
         model = next(
             name
             for name in names()
@@ -243,7 +262,7 @@ class Calculator(Panel):
                 try:
                     recipe = self._recipe(model, **dict(zip(choices, values, strict=True)))
                 except ValueError:  # a base in half precision without autocast
-                    yield "", ""
+                    yield "", ""  # a key without a trace: `place` gives None
                     continue
                 pair = next(structures(recipe, card, ignore_small_tensors=True))
                 yield [key.removeprefix(pair[0].key) for key in keys_of(recipe, *pair)]
@@ -252,7 +271,7 @@ class Calculator(Panel):
         return passes, [updated for _, updated in cases(WAYS["update"])]
 
     def _recipe(self, model: Model, trained: str, **changes: Any) -> Recipe:
-        """A recipe of another model, of the usual sizes, for one way of training."""
+        """The recipe with another model and what it trains, at the usual sizes of traces."""
         values = {
             field.name: getattr(self.recipe, field.name) for field in dataclasses.fields(Recipe)
         }
@@ -262,17 +281,17 @@ class Calculator(Panel):
 
 
 def _structure(model: Model) -> Structure:
-    """What is special about a model."""
+    """The structure of a model: its config without sizes (`memlab.predict.structure`)."""
     return next(structures(Recipe(model, seq_len=1), ANY_CARD, ignore_small_tensors=True))[0]
 
 
 def _model_type(structure: Structure) -> str:
-    """The model_type of a structure."""
+    """The model type of a structure."""
     return json.loads(structure.key)["model_type"]
 
 
 def _described(config: Any, structure: Structure) -> dict:
-    """What the script compares a config with: settings, and the names of those that are sizes."""
+    """What the script compares a pasted config with: its settings, and which of them are sizes."""
     settings = json.loads(structure.key)
     sizes = size_field_names(config)
     sizes += [n for n in settings if getattr(config, n) != getattr(structure.config, n)]
@@ -281,33 +300,34 @@ def _described(config: Any, structure: Structure) -> dict:
         "model_type": settings["model_type"],
         "sizes": sizes,
         "settings": {name: value for name, value in settings.items() if name not in sizes},
-        # None: any number above 1.
+        # Query heads per key head; None allows any number above 1.
         "heads_of_a_key": None if "m" in structure.widths else heads_of_a_key(config),
     }
 
 
 def _grouped(config: Any) -> bool:
-    """Whether query heads share keys."""
+    """Whether several query heads share a key head."""
     return heads_of_a_key(config) > 1
 
 
 def family(model_type: str) -> dict:
-    """A config class: its other names, and what a value is that a config.json leaves out."""
+    """The names and defaults of a config class, for values that a config.json leaves out."""
     kind = CONFIG_MAPPING[model_type]
     plain = {field.name: field.default for field in dataclasses.fields(kind)}
     values = {n: v for n, v in plain.items() if v is None or isinstance(v, (bool, int, str))}
     settings = _described(kind(), _structure(kind()))["settings"]
-    settings = {n: v for n, v in settings.items() if not isinstance(v, list)}  # of its layers
+    # Lists have one entry per layer, and a pasted model may have another number of layers.
+    settings = {n: v for n, v in settings.items() if not isinstance(v, list)}
     return {"aliases": kind.attribute_map, "defaults": values | settings}
 
 
 def _options(changes: dict) -> dict:
-    """What is trained, for the script: the values, and the options of the command line."""
+    """An entry of TRAINED for the script: its values, and its options of the command line."""
     fields = {field.name: field for field in dataclasses.fields(Recipe)}
     options = []
     for name, value in changes.items():
         if name == "lora_rank":
-            continue  # a switch of its own
+            continue  # it has a switch of its own
         if value is False:
             name = fields[name].metadata["off"][0]
         options.append(f"--{name.replace('_', '-')}")
@@ -318,7 +338,7 @@ def _options(changes: dict) -> dict:
 
 
 def card_values(card: GPU) -> dict:
-    """What a calculator's script is given of a card."""
+    """The values of a GPU that a calculator's script gets; sizes in bytes."""
     return {
         "name": card.name,
         "total": card.total_memory,
@@ -339,7 +359,7 @@ def card_values(card: GPU) -> dict:
 
 
 def routes_of(card: GPU, size: int = 64) -> tuple:
-    """How a card computes attention with heads of a size, in every format and kind of model."""
+    """The attention kernels of a GPU for a head size, in every format, with and without GQA."""
     return tuple(
         sdpa.model_routes(dtype, shared, card.capability, size)
         for dtype in (torch.float32, torch.float16, torch.bfloat16)
@@ -349,7 +369,7 @@ def routes_of(card: GPU, size: int = 64) -> tuple:
 
 @functools.cache
 def usual_heads(capability: tuple[int, int]) -> list[list[int]]:
-    """The first and the last of each range of head sizes, in steps of 8, with the usual kernels."""
+    """Ranges [first, last] of head sizes, in steps of 8, that take the kernels of head size 64."""
     card = dataclasses.replace(ANY_CARD, capability=capability)
     ranges: list[list[int]] = []
     for size in range(8, LONGEST_HEAD + 8, 8):
@@ -363,7 +383,7 @@ def usual_heads(capability: tuple[int, int]) -> list[list[int]]:
 
 
 def _constants() -> dict:
-    """What the script shares with memlab's modules."""
+    """The constants that the script shares with memlab's modules."""
     rules = {name: getattr(work, name) for name in ("BLOCKS_OF_LAUNCH", "ELEMENTS_OF_BLOCK")}
     rules["CALLS_OF_CODED"] = step_time.CALLS_OF_CODED
     return {
@@ -389,7 +409,7 @@ def _constants() -> dict:
 
 
 def shares_keys(card: GPU) -> dict[int, bool]:
-    """Whether a fused kernel takes fewer key heads than query heads, by the bytes of a number."""
+    """Bytes per number -> whether a fused kernel accepts fewer key heads than query heads."""
     formats = {2: torch.float16, 4: torch.float32}
     return {
         each: sdpa.model_routes(dtype, True, card.capability)[0] != "math"

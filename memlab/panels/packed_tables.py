@@ -1,4 +1,8 @@
-"""What the calculator's script evaluates: the moments of kept traces, in few bytes."""
+"""The tables that the calculator's script evaluates: moments and work of traces, in few bytes.
+
+The script in assets/formula.js reads the layout that is written here. A trace has two halves, the
+passes (forward and backward) and the update (optimizer step); each is one row of the tables.
+"""
 
 import dataclasses
 import json
@@ -23,25 +27,27 @@ from memlab.trace.work import Work
 
 
 class PackedTables:
-    """The halves that are asked for, with halves, operators and terms numbered.
+    """The halves of traces that a page needs, with halves, operators and terms numbered.
 
-    Halves have much in common: what is equal is kept once, and the like beside each other, because
-    gzip sees no further than 32 KiB; differences stand in place of numbers.
+    The tables are packed for gzip, whose window is 32 KiB. Equal rows are stored once, and similar
+    rows next to each other. Sorted numbers are stored as differences.
     """
 
     def __init__(self) -> None:
         self.places: dict[str, int] = {}
         self.operators: dict[tuple, int] = {}
         self.terms: dict[Term, int] = {}
+        # Column -> its value for each half. "beside" is what outlives the half (`carried_over`).
         names = "layers", "tensors", "beside", "moments", "work", "parameters"
         self.columns: dict[str, list[Any]] = {name: [] for name in names}
 
     def place(self, key: str) -> int | None:
-        """The number of a half; None where it is not kept."""
+        """The number of a half, which is added if it is new; None if no trace is stored for it."""
         if key not in self.places:
             phases: dict[str, RecordedPhase | None] = {}
             Shipped.of_memlab().read_into(phases, key)
             recorded = phases.get(key)
+            # Without `layers` the trace holds for one depth only, which the script cannot use.
             if recorded is None or recorded.layers is None:
                 return None
             self.places[key] = len(self.places)
@@ -49,9 +55,11 @@ class PackedTables:
         return self.places[key]
 
     def _add(self, recorded: RecordedPhase) -> None:
+        # Numbers in place of names: the script gets the lists that they index.
         categories, half = list(Category), recorded.half
         moments = moments_of(half, recorded.largest)
         changes, before = [], np.zeros((2, len(moments.tensors)))
+        # Each moment is stored as its difference from the moment before.
         for phase, *now in zip(moments.phases, moments.once, moments.each, strict=True):
             changes.append([_phase(phase), *_flat(_counts(np.array(now) - before))])
             before = np.array(now)
@@ -65,6 +73,7 @@ class PackedTables:
             "beside": _flat(_counts(moments.carried_over)),
             "moments": changes,
             "work": _flat(self._work(half)),
+            # [elements, once, each, trained] of the weights, to count parameters.
             "parameters": [
                 [self._term(half.read(elements, of_model=True)), *counts, free]
                 for (elements, free), counts in weights.items()
@@ -73,15 +82,21 @@ class PackedTables:
             self.columns[name].append(column)
 
     def _work(self, half: PhaseTrace) -> list[list[int]]:
-        """The operators of a half by their numbers, and how often each runs."""
+        """Rows [operator, once, each, once more, each more] of a half.
+
+        How often an operator runs without any layers, and more per pattern of layers. The last two
+        numbers are the same for each further micro-batch.
+        """
         alike: dict[Work, list[int]] = {}
         for work, (once, each) in from_none(half.log.work, half.log.patterns).items():
             counts = alike.setdefault(work._replace(micro_batch=0), [0, 0, 0, 0])
+            # Micro-batch 1 stands for all further ones; an optimizer step runs once.
             further = 2 if work.micro_batch == 1 and work.phase != Phase.STEP else 0
             counts[further] += once
             counts[further + 1] += each
         rows = []
         for work, counts in alike.items():
+            # Operators repeat in many halves: each distinct one is stored once for all of them.
             operator = (
                 work.dtype,
                 self._term(half.read(work.flops, whole=True)),
@@ -96,15 +111,19 @@ class PackedTables:
         return rows
 
     def _term(self, term: Term) -> int:
-        """The place of a term, after those that it is made of; -1 of nothing."""
+        """The number of a term; -1 for a term that is 0. The terms inside it get numbers first."""
         for factor, _ in term.powers:
             if isinstance(factor, ReductionBytes):
+                # Its bytes depend on the GPU, so the script computes them from rows and columns.
                 for side in factor:
                     self._term(side)
         return self.terms.setdefault(term, len(self.terms)) if term.constant else -1
 
     def _encoded(self, term: Term) -> list:
-        """A term: its number, its powers, and the places of the rows and columns of a sum."""
+        """[constant, {symbol: exponent}, [rows, columns] ...] of a term.
+
+        A pair at the end refers to the terms of a reduction's rows and columns.
+        """
         encoded: list[Any] = [term.constant / term.divisor, {}]
         for factor, exponent in term.powers:
             if isinstance(factor, ReductionBytes):
@@ -115,12 +134,13 @@ class PackedTables:
 
     def tables(self) -> dict:
         terms = [self._encoded(term) for term in self.terms]
+        # Halves with similar tensors next to each other, for gzip.
         alike = sorted(self.places.values(), key=lambda place: self._text("tensors", place))
         halves = {name: self._encoded_once(name, alike) for name in self.columns}
         return {"terms": terms, "operators": list(self.operators), "halves": halves}
 
     def _encoded_once(self, name: str, order: list[int]) -> dict[str, list]:
-        """What there is in a column, in an order of halves, and which of it each half has."""
+        """{rows: the distinct values of a column, in `order`; of: the row of each half}."""
         texts = [self._text(name, place) for place in order]
         numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
         of = [numbers[self._text(name, place)] for place in self.places.values()]
@@ -131,25 +151,26 @@ class PackedTables:
 
 
 def has_traces(recipe: Recipe, card: GPU) -> bool:
-    """Whether the traces that the calculator needs came with memlab.
+    """Whether memlab ships the traces that the calculator needs for a recipe.
 
-    The page has those of texts below a window of attention only.
+    A page has only traces of sequences that are shorter than the model's attention window.
     """
     window = getattr(models.settings(recipe.model), "sliding_window", None)
     if window and recipe.seq_len >= window:
         return False
+    # A trace holds for all sizes, so it is stored under the usual ones.
     usual = usual_sizes(recipe)
     keys = keys_of(usual, *next(structures(usual, card, ignore_small_tensors=True)))
     return all(map(Shipped.of_memlab().has_half, keys))
 
 
 def _counts(counts: np.ndarray) -> list[tuple[int, ...]]:
-    """(tensor, once, each) of those that there are, of two rows."""
+    """(tensor, once, each) of the tensors that occur in `counts`, of shape [2, tensors]."""
     return [(int(t), *map(int, counts[:, t])) for t in np.flatnonzero(counts.any(axis=0))]
 
 
 def _flat(rows: Iterable[Any]) -> list[int]:
-    """Rows as one list, sorted; each begins with the distance from the one before."""
+    """Sorted rows as one flat list; each row begins with the distance from the row before."""
     flat, place = [], 0
     for first, *rest in sorted(rows):
         flat += [first - place, *rest]

@@ -1,15 +1,16 @@
-"""The panel of ways of padding, without a kernel."""
+"""The panel that compares six ways of padding."""
 
 from memlab.panels.panel import Panel
 
 
 class PaddingExplorer(Panel):
-    """Tokens, widest batch and peak under six ways of padding, for chosen lengths and batches.
+    """Tokens, widest batch and peak memory under six ways of padding.
 
     lengths: name of a corpus -> the lengths of its texts in tokens.
-    memory: what a batch of r rows, w tokens wide, takes: bytes max(least, fixed + r w (token +
-        w pair)), the `room` of a card, and `what` trains on which card, in words. These six keys.
-        Without it the panel shows no peak.
+    memory: how much memory a batch needs, as six keys; without it the panel shows no peak. A batch
+        of r rows and w tokens takes max(least, fixed + r * w * (token + w * pair)) bytes. The keys
+        are `least`, `fixed`, `token`, `pair`, `room` (bytes of the GPU) and `what` (in words, which
+        training on which GPU).
     """
 
     kind = "padding"

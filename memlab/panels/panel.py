@@ -1,31 +1,32 @@
-"""What the panels of a page share: one look, one frame, one set of small helpers."""
+"""The base class of all panels: one frame, one style and one set of JavaScript helpers."""
 
 import json
 import re
 from importlib import resources
 from zlib import crc32
 
-# A file of a panel: what is its own of style, page and script, in this order.
+# The file of a panel: its own style, body and script, in this order.
 PARTS = re.compile(r"<style>\n(.*?)</style>\n(.*?)<script>\n(.*)</script>\n", re.DOTALL)
 
-# What it says of a script that it shares with another panel.
+# A comment in a panel's script, which is replaced by the shared script that it names.
 SHARED = re.compile(r"/\* (\w+\.js) \*/")
 
 
 def read(name: str) -> str:
-    """The text of a file of the panels' assets."""
+    """The text of a file in the folder `assets`."""
     return resources.files("memlab.panels.assets").joinpath(name).read_text(encoding="utf8")
 
 
 class Panel:
-    """A part of a page with its own script: no kernel, no network, no library.
+    """A part of a page with its own script, which needs no kernel, network or library.
 
-    kind: its file in `assets`, without the ending, and its class in the page.
-    data: what the script is given, of what JSON has.
-    still: what stands there without scripts, as HTML.
+    kind: the name of its file in `assets`, without the suffix; also its CSS class.
+    data: the values that the script gets, as plain JSON.
+    still: the HTML that is shown if scripts are off.
 
-    Its place in the page is found by the panel's content, and among equal ones by which has begun.
-    So any number of panels can stand on a page, and what they write is always the same.
+    The script finds its element in the page by a checksum of the panel's content; among equal
+    panels it takes the first that has not started. So a page may hold any number of panels, and the
+    HTML of a panel is the same in every build.
     """
 
     kind = ""
@@ -40,9 +41,10 @@ class Panel:
         if parts is None:
             raise ValueError(f"{self.kind}.html is not a style, a body and a script")
         style, body, script = parts.groups()
-        # Stronger than what all panels share, which the next panel of a page says again.
+        # Each panel repeats the shared style. A more specific selector keeps a panel's own rules
+        # above the shared rules of the panels that follow it on the page.
         style = style.replace(f".memlab-{self.kind}", f".memlab-panel.memlab-{self.kind}")
-        data = json.dumps(self.data()).replace("<", "\\u003c")  # no tag can begin in the script
+        data = json.dumps(self.data()).replace("<", "\\u003c")  # no "</script>" can occur in it
         key = crc32((style + body + script + data).encode())
         pieces = {
             "STYLE": style.rstrip(),

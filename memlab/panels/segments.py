@@ -1,4 +1,4 @@
-"""Checkpoints and segments of a chain of equal layers: what is held at every moment of a step."""
+"""The panel on activation checkpointing: what a chain of equal layers holds during a step."""
 
 from memlab.panels.panel import Panel
 
@@ -6,10 +6,14 @@ ALLOWED = {"layers": (2, 48), "segment": (0, 48), "ratio": (1, 40)}
 
 
 class SegmentFilm(Panel):
-    """A step of a chain with checkpoints, drawn from its schedule: layers, segment, ratio.
+    """One step of a chain of layers with checkpoints, drawn from its schedule.
 
-    As the sliders begin: layers; segment: layers between two checkpoints, 0 keeps everything;
-    ratio: what a layer keeps for its backward, its input included, in checkpoints.
+    The arguments are the first positions of the sliders.
+
+    layers: the number of layers.
+    segment: layers between two checkpoints; 0 keeps all activations.
+    ratio: the memory that a layer keeps for its backward pass, input included, in units of one
+        checkpoint.
     """
 
     kind = "segments"

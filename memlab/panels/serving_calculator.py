@@ -1,8 +1,9 @@
-"""The calculator of inference: a model that answers, on a card, by arithmetic in the page.
+"""The calculator panel for inference: memory of text generation, by closed formulas in the page.
 
-For decoders of GPT-2's and of Llama's kind with `sdpa` attention and a dynamic cache, as far as
-their sliding window. What the allocator keeps in its cache is not in it: what is said to fit does
-so with the most of both once more, and with weights by whole segments.
+It covers decoders of GPT-2's and of Llama's kind with `sdpa` attention and a dynamic cache, up to
+their sliding window. Known limitation: the formulas do not know what the allocator keeps in its
+cache. The verdict "fits" therefore counts activations and KV cache twice, and weights in whole
+segments.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ from memlab.trace.allocator import (
 from memlab.units import round_up
 from memlab.workloads.quantized import to_be_quantized
 
-BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 2, "nf4": 2}  # of a number that is computed
+BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 2, "nf4": 2}  # per activation, by weight format
 GATED = ("llama", "mistral", "qwen2")
 TYPES = ("gpt2", *GATED)
 NAMES = [
@@ -44,13 +45,16 @@ HELD = ("weights", "kv_cache", "activations", "logits", "workspaces")
 
 
 class ServingCalculator(Panel):
-    """Weights, KV cache and the rest against a card, the largest batch, the longest prompt.
+    """Whether weights, KV cache and the rest fit a GPU, with the largest batch and longest prompt.
 
-    The model is a named one or a config.json that a reader pastes, the card a named one or a number
-    of GiB.
+    Readers choose a model of the catalogue or paste a config.json. They choose a GPU of the
+    catalogue or give a number of GiB.
 
-    serving: what it shows first, of a named model. gpu: the card. Raises ValueError for an unknown
-    card, for a model without a form and for a number format that the card does not have.
+    serving: the `Serving` that is shown first, of a named model.
+    gpu: the GPU that is shown first.
+
+    Raises ValueError for an unknown GPU, for a model outside GPT-2's and Llama's kind, and for a
+    number format that the GPU does not have.
     """
 
     kind = "serving"
@@ -76,7 +80,7 @@ class ServingCalculator(Panel):
             "bytes": BYTES,
             "families": {name: family(name) for name in TYPES},
             "widths": models.WIDTHS,
-            # The last one lends its rules to a number of GiB.
+            # The last one (ANY_CARD) lends its rules to a GPU that is given as a number of GiB.
             "cards": [card_values(card) for card in (*GPUS.values(), ANY_CARD)],
             "held": HELD,
             "colours": [SERVING_COLOURS[name] for name in HELD],
@@ -86,12 +90,15 @@ class ServingCalculator(Panel):
 
 @dataclass(frozen=True)
 class Shape:
-    """What the form needs to know of a model.
+    """The numbers of a model that the formulas need.
 
-    gated: Llama's feed-forward layer, of two widened products, in place of GPT-2's. groups: heads
-    of keys. size: of a head. wide: of the feed-forward layer. longest: tokens, None for no end.
-    weights: format -> bytes, scales included. segments: format -> bytes of the allocator's segments
-    that hold these weights and nothing else.
+    gated: whether the feed-forward layer is Llama's, with two widening products; else GPT-2's.
+    groups: key-value heads.
+    size: the size of a head.
+    hidden, wide: the hidden size, and the width of the feed-forward layer.
+    longest: the longest sequence in tokens; None without a limit.
+    weights: format -> bytes of all weights, scales included.
+    segments: format -> bytes of the allocator's segments that hold the weights and nothing else.
     """
 
     gated: bool
@@ -108,12 +115,16 @@ class Shape:
 
 
 def shape(model: Model) -> Shape:
-    """The shape of a model, as of a `Recipe`; raises ValueError for another architecture."""
+    """The shape of a model, given as for a `Recipe`.
+
+    Raises ValueError for an architecture that is not in `TYPES`.
+    """
     config = models.config(model)
     if config.model_type not in TYPES:
         raise ValueError(f"model type is {config.model_type!r}: allowed are {', '.join(TYPES)}")
     groups, size = head_shape(config)
     wide = next((getattr(config, n) for n in models.WIDTHS if getattr(config, n, None)), None)
+    # Beyond the sliding window the cache stops to grow, which the formulas do not know.
     ends = models.max_length(config), getattr(config, "sliding_window", None)
     tensors = _tensors(config)
     return Shape(
@@ -132,7 +143,7 @@ def shape(model: Model) -> Shape:
 
 
 def _tensors(config: Any) -> dict[str, Counter]:
-    """Format -> how many of a model's weights, and of what belongs to them, have so many bytes."""
+    """Format -> Counter of bytes per tensor: how many tensors of the weights have each size."""
     with torch.device("meta"):
         model = models.build(config)
     linear = [module.weight for module in to_be_quantized(model).values()]
@@ -140,7 +151,7 @@ def _tensors(config: Any) -> dict[str, Counter]:
     plain = [weight.numel() for weight in model.parameters()]
     rest = [2 * w.numel() for w in model.parameters() if id(w) not in quantized]
     sizes = {name: Counter(n * BYTES[name] for n in plain) for name in ("fp32", "fp16", "bf16")}
-    # GPT-2's layers keep their weights turned.
+    # int8 has one fp32 scale per output row. GPT-2's Conv1D stores its weights transposed.
     rows = [4 * weight.shape[config.model_type == "gpt2"] for weight in linear]
     sizes["int8"] = Counter(rest + [weight.numel() for weight in linear] + rows)
     sizes["nf4"] = Counter(rest + [size for weight in linear for size in _nf4(weight.numel())])
@@ -148,15 +159,20 @@ def _tensors(config: Any) -> dict[str, Counter]:
 
 
 def _nf4(numbers: int) -> list[int]:
-    """Bytes of NF4's tensors: packed weights, 8-bit scales, their scales, tables, offset."""
-    blocks = -(-numbers // 64)
+    """Bytes of the tensors of an NF4 weight with double quantization.
+
+    In order: packed weights, 8-bit scales of the blocks, fp32 scales of these scales, two code
+    tables in fp32 (16 entries for weights, 256 for scales), and the offset of the scales.
+    """
+    blocks = -(-numbers // 64)  # 64 weights share a scale; 256 scales share a scale of scales
     return [-(-numbers // 2), blocks, 4 * -(-blocks // 256), 4 * 16, 4 * 256, 4]
 
 
 def _segments(tensors: dict[int, int]) -> int:
-    """Bytes of the segments for so many tensors of so many bytes, each size in its own.
+    """Bytes of the segments for these tensors if each size of tensor has its own segments.
 
-    Of a segment of 20 MiB the end stays empty that is too small for one more of the size.
+    tensors: bytes -> number of tensors. The end of a 20 MiB segment stays empty if it is too small
+    for one more tensor of the size.
     """
     small = medium = large = 0
     for size, number in tensors.items():

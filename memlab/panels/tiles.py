@@ -1,14 +1,14 @@
-"""The film of an attention in tiles: which tile of scores exists when, and the bytes so far."""
+"""The panel on tiled attention: which tile of scores exists when, and the bytes moved so far."""
 
 from memlab.panels.panel import Panel
 
 
 class TilePlayer(Panel):
-    """The tiles of an attention computed in blocks, one after the other, to drag or to play.
+    """Play or drag through the tiles of a blockwise attention, one after the other.
 
-    films: name -> moments in their order, each (row, column, bytes moved so far) of one tile
-        of scores; rows are tiles of queries, columns tiles of keys, both from 0.
-    standard: name -> bytes that the attention with a whole matrix moves in the same pass, with
+    films: name -> moments in order, each (row, column, bytes moved so far) of one tile of scores.
+        Rows are tiles of queries, columns are tiles of keys; both count from 0.
+    standard: name -> bytes that attention with the whole score matrix moves in the same pass, with
         the same mask.
     """
 

@@ -1,1 +1,1 @@
-"""Which recipe trains a model on a card: what there is, the search, the answer."""
+"""The planner: which recipes could train a model on a GPU, the search among them, the answer."""

@@ -1,4 +1,8 @@
-"""What decides whether a recipe fits, and what single changes of it save, in words."""
+"""Advice in words: what decides whether a recipe fits, and what each single change saves.
+
+All figures come from `memlab.planner.answers`. Bytes saved are bytes of tensors at the peak, before
+the caching allocator rounds them.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
     from memlab.planner.search import Search
 
 SMALLER = "a smaller micro-batch", "shorter sequences"
+# Part of the peak -> what makes it smaller, in the order of printing. Inputs, buffers, workspaces
+# and rounding have no remedy of their own.
 CAN_REDUCE = {
     Category.PARAMETERS: ("QLoRA",),
     Category.GRADIENTS: ("LoRA", "QLoRA"),
@@ -29,7 +35,7 @@ CAN_REDUCE = {
 
 
 def remedies_of(part: Category, recipe: Recipe) -> str:
-    """What makes a part of a recipe's peak smaller and is not in the recipe yet, in words."""
+    """Name the changes that shrink one part of a recipe's peak and that it does not make yet."""
     optimizer = OPTIMIZERS[recipe.optimizer]
     there = {
         "QLoRA": recipe.base in QUANTIZED,
@@ -45,7 +51,10 @@ def remedies_of(part: Category, recipe: Recipe) -> str:
 
 
 def decision(search: Search, start: Option, changes: tuple[Switch, ...]) -> tuple[str, ...]:
-    """What decides, in sentences, from what a recipe's peak is made of."""
+    """Explain in sentences what decides whether `start` fits, from the parts of its peak.
+
+    changes: the switches of `start`, as `switches` returns them.
+    """
     room = search.answers.room
     if start.at_least:
         return (
@@ -53,7 +62,7 @@ def decision(search: Search, start: Option, changes: tuple[Switch, ...]) -> tupl
             f"{gib(room)} may be used: checkpointing, a smaller micro-batch and shorter sequences "
             "cannot help.",
         )
-    ledger = Ledger()  # of tensors, without an allocator
+    ledger = Ledger()  # without an allocator: bytes of tensors, no rounding
     replay(search.answers.log(start.recipe).events(), ledger)
     peak = ledger.footprint()
     parts, allocated = peak.breakdown, peak.peak_allocated
@@ -69,6 +78,8 @@ def decision(search: Search, start: Option, changes: tuple[Switch, ...]) -> tupl
         return (f"{way[0].upper()}{way[1:]} fits as it is.", most) if plain else (most,)
     enough = [change.name for change in changes if change.fits]
     helps = f"Enough by itself: {', '.join(enough)}." if enough else "No single switch is enough."
+    # needed - allocated: the context, and what the allocator needs on top of the tensors. If this
+    # and the states fill the room already, no saving in activations can help.
     if states + start.needed - allocated > room:
         return (
             f"Parameters, gradients and optimizer states are {gib(states)} where {gib(room)} may "
@@ -83,11 +94,11 @@ def decision(search: Search, start: Option, changes: tuple[Switch, ...]) -> tupl
 
 
 def switches(search: Search, start: Option) -> tuple[Switch, ...]:
-    """Single changes of a recipe, the one that saves most first.
+    """Single changes to the recipe of `start`, the one that saves most first.
 
-    Of other ways, optimizers and formats those that the search has asked about; none of a recipe
-    whose weights and states alone are too many, and no other sizes of one that fits where each is a
-    run of its own.
+    Other ways, optimizers and number formats are listed only if the search has traced them. There
+    are no switches if weights, gradients and states alone do not fit. A recipe that needs a run for
+    each size (`has_runs_only`) gets other sizes only if it does not fit.
     """
     recipe, recipes = start.recipe, search.recipes
     if start.at_least:
@@ -102,12 +113,16 @@ def switches(search: Search, start: Option) -> tuple[Switch, ...]:
         recipe.loss,
     )
     for combination in recipes.combinations:
+        # `start` may have its loss in parts, unlike the combinations of the question. A switch
+        # keeps that loss, which would be a second change.
         alike = dataclasses.replace(combination, loss=own.loss)
         name = _named_change(own, alike)
+        # Switching checkpointing is worth a trace of its own; the rest must be traced already.
         again = combination.checkpointing != own.checkpointing
         if name and name not in changed and (again or combination in search.traced):
             changed[name] = recipes.recipe(alike, batch)
     sizes = bool(start.missing) or not has_runs_only(recipe)
+    # With a single sequence there is no smaller micro-batch: show what the next larger one costs.
     smaller = [n for n in recipes.batches if n < batch] or recipes.batches[1:2]
     if smaller and sizes:
         changed[f"micro-batch {smaller[-1]}"] = recipes.recipe(own, smaller[-1])
@@ -123,9 +138,10 @@ def switches(search: Search, start: Option) -> tuple[Switch, ...]:
 
 
 def _named_change(own: Combination, combination: Combination) -> str:
-    """The only thing in which a combination differs, in words; empty where there are more."""
+    """Name the one thing in which `combination` differs from `own`; empty if more than one does."""
     before, after = vars(own), vars(combination)
     other = {name for name in before if before[name] != after[name]}
+    # Another way brings a precision and an optimizer of its own, and is still one change.
     if combination.way != own.way and other <= {"way", "precision", "optimizer"}:
         return WAYS[combination.way]
     if len(other) != 1:
@@ -139,6 +155,7 @@ def _named_change(own: Combination, combination: Combination) -> str:
 def _switch(search: Search, start: Option, name: str, recipe: Recipe) -> Switch:
     answers = search.answers
     tensors, seconds = answers.tensors(recipe), answers.seconds(recipe)
+    # The peak of a trace takes milliseconds: replay through the allocator only what passes it.
     fits = tensors <= answers.room and not answers.simulated(recipe).missing
     slower = seconds - start.seconds if seconds and start.seconds else None
     return Switch(name, answers.tensors(start.recipe) - tensors, slower, fits)

@@ -1,4 +1,7 @@
-"""What traces and the allocator answer about single recipes of a question on one card."""
+"""Bytes and seconds of single recipes on one GPU, from traces and from the caching allocator.
+
+The search asks about the same recipe many times, so `Answers` caches every answer.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -13,20 +16,24 @@ from memlab.predict.replicas import log_of, peak_allocated_of
 from memlab.spec.recipe import Recipe
 from memlab.trace.log import Log
 
-LIKE = GPUS["A100-80GB"]  # how quick a card is that is only bytes
+LIKE = GPUS["A100-80GB"]  # the GPU whose speed is assumed for one that is given in bytes only
 
 
 class Answers:
-    """The bytes and seconds of recipes on a card. say: told what is being done."""
+    """Bytes and seconds of recipes for one question on one GPU.
+
+    say: called with a line of text on what is being computed, for the progress bar. room: bytes,
+    context included, that a recipe may be predicted to need (`memlab.predict.fit.room`).
+    """
 
     def __init__(
         self, question: Question, card: GPU, margin: float, say: Callable[[str], object]
     ) -> None:
         self.question, self.card, self.margin, self.say = question, card, margin, say
-        # A card that is only bytes has the links of the one that it is like.
+        # Links are looked up by the GPU's name, so one given in bytes takes the name of `LIKE`.
         self.like = card if card.name in GPUS else dataclasses.replace(card, name=LIKE.name)
-        link_rate(self.like, question.link)  # or an error
-        assert card.total_memory is not None and card.context is not None  # it has a limit
+        link_rate(self.like, question.link)  # raises ValueError for a link that this GPU lacks
+        assert card.total_memory is not None and card.context is not None  # callers see to it
         self.total_memory, self.context = card.total_memory, card.context
         self.room = room(card, margin)
         self._peaks: dict[tuple, int] = {}
@@ -35,7 +42,10 @@ class Answers:
         self._assumed: dict[tuple, tuple[str, ...]] = {}
 
     def tensors(self, recipe: Recipe) -> int:
-        """Bytes of the card that no allocator can be below, context included."""
+        """Lower bound in bytes, for any allocator: the peak of allocated blocks plus the context.
+
+        The peak is that of the recipe's trace, found in milliseconds.
+        """
         key = _key(recipe)
         if key not in self._peaks:
             self.say(f"tracing {described(recipe)}")
@@ -43,7 +53,7 @@ class Answers:
         return self._peaks[key]
 
     def log(self, recipe: Recipe) -> Log:
-        """What a recipe does to memory, whose seconds and assumptions are remembered."""
+        """The recipe's log of allocations. Its seconds and assumptions are cached on the way."""
         self.say(f"simulating {described(recipe)} on {self.card.name}")
         log = log_of(recipe, self.card)
         key, samples = _key(recipe), recipe.batch_size * recipe.accumulation
@@ -51,28 +61,31 @@ class Answers:
         try:
             time = step_time(log.work, self.like, samples, self.question.link)
             self._seconds[key] = time.expected
-        except ValueError:
+        except ValueError:  # the data sheet has no rate for this number format, or for PCIe
             self._seconds[key] = None
         return log
 
     def time(self, recipe: Recipe) -> float | None:
-        """The estimated seconds of a step, as if no state moved between card and host."""
+        """Estimated seconds of an optimizer step, as if no state moved between GPU and host.
+
+        None if there is no estimate.
+        """
         if _key(recipe) not in self._seconds:
             self.log(recipe)
         return self._seconds[_key(recipe)]
 
     def seconds(self, recipe: Recipe) -> float | None:
-        """The estimated seconds of a step; None where states move, or the host does the step."""
+        """Estimated seconds of an optimizer step; None if states are paged or on the host."""
         moves = is_paged(recipe.optimizer) or recipe.optimizer_offload != "none"
         return None if moves else self.time(recipe)
 
     def at_least(self, recipe: Recipe) -> Option:
-        """A recipe by its tensors alone, as if the allocator needed nothing between them."""
+        """The recipe as an option by its tensors alone, as if the allocator wasted nothing."""
         needed, margin = self.tensors(recipe), self.total_memory - self.room
         return Option(recipe, needed, margin, self.total_memory, self.seconds(recipe))
 
     def simulated(self, recipe: Recipe) -> Option:
-        """A recipe as the card's allocator serves it."""
+        """The recipe as an option, replayed through the GPU's caching allocator."""
         key = _key(recipe)
         if key not in self._simulated:
             fit = verdict(recipe, self.log(recipe), self.card, self.margin)
@@ -81,7 +94,10 @@ class Answers:
         return self._simulated[key]
 
     def with_sizes(self, option: Option) -> Option:
-        """The option with its largest micro-batch and its longest sequence, where traces say."""
+        """Add the largest micro-batch and the longest sequence that fit, all else being equal.
+
+        An option without a trace for all sizes (`has_runs_only`) comes back unchanged.
+        """
         recipe = option.recipe
         if has_runs_only(recipe):
             return option
@@ -96,25 +112,25 @@ class Answers:
         )
 
     def largest_size(self, recipe: Recipe, field: str, own_fits: bool) -> tuple[int, int | None]:
-        """As `memlab.predict.fit.largest_size`, of a replica by one card's trace."""
+        """As `memlab.predict.fit.largest_size`, with ranks of ddp derived from one GPU's trace."""
         sized = recipe, self.card, field, self.margin, own_fits
         return largest_size(*sized, log_of=log_of, peak_of=peak_allocated_of)
 
     def assumed(self, options: Iterable[Option]) -> tuple[str, ...]:
-        """What the figures of options assume, in their order."""
+        """The assumptions behind the figures of options, each once, in the order of the options."""
         texts_of_options = (self._assumed.get(_key(option.recipe), ()) for option in options)
         return tuple(dict.fromkeys(text for texts in texts_of_options for text in texts))
 
 
 def has_runs_only(recipe: Recipe) -> bool:
-    """Whether each size of a recipe is a run of its own, of seconds.
+    """Whether each size of a recipe needs a run of its own, which takes seconds.
 
-    The loss has as many parts as the tokens ask for, and the gated delta rule loops over the
-    chunks of a sequence.
+    The number of events then depends on the sizes, and no trace holds for all of them. A loss in
+    parts has more parts for more tokens; the gated delta rule loops over chunks of the sequence.
     """
     return recipe.loss != "whole" or hasattr(models.settings(recipe.model), models.OF_DELTA_RULE)
 
 
 def _key(recipe: Recipe) -> tuple:
-    """What tells the recipes of one question apart."""
+    """A cache key: all fields but the model, which is the same in every recipe of a question."""
     return tuple(value for name, value in vars(recipe).items() if name != "model")

@@ -1,4 +1,4 @@
-"""The answer for several cards: which one to take."""
+"""The planner's answer for several GPUs: which one to choose."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,18 @@ from tabulate import tabulate
 from memlab.planner.result import WAYS, Option, Question, name_of_model, plain, wrapped
 from memlab.units import gib
 
-# Cards of all sizes that are rented or bought most: among them the smallest is looked for.
+# The GPUs of all sizes that people rent or buy most. A plan without a GPU looks for the smallest of
+# them; a plan where nothing fits proposes a larger one.
 LADDER = "RTX-3060 T4 L4 RTX-4090 RTX-5090 A100-40GB L40S A100-80GB H100 H200 B200".split()
 
 
 @dataclass(frozen=True)
 class Cards:
-    """The answer for several cards: `options` by card and way the best option, smallest card first.
+    """The planner's answer for several GPUs.
 
-    smallest: way -> name of the smallest card on which it fits, or None. assumptions: as of a Plan.
+    options: GPU name -> way -> the best option there, from the smallest GPU up.
+    smallest: way -> name of the smallest GPU on which the way fits, or None.
+    assumptions: as in `Plan`.
     """
 
     question: Question
@@ -24,7 +27,7 @@ class Cards:
     assumptions: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether anything fits anywhere."""
+        """Whether any way fits on any of the GPUs."""
         return any(self.smallest.values())
 
     def as_dict(self) -> dict:

@@ -1,4 +1,4 @@
-"""How a plan chooses among options: what fits, and the plainest of what is about as fast."""
+"""How a plan chooses among the recipes that fit: the plainest of those that are about as fast."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -6,28 +6,32 @@ from collections.abc import Callable, Sequence
 from memlab.planner.result import is_paged
 from memlab.planner.space import Combination
 
-# Within so much of the least the plainer recipe is told: of two runs of a model at a length on one
-# card the ratio of seconds is off by 8 % in the median (the page on accuracy).
+# A plainer recipe wins if it is slower by at most this share. The ratio of the estimated seconds of
+# two recipes (same model, length and GPU) is off by 8 % in the median: the page on accuracy.
 ALIKE = 0.08
 
 
 def groups(candidates: Sequence[Combination]) -> list[list[Combination]]:
-    """Combinations in the order of preference of `plainest`, as lists of equals."""
+    """Split combinations into groups of equal preference, the preferred group first."""
 
     def place(combination: Combination) -> int:
+        # 0: fewer bits than fp32, 1: fp32, 2: paged optimizer
         return 2 if is_paged(combination.optimizer) else combination.precision == "fp32"
 
+    # sorted() is stable, so within a group the plainest combination stays first.
     return [list(group) for _, group in itertools.groupby(sorted(candidates, key=place), place)]
 
 
 def plainest(
     candidates: Sequence[Combination], seconds: Callable[[Combination], float]
 ) -> Combination:
-    """The first of those that are about as fast as the fastest.
+    """The first combination that is about as fast as the fastest.
 
-    Recipes whose time can be estimated come first: fp32 only where nothing smaller fits, because
-    its throughput is not measured on most cards; paged optimizers last, because the time of paging
-    is unknown.
+    candidates: combinations that fit, the plainest first. seconds: the time of a step.
+
+    Recipes whose time can be estimated are preferred. So fp32 is chosen only if nothing smaller
+    fits, because its throughput is unmeasured on most GPUs. Paged optimizers come last, because the
+    time of paging is unknown.
     """
     times = {combination: seconds(combination) for combination in groups(candidates)[0]}
     least = min(times.values())

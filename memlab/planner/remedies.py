@@ -1,4 +1,4 @@
-"""What a plan tries where nothing fits, and what it names then: other ways, sizes and cards."""
+"""What a plan proposes if nothing fits: last resorts, other ways, shorter sequences, more GPUs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from memlab.predict.fit import room
 if TYPE_CHECKING:
     from memlab.planner.search import Search
 
-RANKS = (2, 4, 8, 16, 32, 64)  # cards that are proposed where one does not do
-# The rungs before a larger card, which train every weight: gradients and AdamW's states on the
-# host, at a cost in time alone; then weights in bf16, where small updates are rounded away, states
-# in 8 bits that leave the card, and a step as each gradient comes.
+RANKS = (2, 4, 8, 16, 32, 64)  # numbers of GPUs to propose if one is not enough
+# Neither last resort can clip: no moment of its step has all gradients on the GPU.
 UNCLIPPED = {"max_grad_norm": 0.0}
+# Recipes to try before a larger GPU is proposed. All of them train every weight. The first keeps
+# gradients and AdamW's states on the host, which costs time only. The second trains bf16 weights,
+# whose small updates are rounded away. Its 8-bit states may be paged out, and each parameter is
+# stepped as soon as its gradient is there.
 LAST_RESORTS = (
     (
         Combination("full", "bf16-amp", "adamw_torch_fused", checkpointing=True),
@@ -36,13 +38,18 @@ LAST_RESORTS = (
 
 
 def last_resorts(search: Search) -> tuple[Option, ...]:
-    """Those of `LAST_RESORTS` that fit: of one card, in full, in bf16, with their package."""
+    """The options of `LAST_RESORTS` that fit.
+
+    Only for questions that allow full fine-tuning, on one GPU with native bf16. A recipe whose
+    package is not installed is skipped.
+    """
     question, candidates = search.question, []
     asked = "full" in question.ways and question.ranks == 1
     if not asked or "bfloat16" not in search.card.native_dtypes:
         return ()
     recipes, answers = search.recipes, search.answers
     for combination, changes, package in LAST_RESORTS:
+        # Lower bound: the weights. Gradients and states are never all on the GPU at once.
         least = recipes.weights * bytes_per_weight(combination.precision) + answers.context
         if importlib.util.find_spec(package) and least <= answers.room:
             combination = recipes.in_parts(combination) or combination
@@ -58,7 +65,11 @@ NO_CARD = f"none of {', '.join(LADDER)}: see the book's chapter 17-parallel"
 def remedies(
     search: Search, tiers: dict[int, Option], sparing: tuple[Option, ...]
 ) -> Iterable[str]:
-    """What would fit where nothing does: another way, a shorter sequence, a larger card."""
+    """Yield in words what would fit where nothing of the question does.
+
+    In this order: last resorts, other ways to train, a shorter sequence, more ranks, a larger GPU.
+    tiers: the nearest option of each tier. sparing: the last resorts that fit.
+    """
     for option in sparing:
         worse = "; it may train worse" * (option.tier == WORST)
         yield f"tier {option.tier}, {option}{worse}"
@@ -82,7 +93,7 @@ def remedies(
 
 
 def _other_way(search: Search, way: str) -> Option | None:
-    """The best of a way that was not asked for, where it fits."""
+    """The best option of a way that the question leaves out; None if it does not fit."""
     try:
         candidates, _ = search.recipes.of_ways((way,))
     except ValueError:  # no adapters for this model, or no such way with ranks
@@ -91,14 +102,14 @@ def _other_way(search: Search, way: str) -> Option | None:
 
 
 def _more_ranks(search: Search) -> Option | None:
-    """The most sparing on so many cards as it takes; None where none of `RANKS` is enough."""
+    """The most sparing recipe on the fewest GPUs that suffice; None if none of `RANKS` does."""
     asked, answers, recipes = search.question, search.answers, search.recipes
     for ranks in RANKS:
         if ranks <= asked.ranks or asked.effective_batch % ranks:
             continue
         try:
             candidates, _ = recipes.of_ways(asked.ways, ranks)
-        except ValueError:
+        except ValueError:  # no way is left
             return None
         combination = recipes.most_sparing(candidates, ranks)
         if recipes.least_bytes(combination, ranks) + answers.context <= answers.room:
@@ -109,12 +120,13 @@ def _more_ranks(search: Search) -> Option | None:
 
 
 def _on_larger(search: Search, card: GPU, tiers: dict[int, Option]) -> Option | None:
-    """The first of the tiers' options that fits a larger card."""
+    """The first option of the tiers that fits on `card`; None if the GPU is not larger."""
     larger = (card.total_memory or 0) > search.answers.total_memory
     if not larger or not computes(card, search.question):
         return None
     there = Answers(search.question, card, search.margin, search.say)
     for option in tiers.values():
+        # The bytes on the smaller GPU are a filter only: this GPU has other kernels and workspaces.
         if option.needed <= room(card, search.margin):
             simulated = there.simulated(option.recipe)
             if not simulated.missing:

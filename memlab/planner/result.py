@@ -1,4 +1,7 @@
-"""What a reader asks before a training, and what he is told: question, options, plan."""
+"""The question that a plan answers, the options that it compares, and the answer as text and JSON.
+
+All sizes are bytes inside and GiB in print.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 
 WAYS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 WORST = 5
-# What is trained, in the order of what it may cost in quality.
+# What is trained, ordered by what it may cost in quality.
 TIERS = {
     1: "every weight, AdamW's states in 32 bits",
     2: "every weight, states in 8 bits or factored",
@@ -30,22 +33,26 @@ TIERS = {
     WORST: "what may train worse: trained weights in pure half precision, SGD, Lion",
 }
 FASTEST, ROOMIEST = "fastest", "most room"
-NO_TIME = 1e-6  # seconds
+NO_TIME = 1e-6  # seconds: a smaller difference is printed as "as long"
 WIDTH = 78  # columns of a terminal, and of a page
-PAGED_OUT = " (all states paged out)"  # which the driver need not do
+PAGED_OUT = " (all states paged out)"  # an assumption: the driver decides what leaves the GPU
 STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES)
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be trained, and what may change.
+    """What to train, and what the planner may choose.
 
-    model, task, seq_len, lora_rank, ranks, expandable_segments: as in `Recipe`; link: between
-    ranks, as in `simulate`.
-    effective_batch: sequences of one optimizer step, of all ranks together. ways: of `WAYS`, first
-    the one that the reader would start with. precisions: those of `Recipe` that may be taken, None
-    for those that the card is made for. keep_quality: without what may train worse: weights that
-    train in pure half precision, and optimizers other than AdamW and Adafactor.
+    model, task, seq_len, lora_rank, ranks, expandable_segments: as in `Recipe`.
+    link: between ranks, as in `simulate`.
+    effective_batch: sequences per optimizer step, over all ranks; a multiple of `ranks`.
+    ways: names of `WAYS` that may be used, the preferred one first; a tuple, or a text with commas.
+    precisions: values of `Recipe.precision` that may be used, in the same form. None takes those
+        that the GPU is made for.
+    keep_quality: leave out what may train worse: weights trained in pure half precision, and
+        optimizers other than AdamW and Adafactor.
+
+    Raises ValueError in one line for a field with an invalid value.
     """
 
     model: Model
@@ -86,7 +93,7 @@ class Question:
 
 
 def plain(value: Any) -> Any:
-    """Nested values as JSON has them."""
+    """Convert nested values to plain JSON values; objects by their `as_dict`."""
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if isinstance(value, dict):
@@ -100,16 +107,18 @@ def name_of_model(model: Model) -> str:
 
 @dataclass(frozen=True)
 class Option:
-    """A recipe on a card, in bytes and seconds.
+    """A recipe on a GPU, in bytes and seconds.
 
-    needed: bytes of the card, context included, as in `Fit`; margin: kept free beside them.
-    Paged states are counted as if all were paged out. seconds: estimated, of one optimizer step,
-    None where that is not known, as of such states. Bytes are those of a simulation, or where
-    these alone are too many (`at_least`) of the weights, gradients and states.
-
-    largest_batch, longest: the largest micro-batch, all else as it is, and the longest sequence in
-    steps of 64 tokens; the next one does not fit, unless `longest_ends` says why none is longer.
-    None where they were not asked.
+    needed: bytes of GPU memory, context included, as in `Fit`. Paged optimizer states count as if
+        all of them were paged out.
+    margin: bytes kept free on top.
+    total_memory: bytes of the GPU.
+    seconds: estimated, per optimizer step; None if unknown, as for paged states.
+    at_least: True if `needed` counts weights, gradients and states only, because these alone do not
+        fit. In all other options of an answer, `needed` comes from a simulation.
+    largest_batch, longest: the largest micro-batch, and the longest sequence in steps of 64 tokens,
+        that fit with all else unchanged. None if nobody looked for them.
+    longest_ends: why there is no longer sequence; empty if the next one does not fit.
     """
 
     recipe: Recipe
@@ -124,7 +133,7 @@ class Option:
 
     @property
     def missing(self) -> int:
-        """Bytes that the card has too few, 0 where it fits."""
+        """Bytes that the GPU lacks, margin included; 0 if the recipe fits."""
         return max(0, self.needed + self.margin - self.total_memory)
 
     @property
@@ -139,7 +148,7 @@ class Option:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Sequences per second, by the estimate."""
+        """Estimated sequences per second, of all ranks together; None without an estimate."""
         sequences = self.recipe.batch_size * self.recipe.accumulation * self.recipe.ranks
         return None if self.seconds is None else sequences / self.seconds
 
@@ -157,7 +166,7 @@ class Option:
         return f"{described(self.recipe)}: {self.bytes_and_seconds()}"
 
     def bytes_and_seconds(self) -> str:
-        """What it needs of the card, or lacks, and how long a step takes."""
+        """The bytes that the recipe needs or lacks, and the time of a step, as text."""
         text = gib(self.needed)
         if self.missing:
             text = f"{'over ' * self.at_least}{text}, with the margin {gib(self.missing)} too many"
@@ -165,19 +174,19 @@ class Option:
         return f"{text}, {self.time()}" if self.seconds else text
 
     def time(self) -> str:
-        """The seconds of a step and the sequences per second, where they are known."""
+        """Seconds per step and sequences per second as text; only for an option with seconds."""
         assert self.seconds is not None
         return f"{seconds_text(self.seconds)} a step, {self.rate()} sequences/s"
 
     def rate(self) -> str:
-        """Sequences per second, three figures that count."""
+        """Sequences per second as text, to three significant figures."""
         rate = self.samples_per_second
         if not rate:
             return "unknown"
         return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
     def sizes(self) -> str:
-        """The largest micro-batch and the longest sequence, where they were asked."""
+        """The largest micro-batch and the longest sequence as text; only where both are known."""
         assert self.largest_batch is not None and self.longest is not None
         ends = self.longest_ends or f"{self.longest + 64:,} does not fit"
         return (
@@ -187,27 +196,28 @@ class Option:
 
 
 def is_paged(optimizer: str) -> bool:
-    """Whether states may leave the card, in seconds that are not estimated."""
+    """Whether an optimizer's states may be paged out to the host, whose time is not estimated."""
     return OPTIMIZERS[optimizer].paged
 
 
 def way_of(recipe: Recipe) -> str:
-    """The way in which a recipe trains, of `WAYS`."""
+    """The key of `WAYS` that says how a recipe trains."""
     return "qlora" if recipe.base in QUANTIZED else "lora" if recipe.lora_rank else "full"
 
 
 def tier_of(way: str, precision: str, optimizer: str) -> int:
-    """What a training may cost in quality, of `TIERS`."""
+    """The key of `TIERS` that says what a training may cost in quality."""
     if precision in ("fp16", "bf16") or OPTIMIZERS[optimizer].worse:
         return WORST
     if way != "full":
         return {"lora": 3, "qlora": 4}[way]
     properties = OPTIMIZERS[optimizer]
+    # Adafactor's states are factored: the table gives them as 0 per weight.
     return 1 if properties.states and properties.bits == 32 else 2
 
 
 def way_in_words(recipe: Recipe) -> str:
-    """The way in which a recipe trains; of adapters with the number format of their base."""
+    """How a recipe trains, in words; for adapters with the number format of their frozen base."""
     way = way_of(recipe)
     if way == "full":
         return WAYS[way]
@@ -215,12 +225,12 @@ def way_in_words(recipe: Recipe) -> str:
     if way == "lora":
         base = COMPUTED_IN[recipe.precision]
         if recipe.precision in AUTOCAST and recipe.base == "none":
-            base = "fp32"  # autocast leaves weights in it
+            base = "fp32"  # autocast casts copies, the stored weights stay in fp32
     return f"{WAYS[way]} on {base} weights"
 
 
 def described(recipe: Recipe) -> str:
-    """A recipe of a plan in words."""
+    """A recipe in words, with the fields that a plan chooses."""
     parts = [way_in_words(recipe), recipe.precision, recipe.optimizer]
     parts += ["checkpointing"] if recipe.checkpointing != "none" else []
     parts += [f"{recipe.loss} loss"] if recipe.loss != "whole" else []
@@ -234,10 +244,12 @@ def described(recipe: Recipe) -> str:
 
 @dataclass(frozen=True)
 class Switch:
-    """One change of a recipe.
+    """One change to a recipe.
 
-    saved: bytes of tensors at the peak, below 0 where it takes more. seconds: that a step takes
-    longer, None where that is not known. fits: whether the changed recipe fits the card.
+    name: the change in words.
+    saved: bytes of tensors that it saves at the peak; negative if it needs more.
+    seconds: by how much it makes a step longer; negative if shorter, None if unknown.
+    fits: whether the changed recipe fits the GPU.
     """
 
     name: str
@@ -252,15 +264,19 @@ class Switch:
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer for one card.
+    """The planner's answer for one GPU.
 
-    fastest, roomiest: what fits, with the least seconds and with the most bytes left; None where
-    nothing does. tiers: the best of each of `TIERS`, or the most sparing, with one sequence. start:
-    the first of these that fits, or what lacks least; switches: single changes of it, the one that
-    saves most first.
-    decision: sentences. remedies: where nothing fits, what would; excluded: what was not
-    considered, and why. assumptions: as `memlab.footprint.Footprint` has them, of the model in any
-    way. last_resorts: where nothing else fits, the more sparing ways to train every weight that do.
+    fastest, roomiest: the options that fit with the shortest step, and with the most bytes left.
+        None if nothing fits.
+    tiers: tier of `TIERS` -> its best option. If none fits, its most sparing recipe with one
+        sequence.
+    start: the first of `tiers` that fits, else the one that lacks least.
+    switches: single changes to `start`, the one that saves most first.
+    decision: sentences on what decides whether `start` fits.
+    remedies: if nothing fits, what would.
+    excluded: what was not considered, and why.
+    assumptions: behind the figures of all these options, as in `memlab.footprint.Footprint`.
+    last_resorts: if nothing else fits, the more sparing ways to train every weight that do.
     """
 
     question: Question
@@ -282,6 +298,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
+        # The GPU is given by name and size, not with all its rates.
         values = vars(self) | {
             "gpu": self.card.name,
             "total_memory": self.card.total_memory,
@@ -293,13 +310,13 @@ class Plan:
 
     @property
     def first(self) -> Option | None:
-        """What fits and may cost least in quality; None where nothing fits."""
+        """The option that fits and may cost least in quality; None if nothing fits."""
         return next((best for _, best in sorted(self.tiers.items()) if not best.missing), None)
 
     def __str__(self) -> str:
         asked, card = self.question, self.card
         assert card.total_memory is not None  # a plan is for a card with a limit
-        usable = self.start.total_memory - self.start.margin
+        usable = self.start.total_memory - self.start.margin  # what a prediction may fill
         head = (
             f"{asked.effective_batch} sequences of {asked.seq_len:,} tokens per step. GiB include "
             f"the context; {usable / GiB:,.1f} of the card's {gib(card.total_memory)} may be used."
@@ -308,6 +325,7 @@ class Plan:
         legend = "; ".join(f"{tier} {what}" for tier, what in TIERS.items() if tier in self.tiers)
         lines += [f"Tiers, by what they may cost in quality: {legend}.", ""]
         if self.fastest and self.roomiest:
+            # One recipe may be both the fastest and the roomiest: then it gets one line.
             same = _is_same(self.fastest.recipe, self.roomiest.recipe)
             sized = {FASTEST: self.fastest, ROOMIEST: self.roomiest}
             for name, option in list(sized.items())[: 2 - same]:
@@ -327,7 +345,7 @@ class Plan:
         return "\n".join(map(wrapped, lines))
 
     def verdict(self) -> str:
-        """The answer in a line, without its full stop."""
+        """The answer in one line, without a full stop."""
         cards = f"{self.question.ranks} x " if self.question.ranks > 1 else ""
         begin = f"{name_of_model(self.question.model)} on {cards}{self.card.in_words}: "
         first = self.first
@@ -337,7 +355,7 @@ class Plan:
         return f"{begin}{way} fits, {first.needed / GiB:,.1f} of {total}"
 
     def _choice(self) -> list[str]:
-        """The recipe of the first line, and the fastest one."""
+        """Lines with the recipe that the verdict is about and, if it is another, the fastest."""
         first, fastest = self.first, self.fastest
         if not first or not fastest:
             return []
@@ -350,19 +368,19 @@ class Plan:
 
 
 def in_short(recipe: Recipe) -> str:
-    """A recipe in words, without its way."""
+    """A recipe in words, without how it trains."""
     return described(recipe).removeprefix(f"{way_in_words(recipe)}, ")
 
 
 def wrapped(text: str) -> str:
-    """A paragraph in lines of a terminal; a table as it is."""
+    """Wrap a paragraph to the width of a terminal; text with line breaks is a table and stays."""
     if "\n" in text:
         return text
     return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _table(options: Iterable[Option]) -> str:
-    """Options side by side, as lines of text."""
+    """A text table with one row per option."""
     rows = []
     for option in options:
         recipe = option.recipe
@@ -388,12 +406,12 @@ def _table(options: Iterable[Option]) -> str:
 
 
 def _is_same(recipe: Recipe, other: Recipe) -> bool:
-    """Whether two recipes for the same model are one; not every config can be compared."""
+    """Whether two recipes agree, given the same model: not every config can be compared."""
     return vars(recipe) | {"model": None} == vars(other) | {"model": None}
 
 
 def _change(switch: Switch) -> list[str]:
-    """The row of a change."""
+    """The table row of a switch."""
     time = "unknown"
     if switch.seconds is not None:
         longer = "longer" if switch.seconds >= 0 else "shorter"

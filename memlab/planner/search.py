@@ -1,14 +1,18 @@
-"""Which recipe trains a model on a card: traces look everywhere, the allocator confirms.
+"""Search for the recipe that trains a model on a GPU: traces propose, the allocator confirms.
 
-Of each combination of way, precision, optimizer and checkpointing that may be the best of its tier
-the search finds the largest micro-batch whose tensors fit, by the peak of its trace
-(`memlab.predict.traces`), in milliseconds a size. The best are replayed by the card's allocator,
-with a smaller micro-batch where it runs out of memory, until the best one is a replayed one. So
-all bytes of an answer are those of `memlab.fits`, but for ranks of ddp (`memlab.predict.replicas`).
+A combination is a way, a precision, an optimizer, checkpointing or not, and a sharding. For each
+combination that may be the best of its tier, the search finds the largest micro-batch whose tensors
+fit. It bisects on the peak of the combination's trace (`memlab.predict.traces`), which takes
+milliseconds per size. The best candidates are then replayed through the GPU's caching allocator. A
+candidate that runs out of memory there gets a smaller micro-batch. The search ends when the best
+candidate is a replayed one, so all bytes of an answer are those of `memlab.fits`. The exception is
+ddp, whose ranks `memlab.predict.replicas` derives from one GPU's trace.
 
-A combination is left out where it cannot be better: where its weights, gradients and states alone
-are too large; with checkpointing where all sequences fit at once without it; and with smaller
-states, or parts of them, where they save less than what a larger micro-batch lacks.
+A combination is skipped if it cannot be better:
+
+- its weights, gradients and states alone are too large;
+- it adds checkpointing, although all sequences of a step fit at once without;
+- it has smaller or sharded states, which save less than a larger micro-batch lacks.
 """
 
 from __future__ import annotations
@@ -33,9 +37,9 @@ from memlab.predict.recipe_log import gc_frozen
 if TYPE_CHECKING:
     from memlab.models import Model
 
-    Named = GPU | str | int  # a card
+    Named = GPU | str | int  # a GPU, its name, or its bytes
 
-SAME_ROOM = 0.02  # of a card; what saves less than that leaves no more room worth a row
+SAME_ROOM = 0.02  # share of a GPU's memory; an option that saves less is not roomier
 
 
 @overload
@@ -57,20 +61,22 @@ def plan(
     effective_batch: int = 16,
     **more: Any,
 ) -> Plan | Cards:
-    """How to train a model on a card, or which card to take.
+    """Plan how to train a model on a GPU, or which GPU to choose.
 
-    gpu: a card as for `fits`; or several, or None for `LADDER`, which asks for the smallest card
-    of each way. model, seq_len (tokens), effective_batch (sequences of an optimizer
-    step) and more: the fields of `memlab.planner.result.Question`; margin: as in `fits`.
+    gpu: a GPU as for `fits`. Several of them, or None for the list
+        `memlab.planner.cards.LADDER`, ask for the smallest GPU for each way to train.
+    model, seq_len, effective_batch, more: the fields of `memlab.planner.result.Question`. Sequences
+        are `seq_len` tokens long; `effective_batch` of them make an optimizer step.
+    margin: as in `fits`.
 
-    What fits is decided by `fits` and its margin; which is fastest by estimated seconds. A card
-    given in bytes is taken as quick as an A100. With several ranks, on cards of one kind, `ddp`,
-    `zero2` and `zero3` are looked at.
+    `fits` and its margin decide what fits, and estimated seconds decide what is fastest. A GPU
+    given in bytes is taken to be as fast as an A100. With several ranks, all on GPUs of one kind,
+    the plan considers `ddp`, `zero2` and `zero3`.
 
-    Where no recipe of a tier fits with the model's own loss, the most sparing is tried with the
-    loss in parts, which changes no result.
+    If no recipe of a tier fits with the model's own loss, the most sparing one is tried with the
+    loss in parts. Its value is the same.
 
-    Raises ValueError in one line for what cannot be asked.
+    Raises ValueError in one line for an invalid question.
     """
     margin = more.pop("margin", MARGIN)
     question = Question(model, seq_len, effective_batch, **more)
@@ -88,20 +94,24 @@ def plan(
         with gc_frozen():
             return _which_card(question, cards, margin)
     search = Search(question, cards[0], margin)
+    # `as search.progress` hands the bar to the search, which writes on it what is being done.
     with gc_frozen(), Progress(desc="planning", delay=0, bar_format=BAR) as search.progress:
         return search.plan()
 
 
-BAR = "{desc} [{elapsed}]"
+BAR = "{desc} [{elapsed}]"  # no share done: how many recipes the search will ask for is unknown
 
 
 class Search:
-    """The search for one question on one card.
+    """The search for one question on one GPU.
 
-    answers: what is known of single recipes. options: the largest micro-batch of each combination
-    that fits. lacks: of each that was asked, the bytes that the next larger micro-batch lacks, 0
-    where there is none. traced: those of them that are not too large without any activations.
-    replayed: those whose option the allocator has confirmed.
+    answers: bytes and seconds of single recipes, cached.
+    recipes: the combinations to search, and the recipe of each at any size.
+    options: combination -> the option with the largest micro-batch that fits.
+    lacks: every combination that was asked -> bytes that its next larger micro-batch lacks; 0 if
+        all sequences of a step fit at once.
+    traced: the asked combinations whose weights, gradients and states alone fit.
+    replayed: the combinations whose option the allocator has confirmed.
     """
 
     def __init__(
@@ -116,10 +126,11 @@ class Search:
         self.replayed: set[Combination] = set()
 
     def plan(self) -> Plan:
-        """The whole answer."""
+        """Answer the question."""
         tiers = self.best_of_each_tier()
         fastest = roomiest = self.fastest()
         if fastest:
+            # The fastest option replaces the best of its tier: now it knows its largest sizes.
             fastest = roomiest = tiers[fastest.tier] = self.answers.with_sizes(fastest)
             least = self.roomiest(fastest)
             roomiest = self.answers.with_sizes(least) if least else fastest
@@ -144,7 +155,7 @@ class Search:
         )
 
     def named(self, option: Option) -> Option:
-        """The option with the model as the user named it, and not as the config it stands for."""
+        """The option with the model as the user named it, in place of the config read for it."""
         if not isinstance(self.question.model, str):
             return option
         recipe = option.recipe.but(model=self.question.model, task=option.recipe.task)
@@ -153,7 +164,10 @@ class Search:
     # ------------------------------------------------------------------ one combination
 
     def ask(self, combination: Combination) -> None:
-        """Find the largest micro-batch of a combination whose tensors fit, if any do."""
+        """Find the largest micro-batch of a combination whose tensors fit, if any does.
+
+        Sets the combination's entry in `lacks`, and in `traced` and `options` where they apply.
+        """
         least = self.recipes.least_bytes(combination) + self.answers.context
         self.lacks[combination] = max(0, least - self.answers.room)
         if self.lacks[combination]:
@@ -171,8 +185,9 @@ class Search:
     def _largest_batch(self, combination: Combination, least: int) -> int:
         """The largest micro-batch whose tensors fit, or 0.
 
-        One sequence, and all of a step at once, have traces of their own: they are asked last, the
-        one only where it can fit. What it needs is more than `least` and its share of the rest.
+        On one GPU, all sizes in between share one trace. One sequence, and all sequences of a step
+        at once, have traces of their own (`memlab.predict.structure.TraceDomain`). So these two are
+        asked last. least: bytes without activations.
         """
 
         def fits(batch: int) -> bool:
@@ -184,6 +199,7 @@ class Search:
         batches = self.recipes.batches
         between = batches[1:-1]
         low, high = 0, len(between)
+        # Bisect: in the end, the first `low` sizes of `between` fit, and the next one does not.
         while low < high:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if fits(between[middle]) else (low, middle)
@@ -193,7 +209,10 @@ class Search:
         if low:
             return between[low - 1]
         if self.lacks[combination]:
-            larger = self.answers.room + self.lacks[combination]  # the second smallest micro-batch
+            # Bytes grow with the batch on top of a constant part that is at least `least`. So one
+            # sequence needs at least its share of what the second smallest micro-batch adds. Its
+            # own trace is recorded only if that share fits.
+            larger = self.answers.room + self.lacks[combination]  # of the second smallest
             needed = least + (larger - least) // batches[1]
             if needed > self.answers.room:
                 self.lacks[combination] = needed - self.answers.room
@@ -201,9 +220,10 @@ class Search:
         return int(fits(1))
 
     def run(self, combination: Combination) -> Option | None:
-        """Simulate a combination of which each size is a run of its own, with few sizes.
+        """Simulate a combination that needs a run for each size, at one or two sizes.
 
-        After one sequence comes what fits if all but weights, gradients and states grows.
+        The first size is one sequence. The second is the largest micro-batch that fits if all bytes
+        but those of weights, gradients and states grow with the batch.
         """
         batches, room = self.recipes.batches, self.answers.room
         least = self.recipes.least_bytes(combination) + self.answers.context
@@ -211,18 +231,22 @@ class Search:
         self.lacks[combination] = option.missing
         if option.missing:
             return None
-        each = option.needed - least
+        each = option.needed - least  # bytes that one more sequence may add, at most
         batch = max(n for n in batches if n == 1 or least + n * each <= room)
         if batch > 1:
             larger = self.answers.simulated(self.recipes.recipe(combination, batch))
             option = option if larger.missing else larger
+        # An estimate: the next larger micro-batch was not simulated.
         self.lacks[combination] = each * (option.recipe.batch_size < batches[-1])
         self.options[combination] = option
         self.replayed.add(combination)
         return option
 
     def replay(self, combination: Combination) -> None:
-        """Let the allocator confirm an option, with a smaller micro-batch where it does not fit."""
+        """Confirm an option by the allocator, with smaller micro-batches until one fits.
+
+        If none does, the combination has no option any more.
+        """
         recipe = self.options.pop(combination).recipe
         while True:
             option = self.answers.simulated(recipe)
@@ -239,15 +263,18 @@ class Search:
     # ------------------------------------------------------------------ several combinations
 
     def may_help(self, combination: Combination, group: Sequence[Combination]) -> bool:
-        """Whether a combination may be better than what is known of its group."""
-        if combination in self.lacks:
+        """Whether a combination may beat those of its group that were asked already."""
+        if combination in self.lacks:  # asked already
             return False
+        # If a plainer combination takes all sequences of a step at once, less memory buys nothing.
         for plainer in group[: group.index(combination)]:
             all_at_once = (
                 self.lacks.get(plainer) == 0 and plainer.precision == combination.precision
             )
             if all_at_once and plainer.checkpointing <= combination.checkpointing:
                 return False
+        # Combinations of one kind differ in their states and sharding. A later one is worth a trace
+        # only if it saves at least what the first one's next larger micro-batch lacks.
         kind = combination.checkpointing, combination.precision
         first = next(
             plainer for plainer in group if (plainer.checkpointing, plainer.precision) == kind
@@ -258,23 +285,29 @@ class Search:
         return saved >= self.lacks.get(first, 0) > 0
 
     def best(self, candidates: Iterable[Combination]) -> Combination | None:
-        """The best of the options, replayed; None where none fits."""
+        """The best of the candidates, confirmed by a replay; None if none of them fits."""
         fitting = [combination for combination in candidates if combination in self.options]
         while fitting:
+            # Without an estimate of its time, a recipe is the last choice of its group.
             best = plainest(
                 fitting, lambda one: self.answers.time(self.options[one].recipe) or float("inf")
             )
             if best in self.replayed:
                 return best
-            self.replay(best)
+            self.replay(best)  # which may shrink the micro-batch, or drop the option: choose again
             fitting = [combination for combination in fitting if combination in self.options]
         return None
 
     def best_of(self, candidates: Sequence[Combination]) -> Option | None:
-        """The best of a tier, replayed; None where nothing fits, with the loss in parts either."""
+        """The best option of a tier, replayed; None if nothing fits, even with the loss in parts.
+
+        Groups are asked in the order of `memlab.planner.choice.groups`; the first that fits wins.
+        """
         for group in groups(candidates):
             best, asked = None, -1
-            while len(self.lacks) > asked:  # what a replay has said may ask for more
+            # A replay may raise what a combination lacks, and so make others worth a trace: repeat
+            # until no new combination is asked.
+            while len(self.lacks) > asked:
                 asked = len(self.lacks)
                 for combination in group:
                     if self.may_help(combination, group):
@@ -285,7 +318,11 @@ class Search:
         return self.in_parts(candidates)
 
     def in_parts(self, candidates: Sequence[Combination]) -> Option | None:
-        """The most sparing with the loss in parts, where logits are what is too much."""
+        """The most sparing recipe with the loss in parts; None if that cannot fit.
+
+        It is tried only if some combination with checkpointing lacks no more than the loss in parts
+        can save.
+        """
         near = [
             lack
             for combination, lack in self.lacks.items()
@@ -298,7 +335,7 @@ class Search:
         return None if least > self.answers.room else self.run(combination)
 
     def most_sparing(self, candidates: Sequence[Combination]) -> Combination:
-        """What is likely to hold least; of those whose states page only where all do."""
+        """The combination that probably holds the fewest bytes; paged only if all of them are."""
         return self.recipes.most_sparing(
             [combination for combination in candidates if not is_paged(combination.optimizer)]
             or list(candidates)
@@ -307,7 +344,7 @@ class Search:
     # ------------------------------------------------------------------ parts of the answer
 
     def best_of_each_tier(self) -> dict[int, Option]:
-        """The best of each tier that can be had at all, or what lacks little."""
+        """Tier -> its best option, or the one that probably lacks least if none fits."""
         of_tier: dict[int, list[Combination]] = {}
         for combination in self.recipes.combinations:
             of_tier.setdefault(combination.tier, []).append(combination)
@@ -317,15 +354,16 @@ class Search:
             if option:
                 best[tier] = option
                 self.tell(f"tier {tier} fits: {option}")
+        # Only now, after the terminal has shown all that fits: what follows is for the table.
         for tier, candidates in sorted(of_tier.items()):
             if tier not in best:
                 best[tier] = self.nearest(candidates)
         return dict(sorted(best.items()))
 
     def nearest(self, candidates: Sequence[Combination]) -> Option:
-        """What is likely to lack least of what does not fit, with one sequence.
+        """The option that probably needs the fewest bytes, with one sequence.
 
-        Where its weights, gradients and states are too many, nobody needs to know more.
+        It is not simulated if its weights, gradients and states alone do not fit (`at_least`).
         """
         combination = self.most_sparing(candidates)
         recipe, answers = self.recipes.recipe(combination, 1), self.answers
@@ -336,18 +374,23 @@ class Search:
         return Option(recipe, least, margin, total, None, at_least=True)
 
     def fastest(self) -> Option | None:
-        """The best of all that fits of what was asked."""
+        """The best of all options so far, or None."""
+        # In the order of the question, with those that have the loss in parts at the end.
         places = {combination: n for n, combination in enumerate(self.recipes.combinations)}
         order = sorted(self.options, key=lambda combination: places.get(combination, len(places)))
         best = self.best(order)
         return self.options[best] if best else None
 
     def best_of_way(self, way: str) -> Option | None:
-        """The best of a way to train, or what lacks little; None where it is not possible."""
+        """The best option of a way to train, or the one that probably lacks least.
+
+        None if the model cannot be trained that way.
+        """
         candidates = [
             combination for combination in self.recipes.combinations if combination.way == way
         ]
         for tier in sorted({combination.tier for combination in candidates}):
+            # For its effect on `self.options`, which gains combinations with the loss in parts.
             self.best_of([combination for combination in candidates if combination.tier == tier])
         in_parts = [combination for combination in self.options if combination.loss != "whole"]
         best = self.best(
@@ -358,30 +401,34 @@ class Search:
         return self.nearest(candidates) if candidates else None
 
     def roomiest(self, fastest: Option) -> Option | None:
-        """What leaves the most room, of the way with the smallest base; None where that is little
-        more than the fastest leaves."""
+        """The option that leaves the most room; None if `fastest` leaves nearly as much.
+
+        It is the most sparing recipe of the way with the smallest base.
+        """
         every = self.recipes.combinations
+        # WAYS is ordered from the largest base to the smallest: full, LoRA, QLoRA.
         way = max((combination.way for combination in every), key=list(WAYS).index)
         option = self.nearest([combination for combination in every if combination.way == way])
         enough = fastest.needed - SAME_ROOM * self.answers.total_memory
         return option if option.needed < enough else None
 
-    # ------------------------------------------------------------------ what is being done
+    # ------------------------------------------------------------------ progress
 
     def say(self, text: str) -> None:
-        """What is being done."""
+        """Show on the progress bar what is being done."""
         if self.progress is not None:
             self.progress.set_description(text)
 
     def tell(self, text: str) -> None:
-        """A part of the answer that is known already, on a terminal."""
+        """Print a part of the answer above the progress bar, on a terminal only."""
         if self.progress is not None and not self.progress.disable and sys.stderr.isatty():
             self.progress.write(text, file=sys.stderr)
 
 
 def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
-    """The best of each way on each card, simulated."""
+    """The best option of each way on each GPU, simulated, from the smallest GPU up."""
     cards = sorted(cards, key=lambda card: card.total_memory or 0)
+    # If no GPU has the number formats, the search on one of them raises the error that says so.
     cards = [card for card in cards if computes(card, question)] or cards[:1]
     bar = Progress(cards, delay=0)
     options: dict[str, dict[str, Option]] = {}
@@ -404,7 +451,7 @@ def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
 
 
 def _with_rates(card: GPU) -> GPU:
-    """The card; one that is only bytes is as quick as an A100, whose other rules it has."""
+    """The GPU; one given in bytes gets the rates of an A100, whose other rules it has already."""
     if card.bandwidth is None:
         return dataclasses.replace(card, rates=LIKE.rates, bandwidth=LIKE.bandwidth)
     return card

@@ -14,18 +14,18 @@ from memlab.spec.logits import unlike_product
 from memlab.spec.optimizers import OPTIMIZERS
 from memlab.spec.recipe import AUTOCAST, Recipe
 
-FOR_ADAPTERS = ("adamw_torch_fused", "adamw_8bit")  # whose states are small in any case
+FOR_ADAPTERS = ("adamw_torch_fused", "adamw_8bit")  # other optimizers save next to nothing there
 SHARDINGS = ("ddp", "zero2", "zero3")
-CLIPPING = 1.0  # the Trainer's own
-# The base of LoRA where there is autocast, as from_pretrained loads most models by themselves.
+CLIPPING = 1.0  # the Trainer's default of max_grad_norm
+# The frozen base of LoRA under autocast is in 16 bits, as from_pretrained loads most models.
 HALF = {"base": "half"}
-# The base of QLoRA. What is not quantized stays in 16 bits, as TRL's SFTTrainer leaves it.
+# The frozen base of QLoRA. The part that is not quantized stays in 16 bits, as in TRL's SFTTrainer.
 NF4 = {"base": "nf4", "double_quant": True, "upcast": False}
 
 
 @dataclass(frozen=True)
 class Combination:
-    """What is searched over, apart from sizes."""
+    """One point of the search space: all that a plan chooses, except for sizes."""
 
     way: str
     precision: str
@@ -43,18 +43,21 @@ class Combination:
 def combinations(
     question: Question, card: GPU, refused: str = ""
 ) -> tuple[list[Combination], tuple[str, ...]]:
-    """(what is searched, the plainest of each way first; what is not, and why).
+    """(the combinations to search, the plainest of each way first; what is left out and why).
 
-    refused: why there can be no adapters. Raises ValueError where nothing is left.
+    refused: why the model gets no adapters, empty if it does.
+
+    Raises ValueError if no combination is left, and for a precision that the GPU only emulates.
     """
     native = "bfloat16" in card.native_dtypes
     for precision in question.precisions or ():
         require_native(precision, card.name, native)
     half = "bf16" if native else "fp16"
     amp, keeps_quality = f"{half}-amp", question.keep_quality
+    # The precisions to try unless the question names some. Pure fp16 is never among them.
     usual = {
         "full": (amp, "fp32") if keeps_quality or not native else (amp, "fp32", half),
-        # Adapters in fp32 on a base in 16 bits, under autocast: as the Trainer runs it.
+        # Adapters in fp32 on a base in 16 bits, under autocast, as the Trainer runs them.
         "lora": (amp,),
         "qlora": (amp,),
     }
@@ -83,6 +86,7 @@ def combinations(
             question.precisions or usual[way], of_way, (False, True), shardings
         )
         for precision, optimizer, checkpointing, sharding in every:
+            # Under zero2 and zero3 an optimizer gets parts of weights, which not every one takes.
             if sharding == "ddp" or way != "qlora" and OPTIMIZERS[optimizer].sharded:
                 candidates.append(Combination(way, precision, optimizer, checkpointing, sharding))
     if not candidates:
@@ -91,36 +95,43 @@ def combinations(
 
 
 class Recipes:
-    """The recipes of one question on a card.
+    """The recipes of one question on one GPU.
 
-    combinations: what is searched, the plainest first; excluded: what is not, and why. batches:
-    the micro-batches that divide the sequences of a step. weights: numbers in the model.
+    combinations, excluded: as `combinations` returns them.
+    attention: `sdpa` if the architecture has it, else `eager`.
+    batches: the micro-batch sizes that divide a rank's sequences of a step, in rising order.
+    weights: the number of weights of the model.
     """
 
     def __init__(self, question: Question, card: GPU):
         self.question, self.card = question, card
+        # A catalogue name stays a name, whose facts are kept on disk. Any other model is read once.
         named = isinstance(question.model, str) and question.model in models.MODELS
         self.model = question.model if named else models.config(question.model)
         self.attention = "eager"
+        # A recipe checks itself. Making one per way refuses bad input at once, in the user's words.
         for way in question.ways:
             first = Combination(way, "fp32", "adamw_torch_fused")
-            self.recipe(first, 1, ranks=1, model=question.model)  # or an error
+            self.recipe(first, 1, ranks=1, model=question.model)
         self.attention = attention_of(self.model, question.task)
         self.combinations, self.excluded = self.of_ways(question.ways)
-        effective = question.effective_batch // question.ranks  # of each rank
+        effective = question.effective_batch // question.ranks  # sequences per rank and step
         self.batches = [n for n in range(1, effective + 1) if effective % n == 0]
         _, self.weights = numbers_of(self.model, question.task)
 
     def of_ways(
         self, ways: tuple[str, ...], ranks: int | None = None
     ) -> tuple[list[Combination], tuple[str, ...]]:
-        """As `combinations`, of these ways to train, on so many cards."""
+        """As `combinations`, for these ways to train and, if given, this number of GPUs."""
         asked = dataclasses.replace(self.question, ways=ways, ranks=ranks or self.question.ranks)
         refused = ways != ("full",) and refusal(self.model, asked.task, asked.lora_rank)
         return combinations(asked, self.card, refused or "")
 
     def recipe(self, combination: Combination, batch: int, **changes: Any) -> Recipe:
-        """A combination with a micro-batch."""
+        """The recipe of a combination with a micro-batch of `batch` sequences.
+
+        changes: fields of the recipe that replace those of the question.
+        """
         asked = self.question
         ranks = changes.get("ranks", asked.ranks)
         values = {
@@ -147,23 +158,29 @@ class Recipes:
         return Recipe(**values | changes)
 
     def least_bytes(self, combination: Combination, ranks: int | None = None) -> int:
-        """What a rank holds when a backward pass ends, at least: weights, gradients, states."""
+        """Lower bound of the bytes that a rank holds at the end of a backward pass.
+
+        Counted are weights, gradients and optimizer states, without adapters. A state of 32 bits
+        has the dtype of its weight; paged states may all be on the host.
+        """
         ranks = ranks or self.question.ranks
         is_full = combination.way == "full"
         size = bytes_per_weight(combination.precision)
-        held: float = {"full": size, "lora": 2, "qlora": 0.5}[combination.way]
+        held: float = {"full": size, "lora": 2, "qlora": 0.5}[combination.way]  # bytes per weight
         optimizer = OPTIMIZERS[combination.optimizer]
         state = 0 if optimizer.paged else size if optimizer.bits == 32 else optimizer.bits / 8
-        trained: float = is_full * (size + optimizer.states * state)
+        trained: float = is_full * (size + optimizer.states * state)  # gradient and states
+        # zero2 keeps weights gathered from the forward to the backward pass, zero3 does not.
         held /= ranks if combination.sharding == "zero3" else 1
         trained /= ranks if combination.sharding != "ddp" else 1
         return int(self.weights * (held + trained))
 
     def most_sparing(self, candidates: list[Combination], ranks: int | None = None) -> Combination:
-        """The one that is likely to hold least at once, the plainest of equals.
+        """The combination that probably holds the fewest bytes at once, the plainest of equals.
 
-        Autocast keeps copies of the weights in half precision. Where states are paged or factored
-        next to none of them are on the card.
+        Those with checkpointing come first, then those with the smallest `least_bytes`, to which
+        autocast adds copies of the weights in half precision. Paged and factored states count as
+        nothing, because next to none of them are on the GPU.
         """
 
         def held(combination: Combination) -> tuple[bool, float]:
@@ -174,7 +191,10 @@ class Recipes:
         return min(candidates, key=held)
 
     def in_parts(self, combination: Combination) -> Combination | None:
-        """The same with the loss in parts, TRL's default; None where the model has no such loss."""
+        """The combination with TRL's default loss, in parts; None if it cannot have that loss.
+
+        It needs a causal language model whose logits are a plain product, and one rank.
+        """
         recipe = self.recipe(combination, 1)
         supported = recipe.task == "causal-lm" and recipe.ranks == 1
         if not supported or unlike_product(self.model):
@@ -183,27 +203,30 @@ class Recipes:
 
     @property
     def bytes_of_logits(self) -> int:
-        """The most that the loss in parts saves of one sequence: logits in 2 bytes and in 4, their
-        logarithms and two gradients."""
+        """Upper bound of the bytes that the loss in parts saves for one sequence.
+
+        Per logit: 2 bytes in half precision, 4 in fp32, 4 for the log-probability, and 4 + 2 for
+        two gradients.
+        """
         vocabulary = getattr(models.settings(self.model), "vocab_size", 0)
         return 16 * self.question.seq_len * vocabulary
 
 
 def bytes_per_weight(precision: str) -> int:
-    """Of weights that train, in a precision."""
+    """Bytes per trained weight in a precision of `Recipe`."""
     return 2 if precision in ("bf16", "fp16") else 4
 
 
 def computes(card: GPU, question: Question) -> bool:
-    """Whether a card has the number formats that were asked for by name."""
+    """Whether a GPU has native support for the precisions that a question names."""
     asked = any("bf16" in precision for precision in question.precisions or ())
     return "bfloat16" in card.native_dtypes or not asked
 
 
 @remembered
 def attention_of(model: models.Model, task: str | None) -> str:
-    """`sdpa` where the architecture has it, else `eager`."""
-    try:
+    """`sdpa` if the architecture supports it, else `eager`."""
+    try:  # two layers on the meta device are enough to be refused
         models.skeleton(models.with_layers(model, 2), task, "sdpa")
     except ValueError:
         return "eager"
@@ -212,9 +235,10 @@ def attention_of(model: models.Model, task: str | None) -> str:
 
 @remembered
 def refusal(model: models.Model, task: str | None, lora_rank: int) -> str:
-    """Why a model gets no adapters; empty where it does.
+    """Why peft gives a model no adapters; empty if it does.
 
-    Raises ValueError for a rank above what the layers have.
+    Tried on two layers of the model on the meta device. Raises ValueError for a rank that is larger
+    than every layer.
     """
     import torch
 

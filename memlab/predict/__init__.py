@@ -1,1 +1,1 @@
-"""What a recipe needs on a card, without running it there."""
+"""Predictions of what a recipe or a serving needs on a GPU, without running it there."""

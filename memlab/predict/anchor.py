@@ -1,4 +1,4 @@
-"""One measured step of a card puts right the seconds of all others on it."""
+"""Calibrate the estimated seconds of a GPU by one step that was measured on it."""
 
 import dataclasses
 
@@ -8,21 +8,26 @@ from memlab.spec.recipe import Recipe
 
 
 def anchored(gpu: GPU | str, recipe: Recipe, step_seconds: float) -> GPU:
-    """The card, with a pace: what a step of `recipe` took there over what is estimated.
+    """The GPU with its pace: the measured seconds of a step of `recipe` over the estimated ones.
 
-    gpu: a card with rates. step_seconds: of one optimizer step, measured on it with room for all,
-    as `memlab.measure(recipe).step_seconds["median"]`.
+    gpu: a GPU with rates.
+    step_seconds: seconds of one optimizer step, measured on that GPU with enough memory free, such
+        as `memlab.measure(recipe).step_seconds["median"]`.
 
-    Simulations and plans of the result multiply their seconds by the pace, and their
-    range is that of a ratio (`memlab.card.step_time.ANCHORED`). Bytes stay as they are. Of programs
-    whose host is slower, or whose clock throttles, much of the error goes; that of one kernel does
-    not, so take a step like those that you ask about.
+    Simulations and plans that use the returned GPU multiply their seconds by the pace. Their range
+    of seconds becomes that of a ratio of two steps (`memlab.card.step_time.ANCHORED`). Bytes do not
+    change.
 
-    Raises ValueError for a card without rates and for seconds that are not above 0.
+    The pace removes much of the error that a slower host or a throttling clock causes. The error of
+    a single kernel remains, so measure a step that resembles the steps you ask about.
+
+    Raises ValueError for a GPU without rates, and for seconds that are not above 0.
     """
     if not step_seconds > 0:
         raise ValueError(f"step_seconds is {step_seconds!r}: allowed are numbers above 0")
+    # A pace that the GPU already has must not enter the estimate that the new one is relative to.
     card = dataclasses.replace(find_gpu(gpu), pace=None)
+    # Seconds do not depend on the memory limit, and the estimate must not run out of memory.
     roomy = dataclasses.replace(card, total_memory=None)
     return dataclasses.replace(
         card, pace=step_seconds / simulate(recipe, roomy).step_seconds.expected

@@ -1,6 +1,8 @@
-"""Does a training fit a card, and how large may it be?
+"""Whether a workload fits a GPU, and the largest size at which it does.
 
-The prediction, and the margin that its known error asks for.
+Both answers replay the log of a simulated run through the GPU's caching allocator. They keep a
+margin free for the known error of the prediction. The search for the largest size first bounds it
+by allocated bytes, which are cheap to compute. It then decides by what the allocator reserves.
 """
 
 from __future__ import annotations
@@ -31,19 +33,21 @@ if TYPE_CHECKING:
     from memlab.predict.serving import ServingFootprint
     from memlab.spec.serving import Serving, Workload
 
-# The prediction is trusted to so much of what it says ...
-MARGIN = 0.05
-# ... and a context to so many bytes: those of two programs on the same kind of card differ by up
-# to that (memlab/gpus.py).
+MARGIN = 0.05  # share of the predicted bytes that is kept free for the error of the prediction
+# Bytes kept free for the CUDA context: contexts of two programs on the same kind of GPU differ by
+# up to this much (memlab/gpus.py).
 CONTEXT_MARGIN = 100 * MiB
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The answer of `fits`, in bytes.
+    """The answer of `fits`. Sizes are in bytes.
 
-    needed: of the card's memory, context included. margin: kept free beside it.
-    footprint: what `memlab.simulate` gives, a `ServingFootprint` of a serving.
+    fits: whether the workload fits.
+    needed: bytes of the GPU's memory that it takes, CUDA context included.
+    margin: bytes that are kept free in addition.
+    total_memory: the GPU's memory.
+    footprint: the result of `memlab.simulate`; a `ServingFootprint` for a serving.
     """
 
     fits: bool
@@ -67,31 +71,35 @@ class Fit:
 
 
 def fits(recipe: Recipe | Serving, gpu: GPU | str | int, margin: float = MARGIN) -> Fit:
-    """Whether `recipe` trains on a card, by a simulated step and a margin for its error.
+    """Whether `recipe` fits a GPU, by a simulated step and a margin for the prediction's error.
 
-    A `memlab.Serving` in place of the recipe: whether its text is written there.
+    For a `memlab.Serving` in place of the recipe, whether the GPU has room to generate its text.
 
-    gpu: a name of `memlab.gpus.GPUS` or a number of bytes. margin: the share of the predicted
-    bytes that is kept free, beside 100 MiB for what a program's context may have more.
+    gpu: a name of `memlab.gpus.GPUS` or a number of bytes.
+    margin: the share of the predicted bytes that is kept free. On a named GPU another 100 MiB are
+        kept free, because a program's CUDA context may be larger than the assumed one.
 
-    On 61 LoRA trainings that others measured on a T4 (`memlab.evidence`), peak allocated is
-    simulated to 0.5 % and, without a quantized base, peak reserved to 0.3 %. Runs that others
-    measured of full fine-tuning, autocast, PEFT's methods and torchtune's techniques, on a T4, an
-    L40S and an A100, are simulated to 2 %, but for some that the book's page on accuracy explains.
-    The default keeps 5 %, which is also the most that this package allows its prediction to fall
-    short of a recorded run. It is meant for today's kernels: the nine published runs of January
-    2022 used up to 16 % more than today's kernels are predicted to, and software of that age needs
+    Known error: 61 LoRA trainings that other people measured on a T4 are on record
+    (`memlab.evidence`). Their peak allocated is simulated to within 0.5 %. Their peak reserved is
+    simulated to within 0.3 %, except with a quantized base. Other published runs cover full
+    fine-tuning, autocast, PEFT's methods and torchtune's techniques, on a T4, an L40S and an A100.
+    They are simulated to within 2 %, apart from a few that the book's page on accuracy explains.
+
+    The default margin is 5 %, which is also the most that this package allows its prediction to
+    fall short of a recorded run. It assumes today's kernels. The nine published runs of January
+    2022 used up to 16 % more than is predicted for today's kernels. Software of that age needs
     `margin=0.2`.
 
-    What passes the card only by blocks that the allocator could give back is tried again on a
-    card smaller by the margin, where it does give them back.
+    The caching allocator returns cached blocks to the device before it reports out of memory. A
+    recipe that reserves too much on a GPU without a limit is therefore replayed a second time. The
+    second replay runs on a GPU smaller by the margin, where the allocator does return them.
 
-    A quantized base comes weight by weight, as today's transformers loads it. The first releases of
-    transformers 5 (until March 2026) loaded by threads, and are not what this answers for: they can
-    run out of memory while they load, and published trainings with them took up to 14 % more.
+    A quantized base is loaded one weight at a time, as today's transformers does. The first
+    releases of transformers 5 (until March 2026) loaded with threads and are not covered. They can
+    run out of memory while loading, and published trainings with them took up to 14 % more.
 
-    Raises ValueError for an unknown card, a margin that is no share from 0 to below 1, and a number
-    format that the card does not have.
+    Raises ValueError for an unknown GPU, for a margin outside [0, 1), and for a number format that
+    the GPU does not have.
     """
     card = limited(gpu, margin)
     return fit_from_log(recipe, full_log(recipe, card), card, margin)
@@ -104,9 +112,9 @@ def fit_from_log(
     margin: float = MARGIN,
     link: str | None = None,
 ) -> Fit:
-    """The answer of `fits` for a log that is there already, on a card with a limit.
+    """The answer of `fits` for a log that has been made already, on a GPU with a limit.
 
-    link: between ranks, as in `simulate`.
+    link: the link between ranks, as in `simulate`.
     """
     answer = verdict(recipe, log, card, margin)
     footprint = footprint_from_log(recipe, log, answer.card, link)
@@ -115,9 +123,9 @@ def fit_from_log(
 
 
 class Verdict(NamedTuple):
-    """What `Fit` says, without a footprint, which takes as long again.
+    """A `Fit` without its footprint, which would take as long again to compute.
 
-    card: whose allocator serves it: one without a limit, or one smaller by the margin.
+    card: the GPU on which the log was replayed, without a limit or smaller by the margin.
     """
 
     fits: bool
@@ -127,21 +135,24 @@ class Verdict(NamedTuple):
 
 
 def verdict(recipe: Workload, log: Log, card: GPU, margin: float = MARGIN) -> Verdict:
-    """Whether a log fits a card with a limit."""
+    """Whether a log fits a GPU with a limit."""
     return verdict_by(lambda by: peak_reserved_of(recipe, log, by), card, margin)
 
 
 def verdict_by(peak_on: Callable[[GPU], int | None], card: GPU, margin: float = MARGIN) -> Verdict:
-    """Whether what reserves `peak_on` a card fits one with a limit.
+    """Whether a workload fits a GPU with a limit, by the peak that it reserves.
 
-    peak_on: bytes on a card without a limit, and on one smaller by the margin, where None says that
-        it runs out of memory.
+    peak_on: returns the peak reserved bytes on a given GPU, or None if memory runs out there. It is
+        asked about the GPU without a limit, then perhaps about one smaller by the margin.
     """
     context, by, most = _context(card), card.without_limit(), room(card, margin)
     peak = peak_on(by)
-    assert peak is not None  # where nothing ends, nothing is refused
+    assert peak is not None  # without a limit, no allocation fails
     fits = peak + context <= most
     if not fits:
+        # Part of the peak may be cached blocks. The allocator releases them before it fails, but
+        # only when it reaches a limit (c10/cuda/CUDACachingAllocator.cpp, `malloc` calls
+        # `release_cached_blocks` and retries). So replay again with the limit of the margin.
         smaller = dataclasses.replace(card, total_memory=most)
         tight = peak_on(smaller)
         if tight is not None:
@@ -151,22 +162,26 @@ def verdict_by(peak_on: Callable[[GPU], int | None], card: GPU, margin: float = 
 
 
 def room(card: GPU, margin: float = MARGIN) -> int:
-    """Bytes of a card, context included, that a training may be predicted to need."""
+    """Bytes of a GPU, context included, that the prediction may reach if the margin is to be kept.
+
+    The margin is a share of the predicted bytes, not of the GPU's.
+    """
     assert card.total_memory is not None  # it has a limit
     return math.ceil((card.total_memory - _context_margin(card)) / (1 + margin))
 
 
 def _context_margin(card: GPU) -> int:
+    # A GPU given as a number of bytes has no context: the bytes are all the allocator's.
     return CONTEXT_MARGIN * (_context(card) > 0)
 
 
 def _context(card: GPU) -> int:
-    assert card.context is not None  # that of a card with a limit is known
+    assert card.context is not None  # known for every GPU with a limit
     return card.context
 
 
 def limited(gpu: GPU | str | int | None, margin: float) -> GPU:
-    """The card that is named, which must have a limit."""
+    """The GPU that `gpu` names. Raises ValueError if it has no limit, or for a bad margin."""
     fraction("margin", margin)
     card = find_gpu(gpu)
     if card.total_memory is None:
@@ -174,18 +189,23 @@ def limited(gpu: GPU | str | int | None, margin: float) -> GPU:
     return card
 
 
-# What `largest` can look for, and its steps; a recipe has a `seq_len`, a serving a `prompt`.
+# Field that `largest` can search -> step of the search, in sequences or tokens. A recipe has
+# `seq_len`, a serving has `prompt`.
 STEPS = {"batch_size": 1, "seq_len": 64, "prompt": 64}
-MOST = 2**16  # sequences or tokens where nothing else ends the search
+MOST = 2**16  # sequences or tokens at which the search ends if the model sets no limit
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest size with which a recipe fits a card.
+    """The largest size at which a recipe fits a GPU.
 
-    field: of the recipe. value: the largest, 0 where not even the smallest fits. recipe: with that
-    value, or the smallest; fit: what `fits` says of it. next: the next larger value, which does not
-    fit, or None where the search ends before one does not; why: why it ends there, else empty.
+    field: the recipe's field that was searched.
+    value: the largest value that fits; 0 if not even the smallest fits.
+    recipe: the recipe with that value, or with the smallest one if none fits.
+    fit: the answer of `fits` for that recipe.
+    next: the next larger value, which does not fit; None if the search ended with all values
+        fitting.
+    why: why the search ended there; empty if `next` does not fit.
     """
 
     field: str
@@ -213,16 +233,17 @@ def largest(
     field: str = "batch_size",
     margin: float = MARGIN,
 ) -> Largest:
-    """The largest micro-batch, or the longest sequence, with which `recipe` fits a card.
+    """The largest micro-batch, or the longest sequence, with which `recipe` fits a GPU.
 
-    field: `batch_size`, or `seq_len` in steps of 64 tokens and at the recipe's own length; of a
-    `memlab.Serving` in place of the recipe `prompt`, likewise, which with its new tokens is the
-    longest context. margin: as in `fits`.
+    field: `batch_size`, or `seq_len` in steps of 64 tokens and at the recipe's own length. For a
+        `memlab.Serving` in place of the recipe `prompt`, in the same steps; the longest context is
+        the prompt plus the new tokens.
+    margin: as in `fits`.
 
-    One trace of a recipe gives the log of every size (`memlab.predict.traces`), and the card's
-    allocator serves those in question. A serving is simulated at each, and so is what has no trace
-    for all sizes, such as a loss in parts: that takes up to some minutes. The value fits, the next
-    one does not.
+    The value fits and the next one does not. One trace of a recipe gives the log of every size
+    (`memlab.predict.traces`), which the GPU's allocator then replays. Workloads without a trace for
+    all sizes are simulated at each size, which can take some minutes. Servings and losses that are
+    computed in parts are such workloads.
 
     Raises ValueError as `fits` does, and for another field.
     """
@@ -230,6 +251,7 @@ def largest(
     one_of("field", field, [name for name in STEPS if hasattr(recipe, name)])
     card = limited(gpu, margin)
     value, following = largest_size(recipe, card, field, margin)
+    # The smallest size that was searched, which is below a step if the model has few positions.
     least = min(STEPS[field], following or value)
     sized = recipe.but(**{field: value or least})
     fit = fit_from_log(sized, sized_log(sized, card), card, margin)
@@ -238,7 +260,7 @@ def largest(
 
 
 def why_no_larger(recipe: Workload, field: str) -> str:
-    """Why a search for the largest size ends where everything fits."""
+    """Why a search for the largest size ended although every value fits."""
     if field == "batch_size" or models.max_length(recipe.model) is None:
         return f"the search ends at {MOST:,}"
     return f"{recipe.model_name} allows no larger ones"
@@ -255,11 +277,15 @@ def largest_size(
 ) -> tuple[int, int | None]:
     """(the largest value that fits or 0, the next one or None), as in `largest`.
 
-    Where the recipe's own value fits, so does the answer, which is no smaller: it is that value
-    where no larger multiple of the step fits. A longer sequence can reserve fewer bytes, so between
-    smaller ones that do not fit there may be larger that do.
-    own_fits: whether it does, None where that is to be found. log_of, peak_of: what a size does to
-    memory, and its peak, as `memlab.predict.simulate` gives them.
+    own_fits: whether the recipe's own value fits; None if that is not known.
+    log_of, peak_of: return the log of a recipe and its peak allocated bytes, by default as
+        `memlab.predict.simulate` does.
+
+    If the recipe's own value fits, the answer is at least that value. It is that value itself if no
+    larger multiple of the step fits.
+
+    Known limitation: reserved bytes do not always grow with the size. The value fits and the next
+    one does not, but an even larger one may fit again.
     """
     most_bytes = room(card, margin)
     smaller = dataclasses.replace(card, total_memory=most_bytes)
@@ -267,6 +293,7 @@ def largest_size(
     end = longest - getattr(recipe, "new_tokens", 0) if longest else MOST
     step = min(STEPS[field], end)
 
+    # The search runs over whole steps; the last step may be cut by the end of the range.
     def size_of(steps: int) -> int:
         return min(steps * step, end)
 
@@ -283,12 +310,17 @@ def largest_size(
     def fits(steps: int) -> bool:
         return serves(sized(steps))
 
-    every, own = -(-end // step), getattr(recipe, field)
+    every, own = -(-end // step), getattr(recipe, field)  # steps of the whole range; own value
     first = min(max(1, own // step), every)
+    # No allocator reserves less than the tensors' own blocks, so no more steps than this can fit.
+    # Allocated bytes grow with the size and take milliseconds each; a replay takes far longer.
     most = _last_by_line(tensors, first, every, most_bytes - _context(card))
     off_grid = own != size_of(first)  # a length that is no multiple of the step, or below the first
+    # On the grid, `first == most` is the first trial below, and `first > most` cannot fit.
     if own_fits is None and (first < most or off_grid):
         own_fits = serves(recipe)
+    # Lower end of the search, known to fit. Reserved bytes can fall as the length grows. The own
+    # value may therefore fit although the multiple below it does not, and the reverse.
     least = first if off_grid and first < most and not own_fits and fits(first) else 0
     if own_fits:
         least = every if own == end else own // step
@@ -298,7 +330,11 @@ def largest_size(
 
 
 def _last(fits: Callable[[int], bool], most: int, least: int) -> int:
-    """A number up to `most` that fits while the next does not, near `most`; at least `least`."""
+    """A number from `least` to `most`, near `most`, that fits while the next one does not.
+
+    `least` is taken to fit, and `most + 1` not to.
+    """
+    # `most` is a tight bound, so go down from it in doubling strides, then bisect the last stride.
     fitting, over, stride = most, most + 1, 1
     while fitting > least and not fits(fitting):
         over, fitting = fitting, max(least, fitting - stride)
@@ -313,15 +349,18 @@ def _last(fits: Callable[[int], bool], most: int, least: int) -> int:
 
 
 def _last_by_line(needed: Callable[[int], int], first: int, end: int, usable: int) -> int:
-    """The largest number up to `end` that needs at most `usable`, of which more need more; else 0.
+    """The largest number up to `end` for which `needed` is at most `usable`; 0 if there is none.
 
-    What to try next, after `first` and its double, lies on the line through the last two tries.
+    `needed` must not decrease. The secant method: each trial after `first` and its double lies on
+    the line through the last two. Bytes are close to linear in the batch size, and smooth in the
+    length.
     """
     tries: list[tuple[int, int]] = []
     fitting, over, trial = 0, end + 1, first
     while over - fitting > 1:
         if not fitting < trial < over:
-            # Beside what is known, by the line; in the middle where lines have led nowhere.
+            # The line points outside the open interval. Try its nearer end, which often settles the
+            # search. After eight trials bisect, so that the search ends for any curve.
             near = fitting + 1 if trial <= fitting else over - 1
             trial = near if len(tries) < 8 else (fitting + over) // 2
         tries.append((trial, needed(trial)))

@@ -1,4 +1,8 @@
-"""What a training step takes on the device that is here: exact bytes and honest times."""
+"""Measure the memory and the time of training steps on this machine's own GPU or CPU.
+
+On CUDA the bytes are the caching allocator's counters. On a CPU they are the exact sum of the
+tensors alive, which a `Tracer` follows. Times are wall-clock times around a synchronized device.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +37,13 @@ Device = str | torch.device
 
 @dataclass(frozen=True)
 class Measurement:
-    """What `measure` saw. Bytes and seconds; one optimizer step is the unit.
+    """The result of `measure` for one optimizer step, in bytes and seconds.
 
+    footprint: the memory of the step.
     step_seconds: {"median", "lower_quartile", "upper_quartile"} of the timed steps.
-    samples_per_second: sequences of the whole effective batch over the median step.
+    samples_per_second: sequences of the whole effective batch, divided by the median step time.
+    device: the name of the device, as `device_name` gives it.
+    versions: library -> its release.
     """
 
     footprint: Footprint
@@ -69,7 +76,11 @@ def seconds(
     clock: Callable[[], float] = time.perf_counter,
     device: Device | None = None,
 ) -> float:
-    """Seconds of `work(*given)`, from an idle device to an idle device (None: as `pick_device`)."""
+    """The seconds of `work(*given)`; the device is synchronized before and after.
+
+    clock: returns the time in seconds.
+    device: `cuda` or `cpu`; None takes the device of `pick_device`.
+    """
     device = pick_device(device)
     synchronize(device)
     began = clock()
@@ -81,19 +92,21 @@ def seconds(
 def measure(
     recipe: Recipe, device: Device | None = None, steps: int = 5, seed: int = 0
 ) -> Measurement:
-    """Train `recipe` for a few steps on the device that is here and report what it took.
+    """Train `recipe` for a few steps on this machine and report the memory and time they took.
 
-    device: `cuda` or `cpu`; None takes CUDA where there is one.
-    steps: timed steps, after two that warm up.
+    device: `cuda` or `cpu`; None takes CUDA if this machine has it.
+    steps: number of timed steps; three untimed steps come before them.
+    seed: seed of the weights, the data and the dropout.
 
-    On CUDA the peaks are the allocator's counters and device_used is what the driver reports; on
-    a CPU the peak is the exact sum of the tensors alive (a CPU has no caching allocator). The
-    cache is emptied before the model is built and then left alone, as a training leaves it. A
-    quantized base is loaded as `from_pretrained` loads it (`memlab.workloads.quantized.load`).
-    A recipe's `expandable_segments` is set for the time of the measurement; without it the
-    allocator has the settings that the process gave it, PYTORCH_ALLOC_CONF's among them.
+    On CUDA the peaks are the allocator's counters, and `device_used` is what the driver reports. On
+    a CPU, which has no caching allocator, the peak is the exact sum of the tensors alive. The cache
+    is emptied before the model is built and then left alone, as in a training. A quantized base is
+    loaded as `from_pretrained` loads it (`memlab.workloads.quantized.load`). A recipe's
+    `expandable_segments` is set for the time of the measurement. Without it the allocator keeps the
+    settings of the process, including those of PYTORCH_ALLOC_CONF.
 
-    Raises ValueError when the device does not have the recipe's number format.
+    Raises ValueError if the device does not have the recipe's number format, and for a device that
+    this machine does not have. Also for a recipe with several ranks, and for `steps` below 1.
     """
     require_recipe(recipe)
     device = pick_device(device)
@@ -107,21 +120,27 @@ def measure(
 
 @contextlib.contextmanager
 def allocator_of(recipe: Recipe, device: torch.device) -> Iterator[None]:
-    """Let new memory come in expandable segments where a recipe has them, on CUDA."""
+    """Switch expandable segments on for a recipe that has them, on CUDA; restored at the end."""
     if device.type != "cuda" or not recipe.expandable_segments:
         yield
         return
+    # `parseArgs` in c10/core/AllocatorConfig.cpp first resets settings such as max_split_size_mb to
+    # their defaults, so repeat what the process has set.
     before = _allocator_settings()
     torch._C._accelerator_setAllocatorSettings(f"{before},{EXPANDABLE}:True".lstrip(","))
     try:
         yield
     finally:
+        # `parseArgs` leaves expandable segments as they are unless they are named.
         before = before if EXPANDABLE in before else f"{before},{EXPANDABLE}:False"
         torch._C._accelerator_setAllocatorSettings(before.lstrip(","))
 
 
 def _allocator_settings() -> str:
-    """The settings of PyTorch's allocator; of 2.11, which does not tell, the environment's."""
+    """The settings of PyTorch's allocator, as a text.
+
+    PyTorch 2.11 has no function that returns them; there they are read from the environment.
+    """
     get_settings = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     if get_settings:
         return get_settings()
@@ -133,18 +152,21 @@ def _measured(recipe: Recipe, device: torch.device, steps: int, seed: int) -> Me
         gc.collect()
         torch.cuda.empty_cache()
         if recipe.base in QUANTIZED:
+            # Allocated and freed at once, as `caching_allocator_warmup` in transformers does. The
+            # cached block then serves the weights.
             _, total = torch.cuda.mem_get_info(device)
             torch.empty(warm_up_bytes(recipe, total), dtype=torch.uint8, device=device)
+    # A base is built on the host and quantized weight by weight on its way to the device.
     built_in = None if recipe.base in QUANTIZED else device
     training = Training(recipe, device, seed, built_in)
     with Progress(total=steps + 3, desc=f"measuring {recipe.model_name}") as progress:
-        training.step()  # optimizer states and kernels appear in the first step
+        training.step()  # allocates the optimizer states and loads the kernels
         progress.update()
         watched = training.model, training.optimizer, training.inputs
         with Meter(device, *watched, empty_cache=False) as meter:
             training.step()
         progress.update()
-        training.step()
+        training.step()  # a second warm-up, after the metered step
         progress.update()
         taken = []
         for _ in range(steps):
@@ -156,6 +178,7 @@ def _measured(recipe: Recipe, device: torch.device, steps: int, seed: int) -> Me
         trainable_parameters=training.trainable_parameters,
     )
     if device.type == "cuda":
+        # After the timed steps, which the tracer would slow down.
         footprint = with_breakdown(footprint, training)
     lower, median, upper = np.percentile(taken, (25, 50, 75)).tolist()
     return Measurement(
@@ -168,7 +191,7 @@ def _measured(recipe: Recipe, device: torch.device, steps: int, seed: int) -> Me
 
 
 class Meter:
-    """Measures the block of your own code that it wraps.
+    """Measure the memory and the time of a block of your own code.
 
         with Meter(model=model, optimizer=optimizer) as meter:
             loss = model(**batch).loss
@@ -177,20 +200,20 @@ class Meter:
             optimizer.zero_grad()
         print(meter.footprint)
 
-    device: `cuda` or `cpu`; None takes CUDA where there is one.
-    model, optimizer, inputs: on a CPU, what counts from the start even if the block never
-        touches it. What the block does touch is found by itself.
-    empty_cache: whether cached blocks that nobody uses go back to the device first. Without, the
-        reserved memory has them in it, as it has after the steps of a training.
+    device: `cuda` or `cpu`; None takes CUDA if this machine has it.
+    model, optimizer, inputs: on a CPU, tensors that count from the start even if the block never
+        touches them. Tensors that the block touches are found without being named here.
+    empty_cache: whether unused cached blocks are returned to the device first. If not, they are
+        part of the reserved memory, as after the steps of a training.
 
-    On CUDA the block runs undisturbed and the figures are the caching allocator's, so the
-    breakdown knows only what was there at the start (`inputs`) and what came on top
-    (`temporary`). Its context is what the whole card uses beyond this process's reserved memory,
-    so another process on the card counts in. On a CPU every storage is traced; the time then
-    includes the tracing.
+    On CUDA the block runs undisturbed, and the figures are the caching allocator's counters. The
+    breakdown therefore has two parts only: the bytes allocated at the start (`inputs`) and those
+    allocated on top (`temporary`). The context is what the whole GPU uses beyond this process's
+    reserved memory, so it includes other processes on that GPU. On a CPU every storage is traced,
+    and the time includes the tracing.
 
-    Attributes after the block: footprint, seconds, and already_there: (bytes, description) of
-    the largest tensors that were alive on the device when it began.
+    Attributes after the block: `footprint`, `seconds`, and `already_there`. The last is a list of
+    (bytes, description) of the largest tensors alive on the device when the block began.
     """
 
     def __init__(
@@ -207,7 +230,7 @@ class Meter:
         self.already_there: list[tuple[int, str]] = []
 
     def __enter__(self) -> Meter:
-        gc.collect()
+        gc.collect()  # so that tensors in reference cycles do not count
         self.already_there = alive_tensors(self.device)
         if self.device.type == "cuda":
             if self._empty_cache:
@@ -236,6 +259,7 @@ class Meter:
         free, total = torch.cuda.mem_get_info(self.device)
         used, reserved = total - free, torch.cuda.memory_reserved(self.device)
         peak = torch.cuda.max_memory_allocated(self.device)
+        # The counters know no categories and no phases; `with_breakdown` adds them.
         return Footprint(
             peak_allocated=peak,
             peak_reserved=torch.cuda.max_memory_reserved(self.device),
@@ -250,9 +274,14 @@ class Meter:
 
 
 def alive_tensors(device: Device, most: int = 5) -> list[tuple[int, str]]:
-    """The largest tensors that Python still reaches on a device: (bytes, shape and dtype).
+    """The largest tensors on a device that Python still references: (bytes, shape and dtype).
 
-    Storages are counted once. What only the autograd graph holds is not seen.
+    most: how many to return, the largest first.
+
+    A storage that several tensors share counts once, in full.
+
+    Known limitations: tensors that only the autograd graph holds are not found, nor are objects of
+    subclasses other than `torch.nn.Parameter`.
     """
     device = torch.device(device)
     storages: dict[int, tuple[int, str]] = {}
@@ -271,11 +300,12 @@ def alive_tensors(device: Device, most: int = 5) -> list[tuple[int, str]]:
 
 
 def with_breakdown(footprint: Footprint, training: Training) -> Footprint:
-    """The counters' figures with a breakdown, a phase and a timeline from a traced step.
+    """A footprint from CUDA's counters, with the breakdown, phase and timeline of a traced step.
 
-    Tracing makes autograd add some gradients out of place, so the peak itself is taken from the
-    undisturbed step; what the tensors do not explain is the libraries' and the allocator's. A card
-    that is too full for the traced step gets no breakdown.
+    Tracing makes autograd add some gradients out of place, so the peak itself stays that of the
+    undisturbed step. Bytes that the traced tensors do not explain belong to libraries and to the
+    allocator, and count as rounding. The footprint gets no breakdown if the traced step runs out
+    of memory.
     """
     tracer = Tracer()
     tracer.watch(training.model, training.optimizer, training.inputs)
@@ -296,9 +326,9 @@ def with_breakdown(footprint: Footprint, training: Training) -> Footprint:
 
 
 def pick_device(device: Device | None = None) -> torch.device:
-    """The device asked for, or CUDA where there is one, or the CPU.
+    """The given device; for None, CUDA if this machine has it, else the CPU.
 
-    Raises ValueError for a device that is not here.
+    Raises ValueError for a device that this machine does not have.
     """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -313,26 +343,26 @@ def pick_device(device: Device | None = None) -> torch.device:
 
 
 def require(precision: str, device: torch.device) -> None:
-    """Raise ValueError if a device computes a recipe's precision by emulation only."""
+    """Raise ValueError if a GPU can only emulate a recipe's precision."""
     if device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         require_native(precision, device_name(device), has_bf16)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was queued."""
+    """Wait until the device has finished all queued work. Does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def device_name(device: torch.device) -> str:
-    """The card's name, or the processor's architecture with the number of threads used."""
+    """The GPU's name, or the CPU's architecture and the number of threads PyTorch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
 
 
 def versions() -> dict[str, str]:
-    """Versions that a figure depends on."""
+    """Library -> its release, of every library that the figures depend on."""
     releases = installed() | {"memlab": importlib.metadata.version("gpu-memory-lab")}
     return releases | {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}

@@ -1,4 +1,4 @@
-"""The tensors of a step by the CPU's own kernels, for a comparison with a real run on a CPU."""
+"""Simulate a step with the CPU's own kernels, to compare it with a real run on a CPU."""
 
 from memlab.card import fake_tensors
 from memlab.footprint import Footprint
@@ -8,16 +8,16 @@ from memlab.workloads.training import Training, import_libraries
 
 
 def simulate_on_cpu(recipe: Recipe) -> Footprint:
-    """The second step on fake tensors with the CPU's own kernels: tensors only, no allocator.
+    """The footprint of the second step on fake tensors, with the CPU's kernels and no allocator.
 
-    None of CUDA's rules is in it, so a measured run on a CPU must give the same bytes. That tests
-    the fake tensors, the tracer and the loop, and says nothing of a GPU.
+    No rule of CUDA applies, so a measured run on a CPU must give the same bytes. That tests the
+    fake tensors, the tracer and the training loop. It says nothing about a GPU.
     """
     import_libraries(recipe)
     with fake_tensors.tensors_without_data(), Tracer() as tracer:
         training = Training(recipe, built_in=fake_tensors.without_draws())
         tracer.watch(training.model, inputs=training.inputs)
-        training.step()
+        training.step()  # optimizer states appear here, so the second step is the one to count
         tracer.reset_peak()
         training.step()
         return tracer.footprint()

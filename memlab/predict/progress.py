@@ -1,4 +1,4 @@
-"""How far a run is: a line of text that is wiped out in the end, also in a notebook."""
+"""A progress bar as one line of text that is erased at the end, in notebooks too."""
 
 import sys
 from typing import Any
@@ -7,15 +7,18 @@ from tqdm import tqdm
 
 
 class Progress(tqdm):
-    """A bar that leaves nothing behind, and says nothing inside of another one.
+    """A progress bar that leaves no output behind, and that is silent inside another one.
 
-    A notebook shows no second line below the first; and of a widget one that was saved says "model
-    not found". In a file or a pipe there is no line to wipe out, and so there is none. delay:
-    seconds before it appears.
+    delay: seconds before the bar appears.
+
+    The bar is text in notebooks too, because a saved notebook shows a widget as "model not found".
+    Nested bars are silent, because a notebook has no second line of text below the first. Without a
+    terminal or a notebook no line could be erased, so a file or a pipe gets no bar.
     """
 
     def __init__(self, *args: Any, delay: float = 2, **settings: Any) -> None:
-        if len(Progress._instances) > 1:  # open ones, this among them
+        # tqdm keeps its open bars here; `tqdm.__new__` has already added this one.
+        if len(Progress._instances) > 1:
             settings["disable"] = True
         elif not (sys.stderr.isatty() or "ipykernel" in sys.modules):
             settings.setdefault("disable", True)

@@ -1,6 +1,8 @@
-"""What stands between a recipe and the log of its runs, or of its trace, and needs no PyTorch.
+"""What is derived from a recipe, rather than logged, when its footprint is predicted.
 
-Which formats a card refuses, how often a step's micro-batches count, and what is assumed.
+That is: the number formats that a GPU refuses, how often each micro-batch counts, the assumptions
+to report, and the warm-up block of `from_pretrained`. The module imports no PyTorch, so that an
+answer from a stored trace does not need it.
 """
 
 import contextlib
@@ -19,20 +21,25 @@ from memlab.trace.log import Log
 from memlab.trace.work import drop_small_ops, repeat_micro_batch
 from memlab.units import gib
 
-LEFT_FREE = int(1.2 * 2**30)  # bytes of a card that the warm-up leaves
-# Up to so many layers the model itself is as quick, and its log tells layers apart.
+# Bytes of the GPU that transformers' warm-up leaves free ("max device memory - 1.2 GiB" in
+# `caching_allocator_warmup`, modeling_utils.py).
+LEFT_FREE = int(1.2 * 2**30)
+# Up to this many layers, running the whole model is as quick as running shallow ones. Its log then
+# keeps the layers apart by their numbers.
 MAX_LAYERS_TO_RUN = 12
-LEAST_OFFLOADED = 4096  # elements of a weight that torchao's CPUOffloadOptimizer moves to the host
+# Elements. Smaller weights stay on the GPU: `minimal_size` of torchao's CPUOffloadOptimizer
+# (torchao/optim/cpu_offload.py).
+LEAST_OFFLOADED = 4096
 
 
 def require_recipe(recipe: object) -> None:
-    """Raise ValueError for what is none, such as the name of a model."""
+    """Raise ValueError for anything but a recipe or a serving, such as the name of a model."""
     if not isinstance(recipe, (Recipe, Serving)):
         raise ValueError(f"recipe is {recipe!r}: allowed are a memlab.Recipe and a memlab.Serving")
 
 
 def refuse_format(recipe: Workload, card: GPU) -> None:
-    """Raise ValueError where a card has no kernels for a number format, or an attention."""
+    """Raise ValueError if a GPU has no kernels for the number formats or the attention."""
     require_recipe(recipe)
     for precision in (recipe.precision, recipe.compute_dtype or ""):
         require_native(precision, card.name, "bfloat16" in card.native_dtypes)
@@ -44,21 +51,23 @@ def refuse_format(recipe: Workload, card: GPU) -> None:
 
 
 def is_deep(recipe: Workload) -> bool:
-    """Whether a model has so many layers that shallow ones are quicker to run."""
+    """Whether a model has so many layers that shallow models are quicker to run."""
     return getattr(models.settings(recipe.model), "num_hidden_layers", 0) > MAX_LAYERS_TO_RUN
 
 
 def unlike_micro_batches(recipe: Workload) -> int:
-    """How many micro-batches of a step differ: the first makes gradients, the second adds to them.
+    """The number of micro-batches of a step that allocate or compute differently.
 
-    Of several ranks the last reduces them, too.
+    The first one makes the gradients and the second one adds to them, as all later ones do. With
+    several ranks the last one also reduces them.
     """
     return 2 if recipe.ranks == 1 else 3
 
 
 def with_all_micro_batches(recipe: Workload, log: Log) -> Log:
-    """The log with the work of all micro-batches that counts, and what is assumed of a recipe."""
-    # Of more micro-batches some ran; the others do what the second did.
+    """The log with the work of every micro-batch counted, and with the recipe's assumptions."""
+    # At most `unlike_micro_batches` ran, and every further one repeats the work of the second. The
+    # memory events would repeat, too, so the log leaves them out and has only their tokens.
     times = max(1, recipe.accumulation - unlike_micro_batches(recipe) + 1)
     work = drop_small_ops(repeat_micro_batch(log.work, times))
     assumptions = *log.assumptions, *assumed(recipe), *left_on_host(recipe, log.weights)
@@ -66,10 +75,11 @@ def with_all_micro_batches(recipe: Workload, log: Log) -> Log:
 
 
 def assumed(recipe: Workload) -> tuple[str, ...]:
-    """What a recipe's figures leave out or leave as it is, and a reader may not expect.
+    """Assumptions about a recipe that a user may not expect, one line of text each.
 
-    The parts of a nested config, kernels of a package that transformers takes where it is there,
-    and the weights that a quantized base does not reach, where they are the larger part.
+    They name the parts of a nested config that are left out, and optional packages whose kernels
+    transformers would use if they were installed. They also name the weights that stay unquantized
+    under a quantized base, if these are the larger part, and the dtype of those weights.
     """
     lines, parts = [], models.left_out(recipe.model)
     if parts:
@@ -96,8 +106,8 @@ def assumed(recipe: Workload) -> tuple[str, ...]:
     return tuple(lines)
 
 
-# PEFT casts all that is not quantized. TRL's trainers called it until October 2025, cast norms
-# alone until December 2025, and nothing since.
+# peft's `prepare_model_for_kbit_training` casts every weight that is not quantized. TRL's trainers
+# called it until October 2025, cast only the norms until December 2025, and cast nothing since.
 UPCAST = (
     "the rest of a quantized base (norms, embeddings, head) is cast to fp32, as by peft's "
     "prepare_model_for_kbit_training; TRL, since December 2025, leaves it in 16 bits (--no-upcast)"
@@ -109,12 +119,15 @@ NOT_UPCAST = (
 
 
 def warm_up_bytes(recipe: Workload, total: int | None = None) -> int:
-    """Bytes of the block that `from_pretrained` takes and frees before it loads a base.
+    """Bytes of the block that `from_pretrained` allocates and frees before it loads a base.
 
-    Those of all weights, without scales, and of what stays in fp32 as if it were not:
-    `caching_allocator_warmup` in transformers' modeling_utils.py. total: the card's bytes, of which
-    some stay free; None for no limit.
+    total: bytes of the GPU, None for no limit. The block leaves `LEFT_FREE` bytes free.
+
+    The block has the size of all weights: `caching_allocator_warmup` and `get_total_byte_count` in
+    transformers' modeling_utils.py. Like transformers, it leaves out the scales of a quantized
+    base. Weights that transformers keeps in fp32 count as if they had the compute dtype.
     """
+    # 4 bits or 1 byte per quantized weight; 4 or 2 bytes for each of the rest.
     reached, elements = numbers_of(recipe.model, recipe.task)
     nbytes = reached // 2 if recipe.base in FOUR_BITS else reached
     nbytes += (elements - reached) * (4 if recipe.compute_dtype == "fp32" else 2)
@@ -123,7 +136,7 @@ def warm_up_bytes(recipe: Workload, total: int | None = None) -> int:
 
 @remembered
 def numbers_of(model: Model, task: str | None) -> list[int]:
-    """How many numbers of a model's weights a base quantizes, and how many there are."""
+    """[elements of a model's weights that a quantized base quantizes, all its elements]."""
     from memlab.workloads.quantized import to_be_quantized
 
     built = models.skeleton(model, task)
@@ -132,19 +145,21 @@ def numbers_of(model: Model, task: str | None) -> list[int]:
 
 
 def gradient_bytes(recipe: Workload) -> int:
-    """Bytes per number of a gradient."""
+    """Bytes per element of a gradient."""
     in_fp32 = recipe.lora_rank and recipe.lora_fp32
     return 2 if recipe.precision in ("bf16", "fp16") and not in_fp32 else 4
 
 
 def left_on_host(recipe: Workload, weights: Counter) -> tuple[str, ...]:
-    """What an optimizer on the host keeps and does there, in a line; nothing for another.
+    """What an offloaded optimizer holds and computes on the host, in one line; else nothing.
 
-    weights: how many parameters there are of (so many elements, trainable or not).
+    weights: (elements, trainable) -> the number of such parameters.
     """
     if recipe.optimizer_offload == "none":
         return ()
     large = sum(n * times for (n, free), times in weights.items() if free and n >= LEAST_OFFLOADED)
+    # Four numbers per element on the host: the weight, its gradient and AdamW's two states, all in
+    # the dtype of the weight (`torch.empty_like` in torchao/optim/cpu_offload.py).
     held = 4 * large * gradient_bytes(recipe)
     return (
         f"the host holds {gib(held)} of weights, gradients and AdamW's states, its own step takes "
@@ -154,12 +169,12 @@ def left_on_host(recipe: Workload, weights: Counter) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Let the garbage collector leave alone what is there already: the libraries.
+    """Exempt all objects that exist now, mostly the libraries', from garbage collection.
 
-    It goes through all of a million objects again and again while others come and go by the
-    million, which takes up to a third of the time.
+    The libraries have a million objects. A run makes and drops millions more, so the collector
+    would scan them again and again, which takes up to a third of the time.
     """
-    if gc.get_freeze_count():  # somebody does that already
+    if gc.get_freeze_count():  # an outer block has frozen them
         yield
         return
     gc.freeze()

@@ -1,13 +1,14 @@
-"""One of several replicas of a model, from the run of one card alone.
+"""The log of one DistributedDataParallel rank, derived from the log of a single GPU.
 
-DistributedDataParallel holds a second copy of all gradients, in buckets that do not follow layers:
-a run of it is one of all layers, up to 40 times as long as a trace. `memlab.simulate` makes that
-run. A plan, which asks for dozens, adds what replicas add, as PyTorch does it
-(torch/csrc/distributed/c10d/reducer.cpp and comm.cpp), and says so.
+DistributedDataParallel holds a second copy of all gradients, in buckets that span layers. A
+simulation must therefore run all layers, up to 40 times as long as a trace takes. `memlab.simulate`
+makes that run. A plan asks about dozens of recipes, so it adds the buckets and the broadcast to the
+log of one GPU instead. It reports this as an assumption. The rules are those of PyTorch's
+torch/csrc/distributed/c10d/reducer.cpp and comm.cpp.
 
-Known limitations: buckets take small weights before large ones, not in the order of their
-gradients, and a model's own buffers, which each step sends, are left out. Peaks are within 1 % of
-such runs.
+Known limitations: buckets are filled in the order of the weights' sizes, not in that of their
+gradients. PyTorch's smaller first bucket (1 MiB) is left out, and so are a model's own buffers,
+which each step broadcasts. Peaks are within 1 % of a full run.
 """
 
 import itertools
@@ -28,19 +29,24 @@ from memlab.trace.work import Work
 from memlab.units import MiB
 
 ADDED = "ranks of ddp: one card's run with DDP's buckets added; memlab simulate runs a rank whole"
-BUCKET = 25 * MiB  # DistributedDataParallel's bucket_cap_mb
-SENT, IN_FLIGHT = 250 * MiB, 2  # its broadcast_bucket_size; kMaxInFlight of comm.cpp
+BUCKET = 25 * MiB  # bytes at which a bucket is closed: bucket_cap_mb of DistributedDataParallel
+# The broadcast of the weights when a model is wrapped: bytes of a chunk (broadcast_bucket_size of
+# DistributedDataParallel), and chunks at a time (`broadcast_coalesced` in comm.cpp).
+SENT, IN_FLIGHT = 250 * MiB, 2
 
 
 def log_of(recipe: Recipe, card: GPU) -> Log:
-    """As `memlab.predict.simulate.sized_log`, of a replica by one card's trace."""
+    """As `memlab.predict.simulate.sized_log`, but from a single GPU's trace for a DDP rank."""
     if not is_replicated(recipe):
         return sized_log(recipe, card)
     return replica(sized_log(recipe.but(ranks=1), card), recipe)
 
 
 def peak_allocated_of(recipe: Recipe, card: GPU) -> int:
-    """As `memlab.predict.simulate.peak_allocated_of`, of a replica by one card's trace."""
+    """As `memlab.predict.simulate.peak_allocated_of`, but from a single GPU's trace for a DDP rank.
+
+    The buckets together have the bytes of all gradients, and they stay allocated.
+    """
     if not is_replicated(recipe):
         return simulate.peak_allocated_of(recipe, card)
     single = recipe.but(ranks=1)
@@ -49,17 +55,22 @@ def peak_allocated_of(recipe: Recipe, card: GPU) -> int:
 
 
 def is_replicated(recipe: Recipe) -> bool:
-    """Whether each rank holds the whole of a model whose layers take long to run one by one."""
+    """Whether the recipe trains a deep model under DistributedDataParallel."""
     return recipe.ranks > 1 and recipe.sharding == "ddp" and is_deep(recipe)
 
 
 def replica(log: Log, recipe: Recipe) -> Log:
-    """The log of a rank of a replicated recipe; log: that of the recipe on one card alone."""
+    """The log of one rank of a replicated recipe.
+
+    log: the log of the same recipe with one rank.
+    """
     size = gradient_bytes(recipe)
+    # A log knows how many weights there are of each number of elements, but not their order.
     trained = {elements: times for (elements, free), times in log.weights.items() if free}
     weights = [size * elements for elements in sorted(trained) for _ in range(trained[elements])]
     buckets = chunks(weights, BUCKET)
-    # Each gradient is copied into its bucket and, when all ranks have sent theirs, back.
+    # Each gradient is copied into its bucket and, after the all-reduce, back again: reducer.cpp,
+    # `mark_variable_ready_dense` and `finalize_bucket_dense`. A copy reads and writes its bytes.
     work = Counter(Work(moved=(nbytes, nbytes)) for nbytes in 2 * weights)
     sent = share("allreduce_", recipe.ranks)
     work.update(Work(sent=round(nbytes * sent)) for nbytes in buckets)
@@ -69,20 +80,27 @@ def replica(log: Log, recipe: Recipe) -> Log:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaLog(Log):
-    """The log of one card with what DistributedDataParallel makes when it wraps the model.
+    """The log of one GPU with the allocations of DistributedDataParallel added.
 
-    single: that log. buckets: their bytes.
+    single: the log of one GPU. buckets: bytes of each bucket of gradients.
     """
 
     single: Log
     buckets: list[int]
 
     def events(self) -> Iterator[Event]:
-        """As `Log.events`. One bucket holds all until their order is known, in the second step."""
+        """As `Log.events`.
+
+        In the first step a single bucket holds all gradients, because the order in which they
+        become ready is not known yet. DistributedDataParallel rebuilds the buckets in the forward
+        pass of the second step.
+        """
         events = list(self.single.events())
         measured = next(at for at, (_, step) in enumerate(events) if step is Marker.RESET)
         places = range(measured, len(events))
         second = next((at for at in places if _is_forward(events[at][1])), measured)
+        # The model is wrapped once it is complete: after the last parameter that is allocated in
+        # the first step. `living` are the parameters that exist then, which are broadcast.
         loaded, living = 0, {}
         for at, (name, step) in enumerate(events[:measured]):
             if type(step) is Alloc and step.category is Category.PARAMETERS:
@@ -94,6 +112,8 @@ class ReplicaLog(Log):
         every = _alloc(Category.GRADIENTS, sum(self.buckets))
         yield "bucket of all", every
         yield from events[loaded:second]
+        # Before the forward pass allocates anything: `DistributedDataParallel._pre_forward` calls
+        # `_rebuild_buckets` first, to keep the peak low.
         yield "bucket of all", Free(every, Phase.FORWARD, 0)
         for number, nbytes in enumerate(self.buckets):
             yield ("bucket", number), _alloc(Category.GRADIENTS, nbytes)
@@ -105,7 +125,11 @@ def _is_forward(step: TraceEvent) -> bool:
 
 
 def sent_weights(weights: list[Alloc]) -> Iterator[Event]:
-    """The first rank sends its weights to the others, of each dtype in chunks, two at a time."""
+    """The buffers of the broadcast in which the first rank sends its weights to the other ranks.
+
+    `broadcast_coalesced` in comm.cpp flattens the weights of one dtype into chunks, and keeps two
+    chunks in flight. Here weights with elements of the same size count as one dtype.
+    """
     items = dict.fromkeys(weight.item for weight in weights)
     sent = [chunks([w.nbytes for w in weights if w.item == item], SENT) for item in items]
     waiting: list[Event] = []
@@ -119,7 +143,11 @@ def sent_weights(weights: list[Alloc]) -> Iterator[Event]:
 
 
 def chunks(sizes: list[int], full: int) -> list[int]:
-    """Bytes of the chunks into which tensors go in their order; one is closed when it is full."""
+    """Bytes of the chunks that tensors of these sizes fill in order.
+
+    A chunk is closed once it holds at least `full` bytes: `compute_bucket_assignment_by_size` in
+    reducer.cpp.
+    """
     filled = [0]
     for nbytes in sizes:
         if filled[-1] >= full:

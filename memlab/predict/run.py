@@ -1,4 +1,8 @@
-"""Runs of a recipe on a card that need not be there, at its own sizes and depth."""
+"""Run a recipe on a simulated GPU, at the recipe's own sizes, and return the log.
+
+The training loops here are memlab's own. They run the real model code on fake tensors, twice, so
+that the log holds a step in which the optimizer states exist already.
+"""
 
 import contextlib
 import traceback
@@ -23,7 +27,7 @@ from memlab.trace.quantized_weights import numel
 from memlab.trace.work import NORMS, drop_small_ops
 from memlab.workloads.training import Training, import_libraries
 
-Loop = Callable[[Recipe, SimulatedGPU], Training]
+Loop = Callable[[Recipe, SimulatedGPU], Training]  # a training loop, such as `two_steps`
 
 
 def log_of(
@@ -33,10 +37,13 @@ def log_of(
     loop: Loop | None = None,
     most: int | None = None,
 ) -> Log:
-    """What `recipe` does to memory, at its own depth, on a card like `gpu` without a limit.
+    """The log of a recipe at its own depth, on a GPU like `gpu` without a limit.
 
-    numbered: whether the log tells layers apart. loop: as in `full_log`. most: births and deaths,
-    beyond which it ends with a ValueError.
+    numbered: whether the log keeps the numbers of layers.
+    loop: the training loop, as in `full_log`.
+    most: the most allocations and frees. Raises ValueError beyond them.
+
+    Also raises ValueError if the recipe cannot be trained.
     """
     import_libraries(recipe)
     if not isinstance(recipe, Recipe):
@@ -56,19 +63,24 @@ def shallow_log(
     loop: Loop | None = None,
     most: int | None = None,
 ) -> Log:
-    """`log_of`, for comparing depths: without the bytes of norms, which grow with each layer."""
+    """As `log_of`, for comparing models of several depths.
+
+    Operators that move less than `NORMS` bytes count without their bytes. At every depth one
+    operator stacks the norms of all gradients. Its bytes grow with the depth, so the work of two
+    depths would not agree.
+    """
     log = log_of(recipe, gpu, loop=loop, most=most)
     return replace(log, work=drop_small_ops(log.work, NORMS))
 
 
 def weights_of(model: torch.nn.Module) -> Counter:
-    """How many parameters there are of (so many elements, trainable or not)."""
+    """(elements, trainable) -> the number of such parameters of a model."""
     return Counter((numel(weight), weight.requires_grad) for weight in model.parameters())
 
 
 @contextlib.contextmanager
 def _silent_transformers() -> Iterator[None]:
-    """Without its warnings, such as that flash-attn casts what autocast leaves in fp32."""
+    """Silence transformers' warnings, such as the one on flash-attn's casts under autocast."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
@@ -78,11 +90,12 @@ def _silent_transformers() -> Iterator[None]:
 
 
 def _run(loop: Loop, recipe: Recipe, simulated: SimulatedGPU) -> Training:
-    """What a loop gives. Raises ValueError, in one line, for what its model or a library raises."""
+    """Run a loop. An error of the model or of a library becomes a ValueError of one line."""
     try:
         with _silent_transformers():
             return loop(recipe, simulated)
     except (LookupError, RuntimeError, TypeError, AttributeError, AssertionError) as error:
+        # Name the innermost line outside PyTorch and memlab: mostly one of transformers or peft.
         frames = traceback.extract_tb(error.__traceback__)
         ours = tuple(str(Path(module.__file__ or "").parent) for module in (torch, models))
         theirs = (frame for frame in reversed(frames) if not frame.filename.startswith(ours))
@@ -94,43 +107,51 @@ def _run(loop: Loop, recipe: Recipe, simulated: SimulatedGPU) -> Training:
 
 
 class OwnLoop(SimulatedGPU):
-    """A card for loops whose recipe says which libraries they need: bitsandbytes takes a second.
+    """A simulated GPU for memlab's own loops, without what only a user's script may need.
 
-    What they do on it is the same under any setting of the allocator, whose statistics nobody asks.
+    A recipe says which libraries it needs, so bitsandbytes is not imported just in case, which
+    would take a second. The log does not depend on the allocator's settings, and no loop asks for
+    the allocator's statistics.
     """
 
     imports_bitsandbytes = reads_environment = keeps_statistics = False
 
 
 def two_steps(recipe: Recipe, simulated: SimulatedGPU) -> Training:
-    """Train two steps on a card that is entered, and count the second."""
+    """Train two steps on an entered simulated GPU. The second one is measured."""
     training = built(recipe, simulated)
-    # The others repeat the bytes of the second; only the loss of each, a number of 512 bytes as an
-    # allocator's block, would be added.
+    # Further micro-batches would repeat the events of the second. Each would only add its loss, a
+    # number in a block of 512 bytes.
     held, training.batches = training.batches, training.batches[: unlike_micro_batches(recipe)]
     with Progress(range(2), f"simulating {recipe.model_name}") as steps:
         for _ in steps:
             simulated.reset_peak()
             losses = training.make_gradients()
+            # The marks separate the update from the passes, so that they can be traced apart.
             simulated.steps.begin_update()
             training.update()
             simulated.tracer.mark(Marker.UPDATED)
-            del losses
+            del losses  # alive during the update, as in `Training.step`
     training.batches = held
     return training
 
 
 def two_updates(recipe: Recipe, simulated: SimulatedGPU) -> Training:
-    """Two updates by gradients that no pass has made: what they do is that of `two_steps`'.
+    """Two optimizer steps on gradients that no forward or backward pass has computed.
 
-    Of weights without a gradient in `two_steps`, and of several ranks, it is not.
+    Their events are those of the updates of `two_steps`, and they take a fraction of the time.
+
+    Known limitations: they differ for several ranks, and for models with weights that get no
+    gradient in `two_steps`.
     """
     training = built(recipe, simulated)
+    # The gradient scaler makes its state when it first scales a loss, and refuses to step without.
     training.scaler.scale(torch.zeros((), device=simulated.device))
     free = [weight for weight in training.model.parameters() if weight.requires_grad]
     for _ in range(2):
         simulated.reset_peak()
-        for weight in free:  # one after the other, as at any depth
+        # One backward call per weight: its events then repeat with the layers.
+        for weight in free:
             torch.autograd.backward(weight, torch.empty_like(weight))
         simulated.steps.begin_update()
         training.update()
@@ -139,9 +160,9 @@ def two_updates(recipe: Recipe, simulated: SimulatedGPU) -> Training:
 
 
 def built(recipe: Recipe, simulated: SimulatedGPU) -> Training:
-    """A training on a card that is entered, watched, before its first step."""
-    # A base is made on the host, and quantized weight by weight when it is loaded; so is what
-    # moves to the card in shards.
+    """A `Training` on an entered simulated GPU, watched by its tracer, before the first step."""
+    # A quantized base is built on the host and quantized weight by weight on its way to the GPU. A
+    # model that moves to the GPU in shards is built there, too.
     on_host = recipe.base in QUANTIZED or is_moved_by_sharding(recipe)
     built_in = None if on_host else simulated.device
     training = Training(recipe, simulated.device, built_in=built_in)
@@ -151,9 +172,9 @@ def built(recipe: Recipe, simulated: SimulatedGPU) -> Training:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute what has data in one thread: it is little, and the others wait for more by spinning.
+    """Limit PyTorch to one thread: little is computed here, and idle threads wait by spinning.
 
-    That takes a sixth more processor time, which a second process may want.
+    The spinning takes a sixth more CPU time, which another process may need.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,9 @@
-"""A training script from the disk, unchanged, on a card that need not be there."""
+"""Run an unchanged training script on a simulated GPU, and report its memory.
+
+The script runs in this process, as `__main__`, until its optimizers have made enough steps. Then an
+exception ends it. What the simulated GPU has seen by then gives the footprint, the script's lines
+that hold memory at the peak, and the verdict.
+"""
 
 from __future__ import annotations
 
@@ -33,20 +38,26 @@ from memlab.trace.log import peak_reserved
 from memlab.trace.user_frames import line_of_error
 from memlab.units import in_unit_of
 
-LINES = 8  # of the script, in print
+LINES = 8  # lines of the script that `ScriptRun` prints
+# Exit statuses of `memlab run`. `NOT_HERE`: the script uses what is not simulated. 124 is that of
+# timeout(1), and 130 that of a shell for a process ended by Ctrl-C (128 + SIGINT).
 OUT_OF_MEMORY, NOT_HERE, FAILED, TIME_UP, INTERRUPTED = 3, 2, 1, 124, 130
 
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """What became of a script.
+    """The result of running a script.
 
-    footprint: its memory from the beginning to the end, whatever it reset on the way. steps: how
-    many optimizer steps it made. error: why it ended before its end, in one line, else empty;
-    line: where that was, `train.py:57`. status: the exit status that goes with it, the script's
-    own where it gave one. raised: the exception that ended it, or None. verdict: whether what ran
-    fits the card with the margin of `memlab.fits`, None for a card without a limit and where an
-    error, a Ctrl-C or the time limit ended it. phases: what ran and what did not, a line each.
+    script: the path of the script.
+    footprint: its memory from beginning to end, even if the script reset the peak in between.
+    steps: the number of optimizer steps that it made.
+    error: why it ended early, in one line; empty if it did not.
+    line: where that happened, such as `train.py:57`.
+    status: the matching exit status; the script's own if it gave one.
+    raised: the exception that ended it, or None.
+    verdict: whether what ran fits the GPU with the margin of `memlab.fits`. None for a GPU without
+        a limit, and if an error, a Ctrl-C or the time limit ended the script.
+    phases: what ran and what did not, one line each.
     """
 
     script: Path
@@ -61,7 +72,7 @@ class ScriptRun:
 
     @property
     def ran_out(self) -> bool:
-        """Whether it ran out of the card's memory."""
+        """Whether the script ran out of GPU memory."""
         return isinstance(self.raised, torch.OutOfMemoryError)
 
     def as_dict(self) -> dict:
@@ -84,7 +95,7 @@ class ScriptRun:
         return "\n".join([*head, "", "at the peak, by the line that made it", *rows])
 
     def ending(self) -> str:
-        """How far it came, in a line."""
+        """How far the script got, in one line."""
         steps = f"{self.steps} optimizer step{'s' * (self.steps != 1)}"
         if isinstance(self.raised, torch.OutOfMemoryError):
             phase = phase_of_error(self.raised)
@@ -94,7 +105,7 @@ class ScriptRun:
         return steps
 
     def _code(self, name: str) -> str:
-        """What stands in a line `train.py:57`."""
+        """The source code of a line named as `train.py:57`."""
         file, _, number = name.rpartition(":")
         return (
             linecache.getline(str(self.script.parent / file), int(number)).strip() if file else ""
@@ -109,10 +120,10 @@ def run_script(
     snapshot: str | Path | None = None,
     **settings: Any,
 ) -> ScriptRun:
-    """As `try_script`, for a script that is to succeed or to run out of memory.
+    """As `try_script`, for a script that is expected to succeed or to run out of memory.
 
-    Raises what ended it otherwise: ValueError, with the script's line, for what is not simulated,
-    and what the script itself raises.
+    Raises the exception that ended the script for any other reason. For code that is not simulated
+    that is a ValueError, which names the script's line.
     """
     ran = try_script(path, arguments, gpu, steps, snapshot, **settings)
     if ran.raised is None or ran.ran_out or isinstance(ran.raised, SystemExit):
@@ -135,18 +146,22 @@ def try_script(
 ) -> ScriptRun:
     """Run a script as `python path arguments` would, inside a `SimulatedGPU`.
 
-    ranks: started by torchrun, as the first of so many, of one, too; None for a plain start.
-    module: whether `path` is a module's name, as of `python -m`.
+    gpu, compile_eagerly: as for `SimulatedGPU`.
+    steps: optimizer steps of each optimizer, after which the script is ended.
+    snapshot: a file to write for PyTorch's memory viewer, or None.
+    limit_minutes: minutes after which the script is ended.
+    ranks: run as the first of this many ranks under torchrun, which may be 1; None for a plain
+        start.
+    phases: whether transformers' Trainer trains on its longest texts, and then evaluates and saves
+        once (`memlab.predict.trainer_phases`).
+    module: whether `path` is the name of a module, as for `python -m`.
 
-    It ends when every optimizer has made so many steps, or one of them three times as many, or by
-    itself, or at an exception, a Ctrl-C, or after limit_minutes; what was seen until then is told.
-    A backward pass and a change of weights in place is a step, too. gpu, compile_eagerly: as for
-    `SimulatedGPU`. snapshot: a file for PyTorch's memory viewer, or None.
-    phases: whether transformers' Trainer takes its longest texts, and then evaluates and saves
-    once (`memlab.predict.trainer_phases`).
-    The script's numbers are stand-ins, as `SimulatedGPU` has them.
+    The script ends when every optimizer has made `steps` steps, or one of them three times as many.
+    It may also end by itself, by an exception, by Ctrl-C or after `limit_minutes`. The result
+    describes what ran until then. A backward pass followed by an in-place change of weights counts
+    as a step, too. Values of tensors are stand-ins, as in `SimulatedGPU`.
 
-    Raises ValueError where there is no such file.
+    Raises ValueError if there is no such file or module, and for `steps` below 1.
     """
     script = _file_of_module(str(path)) if module else Path(path).resolve()
     if not script.is_file():
@@ -158,10 +173,13 @@ def try_script(
     )
     seen = (OneOfEach if phases else Phases)(card, steps)
     raised, is_up = None, threading.Event()
+    # Steps are counted in two places: those of optimizers by the hook below, and changes of weights
+    # without an optimizer by the simulated GPU.
     card.steps.on_step_by_hand = seen.stepped
     start = _as_main(script, arguments, ranks, module)
     shown = shows_where_it_is(script, lambda: seen.most_steps)
     with shown, card, start, seen:
+        # Registered after the GPU's own hook, which must have closed the step's work before.
         hook = register_optimizer_step_post_hook(seen.stepped)
         try:
             with _time_limit(limit_minutes) as is_up:
@@ -169,14 +187,14 @@ def try_script(
                     runpy.run_module(str(path), run_name="__main__", alter_sys=True)
                 else:
                     runpy.run_path(str(script), run_name="__main__")
-                card.steps.end_by_hand()
+                card.steps.end_by_hand()  # a last step by hand ends with the script
         except EnoughSteps:
             pass
-        except BaseException as problem:
+        except BaseException as problem:  # SystemExit and KeyboardInterrupt, too
             raised = problem
         finally:
             hook.remove()
-    card.tracer.start = 0
+    card.tracer.start = 0  # the peak of the whole run, even if the script has reset it
     where = "" if raised is None else line_of_error(script, raised)
     limit = f"{limit_minutes:g} minutes" * is_up.is_set()
     error, status, raised = _ending(raised, where, seen.most_steps, limit)
@@ -186,6 +204,7 @@ def try_script(
     verdict = None if error else _verdict(card, footprint)
     if verdict and not verdict.fits:
         status = OUT_OF_MEMORY
+    # A script that failed has more urgent problems than the phases that it did not reach.
     lines = () if error and status != OUT_OF_MEMORY else tuple(seen.lines())
     if snapshot and (lost := _not_written(card, snapshot)):
         error, status = "; ".join(filter(None, [error, lost])), status or FAILED
@@ -194,18 +213,25 @@ def try_script(
 
 
 def _not_written(card: SimulatedGPU, snapshot: str | Path) -> str:
-    """Why a snapshot is not there; the answer beside it may have taken hours, and is kept."""
+    """Write the snapshot. Returns why that failed, or an empty text.
+
+    It raises nothing, because the simulation may have taken hours and its result must not be lost.
+    """
     try:
         card.dump_snapshot(snapshot)
     except OSError as problem:
         if Path(snapshot).is_file():
-            Path(snapshot).unlink()
+            Path(snapshot).unlink()  # written in part
         return f"{snapshot} was not written: {problem.strerror}"
     return ""
 
 
 def _without_part_of_a_step(footprint: Footprint, steps: int) -> Footprint:
-    """Without seconds before two steps have ended: the first has the loading of the model in it."""
+    """The footprint without a step time, unless two steps have ended.
+
+    The work of the first step includes loading the model. The returned footprint also has the
+    assumption about a missing Triton.
+    """
     assumptions = *footprint.assumptions, *without_triton()
     if steps > 1 or footprint.step_time is None:
         return replace(footprint, assumptions=assumptions)
@@ -214,11 +240,13 @@ def _without_part_of_a_step(footprint: Footprint, steps: int) -> Footprint:
 
 
 def _verdict(card: SimulatedGPU, footprint: Footprint) -> Verdict | None:
-    """Whether what a card has seen fits it with the margin; None for a card without a limit."""
+    """Whether what ran on a GPU fits it with the margin; None for a GPU without a limit."""
     if card.gpu.total_memory is None:
         return None
 
     def peak_on(gpu: GPU) -> int | None:
+        # `verdict_by` asks without a limit first. The run itself may have met the GPU's limit and
+        # released cached blocks; its peak is then at most the GPU's memory.
         if gpu.total_memory is None:
             return footprint.peak_reserved
         grows = card.memory.expandable_segments
@@ -231,9 +259,10 @@ def _verdict(card: SimulatedGPU, footprint: Footprint) -> Verdict | None:
 def _ending(
     raised: BaseException | None, where: str, steps: int, limit: str
 ) -> tuple[str, int, BaseException | None]:
-    """(why a script ended, the exit status, the exception) of what it raised.
+    """(why a script ended, the exit status, the exception to report), from what it raised.
 
-    limit: the time after which it was stopped, in words, else empty.
+    where: the script's line that raised it. limit: the time limit that stopped the script, as text;
+    empty if none did.
     """
     until_then = "" if steps else " before a first optimizer step: no answer for one"
     if isinstance(raised, torch.OutOfMemoryError):
@@ -254,7 +283,7 @@ def _ending(
 
 
 def traceback_of(ran: ScriptRun) -> str:
-    """The traceback of the exception that ended a script, from its own first line on."""
+    """The traceback of the exception that ended a script, starting in the script itself."""
     if ran.raised is None:
         return ""
     frames = ran.raised.__traceback__
@@ -263,15 +292,15 @@ def traceback_of(ran: ScriptRun) -> str:
     return "".join(traceback.format_exception(type(ran.raised), ran.raised, frames))
 
 
-AGAIN = 1.0  # seconds between interrupts
+AGAIN = 1.0  # seconds between interrupts once the time is up
 
 
 @contextlib.contextmanager
 def _time_limit(minutes: float) -> Iterator[threading.Event]:
-    """Interrupt this thread, as Ctrl-C does, when its time is up, and again until it has ended.
+    """Raise KeyboardInterrupt in this thread when the time is up, and again until the block ends.
 
-    Once is not enough: Python ignores an interrupt that comes while an object dies. Gives what is
-    set when the time is up.
+    Once is not enough, because Python ignores an interrupt that arrives while an object is being
+    destroyed. Yields an event that is set once the time is up.
     """
     is_up, has_ended = threading.Event(), threading.Event()
     thread = ctypes.c_ulong(threading.get_ident())
@@ -281,6 +310,8 @@ def _time_limit(minutes: float) -> Iterator[threading.Event]:
         while not has_ended.wait(seconds):
             is_up.set()
             seconds = AGAIN
+            # An exception in the thread rather than a signal. Signals reach the main thread only,
+            # and a process that a shell started in the background ignores SIGINT.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(KeyboardInterrupt))
 
     if minutes != float("inf"):
@@ -295,22 +326,25 @@ def _time_limit(minutes: float) -> Iterator[threading.Event]:
 def _as_main(
     script: Path, arguments: Sequence[str], ranks: int | None, module: bool
 ) -> Iterator[None]:
-    """The names that a script finds when Python runs it, or torchrun for so many ranks."""
+    """`sys.argv`, `sys.path` and the environment as `python` or torchrun would set them."""
+    # `python -m` puts the working directory first, `python file` the folder of the file.
     folder = os.getcwd() if module else str(script.parent)
     with (
         mock.patch.object(sys, "argv", [str(script), *arguments]),
         mock.patch.object(sys, "path", [folder, *sys.path]),
-        # What the script sets there ends with it.
+        # Restores the whole environment, so that what the script sets there ends with it.
         mock.patch.dict(os.environ, torchrun_environment(ranks) if ranks else {}),
     ):
         yield
 
 
 def _file_of_module(name: str) -> Path:
-    """Where the code of `python -m name` is; packages above it are not imported yet.
+    """The file that `python -m name` runs.
 
-    Raises ValueError where Python finds no such module.
+    Raises ValueError if Python finds no such module.
     """
+    # Not `importlib.util.find_spec`, which imports the packages above the module. Those must be
+    # imported on the simulated GPU.
     for folder in [os.getcwd(), *sys.path]:
         place = Path(folder, *name.split("."))
         for file in place / "__main__.py", Path(f"{place}.py"):

@@ -1,4 +1,8 @@
-"""The memory of inference: of the prefill, which reads a prompt, and of writing token by token."""
+"""The memory and time of inference, separately for prefill (the prompt) and decode (new tokens).
+
+A serving runs once on a simulated GPU, at its own sizes. Of many decode steps only the first and
+the last two run. In between, the KV cache grows by the tokens of the skipped steps.
+"""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -17,23 +21,23 @@ from memlab.trace.work import drop_small_ops
 from memlab.units import in_unit_of
 from memlab.workloads.generation import KV_CACHE, LOGITS, Generation, skipped_steps
 
-# What inference calls that a trainer's category holds; the rest keeps its name.
+# Category of a training footprint -> its name in inference. Other categories keep their names.
 NAMES = {Category.PARAMETERS: "weights", Category.TEMPORARY: "activations"}
 
 
 @dataclass(frozen=True)
 class ServingFootprint:
-    """What inference holds at the worst moment of each of its two phases.
+    """The memory of inference at the worst moment of each of its two phases.
 
-    prefill, decode: bytes by category (weights, kv_cache, activations, logits, and what else a
-        `Footprint` names); decode is empty for one new token, which the prefill writes.
-    kv_cache: bytes that the cache holds once the last token is written. While a token is, a layer
-        of a growing cache holds its tensors twice, so that a phase's worst moment can have more.
-    footprint: of the whole run, with reserved memory, context and assumptions.
-    prefill_time, decode_time: how long each phase is estimated to take, by the rates that a
-        training step has (`memlab.card.step_time`); None without a card that has rates. They were
-        compared with one published generation only (the book's chapter on deploying).
-    tokens: written by the decode phase, of all texts.
+    prefill, decode: bytes by category (weights, kv_cache, activations, logits, and the other
+        categories of a `Footprint`). decode is empty for one new token, which the prefill writes.
+    kv_cache: bytes that the cache holds after the last token. While a token is written, a layer of
+        a growing cache holds its tensors twice, so the worst moment of a phase can have more.
+    footprint: the footprint of the whole run, with reserved memory, context and assumptions.
+    prefill_time, decode_time: the estimated time of each phase, by the rates of a training step
+        (`memlab.card.step_time`). None for a GPU without rates. The estimates were compared with
+        one published generation only (the book's chapter on deploying).
+    tokens: the number of tokens that the decode phase writes, in all texts together.
     """
 
     prefill: dict[str, int]
@@ -46,7 +50,7 @@ class ServingFootprint:
 
     @property
     def tokens_per_second(self) -> tuple[float, float, float] | None:
-        """(low, expected, high) of the decode phase; None without its seconds."""
+        """(low, expected, high) tokens per second of decoding; None without an estimated time."""
         time = self.decode_time
         if time is None:
             return None
@@ -54,17 +58,17 @@ class ServingFootprint:
 
     @property
     def peak_allocated(self) -> int:
-        """Bytes at the worse of the two moments."""
+        """Bytes at the worst moment of both phases."""
         return max(sum(held.values()) for held in (self.prefill, self.decode))
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What stands in for values that only a real card has, a line each."""
+        """Assumptions in place of values that only a real GPU has, one line each."""
         return self.footprint.assumptions
 
     @property
     def peak_reserved(self) -> int | None:
-        """Bytes that the allocator has taken from the device; None on a CPU."""
+        """Bytes that the caching allocator has reserved on the device; None on a CPU."""
         return self.footprint.peak_reserved
 
     def as_dict(self) -> dict:
@@ -105,31 +109,33 @@ class ServingFootprint:
 def serving_footprint(
     serving: Serving, log: Log, footprint: Footprint, card: GPU
 ) -> ServingFootprint:
-    """The footprint of a serving's log in the words of inference, with each phase's seconds."""
+    """The `ServingFootprint` of a serving's log, with the estimated time of each phase."""
     served, steps = by_phase(footprint), serving.new_tokens - 1
+    # The log has the work of the decode steps that ran. Count it as often as all steps need it.
     often = steps / max(1, steps - skipped_steps(steps))
     times = []
     for phase, runs in (Phase.PREFILL, 1), (Phase.DECODE, often):
         work: Any = Counter({part: n * runs for part, n in log.work.items() if part.phase == phase})
         try:
             times.append(step_time(work, card, serving.batch_size) if work else None)
-        except ValueError:  # a card without rates
+        except ValueError:  # a GPU without rates
             return served
     tokens = serving.batch_size * steps
     return replace(served, prefill_time=times[0], decode_time=times[1], tokens=tokens)
 
 
 def log_of_serving(serving: Serving, card: GPU, numbered: bool) -> Log:
-    """What `serving` does to memory, at its own depth, on a card like this without a limit.
+    """The log of a serving at its own depth, on a GPU like `card` without a limit.
 
-    numbered: whether the log tells layers apart.
+    numbered: whether the log keeps the numbers of layers.
     """
     with OwnLoop(card.without_limit()) as simulated:
+        # A quantized base is built on the host and quantized on its way to the GPU.
         place = simulated.device if serving.base not in QUANTIZED else "cpu"
         generation = Generation(serving, simulated.device, place)
         tracer = simulated.tracer
         simulated.watch(generation.model, inputs=inputs_of(generation))
-        simulated.reset_peak()
+        simulated.reset_peak()  # loading the model is no part of either phase
         generation.run(tracer)
         if generation.skipped:
             assumption = (
@@ -141,30 +147,36 @@ def log_of_serving(serving: Serving, card: GPU, numbered: bool) -> Log:
 
 
 def inputs_of(generation: Generation) -> list[torch.Tensor]:
-    """What a generation is given: the encoder's text, and the decoder's."""
+    """The input tensors of a generation: the encoder's tokens, if any, and the decoder's."""
     return [tensor for tensor in (generation.encoded, generation.text) if tensor is not None]
 
 
 def by_phase(footprint: Footprint) -> ServingFootprint:
-    """The footprint of inference in its own words, without seconds."""
+    """A footprint of inference as a `ServingFootprint`, without times.
+
+    Raises ValueError for a footprint without a timeline.
+    """
     timeline = footprint.timeline
     if timeline is None:
         raise ValueError("the phases of inference need a footprint with a timeline")
     totals, last = timeline.totals(), 0
     worst: list[dict[str, int]] = []
     for phase in (Phase.PREFILL, Phase.DECODE):
+        # Moment 0 is the state before the first event, and belongs to no phase.
         moments = [i for i, name in enumerate(timeline.phases) if name == phase and i]
         worst.append(_held(timeline, max(moments, key=totals.__getitem__)) if moments else {})
         last = max([last, *moments])
+    # After the last event of both phases the cache holds all tokens.
     prefill, decode = worst
     return ServingFootprint(prefill, decode, _held(timeline, last)[KV_CACHE], footprint)
 
 
 def _held(timeline: Timeline, moment: int) -> dict[str, int]:
-    """Bytes at a moment by what they are for inference."""
+    """Category of inference -> bytes at a moment of the timeline."""
     nbytes = dict.fromkeys(["weights", KV_CACHE, "activations", LOGITS], 0)
     for life in timeline.alive(moment):
         name = NAMES.get(life.category, str(life.category))
+        # `Generation` names the tensors of the cache and the logits in place of their module.
         name = life.module if life.module in (KV_CACHE, LOGITS) else name
         nbytes[name] = nbytes.get(name, 0) + life.nbytes
     rounding = timeline.levels[Category.ROUNDING][moment]

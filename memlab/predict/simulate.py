@@ -1,4 +1,9 @@
-"""The memory of a recipe's step on a card that need not be there."""
+"""Simulate a recipe or a serving on a GPU that need not be present: `memlab.simulate`.
+
+Two steps give the log of a workload: from a trace (`memlab.predict.traces`), or from a run on a
+simulated GPU. The GPU's caching allocator then replays the log. The module imports no PyTorch, so
+that an answer from a stored trace does not need it.
+"""
 
 from __future__ import annotations
 
@@ -36,51 +41,59 @@ def simulate(
 def simulate(
     recipe: Recipe | Serving, gpu: GPU | str | int | None = None, link: str | None = None
 ) -> Footprint | ServingFootprint:
-    """The memory of one optimizer step of `recipe` on a GPU that need not be there.
+    """The memory of one optimizer step of `recipe` on a GPU that need not be present.
 
-    gpu: a name of `memlab.gpus.GPUS`, a number of bytes, or None for a card without a limit.
-    link: between several ranks, as `SimulatedGPU` has it.
+    gpu: a name of `memlab.gpus.GPUS`, a number of bytes, or None for a GPU without a limit.
+    link: the link between several ranks, as in `SimulatedGPU`.
 
-    Two steps run; the second is counted, because optimizer states appear in the first. Of a model
-    with many layers a trace is kept, that `memlab.predict.traces` records with a few of them.
+    Two steps run. The second one is counted, because the first one allocates the optimizer states.
+    For a model with many layers, `memlab.predict.traces` records a trace with a few of them and
+    keeps it.
 
-    A quantized base comes to the card as today's `from_pretrained` loads it, or one layer after the
-    other where ranks split it. A model that is moved whole, or loaded by threads, as by the first
-    releases of transformers 5, leaves other free blocks behind and reserves other bytes.
+    A quantized base is loaded onto the GPU as today's `from_pretrained` does, or layer by layer if
+    ranks split it. A model that is moved as a whole leaves other free blocks behind and reserves
+    other bytes. So does one that threads load, as in the first releases of transformers 5.
 
-    A `memlab.Serving` in place of the recipe gives a `ServingFootprint`: inference,
-    with the peaks of prefill and decode apart.
+    For a `memlab.Serving` in place of the recipe, returns a `ServingFootprint` of inference with
+    separate peaks for prefill and decode.
 
-    Raises torch.OutOfMemoryError in PyTorch's own words when the card is too small, and ValueError
-    when it does not have the recipe's number format.
+    Raises torch.OutOfMemoryError, with PyTorch's message, if the GPU is too small. Raises
+    ValueError if the GPU does not have the recipe's number format, or the link.
     """
     card = find_gpu(gpu)
     if link is not None:
-        link_rate(card, link)  # or refuses
+        link_rate(card, link)  # raises ValueError before any work is done
     return footprint_from_log(recipe, full_log(recipe, card), card, link)
 
 
 def full_log(recipe: Workload, card: GPU, loop: Loop | None = None) -> Log:
-    """What two steps of `recipe` do to memory on a card of this kind, whatever its size.
+    """The log of two steps of `recipe` on this kind of GPU, whatever its memory.
 
-    loop: another training loop than memlab's own, a function like `memlab.predict.run.two_steps`.
+    loop: a training loop to run instead of memlab's own, such as `memlab.predict.run.two_steps`.
     """
     refuse_format(recipe, card)
+    # A trace has memlab's own loop in it, and pays off for deep models only.
     if loop or not is_deep(recipe):
-        from memlab.predict.trace_recorder import run_log  # it brings PyTorch
+        from memlab.predict.trace_recorder import run_log  # imports PyTorch
 
         return run_log(recipe, card, loop)
     return traces().log(recipe, card)
 
 
 def sized_log(recipe: Workload, card: GPU) -> Log:
-    """As `full_log`, where other sizes of the same recipe are to be asked for, too."""
+    """As `full_log`, for callers that ask about more sizes of the same recipe.
+
+    A trace is recorded for shallow models, too, because it serves all sizes.
+    """
     refuse_format(recipe, card)
     return traces().log(recipe, card)
 
 
 def peak_allocated_of(recipe: Workload, card: GPU) -> int:
-    """The most bytes of blocks in the measured step of `sized_log`, often without that log."""
+    """The peak of requested bytes, rounded up to blocks, in the measured step of `sized_log`.
+
+    No allocator reserves less. If there is a trace, the log is not written out.
+    """
     refuse_format(recipe, card)
     return traces().peak_allocated(recipe, card)
 
@@ -88,17 +101,17 @@ def peak_allocated_of(recipe: Workload, card: GPU) -> int:
 def footprint_from_log(
     recipe: Workload, log: Log, card: GPU, link: str | None = None
 ) -> Footprint | ServingFootprint:
-    """What `simulate` answers, of a log that is there already."""
+    """The answer of `simulate` for a log that has been made already."""
     footprint = serve(recipe, log, card, link)
     if isinstance(recipe, Recipe):
         return footprint
-    from memlab.predict.serving import serving_footprint  # it brings transformers' caches
+    from memlab.predict.serving import serving_footprint  # imports transformers
 
     return serving_footprint(recipe, log, footprint, card)
 
 
 def serve(recipe: Workload, log: Log, card: GPU, link: str | None = None) -> Footprint:
-    """The footprint of a recipe's log, served by this card's allocator."""
+    """The footprint of a recipe's log, replayed through the GPU's caching allocator."""
     ledger = Ledger(CardMemory(card, False, recipe.expandable_segments))
     replay(_events(recipe, log, card), ledger)
     samples = recipe.batch_size * recipe.accumulation
@@ -106,20 +119,22 @@ def serve(recipe: Workload, log: Log, card: GPU, link: str | None = None) -> Foo
 
 
 def peak_reserved_of(recipe: Workload, log: Log, card: GPU) -> int | None:
-    """The peak reserved that `serve` finds, in half the time; None where it runs out of memory."""
+    """The peak reserved bytes as `serve` finds them, in half the time; None if memory runs out."""
     allocator = CachingAllocator(card.usable, False, recipe.expandable_segments, card.total_memory)
     return peak_reserved(_events(recipe, log, card), allocator)
 
 
 def _events(recipe: Workload, log: Log, card: GPU) -> Iterable[Event]:
-    """Those of a log; before them, where `from_pretrained` loads a base, its warm-up block.
+    """The events of a log, after the warm-up block of `from_pretrained` if that loads a base.
 
-    The block's size depends on the card and on the depth of the model, so that no log has it.
+    The size of that block depends on the GPU's memory and on the depth of the model, so it is not
+    in the log.
     """
     in_shards = isinstance(recipe, Recipe) and is_moved_by_sharding(recipe)
     if recipe.base not in QUANTIZED or in_shards:
         return log.events()
     nbytes = warm_up_bytes(recipe, card.total_memory)
     block = Alloc(nbytes, Category.TEMPORARY, Phase.FORWARD, OUTSIDE, "aten.empty")
+    # Allocated and freed at once: the cached segment then serves the weights.
     warm_up = ("warm-up", block), ("warm-up", Free(block, block.phase, 0))
     return itertools.chain(warm_up if nbytes else (), log.events())

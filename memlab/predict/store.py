@@ -1,7 +1,8 @@
-"""Halves of traces on disk: in the user's cache, a file each.
+"""Traces on disk, in the user's cache: one file per half of a trace.
 
-A file's name says what it is of: the half's key, the installed releases that decide what happens,
-and the format. What cannot be read is recorded anew.
+A half is either the forward and backward passes, or the update. The name of its file is a hash of
+the half's key, the installed library releases and the format. So a trace of other releases is never
+found. A file that cannot be read counts as missing, and its half is recorded again.
 """
 
 from __future__ import annotations
@@ -31,20 +32,22 @@ from memlab.trace.reductions import Reduction
 from memlab.trace.trace import PhaseTrace
 from memlab.trace.work import Work
 
-# Raise it by hand when a rule of memlab changes which events a run has, or what is kept of them:
-# whatever was kept before is then recorded anew. A release of a library needs no new format.
+# Raise this number by hand when a rule of memlab changes which events a run has, or what a file
+# holds. All traces are then recorded again. A new release of a library needs no new format.
 FORMAT = 3
-LARGEST = 256 * 2**20  # bytes of all files; the oldest go first
-# What is raised about a file that was cut short, spoilt, or written by something else.
+LARGEST = 256 * 2**20  # bytes of all files together; the least recently used ones are deleted
+# Exceptions from a file that was cut short, is corrupt, or was written by another program.
 UNREADABLE = (OSError, EOFError, ValueError, LookupError, TypeError, zlib.error, lzma.LZMAError)
 
 
 @dataclass(frozen=True)
 class RecordedPhase:
-    """A half with the layers that it is of; None for a model that ran at its own depth.
+    """A half of a trace, as it was recorded.
 
-    largest: which of its moments are the largest for some sizes (`memlab.panels.moments`), where
-    the page's calculator has it; else None.
+    half: the events.
+    layers: how the model's layers repeat; None for a model that was run at its own depth.
+    largest: the moments that are the largest at some sizes (`memlab.panels.moments`), for halves
+        that the page's calculator uses; else None.
     """
 
     half: PhaseTrace
@@ -53,19 +56,22 @@ class RecordedPhase:
 
 
 class Store:
-    """A folder of halves. Several processes may use it at once: files appear whole."""
+    """A folder of halves. Several processes may use it at once, as files are written atomically."""
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)
 
     def read_into(self, phases: dict, key: str) -> None:
-        """Add what is there of a key: a half, or None for what has no trace."""
+        """Add the stored half of a key to `phases`, or None if it is known to have no trace.
+
+        Adds nothing if nothing is stored or the file cannot be read.
+        """
         with contextlib.suppress(*UNREADABLE):
             phases[key] = kept_of(gzip.decompress(self._file(key).read_bytes()))
-            os.utime(self._file(key))
+            os.utime(self._file(key))  # used now: `_forget_the_oldest` goes by this time
 
     def write(self, key: str, phase: RecordedPhase | None) -> None:
-        """Keep a half, if the folder allows it."""
+        """Store a half, or None for a key without a trace; nothing if the folder is read-only."""
         text = text_of(phase)
         with contextlib.suppress(OSError):
             write_whole(self._file(key), gzip.compress(text.encode(), compresslevel=3))
@@ -87,15 +93,15 @@ class Store:
 
 @functools.cache
 def _surroundings() -> str:
-    """The installed releases, and the format."""
+    """The installed library releases and the format, as text."""
     releases = [f"{name} {release}" for name, release in installed().items()]
     return f"{', '.join(releases)}, format {FORMAT}"
 
 
 def other_releases(versions: dict[str, str], names: Iterable[str]) -> str:
-    """In which libraries kept numbers are of other releases than those here; empty for none.
+    """The libraries that are installed in other releases than recorded, as text; empty if none.
 
-    versions: library -> release, as they were kept. names: the libraries that matter.
+    versions: library -> its release at the recording. names: the libraries to compare.
     """
     here = installed()
     releases = {name: versions[name].partition("+")[0] for name in names if name in versions}
@@ -110,18 +116,19 @@ def other_releases(versions: dict[str, str], names: Iterable[str]) -> str:
 
 
 def text_of(phase: RecordedPhase | None) -> str:
-    """A half, or None, as a line of JSON."""
+    """A half, or None for a key without a trace, as one line of JSON."""
     return json.dumps(phase and _values(phase), separators=(",", ":"))
 
 
 def kept_of(text: str | bytes) -> RecordedPhase | None:
-    """What `text_of` wrote. Raises ValueError, LookupError or TypeError for anything else."""
+    """The inverse of `text_of`. Raises ValueError, LookupError or TypeError for other text."""
     values = json.loads(text)
     return values and _kept(values)
 
 
 def _values(phase: RecordedPhase) -> dict:
     half, blocks = phase.half, phase.half.log.blocks
+    # A `Free` names its allocation by the place of that among the kinds, which must come before it.
     places: dict[Alloc, int] = {}
     kinds: list[list] = []
     for kind in half.log.kinds:
@@ -145,9 +152,10 @@ def _values(phase: RecordedPhase) -> dict:
 
 
 def _fields(work: Work) -> tuple:
-    """Those of an operator, without the last ones where they say nothing."""
+    """The fields of an operator's work, without trailing ones that have their default."""
     if work.waited:
         return work
+    # The last three are `carried`, `cards` and `waited`. Most operators have the defaults.
     if work.cards != CARDS:
         return work[:-1]
     return work[:-2] if work.carried else work[:-3]
@@ -158,7 +166,7 @@ def _step_values(step: TraceEvent, places: dict[Alloc, int]) -> list:
         return ["Free", places[step.birth], step.phase, step.which]
     if isinstance(step, Marker):
         return ["Marker", step.value]
-    return ["Alloc", *(step if step.reduction else step[:-1])]
+    return ["Alloc", *(step if step.reduction else step[:-1])]  # `reduction` is the last field
 
 
 def _kept(values: dict) -> RecordedPhase:
@@ -166,8 +174,9 @@ def _kept(values: dict) -> RecordedPhase:
     for name, *rest in values["kinds"]:
         kinds.append(_step(name, rest, kinds))
     work: Counts = {}
-    for *fields, once, each in values["work"]:
+    for *fields, once, each in values["work"]:  # a count, and its growth per layer pattern
         flops, dtype, result, moved, lists, elements, phase, *last = fields
+        # JSON has lists and plain text where `Work` has tuples and a `Phase`.
         counts = flops, dtype, tuple(result), tuple(moved), lists, elements, Phase(phase)
         work[Work(*counts, *last)] = once, each
     blocks = values["blocks"]
@@ -198,6 +207,7 @@ def _step(name: str, rest: list, kinds: list[TraceEvent]) -> TraceEvent:
 
 
 def _packed(numbers: np.ndarray) -> str:
+    # Little-endian 32-bit integers on every machine.
     return base64.b64encode(numbers.astype("<i4").tobytes()).decode()
 
 

@@ -1,4 +1,13 @@
-"""Recording of traces: runs of shallow models at chosen sizes, checked against a run at others."""
+"""Record traces: run shallow models at chosen sizes, and check the result at other sizes.
+
+The chosen sizes can be recognized in the bytes of every tensor (`memlab.trace.symbols`), and the
+layers repeat (`memlab.trace.layered`). So the logs of two or three shallow models give the events
+of any depth at any size. Before a trace is used it is compared, event by event, with a run at other
+sizes and mostly at another depth. If they differ there is no trace.
+
+A trace has two halves that are kept apart. One is the forward and backward passes. The other is
+the update: gradient clipping and the optimizer step.
+"""
 
 import contextlib
 import functools
@@ -24,31 +33,34 @@ from memlab.trace.symbols import ALIGNED
 from memlab.trace.trace import Depth, PhaseTrace, Trace
 from memlab.workloads.training import import_libraries
 
-# Lengths of the run that checks, by alignment, the second within short windows; its sequences
-# unless there is one; its patterns, more than were recorded.
+# Sizes of the run that checks a trace. Alignment of the length -> (length, length for a model with
+# a short attention window).
 CHECKED = {16: (256, 48), 8: (88, 40), 4: (84, 36), 2: (82, 34), 1: (81, 33)}
-CHECKED_BATCH = 2
-CHECKED_PATTERNS = 3
-PROBED_PATTERNS = 2  # with other releases: a first and a last layer meet every kernel
-# Patterns that are recorded. Two depths are enough where the check is deeper than both, else three
-# must agree; the first pattern may be of another kind.
+CHECKED_BATCH = 2  # sequences, unless the trace is for one
+CHECKED_PATTERNS = 3  # layer patterns, more than `CHECKED_DEPTHS` records
+# Layer patterns of the run that checks a stored trace after a library update. A first and a last
+# pattern run every kernel.
+PROBED_PATTERNS = 2
+# Layer patterns of the models to record. Two depths are enough if the check is deeper than both of
+# them. Otherwise three depths must agree; the first pattern may be of another kind.
 CHECKED_DEPTHS = (1, 2)
 AGREEING_DEPTHS = (1, 2, 3), (2, 3, 4)
-# Give up beyond so many times the expected events: their number depends on the sizes.
+# Give up a recording with more than this many times the expected events. Their number then depends
+# on the sizes, so that no trace holds.
 MAX_EVENT_RATIO = 2
 
 
 def run_log(recipe: Workload, card: GPU, loop: Loop | None = None) -> Log:
-    """The log of a recipe at its own sizes, of shallow models where these stand for a deep one.
+    """The log of a recipe at its own sizes, from shallow models if they can represent a deep one.
 
-    loop: another training loop than memlab's own, a function like `memlab.predict.run.two_steps`.
+    loop: a training loop to run instead of memlab's own, such as `memlab.predict.run.two_steps`.
     """
     halves = run_halves(recipe, card, loop)
     return log_of_run(recipe, halves) if halves else whole_log(recipe, card, loop)
 
 
 def whole_log(recipe: Workload, card: GPU, loop: Loop | None = None) -> Log:
-    """The log of a recipe at its own sizes and depth."""
+    """The log of a recipe at its own sizes and depth, with all layers run."""
     import_libraries(recipe)
     with gc_frozen():
         log = log_of(recipe, card.without_limit(), numbered=True, loop=loop)
@@ -56,9 +68,10 @@ def whole_log(recipe: Workload, card: GPU, loop: Loop | None = None) -> Log:
 
 
 def run_halves(recipe: Workload, card: GPU, loop: Loop | None = None) -> list[RecordedPhase]:
-    """Both halves of a deep model's log at its own sizes, of shallow ones, where these stand.
+    """Both halves of a deep model's log at its own sizes, recorded from shallow models.
 
-    Of its own depth where the shallow ones together have as many layers.
+    They hold at any depth, but at these sizes only. Empty if shallow models cannot represent the
+    model. If the shallow models together have as many layers, the model itself is run instead.
     """
     layers = layers_of(recipe) if is_deep(recipe) else None
     number = models.settings(recipe.model).num_hidden_layers if layers else 0
@@ -71,11 +84,12 @@ def run_halves(recipe: Workload, card: GPU, loop: Loop | None = None) -> list[Re
         if sum(map(layers.number, AGREEING_DEPTHS[0])) >= number:
             halves, layers = _of_one_depth(log_of(recipe, card, numbered=True, loop=loop)), None
         else:
+            # Three depths must agree, as no run at other sizes checks the result.
             run = functools.partial(shallow_log, gpu=card, loop=loop)
             try:
                 halves = _agreeing(_shallow_halves(recipe, layers, run))
             except ValueError:
-                return []  # said at full depth, about the model that was asked for
+                return []  # the caller runs all layers, so that an error names the user's model
     phases = (PhaseTrace(half, None, recipe.accumulation, card.workspace) for half in halves or ())
     return [RecordedPhase(phase, layers) for phase in phases]
 
@@ -83,12 +97,15 @@ def run_halves(recipe: Workload, card: GPU, loop: Loop | None = None) -> list[Re
 def record(
     recipe: Recipe, card: GPU, structure: Structure, updates_alone: bool = False
 ) -> tuple[RecordedPhase, ...] | None:
-    """The halves of a recipe for all sizes under its circumstances; None where there are none.
+    """Both halves of a trace for all sizes in the recipe's `TraceDomain`; None if there is none.
 
-    updates_alone: whether the passes are known, and those that are given may be of another loop.
+    updates_alone: whether the caller has the passes already. The returned passes may then be those
+        of `two_updates` and must not be used.
     """
+    # `two_updates` is quicker. If its update is not that of a training, record the whole step.
     for loop in (two_updates, None) if updates_alone else (None,):
-        # Of a recipe that cannot be run the caller, who runs it itself, has a better error.
+        # A recipe that cannot be run has no trace. The caller runs the recipe itself, which raises
+        # a better error.
         with contextlib.suppress(ValueError), gc_frozen():
             recorded = _recorded(recipe, card.without_limit(), structure, loop)
             if recorded:
@@ -99,10 +116,16 @@ def record(
 def _recorded(
     recipe: Recipe, card: GPU, structure: Structure, loop: Loop | None = None
 ) -> tuple[RecordedPhase, ...] | None:
-    """Both halves of a recipe. loop: as in `run_log`; None where its updates are not the usual."""
+    """Both halves of a trace for all sizes, or None if the check refutes them.
+
+    loop: the loop to record, as in `run_log`; None for memlab's own. The result is also None if the
+    update of a given loop is not that of memlab's own.
+    """
     around = TraceDomain.of(recipe)
     import_libraries(recipe)
     primed, sizes = structure.chosen(recipe, around)
+    # The check runs at the recipe's own widths, unless they give 8-bit states to other tensors than
+    # the chosen widths do.
     like = with_matching_state_dtypes(recipe, structure)
     layers, check = layers_of(primed), _to_check(like, around)
     of_like = (
@@ -113,7 +136,7 @@ def _recorded(
     def checked(
         halves: list[LayeredLog], layers: Layers | None, of_check: Log
     ) -> tuple[RecordedPhase, ...] | None:
-        """The halves; None where the check says otherwise."""
+        """The halves as recorded phases; None if they differ from the run that checks them."""
         phases = [PhaseTrace(half, sizes, around.batches, card.workspace) for half in halves]
         depth = Depth(CHECKED_PATTERNS if layers else 1, around.batches)
         log = Trace(*phases).at(checked_sizes, depth)
@@ -122,14 +145,18 @@ def _recorded(
         return tuple(RecordedPhase(phase, layers) for phase in phases)
 
     if layers:
+        # The check runs first, because its number of events bounds that of the recording.
         of_check = _check_run(check, layers, card, loop=loop)
         most = MAX_EVENT_RATIO * len(of_check.steps)
         run = functools.partial(shallow_log, gpu=card, most=most, loop=loop)
         shallow = _shallow_halves(primed, layers, run)
         if loop is not None:
+            # The update must be that of a real training, here of a single pattern.
             usual = shallow_log(_deep(primed, layers.number(1)), card, most=sys.maxsize)
             if usual.halves()[1] != shallow(1)[1]:
                 return None
+        # Two depths first, which the deeper check confirms or refutes. Then three depths that agree
+        # with each other, if need be without the model of a single pattern.
         halves = _layered(shallow, CHECKED_DEPTHS)
         recorded = halves and checked(halves, layers, of_check)
         if recorded:
@@ -138,7 +165,9 @@ def _recorded(
         if halves:
             return checked(halves, layers, of_check)
     if structure.widths or loop is not None:
-        return None  # at its own depth it may as well have its own widths
+        # A trace at the model's own depth would serve only this model. It is recorded for the exact
+        # structure, at the model's own widths.
+        return None
     of_check = _check_run(check, None, card)
     log = log_of(primed, gpu=card, numbered=True, most=MAX_EVENT_RATIO * len(of_check.steps))
     return checked(_of_one_depth(log), None, of_check)
@@ -147,9 +176,11 @@ def _recorded(
 def is_as_run(
     recipe: Recipe, card: GPU, of_halves: tuple[Structure, Structure], halves: list[RecordedPhase]
 ) -> bool:
-    """Whether a trace of a recipe's structures is what a shallow run does with today's libraries.
+    """Whether a stored trace agrees with a shallow run under the installed libraries.
 
-    of_halves, halves: of the passes and of the updates. In about half a second.
+    of_halves: the structures of the passes and of the update. halves: the halves of the trace.
+
+    Takes about half a second.
     """
     around, layers = TraceDomain.of(recipe), halves[0].layers
     if layers != halves[1].layers:
@@ -161,6 +192,7 @@ def is_as_run(
             of_check = _check_run(check, layers, card.without_limit(), PROBED_PATTERNS)
     except ValueError:
         return False  # the caller runs the recipe itself, which raises a better error
+    # Symbols of the passes take precedence; those of the update may be fewer.
     sizes = of_halves[1].sizes(check) | of_halves[0].sizes(check) | card.symbols
     trace = Trace(*(phase.half for phase in halves))
     depth = Depth(PROBED_PATTERNS if layers else 1, around.batches)
@@ -174,7 +206,10 @@ def _check_run(
     patterns: int = CHECKED_PATTERNS,
     loop: Loop | None = None,
 ) -> Log:
-    """A run that a trace must agree with: of a few layers, or of all where none repeats."""
+    """The log of a run that a trace must agree with.
+
+    Of a few layer patterns, or of all layers if `layers` is None.
+    """
     if layers is None:
         return log_of(check, gpu=card, numbered=True)
     return shallow_log(_deep(check, layers.number(patterns)), gpu=card, loop=loop)
@@ -183,24 +218,24 @@ def _check_run(
 def _shallow_halves(
     recipe: Workload, layers: Layers, run: Callable[[Any], Log]
 ) -> Callable[[int], tuple[Log, ...]]:
-    """A function that gives the halves of a log with so many patterns, each run once."""
+    """A function from a number of layer patterns to both halves of a log; runs each depth once."""
     return functools.cache(lambda number: run(_deep(recipe, layers.number(number))).halves())
 
 
 def _of_one_depth(log: Log) -> list[LayeredLog]:
-    """Both halves of a log, for its own depth."""
+    """Both halves of a log, for the depth of its model only."""
     return [layered for half in log.halves() if (layered := LayeredLog.of([half], 1))]
 
 
 def _agreeing(shallow: Callable[[int], tuple[Log, ...]]) -> list[LayeredLog] | None:
-    """Both halves for any depth, of three depths that agree; None where none do."""
+    """Both halves for any depth, from the first three depths that agree; None if none do."""
     return next(filter(None, (_layered(shallow, depths) for depths in AGREEING_DEPTHS)), None)
 
 
 def _layered(
     shallow: Callable[[int], tuple[Log, ...]], depths: Sequence[int]
 ) -> list[LayeredLog] | None:
-    """Both halves for any depth; None where those of these depths do not agree."""
+    """Both halves for any depth, from the given depths; None if these do not agree."""
     layered_logs = [
         LayeredLog.of(logs, depths[1]) for logs in zip(*map(shallow, depths), strict=True)
     ]
@@ -215,15 +250,16 @@ def _deep(recipe: Workload, layers: int) -> Workload:
 def are_alike(log: Log, other: Log) -> bool:
     """Whether two logs have the same events with the same bytes, and the same weights.
 
-    Deaths in a row may stand in another order: nobody can tell the difference afterwards.
+    Consecutive frees may be in any order, which makes no difference to the allocator afterwards.
     """
     return log.weights == other.weights and canonical_events(log) == canonical_events(other)
 
 
 def canonical_events(log: Log) -> list:
-    """The events of a log, storages named by the place of their birth, deaths in a row sorted.
+    """The events of a log in a form in which equal logs are equal.
 
-    Of a buffer its bytes count, not the matrix that is summed.
+    A storage is named by the place of its allocation, and consecutive frees are sorted. The buffer
+    of a reduction counts by its bytes, whatever the shape of the reduced matrix.
     """
     places: dict[object, int] = {}
     words: list[Any] = []
@@ -241,14 +277,17 @@ def canonical_events(log: Log) -> list:
 
 
 def _to_check(recipe: Recipe, around: TraceDomain) -> Recipe:
-    """The recipe at the sizes of the run that checks. Raises ValueError where it allows none.
+    """The recipe at the sizes of the run that checks its trace.
 
-    With 4-bit weights at its own, because bitsandbytes fuses products of few tokens.
+    With 4-bit weights these are its own sizes, because bitsandbytes fuses products of few tokens.
+    Raises ValueError if no such sizes are in the domain of the trace.
     """
     if recipe.base in FOUR_BITS:
         return replace(recipe, accumulation=around.batches)
     length, shorter = CHECKED[around.alignment]
     window = getattr(models.config(recipe.model), "sliding_window", None)
+    # The length must be on the same side of the attention window as the trace. A multiple of
+    # `ALIGNED` keeps the alignment.
     if window and not around.inside:
         length += -(-window // ALIGNED) * ALIGNED
     elif window and window <= length:

@@ -1,12 +1,15 @@
-"""Traces of recipes: recorded at chosen sizes, checked against a run, then asked for any size.
+"""Find, record and keep the trace of a recipe, which gives its log at any size.
 
-What a step does falls into passes and updates, which know nothing of each other; the halves of a
-trace are recorded, and kept, apart. Each is checked when it is recorded, against a run at other
-sizes, event by event. Where they differ, as where a model loops over the chunks of a sequence,
-there is no trace, and each size is run when it is asked for; that run is kept, too.
+A step has two halves that do not depend on each other. One is the forward and backward passes, the
+other is the update: gradient clipping and the optimizer step. Each half of a trace has its own key,
+so that recipes that differ in one half share the other.
 
-Traces that came with memlab were recorded with some releases of the libraries. With other releases
-the same check decides, at first use, whether they still hold; the store keeps those that do.
+A trace is recorded at chosen sizes and checked, event by event, against a run at other sizes. If
+they differ there is no trace, for example because the model loops over chunks of a sequence. Each
+size is then run when it is first needed, and that run is kept, too.
+
+The traces that come with memlab were recorded with certain library releases. With other releases
+the same check decides at first use whether they still hold. The store keeps those that do.
 """
 
 import functools
@@ -33,15 +36,21 @@ from memlab.trace.log import Log, peak_allocated
 from memlab.trace.symbols import ALIGNED
 from memlab.trace.trace import Depth, Trace
 
-BLOCK_OF_A_SCALE = 64  # weights in 4 bits, as transformers quantizes
-USUAL_BATCH, USUAL_LENGTH = 2, 512  # sequences, tokens
-MAX_CACHED_LOGS, MAX_CACHED_PHASES = 8, 128  # logs at full depth, and halves, of a process
-# A recipe's fields that only the passes depend on.
+BLOCK_OF_A_SCALE = 64  # 4-bit weights per scale, as transformers quantizes
+USUAL_BATCH, USUAL_LENGTH = 2, 512  # sequences and tokens of `usual_sizes`
+# Logs at full depth, and halves of traces, that a process keeps in memory.
+MAX_CACHED_LOGS, MAX_CACHED_PHASES = 8, 128
+# Fields of a recipe on which only the passes depend. The gradients are allocated in the passes, so
+# what zero_grad does to them belongs to the passes, too.
 OF_PASSES = ("checkpointing", "padded", "set_to_none")
 
 
 class TraceLookup(NamedTuple):
-    """The halves of a recipe's trace, passes and updates; patterns: of layers, in its model."""
+    """A recipe's trace as it was found.
+
+    structures, keys, halves: those of the passes and of the update. patterns: the number of layer
+    patterns of the recipe's model.
+    """
 
     structures: tuple[Structure, Structure]
     keys: tuple[str, str]
@@ -49,27 +58,29 @@ class TraceLookup(NamedTuple):
     patterns: int
 
     def sizes(self, recipe: Recipe) -> dict[str, int]:
-        """The values of all symbols of both halves."""
+        """Symbol -> its value in a recipe, for the symbols of both halves."""
         passed, updated = self.structures
         return updated.sizes(recipe) | passed.sizes(recipe)
 
 
 class Traces:
-    """Everything that is known of recipes' logs: halves by their keys, None for what has no trace.
+    """All traces and runs that this process knows.
 
-    store: where halves outlive the process, or None. shipped: those that came with memlab, or None;
-    of other releases than those here they are checked.
+    store: where halves outlive the process; None to keep them in memory only.
+    shipped: the halves that came with memlab, or None. They are checked before use if the installed
+        libraries are of other releases.
     """
 
     def __init__(self, store: Store | None = None, shipped: Shipped | None = None):
         self._store, self._shipped = store, shipped
+        # Key -> half; None for a key that is known to have no trace.
         self._phases: dict[str, RecordedPhase | None] = {}
-        # The last ones, the newest last: a log at full depth fills some MiB.
+        # Least recently used first (`lru_get`). Few are kept: a log at full depth takes some MiB.
         self._joined: dict[tuple[str, str], Trace] = {}
         self._runs: dict[tuple, Log] = {}
 
     def log(self, recipe: Workload, card: GPU) -> Log:
-        """What two steps of a recipe, or a serving, do to memory on cards like this one."""
+        """The log of two steps of a recipe, or of a serving, on GPUs like this one."""
         lookup = self.of(recipe, card)
         if lookup is None:
             return self._run(recipe, card)
@@ -77,9 +88,9 @@ class Traces:
         return with_all_micro_batches(recipe, trace.at(sizes, depth))
 
     def peak_allocated(self, recipe: Workload, card: GPU) -> int:
-        """The most bytes of blocks in the measured step of `log`, which no allocator can be below.
+        """The peak of requested bytes, rounded up to blocks, in the measured step of `log`.
 
-        In some ten milliseconds of a recipe that has a trace.
+        No allocator reserves less. Takes some ten milliseconds for a recipe that has a trace.
         """
         lookup = self.of(recipe, card)
         if lookup is None:
@@ -88,9 +99,10 @@ class Traces:
         return trace.peak_allocated(sizes, depth)
 
     def of(self, recipe: Workload, card: GPU) -> tuple[Trace, Depth, dict] | None:
-        """The trace of a recipe on cards like this, with its depth and sizes; None for none.
+        """(trace, depth, sizes) of a recipe on GPUs like this one; None if it has no trace.
 
-        A serving has none: its cache grows with each token.
+        A serving has no trace, because its cache grows with each token. Nor has a model with code
+        that was patched in this process.
         """
         if isinstance(recipe, Serving) or _has_changed_code(recipe):
             return None
@@ -103,7 +115,7 @@ class Traces:
         return lru_get(self._joined, lookup.keys, make), depth, sizes
 
     def halves_of(self, recipe: Recipe, card: GPU) -> TraceLookup | None:
-        """The halves of a recipe's trace, recorded where they are not known; None for none."""
+        """The halves of a recipe's trace, recorded if need be; None if it has no trace."""
         if has_no_trace(recipe, card):
             return None
         for of_halves in structures(recipe, card):
@@ -112,6 +124,8 @@ class Traces:
             halves = [half for half in phases if half is not None]
             if len(halves) < len(keys):
                 continue
+            # Both halves must give the recipe's number of layers by the same number of patterns. A
+            # half that was recorded at the model's own depth counts as one pattern.
             layers = getattr(models.settings(recipe.model), "num_hidden_layers", 1)
             patterns, *others = {h.layers.patterns(layers) if h.layers else 1 for h in halves}
             if patterns is not None and not others:
@@ -125,7 +139,7 @@ class Traces:
         card: GPU,
         of_halves: tuple[Structure, Structure],
     ) -> list[RecordedPhase | None]:
-        """The passes and the updates; what is recorded with either is kept, too."""
+        """Both halves: from memory, the store or the shipped traces, else recorded now."""
         if self._store:
             for key in keys:
                 if key not in self._phases:
@@ -136,11 +150,15 @@ class Traces:
             if key not in self._phases:
                 from memlab.predict.trace_recorder import record
 
+                # `two_updates`, the quicker recording, is right for a single rank only.
                 updates_alone = recipe.ranks == 1 and self._phases.get(keys[0]) is not None
                 recorded = record(recipe, card, structure, updates_alone) or (None, None)
+                # A recording gives both halves. Keep the other one, too, if it is of the structure
+                # that is wanted for it and is not known. Known passes stay: see `updates_alone`.
                 for name, of, half in zip(keys, of_halves, recorded, strict=True):
                     if of == structure and name not in self._phases:
                         self._keep(name, half)
+        # Mark both keys as used, which may evict older ones.
         halves = [self._phases[key] for key in keys]
         for key in keys:
             lru_get(self._phases, key, None, MAX_CACHED_PHASES)
@@ -154,7 +172,7 @@ class Traces:
         card: GPU,
         of_halves: tuple[Structure, Structure],
     ) -> None:
-        """Add what came with memlab, where it holds with the releases that are here."""
+        """Add the halves that came with memlab, if they hold with the installed releases."""
         halves: dict[str, RecordedPhase | None] = {}
         for key in keys:
             if key not in self._phases:
@@ -164,6 +182,7 @@ class Traces:
             return
         from memlab.predict.trace_recorder import is_as_run
 
+        # The check runs a whole step, so it needs both halves. One may be in memory already.
         phases = [halves.get(key) or self._phases.get(key) for key in keys]
         complete = [half for half in phases if half is not None]
         if len(complete) == len(keys) and is_as_run(recipe, card, of_halves, complete):
@@ -176,17 +195,18 @@ class Traces:
             self._store.write(key, half)
 
     def _run(self, recipe: Workload, card: GPU) -> Log:
+        # The key does not describe patched code, so such a run is not kept.
         if _has_changed_code(recipe):
             from memlab.predict.trace_recorder import run_log
 
             return run_log(recipe, card)
         bare = vars(recipe) | {"model": models.config(recipe.model).to_json_string()}
-        bare["expandable_segments"] = False  # a matter of the replay
+        bare["expandable_segments"] = False  # matters in the replay only
         key = str(bare), card.capability, card.processors, card.workspace, *changes_of_sdpa()
         return lru_get(self._runs, key, lambda: self._kept_or_run(recipe, card, str(key)))
 
     def _kept_or_run(self, recipe: Workload, card: GPU, key: str) -> Log:
-        """A run at a recipe's own sizes, kept where shallow models stand for the deep one."""
+        """A run at a recipe's own sizes; stored if it was made from shallow models."""
         names = f"run, passes {key}", f"run, updates {key}"
         phases: dict[str, RecordedPhase | None] = {}
         if self._store:
@@ -210,17 +230,19 @@ def _has_changed_code(recipe: Workload) -> bool:
 
 
 def log_of_run(recipe: Workload, halves: Sequence[RecordedPhase]) -> Log:
-    """The log of a recipe whose halves, at its own sizes, `trace_recorder.run_halves` gave."""
+    """The log of a recipe from the halves of `trace_recorder.run_halves`, at its own sizes."""
     layers = halves[0].layers
     number = models.settings(recipe.model).num_hidden_layers if layers else 1
     patterns = layers.patterns(number) if layers else 1
-    assert patterns is not None  # else there are no halves
+    assert patterns is not None  # `run_halves` would have returned no halves
+    # No sizes to fill in: the halves hold concrete bytes.
     trace = Trace(*(phase.half for phase in halves))
     return with_all_micro_batches(recipe, trace.at({}, Depth(patterns, recipe.accumulation)))
 
 
 def lru_get(values: dict, key: object, make: Any, most: int = MAX_CACHED_LOGS) -> Any:
-    """The value of a key, made where it is not there; the last ones stay."""
+    """The value of a key, made by `make()` if it is missing. Keeps the `most` last used values."""
+    # Dictionaries keep the order of insertion, so the last used key is the last one.
     values[key] = values.pop(key) if key in values else make()
     while len(values) > most:
         del values[next(iter(values))]
@@ -229,12 +251,15 @@ def lru_get(values: dict, key: object, make: Any, most: int = MAX_CACHED_LOGS) -
 
 @functools.cache
 def traces() -> Traces:
-    """Those of this process: kept in the user's cache, or as they came with memlab."""
+    """The traces of this process, with the user's cache and the traces that came with memlab."""
     return Traces(Store(cache_folder() / "traces"), Shipped.of_memlab())
 
 
 def usual_sizes(recipe: Recipe) -> Recipe:
-    """The recipe with several sequences, of a length that no kernel pads."""
+    """The recipe with several sequences, and with a length that no kernel pads.
+
+    The length is on the same side of the attention window as the recipe's own.
+    """
     window = getattr(models.settings(recipe.model), "sliding_window", None)
     longest = min(models.max_length(recipe.model) or USUAL_LENGTH, USUAL_LENGTH)
     if window and recipe.seq_len >= window:
@@ -246,7 +271,10 @@ def usual_sizes(recipe: Recipe) -> Recipe:
 
 
 def keys_of(recipe: Recipe, passes: Structure, updates: Structure) -> tuple[str, str]:
-    """What the passes, and what the updates, of a recipe depend on."""
+    """(key of the passes, key of the update): everything but sizes that each half depends on.
+
+    Each key is the structure's key, a space and JSON.
+    """
     common: dict[str, Any] = {
         "task": recipe.task,
         "precision": recipe.precision,

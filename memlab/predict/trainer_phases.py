@@ -1,5 +1,8 @@
-"""What a script has done when its run ends, and what it has yet to do: evaluation, saving, longer
-batches. Of transformers' Trainer, and of classes made from it, the arguments and data say so.
+"""What a script has done by the end of its run, and what it would still have done.
+
+A run ends after a few optimizer steps. Evaluation, saving and batches of longer texts would come
+later and may need more memory. For transformers' Trainer and its subclasses, the arguments and the
+data set tell which of these are left. `OneOfEach` makes the Trainer run each of them once.
 """
 
 from __future__ import annotations
@@ -25,10 +28,11 @@ from memlab.units import in_unit_of
 if TYPE_CHECKING:
     from memlab.card.device import SimulatedGPU
 
-MOST_READ = 10_000  # texts of a dataset that are looked at
-EVALUATED = 2  # batches of an evaluation, unless it keeps what it predicts on the card
+MOST_READ = 10_000  # lengths that are read of a data set, from its beginning
+# Batches of an evaluation. They are enough unless the evaluation keeps all predictions on the GPU.
+EVALUATED = 2
 TRAINING, EVALUATION, SAVING = "training", "evaluation", "saving"
-# Functions of trainers, and of models, by which the traceback of an error names a phase.
+# Function of a trainer or a model -> the phase to report if it is in the traceback of an error.
 PHASES = {
     "evaluate": EVALUATION,
     "evaluation_loop": EVALUATION,
@@ -41,35 +45,38 @@ PHASES = {
 
 
 def phase_of_error(error: BaseException) -> str:
-    """The innermost phase of `PHASES` in the traceback of an error; empty for none."""
+    """The innermost phase of `PHASES` in the traceback of an error; empty if there is none."""
     names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     return next((PHASES[name] for name in reversed(names) if name in PHASES), "")
 
 
 class EnoughSteps(BaseException):
-    """Ends a script; no `except Exception` of its own stops that."""
+    """Ends a script. Not an `Exception`, so that the script's own handlers do not catch it."""
 
 
 class Phases:
-    """Counts a script's optimizer steps, and says what is left where they end the run.
+    """Count a script's optimizer steps, end the script after enough of them, report what is left.
 
-    steps: of each optimizer that was made inside this context, after which it ends; or of one three
-    times as many.
+    steps: the steps of each optimizer made inside this context after which the script ends. It also
+        ends when one optimizer has made three times as many.
     """
 
-    differ = True  # whether it matters that steps differ in size
+    differ = True  # whether to report that the steps differ in size
 
     def __init__(self, card: SimulatedGPU, steps: int):
         self.card, self.steps, self.cut = card, steps, False
         self.trainer: Any = None
-        # By optimizer: steps, and operations of backward passes.
+        # By the id of the optimizer: its steps, and the different numbers of floating-point
+        # operations that their backward passes had.
         self._steps_made: Counter[int] = Counter()
         self._operations: dict[int, set[int]] = defaultdict(set)
-        # Those that wait for their first step, as a generator's while its critic makes five.
+        # Optimizers that have not made a step yet, such as a generator's while its critic makes
+        # five. Weak, because a script may make an optimizer and drop it.
         self._without_step: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Phases:
+        # Every optimizer must be known before its first step, so note it when it is made.
         initialize = torch.optim.Optimizer.__init__
 
         @functools.wraps(initialize)
@@ -86,20 +93,20 @@ class Phases:
 
     @property
     def most_steps(self) -> int:
-        """The steps of the optimizer that has made the most."""
+        """The steps of the optimizer that has made the most steps."""
         return max(self._steps_made.values(), default=0)
 
     @property
     def fewest_steps(self) -> int:
-        """The steps of the optimizer that has made the fewest."""
+        """The steps of the optimizer that has made the fewest steps."""
         return 0 if self._without_step else min(self._steps_made.values(), default=0)
 
     def stepped(self, optimizer: Any = None, args: Any = (), kwargs: Any = None) -> None:
-        """An optimizer has made a step; None where weights were changed by hand."""
+        """Count a step that an optimizer has made; None if a script changed weights by hand."""
         self._steps_made[id(optimizer)] += 1
         if optimizer is not None:
             self._without_step.discard(optimizer)
-        # The work of a step that ends in a backward pass is not known yet.
+        # In a backward pass (an optimizer that steps in its hooks) the step's work is incomplete.
         if optimizer is not None and torch._C._current_graph_task_id() == -1:
             work = self.card.work.of_step
             backward = (part.flops * n for part, n in work.items() if part.phase == Phase.BACKWARD)
@@ -108,12 +115,12 @@ class Phases:
             self.enough_steps()
 
     def enough_steps(self) -> None:
-        """End the script."""
+        """End the script, by an exception."""
         self.cut, self.trainer = True, self.trainer or _trainer_at_work()
         raise EnoughSteps
 
     def lines(self) -> Iterator[str]:
-        """What did not run, and what the figures are of."""
+        """What did not run, and what that means for the figures, one line each."""
         if not self.most_steps:
             yield "nothing was trained: no optimizer has made a step"
         if self.most_steps == 1:
@@ -143,10 +150,13 @@ class Phases:
 
 
 class OneOfEach(Phases):
-    """As `Phases`, where the Trainer takes its longest texts, then evaluates and saves once.
+    """As `Phases`, but the Trainer trains on its longest texts, then evaluates and saves once.
 
-    By its own code, on the longest texts and into a folder that is removed. An evaluation that
-    keeps its predictions on the card has all texts. peaks: bytes reserved at most, of each phase.
+    The Trainer's own code does so: callbacks ask it to evaluate and save after the last step. It
+    evaluates on the longest texts, or on all texts if it keeps the predictions on the GPU. It saves
+    into a temporary folder. Scripts without a Trainer end as under `Phases`.
+
+    peaks: phase -> the most bytes reserved in it.
     """
 
     def __init__(self, card: SimulatedGPU, steps: int):
@@ -170,7 +180,8 @@ class OneOfEach(Phases):
         return self
 
     def begin(self, trainer: Any) -> None:
-        """A Trainer is about to train."""
+        """Give a Trainer that is about to train its longest texts, and watch it."""
+        # Steps on the longest texts are the worst ones, so differing sizes need no report.
         self.trainer, args, self.differ = trainer, trainer.args, False
         texts = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         trainer.train_dataset = longest_of(trainer.train_dataset, texts * self.steps)
@@ -180,13 +191,13 @@ class OneOfEach(Phases):
         trainer.add_callback(_callback(self))
 
     def enough_steps(self) -> None:
-        """End the script, of a Trainer once it has evaluated and saved."""
+        """End the script; with a Trainer, only after it has evaluated and saved."""
         if self.trainer is None:
             super().enough_steps()
-        self._is_enough = True
+        self._is_enough = True  # `ask` reads it when the Trainer reports the end of the step
 
     def ask(self, args: Any, control: Any) -> None:
-        """A step of the Trainer is over: the last one asks for the other phases."""
+        """At the end of the last step, ask the Trainer to evaluate and to save."""
         if not self._is_enough or TRAINING in self.peaks:
             return
         self.note(TRAINING)
@@ -195,14 +206,15 @@ class OneOfEach(Phases):
         control.should_save = True
 
     def note(self, phase: str) -> None:
-        """A phase is over."""
+        """Note the peak of a phase that has just ended."""
+        # `Tracer.peak` counts from `start`; set it to the beginning of the phase for a moment.
         tracer = self.card.tracer
         tracer.start, before = self._begun, tracer.start
         self.peaks[phase] = max(self.peaks.get(phase, 0), tracer.peak()[1])
         tracer.start, self._begun = before, len(tracer)
 
     def end(self) -> None:
-        """End the script, once all phases are over."""
+        """End the script if all phases are over."""
         if self._is_enough and TRAINING in self.peaks:
             raise EnoughSteps
 
@@ -210,7 +222,7 @@ class OneOfEach(Phases):
         yield from super()._left() if self.trainer is None else ()
 
     def lines(self) -> Iterator[str]:
-        """As `Phases.lines`, with what each phase reserved."""
+        """As `Phases.lines`, with the most bytes that each phase reserved."""
         yield from super().lines()
         if self.trainer is None:
             yield "--phases: no Trainer of transformers was at work, so nothing more was run"
@@ -221,7 +233,7 @@ class OneOfEach(Phases):
 
 
 def _callback(phases: OneOfEach) -> Any:
-    """What tells `phases` where a Trainer is."""
+    """A Trainer callback that reports the Trainer's progress to `phases`."""
     from transformers import TrainerCallback
 
     class Callback(TrainerCallback):
@@ -231,10 +243,12 @@ def _callback(phases: OneOfEach) -> Any:
         def on_evaluate(self, *_: Any, **__: Any) -> None:
             phases.note(EVALUATION)
 
+        # The Trainer evaluates before it saves (`_maybe_log_save_evaluate`).
         def on_save(self, *_: Any, **__: Any) -> None:
             phases.note(SAVING)
             phases.end()
 
+        # If the Trainer did not save, end before its next step.
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             phases.end()
 
@@ -244,11 +258,11 @@ def _callback(phases: OneOfEach) -> Any:
 
 
 def _trainer_at_work() -> Any:
-    """The Trainer of transformers whose loop has called this; None for none."""
+    """The transformers Trainer that has called this function from its loop, or None."""
     module = sys.modules.get("transformers.trainer")
     frame: FrameType | None = sys._getframe()
     while module and frame is not None:
-        # A wrapper may have another `self` and the Trainer among its arguments.
+        # Only a `self` that is a Trainer: a wrapper's `self` may be another object.
         own = frame.f_locals.get("self")
         if isinstance(own, module.Trainer):
             return own
@@ -257,7 +271,7 @@ def _trainer_at_work() -> Any:
 
 
 def left_to_do(trainer: Any) -> Iterator[str]:
-    """What a Trainer that is in its loop has still before it, in words."""
+    """The phases that a Trainer in the middle of its loop has still to run, in words."""
     args, state = trainer.args, trainer.state
     evaluated = any(name.startswith("eval_") for row in state.log_history for name in row)
     if trainer.eval_dataset is not None and not evaluated:
@@ -268,6 +282,7 @@ def left_to_do(trainer: Any) -> Iterator[str]:
     saves = _name(args.save_strategy)
     if saves != "no" and not (saves == "steps" and state.global_step >= args.save_steps):
         yield f"saving {_when(args.save_strategy, args.save_steps)}"
+    # A batch is padded to its longest text, so the worst batch is one of the longest texts.
     sizes = text_sizes(trainer.train_dataset)
     if sizes and min(sizes) < max(sizes):
         times = max(sizes) / max(1, statistics.median(sizes))
@@ -286,19 +301,26 @@ def _name(strategy: Any) -> str:
 
 
 def _keeps_predictions(trainer: Any) -> bool:
-    """Whether an evaluation gathers the predictions of all its batches on the card."""
+    """Whether an evaluation gathers the predictions of all its batches on the GPU.
+
+    `Trainer.evaluation_loop` does so if metrics are computed at the end, unless it moves the
+    predictions to the host every few batches (`eval_accumulation_steps`).
+    """
     args = trainer.args
     gathers = trainer.compute_metrics is not None and not args.prediction_loss_only
     return bool(gathers and args.eval_accumulation_steps is None and not args.batch_eval_metrics)
 
 
 def text_sizes(dataset: Any) -> list[int]:
-    """How long the texts of a dataset are: tokens, or characters; empty where nobody can say."""
+    """The lengths of a data set's texts in tokens, or else in characters.
+
+    At most `MOST_READ` lengths. Empty if the data set has no lengths to read.
+    """
     try:
         if "input_ids" in (getattr(dataset, "column_names", None) or ()):
             return [len(ids) for ids in dataset[:MOST_READ]["input_ids"]]
         return [_size(dataset[i]) for i in range(min(len(dataset), MOST_READ))]
-    except Exception:  # whatever a dataset that is not indexed by numbers raises
+    except Exception:  # a data set without a length or an index may raise anything
         return []
 
 
@@ -312,7 +334,10 @@ def _size(item: Any) -> int:
 
 
 def longest_of(dataset: Any, number: int) -> Any:
-    """So many of a dataset's longest texts, or of each; as it is where sizes are not known."""
+    """The `number` longest texts of a data set, or of each data set in a dictionary.
+
+    The data set itself if the lengths of its texts are not known.
+    """
     if isinstance(dataset, dict):
         return {name: longest_of(each, number) for name, each in dataset.items()}
     sizes = text_sizes(dataset)

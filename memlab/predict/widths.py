@@ -1,4 +1,8 @@
-"""The widths of a model's config: those at which a structure is recorded, and a config's own."""
+"""The widths of a model's config: its own, and the chosen ones at which a structure is recorded.
+
+Models of one family do the same at any width, so a trace is recorded once. The chosen widths have
+prime factors that can be read back from the bytes of a tensor (`memlab.trace.symbols`).
+"""
 
 import functools
 import re
@@ -8,18 +12,22 @@ from memlab import models
 from memlab.libraries import remembered
 from memlab.models import Model
 
-# Chosen widths: g key-value heads with m query heads each, of size d; h hidden size where it is not
-# g * m * d; f feed-forward width; V vocabulary. Each has a prime factor of its own; the rest, a
-# power of two, is what kernels round it up to. It makes every vector with states in 8 bits whole
-# blocks of 256, and every matrix a multiple of the 64 * 256 weights that share a scale of scales
-# in 4 bits.
+# The chosen widths. g: key-value heads. m: query heads per key-value head. d: size of a head.
+# h: hidden size, if it is not g * m * d. f: feed-forward width. V: vocabulary.
+# Each width has a prime factor of its own, by which it is recognized in a number of bytes.
+# The rest, a power of two, is the multiple to which kernels round the width up. It also makes the
+# blocks of bitsandbytes whole. A vector with 8-bit states is a multiple of 256 elements, the block
+# of such states. A matrix in 4 bits is a multiple of 64 * 256 elements: 64 share a scale, and 256
+# scales share a scale of scales.
 WIDTHS = {"g": 13 * 8, "m": 19, "d": 5 * 32, "h": 31 * 128, "f": 53 * 256, "V": 41 * 64}
-HEAD_SIZES = ("head_dim", "d_kv")
-# Where these are not the hidden size, embeddings are projected to it.
+HEAD_SIZES = ("head_dim", "d_kv")  # fields of a config that name the size of a head
+# Fields that are the hidden size, unless embeddings are projected to it.
 EMBEDDING_SIZES = ("embedding_size", "word_embed_proj_dim")
-LENGTHS = ("max_position_embeddings", "sliding_window")  # sizes of any structure
-ONE_PROJECTION = ("phi3",)  # families with a weight for queries, keys and values together
-# Other widths, and a rank, at which states in 8 bits may be of the same weights as at those.
+LENGTHS = ("max_position_embeddings", "sliding_window")  # fields that are sizes in any structure
+ONE_PROJECTION = ("phi3",)  # families with one weight for queries, keys and values
+# Other widths, and a LoRA rank, for a run that checks a trace with 8-bit states. bitsandbytes keeps
+# the states of small tensors in 32 bits. At one of these widths the same tensors may be small as at
+# `WIDTHS` (`memlab.predict.structure.with_matching_state_dtypes`).
 LIKE_WIDTHS = (
     {"g": 8, "m": 3, "d": 128, "h": 3072, "f": 8192, "V": 32000},
     {"g": 64, "m": 1, "d": 128, "h": 8192, "f": 16384, "V": 32000},
@@ -28,24 +36,28 @@ LIKE_WIDTHS = (
 LIKE_RANK = 256
 
 
-LAYERS = 16  # at the front, among which are layers of all kinds, where no list says which are
+# The first layers of a model, among which every kind of layer occurs. Kinds that a list in the
+# config names are looked up there and may come later.
+LAYERS = 16
 
 
 @remembered
 def shapes_of(model: Model, task: str) -> list[list[int]]:
-    """The shapes of a model's weights, of one layer of each kind.
+    """The shapes of a model's weights outside its layers, and in one layer of each kind.
 
-    A layer of another kind has other shapes. It may come late: every fourth of Qwen3-Next is one of
-    full attention, and every eighth of Jamba.
+    Layers of one kind have the same shapes. A kind may first occur late in a model. In Qwen3-Next
+    every fourth layer has full attention, in Jamba every eighth.
     """
     config = models.config(model)
-    listed = list(zip(*models.by_layer(config).values(), strict=True))
+    listed = list(zip(*models.by_layer(config).values(), strict=True))  # the kind of each layer
+    # As many layers as include the first of each kind.
     first = [LAYERS, *(listed.index(kind) + 1 for kind in listed)]
     layers = min(max(first), config.num_hidden_layers)
     built = models.skeleton(models.with_layers(config, layers), task)
     around: list[tuple[int, ...]] = []
     layers_weights: dict[str, list[tuple[int, ...]]] = {}
     for name, weight in built.named_parameters():
+        # `model.layers.3.mlp.up_proj.weight` belongs to the layer `model.layers.3.`.
         layer = re.match(r"(.*?\.\d+\.)(.*)", name)
         shapes_of_layer = layers_weights.setdefault(layer[1], []) if layer else around
         shapes_of_layer.append(tuple(weight.shape))
@@ -55,15 +67,16 @@ def shapes_of(model: Model, task: str) -> list[list[int]]:
 
 
 def size_field_names(config: Any) -> list[str]:
-    """The fields of a config that are sizes of any structure: its positions and its window."""
+    """The config's own names of its positions and its window, which are sizes in any structure."""
     return [config.attribute_map.get(name, name) for name in LENGTHS]
 
 
 def at_widths(config: Any, chosen: dict[str, int]) -> tuple[dict, dict[str, int], dict[str, int]]:
-    """(what a config with these widths has, symbol -> its own width, symbol -> the chosen one).
+    """A config's fields at the chosen widths, and both widths of each symbol.
 
-    m is 1 where each head has keys of its own, and the config's where queries, keys and values come
-    of one weight; h is g * m * d where heads have no size.
+    Returns (field -> value at the chosen widths, symbol -> the config's own width, symbol -> the
+    chosen width). m is 1 if every query head has its own keys. It is the config's own if one
+    weight projects queries, keys and values. h is g * m * d if the config has no head size.
     """
     get = functools.partial(getattr, config)
     heads = config.num_attention_heads
@@ -72,6 +85,8 @@ def at_widths(config: Any, chosen: dict[str, int]) -> tuple[dict, dict[str, int]
     own = {"V": config.vocab_size, "g": groups, "m": heads // groups, "h": config.hidden_size}
     own["d"] = size or config.hidden_size // heads
     new = dict(chosen)
+    # One weight for queries, keys and values has g * (m + 2) * d rows. m + 2 is no product of
+    # symbols, so m must stay as it is.
     if groups == heads or config.model_type in ONE_PROJECTION:
         new["m"] = own["m"]
     if size is None:
@@ -92,6 +107,6 @@ def at_widths(config: Any, chosen: dict[str, int]) -> tuple[dict, dict[str, int]
 
 
 def heads_of_a_key(config: Any) -> int:
-    """Query heads that share a head of keys and values."""
+    """The number of query heads that share one key-value head."""
     heads = config.num_attention_heads
     return heads // (getattr(config, "num_key_value_heads", None) or heads)

@@ -1,1 +1,1 @@
-"""What is asked: a recipe of a training, a serving of inference."""
+"""What to predict: a `Recipe` describes a training, a `Serving` describes inference."""

@@ -1,4 +1,7 @@
-"""Which fields of a recipe go together: errors in one line, of what cannot be trained so."""
+"""Checks of fields that depend on each other: a one-line ValueError for what cannot be trained.
+
+Each error names the fields, their values, the reason, and what is allowed instead.
+"""
 
 import inspect
 from collections.abc import Mapping
@@ -15,7 +18,7 @@ from memlab.spec.recipe import (
 
 
 def check_base(recipe: Recipe) -> None:
-    """Raise ValueError where a base has no adapters, or no format of its own."""
+    """Raise ValueError for a base without adapters, and for a half base without autocast."""
     if recipe.base != "none" and not recipe.lora_rank:
         raise ValueError(
             f"base is {recipe.base!r} and lora_rank is 0: a base is what adapters leave frozen, "
@@ -29,7 +32,7 @@ def check_base(recipe: Recipe) -> None:
 
 
 def check_ranks(recipe: Recipe) -> None:
-    """Raise ValueError where ranks cannot train so."""
+    """Raise ValueError for a sharding that the ranks, the base or the optimizer do not allow."""
     if recipe.sharding == "ddp":
         return
     if recipe.ranks == 1:
@@ -52,7 +55,7 @@ def check_ranks(recipe: Recipe) -> None:
 
 
 def check_replicas(recipe: Recipe) -> None:
-    """Raise ValueError where ranks hold no copies of a model that is split."""
+    """Raise ValueError unless the replicas are equal copies of a fully sharded model."""
     if recipe.replicas == 1:
         return
     if recipe.sharding not in FULLY_SHARDED:
@@ -68,7 +71,7 @@ def check_replicas(recipe: Recipe) -> None:
 
 
 def check_step_in_backward(recipe: Recipe) -> None:
-    """Raise ValueError where a step cannot come with the gradient of each parameter."""
+    """Raise ValueError if a parameter cannot be stepped as soon as its gradient is there."""
     if not recipe.step_in_backward:
         return
     wanted = {
@@ -82,7 +85,10 @@ def check_step_in_backward(recipe: Recipe) -> None:
 
 
 def check_offload(recipe: Recipe) -> None:
-    """Raise ValueError where torchao's optimizer on the host does not train so."""
+    """Raise ValueError for what torchao's CPUOffloadOptimizer does not train.
+
+    torchao/optim/cpu_offload.py says that offloaded gradients cannot be accumulated.
+    """
     if recipe.optimizer_offload == "none":
         return
     wanted = {
@@ -99,7 +105,10 @@ def check_offload(recipe: Recipe) -> None:
 
 
 def check_trainer(recipe: Recipe, otherwise: str = "") -> None:
-    """Raise ValueError for what transformers' Trainer does not do; otherwise: what does it."""
+    """Raise ValueError for what transformers' Trainer does not do.
+
+    otherwise: the end of the message, which may name what does it.
+    """
     for name, (allowed, why) in {
         "set_to_none": (True, "always drops gradients"),
         "loss": ("whole", "takes the model's own"),
@@ -114,7 +123,10 @@ def check_trainer(recipe: Recipe, otherwise: str = "") -> None:
 
 
 def _check_with(recipe: Recipe, field: str, wanted: Mapping[str, tuple[object, str]]) -> None:
-    """wanted: other field -> (what it has to be beside `field`, why)."""
+    """Raise ValueError unless other fields have the values that `field` needs.
+
+    wanted: name of another field -> (its only value, why).
+    """
     for name, (allowed, why) in wanted.items():
         value = getattr(recipe, name)
         if value != allowed:
@@ -133,7 +145,7 @@ def _refuse_scaler(recipe: Recipe, field: str, why: str) -> None:
 
 
 def check_attention(recipe: Recipe) -> None:
-    """Raise ValueError where flash-attn gets numbers that it does not take."""
+    """Raise ValueError for flash-attn in fp32, which it does not compute in."""
     if recipe.attention == "flash_attention_2" and recipe.precision == "fp32":
         raise ValueError(
             "attention is 'flash_attention_2' and precision is 'fp32': flash-attn computes in half "
@@ -142,7 +154,7 @@ def check_attention(recipe: Recipe) -> None:
 
 
 def check_packed(recipe: Recipe) -> None:
-    """Raise ValueError where rows cannot hold several texts."""
+    """Raise ValueError if a row cannot hold several texts."""
     if not recipe.packed:
         return
     if recipe.task != "causal-lm":
@@ -159,20 +171,22 @@ def check_packed(recipe: Recipe) -> None:
 
 @remembered
 def _mixes_texts(model: models.Model) -> str:
-    """Why a causal model cannot tell a row's texts apart by their positions; empty if it can."""
+    """Why a causal model cannot tell the texts of a row apart by position_ids; empty if it can."""
     import torch
 
+    # Building a model seeds PyTorch's global generator, which is the caller's.
     with torch.random.fork_rng(devices=[]):
         built = models.skeleton(model, "causal-lm")
     if "position_ids" not in inspect.signature(built.forward).parameters:
         return "takes no position_ids"
+    # Short convolutions over the sequence, as in LFM2 or in Qwen3-Next's linear attention.
     if any(isinstance(module, torch.nn.Conv1d) for module in built.modules()):
         return "has layers that run on from one text of a row into the next"
     return ""
 
 
 def check_loss(recipe: Recipe) -> None:
-    """Raise ValueError where a model's loss cannot be computed in parts."""
+    """Raise ValueError if a model's loss cannot be computed in parts."""
     if recipe.loss == "whole":
         return
     if recipe.task != "causal-lm":
@@ -196,6 +210,6 @@ def check_loss(recipe: Recipe) -> None:
         )
 
 
-# What is checked before a model is looked up, and then.
+# The checks that need no model come first: a wrong field is refused before a model is looked up.
 OF_FIELDS = check_base, check_replicas, check_ranks, check_step_in_backward, check_offload
 OF_MODEL = check_loss, check_attention, check_packed

@@ -1,4 +1,7 @@
-"""Whether a causal language model's logits are its last hidden states times its head's weight."""
+"""Whether a causal language model's logits are its last hidden states times its head's weight.
+
+Only then can `memlab.workloads.losses` compute the loss in parts, from the hidden states.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +16,27 @@ if TYPE_CHECKING:
 
     from memlab.models import Model
 
-TOKENS = 3
+TOKENS = 3  # of the sequence that is tried; any number will do
 
 
 @remembered
 def unlike_product(model: Model) -> str:
     """Why a causal model's loss is not that of its last hidden states times its head's weight.
 
-    Empty where it is. Logits may be scaled or capped (Cohere, Gemma 2), the head may have layers of
-    its own (RoBERTa's), a router may add to the loss. A forward pass of tensors that have shapes
-    only says so, with given hidden states in place of those of the layers: what comes before them
-    may follow values (masks do), and decides nothing here.
+    Empty if it is. Logits may be scaled or capped (Cohere, Gemma 2), the head may have layers of
+    its own (RoBERTa), and a router may add to the loss. One forward pass on the meta device shows
+    this. Given hidden states replace the output of the layers: what comes before may depend on
+    values, as masks do, and does not matter here.
     """
     import torch
 
+    # Building a model seeds PyTorch's global generator, which is the caller's.
     with torch.random.fork_rng(devices=[]):
         return _unlike(_shallow(model))
 
 
 def _shallow(model: Model) -> PretrainedConfig:
-    """The config with two layers, or its own number where a family has no such field."""
+    """The config with two layers, or with its own number if the family has no such field."""
     try:
         return models.with_layers(model, 2)
     except (AttributeError, ValueError):
@@ -40,7 +44,7 @@ def _shallow(model: Model) -> PretrainedConfig:
 
 
 class _Hidden(tuple):
-    """What a model without a head gives: (the last hidden states,), and None by any other name."""
+    """The output of a model without its head: (last hidden states,), and None by any other name."""
 
     @property
     def last_hidden_state(self) -> torch.Tensor:
@@ -52,7 +56,11 @@ class _Hidden(tuple):
 
 
 def body_of(model: PreTrainedModel) -> torch.nn.Module:
-    """A causal language model without its head. Llama 4's `base_model` is the whole."""
+    """A causal language model without its head.
+
+    Llama 4 has `base_model_prefix = "language_model"` and no such attribute, so its `base_model` is
+    the whole model (transformers, models/llama4/modeling_llama4.py).
+    """
     return model.model if model.base_model is model else model.base_model
 
 
@@ -70,7 +78,7 @@ def _unlike(config: PretrainedConfig) -> str:
         if built.loss_function is not ForCausalLMLoss:
             return "its loss is one of its own"
         hidden = torch.empty(1, TOKENS, head.in_features, dtype=head.weight.dtype)
-        # Some call the decoder inside in its place (OPT).
+        # OPT's forward calls `self.model.decoder` and not `self.model`, so both are replaced.
         for body in (body_of(built), getattr(body_of(built), "decoder", None)):
             if isinstance(body, torch.nn.Module):
                 body.forward = lambda *_, **__: _Hidden([hidden])
@@ -79,6 +87,7 @@ def _unlike(config: PretrainedConfig) -> str:
             lambda _, given, output: seen.update(given=given[0], output=output)
         )
         logits = built(input_ids=torch.zeros(1, TOKENS, dtype=torch.int64)).logits
+    # The same storage proves that nothing happened in between; `_version` counts in-place changes.
     if "given" not in seen or not _are_same(seen["given"], hidden):
         return "its head is not given the last hidden states"
     if not _are_same(seen["output"], logits) or logits._version:

@@ -1,6 +1,6 @@
-"""What there is to know of an optimizer, in one table: a row adds one.
+"""One table of everything that memlab knows about optimizers; a new row adds an optimizer.
 
-Recipes, the training loop, scripts, the planner, recording and the calculator read it.
+Recipes, the training loop, scripts, the planner, `memlab record` and the calculator read it.
 """
 
 from dataclasses import dataclass, field
@@ -9,14 +9,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer by the Trainer's name.
+    """An optimizer, under the Trainer's name for it.
 
-    made_by: the path of its class. settings: its arguments, beside the parameters and the learning
-    rate. help: what a recipe's reader should know; meaning: of its states and its step, as a
-    script's comment. states: how many numbers it keeps per trained weight, of `bits` each; 0 where
-    they are fewer than weights, by rows and columns. sharded: whether it takes a rank's parts of
-    weights, as fully_shard leaves them. paged: whether states may leave the card. planned: whether
-    a plan tries it. worse: whether it may train worse than AdamW at the same learning rate.
+    made_by: import path of its class.
+    meaning: its states or its step, in the words of a comment in a script.
+    states: numbers that it keeps per trained weight. 0 for Adafactor, which keeps rows and columns
+        of them, far fewer than weights.
+    bits: of each such number; 32 means the dtype of the weight.
+    help: what the help of `Recipe.optimizer` says about it.
+    settings: arguments of its class, besides the parameters and the learning rate.
+    sharded: whether it can step a rank's parts of weights, as fully_shard leaves them.
+    paged: whether its states may be paged out of the GPU.
+    planned: whether a plan tries it.
+    worse: whether it may train worse than AdamW at the same learning rate.
     """
 
     made_by: str
@@ -34,8 +39,9 @@ class Optimizer:
 _ADAMW, _BITSANDBYTES = "torch.optim.AdamW", "bitsandbytes.optim."
 # In the order in which a plan tries them, the plainest first.
 OPTIMIZERS = {
-    # What torch.optim.AdamW(params) does on CUDA. The plain loop over parameters, which it takes on
-    # a CPU, has a name of its own: they differ by a copy of the gradients.
+    # torch.optim.AdamW(params) takes the multi-tensor step on CUDA and a loop over the parameters
+    # on a CPU (torch/optim/optimizer.py, _default_to_fused_or_foreach). The two differ by a copy of
+    # the gradients, so the loop has a name of its own here.
     "adamw_torch": Optimizer(
         _ADAMW,
         "its step holds a copy of the gradients",
@@ -105,10 +111,10 @@ OPTIMIZERS = {
 
 
 def library_of(optimizer: str) -> str:
-    """The package that an optimizer's class comes from; empty for no optimizer, as of a serving."""
+    """The package that has an optimizer's class; empty for no optimizer, as in a `Serving`."""
     return OPTIMIZERS[optimizer].made_by.partition(".")[0] if optimizer else ""
 
 
 def is_of_bitsandbytes(optimizer: str) -> bool:
-    """Whether the package bitsandbytes has it."""
+    """Whether the optimizer is one of bitsandbytes."""
     return library_of(optimizer) == "bitsandbytes"

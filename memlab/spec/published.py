@@ -1,4 +1,4 @@
-"""Published weights that are quantized already: a base that is asked for is that one or none."""
+"""Models that are published with quantized weights: only that very base can be asked for."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ DOUBLE = " with double quantization"
 
 @remembered
 def quantization_of(model: models.Model) -> dict[str, Any]:
-    """The `quantization_config` of a model's config.json, empty for none."""
+    """The `quantization_config` of a model's config.json; empty if it has none."""
     quantization = getattr(models.published(model), "quantization_config", None) or {}
     return quantization if isinstance(quantization, dict) else quantization.to_dict()
 
 
 def check_published(asked: Workload) -> None:
-    """Raise ValueError where a model's published weights are quantized in another way than asked.
+    """Raise ValueError if a model's published weights are quantized in another way than asked.
 
-    A base of bitsandbytes, as the config.json's `quantization_config` says it, is answered for
-    where it is the one that is asked for.
+    bitsandbytes' formats are allowed if the recipe asks for the same base and double quantization.
+    Weights quantized by any other method are refused.
     """
     quantization = quantization_of(asked.model)
     if not quantization:
@@ -34,6 +34,7 @@ def check_published(asked: Workload) -> None:
     if quantization.get("load_in_4bit") or quantization.get("load_in_8bit"):
         base, doubled = "int8", False
         if quantization.get("load_in_4bit"):
+            # transformers' BitsAndBytesConfig has fp4 as the default of bnb_4bit_quant_type.
             base = quantization.get("bnb_4bit_quant_type", "fp4")
             doubled = bool(quantization.get("bnb_4bit_use_double_quant"))
         base += DOUBLE * doubled

@@ -1,7 +1,7 @@
-"""One training recipe: which model is trained how. A recipe is a value; it runs nothing.
+"""One training recipe: which model is trained, and how. A recipe is a value and runs nothing.
 
-What a field means, what it may hold and how the command line calls it stand with the field; the
-docstring of `Recipe`, the options of `memlab` and the words of the grid are made from there.
+Each field carries its meaning, its allowed values and the name of its option. The docstring of
+`Recipe`, the options of the `memlab` command and the words of the recorded grid are made from them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from memlab.models import Model
 
-# precision -> the format of its products
+# precision -> the number format of its matrix products
 COMPUTED_IN = {
     "fp32": "fp32",
     "fp16-amp": "fp16",
@@ -44,8 +44,9 @@ FULLY_SHARDED = ("zero2", "zero3")  # by FSDP2's fully_shard
 FOUR_BITS = ("nf4", "fp4")
 QUANTIZED = (*FOUR_BITS, "int8")
 AUTOCAST = ("fp16-amp", "bf16-amp")
+# What another field must be for a field to have an effect.
 ADAPTERS = Needs("lora_rank", bool, "a lora_rank from 1")
-AGAIN = ("non-reentrant", True)
+AGAIN = ("non-reentrant", True)  # `but` checks a change before True has become "non-reentrant"
 RECOMPUTED = Needs("checkpointing", AGAIN.__contains__, "checkpointing non-reentrant")
 BASE = Needs("base", QUANTIZED.__contains__, "a base of nf4, fp4 or int8")
 BASE_OF_FOUR_BITS = Needs("base", FOUR_BITS.__contains__, "a base of nf4 or fp4")
@@ -53,9 +54,9 @@ BASE_OF_FOUR_BITS = Needs("base", FOUR_BITS.__contains__, "a base of nf4 or fp4"
 
 @dataclass(frozen=True)
 class Recipe(CheckedFields):
-    """Everything that decides the memory of one training run on one GPU, or on each of several.
+    """Everything that decides the memory of one training run, on one GPU or on each of several.
 
-    There is no label smoothing.
+    Label smoothing is not supported.
     Raises ValueError in one line that names the field, the value and what is allowed.
     """
 
@@ -64,7 +65,7 @@ class Recipe(CheckedFields):
         "a name of `memlab.models.MODELS`, a path to a config.json, a hub name, or in Python a "
         "transformers PretrainedConfig or a dictionary of its values",
     )
-    task: Any = field(  # a str once the recipe is there
+    task: Any = field(  # a str once the recipe is made
         None,
         "sequence-classification, causal-lm, masked-lm or seq2seq-lm; None takes the model's "
         "usual one",
@@ -245,15 +246,17 @@ class Recipe(CheckedFields):
     replicas: int = field(1, "copies of what zero2 or zero3 splits: HSDP", check=integer_from(1))
 
     def __post_init__(self) -> None:
-        from memlab import models  # the catalogue, which a question for help can spare
+        from memlab import models  # imported here, because `memlab --help` needs no catalogue
         from memlab.spec.combinations import OF_FIELDS, OF_MODEL
         from memlab.spec.published import check_published
 
         self.check_fields()
+        # The dataclass is frozen, so fields get their final form by object.__setattr__.
         if self.compute_dtype is None and self.base in QUANTIZED:
             object.__setattr__(self, "compute_dtype", COMPUTED_IN[self.precision])
         for check in OF_FIELDS:
             check(self)
+        # A name of any spelling becomes the catalogue's; a dictionary of values becomes a config.
         named = models.catalogued(self.model)
         named = models.published(named) if isinstance(named, dict) else named
         object.__setattr__(self, "model", named)
@@ -271,15 +274,19 @@ class Recipe(CheckedFields):
             )
 
     def but(self, **changes: Any) -> Recipe:
-        """The same recipe with some fields changed: `recipe.but(batch_size=1, accumulation=4)`."""
+        """The same recipe with some fields changed: `recipe.but(batch_size=1, accumulation=4)`.
+
+        A field that the changes leave without an effect goes back to its default. With another
+        model, the task becomes that model's usual one, unless it is changed, too.
+        """
         if "model" in changes:
-            changes = {"task": None} | changes  # another model may have another usual task
+            changes = {"task": None} | changes
         return super().but(**changes)
 
     def twin(self, **changes: Any) -> Recipe:
-        """The same recipe on the model's tiny twin, small enough to measure on a laptop.
+        """The same recipe on the model's tiny twin, which is small enough to measure on a laptop.
 
-        Sequences are cut to 128 tokens, unless `changes` says otherwise.
+        Sequences are cut to 128 tokens, unless `changes` sets another length.
         """
         from memlab import models
 
@@ -289,11 +296,15 @@ class Recipe(CheckedFields):
         return self.but(**changes)
 
     def training_arguments(self, output_dir: str = "output", **more: Any) -> TrainingArguments:
-        """The same recipe as `transformers.TrainingArguments`, for `Trainer`.
+        """The same recipe as `transformers.TrainingArguments`, for the `Trainer`.
 
-        The Trainer always drops gradients (`set_to_none`), its `adamw_torch` lets PyTorch choose
-        the step, which comes after the backward pass, and it takes the model's own loss. A recipe
-        that asks for another thing raises ValueError. Its SGD has no momentum unless told so.
+        more: further arguments. SGD gets a momentum of 0.9 unless `optim_args` is among them; the
+        Trainer's own default is none.
+
+        Raises ValueError for what the Trainer does not do. It always drops gradients
+        (`set_to_none`), steps after the backward pass, keeps optimizer states on the GPU, and takes
+        the model's own loss. Its `adamw_torch` lets PyTorch choose the step, so there is no
+        `adamw_torch_loop`.
         """
         from transformers import TrainingArguments
 
@@ -328,5 +339,8 @@ Recipe.__doc__ = f"{Recipe.__doc__}\n{documentation(Recipe)}\n"
 
 
 def is_moved_by_sharding(recipe: Recipe) -> bool:
-    """Whether the model stays on the host until `share` moves it, one layer after the other."""
+    """Whether the model is made on the host, and moved to the GPU and sharded layer by layer.
+
+    `memlab.workloads.sharding.share` does both.
+    """
     return recipe.ranks > 1 and recipe.sharding in FULLY_SHARDED

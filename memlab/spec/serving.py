@@ -1,6 +1,6 @@
-"""What text is generated how: a `Serving`, as a `Recipe` says it of a training.
+"""One serving: which model generates text, and how. For inference, what a `Recipe` is to training.
 
-What a field means, what it may hold and how the command line calls it stand with the field.
+Each field carries its meaning, its allowed values and the name of its option.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ TASKS = ("causal-lm", "seq2seq-lm")  # of the models that write text
 
 @dataclass(frozen=True)
 class Serving(CheckedFields):
-    """Everything that decides the memory of generating text from a model on one GPU.
+    """Everything that decides the memory of generating text with a model on one GPU.
 
-    A sliding cache is the config's matter: where it has a `sliding_window`, transformers keeps no
-    more tokens than that. Raises ValueError in one line: the field, the value, what is allowed.
+    The model's config decides whether the cache slides: with a `sliding_window`, transformers keeps
+    no more tokens than that. Raises ValueError in one line that names the field, the value and what
+    is allowed.
     """
 
     model: Model = field("llama-3-8b", "as of a `Recipe`")
@@ -53,7 +54,7 @@ class Serving(CheckedFields):
             "nf4": "bitsandbytes' 4 bits, in the same layers",
         },
     )
-    compute_dtype: Any = field(  # a str once the serving is there
+    compute_dtype: Any = field(  # a str once the serving is made
         None,
         "of what is not quantized and of the products; None takes the weights' own, or fp16",
         ("fp32", "fp16", "bf16", None),
@@ -80,7 +81,8 @@ class Serving(CheckedFields):
         needs=Needs("weights", FOUR_BITS.__contains__, "weights nf4"),
     )
 
-    # What memlab's quantized bases, simulations and logs of deep models ask a recipe for.
+    # Fields of a `Recipe` that code for both kinds of workload reads: quantized bases, simulations,
+    # and logs of deep models.
     precision: ClassVar[str] = ""
     optimizer: ClassVar[str] = ""
     optimizer_offload: ClassVar[str] = "none"
@@ -101,7 +103,7 @@ class Serving(CheckedFields):
             raise invalid_value(
                 "compute_dtype", self.compute_dtype, f"{plain}, that of the weights"
             )
-        from memlab import models  # the catalogue, which a question for help can spare
+        from memlab import models  # imported here, because `memlab --help` needs no catalogue
         from memlab.spec.published import check_published
 
         object.__setattr__(self, "model", models.catalogued(self.model))
@@ -125,46 +127,49 @@ class Serving(CheckedFields):
 
     @property
     def task(self) -> str:
-        """What the architecture is usually for: causal-lm, or seq2seq-lm."""
+        """The usual task of the architecture: causal-lm or seq2seq-lm."""
         from memlab import models
 
         return models.default_task(self.model)
 
     @property
     def base(self) -> str:
-        """The quantized format of the linear layers, by `Recipe.base`'s words."""
+        """The quantized format of the linear layers, as in `Recipe.base`; `none` without one."""
         return "none" if self.weights in PLAIN else self.weights
 
     def but(self, **changes: Any) -> Serving:
-        """The same with some fields changed."""
+        """The same serving with some fields changed.
+
+        With other weights, `compute_dtype` becomes their usual one, unless it is changed, too.
+        """
         if "weights" in changes:
             changes = {"compute_dtype": None} | changes
         return super().but(**changes)
 
 
 Serving.__doc__ = f"{Serving.__doc__}\n{documentation(Serving)}\n"
-Workload = Recipe | Serving
+Workload = Recipe | Serving  # what memlab can simulate
 
 
 def head_shape(config: PretrainedConfig) -> tuple[int, int]:
-    """(heads that have keys and values, size of a head) of a config's decoder.
+    """(key-value heads, size of a head) of a config's decoder.
 
-    Raises ValueError where layers have others than the rest.
+    Raises ValueError if the layers do not all have the same.
     """
     if config.is_heterogeneous:
         raise ValueError(f"{config.model_type}: its layers have heads of several sizes")
     heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
+    size = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)  # d_kv is T5's
     return getattr(
         config, "num_key_value_heads", None
     ) or heads, size or config.hidden_size // heads
 
 
 def cached_shapes(config: PretrainedConfig) -> tuple[tuple[int, int], tuple[int, int]]:
-    """(heads, size) of the two tensors that a layer of a config's decoder keeps of each token.
+    """(heads, size) of the two tensors that a decoder layer caches for each token.
 
-    Keys and values; with latent attention (MLA, DeepSeek-AI 2024, DeepSeek-V2, section 2.1) one
-    compressed vector and one rotary key, which all heads share.
+    These are keys and values. With latent attention they are one compressed vector and one rotary
+    key, which all heads share (MLA: DeepSeek-AI 2024, DeepSeek-V2, section 2.1).
     """
     if getattr(config, "kv_lora_rank", None):
         return (1, config.kv_lora_rank), (1, config.qk_rope_head_dim)

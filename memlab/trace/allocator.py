@@ -1,9 +1,12 @@
-"""PyTorch's CUDA caching allocator, in Python: from requests to reserved memory.
+"""PyTorch's CUDA caching allocator in Python: from requested bytes to reserved memory.
 
-The rules are those of `c10/cuda/CUDACachingAllocator.cpp` with its default settings (no
-`max_split_size_mb`, no garbage collection threshold), or with `expandable_segments:True`, for which
-`memlab.trace.expandable` has them. A block belongs to the stream that it was made on, and serves no
-other. Everything is in bytes.
+The code follows `DeviceCachingAllocator` in `c10/cuda/CUDACachingAllocator.cpp` with its default
+settings: no `max_split_size_mb` and no garbage collection threshold. Comments name the function
+that they reproduce. `memlab.trace.expandable` has the rules of `expandable_segments:True`. A block
+serves only requests of the stream on which it was allocated. All sizes and addresses are in bytes.
+
+Known limitations: a freed block is reusable at once, so `record_stream` has no effect. There are no
+private pools, which CUDA graphs use.
 """
 
 from bisect import bisect_left, insort
@@ -23,7 +26,7 @@ from memlab.trace.segments import Counter
 
 
 class CapacityError(Exception):
-    """A segment that the device cannot give, even after the cache was emptied."""
+    """The device has no room for a segment, even after the cache was emptied."""
 
     def __init__(self, segment: int):
         super().__init__(f"no room for a segment of {segment} bytes")
@@ -31,29 +34,32 @@ class CapacityError(Exception):
 
 
 class CachingAllocator(ExpandableSegments):
-    """Serves requests from cached blocks first and asks the device for segments otherwise.
+    """Serves requests from cached blocks, and asks the device for a segment if no block fits.
 
-    capacity: bytes that the device can give in all; None means no limit.
-    expandable_segments: whether segments grow where they are (`memlab.trace.expandable`).
-    device_memory: bytes of the device, from which their addresses follow; None takes the capacity.
+    capacity: bytes that the device can provide in total; None means no limit.
+    expandable_segments: whether new segments can grow in place (`memlab.trace.expandable`).
+    device_memory: bytes of the whole device, which set the length of an expandable segment's
+        address range; None takes the capacity.
+    statistics: whether `stats` and `trace` are kept, which takes about half of the time.
+    trace: every `Action`, in order.
 
-    `allocated` counts the blocks in use, `reserved` the memory taken from the device; both in
-    bytes, as `torch.cuda.memory_allocated()` and `memory_reserved()` report them; `peak_reserved`
-    is the highest since `reset_peak_stats`.
-
-    statistics: whether `stats` and `trace` are kept, which takes half the time.
-    trace: every `Action` in its order.
+    `allocated` is the sum of the blocks in use, and `reserved` the memory taken from the device.
+    Both are in bytes, as `torch.cuda.memory_allocated()` and `memory_reserved()` report them.
+    `peak_reserved` is the maximum of `reserved` since `reset_peak_stats`.
     """
 
     def allocate(self, nbytes: int, stream: int = 0) -> int:
-        """Reserve a block for `nbytes` bytes on a stream (0 is the default one): its address.
+        """Allocate a block for `nbytes` bytes on a stream (0 is the default one); its address.
 
-        Raises CapacityError when the device is full: it empties the cache once, as PyTorch
-        does, and asks again. `num_alloc_retries` counts that, whether it helped or not.
+        Raises CapacityError if the device is full. Like PyTorch, the allocator first empties its
+        cache and asks the device once more. `num_alloc_retries` counts these retries, successful
+        or not.
         """
-        size = max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
-        small = size <= SMALL_REQUEST
+        size = max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)  # round_size
+        small = size <= SMALL_REQUEST  # get_pool
         free = self._free[stream, small]
+        # get_free_block: the smallest block that fits, and of equal ones that with the lowest
+        # address (BlockComparatorSize).
         best = bisect_left(free, (size, 0))
         if self._unmapped:
             best = self._expandable_fit(free, best)
@@ -61,7 +67,10 @@ class CachingAllocator(ExpandableSegments):
             block = self.blocks[free.pop(best)[1]]
         else:
             block = self._new_block(size, small, stream)
+        # `_cut` changes `is_split`, and the statistics need its old value.
         was_split, rest = self.statistics and block.is_split, block.size - size
+        # should_split: large blocks are cut only if more than 1 MiB remains. Otherwise the request
+        # keeps the whole block, and its allocated bytes exceed the requested ones.
         fine = small or self.expandable_segments
         splits = rest >= MIN_BLOCK if fine else rest > SMALL_REQUEST
         if splits:
@@ -69,7 +78,9 @@ class CachingAllocator(ExpandableSegments):
             insort(other.pool, (rest, other.address))
         block.free, block.requested = False, nbytes
         self.allocated += block.size
-        if self.statistics:  # asked once: this runs by the million
+        if self.statistics:  # a single check, because a replay comes here millions of times
+            # alloc_found_block: the block leaves the free pieces of its segment, and what was cut
+            # off joins them. A segment that was wholly free had no such piece.
             nbytes_more = splits * rest - was_split * (size + rest)
             self._count_inactive(block, splits - was_split, nbytes_more)
             self._count_request(block, 1)
@@ -77,15 +88,17 @@ class CachingAllocator(ExpandableSegments):
         return block.address
 
     def free(self, address: int) -> None:
-        """Give a block back to the cache and merge it with free neighbours."""
+        """Return a block to the cache and merge it with free neighbours."""
         block = self.blocks[address]
         self.allocated -= block.size
         if self.statistics:
             self._count_request(block, -1)
             self._note("free", address, block.requested)
         block.free, block.requested = True, 0
-        number, nbytes = 0, 0  # of the free neighbours
+        number, nbytes = 0, 0  # of the free neighbours that the block absorbs
         before, after = block.before, block.after
+        # free_block, try_merge_blocks. Blocks without memory never merge with a mapped one:
+        # `_map` and `_unmap` keep their `free` False.
         if before is not None and before.free:
             number, nbytes = 1, before.size
             take(before)
@@ -95,16 +108,19 @@ class CachingAllocator(ExpandableSegments):
             take(after)
             block = self._merge(block, after)
         if self.statistics:
-            split = block.is_split
+            split = block.is_split  # a segment that is wholly free now is no inactive split
             self._count_inactive(block, split - number, split * block.size - nbytes)
         insort(block.pool, (block.size, block.address))
 
     def empty_cache(self) -> None:
-        """Return every wholly free segment to the device, and granules of expandable ones."""
+        """Return wholly free segments to the device, and whole granules of expandable segments."""
         self.flushes += 1
+        # release_cached_blocks: large pools come before small ones, each by stream and size.
         for stream, small in sorted(self._free, key=lambda pool: pool[::-1]):
             free, remaining = self._free[stream, small], []
             for size, address in free:
+                # The block fills its segment. An expandable block never does: its `segment` is an
+                # AddressRange, not a size.
                 if size == self.blocks[address].segment:
                     self._count(small, "segment", -1)
                     self._reserve("segment_free", small, address, -size)
@@ -113,17 +129,18 @@ class CachingAllocator(ExpandableSegments):
                     remaining.append((size, address))
             free[:] = remaining
             if self._unmapped:
+                # release_blocks: collect the blocks first, because unmapping changes the pool.
                 for block in [self.blocks[address] for _, address in remaining]:
                     if block.is_expandable:
                         self._unmap(block)
 
-    # ------------------------------------------------------------------ what it can tell
+    # ------------------------------------------------------------------ statistics
 
     def stats(self) -> dict:
-        """The statistics that `torch.cuda.memory_stats_as_nested_dict()` gives, by its names.
+        """The statistics of `torch.cuda.memory_stats_as_nested_dict()`, under the same names.
 
-        A block is active as long as it is allocated. There is no limit above
-        which blocks are oversize, PyTorch's default (-1).
+        A block is active exactly while it is allocated. No block is oversize, because
+        `max_split_size` has PyTorch's default of no limit (-1).
         """
         stats = {
             name: {pool: counter.as_dict() for pool, counter in pools.items()}
@@ -144,22 +161,23 @@ class CachingAllocator(ExpandableSegments):
         }
 
     def reset_peak_stats(self) -> None:
-        """Let every peak begin anew, at the value of now."""
+        """Set every peak to its current value."""
         self.peak_reserved = self.reserved
         for pools in self._counters.values():
             for counter in pools.values():
                 counter.peak = counter.current
 
     def reset_accumulated_stats(self) -> None:
-        """Let every sum of `stats` begin anew, at 0."""
+        """Set every accumulated sum of `stats` to 0."""
         for pools in self._counters.values():
             for counter in pools.values():
                 counter.allocated = counter.freed = 0
         self.retries = self.ooms = self.flushes = self.device_allocs = self.device_frees = 0
 
     def _count_inactive(self, block: Block, number: int, nbytes: int) -> None:
-        """Free pieces of segments that other pieces are in use of; PyTorch leaves out expandable
-        ones, which can give back parts of themselves.
+        """Count free pieces of segments that are partly in use.
+
+        As in `free_block`, expandable segments do not count: they can return free granules.
         """
         if not block.is_expandable:
             self._count(block.small, "inactive_split", number)
@@ -173,13 +191,16 @@ class CachingAllocator(ExpandableSegments):
     # ------------------------------------------------------------------ blocks and segments
 
     def _new_block(self, size: int, small: bool, stream: int) -> Block:
-        """A block of new memory, for which an empty cache makes room where it must."""
+        """Get a block of new device memory; if the device is full, empty the cache and retry."""
+        # get_allocation_size
         if small:
             segment = SMALL_SEGMENT
         elif size < MEDIUM_REQUEST:
             segment = MEDIUM_SEGMENT
         else:
             segment = -(-size // LARGE_ROUND) * LARGE_ROUND
+        # malloc: alloc_block, release_cached_blocks, alloc_block again. The step between them,
+        # release_available_cached_blocks, does nothing without max_split_size.
         block = self._from_device(size, segment, small, stream)
         if block is None:
             self.empty_cache()
@@ -188,11 +209,12 @@ class CachingAllocator(ExpandableSegments):
         if block is None:
             self.ooms += 1
             self._note("oom", (self.capacity or 0) - self.reserved, size)
+            # PyTorch's message has this size for expandable segments, too, which map granules.
             raise CapacityError(segment)
         return block
 
     def _from_device(self, size: int, segment: int, small: bool, stream: int) -> Block | None:
-        """A block of new memory, or None where the device is full."""
+        """A block of new device memory, as by `alloc_block`; None if the device is full."""
         if self.expandable_segments:
             return self._expand(size, small, stream)
         if self._too_full_for(segment):

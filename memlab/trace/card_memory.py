@@ -1,4 +1,8 @@
-"""The card's memory: PyTorch's allocator with a limit, and what it says when there is no room."""
+"""The memory of one GPU: PyTorch's allocator with a capacity, its settings and its error message.
+
+Known limitation: `expandable_segments` is the only allocator setting that is simulated. Any other
+one is accepted, has no effect, and is listed as an assumption.
+"""
 
 import os
 import re
@@ -7,21 +11,24 @@ from memlab.gpus import GPU
 from memlab.trace.allocator import CachingAllocator, CapacityError
 from memlab.trace.allocator_blocks import Block
 
-# The first that is set counts, alone: so does PyTorch 2.13 (c10/core/AllocatorConfig.cpp).
+# PyTorch 2.13 reads only the first of these that is set: c10/core/AllocatorConfig.cpp, and
+# `CUDAAllocatorConfig::instance` in c10/cuda/CUDAAllocatorConfig.h.
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 class CardMemory(CachingAllocator):
-    """The allocator of one card, whose context is not its to give.
+    """The caching allocator of one GPU; memory of the CUDA context is not available to it.
 
-    reads_environment: whether the environment still says how it is set. PyTorch reads it when it
-        first uses CUDA; here that is the first allocation on the card, so a program may set the
-        variable until then.
-    settings: as the program said them last. assumptions: a dict that takes a line for each.
-    fraction: the part of the card that the process may take, as
-        `torch.cuda.set_per_process_memory_fraction` sets it.
-    observers: functions that are called before an error, as `OutOfMemoryObserver` of
-        c10/cuda/CUDACachingAllocator.h: (device, bytes, bytes of the card, free bytes).
+    reads_environment: whether the environment variables are still to be read. PyTorch reads them
+        when it first uses CUDA. Here that is the first allocation on the GPU, so a program may
+        set a variable until then.
+    settings: the settings text that the program set last. assumptions: a dict to which each
+        setting adds a line.
+    fraction: the share of the GPU's memory that the process may use, as set by
+        `torch.cuda.set_per_process_memory_fraction`.
+    observers: functions that are called before an out-of-memory error. Their arguments are those
+        of `OutOfMemoryObserver` in c10/cuda/CUDACachingAllocator.h, (device, bytes of the segment,
+        bytes of the GPU, free bytes).
     """
 
     reads_environment = False
@@ -37,12 +44,13 @@ class CardMemory(CachingAllocator):
     def change_settings(
         self, text: str, source: str = "torch.cuda.memory._set_allocator_settings"
     ) -> None:
-        """Set what is allocated from now on, as a function of PyTorch or a variable does.
+        """Change the settings of all later allocations; source: the function or variable used.
 
         Raises ValueError for a value that PyTorch refuses.
         """
-        self._read_environment()
+        self._read_environment()  # first, so that the variable does not override this call later
         self.settings = text
+        # Split at commas outside brackets: `roundup_power2_divisions:[256:1,>:4]` is one setting.
         for setting in filter(None, re.split(r",(?![^\[]*\])", re.sub(r"\s", "", text))):
             key, _, value = setting.partition(":")
             if key != "expandable_segments":
@@ -52,40 +60,49 @@ class CardMemory(CachingAllocator):
             else:
                 self.expandable_segments = value == "True"
                 line = f"{source}: {setting}, in what is allocated from then on"
-            if setting != "expandable_segments:False":
+            if setting != "expandable_segments:False":  # the default needs no line
                 self.assumptions[line] = None
 
     def _read_environment(self) -> None:
+        # Cleared at once, because `change_settings` below calls this function again.
         reads, self.reads_environment = self.reads_environment, False
         name = next((name for name in VARIABLES if name in os.environ), None)
         if reads and name:
             self.change_settings(os.environ[name], name)
 
     def set_fraction(self, fraction: float) -> None:
-        """Take no more than this part of the card from now on, and no more than there is."""
+        """Limit the process to this share of the GPU's memory, and to what the context leaves."""
         self.fraction = fraction
+        # A share of the total, not of what is free: `setMemoryFraction` in
+        # c10/cuda/CUDACachingAllocator.cpp.
         if self.gpu.usable is not None and self.gpu.total_memory is not None:
             self.capacity = min(self.gpu.usable, int(fraction * self.gpu.total_memory))
 
     def used(self) -> int:
-        """Bytes of the card that are not free, as the driver counts them."""
+        """Bytes in use on the GPU as the driver counts them, the context included."""
         free, total = self.free_and_total()
         return total - free
 
     def allocate(self, nbytes: int, stream: int = 0) -> int:
-        """As `CachingAllocator.allocate`; raises torch.OutOfMemoryError in PyTorch's words."""
+        """As `CachingAllocator.allocate`, but raise torch.OutOfMemoryError with PyTorch's message.
+
+        The observers run first.
+        """
         try:
             return super().allocate(nbytes, stream)
         except CapacityError as error:
             free, total = self.free_and_total()
             for observer in self.observers:
                 observer(0, error.segment, total, free)
-            import torch  # a replay that ends well can spare it
+            import torch  # here, because a replay that fits does not need it
 
             raise torch.OutOfMemoryError(self._message(error.segment)) from None
 
     def free_and_total(self) -> tuple[int, int]:
-        """Bytes free on the card and its size, as `torch.cuda.mem_get_info` gives them."""
+        """(free bytes, total bytes) of the GPU, as `torch.cuda.mem_get_info` returns them.
+
+        Raises ValueError for a GPU without a memory limit.
+        """
         if self.gpu.usable is None or self.gpu.total_memory is None:
             raise ValueError("mem_get_info needs a card with a limit: this simulation has none")
         return self.gpu.usable - self.reserved, self.gpu.total_memory
@@ -95,7 +112,7 @@ class CardMemory(CachingAllocator):
         return super()._new_block(size, small, stream)
 
     def _message(self, segment: int) -> str:
-        """PyTorch's words: c10/cuda/CUDACachingAllocator.cpp."""
+        """The message of `DeviceCachingAllocator::malloc`, c10/cuda/CUDACachingAllocator.cpp."""
         free, total = self.free_and_total()
         allowed = f"{_size(int(self.fraction * total))} allowed; " if self.fraction < 1 else ""
         return (
@@ -112,7 +129,7 @@ class CardMemory(CachingAllocator):
 
 
 def _size(nbytes: int) -> str:
-    """Bytes in the words of the allocator's `format_size`."""
+    """Bytes as text, after `format_size` in c10/core/Allocator.h."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if nbytes > unit or (unit == 2**10 and nbytes == unit):
             return f"{nbytes / unit:.2f} {name}"

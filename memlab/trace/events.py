@@ -1,7 +1,8 @@
-"""The words of a log without storage numbers.
+"""The events of an allocation log: allocations, frees and markers, without storage numbers.
 
-A birth is described by size, category, phase, module and operation; a death names that description,
-and which of the equal ones dies.
+So logs of different runs and depths can be compared. An allocation is described by its size,
+category, phase, module and operation. A free refers to that description, and says which of the live
+storages with the same description it frees.
 """
 
 from enum import Enum
@@ -14,11 +15,12 @@ OUTSIDE = "outside any module"
 
 
 class Alloc(NamedTuple):
-    """A storage of `nbytes` bytes is made, by an operation of PyTorch and in a module.
+    """A storage of `nbytes` bytes is allocated, by a PyTorch operation and in a module.
 
-    module: its path, with `*` for the number of its layer unless layers are told apart. stream: the
-    CUDA stream whose memory it is, 0 for the default one. item: bytes of one of its elements.
-    reduction: the sum that it is the buffer of, if it is one; its bytes depend on the card.
+    module: path of the module, with `*` for the layer's number unless layers are distinguished.
+    stream: the CUDA stream that the memory belongs to, 0 for the default one. item: bytes of one
+    element. reduction: for the buffer of a sum along rows, that sum. The bytes of such a buffer
+    depend on the GPU.
     """
 
     nbytes: int
@@ -32,12 +34,12 @@ class Alloc(NamedTuple):
 
 
 class Free(NamedTuple):
-    """One of the storages born like `birth` dies.
+    """One of the live storages that were allocated as `birth` is freed.
 
-    which: its place among those that live, from the oldest (0, 1, ...) or the youngest (-1, -2,
-        ...), whichever is nearer, but of what the forward pass left to the backward pass always
-        from the youngest, and of weights that are replaced, as when they are cast to another dtype,
-        from where the last of them died: between those that are cast others may stay.
+    which: its index among them, counted from the oldest (0, 1, ...) or from the youngest (-1, -2,
+        ...), whichever is nearer. Storages of the forward pass that the backward pass frees always
+        count from the youngest. Weights that are replaced one by one, as by a cast to another
+        dtype, count from the index of the last one replaced. Weights that stay may lie between.
     """
 
     birth: Alloc
@@ -46,9 +48,9 @@ class Free(NamedTuple):
 
 
 class Marker(Enum):
-    """RESET: the measured stretch begins. EMPTY_CACHE: cached blocks go back to the device.
+    """RESET: the measured part begins. EMPTY_CACHE: cached blocks return to the device.
 
-    UPDATE and UPDATED: the gradients of a step are there, and what clips and applies them is over.
+    UPDATE: the gradients of a step are complete. UPDATED: they have been clipped and applied.
     """
 
     RESET = "reset"

@@ -1,18 +1,18 @@
-"""Expandable segments of PyTorch's caching allocator: segments that grow where they are.
+"""Expandable segments of PyTorch's caching allocator: segments that grow in place.
 
-The rules are those of `c10/cuda/CUDACachingAllocator.cpp` under `expandable_segments:True`, as the
-main branch has them around PyTorch 2.11 (the text that was read has all that the headers of 2.13
-declare); they are the same in the text of the end of 2024:
+The rules are those of `c10/cuda/CUDACachingAllocator.cpp` under `expandable_segments:True`, on the
+main branch around PyTorch 2.11. That source has everything that the headers of 2.13 declare, and
+the source of late 2024 has the same rules:
 
-- Each pool of a stream has a range of addresses for 1 1/8 of the device's memory. Memory is put
-  there in granules, of 2 MiB in the small pool and 20 MiB in the large one, as many as a request
-  needs: at the lowest address where it fits, free blocks beside included (`map_block`,
-  `find_expandable_block`). Only what has memory is reserved.
-- A block is split wherever 512 bytes are left, a large one too (`should_split`).
-- Best fit takes a block that could grow for as large as it could become (`get_free_block`).
-- An emptied cache gives back the whole granules inside each free block (`unmap_block`), also of
-  blocks between used ones.
-- No segments and no inactive splits are counted.
+- Each pool of a stream has an address range of 1 1/8 times the device's memory. Memory is mapped
+  into it in granules of 2 MiB (small pool) or 20 MiB (large pool), as many as a request needs. They
+  are mapped at the lowest address where the request fits, adjacent free blocks included
+  (`find_expandable_block`, `map_block`). Only mapped memory is reserved.
+- A block is split if at least 512 bytes remain, in the large pool too (`should_split`).
+- Best fit counts a block that can grow at the size that it could grow to (`get_free_block`).
+- Emptying the cache unmaps the whole granules inside each free block, also of a block between two
+  used ones (`unmap_block`).
+- The statistics count no segments and no inactive splits.
 """
 
 from bisect import bisect_left, insort
@@ -21,39 +21,44 @@ from memlab.trace.allocator_blocks import MEDIUM_SEGMENT, SMALL_SEGMENT, Address
 from memlab.trace.segments import Segments
 from memlab.units import round_up
 
-ADDRESSES = 1 << 40  # of a range where the device has no limit
+ADDRESSES = 1 << 40  # bytes of an address range on a device without a limit
 
 
 class ExpandableSegments(Segments):
-    """What `CachingAllocator` does with expandable segments.
+    """The part of `CachingAllocator` that handles expandable segments.
 
-    expandable_segments: whether new memory comes in them. PyTorch lets a program change it at any
-        time: what they have free then serves no request until it is on again.
+    expandable_segments: whether new memory goes into expandable segments. A program may change it
+        at any time. While it is off, their free blocks serve no request.
     """
 
     def _expandable_fit(self, free: list[tuple[int, int]], best: int) -> int:
-        """The number of the free block that is taken, where `best` is the smallest in size."""
+        """The index of the free block to use; best: that of the smallest block that fits."""
         blocks = [self.blocks[address] for _, address in free[best : best + 2]]
         if not blocks or not blocks[0].is_expandable:
             return best
+        # get_free_block: with the setting off, take the first block of an ordinary segment.
         if not self.expandable_segments:
             while best < len(free) and self.blocks[free[best][1]].is_expandable:
                 best += 1
             return best
+        # get_free_block: go on to larger blocks while the next one could grow to less. This keeps
+        # the block at the end of a range, which can become the largest, for large requests.
         while len(blocks) == 2 and blocks[0].is_expandable and _room(blocks[1]) < _room(blocks[0]):
             best += 1
             blocks = [self.blocks[address] for _, address in free[best : best + 2]]
         return best
 
     def _expand(self, size: int, small: bool, stream: int) -> Block | None:
-        """A block of at least so many bytes, out of the cache; None where the device is full.
+        """Map a block of at least `size` bytes and take it from the cache; None if it has no room.
 
-        What was mapped until then stays in the cache, as in PyTorch.
+        Memory that was mapped before the device was full stays in the cache, as in PyTorch.
         """
+        # try_allocate_expandable_block. `_map` merges new memory with the free blocks around it.
+        # So each turn leaves a longer free block, which unmapped addresses may follow.
         block = self._expandable_block(size, small, stream)
         while not block.is_mapped or block.size < size:
             to_map, missing = block, size
-            if block.is_mapped and block.after is not None:  # free, and before one without memory
+            if block.is_mapped and block.after is not None:  # free, with unmapped addresses after
                 to_map, missing = block.after, size - block.size
             mapped = self._map(to_map, min(missing, to_map.size))
             if mapped is None:
@@ -63,27 +68,37 @@ class ExpandableSegments(Segments):
         return block
 
     def _expandable_block(self, size: int, small: bool, stream: int) -> Block:
-        """The lowest block, free or without memory, from which a request fits, or a new range."""
+        """Where to map a request: the lowest block, free or unmapped, from which it fits.
+
+        If it fits nowhere, that is a new address range.
+        """
+        # find_expandable_block
         unmapped = self._unmapped.setdefault((stream, small), [])
         for address in unmapped:
             block = self.blocks[address]
+            # The request can begin in the free block that ends where the unmapped one begins.
             if block.before is not None and block.before.free:
                 block = block.before
             if _fits_from(block, size):
                 return block
         granule = SMALL_SEGMENT if small else MEDIUM_SEGMENT
         memory = self._device_memory
+        # 1 1/8 of the memory, so that granules can be moved to the end when gaps are too small.
         length = max(ADDRESSES, 2 * size) if memory is None else memory + memory // 8
         start = self._new_addresses(round_up(length, granule))
         addresses = AddressRange(start, granule, self._free[stream, small], unmapped)
         block = Block(start, round_up(length, granule), small, addresses, None)
-        block.free = False
+        block.free = False  # unmapped blocks count as neither free nor in use
         self.blocks[start] = block
         insort(unmapped, start)
         return block
 
     def _map(self, block: Block, size: int) -> Block | None:
-        """Put memory to the first `size` bytes of a block without: it, merged with free ones."""
+        """Map memory for the first `size` bytes of an unmapped block; None if the device is full.
+
+        Returns the mapped block, merged with the free blocks around it, which is in the cache.
+        """
+        # map_block. Unmapped blocks begin at the border of a granule, so only the end is rounded.
         addresses = block.segment
         nbytes = addresses.up(block.address + size) - block.address
         if self._too_full_for(nbytes):
@@ -106,13 +121,15 @@ class ExpandableSegments(Segments):
         return block
 
     def _unmap(self, block: Block) -> None:
-        """Give back the whole granules of a free block; a range without memory goes, too."""
+        """Unmap the whole granules of a free block; drop its range if no memory is left in it."""
+        # unmap_block, ExpandableSegment::unmap
         addresses = block.segment
         start = addresses.up(block.address)
         nbytes = addresses.down(block.address + block.size) - start
         if nbytes <= 0:
             return
         take(block)
+        # free -> unmapped -> free: what lies outside whole granules keeps its memory.
         if start > block.address:
             before, block = block, self._cut(block, start - block.address)
             insort(before.pool, (before.size, before.address))
@@ -129,19 +146,25 @@ class ExpandableSegments(Segments):
             block = self._merge(block, block.after)
         insort(unmapped, block.address)
         self._reserve("segment_unmap", block.small, start, -nbytes)
-        if not block.is_split:
+        if not block.is_split:  # release_expandable_segment: one unmapped block is the whole range
             unmapped.remove(block.address)
             del self.blocks[block.address]
 
 
 def _room(block: Block) -> int:
-    """The bytes that a free block could grow to, into addresses without memory behind it."""
+    """The size to which a free block could grow, into unmapped addresses after it.
+
+    `expandable_size` in `get_free_block`.
+    """
     after = block.after
     return block.size + (after.size if after is not None and not after.is_mapped else 0)
 
 
 def _fits_from(block: Block | None, size: int) -> bool:
-    """Whether so many bytes of addresses without a tensor begin with a block."""
+    """Whether `size` bytes of free or unmapped addresses start at a block.
+
+    `has_available_address_space` in `find_expandable_block`.
+    """
     nbytes = 0
     while nbytes < size and block is not None and (block.free or not block.is_mapped):
         nbytes, block = nbytes + block.size, block.after

@@ -1,9 +1,9 @@
-"""Logs of one training at two or three depths, as one log for every depth.
+"""One log for any number of layers, from the logs of the same training at two or three depths.
 
-The layers of a transformer are alike, or repeat in a pattern, so a deeper model does the same
-things in the same order, only more often: each stage (building, forward, backward, every list of
-the optimizer step ...) has one block of events more for each pattern more. The blocks are found by
-comparing the logs. Nothing is fitted: the log at another depth is written out event by event.
+The layers of a transformer are all alike, or repeat in a pattern. A deeper model does the same
+things in the same order, only more often. For each further pattern, each stage (building, forward,
+backward, every list of the optimizer step ...) has one more block of events. The blocks are found
+by comparing the logs. Nothing is fitted: the log at another depth is written out event by event.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ import numpy as np
 from memlab.trace.events import TraceEvent
 from memlab.trace.log import Log
 
-Blocks = list[tuple[int, np.ndarray]]  # (place in an order, what is there once more per pattern)
-Counts = dict[Any, tuple[int, int]]  # what is counted -> (once, more with each pattern)
+Blocks = list[tuple[int, np.ndarray]]  # (index into an order, block that a pattern adds before it)
+Counts = dict[Any, tuple[int, int]]  # key -> (count at the recorded depth, more per pattern)
 
 
 @dataclass(frozen=True)
 class LayeredLog:
-    """A log for any number of patterns of layers.
+    """A log for any number of layer patterns.
 
-    kinds: the steps that differ. order: a place among the kinds for each step of the log with
-    `patterns` patterns. blocks: (place in order, kinds of a pattern more), in order. weights, work:
-    as in `Log`. Where blocks are None it is of `patterns` patterns only.
+    kinds: the distinct events. order: for each event of the log with `patterns` patterns, its index
+    into `kinds`; int32. blocks: (index into `order`, indices into `kinds` that each further pattern
+    inserts there), in order; None if the log holds for `patterns` patterns only. weights, work: as
+    in `Log`, as counts that grow with the patterns.
     """
 
     kinds: tuple[TraceEvent, ...]
@@ -42,11 +43,13 @@ class LayeredLog:
 
     @classmethod
     def of(cls, logs: Sequence[Log], patterns: int) -> LayeredLog | None:
-        """Of the logs with one pattern less than `patterns`, with so many, and perhaps one more.
+        """Combine the logs of `patterns - 1`, `patterns` and, optionally, `patterns + 1` patterns.
 
-        All must agree. Or of one log alone, for its own depth. None where the logs do not agree.
+        A single log gives a `LayeredLog` for its own depth. Returns None if the logs do not agree
+        on what a pattern adds.
         """
         numbers: dict[TraceEvent, int] = {}
+        # One numbering for all logs, so that equal events are equal integers.
         orders = [
             np.array([numbers.setdefault(step, len(numbers)) for step in log.steps], np.int32)
             for log in logs
@@ -62,6 +65,8 @@ class LayeredLog:
             return cls(
                 tuple(numbers), orders[0], None, patterns, counted[0], counted[1], assumptions
             )
+        # With three logs, the blocks come from the deeper two, and the shallowest checks them. With
+        # two, the blocks are moved to where they are in the deeper log.
         few, some, *more = orders
         blocks = growth(some, more[0]) if more else _moved(growth(few, some, seen_twice=False))
         if blocks is None or not np.array_equal(repeated(some, blocks, -1), few):
@@ -73,7 +78,10 @@ class LayeredLog:
         return cls(tuple(numbers), some, tuple(blocks), patterns, weights, work, assumptions)
 
     def order_at(self, patterns: int) -> np.ndarray:
-        """The kinds of the log with so many patterns. Raises ValueError where there is none."""
+        """The indices into `kinds` of the log with `patterns` patterns.
+
+        Raises ValueError if the log holds for another number of patterns only.
+        """
         if self.blocks is None:
             if patterns != self.patterns:
                 raise ValueError(f"the log is of {self.patterns} patterns only, not of {patterns}")
@@ -81,13 +89,13 @@ class LayeredLog:
         return repeated(self.order, self.blocks, patterns - self.patterns)
 
     def counted(self, counts: Counts, patterns: int) -> Counter:
-        """Weights or work with so many patterns."""
+        """`weights` or `work` at `patterns` patterns."""
         more = patterns - self.patterns
         return Counter({kind: once + more * each for kind, (once, each) in counts.items()})
 
 
 def _growing(few: Counter, some: Counter, *more: Counter) -> Counts | None:
-    """What is counted, at the second depth and with each pattern more; None if it is uneven."""
+    """Counts at the second depth, with the growth per pattern; None if that is not constant."""
     each = {kind: some[kind] - few[kind] for kind in {*few, *some, *itertools.chain(*more)}}
     if any(deeper[kind] - some[kind] != each[kind] for deeper in more for kind in each):
         return None
@@ -95,7 +103,7 @@ def _growing(few: Counter, some: Counter, *more: Counter) -> Counts | None:
 
 
 def _moved(blocks: Blocks | None) -> Blocks | None:
-    """Blocks by their places in the shorter log, by those after them in the longer one."""
+    """Blocks indexed by the shorter log, re-indexed by where they end in the longer one."""
     if blocks is None:
         return None
     ends = itertools.accumulate(len(block) for _, block in blocks)
@@ -103,14 +111,15 @@ def _moved(blocks: Blocks | None) -> Blocks | None:
 
 
 def growth(short: np.ndarray, long: np.ndarray, seen_twice: bool = True) -> Blocks | None:
-    """What `long` has more than `short`: (place in short, block), each block a repetition.
+    """The blocks that `long` has in addition to `short`, as (index into short, block).
 
-    Both are walked together. Where they part, `long` goes on with a block that it has just had
-    and `short` with what comes after; of several such blocks it is the one after which they
-    agree to the end, or else longest. None if there is no such block.
+    Both are walked together. Where they diverge, `long` must repeat the block that it has just
+    had, while `short` goes on with what follows. If blocks of several lengths repeat, take the one
+    after which both agree to the end, or else for longest. Returns None if no block explains the
+    difference.
 
-    seen_twice: False where `short` has one pattern, so that what lies between two patterns stands
-    in `long` once: a block that it has not had before is taken, too.
+    seen_twice: False if `short` has a single pattern. What lies between two patterns is then in
+    `long` once, so a block that does not repeat the one before is accepted, too.
     """
     blocks: list[tuple[int, np.ndarray]] = []
     i, j = 0, 0
@@ -119,15 +128,17 @@ def growth(short: np.ndarray, long: np.ndarray, seen_twice: bool = True) -> Bloc
         i, j = i + agreed, j + agreed
         if i == len(short) and j == len(long):
             return blocks
-        spare = (len(long) - j) - (len(short) - i)
+        spare = (len(long) - j) - (len(short) - i)  # events that blocks have yet to explain
+        # Lengths at which the next block of `long` equals the one just before it.
         sizes = [
             p
             for p in range(1, min(spare, j) + 1)
             if np.array_equal(long[j - p : j], long[j : j + p])
         ]
         if not (sizes or seen_twice) and i < len(short):
+            # A new block: it ends where `long` comes to the next event of `short`.
             sizes = [p for p in range(1, spare + 1) if long[j + p] == short[i]]
-        best, size = (False, -1), None
+        best, size = (False, -1), None  # (both agree to the end, for how many events)
         for p in sizes:
             after = _agreement(short[i:], long[j + p :])
             ends = i + after == len(short) and j + p + after == len(long)
@@ -140,16 +151,18 @@ def growth(short: np.ndarray, long: np.ndarray, seen_twice: bool = True) -> Bloc
 
 
 def _agreement(a: np.ndarray, b: np.ndarray) -> int:
-    """How many first elements two arrays have in common."""
+    """Length of the common prefix of two arrays."""
     shorter = min(len(a), len(b))
     different = a[:shorter] != b[:shorter]
     return int(different.argmax()) if different.any() else shorter
 
 
 def repeated(steps: np.ndarray, blocks: Iterable[tuple[int, np.ndarray]], more: int) -> np.ndarray:
-    """`steps` with each block `more` times more often; a negative number takes blocks away."""
+    """Insert each block `more` times; a negative number removes the block that many times."""
     pieces, start = [], 0
     for place, block in blocks:
+        # To remove blocks, stop as many of their lengths before the place. `[block] * more` is then
+        # empty.
         end = place if more >= 0 else max(start, place + more * len(block))
         pieces.append(steps[start:end])
         pieces += [block] * more

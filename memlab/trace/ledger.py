@@ -1,4 +1,8 @@
-"""The ledger of births and deaths, and what can be read from it: peak, breakdown, timeline."""
+"""The ledger of a run: every allocation and free, and the footprint that follows from them.
+
+Each entry is served at once by a `CachingAllocator`, if the ledger has one. Peak, breakdown by
+category and timeline are computed from the entries on request. Sizes are in bytes.
+"""
 
 import functools
 import threading
@@ -17,12 +21,12 @@ from memlab.trace.reductions import Reduction
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """One piece of memory: how large, what for, where and by which operation it was made.
+    """One storage: its size, its category, and the module and operation that allocated it.
 
-    address: its block in the allocator while it lives, if there is one.
-    line: the line of the reader's script that made it, where one is followed. stream: the CUDA
-    stream whose memory it is, 0 for the default one. item: bytes of an element. reduction: the sum
-    whose buffer it is, if it is one.
+    address: the address of its block in the allocator while it lives, if there is an allocator.
+    line: the line of the user's script that allocated it, if a script is followed. stream: the CUDA
+    stream that its memory belongs to, 0 for the default one. item: bytes of one element. reduction:
+    for the buffer of a sum along rows, that sum. Two storages are equal only if they are the same.
     """
 
     number: int
@@ -38,7 +42,10 @@ class Storage:
 
 
 class Entry(NamedTuple):
-    """A storage is born or dies; allocated and reserved are bytes afterwards."""
+    """A storage is allocated or freed.
+
+    change: its bytes, negative for a free. allocated, reserved: total bytes after the entry.
+    """
 
     storage: Storage
     change: int
@@ -48,30 +55,31 @@ class Entry(NamedTuple):
 
 
 class Ledger:
-    """Storages in the order of birth, and when they came and went.
+    """All storages in the order of their allocation, and the entries that allocate and free them.
 
-    allocator: a `CachingAllocator` that serves every birth and death as it happens, or None to
-        count the tensors' own bytes.
+    allocator: a `CachingAllocator` that serves every entry as it is made, or None to count the
+        tensors' own bytes.
     """
 
     def __init__(self, allocator: CachingAllocator | None = None):
         self.allocator = allocator
-        self.assumptions: dict[str, None] = {}  # as `memlab.footprint.Footprint` has them, in order
+        self.assumptions: dict[str, None] = {}  # an ordered set, for `Footprint`
         self.storages: list[Storage] = []
-        # The entries by columns: tuples by the ten thousand would keep the garbage collector busy.
+        # Entries are kept as columns. Python's garbage collector would visit tens of thousands of
+        # tuples again and again.
         self._numbers: list[int] = []
         self._changes: list[int] = []
         self._phases: list[Phase] = []
         self._served: list[int] = []
         self._reserved: list[int] = []
-        self.marks: list[tuple[int, Marker]] = []  # and the entry that each comes before
-        self.start = 0  # the entry from which peaks count
+        self.marks: list[tuple[int, Marker]] = []  # (index of the entry that it precedes, marker)
+        self.start = 0  # index of the first entry of the measured part
         self._allocated = 0
         self._before = 0  # bytes that existed before the first entry
-        # A tensor dies in the thread that lets go of it last, which may be one of gloo's.
+        # A tensor is freed by the thread that drops its last reference, such as a thread of gloo.
         self.lock = threading.RLock()
 
-    # ------------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------ making entries
 
     def birth(
         self,
@@ -84,7 +92,10 @@ class Ledger:
         item: int = 1,
         reduction: Reduction | None = None,
     ) -> Storage:
-        """Enter a new storage of so many bytes."""
+        """Enter the allocation of a storage of `nbytes` bytes.
+
+        Raises what the allocator raises if the device is full.
+        """
         address = None if self.allocator is None else self.allocator.allocate(nbytes, stream)
         storage = self._describe(nbytes, category, module, operation)
         storage.address, storage.stream, storage.item = address, stream, item
@@ -95,29 +106,33 @@ class Ledger:
     def existed(
         self, nbytes: int, category: Category, module: str = "", operation: Any = None
     ) -> Storage:
-        """Count a storage that was there before the first entry, and log nothing."""
+        """Count a storage that existed before the first entry, without an entry."""
         self._before += nbytes
         return self._describe(nbytes, category, module, operation)
 
     def death(self, storage: Storage, phase: Phase) -> None:
-        """Enter the end of a storage."""
+        """Enter the free of a storage."""
         if self.allocator is not None and storage.address is not None:
             self.allocator.free(storage.address)
             storage.address = None
-        # What dies after the backward pass, its graph, is the end of it; a birth begins a forward.
+        # Frees right after the backward pass belong to it: the last references to its graph are
+        # dropped once the engine has returned. The next allocation begins the forward pass.
         if phase == Phase.FORWARD and self._phases and self._phases[-1] == Phase.BACKWARD:
             phase = Phase.BACKWARD
         self._enter(storage, -storage.nbytes, phase)
 
     @property
     def entries(self) -> list[Entry]:
-        """Every birth and death in its order."""
+        """Every allocation and free, in order."""
         owners = (self.storages[number] for number in self._numbers)
         columns = self._changes, self._phases, self._served, self._reserved
         return [Entry(*values) for values in zip(owners, *columns, strict=True)]
 
     def events(self) -> Iterator[tuple[int | None, TraceEvent]]:
-        """(number of a storage, what happens to it) in their order, with emptied caches."""
+        """(number of the storage, event) of every entry in order, and (None, EMPTY_CACHE) markers.
+
+        Modules are left empty, and each free has `which` 0: the numbers tell the storages apart.
+        """
         emptied = Counter(at for at, mark in self.marks if mark is Marker.EMPTY_CACHE)
         births = {}
         for at, (storage, change, phase, *_) in enumerate(self.entries):
@@ -127,25 +142,25 @@ class Ledger:
                 described = storage.category, phase, "", storage.operation, storage.stream
                 births[number] = Alloc(change, *described)
                 yield number, births[number]
-            elif number in births:
+            elif number in births:  # not of a storage that existed before the first entry
                 yield number, Free(births[number], phase, 0)
 
     def __len__(self) -> int:
-        """How many entries there are."""
+        """Number of entries."""
         return len(self._numbers)
 
     def reset_peak(self) -> None:
-        """Begin a new measured stretch, as `torch.cuda.reset_peak_memory_stats` does."""
+        """Start a new measured part, as `torch.cuda.reset_peak_memory_stats` does."""
         self.start = len(self)
         if self.allocator is not None:
             self.allocator.reset_peak_stats()
 
     def mark(self, mark: Marker) -> None:
-        """Note what no storage tells."""
+        """Note a marker before the next entry."""
         self.marks.append((len(self), mark))
 
     def empty_cache(self) -> None:
-        """Give cached blocks back to the device, as `torch.cuda.empty_cache` does."""
+        """Return cached blocks to the device, as `torch.cuda.empty_cache` does."""
         self.mark(Marker.EMPTY_CACHE)
         if self.allocator is not None:
             self.allocator.empty_cache()
@@ -168,26 +183,31 @@ class Ledger:
             self._served.append(allocated)
             self._reserved.append(reserved)
 
-    # ------------------------------------------------------------------ what it tells
+    # ------------------------------------------------------------------ reading them
 
     def peak(self) -> tuple[int, int, Phase, int]:
-        """(allocated bytes, reserved bytes, phase, number of the entry) since `reset_peak`."""
+        """(allocated bytes, reserved bytes, phase, index of the entry) of the peak since the reset.
+
+        Of several equal peaks of allocated bytes, the first. The peak of reserved bytes may be at
+        another entry. Index `start - 1` is the state at the reset.
+        """
         served = self._since_reset(self._served)
-        moment = int(np.argmax(served))
+        moment = int(np.argmax(served))  # 0 is the state at the reset
         index = self.start - 1 + moment
         phase = self._phases[index] if moment else Phase.FORWARD
         reserved = max(self._since_reset(self._reserved))
         return served[moment] + self._before, reserved, phase, index
 
     def _since_reset(self, column: list[int]) -> list[int]:
-        """A column's values, from the state before the measured stretch on."""
+        """The values of a column, from the state at the reset on."""
         return [column[self.start - 1] if self.start else 0, *column[self.start :]]
 
     def footprint(self) -> Footprint:
-        """The peak since the last `reset_peak`, by category."""
+        """The peak since the last `reset_peak`, by category, with its timeline."""
         with self.lock:
             peak, peak_reserved, phase, index = self.peak()
             breakdown = self._breakdown(index)
+            # What blocks have in addition to their tensors, so that the parts sum to the peak.
             if self.allocator is not None:
                 breakdown[Category.ROUNDING] = peak - sum(breakdown.values())
             return Footprint(
@@ -199,8 +219,9 @@ class Ledger:
             )
 
     def _breakdown(self, index: int) -> dict[Category, int]:
-        """Bytes by category after the entry `index`, with what existed before the first."""
+        """Bytes by category after the entry `index`, including storages that existed before."""
         breakdown = dict.fromkeys(Category, 0)
+        # A storage without an allocation entry was counted by `existed`.
         entries = zip(self._numbers, self._changes, strict=True)
         born = {number for number, change in entries if change > 0}
         for storage in self.storages:
@@ -214,6 +235,7 @@ class Ledger:
     def _timeline(self, peak_index: int) -> Timeline:
         columns = {name: i for i, name in enumerate(Category)}
         numbers, phases = self._numbers[self.start :], self._phases[self.start :]
+        # [moments, categories]: row 0 is the state at the reset, and each row adds one entry.
         levels = np.zeros((len(numbers) + 1, len(columns)), np.int64)
         levels[0] = list(self._breakdown(self.start - 1).values())
         categories = [columns[self.storages[number].category] for number in numbers]
@@ -230,7 +252,9 @@ class Ledger:
         )
 
     def _lives(self) -> list[Allocation]:
-        """Everything that lived from the entry `start` on, in the order of birth."""
+        """Every storage that lived in the measured part, in the order of allocation."""
+        # Moment 0 is the state at the reset. What was allocated before it counts from there; what
+        # was also freed before it has 0 twice and is left out.
         born: dict[int, int] = {}
         died: dict[int, int] = {}
         changes = zip(self._numbers, self._changes, strict=True)
@@ -253,7 +277,10 @@ class Ledger:
 
 @functools.cache
 def operation_name(operation: Any) -> str:
-    """`aten.mm`, in PyTorch's words; a name stays."""
+    """The name of an operation, such as `aten.mm`; a string is returned unchanged.
+
+    None, for a storage that no operation was seen to make, gives "made before".
+    """
     if operation is None:
         return "made before"
     return operation if isinstance(operation, str) else str(operation.overloadpacket)

@@ -1,8 +1,12 @@
-"""torch.nn.functional.linear_cross_entropy, as the products and buffers that it is made of.
+"""torch.nn.functional.linear_cross_entropy, as the matrix products and buffers that it consists of.
 
-To PyTorch's dispatcher it is one operator, which shows what it gives and hides what it takes while
-it runs. It is written in Python (torch/nn/modules/linear_cross_entropy.py), and that code runs here
-where a tracer sees it, on the same tensors in the same order.
+To PyTorch's dispatcher it is a single custom operator: a dispatch mode does not see the buffers
+that it allocates while it runs. The operator is written in Python
+(torch/nn/modules/linear_cross_entropy.py). Here that code runs under the tracer, on the same
+tensors in the same order.
+
+Known limitation: only reductions to a scalar are covered, not `reduction="none"`, which has an
+operator of its own.
 """
 
 import contextlib
@@ -15,21 +19,24 @@ from memlab.trace.patches import dispatched
 _module: Any = None
 try:
     from torch.nn.modules import linear_cross_entropy as _module
-except ImportError:  # before PyTorch 2.13
+except ImportError:  # PyTorch before 2.13
     _module = None
 
 KEYS = ("AutogradCPU", "AutogradCUDA")
 
 
 class _InParts(torch.autograd.Function):
-    """The operator, with PyTorch's own forward pass, backward pass and what it keeps.
+    """The operator with PyTorch's own forward, `setup_context` and backward functions.
 
-    As there (torch/_library/autograd.py), the backward pass is given zeros for the gradients of the
-    other results, which are the gradients of input and weight themselves.
+    Besides the loss, it returns the gradients of input, weight and bias, computed in the forward
+    pass. As in `make_autograd_impl` (torch/_library/autograd.py), the backward pass gets zeros for
+    the gradients of these outputs.
     """
 
     @staticmethod
     def forward(*inputs: Any) -> Any:
+        # The operator has one argument more than the function: `allow_retain_graph`, which only
+        # the backward pass reads.
         *given, _, of_input, of_weight, of_bias = inputs
         accumulate = _module._linear_cross_entropy_batch_chunked_accumulator
         return accumulate(*given, of_input, of_weight, of_bias)
@@ -44,6 +51,10 @@ class _InParts(torch.autograd.Function):
 
 
 def seen_in_parts() -> contextlib.AbstractContextManager[None]:
-    """Let the operator run where modes see what it does."""
+    """Let the operator run as Python code above the dispatch modes, which then see its parts.
+
+    Nothing is replaced in PyTorch before 2.13, which does not have it.
+    """
+    # At the autograd keys, because modes only see what is dispatched below them.
     name, keys = "_linear_cross_entropy_batch_chunked", KEYS if _module else ()
     return dispatched(("torch_nn", name, lambda *a: _InParts.apply(*a), key) for key in keys)

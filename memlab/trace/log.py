@@ -1,4 +1,9 @@
-"""What happened to memory, told without storage numbers, so that logs can be compared."""
+"""Allocation logs of two optimizer steps: made from a ledger, split, compared and replayed.
+
+A `Log` holds events without storage numbers (`memlab.trace.events`), so the logs of different runs
+can be compared. `named` gives the events their storages again, and `replay` passes them to a ledger
+or an allocator.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,9 @@ from memlab.trace.events import OUTSIDE, Alloc, Free, Marker, TraceEvent
 from memlab.trace.ledger import Ledger
 from memlab.units import round_up
 
-# Clipping stacks the norms of all trained weights, whose number is another at each depth, and ranks
-# add up their powers: a log has the bytes of one norm, as a negative number, in place of the sum.
+# Gradient clipping stacks the norms of all trained weights, and several ranks add up powers of the
+# norms. Such a tensor grows with the number of weights, which differs at each depth. So a log has
+# the bytes of a single norm instead, as a negative number: -4 for fp32.
 NORMS = {
     "aten.stack",
     "aten.pow",
@@ -23,22 +29,23 @@ NORMS = {
     "_c10d_functional.wait_tensor",
 }
 NORM_BYTES = (2, 4, 8)
-UPDATE = -1  # in place of the number of a micro-batch, of what an update does
+UPDATE = -1  # as `Work.micro_batch`: the work of clipping and of the optimizer step
 
-# What happens, and to which storage: a number, or another name of one that a log does not have.
+# (name of the storage, event): any hashable name, such as a number; None for markers.
 Event = tuple[object, TraceEvent]
 
 
 @dataclass(frozen=True)
 class Log:
-    """The steps of two optimizer steps, of which the second is measured.
+    """The events of two optimizer steps; the second one is measured.
 
-    Deaths between two births stand in the order of the births: nobody can tell the difference
-    afterwards, and autocast drops its copies in the order of their addresses, another each time.
+    Frees between two allocations are sorted by the order in which their storages were allocated.
+    Their own order has no effect on memory, and it varies between runs: autocast drops its cached
+    copies in the order of their addresses.
 
-    weights: how many parameters there are of (so many elements, trainable or not).
-    assumptions: those of the run, as `memlab.footprint.Footprint` has them.
-    work: what the second step's operators do (`memlab.trace.work.Work`) -> how often.
+    steps: the events. weights: (elements, trainable) -> number of parameters.
+    assumptions: those of the run, as in `memlab.footprint.Footprint`.
+    work: work of an operator in the second step (`memlab.trace.work.Work`) -> how often.
     """
 
     steps: list[TraceEvent]
@@ -48,12 +55,12 @@ class Log:
 
     @property
     def parameters(self) -> int:
-        """How many weights the model has."""
+        """Number of weights of the model, in elements."""
         return sum(elements * times for (elements, _), times in self.weights.items())
 
     @property
     def trainable_parameters(self) -> int:
-        """How many of them are trained."""
+        """Number of weights that are trained, in elements."""
         return sum(elements * times for (elements, free), times in self.weights.items() if free)
 
     @classmethod
@@ -62,8 +69,8 @@ class Log:
     ) -> Log:
         """The log of a ledger in which a model with these weights was trained.
 
-        numbered: whether modules keep the number of their layer, so that layers differ. work: see
-        there.
+        weights, work: as in the class. numbered: whether module names keep the numbers of layers.
+        Without them, equal events of different layers are equal.
         """
         marks: dict[int, list[Marker]] = defaultdict(list)
         for at, mark in (ledger.start, Marker.RESET), *ledger.marks:
@@ -76,6 +83,7 @@ class Log:
         replaced = _modules_of_replaced(ledger.entries)
 
         def bury() -> None:
+            # Write the frees that have been collected, in the order of their allocations.
             for number, phase in sorted(dying):
                 birth = births[number]
                 steps.append(
@@ -84,7 +92,10 @@ class Log:
             dying.clear()
 
         for at, (storage, change, phase, *_) in enumerate(ledger.entries):
-            learning |= phase == Phase.BACKWARD  # before it nothing has gradients to clip
+            # Before the first backward pass there are no gradients to clip. A tensor that has the
+            # size of all norms by chance, such as rotary frequencies, is something else.
+            learning |= phase == Phase.BACKWARD
+            # Frees are collected up to the next allocation, marker or change of phase.
             if dying and (change > 0 or phase != dying[-1][1] or at in marks):
                 bury()
             steps += marks.pop(at, ())
@@ -92,6 +103,7 @@ class Log:
                 module = replaced.get(storage.number, storage.module)
                 module = module if numbered else re.sub(r"\.\d+", ".*", module)
                 norms = learning and storage.operation in NORMS and storage.module == OUTSIDE
+                # Norms of `free` trained weights: bytes of each, and no remainder.
                 of_each, rest = divmod(change, free) if norms and free else (0, 0)
                 nbytes = -of_each if of_each in NORM_BYTES and not rest else change
                 birth = Alloc(
@@ -114,7 +126,10 @@ class Log:
         return cls(steps, weights, tuple(ledger.assumptions), Counter(work))
 
     def events(self) -> Iterator[Event]:
-        """Every step with the number of the birth that it is, or that it ends; None for marks."""
+        """Every event, with the name of the storage that it allocates or frees; None for markers.
+
+        Norms have the bytes of all trained weights again.
+        """
         free = trained(self.weights)
         for number, step in named(self.steps):
             if type(step) is Alloc and step.nbytes < 0:
@@ -122,10 +137,13 @@ class Log:
             yield number, step
 
     def halves(self) -> tuple[Log, ...]:
-        """What is made in the passes, and what in the updates, each with its deaths and its work.
+        """Split the log in two: forward and backward passes, and optimizer steps.
 
-        The one does not depend on the other: a `memlab.trace.trace.Trace` joins halves of two logs.
+        Each half has the frees of its storages, and its work. Neither depends on the other, so
+        `memlab.trace.trace.Trace` can join halves of two logs.
         """
+        # A storage belongs to the half that allocates it, wherever it is freed. The markers UPDATE
+        # and UPDATED go to both halves, to say where they are joined.
         halves: tuple[list[Event], ...] = ([], [])
         updated: set[object] = set()
         inside = False
@@ -148,15 +166,18 @@ class Log:
 
 
 def _modules_of_replaced(entries: Iterable[tuple]) -> dict[int, str]:
-    """Weights made outside any module that others replace -> the modules of these.
+    """Numbers of weights allocated outside any module -> the module of the weight replacing each.
 
-    Empty but for adapters of a mixture's experts. PEFT makes these after all others, and casts all
-    of them layer by layer; others are replaced in the order in which they were made.
+    Only for the LoRA adapters of a mixture's experts, otherwise empty. PEFT adds these after all
+    other adapters (`_inject_parameters` in peft/tuners/tuners_utils.py). It then casts all adapters
+    layer by layer (`cast_adapter_dtype`), so they are not replaced in the order of allocation. All
+    other weights are, so their order identifies them.
     """
     modules: dict[int, str] = {}
     last = None
     for storage, change, phase, *_ in entries:
         weight = storage.category is Category.PARAMETERS
+        # A cast allocates the new weight, then frees the old one, with nothing allocated between.
         if change > 0:
             last = storage if weight else None
         elif last is not None and weight and phase is Phase.FORWARD and storage.module == OUTSIDE:
@@ -165,7 +186,7 @@ def _modules_of_replaced(entries: Iterable[tuple]) -> dict[int, str]:
 
 
 def named(steps: Iterable[TraceEvent]) -> Iterator[Event]:
-    """Every step with the place of the birth that it is, or that it ends; None for marks."""
+    """Every event, named by the index of the event that allocates its storage; None for markers."""
     living: dict[Alloc, _LiveStorages] = defaultdict(_LiveStorages)
     for number, step in enumerate(steps):
         if type(step) is Alloc:
@@ -178,7 +199,7 @@ def named(steps: Iterable[TraceEvent]) -> Iterator[Event]:
 
 
 def renumbered(events: Iterable[Event]) -> list[TraceEvent]:
-    """The steps of a part of a log; a free counts among the storages that live in this part."""
+    """The events of a part of a log, each `Free.which` counted among the storages of this part."""
     living: dict[Alloc, _LiveStorages] = defaultdict(_LiveStorages)
     steps: list[TraceEvent] = []
     for number, step in events:
@@ -192,23 +213,25 @@ def renumbered(events: Iterable[Event]) -> list[TraceEvent]:
 
 
 class _LiveStorages(list):
-    """The numbers of live storages with the same allocation, the oldest first."""
+    """The names of the live storages with equal allocations, the oldest first."""
 
-    last = 0  # where the last weight died that was replaced
+    last = 0  # index at which the last replaced weight was freed
 
     def index_of_removed(self, number: object, birth: Alloc, phase: Phase) -> int:
-        """Take a number out; its place among them, as `Free.which` counts it."""
+        """Remove a storage; its index among them, as `Free.which` counts it."""
         place = self.index(number)
         self.pop(place)
         if _is_replaced(birth, phase):
             which, self.last = place - self.last, place
             return which
+        # The backward pass frees activations in reverse: counted from the youngest, their index is
+        # the same for every layer and at every depth.
         living = len(self) + 1
         undone = phase == Phase.BACKWARD and birth.phase == Phase.FORWARD
         return place - living if undone or place > living - place else place
 
     def remove_freed(self, death: Free) -> int:
-        """Take out the storage that a free means; its number."""
+        """Remove the storage that an event frees; its name. The inverse of `index_of_removed`."""
         if not _is_replaced(death.birth, death.phase):
             return self.pop(death.which)
         self.last += death.which
@@ -221,12 +244,12 @@ def _is_replaced(birth: Alloc, phase: Phase) -> bool:
 
 
 def trained(weights: Counter) -> int:
-    """How many tensors are trained."""
+    """Number of tensors that are trained."""
     return sum(times for (_, free), times in weights.items() if free)
 
 
 def replay(events: Iterable[Event], ledger: Ledger | _PeakOnly) -> None:
-    """Let a ledger live through events. Raises what its allocator raises."""
+    """Make the entries of a ledger from events. Raises what its allocator raises."""
     living: dict[object, Any] = {}
     birth, death = ledger.birth, ledger.death
     for which, step in events:
@@ -241,7 +264,7 @@ def replay(events: Iterable[Event], ledger: Ledger | _PeakOnly) -> None:
 
 
 class _PeakOnly:
-    """In the place of a `Ledger` where only an allocator's peak is wanted: takes half the time."""
+    """Replaces a `Ledger` if only an allocator's peak is wanted; halves the time of a replay."""
 
     def __init__(self, allocator: CachingAllocator):
         self.birth = lambda nbytes, category, phase, module, operation, stream, *described: (
@@ -252,7 +275,7 @@ class _PeakOnly:
 
 
 def peak_reserved(events: Iterable[Event], allocator: CachingAllocator) -> int | None:
-    """The most bytes reserved since RESET; None where the allocator runs out of memory."""
+    """The peak of reserved bytes since RESET; None if the allocator runs out of memory."""
     try:
         replay(events, _PeakOnly(allocator))
     except CapacityError:
@@ -261,7 +284,10 @@ def peak_reserved(events: Iterable[Event], allocator: CachingAllocator) -> int |
 
 
 def peak_allocated(events: Iterable[Event]) -> int:
-    """The most bytes of blocks since RESET, which no allocator can be below."""
+    """The peak since RESET of requested bytes, each rounded up to a multiple of 512.
+
+    A lower bound for any allocator: it leaves out the remainder of blocks that are not split.
+    """
     blocks: dict[object, int] = {}
     now = peak = 0
     for which, step in events:

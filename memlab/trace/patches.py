@@ -1,7 +1,8 @@
-"""The register of what memlab replaces in other packages while a card is open or a tracer listens.
+"""The register of everything that memlab replaces in other packages during a simulation or a trace.
 
-All names go through `replaced`, so that they can be listed (`replacements`) and are put back, in
-reverse order, whatever ends the block; kernels of PyTorch's dispatcher through `dispatched`.
+Names are replaced by `replaced` alone, and kernels of PyTorch's dispatcher by `dispatched`. Both
+undo their changes in reverse order, whatever ends the block. `replacements` lists the names that
+are replaced at the moment.
 """
 
 import contextlib
@@ -16,9 +17,9 @@ MISSING = object()
 
 
 class Replacement(NamedTuple):
-    """A name of a module or a class that stands for something else.
+    """An attribute of a module or class that has been replaced.
 
-    original: what it stood for; `MISSING` where there was no such name.
+    original: its value before; `MISSING` if there was no such attribute.
     """
 
     target: Any
@@ -30,16 +31,16 @@ _OPEN: list[Replacement] = []
 
 
 def replacements() -> tuple[Replacement, ...]:
-    """What is replaced now, the first first."""
+    """The open replacements, the oldest first."""
     return tuple(_OPEN)
 
 
 @contextlib.contextmanager
 def replaced(*rows: tuple[Any, str, Any], create: bool = False) -> Iterator[None]:
-    """Let names stand for other objects: rows of (target, name, replacement).
+    """Replace attributes inside the block; rows: (target, name, replacement).
 
-    create: whether a name need not be there. Otherwise AttributeError, which says that a release
-    of that package does not have it.
+    create: whether an attribute may be missing, and is then created. Otherwise a missing one raises
+    AttributeError: the installed release of that package does not have it.
     """
     with contextlib.ExitStack() as stack:
         for target, name, replacement in rows:
@@ -51,15 +52,17 @@ def replaced(*rows: tuple[Any, str, Any], create: bool = False) -> Iterator[None
 
 
 def _close(replacement: Replacement) -> None:
+    # By identity: targets may define `==`, and the same name may be replaced twice.
     del _OPEN[next(i for i, other in enumerate(_OPEN) if other is replacement)]
 
 
 @contextlib.contextmanager
 def dispatched(kernels: Iterable[tuple[str, str, Callable, str]]) -> Iterator[None]:
-    """Let functions stand for operators: rows of (package, operator, function, dispatch key)."""
+    """Register kernels inside the block; rows: (package, operator, function, dispatch key)."""
     libraries: dict[str, torch.library.Library] = {}
     try:
-        with warnings.catch_warnings():  # that there was one
+        # PyTorch warns that a kernel was already registered, which is the point.
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")
             for package, operator, function, key in kernels:
                 if package not in libraries:
@@ -68,4 +71,4 @@ def dispatched(kernels: Iterable[tuple[str, str, Callable, str]]) -> Iterator[No
         yield
     finally:
         for library in libraries.values():
-            library._destroy()
+            library._destroy()  # restores the kernels that were registered before

@@ -1,4 +1,7 @@
-"""What PyTorch's caching allocator keeps: its segments, cut into blocks, and its statistics."""
+"""The state of the caching allocator: segments cut into blocks, free lists and statistics.
+
+`memlab.trace.allocator` and `memlab.trace.expandable` hold the rules that change this state.
+"""
 
 from collections import defaultdict
 from typing import NamedTuple
@@ -7,7 +10,10 @@ from memlab.trace.allocator_blocks import LARGE_ROUND, Block
 
 
 class Counter:
-    """One of the allocator's statistics: its value now, its highest, all that came and went."""
+    """One statistic: current value, peak, and the sums of all increases and all decreases.
+
+    As `increase_stat` and `decrease_stat` of c10/cuda/CUDACachingAllocator.cpp keep them.
+    """
 
     __slots__ = ("current", "peak", "allocated", "freed")
 
@@ -35,11 +41,11 @@ COUNTED = (
 
 
 class Action(NamedTuple):
-    """What the allocator did, by PyTorch's names.
+    """One action of the allocator, under PyTorch's name for it.
 
-    kind: `alloc` and `free` with the bytes that were requested, `segment_alloc` and
-        `segment_free`, of expandable segments `segment_map` and `segment_unmap`, and `oom` with
-        the bytes left on the device in the place of an address.
+    kind: `alloc` and `free`, with the requested bytes; `segment_alloc` and `segment_free`;
+        `segment_map` and `segment_unmap` for expandable segments; and `oom`, which has the bytes
+        left on the device in place of an address.
     """
 
     kind: str
@@ -48,7 +54,7 @@ class Action(NamedTuple):
 
 
 class Segments:
-    """The memory that is taken from a device, as of `memlab.trace.allocator.CachingAllocator`."""
+    """The memory taken from a device. Parameters: see `memlab.trace.allocator.CachingAllocator`."""
 
     def __init__(
         self,
@@ -59,25 +65,28 @@ class Segments:
     ):
         self.expandable_segments = expandable_segments
         self._device_memory = device_memory or capacity
-        # (stream, small) -> the addresses of blocks without memory, ascending
+        # (stream, small) -> start addresses of blocks without memory, ascending
         self._unmapped: dict[tuple[int, bool], list[int]] = {}
         self.capacity, self.statistics = capacity, statistics
         self.allocated = self.reserved = self.peak_reserved = 0
         self.retries = self.ooms = self.flushes = self.device_allocs = self.device_frees = 0
         self.blocks: dict[int, Block] = {}
         self.trace: list[Action] = []
-        # (stream, small) -> the free blocks of a pool, as (size, address)
+        # (stream, small) -> the free blocks of a pool, sorted as (size, address)
         self._free: dict[tuple[int, bool], list[tuple[int, int]]] = defaultdict(list)
         self._counters = {name: {pool: Counter() for pool in POOLS} for name in COUNTED}
-        self._counters_of = {  # by small: the counters that a change of a statistic moves
+        # Whether small -> statistic -> the two counters that a change moves. A table, because
+        # counting is part of the inner loop.
+        self._counters_of = {
             small: {
                 name: (pools["all"], pools["small_pool" if small else "large_pool"])
                 for name, pools in self._counters.items()
             }
             for small in (True, False)
         }
-        # cudaMalloc was seen to hand out descending addresses, and best fit breaks ties by the
-        # lower one; segments never touch, so only their order matters.
+        # On real GPUs, cudaMalloc was seen to return descending addresses. The order matters,
+        # because best fit breaks ties by the lower address. The values do not: segments never
+        # touch, as `_new_addresses` leaves a gap.
         self._next_segment = 1 << 47
 
     def _note(self, kind: str, address: int, nbytes: int) -> None:
@@ -91,7 +100,7 @@ class Segments:
             counter.add(change)
 
     def _reserve(self, action: str, small: bool, address: int, nbytes: int) -> None:
-        """Take so many bytes from the device, or give them back, where the number is negative."""
+        """Take `nbytes` bytes from the device; a negative number returns them."""
         self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         if nbytes > 0:
@@ -109,7 +118,7 @@ class Segments:
         return self.capacity is not None and self.reserved + segment > self.capacity
 
     def _cut(self, block: Block, size: int) -> Block:
-        """Cut a block behind so many bytes: the rest, which is in no pool's cache yet."""
+        """Cut a block after `size` bytes; the remainder, which is not in the free list yet."""
         rest = Block(
             block.address + size, block.size - size, block.small, block.segment, block.pool
         )

@@ -1,7 +1,9 @@
-"""The ledger in the form of PyTorch's memory snapshots, which its viewer opens.
+"""Export of a ledger as a PyTorch memory snapshot, which pytorch.org/memory_viz opens.
 
-The form is described at `torch.cuda.memory._snapshot`; `torch.cuda._memory_viz` and the page
-pytorch.org/memory_viz read it. Addresses are the simulation's own, and its clock counts actions.
+The format is documented at `torch.cuda.memory._snapshot`, and `torch.cuda._memory_viz` reads it,
+too. Addresses are simulated, and `time_us` counts actions.
+
+Known limitation: every segment and action is shown on stream 0.
 """
 
 from typing import Any
@@ -12,10 +14,10 @@ from memlab.trace.ledger import Ledger, Storage
 
 
 def take_snapshot(ledger: Ledger) -> dict:
-    """Segments as they are now, and every action of the allocator from the beginning.
+    """The current segments, and every action of the allocator since the ledger was made.
 
-    ledger: one with an allocator. In the place of a stack, the frames of a piece of memory are
-    the operation that made it, the module and its path, and the category.
+    In place of a Python stack, the frames of an allocation are the operation that made it, the path
+    of its module, and its category. Raises ValueError for a ledger without an allocator.
     """
     if ledger.allocator is None:
         raise ValueError("a snapshot needs a ledger with an allocator")
@@ -31,7 +33,8 @@ def _segments(ledger: Ledger, allocator: CachingAllocator) -> list[dict]:
     owners = {s.address: s for s in ledger.storages if s.address is not None}
     segments = []
     for head in sorted(allocator.blocks.values(), key=lambda block: block.address):
-        # Of an expandable segment each stretch with memory is one.
+        # As in `DeviceCachingAllocator::snapshot` (c10/cuda/CUDACachingAllocator.cpp), each mapped
+        # range of an expandable segment counts as a segment.
         if not head.is_mapped or head.before is not None and head.before.is_mapped:
             continue
         blocks: list[dict] = []
@@ -70,7 +73,7 @@ def _segments(ledger: Ledger, allocator: CachingAllocator) -> list[dict]:
 def _trace(ledger: Ledger, allocator: CachingAllocator) -> list[dict]:
     entries: list[dict] = []
     owners: dict[int, Storage] = {}
-    allocated = iter(ledger.storages)  # in the order of their requests
+    allocated = iter(ledger.storages)  # one for each `alloc` of the trace, in the same order
 
     def add(action: str, address: int, nbytes: int, frames: list[dict], **more: Any) -> None:
         place = {"device_free": address} if action == "oom" else {"addr": address}
@@ -84,6 +87,7 @@ def _trace(ledger: Ledger, allocator: CachingAllocator) -> list[dict]:
             owners[address] = storage = next(allocated)
             add(action, address, nbytes, _frames(storage), category=str(storage.category))
         elif action == "free":
+            # PyTorch logs both. They differ only while another stream still uses the block.
             frames = _frames(owners.pop(address))
             add("free_requested", address, nbytes, frames)
             add("free_completed", address, nbytes, frames)
@@ -93,7 +97,7 @@ def _trace(ledger: Ledger, allocator: CachingAllocator) -> list[dict]:
 
 
 def _frames(storage: Storage) -> list[dict]:
-    """The innermost first, as in a stack."""
+    """The frames of an allocation, the innermost first, as in a stack."""
     names = (
         ("operation", storage.operation),
         ("module", storage.module),

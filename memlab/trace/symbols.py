@@ -1,9 +1,11 @@
-"""Sizes as products of symbols: micro-batch, length, LoRA rank, positions, window.
+"""Tensor sizes as products of symbols: micro-batch, length, LoRA rank, positions, window.
 
-A training at chosen sizes makes tensors whose bytes say by their prime factors which sizes are in
-them, also where a kernel rounds the length up. `Symbols` reads such numbers into terms, and terms
-give the bytes at any other sizes. Nothing is fitted: what is no product of the chosen sizes is a
-constant.
+A training is recorded at sizes that each have a large prime factor of their own. The prime factors
+of a tensor's bytes then show which sizes are in it, even if a kernel has rounded the length up.
+`Symbols` reads numbers into terms, and a term gives the number at any other sizes. Nothing is
+fitted: a number that is no product of the chosen sizes is a constant.
+
+Known limitation: sums of sizes are not found, except for the length plus or minus 1.
 """
 
 from __future__ import annotations
@@ -15,44 +17,48 @@ from typing import Any, NamedTuple
 
 from memlab.trace.reductions import Reduction
 
-# What kernels, masks and chunks of linear attention round lengths up to.
+# Multiples to which kernels, masks and chunks of linear attention round lengths up.
 ROUNDED = (8, 16, 32, 64, 128)
-ALIGNED = 16  # the largest power of two that matters to which events happen
-LEAST, MOST = 23, 20_000  # the smallest prime that tells a length, and the longest length
-FEWEST = 11  # sequences
-RANK_UNIT = 16  # in a rank, so that adapters are whole blocks of 8-bit states
-TOKENS = 2**18  # of a micro-batch: the values of more are not known (memlab.card.known_values)
-APART = 512  # positions or a window differ so much from the length
-SHIFTS = 1, -1, 2  # labels are shifted by one; a causal convolution of 3 tokens (LFM2) pads by two
-POSITIONS_SHIFT = 2  # the learned positions of OPT and BART begin after two that are not used
+ALIGNED = 16  # divisibility by larger powers of two does not change which events happen
+LEAST, MOST = 23, 20_000  # the smallest prime that identifies a length, and the longest length
+FEWEST = 11  # the smallest prime that is used at all, so the smallest chosen batch of several
+RANK_UNIT = 16  # factor of a chosen rank, so that adapters are whole blocks of 8-bit states
+TOKENS = 2**18  # limit of a micro-batch: memlab.card.known_values keeps no more values per tensor
+APART = 512  # least difference of the positions, and of the window, from the length
+# What is added to a length: labels are shifted by one, and LFM2's causal convolution of 3 tokens
+# pads by two (`Lfm2ShortConv` in transformers' modeling_lfm2.py).
+SHIFTS = 1, -1, 2
+# What is added to the positions: the tables of OPT and BART begin with two unused rows
+# (`OPTLearnedPositionalEmbedding.offset`).
+POSITIONS_SHIFT = 2
 
-Factors = Mapping[str, Any]  # name -> whole number, or any, where many are tried at once
+Factors = Mapping[str, Any]  # name -> integer, or a float where many sizes are tried
 
 
 class ReductionBytes(NamedTuple):
-    """The buffer of a sum along rows (`memlab.trace.reductions`), as a factor of a term."""
+    """The bytes of the buffer of a sum along rows (`memlab.trace.reductions`), as a factor."""
 
     rows: Term
     columns: Term
 
     def at(self, factors: Factors) -> int:
-        """Its bytes with these factors, of which T is how many threads the card holds at once."""
+        """The bytes with these factors; T is how many threads the GPU keeps resident at once."""
         return Reduction(self.rows.at(factors), self.columns.at(factors)).buffer(int(factors["T"]))
 
 
 class Term(NamedTuple):
-    """constant / divisor times powers of factors, each (name, or sums, and exponent)."""
+    """constant / divisor times powers of factors, each (name or buffer of a sum, exponent)."""
 
     constant: int
     divisor: int
     powers: tuple[tuple[str | ReductionBytes, int], ...]
 
     def at(self, factors: Factors, item: int = 1) -> int:
-        """The number with these factors (`factors_of`), rounded up to whole items."""
+        """The number with these factors (`factors_of`), rounded up to a multiple of `item`."""
         return -(-self.times(factors) // (self.divisor * item)) * item
 
     def times(self, factors: Factors) -> Any:
-        """The number before it is divided."""
+        """The number before the division by `divisor`."""
         value: Any = self.constant
         for name, exponent in self.powers:
             number = factors[name] if isinstance(name, str) else name.at(factors)
@@ -61,9 +67,9 @@ class Term(NamedTuple):
 
 
 def factors_of(sizes: Factors) -> dict[str, Any]:
-    """What sizes are found as in the number of a tensor's elements.
+    """Every form in which sizes occur in the number of a tensor's elements.
 
-    The length s also shifted (`SHIFTS`) and rounded up, the positions P also shifted.
+    The length s also occurs shifted (`SHIFTS`) and rounded up, as `s~64`; the positions P shifted.
     """
     length = sizes["s"]
     shifted = {f"s{shift:+}": length + shift for shift in SHIFTS}
@@ -73,25 +79,27 @@ def factors_of(sizes: Factors) -> dict[str, Any]:
 
 
 class Symbols:
-    """The chosen sizes, and what a number at these sizes is made of."""
+    """The chosen sizes; reads numbers at these sizes into terms."""
 
     def __init__(self, sizes: Mapping[str, int]):
         self.sizes = dict(sizes)
         factors: dict[int, str] = {}
         for name, value in factors_of(sizes).items():
             if value > 1:
-                factors.setdefault(value, name)  # a rounded length that is the length is s
+                # A rounded length that equals the length is read as s: s comes first of all forms.
+                factors.setdefault(value, name)
         primes = [(name, value, largest_prime(value)) for value, name in factors.items()]
-        # The largest prime first: a small one is the likeliest to be in a constant, too.
+        # The largest prime first, because a small one is more likely to occur in a constant, too.
         self._factors = sorted(primes, key=lambda factor: -factor[2])
         self._terms: dict[tuple[int, bool, bool], Term] = {}
 
     def term(self, number: int, whole: bool = False, of_model: bool = False) -> Term:
-        """The number, at least 0, as a product of sizes and a constant.
+        """A number, at least 0, as a product of sizes and a constant.
 
-        whole: it is a whole number of times the product of some sizes, as operations are. Then a
-        prime too many is its own: the five products of an attention's backward pass are no further
-        size of a head. of_model: whether batch and length are not in it.
+        whole: whether sizes occur only as whole factors, as in a number of operations. A prime on
+        its own then belongs to the constant. So the five products of attention's backward pass are
+        not read as part of a head size that has the prime 5. of_model: whether the number depends
+        on neither batch nor length.
         """
         key = number, whole, of_model
         if key not in self._terms:
@@ -104,8 +112,11 @@ class Symbols:
             if of_model and name[0] in "bs":
                 continue
             exponent = 0
-            while left % value == 0:  # whole, so that it takes along the primes of other sizes
+            # First the whole size, because other sizes may have its smaller primes, too.
+            while left % value == 0:
                 left, exponent = left // value, exponent + 1
+            # Then its largest prime alone, as in the number of chunks of 64 tokens, s~64 / 64. The
+            # rest of the size goes into the divisor.
             while not whole and left % prime == 0:
                 left, exponent = left // prime, exponent + 1
                 below *= value // prime
@@ -124,30 +135,34 @@ def chosen_sizes(
     rank: int | None,
     widths: Collection[int] = (),
 ) -> dict[str, int]:
-    """Sizes that can be told from each other and from a model's own numbers.
+    """Sizes with primes of their own, which divide no other size and no number of the model.
 
-    Of b, s, r and of P and w, the positions and the window that a model is to have. own: the
-    numbers of the model. one_sequence: b is 1. alignment: the greatest common divisor of s and
-    `ALIGNED`. inside: s is within the window. rank: the largest r there may be, None for none.
-    widths: those of the model that are chosen, too.
+    The symbols are b (sequences), s (length), r (LoRA rank), and P and w, the positions and the
+    window that the model is given. own: the numbers of the model. one_sequence: b is 1. alignment:
+    the greatest common divisor of s and `ALIGNED`. inside: s is shorter than the window. rank: the
+    largest allowed r, None for no adapters. widths: widths of the model that are chosen, too.
 
-    Raises ValueError where there are none.
+    Raises ValueError if there are no such sizes.
     """
     own = {number for number in own if number > 1}
+    # Primes that divide none of the model's numbers.
     free = [prime for prime in _primes() if all(number % prime for number in own)]
     taken, primes = set(free), {largest_prime(width) for width in widths}
     for length, telling in _lengths(alignment):
         if not telling <= taken - primes:
             continue
+        # The other sizes take primes that divide no form of the length.
         others = factors_of({"s": length}).values()
         left = [prime for prime in free if all(value % prime for value in others)]
         sizes = {"s": length, "b": 1}
         if rank is not None:
             unit = RANK_UNIT if rank >= RANK_UNIT * FEWEST else 1
+            # 0 if no prime fits, and this length is given up below.
             sizes["r"] = unit * max((p for p in left if p * unit <= rank), default=0)
             left = [p for p in left if p * unit != sizes["r"]]
         if not one_sequence:
             sizes["b"] = next((p for p in left if p * length <= TOKENS), 0)
+        # P is above the length, and w is above it or below it. P's shifted form needs a prime, too.
         unused = set(left) - {largest_prime(size) for size in sizes.values()}
         longer = [p for p in left if p > length + APART]
         positions = [p for p in longer if largest_prime(p + POSITIONS_SHIFT) in unused][:1]
@@ -166,9 +181,10 @@ def _primes() -> list[int]:
 
 @functools.cache
 def _lengths(alignment: int) -> list[tuple[int, set[int]]]:
-    """Lengths of which each form has a large prime that divides no other; with these primes."""
+    """(length, primes) of all lengths whose forms each have a large prime that divides no other."""
     chosen = []
     for length in range(alignment, MOST, alignment):
+        # Forms rounded to a smaller unit are the length itself.
         rounded = [-(-length // unit) * unit for unit in ROUNDED if unit > alignment]
         forms = {length, *(length + shift for shift in SHIFTS), *rounded}
         if math.gcd(length, ROUNDED[-1]) != alignment or len(forms) <= len(SHIFTS) + len(rounded):
@@ -181,7 +197,7 @@ def _lengths(alignment: int) -> list[tuple[int, set[int]]]:
 
 
 def largest_prime(number: int) -> int:
-    """The largest prime that divides a number; 1 of 1."""
+    """The largest prime factor of a number; 1 for 1."""
     largest, divisor = 1, 2
     while divisor * divisor <= number:
         while number % divisor == 0:

@@ -1,4 +1,8 @@
-"""What a tensor is made of, where it lies, and who else holds it."""
+"""Questions about a tensor: its inner tensors, its device, and whether autograd may reuse it.
+
+A fake tensor is on the simulated GPU unless its storage is marked as being on the host. The mark
+is on the storage so that all views share it.
+"""
 
 import functools
 from collections.abc import Container, Iterable
@@ -12,12 +16,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 @functools.cache
 def is_wrapper_subclass(kind: type) -> bool:
-    """Whether tensors of a class are made of others, as DTensor is of this rank's part."""
+    """Whether tensors of a class wrap other tensors, as a DTensor wraps the local shard."""
     return is_traceable_wrapper_subclass_type(kind)
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that hold a tensor's data: itself, or those that it is made of."""
+    """The tensors that hold a tensor's data: itself, or those that it wraps, at any depth."""
     if not is_wrapper_subclass(type(tensor)):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -27,14 +31,17 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that torch.func's transforms, such as vmap and grad, have wrapped."""
+    """The tensor inside the wrappers of torch.func's transforms, such as vmap and grad."""
     while not isinstance(tensor, FakeTensor) and is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     return tensor
 
 
 def on_card(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory is a simulated card's: every fake one's that is not on the host."""
+    """Whether a tensor is on the simulated GPU: it is fake, and not marked as being on the host.
+
+    Tensors on the meta device are on neither.
+    """
     tensor = without_transforms(tensor)
     if not isinstance(tensor, FakeTensor):
         return is_wrapper_subclass(type(tensor)) and any(map(on_card, inner_tensors(tensor)))
@@ -42,22 +49,22 @@ def on_card(tensor: torch.Tensor) -> bool:
 
 
 def is_on_host(data: torch.UntypedStorage) -> bool:
-    """Whether a storage of a fake tensor lies on the host."""
+    """Whether the storage of a fake tensor is marked as being on the host."""
     return hasattr(data, "_memlab_on_host")
 
 
 def place_on_host(tensor: Any) -> None:
-    """From now on a fake tensor's storage, and every view of it, lies on the host."""
+    """Mark the storage of a fake tensor, and so every view of it, as being on the host."""
     tensor.untyped_storage()._memlab_on_host = True
 
 
 def is_gathered(data: torch.UntypedStorage) -> bool:
-    """Whether a storage holds parameters of all ranks, for as long as a layer needs them."""
+    """Whether a storage holds parameters that FSDP has gathered from all ranks for a layer."""
     return hasattr(data, "_memlab_gathered")
 
 
 def tensors_in(values: Iterable) -> list[torch.Tensor]:
-    """The tensors among values, and in lists of them."""
+    """The tensors among values, and in nested lists and tuples of them."""
     tensors = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -68,13 +75,13 @@ def tensors_in(values: Iterable) -> list[torch.Tensor]:
 
 
 def sole_summand(args: tuple, out: torch.Tensor, live: Container[int]) -> torch.Tensor | None:
-    """The summand whose memory autograd would take for a sum of gradients, None for none.
+    """The summand whose storage autograd would reuse for a sum of gradients, or None.
 
-    Where two paths of the graph meet, autograd adds their gradients. It reuses the first one's
-    memory when nobody else holds it, except under a dispatch mode such as the tracer
-    (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp). So the log follows what
-    happens without the tracer: the sum takes over the storage of the first. live: the storages that
-    are counted, by their addresses.
+    Where two paths of the graph meet, autograd adds their gradients. It adds in place, into the
+    first one, if nothing else refers to that tensor. Under a dispatch mode, such as the tracer's,
+    it never does (`accumulate` and `can_accumulate_inplace` in
+    torch/csrc/autograd/input_buffer.cpp). The log follows what happens without the tracer: the sum
+    takes over the first one's storage. live: the counted storages, by `_cdata`.
     """
     first, second = args[0], args[1]
     if not isinstance(second, torch.Tensor) or first.shape != second.shape:
@@ -82,6 +89,7 @@ def sole_summand(args: tuple, out: torch.Tensor, live: Container[int]) -> torch.
     if first.dtype != out.dtype:
         return None
     storage = first.untyped_storage()
+    # The storage must be unshared, too: if the gradient is a view, its base may hold the storage.
     is_alone = (
         first._use_count() <= SOLE_TENSOR_USES
         and torch._C._storage_Use_Count(storage._cdata) <= SOLE_STORAGE_USES
@@ -89,16 +97,17 @@ def sole_summand(args: tuple, out: torch.Tensor, live: Container[int]) -> torch.
     return first if storage._cdata in live and is_alone else None
 
 
-# How many references a gradient has, seen from the dispatch of the addition, when the autograd
-# engine alone holds it: the engine's buffer and the dispatcher's copies of the argument.
-# tests/trace/test_tracer.py compares the result with the profiler, under which no mode is active.
+# References to a gradient that only the autograd engine holds, while the addition is dispatched.
+# They come from the engine's buffer and from the dispatcher's copies of the argument.
+# tests/trace/test_tracer.py compares the resulting peaks with PyTorch's profiler, under which no
+# mode is active.
 SOLE_TENSOR_USES = 4
 SOLE_STORAGE_USES = 2
 
-# How the derivatives of indexing, gathering, sorting and of a maximum fill zeros: in place, except
-# under a dispatch mode (`areAnyTensorSubclassLike`, aten/src/ATen/TensorSubclassLikeUtils.h, which
-# `gather_backward`, `index_backward` and `value_selecting_reduction_backward` ask). The log follows
-# what happens without the tracer.
+# The backward passes of indexing, gathering, sorting and of a maximum write into zeros with these
+# operators. They do so in place, except under a dispatch mode: `gather_backward`,
+# `index_backward` and `value_selecting_reduction_backward` ask `areAnyTensorSubclassLike`
+# (aten/src/ATen/TensorSubclassLikeUtils.h). The log follows what happens without the tracer.
 FILLS_ZEROS = frozenset(
     (
         torch.ops.aten.index_add.default,

@@ -1,7 +1,11 @@
-"""One trace for all sizes: what a training does to memory, with sizes as symbols.
+"""One trace for all sizes: the allocation log of a training, with sizes as symbols.
 
-A `Trace` holds the log of a training at sizes that can be told apart (`memlab.trace.symbols`). `at`
-puts other sizes in, in milliseconds, and an allocator serves the log like any other.
+A `Trace` holds a log that was recorded at sizes with distinct prime factors
+(`memlab.trace.symbols`) and for any depth (`memlab.trace.layered`). `Trace.at` gives the log at
+other sizes in milliseconds, and an allocator replays it like any other.
+
+Known limitation: a trace holds for sizes at which the same events happen
+(`memlab.predict.structure.TraceDomain`).
 """
 
 import functools
@@ -19,19 +23,19 @@ from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Event, Log, named, trained
 from memlab.trace.symbols import ReductionBytes, Symbols, Term, factors_of
 
-# (name of the storage, place of the kind) of every step.
+# (name of the storage, index into the kinds) of every event; the name is None for markers.
 Steps = list[tuple[object, int]]
 
-# What has the sizes of weights, whatever the batch.
+# Categories whose sizes depend on the weights alone, not on batch or length.
 OF_MODEL = {Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATES}
 
 
 class PhaseTrace:
-    """The passes or the updates of a training, for all sizes and depths.
+    """The forward and backward passes, or the optimizer steps, of a training, for all sizes.
 
-    log: at `sizes`, the chosen values of the symbols; None where the log has
-    concrete sizes. batches:
-    its micro-batches in a step. workspace: bytes of the card's on which it was recorded.
+    log: recorded at `sizes`. sizes: the chosen values of the symbols; None if the log holds for its
+    own sizes only. batches: micro-batches per step of the log. workspace: bytes of a cuBLAS
+    workspace on the GPU of the recording.
     """
 
     def __init__(
@@ -41,35 +45,37 @@ class PhaseTrace:
         self.symbols = Symbols(sizes) if sizes else None
 
     def read(self, number: int, **known: bool) -> Term:
-        """A number at the chosen sizes, as a product of symbols. known: as for `Symbols.term`."""
+        """A number at the chosen sizes as a term; known: keywords of `Symbols.term`."""
         return self.symbols.term(number, **known) if self.symbols else Term(number, 1, ())
 
     def term(self, birth: Alloc) -> Term:
-        """The bytes of what is born, in symbols.
+        """The bytes of an allocation as a term.
 
-        `W` is a workspace, `T` the threads that the card holds, `n` the tensors that train.
+        Besides sizes, its symbols are `W` (bytes of a cuBLAS workspace), `T` (threads that the GPU
+        keeps resident) and `n` (trained tensors).
         """
         if birth.reduction and self.symbols:
             return Term(1, 1, ((ReductionBytes(*map(self.read, birth.reduction)), 1),))
-        if birth.nbytes < 0:
+        if birth.nbytes < 0:  # the norms of all trained weights: `NORMS` in memlab.trace.log
             return Term(-birth.nbytes, 1, (("n", 1),))
         if birth.category == Category.WORKSPACES:
+            # cuBLAS's depends on the GPU; others, such as cublasLt's, are constant.
             is_of_card = birth.nbytes == self.workspace
             return Term(1, 1, (("W", 1),)) if is_of_card else Term(birth.nbytes, 1, ())
         return self.read(birth.nbytes, of_model=birth.category in OF_MODEL)
 
     def factors(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """The factors of terms at these sizes, and at the chosen ones where these have none."""
+        """All factors that terms may have; a size that is not given has its chosen value."""
         chosen = self.symbols.sizes if self.symbols else {"s": 1}
         return factors_of({"W": self.workspace} | chosen | dict(sizes))
 
     def number(self, sizes: Mapping[str, int]) -> Callable[..., int]:
-        """The function from a number at the chosen sizes to the one at these."""
+        """A function that maps a number at the chosen sizes to the number at these sizes."""
         factors = self.factors(sizes)
         return lambda chosen, **known: self.read(chosen, **known).at(factors)
 
     def bytes_at(self, sizes: Mapping[str, int], norms: int) -> list[int | None]:
-        """The bytes of each kind of step that is a birth, else None. norms: tensors that train."""
+        """The bytes of each kind that is an allocation, else None; norms: trained tensors."""
         factors = self.factors(sizes) | {"n": norms}
         return [
             self.term(kind).at(factors, kind.item) if type(kind) is Alloc else None
@@ -77,7 +83,7 @@ class PhaseTrace:
         ]
 
     def steps(self, patterns: int, batches: int) -> Steps:
-        """(name of the storage, place of the kind) of every step; None for what is no storage."""
+        """Every event at this depth: (name of its storage, None for markers; index of its kind)."""
         order = self.log.order_at(patterns).tolist()
         kinds = self.log.kinds
         names = (name for name, _ in named(kinds[i] for i in order))
@@ -85,43 +91,55 @@ class PhaseTrace:
         return self._with_batches(steps, batches) if batches > self.batches else steps
 
     def _with_batches(self, steps: Steps, batches: int) -> Steps:
-        """With the tokens of so many micro-batches, which come before the first step."""
+        """The events with the tokens of `batches` micro-batches.
+
+        All tokens are allocated before the first step, so the log grows in a single place. There,
+        the events of the last recorded micro-batch's tokens are repeated.
+        """
         kinds, more = self.log.kinds, batches - self.batches
         given = [i for i, (_, kind) in enumerate(steps) if is_given(kinds[kind])]
+        # From the end of the last but one micro-batch's tokens to the end of the last one's.
         start, end = (given[i] + 1 for i in (-1 - len(given) // self.batches, -1))
         born = [name for name, kind in steps[:end] if type(kinds[kind]) is Alloc]
         last = [name for name, kind in steps[start:end] if type(kinds[kind]) is Alloc]
-        # What was made on the way to a batch may die on the way to the next.
+        # A temporary tensor of one micro-batch may be freed while the next one is made. `before`
+        # maps the storages of the last but one micro-batch to those of the last.
         before = dict(zip(born[-2 * len(last) : -len(last)], last, strict=True))
         added = []
         for copy in range(more):
             for name, kind in steps[start:end]:
                 if name in last:
                     name = name, copy
+                # A free of the micro-batch before: in copy 0, that is the last recorded one.
                 elif name in before:
                     name = (before[name], copy - 1) if copy else before[name]
                 added.append((name, kind))
+        # After the copies, frees of the last micro-batch's storages are those of the last copy.
         rest = [((n, more - 1) if n in last else n, kind) for n, kind in steps[end:]]
         return steps[:end] + added + rest
 
 
 class Depth(NamedTuple):
-    """How often a trace repeats: patterns of layers, and micro-batches of a step."""
+    """How often the trace repeats: layer patterns, and micro-batches of a step."""
 
     patterns: int
     batches: int
 
 
 class Trace:
-    """What a training does to memory at all sizes at which the same events happen."""
+    """The log of a training at all sizes at which the same events happen.
+
+    passed: its forward and backward passes. updated: its optimizer steps.
+    """
 
     def __init__(self, passed: PhaseTrace, updated: PhaseTrace):
         self.passed, self.updated = passed, updated
+        # Caches of the instance: both depend on the depth only, and a search asks for many sizes.
         self._joined = functools.lru_cache(maxsize=2)(self._join)
         self._changes = functools.lru_cache(maxsize=2)(self._find_changes)
 
     def at(self, sizes: Mapping[str, int], depth: Depth) -> Log:
-        """The log at these sizes and this depth."""
+        """The log at these sizes and this depth; its events are made as they are iterated over."""
         halves = self.passed, self.updated
         weights = self._weights(sizes, depth.patterns)
         work: Counter = Counter()
@@ -142,9 +160,10 @@ class Trace:
         return SizedLog([], weights, tuple(assumptions), work, kinds, steps)
 
     def peak_allocated(self, sizes: Mapping[str, int], depth: Depth) -> int:
-        """The most bytes of blocks in the second step, without writing the log out.
+        """The peak of requested bytes, rounded up to blocks, in the second step.
 
-        What more micro-batches than were recorded add is their tokens, which stay all the while.
+        As `memlab.trace.log.peak_allocated` of `at`, without writing the log out. Micro-batches
+        beyond the recorded ones only add their tokens, which stay allocated throughout.
         """
         norms = trained(self._weights(sizes, depth.patterns))
         halves = self.passed, self.updated
@@ -156,7 +175,11 @@ class Trace:
         return int(now[start:].max() + more // self.passed.batches)
 
     def _find_changes(self, patterns: int) -> tuple[np.ndarray, np.ndarray, int, list[int]]:
-        """The kinds that come and go, 1 or -1 of each, the last before RESET, kinds of tokens."""
+        """Arrays over the events, to sum bytes at all moments at once, and where to look.
+
+        (index of the allocation's kind, 1 or -1 or 0 for a marker, index of RESET, kinds of
+        tokens).
+        """
         kinds = [*self.passed.log.kinds, *self.updated.log.kinds]
         places: dict[TraceEvent, int] = {
             kind: place for place, kind in enumerate(kinds) if type(kind) is Alloc
@@ -169,7 +192,7 @@ class Trace:
         return np.array(of)[order], signs[order], int(start), tokens
 
     def _weights(self, sizes: Mapping[str, int], patterns: int) -> Counter:
-        """As of a Log, at these sizes."""
+        """`Log.weights` at these sizes."""
         number = self.passed.number(sizes)
         weights: Counter = Counter()
         counted = self.passed.log.counted(self.passed.log.weights, patterns)
@@ -178,8 +201,12 @@ class Trace:
         return weights
 
     def _join(self, depth: Depth) -> Steps:
-        """The steps of both halves: an update comes where the gradients of a pass are there."""
+        """The events of both halves: an optimizer step is inserted at each UPDATE of the passes.
+
+        The kinds of the optimizer steps are numbered after those of the passes.
+        """
         shift, kinds = len(self.passed.log.kinds), self.updated.log.kinds
+        # Split at each UPDATED marker, with one entry for each step.
         updates: list[Steps] = [[]]
         for name, kind in self.updated.steps(depth.patterns, 0):
             if kinds[kind] is Marker.UPDATED:
@@ -196,11 +223,11 @@ class Trace:
 
 @dataclass(frozen=True)
 class SizedLog(Log):
-    """A log in which every storage has the bytes of other sizes.
+    """A log at other sizes than it was recorded at; `steps` is empty, and `events` has all.
 
-    kinds: as they are now; those that have become alike are still told apart by their storages'
-    names. A buffer of no bytes is not taken at these sizes. joined: gives (name, place among the
-    kinds) of each step.
+    kinds: the kinds of events at these sizes. Some may have become equal, so a `Free` no longer
+    identifies its storage, and the name does. An allocation of 0 bytes does not happen at these
+    sizes. joined: returns (name of the storage, index into `kinds`) of each event.
     """
 
     kinds: list[TraceEvent] = field(default_factory=list)
@@ -215,5 +242,5 @@ class SizedLog(Log):
 
 
 def is_given(step: TraceEvent) -> bool:
-    """Whether it is the birth of tokens or labels of a micro-batch."""
+    """Whether an event allocates the tokens or labels of a micro-batch."""
     return type(step) is Alloc and step.category == Category.INPUTS

@@ -1,9 +1,9 @@
-"""An exact log of tensor memory: when every storage is born, what it is for, when it dies.
+"""An exact log of tensor memory: when each storage is allocated, for what, and when it is freed.
 
-A `Tracer` is told of every operation, before and after it, by a dispatch mode: its own, for real
-and fake tensors alike, or that of a simulated card. It looks at storages rather than tensors,
-because views share one storage, and it keeps a weak reference to each, so it prolongs no life.
-Everything is in bytes.
+A dispatch mode calls a `Tracer` before and after every operation. The mode is the tracer's own, for
+real and fake tensors alike, or that of a simulated GPU. The tracer follows storages, not tensors,
+because views share a storage. It holds only weak references to them, so it keeps nothing alive.
+Sizes are in bytes.
 """
 
 import contextlib
@@ -46,30 +46,33 @@ from memlab.trace.user_frames import line_at_work
 
 
 class Tracer(Ledger):
-    """Log the births and deaths of storages while it is entered.
+    """Log the allocations and frees of storages while it is entered.
 
-    allocator: a `CachingAllocator` that serves every birth and death as it
-        happens, or None to count the tensors' own bytes.
-    card_only: whether what lies on a simulated card counts alone (`memlab.trace.tensors.on_card`).
-    script: whose lines are noted with what they make; files beside it count as its own.
-    most: births and deaths, beyond which it raises a ValueError; None for any number.
+    allocator: a `CachingAllocator` that serves every allocation and free as it happens, or None to
+        count the tensors' own bytes.
+    card_only: whether only tensors on a simulated GPU count (`memlab.trace.tensors.on_card`).
+    script: the user's script; each storage is noted with the line that allocated it. Files in the
+        script's folder count as part of the script.
+    most: allocations and frees, beyond which the next allocation raises a ValueError; None for no
+        limit.
+    stage: the phase that inference declares, in place of the one that is found; None in a training.
 
-    A storage that existed before and is touched inside counts from the beginning. Categories
-    are found without being told:
+    A storage that existed before, and is used inside, counts from the beginning. Categories are
+    inferred:
 
     - parameters: storages of `torch.nn.Parameter`
-    - gradients: what a parameter's `.grad` holds once it has been accumulated
+    - gradients: storages of a parameter's `.grad`, once it has been accumulated
     - optimizer_states: tensors in `optimizer.state` after a step
-    - activations: born in the forward pass and still alive when the backward pass begins, or
-      recomputed for it
-    - inputs, buffers: what `watch` was given; what is written to after the backward pass that it
-      lived through, such as a moving average of the weights, counts under buffers, too
-    - temporary: everything else; also what FSDP gathers of other ranks' parameters, for as long as
-      it is here
+    - activations: allocated in the forward pass and still alive when the backward pass begins, or
+      recomputed in the backward pass
+    - inputs, buffers: what `watch` was given. A storage that outlives a backward pass and is
+      written after it, such as a moving average of the weights, counts as a buffer, too
+    - temporary: everything else, including parameters that FSDP gathers from other ranks, while
+      they are on this rank
 
-    A tensor that is made of others, as DTensor is of the part that this rank holds, counts as they.
+    A tensor that wraps others, as a DTensor wraps the local shard, counts as the wrapped ones.
 
-    With each birth goes the operation and the module that is at work; see `ModuleWatch`.
+    Each storage is logged with the running operation and the running module; see `ModuleWatch`.
     """
 
     stage: Phase | None = None
@@ -84,19 +87,22 @@ class Tracer(Ledger):
         super().__init__(allocator)
         self.card_only, self.script = card_only, script
         self._stopped = False
+        # `_cdata` of a live UntypedStorage -> (entry in the ledger, weak reference to the storage)
         self._live: dict[int, tuple[Storage, weakref.ref]] = {}
+        # Storages of the current forward pass that will be activations if the backward pass sees
+        # them alive.
         self._awaiting_backward: set[Storage] = set()
-        self._before_backward = 0  # the storages that there were when the last one began
-        self.operation: OpOverload | None = None  # the one at work, which makes what is born
-        self.stream = 0  # the number of the one in which it works
-        self._stepping: Any = None  # the optimizer that is at work
-        self._stepped = False
+        self._before_backward = 0  # number of storages when the last backward pass began
+        self.operation: OpOverload | None = None  # the running operation, which allocates
+        self.stream = 0  # number of the stream in which it runs
+        self._stepping: Any = None  # the optimizer whose step is running
+        self._stepped = False  # whether a step has ended, and nothing was allocated since
         self._watch = ModuleWatch(self._belongs)
-        self._token = object()  # marks parameters whose gradient is followed
+        self._token = object()  # marks parameters whose gradients this tracer follows
         self._handles: list[Any] = []
         self._entered = contextlib.ExitStack()
 
-    # ------------------------------------------------------------------ what the user calls
+    # ------------------------------------------------------------------ called by the user
 
     def watch(
         self,
@@ -104,7 +110,7 @@ class Tracer(Ledger):
         optimizer: Any = None,
         inputs: Iterable[torch.Tensor] = (),
     ) -> None:
-        """Count these from now on, also the parts that no operation touches."""
+        """Count these tensors from now on, including those that no operation uses."""
         if model is not None:
             self._watch.name_all(model)
             for parameter in model.parameters():
@@ -119,33 +125,36 @@ class Tracer(Ledger):
             self.see(tensor, Category.INPUTS, existed=True)
 
     def name(self, tensor: torch.Tensor, module: str) -> None:
-        """Say what a tensor is, in place of the module that made it."""
+        """Replace the module in a tensor's entry by another name, such as that of the KV cache."""
         storage = self._known(tensor)
         if storage:
             storage.module = module
 
     def _known(self, tensor: torch.Tensor) -> Storage | None:
-        """What is entered of a tensor's memory."""
+        """The entry of a tensor's storage, or None."""
         return self._live.get(tensor.untyped_storage()._cdata, (None,))[0]
 
     def stop(self) -> None:
-        """Enter nothing any more: what dies from now on was there to the end."""
+        """Log no more frees: what is freed from now on counts as alive to the end."""
         self._stopped = True
 
-    # ------------------------------------------------------------------ what it sees
+    # ------------------------------------------------------------------ storages
 
     def phase(self) -> Phase:
-        """What the training is at, or the stage that inference is said to be at."""
+        """The phase of the training, or `stage` in inference."""
         if self.stage is not None:
             return self.stage
         if self._stepping is not None:
             return Phase.STEP
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1:  # the autograd engine is running
             return Phase.BACKWARD
         return Phase.ZERO_GRAD if self._stepped else Phase.FORWARD
 
     def born(self, nbytes: int, category: Category) -> Storage:
-        """Enter a storage that the operation at work makes now."""
+        """Enter a storage that the running operation allocates.
+
+        Raises ValueError after more than `most` entries.
+        """
         if self.most is not None and len(self) > self.most:
             raise ValueError(f"more than {self.most:,} births and deaths")
         phase = self.phase()
@@ -156,7 +165,7 @@ class Tracer(Ledger):
         return storage
 
     def died(self, storage: Storage) -> None:
-        """Enter the end of a storage."""
+        """Enter the free of a storage, unless `stop` was called."""
         if not self._stopped:
             self._awaiting_backward.discard(storage)
             self.death(storage, self.phase())
@@ -164,7 +173,10 @@ class Tracer(Ledger):
     def see(
         self, tensor: torch.Tensor, category: Category | None = None, existed: bool = False
     ) -> None:
-        """Log a storage at first sight or when it was resized; give it a category."""
+        """Enter the storages of a tensor if they are new or were resized, and set their category.
+
+        existed: whether a new one is older than the running operation. category: None infers it.
+        """
         module = getattr(tensor, "_memlab_module", None)
         for part in inner_tensors(tensor):
             if not self.card_only or on_card(part):
@@ -173,7 +185,7 @@ class Tracer(Ledger):
     def _see_part(
         self, tensor: torch.Tensor, category: Category | None, existed: bool, module: str | None
     ) -> None:
-        """As `see`, of a tensor that is made of no others. module: the one that it belongs to."""
+        """As `see`, for a tensor that wraps no others. module: that of the tensor around it."""
         data = tensor.untyped_storage()
         key, nbytes = data._cdata, data.nbytes()
         entry = self._live.get(key)
@@ -185,7 +197,7 @@ class Tracer(Ledger):
             self._follow(data, key, storage)
         else:
             storage = entry[0]
-            if nbytes != storage.nbytes:  # resize_ frees the old memory and takes new
+            if nbytes != storage.nbytes:  # resized by an operation, such as aten.resize_
                 resized = self.resized(data)
                 if resized is None:
                     return
@@ -196,7 +208,11 @@ class Tracer(Ledger):
         storage.module = module or storage.module
 
     def resized(self, data: torch.UntypedStorage) -> Storage | None:
-        """`UntypedStorage.resize_` frees the old memory of a storage and takes new, if any."""
+        """Enter the resizing of a storage: the old memory is freed, then new memory allocated.
+
+        Returns the new entry; None if the new size is 0, or the storage does not count.
+        """
+        # Fake tensors have storages on the meta device; any other is one of the host.
         if self.card_only and (is_on_host(data) or data.device.type != "meta"):
             return None
         entry = self._live.pop(data._cdata, None)
@@ -211,7 +227,7 @@ class Tracer(Ledger):
         return storage
 
     def _belongs(self, tensor: Any, module: str) -> None:
-        """A parameter or buffer belongs to a module, and its gradient with it."""
+        """Note the module of a parameter or buffer, for its storage and that of its gradient."""
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return
         tensor._memlab_module = module
@@ -229,11 +245,14 @@ class Tracer(Ledger):
 
     def _first_sight(self, nbytes: int, category: Category | None, existed: bool) -> Storage:
         if existed and self.allocator is None:
-            # It was there before the first entry: raise the floor, log nothing.
+            # It is older than the first entry, so it raises all levels and has no entry. Under an
+            # allocator it has one: its block must be allocated at some moment.
             module = self._watch.now(in_backward=self.phase() == Phase.BACKWARD)
             return self.existed(nbytes, category or Category.INPUTS, module, self.operation)
         self._stepped = False
         phase = self.phase()
+        # Backward functions run without grad mode, unless `create_graph` is set. Checkpointing
+        # enables it to recompute a forward pass.
         recomputed = phase == Phase.BACKWARD and torch.is_grad_enabled()
         usual = Category.ACTIVATIONS if recomputed else Category.TEMPORARY
         storage = self.born(nbytes, category or usual)
@@ -242,6 +261,8 @@ class Tracer(Ledger):
         return storage
 
     def _follow(self, data: torch.UntypedStorage, key: int, storage: Storage) -> None:
+        # The key is an address, which a new storage may have by the time this is called: its entry
+        # stays.
         def died(_: Any, key: int = key, storage: Storage = storage) -> None:
             if self._live.get(key, (None,))[0] is storage:
                 del self._live[key]
@@ -249,7 +270,7 @@ class Tracer(Ledger):
 
         self._live[key] = (storage, weakref.ref(data, died))
 
-    # ------------------------------------------------------------------ what happens to tensors
+    # ------------------------------------------------------------------ operations and hooks
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -263,12 +284,15 @@ class Tracer(Ledger):
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
-        """Follow what no operation tells: modules, optimizer steps, what FSDP keeps and resizes."""
+        """Follow what no operation shows: modules, optimizer steps, FSDP's storages."""
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
             *self._watch.register(),
         ]
+        # Not an operator, so no dispatch mode sees it. fully_shard allocates and frees the memory
+        # of gathered parameters with it: `alloc_storage` and `free_storage` in
+        # torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
         resize = torch.UntypedStorage.resize_
 
         def resize_and_tell(data: torch.UntypedStorage, nbytes: int) -> Any:
@@ -277,6 +301,8 @@ class Tracer(Ledger):
                 self.resized(data)
             return result
 
+        # Mark the buffers of gathered parameters: they are temporary, though parameters are views
+        # of them.
         gather = FSDPParam.init_all_gather_outputs
 
         def gather_and_tell(shared: Any, *args: Any, **kwargs: Any) -> None:
@@ -285,6 +311,7 @@ class Tracer(Ledger):
                 tensor.untyped_storage()._memlab_gathered = True
                 self.see(tensor, Category.TEMPORARY)
 
+        # Under gradient accumulation, post_backward keeps gradients that it does not reduce.
         reduce = FSDPParamGroup.post_backward
 
         def reduce_and_tell(group: FSDPParamGroup, *unused: Any) -> None:
@@ -306,12 +333,14 @@ class Tracer(Ledger):
             self._handles.clear()
 
     def before(self, func: OpOverload, args: tuple, kwargs: dict) -> None:
-        """An operation is about to run on these arguments."""
-        self.operation = None  # what an operation meets and does not make
+        """Note the arguments of an operation that is about to run."""
+        self.operation = None  # new storages among the arguments were not made by it
         given = (*args, kwargs["out"]) if "out" in kwargs else args
+        # The argument of lift_fresh was just made by torch.tensor(), so it counts as a result.
         for tensor in tensors_in(given) if func is not torch.ops.aten.lift_fresh.default else ():
             self._see_argument(tensor)
         in_backward = torch._C._current_graph_task_id() != -1
+        # The backward pass has begun: what the forward pass left alive are its activations.
         if in_backward and self._awaiting_backward and not torch.is_grad_enabled():
             for storage in self._awaiting_backward:
                 storage.category = Category.ACTIVATIONS
@@ -322,7 +351,11 @@ class Tracer(Ledger):
         self.operation = func
 
     def after(self, func: OpOverload, args: tuple, out: Any, by_autograd: bool = True) -> None:
-        """It has run. by_autograd: whether it may be one of PyTorch's own derivatives."""
+        """Note the results of an operation that has run.
+
+        by_autograd: whether it may be part of a derivative of PyTorch's own. False if Python code
+        called it, as in a user's autograd function.
+        """
         if torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
             if self._done_in_place(func, args, out, by_autograd):
                 return
@@ -331,13 +364,13 @@ class Tracer(Ledger):
         self._see_communication(func, args)
 
     def came_back(self, tensor: torch.Tensor) -> None:
-        """A saved tensor is wanted again, which a hook may have moved or made anew."""
+        """Count a saved tensor as an activation when an unpack hook has moved or remade it."""
         storage = self._known(tensor) if on_card(tensor) else None
         if storage and storage.category == Category.TEMPORARY:
             storage.category = Category.ACTIVATIONS
 
     def _see_written(self, written: Any) -> None:
-        """A tensor written after the backward pass that it outlived is a buffer."""
+        """Count an activation as a buffer if it is written after the backward pass it outlived."""
         for tensor in tensors_in([written]):
             storage = self._known(tensor)
             if storage and storage.number < self._before_backward:
@@ -345,23 +378,26 @@ class Tracer(Ledger):
                     storage.category = Category.BUFFERS
 
     def _see_communication(self, func: OpOverload, args: tuple) -> None:
-        """Name what other ranks take part in."""
+        """Count the buckets of DistributedDataParallel as gradients."""
         if func.namespace == "c10d" and func._opname == "allreduce_":
-            for tensor in args[0]:  # the bucket of DistributedDataParallel
+            for tensor in args[0]:
                 if self.phase() == Phase.BACKWARD:
                     self.see(tensor, Category.GRADIENTS, existed=True)
 
     def _see_kept(self, group: FSDPParamGroup) -> None:
-        """Gradients that FSDP does not reduce after this micro-batch stay whole.
+        """Count the unsharded gradients that FSDP keeps, unreduced, after a micro-batch.
 
-        In the parameters' own, or, before PyTorch 2.15 and of another format, beside them.
+        They are in the unsharded parameters' `.grad`. Before PyTorch 2.15, gradients of another
+        dtype than the reduction are in `unsharded_accumulated_grad`
+        (`FSDPParam.to_accumulated_grad_if_needed`).
         """
         for shared in group.fsdp_params:
             gradient, own = (
                 shared.unsharded_accumulated_grad,
                 getattr(shared, "_unsharded_param", None),
             )
-            if gradient is None and own is not None:  # the forward pass has used it
+            # A parameter that no forward pass has used was never gathered: it has none.
+            if gradient is None and own is not None:
                 gradient = own.grad
             if gradient is not None:
                 self.see(gradient, Category.GRADIENTS)
@@ -370,7 +406,8 @@ class Tracer(Ledger):
     def _see_argument(self, tensor: torch.Tensor) -> None:
         storage = self._known(tensor)
         if isinstance(tensor, torch.nn.Parameter) and not is_gathered(tensor.untyped_storage()):
-            if storage is None or storage.category != Category.PARAMETERS:  # it may have new data
+            # A known storage is of another category if the parameter was given other `.data`.
+            if storage is None or storage.category != Category.PARAMETERS:
                 self.see_parameter(tensor)
             self._follow_gradient(tensor)
         elif storage is None:
@@ -381,7 +418,7 @@ class Tracer(Ledger):
             self.see(tensor, Category.PARAMETERS, existed=True)
 
     def see_weight(self, tensor: torch.Tensor) -> None:
-        """A weight that is no `torch.nn.Parameter`: what an optimizer, or code, steps."""
+        """Enter a weight that is no `torch.nn.Parameter`, but that an optimizer or code updates."""
         self.see(tensor, Category.PARAMETERS, existed=True)
         if tensor.requires_grad and not tensor._is_view() and tensor.is_leaf:
             self._follow_gradient(tensor)
@@ -389,7 +426,8 @@ class Tracer(Ledger):
     def _follow_gradient(self, parameter: Any) -> None:
         if getattr(parameter, "_memlab_token", None) is self._token:
             return
-        # An attribute, because a weak reference would forbid Module.to() to swap the tensor.
+        # An attribute, not a WeakSet: `torch.utils.swap_tensors`, which Module.to() may call,
+        # refuses tensors with weak references.
         parameter._memlab_token = self._token
         if parameter.requires_grad and parameter.is_leaf:
             if parameter.grad is not None:
@@ -398,7 +436,7 @@ class Tracer(Ledger):
             self._handles.append(hook)
 
     def _see_gradient(self, parameter: torch.Tensor, existed: bool = False) -> None:
-        if parameter.grad is not None:  # no earlier hook has used it up
+        if parameter.grad is not None:  # an earlier hook may have used and dropped it
             self.see(parameter.grad, Category.GRADIENTS, existed)
             self._same_module(parameter.grad, parameter)
 
@@ -410,31 +448,39 @@ class Tracer(Ledger):
                 storage.module = module
 
     def _done_in_place(self, func: OpOverload, args: tuple, out: Any, by_autograd: bool) -> bool:
-        """Whether a result of autograd's takes over an argument's storage without the tracer."""
+        """Let a result take over an argument's storage if autograd, untraced, works in place.
+
+        Returns whether it does. PyTorch avoids in-place operations under a dispatch mode; see
+        `sole_summand` and `FILLS_ZEROS`.
+        """
         if func is torch.ops.aten.add.Tensor:
             taken = sole_summand(args, out, self._live)
         else:
             taken = args[0] if func in FILLS_ZEROS and by_autograd else None
         entry = None if taken is None else self._live.pop(taken.untyped_storage()._cdata, None)
         if entry:
+            # The entry follows the result from now on. The weak reference to the argument's storage
+            # is dropped with `entry`, so the end of that storage is not logged.
             data = out.untyped_storage()
             self._follow(data, data._cdata, entry[0])
         return bool(entry)
 
     @property
     def in_step(self) -> bool:
-        """Whether an optimizer is at work."""
+        """Whether an optimizer step is running."""
         return self._stepping is not None
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._stepping is not None:  # an optimizer that has another do the work
+        if self._stepping is not None:  # an inner optimizer, as in ZeroRedundancyOptimizer
             return
         self._stepping = optimizer
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if not isinstance(parameter, torch.nn.Parameter):
                     self.see_weight(parameter)
-                self._see_gradient(parameter, existed=True)  # which FSDP puts there itself
+                # FSDP, not autograd, sets `.grad` of sharded parameters: `foreach_reduce` in
+                # torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
+                self._see_gradient(parameter, existed=True)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._label_states(optimizer)
@@ -443,7 +489,7 @@ class Tracer(Ledger):
 
     def _label_states(self, optimizer: Any) -> None:
         if isinstance(optimizer, ZeroRedundancyOptimizer):
-            optimizer = optimizer.optim  # of this rank's weights, with their states
+            optimizer = optimizer.optim  # the optimizer of this rank's weights, with their states
         for parameter, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
@@ -452,7 +498,7 @@ class Tracer(Ledger):
 
 
 class _EveryOperation(TorchDispatchMode):
-    """Tells a tracer of every operation."""
+    """The dispatch mode that calls a tracer before and after every operation."""
 
     def __init__(self, tracer: Tracer):
         super().__init__()
@@ -460,14 +506,17 @@ class _EveryOperation(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No guard against torch.compile around every operation: it costs a tenth of the time."""
+        """Keep `TorchDispatchMode` from wrapping `__torch_dispatch__` in `torch._disable_dynamo`.
+
+        Calling the wrapper for every operation takes a tenth of the time.
+        """
         return False
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         if any(map(is_wrapper_subclass, types)):
-            return NotImplemented  # it comes again with the others
+            return NotImplemented  # the subclass runs it, and it comes again with inner tensors
         kwargs = kwargs or {}
         self._tracer.before(func, args, kwargs)
         out = func(*args, **kwargs)

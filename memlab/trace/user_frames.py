@@ -1,6 +1,6 @@
-"""Which line of a reader's script is at work: `train.py:57`.
+"""The line of the user's script that is running, such as `train.py:57`.
 
-Files beside the script count as its own, what is installed does not.
+Files in the script's folder count as part of the script; installed packages do not.
 """
 
 import os
@@ -10,7 +10,7 @@ from types import FrameType
 
 
 def line_at_work(script: Path, frame: FrameType | None) -> str:
-    """The innermost line of the script in a frame and those that called it; empty for none."""
+    """The script's innermost line in a frame and its callers; an empty text if there is none."""
     while frame is not None:
         line = _own(script, frame.f_code.co_filename, frame.f_lineno)
         if line:
@@ -20,7 +20,7 @@ def line_at_work(script: Path, frame: FrameType | None) -> str:
 
 
 def line_of_error(script: Path, error: BaseException) -> str:
-    """The script's last line in the traceback of an error; empty for none."""
+    """The script's innermost line in the traceback of an error; an empty text if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [_own(script, frame.filename, frame.lineno) for frame in frames]
     return next(filter(None, reversed(lines)), "")
@@ -28,6 +28,7 @@ def line_of_error(script: Path, error: BaseException) -> str:
 
 def _own(script: Path, file: str, number: int | None) -> str:
     folder = f"{script.parent}{os.sep}"
+    # A virtual environment may be in the script's folder.
     if not file.startswith(folder) or "site-packages" in file:
         return ""
     return f"{file.removeprefix(folder)}:{number}"

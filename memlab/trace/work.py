@@ -1,7 +1,7 @@
-"""What the operators of a step do, as numbers: operations, bytes, kernels, tiles.
+"""The work of a step's operators as numbers: operations, bytes, kernel launches, tiles.
 
-`memlab.card.op_work` counts them while a step runs; a kept trace has them, and what is read of them
-needs no PyTorch.
+`memlab.card.op_work` counts it while a step runs, and stored traces contain it. Nothing here needs
+PyTorch, so that stored traces can be evaluated without it.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ import numpy as np
 
 from memlab.footprint import Phase
 
-CARDS = 8  # of a machine, on whose links between cards `memlab.card.links` counts
+CARDS = 8  # GPUs of a machine, as `memlab.card.links` assumes
 
 
 class Work(NamedTuple):
-    """What one operator does, as one key of a Counter.
+    """The work of one operator, as a key of a Counter.
 
-    flops: floating-point (or integer) operations of matrix products.
-    dtype: what these are computed in, "float32", "float16", ...; empty without products.
-    result: (matrices, rows, columns) of the products' results; empty where kernels share the work
-    otherwise than by tiles, as attention does.
-    moved: bytes of each tensor that is read or written, in order.
-    lists: how many lists of tensors one launch goes through, of which this is one tensor of each;
-    0 for an operator with a kernel of its own.
-    elements: of each tensor of the lists; without lists those with states in 8 bits, which are
-    read and written by a table (`CODED`).
-    recomputed: whether it is a forward pass that activation checkpointing repeats.
-    micro_batch: its number in the step, from 0, and `UPDATE` where the loop says that its gradients
-    are all there.
+    flops: floating-point (or integer) operations of its matrix products.
+    dtype: format of these products, such as "float32"; empty without products.
+    result: (matrices, rows, columns) of the products' results; empty if the kernel does not split
+    the work into tiles of the result, as in attention.
+    moved: bytes of each tensor that is read or written, ascending.
+    lists: for a multi-tensor kernel, the number of its tensor lists; this is the work on one tensor
+    of each. 0 for an operator with a kernel of its own.
+    elements: elements of each such tensor. Without lists, the weights that bitsandbytes updates
+    with 8-bit states, which are read and written through code tables (`CODED` in
+    `memlab.card.op_work`); otherwise 0.
+    recomputed: whether it belongs to a forward pass that activation checkpointing repeats.
+    micro_batch: index of the micro-batch in the step; `memlab.trace.log.UPDATE` once the loop says
+    that all gradients are complete.
     sent: bytes that a collective sends to other ranks (`memlab.card.collectives`).
-    carried: bytes that go from the card to its host or back, by a copy of at least `TRIFLE`.
-    cards: of a machine, that are in the collective's group, as in `memlab.card.links.link_rate`.
+    carried: bytes of a copy between the GPU and its host, if at least `TRIFLE`.
+    cards: GPUs of the same machine in the collective's group, as in `memlab.card.links.link_rate`.
     waited: whether kernels wait for the collective (`memlab.card.collectives.is_waited_for`).
     """
 
@@ -58,9 +59,9 @@ class Work(NamedTuple):
         return sum(self.moved)
 
     def sized(self, number: Callable[..., int]) -> Work:
-        """The same with other numbers; number: the function from one to the other.
+        """The work at other sizes; number: maps a number at the recorded sizes to one at these.
 
-        It is told of operations that they are a whole number of times the product of some sizes.
+        For flops it gets `whole=True`, as `memlab.trace.symbols.Symbols.term` explains.
         """
         return self._replace(
             flops=number(self.flops, whole=True),
@@ -73,7 +74,7 @@ class Work(NamedTuple):
 
 
 def repeat_micro_batch(work: Counter, times: int) -> Counter:
-    """The work of a step whose second micro-batch, forward and backward, comes so many times."""
+    """The work of a step whose second micro-batch, forward and backward, runs `times` times."""
 
     def often(work: Work) -> int:
         return times if work.micro_batch == 1 and work.phase != Phase.STEP else 1
@@ -81,16 +82,22 @@ def repeat_micro_batch(work: Counter, times: int) -> Counter:
     return Counter({operator: n * often(operator) for operator, n in work.items()})
 
 
-# What moves less takes a card less than a launch does, and its bytes need no telling apart: no card
-# moves less than 100 GB/s, which is 200 KB in the 2 us of the quickest launch.
+# An operator that moves fewer bytes takes less time than its launch, so its bytes do not matter.
+# Every GPU moves at least 100 GB/s, which is 200 KB during the fastest launch, 2 us.
 TRIFLE = 64 * 1024
-NORMS = 4 * 1024  # what the norms of all weights move and ranks send of them, more at each depth
+# Limit for the norms of all weights, which move and send other numbers of bytes at each depth.
+NORMS = 4 * 1024
 
 
 def drop_small_ops(work: Iterable[Work], least: int = TRIFLE) -> Counter:
-    """The work; what only moves less than `least`, or sends little, has no bytes in it."""
+    """The work, without the bytes of operators that only move less than `least` bytes.
+
+    What a collective sends is dropped below `NORMS` bytes. Operators that become equal are counted
+    together.
+    """
     counted: Counter = Counter()
     for operator, times in Counter(work).items():
+        # The tensors of a list share a launch, so each of them may be small and still matter.
         small = not operator.flops and not operator.lists and operator.nbytes < least
         sent = operator.sent if operator.sent >= NORMS else 0
         moved = ((), 0) if small else (operator.moved, operator.elements)
@@ -98,39 +105,45 @@ def drop_small_ops(work: Iterable[Work], least: int = TRIFLE) -> Counter:
     return counted
 
 
-# aten/src/ATen/native/cuda/MultiTensorApply.cuh: a launch takes so many tensors, by the number of
-# lists, and so many blocks, each of so many elements.
+# Limits of a launch in aten/src/ATen/native/cuda/MultiTensorApply.cuh: tensors, by the number of
+# lists (depth_to_max_tensors); blocks (depth_to_max_blocks); elements of a block (kChunkSize).
+# NB these are the limits of builds for CUDA 12 and older, with 4 KB of kernel arguments. Builds for
+# CUDA 13 have 32 KB, and seven times as many tensors and blocks.
 TENSORS_OF_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 BLOCKS_OF_LAUNCH, ELEMENTS_OF_BLOCK = 320, 65536
 
 
 def count_kernels(lists: np.ndarray, elements: np.ndarray) -> np.ndarray:
-    """How many kernels operators launch, a part of one for a tensor of a list.
+    """Kernels that each operator launches; for a tensor of a list, its share of the launches.
 
-    lists, elements: as in `Work`, an array each.
+    lists, elements: arrays of these fields of `Work`.
     """
+    # Index 0 is for operators without lists; its value is not used. More than five count as five.
     tensors = np.array([1, *TENSORS_OF_LAUNCH.values()])[np.minimum(lists, len(TENSORS_OF_LAUNCH))]
     blocks = np.ceil(np.divide(elements, ELEMENTS_OF_BLOCK))
+    # A launch is full when it has its tensors or its blocks, whichever comes first.
     launches = np.maximum(1 / tensors, blocks / BLOCKS_OF_LAUNCH)
     return np.where(np.greater(lists, 0), launches, 1)
 
 
 def count_coded(lists: np.ndarray, elements: np.ndarray) -> np.ndarray:
-    """Elements whose 8-bit states operators read and write by a table; as `count_kernels`."""
+    """Elements with 8-bit states that each operator updates; arguments as for `count_kernels`."""
     return np.where(np.greater(lists, 0), 0, elements)
 
 
-# Rows and columns of a result that one processor computes at a time, as names of cuBLAS' kernels in
-# public profiles have them: volta_sgemm_128x64_nn, volta_fp16_s884gemm_fp16_128x128_ldg8_f2f_nn,
+# (rows, columns) of a result that one multiprocessor computes at a time. They are taken from the
+# names of cuBLAS kernels in public profiles: volta_sgemm_128x64_nn,
+# volta_fp16_s884gemm_fp16_128x128_ldg8_f2f_nn,
 # ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn.
 TILES = {"float32": (128, 64)}
 TENSOR_CORE_TILE = (128, 128)
 
 
 def count_tiles(results: Any, dtypes: Any) -> np.ndarray:
-    """Tiles of products' results, each one processor's work; 0 where there is no result.
+    """Tiles of each operator's result, each computed by one multiprocessor; 0 without a result.
 
-    results: (matrices, rows, columns) of each, an array of shape [operators, 3]; dtypes: of each.
+    results: (matrices, rows, columns) per operator, an array of shape [operators, 3]. dtypes: their
+    formats.
     """
     matrices, rows, columns = np.asarray(results, float).reshape(-1, 3).T
     high, wide = np.array([TILES.get(dtype, TENSOR_CORE_TILE) for dtype in dtypes]).T

@@ -1,1 +1,1 @@
-"""The real PyTorch code: the one training loop, generation, quantized bases, sharding."""
+"""The PyTorch code that is simulated: training loop, generation, quantized bases, sharding."""

@@ -1,8 +1,9 @@
-"""The loss of a causal language model from its last hidden states, without all logits at once.
+"""Losses of a causal language model that never hold the logits of all tokens at once.
 
-The model's own forward multiplies every hidden state with the head's weight, copies the logits to
-fp32 and keeps log-probabilities of the same size for the backward pass. The losses here give the
-same number and the same gradients.
+The model's own forward pass multiplies every hidden state by the head's weight. It copies the
+logits to fp32 and keeps log-probabilities of the same size for the backward pass. The losses here
+compute the same loss and the same gradients from the last hidden states. They need a model whose
+logits are exactly that product (`memlab.spec.logits.unlike_product`).
 """
 
 import functools
@@ -17,17 +18,17 @@ from transformers.modeling_outputs import CausalLMOutput
 from memlab.spec.logits import body_of
 from memlab.spec.recipe import Recipe
 
-# Tokens of a part. TRL's `_CHUNKED_LM_HEAD_CHUNK_SIZE`, chosen by a sweep of memory against
-# throughput: huggingface/trl#5575.
+# Tokens per chunk: TRL's `_CHUNKED_LM_HEAD_CHUNK_SIZE`, which TRL chose by a sweep of memory
+# against throughput (huggingface/trl#5575).
 CHUNK = 256
-IGNORED = -100  # labels that do not count, as in transformers and PyTorch
+IGNORED = -100  # the label that the loss ignores, as in transformers and PyTorch
 
 
 def replace_loss(model: torch.nn.Module, recipe: Recipe) -> None:
-    """Let the forward pass of a causal language model compute the recipe's loss, and no logits.
+    """Make the forward pass of a causal language model return the recipe's loss without logits.
 
-    As TRL does it: `forward` of the model itself is replaced, before adapters and ranks wrap it.
-    Its head is looked up at each call, because peft may have wrapped that, too.
+    Like TRL, this replaces the `forward` of the bare model, before adapters and ranks wrap it. The
+    head is looked up at each call, because peft may have wrapped the head too.
     """
     if recipe.loss != "whole":
         model.forward = functools.partial(_forward, model, LOSSES[recipe.loss])
@@ -41,17 +42,19 @@ def _forward(
     **inputs: Any,
 ) -> CausalLMOutput:
     hidden = body_of(model)(input_ids=input_ids, **inputs).last_hidden_state
-    # Tokens before n predict n, and nothing follows the last one.
+    # The tokens up to n - 1 predict token n. No token follows the last one: its label is ignored.
     labels = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].reshape(-1)
     head = model.get_output_embeddings()
     return CausalLMOutput(loss=loss(hidden.reshape(-1, hidden.size(-1)), head, labels))
 
 
 def chunked(hidden: torch.Tensor, head: torch.nn.Module, labels: torch.Tensor) -> torch.Tensor:
-    """The mean loss of tokens, of `CHUNK` at a time.
+    """The mean loss over all tokens, computed from `CHUNK` tokens at a time.
 
-    The checkpoint around each part keeps its hidden states and computes its logits again in the
-    backward pass.
+    hidden: [tokens, hidden size]. labels: [tokens].
+
+    Each chunk runs under a checkpoint. It keeps its hidden states, and the backward pass computes
+    its logits again, so only one chunk's logits exist at a time.
     """
     parts = zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True)
     sums = [checkpoint(_sum_of_part, head, *part, use_reentrant=False) for part in parts]
@@ -66,14 +69,18 @@ def _sum_of_part(head: torch.nn.Module, hidden: torch.Tensor, labels: torch.Tens
 def linear_cross_entropy(
     hidden: torch.Tensor, head: torch.nn.Linear, labels: torch.Tensor
 ) -> torch.Tensor:
-    """PyTorch's own, which chunks and computes the gradients in the forward pass.
+    """The mean loss over all tokens by `torch.nn.functional.linear_cross_entropy` (PyTorch 2.13).
 
-    With its default options: chunks of tokens by `LinearCrossEntropyOptions.chunking_method`. It is
-    no operation that autocast knows, so it computes in the format of the head's weight.
+    hidden: [tokens, hidden size]. labels: [tokens].
 
-    Raises ValueError for a head with adapters, which are no part of that weight.
+    PyTorch's function computes the gradients in the forward pass, one chunk of tokens after the
+    other. The options are the defaults, so `LinearCrossEntropyOptions.chunking_method` chooses the
+    chunks. Autocast does not know the operator: it computes in the dtype of the head's weight.
+
+    Raises ValueError for a head with adapters, because the function sees only the head's weight.
     """
     _refuse_adapters(head, "linear_cross_entropy")
+    # Hidden states may arrive in autocast's dtype, and the operator takes only one dtype.
     return functional.linear_cross_entropy(
         hidden.to(head.weight.dtype),
         head.weight,

@@ -1,4 +1,10 @@
-"""Frozen 4-bit and 8-bit bases for LoRA (QLoRA), by bitsandbytes."""
+"""Frozen 4-bit and 8-bit base models for LoRA (QLoRA), quantized by bitsandbytes.
+
+The module chooses the linear layers that transformers would quantize, replaces them by
+bitsandbytes' layers, and loads the weights in the order of `from_pretrained`. The order matters
+because it decides what the caching allocator keeps reserved. Known limitation: the experts of a
+mixture arrive merged (see `load`).
+"""
 
 import importlib
 from typing import Any
@@ -11,34 +17,39 @@ from memlab.spec.recipe import COMPUTED_IN, Recipe
 from memlab.spec.serving import Workload
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-HEADS = ("classifier", "score")  # of a classifier, by the names that peft trains them under
+# Names of classification heads, which peft trains along with the adapters:
+# `PeftModelForSequenceClassification` in peft/peft_model.py.
+HEADS = ("classifier", "score")
 
 
 def quantize_base(model: Any, recipe: Workload, storage: torch.dtype = torch.uint8) -> None:
-    """Replace the linear layers by bitsandbytes' 4-bit or 8-bit ones, in place.
+    """Replace the model's linear layers by bitsandbytes' 4-bit or 8-bit layers, in place.
 
-    storage: the dtype that 4-bit weights are said to have (`bnb_4bit_quant_storage`).
+    storage: the dtype in which packed 4-bit weights are stored (`bnb_4bit_quant_storage`).
 
-    Their weights are quantized by `load`, or when the model is moved, as bitsandbytes does.
+    This quantizes nothing yet. `load` quantizes the weights, or a later move of the model to a
+    device does, which is bitsandbytes' own behaviour.
     """
     bitsandbytes = import_bitsandbytes(f"base {recipe.base}")
     for name, module in to_be_quantized(model).items():
         model.set_submodule(name, _quantized_linear(bitsandbytes, module, recipe, storage))
-    model.is_loaded_in_8bit = recipe.base == "int8"  # as from_pretrained tells peft
+    model.is_loaded_in_8bit = recipe.base == "int8"  # peft reads these two flags
     model.is_loaded_in_4bit = not model.is_loaded_in_8bit
 
 
 def load(model: Any, device: torch.device | str) -> None:
-    """Bring a base to its device as `from_pretrained` does, and quantize it on the way.
+    """Move a base model to its device as `from_pretrained` does, quantizing it on the way.
 
-    Weight after weight comes in its first dtype, in the natural order of names, and is there until
-    the quantized one is: `convert_and_load_state_dict_in_model` in core_model_loading.py of
-    transformers. Its blocks are free for the next one. The order decides which of them are left
-    over, and so what stays reserved; the first releases of transformers 5 loaded by threads, in
-    another order each time. What `from_pretrained` takes before is `warm_up_bytes`.
+    The weights arrive one by one, sorted by name with numbers in numerical order
+    (`convert_and_load_state_dict_in_model` in transformers/core_model_loading.py). Each arrives in
+    its unquantized dtype, and that copy lives until the quantized weight exists. The next weight
+    can then reuse the freed block. The order therefore decides which blocks are left over, and so
+    how much stays reserved. The first releases of transformers 5 loaded weights in several threads,
+    in another order each time. The block that `from_pretrained` allocates before all weights is
+    not part of this function (`memlab.predict.recipe_log.warm_up_bytes`).
 
-    Known limitation: experts that a checkpoint has one by one, which `from_pretrained` merges on
-    the device, come merged.
+    Known limitation: some checkpoints store experts one by one, and `from_pretrained` merges them
+    on the device. Here they arrive merged.
     """
     from transformers.core_model_loading import dot_natural_key
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize, Bnb8bitQuantize
@@ -51,21 +62,22 @@ def load(model: Any, device: torch.device | str) -> None:
         if layer is None:
             parameter.data = parameter.data.to(device)
             continue
-        # As a file has it, whose weight a Conv1D turns round.
+        # `quantize.convert` expects a checkpoint's orientation and transposes a Conv1D's weight.
+        # `_quantized_linear` has already transposed it, so undo that here.
         weight: Any = parameter.data.T if layer.source_cls is Conv1D else parameter.data
         weight = weight.to(device)
         layer.weight = quantize.convert({name: weight}, model=model)[name]
-        del weight  # before the next one comes
-    model.to(device)  # its buffers
+        del weight  # free the unquantized copy before the next weight arrives
+    model.to(device)  # only the buffers are left to move
 
 
 def to_be_quantized(model: Any) -> dict[str, Any]:
-    """The linear layers of a base that bitsandbytes replaces, by name.
+    """Name -> linear layer that bitsandbytes replaces.
 
-    What transformers leaves alone stays as it is: the head of a language model, tied weights,
-    what a family keeps in fp32 (T5's `wo`), subclasses of `nn.Linear` such as routers, and experts
-    that are one tensor of three dimensions; so does a classifier, as with `llm_int8_skip_modules`,
-    because it is trained.
+    Transformers leaves some modules unquantized: a language model's head, tied weights, and modules
+    that a family keeps in fp32 (T5's `wo`). It also skips subclasses of `nn.Linear` such as
+    routers, and experts stored as one three-dimensional tensor. A classification head stays
+    unquantized too, because it is trained; `llm_int8_skip_modules` has the same effect.
     """
     from transformers.quantizers.base import get_keys_to_not_convert
     from transformers.quantizers.quantizers_utils import should_convert_module
@@ -75,7 +87,7 @@ def to_be_quantized(model: Any) -> dict[str, Any]:
     return {
         name: module
         for name, module in model.named_modules()
-        # A subclass may compute otherwise, so transformers leaves it alone.
+        # Not `isinstance`: a subclass of Linear may compute something else.
         if (type(module) is torch.nn.Linear or isinstance(module, Conv1D))
         and should_convert_module(name, skipped)
     }
@@ -86,8 +98,8 @@ def _quantized_linear(
 ) -> Any:
     weight = module.weight.data
     if isinstance(module, Conv1D):
-        weight = weight.T  # a view: what quantizes it makes a copy, as in `load`
-    # Made tiny, because its own weight is thrown away.
+        weight = weight.T  # [out, in]; a view, which quantization copies (see `load`)
+    # The layer is created with sizes (1, 1): its own weight is replaced at once.
     if recipe.base == "int8":
         layer = bitsandbytes.nn.Linear8bitLt(1, 1, has_fp16_weights=False, threshold=6.0)
         layer.weight = bitsandbytes.nn.Int8Params(weight, requires_grad=False)
@@ -103,18 +115,20 @@ def _quantized_linear(
             module=layer,
         )
     layer.bias = module.bias
-    layer.source_cls = type(module)  # as transformers notes it
+    layer.source_cls = type(module)  # transformers' quantizers read this attribute
     layer.out_features, layer.in_features = weight.shape
     return layer
 
 
 def leave_in_fp32(model: Any, recipe: Recipe) -> None:
-    """Cast what is in fp32 beside a base in fp16 whose rest is not, in place.
+    """Cast the modules of an fp16 base that must be in fp32 to fp32, in place.
 
-    What from_pretrained leaves so, such as T5's `wo`; and a head, which is trained, where the loss
-    is scaled: PyTorch's scaler refuses gradients in fp16.
+    These are the modules that `from_pretrained` keeps in fp32, such as T5's `wo`. With loss scaling
+    a classification head is one of them too: it is trained, and `torch.amp.GradScaler` refuses
+    gradients in fp16. A base in another format is left as it is.
     """
     held = recipe.compute_dtype or COMPUTED_IN[recipe.precision]
+    # transformers applies `_keep_in_fp32_modules` to fp16 only (`PreTrainedModel`).
     if held != "fp16":
         return
     in_fp32 = set(model._keep_in_fp32_modules or ())
@@ -125,11 +139,12 @@ def leave_in_fp32(model: Any, recipe: Recipe) -> None:
 
 
 def cast_the_rest(model: torch.nn.Module) -> None:
-    """Freeze everything and cast what is not quantized to fp32.
+    """Freeze all parameters and cast those that are not quantized to fp32.
 
-    As peft's `prepare_model_for_kbit_training` does before adapters are added, which knows
-    quantized weights by their dtype or class, and so only those that are quantized already.
+    peft's `prepare_model_for_kbit_training` does the same before adapters are added. It recognises
+    quantized weights by their dtype or class, so it knows only those that are already quantized.
     """
+    # By layer: a sharded model is quantized when it moves, so here its weights still have 16 bits.
     quantized = {id(layer.weight) for layer in quantized_layers(model)}
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -139,7 +154,7 @@ def cast_the_rest(model: torch.nn.Module) -> None:
 
 
 def quantized_layers(model: torch.nn.Module) -> list[Any]:
-    """The layers whose weights are quantized, or are to be when they move."""
+    """The bitsandbytes layers: their weights are quantized, or will be when they move."""
     nn = importlib.import_module("bitsandbytes.nn")
     kinds = nn.Linear4bit, nn.Linear8bitLt
     return [module for module in model.modules() if isinstance(module, kinds)]

@@ -1,7 +1,8 @@
-"""Builds what a recipe says and runs its optimizer steps.
+"""Build the training that a recipe describes, and run its optimizer steps.
 
-The same loop runs on a real device and on the simulated GPU; only the place of the tensors
-differs.
+There is one training loop. It runs on a real device and on the simulated GPU alike; only the device
+of the tensors differs. `Training` assembles the model (precision, quantized base, frozen parts,
+LoRA, checkpointing, sharding), the optimizer, random micro-batches and the gradient scaler.
 """
 
 from __future__ import annotations
@@ -42,24 +43,26 @@ AUTOCAST = {"fp16-amp": torch.float16, "bf16-amp": torch.bfloat16}
 
 
 class NoAdapters(ValueError):
-    """A model gets no adapters at the targets that were asked for, whatever their rank."""
+    """peft cannot add adapters at the requested targets of this model, whatever the rank."""
 
 
 class Training:
     """A model, its optimizer and one optimizer step's micro-batches, ready to `step()`.
 
-    device: where everything lives, a torch device or its name.
-    seed: of the weights, the data and the dropout.
-    built_in: a context in which the model is made before it moves to `device`. On a GPU
-        a large one is made in seconds, on its host in minutes; a base is made on the host, and
-        loaded from there as `from_pretrained` loads it from a file (`quantized.load`).
+    device: the device that everything lives on, a torch device or its name.
+    seed: the seed of the weights, the data and the dropout.
+    built_in: a context in which the model is initialised before it moves to `device`. On a GPU a
+        large model is initialised in seconds, on the host in minutes. A quantized base needs None:
+        it is initialised on the host and loaded from there, as `from_pretrained` loads a file
+        (`quantized.load`).
 
-    Of a recipe with several ranks this is one; it joins their group (`memlab.workloads.sharding`).
+    With several ranks this object is one of them. It joins their process group
+    (`memlab.workloads.sharding`).
 
-    Attributes: model (torch.nn.Module), optimizer (torch.optim.Optimizer, or
-    `memlab.workloads.optimizers.StepsInBackward`), batches (a list of
-    `recipe.accumulation` dictionaries of int64 tensors, input_ids of shape
-    [batch_size, seq_len]), scaler (torch.amp.GradScaler, at work for fp16-amp only).
+    Attributes: `model` (torch.nn.Module), `optimizer` (torch.optim.Optimizer, or
+    `memlab.workloads.optimizers.StepsInBackward`) and `scaler` (torch.amp.GradScaler, enabled for
+    fp16-amp only). `batches` is a list of `recipe.accumulation` dictionaries of int64 tensors;
+    input_ids has shape [batch_size, seq_len].
     """
 
     def __init__(
@@ -74,14 +77,17 @@ class Training:
         config = models.config(recipe.model)
         dtype = stored_as(recipe)
         self._sharded, quantizes = is_moved_by_sharding(recipe), recipe.base in QUANTIZED
+        # Under fully_shard the mixed precision policy takes the place of autocast (`autocast`).
         half = AUTOCAST.get(recipe.precision) if self._sharded else None
-        # What is gathered may be cast on the way: 4-bit weights come as what is none.
+        # FSDP casts floating-point weights when it gathers them, which would spoil packed 4-bit
+        # weights. Stored in the very dtype that FSDP casts to, they pass unchanged.
         storage = [half or dtype] if self._sharded else []
         with built_in or contextlib.nullcontext():
             model = models.build(config, recipe.task, dtype, recipe.attention, seed)
             if quantizes:
                 quantized.quantize_base(model, recipe, *storage)
             if recipe.base == "half" or quantizes and not recipe.upcast:
+                # With `upcast` everything that is not quantized becomes fp32 further down.
                 quantized.leave_in_fp32(model, recipe)
         replace_loss(model, recipe)
         if quantizes and not self._sharded:
@@ -91,7 +97,9 @@ class Training:
         if quantizes:
             if recipe.upcast:
                 quantized.cast_the_rest(model)
-            # Gives back what loading has left, as peft's cast and the Trainer's first act do.
+            # Return the blocks that loading has left in the allocator's cache. peft's
+            # `prepare_model_for_kbit_training` does so, and so does the Trainer when training
+            # starts (`accelerator.free_memory()` in `Trainer._inner_training_loop`).
             torch.cuda.empty_cache()
         if recipe.freeze:
             freeze(model, recipe.freeze)
@@ -99,24 +107,26 @@ class Training:
         if recipe.checkpointing != "none":
             model.activation_checkpointing_enable(
                 {"use_reentrant": recipe.checkpointing == "reentrant"},
-                # A CPU has nowhere to offload to.
+                # On a CPU there is nothing to offload.
                 offload=recipe.activation_offload and self.device.type != "cpu",
             )
         self.model: torch.nn.Module = sharding.share(full_model, recipe, self.device, half)
+        # After sharding: the optimizer must see this rank's DTensors, not the whole weights.
         self.optimizer = make_optimizer(recipe, self.model)
         self.batches = make_batches(recipe, config, self.device, seed, rank)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=recipe.precision == "fp16-amp")
 
     def step(self) -> float:
-        """One optimizer step over all micro-batches; returns the mean loss."""
+        """Run one optimizer step over all micro-batches and return the mean loss."""
         losses = self.make_gradients()
         self.update()
         return sum(loss.item() for loss in losses)
 
     def make_gradients(self) -> list[torch.Tensor]:
-        """Forward and backward of each micro-batch; returns its share of the mean loss.
+        """Run the forward and backward pass of each micro-batch.
 
-        Ranks reduce their gradients in the last one only.
+        Returns each micro-batch's share of the mean loss, detached. Several ranks reduce their
+        gradients in the last micro-batch only.
         """
         losses = []
         for number, batch in enumerate(self.batches, 1):
@@ -129,7 +139,7 @@ class Training:
         return losses
 
     def update(self) -> None:
-        """Clipping, the optimizer's step and zero_grad; nothing where the backward pass steps."""
+        """Clip, step and zero the gradients; do nothing if the backward pass has stepped."""
         if self.recipe.step_in_backward:
             return
         if self.recipe.max_grad_norm:
@@ -145,7 +155,7 @@ class Training:
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        """Every tensor of the micro-batches."""
+        """All tensors of the micro-batches."""
         return [tensor for batch in self.batches for tensor in batch.values()]
 
     @property
@@ -158,10 +168,11 @@ class Training:
 
 
 def stored_as(recipe: Recipe) -> torch.dtype:
-    """The dtype in which a recipe's model is loaded."""
+    """The dtype in which a recipe's model is loaded, before quantization and upcasts."""
     if recipe.base in QUANTIZED:
-        assert recipe.compute_dtype is not None  # a quantized base has one
+        assert recipe.compute_dtype is not None  # `Recipe` fills it in for a quantized base
         return quantized.COMPUTE_DTYPES[recipe.compute_dtype]
+    # Autocast keeps weights in fp32 ("fp16-amp" is not in COMPUTE_DTYPES), unless base is "half".
     dtypes = AUTOCAST if recipe.base == "half" else quantized.COMPUTE_DTYPES
     return dtypes.get(recipe.precision, torch.float32)
 
@@ -169,12 +180,13 @@ def stored_as(recipe: Recipe) -> torch.dtype:
 def freeze(model: PreTrainedModel, parts: Sequence[int | str]) -> None:
     """Switch off the gradients of parts of a transformers model.
 
-    parts: `embeddings` (what stands before the first layer), whole numbers (that many first
-        layers), `backbone` (everything but the head), or names of modules.
+    parts: `embeddings` (all parameters before the first layer), whole numbers (that many first
+        layers), `backbone` (everything except the head), or names of modules.
 
-    Raises ValueError for a part that the model does not have.
+    Raises ValueError for a part that the model does not have, and if nothing is left to train.
     """
     base = model.base_model
+    # The layers are the longest list; a model may have others, such as a list of experts.
     stacks = [module for module in base.modules() if isinstance(module, torch.nn.ModuleList)]
     layers = max(stacks, key=len)
     in_layers = {id(parameter) for parameter in layers.parameters()}
@@ -182,6 +194,7 @@ def freeze(model: PreTrainedModel, parts: Sequence[int | str]) -> None:
         if part == "backbone":
             frozen = base.parameters()
         elif part == "embeddings":
+            # Parameters come in the order of their definition, embeddings first.
             before = lambda parameter: id(parameter) not in in_layers  # noqa: E731
             frozen = itertools.takewhile(before, base.parameters())
         elif isinstance(part, int):
@@ -189,6 +202,7 @@ def freeze(model: PreTrainedModel, parts: Sequence[int | str]) -> None:
                 raise ValueError(f"freeze holds {part}: the model has {len(layers)} layers")
             frozen = layers[:part].parameters()
         else:
+            # With and without the prefix of the base model: "bert.encoder" and "encoder".
             named = dict(model.named_modules()) | dict(base.named_modules())
             if part not in named:
                 names = ", ".join(name for name, _ in base.named_children())
@@ -204,9 +218,11 @@ def freeze(model: PreTrainedModel, parts: Sequence[int | str]) -> None:
 
 
 def add_lora(model: PreTrainedModel, recipe: Recipe) -> torch.nn.Module:
-    """The model with peft's LoRA adapters, which alone are trained with the head, if any.
+    """The model with peft's LoRA adapters; only these and a classification head are trained.
 
-    Raises ValueError for targets that the model does not have and ranks above a layer's size.
+    Raises NoAdapters, a ValueError, for targets that peft refuses or that do not compute as linear
+    layers. Raises ValueError for targets that the model does not have, and for a rank above the
+    smaller side of every target.
     """
     peft = import_peft()
     linear = {n: m for n, m in model.named_modules() if isinstance(m, (torch.nn.Linear, Conv1D))}
@@ -242,9 +258,10 @@ def add_lora(model: PreTrainedModel, recipe: Recipe) -> torch.nn.Module:
         task_type=PEFT_TASKS.get(recipe.task),
         fan_in_fan_out=isinstance(next(iter(linear.values())), Conv1D),
     )
-    with warnings.catch_warnings():  # it asks transformers for checkpointing by an older name
+    with warnings.catch_warnings():  # peft asks transformers for checkpointing by its old name
         warnings.simplefilter("ignore", FutureWarning)
-        # Of fused experts peft writes patterns of ranks itself, and warns where none matches.
+        # For fused experts peft fills in `rank_pattern` itself
+        # (peft/utils/transformers_weight_conversion.py), then warns about keys without a match.
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
         try:
             adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=recipe.lora_fp32)
@@ -253,7 +270,8 @@ def add_lora(model: PreTrainedModel, recipe: Recipe) -> torch.nn.Module:
                 f"lora_targets is {targets!r}: peft refuses it ({models.one_line(error)}); "
                 f"{recipe.model_name} has {', '.join(sorted(names))}"
             ) from None
-    # Of mixtures of experts peft has taken out what it knows by older names.
+    # For mixtures of experts peft has moved old module names from `config.target_modules` to
+    # `target_parameters`. So look at the config, not at the recipe's targets.
     asked = set() if targets == "all-linear" else set(config.target_modules)
     unknown = asked - {name.split(".")[-1] for name in adapted.base_model.targeted_module_names}
     if unknown:
@@ -264,15 +282,16 @@ def add_lora(model: PreTrainedModel, recipe: Recipe) -> torch.nn.Module:
     return adapted.train()
 
 
-SIDES = operator.attrgetter("in_features", "out_features")  # packed weights have other shapes
+# Of a linear layer. Not its weight's shape, because packed 4-bit weights have another shape.
+SIDES = operator.attrgetter("in_features", "out_features")
 
 
 def _is_as_linear(module: torch.nn.Module) -> bool:
-    """Whether a module gives what a linear layer of its sizes gives: a router may not.
+    """Whether a module's output has the shape of a linear layer's; a router's may not.
 
-    Tried with tensors that have shapes only, which no trace and no card sees.
+    A subclass is tried on meta tensors, outside all dispatch modes, so that no trace records it.
     """
-    kind = getattr(module, "source_cls", type(module))  # of a quantized one
+    kind = getattr(module, "source_cls", type(module))  # the original class of a quantized layer
     if kind is Conv1D or kind.forward is torch.nn.Linear.forward:
         return True
     with _disable_current_modes(), torch.no_grad():
@@ -282,16 +301,16 @@ def _is_as_linear(module: torch.nn.Module) -> bool:
         tokens = torch.empty(2, 3, before, device="meta")
         try:
             result = torch.func.functional_call(module, weights, (tokens,))
-        except Exception:  # whatever it expects instead
+        except Exception:  # it expects another input
             return False
     return isinstance(result, torch.Tensor) and result.shape == (2, 3, after)
 
 
 def import_libraries(recipe: Workload) -> None:
-    """Import what a recipe needs beside torch and transformers.
+    """Import the packages that a recipe needs in addition to torch and transformers.
 
-    Done before a simulation, because some packages make tensors when they are imported. Raises
-    ValueError for one that is not installed.
+    Call it before a simulation starts, because some packages create tensors at import. Raises
+    ValueError for a package that is not installed.
     """
     if is_of_bitsandbytes(recipe.optimizer) or recipe.base in QUANTIZED:
         import_needed("bitsandbytes", f"optimizer {recipe.optimizer}, base {recipe.base}")
@@ -300,15 +319,17 @@ def import_libraries(recipe: Workload) -> None:
     if recipe.optimizer_offload != "none":
         import_needed("torchao.optim", f"optimizer_offload {recipe.optimizer_offload}")
     if library_of(recipe.optimizer) == "transformers":
-        import_needed("transformers.optimization", recipe.optimizer)  # with peft, if that is there
+        # This import also imports peft where peft is installed.
+        import_needed("transformers.optimization", recipe.optimizer)
 
 
 def import_peft() -> ModuleType:
-    """The package peft, or a ValueError that says what needs it."""
+    """The package peft. Raises ValueError if it is not installed."""
     return import_needed("peft", "lora_rank")
 
 
-# Named so, peft also trains the new classification head; a masked LM has no name there.
+# Recipe task -> peft's task type. With SEQ_CLS peft also trains the new classification head. peft
+# has no task type for a masked language model.
 PEFT_TASKS = {
     "sequence-classification": "SEQ_CLS",
     "causal-lm": "CAUSAL_LM",
@@ -316,11 +337,11 @@ PEFT_TASKS = {
 }
 
 
-MOST_TOKENS = 2**28  # of a run, which the host makes: 2 GiB
+MOST_TOKENS = 2**28  # 2 GiB as int64: the host creates the tokens of a run
 
 
 def check_tokens(sequences: int, length: int) -> None:
-    """Raise ValueError for more tokens than a machine should make to ask what they take."""
+    """Raise ValueError for more tokens than a host should create for one prediction."""
     if sequences * length > MOST_TOKENS:
         raise ValueError(
             f"{sequences:,} sequences of {length:,} tokens are {sequences * length:,} tokens: "
@@ -335,9 +356,14 @@ def make_batches(
     seed: int = 0,
     rank: int = 0,
 ) -> list[Batch]:
-    """Seeded random tokens and labels, one dictionary a micro-batch.
+    """Seeded random tokens and labels, one dictionary per micro-batch.
 
-    All ranks draw the whole batch, and each takes its part.
+    Every rank draws the batch of all ranks and keeps its own part, so the ranks together see the
+    batch that one process would see.
+
+    Tensors, all int64: input_ids [batch_size, seq_len]; labels of the same shape, or [batch_size]
+    for a classifier; attention_mask if padded; position_ids if packed. With flash_attention_2 a
+    packed batch is a single row.
     """
     check_tokens(recipe.batch_size * recipe.ranks * recipe.accumulation, recipe.seq_len)
     generator = torch.Generator().manual_seed(seed)
@@ -345,34 +371,38 @@ def make_batches(
     def integers(high: int, sequences: int, *shape: int) -> torch.Tensor:
         of_all = (recipe.ranks * sequences, *shape)
         drawn = torch.randint(0, high, of_all, generator=generator)
+        # The clone frees the storage that holds the parts of the other ranks.
         return drawn.chunk(recipe.ranks)[rank].clone().to(device)
 
     batches = []
     for _ in range(recipe.accumulation):
         tokens = integers(config.vocab_size, recipe.batch_size, recipe.seq_len)
         if recipe.task == "sequence-classification":
-            assert config.num_labels is not None  # its head has so many
+            assert config.num_labels is not None  # every classifier's config has it
             labels = integers(config.num_labels, recipe.batch_size)
         else:
             labels = tokens
         batch = {"input_ids": tokens, "labels": labels}
         if recipe.packed:
-            first = recipe.seq_len // 2  # the first of two texts in each row
+            first = recipe.seq_len // 2  # tokens of the first of the two texts in each row
+            # Positions restart at 0 where the second text begins; transformers derives the
+            # block-diagonal mask from that.
             positions = torch.cat([torch.arange(first), torch.arange(recipe.seq_len - first)])
             batch["position_ids"] = positions.repeat(recipe.batch_size, 1).to(device)
-            if recipe.attention == "flash_attention_2":  # which takes borders of a single row
+            if recipe.attention == "flash_attention_2":
+                # flash-attn's varlen kernels take the texts of a batch as one row with borders.
                 batch = {name: rows.reshape(1, -1) for name, rows in batch.items()}
         batches.append(_padded(batch, config) if recipe.padded else batch)
     return batches
 
 
 def _padded(batch: Batch, config: PretrainedConfig) -> Batch:
-    """The batch with padding for the last token of every sequence, and the mask that says so."""
+    """The batch with its last token replaced by padding in every sequence, and the mask for it."""
     mask = torch.ones_like(batch["input_ids"])
     mask[:, -1] = 0
     padding = config.pad_token_id or 0
     tokens = batch["input_ids"].masked_fill(mask == 0, padding)
     labels = batch["labels"]
-    if labels.dim() == 2:  # a label a token
+    if labels.dim() == 2:  # one label per token, not per sequence
         labels = labels.masked_fill(mask == 0, -100)
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}

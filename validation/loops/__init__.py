@@ -1,8 +1,9 @@
-"""Training loops of others, rebuilt from their descriptions, on the simulated card.
+"""Other people's training loops, rebuilt from their descriptions, on the simulated GPU.
 
-A record that names one of them (`Record.loop`) is predicted by it instead of by memlab's own loop.
-Each is a module here that says where its runs are published and what had to be assumed of them,
-and ends in `footprint_of(run, card)`. Another loop is another module, and its name in `LOOPS`.
+If a record names one of these loops (`Record.loop`), the loop predicts it in place of memlab's own.
+Each loop is a module of this package. Its docstring says where the runs are published and what had
+to be assumed, and its function `footprint_of(run, card)` gives the prediction. To add a loop, add a
+module and its name in `LOOPS`.
 """
 
 import importlib
@@ -12,7 +13,7 @@ from memlab.evidence.records import Record
 from memlab.footprint import Footprint
 from memlab.gpus import GPU
 
-# name, as records say it -> module of this package
+# the loop's name in records -> module of this package
 LOOPS = {
     "fitcheck": "fitcheck",
     "NeuSight": "neusight",
@@ -25,13 +26,13 @@ LOOPS = {
 
 
 def simulate_loop(run: Record, card: GPU) -> Footprint:
-    """What the loop of a published run takes on a card, as `memlab.simulate` says it of memlab's.
+    """The footprint of a published run's loop on a GPU, like `memlab.simulate` for memlab's own.
 
-    Raises ValueError for an unknown loop, torch.OutOfMemoryError if the card is too small.
+    Raises ValueError for an unknown loop and torch.OutOfMemoryError if the GPU is too small.
     """
     if run.loop not in LOOPS:
         raise ValueError(f"loop is {run.loop!r}: known are {', '.join(LOOPS)}")
     loop = importlib.import_module(f"{__name__}.{LOOPS[run.loop]}")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of names and defaults that libraries have changed
+        warnings.simplefilter("ignore")  # deprecated names and changed defaults of libraries
         return loop.footprint_of(run, card)

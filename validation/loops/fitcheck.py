@@ -1,10 +1,10 @@
 """The loop of fitcheck-llm's measurements: LoRA on a decoder in fp16 or NF4, on a T4.
 
-fitcheck-llm 0.3.1, data/measurements (https://github.com/Anassbzdd/fitcheck, MIT).
+Source: fitcheck-llm 0.3.1, data/measurements (https://github.com/Anassbzdd/fitcheck, MIT).
 
 Assumptions:
 
-- **None**: its description names every switch.
+- **None**: its description names every setting.
 """
 
 import contextlib
@@ -26,24 +26,25 @@ from memlab.workloads.training import import_peft
 
 
 def footprint_of(run: Record, card: GPU) -> Footprint:
-    """The second step of a run, its base loaded as today's `from_pretrained` does."""
+    """The second step of a run, with the base loaded in the order of today's `from_pretrained`."""
     recipe = Recipe(**run.recipe)
     return serve(recipe, full_log(recipe, card, two_steps), card)
 
 
 @dataclass
 class Trained:
-    """What a loop leaves: the model that it has trained, and its recipe."""
+    """The result of a loop, as `full_log` needs it: the trained model and its recipe."""
 
     recipe: Recipe
     model: torch.nn.Module
 
 
 def two_steps(recipe: Recipe, gpu: SimulatedGPU) -> Trained:
-    """Train two steps on a card that is entered, and count the second.
+    """Train two steps inside an entered `SimulatedGPU` and count the second.
 
-    AdamW, checkpointing, one batch of random ids, `out` alive until the step ends; with sdpa the
-    memory-efficient kernel alone. What is not quantized is in fp16.
+    The loop uses AdamW, checkpointing and one batch of random ids. `out` stays alive until the step
+    ends. With sdpa it allows the memory-efficient kernel only. Everything that is not quantized is
+    in fp16.
     """
     peft = import_peft()
     model = models.build(recipe.model, dtype=torch.float16, attention=recipe.attention)
@@ -75,7 +76,7 @@ def two_steps(recipe: Recipe, gpu: SimulatedGPU) -> Trained:
 
 @contextlib.contextmanager
 def efficient_kernel():
-    """The memory-efficient kernel alone, with keys repeated by hand: it takes no shared ones."""
+    """Allow only the memory-efficient kernel, and repeat shared keys, which it does not accept."""
     original = torch.nn.functional.scaled_dot_product_attention
 
     def attention(query, key, value, *args, enable_gqa=False, **kwargs):

@@ -1,13 +1,14 @@
-"""NeuSight's passes: forward and backward of transformers in fp32, on four kinds of cards.
+"""NeuSight's measurements: a forward and a backward pass of transformers in fp32, on four GPUs.
 
-sitar-lab/NeuSight at 6945927 (MIT), scripts/asplos/label: the seconds of a forward and a backward
-pass of whole models, without an optimizer, in eager mode with transformers' eager attention
-(neusight/Tracing/trace.py). Its own predictor is off by 7.3 % in the mean on all 26.
+Source: sitar-lab/NeuSight at 6945927 (MIT), scripts/asplos/label. It has the seconds of one forward
+and one backward pass of whole models, without an optimizer. The models run in eager mode with
+transformers' eager attention (neusight/Tracing/trace.py). NeuSight's own predictor has a mean error
+of 7.3 % on all 26.
 
 Assumptions, made before any prediction was compared:
 
-- **The A100 and the V100 are the SXM cards.** Its own are PCIe cards, whose clocks are lower.
-- **What the four mixtures of experts took is left out**: its program replaces their routing.
+- **The A100 and the V100 are the SXM versions.** NeuSight's are PCIe versions with lower clocks.
+- **The four mixtures of experts are left out**, because NeuSight's program replaces their routing.
 """
 
 import torch
@@ -22,13 +23,14 @@ from memlab.spec.recipe import Recipe
 
 
 def footprint_of(run: Record, card: GPU) -> Footprint:
-    """The second forward and backward pass."""
+    """The footprint of the second forward and backward pass."""
     recipe = Recipe(**run.recipe)
     with SimulatedGPU(card.without_limit()) as gpu:
         model = models.build(recipe.model, recipe.task, torch.float32, "eager").to("cuda")
         ids = torch.ones(recipe.batch_size, recipe.seq_len, dtype=torch.long, device="cuda")
         nothing = torch.zeros(1, device="cuda", requires_grad=True)
-        step = torch.optim.SGD([nothing])  # tells one pass from the next
+        # The simulated GPU counts steps by optimizer steps: one over a tensor of a single number.
+        step = torch.optim.SGD([nothing])
         for _ in range(2):
             logits = model(input_ids=ids).logits
             F.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()

@@ -1,18 +1,18 @@
 """torch-preflight's calibration: full fine-tuning under autocast, on a T4.
 
-torch-preflight 0.5.0, source distribution, tests/calibration (MIT): measure_cuda.py is the loop,
-measured_peaks.json holds the figures.
+Source: torch-preflight 0.5.0, source distribution, tests/calibration (MIT). measure_cuda.py is the
+loop; measured_peaks.json holds the figures.
 
 Assumptions, written down before any prediction was compared:
 
-- **Autocast is to bf16.** The loop takes bf16 where `torch.cuda.is_bf16_supported()` says so, and
-  by default that counts the emulation of a T4.
+- **Autocast uses bf16.** The loop takes bf16 if `torch.cuda.is_bf16_supported()` is true, and by
+  default that includes the T4's emulation.
 - **Attention and dropout are those of the published configs**: sdpa, and dropout in training.
 - **Today's transformers** stands for the release of the runs, which is not named.
-- **A model is built on the host and moved whole**, the cache is empty before, AdamW is
+- **A model is built on the host and moved as a whole**, the cache is empty before, and AdamW is
   multi-tensor.
-- **ResNet-50 is built by transformers** with the in-place ReLU of torchvision's, whose sizes and
-  parameters are the same; workspaces of cuDNN's convolutions are not simulated.
+- **ResNet-50 is built by transformers** with the in-place ReLU of torchvision's ResNet-50, which
+  has the same sizes and parameters. Workspaces of cuDNN's convolutions are not simulated.
 """
 
 import torch
@@ -26,7 +26,7 @@ from memlab.gpus import GPU
 
 
 def footprint_of(run: Record, card: GPU) -> Footprint:
-    """The second step."""
+    """The footprint of the second step."""
     with SimulatedGPU(card) as gpu:
         model = build(run.recipe["model"])
         model = model.to("cuda").train()
@@ -39,7 +39,7 @@ def footprint_of(run: Record, card: GPU) -> Footprint:
         def step():
             optimizer.zero_grad(set_to_none=True)
             with torch.autocast("cuda", dtype=torch.bfloat16):
-                loss, out = loss_of(model, inputs)  # `out` lives on through the step
+                loss, out = loss_of(model, inputs)  # `out` stays alive until the step ends
             loss.backward()
             optimizer.step()
 
@@ -50,7 +50,7 @@ def footprint_of(run: Record, card: GPU) -> Footprint:
 
 
 def build(name: str):
-    """GPT-2 with its head, BERT and DistilBERT without one, or ResNet-50."""
+    """ResNet-50, or a language model: GPT-2 with its head, BERT and DistilBERT without one."""
     if name == "resnet50":
         model = ResNetForImageClassification(ResNetConfig(num_labels=1000))
         for module in model.modules():
@@ -71,7 +71,7 @@ def inputs_of(batch_size: int, size: tuple[int, ...]):
 
 
 def text_loss(model, tokens):
-    """The loss, and the outputs of the model that its loop holds."""
+    """(the loss, the model's outputs, which the loop keeps alive)."""
     if model.get_output_embeddings() is not None:
         out = model(input_ids=tokens, labels=tokens)
         return out.loss, out
@@ -80,6 +80,6 @@ def text_loss(model, tokens):
 
 
 def image_loss(model, inputs):
-    """The loss; its loop holds nothing else."""
+    """(the loss, None): for images the loop keeps no outputs."""
     images, classes = inputs
     return torch.nn.functional.cross_entropy(model(images).logits, classes), None

@@ -1,24 +1,24 @@
 """torchtitan's Llama 3.1 8B under FSDP2: bf16, 2 x 8,192 tokens per rank, on 8 and 128 H100s.
 
-pytorch/torchtitan (BSD-3-Clause), benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, the
-rows "FSDP": the peak of reserved memory that its log prints. The loop below says in plain PyTorch
-what torchtitan's of that time (commit 9dec370) does, with transformers' Llama as the model.
+Source: pytorch/torchtitan (BSD-3-Clause), benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and
+3, rows "FSDP". They give the peak of reserved memory that its log prints. The loop below repeats
+torchtitan's loop of that time (commit 9dec370) in plain PyTorch, with transformers' Llama.
 
-Assumptions, made before any prediction was compared, all but the last, and unchanged since:
+Assumptions; all but the last were made before any prediction was compared and have not changed:
 
-- **Sequences of 8,192 tokens** and AdamW of several tensors at a time, as llama3_8b.toml has them.
-- **Selective checkpointing is that of operators**: of each layer the attention's result and every
-  second matrix product are kept, the rest is computed again.
-- **Every layer is gathered by itself** in bf16, its gradients are summed in fp32, and the last
+- **Sequences of 8,192 tokens** and multi-tensor AdamW, as in llama3_8b.toml.
+- **Selective checkpointing works by operator**: each layer keeps the result of attention and every
+  second matrix product, and recomputes the rest.
+- **Every layer is gathered by itself** in bf16, its gradients are reduced in fp32, and the last
   layer stays gathered for the backward pass.
-- **The loss is one cross-entropy of fp32 logits**; the logits themselves are dropped before the
+- **The loss is one cross-entropy of fp32 logits**; the logits themselves are freed before the
   backward pass.
-- **The peak is that of a later step.** The cards had 96 GB, so the simulation has no limit.
-- **The allocator is PyTorch's default one.** That torchtitan's launcher of that commit,
-  run_llama_train.sh, sets `expandable_segments:True` was seen only after the comparison; this
-  loop does not. With that setting it reserves 79.4 GiB where 82.4 were published, so a reserved
-  figure that agrees does so partly by chance, and the runs confirm no more than that what is
-  allocated stays below it.
+- **The peak is that of a later step.** The GPUs had 96 GB, so the simulation has no limit.
+- **The allocator has PyTorch's default settings.** torchtitan's launcher of that commit,
+  run_llama_train.sh, sets `expandable_segments:True`. That was noticed only after the comparison,
+  and this loop does not set it. With it the loop reserves 79.4 GiB, where 82.4 GiB were published.
+  So a reserved figure that agrees does so partly by chance. The runs only confirm that allocated
+  memory stays below the published reserved memory.
 """
 
 import itertools
@@ -37,14 +37,14 @@ from memlab.gpus import GPU
 from memlab.spec.recipe import Recipe
 
 MM = torch.ops.aten.mm.default
-KEPT = {
+KEPT = {  # results of attention, which selective checkpointing keeps
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
 }
 
 
 def footprint_of(run: Record, card: GPU) -> Footprint:
-    """The second of two steps, on the first of `run.recipe["ranks"]` ranks."""
+    """The footprint of the second of two steps, on the first of `run.recipe["ranks"]` ranks."""
     recipe = Recipe(**run.recipe)
     with SimulatedGPU(card.without_limit(), ranks=recipe.ranks) as gpu:
         with torch.device("meta"):
@@ -72,13 +72,13 @@ def shard(model: torch.nn.Module) -> None:
     layers = model.model.layers
     for i, layer in enumerate(layers):
         layers[i] = checkpoint_wrapper(layer, context_fn=selective, preserve_rng_state=False)
-        again = i < len(layers) - 1
+        again = i < len(layers) - 1  # the last layer's backward pass follows at once
         fully_shard(layers[i], mp_policy=policy, reshard_after_forward=again)
     fully_shard(model, mp_policy=policy)
 
 
 def selective():
-    """Contexts that keep attention's result and every second matrix product of a layer."""
+    """Contexts for `checkpoint` that keep attention's result and every second matrix product."""
     products = {
         True: itertools.count(),
         False: itertools.count(),

@@ -1,26 +1,27 @@
 """torchtune's ladder of memory techniques: Llama-3.2-3B in bf16, batches of 2 x 4,096, on an A100.
 
-pytorch/torchtune (BSD-3-Clause), README.md of 2024-11-18 (commit 1814feb17), section "Optimization
-flags": the peak of active memory after each technique. The model below says in plain PyTorch what
-torchtune's modules of that commit compute, operation by operation.
+Source: pytorch/torchtune (BSD-3-Clause), README.md of 2024-11-18 (commit 1814feb17), section
+"Optimization flags". It gives the peak of active memory after each technique. The model below
+repeats torchtune's modules of that commit in plain PyTorch, operation by operation.
 
 Assumptions, written down before any prediction was compared:
 
-- **Batches are packed** and carry positions. Attention under a block mask (flex attention) keeps
-  what flash attention keeps.
-- **The first row runs eagerly**: cross-entropy of fp32 logits, no checkpointing. AdamW is fused;
-  the README does not say.
-- **With checkpointing and `compile` the layers run eagerly**: compiling changes one recomputed
-  layer at most. The compiled loss of a chunk keeps its bf16 logits and a log-sum-exp, and gives
-  bf16 gradients. Rows whose layers are compiled and not checkpointed are not simulated, nor is the
-  baseline, the lengths of whose batches are not published, nor QLoRA, whose 4-bit numbers are
+- **Batches are packed** and carry positions. Attention under a block mask (flex attention) saves
+  what flash attention saves.
+- **The first row runs eagerly**: cross-entropy of fp32 logits, without checkpointing. AdamW is
+  assumed to be fused; the README does not say.
+- **With checkpointing and `compile` the layers run eagerly**, because compiling changes one
+  recomputed layer at most. The compiled loss of a chunk keeps its bf16 logits and a log-sum-exp,
+  and gives bf16 gradients.
+- **Some rows are not simulated**: rows whose layers are compiled without checkpointing, and the
+  baseline, whose batch lengths are not published. QLoRA is left out because its 4-bit format is
   torchao's.
-- **Offloading is `save_on_cpu` with pinned memory**, the output layer left out. torchtune's own
-  copies on a second stream, which a simulated card does not have.
-- **8-bit AdamW is bitsandbytes'**, one optimizer a parameter. The README links to a page that names
-  torchao's first, and bitsandbytes' beside it as the one that saves more.
-- **LoRA is of rank 64** on query, value, output and the feed-forward layers, in bf16.
-- **The peak is that of the whole run**: of two steps, for torchtune resets none.
+- **Offloading is `save_on_cpu` with pinned memory**, without the output layer. torchtune's own
+  offloading copies on a second stream, which the simulated GPU does not have.
+- **8-bit AdamW is that of bitsandbytes**, one optimizer per parameter. The README links to a page
+  that names torchao's first and bitsandbytes' second, as the one that saves more.
+- **LoRA has rank 64** on query, value, output and the feed-forward layers, in bf16.
+- **The peak is that of the whole run**, that is, of two steps: torchtune never resets it.
 """
 
 import contextlib
@@ -38,11 +39,14 @@ from memlab.gpus import GPU
 from memlab.libraries import import_bitsandbytes
 from memlab.spec.recipe import Recipe
 
-CHUNKS = 8
+CHUNKS = 8  # chunks of the sequence, of torchtune's chunked loss
 
 
 def footprint_of(run: Record, card: GPU) -> Footprint:
-    """Two steps. `run.settings` may switch on `chunked_loss`, `step_in_backward`, `offloading`."""
+    """The footprint of two steps.
+
+    `run.settings` may switch on `chunked_loss`, `step_in_backward` and `offloading`.
+    """
     recipe, told = Recipe(**run.recipe), run.settings
     with SimulatedGPU(card) as gpu:
         model = Decoder(models.config(recipe.model), recipe.lora_rank)
@@ -68,6 +72,7 @@ def footprint_of(run: Record, card: GPU) -> Footprint:
             del logits
             loss.backward()
             if not told.get("step_in_backward"):
+                # torchtune weights the loss by the number of tokens and scales the gradients back.
                 for parameter in trained:
                     parameter.grad *= 1 / counted
                 (optimizer,) = optimizers
@@ -85,7 +90,7 @@ def make_optimizer(name: str, parameters):
 
 
 def stepping(optimizer):
-    """A hook that steps as soon as a gradient is there, and frees it."""
+    """A hook that steps the optimizer as soon as its gradient is complete, and frees it."""
 
     def step(_):
         optimizer.step()
@@ -101,7 +106,7 @@ def offloaded():
 
 
 def on_card():
-    """What is saved inside stays on the card, also where the rest is offloaded."""
+    """Inside, saved tensors stay on the GPU, even if `offloaded` is active around it."""
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
@@ -109,11 +114,15 @@ def on_card():
 
 
 class CompiledLoss(torch.autograd.Function):
-    """The summed cross-entropy of a chunk as a compiler fuses it: no fp32 copy of the logits."""
+    """The summed cross-entropy of a chunk, allocated as by compiled code.
+
+    A compiler fuses the cast to fp32, so there is no fp32 copy of the logits. Only allocations
+    matter here: the results are uninitialised.
+    """
 
     @staticmethod
     def forward(ctx, logits, labels):
-        log_sum = logits.new_empty(logits.size(0), 1, dtype=torch.float32)
+        log_sum = logits.new_empty(logits.size(0), 1, dtype=torch.float32)  # [tokens, 1]
         ctx.save_for_backward(logits, labels, log_sum)
         return logits.new_empty((), dtype=torch.float32)
 
@@ -124,7 +133,7 @@ class CompiledLoss(torch.autograd.Function):
 
 
 def loss_of(logits, labels):
-    """Of fp32 logits, or the sum over a list of chunks."""
+    """The mean loss: of one tensor of fp32 logits, or of a list of chunks in bf16."""
     if torch.is_tensor(logits):
         return F.cross_entropy(logits.reshape(-1, logits.size(-1)), labels.reshape(-1))
     total = (labels != -100).sum()
@@ -138,7 +147,7 @@ def loss_of(logits, labels):
 
 
 class Norm(nn.Module):
-    """RMS norm computed in fp32 and scaled in the input's dtype."""
+    """RMS norm, computed in fp32 and scaled in the input's dtype."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -151,7 +160,11 @@ class Norm(nn.Module):
 
 
 def rotated(x, table):
-    """Rotary positions by pairs of neighbours, in fp32; x is [batch, length, heads, size]."""
+    """Apply rotary positions to neighbouring pairs, in fp32.
+
+    x: [batch, length, heads, head size]. table: cosines and sines, [batch, length, head size / 2,
+    2].
+    """
     pairs = x.float().reshape(*x.shape[:-1], -1, 2)
     table = table.view(-1, pairs.size(1), 1, pairs.size(3), 2)
     (even, odd), (cos, sin) = pairs.unbind(-1), table.unbind(-1)
@@ -160,7 +173,7 @@ def rotated(x, table):
 
 
 class LoRALinear(nn.Module):
-    """A frozen product and a trained one of low rank beside it."""
+    """A frozen linear layer plus a trained one of low rank."""
 
     def __init__(self, wide: int, out: int, rank: int):
         super().__init__()
@@ -201,6 +214,7 @@ class Layer(nn.Module):
         q = rotated(self.q(x).view(batch, length, -1, self.size), table()).transpose(1, 2)
         k, v = (layer(x).view(batch, length, -1, self.size) for layer in (self.k, self.v))
         k, v = rotated(k, table()).transpose(1, 2), v.transpose(1, 2)
+        # Repeat each key-value head for its query heads: [batch, heads, length, head size].
         shape = batch, self.groups, self.heads // self.groups, length, self.size
         k, v = (t.unsqueeze(2).expand(shape).flatten(1, 2) for t in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -211,7 +225,10 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embeddings that are also the output layer, layers, a norm. rank: of LoRA, 0 for none."""
+    """A Llama decoder whose output layer is tied to its embeddings.
+
+    rank: the rank of LoRA; 0 trains all weights.
+    """
 
     def __init__(self, config, rank: int):
         super().__init__()
@@ -219,14 +236,16 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config, rank) for _ in range(config.num_hidden_layers))
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.to(torch.bfloat16)
-        table = torch.empty(config.max_position_embeddings, config.head_dim // 2, 2)  # in fp32
+        # After the cast to bf16: torchtune keeps the rotary table in fp32.
+        table = torch.empty(config.max_position_embeddings, config.head_dim // 2, 2)
         self.register_buffer("table", table, persistent=False)
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(not rank or "lora_" in name)
 
     def forward(self, tokens, positions):
         x = self.embeddings(tokens)
-        looked_up = lambda: self.table[positions]  # noqa: E731  # by each attention anew
+        # Each call of attention looks the positions up again, as torchtune's modules do.
+        looked_up = lambda: self.table[positions]  # noqa: E731
         for layer in self.layers:
             if self.checkpointed:
                 x = checkpoint(layer, x, looked_up, use_reentrant=False)

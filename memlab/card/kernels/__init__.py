@@ -1,1 +1,1 @@
-"""What CUDA's kernels keep and take that a CPU's do not, by library."""
+"""Rules for the memory that CUDA kernels keep or allocate and CPU kernels do not, by library."""

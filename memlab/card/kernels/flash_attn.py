@@ -1,9 +1,12 @@
-"""The functions of the package flash-attn, as transformers calls them, on a card that is not there.
+"""The functions of the flash-attn package that transformers calls, on the simulated GPU.
 
-`attn_implementation="flash_attention_2"` asks for a package that is built for CUDA alone. PyTorch
-holds a copy of its kernels, in aten/src/ATen/native/transformers/cuda/flash_attn, which takes and
-keeps the same; here it stands for the package, whether that is installed or not. What transformers
-does around the kernels is its own code: it cuts padding out, and finds where texts of a row begin.
+`attn_implementation="flash_attention_2"` needs a package that exists for CUDA only. PyTorch has a
+copy of its kernels, in aten/src/ATen/native/transformers/cuda/flash_attn, which allocates and saves
+the same. That copy replaces the package here, whether it is installed or not. Around the kernels,
+transformers runs its own code: it removes padding, and it finds where packed texts begin.
+
+Known limitations: `deterministic=True` is refused, because it allocates more. A script's own
+`import flash_attn` is left alone.
 """
 
 import contextlib
@@ -21,10 +24,11 @@ LARGEST_HEAD = 256  # csrc/flash_attn/flash_api.cpp, `mha_fwd`
 
 @contextlib.contextmanager
 def flash_attention_2():
-    """Let transformers find flash-attn 2 on the card."""
+    """Let transformers find and load flash-attn 2 inside the block."""
     matrix = modeling_flash_attention_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX
     available = matrix | {2: matrix[2] | {"general_availability_check": lambda: True}}
-    # What transformers has found so far, and what it will find.
+    # The globals in which `lazy_import_flash_attention` keeps what it has loaded. Setting them to
+    # None makes it load again, and restores the real package's functions after the block.
     loaded = (
         "_loaded_implementation",
         "_flash_fn",
@@ -46,7 +50,10 @@ _original_imports = modeling_flash_attention_utils._lazy_imports
 
 
 def _functions(implementation, *args, **kwargs):
-    """For dense and for ragged batches, for a paged cache, to pad and to cut padding out."""
+    """transformers' `_lazy_imports`: (dense, ragged, paged cache, pad, unpad) functions.
+
+    There is no function for a paged cache, which transformers accepts.
+    """
     if implementation != NAME:
         return _original_imports(implementation, *args, **kwargs)
     padding = modeling_flash_attention_utils._pad_input, modeling_flash_attention_utils._unpad_input
@@ -54,9 +61,9 @@ def _functions(implementation, *args, **kwargs):
 
 
 def flash_attn_func(q, k, v, **how):
-    """Attention of [batch, length, heads, head size]; the result has the query's shape.
+    """Attention of dense [batch, length, heads, head size]; the result has the query's shape.
 
-    how: as of `flash_attn_varlen_func`, and the same errors.
+    how: the options of `flash_attn_varlen_func`, which raises the same errors.
     """
     return flash_attn_varlen_func(q, k, v, None, None, q.size(1), k.size(1), **how)
 
@@ -76,13 +83,17 @@ def flash_attn_varlen_func(
     softcap=0.0,
     deterministic=False,
 ):
-    """Attention of [tokens, heads, head size]: all sequences, one behind the other.
+    """Attention of ragged [tokens, heads, head size]: all sequences, concatenated.
 
-    cu_seqlens: where each begins, and the end, int32. max_seqlen: the longest. transformers reads
-    from these names what flash-attn can do; softcap changes values and no shape.
+    cu_seqlens_q, cu_seqlens_k: int32, the start of each sequence and the end of the last; None for
+    a dense batch. max_seqlen_q, max_seqlen_k: length of the longest sequence.
 
-    Raises RuntimeError in the package's words for what it does not take, of cards and dtypes as
-    `memlab.card.refusals` does, and NotSimulated for deterministic, which takes more memory.
+    transformers inspects the names of these parameters to learn which options are supported.
+    `softcap` is accepted and ignored, because it changes values only.
+
+    Raises RuntimeError in the package's own words for a head size above 256. For GPUs and dtypes
+    that the kernels refuse, `memlab.card.refusals` does the same. Raises NotSimulated for
+    `deterministic`, which allocates more memory.
     """
     if deterministic:
         raise NotSimulated("flash-attn with deterministic=True: its memory is not simulated")
@@ -90,6 +101,7 @@ def flash_attn_varlen_func(
     if size > LARGEST_HEAD:
         raise RuntimeError("FlashAttention forward only supports head dimension at most 256")
     if size % 8:
+        # The kernels want head sizes in multiples of 8. Padded copies are saved for the backward.
         q, k, v = (functional.pad(x, (0, 8 - size % 8)) for x in (q, k, v))
     out = torch.ops.aten._flash_attention_forward(
         q,
@@ -101,7 +113,7 @@ def flash_attn_varlen_func(
         int(max_seqlen_k),
         dropout_p,
         causal,
-        False,
+        False,  # return_debug_mask
         scale=size**-0.5 if softmax_scale is None else softmax_scale,
         window_size_left=window_size[0],
         window_size_right=window_size[1],

@@ -1,4 +1,4 @@
-"""Every rule by which the simulated card differs from the CPU, in one registry."""
+"""The registry of all rules by which kernels on the simulated GPU differ from CPU kernels."""
 
 import contextlib
 import functools
@@ -9,8 +9,8 @@ from memlab.card.kernels import bitsandbytes, saved_tensors, sdpa
 from memlab.gpus import GPU
 from memlab.trace.patches import dispatched
 
-# Every rule by name, with where it is written down. The book's page on accuracy says what each one
-# changes.
+# The name of each rule -> the source that it was read from. The book's page on accuracy shows what
+# each rule changes.
 RULES = {
     "dropout": "PyTorch, aten/src/ATen/native/Dropout.cpp",
     "softmax to fp32": "PyTorch, aten/src/ATen/native/SoftMax.cpp",
@@ -29,10 +29,13 @@ KERNELS = [*saved_tensors.KERNELS, *sdpa.KERNELS, *bitsandbytes.KERNELS]
 
 @contextlib.contextmanager
 def cuda_kernels(gpu: GPU, rules=frozenset(RULES)):
-    """Let operations on CPU tensors keep what CUDA keeps.
+    """Let operators on CPU tensors run as their CUDA kernels do.
 
-    gpu: the card whose choices count where kernels differ between cards.
-    rules: which of `RULES` hold.
+    gpu: the GPU whose choices count where GPUs choose different kernels.
+    rules: the names of the rules that hold.
+
+    NB: this function installs dispatcher kernels only. The rules for scratch, sums of rows and
+    paged states are read where that memory is allocated (`memlab.card.kernels.taken`).
     """
     rows = []
     for kernel in KERNELS:
@@ -41,6 +44,7 @@ def cuda_kernels(gpu: GPU, rules=frozenset(RULES)):
             function = functools.partial(function, gpu) if kernel.of_card else function
             rows.append((kernel.package, kernel.operator, function, kernel.key))
     if "autocast" in rules:
+        # A fallthrough takes the CPU's autocast kernel out of the way.
         for operator in saved_tensors.autocast_of_cpu_only():
             rows.append(("aten", operator, torch.library.fallthrough_kernel, "AutocastCPU"))
     products = bitsandbytes.int8_products if "8-bit products" in rules else contextlib.nullcontext

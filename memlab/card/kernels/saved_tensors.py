@@ -1,9 +1,9 @@
-"""Saved tensors: what CUDA kernels keep for the backward pass, where CPU kernels keep others.
+"""What CUDA kernels save for the backward pass, where CPU kernels save other tensors.
 
-The simulated GPU runs on fake CPU tensors. Their shapes are right, but some CPU kernels save
-other tensors for the backward pass than the CUDA kernels do. Each function here is PyTorch's own
-CUDA choice and names its source in the PyTorch repository; `memlab.card.kernels.rules` puts
-them in place.
+To PyTorch, the fake tensors of a simulated GPU are CPU tensors. Their shapes are right, but some
+CPU kernels save other tensors than the CUDA kernels do, and autocast changes other operators. Each
+function here is the choice that PyTorch makes on CUDA, with its source. `memlab.card.kernels.rules`
+registers the functions with the dispatcher.
 """
 
 import functools
@@ -19,9 +19,13 @@ from memlab.trace.tensors import inner_tensors
 
 
 class Kernel(NamedTuple):
-    """A function that stands for an operator of PyTorch's dispatcher while a rule holds.
+    """A function that replaces an operator's kernel while a rule holds.
 
-    of_card: whether its first argument is the `memlab.gpus.GPU`, because cards differ in it.
+    rule: the rule's name in `memlab.card.kernels.rules.RULES`.
+    operator: the operator's name, with its overload where it has one.
+    of_card: whether the function takes the `memlab.gpus.GPU` first, because GPUs differ in it.
+    key: the dispatch key under which it is registered.
+    package: the operator's namespace.
     """
 
     rule: str
@@ -33,26 +37,27 @@ class Kernel(NamedTuple):
 
 
 def is_simulated(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no data: itself or, as a DTensor, the part that this rank holds."""
+    """Whether a tensor has no data; of a DTensor, whether this rank's shard has none."""
     return any(isinstance(part, FakeTensor) for part in inner_tensors(tensor))
 
 
 def dropout(input, p, train):
-    """CUDA keeps a mask of one byte per element; the CPU keeps one as wide as the input.
+    """Save a boolean mask, one byte per element; a CPU saves one in the input's dtype.
 
     aten/src/ATen/native/Dropout.cpp: `is_fused_kernel_acceptable` sends CUDA tensors with
-    0 < p < 1 to `native_dropout`.
+    0 < p < 1 to `native_dropout`. NB: p = 1 goes there too; the source multiplies by zeros then.
     """
     if not train or p == 0:
-        return input
+        return input  # as `_dropout_impl` does: nothing is saved
     return torch.native_dropout(input, p, train)[0]
 
 
 def _fused_softmax(kernel, input, dim, dtype=None):
-    """softmax(half, dtype=float32) makes no fp32 copy of its input on CUDA.
+    """Compute softmax(fp16, dtype=float32) without an fp32 copy of the input, as on CUDA.
 
-    aten/src/ATen/native/SoftMax.cpp: `softmax` passes half_to_float to the kernel for CUDA; so does
-    `log_softmax`, the first half of the cross-entropy.
+    aten/src/ATen/native/SoftMax.cpp: `softmax` passes half_to_float=True to the kernel for CUDA
+    tensors in fp16. So does `log_softmax`, the first half of the cross-entropy. bf16 is converted
+    first, on CUDA as well.
     """
     if is_simulated(input) and dtype == torch.float32 and input.dtype == torch.float16:
         return kernel(input, dim, True)
@@ -61,9 +66,11 @@ def _fused_softmax(kernel, input, dim, dtype=None):
 
 # ---------------------------------------------------------------------- autocast
 
-# Operations by what autocast does with them on CUDA and not on a CPU: the macros AT_FORALL_ of
-# aten/src/ATen/autocast_mode.h. Those for which both do the same, such as products and most losses,
-# are left out.
+# Operators that autocast treats in another way on CUDA than on a CPU, by the AT_FORALL_ macro of
+# aten/src/ATen/autocast_mode.h that lists them. Operators that both treat alike are left out, such
+# as matrix products and most losses.
+#
+# AT_FORALL_FP32: the arguments are converted to fp32.
 AUTOCAST_FP32 = (
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan "
     "pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm "
@@ -73,25 +80,25 @@ AUTOCAST_FP32 = (
     "upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d "
     "_upsample_bicubic2d_aa"
 ).split()
-# Those that take a dtype, which is set to fp32 where it is not set: AT_FORALL_FP32_SET_OPT_DTYPE.
+# AT_FORALL_FP32_SET_OPT_DTYPE: they take a dtype, which becomes fp32 if the caller gave none.
 AUTOCAST_FP32_DTYPE = (
     "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm "
     "linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList"
 ).split()
-# Those with another form that takes it: AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE.
+# AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE: another overload takes the dtype.
 AUTOCAST_FP32_APPENDED = {
     "norm.Scalar": "norm.ScalarOpt_dtype",
     "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
 }
-# Those that run in the widest format among their tensors: AT_FORALL_PROMOTE.
+# AT_FORALL_PROMOTE: they run in the widest dtype among their tensors.
 AUTOCAST_WIDEST = (
     "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
 ).split()
 
 
-@functools.cache  # of 3,300 operators
+@functools.cache  # it asks the dispatcher about 3,300 operators
 def autocast_of_cpu_only() -> list[str]:
-    """Operations that autocast changes on a CPU and leaves alone on CUDA, such as cross_entropy."""
+    """Operators that autocast changes on a CPU but not on CUDA, such as cross_entropy_loss."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = torch._C._dispatch_get_all_op_names()
     return [
@@ -107,6 +114,7 @@ def _operator(name):
 
 
 def _run_in_fp32(function, *args, **kwargs):
+    # The conversions are operations like any other: autograd saves what their backward needs.
     with _no_autocast():
         return function(*map(_to_fp32, args), **{k: _to_fp32(v) for k, v in kwargs.items()})
 
@@ -121,6 +129,7 @@ def _ask_for_fp32(function, *args, **kwargs):
 
 def _run_in_the_widest(function, *args, **kwargs):
     given = (*args, *kwargs.values())
+    # Without an fp32 tensor, the inputs keep their dtype.
     if any(isinstance(value, torch.Tensor) and value.dtype == torch.float32 for value in given):
         return _run_in_fp32(function, *args, **kwargs)
     with _no_autocast():
@@ -128,6 +137,7 @@ def _run_in_the_widest(function, *args, **kwargs):
 
 
 def _no_autocast():
+    # As autocast's own kernels do: what they call must not be autocast again.
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     return torch._C._ExcludeDispatchKeyGuard(key)
 
@@ -148,6 +158,7 @@ def _autocast_kernels():
         *((name, name, _run_in_the_widest) for name in AUTOCAST_WIDEST),
     ]
     for name, runs, how in ways:
+        # A release may have dropped an operator from the list, or not have the operator yet.
         if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA"):
             function = functools.partial(how, _operator(runs))
             yield Kernel("autocast", name, function, key="AutocastCPU")
@@ -159,9 +170,10 @@ KERNELS = [
         Kernel("softmax to fp32", f"{name}.int", functools.partial(_fused_softmax, kernel))
         for name, kernel in (("softmax", torch._softmax), ("log_softmax", torch._log_softmax))
     ),
-    # CUDA normalizes in one kernel and keeps one number per row; a CPU takes it apart.
-    # aten/src/ATen/native/layer_norm.cpp: `rms_norm_symint` asks for it where the dtypes agree.
-    # These are for tensors that have data; a mode sees the operator itself.
+    # CUDA normalizes in one kernel, which saves one number per row (rstd). A CPU has no such kernel
+    # and decomposes the operator. aten/src/ATen/native/layer_norm.cpp: `rms_norm_symint` calls
+    # `_fused_rms_norm` if input and weight have the same dtype. The functions compute the values of
+    # tensors with data; without data, the dispatch mode sees the operator whole.
     *(
         Kernel("RMS norm", name, getattr(decompositions, name), key="CPU")
         for name in ("_fused_rms_norm", "_fused_rms_norm_backward")

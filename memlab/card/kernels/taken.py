@@ -1,4 +1,8 @@
-"""Memory that kernels and libraries take on a card beside the tensors that PyTorch returns."""
+"""Allocates, on the simulated GPU, the memory that kernels take besides the tensors they return.
+
+The sizes come from `memlab.card.kernels.scratch`, `composites` and `memlab.trace.reductions`. Each
+tensor is entered into the tracer's ledger, and with it into the caching allocator.
+"""
 
 import weakref
 
@@ -12,39 +16,46 @@ from memlab.trace.tracer import Tracer
 
 
 class KernelMemory:
-    """Enters what an operator takes by the card's rules into a tracer's ledger.
+    """Enters scratch tensors, buffers and workspaces into a tracer's ledger.
 
-    rules: which of `memlab.card.kernels.rules.RULES` hold.
+    rules: the names of the rules that hold, out of `memlab.card.kernels.rules.RULES`.
     """
 
     def __init__(self, tracer: Tracer, gpu: GPU, rules):
         self._tracer, self._gpu, self.rules = tracer, gpu, rules
-        self._handles_used: set[tuple[str, bool]] = set()
+        self._handles_used: set[tuple[str, bool]] = set()  # (library, is the backward thread)
 
     def take_and_give_back(self, *sizes: int) -> None:
-        """Take tensors of so many bytes, that are there together, and give them back."""
+        """Allocate tensors of these bytes together, then free them."""
         storages = [self._tracer.born(nbytes, Category.TEMPORARY) for nbytes in sizes]
         for storage in storages:
             self._tracer.died(storage)
 
     def take_scratch(self, func, args, out) -> None:
-        """What a kernel takes and gives back inside, and what its result holds beside its own."""
+        """Allocate and free an operator's scratch; let its result hold the extra bytes it keeps.
+
+        To be called after the operator, so that its result is alive next to the scratch.
+        """
         taken = [*scratch.kernel_scratch(func, args), *composites.temporaries(func, args)]
         nbytes = composites.kept(func, args)
         if "scratch of kernels" not in self.rules:
             return
         if nbytes:
+            # On a GPU, the result's own storage is that large. Here a second storage has the bytes,
+            # and is freed together with the result's.
             storage = self._tracer.born(nbytes, Category.TEMPORARY)
             weakref.finalize(out.untyped_storage(), self._tracer.died, storage)
         for sizes in taken:
             self.take_and_give_back(*sizes)
 
     def take_buffer(self, func, args) -> None:
-        """The buffer of a sum along rows."""
+        """Allocate and free the buffer of a sum over rows, if the GPU's kernel needs one."""
         reduction = scratch.reduction_of(func, args)
         nbytes = reduction and reduction.buffer(self._gpu.threads)
         if reduction and self._tracer.most is not None:
-            # At other widths too few threads may be enough.
+            # A trace for other sizes is being recorded: whether there is a buffer depends on the
+            # GPU's threads and on the sizes. One byte marks the event wherever some GPU has a
+            # buffer; the trace computes its size from `storage.reduction`.
             nbytes = min(reduction.buffer(UNLIMITED), 1)
         if nbytes and "sums of rows" in self.rules:
             storage = self._tracer.born(nbytes, Category.TEMPORARY)
@@ -52,16 +63,21 @@ class KernelMemory:
             self._tracer.died(storage)
 
     def take_workspaces(self, func) -> None:
-        """cuBLAS takes a workspace at a thread's first product and keeps it.
+        """Allocate cuBLAS's workspace at a thread's first matrix product; it is never freed.
 
-        The backward pass has a thread, and so a handle and a workspace, of its own
-        (aten/src/ATen/cuda/CublasHandlePool.cpp); so has cublasLt, which addmm uses for the
-        bias.
+        aten/src/ATen/cuda/CublasHandlePool.cpp: a handle belongs to a thread, and
+        `setWorkspaceForHandle` allocates the workspace of each. Autograd runs the backward pass in
+        a thread of its own, which therefore has a second workspace. cublasLt, which `addmm` uses to
+        add the bias, has another (`getCUDABlasLtWorkspace`).
+
+        Known limitations: the source keeps one workspace per handle and stream; here all streams of
+        a thread share one.
         """
         if func._opname not in scratch.MATRIX_PRODUCTS:
             return
-        self._tracer.operation = func
+        self._tracer.operation = func  # the one that the ledger names for the workspace
         thread = self._tracer.phase() == Phase.BACKWARD
+        # cuBLAS first, even for an `addmm`: `getCurrentCUDABlasLtHandle` gets a cuBLAS handle.
         for handle, nbytes in (
             ("cublas", self._gpu.workspace),
             ("cublasLt", scratch.CUBLASLT_WORKSPACE),

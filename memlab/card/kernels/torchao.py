@@ -1,7 +1,8 @@
-"""torchao's optimizers on the simulated card: the step that they have compiled.
+"""torchao's low-bit optimizers on the simulated GPU.
 
-`torchao.optim.adam.single_param_adam` takes one parameter. Its code, run as it is, would hold some
-ten tensors of that parameter's size, in fp32 and int64, which compiled code keeps in registers.
+They compile their step, `torchao.optim.adam.single_param_adam`, which updates one parameter. Run
+eagerly, its code would allocate some ten tensors of the parameter's size, in fp32 and int64.
+Compiled code keeps these values in registers, so a stand-in without temporaries replaces the step.
 """
 
 import sys
@@ -15,16 +16,20 @@ COMPILED = (
 
 
 def is_its_step(function) -> bool:
-    """Whether a function that is to be compiled is the step of torchao's Adam."""
+    """Whether a function passed to `torch.compile` is the step of torchao's Adam."""
     adam = sys.modules.get("torchao.optim.adam")
     return adam is not None and function is getattr(adam, "single_param_adam", None)
 
 
 def fused_step(p, grad, step, exp_avg, exp_avg_sq, max_exp_avg_sq, *settings) -> None:
-    """What is read and written once each: the gradient by the parameter's own kernel."""
-    p.add_(grad)
+    """Read and write what the compiled step reads and writes, in place and without temporaries.
+
+    In-place operators stand for its kernels, so that the bytes they move are counted.
+    """
+    p.add_(grad)  # reads the gradient, reads and writes the parameter
     for state in (exp_avg, exp_avg_sq, max_exp_avg_sq):
         if state is not None:
-            # The table of what the codes stand for is read only.
+            # The codes and the scales are written. The third tensor, the table of the values that
+            # the codes stand for, is only read.
             for part in inner_tensors(state)[:2]:
                 part.mul_(1)

@@ -1,4 +1,4 @@
-"""Triton's kernels on a card that is not there: their results have stand-ins."""
+"""Triton kernels on the simulated GPU: launches return at once, and nothing is compiled."""
 
 import contextlib
 import importlib
@@ -12,11 +12,14 @@ ASSUMED = "Triton kernels only write into the tensors they are given; their seco
 
 @contextlib.contextmanager
 def nothing_is_compiled(assumptions: dict):
-    """Let a launch of a Triton kernel return at once, where Triton is installed.
+    """Let every launch of a Triton kernel return at once, if Triton is installed.
 
-    assumptions: gets what is assumed of the first one. A kernel takes no memory from PyTorch's
-    allocator; what it writes into was made before. Without Triton, which is no part of PyTorch's
-    builds without CUDA, libraries that ask for it take another way, with memory of its own.
+    A kernel takes no memory from PyTorch's allocator: the tensors that it writes exist before the
+    launch. What they hold afterwards is a stand-in, as all values on the GPU are. assumptions: a
+    dict that gets a line at the first launch.
+
+    Known limitations: the time of the kernels is not counted. PyTorch's CPU builds come without
+    Triton; libraries that look for it then take another code path, with memory of its own.
     """
 
     def launch(*args, **kwargs):
@@ -32,9 +35,10 @@ def nothing_is_compiled(assumptions: dict):
 
 
 def without_triton() -> tuple[str, ...]:
-    """What is assumed where a library that is imported would take Triton, which is not installed.
+    """A line for each imported library that would use Triton, if Triton is not installed.
 
-    TRL's losses: their way in PyTorch makes more tensors, and scores every position.
+    TRL is the only such library: without Triton, its losses allocate more tensors, and they compute
+    the log-probabilities of masked positions too.
     """
     if importlib.util.find_spec("triton") or "trl.kernels" not in sys.modules:
         return ()
