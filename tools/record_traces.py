@@ -47,13 +47,15 @@ FEWER = ("distilbert", "roberta-base", "deberta-v3-base", "t5-3b")
 PLANNED_ONLY = ("mistral-7b-v0.3", "smollm3-3b", "xlm-roberta-base", "modernbert-base", "phi-4")
 PLANNED_ONLY += ("gemma-3-4b",)
 # Models that would take minutes to plan for, because their layers take long to record. The layers
-# repeat in a pattern, belong to an encoder and a decoder, or have attention of their own. Of models
-# with an attention window these traces are for sequences as long as the window.
+# repeat in a pattern or not at all, belong to an encoder and a decoder, or have attention of their
+# own. These traces are for the length that people plan with, or the model's longest.
 SLOW = ("gemma-3-270m", "gemma-3-1b", "gemma-3-4b", "gemma-3-12b", "gemma-3-27b")
 SLOW += ("modernbert-base", "modernbert-large", "deberta-v3-base", "flan-t5-base", "t5-3b")
-TOO_LARGE = ("gemma-3-12b", "gemma-3-27b")  # for a T4
+SLOW += ("olmo-3-7b", "lfm2-1.2b", "gemma-4-e2b", "gemma-4-e4b")
+PLANNED_LENGTH = 2048  # tokens
+TOO_LARGE = ("gemma-3-12b", "gemma-3-27b", "gemma-4-e4b", "olmo-3-7b")  # for a T4
 # Their widths belong to the structure, so they need a trace for each class of GPUs.
-OWN_WIDTHS = ("gemma-3-270m", "gemma-3-1b")
+OWN_WIDTHS = ("gemma-3-270m", "gemma-3-1b", "gemma-4-e2b", "gemma-4-e4b")
 MODELS = tuple(dict.fromkeys((*COMMON, *PLANNED_ONLY, *FEWER, *SLOW)))
 ONLY_EAGER = ("deberta-v3-base",)
 WAYS = {
@@ -80,7 +82,8 @@ def recipes(model: str):
     if model in PLANNED_ONLY:
         yield from _planned(model, 64)
     if model in SLOW:
-        yield from _planned(model, getattr(models.settings(model), "sliding_window", 64), True)
+        longest = models.max_length(model) or PLANNED_LENGTH
+        yield from _planned(model, min(longest, PLANNED_LENGTH), slow=True)
     if model not in (*COMMON, *FEWER):
         return
     common, only_eager = model in COMMON, model in ONLY_EAGER
