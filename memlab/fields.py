@@ -206,7 +206,7 @@ def check_sizes(config: Mapping[str, object]) -> None:
 
 def fraction(name: str, value: object) -> float:
     """A check for numbers from 0 to below 1."""
-    if not isinstance(value, (int, float)) or not 0 <= value < 1:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
         raise invalid_value(name, value, "numbers from 0 to below 1")
     return value
 

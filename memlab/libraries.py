@@ -45,7 +45,7 @@ SHARED = (
 # Packages that functions in a model's module may come from. A function from a user's script
 # (`__main__`) is a patch.
 THEIRS = {*sys.stdlib_module_names, "torch", "transformers", "huggingface_hub", "safetensors"}
-THEIRS = THEIRS - {"__main__"} | {"accelerate", "numpy", "typing_extensions"}
+THEIRS |= {"accelerate", "numpy", "typing_extensions"}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -1,9 +1,9 @@
 """One table per recipe: the prediction next to measurements on this machine and elsewhere."""
 
-import os
 from typing import Any
 
 import pandas as pd
+import psutil
 import torch
 from pandas.io.formats.style import Styler
 
@@ -90,7 +90,7 @@ def _full_size_here(recipe: Recipe, minutes: float) -> tuple[tuple[int, int] | N
     if time and STEPS * time.expected > 60 * minutes:
         return None, f"{STEPS} steps take longer than {minutes:g} minutes: the twin is measured"
     # A quantized base is initialised in 16 bits on the host. It may fill half of the host's memory.
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    host = psutil.virtual_memory().total
     if recipe.base in QUANTIZED and 2 * predicted.parameters > host / 2:
         return None, "the host has no room for the base in 16 bits: the twin is measured"
     try:

@@ -24,12 +24,12 @@ def answers(gpu) -> list[tuple[object, dict]]:
     The versions are those of a recent build that supports the GPU. CUDA 13 supports none before
     compute capability 7.5, so older GPUs get a build for CUDA 12.6.
     """
-    volta = gpu.capability is not None and tuple(gpu.capability) < (7, 5)
-    architectures = [n for n in ARCHITECTURES if volta or n >= 75]
+    is_old = tuple(gpu.capability) < (7, 5)  # Pascal and Volta
+    architectures = [n for n in ARCHITECTURES if is_old or n >= 75]
     yes = {"is_available": lambda *args: True}
     nccl = {"is_nccl_available": lambda: True}
     return [
-        (torch.version, {"cuda": "12.6" if volta else "13.0"}),
+        (torch.version, {"cuda": "12.6" if is_old else "13.0"}),
         (torch.backends.cuda, {"is_built": lambda: True}),
         (torch.backends.cudnn, yes | {"version": lambda: 91002}),  # 9.10.2
         (torch.cuda.nccl, yes | {"version": lambda: (2, 27, 7)}),

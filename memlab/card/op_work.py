@@ -56,8 +56,7 @@ class WorkLog:
         tensors: all tensors among its arguments. out: its result. stream: the number of the stream
         in which it ran, 0 for the default one.
         """
-        # A collective is never skipped: what it sends is counted below.
-        if _does_nothing(func) and func.namespace != "c10d":
+        if _does_nothing(func):
             return
         if func._opname in COPIES and not all(map(on_card, tensors)) and out.nbytes >= TRIFLE:
             self.note_copy(out.nbytes, phase)

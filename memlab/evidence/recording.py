@@ -215,8 +215,8 @@ def cannot_fit(recipe: Recipe, total_memory: int | None) -> str:
 def least_bytes(recipe: Recipe) -> int:
     """Bytes of weights, gradients and optimizer states, a lower bound of a run's peak.
 
-    The model is built from tensors without data. Known limitation: with `step_in_backward` or
-    `optimizer_offload`, gradients or states are never all on the GPU, and this is no lower bound.
+    The model is built from tensors without data. Not counted are gradients with `step_in_backward`,
+    which frees each at once, and gradients and states with `optimizer_offload`.
     """
     import_libraries(recipe)
     with fake_tensors.tensors_without_data():
@@ -226,4 +226,5 @@ def least_bytes(recipe: Recipe) -> int:
     optimizer = OPTIMIZERS[recipe.optimizer]
     # 8-bit states have scales, small tensors keep 32 bits, and paged ones may leave: count none.
     states = optimizer.states if optimizer.bits == 32 else 0
-    return sum(weight.nbytes * (1 + weight.requires_grad * (1 + states)) for weight in weights)
+    trained = 1 + states - recipe.step_in_backward if recipe.optimizer_offload == "none" else 0
+    return sum(weight.nbytes * (1 + weight.requires_grad * trained) for weight in weights)

@@ -3,8 +3,7 @@
 A script is rendered from `script.jinja`, does not import memlab, and passes ruff's check and
 format. `memlab run` predicts for it what `simulate` predicts for its recipe.
 
-Known limitations: a script trains on one GPU, whatever a recipe says of ranks and sharding. The pip
-command does not install flash-attn.
+Known limitation: a script trains on one GPU.
 """
 
 import itertools
@@ -111,7 +110,7 @@ def training_script(recipe: Recipe, api: str = "trainer") -> str:
     config, a tiny twin). The same goes for what a script cannot do. The Trainer always drops
     gradients, takes the model's own loss, keeps states on the GPU and steps after the backward
     pass. transformers leaves parts of some families, such as T5's, in fp32 where all else is in
-    fp16. Rows hold one text each, so `packed` is refused.
+    fp16. Rows hold one text each, so `packed` is refused. So are several ranks.
     """
     one_of("api", api, APIS)
     if api == "trainer":
@@ -121,6 +120,8 @@ def training_script(recipe: Recipe, api: str = "trainer") -> str:
             "packed is True: a script's rows are one text each, allowed is False; TRL's "
             "SFTTrainer packs with packing=True"
         )
+    if recipe.ranks > 1:
+        raise ValueError(f"ranks is {recipe.ranks}: a script trains on one GPU, allowed is 1")
     values = _values(recipe, api)
     body = _TEMPLATES.get_template("script.jinja").render(values)
     library = "transformers' Trainer" if api == "trainer" else "Accelerate"
@@ -145,6 +146,7 @@ def pip_line(recipe: Recipe, api: str = "trainer") -> str:
         used |= {"bitsandbytes"}  # imported by transformers, not always by the script
     wanted = [f'"{name}>={OLDEST[name]}"' for name in sorted(used & OLDEST.keys())]
     wanted += ["torchao"] * ("torchao" in used)
+    wanted += ["flash-attn"] * (recipe.attention == "flash_attention_2")  # imported by transformers
     return " ".join(["pip install", *wanted])
 
 

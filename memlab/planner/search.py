@@ -453,5 +453,6 @@ def _which_card(question: Question, cards: list[GPU], margin: float) -> Cards:
 def _with_rates(card: GPU) -> GPU:
     """The GPU; one given in bytes gets the rates of an A100, whose other rules it has already."""
     if card.bandwidth is None:
-        return dataclasses.replace(card, rates=LIKE.rates, bandwidth=LIKE.bandwidth)
+        of_like = {name: getattr(LIKE, name) for name in ("rates", "bandwidth", "cache")}
+        return dataclasses.replace(card, **of_like)
     return card

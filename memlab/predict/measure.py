@@ -12,7 +12,6 @@ import importlib.metadata
 import os
 import platform
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -110,7 +109,7 @@ def measure(
     """
     require_recipe(recipe)
     device = pick_device(device)
-    require(recipe.precision, device)
+    require(recipe, device)
     integer_from(1)("steps", steps)
     if recipe.ranks > 1:
         raise ValueError(f"ranks is {recipe.ranks}: one process is measured here, simulate them")
@@ -285,17 +284,15 @@ def alive_tensors(device: Device, most: int = 5) -> list[tuple[int, str]]:
     """
     device = torch.device(device)
     storages: dict[int, tuple[int, str]] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # asking old objects for their class can warn
-        for thing in gc.get_objects():
-            if (
-                type(thing) in (torch.Tensor, torch.nn.Parameter)
-                and thing.device.type == device.type
-                and device.index in (None, thing.device.index)
-            ):
-                storage = thing.untyped_storage()
-                text = f"{type(thing).__name__} {list(thing.shape)} {thing.dtype}"
-                storages[storage._cdata] = (storage.nbytes(), text)
+    for thing in gc.get_objects():
+        if (
+            type(thing) in (torch.Tensor, torch.nn.Parameter)
+            and thing.device.type == device.type
+            and device.index in (None, thing.device.index)
+        ):
+            storage = thing.untyped_storage()
+            text = f"{type(thing).__name__} {list(thing.shape)} {thing.dtype}"
+            storages[storage._cdata] = (storage.nbytes(), text)
     return sorted(storages.values(), reverse=True)[:most]
 
 
@@ -342,11 +339,13 @@ def pick_device(device: Device | None = None) -> torch.device:
     return chosen
 
 
-def require(precision: str, device: torch.device) -> None:
-    """Raise ValueError if a GPU can only emulate a recipe's precision."""
+def require(recipe: Recipe, device: torch.device) -> None:
+    """Raise ValueError if a GPU can only emulate a recipe's number formats."""
     if device.type == "cuda":
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        require_native(precision, device_name(device), has_bf16)
+        with torch.cuda.device(device):  # the next line asks about the current one
+            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        for precision in (recipe.precision, recipe.compute_dtype or ""):
+            require_native(precision, device_name(device), has_bf16)
 
 
 def synchronize(device: torch.device) -> None:

@@ -11,7 +11,6 @@ the update: gradient clipping and the optimizer step.
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -152,7 +151,7 @@ def _recorded(
         shallow = _shallow_halves(primed, layers, run)
         if loop is not None:
             # The update must be that of a real training, here of a single pattern.
-            usual = shallow_log(_deep(primed, layers.number(1)), card, most=sys.maxsize)
+            usual = shallow_log(_deep(primed, layers.number(1)), card)
             if usual.halves()[1] != shallow(1)[1]:
                 return None
         # Two depths first, which the deeper check confirms or refutes. Then three depths that agree

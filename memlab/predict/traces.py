@@ -158,10 +158,11 @@ class Traces:
                 for name, of, half in zip(keys, of_halves, recorded, strict=True):
                     if of == structure and name not in self._phases:
                         self._keep(name, half)
-        # Mark both keys as used, which may evict older ones.
+        # Mark both keys as used, which evicts the oldest. Marking the first may evict the second,
+        # which is then put back.
         halves = [self._phases[key] for key in keys]
-        for key in keys:
-            lru_get(self._phases, key, None, MAX_CACHED_PHASES)
+        for key, half in zip(keys, halves, strict=True):
+            lru_get(self._phases, key, lambda half=half: half, MAX_CACHED_PHASES)
         return halves
 
     def _take_shipped(

@@ -272,16 +272,17 @@ def _trainer_at_work() -> Any:
 
 def left_to_do(trainer: Any) -> Iterator[str]:
     """The phases that a Trainer in the middle of its loop has still to run, in words."""
+    # The state has the steps as whole numbers, the arguments may have them as shares of a training.
     args, state = trainer.args, trainer.state
     evaluated = any(name.startswith("eval_") for row in state.log_history for name in row)
     if trainer.eval_dataset is not None and not evaluated:
-        text = f"evaluation {_when(args.eval_strategy, args.eval_steps)}"
+        text = f"evaluation {_when(args.eval_strategy, state.eval_steps)}"
         text += f" in batches of {args.eval_batch_size}"
         text += " that generates" * bool(getattr(args, "predict_with_generate", False))
         yield text + " and keeps all predictions on the card" * _keeps_predictions(trainer)
     saves = _name(args.save_strategy)
-    if saves != "no" and not (saves == "steps" and state.global_step >= args.save_steps):
-        yield f"saving {_when(args.save_strategy, args.save_steps)}"
+    if saves != "no" and not (saves == "steps" and state.global_step >= state.save_steps):
+        yield f"saving {_when(args.save_strategy, state.save_steps)}"
     # A batch is padded to its longest text, so the worst batch is one of the longest texts.
     sizes = text_sizes(trainer.train_dataset)
     if sizes and min(sizes) < max(sizes):
@@ -289,10 +290,10 @@ def left_to_do(trainer: Any) -> Iterator[str]:
         yield f"batches of the longest text ({times:.1f} times the median)"
 
 
-def _when(strategy: Any, steps: float | None) -> str:
+def _when(strategy: Any, steps: int) -> str:
     name = _name(strategy)
     if name == "steps":
-        return f"every {steps:g} steps"
+        return f"every {steps} steps"
     return {"epoch": "after each epoch", "no": "on request"}.get(name, name)
 
 

@@ -312,9 +312,10 @@ class Recipe(CheckedFields):
 
         check_trainer(self)
         if self.optimizer == "adamw_torch_loop":
+            others = ", ".join(name for name in OPTIMIZERS if name != self.optimizer)
             raise ValueError(
                 "optimizer is 'adamw_torch_loop': the Trainer lets PyTorch choose the step, "
-                "allowed are adamw_torch, adamw_torch_fused, sgd"
+                f"allowed are {others}"
             )
         if self.optimizer == "sgd":
             more.setdefault("optim_args", "momentum=0.9")

@@ -131,6 +131,6 @@ class CardMemory(CachingAllocator):
 def _size(nbytes: int) -> str:
     """Bytes as text, after `format_size` in c10/core/Allocator.h."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if nbytes > unit or (unit == 2**10 and nbytes == unit):
+        if nbytes > unit:
             return f"{nbytes / unit:.2f} {name}"
     return f"{nbytes} bytes"

@@ -22,6 +22,8 @@ def test_the_least_a_run_takes_is_weights_gradients_and_states():
     recipe, weights = Recipe(model="gpt2"), 124_439_808 * 4
     for optimizer, times in (("adamw_torch", 4), ("sgd", 3), ("adamw_8bit", 2)):
         assert recording.least_bytes(recipe.but(optimizer=optimizer)) == times * weights
+    in_backward = recipe.but(step_in_backward=True)  # each gradient is freed before the next
+    assert recording.least_bytes(in_backward) == 3 * weights
     adapters = 12 * (768 + 3 * 768) * 4
     lora = recipe.but(lora_rank=1, lora_targets="c_attn")
     assert recording.least_bytes(lora) == weights + 4 * adapters

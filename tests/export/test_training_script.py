@@ -223,6 +223,7 @@ def test_a_config_file_stands_for_its_folder(saved):
             "optimizer_offload is 'states'",
         ),
         (Recipe("gpt2", packed=True), "accelerate", "packed is True"),
+        (Recipe("gpt2", ranks=2), "trainer", "ranks is 2"),
         (Recipe("t5-3b", precision="fp16"), "accelerate", "leaves wo of t5-3b in fp32"),
     ],
 )
@@ -254,6 +255,8 @@ def test_the_pip_line_names_what_is_imported():
     assert re.findall(r'"([\w-]+)>=', plain) == ["accelerate", "datasets", "torch", "transformers"]
     whole = pip_line(recipe_of(f"gpt2 1x64 {QLORA}"), "accelerate")
     assert {"peft", "bitsandbytes"} <= set(re.findall(r'"([\w-]+)>=', whole))
+    half = Recipe("gpt2", precision="bf16", attention="flash_attention_2")
+    assert pip_line(half) == f"{plain} flash-attn"
 
 
 def test_the_oldest_releases_are_memlabs_own():

@@ -295,6 +295,12 @@ def test_what_is_looked_at_with_ranks():
     assert any("two stacks of layers under zero2" in reason for reason in excluded)
 
 
+def test_a_card_given_in_bytes_is_as_fast_as_an_a100():
+    asked = PLAIN | {"model": "gpt2-tiny", "effective_batch": 1}
+    like, given = (plan(gpu=gpu, **asked).fastest for gpu in ("A100-80GB", "80 GiB"))
+    assert given.recipe == like.recipe and given.seconds == like.seconds
+
+
 @pytest.mark.slow
 def test_a_slow_link_takes_time():
     question = PLAIN | {"model": "gpt2-tiny", "gpu": "A100-80GB", "ranks": 2, "effective_batch": 2}

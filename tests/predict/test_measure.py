@@ -1,5 +1,6 @@
 """Measuring on the device that is here, and the CUDA branch with a real allocator's counters."""
 
+import contextlib
 import gc
 
 import pytest
@@ -161,9 +162,12 @@ def test_cuda_is_refused_where_there_is_none():
 def test_bf16_is_refused_on_a_card_that_emulates_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
-    with refused("Tesla T4 has no native bfloat16"):
-        require("bf16-amp", torch.device("cuda"))
-    require("fp16-amp", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    adapters = TINY.but(precision="fp16-amp", lora_rank=4, base="nf4")
+    for recipe in (TINY.but(precision="bf16-amp"), adapters.but(compute_dtype="bf16")):
+        with refused("Tesla T4 has no native bfloat16"):
+            require(recipe, torch.device("cuda"))
+    require(adapters, torch.device("cuda"))
 
 
 def test_no_timed_step_is_refused():

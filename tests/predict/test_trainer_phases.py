@@ -39,7 +39,7 @@ Trainer(
 @pytest.fixture
 def script(tmp_path):
     def write(
-        more="eval_strategy='steps', eval_steps=500, per_device_eval_batch_size=4", metrics="None"
+        more="eval_strategy='steps', eval_steps=0.5, per_device_eval_batch_size=4", metrics="None"
     ):
         path = tmp_path / "train.py"
         path.write_text(TRAINER.format(folder=str(tmp_path / "made"), more=more, metrics=metrics))

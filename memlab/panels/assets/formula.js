@@ -252,7 +252,7 @@
     }
     const busy = (tiles, processors) => (tiles > 0 ? tiles / Math.max(Math.ceil(tiles / processors) * processors, 1) : 1);
 
-    // ------------------------------------------------------------ planning.py
+    // ------------------------------------------------------------ does it fit
 
     // The answer of `fits`, for the least and for the most that the allocator may reserve.
     function judge(found, card) {
