@@ -48,6 +48,8 @@ SAME_ROPE = ("default", "linear", "llama3", "yarn")
 # The largest LoRA rank to record at. A matrix with a side below `NARROW` is taken for a router,
 # which gets no adapter, so it does not limit the rank.
 LARGEST_RANK, NARROW = 512, 32
+# Families whose learned positions begin after two unused rows: `OPTLearnedPositionalEmbedding`.
+POSITIONS_FROM_TWO = ("bart", "mbart", "opt")
 LAYERS = 4  # layers, at least, of the model that is recorded for a shared structure
 # Elements. bitsandbytes keeps the states of smaller tensors in 32 bits, and does not page them:
 # `min_8bit_size` and `get_state_buffer` of bitsandbytes/optim/optimizer.py.
@@ -112,7 +114,7 @@ class Structure:
         """Symbol -> its value in a recipe, without symbols that the recipe's model does not have.
 
         b: micro-batch. s: sequence length. r: LoRA rank. P: positions. w: attention window. The
-        widths are those of `memlab.predict.widths.WIDTHS`.
+        widths are those of `memlab.predict.widths.WIDTHS`. The sums are those of `_sums`.
         """
         config = models.settings(recipe.model)
         sizes = {
@@ -122,6 +124,7 @@ class Structure:
             "P": getattr(config, "max_position_embeddings", None),
             "w": getattr(config, "sliding_window", None),
         }
+        sizes |= {name: sizes[of] + addend for name, (of, addend) in _sums(config).items()}
         sizes |= {name: own for name, (_, own) in self.widths.items()}
         return {name: value for name, value in sizes.items() if value}
 
@@ -150,6 +153,7 @@ class Structure:
             inside=around.inside,
             rank=min([LARGEST_RANK, *narrow]) if self.rank and recipe.lora_rank else None,
             widths=widths.values(),
+            sums=_sums(self.config),
         )
         # Only fields that the config has, and has not switched off.
         values = {
@@ -168,6 +172,17 @@ class Structure:
         if self.widths:  # a shallow model of the family must have layers that repeat, too
             model = models.with_layers(model, max(model.num_hidden_layers, LAYERS))
         return replace(recipe, model=model, **changes), sizes | widths
+
+
+def _sums(config: Any) -> dict[str, tuple[str, int]]:
+    """Symbol -> (symbol, addend): the sizes of a model that are another size plus a constant."""
+    sums = {}
+    taps = getattr(config, models.OF_SHORT_CONVOLUTIONS, None)
+    if taps:
+        sums["c"] = "s", taps - 1  # the padding of a causal convolution: `Lfm2ShortConv`
+    if config.model_type in POSITIONS_FROM_TWO:
+        sums["p"] = "P", 2
+    return sums
 
 
 def _sharded_sizes(recipe: Recipe) -> set[int]:

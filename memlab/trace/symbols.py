@@ -11,8 +11,10 @@ Known limitation: sums of sizes are not found, except for the length plus or min
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from memlab.trace.reductions import Reduction
@@ -25,12 +27,6 @@ FEWEST = 11  # the smallest prime that is used at all, so the smallest chosen ba
 RANK_UNIT = 16  # factor of a chosen rank, so that adapters are whole blocks of 8-bit states
 TOKENS = 2**18  # limit of a micro-batch: memlab.card.known_values keeps no more values per tensor
 APART = 512  # least difference of the positions, and of the window, from the length
-# What is added to a length: labels are shifted by one, and LFM2's causal convolution of 3 tokens
-# pads by two (`Lfm2ShortConv` in transformers' modeling_lfm2.py).
-SHIFTS = 1, -1, 2
-# What is added to the positions: the tables of OPT and BART begin with two unused rows
-# (`OPTLearnedPositionalEmbedding.offset`).
-POSITIONS_SHIFT = 2
 
 Factors = Mapping[str, Any]  # name -> integer, or a float where many sizes are tried
 
@@ -69,13 +65,11 @@ class Term(NamedTuple):
 def factors_of(sizes: Factors) -> dict[str, Any]:
     """Every form in which sizes occur in the number of a tensor's elements.
 
-    The length s also occurs shifted (`SHIFTS`) and rounded up, as `s~64`; the positions P shifted.
+    The length s also occurs as s + 1 and s - 1, for shifted labels, and rounded up, as `s~64`.
     """
     length = sizes["s"]
-    shifted = {f"s{shift:+}": length + shift for shift in SHIFTS}
     rounded = {f"s~{unit}": -(-length // unit) * unit for unit in ROUNDED}
-    positions = {f"P{POSITIONS_SHIFT:+}": sizes["P"] + POSITIONS_SHIFT} if sizes.get("P") else {}
-    return {**sizes, **shifted, **rounded, **positions}
+    return {**sizes, "s+1": length + 1, "s-1": length - 1, **rounded}
 
 
 class Symbols:
@@ -134,6 +128,7 @@ def chosen_sizes(
     inside: bool,
     rank: int | None,
     widths: Collection[int] = (),
+    sums: Mapping[str, tuple[str, int]] = MappingProxyType({}),
 ) -> dict[str, int]:
     """Sizes with primes of their own, which divide no other size and no number of the model.
 
@@ -141,6 +136,7 @@ def chosen_sizes(
     window that the model is given. own: the numbers of the model. one_sequence: b is 1. alignment:
     the greatest common divisor of s and `ALIGNED`. inside: s is shorter than the window. rank: the
     largest allowed r, None for no adapters. widths: widths of the model that are chosen, too.
+    sums: symbol -> (symbol, addend), for sizes that are another size plus a constant.
 
     Raises ValueError if there are no such sizes.
     """
@@ -162,15 +158,17 @@ def chosen_sizes(
             left = [p for p in left if p * unit != sizes["r"]]
         if not one_sequence:
             sizes["b"] = next((p for p in left if p * length <= TOKENS), 0)
-        # P is above the length, and w is above it or below it. P's shifted form needs a prime, too.
-        unused = set(left) - {largest_prime(size) for size in sizes.values()}
+        # P is above the length, and w is above it or below it.
         longer = [p for p in left if p > length + APART]
-        positions = [p for p in longer if largest_prime(p + POSITIONS_SHIFT) in unused][:1]
-        windows = [p for p in longer if [p] > positions]
-        if not inside:
-            windows = [p for p in left if sizes["b"] < p < length - APART][::-1]
-        if positions and windows and all(sizes.values()):
-            return sizes | {"P": positions[0], "w": windows[0]}
+        shorter = [p for p in left if sizes["b"] < p < length - APART][-1:]
+        if not shorter or not all(sizes.values()):
+            continue
+        for positions, next_longer in itertools.pairwise(longer):
+            chosen = sizes | {"P": positions, "w": next_longer if inside else shorter[0]}
+            added = {name: chosen[of] + addend for name, (of, addend) in sums.items()}
+            apart = set(left) - {largest_prime(size) for size in chosen.values()}
+            if {largest_prime(size) for size in added.values()} <= apart:
+                return chosen | added
     raise ValueError("no sizes can be told from the numbers of the model")
 
 
@@ -186,8 +184,8 @@ def _lengths(alignment: int) -> list[tuple[int, set[int]]]:
     for length in range(alignment, MOST, alignment):
         # Forms rounded to a smaller unit are the length itself.
         rounded = [-(-length // unit) * unit for unit in ROUNDED if unit > alignment]
-        forms = {length, *(length + shift for shift in SHIFTS), *rounded}
-        if math.gcd(length, ROUNDED[-1]) != alignment or len(forms) <= len(SHIFTS) + len(rounded):
+        forms = {length, length + 1, length - 1, *rounded}
+        if math.gcd(length, ROUNDED[-1]) != alignment or len(forms) < 3 + len(rounded):
             continue
         telling = {largest_prime(form) for form in forms}
         is_unique = all(sum(form % prime == 0 for form in forms) == 1 for prime in telling)

@@ -20,13 +20,14 @@ KINDS = list(itertools.product(MODELS, (True, False), (16, 8, 4, 2, 1), (True, F
 
 @pytest.mark.parametrize(("own", "one", "alignment", "inside"), KINDS)
 def test_a_number_is_read_and_put_together_again_at_other_sizes(own, one, alignment, inside):
-    sizes = chosen_sizes(own, one_sequence=one, alignment=alignment, inside=inside, rank=256)
+    asked = {"one_sequence": one, "alignment": alignment, "inside": inside, "rank": 256}
+    sizes = chosen_sizes(own, **asked, sums={"c": ("s", 2), "p": ("P", 2)})
     assert math.gcd(sizes["s"], 16) == alignment
     assert (sizes["b"] == 1) == one and (sizes["w"] > sizes["s"]) == inside
     symbols, here = Symbols(sizes), factors_of(sizes)
     other = {"b": 1 if one else 6, "s": 5 * 16 * alignment + alignment, "r": 8, "P": 2048, "w": 96}
-    there = factors_of(other)
-    made = ["b", "s", "r", "P", "w", "s+1", "s-1", "s+2", "P+2", *(f"s~{n}" for n in ROUNDED)]
+    there = factors_of(other | {"c": other["s"] + 2, "p": 2050})
+    made = ["b", "s", "r", "P", "w", "s+1", "s-1", "c", "p", *(f"s~{n}" for n in ROUNDED)]
     for constant, first, second in itertools.product((1, 4, 2 * max(own)), made, made):
         number = constant * here[first] * here[second]
         assert symbols.term(number).at(there) == constant * there[first] * there[second]
