@@ -22,6 +22,7 @@ from memlab.card.calls import Call
 from memlab.card.card_mode import CardMode
 from memlab.card.fake_tensors import apply_by
 from memlab.card.kernels import bitsandbytes, higher_order
+from memlab.card.kernels.saved_tensors import is_simulated
 from memlab.card.placement import (
     CARD,
     HOST,
@@ -342,27 +343,32 @@ class DeviceMoveMode(TorchFunctionMode):
         new = data.detach().requires_grad_(tensor.requires_grad)
         new = torch.nn.Parameter(new, tensor.requires_grad) if parameter else new
         # After the swap, `new` holds what `tensor` held before.
-        if predates_context(tensor):
+        if predates_context(tensor) and _kind(data) != "with data":
             self._from_outside.append((weakref.ref(tensor), new))
         _swap(tensor, new)
 
-    def replaces(self, module, name, buffer) -> None:
-        """Remember a buffer from outside, before `Module._apply` replaces it in its module."""
-        if predates_context(buffer):
+    def replaces(self, module, name, new) -> None:
+        """Remember a buffer from outside, before `Module._apply` replaces it by `new`."""
+        buffer = module._buffers[name]
+        # A buffer that the host computes, as by `.half()`, has real values, and stays.
+        if predates_context(buffer) and _kind(new) != "with data":
             self._buffers.append((weakref.ref(module), name, buffer))
 
     def restore(self) -> None:
-        """Give tensors from outside the data that they had before they moved in."""
-        # NB: only tensors that still have no data. A weight that the program has moved back to the
-        # host, as by `.cpu()`, keeps the stand-in values of that copy.
+        """Give tensors from outside the data that they had before they moved in.
+
+        This includes tensors that the program has moved back to the host, as by `.cpu()`, because
+        the values of that copy are stand-ins.
+        """
+        # Backwards: of a tensor that moved in twice, the data from before the first move win.
         for reference, name, buffer in reversed(self._buffers):
             module = reference()
-            if module is not None and isinstance(module._buffers.get(name), FakeTensor):
+            if module is not None and name in module._buffers:
                 module._buffers[name] = buffer
         self._buffers.clear()
         for reference, data in reversed(self._from_outside):
             tensor = reference()
-            if isinstance(tensor, FakeTensor):
+            if tensor is not None:
                 _swap(tensor, data)
         self._from_outside.clear()
 
@@ -398,7 +404,7 @@ def _kind(tensor) -> str:
     """The kind of a tensor. PyTorch's `.data = ...` works between tensors of one kind."""
     if device_of(tensor).type == "meta":
         return "meta"
-    return "without data" if isinstance(tensor, FakeTensor) else "with data"
+    return "without data" if is_simulated(tensor) else "with data"
 
 
 def _swap(tensor, other) -> None:
@@ -406,10 +412,13 @@ def _swap(tensor, other) -> None:
 
     `torch.utils.swap_tensors` does the same, but refuses tensors that have weak references.
     """
-    inner: dict[str, object] = {}  # FakeTensor's own attributes: they go with the contents
+    contents = FAKE_ATTRIBUTES
+    if is_wrapper_subclass(type(tensor)):  # its inner tensors
+        contents = contents.union(tensor.__tensor_flatten__()[0])
+    inner: dict[str, object] = {}  # attributes that go with the contents
     noted: dict[str, object] = {}  # attributes of the user's and of libraries
     for name, value in tensor.__dict__.items():
-        (inner if name in FAKE_ATTRIBUTES else noted)[name] = value
+        (inner if name in contents else noted)[name] = value
     kinds = type(tensor), type(other)
     bitsandbytes.set_type(tensor, kinds[1])
     bitsandbytes.set_type(other, kinds[0])

@@ -105,6 +105,7 @@ class Host:
             data = self._reader.host_copy(tensor)
             with no_dispatch():
                 copy = data.to(copy.dtype)
+            mark_owned(copy)  # its values are stand-ins, which must not pass for data from outside
         return copy
 
     def write(self, target, source):
