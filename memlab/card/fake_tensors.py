@@ -279,7 +279,9 @@ def _materialize(self, shape, device=None, dtype=None) -> None:
 
 
 def _move(parameter, function) -> None:
-    if not bitsandbytes.quantize(parameter, parameter.device):
+    if bitsandbytes.is_to_be(parameter):
+        bitsandbytes.quantize(parameter, parameter.device)
+    else:
         parameter.data = function(parameter)
 
 

@@ -26,6 +26,7 @@ from memlab.card.kernels.saved_tensors import is_simulated
 from memlab.card.placement import (
     CARD,
     HOST,
+    META,
     PLACE,
     device_of,
     is_cuda_device,
@@ -305,11 +306,12 @@ class DeviceMoveMode(TorchFunctionMode):
             rest, kwargs = [CARD if index is None else index], {}
         goal, options = _asked(rest, kwargs)
         there = device_of(tensor)
-        # bitsandbytes quantizes a weight on its way to the GPU (`Params4bit.to`, `Int8Params.to`).
-        if goal == CARD and bitsandbytes.is_to_be(tensor):
-            self.entered(bitsandbytes.quantize)(tensor, CARD)
-            self.tracer.see_parameter(tensor)
-            return tensor
+        of_bitsandbytes = bitsandbytes.is_to_be(tensor)
+        # bitsandbytes quantizes a weight on its first move (`Params4bit.to`, `Int8Params.to`).
+        if of_bitsandbytes and goal not in (None, META):
+            if self.entered(bitsandbytes.quantize)(tensor, goal):
+                self.tracer.see_parameter(tensor)
+                return tensor
         call = Call((tensor,), {}, names_host=goal == HOST)
         # No move between host and GPU: PyTorch's own `.to` serves, for a dtype or from `meta`.
         if goal in (None, there) or "meta" in (goal.type, there.type):
@@ -320,6 +322,9 @@ class DeviceMoveMode(TorchFunctionMode):
             return self._called(call, torch.Tensor.to, (tensor,), options)
         options.pop("copy", None)  # a move always copies
         options["device"] = goal
+        if of_bitsandbytes:
+            data = self._called(call, _TO_COPY, (tensor.detach(),), options)
+            return self.entered(bitsandbytes.moved)(tensor, data, goal)
         # To PyTorch both sides are CPU tensors, so its own derivative would not move the gradient.
         if tensor.requires_grad and torch.is_grad_enabled():
             return _Move.apply(tensor, self, call, options)
@@ -427,6 +432,7 @@ def _swap(tensor, other) -> None:
         own, its = getattr(tensor, name), getattr(other, name)
         setattr(tensor, name, its)
         setattr(other, name, own)
+    bitsandbytes.pass_for_its_class(tensor)
     torch._C._swap_tensor_impl(tensor, other)
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(tensor, name)
@@ -465,10 +471,6 @@ def _move_by(names):
     """The function by which `Module._apply` moves a parameter."""
 
     def move(parameter, function):
-        # `.half()` and the like must not cast packed numbers. NB: a module's `.cpu()` leaves its
-        # quantized weights on the GPU, too.
-        if on_card(parameter) and bitsandbytes.is_to_be(parameter):
-            return
         applied = function(parameter)
         if applied is not parameter:
             names.set_data(parameter, applied)
