@@ -300,10 +300,11 @@ class DeviceMoveMode(TorchFunctionMode):
                 return func(*args, **kwargs)
             rest, kwargs = [asked[0] or device_of(tensor), asked[1]], {}
         if func is torch.Tensor.cpu:
-            rest, kwargs = [HOST], {}
+            rest = [HOST]
         elif func is torch.Tensor.cuda:
             index = rest[0] if rest else kwargs.get("device")
-            rest, kwargs = [CARD if index is None else index], {}
+            rest = [CARD if index is None else index]
+            kwargs = {name: kwargs[name] for name in kwargs if name == "memory_format"}
         goal, options = _asked(rest, kwargs)
         there = device_of(tensor)
         of_bitsandbytes = bitsandbytes.is_to_be(tensor)

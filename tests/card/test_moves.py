@@ -209,3 +209,35 @@ def test_a_model_made_inside_keeps_the_weights_that_it_loaded_on_the_host():
         layer = torch.nn.Linear(2, 2, bias=False).cuda().cpu().cuda().cpu()
         layer.load_state_dict(loaded)
     assert layer.weight.equal(loaded["weight"])
+
+
+@pytest.mark.parametrize("width", [4, 256], ids=["with data", "without"])
+def test_moves_give_the_memory_format_that_was_asked_for_or_keep_it(t4, width):
+    x, last = torch.randn(1, 8, width, width), torch.channels_last
+    turned = x.to(memory_format=last)
+    for tensor in (x.to("cuda", memory_format=last), x.cuda(memory_format=last), turned.cuda()):
+        assert tensor.stride() == turned.stride()
+        assert tensor.cpu().stride() == tensor.to("cpu", torch.half).stride() == turned.stride()
+        assert tensor.to("cpu", memory_format=torch.contiguous_format).is_contiguous()
+        assert tensor.cpu(memory_format=torch.contiguous_format).is_contiguous()
+    y = x.cuda()
+    assert y.to("cpu", memory_format=last).stride() == turned.stride()
+    assert y.cpu(memory_format=last).stride() == turned.stride()
+
+
+def test_only_what_is_not_contiguous_is_copied_on_the_card_before_it_leaves(gpu):
+    x = torch.randn(8, 64, 64, 64, device="cuda")
+    turned = x.to(memory_format=torch.channels_last)
+
+    def taken(leave):
+        gpu.reset_peak()
+        before = allocated()
+        leave()
+        return torch.cuda.max_memory_allocated() - before
+
+    assert taken(lambda: turned.cpu()) == 0
+    assert taken(lambda: x.to("cpu", memory_format=torch.channels_last)) == 0
+    assert taken(lambda: turned.to("cpu", memory_format=torch.contiguous_format)) == x.nbytes
+    assert taken(lambda: turned.to("cpu", torch.half)) == x.nbytes
+    assert taken(lambda: torch.empty(64, 64, 64, 8).T.copy_(x)) == 0
+    assert taken(lambda: torch.empty(8, 64, 64, 64).copy_(x[:1])) == x.nbytes
