@@ -190,6 +190,9 @@ def int8_products():
 
     def matmul(A, B, out=None, state=None, threshold=0.0, bias=None):
         autograd = sys.modules["bitsandbytes.autograd._functions"]
+        state = state or autograd.MatmulLtState()
+        if threshold > 0.0:
+            state.threshold = threshold
         return autograd.MatMul8bitLt.apply(A, B, out, bias, state)
 
     return _replaced_inside({"matmul": matmul})

@@ -215,6 +215,22 @@ def test_a_checkpoint_of_quantized_weights_is_loaded_as_it_is(tmp_path):
     assert held[0] == held[1]
 
 
+@pytest.mark.parametrize("given", [True, False], ids=["a state", "no state"])
+def test_a_product_in_8_bits_looks_for_outliers_from_the_threshold_on(on_card, given):
+    weight, x = torch.randn(16, 1024).half(), torch.randn(512, 1024).half()
+
+    def most(threshold):
+        state = bitsandbytes.MatmulLtState() if given else None
+        torch.cuda.reset_peak_memory_stats()
+        before = allocated()
+        bitsandbytes.matmul(x, weight, state=state, threshold=threshold)
+        assert state is None or state.threshold == threshold
+        return torch.cuda.max_memory_allocated() - before
+
+    most(0.0)  # which takes the workspaces
+    assert most(6.0) - most(0.0) >= x.nbytes  # their absolute values
+
+
 def source_of(operator):
     """bitsandbytes' CUDA kernel of an operator, as Python text."""
     text = inspect.getsource(cuda_module())
