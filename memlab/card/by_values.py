@@ -104,7 +104,6 @@ class ByValues:
         with no_dispatch():
             like = torch.empty(shape, dtype=tensor.dtype, device="meta")
             sizes = torch.tensor(steps)
-            # [steps, sequences, ...]: sequences first, it is a view whose blocks get copied
             padded = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
             blocks = _blocks(padded.transpose(0, 1) if batch_first else padded, steps)
             numbers = [block.numel() for block in blocks if not block.is_contiguous()]

@@ -419,7 +419,7 @@ def _swap(tensor, other) -> None:
     `torch.utils.swap_tensors` does the same, but refuses tensors that have weak references.
     """
     contents = FAKE_ATTRIBUTES
-    if is_wrapper_subclass(type(tensor)):  # its inner tensors
+    if hasattr(tensor, "__tensor_flatten__"):  # a wrapper subclass: its inner tensors
         contents = contents.union(tensor.__tensor_flatten__()[0])
     inner: dict[str, object] = {}  # attributes that go with the contents
     noted: dict[str, object] = {}  # attributes of the user's and of libraries

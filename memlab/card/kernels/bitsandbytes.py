@@ -293,8 +293,9 @@ def moved(parameter, data, device):
     if state is not None:
         state.to(device)
     new = parameter._memlab_quantizes_as(data, parameter.requires_grad, **vars(parameter))
-    if getattr(new, "SCB", None) is not None:
-        new.CB, new.SCB = new.data, new.SCB.to(device)
+    if state is None and data.dtype == torch.int8:
+        new.CB = new.data
+        new.SCB = None if new.SCB is None else new.SCB.to(device)
     return new
 
 
