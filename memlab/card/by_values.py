@@ -4,6 +4,8 @@ The shape is exact if all values are known (`memlab.card.known_values`). Otherwi
 the largest possible one (`memlab.card.dynamic_shapes`), and the assumption is noted.
 """
 
+import itertools
+
 import torch
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
@@ -84,14 +86,11 @@ class ByValues:
     def pack(self, tensor, lengths, batch_first):
         """`_pack_padded_sequence`: the tokens without padding, and how many each time step has.
 
-        aten/src/ATen/native/PackedSequence.cpp copies the tokens of one step after the other, then
-        concatenates the copies. The lengths must be an int64 tensor on the host
-        (`checkLongTensor`), in decreasing order.
+        aten/src/ATen/native/PackedSequence.cpp takes the steps that have equally many sequences as
+        one block. It copies each block that is not contiguous, then concatenates the blocks. The
+        lengths must be an int64 tensor on the host (`checkLongTensor`), in decreasing order.
 
         Raises RuntimeError, in PyTorch's words, for lengths on the GPU.
-
-        NB: here the copies are one tensor, which is freed before the result is allocated. PyTorch
-        keeps the copies until the result is filled.
         """
         if on_card(lengths):
             raise RuntimeError(
@@ -105,11 +104,28 @@ class ByValues:
         with no_dispatch():
             like = torch.empty(shape, dtype=tensor.dtype, device="meta")
             sizes = torch.tensor(steps)
+            padded = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+            blocks = _blocks(padded.transpose(0, 1) if batch_first else padded, steps)
+            numbers = [block.numel() for block in blocks if not block.is_contiguous()]
         self._tracer.operation = aten._pack_padded_sequence.default
-        self._kernels.take_and_give_back(like.nbytes)  # the copies
-        packed = fake_like(self._mode.fake, like)
-        self._tracer.see(packed)
+        # The copies live until the result is filled.
+        with self._kernels.taken(*(count * tensor.itemsize for count in numbers)):
+            packed = fake_like(self._mode.fake, like)
+            self._tracer.see(packed)
         return packed, sizes
+
+
+def _blocks(padded, steps) -> list[torch.Tensor]:
+    """The blocks of `_pack_padded_sequence`, out of [steps, sequences, ...].
+
+    steps: how many sequences each step has.
+    """
+    blocks, first = [], 0
+    for sequences, equal in itertools.groupby(steps):
+        last = first + len(list(equal))
+        blocks.append(padded[first:last, :sequences])
+        first = last
+    return blocks
 
 
 def _check_shape(mask, tensor, first) -> None:

@@ -228,11 +228,11 @@ def _done(result):
     return c10d._create_work_from_future(future).boxed()
 
 
-def apply_by(move, replaces=lambda module, name, buffer: None):
+def apply_by(move, replaces=lambda module, name, new: None):
     """`Module._apply` without `torch.utils.swap_tensors`, which refuses fake tensors.
 
     move: a function that applies a function to a parameter in place.
-    replaces: a callback that gets each buffer before it is replaced.
+    replaces: a callback, called before a buffer of a module is replaced by a new one.
     """
 
     def _apply(self, function, recurse=True):
@@ -250,8 +250,9 @@ def apply_by(move, replaces=lambda module, name, buffer: None):
             if is_lazy(buffer):
                 _note_place(buffer, function)
             elif buffer is not None:
-                replaces(self, name, buffer)
-                self._buffers[name] = function(buffer)
+                new = function(buffer)
+                replaces(self, name, new)
+                self._buffers[name] = new
         return self
 
     return _apply
@@ -278,7 +279,9 @@ def _materialize(self, shape, device=None, dtype=None) -> None:
 
 
 def _move(parameter, function) -> None:
-    if not bitsandbytes.quantize(parameter, parameter.device):
+    if bitsandbytes.is_to_be(parameter):
+        bitsandbytes.quantize(parameter, parameter.device)
+    else:
         parameter.data = function(parameter)
 
 

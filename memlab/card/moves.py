@@ -22,9 +22,11 @@ from memlab.card.calls import Call
 from memlab.card.card_mode import CardMode
 from memlab.card.fake_tensors import apply_by
 from memlab.card.kernels import bitsandbytes, higher_order
+from memlab.card.kernels.saved_tensors import is_simulated
 from memlab.card.placement import (
     CARD,
     HOST,
+    META,
     PLACE,
     device_of,
     is_cuda_device,
@@ -298,17 +300,19 @@ class DeviceMoveMode(TorchFunctionMode):
                 return func(*args, **kwargs)
             rest, kwargs = [asked[0] or device_of(tensor), asked[1]], {}
         if func is torch.Tensor.cpu:
-            rest, kwargs = [HOST], {}
+            rest = [HOST]
         elif func is torch.Tensor.cuda:
             index = rest[0] if rest else kwargs.get("device")
-            rest, kwargs = [CARD if index is None else index], {}
+            rest = [CARD if index is None else index]
+            kwargs = {name: kwargs[name] for name in kwargs if name == "memory_format"}
         goal, options = _asked(rest, kwargs)
         there = device_of(tensor)
-        # bitsandbytes quantizes a weight on its way to the GPU (`Params4bit.to`, `Int8Params.to`).
-        if goal == CARD and bitsandbytes.is_to_be(tensor):
-            self.entered(bitsandbytes.quantize)(tensor, CARD)
-            self.tracer.see_parameter(tensor)
-            return tensor
+        of_bitsandbytes = bitsandbytes.is_to_be(tensor)
+        # bitsandbytes quantizes a weight on its first move (`Params4bit.to`, `Int8Params.to`).
+        if of_bitsandbytes and goal not in (None, META):
+            if self.entered(bitsandbytes.quantize)(tensor, goal):
+                self.tracer.see_parameter(tensor)
+                return tensor
         call = Call((tensor,), {}, names_host=goal == HOST)
         # No move between host and GPU: PyTorch's own `.to` serves, for a dtype or from `meta`.
         if goal in (None, there) or "meta" in (goal.type, there.type):
@@ -319,6 +323,9 @@ class DeviceMoveMode(TorchFunctionMode):
             return self._called(call, torch.Tensor.to, (tensor,), options)
         options.pop("copy", None)  # a move always copies
         options["device"] = goal
+        if of_bitsandbytes:
+            data = self._called(call, _TO_COPY, (tensor.detach(),), options)
+            return self.entered(bitsandbytes.moved)(tensor, data, goal)
         # To PyTorch both sides are CPU tensors, so its own derivative would not move the gradient.
         if tensor.requires_grad and torch.is_grad_enabled():
             return _Move.apply(tensor, self, call, options)
@@ -342,27 +349,32 @@ class DeviceMoveMode(TorchFunctionMode):
         new = data.detach().requires_grad_(tensor.requires_grad)
         new = torch.nn.Parameter(new, tensor.requires_grad) if parameter else new
         # After the swap, `new` holds what `tensor` held before.
-        if predates_context(tensor):
+        if predates_context(tensor) and _kind(data) != "with data":
             self._from_outside.append((weakref.ref(tensor), new))
         _swap(tensor, new)
 
-    def replaces(self, module, name, buffer) -> None:
-        """Remember a buffer from outside, before `Module._apply` replaces it in its module."""
-        if predates_context(buffer):
+    def replaces(self, module, name, new) -> None:
+        """Remember a buffer from outside, before `Module._apply` replaces it by `new`."""
+        buffer = module._buffers[name]
+        # A buffer that the host computes, as by `.half()`, has real values, and stays.
+        if predates_context(buffer) and _kind(new) != "with data":
             self._buffers.append((weakref.ref(module), name, buffer))
 
     def restore(self) -> None:
-        """Give tensors from outside the data that they had before they moved in."""
-        # NB: only tensors that still have no data. A weight that the program has moved back to the
-        # host, as by `.cpu()`, keeps the stand-in values of that copy.
+        """Give tensors from outside the data that they had before they moved in.
+
+        This includes tensors that the program has moved back to the host, as by `.cpu()`, because
+        the values of that copy are stand-ins.
+        """
+        # Backwards: of a tensor that moved in twice, the data from before the first move win.
         for reference, name, buffer in reversed(self._buffers):
             module = reference()
-            if module is not None and isinstance(module._buffers.get(name), FakeTensor):
+            if module is not None and name in module._buffers:
                 module._buffers[name] = buffer
         self._buffers.clear()
         for reference, data in reversed(self._from_outside):
             tensor = reference()
-            if isinstance(tensor, FakeTensor):
+            if tensor is not None:
                 _swap(tensor, data)
         self._from_outside.clear()
 
@@ -398,7 +410,7 @@ def _kind(tensor) -> str:
     """The kind of a tensor. PyTorch's `.data = ...` works between tensors of one kind."""
     if device_of(tensor).type == "meta":
         return "meta"
-    return "without data" if isinstance(tensor, FakeTensor) else "with data"
+    return "without data" if is_simulated(tensor) else "with data"
 
 
 def _swap(tensor, other) -> None:
@@ -406,10 +418,13 @@ def _swap(tensor, other) -> None:
 
     `torch.utils.swap_tensors` does the same, but refuses tensors that have weak references.
     """
-    inner: dict[str, object] = {}  # FakeTensor's own attributes: they go with the contents
+    contents = FAKE_ATTRIBUTES
+    if hasattr(tensor, "__tensor_flatten__"):  # a wrapper subclass: its inner tensors
+        contents = contents.union(tensor.__tensor_flatten__()[0])
+    inner: dict[str, object] = {}  # attributes that go with the contents
     noted: dict[str, object] = {}  # attributes of the user's and of libraries
     for name, value in tensor.__dict__.items():
-        (inner if name in FAKE_ATTRIBUTES else noted)[name] = value
+        (inner if name in contents else noted)[name] = value
     kinds = type(tensor), type(other)
     bitsandbytes.set_type(tensor, kinds[1])
     bitsandbytes.set_type(other, kinds[0])
@@ -418,6 +433,7 @@ def _swap(tensor, other) -> None:
         own, its = getattr(tensor, name), getattr(other, name)
         setattr(tensor, name, its)
         setattr(other, name, own)
+    bitsandbytes.pass_for_its_class(tensor)
     torch._C._swap_tensor_impl(tensor, other)
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(tensor, name)
@@ -456,10 +472,6 @@ def _move_by(names):
     """The function by which `Module._apply` moves a parameter."""
 
     def move(parameter, function):
-        # `.half()` and the like must not cast packed numbers. NB: a module's `.cpu()` leaves its
-        # quantized weights on the GPU, too.
-        if on_card(parameter) and bitsandbytes.is_to_be(parameter):
-            return
         applied = function(parameter)
         if applied is not parameter:
             names.set_data(parameter, applied)

@@ -66,7 +66,7 @@ class Host:
         if func in (aten.equal.default, aten.allclose.default):
             return self._reader.compare(func, args, kwargs)
         if func is aten._to_copy.default and on_card(args[0]):
-            return self._copy(args[0], kwargs.get("dtype"))
+            return self._copy(args[0], kwargs.get("dtype"), kwargs.get("memory_format"))
         here, options = without_data(self._fake, args, kwargs, tensors)
         try:
             result = func(*here, **options)
@@ -87,36 +87,45 @@ class Host:
                 place_on_host(tensor)
         return result
 
-    def _copy(self, tensor, dtype):
-        """A copy on the host of a GPU tensor, with data if it is small.
-
-        If the strides differ, CUDA first makes a contiguous copy on the GPU
-        (aten/src/ATen/native/cuda/Copy.cu, `copy_requires_temporaries`).
-
-        NB: with `non_blocking` CUDA also converts the dtype on the GPU first. That copy is not
-        simulated.
-        """
-        copy = aten.empty_like.default(fake_like(self._fake, tensor), dtype=dtype)
+    def _copy(self, tensor, dtype, memory_format):
+        """A copy on the host of a GPU tensor, with data if it is small."""
+        like = fake_like(self._fake, tensor)
+        copy = aten.empty_like.default(like, dtype=dtype, memory_format=memory_format)
         place_on_host(copy)
-        if copy.stride() != tensor.stride():
-            self._kernels.take_and_give_back(tensor.nbytes)
-        self._carry(tensor.nbytes)
+        self._leave(tensor, copy)
         if holds_data(copy):
-            data = self._reader.host_copy(tensor)
+            strides, data = copy.stride(), self._reader.host_copy(tensor)
             with no_dispatch():
-                copy = data.to(copy.dtype)
+                data = data.to(copy.dtype)  # copies nothing if the dtype is the same
+                if data.stride() != strides:
+                    data = torch.empty_strided(data.shape, strides, dtype=data.dtype).copy_(data)
+            mark_owned(data)  # its values are stand-ins, which must not pass for data from outside
+            return data
         return copy
 
     def write(self, target, source):
         """`target.copy_(source)` from the GPU into a host tensor."""
-        if target.stride() != source.stride():
-            self._kernels.take_and_give_back(source.nbytes)
-        self._carry(source.nbytes)
+        self._leave(source, target)
         if not isinstance(target, FakeTensor):  # it has data: the known values, or stand-ins
             copy = self._reader.host_copy(source)
             with no_dispatch():
                 target.copy_(copy)
         return target
+
+    def _leave(self, source, target) -> None:
+        """Allocate what CUDA takes on the GPU to copy `source` into `target` on the host.
+
+        aten/src/ATen/native/cuda/Copy.cu, `copy_kernel_cuda`: if strides or dtypes differ
+        (`copy_requires_temporaries`), the source is first made contiguous there.
+
+        NB: with `non_blocking` CUDA also converts the dtype on the GPU first. That copy is not
+        simulated.
+        """
+        expands = source.shape != target.shape
+        alike = source.stride() == target.stride() and source.dtype == target.dtype
+        if expands or not (alike or source.is_contiguous()):
+            self._kernels.take_and_give_back(target.numel() * source.itemsize)
+        self._carry(source.nbytes)
 
     def _carry(self, nbytes: int) -> None:
         """Count a copy to the host in the step's work, unless it is smaller than `TRIFLE`.

@@ -10,6 +10,7 @@ scores. Operators without a formula, elementwise ones for instance, count by the
 
 import functools
 import math
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 
@@ -35,7 +36,8 @@ class WorkLog:
     def __init__(self):
         self._now: Counter[Work] = Counter()  # the step in progress
         self._whole: Counter[Work] | None = None  # the last complete step
-        self._stepped = set()  # ids of the optimizers of the last complete step
+        # The optimizers of the last complete step.
+        self._stepped: weakref.WeakSet = weakref.WeakSet()
         self._micro_batch, self._phase = 0, Phase.FORWARD
         # Whether the step in progress ends together with its backward pass, because an optimizer
         # has stepped inside it.
@@ -112,7 +114,7 @@ class WorkLog:
         optimizer: None if code changed the weights by itself.
         """
         self._ends = False
-        another = optimizer is not None and id(optimizer) not in self._stepped
+        another = optimizer is not None and optimizer not in self._stepped
         in_backward = any(work.phase == Phase.BACKWARD for work in self._now)
         if self._whole and another and not in_backward:
             self._whole += self._now
@@ -121,7 +123,8 @@ class WorkLog:
             self._stepped.clear()
             if self._now:
                 self._whole, self._now = self._now, Counter()
-        self._stepped |= {id(optimizer)}
+        if optimizer is not None:
+            self._stepped.add(optimizer)
         self._micro_batch, self._phase = 0, Phase.FORWARD
 
 

@@ -14,7 +14,7 @@ import inspect
 import sys
 import weakref
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 import torch
 
@@ -45,8 +45,9 @@ class Waits:
 
     def __init__(self, assumptions: dict, steps: Steps):
         self._assumptions, self._steps = assumptions, steps
-        # The readings of loops at the top level of a module, by the id of the module's globals.
-        self._of_modules: dict[int, dict] = {}
+        # The readings of loops at the top level of a module, by the ids of its globals and code.
+        # The code is kept with them, so that no other code gets its id.
+        self._of_modules: dict[tuple[int, int], tuple[CodeType, dict]] = {}
         self._last_read = lambda: None  # weak reference to the storage of the last reading
         # (id of the frame, offset of the instruction) of that reading; None once it has gone on
         self._reader: tuple[int, int] | None = None
@@ -103,7 +104,9 @@ class Waits:
         """(the known state of the names in a frame, the readings of its loops by place)."""
         names = frame.f_locals
         if names is frame.f_globals:
-            return _known_of(names), self._of_modules.setdefault(id(names), {})
+            code = frame.f_code
+            _, marks = self._of_modules.setdefault((id(names), id(code)), (code, {}))
+            return _known_of(names), marks
         marks = names.get(MARK, {})
         state = _known_of({name: value for name, value in names.items() if name != MARK})
         # Before Python 3.13, `f_locals` of a function is a dict that the frame keeps: a snapshot of

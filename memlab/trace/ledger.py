@@ -76,7 +76,8 @@ class Ledger:
         self.start = 0  # index of the first entry of the measured part
         self._allocated = 0
         self._before = 0  # bytes that existed before the first entry
-        # A tensor is freed by the thread that drops its last reference, such as a thread of gloo.
+        # A tensor is freed by the thread that drops its last reference, such as a thread of gloo,
+        # while another allocates.
         self.lock = threading.RLock()
 
     # ------------------------------------------------------------------ making entries
@@ -96,11 +97,12 @@ class Ledger:
 
         Raises what the allocator raises if the device is full.
         """
-        address = None if self.allocator is None else self.allocator.allocate(nbytes, stream)
-        storage = self._describe(nbytes, category, module, operation)
-        storage.address, storage.stream, storage.item = address, stream, item
-        storage.reduction = reduction
-        self._enter(storage, nbytes, phase)
+        with self.lock:
+            address = None if self.allocator is None else self.allocator.allocate(nbytes, stream)
+            storage = self._describe(nbytes, category, module, operation)
+            storage.address, storage.stream, storage.item = address, stream, item
+            storage.reduction = reduction
+            self._enter(storage, nbytes, phase)
         return storage
 
     def existed(
@@ -112,14 +114,15 @@ class Ledger:
 
     def death(self, storage: Storage, phase: Phase) -> None:
         """Enter the free of a storage."""
-        if self.allocator is not None and storage.address is not None:
-            self.allocator.free(storage.address)
-            storage.address = None
-        # Frees right after the backward pass belong to it: the last references to its graph are
-        # dropped once the engine has returned. The next allocation begins the forward pass.
-        if phase == Phase.FORWARD and self._phases and self._phases[-1] == Phase.BACKWARD:
-            phase = Phase.BACKWARD
-        self._enter(storage, -storage.nbytes, phase)
+        with self.lock:
+            if self.allocator is not None and storage.address is not None:
+                self.allocator.free(storage.address)
+                storage.address = None
+            # Frees right after the backward pass belong to it: the last references to its graph
+            # are dropped once the engine has returned. The next allocation begins the forward pass.
+            if phase == Phase.FORWARD and self._phases and self._phases[-1] == Phase.BACKWARD:
+                phase = Phase.BACKWARD
+            self._enter(storage, -storage.nbytes, phase)
 
     @property
     def entries(self) -> list[Entry]:
@@ -161,9 +164,10 @@ class Ledger:
 
     def empty_cache(self) -> None:
         """Return cached blocks to the device, as `torch.cuda.empty_cache` does."""
-        self.mark(Marker.EMPTY_CACHE)
-        if self.allocator is not None:
-            self.allocator.empty_cache()
+        with self.lock:
+            self.mark(Marker.EMPTY_CACHE)
+            if self.allocator is not None:
+                self.allocator.empty_cache()
 
     def _describe(self, nbytes: int, category: Category, module: str, operation: Any) -> Storage:
         name = operation_name(operation)
@@ -172,16 +176,15 @@ class Ledger:
         return storage
 
     def _enter(self, storage: Storage, change: int, phase: Phase) -> None:
-        with self.lock:
-            self._allocated += change
-            allocated, reserved = self._allocated, 0
-            if self.allocator is not None:
-                allocated, reserved = self.allocator.allocated, self.allocator.reserved
-            self._numbers.append(storage.number)
-            self._changes.append(change)
-            self._phases.append(phase)
-            self._served.append(allocated)
-            self._reserved.append(reserved)
+        self._allocated += change
+        allocated, reserved = self._allocated, 0
+        if self.allocator is not None:
+            allocated, reserved = self.allocator.allocated, self.allocator.reserved
+        self._numbers.append(storage.number)
+        self._changes.append(change)
+        self._phases.append(phase)
+        self._served.append(allocated)
+        self._reserved.append(reserved)
 
     # ------------------------------------------------------------------ reading them
 

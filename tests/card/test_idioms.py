@@ -112,6 +112,26 @@ def test_packed_sequences_hold_their_tokens_and_no_padding(gpu):
     assert any("cuDNN" in assumed for assumed in gpu.footprint.assumptions)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "batch_first", "copied"),
+    [
+        ([64, 64], False, 0),  # one contiguous block, of which no copy is made
+        ([64, 64], True, 128),
+        ([64, 32], False, 32),  # the first 32 steps are contiguous
+        ([64, 32], True, 64),  # and so is what is left of one sequence
+        ([64], True, 0),
+    ],
+)
+def test_packing_keeps_its_copies_until_the_result_is_filled(gpu, lengths, batch_first, copied):
+    token = 1024 * 4
+    shape = (len(lengths), 64) if batch_first else (64, len(lengths))
+    x = torch.randn(*shape, 1024, device="cuda")
+    gpu.reset_peak()
+    pack_padded_sequence(x, torch.tensor(lengths), batch_first=batch_first)
+    peak = torch.cuda.max_memory_allocated() - x.nbytes
+    assert peak == token * (copied + sum(lengths))
+
+
 @pytest.mark.parametrize("kind, numbers", [(nn.LSTM, 4 + 1 + 1), (nn.GRU, 3 + 1)])
 def test_a_recurrent_layer_keeps_its_gates_and_states(gpu, kind, numbers):
     """Of each unit and token; the host's own kernel would keep a sixth of it."""

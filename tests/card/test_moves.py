@@ -155,3 +155,89 @@ def test_a_copied_module_has_no_gradients_a_copied_tensor_has(t4, width):
     tied[1].weight = layer.weight
     twins = copy.deepcopy(tied)
     assert twins[0].weight is twins[1].weight
+
+
+def to_the_card_and_back(model):
+    model.to("cuda").to("cpu")
+
+
+def to_the_card_again(model):
+    model.cuda().cpu().cuda().half()
+
+
+def one_part_only(model):
+    model[0].cuda().cpu()
+    model[1].cuda()
+
+
+def by_data(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.cuda()
+        parameter.data = parameter.data.cpu()
+
+
+@pytest.mark.parametrize("width", [8, 1024], ids=["with data", "without"])
+@pytest.mark.parametrize("move", [to_the_card_and_back, to_the_card_again, one_part_only, by_data])
+def test_a_model_from_outside_has_its_data_again_wherever_it_was_moved_last(move, width):
+    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width))
+    model[1].running_mean.normal_()
+    model.append(torch.nn.Linear(width, width))
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters())
+    before = copy.deepcopy(model.state_dict())
+    with SimulatedGPU():
+        move(model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert model[2].weight is model[0].weight is optimizer.param_groups[0]["params"][0]
+
+
+def test_what_the_host_computes_of_a_model_from_outside_stays():
+    model = torch.nn.BatchNorm1d(4)
+    model.running_mean.normal_()
+    values = model.running_mean.half()
+    with SimulatedGPU():
+        model.half()
+        assert model.running_mean.equal(values)
+        model.cuda().cpu()
+    assert model.running_mean.equal(values) and model.weight.dtype == torch.half
+
+
+def test_a_model_made_inside_keeps_the_weights_that_it_loaded_on_the_host():
+    loaded = {"weight": torch.randn(2, 2)}
+    with SimulatedGPU():
+        layer = torch.nn.Linear(2, 2, bias=False).cuda().cpu().cuda().cpu()
+        layer.load_state_dict(loaded)
+    assert layer.weight.equal(loaded["weight"])
+
+
+@pytest.mark.parametrize("width", [4, 256], ids=["with data", "without"])
+def test_moves_give_the_memory_format_that_was_asked_for_or_keep_it(t4, width):
+    x, last = torch.randn(1, 8, width, width), torch.channels_last
+    turned = x.to(memory_format=last)
+    for tensor in (x.to("cuda", memory_format=last), x.cuda(memory_format=last), turned.cuda()):
+        assert tensor.stride() == turned.stride()
+        assert tensor.cpu().stride() == tensor.to("cpu", torch.half).stride() == turned.stride()
+        assert tensor.to("cpu", memory_format=torch.contiguous_format).is_contiguous()
+        assert tensor.cpu(memory_format=torch.contiguous_format).is_contiguous()
+    y = x.cuda()
+    assert y.to("cpu", memory_format=last).stride() == turned.stride()
+    assert y.cpu(memory_format=last).stride() == turned.stride()
+
+
+def test_only_what_is_not_contiguous_is_copied_on_the_card_before_it_leaves(gpu):
+    x = torch.randn(8, 64, 64, 64, device="cuda")
+    turned = x.to(memory_format=torch.channels_last)
+
+    def taken(leave):
+        gpu.reset_peak()
+        before = allocated()
+        leave()
+        return torch.cuda.max_memory_allocated() - before
+
+    assert taken(lambda: turned.cpu()) == 0
+    assert taken(lambda: x.to("cpu", memory_format=torch.channels_last)) == 0
+    assert taken(lambda: turned.to("cpu", memory_format=torch.contiguous_format)) == x.nbytes
+    assert taken(lambda: turned.to("cpu", torch.half)) == x.nbytes
+    assert taken(lambda: torch.empty(64, 64, 64, 8).T.copy_(x)) == 0
+    assert taken(lambda: torch.empty(8, 64, 64, 64).copy_(x[:1])) == x.nbytes

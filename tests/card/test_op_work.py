@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from memlab import SimulatedGPU
+from memlab.card.op_work import WorkLog
 from memlab.footprint import Phase
 from memlab.trace.work import (
+    Work,
     count_kernels,
     count_tiles,
     repeat_micro_batch,
@@ -226,3 +228,15 @@ def test_optimizers_without_a_backward_pass_have_a_step_each(card):
         optimizer.step()
     moved = [one.nbytes for one in card.work.of_step.elements()]
     assert sum(moved) == 3 * 256 * 256 * 4  # of the last step alone, in fp32
+
+
+class Stepper:
+    """In place of an optimizer."""
+
+
+def test_an_optimizer_is_another_one_even_at_the_address_of_one_that_is_gone():
+    log = WorkLog()
+    for _ in range(2):
+        log.add(Work(phase=Phase.STEP))
+        log.end_step(Stepper())
+    assert log.of_step.total() == 2

@@ -119,3 +119,16 @@ def test_a_tensor_that_is_made_of_others_is_trained_where_they_are():
         assert copied.cpu().device.type == "cpu"
     assert dict(vars(TwoTensor)) == before
     assert TwoTensor(torch.ones(2), torch.ones(2)).device.type == "cpu"
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_tensor_that_is_made_of_others_has_its_data_again_outside(back):
+    layer = torch.nn.Linear(8, 8, bias=False)
+    layer.weight = torch.nn.Parameter(TwoTensor(torch.randn(8, 8), torch.randn(8, 8)))
+    values = layer.weight.a.clone(), layer.weight.b.clone()
+    with SimulatedGPU():
+        layer.cuda()
+        assert layer.weight.is_cuda
+        if back:
+            layer.cpu()
+    assert layer.weight.a.equal(values[0]) and layer.weight.b.equal(values[1])

@@ -215,3 +215,12 @@ def test_layers_are_drawn_wherever_they_are_made(t4, where):
     model.to("cuda")
     assert torch.cuda.memory_allocated() == 4 * (512 + 1) * 2048
     assert t4.footprint.assumptions == ()
+
+
+def test_code_that_runs_once_does_not_wait_whatever_ran_before_it(gpu):
+    """As the cells of a notebook do: Python uses the addresses of code that is gone again."""
+    loss, read = torch.randn(4, device="cuda").sum(), []
+    for _ in range(90):
+        cell = compile("done = False\nwhile not done: note(loss.item()); done = True", "", "exec")
+        exec(cell, {"loss": loss, "note": read.append})
+    assert read == [1.0] * 90

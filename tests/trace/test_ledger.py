@@ -1,11 +1,13 @@
 """What a log of births and deaths gives: peaks, breakdowns, timelines and lives."""
 
+import random
 import sys
 import threading
 
 import pytest
 
 from memlab.footprint import Phase
+from memlab.trace.allocator import CachingAllocator
 from memlab.trace.ledger import Ledger
 
 FORWARD, BACKWARD, STEP = Phase.FORWARD, Phase.BACKWARD, Phase.STEP
@@ -70,3 +72,30 @@ def test_what_dies_in_another_thread_disturbs_no_footprint():
         told.append(ledger.footprint().peak_allocated)
     sys.setswitchinterval(usual)
     assert set(told) == {8 * len(shared)}
+
+
+def test_threads_that_allocate_and_free_at_once_share_the_allocator():
+    ledger, errors = Ledger(CachingAllocator()), []
+
+    def work(seed):
+        draw, mine = random.Random(seed), []
+        try:
+            for _ in range(2000):
+                mine.append(ledger.birth(draw.randrange(1, 2**22), "temporary", FORWARD))
+                if len(mine) > 8:
+                    ledger.death(mine.pop(draw.randrange(8)), FORWARD)
+            for storage in mine:
+                ledger.death(storage, FORWARD)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(usual)
+    assert errors == [] and ledger.allocator.allocated == 0
+    assert [storage.number for storage in ledger.storages] == list(range(8000))

@@ -190,6 +190,9 @@ def int8_products():
 
     def matmul(A, B, out=None, state=None, threshold=0.0, bias=None):
         autograd = sys.modules["bitsandbytes.autograd._functions"]
+        state = state or autograd.MatmulLtState()
+        if threshold > 0.0:
+            state.threshold = threshold
         return autograd.MatMul8bitLt.apply(A, B, out, bias, state)
 
     return _replaced_inside({"matmul": matmul})
@@ -204,7 +207,7 @@ def without_data(with_data):
 
     `Params4bit` and `Int8Params` wrap a tensor in a subclass (`torch.Tensor._make_subclass`), which
     a fake tensor refuses. An ordinary parameter with the same attributes takes their place, and
-    `quantize` replaces their `.to(device)`.
+    `quantize` and `moved` replace their `.to(device)`.
 
     with_data: wraps a function so that it runs on ordinary tensors. `create_dynamic_map` needs it,
         because it reads the table of 8-bit values that it builds.
@@ -261,30 +264,49 @@ def is_to_be(parameter) -> bool:
 
 
 def quantize(parameter, device) -> bool:
-    """Quantize a weight of `without_data` onto a device, once.
+    """Quantize a weight of `without_data` onto a device, if its move there would.
 
-    Returns False for any other parameter, which is left as it is.
+    It would once: in `Params4bit.to` from any device, in `Int8Params.to` from the host. Returns
+    False for a quantized weight and any other parameter, which are left as they are.
     """
     if not is_to_be(parameter):
         return False
-    # `bnb_quantized` is an attribute of Params4bit alone; Int8Params has its values in `CB`.
-    done = (
-        parameter.bnb_quantized if hasattr(parameter, "bnb_quantized") else parameter.CB is not None
-    )
-    if not done:
+    if hasattr(parameter, "bnb_quantized"):  # an attribute of Params4bit alone
+        due = not parameter.bnb_quantized
+    else:
+        due = parameter.dtype != torch.int8 and parameter.device.type == "cpu"
+    if due:
         parameter._memlab_quantizes_as._quantize(parameter, device)
-        # `_quantize` assigns new data, which may swap the tensor's class (`moves.py`, `_swap`).
-        _pass_for_its_class(parameter)
-    return True
+    return due
 
 
-def _pass_for_its_class(parameter) -> None:
-    """Make a parameter answer with bitsandbytes' class when it is asked for its type.
+def moved(parameter, data, device):
+    """The parameter that bitsandbytes' `.to(device)` returns for a weight that is not due.
+
+    `Params4bit.to` moves the constants in place, so they move for the old parameter too.
+    `Int8Params.to` moves them for the new parameter alone. `Module._apply` takes over its data and
+    nothing else, so an 8-bit layer keeps its `CB` and `SCB` where they were.
+
+    data: the parameter's data on that device.
+    """
+    state = getattr(parameter, "quant_state", None)
+    if state is not None:
+        state.to(device)
+    new = parameter._memlab_quantizes_as(data, parameter.requires_grad, **vars(parameter))
+    if state is None and data.dtype == torch.int8:
+        new.CB = new.data
+        new.SCB = None if new.SCB is None else new.SCB.to(device)
+    return new
+
+
+def pass_for_its_class(parameter) -> None:
+    """Make a weight of `without_data` answer with bitsandbytes' class when asked for its type.
 
     peft, accelerate, trl and transformers ask, by the name of the type or by isinstance.
     """
-    base: Any = type(parameter)
-    set_type(parameter, _passing_for(parameter._memlab_quantizes_as, base))
+    if hasattr(parameter, "_memlab_quantizes_as"):
+        base: Any = type(parameter)
+        set_type(parameter, _passing_for(parameter._memlab_quantizes_as, base))
 
 
 @functools.cache
@@ -318,7 +340,7 @@ def _copy_whole(self, memo):
                 clone.CB = clone.data  # the same storage as the data: a copy would count twice
             else:
                 setattr(clone, name, value if name == "module" else copy.deepcopy(value, memo))
-        _pass_for_its_class(clone)
+        pass_for_its_class(clone)
     return memo[id(self)]
 
 
@@ -354,7 +376,7 @@ def _parameter(cls, data, requires_grad, **attributes):
     data = torch.empty(0) if data is None else data.detach()
     parameter: Any = torch.nn.Parameter(data, requires_grad)
     vars(parameter).update(attributes, _memlab_quantizes_as=cls)
-    _pass_for_its_class(parameter)
+    pass_for_its_class(parameter)
     return parameter
 
 
@@ -374,7 +396,7 @@ def _from_prequantized(cls, data, quantized_stats, requires_grad=False, device="
     )
     if module is not None:
         module.quant_state = state
-    _pass_for_its_class(parameter)
+    pass_for_its_class(parameter)
     return parameter
 
 

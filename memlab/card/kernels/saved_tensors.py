@@ -129,7 +129,7 @@ def _ask_for_fp32(function, *args, **kwargs):
 
 def _run_in_the_widest(function, *args, **kwargs):
     given = (*args, *kwargs.values())
-    # Without an fp32 tensor, the inputs keep their dtype.
+    # Without an fp32 tensor, the inputs keep their dtype: `prioritize` ignores fp64 ones.
     if any(isinstance(value, torch.Tensor) and value.dtype == torch.float32 for value in given):
         return _run_in_fp32(function, *args, **kwargs)
     with _no_autocast():

@@ -4,7 +4,9 @@ The sizes come from `memlab.card.kernels.scratch`, `composites` and `memlab.trac
 tensor is entered into the tracer's ledger, and with it into the caching allocator.
 """
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 
 import torch
 
@@ -25,11 +27,22 @@ class KernelMemory:
         self._tracer, self._gpu, self.rules = tracer, gpu, rules
         self._handles_used: set[tuple[str, bool]] = set()  # (library, is the backward thread)
 
+    @contextlib.contextmanager
+    def taken(self, *sizes: int) -> Iterator[None]:
+        """Allocate tensors of these bytes together; they are freed at the end of the block."""
+        storages = []
+        try:
+            for nbytes in sizes:
+                storages.append(self._tracer.born(nbytes, Category.TEMPORARY))
+            yield
+        finally:
+            for storage in storages:
+                self._tracer.died(storage)
+
     def take_and_give_back(self, *sizes: int) -> None:
         """Allocate tensors of these bytes together, then free them."""
-        storages = [self._tracer.born(nbytes, Category.TEMPORARY) for nbytes in sizes]
-        for storage in storages:
-            self._tracer.died(storage)
+        with self.taken(*sizes):
+            pass
 
     def take_scratch(self, func, args, out) -> None:
         """Allocate and free an operator's scratch; let its result hold the extra bytes it keeps.

@@ -65,6 +65,57 @@ def test_weights_that_stay_in_half_precision_are_not_quantized_by_their_move(t4)
     assert layer.weight.dtype == torch.float16 and layer.weight.is_cuda
 
 
+@pytest.mark.parametrize("width", [64, 2048])  # with data on the host, and without
+def test_a_quantized_layer_goes_to_the_host_with_all_that_belongs_to_it(t4, width):
+    """Params4bit.to moves its constants, too. The library keeps the table of the scales' codes."""
+    layer = bitsandbytes.nn.Linear4bit(width, width, bias=False).cuda()
+    held, table = allocated(), 256 * 4
+    for move in (layer.cpu, lambda: layer.to("cpu")):
+        move()
+        assert allocated() == table
+        assert layer.weight.is_cpu and layer.weight.dtype == torch.uint8
+        assert not any(part.is_cuda for part in constants(layer.weight))
+        assert isinstance(layer.weight, bitsandbytes.nn.Params4bit)
+        layer.cuda()
+        assert allocated() == held and layer.quant_state is layer.weight.quant_state
+        assert all(part.is_cuda for part in constants(layer.weight))
+
+
+@pytest.mark.parametrize("width", [64, 2048])
+def test_an_8_bit_layer_leaves_its_old_numbers_on_the_card(t4, width):
+    """Int8Params.to makes a parameter, of which Module._apply takes the data and not the CB."""
+    layer = bitsandbytes.nn.Linear8bitLt(width, width, bias=False, has_fp16_weights=False).cuda()
+    held = allocated()
+    layer.cpu()
+    assert layer.weight.is_cpu and layer.weight.dtype == torch.int8
+    assert layer.weight.CB.is_cuda and allocated() == held
+    layer.cuda()
+    assert allocated() == held + width * width
+    layer(torch.ones(2, width, device="cuda", dtype=torch.half))  # its state takes over the CB
+    assert layer.weight.CB is None and allocated() == held
+    layer.to("cpu")  # Linear8bitLt.to, which moves the state
+    assert allocated() == 0
+    weight = quantized("Int8Params").cpu()
+    assert isinstance(weight, bitsandbytes.nn.Int8Params) and allocated() == 0
+    assert weight.CB.is_cpu and weight.SCB.is_cpu
+
+
+def test_only_4_bit_weights_that_lie_on_the_card_are_quantized_there(on_card):
+    """Int8Params.to asks that the weight comes from the host."""
+    four = bitsandbytes.nn.Linear4bit(64, 64, bias=False)
+    eight = bitsandbytes.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)
+    assert four.half().weight.dtype == eight.half().weight.dtype == torch.half
+    assert four.cuda().weight.dtype == torch.uint8
+    assert eight.cuda().weight.dtype == eight.weight.cuda().dtype == torch.half
+    eight(torch.ones(2, 64, dtype=torch.half))
+    assert eight.weight.dtype == torch.int8
+
+
+def test_a_4_bit_weight_is_quantized_by_a_move_to_the_host_too(t4):
+    layer = bitsandbytes.nn.Linear4bit(2048, 2048, bias=False).cpu()
+    assert layer.weight.is_cpu and layer.weight.dtype == torch.uint8 and allocated() == 0
+
+
 @pytest.mark.parametrize("mode", ["nf4", "fp4-dq", "int8"])
 def test_lightnings_fabric_quantizes_the_layers_that_it_makes(mode):
     fabric = pytest.importorskip("lightning.fabric")
@@ -162,6 +213,22 @@ def test_a_checkpoint_of_quantized_weights_is_loaded_as_it_is(tmp_path):
             parts = [p for w in model.parameters() for p in (w, *constants(w)) if on_card(p)]
             held.append(sum(part.nbytes for part in parts))
     assert held[0] == held[1]
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["a state", "no state"])
+def test_a_product_in_8_bits_looks_for_outliers_from_the_threshold_on(on_card, given):
+    weight, x = torch.randn(16, 1024).half(), torch.randn(512, 1024).half()
+
+    def most(threshold):
+        state = bitsandbytes.MatmulLtState() if given else None
+        torch.cuda.reset_peak_memory_stats()
+        before = allocated()
+        bitsandbytes.matmul(x, weight, state=state, threshold=threshold)
+        assert state is None or state.threshold == threshold
+        return torch.cuda.max_memory_allocated() - before
+
+    most(0.0)  # which takes the workspaces
+    assert most(6.0) - most(0.0) >= x.nbytes  # their absolute values
 
 
 def source_of(operator):
