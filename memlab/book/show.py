@@ -185,6 +185,8 @@ def timeline(footprint: Footprint) -> Figure:
             ax.annotate(
                 phase, ((start + end) / 2, 1.01), xycoords=("data", "axes fraction"), ha="center"
             )
-    ax.set(xlabel="events: a tensor is born or dies", ylabel="GiB", xlim=(0, len(line.phases)))
+    ax.set(
+        xlabel="events: a tensor is allocated or freed", ylabel="GiB", xlim=(0, len(line.phases))
+    )
     fig.legend(loc="outside lower center", ncols=4)
     return fig

@@ -112,10 +112,10 @@ def moments_of(half: PhaseTrace, chosen: list[int] | None = None) -> Moments:
     # The log holds two steps. The last mark belongs to the measured one.
     start, end = (_last(log, order, mark) for mark in (begins, ends))
     deep_start, deep_end = (_last(log, deep, mark) for mark in (begins, ends))
-    births = np.array([type(kind) is Alloc for kind in log.kinds])
+    allocs = np.array([type(kind) is Alloc for kind in log.kinds])
     pairs = _pairs(log)
-    born = pairs[(pairs[:, 0] > start) & births[order[pairs[:, 0]]]]
-    pairs = np.concatenate(([(start, deep_start)], born))
+    allocated = pairs[(pairs[:, 0] > start) & allocs[order[pairs[:, 0]]]]
+    pairs = np.concatenate(([(start, deep_start)], allocated))
     pairs = pairs if chosen is None else pairs[chosen]
     # The last two rows are the counts at the start and at the end; they are cut off below.
     low, high = (
@@ -149,11 +149,11 @@ def _changes(half: PhaseTrace) -> tuple[list, np.ndarray, np.ndarray]:
     tensors: dict[tuple, int] = {}
     places, signs = np.zeros(len(kinds), int), np.zeros(len(kinds), np.int32)
     for i, kind in enumerate(kinds):
-        birth = kind.birth if type(kind) is Free else kind
-        if type(birth) is Alloc:
-            tensor = birth.category, half.term(birth), birth.item
+        alloc = kind.alloc if type(kind) is Free else kind
+        if type(alloc) is Alloc:
+            tensor = alloc.category, half.term(alloc), alloc.item
             places[i] = tensors.setdefault(tensor, len(tensors))
-            signs[i] = 1 if kind is birth else -1
+            signs[i] = 1 if kind is alloc else -1
     return list(tensors), places, signs
 
 

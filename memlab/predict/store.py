@@ -163,7 +163,7 @@ def _fields(work: Work) -> tuple:
 
 def _step_values(step: TraceEvent, places: dict[Alloc, int]) -> list:
     if isinstance(step, Free):
-        return ["Free", places[step.birth], step.phase, step.which]
+        return ["Free", places[step.alloc], step.phase, step.which]
     if isinstance(step, Marker):
         return ["Marker", step.value]
     return ["Alloc", *(step if step.reduction else step[:-1])]  # `reduction` is the last field
@@ -198,11 +198,11 @@ def _step(name: str, rest: list, kinds: list[TraceEvent]) -> TraceEvent:
     if name == "Alloc":
         nbytes, category, phase, module, operation, stream, item, *sum_of = rest
         reduction = Reduction(*sum_of[0]) if sum_of else None
-        birth = nbytes, Category(category), Phase(phase), module, operation, stream, item
-        return Alloc(*birth, reduction)
+        alloc = nbytes, Category(category), Phase(phase), module, operation, stream, item
+        return Alloc(*alloc, reduction)
     if name == "Free":
-        birth, phase, which = rest
-        return Free(kinds[birth], Phase(phase), which)
+        alloc, phase, which = rest
+        return Free(kinds[alloc], Phase(phase), which)
     return Marker(rest[0])
 
 

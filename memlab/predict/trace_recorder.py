@@ -262,17 +262,17 @@ def canonical_events(log: Log) -> list:
     """
     places: dict[object, int] = {}
     words: list[Any] = []
-    dying: list[Any] = []
+    freed: list[Any] = []
     for name, step in log.events():
         if type(step) is Free:
-            dying.append(places.pop(name))
+            freed.append(places.pop(name))
             continue
-        words += sorted(dying)
-        dying.clear()
+        words += sorted(freed)
+        freed.clear()
         if type(step) is Alloc:
             places[name], step = len(words), step._replace(reduction=None)
         words.append(step)
-    return words + sorted(dying)
+    return words + sorted(freed)
 
 
 def _to_check(recipe: Recipe, around: TraceDomain) -> Recipe:

@@ -34,7 +34,7 @@ class Alloc(NamedTuple):
 
 
 class Free(NamedTuple):
-    """One of the live storages that were allocated as `birth` is freed.
+    """One of the live storages that were allocated as `alloc` is freed.
 
     which: its index among them, counted from the oldest (0, 1, ...) or from the youngest (-1, -2,
         ...), whichever is nearer. Storages of the forward pass that the backward pass frees always
@@ -42,7 +42,7 @@ class Free(NamedTuple):
         dtype, count from the index of the last one replaced. Weights that stay may lie between.
     """
 
-    birth: Alloc
+    alloc: Alloc
     phase: Phase
     which: int
 

@@ -82,7 +82,7 @@ class Ledger:
 
     # ------------------------------------------------------------------ making entries
 
-    def birth(
+    def alloc(
         self,
         nbytes: int,
         category: Category,
@@ -112,7 +112,7 @@ class Ledger:
         self._before += nbytes
         return self._describe(nbytes, category, module, operation)
 
-    def death(self, storage: Storage, phase: Phase) -> None:
+    def free(self, storage: Storage, phase: Phase) -> None:
         """Enter the free of a storage."""
         with self.lock:
             if self.allocator is not None and storage.address is not None:
@@ -137,16 +137,16 @@ class Ledger:
         Modules are left empty, and each free has `which` 0: the numbers tell the storages apart.
         """
         emptied = Counter(at for at, mark in self.marks if mark is Marker.EMPTY_CACHE)
-        births = {}
+        allocs = {}
         for at, (storage, change, phase, *_) in enumerate(self.entries):
             yield from [(None, Marker.EMPTY_CACHE)] * emptied[at]
             number = storage.number
             if change > 0:
                 described = storage.category, phase, "", storage.operation, storage.stream
-                births[number] = Alloc(change, *described)
-                yield number, births[number]
-            elif number in births:  # not of a storage that existed before the first entry
-                yield number, Free(births[number], phase, 0)
+                allocs[number] = Alloc(change, *described)
+                yield number, allocs[number]
+            elif number in allocs:  # not of a storage that existed before the first entry
+                yield number, Free(allocs[number], phase, 0)
 
     def __len__(self) -> int:
         """Number of entries."""

@@ -76,28 +76,28 @@ class Log:
         for at, mark in (ledger.start, Marker.RESET), *ledger.marks:
             marks[at].append(mark)
         steps: list[TraceEvent] = []
-        births: dict[int, Alloc] = {}
+        allocs: dict[int, Alloc] = {}
         living: dict[Alloc, _LiveStorages] = defaultdict(_LiveStorages)
-        dying: list[tuple[int, Phase]] = []
+        freed: list[tuple[int, Phase]] = []
         free, learning = trained(weights), False
         replaced = _modules_of_replaced(ledger.entries)
 
-        def bury() -> None:
+        def write_frees() -> None:
             # Write the frees that have been collected, in the order of their allocations.
-            for number, phase in sorted(dying):
-                birth = births[number]
+            for number, phase in sorted(freed):
+                alloc = allocs[number]
                 steps.append(
-                    Free(birth, phase, living[birth].index_of_removed(number, birth, phase))
+                    Free(alloc, phase, living[alloc].index_of_removed(number, alloc, phase))
                 )
-            dying.clear()
+            freed.clear()
 
         for at, (storage, change, phase, *_) in enumerate(ledger.entries):
             # Before the first backward pass there are no gradients to clip. A tensor that has the
             # size of all norms by chance, such as rotary frequencies, is something else.
             learning |= phase == Phase.BACKWARD
             # Frees are collected up to the next allocation, marker or change of phase.
-            if dying and (change > 0 or phase != dying[-1][1] or at in marks):
-                bury()
+            if freed and (change > 0 or phase != freed[-1][1] or at in marks):
+                write_frees()
             steps += marks.pop(at, ())
             if change > 0:
                 module = replaced.get(storage.number, storage.module)
@@ -106,7 +106,7 @@ class Log:
                 # Norms of `free` trained weights: bytes of each, and no remainder.
                 of_each, rest = divmod(change, free) if norms and free else (0, 0)
                 nbytes = -of_each if of_each in NORM_BYTES and not rest else change
-                birth = Alloc(
+                alloc = Alloc(
                     nbytes,
                     storage.category,
                     phase,
@@ -116,12 +116,12 @@ class Log:
                     item=storage.item,
                     reduction=storage.reduction,
                 )
-                births[storage.number] = birth
-                living[birth].append(storage.number)
-                steps.append(birth)
+                allocs[storage.number] = alloc
+                living[alloc].append(storage.number)
+                steps.append(alloc)
             else:
-                dying.append((storage.number, phase))
-        bury()
+                freed.append((storage.number, phase))
+        write_frees()
         steps += marks[len(ledger)]
         return cls(steps, weights, tuple(ledger.assumptions), Counter(work))
 
@@ -193,7 +193,7 @@ def named(steps: Iterable[TraceEvent]) -> Iterator[Event]:
             living[step].append(number)
             yield number, step
         elif type(step) is Free:
-            yield living[step.birth].remove_freed(step), step
+            yield living[step.alloc].remove_freed(step), step
         else:
             yield None, step
 
@@ -206,7 +206,7 @@ def renumbered(events: Iterable[Event]) -> list[TraceEvent]:
         if type(step) is Alloc:
             living[step].append(number)
         elif type(step) is Free:
-            which = living[step.birth].index_of_removed(number, step.birth, step.phase)
+            which = living[step.alloc].index_of_removed(number, step.alloc, step.phase)
             step = step._replace(which=which)
         steps.append(step)
     return steps
@@ -217,30 +217,30 @@ class _LiveStorages(list):
 
     last = 0  # index at which the last replaced weight was freed
 
-    def index_of_removed(self, number: object, birth: Alloc, phase: Phase) -> int:
+    def index_of_removed(self, number: object, alloc: Alloc, phase: Phase) -> int:
         """Remove a storage; its index among them, as `Free.which` counts it."""
         place = self.index(number)
         self.pop(place)
-        if _is_replaced(birth, phase):
+        if _is_replaced(alloc, phase):
             which, self.last = place - self.last, place
             return which
         # The backward pass frees activations in reverse: counted from the youngest, their index is
         # the same for every layer and at every depth.
         living = len(self) + 1
-        undone = phase == Phase.BACKWARD and birth.phase == Phase.FORWARD
+        undone = phase == Phase.BACKWARD and alloc.phase == Phase.FORWARD
         return place - living if undone or place > living - place else place
 
-    def remove_freed(self, death: Free) -> int:
+    def remove_freed(self, free: Free) -> int:
         """Remove the storage that an event frees; its name. The inverse of `index_of_removed`."""
-        if not _is_replaced(death.birth, death.phase):
-            return self.pop(death.which)
-        self.last += death.which
+        if not _is_replaced(free.alloc, free.phase):
+            return self.pop(free.which)
+        self.last += free.which
         return self.pop(self.last)
 
 
-def _is_replaced(birth: Alloc, phase: Phase) -> bool:
+def _is_replaced(alloc: Alloc, phase: Phase) -> bool:
     """Whether this frees a weight that is being cast to another dtype, one weight at a time."""
-    return birth.category is Category.PARAMETERS and phase is Phase.FORWARD
+    return alloc.category is Category.PARAMETERS and phase is Phase.FORWARD
 
 
 def trained(weights: Counter) -> int:
@@ -251,12 +251,12 @@ def trained(weights: Counter) -> int:
 def replay(events: Iterable[Event], ledger: Ledger | _PeakOnly) -> None:
     """Make the entries of a ledger from events. Raises what its allocator raises."""
     living: dict[object, Any] = {}
-    birth, death = ledger.birth, ledger.death
+    alloc, free = ledger.alloc, ledger.free
     for which, step in events:
         if type(step) is Alloc:
-            living[which] = birth(*step)
+            living[which] = alloc(*step)
         elif type(step) is Free:
-            death(living.pop(which), step.phase)
+            free(living.pop(which), step.phase)
         elif step is Marker.RESET:
             ledger.reset_peak()
         elif step is Marker.EMPTY_CACHE:
@@ -267,10 +267,10 @@ class _PeakOnly:
     """Replaces a `Ledger` if only an allocator's peak is wanted; halves the time of a replay."""
 
     def __init__(self, allocator: CachingAllocator):
-        self.birth = lambda nbytes, category, phase, module, operation, stream, *described: (
+        self.alloc = lambda nbytes, category, phase, module, operation, stream, *described: (
             allocator.allocate(nbytes, stream)
         )
-        self.death = lambda address, phase: allocator.free(address)
+        self.free = lambda address, phase: allocator.free(address)
         self.empty_cache, self.reset_peak = allocator.empty_cache, allocator.reset_peak_stats
 
 

@@ -48,21 +48,21 @@ class PhaseTrace:
         """A number at the chosen sizes as a term; known: keywords of `Symbols.term`."""
         return self.symbols.term(number, **known) if self.symbols else Term(number, 1, ())
 
-    def term(self, birth: Alloc) -> Term:
+    def term(self, alloc: Alloc) -> Term:
         """The bytes of an allocation as a term.
 
         Besides sizes, its symbols are `W` (bytes of a cuBLAS workspace), `T` (threads that the GPU
         keeps resident) and `n` (trained tensors).
         """
-        if birth.reduction and self.symbols:
-            return Term(1, 1, ((ReductionBytes(*map(self.read, birth.reduction)), 1),))
-        if birth.nbytes < 0:  # the norms of all trained weights: `NORMS` in memlab.trace.log
-            return Term(-birth.nbytes, 1, (("n", 1),))
-        if birth.category == Category.WORKSPACES:
+        if alloc.reduction and self.symbols:
+            return Term(1, 1, ((ReductionBytes(*map(self.read, alloc.reduction)), 1),))
+        if alloc.nbytes < 0:  # the norms of all trained weights: `NORMS` in memlab.trace.log
+            return Term(-alloc.nbytes, 1, (("n", 1),))
+        if alloc.category == Category.WORKSPACES:
             # cuBLAS's depends on the GPU; others, such as cublasLt's, are constant.
-            is_of_card = birth.nbytes == self.workspace
-            return Term(1, 1, (("W", 1),)) if is_of_card else Term(birth.nbytes, 1, ())
-        return self.read(birth.nbytes, of_model=birth.category in OF_MODEL)
+            is_of_card = alloc.nbytes == self.workspace
+            return Term(1, 1, (("W", 1),)) if is_of_card else Term(alloc.nbytes, 1, ())
+        return self.read(alloc.nbytes, of_model=alloc.category in OF_MODEL)
 
     def factors(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """All factors that terms may have; a size that is not given has its chosen value."""
@@ -100,11 +100,11 @@ class PhaseTrace:
         given = [i for i, (_, kind) in enumerate(steps) if is_given(kinds[kind])]
         # From the end of the last but one micro-batch's tokens to the end of the last one's.
         start, end = (given[i] + 1 for i in (-1 - len(given) // self.batches, -1))
-        born = [name for name, kind in steps[:end] if type(kinds[kind]) is Alloc]
+        allocated = [name for name, kind in steps[:end] if type(kinds[kind]) is Alloc]
         last = [name for name, kind in steps[start:end] if type(kinds[kind]) is Alloc]
         # A temporary tensor of one micro-batch may be freed while the next one is made. `before`
         # maps the storages of the last but one micro-batch to those of the last.
-        before = dict(zip(born[-2 * len(last) : -len(last)], last, strict=True))
+        before = dict(zip(allocated[-2 * len(last) : -len(last)], last, strict=True))
         added = []
         for copy in range(more):
             for name, kind in steps[start:end]:
@@ -185,7 +185,7 @@ class Trace:
             kind: place for place, kind in enumerate(kinds) if type(kind) is Alloc
         }
         signs = np.array([(type(kind) is Alloc) - (type(kind) is Free) for kind in kinds])
-        of = [places.get(getattr(kind, "birth", kind), 0) for kind in kinds]
+        of = [places.get(getattr(kind, "alloc", kind), 0) for kind in kinds]
         order = [place for _, place in self._joined(Depth(patterns, self.passed.batches))]
         (start,) = np.flatnonzero([kinds[place] is Marker.RESET for place in order])
         tokens = [place for place in order if is_given(kinds[place])]

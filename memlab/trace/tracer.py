@@ -150,25 +150,25 @@ class Tracer(Ledger):
             return Phase.BACKWARD
         return Phase.ZERO_GRAD if self._stepped else Phase.FORWARD
 
-    def born(self, nbytes: int, category: Category) -> Storage:
+    def note_alloc(self, nbytes: int, category: Category) -> Storage:
         """Enter a storage that the running operation allocates.
 
         Raises ValueError after more than `most` entries.
         """
         if self.most is not None and len(self) > self.most:
-            raise ValueError(f"more than {self.most:,} births and deaths")
+            raise ValueError(f"more than {self.most:,} allocations and frees")
         phase = self.phase()
         module = self._watch.now(in_backward=phase == Phase.BACKWARD)
-        storage = self.birth(nbytes, category, phase, module, self.operation, self.stream)
+        storage = self.alloc(nbytes, category, phase, module, self.operation, self.stream)
         if self.script is not None:
             storage.line = line_at_work(self.script, sys._getframe())
         return storage
 
-    def died(self, storage: Storage) -> None:
+    def note_free(self, storage: Storage) -> None:
         """Enter the free of a storage, unless `stop` was called."""
         if not self._stopped:
             self._awaiting_backward.discard(storage)
-            self.death(storage, self.phase())
+            self.free(storage, self.phase())
 
     def see(
         self, tensor: torch.Tensor, category: Category | None = None, existed: bool = False
@@ -217,12 +217,12 @@ class Tracer(Ledger):
             return None
         entry = self._live.pop(data._cdata, None)
         if entry:
-            self.died(entry[0])
+            self.note_free(entry[0])
         if data.nbytes() == 0:
             return None
         category = entry[0].category if entry and not is_gathered(data) else Category.TEMPORARY
         self.operation = torch.ops.aten.resize_.default
-        storage = self.born(data.nbytes(), category)
+        storage = self.note_alloc(data.nbytes(), category)
         self._follow(data, data._cdata, storage)
         return storage
 
@@ -255,7 +255,7 @@ class Tracer(Ledger):
         # enables it to recompute a forward pass.
         recomputed = phase == Phase.BACKWARD and torch.is_grad_enabled()
         usual = Category.ACTIVATIONS if recomputed else Category.TEMPORARY
-        storage = self.born(nbytes, category or usual)
+        storage = self.note_alloc(nbytes, category or usual)
         if category is None and phase == Phase.FORWARD and not existed:
             self._awaiting_backward.add(storage)
         return storage
@@ -263,12 +263,12 @@ class Tracer(Ledger):
     def _follow(self, data: torch.UntypedStorage, key: int, storage: Storage) -> None:
         # The key is an address, which a new storage may have by the time this is called: its entry
         # stays.
-        def died(_: Any, key: int = key, storage: Storage = storage) -> None:
+        def freed(_: Any, key: int = key, storage: Storage = storage) -> None:
             if self._live.get(key, (None,))[0] is storage:
                 del self._live[key]
-            self.died(storage)
+            self.note_free(storage)
 
-        self._live[key] = (storage, weakref.ref(data, died))
+        self._live[key] = (storage, weakref.ref(data, freed))
 
     # ------------------------------------------------------------------ operations and hooks
 

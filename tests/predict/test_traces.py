@@ -46,7 +46,7 @@ WAYS = [
 SIZES = ((2, 64, 3), (16, 256, 5), (1, 77, 1), (3, 333, 1))
 
 
-def births(log):
+def allocs(log):
     """The bytes of all that is made, in its order."""
     return [step.nbytes for _, step in log.events() if type(step) is Alloc]
 
@@ -55,7 +55,7 @@ def as_run(recipe, card, traces):
     """Assert that a recipe's trace makes and does what its own run does, to the byte."""
     assert traces.of(recipe, card)
     trace, run = traces.log(recipe, card), run_log(recipe, card)
-    assert births(trace) == births(run)
+    assert allocs(trace) == allocs(run)
     assert (trace.work, trace.weights) == (run.work, run.weights)
     trace, run = (serve(recipe, log, card) for log in (trace, run))
     assert trace.breakdown == run.breakdown
@@ -94,8 +94,8 @@ def test_buffers_of_sums_are_those_of_the_sizes_and_the_card(model, gpu):
     for length in (64, 512):
         sized = TINY.but(model=model, batch_size=8, seq_len=length)
         as_run(sized, card, traces)
-        births = [step for step in run_log(sized, card).steps if type(step) is Alloc]
-        buffers.append(sum(step.reduction is not None for step in births))
+        allocs = [step for step in run_log(sized, card).steps if type(step) is Alloc]
+        buffers.append(sum(step.reduction is not None for step in allocs))
     assert buffers[0] == 0 < buffers[1]  # 512 tokens are too few
 
 

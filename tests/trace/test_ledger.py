@@ -1,4 +1,4 @@
-"""What a log of births and deaths gives: peaks, breakdowns, timelines and lives."""
+"""What a log of allocs and frees gives: peaks, breakdowns, timelines and lives."""
 
 import random
 import sys
@@ -17,17 +17,17 @@ FORWARD, BACKWARD, STEP = Phase.FORWARD, Phase.BACKWARD, Phase.STEP
 def log():
     """Two activations of 3 and 5 bytes, a gradient of 2 in the backward pass, a state of 4."""
     log = Ledger()
-    small = log.birth(3, "activations", FORWARD, "layer")
-    large = log.birth(5, "activations", FORWARD, "layer")
-    log.birth(2, "gradients", BACKWARD, "head")
-    log.death(large, BACKWARD)
-    log.death(small, BACKWARD)
-    log.birth(4, "optimizer_states", STEP, "head")
+    small = log.alloc(3, "activations", FORWARD, "layer")
+    large = log.alloc(5, "activations", FORWARD, "layer")
+    log.alloc(2, "gradients", BACKWARD, "head")
+    log.free(large, BACKWARD)
+    log.free(small, BACKWARD)
+    log.alloc(4, "optimizer_states", STEP, "head")
     return log
 
 
 def test_the_first_of_equal_peaks_is_the_peak(log):
-    log.birth(4, "temporary", STEP)  # 10 again
+    log.alloc(4, "temporary", STEP)  # 10 again
     assert log.peak()[2:] == (BACKWARD, 2)
 
 
@@ -48,20 +48,20 @@ def test_lives_say_from_when_to_when_and_whose(log):
 
 def test_a_graph_that_dies_after_the_backward_pass_still_belongs_to_it():
     log = Ledger()
-    kept = log.birth(3, "activations", FORWARD)
-    log.birth(2, "gradients", BACKWARD)
-    log.death(kept, FORWARD)  # the engine has ended
-    log.birth(1, "activations", FORWARD)
+    kept = log.alloc(3, "activations", FORWARD)
+    log.alloc(2, "gradients", BACKWARD)
+    log.free(kept, FORWARD)  # the engine has ended
+    log.alloc(1, "activations", FORWARD)
     assert [entry.phase for entry in log.entries] == [FORWARD, BACKWARD, BACKWARD, FORWARD]
 
 
 def test_what_dies_in_another_thread_disturbs_no_footprint():
     ledger = Ledger()
-    shared = [ledger.birth(8, "temporary", FORWARD) for _ in range(2_000)]
+    shared = [ledger.alloc(8, "temporary", FORWARD) for _ in range(2_000)]
 
     def lets_go():
         for storage in shared:
-            ledger.death(storage, FORWARD)
+            ledger.free(storage, FORWARD)
 
     other = threading.Thread(target=lets_go)
     usual = sys.getswitchinterval()
@@ -81,11 +81,11 @@ def test_threads_that_allocate_and_free_at_once_share_the_allocator():
         draw, mine = random.Random(seed), []
         try:
             for _ in range(2000):
-                mine.append(ledger.birth(draw.randrange(1, 2**22), "temporary", FORWARD))
+                mine.append(ledger.alloc(draw.randrange(1, 2**22), "temporary", FORWARD))
                 if len(mine) > 8:
-                    ledger.death(mine.pop(draw.randrange(8)), FORWARD)
+                    ledger.free(mine.pop(draw.randrange(8)), FORWARD)
             for storage in mine:
-                ledger.death(storage, FORWARD)
+                ledger.free(storage, FORWARD)
         except Exception as error:
             errors.append(error)
 

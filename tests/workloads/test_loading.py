@@ -40,7 +40,7 @@ def loaded_by_transformers(recipe, folder):
 
 
 def between_births(events):
-    """What is freed between two births, in whatever order, leaves the same behind."""
+    """What is freed between two allocs, in whatever order, leaves the same behind."""
     rounds = [[]]
     for born, nbytes in events:
         if born:
@@ -68,7 +68,7 @@ def test_a_base_is_loaded_as_from_pretrained_loads_it(changes, tmp_path):
     ours = [(True, warm_up_bytes(recipe)), (False, warm_up_bytes(recipe))]
     for _, step in full_log(recipe, A100).events():
         if isinstance(step, tuple):
-            ours.append((type(step) is Alloc, getattr(step, "birth", step).nbytes))
+            ours.append((type(step) is Alloc, getattr(step, "alloc", step).nbytes))
     assert between_births(ours[: len(done)]) == between_births(done)
 
 

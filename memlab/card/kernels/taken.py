@@ -33,11 +33,11 @@ class KernelMemory:
         storages = []
         try:
             for nbytes in sizes:
-                storages.append(self._tracer.born(nbytes, Category.TEMPORARY))
+                storages.append(self._tracer.note_alloc(nbytes, Category.TEMPORARY))
             yield
         finally:
             for storage in storages:
-                self._tracer.died(storage)
+                self._tracer.note_free(storage)
 
     def take_and_give_back(self, *sizes: int) -> None:
         """Allocate tensors of these bytes together, then free them."""
@@ -56,8 +56,8 @@ class KernelMemory:
         if nbytes:
             # On a GPU, the result's own storage is that large. Here a second storage has the bytes,
             # and is freed together with the result's.
-            storage = self._tracer.born(nbytes, Category.TEMPORARY)
-            weakref.finalize(out.untyped_storage(), self._tracer.died, storage)
+            storage = self._tracer.note_alloc(nbytes, Category.TEMPORARY)
+            weakref.finalize(out.untyped_storage(), self._tracer.note_free, storage)
         for sizes in taken:
             self.take_and_give_back(*sizes)
 
@@ -71,9 +71,9 @@ class KernelMemory:
             # buffer; the trace computes its size from `storage.reduction`.
             nbytes = min(reduction.buffer(UNLIMITED), 1)
         if nbytes and "sums of rows" in self.rules:
-            storage = self._tracer.born(nbytes, Category.TEMPORARY)
+            storage = self._tracer.note_alloc(nbytes, Category.TEMPORARY)
             storage.reduction = reduction
-            self._tracer.died(storage)
+            self._tracer.note_free(storage)
 
     def take_workspaces(self, func) -> None:
         """Allocate cuBLAS's workspace at a thread's first matrix product; it is never freed.
@@ -98,4 +98,4 @@ class KernelMemory:
             wanted = handle == "cublas" or func is torch.ops.aten.addmm.default
             if wanted and (handle, thread) not in self._handles_used:
                 self._handles_used.add((handle, thread))
-                self._tracer.born(nbytes, Category.WORKSPACES)
+                self._tracer.note_alloc(nbytes, Category.WORKSPACES)
