@@ -171,7 +171,7 @@ def chosen_sizes(
             windows = [p for p in left if sizes["b"] < p < length - APART][::-1]
         if positions and windows and all(sizes.values()):
             return sizes | {"P": positions[0], "w": windows[0]}
-    raise ValueError("no sizes can be told from the numbers of the model")
+    raise ValueError("no sizes can be recognized in the numbers of the model")
 
 
 @functools.cache

@@ -156,7 +156,7 @@ class Tracer(Ledger):
         Raises ValueError after more than `most` entries.
         """
         if self.most is not None and len(self) > self.most:
-            raise ValueError(f"more than {self.most:,} births and deaths")
+            raise ValueError(f"more than {self.most:,} allocations and frees")
         phase = self.phase()
         module = self._watch.now(in_backward=phase == Phase.BACKWARD)
         storage = self.birth(nbytes, category, phase, module, self.operation, self.stream)
