@@ -103,7 +103,7 @@ class CheckedFields:
             if value != spec.default:
                 raise ValueError(
                     f"{spec.name} is {value!r} and {needs.name} is {other!r}: it has no effect "
-                    f"there, allowed is {spec.default!r}, or {needs.allowed}"
+                    f"then, allowed is {spec.default!r}, or {needs.allowed}"
                 )
 
     def _without_effect(self, values: Mapping[str, Any]) -> list[tuple[dataclasses.Field, Needs]]:

@@ -36,7 +36,7 @@ class Category(_Word):
     ROUNDING = "rounding"
 
 
-NOBODY = "nobody estimated it"  # why a measured footprint has no seconds
+NOBODY = "they were not estimated"  # why a measured footprint has no seconds
 NOT_TENSORS = (Category.WORKSPACES, Category.ROUNDING)
 
 

@@ -354,7 +354,7 @@ def _bytes_of(number: float, unit: str) -> tuple[float, str]:
     if not alike:
         return number * 1e9, f" ({number:g} GB of 10^9 bytes; no card that memlab knows has it)"
     least = min(alike, key=lambda card: card.usable or 0)
-    return least.usable or 0, f" (of {number:g} GB; what {least.name}, the least of these, leaves)"
+    return least.usable or 0, f" (of {number:g} GB; usable on {least.name}, the smallest of these)"
 
 
 def _hint(card: object) -> str:
@@ -368,21 +368,21 @@ def _hint(card: object) -> str:
     # chip, an ambiguous name, and last a slip of the pen.
     if maker := maker_without_cuda(words):
         return (
-            f", which is {maker}'s: memlab knows NVIDIA's cards only, because it follows the "
+            f", which is {maker}'s: memlab knows NVIDIA's cards only, because it simulates the "
             "allocator, the libraries and the kernels of CUDA"
         )
     many = several(card)
     if many and (names := _names(words_of(many[1]))):
-        return f", {many[0]} cards: name one, {names}, and how many as ranks (--ranks {many[0]})"
+        return f", {many[0]} cards: name one, {names}, and the number as ranks (--ranks {many[0]})"
     if machine := in_machine(card):
-        return f", a machine with {machine}: name the card, and several as ranks"
+        return f", a machine with {machine}: name the card, and the number of cards as ranks"
     if kind := next((kind for word, kind in ON_THE_MOVE.items() if word in words), ""):
         return (
-            f", a {kind}'s, whose memory is not that of the card with the number: name the GiB "
-            'that PyTorch may take, as in "7.5 GiB"'
+            f", a {kind} chip, whose memory is not that of the card with this number: give the GiB "
+            'that PyTorch may use, as in "7.5 GiB"'
         )
     if names := _names(words):
-        return f', which may be {names}: name one, or the GiB that PyTorch may take, as in "22 GiB"'
+        return f', which may be {names}: name one, or the GiB that PyTorch may use, as in "22 GiB"'
     alike = {"".join(sorted(words_of(name))): name for name in GPUS if like(words, name)}
     near = difflib.get_close_matches("".join(sorted(words)), alike, 1)
     return (f", the nearest is {alike[near[0]]}" if near else "") + allowed

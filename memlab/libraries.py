@@ -72,7 +72,7 @@ def import_needed(name: str, wanted_by: str) -> ModuleType:
     except ImportError:
         package = name.partition(".")[0]
         raise ValueError(
-            f"{wanted_by} needs the package {package}, which is not here: pip install it"
+            f"{wanted_by} needs the package {package}, which is not installed: pip install it"
         ) from None
 
 

@@ -60,7 +60,7 @@ OF_DELTA_RULE = "linear_key_head_dim"  # a field of configs with Qwen3.5's kind 
 OF_SHORT_CONVOLUTIONS = "conv_L_cache"  # a field of configs with LFM2's kind of convolutions
 # What a config or the building of its model raises if the values do not go together.
 MISFITS = (AssertionError, AttributeError, LookupError, TypeError, ZeroDivisionError)
-OTHERWISE = "`memlab run` takes a script that trains any other, of images or speech, too"
+OTHERWISE = "`memlab run` takes a script that trains any other model, also of images or speech"
 TASKS = ("sequence-classification", "causal-lm", "masked-lm", "seq2seq-lm")
 AUTO_CLASSES = {  # task -> class of transformers
     "sequence-classification": "AutoModelForSequenceClassification",
@@ -98,7 +98,9 @@ def published(model: Model) -> PretrainedConfig:
     if not isinstance(name, str):
         if not hasattr(type(name), "to_json_string"):
             kind = name.__name__ if isinstance(name, type) else f"of type {type(name).__name__}"
-            raise ValueError(f"model is {kind}: allowed are a name and a config, as model.config")
+            raise ValueError(
+                f"model is {kind}: allowed are a name and a config, such as model.config"
+            )
         return name
     if name in MODELS:
         return _of_catalogue(name)
@@ -215,7 +217,7 @@ def _read_file(path: Path) -> PretrainedConfig:
     """The config in a config.json. Only its values are used; code that it names is not run."""
     folder, path = path, path / "config.json" if path.is_dir() else path
     if folder.is_dir() and (folder / "adapter_config.json").exists() and not path.exists():
-        raise ValueError(f"{folder}: holds an adapter only: name the model that it was trained on")
+        raise ValueError(f"{folder}: holds only an adapter: name the model that it was trained on")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -235,8 +237,8 @@ def _from_values(values: Any, place: str | Path) -> PretrainedConfig:
     family = values.get("model_type") if isinstance(values, dict) else None
     if not isinstance(family, str) or family not in CONFIG_MAPPING:
         raise ValueError(
-            f"{place}: model_type is {family!r}: allowed are those of transformers, which is "
-            f"{transformers.__version__} here; a newer one may know it"
+            f"{place}: model_type is {family!r}: allowed are those of the installed "
+            f"transformers {transformers.__version__}; a newer one may know it"
         )
     try:
         return CONFIG_MAPPING[family].from_dict(with_floats(values))
@@ -256,8 +258,8 @@ def _read_hub(name: str) -> PretrainedConfig:
             except (OSError, ValueError, RuntimeError, KeyError) as error:
                 problem = problem if cached_only else one_line(error)
     raise ValueError(
-        f"there is no folder {name!r}, and its config cannot be had from the hub ({problem})"
-        f"{_nearest(name)}: known without it are {', '.join(_PUBLISHED)}, or a config.json; "
+        f"there is no folder {name!r}, and its config cannot be read from the hub ({problem})"
+        f"{_nearest(name)}: known without the hub are {', '.join(_PUBLISHED)}, or a config.json; "
         f"{OTHERWISE}"
     )
 
@@ -476,7 +478,7 @@ def build(
     task = allowed[0] if task is None else task
     if task not in allowed:
         raise ValueError(
-            f"task {task!r} is not one of model type {values.model_type!r}: "
+            f"task {task!r} is not a task of model type {values.model_type!r}: "
             f"allowed are {', '.join(allowed)}"
         )
     values.use_cache = False
@@ -499,7 +501,7 @@ def build(
         ) from None
     except (ValueError, ImportError) as error:  # from here on only the attention can be wrong
         raise ValueError(
-            f"attention {attention!r} cannot be had for model type {values.model_type!r}: "
+            f"attention {attention!r} is not available for model type {values.model_type!r}: "
             f"allowed is eager ({one_line(error)})"
         ) from None
     if task == "causal-lm" and getattr(built, "loss_type", None) is None:

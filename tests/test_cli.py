@@ -112,7 +112,7 @@ def test_a_number_may_have_commas_and_else_is_told_what_is_allowed(capsys):
     assert (status, json.loads(out)["recipe"]["seq_len"]) == (0, 1024)
     for wrong in ("4k", "1,02", "1e3"):
         _, _, err = run(capsys, "simulate", *long, "--seq-len", wrong)
-        assert f"it is {wrong!r}: allowed are whole numbers, such as 4096 or 4,096" in err
+        assert f"invalid value {wrong!r}: allowed are whole numbers, such as 4096 or 4,096" in err
 
 
 def test_an_error_without_words_is_one_line(capsys, monkeypatch):
@@ -281,7 +281,7 @@ def test_interrupted_recording_says_that_nothing_is_lost(capsys, tmp_path, monke
     options = ["--device", "cpu", "--out", tmp_path, "--only", "bert-large sgd"]
     status, out, err = run(capsys, "record", *options)
     assert (status, out) == (130, "")
-    assert "start again to go on" in err.splitlines()[-1]
+    assert "start again to continue" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("triton", [False, True])

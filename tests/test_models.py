@@ -436,10 +436,10 @@ def test_of_a_nested_config_the_text_model_is_taken(tmp_path):
     recipe = Recipe(text, seq_len=16, lora_rank=2)
     for given in (NESTED, tmp_path, whole):
         assert models.config(given).vocab_size == 128
-        assert assumed(recipe.but(model=given)) == ("the text model alone, without vision",)
+        assert assumed(recipe.but(model=given)) == ("only the text model, without vision",)
     nested, plain = simulate(recipe.but(model=whole)), simulate(recipe)
     assert nested.peak_allocated == plain.peak_allocated
-    assert "the text model alone, without vision" in str(nested)
+    assert "only the text model, without vision" in str(nested)
     assert plain.assumptions == ()
 
 
@@ -485,8 +485,8 @@ def quantized(said):
         (MXFP4, {}, "is published quantized, by mxfp4: allowed are unquantized"),
         (MXFP4, {"lora_rank": 2, "base": "nf4"}, "by mxfp4"),
         ({"quant_method": "awq", "bits": 4}, {}, "by awq"),
-        (NF4, {}, "by bitsandbytes as nf4: allowed is that base, asked is none"),
-        (NF4, {"lora_rank": 2, "base": "fp4"}, "asked is fp4"),
+        (NF4, {}, "by bitsandbytes as nf4: allowed is that base, not none"),
+        (NF4, {"lora_rank": 2, "base": "fp4"}, "not fp4"),
         (
             NF4 | {"bnb_4bit_use_double_quant": True},
             {"lora_rank": 2, "base": "nf4"},
@@ -510,7 +510,7 @@ def test_a_published_base_of_bitsandbytes_is_that_base():
     assert Serving(eight, weights="int8").base == "int8"
     with refused("by mxfp4"):
         Serving(quantized(MXFP4))
-    with refused("as nf4: allowed is that base, asked is nf4 with double quantization"):
+    with refused("as nf4: allowed is that base, not nf4 with double quantization"):
         Serving(quantized(NF4), weights="nf4")
     served = Serving(quantized(NF4), weights="nf4", double_quant=False)
     double = Serving(quantized(NF4 | {"bnb_4bit_use_double_quant": True}), weights="nf4")

@@ -94,7 +94,9 @@ def _dataset(
     one_of("split", split, SPLITS)
     texts = [t for t in label_of if len(t.split()) >= min_words and split in ("all", split_of(t))]
     if not texts:
-        raise ValueError(f"no text of {min_words} words or more in split {split!r}: allow shorter")
+        raise ValueError(
+            f"no text of {min_words} words or more in split {split!r}: allow shorter ones"
+        )
     import datasets
 
     features = datasets.Features(

@@ -37,7 +37,7 @@ def small_config(name: str, dropout: float = 0.0, **sizes: object) -> Pretrained
     dropouts = {field: dropout for field in DROPOUTS.split() if hasattr(config, field)}
     for field, value in (dropouts | sizes).items():
         if not hasattr(config, field):
-            raise ValueError(f"{field} is no size of {name}: allowed are fields of its config")
+            raise ValueError(f"{field} is not a size of {name}: allowed are fields of its config")
         setattr(config, field, value)
     return config
 

@@ -35,8 +35,8 @@ from memlab.trace.tracer import Tracer
 
 aten = torch.ops.aten
 ONLY_A_CARD_KNOWS = (
-    "what it gives depends on values that only a real card has. Do it on the host, with .cpu(), or "
-    "without it"
+    "its result depends on values that only a real card has. Compute it on the host, with .cpu(), "
+    "or do without it"
 )
 
 
@@ -106,7 +106,7 @@ class CardMode(TorchDispatchMode):
                     raise
                 raise NotSimulated(
                     f"{func} is not simulated: it takes or makes a sparse tensor. Use a dense one; "
-                    "embeddings have sparse=False"
+                    "embeddings take sparse=False"
                 ) from None
 
     def _on_card(self, func: Any, args: Any, kwargs: dict, tensors: list[torch.Tensor]) -> Any:

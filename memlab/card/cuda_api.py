@@ -30,23 +30,23 @@ NOT_SIMULATED = {
     "torch.cuda.CUDAGraph": "CUDA graphs have memory pools of their own",
     "torch.cuda.graph": "CUDA graphs have memory pools of their own",
     "torch.cuda.make_graphed_callables": "CUDA graphs have memory pools of their own",
-    "torch.cuda.MemPool": "the simulation follows one memory pool",
-    "torch.cuda.ExternalStream": "the simulation follows PyTorch's own streams",
-    "torch.cuda.change_current_allocator": "the simulation is of PyTorch's own allocator",
-    "torch.cuda.memory.change_current_allocator": "the simulation is of PyTorch's own allocator",
+    "torch.cuda.MemPool": "only one memory pool is simulated",
+    "torch.cuda.ExternalStream": "only PyTorch's own streams are simulated",
+    "torch.cuda.change_current_allocator": "only PyTorch's own allocator is simulated",
+    "torch.cuda.memory.change_current_allocator": "only PyTorch's own allocator is simulated",
     "torch.cuda.caching_allocator_alloc": "make a tensor of bytes instead",
     "torch.cuda.memory.caching_allocator_alloc": "make a tensor of bytes instead",
-    "torch.cuda.utilization": "there is no time here",
-    "torch.cuda.temperature": "there is no time here",
-    "torch.cuda.power_draw": "there is no time here",
-    "torch.cuda.clock_rate": "there is no time here",
-    "torch.profiler.profile.export_memory_timeline": "the profiler follows the host here: "
+    "torch.cuda.utilization": "nothing takes time in a simulation",
+    "torch.cuda.temperature": "nothing takes time in a simulation",
+    "torch.cuda.power_draw": "nothing takes time in a simulation",
+    "torch.cuda.clock_rate": "nothing takes time in a simulation",
+    "torch.profiler.profile.export_memory_timeline": "the profiler sees only the host here: "
     "`memlab run --snapshot`, or torch.cuda.memory._dump_snapshot, has each tensor of the card",
-    "torch.export.export": "it traces a model by tensors without data: export after the simulation",
+    "torch.export.export": "it traces a model without data: export after the simulation",
     "torch.onnx.export": "it traces a model: export after the simulation",
-    "torch.nested.nested_tensor": "what it takes depends on its lengths: pad the sequences instead",
-    "torch.nested.as_nested_tensor": "what it takes depends on its lengths: pad instead",
-    "torch.nested.nested_tensor_from_jagged": "what it takes depends on its lengths: pad instead",
+    "torch.nested.nested_tensor": "its memory depends on its lengths: pad the sequences instead",
+    "torch.nested.as_nested_tensor": "its memory depends on its lengths: pad instead",
+    "torch.nested.nested_tensor_from_jagged": "its memory depends on its lengths: pad instead",
 }
 
 
@@ -221,19 +221,19 @@ def _extension(self, name, *args, with_cuda=False, **kwargs):
     if with_cuda:
         refuse(
             f"the CUDA extension {name}",
-            "its kernels can be built and run on a real card alone. Run the script without it",
+            "its kernels can be built and run on a real card only. Run the script without it",
         )()
     return _bump_version(self, name, *args, with_cuda=with_cuda, **kwargs)
 
 
 _NO_COMPILE = refuse(
     "torch.compile",
-    "compiled graphs plan their memory in another way. compile_eagerly=True, or memlab run "
-    "--compile-eagerly, runs the code as it is, which may need more than compiled code, or less",
+    "compiled graphs plan their memory differently. compile_eagerly=True, or memlab run "
+    "--compile-eagerly, runs the code uncompiled, which may need more than compiled code, or less",
 )
 EAGERLY = (
-    "torch.compile: the code ran as it is. Compiled code mostly needs less, but this is no bound: "
-    "a published step took 5 % more than it does here"
+    "torch.compile: the code ran uncompiled. Compiled code mostly needs less, but this is no "
+    "bound: a published compiled step took 5 % more than it does here"
 )
 
 
@@ -279,7 +279,7 @@ def _is_switched_off() -> bool:
 
 _original_profile = torch.autograd.profiler.profile.__init__
 PROFILED = "torch.profiler: no times of the card, no shapes; its times are those of this machine"
-NO_BYTES = "torch.profiler: profile_memory is left out, it would have no bytes of the card"
+NO_BYTES = "torch.profiler: profile_memory is ignored, because it would show no bytes of the card"
 
 
 def _profile(assumptions):
@@ -385,7 +385,7 @@ class Streams:
             self._tracer.stream, self._chosen = stream.stream_id, stream
 
 
-EVENT_TIMES = "torch.cuda.Event.elapsed_time: 1 ms stands for every time of the card"
+EVENT_TIMES = "torch.cuda.Event.elapsed_time: returns 1 ms for every time on the card"
 
 
 class Event:

@@ -160,9 +160,9 @@ class SimulatedGPU:
 
     def __enter__(self) -> SimulatedGPU:
         if SimulatedGPU.entered:
-            raise ValueError("a SimulatedGPU is entered already: leave it before the next")
+            raise ValueError("a SimulatedGPU is active already: leave it before you enter another")
         if self._stack is not None:
-            raise ValueError("this SimulatedGPU was entered before: make another for another run")
+            raise ValueError("this SimulatedGPU was used before: make a new one for each run")
         if self.imports_bitsandbytes and importlib.util.find_spec("bitsandbytes"):
             # Other libraries import bitsandbytes lazily. Inside the context, its import would find
             # a CUDA device and look for the compiled CUDA library.
@@ -173,8 +173,8 @@ class SimulatedGPU:
             # `replaced` refuses to patch a name that a library does not have.
             here = ", ".join(f"{name} {version}" for name, version in installed().items())
             raise ValueError(
-                f"{error}: this memlab is older than what is here ({here}); install a newer one, "
-                "or older releases of these"
+                f"{error}: this memlab is older than the installed libraries ({here}); install a "
+                "newer memlab, or older releases of these"
             ) from error
         SimulatedGPU.entered = True
         return self

@@ -68,8 +68,8 @@ EACH_ONCE = "unique: where values are not known, every one counts as different"
 def _bincount(tensor, weights=None, minlength=0):
     if not minlength:
         raise NotSimulated(
-            "torch.bincount of values that only a real card has: how many bins there are depends "
-            "on them. Give minlength, which is then taken"
+            "torch.bincount of values that only a real card has: the number of bins depends on "
+            "them. Give minlength, which is then used"
         )
     # Counts are int64, sums of weights fp64, and fp32 for fp32 weights.
     dtype = torch.long if weights is None else torch.float64
@@ -82,8 +82,8 @@ def _bincount(tensor, weights=None, minlength=0):
 def _repeat_interleave(repeats, *, output_size=None):
     if output_size is None:
         raise NotSimulated(
-            "torch.repeat_interleave with repeats that only a real card knows: how long the result "
-            "is depends on them. Give output_size, or make repeats on the host"
+            "torch.repeat_interleave with repeats that only a real card has: the length of the "
+            "result depends on them. Give output_size, or make repeats on the host"
         )
     return _long(output_size), ""
 

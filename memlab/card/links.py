@@ -45,7 +45,7 @@ def link_rate(gpu: GPU, link: str | None = None, cards: int = CARDS) -> float:
     if link not in LINKS:
         raise invalid_value("link", link, ", ".join(LINKS))
     if link not in links_of(gpu):
-        raise invalid_value("link", link, f"for {gpu.name} {', '.join(links_of(gpu))}")
+        raise invalid_value("link", link, f"{', '.join(links_of(gpu))} for {gpu.name}")
     return _gb_per_second(gpu.name, link, cards) * 1e9
 
 
@@ -55,7 +55,7 @@ def host_rate(gpu: GPU) -> float:
     Raises ValueError for a GPU whose PCIe rate is not known.
     """
     if gpu.name not in LINKS["pcie"]["gb_per_second"]:
-        raise invalid_value("link", "pcie", f"for {gpu.name} {', '.join(links_of(gpu))}")
+        raise invalid_value("link", "pcie", f"{', '.join(links_of(gpu))} for {gpu.name}")
     return LINKS["pcie"]["gb_per_second"][gpu.name] * 1e9
 
 

@@ -83,7 +83,7 @@ def _without_gradients(mode=True):
 def _set_default_tensor_type(kind) -> None:
     parsed = legacy_types.parse(kind)
     if parsed is None:
-        raise TypeError(f"{kind!r} is no type of tensors")
+        raise TypeError(f"{kind!r} is not a tensor type")
     device, dtype = parsed
     torch.set_default_dtype(dtype)
     torch.set_default_device(None if device == HOST else device)
@@ -131,7 +131,7 @@ CTC_LOSS = {torch.nn.functional.ctc_loss, torch.ctc_loss}
 RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 RECURRENT |= {torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell}
 CUDNN = (
-    "recurrent layers: PyTorch's own operations, where a card may take one kernel, such as "
+    "recurrent layers run PyTorch's own operations; a card may use one kernel instead, such as "
     "cuDNN's, which keeps more or less"
 )
 

@@ -26,8 +26,8 @@ aten = torch.ops.aten
 SMALL = 2**20  # bytes up to which floating-point tensors on the host hold data: 1 MiB
 ORDINARY = 2**28  # the same for integers and booleans: 256 MiB
 NO_DATA_ON_THE_HOST = (
-    f"what it gives depends on values of a tensor on the host that has none here, because it takes "
-    f"more than {mib(SMALL)}. Do it in smaller parts, or before the card is entered"
+    f"its result depends on the values of a host tensor that has none here, because it takes more "
+    f"than {mib(SMALL)}. Compute it in smaller parts, or before the SimulatedGPU is entered"
 )
 
 

@@ -37,7 +37,7 @@ class NotSimulated(ValueError):
     """Raised for code that is not simulated; the message says what to do instead."""
 
 
-ONE_CARD = "the simulated card is cuda:0, and there is one"
+ONE_CARD = "the only simulated card is cuda:0"
 CARD, HOST, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("meta")
 
 

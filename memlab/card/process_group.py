@@ -98,11 +98,11 @@ def _start(ranks, backend=None, *args, rank=-1, world_size=-1, **settings):
     if world_size not in (-1, ranks) or rank not in (-1, 0):
         raise NotSimulated(
             f"init_process_group asks for rank {rank} of {world_size}: this is rank 0 of {ranks}, "
-            "as SimulatedGPU's ranks says"
+            "the ranks of SimulatedGPU"
         )
     if world_size == -1 and "WORLD_SIZE" not in os.environ:
         raise NotSimulated(
-            "init_process_group without world_size, and no torchrun has set WORLD_SIZE: give "
+            "init_process_group got no world_size, and no torchrun has set WORLD_SIZE: give "
             "SimulatedGPU ranks=N, or memlab run --ranks N"
         )
     _init("fake", store=FakeStore(), rank=0, world_size=ranks)

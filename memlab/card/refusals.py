@@ -164,7 +164,7 @@ def _in_range(func, indices, size, lowest=0, besides=None) -> None:
             return
         first = outside.flatten()[0].item()
     raise torch.AcceleratorError(
-        f"CUDA error: device-side assert triggered: {func._opname} was given {first}, and allowed "
+        f"CUDA error: device-side assert triggered: {func._opname} was given {first}: allowed "
         f"are {lowest} to {size - 1}"
     )
 

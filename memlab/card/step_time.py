@@ -242,13 +242,15 @@ def _allows_tf32() -> bool:
 def _rates(dtypes: list[str], gpu: GPU) -> list[float]:
     """The GPU's data-sheet rate for each dtype, in operations per second."""
     if gpu.bandwidth is None:
-        raise ValueError(f"{gpu.name} has no rates, and so no seconds: name a card, such as T4")
+        raise ValueError(
+            f"{gpu.name} has no rates, and therefore no seconds: name a card, such as T4"
+        )
     rates = []
     for dtype in dtypes:
         rate = gpu.rate(dtype)
         if rate is None:
             allowed = ", ".join(gpu.rates)
-            raise ValueError(f"{gpu.name} has no rate for {dtype}: it has those of {allowed}")
+            raise ValueError(f"{gpu.name} has no rate for {dtype}: it has rates for {allowed}")
         rates.append(rate)
     return rates
 

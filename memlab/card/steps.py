@@ -20,8 +20,8 @@ from memlab.trace.tensors import is_gathered, tensors_in
 from memlab.trace.tracer import Tracer
 
 LBFGS = (
-    "LBFGS: losses read alike, so each step ends after one iteration; on a card its history grows "
-    "to `history_size` pairs as large as the weights"
+    "LBFGS: all losses read the same, so each step ends after one iteration; on a card its history "
+    "grows to `history_size` pairs as large as the weights"
 )
 
 

@@ -91,7 +91,7 @@ class Waits:
         if given is None:
             raise NotSimulated(
                 f"the while loop at {line} waits for a value that only a real card has: it was "
-                f"read {reading.times:,} times. Give the loop a bound, or do it on the host"
+                f"read {reading.times:,} times. Give the loop a bound, or run it on the host"
             )
         if given != value and not draws:
             assumption = f"{value!r} was read {PATIENCE} times, then {given!r}"

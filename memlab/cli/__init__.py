@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     cut = argv.index("--") if has_script and "--" in argv else len(argv)
     options, unknown = parser().parse_known_args(argv[:cut])
     if unknown:
-        hint = "; those of the script come after --" * has_script
+        hint = "; arguments of the script go after --" * has_script
         parser().error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     options.arguments = argv[cut + 1 :]  # a script's own
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -89,7 +89,7 @@ def _skip_last_collection() -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all subcommands and their options."""
-    root = Parser(prog="memlab", description="The GPU memory of training a transformer.")
+    root = Parser(prog="memlab", description="Predict the GPU memory of training a transformer.")
     version = f"memlab {importlib.metadata.version('gpu-memory-lab')}"
     root.add_argument("--version", action="version", version=version)
     names = " | ".join(module.__name__.rpartition(".")[2] for module in COMMANDS)

@@ -9,8 +9,8 @@ from memlab.spec.recipe import Recipe
 def add_to(commands: Commands) -> None:
     """Add the command with the options of a recipe."""
     add = commands("measure", run, "measure a step on this machine", [options_of(Recipe)])
-    add("--device", help="cuda or cpu; CUDA where there is one")
-    add("--steps", type=count, default=5, help="timed steps")
+    add("--device", help="cuda or cpu; by default cuda if there is one")
+    add("--steps", type=count, default=5, help="number of timed steps")
 
 
 def run(options: Namespace) -> dict:

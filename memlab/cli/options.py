@@ -13,12 +13,12 @@ from memlab.fields import described
 from memlab.gpus import GPUS, find_gpu, gpu_of_device
 from memlab.spec.recipe import Recipe
 
-LINK = f"between ranks: {', '.join(LINKS)}"
+LINK = f"link between ranks: {', '.join(LINKS)}"
 SIZES = "a size such as 22GiB or 24GB, or a number of bytes"
-GPU = f"a card's name, {SIZES}; none means no limit"
+GPU = f"a card's name, {SIZES}; without it, memory has no limit"
 
 
-ANCHOR = "what `memlab measure --json` said on this card: its seconds put right those of the answer"
+ANCHOR = "output of `memlab measure --json` on this card; its seconds calibrate those of the answer"
 
 
 # Adds a subcommand, and returns the function that adds an option to it.
@@ -73,17 +73,17 @@ def anchored_by(file: str | None, gpu: str | int | None) -> tuple[Any, str]:
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{file} is not what `memlab measure --json` prints: {error!r}") from None
     if not isinstance(gpu, str) or gpu_of_device(device) != find_gpu(gpu):
-        raise ValueError(f"gpu is {gpu!r}: allowed is the card of {file}, {device}")
+        raise ValueError(f"gpu is {gpu!r}: allowed is {device}, the card of {file}")
     card = anchored(gpu, recipe, seconds)
     size = f"{recipe.batch_size} x {recipe.seq_len}"
-    return card, f"seconds times {card.pace:.2f}, by a step of {recipe.model} {size} on {device}"
+    return card, f"seconds times {card.pace:.2f}, as measured for {recipe.model} {size} on {device}"
 
 
 def count(text: str) -> int:
     """A whole number, with or without commas: 2048, 2,048."""
     if not re.fullmatch(r"[-+]?(\d+|\d{1,3}(,\d{3})+)", text):
         raise argparse.ArgumentTypeError(
-            f"it is {text!r}: allowed are whole numbers, such as 4096 or 4,096"
+            f"invalid value {text!r}: allowed are whole numbers, such as 4096 or 4,096"
         )
     return int(text.replace(",", ""))
 
@@ -95,7 +95,7 @@ def minutes(text: str) -> float:
     except ValueError:
         limit = 0.0
     if not limit > 0:
-        raise argparse.ArgumentTypeError(f"it is {text!r}: allowed are numbers above 0")
+        raise argparse.ArgumentTypeError(f"invalid value {text!r}: allowed are numbers above 0")
     return limit
 
 
@@ -110,7 +110,7 @@ def options_of(kind: type[Any]) -> Parser:
             which.add_argument("--config", dest="model", metavar="PATH", help="a config.json")
         else:
             _add_field(group, field)
-    parser.add_argument("--json", action="store_true", help="bytes and seconds as JSON")
+    parser.add_argument("--json", action="store_true", help="print bytes and seconds as JSON")
     return parser
 
 

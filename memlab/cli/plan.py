@@ -17,29 +17,41 @@ ASKED += "expandable_segments"
 
 def add_to(commands: Commands) -> None:
     """Add the command with the options of a question."""
-    add = commands("plan", run, "how to train a model on a card, or which card to take")
+    add = commands("plan", run, "how to train a model on a card, or which card to choose")
     help_of = {field.name: field.metadata["help"] for field in dataclasses.fields(Recipe)}
     add("--model", "--config", required=True, help=help_of["model"])
-    cards = f"a card's name, {SIZES}; several, or none for all, ask which card to take"
+    cards = f"a card's name, {SIZES}; several, or none for all, ask which card to choose"
     add("--gpu", type=card, nargs="+", default=[], help=cards)
     add("--seq-len", type=count, default=512, help=help_of["seq_len"])
-    add("--effective-batch", type=count, default=16, help="sequences of one optimizer step")
-    add("--ways", default="full,lora,qlora", help="what may be tried, what you would try first")
-    add("--precisions", help="what may be taken, with commas; else what the card is made for")
-    quality = "also what may train worse: pure half precision, SGD"
+    add("--effective-batch", type=count, default=16, help="sequences per optimizer step")
+    add(
+        "--ways",
+        default="full,lora,qlora",
+        help="ways to train that may be used, the preferred one first",
+    )
+    add(
+        "--precisions",
+        help="precisions that may be used, with commas; by default those that the card is made for",
+    )
+    quality = "also allow what may train worse: pure half precision, SGD, Lion"
     add("--any-quality", dest="keep_quality", action="store_false", help=quality)
     add("--lora-rank", type=count, default=16, help=help_of["lora_rank"])
     add("--task", help=help_of["task"])
-    add("--ranks", type=count, default=1, help="cards of that kind that train together")
+    add("--ranks", type=count, default=1, help="number of cards of this kind that train together")
     add("--link", help=LINK)
     add("--anchor", metavar="FILE", help=ANCHOR)
     add("--expandable-segments", action="store_true", help=help_of["expandable_segments"])
-    add("--margin", type=float, help="share of what is predicted to keep free; 0.05 if none is")
-    script = "writes a training script of the fastest, or of the last resort that fits"
+    add("--margin", type=float, help="share of the predicted bytes to keep free; by default 0.05")
+    script = "write a training script of the fastest recipe, or of a last resort if only that fits"
     add("--script", metavar="FILE", help=script)
-    add("--api", default="trainer", choices=("trainer", "accelerate"), help="of the script")
-    add("--force", action="store_true", help="writes the script over a file that is there")
-    add("--json", action="store_true", help="the plan as JSON")
+    add(
+        "--api",
+        default="trainer",
+        choices=("trainer", "accelerate"),
+        help="library that the script uses",
+    )
+    add("--force", action="store_true", help="overwrite an existing file with the script")
+    add("--json", action="store_true", help="print the plan as JSON")
 
 
 def run(options: Namespace) -> dict:
@@ -54,11 +66,11 @@ def run(options: Namespace) -> dict:
         asked["margin"] = options.margin
     if options.script:  # refuse before the search, which takes minutes
         if len(options.gpu) != 1 or options.ranks > 1:
-            raise ValueError("a script is for one card: name it with --gpu, without --ranks")
+            raise ValueError("a script is for one card: name one with --gpu, without --ranks")
         if Path(options.script).exists() and not options.force:
-            raise ValueError(f"{options.script} is there already: --force writes over it")
+            raise ValueError(f"{options.script} exists already: --force overwrites it")
         if not os.access(Path(options.script).parent, os.W_OK):
-            why = "no such folder, or no right to"
+            why = "no such folder, or no permission"
             raise ValueError(f"{options.script} cannot be written: {why}")
     # One GPU asks how to train on it; several, or none for all of the list, ask which to choose.
     (cards,) = options.gpu if len(options.gpu) == 1 else (options.gpu or None,)

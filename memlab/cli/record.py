@@ -9,18 +9,28 @@ from memlab.evidence.records import FOLDER
 
 def add_to(commands: Commands) -> None:
     """Add the command."""
-    add = commands("record", run, "run the grid of recipes here and keep the records")
-    add("--device", help="cuda or cpu, which runs tiny twins; CUDA where there is one")
-    add("--out", default=FOLDER, help="folder for the file, one a device (the package's own)")
-    add("--only", default="", metavar="WORDS", help="runs whose name has all of these words")
-    add("--limit-minutes", type=minutes, default=float("inf"), help="for all runs together")
-    add("--run-minutes", type=minutes, default=5.0, help="for one run")
-    add("--steps", type=count, default=3, help="timed steps of a run")
-    add("--note", default="", help="what you say of the machine, as: Colab, free, nothing beside")
-    check = "whether a GPU's records can be right, without running"
+    add = commands(
+        "record", run, "measure the grid of recipes on this machine and keep the records"
+    )
+    add("--device", help="cuda, or cpu for tiny twins; by default cuda if there is one")
+    add(
+        "--out",
+        default=FOLDER,
+        help="folder for the records, one file per device; by default the package's own",
+    )
+    add("--only", default="", metavar="WORDS", help="only runs whose names have all of these words")
+    add("--limit-minutes", type=minutes, default=float("inf"), help="limit for all runs")
+    add("--run-minutes", type=minutes, default=5.0, help="limit for one run")
+    add("--steps", type=count, default=3, help="number of timed steps per run")
+    add(
+        "--note",
+        default="",
+        help="a remark on the machine, such as: Colab, free, nothing else running",
+    )
+    check = "check whether a GPU's records can be right, without running"
     add("--check", metavar="FILE", help=check)
-    add("--list", action="store_true", help="the names of the runs, without running them")
-    add("--json", action="store_true", help="what became of each run as JSON")
+    add("--list", action="store_true", help="print the names of the runs, without running them")
+    add("--json", action="store_true", help="print the outcome of each run as JSON")
 
 
 def run(options: Namespace) -> dict:
@@ -39,7 +49,7 @@ def run(options: Namespace) -> dict:
     try:
         report = recording.record(device, options.out, runs, *limits, options.steps, options.note)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("what was finished is kept; start again to go on") from None
+        raise KeyboardInterrupt("finished runs are kept; start again to continue") from None
     return dataclasses.asdict(report) | {"path": str(report.path), "text": str(report)}
 
 
@@ -53,7 +63,7 @@ def _checked(path: str) -> dict:
 
     runs = load(path)
     if all(run.device.startswith("CPU") for run in runs):
-        raise ValueError(f"{path} is of a CPU: what is checked are records of a GPU")
+        raise ValueError(f"{path} has records of a CPU: only those of a GPU can be checked")
     problems = [f"{run.name}: {doubt}" for run in runs for doubt in doubts(run)]
     # A simulation takes seconds per run: only for records whose figures agree with each other.
     problems = problems or against_prediction(runs)

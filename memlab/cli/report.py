@@ -11,7 +11,7 @@ from memlab.units import mib
 
 def add_to(commands: Commands) -> None:
     """Add the command with the options of a recipe."""
-    help = "print versions, device, recipe and prediction, to be pasted into an issue"
+    help = "print versions, device, recipe and prediction, to paste into an issue"
     add = commands("report", run, help, [options_of(Recipe)])
     add("--gpu", type=card, help=GPU)
     add("--link", help=LINK)

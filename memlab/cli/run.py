@@ -13,20 +13,27 @@ from memlab.units import in_unit_of
 
 def add_to(commands: Commands) -> None:
     """Add the command."""
-    add = commands("run", run, "run a training script on a GPU that need not be there")
-    add("script", help="a Python script, as it is; its own arguments come last, after --")
+    add = commands("run", run, "run a training script on a simulated GPU")
+    add("script", help="a Python script, unchanged; its own arguments go last, after --")
     add("--gpu", type=card, help=CARD)
-    add("--steps", type=count, default=2, help="optimizer steps after which it ends")
-    add("-m", dest="module", action="store_true", help="the script is a module, as of `python -m`")
-    launched = "started as torchrun would, as the first of so many; none means by python"
+    add("--steps", type=count, default=2, help="optimizer steps after which the script is ended")
+    add("-m", dest="module", action="store_true", help="the script is a module, as for `python -m`")
+    launched = (
+        "run as the first of this many processes of torchrun; by default as plain python does"
+    )
     add("--ranks", type=count, help=launched)
-    add("--limit-minutes", type=minutes, default=float("inf"), help="after which it is stopped")
-    eager = "run what torch.compile would compile as it is: mostly more than compiled, no bound"
+    add(
+        "--limit-minutes",
+        type=minutes,
+        default=float("inf"),
+        help="minutes after which it is stopped",
+    )
+    eager = "run code uncompiled that torch.compile would compile: mostly more bytes, but no bound"
     add("--compile-eagerly", action="store_true", help=eager)
-    phases = "transformers' Trainer takes its longest texts, then evaluates and saves once"
+    phases = "transformers' Trainer trains on its longest texts, then evaluates and saves once"
     add("--phases", action="store_true", help=phases)
-    add("--snapshot", metavar="FILE", help="for pytorch.org/memory_viz")
-    add("--json", action="store_true", help="bytes as JSON")
+    add("--snapshot", metavar="FILE", help="file to write for pytorch.org/memory_viz")
+    add("--json", action="store_true", help="print bytes as JSON")
 
 
 def run(options: Namespace) -> dict:
@@ -66,11 +73,9 @@ def _first_line(ran: Any, card: GPU) -> str:
         return verdict_line(name, card, ran.verdict)
     used = ran.footprint.device_used or ran.footprint.peak_reserved
     if card.total_memory is None:
-        return (
-            f"{name}: no card is named (--gpu), {in_unit_of(used, used)} until the end of the run"
-        )
+        return f"{name}: no card is named (--gpu), up to {in_unit_of(used, used)} used by the run"
     size = in_unit_of(card.total_memory, card.total_memory)
     begin = f"{name} on {card.in_words}, which has {size}:"
     if ran.ran_out:
         return f"{begin} does not fit, {ran.ending()}"
-    return f"{begin} no verdict, {in_unit_of(used, card.total_memory)} until it ended"
+    return f"{begin} no verdict, up to {in_unit_of(used, card.total_memory)} used until it ended"

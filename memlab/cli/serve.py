@@ -13,7 +13,7 @@ def add_to(commands: Commands) -> None:
     add = commands("serve", run, help, [options_of(Serving)])
     add("--gpu", type=card, help=GPU)
     sizes = ("batch-size", "prompt")
-    add("--largest", choices=sizes, help="with the largest one that fits the card")
+    add("--largest", choices=sizes, help="use the largest one that fits the card")
 
 
 def run(options: Namespace) -> dict:

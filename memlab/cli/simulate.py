@@ -18,13 +18,13 @@ from memlab.units import in_unit_of
 
 def add_to(commands: Commands) -> None:
     """Add the command with the options of a recipe."""
-    help = "predict a step on a GPU that need not be there"
+    help = "predict an optimizer step on a simulated GPU"
     add = commands("simulate", run, help, [options_of(Recipe)])
     add("--gpu", type=card, help=CARD)
     add("--link", help=LINK)
     add("--anchor", metavar="FILE", help=ANCHOR)
     sizes = ("batch-size", "seq-len")
-    add("--largest", choices=sizes, help="with the largest one that fits the card, as plan has it")
+    add("--largest", choices=sizes, help="use the largest one that fits the card, as plan does")
 
 
 def run(options: Namespace) -> dict:

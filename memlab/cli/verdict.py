@@ -33,7 +33,7 @@ def verdict_line(name: str, card: GPU, verdict: Verdict | Fit) -> str:
     chance = f"chance that it does not: {shortfall(verdict.needed, total)}"
     if verdict.fits:
         return f"{begin}fits, {left} of {size} left (margin {margin}); {chance}"
-    return f"{begin}fits without the margin of {margin} only, {left} of {size} left; {chance}"
+    return f"{begin}fits only without the margin of {margin}, {left} of {size} left; {chance}"
 
 
 def verdict_values(

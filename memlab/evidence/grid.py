@@ -88,5 +88,7 @@ def select(runs: dict[str, Recipe], only: str) -> dict[str, Recipe]:
     selected = {n: r for n, r in runs.items() if all(w in n.split() for w in only.split())}
     if not selected:
         words = sorted({word for name in runs for word in name.split()})
-        raise ValueError(f"no run of the grid has {only!r}: its words are {', '.join(words)}")
+        raise ValueError(
+            f"no run of the grid has all words of {only!r}: allowed are {', '.join(words)}"
+        )
     return selected

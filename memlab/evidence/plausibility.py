@@ -41,13 +41,13 @@ def doubts(run: Record) -> list[str]:
     """
     card = gpu_of_device(run.device)
     if card is None:
-        return [f"{run.device!r} is no card that memlab knows: add it to gpus.json first"]
+        return [f"{run.device!r} is not a card that memlab knows: add it to gpus.json first"]
     total, usual = run.figures.get("total_memory_bytes", 0), card.total_memory or 0
     plain = {f"versions has no {name}": name not in run.versions for name in NEEDED}
     plain |= {
         f"kind is {run.kind!r}: a card's own record is 'recorded'": run.kind != "recorded",
-        "driver is null: nvidia-smi says which it is": run.driver is None,
-        f"date is {run.date}, which is to come": run.date > datetime.date.today().isoformat(),
+        "driver is null: nvidia-smi shows it": run.driver is None,
+        f"date is {run.date}, which is in the future": run.date > datetime.date.today().isoformat(),
         f"total_memory is {mib(total)}, {card.name} has {mib(usual)}": abs(total / usual - 1)
         > TOTALS,
     }
@@ -76,11 +76,11 @@ def against_prediction(runs: list[Record]) -> list[str]:
             continue
         allocated, seconds = run.figures["peak_allocated_bytes"], run.figures["step_seconds"]
         if abs(predicted.peak_allocated / allocated - 1) > PREDICTED:
-            sizes = f"{mib(allocated)}, simulated are {mib(predicted.peak_allocated)}"
+            sizes = f"{mib(allocated)}, the simulation gives {mib(predicted.peak_allocated)}"
             problems.append(f"{run.name}: peak allocated is {sizes}")
         time = predicted.step_time
         if time and seconds < time.low / 2:
-            about = f"{seconds:g} s, at least {time.low:.3g} s are estimated"
+            about = f"{seconds:g} s, the estimate is at least {time.low:.3g} s"
             problems.append(f"{run.name}: a step takes {about}")
     return problems
 
@@ -93,9 +93,9 @@ def _sizes(figures: dict[str, Any]) -> list[str]:
     # The context is what the GPU uses beyond the reserved bytes, so all the rest was reserved.
     context = figures.get("context_bytes", 0)
     if sizes["device_used"] - context > sizes["peak_reserved"]:
-        problems.append(f"device_used is more than peak_reserved and a context of {mib(context)}")
+        problems.append(f"device_used is more than peak_reserved plus a context of {mib(context)}")
     problems += [
-        f"{name} is {size:,}, which is no multiple of {SIZES[name]:,}"
+        f"{name} is {size:,}, which is not a multiple of {SIZES[name]:,}"
         for name, size in sizes.items()
         if size % SIZES[name]
     ]
@@ -109,10 +109,10 @@ def _sizes(figures: dict[str, Any]) -> list[str]:
 def _seconds(run: Record) -> list[str]:
     quartiles = [run.figures.get(name, 0) for name in QUARTILES]
     if quartiles != sorted(quartiles) or not quartiles[0]:
-        return [f"{', '.join(QUARTILES)} are {quartiles}: wanted are three, each at most the next"]
+        return [f"{', '.join(QUARTILES)} are {quartiles}: allowed are three in rising order"]
     speed, median = run.figures.get("samples_per_second", 0), quartiles[1]
     samples = run.recipe.get("batch_size", 1) * run.recipe.get("accumulation", 1)
     # `measure` computes the throughput from the median step, so only rounding may differ.
     if abs(speed * median / samples - 1) > 0.01:
-        return [f"samples_per_second is {speed:g}, {samples} in {median:g} s are not that"]
+        return [f"samples_per_second is {speed:g}, which is not {samples} in {median:g} s"]
     return []

@@ -59,7 +59,7 @@ class Report:
         lines += [f"skipped  {name}: {why}" for name, why in self.skipped.items()]
         lines += [f"failed   {name}: {why}" for name, why in self.failed.items()]
         if self.left:
-            lines.append(f"{len(self.left)} left when the time was up; start again to go on")
+            lines.append(f"{len(self.left)} left when the time was up; start again to continue")
         return "\n".join([*lines, f"records: {self.path}"])
 
 
@@ -147,7 +147,7 @@ def machine(device: torch.device) -> dict:
         return about({"device": "cpu"})
     here = ask({"device": str(device)}, 120.0)
     if "failed" in here:
-        raise OSError(f"{device} cannot be asked what it is: {here['failed']}")
+        raise OSError(f"{device} cannot be identified: {here['failed']}")
     return here
 
 

@@ -81,7 +81,9 @@ def _check_figure(name: str, value: Any) -> None:
             raise ValueError(f"figure out_of_memory is {value!r}: allowed are true and false")
         return
     if not name.endswith(UNITS):
-        raise ValueError(f"figure {name!r} has no unit: allowed are names on {', '.join(UNITS)}")
+        raise ValueError(
+            f"figure {name!r} has no unit: allowed are names that end in {', '.join(UNITS)}"
+        )
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value < 0:
         raise ValueError(f"figure {name} is {value!r}: allowed are numbers from 0")
@@ -133,7 +135,7 @@ def load(path: Path | str) -> list[Record]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: not a readable JSON file ({error})") from None
     if not isinstance(content, dict) or not isinstance(content.get("records"), list):
-        raise ValueError(f"{path}: allowed is an object with a list named records")
+        raise ValueError(f"{path}: allowed is a JSON object with a list named records")
     if content.get("schema") != SCHEMA:
         raise ValueError(f"{path}: schema is {content.get('schema')!r}: allowed is {SCHEMA}")
     records: dict[str, Record] = {}

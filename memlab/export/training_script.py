@@ -84,7 +84,7 @@ ON_HOST = """torchao.optim.CPUOffloadOptimizer(
 SEGMENTS = """\
 import os
 
-# Segments of PyTorch's allocator grow where they are; it is read when CUDA starts.
+# Lets segments of PyTorch's allocator grow in place; it is read when CUDA starts.
 os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 """
@@ -117,7 +117,7 @@ def training_script(recipe: Recipe, api: str = "trainer") -> str:
         check_trainer(recipe, otherwise=", or api accelerate")
     if recipe.packed:
         raise ValueError(
-            "packed is True: a script's rows are one text each, allowed is False; TRL's "
+            "packed is True: each row of a script is one text, allowed is False; TRL's "
             "SFTTrainer packs with packing=True"
         )
     if recipe.ranks > 1:
@@ -164,8 +164,8 @@ def _hub_name(recipe: Recipe) -> str:
     if name in models.MODELS:
         if name.endswith("-tiny"):
             raise ValueError(
-                f"model is {name!r}, whose weights are nowhere: allowed are names without -tiny, "
-                "hub names and folders"
+                f"model is {name!r}, which has no published weights: allowed are names without "
+                "-tiny, hub names and folders"
             )
         return models.MODELS[name]
     return str(Path(name).parent) if name.endswith(".json") else name

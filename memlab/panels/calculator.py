@@ -143,13 +143,13 @@ class Calculator(Panel):
         refuse_format(self.recipe, self.card)
         if self.recipe.ranks > 1:
             raise ValueError(
-                f"ranks is {self.recipe.ranks}: a calculator is of one card, allowed is 1; "
-                "simulate knows more"
+                f"ranks is {self.recipe.ranks}: a calculator is for one card, allowed is 1; "
+                "simulate covers more"
             )
         if self.recipe.expandable_segments:
             raise ValueError(
                 "expandable_segments is True: a calculator has the allocator's default settings, "
-                "allowed is False; simulate knows more"
+                "allowed is False; simulate covers more"
             )
         if not has_traces(self.recipe, self.card):
             raise ValueError(f"no trace is kept of {self.recipe} on {self.card.name}: simulate it")

@@ -30,7 +30,7 @@ class Panel:
     """
 
     kind = ""
-    still = "This panel needs scripts. It does nothing where they are off."
+    still = "This panel needs scripts. It does nothing if they are off."
 
     def data(self) -> dict:
         return {}

@@ -58,7 +58,7 @@ def decision(search: Search, start: Option, changes: tuple[Switch, ...]) -> tupl
     room = search.answers.room
     if start.at_least:
         return (
-            f"Weights, gradients and optimizer states are at least {gib(start.needed)} where "
+            f"Weights, gradients and optimizer states take at least {gib(start.needed)}, but only "
             f"{gib(room)} may be used: checkpointing, a smaller micro-batch and shorter sequences "
             "cannot help.",
         )
@@ -71,7 +71,7 @@ def decision(search: Search, start: Option, changes: tuple[Switch, ...]) -> tupl
     name, way = largest.replace("_", " "), WAYS[start.way]
     most = (
         f"The largest part is {name}, {parts[largest] / allocated:.0%} of the peak, in the "
-        f"{peak.peak_phase}: less of it by {remedies_of(largest, start.recipe)}."
+        f"{peak.peak_phase}: it shrinks with {remedies_of(largest, start.recipe)}."
     )
     if not start.missing:
         plain = start.recipe.checkpointing == "none" and start.tier == 1
@@ -82,13 +82,13 @@ def decision(search: Search, start: Option, changes: tuple[Switch, ...]) -> tupl
     # and the states fill the room already, no saving in activations can help.
     if states + start.needed - allocated > room:
         return (
-            f"Parameters, gradients and optimizer states are {gib(states)} where {gib(room)} may "
-            "be used: checkpointing, a smaller micro-batch and shorter sequences cannot help.",
+            f"Parameters, gradients and optimizer states take {gib(states)}, but only {gib(room)} "
+            "may be used: checkpointing, a smaller micro-batch and shorter sequences cannot help.",
             f"{most} {helps}",
         )
     return (
-        f"Parameters, gradients and optimizer states are {gib(states)} of the {gib(room)} that may "
-        f"be used, and the rest of the peak {gib(allocated - states)}.",
+        f"Parameters, gradients and optimizer states take {gib(states)} of the {gib(room)} that "
+        f"may be used, and the rest of the peak takes {gib(allocated - states)}.",
         f"{most} {helps}",
     )
 

@@ -84,7 +84,7 @@ class Question:
         integer_from(1, MOST_MICRO_BATCHES)("effective_batch", self.effective_batch)
         one_of("expandable_segments", self.expandable_segments, (True, False))
         if self.effective_batch % self.ranks:
-            what = f"with ranks {self.ranks} multiples of it"
+            what = f"multiples of ranks, which is {self.ranks}"
             raise invalid_value("effective_batch", self.effective_batch, what)
 
     def as_dict(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class Option:
         """The bytes that the recipe needs or lacks, and the time of a step, as text."""
         text = gib(self.needed)
         if self.missing:
-            text = f"{'over ' * self.at_least}{text}, with the margin {gib(self.missing)} too many"
+            text = f"{'over ' * self.at_least}{text}, {gib(self.missing)} too many with the margin"
         text += PAGED_OUT * is_paged(self.recipe.optimizer)
         return f"{text}, {self.time()}" if self.seconds else text
 

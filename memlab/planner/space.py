@@ -74,9 +74,9 @@ def combinations(
     if question.ranks > 1:
         two_stacks = (question.task or models.default_task(question.model)) == "seq2seq-lm"
         shardings = ("ddp",) if two_stacks else SHARDINGS
-        what = "two stacks of layers" if two_stacks else "QLoRA"
+        what = "models with two stacks of layers" if two_stacks else "QLoRA"
         excluded.append(
-            f"{what} under zero2 and zero3 (simulate it), zero1 (the states alone are split)"
+            f"{what} under zero2 and zero3 (simulate it), zero1 (it splits only the states)"
         )
     for way in question.ways:
         if way != "full" and refused:

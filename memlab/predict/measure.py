@@ -112,7 +112,9 @@ def measure(
     require(recipe, device)
     integer_from(1)("steps", steps)
     if recipe.ranks > 1:
-        raise ValueError(f"ranks is {recipe.ranks}: one process is measured here, simulate them")
+        raise ValueError(
+            f"ranks is {recipe.ranks}: memlab measures one process only, simulate them"
+        )
     with allocator_of(recipe, device):
         return _measured(recipe, device, steps, seed)
 

@@ -83,23 +83,23 @@ def assumed(recipe: Workload) -> tuple[str, ...]:
     """
     lines, parts = [], models.left_out(recipe.model)
     if parts:
-        lines.append(f"the text model alone, without {' and '.join(parts)}")
+        lines.append(f"only the text model, without {' and '.join(parts)}")
     if hasattr(models.settings(recipe.model), models.OF_DELTA_RULE):
         lines.append(
-            "layers of linear attention run transformers' own code, as where the package "
-            "flash-linear-attention is not installed"
+            "layers of linear attention run transformers' own code, as if the package "
+            "flash-linear-attention were not installed"
         )
     if hasattr(models.settings(recipe.model), models.OF_SHORT_CONVOLUTIONS):
         lines.append(
-            "short convolutions run transformers' own code, as where the package causal-conv1d is "
+            "short convolutions run transformers' own code, as if the package causal-conv1d were "
             "not installed"
         )
     if recipe.base in QUANTIZED:
         reached, elements = numbers_of(recipe.model, recipe.task)
         if reached < elements / 2:
             lines.append(
-                f"{recipe.base} reaches {reached / elements:.1%} of the weights: what is no plain "
-                "linear layer, such as experts and embeddings, stays unquantized"
+                f"{recipe.base} quantizes {reached / elements:.1%} of the weights: what is not in "
+                "a plain linear layer, such as experts and embeddings, stays unquantized"
             )
         if isinstance(recipe, Recipe) and recipe.compute_dtype != "fp32":
             lines.append(UPCAST if recipe.upcast else NOT_UPCAST)
@@ -162,8 +162,8 @@ def left_on_host(recipe: Workload, weights: Counter) -> tuple[str, ...]:
     # the dtype of the weight (`torch.empty_like` in torchao/optim/cpu_offload.py).
     held = 4 * large * gradient_bytes(recipe)
     return (
-        f"the host holds {gib(held)} of weights, gradients and AdamW's states, its own step takes "
-        "time that is not estimated",
+        f"the host holds {gib(held)} of weights, gradients and AdamW's states; the time of its "
+        "step is not estimated",
     )
 
 

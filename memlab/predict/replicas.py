@@ -28,7 +28,7 @@ from memlab.trace.log import Event, Log
 from memlab.trace.work import Work
 from memlab.units import MiB
 
-ADDED = "ranks of ddp: one card's run with DDP's buckets added; memlab simulate runs a rank whole"
+ADDED = "ranks of ddp: one card's run plus DDP's buckets; memlab simulate runs a whole rank"
 BUCKET = 25 * MiB  # bytes at which a bucket is closed: bucket_cap_mb of DistributedDataParallel
 # The broadcast of the weights when a model is wrapped: bytes of a chunk (broadcast_bucket_size of
 # DistributedDataParallel), and chunks at a time (`broadcast_coalesced` in comm.cpp).

@@ -101,7 +101,7 @@ def _run(loop: Loop, recipe: Recipe, simulated: SimulatedGPU) -> Training:
         theirs = (frame for frame in reversed(frames) if not frame.filename.startswith(ours))
         at = next(theirs, frames[-1])
         raise ValueError(
-            f"{recipe.model_name} does not train so ({Path(at.filename).name}:{at.lineno}): "
+            f"{recipe.model_name} cannot be trained so ({Path(at.filename).name}:{at.lineno}): "
             f"{models.one_line(error)}"
         ) from error
 

@@ -92,7 +92,7 @@ class ScriptRun:
             for name, n in lines
         ]
         head = [self.ending(), *self.phases, str(self.footprint)]
-        return "\n".join([*head, "", "at the peak, by the line that made it", *rows])
+        return "\n".join([*head, "", "at the peak, by the line that allocated it", *rows])
 
     def ending(self) -> str:
         """How far the script got, in one line."""
@@ -165,7 +165,7 @@ def try_script(
     """
     script = _file_of_module(str(path)) if module else Path(path).resolve()
     if not script.is_file():
-        raise ValueError(f"{path} is no file: allowed is a Python script")
+        raise ValueError(f"{path} is not a file: allowed is a Python script")
     if steps < 1:
         raise ValueError(f"steps is {steps}: allowed are whole numbers from 1")
     card = SimulatedGPU(
@@ -200,7 +200,7 @@ def try_script(
     error, status, raised = _ending(raised, where, seen.most_steps, limit)
     footprint = _without_part_of_a_step(card.footprint, seen.most_steps)
     if not (error or footprint.peak_allocated):
-        error, status = "the script ended without a tensor on the card", FAILED
+        error, status = "the script ended without putting a tensor on the card", FAILED
     verdict = None if error else _verdict(card, footprint)
     if verdict and not verdict.fits:
         status = OUT_OF_MEMORY
@@ -235,7 +235,7 @@ def _without_part_of_a_step(footprint: Footprint, steps: int) -> Footprint:
     assumptions = *footprint.assumptions, *without_triton()
     if steps > 1 or footprint.step_time is None:
         return replace(footprint, assumptions=assumptions)
-    why = "of two optimizer steps the second is timed, the first has what comes before it"
+    why = "only the second optimizer step is timed, because the first includes what precedes it"
     return replace(footprint, assumptions=assumptions, step_time=None, no_time=why)
 
 
@@ -264,7 +264,7 @@ def _ending(
     where: the script's line that raised it. limit: the time limit that stopped the script, as text;
     empty if none did.
     """
-    until_then = "" if steps else " before a first optimizer step: no answer for one"
+    until_then = "" if steps else " before the first optimizer step: no answer for a step"
     if isinstance(raised, torch.OutOfMemoryError):
         return str(raised), OUT_OF_MEMORY, raised
     if isinstance(raised, NotSimulated):
@@ -350,4 +350,4 @@ def _file_of_module(name: str) -> Path:
         for file in place / "__main__.py", Path(f"{place}.py"):
             if file.is_file():
                 return file.resolve()
-    raise ValueError(f"{name} is no module that Python finds: allowed is one to run")
+    raise ValueError(f"{name} is not a module that Python finds: allowed is one to run")

@@ -37,7 +37,7 @@ def shows_where_it_is(script: Path, steps: Callable[[], int]) -> Iterator:
             frame = sys._current_frames().get(thread)
             place = line_at_work(script, frame) or "a library"
             passed = f"{time.time() - began:.0f} s, {steps()} optimizer steps"
-            print(f"memlab: {passed}, at work in {place}", file=terminal, flush=True)
+            print(f"memlab: {passed}, now in {place}", file=terminal, flush=True)
 
     threading.Thread(target=show, daemon=True).start()
     try:

@@ -139,7 +139,8 @@ def log_of_serving(serving: Serving, card: GPU, numbered: bool) -> Log:
         generation.run(tracer)
         if generation.skipped:
             assumption = (
-                f"{generation.skipped} decode steps not run, the cache grows by what they add"
+                f"{generation.skipped} decode steps are not run, the cache grows by what "
+                "they would add"
             )
             tracer.assumptions[assumption] = None
         work = drop_small_ops(simulated.work.of_step)

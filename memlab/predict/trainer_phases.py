@@ -124,19 +124,19 @@ class Phases:
         if not self.most_steps:
             yield "nothing was trained: no optimizer has made a step"
         if self.most_steps == 1:
-            yield "one step: the next has the optimizer's states in its passes, and may need more"
+            yield "one step: the next one starts with the optimizer's states, and may need more"
         if not self.cut:
             return
         if self.differ and any(len(each) > 1 for each in self._operations.values()):
             yield (
-                "its steps differ in size, as with texts of unequal lengths: a later one may need "
+                "the steps differ in size, as with texts of unequal length: a later one may need "
                 f"more than these {self.most_steps} (--steps {max(25, 4 * self.most_steps)} runs "
                 "more)"
             )
         if self.fewest_steps < self.steps:
             yield (
                 f"one optimizer has made {self.fewest_steps} of these {self.most_steps} steps: its "
-                f"next may need more (--steps {2 * self.most_steps} runs more)"
+                f"next one may need more (--steps {2 * self.most_steps} runs more)"
             )
         yield from self._left()
 
@@ -225,11 +225,11 @@ class OneOfEach(Phases):
         """As `Phases.lines`, with the most bytes that each phase reserved."""
         yield from super().lines()
         if self.trainer is None:
-            yield "--phases: no Trainer of transformers was at work, so nothing more was run"
+            yield "--phases: no Trainer of transformers was running, so nothing more was run"
         elif self.peaks:
             most = max(self.peaks.values())
             peaks = ", ".join(f"{name} {in_unit_of(n, most)}" for name, n in self.peaks.items())
-            yield f"reserved at most, on the longest texts: {peaks}"
+            yield f"peak reserved, on the longest texts: {peaks}"
 
 
 def _callback(phases: OneOfEach) -> Any:
@@ -278,8 +278,8 @@ def left_to_do(trainer: Any) -> Iterator[str]:
     if trainer.eval_dataset is not None and not evaluated:
         text = f"evaluation {_when(args.eval_strategy, state.eval_steps)}"
         text += f" in batches of {args.eval_batch_size}"
-        text += " that generates" * bool(getattr(args, "predict_with_generate", False))
-        yield text + " and keeps all predictions on the card" * _keeps_predictions(trainer)
+        text += " with generation" * bool(getattr(args, "predict_with_generate", False))
+        yield text + ", keeping all predictions on the card" * _keeps_predictions(trainer)
     saves = _name(args.save_strategy)
     if saves != "no" and not (saves == "steps" and state.global_step >= state.save_steps):
         yield f"saving {_when(args.save_strategy, state.save_steps)}"

@@ -21,8 +21,8 @@ def check_base(recipe: Recipe) -> None:
     """Raise ValueError for a base without adapters, and for a half base without autocast."""
     if recipe.base != "none" and not recipe.lora_rank:
         raise ValueError(
-            f"base is {recipe.base!r} and lora_rank is 0: a base is what adapters leave frozen, "
-            "allowed is a lora_rank from 1"
+            f"base is {recipe.base!r} and lora_rank is 0: a base is the frozen model under "
+            "adapters, allowed is a lora_rank from 1"
         )
     if recipe.base == "half" and recipe.precision not in AUTOCAST:
         raise ValueError(
@@ -38,7 +38,7 @@ def check_ranks(recipe: Recipe) -> None:
     if recipe.ranks == 1:
         raise ValueError(
             f"sharding is {recipe.sharding!r} and ranks is 1: one rank has nothing to split, "
-            "allowed are whole numbers from 2"
+            "allowed are ranks from 2"
         )
     if recipe.base == "int8" and recipe.sharding in FULLY_SHARDED:
         raise ValueError(
@@ -48,8 +48,8 @@ def check_ranks(recipe: Recipe) -> None:
     sharded = [name for name, optimizer in OPTIMIZERS.items() if optimizer.sharded]
     if recipe.optimizer not in sharded and recipe.sharding in FULLY_SHARDED:
         raise ValueError(
-            f"optimizer is {recipe.optimizer!r} and sharding is {recipe.sharding!r}: it takes no "
-            f"parts of weights, allowed are {', '.join(sharded)}, or sharding ddp "
+            f"optimizer is {recipe.optimizer!r} and sharding is {recipe.sharding!r}: it "
+            f"cannot step parts of weights, allowed are {', '.join(sharded)}, or sharding ddp "
             "or zero1"
         )
 
@@ -60,13 +60,13 @@ def check_replicas(recipe: Recipe) -> None:
         return
     if recipe.sharding not in FULLY_SHARDED:
         raise ValueError(
-            f"replicas is {recipe.replicas} and sharding is {recipe.sharding!r}: copies of a model "
-            f"that is split are those of {' and '.join(FULLY_SHARDED)}, allowed is 1"
+            f"replicas is {recipe.replicas} and sharding is {recipe.sharding!r}: only "
+            f"{' and '.join(FULLY_SHARDED)} split copies of a model, allowed is 1"
         )
     if recipe.ranks % recipe.replicas or recipe.ranks == recipe.replicas:
         raise ValueError(
-            f"replicas is {recipe.replicas} and ranks is {recipe.ranks}: each copy is split among "
-            "equally many ranks, at least two, allowed are divisors of ranks below it"
+            f"replicas is {recipe.replicas} and ranks is {recipe.ranks}: each copy needs the same "
+            "number of ranks, at least two, allowed are divisors of ranks below it"
         )
 
 
@@ -75,13 +75,15 @@ def check_step_in_backward(recipe: Recipe) -> None:
     if not recipe.step_in_backward:
         return
     wanted = {
-        "accumulation": (1, "a gradient is stepped before another could be added"),
-        "max_grad_norm": (0, "there is no moment with all gradients, whose norm could be taken"),
-        "ranks": (1, "a gradient is stepped before ranks could reduce it"),
+        "accumulation": (1, "a gradient is used before another could be added to it"),
+        "max_grad_norm": (0, "the gradients never exist all at once, so they have no common norm"),
+        "ranks": (1, "a gradient is used before the ranks could reduce it"),
         "set_to_none": (True, "the step frees each gradient"),
     }
     _check_with(recipe, "step_in_backward", wanted)
-    _refuse_scaler(recipe, "step_in_backward", "the gradient scaler looks at all before a step")
+    _refuse_scaler(
+        recipe, "step_in_backward", "the gradient scaler checks all gradients before a step"
+    )
 
 
 def check_offload(recipe: Recipe) -> None:
@@ -93,15 +95,18 @@ def check_offload(recipe: Recipe) -> None:
         return
     wanted = {
         "optimizer": ("adamw_torch_fused", "the host's step is PyTorch's fused one"),
-        "max_grad_norm": (0, "gradients have left before their norm is known"),
+        "max_grad_norm": (0, "gradients leave the GPU before their norm is known"),
         "ranks": (1, "torchao's optimizer is for one card"),
         "set_to_none": (True, "its zero_grad frees gradients"),
         "step_in_backward": (False, "the step is on the host"),
     }
     if recipe.optimizer_offload == "gradients":
-        wanted["accumulation"] = (1, "a gradient leaves before another could be added")
+        wanted["accumulation"] = (
+            1,
+            "a gradient leaves the GPU before another could be added to it",
+        )
     _check_with(recipe, "optimizer_offload", wanted)
-    _refuse_scaler(recipe, "optimizer_offload", "gradients leave before the scaler looks at them")
+    _refuse_scaler(recipe, "optimizer_offload", "gradients leave before the scaler checks them")
 
 
 def check_trainer(recipe: Recipe, otherwise: str = "") -> None:
@@ -110,8 +115,8 @@ def check_trainer(recipe: Recipe, otherwise: str = "") -> None:
     otherwise: the end of the message, which may name what does it.
     """
     for name, (allowed, why) in {
-        "set_to_none": (True, "always drops gradients"),
-        "loss": ("whole", "takes the model's own"),
+        "set_to_none": (True, "always frees gradients"),
+        "loss": ("whole", "takes the model's own loss"),
         "step_in_backward": (False, "steps after the backward pass"),
         "optimizer_offload": ("none", "keeps states on the card"),
     }.items():
@@ -159,7 +164,7 @@ def check_packed(recipe: Recipe) -> None:
         return
     if recipe.task != "causal-lm":
         raise ValueError(
-            f"packed is True and task is {recipe.task!r}: positions tell texts apart in a "
+            f"packed is True and task is {recipe.task!r}: position_ids separate texts in a "
             "causal-lm only, allowed is False"
         )
     wanted = {"padded": (False, "texts without padding share a row")}
@@ -181,7 +186,7 @@ def _mixes_texts(model: models.Model) -> str:
         return "takes no position_ids"
     # Short convolutions over the sequence, as in LFM2 or in Qwen3-Next's linear attention.
     if any(isinstance(module, torch.nn.Conv1d) for module in built.modules()):
-        return "has layers that run on from one text of a row into the next"
+        return "has layers that carry over from one text of a row to the next"
     return ""
 
 
@@ -191,16 +196,16 @@ def check_loss(recipe: Recipe) -> None:
         return
     if recipe.task != "causal-lm":
         raise ValueError(
-            f"loss is {recipe.loss!r} and task is {recipe.task!r}: logits are computed in parts of "
-            "a causal-lm only, allowed is whole"
+            f"loss is {recipe.loss!r} and task is {recipe.task!r}: only a causal-lm can compute "
+            "its logits in parts, allowed is whole"
         )
     if recipe.loss == "linear_cross_entropy":
         import torch
 
         if not hasattr(torch.nn.functional, recipe.loss):
             raise ValueError(
-                f"loss is {recipe.loss!r}: torch.nn.functional has it from PyTorch 2.13, here is "
-                f"{torch.__version__}; allowed are whole, chunked"
+                f"loss is {recipe.loss!r}: torch.nn.functional has it since PyTorch 2.13, "
+                f"installed is {torch.__version__}; allowed are whole, chunked"
             )
     unlike = unlike_product(recipe.model)
     if unlike:

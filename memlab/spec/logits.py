@@ -74,9 +74,9 @@ def _unlike(config: PretrainedConfig) -> str:
         built = models.build(config, "causal-lm").eval()
         head = built.get_output_embeddings()
         if not isinstance(head, torch.nn.Linear):
-            return "its head is no linear layer"
+            return "its head is not a linear layer"
         if built.loss_function is not ForCausalLMLoss:
-            return "its loss is one of its own"
+            return "it has its own loss function"
         hidden = torch.empty(1, TOKENS, head.in_features, dtype=head.weight.dtype)
         # OPT's forward calls `self.model.decoder` and not `self.model`, so both are replaced.
         for body in (body_of(built), getattr(body_of(built), "decoder", None)):
@@ -89,7 +89,7 @@ def _unlike(config: PretrainedConfig) -> str:
         logits = built(input_ids=torch.zeros(1, TOKENS, dtype=torch.int64)).logits
     # The same storage proves that nothing happened in between; `_version` counts in-place changes.
     if "given" not in seen or not _are_same(seen["given"], hidden):
-        return "its head is not given the last hidden states"
+        return "its head does not get the last hidden states"
     if not _are_same(seen["output"], logits) or logits._version:
         return "its logits are changed after the product with the head's weight"
     return ""

@@ -80,15 +80,15 @@ OPTIMIZERS = {
         "two 8-bit states per weight",
         states=2,
         bits=8,
-        help="bitsandbytes', with the embeddings' states in 32 bit but for step_in_backward, as "
-        "lion_8bit and paged_adamw_8bit",
+        help="of bitsandbytes; embeddings keep 32-bit states, except with step_in_backward; the "
+        "same for lion_8bit and paged_adamw_8bit",
         planned=True,
     ),
     "adafactor": Optimizer(
         "transformers.optimization.Adafactor",
         "states by rows and columns",
         states=0,
-        help="transformers', with a given learning rate and no momentum",
+        help="of transformers; with a given learning rate, without momentum",
         settings={"scale_parameter": False, "relative_step": False},
         planned=True,
     ),

@@ -41,7 +41,7 @@ def check_published(asked: Workload) -> None:
         wanted = asked.base + DOUBLE * (asked.base in FOUR_BITS and asked.double_quant)
         if wanted == base:
             return
-        raise ValueError(f"{text} as {base}: allowed is that base, asked is {wanted}")
+        raise ValueError(f"{text} as {base}: allowed is that base, not {wanted}")
     raise ValueError(
         f"{text}: allowed are unquantized models, or a config.json without its quantization_config"
     )

@@ -62,7 +62,7 @@ class Recipe(CheckedFields):
 
     model: Model = field(
         "bert-large",
-        "a name of `memlab.models.MODELS`, a path to a config.json, a hub name, or in Python a "
+        "a name in `memlab.models.MODELS`, a path to a config.json, a hub name, or in Python a "
         "transformers PretrainedConfig or a dictionary of its values",
     )
     task: Any = field(  # a str once the recipe is made
@@ -70,11 +70,11 @@ class Recipe(CheckedFields):
         "sequence-classification, causal-lm, masked-lm or seq2seq-lm; None takes the model's "
         "usual one",
     )
-    batch_size: int = field(1, "sequences of one micro-batch, of each rank", check=integer_from(1))
-    seq_len: int = field(512, "tokens of each sequence, padding included", check=integer_from(1))
+    batch_size: int = field(1, "sequences per micro-batch and rank", check=integer_from(1))
+    seq_len: int = field(512, "tokens per sequence, padding included", check=integer_from(1))
     accumulation: int = field(
         1,
-        "micro-batches of one optimizer step; the effective batch is batch_size * accumulation * "
+        "micro-batches per optimizer step; the effective batch is batch_size * accumulation * "
         "ranks",
         check=integer_from(1, MOST_MICRO_BATCHES),
     )
@@ -91,50 +91,52 @@ class Recipe(CheckedFields):
     )
     optimizer: str = field(
         "adamw_torch",
-        "by the Trainer's names",
+        "name of the optimizer, as in the Trainer",
         {name: optimizer.help for name, optimizer in OPTIMIZERS.items()},
     )
     optimizer_offload: str = field(
         "none",
-        "AdamW on the host, by torchao's CPUOffloadOptimizer: pinned memory there keeps a copy of "
-        "the trained weights, their gradients and states; weights below 4,096 numbers stay",
+        "AdamW on the host with torchao's CPUOffloadOptimizer, which keeps a copy of the trained "
+        "weights, their gradients and states in pinned host memory; weights with fewer than 4,096 "
+        "elements stay on the GPU",
         {
             "none": "",
-            "states": "gradients wait on the card for zero_grad",
-            "gradients": "each is freed as soon as it is on the host: no accumulation",
+            "states": "gradients stay on the GPU until zero_grad",
+            "gradients": "each gradient is freed once it is on the host; no accumulation",
         },
     )
     checkpointing: str | bool = field(
         "none",
-        "every layer; non-reentrant is PyTorch's recommended form, and what is meant if none is "
-        "named",
+        "activation checkpointing of every layer; if no form is named, it is non-reentrant, which "
+        "PyTorch recommends",
         ("none", "reentrant", "non-reentrant"),
         bare="non-reentrant",
     )
     activation_offload: bool = switch(
         False,
-        "what checkpoints keep, the inputs of layers, waits in pinned memory of the host: "
-        "transformers' activation_checkpointing_enable(offload=True); its copies hold kernels up",
+        "keep the checkpointed inputs of layers in pinned host memory: transformers' "
+        "activation_checkpointing_enable(offload=True); its copies delay kernels",
         needs=RECOMPUTED,
     )
     attention: str = field(
         "eager",
         "transformers' implementation",
         {
-            "eager": "all scores",
-            "sdpa": "PyTorch's choice",
-            "flash_attention_2": "flash-attn, in half precision; packed texts then come in one row "
-            "of batch_size * seq_len tokens, with borders in place of a mask",
+            "eager": "computes all attention scores",
+            "sdpa": "the kernel that PyTorch chooses",
+            "flash_attention_2": "flash-attn, in half precision only; packed texts then come as "
+            "one row of batch_size * seq_len tokens, with boundaries instead of a mask",
         },
     )
     loss: str = field(
         "whole",
-        "how the cross-entropy of a causal language model gets its logits",
+        "how a causal language model computes its logits for the cross-entropy",
         {
-            "whole": "all at once, as the model's own forward pass does",
-            "chunked": "of 256 tokens at a time, each part under a checkpoint, as TRL's "
-            "default, but with products in the model's format",
-            "linear_cross_entropy": "torch.nn.functional's, from PyTorch 2.13",
+            "whole": "all at once, as in the model's own forward pass",
+            "chunked": "256 tokens at a time, each part under a checkpoint: TRL's default, "
+            "but with products in the model's format",
+            "linear_cross_entropy": "torch.nn.functional.linear_cross_entropy, PyTorch 2.13 or "
+            "later",
         },
     )
     set_to_none: bool = switch(
@@ -144,106 +146,109 @@ class Recipe(CheckedFields):
     )
     step_in_backward: bool = switch(
         False,
-        "each parameter has an optimizer of its own, which steps and frees the gradient as soon as "
-        "it is there: torchtune's optimizer_in_bwd",
+        "each parameter has its own optimizer, which steps and frees the gradient as soon as it is "
+        "computed: torchtune's optimizer_in_bwd",
     )
     max_grad_norm: float = field(
         0.0,
-        "the largest norm of all gradients together, to which torch.nn.utils.clip_grad_norm_ "
-        "shrinks them before the step; 0 for no clipping",
+        "largest total norm of the gradients, for torch.nn.utils.clip_grad_norm_; 0 turns clipping "
+        "off",
         check=from_zero,
     )
     freeze: tuple[int | str, ...] | str = field(
         (),
-        "what is not trained: embeddings, a number (that many first layers), backbone (everything "
-        'but the head), names of modules; a tuple or one text with commas, as "embeddings,2"; '
-        "the optimizer gets the rest only",
+        "what is not trained: embeddings, a number of first layers, backbone (all but the head), "
+        'or names of modules; a tuple, or a text with commas such as "embeddings,2"; the optimizer '
+        "gets only the rest",
         check=model_parts,
     )
     lora_rank: int = field(
         0,
-        "rank of peft's LoRA adapters, 0 for none; the rest of the model is frozen, but for a "
+        "rank of peft's LoRA adapters, 0 for none; everything else is frozen except a "
         "classification head",
         check=integer_from(0),
     )
     lora_targets: tuple[str, ...] | str = field(
         "all-linear",
-        "names of the linear modules that get adapters, a tuple or one text with commas; "
-        "all-linear means every one but the head",
+        "names of the linear modules that get adapters, as a tuple or a text with commas; "
+        "all-linear means all but the head",
         check=module_names,
         needs=ADAPTERS,
     )
     lora_dropout: float = field(
-        0.0, "on the adapters' input, from 0 to below 1", check=fraction, needs=ADAPTERS
+        0.0, "dropout on the adapters' input, from 0 to below 1", check=fraction, needs=ADAPTERS
     )
     lora_fp32: bool = switch(
         True,
-        "adapters in fp32 also where the model is in half precision, as peft does by default",
-        ("lora_half", "adapters in the model's dtype"),
+        "keep adapters in fp32 even if the model is in half precision, as peft does by default",
+        ("lora_half", "keep adapters in the model's dtype"),
         needs=ADAPTERS,
     )
     base: str = field(
         "none",
-        "the frozen model under LoRA",
+        "format of the frozen model under LoRA",
         {
-            "none": "in the format of `precision`",
-            "half": "in the half precision of autocast, adapters in fp32",
-            "nf4": "its linear layers, but for the head, in bitsandbytes' 4 bits; as the next two",
-            "fp4": "4 bits",
-            "int8": "LLM.int8, transformers' outlier threshold",
+            "none": "that of `precision`",
+            "half": "the half precision of autocast, with adapters in fp32",
+            "nf4": "linear layers except the head in bitsandbytes' 4-bit NF4",
+            "fp4": "the same layers in FP4",
+            "int8": "the same layers in LLM.int8, with transformers' outlier threshold",
         },
     )
     double_quant: bool = switch(
-        False, "the scales of 4-bit blocks in 8 bits", needs=BASE_OF_FOUR_BITS
+        False, "quantize the scales of 4-bit blocks to 8 bits", needs=BASE_OF_FOUR_BITS
     )
     compute_dtype: str | None = field(
         None,
-        "in which a base is loaded and its products are computed; None takes the half precision "
+        "format in which a quantized base is loaded and multiplied; None takes the half precision "
         "of `precision`, or fp32",
         ("fp32", "fp16", "bf16", None),
         needs=BASE,
     )
     upcast: bool = switch(
         True,
-        "what is not quantized (norms, embeddings, head) is cast to fp32, as peft's "
+        "cast what is not quantized (norms, embeddings, head) to fp32, as peft's "
         "prepare_model_for_kbit_training does",
-        ("no_upcast", "what is not quantized stays in the compute dtype"),
+        ("no_upcast", "leave what is not quantized in the compute dtype"),
         needs=BASE,
     )
     padded: bool = switch(
         False,
-        "batches carry an attention mask, as those of texts of unequal lengths do; the last token "
-        "of every sequence is then padding",
+        "batches have an attention mask, as for texts of unequal length; the last token of every "
+        "sequence is padding",
     )
     packed: bool = switch(
         False,
-        "a row holds several texts, here two, which position_ids tell apart, as TRL's packing has "
-        "it; under eager and sdpa the model masks them, for any number of texts",
+        "a row holds several texts (two here), separated by position_ids as in TRL's packing; "
+        "under eager and sdpa the model masks them, whatever their number",
     )
     expandable_segments: bool = switch(
         False,
-        "segments of PyTorch's allocator grow where they are, as with "
+        "let segments of PyTorch's allocator grow in place: "
         "PYTORCH_ALLOC_CONF=expandable_segments:True",
     )
     ranks: int = field(
         1,
-        "processes that train together, each on a card of its own; what is said is one rank's",
+        "processes that train together, each on its own GPU; all results are for one rank",
         check=integer_from(1),
     )
     sharding: str = field(
         "ddp",
-        "what the ranks split among them; gradients are reduced after the last micro-batch, as "
-        "Accelerate and the Trainer do",
+        "what the ranks split; gradients are reduced after the last micro-batch, as in Accelerate "
+        "and the Trainer",
         {
-            "ddp": "nothing, DistributedDataParallel sums the gradients in buckets",
-            "zero1": "optimizer states, ZeroRedundancyOptimizer beside DistributedDataParallel",
-            "zero2": "states, gradients and parameters, which stay gathered from a layer's forward "
-            "to its backward pass: fully_shard without reshard_after_forward; autocast's half "
-            "precision is its mixed precision policy, as in zero3",
-            "zero3": "the same, gathered anew for the backward pass: fully_shard",
+            "ddp": "nothing; DistributedDataParallel reduces the gradients in buckets",
+            "zero1": "optimizer states: ZeroRedundancyOptimizer with DistributedDataParallel",
+            "zero2": "states, gradients and parameters; parameters stay gathered from a layer's "
+            "forward to its backward pass: fully_shard with reshard_after_forward=False; autocast "
+            "becomes fully_shard's mixed precision policy, as in zero3",
+            "zero3": "as zero2, but parameters are gathered again for the backward pass: "
+            "fully_shard",
         },
     )
-    replicas: int = field(1, "copies of what zero2 or zero3 splits: HSDP", check=integer_from(1))
+    replicas: int = field(
+        1, "copies of the model, each split by zero2 or zero3: HSDP", check=integer_from(1)
+    )
 
     def __post_init__(self) -> None:
         from memlab import models  # imported here, because `memlab --help` needs no catalogue

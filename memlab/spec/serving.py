@@ -5,7 +5,7 @@ Each field carries its meaning, its allowed values and the name of its option.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from memlab.fields import (
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 PLAIN = ("fp32", "fp16", "bf16")  # formats of weights that are not quantized
 TASKS = ("causal-lm", "seq2seq-lm")  # of the models that write text
+# Help texts of the fields that a `Serving` shares with a `Recipe`.
+_HELP = {spec.name: spec.metadata["help"] for spec in fields(Recipe)}
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,18 @@ class Serving(CheckedFields):
     is allowed.
     """
 
-    model: Model = field("llama-3-8b", "as of a `Recipe`")
-    prompt: int = field(512, "tokens of each prompt; of an encoder's input", check=integer_from(1))
-    new_tokens: int = field(
-        16, "tokens written after it, the first by the prefill", check=integer_from(1)
+    model: Model = field("llama-3-8b", _HELP["model"])
+    prompt: int = field(
+        512,
+        "tokens per prompt; for an encoder-decoder, of the encoder's input",
+        check=integer_from(1),
     )
-    batch_size: int = field(1, "texts at a time", check=integer_from(1))
+    new_tokens: int = field(
+        16,
+        "tokens to generate after the prompt; the prefill produces the first",
+        check=integer_from(1),
+    )
+    batch_size: int = field(1, "texts generated at a time", check=integer_from(1))
     weights: str = field(
         "fp16",
         "format of the weights",
@@ -51,33 +59,31 @@ class Serving(CheckedFields):
             "fp16": "",
             "bf16": "",
             "int8": "bitsandbytes' LLM.int8 in all linear layers but the head",
-            "nf4": "bitsandbytes' 4 bits, in the same layers",
+            "nf4": "bitsandbytes' 4-bit NF4 in the same layers",
         },
     )
     compute_dtype: Any = field(  # a str once the serving is made
         None,
-        "of what is not quantized and of the products; None takes the weights' own, or fp16",
+        "format of products and of what is not quantized; None takes that of the weights, or fp16",
         ("fp32", "fp16", "bf16", None),
     )
     attention: str = field("sdpa", "transformers' implementation", ("eager", "sdpa"))
     cache: str = field(
         "dynamic",
-        "keys and values of the tokens so far, by transformers' classes",
+        "transformers' class for cached keys and values",
         {
-            "dynamic": "a new tensor a step, one token longer",
-            "static": "room for the whole text from the beginning",
+            "dynamic": "a new tensor per step, one token longer",
+            "static": "allocated for the whole text at the start",
             "fp8": "QuantizedCache with its fp8 backend, 8 bits per number",
-            "none": "every step computes the whole text again",
+            "none": "no cache: every step recomputes the whole text",
         },
     )
-    all_logits: bool = switch(
-        False, "logits of every token of the prompt, as a plain forward pass gives them"
-    )
-    expandable_segments: bool = switch(False, "as of a `Recipe`")
+    all_logits: bool = switch(False, "logits of every prompt token, as in a plain forward pass")
+    expandable_segments: bool = switch(False, _HELP["expandable_segments"])
     double_quant: bool = switch(
         True,
-        "the scales of 4-bit blocks in 8 bits",
-        ("no_double_quant", "the scales of 4-bit blocks in fp32, bitsandbytes' own default"),
+        "quantize the scales of 4-bit blocks to 8 bits",
+        ("no_double_quant", "keep the scales of 4-bit blocks in fp32, bitsandbytes' own default"),
         needs=Needs("weights", FOUR_BITS.__contains__, "weights nf4"),
     )
 
@@ -110,8 +116,8 @@ class Serving(CheckedFields):
         check_published(self)
         if self.task not in TASKS:
             raise ValueError(
-                f"model is {self.model_name!r}, for {self.task}: allowed are those that write "
-                f"text, by {' or '.join(TASKS)}"
+                f"model is {self.model_name!r}, whose task is {self.task}: allowed are models that "
+                f"generate text, by {' or '.join(TASKS)}"
             )
         if self.cache == "fp8" and getattr(models.settings(self.model), "sliding_window", None):
             raise ValueError(
@@ -157,7 +163,7 @@ def head_shape(config: PretrainedConfig) -> tuple[int, int]:
     Raises ValueError if the layers do not all have the same.
     """
     if config.is_heterogeneous:
-        raise ValueError(f"{config.model_type}: its layers have heads of several sizes")
+        raise ValueError(f"{config.model_type}: its layers have heads of different sizes")
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)  # d_kv is T5's
     return getattr(

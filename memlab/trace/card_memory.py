@@ -54,12 +54,12 @@ class CardMemory(CachingAllocator):
         for setting in filter(None, re.split(r",(?![^\[]*\])", re.sub(r"\s", "", text))):
             key, _, value = setting.partition(":")
             if key != "expandable_segments":
-                line = f"{source}: {key} is not simulated, the allocator has its default"
+                line = f"{source}: {key} is not simulated, the allocator keeps its default"
             elif value not in ("True", "False"):
                 raise ValueError(f"{source} has {setting}: allowed are True, False")
             else:
                 self.expandable_segments = value == "True"
-                line = f"{source}: {setting}, in what is allocated from then on"
+                line = f"{source}: {setting}, for allocations from then on"
             if setting != "expandable_segments:False":  # the default needs no line
                 self.assumptions[line] = None
 

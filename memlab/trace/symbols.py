@@ -169,7 +169,7 @@ def chosen_sizes(
             apart = set(left) - {largest_prime(size) for size in chosen.values()}
             if {largest_prime(size) for size in added.values()} <= apart:
                 return chosen | added
-    raise ValueError("no sizes can be told from the numbers of the model")
+    raise ValueError("no sizes can be recognized in the numbers of the model")
 
 
 @functools.cache

@@ -94,7 +94,7 @@ def linear_cross_entropy(
 def _refuse_adapters(head: torch.nn.Linear, loss: str) -> None:
     if not hasattr(head, "weight") or hasattr(head, "base_layer"):
         raise ValueError(
-            f"loss is {loss!r}: it takes the head's weight and no adapters beside it, allowed are "
+            f"loss is {loss!r}: it uses the head's weight but no adapters on it, allowed are "
             "whole, chunked, or lora_targets without the head"
         )
 

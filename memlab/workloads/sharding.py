@@ -102,8 +102,8 @@ def check_split(model: torch.nn.Module, ranks: int) -> None:
     part = sum(-(len(w) // -ranks) * w[:1].numel() for w in weights)
     if held > part:
         raise ValueError(
-            f"this process holds {held:,} of {sum(w.numel() for w in weights):,} weights: of "
-            f"{ranks} ranks each has at most {part:,}, the model is not split"
+            f"this process holds {held:,} of {sum(w.numel() for w in weights):,} weights: if "
+            f"{ranks} ranks split them, each has at most {part:,}, so the model is not split"
         )
 
 

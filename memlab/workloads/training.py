@@ -237,7 +237,7 @@ def add_lora(model: PreTrainedModel, recipe: Recipe) -> torch.nn.Module:
     if odd:
         raise NoAdapters(
             f"lora_targets is {targets!r}: {', '.join(sorted(odd))} of {recipe.model_name} does "
-            "not compute as a linear layer, which peft's adapters ask for; allowed are "
+            "not compute as a linear layer, which peft's adapters need; allowed are "
             f"{', '.join(sorted(names - odd))}"
         )
     widths = [

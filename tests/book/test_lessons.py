@@ -30,7 +30,7 @@ def test_a_small_config_has_its_sizes_and_the_dropout_that_it_is_given(name):
 
 
 def test_a_size_that_the_config_does_not_have_is_refused():
-    with pytest.raises(ValueError, match="^layers is no size of gpt2-tiny: allowed are fields"):
+    with pytest.raises(ValueError, match="^layers is not a size of gpt2-tiny: allowed are fields"):
         small_config("gpt2-tiny", layers=1)
 
 

@@ -33,7 +33,7 @@ def test_the_environment_sets_the_allocator(name, monkeypatch):
     with SimulatedGPU("T4") as gpu:
         assert reserved() == 40
         assert torch._C._accelerator_getAllocatorSettings() == ON
-    assert gpu.footprint.assumptions == (f"{name}: {ON}, in what is allocated from then on",)
+    assert gpu.footprint.assumptions == (f"{name}: {ON}, for allocations from then on",)
     with SimulatedGPU("T4") as gpu:
         monkeypatch.setenv(name, OFF)  # until the first allocation
         assert reserved() == 30
@@ -68,9 +68,9 @@ def test_what_is_not_simulated_is_named(t4):
     )
     assert reserved() == 40
     assert [line.partition(": ")[2] for line in t4.footprint.assumptions] == [
-        "max_split_size_mb is not simulated, the allocator has its default",
-        "roundup_power2_divisions is not simulated, the allocator has its default",
-        f"{ON}, in what is allocated from then on",
+        "max_split_size_mb is not simulated, the allocator keeps its default",
+        "roundup_power2_divisions is not simulated, the allocator keeps its default",
+        f"{ON}, for allocations from then on",
     ]
 
 

@@ -91,7 +91,7 @@ def test_the_footprint_stays_as_it_was_at_the_end():
 def test_a_card_is_entered_once():
     with SimulatedGPU("T4") as card:
         pass
-    with refused("make another"):
+    with refused("make a new one"):
         card.__enter__()
     with SimulatedGPU("T4"):
         pass
@@ -107,14 +107,14 @@ def test_rules_are_known_by_name_and_a_script_by_its_path():
 
 def test_one_card_at_a_time():
     with SimulatedGPU("T4"):
-        with refused("entered already"):
+        with refused("active already"):
             simulate(Recipe(model="bert-base-tiny", seq_len=16))
     assert simulate(Recipe(model="bert-base-tiny", seq_len=16)).peak_allocated > 0
 
 
 def test_a_release_without_a_name_that_is_replaced_is_said_in_a_line(monkeypatch):
     monkeypatch.delattr(FSDPParamGroup, "post_backward")
-    with refused(r"post_backward.*: this memlab is older than what is here \(torch 2"):
+    with refused(r"post_backward.*: this memlab is older than the installed libraries \(torch 2"):
         SimulatedGPU().__enter__()
     monkeypatch.undo()
     with SimulatedGPU() as gpu:  # nothing is left behind

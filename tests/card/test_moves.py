@@ -38,7 +38,7 @@ def test_types_from_before_there_were_dtypes_make_tensors_on_the_card(t4):
     try:
         torch.set_default_tensor_type("torch.cuda.FloatTensor")
         assert torch.ones(2).is_cuda
-        with pytest.raises(TypeError, match="'torch.Tensors' is no type of tensors"):
+        with pytest.raises(TypeError, match="'torch.Tensors' is not a tensor type"):
             torch.set_default_tensor_type("torch.Tensors")
     finally:
         torch.set_default_tensor_type(torch.FloatTensor)

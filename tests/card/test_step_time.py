@@ -121,7 +121,7 @@ def test_what_has_no_seconds_says_why_in_one_line():
     with SimulatedGPU("T4") as gpu:  # which multiplies bf16 by emulation
         a = torch.empty(8, 8, device="cuda", dtype=torch.bfloat16)
         a @ a
-    with refused("T4 has no rate for bfloat16: it has those of float32"):
+    with refused("T4 has no rate for bfloat16: it has rates for float32"):
         print(gpu.footprint.step_seconds)
 
 

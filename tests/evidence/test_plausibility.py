@@ -40,12 +40,12 @@ def test_a_card_that_was_recorded_is_not_doubted(recorded):
 @pytest.mark.parametrize(
     ("figure", "change", "says"),
     [
-        ("peak_allocated_bytes", lambda size: size + 100, "no multiple of 512"),
-        ("peak_reserved_bytes", lambda size: size + 512, "no multiple of 2,097,152"),
-        ("device_used_bytes", lambda size: size + 2**30, "more than peak_reserved and a context"),
+        ("peak_allocated_bytes", lambda size: size + 100, "not a multiple of 512"),
+        ("peak_reserved_bytes", lambda size: size + 512, "not a multiple of 2,097,152"),
+        ("device_used_bytes", lambda size: size + 2**30, "more than peak_reserved plus a context"),
         ("total_memory_bytes", lambda size: 2 * size, "total_memory is"),
-        ("step_seconds", lambda seconds: 1000 * seconds, "each at most the next"),
-        ("samples_per_second", lambda speed: 2 * speed, "are not that"),
+        ("step_seconds", lambda seconds: 1000 * seconds, "allowed are three in rising order"),
+        ("samples_per_second", lambda speed: 2 * speed, "which is not "),
     ],
 )
 def test_a_wrong_figure_shows(recorded, figure, change, says):
@@ -58,9 +58,9 @@ def test_a_wrong_figure_shows(recorded, figure, change, says):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"device": "Tesla T5"}, "no card that memlab knows"),
+        ({"device": "Tesla T5"}, "not a card that memlab knows"),
         ({"driver": None}, "driver is null"),
-        ({"date": "2999-01-01"}, "which is to come"),
+        ({"date": "2999-01-01"}, "which is in the future"),
         ({"figures": {"step_seconds": 1.0}}, "no total_memory_bytes"),
     ],
 )
@@ -75,9 +75,9 @@ def test_the_command_says_what_is_doubtful(recorded, tmp_path, capsys):
     assert "1 record, nothing doubtful" in capsys.readouterr().out
     figures = recorded[0].figures
     for wrong, says in (
-        ({"peak_allocated_bytes": figures["peak_allocated_bytes"] // 1024 * 512}, "simulated are"),
+        ({"peak_allocated_bytes": figures["peak_allocated_bytes"] // 1024 * 512}, "the simulation"),
         ({name: value / 1000 for name, value in figures.items() if "step_" in name}
-         | {"samples_per_second": 1000 * figures["samples_per_second"]}, "are estimated"),
+         | {"samples_per_second": 1000 * figures["samples_per_second"]}, "the estimate"),
     ):  # fmt: skip
         save(path, [dataclasses.replace(recorded[0], figures=figures | wrong)])
         assert main(["record", "--check", str(path), "--json"]) == 1
@@ -89,7 +89,7 @@ def test_the_command_says_what_is_doubtful(recorded, tmp_path, capsys):
     assert "unexpected keyword argument 'colour'" in capsys.readouterr().out
     save(path, [dataclasses.replace(recorded[0], device="CPU (x86_64, 2 threads)")])
     assert main(["record", "--check", str(path)]) == 2
-    assert "is of a CPU" in capsys.readouterr().err
+    assert "has records of a CPU" in capsys.readouterr().err
 
 
 def test_every_card_in_the_package_is_plausible():

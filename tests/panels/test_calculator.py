@@ -617,7 +617,7 @@ def test_a_chapter_may_train_what_has_no_name_here(open_once):
         (Recipe("gpt2"), ["batch_size"], "T5", "gpu is 'T5'"),
         (Recipe("gpt2", freeze="embeddings,2"), ["batch_size"], "T4", "no trace is kept"),
         (Recipe("gpt2-tiny"), ["batch_size"], "T4", "model is 'gpt2-tiny'"),
-        (Recipe("gpt2", ranks=2), ["batch_size"], "T4", "ranks is 2: a calculator is of one card"),
+        (Recipe("gpt2", ranks=2), ["batch_size"], "T4", "ranks is 2: a calculator is for one card"),
         (Recipe("gpt2", precision="bf16"), ["batch_size"], "T4", "no native bfloat16"),
         (Recipe("gpt2", expandable_segments=True), [], "T4", "expandable_segments is True: a calc"),
     ],

@@ -328,7 +328,7 @@ def test_a_model_that_peft_gives_no_adapters():
         ({"precisions": ("fp8",)}, "precisions is 'fp8'"),
         ({"precisions": "bf16"}, "no native bfloat16"),
         ({"effective_batch": 10**20}, "allowed are whole numbers from 1 to 131,072"),
-        ({"ranks": 3}, "effective_batch is 16: allowed are with ranks 3 multiples of it"),
+        ({"ranks": 3}, "effective_batch is 16: allowed are multiples of ranks, which is 3"),
         ({"ranks": 2, "gpu": None}, "ranks is 2 and gpu names"),
     ],
 )
@@ -341,7 +341,7 @@ def test_folders_that_are_no_model(tmp_path):
     with refused("there is no such file: name a config.json"):
         plan(str(tmp_path), "T4")
     (tmp_path / "adapter_config.json").write_text("{}")
-    with refused("holds an adapter only: name the model"):
+    with refused("holds only an adapter: name the model"):
         plan(str(tmp_path), "T4")
     (tmp_path / "config.json").write_text('{"model_type": "gizmo"}')
     with refused("model_type is 'gizmo': .* a newer one may know it"):

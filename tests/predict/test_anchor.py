@@ -56,7 +56,7 @@ def test_the_command_says_by_what_its_seconds_are_put_right(measured, capsys):
     asked += ["--optimizer", "adamw_torch_fused", "--max-grad-norm", "1"]
     assert main(["simulate", *asked, "--gpu", "T4", "--anchor", measured]) == 0
     out = capsys.readouterr().out
-    assert "500 ms" in out and "by a step of gpt2-tiny 4 x 64 on Tesla T4" in out.splitlines()[-1]
+    assert "500 ms" in out and "measured for gpt2-tiny 4 x 64 on Tesla T4" in out.splitlines()[-1]
     assert main(["simulate", *asked, "--gpu", "T4", "--anchor", measured, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["step_seconds"]["expected"] == pytest.approx(0.5) and "anchor" in said
@@ -73,7 +73,7 @@ def test_a_plan_has_the_pace_of_its_card():
 @pytest.mark.parametrize("gpu", ["L4", "15 GiB"])
 def test_a_step_says_nothing_of_another_card(measured, gpu, capsys):
     assert main(["simulate", "--model", "gpt2-tiny", "--gpu", gpu, "--anchor", measured]) == 2
-    assert "allowed is the card of" in capsys.readouterr().err
+    assert "allowed is Tesla T4, the card of" in capsys.readouterr().err
 
 
 def test_a_file_of_another_kind_is_one_line(tmp_path, capsys):

@@ -51,8 +51,8 @@ WAYS = {
 # What is refused, in a part of the words; of a family alone, or of a way of training it.
 REFUSED = {
     "whisper": "has none of the tasks",
-    "gemma3n qlora": "does not train so (modeling_gemma3n.py:",  # it clamps its packed weights
-    "xlnet lora": "does not train so (",  # a product of bf16 and of the adapters' fp32
+    "gemma3n qlora": "cannot be trained so (modeling_gemma3n.py:",  # it clamps its packed weights
+    "xlnet lora": "cannot be trained so (",  # a product of bf16 and of the adapters' fp32
     **{
         f"{family} {way}": reason
         for family, reason in (

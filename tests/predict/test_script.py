@@ -117,7 +117,7 @@ def test_what_is_not_simulated_is_one_line_with_its_place(line, said, run):
 def test_arguments_of_the_script_without_a_mark_are_sent_behind_it(capsys):
     with pytest.raises(SystemExit):
         main(["run", "train.py", "--gpu", "T4", "--batch_size", "8"])
-    said = "memlab: unrecognized arguments: --batch_size 8; those of the script come after --\n"
+    said = "memlab: unrecognized arguments: --batch_size 8; arguments of the script go after --\n"
     assert capsys.readouterr().err == said
     with pytest.raises(SystemExit):
         main(["plan", "--model", "gpt2", "--batch_size", "8"])
@@ -168,7 +168,7 @@ def test_a_script_that_trains_nothing_is_answered(run):
 
 def test_a_script_that_puts_nothing_on_the_card_is_no_success(run):
     status, out, err = run("print(torch.cuda.device_count())", "--gpu", "T4")
-    assert status == 1 and err == "memlab: the script ended without a tensor on the card\n"
+    assert status == 1 and err == "memlab: the script ended without putting a tensor on the card\n"
     assert "no verdict" in out
 
 
@@ -197,10 +197,10 @@ def test_what_runs_for_long_says_where_it_is_on_a_terminal_alone(run, monkeypatc
     monkeypatch.setattr(script_progress, "EVERY", 0.1)
     status, _, said = run(text, "--limit-minutes", "0.02")
     assert status == 124 and said.count("\n") == 1
-    assert "stopped after 0.02 minutes before a first optimizer step: no answer for one" in said
+    assert "stopped after 0.02 minutes before the first optimizer step: no answer" in said
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     status, _, said = run(text, "--limit-minutes", "0.02")
-    assert status == 124 and ", 0 optimizer steps, at work in train.py:4\n" in said
+    assert status == 124 and ", 0 optimizer steps, now in train.py:4\n" in said
 
 
 def test_a_limit_holds_where_interrupts_are_ignored(run):
@@ -355,7 +355,7 @@ def test_a_module_runs_as_python_m_does(name, tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "2 optimizer steps" in out and "optimizer.step()" in out
     assert main(["run", "-m", f"{name}.nowhere"]) == 2
-    assert "nowhere is no module that Python finds" in capsys.readouterr().err
+    assert "nowhere is not a module that Python finds" in capsys.readouterr().err
 
 
 def test_compiled_code_runs_eagerly_where_that_is_asked_for(run):
@@ -363,7 +363,7 @@ def test_compiled_code_runs_eagerly_where_that_is_asked_for(run):
     status, _, err = run(text)
     assert status == 2 and "--compile-eagerly" in err
     status, out, _ = run(text, "--compile-eagerly")
-    assert status == 0 and "assumed: torch.compile: the code ran as it is" in out
+    assert status == 0 and "assumed: torch.compile: the code ran uncompiled" in out
 
 
 def test_it_says_why_a_card_has_no_seconds(run):
@@ -387,7 +387,7 @@ for _ in range(2):
 
 def test_what_is_no_script_is_refused(tmp_path, capsys):
     assert main(["run", str(tmp_path / "none.py")]) == 2
-    assert "is no file" in capsys.readouterr().err
+    assert "is not a file" in capsys.readouterr().err
     (tmp_path / "empty.py").write_text("")
     assert main(["run", str(tmp_path / "empty.py"), "--steps", "0"]) == 2
     assert "allowed are whole numbers from 1" in capsys.readouterr().err

@@ -178,7 +178,7 @@ def test_seconds_are_those_of_the_operations_and_bytes():
         ({"cache": "paged"}, "cache is 'paged': allowed are dynamic, static, fp8, none"),
         ({"compute_dtype": "bf16"}, "compute_dtype is 'bf16': allowed are fp32, that of the wei"),
         ({"prompt": 1024}, r"prompt and new_tokens are 1024 \+ 16: gpt2-tiny allows up to 1024 "),
-        ({"model": "bert-base"}, "model is 'bert-base', for sequence-classification: allowed are"),
+        ({"model": "bert-base"}, "model is 'bert-base', whose task is sequence-class"),
         ({"model": "mistral-7b-tiny", "cache": "fp8"}, "has a sliding window: transformers quan"),
         ({"seq_len": 3}, "a serving has no field 'seq_len': allowed are model, prompt"),
     ],

@@ -78,7 +78,7 @@ def test_what_is_left_follows_from_the_trainers_arguments(more, said, script):
 def test_one_of_each_phase_runs_by_the_trainers_own_code(script, tmp_path):
     plain, every = (run_script(script(), gpu="T4", phases=phases) for phases in (False, True))
     (line,) = every.phases
-    assert line.startswith("reserved at most, on the longest texts: training ")
+    assert line.startswith("peak reserved, on the longest texts: training ")
     assert ", evaluation " in line and ", saving " in line
     assert every.steps == 2 and not every.error
     assert every.footprint.peak_allocated > plain.footprint.peak_allocated  # 64 tokens, not 8
@@ -129,9 +129,9 @@ for step in range({steps}):
     "rows, steps, said",
     [
         ("8", 9, ("not run: what the script does after",)),
-        ("8 * (1 + step)", 9, ("its steps differ in size", "not run: what the script does after")),
+        ("8 * (1 + step)", 9, ("the steps differ in size", "not run: what the script does after")),
         ("8", 2, ("not run: what the script does after",)),
-        ("8", 1, ("one step: the next has",)),
+        ("8", 1, ("one step: the next one starts",)),
     ],
 )
 def test_a_loop_of_ones_own(rows, steps, said, tmp_path):
@@ -141,7 +141,7 @@ def test_a_loop_of_ones_own(rows, steps, said, tmp_path):
     assert len(ran.phases) == len(said)
     assert all(line.startswith(begin) for line, begin in zip(ran.phases, said, strict=True))
     asked = run_script(path, gpu="T4", phases=True)
-    assert asked.phases[-1].startswith("--phases: no Trainer of transformers was at work")
+    assert asked.phases[-1].startswith("--phases: no Trainer of transformers was running")
 
 
 @pytest.mark.parametrize("steps, said", [(2, "--steps 25 "), (7, "--steps 28 "), (10, "")])
@@ -158,7 +158,7 @@ def test_a_run_that_fits_only_without_the_margin_does_not_fit(tmp_path, capsys):
     peak = run_script(path, gpu="T4").footprint.peak_reserved
     assert main(["run", str(path), "--gpu", str(peak * 102 // 100)]) == 3
     first = capsys.readouterr().out.splitlines()[0]
-    assert "fits without the margin of" in first and "chance that it does not: " in first
+    assert "fits only without the margin of" in first and "chance that it does not: " in first
     assert main(["run", str(path), "--gpu", str(peak * 106 // 100)]) == 0
 
 

@@ -156,7 +156,7 @@ def test_bad_values_are_told_in_one_line(field, value, allowed):
         # Losses in parts.
         (CHUNKED | {"model": "bert-large"}, "loss is 'chunked' and task is 'sequence-classific"),
         (CHUNKED | {"model": "gemma-2-2b"}, "its logits are changed after the product"),
-        (CHUNKED | {"model": ModernBertDecoderConfig()}, "not given the last hidden states"),
+        (CHUNKED | {"model": ModernBertDecoderConfig()}, "does not get the last hidden states"),
         ({"loss": "fused"}, "allowed are whole, chunked, linear"),
         # Texts that share a row.
         (PACKED | {"model": "bert-large-tiny"}, "task is 'sequence-classification'"),
@@ -164,7 +164,7 @@ def test_bad_values_are_told_in_one_line(field, value, allowed):
         (PACKED | {"model": {"model_type": "bloom"}}, "bloom takes no position_ids"),
         (
             PACKED | {"model": {"model_type": "falcon_h1", "num_hidden_layers": 2}},
-            "from one text of a row into",
+            "from one text of a row to",
         ),
     ],
 )

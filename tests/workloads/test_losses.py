@@ -111,5 +111,5 @@ def test_the_peak_lacks_the_logits(loss):
 
 def test_without_pytorchs_own_it_is_refused(monkeypatch):
     monkeypatch.delattr(torch.nn.functional, "linear_cross_entropy", raising=False)
-    with refused("from PyTorch 2.13"):
+    with refused("since PyTorch 2.13"):
         TINY.but(loss="linear_cross_entropy")

@@ -60,8 +60,8 @@ def test_how_little_of_a_mixture_4_bits_reach_is_said():
     config = transformers.Qwen3MoeConfig(**sizes)
     said, *others = assumed(QLORA.but(model=config))
     assert said == (
-        "nf4 reaches 3.0% of the weights: what is no plain linear layer, such as experts and "
-        "embeddings, stays unquantized"
+        "nf4 quantizes 3.0% of the weights: what is not in a plain linear layer, such as experts "
+        "and embeddings, stays unquantized"
     )
     assert assumed(QLORA.but(model=config, base="none")) == ()
     assert assumed(QLORA.but(model="llama-3-8b")) == tuple(others)

@@ -148,7 +148,7 @@ def run(mode, operator, args, kwargs):
     Raises NotSimulated for all operators but flex_attention and its backward.
     """
     if operator not in (operators.flex_attention, operators.flex_attention_backward):
-        raise NotSimulated(f"{operator.name()} is not simulated: write what its functions do")
+        raise NotSimulated(f"{operator.name()} is not simulated: write its operations out")
     # PyTorch takes a mode off the stack while the mode handles an operator. Here the mode must also
     # see the operations below.
     with under(mode):

@@ -10,8 +10,8 @@ import sys
 from memlab.trace.tensors import inner_tensors
 
 COMPILED = (
-    "torchao's compiled step: kernels of one parameter at a time that read and write its gradient, "
-    "its states and itself, and take no memory of their own"
+    "torchao's compiled step: kernels for one parameter at a time, which read and write it, its "
+    "gradient and its states, and take no memory of their own"
 )
 
 

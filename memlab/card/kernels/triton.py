@@ -43,6 +43,6 @@ def without_triton() -> tuple[str, ...]:
     if importlib.util.find_spec("triton") or "trl.kernels" not in sys.modules:
         return ()
     return (
-        "Triton is not installed here: TRL's losses take their way in PyTorch, in which whole "
-        "trainings took up to 9 % more than with Triton's kernels, as on a card",
+        "Triton is not installed here: TRL's losses use their PyTorch code, with which whole "
+        "trainings took up to 9 % more than with the Triton kernels used on a card",
     )

@@ -81,7 +81,7 @@
       const size = model.dimensions.d;
       const usual = size % 8 === 0 && card.heads.some(([least, most]) => least <= size && size <= most);
       if (attention === "sdpa" && !usual) throw new Refusal(
-        `head size is ${size}: with sdpa on ${card.name} the formula allows multiples of 8 that take the kernels of smaller ones, simulate knows more`);
+        `head size is ${size}: with sdpa on ${card.name} the formula allows multiples of 8 that take the kernels of smaller ones, simulate covers more`);
     }
 
     // The numbers that the terms stand for, by their places; 0 for what has no term.
@@ -248,7 +248,7 @@
 
     function reached(dtype, card) {
       if (card.reached[dtype]) return card.reached[dtype];
-      throw new Refusal(`${card.name} has no rate for ${dtype}: it has those of ${card.rates.join(", ")}`);
+      throw new Refusal(`${card.name} has no rate for ${dtype}: it has rates for ${card.rates.join(", ")}`);
     }
     const busy = (tiles, processors) => (tiles > 0 ? tiles / Math.max(Math.ceil(tiles / processors) * processors, 1) : 1);
 
