@@ -142,7 +142,7 @@ _make = FakeTensor.__new__
 
 
 def _new(cls, *args, requires_grad=None, **kwargs):
-    """Let libraries copy a parameter by `type(p)(data, requires_grad=..., **p.__dict__)`."""
+    """Let libraries copy parameters by `type(p)(data, requires_grad=..., **p.__dict__)`."""
     if args and isinstance(args[0], torch.Tensor):  # FakeTensor itself expects its mode first
         return torch.nn.Parameter(args[0], requires_grad)
     return _make(cls, *args, **kwargs)

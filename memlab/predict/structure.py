@@ -121,8 +121,8 @@ class Structure:
             "b": recipe.batch_size,
             "s": recipe.seq_len,
             "r": self.rank and recipe.lora_rank,
-            "P": getattr(config, "max_position_embeddings", None),
-            "w": getattr(config, "sliding_window", None),
+            "P": getattr(config, "max_position_embeddings", None) or 0,
+            "w": getattr(config, "sliding_window", None) or 0,
         }
         sizes |= {name: sizes[of] + addend for name, (of, addend) in _sums(config).items()}
         sizes |= {name: own for name, (_, own) in self.widths.items()}
