@@ -51,11 +51,11 @@ PLANNED_ONLY += ("gemma-3-4b",)
 # own. These traces are for the length that people plan with, or the model's longest.
 SLOW = ("gemma-3-270m", "gemma-3-1b", "gemma-3-4b", "gemma-3-12b", "gemma-3-27b")
 SLOW += ("modernbert-base", "modernbert-large", "deberta-v3-base", "flan-t5-base", "t5-3b")
-SLOW += ("gemma-2-2b", "olmo-3-7b", "lfm2-1.2b", "gemma-4-e2b")
+SLOW += ("gemma-2-2b", "olmo-3-7b")
 PLANNED_LENGTH = 2048  # tokens
 TOO_LARGE = ("gemma-3-12b", "gemma-3-27b", "olmo-3-7b")  # for a T4
 # Their widths belong to the structure, so they need a trace for each class of GPUs.
-OWN_WIDTHS = ("gemma-3-270m", "gemma-3-1b", "gemma-4-e2b")
+OWN_WIDTHS = ("gemma-3-270m", "gemma-3-1b")
 MODELS = tuple(dict.fromkeys((*COMMON, *PLANNED_ONLY, *FEWER, *SLOW)))
 ONLY_EAGER = ("deberta-v3-base", "gemma-2-2b")
 WAYS = {

@@ -373,6 +373,7 @@ def _has_other_widths(config: Any) -> bool:
         # is 5, so a multiple of 5 as m + 2 would be read as another factor d.
         or (config.model_type in ONE_PROJECTION and (heads_of_a_key(config) + 2) % 5 == 0)
         or get("kv_lora_rank", None)  # latent attention has ranks, and heads of two sizes
+        or get(models.OF_SHORT_CONVOLUTIONS, None)  # no pattern of LFM2's layers repeats
         or any(get(name, None) not in (None, config.hidden_size) for name in EMBEDDING_SIZES)
     )
 
