@@ -46,7 +46,9 @@ def remedies_of(part: Category, recipe: Recipe) -> str:
         "shorter sequences": recipe.seq_len == 1,
     }
     names = [name for name in CAN_REDUCE[part] if not there[name]]
-    *before, last = names or ["a smaller model", "more cards"]
+    # Several ranks share parts of the peak under sharding, which a quantized base does not have.
+    more = "a larger card" if recipe.base in QUANTIZED else "more cards"
+    *before, last = names or ["a smaller model", more]
     return f"{', '.join(before)} and {last}" if before else last
 
 

@@ -67,7 +67,8 @@ def remedies(
 ) -> Iterable[str]:
     """Yield in words what would fit where nothing of the question does.
 
-    In this order: last resorts, other ways to train, a shorter sequence, more ranks, a larger GPU.
+    In this order: last resorts, other ways to train, expandable segments, a shorter sequence, more
+    ranks, a larger GPU.
     tiers: the nearest option of each tier. sparing: the last resorts that fit.
     """
     for option in sparing:
@@ -78,6 +79,10 @@ def remedies(
         if other:
             yield str(other)
     nearest = min(tiers.values(), key=lambda option: option.missing)
+    if not nearest.at_least and not nearest.recipe.expandable_segments:
+        unfragmented = search.answers.simulated(nearest.recipe.but(expandable_segments=True))
+        if not unfragmented.missing:
+            yield f"segments that grow in place (--expandable-segments), with {unfragmented}"
     if not nearest.at_least and not has_runs_only(nearest.recipe):
         length, _ = search.answers.largest_size(nearest.recipe, "seq_len", own_fits=False)
         if length:

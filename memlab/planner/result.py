@@ -33,6 +33,7 @@ TIERS = {
     WORST: "what may train worse: trained weights in pure half precision, SGD, Lion",
 }
 FASTEST, ROOMIEST = "fastest", "most room"
+SLOW = 1.5  # times the fastest: a slower first choice is said to be so
 NO_TIME = 1e-6  # seconds: a smaller difference is printed as "as long"
 WIDTH = 78  # columns of a terminal, and of a page
 PAGED_OUT = " (all states paged out)"  # an assumption: the driver decides what leaves the GPU
@@ -189,6 +190,12 @@ class Option:
         """The largest micro-batch and the longest sequence as text; only where both are known."""
         assert self.largest_batch is not None and self.longest is not None
         ends = self.longest_ends or f"{self.longest + 64:,} does not fit"
+        if (
+            not self.longest_ends
+            and self.recipe.task == "causal-lm"
+            and self.recipe.loss == "whole"
+        ):
+            ends += " unless the loss is computed in parts"
         return (
             f"largest micro-batch {self.largest_batch:,} ({self.largest_batch + 1:,} does not "
             f"fit), longest sequence {self.longest:,} tokens ({ends})"
@@ -275,6 +282,7 @@ class Plan:
     decision: sentences on what decides whether `start` fits.
     remedies: if nothing fits, what would.
     excluded: what was not considered, and why.
+    room: bytes, context included, that a recipe may be predicted to need.
     assumptions: behind the figures of all these options, as in `memlab.footprint.Footprint`.
     last_resorts: if nothing else fits, the more sparing ways to train every weight that do.
     """
@@ -289,6 +297,7 @@ class Plan:
     decision: tuple[str, ...]
     remedies: tuple[str, ...]
     excluded: tuple[str, ...]
+    room: int
     assumptions: tuple[str, ...] = ()
     last_resorts: tuple[Option, ...] = ()
 
@@ -316,10 +325,10 @@ class Plan:
     def __str__(self) -> str:
         asked, card = self.question, self.card
         assert card.total_memory is not None  # a plan is for a card with a limit
-        usable = self.start.total_memory - self.start.margin  # what a prediction may fill
+        of_card = f"{self.room / GiB:,.1f} of the card's {gib(card.total_memory)}"
         head = (
             f"{asked.effective_batch} sequences of {asked.seq_len:,} tokens per step. GiB include "
-            f"the context; {usable / GiB:,.1f} of the card's {gib(card.total_memory)} may be used."
+            f"the context; {of_card} may be used."
         )
         lines = [f"{self.verdict()}.", *self._choice(), head, "", _table(self.tiers.values())]
         legend = "; ".join(f"{tier} {what}" for tier, what in TIERS.items() if tier in self.tiers)
@@ -361,9 +370,12 @@ class Plan:
             return []
         if _is_same(first.recipe, fastest.recipe):
             return [f"Tier {first.tier}, and fastest: {in_short(first.recipe)}."]
+        times = ""
+        if first.seconds and fastest.seconds and first.seconds >= SLOW * fastest.seconds:
+            times = f", {first.seconds / fastest.seconds:.2g} times as fast"
         return [
             f"Tier {first.tier}: {in_short(first.recipe)}.",
-            f"Fastest is tier {fastest.tier}, {described(fastest.recipe)}.",
+            f"Fastest is tier {fastest.tier}, {described(fastest.recipe)}{times}.",
         ]
 
 
@@ -390,7 +402,7 @@ def _table(options: Iterable[Option]) -> str:
             [
                 f"{option.tier} {WAYS[option.way].removesuffix(' fine-tuning')}",
                 recipe.precision,
-                " ".join([recipe.optimizer, *more]),
+                "\n".join([recipe.optimizer, *more]),  # in one line the table would be too wide
                 f"{again} *" if recipe.loss != "whole" else again,
                 f"{recipe.batch_size} x {recipe.accumulation}",
                 f"{'>' * option.at_least}{option.needed / GiB:,.1f}",

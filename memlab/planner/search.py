@@ -18,8 +18,9 @@ A combination is skipped if it cannot be better:
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from memlab.gpus import GPU, GPUS
@@ -150,9 +151,21 @@ class Search:
             decision(self, start, changes),
             () if fastest else tuple(remedies(self, tiers, last)) or (NO_CARD,),
             self.recipes.excluded,
-            self.answers.assumed(options),
+            self.answers.room,
+            (*self.answers.assumed(options), *self._without_tf32(options)),
             tuple(map(self.named, last)),
         )
+
+    def _without_tf32(self, options: Iterable[Option]) -> Iterator[str]:
+        """What is assumed of products in fp32, on GPUs whose tensor cores could shorten them."""
+        rates = self.card.rates or {}
+        times = rates.get("tf32", 0) / rates.get("float32", 1)
+        if times > 1 and any(option.recipe.precision == "fp32" for option in options):
+            yield (
+                "fp32 multiplies without TF32, as PyTorch does by default; "
+                'torch.set_float32_matmul_precision("high") makes products up to '
+                f"{times:.2g} times as fast"
+            )
 
     def named(self, option: Option) -> Option:
         """The option with the model as the user named it, in place of the config read for it."""
@@ -318,21 +331,24 @@ class Search:
         return self.in_parts(candidates)
 
     def in_parts(self, candidates: Sequence[Combination]) -> Option | None:
-        """The most sparing recipe with the loss in parts; None if that cannot fit.
+        """The most sparing recipe of a group with the loss in parts; None if that cannot fit.
 
-        It is tried only if some combination with checkpointing lacks no more than the loss in parts
-        can save.
+        Groups are asked in the order of `memlab.planner.choice.groups`. A group is tried only if
+        one of its combinations with checkpointing lacks no more than the loss in parts can save.
         """
-        near = [
-            lack
-            for combination, lack in self.lacks.items()
-            if combination in candidates and combination.checkpointing
-        ]
-        combination = self.recipes.in_parts(self.most_sparing(candidates))
-        if combination is None or min(near, default=0) > self.recipes.bytes_of_logits:
-            return None
-        least = self.recipes.least_bytes(combination) + self.answers.context
-        return None if least > self.answers.room else self.run(combination)
+        for group in groups(candidates):
+            sparing = [combination for combination in group if combination.checkpointing]
+            near = [self.lacks[combination] for combination in sparing if combination in self.lacks]
+            # If nothing like it was asked about, a group is not worth a run.
+            lack = min(near) if near else math.inf if sparing else 0
+            combination = self.recipes.in_parts(self.most_sparing(group))
+            if combination is None or lack > self.recipes.bytes_of_logits:
+                continue
+            least = self.recipes.least_bytes(combination) + self.answers.context
+            option = None if least > self.answers.room else self.run(combination)
+            if option:
+                return option
+        return None
 
     def most_sparing(self, candidates: Sequence[Combination]) -> Combination:
         """The combination that probably holds the fewest bytes; paged only if all of them are."""

@@ -29,6 +29,9 @@ LEFT_FREE = int(1.2 * 2**30)
 MAX_LAYERS_TO_RUN = 12
 # Elements. Smaller weights stay on the GPU: `minimal_size` of torchao's CPUOffloadOptimizer
 # (torchao/optim/cpu_offload.py).
+# Families with activations above 65,504, the largest number of fp16: huggingface/transformers#9295
+# (T5), unslothai/unsloth#4014 (Gemma 3, whose reach 800,000).
+OVERFLOWING = ("gemma3", "gemma3_text", "t5", "mt5")
 LEAST_OFFLOADED = 4096
 
 
@@ -79,7 +82,8 @@ def assumed(recipe: Workload) -> tuple[str, ...]:
 
     They name the parts of a nested config that are left out, and optional packages whose kernels
     transformers would use if they were installed. They also name the weights that stay unquantized
-    under a quantized base, if these are the larger part, and the dtype of those weights.
+    under a quantized base, if these are the larger part, and the dtype of those weights. And they
+    name the families whose activations are known to overflow in fp16.
     """
     lines, parts = [], models.left_out(recipe.model)
     if parts:
@@ -93,6 +97,14 @@ def assumed(recipe: Workload) -> tuple[str, ...]:
         lines.append(
             "short convolutions run transformers' own code, as if the package causal-conv1d were "
             "not installed"
+        )
+    formats = recipe.precision, recipe.compute_dtype
+    if models.settings(recipe.model).model_type in OVERFLOWING and {"fp16", "fp16-amp"} & {
+        *formats
+    }:
+        lines.append(
+            "fp16's range suffices; activations of this family are known to exceed it, and a loss "
+            "is then NaN, which bf16 and fp32 avoid"
         )
     if recipe.base in QUANTIZED:
         reached, elements = numbers_of(recipe.model, recipe.task)

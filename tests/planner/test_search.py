@@ -301,6 +301,35 @@ def test_a_card_given_in_bytes_is_as_fast_as_an_a100():
     assert given.recipe == like.recipe and given.seconds == like.seconds
 
 
+def test_the_loss_in_parts_is_tried_in_half_precision_before_fp32():
+    answer = plan("qwen3-0.6b", "T4", seq_len=2048, ways="full")
+    assert answer.tiers[1].recipe.loss == "chunked"
+    assert answer.tiers[1].recipe.precision == "fp16-amp"
+    assert "the loss is computed in parts" in " ".join(str(answer).split())
+
+
+@pytest.mark.slow
+def test_growing_segments_are_a_remedy():
+    answer = plan("phi-4", "T4", seq_len=2048)
+    text = " ".join(str(answer).split())
+    assert not answer and "segments that grow in place (--expandable-segments), with QLoRA" in text
+
+
+def test_a_choice_that_is_much_slower_than_the_fastest_says_so():
+    answer = plan("llama-3-8b", "A100-80GB", seq_len=2048, ways="full,lora")
+    text = " ".join(str(answer).split())
+    times = answer.first.seconds / answer.fastest.seconds
+    assert answer.first.recipe.precision == "fp32" and f", {times:.2g} times as fast." in text
+    assert "without TF32" in text and f"{answer.room / 2**30:,.1f} of the card's" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_lines_have_the_width_of_a_terminal(ranks):
+    answer = plan("qwen2.5-14b", "RTX-4090", seq_len=2048, ranks=ranks, ways="full,lora")
+    assert not answer and max(map(len, str(answer).splitlines())) <= 80
+
+
 @pytest.mark.slow
 def test_a_slow_link_takes_time():
     question = PLAIN | {"model": "gpt2-tiny", "gpu": "A100-80GB", "ranks": 2, "effective_batch": 2}

@@ -134,3 +134,10 @@ def test_layers_by_transformers_own_code_are_said():
     assert "flash-linear-attention" in " ".join(assumed(Recipe("qwen3.5-9b-tiny")))
     assert "causal-conv1d" in " ".join(assumed(Recipe("lfm2-1.2b-tiny")))
     assert not assumed(Recipe("llama-3-8b-tiny"))
+
+
+def test_families_that_overflow_in_fp16_are_named():
+    for precision, overflows in (("fp16-amp", True), ("bf16-amp", False)):
+        texts = " ".join(assumed(Recipe("gemma-3-1b-tiny", precision=precision)))
+        assert ("exceed" in texts) == overflows
+    assert not assumed(Recipe("gpt2-tiny", precision="fp16-amp"))
