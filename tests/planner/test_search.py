@@ -182,7 +182,7 @@ def test_the_first_line_names_the_first_tier_that_fits(roomy):
     "part, changes, words",
     [
         ("parameters", {}, "QLoRA"),
-        ("parameters", dict(lora_rank=8, base="nf4"), "a smaller model and more cards"),
+        ("parameters", dict(lora_rank=8, base="nf4"), "a smaller model and a larger card"),
         ("gradients", dict(lora_rank=8), "QLoRA"),
         (
             "activations",
