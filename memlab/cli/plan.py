@@ -35,7 +35,7 @@ def add_to(commands: Commands) -> None:
     )
     quality = "also allow what may train worse: pure half precision, SGD, Lion"
     add("--any-quality", dest="keep_quality", action="store_false", help=quality)
-    add("--lora-rank", type=count, default=16, help=help_of["lora_rank"])
+    add("--lora-rank", type=count, default=16, help="rank of the LoRA adapters, from 1")
     add("--task", help=help_of["task"])
     add("--ranks", type=count, default=1, help="number of cards of this kind that train together")
     add("--link", help=LINK)

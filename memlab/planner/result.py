@@ -195,7 +195,7 @@ class Option:
             and self.recipe.task == "causal-lm"
             and self.recipe.loss == "whole"
         ):
-            ends += " unless the loss is computed in parts"
+            ends += " with all logits at once"
         return (
             f"largest micro-batch {self.largest_batch:,} ({self.largest_batch + 1:,} does not "
             f"fit), longest sequence {self.longest:,} tokens ({ends})"

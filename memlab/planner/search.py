@@ -160,7 +160,8 @@ class Search:
         """What is assumed of products in fp32, on GPUs whose tensor cores could shorten them."""
         rates = self.card.rates or {}
         times = rates.get("tf32", 0) / rates.get("float32", 1)
-        if times > 1 and any(option.recipe.precision == "fp32" for option in options):
+        timed = (option.recipe for option in options if option.seconds)
+        if times > 1 and any(recipe.precision == "fp32" for recipe in timed):
             yield (
                 "fp32 multiplies without TF32, as PyTorch does by default; "
                 'torch.set_float32_matmul_precision("high") makes products up to '

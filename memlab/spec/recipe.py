@@ -67,7 +67,7 @@ class Recipe(CheckedFields):
     )
     task: Any = field(  # a str once the recipe is made
         None,
-        "sequence-classification, causal-lm, masked-lm or seq2seq-lm; None takes the model's "
+        "sequence-classification, causal-lm, masked-lm or seq2seq-lm; by default the model's "
         "usual one",
     )
     batch_size: int = field(1, "sequences per micro-batch and rank", check=integer_from(1))
