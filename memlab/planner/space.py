@@ -100,7 +100,7 @@ class Recipes:
     combinations, excluded: as `combinations` returns them.
     attention: `sdpa` if the architecture has it, else `eager`.
     batches: the micro-batch sizes that divide a rank's sequences of a step, in rising order.
-    weights: the number of weights of the model.
+    weights: the number of weights of the model. quantized: those of them that QLoRA quantizes.
     """
 
     def __init__(self, question: Question, card: GPU):
@@ -117,7 +117,7 @@ class Recipes:
         self.combinations, self.excluded = self.of_ways(question.ways)
         effective = question.effective_batch // question.ranks  # sequences per rank and step
         self.batches = [n for n in range(1, effective + 1) if effective % n == 0]
-        _, self.weights = numbers_of(self.model, question.task)
+        self.quantized, self.weights = numbers_of(self.model, question.task)
 
     def of_ways(
         self, ways: tuple[str, ...], ranks: int | None = None
@@ -166,14 +166,17 @@ class Recipes:
         ranks = ranks or self.question.ranks
         is_full = combination.way == "full"
         size = bytes_per_weight(combination.precision)
-        held: float = {"full": size, "lora": 2, "qlora": 0.5}[combination.way]  # bytes per weight
+        # Experts and embeddings of a quantized base stay in 16 bits.
+        in_4_bits = self.quantized if combination.way == "qlora" else 0
+        held = (self.weights - in_4_bits) * (size if is_full else 2) + in_4_bits / 2
         optimizer = OPTIMIZERS[combination.optimizer]
         state = 0 if optimizer.paged else size if optimizer.bits == 32 else optimizer.bits / 8
-        trained: float = is_full * (size + optimizer.states * state)  # gradient and states
+        # Gradient and states of each weight.
+        trained: float = is_full * self.weights * (size + optimizer.states * state)
         # zero2 keeps weights gathered from the forward to the backward pass, zero3 does not.
         held /= ranks if combination.sharding == "zero3" else 1
         trained /= ranks if combination.sharding != "ddp" else 1
-        return int(self.weights * (held + trained))
+        return int(held + trained)
 
     def most_sparing(self, candidates: list[Combination], ranks: int | None = None) -> Combination:
         """The combination that probably holds the fewest bytes at once, the plainest of equals.

@@ -11,6 +11,7 @@ the update: gradient clipping and the optimizer step.
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +24,7 @@ from memlab.predict.run import Loop, log_of, shallow_log, two_updates
 from memlab.predict.store import RecordedPhase
 from memlab.predict.structure import Structure, TraceDomain, structures, with_matching_state_dtypes
 from memlab.predict.traces import log_of_run
-from memlab.spec.recipe import FOUR_BITS, Recipe
+from memlab.spec.recipe import FOUR_BITS, Recipe, is_moved_by_sharding
 from memlab.spec.serving import Workload
 from memlab.trace.events import Alloc, Free
 from memlab.trace.layered import LayeredLog
@@ -36,13 +37,13 @@ from memlab.workloads.training import import_libraries
 # a short attention window).
 CHECKED = {16: (256, 48), 8: (88, 40), 4: (84, 36), 2: (82, 34), 1: (81, 33)}
 CHECKED_BATCH = 2  # sequences, unless the trace is for one
-CHECKED_PATTERNS = 3  # layer patterns, more than `CHECKED_DEPTHS` records
 # Layer patterns of the run that checks a stored trace after a library update. A first and a last
 # pattern run every kernel.
 PROBED_PATTERNS = 2
 # Layer patterns of the models to record. Two depths are enough if the check is deeper than both of
-# them. Otherwise three depths must agree; the first pattern may be of another kind.
-CHECKED_DEPTHS = (1, 2)
+# them. Otherwise three depths must agree; the first pattern may be of another kind. So it always is
+# if FSDP moves the weights: it gathers the next layer ahead, and the first one is gathered late.
+CHECKED_DEPTHS, SHARDED_DEPTHS = (1, 2), (2, 3)
 AGREEING_DEPTHS = (1, 2, 3), (2, 3, 4)
 # Give up a recording with more than this many times the expected events. Their number then depends
 # on the sizes, so that no trace holds.
@@ -127,6 +128,8 @@ def _recorded(
     # the chosen widths do.
     like = with_matching_state_dtypes(recipe, structure)
     layers, check = layers_of(primed), _to_check(like, around)
+    depths = SHARDED_DEPTHS if is_moved_by_sharding(recipe) else CHECKED_DEPTHS
+    deeper = depths[-1] + 1  # patterns of the check
     of_like = (
         structure if like is recipe else next(structures(like, card, ignore_small_tensors=True))[0]
     )
@@ -137,26 +140,26 @@ def _recorded(
     ) -> tuple[RecordedPhase, ...] | None:
         """The halves as recorded phases; None if they differ from the run that checks them."""
         phases = [PhaseTrace(half, sizes, around.batches, card.workspace) for half in halves]
-        depth = Depth(CHECKED_PATTERNS if layers else 1, around.batches)
-        log = Trace(*phases).at(checked_sizes, depth)
+        log = Trace(*phases).at(checked_sizes, Depth(deeper if layers else 1, around.batches))
         if not are_alike(log, of_check):
             return None
         return tuple(RecordedPhase(phase, layers) for phase in phases)
 
     if layers:
         # The check runs first, because its number of events bounds that of the recording.
-        of_check = _check_run(check, layers, card, loop=loop)
+        of_check = _check_run(check, layers, card, deeper, loop)
         most = MAX_EVENT_RATIO * len(of_check.steps)
         run = functools.partial(shallow_log, gpu=card, most=most, loop=loop)
         shallow = _shallow_halves(primed, layers, run)
         if loop is not None:
-            # The update must be that of a real training, here of a single pattern.
-            usual = shallow_log(_deep(primed, layers.number(1)), card)
+            # The update must be that of a real training, here of a single pattern. With a limit of
+            # events, even one that is never met, the buffers of sums are logged as in `shallow`.
+            usual = shallow_log(_deep(primed, layers.number(1)), card, most=sys.maxsize)
             if usual.halves()[1] != shallow(1)[1]:
                 return None
         # Two depths first, which the deeper check confirms or refutes. Then three depths that agree
         # with each other, if need be without the model of a single pattern.
-        halves = _layered(shallow, CHECKED_DEPTHS)
+        halves = _layered(shallow, depths)
         recorded = halves and checked(halves, layers, of_check)
         if recorded:
             return recorded
@@ -167,7 +170,7 @@ def _recorded(
         # A trace at the model's own depth would serve only this model. It is recorded for the exact
         # structure, at the model's own widths.
         return None
-    of_check = _check_run(check, None, card)
+    of_check = log_of(check, gpu=card, numbered=True)
     log = log_of(primed, gpu=card, numbered=True, most=MAX_EVENT_RATIO * len(of_check.steps))
     return checked(_of_one_depth(log), None, of_check)
 
@@ -202,7 +205,7 @@ def _check_run(
     check: Recipe,
     layers: Layers | None,
     card: GPU,
-    patterns: int = CHECKED_PATTERNS,
+    patterns: int,
     loop: Loop | None = None,
 ) -> Log:
     """The log of a run that a trace must agree with.
