@@ -109,7 +109,7 @@ def published(model: Model) -> PretrainedConfig:
     if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
         return _read_hub(name)
     raise ValueError(
-        f"unknown model {name!r}{_nearest(name)}: known are {', '.join(_PUBLISHED)} (each also as "
+        f"unknown model {name!r}{_nearest(name)}: known are {_known(name)} (each also as "
         "<name>-tiny), or a config.json, a folder that save_pretrained wrote, or a hub name like "
         f"org/name; {OTHERWISE}"
     )
@@ -122,6 +122,11 @@ def _nearest(name: str) -> str:
         return f", which is {model!r} in 4 bits: name that, with a lora_rank and base nf4"
     near = nearest_model(name, _WRITTEN)
     return f", the nearest is {_WRITTEN[near]!r}" if near else ""
+
+
+def _known(name: str) -> str:
+    # For an error message: all names, unless the one that was meant is named already.
+    return "the names in memlab.models.MODELS" if _nearest(name) else ", ".join(_PUBLISHED)
 
 
 @functools.cache
@@ -259,8 +264,7 @@ def _read_hub(name: str) -> PretrainedConfig:
                 problem = problem if cached_only else one_line(error)
     raise ValueError(
         f"there is no folder {name!r}, and its config cannot be read from the hub ({problem})"
-        f"{_nearest(name)}: known without the hub are {', '.join(_PUBLISHED)}, or a config.json; "
-        f"{OTHERWISE}"
+        f"{_nearest(name)}: known without the hub are {_known(name)}, or a config.json; {OTHERWISE}"
     )
 
 
