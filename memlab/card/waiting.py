@@ -25,6 +25,8 @@ PATIENCE = 20  # readings without any change in the known state, before another 
 MOST = 10_000  # readings of one loop, even if the known state does change
 OTHERS = (0, 2**20)  # in place of 1: below and above what a loop may compare the number with
 TRIES = 10  # other answers, after which the loop is given up
+# Names, or their beginnings, of the instructions after which the next one does not run.
+NO_NEXT = ("JUMP_FORWARD", "JUMP_BACKWARD", "RETURN_VALUE", "RETURN_CONST", "RAISE", "RERAISE")
 MARK = "_memlab_waits"  # the name, among a frame's locals, under which its readings are kept
 # `trunc_normal_` draws again until all numbers lie within the bounds. One more draw takes all the
 # memory that further draws would, so the second reading ends the loop, without an assumption.
@@ -153,16 +155,16 @@ def _loop_at_work(frame):
     place: the code and the instruction of every frame from the reading up to the loop. It tells the
     readings of one loop apart. All three are None without a loop, and for a `for` loop.
     """
-    # Skip the simulation's own frames, and PyTorch's dispatch modes.
-    while frame is not None and _is_ours(frame.f_code.co_filename):
-        frame = frame.f_back
-    reader = frame
+    reader = None
     place: list[int] = []
     while frame is not None:
-        place += id(frame.f_code), frame.f_lasti
-        kind = _loop_around(frame.f_code, frame.f_lasti)
-        if kind:
-            return (reader, tuple(place), frame) if kind == "while" else (None, None, None)
+        # Skip the simulation's own frames, and PyTorch's dispatch modes.
+        if not _is_ours(frame.f_code.co_filename):
+            reader = reader or frame
+            place += id(frame.f_code), frame.f_lasti
+            kind = _loop_around(frame.f_code, frame.f_lasti)
+            if kind:
+                return (reader, tuple(place), frame) if kind == "while" else (None, None, None)
         frame = frame.f_back
     return None, None, None
 
@@ -178,26 +180,46 @@ def _is_ours(file) -> bool:
 @functools.cache
 def _loop_around(code, at) -> str:
     """The kind of the innermost loop around an instruction, `for` or `while`; empty for none."""
-    around = [(start, kind) for start, end, kind in _loops(code) if start <= at <= end]
+    around = [(first, kind) for first, kind, inside in _loops(code) if at in inside]
     return max(around)[1] if around else ""  # the one that starts last
 
 
 @functools.cache
-def _loops(code) -> list[tuple[int, int, str]]:
-    """(first instruction, last instruction, kind) of each loop: of each backward jump.
+def _loops(code) -> list[tuple[int, str, set[int]]]:
+    """(first instruction, kind, all instructions) of each loop: of each backward jump.
+
+    Instructions are named by their offsets. Those of a loop are found by going back from its jump,
+    not by their order: compilers move handlers of exceptions, which may jump into a loop, to the
+    end of the function.
 
     NB: Python 3.11 compiles the first test of a `while` loop as code before the loop.
     """
     instructions = list(dis.get_instructions(code))
-    at = {instruction.offset: instruction.opname for instruction in instructions}
-    jumps = [
-        (instruction.argval, instruction.offset)
-        for instruction in instructions
-        if instruction.opcode in (*dis.hasjrel, *dis.hasjabs)
-        and instruction.argval < instruction.offset
-        and "NO_INTERRUPT" not in instruction.opname  # `yield from` and `await`
-    ]
-    return [(to, end, "for" if at[to] == "FOR_ITER" else "while") for to, end in jumps]
+    ends = [instruction.offset for instruction in instructions[1:]] + [len(code.co_code)]
+    kinds = {one.offset: "for" if one.opname == "FOR_ITER" else "while" for one in instructions}
+    before: dict[int, list[int]] = {}  # instruction -> those that may run just before it
+    jumps = []
+    for instruction, end in zip(instructions, ends, strict=True):
+        offset, name = instruction.offset, instruction.opname
+        if not name.startswith(NO_NEXT):
+            before.setdefault(end, []).append(offset)
+        if instruction.opcode in (*dis.hasjrel, *dis.hasjabs):
+            before.setdefault(instruction.argval, []).append(offset)
+            # `yield from` and `await` jump back without a loop.
+            if instruction.argval < offset and "NO_INTERRUPT" not in name:
+                jumps.append((instruction.argval, offset))
+    # A frame may be at one of the caches that follow an instruction.
+    after = {one.offset: end for one, end in zip(instructions, ends, strict=True)}
+    loops = []
+    for first, last in jumps:
+        inside, waiting = {first}, [last]
+        while waiting:
+            offset = waiting.pop()
+            if offset not in inside:
+                inside.add(offset)
+                waiting += before.get(offset, ())
+        loops.append((first, kinds[first], {at for one in inside for at in range(one, after[one])}))
+    return loops
 
 
 PLAIN = (int, float, str, bytes, bool, type(None))

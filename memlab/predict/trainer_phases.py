@@ -65,6 +65,7 @@ class Phases:
 
     def __init__(self, card: SimulatedGPU, steps: int):
         self.card, self.steps, self.cut = card, steps, False
+        self._fewest = 0  # `fewest_steps` when the script was ended
         self.trainer: Any = None
         # By the id of the optimizer: its steps, and the different numbers of floating-point
         # operations that their backward passes had.
@@ -116,6 +117,8 @@ class Phases:
 
     def enough_steps(self) -> None:
         """End the script, by an exception."""
+        # Now, as the optimizers without a step are gone once the script's names are.
+        self._fewest = self.fewest_steps
         self.cut, self.trainer = True, self.trainer or _trainer_at_work()
         raise EnoughSteps
 
@@ -133,9 +136,9 @@ class Phases:
                 f"more than these {self.most_steps} (--steps {max(25, 4 * self.most_steps)} runs "
                 "more)"
             )
-        if self.fewest_steps < self.steps:
+        if self._fewest < self.steps:
             yield (
-                f"one optimizer has made {self.fewest_steps} of these {self.most_steps} steps: its "
+                f"one optimizer has made {self._fewest} of these {self.most_steps} steps: its "
                 f"next one may need more (--steps {2 * self.most_steps} runs more)"
             )
         yield from self._left()

@@ -62,7 +62,23 @@ class Chain:
             x = x + 1
 
 
-WAITING = [rejection, done_flags, convergence, convergence_on_the_host, Chain()]
+def after_a_loop_that_catches(x):
+    """Its handler comes last in the bytecode, and jumps back to the first loop."""
+
+    def finished():
+        for text in "12":
+            try:
+                int(text)
+            except ValueError:
+                continue
+        return bool(x.norm() < 1e-6)
+
+    while not finished():
+        x = x / 2
+
+
+WAITING = [rejection, done_flags, convergence, convergence_on_the_host, after_a_loop_that_catches]
+WAITING += [Chain()]
 
 
 @pytest.mark.parametrize("loop", WAITING, ids=lambda one: getattr(one, "__name__", "Chain"))

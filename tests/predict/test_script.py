@@ -282,12 +282,15 @@ def test_a_generator_that_is_trained_less_often_than_its_critic_is_waited_for(
 critic, generator = torch.nn.Linear(512, 1).cuda(), torch.nn.Linear(512, 512).cuda()
 optimizers = [torch.optim.Adam(model.parameters()) for model in (critic, generator)]
 unused = torch.optim.Adam(generator.parameters()); del unused
-for step in range(1, 50):
-    critic(torch.randn(8, 512, device="cuda")).mean().backward()
-    optimizers[0].step()
-    if step % {every} == 0:
-        critic(generator(torch.randn(8, 512, device="cuda"))).mean().backward()
-        optimizers[1].step()
+try:
+    for step in range(1, 50):
+        critic(torch.randn(8, 512, device="cuda")).mean().backward()
+        optimizers[0].step()
+        if step % {every} == 0:
+            critic(generator(torch.randn(8, 512, device="cuda"))).mean().backward()
+            optimizers[1].step()
+finally:
+    optimizers.clear()  # as with the names of a script that has ended
 """
     status, out, _ = run(text)
     assert status == 0 and out.splitlines()[1] == f"{steps} optimizer steps"
