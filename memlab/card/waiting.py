@@ -11,6 +11,7 @@ are those of the variables of the loop's frame, and of the attributes of these v
 import dis
 import functools
 import inspect
+import itertools
 import sys
 import weakref
 from pathlib import Path
@@ -60,7 +61,7 @@ class Waits:
             while frame is not None and id(frame) != self._reader[0]:
                 frame = frame.f_back
             # It has, unless its frame is still on the stack and at the same instruction.
-            if frame is None or frame.f_lasti != self._reader[1]:
+            if frame is None or _instruction(frame.f_code, frame.f_lasti) != self._reader[1]:
                 self._reader = None
 
     def _is_same_turn(self, frame, tensor) -> bool:
@@ -69,7 +70,8 @@ class Waits:
         Builtins such as `all` and `max` do so with the tensors of a generator. `frame` is then the
         frame that called the builtin.
         """
-        reader, storage = (id(frame), frame.f_lasti), tensor.untyped_storage()
+        reader = id(frame), _instruction(frame.f_code, frame.f_lasti)
+        storage = tensor.untyped_storage()
         same = self._reader == reader and self._last_read() is not storage
         self._reader, self._last_read = reader, weakref.ref(storage)
         return same
@@ -180,13 +182,23 @@ def _is_ours(file) -> bool:
 @functools.cache
 def _loop_around(code, at) -> str:
     """The kind of the innermost loop around an instruction, `for` or `while`; empty for none."""
-    around = [(first, kind) for first, kind, inside in _loops(code) if at in inside]
+    around = [(first, kind) for first, kind, inside in _loops(code) if kind and at in inside]
     return max(around)[1] if around else ""  # the one that starts last
+
+
+@functools.cache
+def _instruction(code, at) -> int:
+    """The instruction at work; one for a whole call of `all` or `any`."""
+    calls = [first for first, kind, inside in _loops(code) if not kind and at in inside]
+    return max(calls, default=at)
 
 
 @functools.cache
 def _loops(code) -> list[tuple[int, str, set[int]]]:
     """(first instruction, kind, all instructions) of each loop: of each backward jump.
+
+    The kind is `for`, `while`, or empty for a call of `all` or `any` with a generator, which Python
+    3.14 compiles as a loop.
 
     Instructions are named by their offsets. Those of a loop are found by going back from its jump,
     not by their order: compilers move handlers of exceptions, which may jump into a loop, to the
@@ -196,7 +208,11 @@ def _loops(code) -> list[tuple[int, str, set[int]]]:
     """
     instructions = list(dis.get_instructions(code))
     ends = [instruction.offset for instruction in instructions[1:]] + [len(code.co_code)]
-    kinds = {one.offset: "for" if one.opname == "FOR_ITER" else "while" for one in instructions}
+    after_for = {
+        one.offset: then.opname
+        for one, then in itertools.pairwise(instructions)
+        if one.opname == "FOR_ITER"
+    }
     before: dict[int, list[int]] = {}  # instruction -> those that may run just before it
     jumps = []
     for instruction, end in zip(instructions, ends, strict=True):
@@ -218,7 +234,9 @@ def _loops(code) -> list[tuple[int, str, set[int]]]:
             if offset not in inside:
                 inside.add(offset)
                 waiting += before.get(offset, ())
-        loops.append((first, kinds[first], {at for one in inside for at in range(one, after[one])}))
+        # A `for` loop gives its item a name first; `all` and `any` ask whether it is true.
+        kind = {None: "while", "TO_BOOL": ""}.get(after_for.get(first), "for")
+        loops.append((first, kind, {at for one in inside for at in range(one, after[one])}))
     return loops
 
 
