@@ -26,8 +26,9 @@ There are three kinds of figures. Bytes and counts are exact: they are the same 
 Results of a training have a tolerance: 4 (in the unit of the text), 10% (of the value) or x2 (a
 factor). It comes from runs with other seeds and instruction sets (`make portable-avx2`,
 `make portable-oldest`). So has what is counted in the docstrings of installed packages, which are
-not the same for every Python: NumPy leaves some modules out for 3.12 and later. Measured times are never wrong, only reported; so is a verdict that rests
-on a measured time. `make book` renders the figures of the run; `make test` checks them.
+not the same for every Python: NumPy leaves some modules out for 3.12 and later. Measured times are
+never wrong, only reported; so is a verdict that rests on a measured time. `make book` renders the
+figures of the run; `make test` checks them.
 """
 
 import argparse
