@@ -58,7 +58,7 @@ def test_a_new_process_says_the_same_twice_and_takes_little_memory():
     """peft imports bitsandbytes, which makes tables: on the card, if it came too late."""
     # Not ru_maxrss, which a process takes over from the one that started it.
     highest = int(re.search(r"VmHWM:\s+(\d+) kB", run_python(ALONE).stdout)[1]) * 1024
-    assert highest < 2**30
+    assert highest < 3 * 2**29  # importing PyTorch takes most, and a CUDA build more than others
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "non-reentrant"])
