@@ -33,7 +33,7 @@ from memlab.panels.moments import largest_moments
 from memlab.planner.space import NF4
 from memlab.predict.shipped import FOLDER, NO_TRACE, Shipped, file_of, split_key
 from memlab.predict.store import FORMAT, RecordedPhase, kept_of, text_of
-from memlab.predict.structure import has_no_trace, structures
+from memlab.predict.structure import has_fused_products, has_no_trace, structures
 from memlab.predict.trace_recorder import record
 from memlab.predict.traces import keys_of, usual_sizes
 from memlab.spec.recipe import AUTOCAST
@@ -140,11 +140,14 @@ def _pairs(model, card, values, attention, common, asked=64, slow=False):
         changes = {"checkpointing": checkpointing, "accumulation": accumulation}
         changes |= {"optimizer": optimizer, "max_grad_norm": norm, "attention": attention}
         usual = usual_sizes(Recipe(model, seq_len=asked, **values, **changes))
-        # As many tokens with one sequence as with two: with few tokens bitsandbytes runs a fused
-        # kernel, which would be another trace.
+        # As many tokens with one sequence as with two, and more if need be: with few tokens
+        # bitsandbytes runs a fused kernel, which would be another trace.
         length = usual.seq_len * usual.batch_size // batch
-        longest = models.max_length(model) or length
-        yield usual.but(batch_size=batch, seq_len=min(length, longest)), card
+        longest = models.max_length(model) or PLANNED_LENGTH
+        recipe = usual.but(batch_size=batch, seq_len=min(length, longest))
+        while has_fused_products(recipe, card) and 2 * recipe.seq_len <= longest:
+            recipe = recipe.but(seq_len=2 * recipe.seq_len)
+        yield recipe, card
 
 
 def wanted(asked) -> list[tuple]:

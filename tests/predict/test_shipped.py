@@ -11,7 +11,7 @@ import record_traces
 import torch
 from contents import ROOT
 
-from memlab import Recipe, libraries
+from memlab import Recipe, libraries, plan
 from memlab.gpus import find_gpu
 from memlab.libraries import LIBRARIES
 from memlab.predict import shipped as module
@@ -57,6 +57,18 @@ def test_they_are_what_is_recorded_today(seed):
     for key, half in zip(keys, fresh, strict=True):
         Shipped.of_memlab().read_into(known, key)
         assert store.text_of(dataclasses.replace(known[key], largest=None)) == store.text_of(half)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu"), [("flan-t5-base", "RTX-4090"), ("gemma-3-270m", "A100-80GB")]
+)
+def test_a_plan_for_a_model_that_is_slow_to_record_records_nothing(
+    model, gpu, nothing_read, monkeypatch, tmp_path
+):
+    assert model in record_traces.SLOW
+    monkeypatch.setenv(libraries.FOLDER, str(tmp_path))
+    monkeypatch.setattr(trace_recorder, "record", None)
+    assert plan(model, gpu, seq_len=2048)
 
 
 @pytest.fixture
