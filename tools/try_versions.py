@@ -95,8 +95,8 @@ def main() -> int:
     parser.add_argument("--into", help="a folder for the environment, used again if it is there")
     options = parser.parse_args()
     into = Path(options.into or tempfile.mkdtemp(prefix="versions-")).resolve()
-    python = into / "bin" / "python"
-    if not python.exists():
+    python, ready = into / "bin" / "python", into / "ready"
+    if not ready.exists():  # as after an install that failed
         subprocess.run([options.python, "-m", "venv", into], check=True)
         pins = into / "pins.txt"
         pins.write_text("\n".join(requirements(options.set)) + "\n")
@@ -105,6 +105,7 @@ def main() -> int:
         # memlab must be installed too: `memlab --version` reads the installed package's version.
         memlab = [python, "-m", "pip", "install", "--quiet", "--no-deps", ROOT]
         subprocess.run(memlab, check=True)
+        ready.touch()
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "PATH": f"{into / 'bin'}{os.pathsep}{os.environ['PATH']}",
