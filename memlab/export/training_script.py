@@ -61,7 +61,7 @@ OLDEST = {
     "accelerate": "1.12",
     "bitsandbytes": "0.50",
     "datasets": "4.0",
-    "peft": "0.21",
+    "peft": "0.21.2",
     "torch": "2.11",
     "transformers": "5.23",
 }

@@ -66,6 +66,8 @@ def test_a_plan_for_a_model_that_is_slow_to_record_records_nothing(
     model, gpu, nothing_read, monkeypatch, tmp_path
 ):
     assert model in record_traces.SLOW
+    if Shipped().others_of(Recipe(model, precision="bf16-amp", lora_rank=8, base="nf4")):
+        pytest.skip("with other releases a run decides whether the traces hold")
     monkeypatch.setenv(libraries.FOLDER, str(tmp_path))
     monkeypatch.setattr(trace_recorder, "record", None)
     assert plan(model, gpu, seq_len=2048)
