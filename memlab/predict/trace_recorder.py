@@ -41,8 +41,8 @@ CHECKED_BATCH = 2  # sequences, unless the trace is for one
 # pattern run every kernel.
 PROBED_PATTERNS = 2
 # Layer patterns of the models to record. Two depths are enough if the check is deeper than both of
-# them. Otherwise three depths must agree; the first pattern may be of another kind. So it always is
-# if FSDP moves the weights: it gathers the next layer ahead, and the first one is gathered late.
+# them. Otherwise three depths must agree; the first pattern may be of another kind. So it is if FSDP
+# moves the weights of patterns of one layer: it gathers the next layer ahead, but not the first.
 CHECKED_DEPTHS, SHARDED_DEPTHS = (1, 2), (2, 3)
 AGREEING_DEPTHS = (1, 2, 3), (2, 3, 4)
 # Give up a recording with more than this many times the expected events. Their number then depends
@@ -128,7 +128,8 @@ def _recorded(
     # the chosen widths do.
     like = with_matching_state_dtypes(recipe, structure)
     layers, check = layers_of(primed), _to_check(like, around)
-    depths = SHARDED_DEPTHS if is_moved_by_sharding(recipe) else CHECKED_DEPTHS
+    gathered = is_moved_by_sharding(recipe) and layers is not None and layers.period == 1
+    depths = SHARDED_DEPTHS if gathered else CHECKED_DEPTHS
     deeper = depths[-1] + 1  # patterns of the check
     of_like = (
         structure if like is recipe else next(structures(like, card, ignore_small_tensors=True))[0]
