@@ -41,8 +41,8 @@ CHECKED_BATCH = 2  # sequences, unless the trace is for one
 # pattern run every kernel.
 PROBED_PATTERNS = 2
 # Layer patterns of the models to record. Two depths are enough if the check is deeper than both of
-# them. Otherwise three depths must agree; the first pattern may be of another kind. So it is if FSDP
-# moves the weights of patterns of one layer: it gathers the next layer ahead, but not the first.
+# them. Otherwise three depths must agree; the first pattern may be of another kind. So it is where
+# a pattern is one layer and FSDP moves its weights, as it gathers all layers but the first ahead.
 CHECKED_DEPTHS, SHARDED_DEPTHS = (1, 2), (2, 3)
 AGREEING_DEPTHS = (1, 2, 3), (2, 3, 4)
 # Give up a recording with more than this many times the expected events. Their number then depends
