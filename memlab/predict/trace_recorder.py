@@ -42,7 +42,7 @@ CHECKED_BATCH = 2  # sequences, unless the trace is for one
 PROBED_PATTERNS = 2
 # Layer patterns of the models to record. Two depths are enough if the check is deeper than both of
 # them. Otherwise three depths must agree; the first pattern may be of another kind. So it is where
-# a pattern is one layer and FSDP moves its weights, as it gathers all layers but the first ahead.
+# a pattern is one or two layers and FSDP moves their weights, as it gathers all but the first ahead.
 CHECKED_DEPTHS, SHARDED_DEPTHS = (1, 2), (2, 3)
 AGREEING_DEPTHS = (1, 2, 3), (2, 3, 4)
 # Give up a recording with more than this many times the expected events. Their number then depends
@@ -128,7 +128,7 @@ def _recorded(
     # the chosen widths do.
     like = with_matching_state_dtypes(recipe, structure)
     layers, check = layers_of(primed), _to_check(like, around)
-    gathered = is_moved_by_sharding(recipe) and layers is not None and layers.period == 1
+    gathered = is_moved_by_sharding(recipe) and layers is not None and layers.period <= 2
     depths = SHARDED_DEPTHS if gathered else CHECKED_DEPTHS
     deeper = depths[-1] + 1  # patterns of the check
     of_like = (
