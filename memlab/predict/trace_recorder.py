@@ -41,8 +41,8 @@ CHECKED_BATCH = 2  # sequences, unless the trace is for one
 # pattern run every kernel.
 PROBED_PATTERNS = 2
 # Layer patterns of the models to record. Two depths are enough if the check is deeper than both of
-# them. Otherwise three depths must agree; the first pattern may be of another kind. So it is where a
-# pattern is one or two layers and FSDP moves their weights: it gathers all but the first ahead.
+# them. Otherwise three depths must agree; the first pattern may be of another kind. So it is where
+# a pattern is one or two layers and FSDP moves their weights: only the first is not gathered ahead.
 CHECKED_DEPTHS, SHARDED_DEPTHS = (1, 2), (2, 3)
 AGREEING_DEPTHS = (1, 2, 3), (2, 3, 4)
 # Give up a recording with more than this many times the expected events. Their number then depends
