@@ -29,10 +29,10 @@ LEFT_FREE = int(1.2 * 2**30)
 MAX_LAYERS_TO_RUN = 12
 # Elements. Smaller weights stay on the GPU: `minimal_size` of torchao's CPUOffloadOptimizer
 # (torchao/optim/cpu_offload.py).
+LEAST_OFFLOADED = 4096
 # Families with activations above 65,504, the largest number of fp16: huggingface/transformers#9295
 # (T5), unslothai/unsloth#4014 (Gemma 3, whose reach 800,000).
 OVERFLOWING = ("gemma3", "gemma3_text", "t5", "mt5")
-LEAST_OFFLOADED = 4096
 
 
 def require_recipe(recipe: object) -> None:

@@ -63,7 +63,7 @@ class Chain:
 
 
 def after_a_loop_that_catches(x):
-    """Its handler comes last in the bytecode, and jumps back to the first loop."""
+    """Python 3.13 moves its handler to the end, from where it jumps back to the first loop."""
 
     def finished():
         for text in "12":
