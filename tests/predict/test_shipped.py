@@ -10,6 +10,7 @@ import pytest
 import record_traces
 import torch
 from contents import ROOT
+from transformers.models.gemma3 import modeling_gemma3
 
 from memlab import Recipe, libraries, plan
 from memlab.gpus import find_gpu
@@ -97,6 +98,24 @@ def test_of_other_releases_a_run_decides_whether_they_hold(other_torch, monkeypa
     assert len(ran) == 1 and len(list(other_torch.rglob("*.gz"))) == 2
     traces.cache_clear()
     assert are_alike(traces().log(deep, find_gpu("T4")), first) and len(ran) == 1
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_they_hold_in_whatever_order_a_set_is(backwards, monkeypatch):
+    """Gemma 3 makes the angles of its two kinds of layers in the order of a set of strings."""
+
+    def in_order(items):
+        return sorted(dict.fromkeys(items), reverse=backwards)
+
+    monkeypatch.setattr(modeling_gemma3, "set", in_order, raising=False)
+    usual = {"optimizer": "adamw_torch_fused", "max_grad_norm": 1.0, "attention": "sdpa"}
+    recipe = Recipe("gemma-3-270m", precision="bf16-amp", **usual)
+    recipe, card = usual_sizes(recipe), find_gpu("A100-80GB")
+    of_halves = next(structures(recipe, card))
+    keys, shipped = keys_of(recipe, *of_halves), {}
+    for key in keys:
+        Shipped.of_memlab().read_into(shipped, key)
+    assert trace_recorder.is_as_run(recipe, card, of_halves, [shipped[key] for key in keys])
 
 
 def test_what_does_not_hold_is_recorded_anew(other_torch, monkeypatch):
