@@ -225,15 +225,16 @@ def _values(line: str) -> dict:
     return values | alike
 
 
-def check(number: int) -> None:
+def check(number: int, seed: int | None = None) -> None:
     """Record `number` random cases and compare them with the stored traces.
 
-    Exits with status 1 and a list of the differences if there are any.
+    Exits with status 1 and a list of the differences if there are any. seed: to draw the same cases
+    every time.
     """
     kept = Shipped()
     cases = wanted(itertools.chain.from_iterable(map(recipes, MODELS)))
     differing = []
-    for case in random.sample(cases, number):
+    for case in random.Random(seed).sample(cases, number):
         for key, line in recorded([case]).items():
             # A key that is not stored is compared with itself: it is missing, not wrong.
             structure, rest = split_key(key)
@@ -259,9 +260,10 @@ def main():
     with_fixed_hashes()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", type=int, default=0, help="so many, at random")
-    number = parser.parse_args().check
-    if number:
-        check(number)
+    parser.add_argument("--seed", type=int, help="of the check: the same cases every time")
+    args = parser.parse_args()
+    if args.check:
+        check(args.check, args.seed)
         return
     if not Shipped().is_of_this_format:
         for file in FOLDER.glob("*"):  # traces of another format cannot be read

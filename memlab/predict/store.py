@@ -34,7 +34,7 @@ from memlab.trace.work import Work
 
 # Raise this number by hand when a rule of memlab changes which events a run has, or what a file
 # holds. All traces are then recorded again. A new release of a library needs no new format.
-FORMAT = 3
+FORMAT = 4
 LARGEST = 256 * 2**20  # bytes of all files together; the least recently used ones are deleted
 # Exceptions from a file that was cut short, is corrupt, or was written by another program.
 UNREADABLE = (OSError, EOFError, ValueError, LookupError, TypeError, zlib.error, lzma.LZMAError)

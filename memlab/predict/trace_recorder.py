@@ -26,7 +26,7 @@ from memlab.predict.structure import Structure, TraceDomain, structures, with_ma
 from memlab.predict.traces import log_of_run
 from memlab.spec.recipe import FOUR_BITS, Recipe, is_moved_by_sharding
 from memlab.spec.serving import Workload
-from memlab.trace.events import Alloc, Free
+from memlab.trace.events import Alloc, Category, Free, Marker
 from memlab.trace.layered import LayeredLog
 from memlab.trace.log import Log
 from memlab.trace.symbols import ALIGNED
@@ -45,6 +45,8 @@ PROBED_PATTERNS, PROBED_LAYERS = 2, 3
 # a pattern is one or two layers and FSDP moves their weights: only the first is not gathered ahead.
 CHECKED_DEPTHS, SHARDED_DEPTHS = (1, 2), (2, 3)
 AGREEING_DEPTHS = (1, 2, 3), (2, 3, 4)
+# Bytes of a small tensor: an int64 for every pair of elements in a head of 512.
+SMALL = 2048
 # Give up a recording with more than this many times the expected events. Their number then depends
 # on the sizes, so that no trace holds.
 MAX_EVENT_RATIO = 2
@@ -183,9 +185,7 @@ def is_as_run(
 
     of_halves: the structures of the passes and of the update. halves: the halves of the trace.
 
-    Takes about half a second, and some seconds for a long pattern. Which of several storages with
-    equal allocations is freed is not compared: some models build such tensors in the order of a set
-    of strings, which differs from process to process.
+    Takes about half a second, and some seconds for a long pattern.
     """
     around, layers = TraceDomain.of(recipe), halves[0].layers
     if layers != halves[1].layers:
@@ -206,7 +206,7 @@ def is_as_run(
     sizes = of_halves[1].sizes(check) | of_halves[0].sizes(check) | card.symbols
     trace = Trace(*(phase.half for phase in halves))
     log = trace.at(sizes, Depth(patterns, around.batches))
-    return are_alike(log, of_check, identified=False)
+    return are_alike(log, of_check, strictly=False)
 
 
 def _check_run(
@@ -257,30 +257,42 @@ def _deep(recipe: Workload, layers: int) -> Workload:
     return replace(recipe, model=models.with_layers(recipe.model, layers))
 
 
-def are_alike(log: Log, other: Log, identified: bool = True) -> bool:
+def are_alike(log: Log, other: Log, strictly: bool = True) -> bool:
     """Whether two logs have the same events with the same bytes, and the same weights.
 
-    identified: whether it matters which of several storages with equal allocations is freed.
-
     Consecutive frees may be in any order, which makes no difference to the allocator afterwards.
+
+    strictly: False to compare neither what may differ between models that share a trace, nor what
+        differs from process to process (`canonical_events`).
     """
-    events, others = (canonical_events(one, identified) for one in (log, other))
+    events, others = (canonical_events(one, strictly) for one in (log, other))
     return log.weights == other.weights and events == others
 
 
-def canonical_events(log: Log, identified: bool = True) -> list:
-    """The events of a log in a form in which equal logs are equal; identified: as in `are_alike`.
+def canonical_events(log: Log, strictly: bool = True) -> list:
+    """The events of a log in a form in which equal logs are equal.
 
     A storage is named by the place of its allocation, and consecutive frees are sorted. The buffer
     of a reduction counts by its bytes, whatever the shape of the reduced matrix.
+
+    strictly: False to leave out small temporaries and buffers made before the first step, which
+        differ between kinds of rotary embeddings (`structure.SAME_ROPE`). Which of several storages
+        with equal allocations is freed is left out, too: some models make them in the order of a
+        set of strings, which depends on PYTHONHASHSEED.
     """
     places: dict[object, int] = {}
     words: list[Any] = []
     freed: list[Any] = []
+    leaves_out = not strictly
     for name, step in log.events():
+        if step is Marker.RESET:
+            leaves_out = False  # the first step begins
         if type(step) is Free:
-            place = places.pop(name)
-            freed.append(place if identified else words[place])
+            if name in places:
+                place = places.pop(name)
+                freed.append(place if strictly else words[place])
+            continue
+        if leaves_out and type(step) is Alloc and _is_small(step):
             continue
         words += sorted(freed)
         freed.clear()
@@ -288,6 +300,10 @@ def canonical_events(log: Log, identified: bool = True) -> list:
             places[name], step = len(words), step._replace(reduction=None)
         words.append(step)
     return words + sorted(freed)
+
+
+def _is_small(alloc: Alloc) -> bool:
+    return alloc.category in (Category.TEMPORARY, Category.BUFFERS) and alloc.nbytes <= SMALL
 
 
 def _to_check(recipe: Recipe, around: TraceDomain) -> Recipe:

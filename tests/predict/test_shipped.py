@@ -5,6 +5,8 @@ import json
 import lzma
 import random
 import re
+import subprocess
+import sys
 
 import pytest
 import record_traces
@@ -60,6 +62,13 @@ def test_they_are_what_is_recorded_today(seed):
         assert store.text_of(dataclasses.replace(known[key], largest=None)) == store.text_of(half)
 
 
+@pytest.mark.slow
+def test_more_of_them_are_what_is_recorded_today():
+    tool = [sys.executable, record_traces.__file__, "--check", "60", "--seed", "1"]
+    checked = subprocess.run(tool, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
 @pytest.mark.parametrize(
     ("model", "gpu"), [("flan-t5-base", "RTX-4090"), ("gemma-3-270m", "A100-80GB")]
 )
@@ -100,6 +109,17 @@ def test_of_other_releases_a_run_decides_whether_they_hold(other_torch, monkeypa
     assert are_alike(traces().log(deep, find_gpu("T4")), first) and len(ran) == 1
 
 
+def holds(model, card, **values):
+    """Whether a shallow run confirms a model's shipped traces of LoRA or of full fine-tuning."""
+    values |= {"optimizer": "adamw_torch_fused", "max_grad_norm": 1.0, "attention": "sdpa"}
+    recipe = usual_sizes(Recipe(model, precision="bf16-amp", **values))
+    of_halves = next(structures(recipe, card))
+    keys, shipped = keys_of(recipe, *of_halves), {}
+    for key in keys:
+        Shipped.of_memlab().read_into(shipped, key)
+    return trace_recorder.is_as_run(recipe, card, of_halves, [shipped[key] for key in keys])
+
+
 @pytest.mark.parametrize("backwards", [False, True])
 def test_they_hold_in_whatever_order_a_set_is(backwards, monkeypatch):
     """Gemma 3 makes the angles of its two kinds of layers in the order of a set of strings."""
@@ -108,14 +128,12 @@ def test_they_hold_in_whatever_order_a_set_is(backwards, monkeypatch):
         return sorted(dict.fromkeys(items), reverse=backwards)
 
     monkeypatch.setattr(modeling_gemma3, "set", in_order, raising=False)
-    usual = {"optimizer": "adamw_torch_fused", "max_grad_norm": 1.0, "attention": "sdpa"}
-    recipe = Recipe("gemma-3-270m", precision="bf16-amp", **usual)
-    recipe, card = usual_sizes(recipe), find_gpu("A100-80GB")
-    of_halves = next(structures(recipe, card))
-    keys, shipped = keys_of(recipe, *of_halves), {}
-    for key in keys:
-        Shipped.of_memlab().read_into(shipped, key)
-    assert trace_recorder.is_as_run(recipe, card, of_halves, [shipped[key] for key in keys])
+    assert holds("gemma-3-270m", find_gpu("A100-80GB"))
+
+
+def test_they_hold_for_models_that_differ_in_the_kind_of_rotary_positions():
+    """Llama 3.1's traces are those of Llama 3, which makes fewer small tensors at first."""
+    assert holds("llama-3.1-8b", find_gpu("A100-80GB"), lora_rank=8, base="half")
 
 
 def test_what_does_not_hold_is_recorded_anew(other_torch, monkeypatch):
