@@ -43,6 +43,8 @@ from memlab.spec.recipe import (
 )
 from memlab.trace.symbols import ALIGNED, chosen_sizes
 
+# Fields of a config that say nothing about its tensors.
+NO_STRUCTURE = {"architectures", "transformers_version"}
 # Kinds of scaled rotary positions with the same tensors as unscaled ones.
 SAME_ROPE = ("default", "linear", "llama3", "yarn")
 # The largest LoRA rank to record at. A matrix with a side below `NARROW` is taken for a router,
@@ -296,7 +298,7 @@ def usual_values(model: Model) -> dict[str, Any] | None:
     if (getattr(config, "num_decoder_layers", None) or layers) != layers:
         return None
     chosen, own = _at_chosen_widths(config)
-    fields = vars(type(config)()).keys() - {"architectures", "transformers_version"}
+    fields = vars(type(config)()).keys() - NO_STRUCTURE
     values: dict[str, Any] = {"model_type": config.model_type}
     for name, value in vars(chosen).items():
         # A list with one entry per layer, all alike: the number of layers must not matter.
@@ -471,7 +473,7 @@ def _shapes_at_chosen_widths(model: Model, task: str) -> list[list[int]]:
 def exact_structure(recipe: Recipe, card: GPU, of_updates: bool = False) -> Structure:
     """The structure of a recipe's passes, or of its update, with the model's own widths fixed."""
     values, other_names, _ = models.facts_of(recipe.model)
-    key_fields = dict(values)
+    key_fields = {name: value for name, value in values.items() if name not in NO_STRUCTURE}
     for name in LENGTHS:
         name = other_names.get(name, name)
         if key_fields.get(name):

@@ -1,12 +1,19 @@
 """One line at a time, and none in the end."""
 
 import sys
+import weakref
 
 import pytest
 
 from memlab.predict.progress import Progress
 
 SHOWN = {"delay": 0, "disable": False, "mininterval": 0}  # whatever TQDM_DISABLE says
+
+
+@pytest.fixture(autouse=True)
+def no_other_bar(monkeypatch):
+    """No test before has left a bar open."""
+    monkeypatch.setattr(Progress, "_instances", weakref.WeakSet(), raising=False)
 
 
 def test_a_bar_is_wiped_out(capsys):

@@ -11,6 +11,7 @@ import sys
 import pytest
 import record_traces
 import torch
+import transformers
 from contents import ROOT
 from transformers.models.gemma3 import modeling_gemma3
 
@@ -83,6 +84,13 @@ def test_a_plan_for_a_model_that_is_slow_to_record_records_nothing(
     assert plan(model, gpu, seq_len=2048)
 
 
+def test_another_release_of_transformers_finds_them():
+    """Gemma 3 270M's one key head makes its whole config part of the structure."""
+    recipe = Recipe("gemma-3-270m", attention="sdpa")
+    passes, _ = next(structures(recipe, find_gpu("A100-80GB")))
+    assert "hidden_size" in passes.key and transformers.__version__ not in passes.key
+
+
 @pytest.fixture
 def other_torch(monkeypatch, nothing_read, tmp_path):
     """Another release of torch is here than the one they were recorded with, and no cache."""
@@ -127,6 +135,8 @@ def test_they_hold_in_whatever_order_a_set_is(backwards, monkeypatch):
     def in_order(items):
         return sorted(dict.fromkeys(items), reverse=backwards)
 
+    if Shipped().others_of(Recipe("gemma-3-270m")):
+        pytest.skip("with other releases a run decides whether the traces hold")
     monkeypatch.setattr(modeling_gemma3, "set", in_order, raising=False)
     assert holds("gemma-3-270m", find_gpu("A100-80GB"))
 
