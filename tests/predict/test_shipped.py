@@ -65,6 +65,8 @@ def test_they_are_what_is_recorded_today(seed):
 
 @pytest.mark.slow
 def test_more_of_them_are_what_is_recorded_today():
+    if Shipped().others_of(Recipe("gpt2", lora_rank=8, base="nf4", precision="bf16-amp")):
+        pytest.skip("with other releases a run decides whether the traces hold")
     tool = [sys.executable, record_traces.__file__, "--check", "60", "--seed", "1"]
     checked = subprocess.run(tool, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
